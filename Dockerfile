@@ -1,0 +1,54 @@
+# NVIDIA's image of tritonserver with TensorRT-LLM, and the predictor on it. See docs/production.md.
+#
+#     docker build -t cog-triton .
+#     cog build --dockerfile Dockerfile -t cog-triton
+#
+# 26.07 is the last release with TensorRT-LLM 1.2, which is the last that runs TensorRT engines.
+ARG TRITON_VERSION=26.07
+FROM nvcr.io/nvidia/tritonserver:${TRITON_VERSION}-trtllm-python-py3
+
+ARG TRITON_VERSION
+LABEL org.opencontainers.image.title="cog-triton" \
+      org.opencontainers.image.description="A Cog predictor that runs Triton Inference Server with TensorRT-LLM" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.base.name="nvcr.io/nvidia/tritonserver:${TRITON_VERSION}-trtllm-python-py3"
+
+# coglet starts its worker with the first `python` in PATH, and `cog build` runs `python -m pip`.
+RUN command -v python || ln -s "$(command -v python3)" /usr/local/bin/python
+
+# A user id of its own: Ubuntu's and Triton's users have 1000. In Kubernetes, Cog reports that it is ready
+# in /var/run/cog. The cache is there for a volume that is mounted on it, which takes over its owner.
+RUN useradd --no-log-init --user-group --create-home --uid 10001 cog \
+    && install --directory --owner=cog --group=cog /src /var/run/cog /home/cog/.cache
+
+# What the image has constrains what pip may do: it adds packages, and fails rather than change the ones
+# that TensorRT-LLM was built and tested with.
+COPY requirements/image.txt /tmp/requirements.txt
+RUN python3 -m pip list --format=freeze --exclude=pip > /tmp/constraints.txt \
+    && PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip install --no-cache-dir \
+        --constraint /tmp/constraints.txt --requirement /tmp/requirements.txt \
+    && rm /tmp/constraints.txt /tmp/requirements.txt
+# Triton's Python stubs ignore PYTHONPATH: so they find cog_triton wherever they are started.
+RUN python3 -c "import pathlib, sysconfig; pathlib.Path(sysconfig.get_path('purelib'), 'cog_triton.pth').write_text('/src')"
+
+ENV COG_PREDICT_TYPE_STUB=predict.py:Predictor \
+    COG_TRAIN_TYPE_STUB=train.py:train \
+    COG_MAX_CONCURRENCY=64 \
+    HOME=/home/cog \
+    PORT=5000 \
+    PYTHONUNBUFFERED=1
+WORKDIR /src
+EXPOSE 5000
+STOPSIGNAL SIGTERM
+# Cog answers 200 whatever its status is. A model may take minutes to load, in which nothing is wrong.
+HEALTHCHECK --interval=10s --timeout=5s --start-period=10m --retries=3 \
+    CMD ["python3", "-c", "import json, os, urllib.request as r; s = json.load(r.build_opener(r.ProxyHandler({})).open('http://127.0.0.1:' + os.environ['PORT'] + '/health-check', timeout=4))['status']; print(s); raise SystemExit(s not in ('READY', 'BUSY'))"]
+
+# Last, because it changes most.
+COPY --chown=10001:10001 . /src
+USER 10001:10001
+# As the user who will run it, and without a GPU: it also shows that everything can be imported.
+RUN python3 scripts/make_schema.py
+
+# NVIDIA's entrypoint stays: it sets up CUDA's forward compatibility, and runs this as process 1.
+CMD ["python3", "-m", "cog.server.http"]

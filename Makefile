@@ -1,0 +1,47 @@
+# The two that matter: `make predict` and `make test`. See README.md.
+
+PYTHON ?= python3
+PORT ?= 5000
+PROMPT ?= What is machine learning?
+
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+.PHONY: setup predict serve test lint fix docs clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --editable ".[local,dev]"
+	touch $@
+
+models/demo/config.json: $(STAMP) $(wildcard cog_triton/demo/*.py)
+	$(BIN)/python scripts/make_demo_model.py
+	@touch $@
+
+predict: models/demo/config.json
+	@$(BIN)/python scripts/run_prediction.py "$(PROMPT)"
+
+serve: models/demo/config.json
+	PORT=$(PORT) exec $(BIN)/python scripts/serve.py
+
+test: models/demo/config.json
+	$(BIN)/python -m pytest
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+fix: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: $(STAMP)
+	$(BIN)/python scripts/make_docs.py
+
+clean:
+	rm -rf .venv .cog models/demo .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,135 @@
+"""Live streaming and cancelling under Cog's server, coglet, and nothing else.
+
+Measured with Cog 0.23: coglet drains an ``async def predict`` that yields into a list and sends it at
+the end. It does stream from one that *returns* a synchronous generator, on a thread for each, which is
+what ``live`` makes of an asynchronous one. Cancelling such a prediction does not reach the generator:
+its coroutine returned long ago. But coglet starts each prediction by looking up
+``asyncio.run_coroutine_threadsafe`` and cancels by calling ``cancel`` on the future it got, so
+``install`` gives it one that tells ``live``. That is an internal of coglet: without it, predictions
+still stream and finish.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import queue
+import threading
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
+from concurrent.futures import Future
+from typing import Any
+
+from coglet import CancelationException
+
+_cancellation: contextvars.ContextVar[_Cancellation | None] = contextvars.ContextVar(
+    "cancellation", default=None
+)
+_End = BaseException | None
+
+
+class _Cancellation:
+    """Whether a prediction was cancelled, and whom to tell. Used from several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._cancelled = False
+        self._tell: Callable[[], object] | None = None
+
+    def cancel(self) -> None:
+        with self._lock:
+            self._cancelled = True
+            tell = self._tell
+        if tell is not None:
+            tell()
+
+    def tell(self, callback: Callable[[], object]) -> None:
+        with self._lock:
+            self._tell = callback
+            cancelled = self._cancelled
+        if cancelled:
+            callback()
+
+
+def install() -> None:
+    """Lets ``live`` learn of cancelled predictions. To be called once, before the first."""
+    original = asyncio.run_coroutine_threadsafe
+    if getattr(original, "tells_live", False):
+        return
+
+    def run_coroutine_threadsafe(
+        coroutine: Coroutine[Any, Any, Any], loop: asyncio.AbstractEventLoop
+    ) -> Future[Any]:
+        cancellation = _Cancellation()
+        # The loop copies this thread's context for the coroutine while ``original`` runs.
+        token = _cancellation.set(cancellation)
+        try:
+            future = original(coroutine, loop)
+        finally:
+            _cancellation.reset(token)
+        cancel = future.cancel
+
+        def cancel_and_tell() -> bool:
+            cancellation.cancel()
+            return cancel()
+
+        future.cancel = cancel_and_tell  # type: ignore[method-assign]
+        return future
+
+    run_coroutine_threadsafe.tells_live = True  # type: ignore[attr-defined]
+    asyncio.run_coroutine_threadsafe = run_coroutine_threadsafe  # type: ignore[assignment]
+
+
+def live(source: AsyncGenerator[str, None]) -> Generator[str, None, None]:
+    """A synchronous generator of what ``source`` yields on the running event loop, as it yields it.
+
+    Text that has piled up comes as one piece. Closing the generator, or cancelling the prediction
+    that called this, cancels ``source``; a cancelled prediction ends with CancelationException.
+    """
+    loop = asyncio.get_running_loop()
+    items: queue.SimpleQueue[str | _End] = queue.SimpleQueue()
+    task = loop.create_task(_pump(source, items))
+
+    def cancel() -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nothing is left to cancel
+            loop.call_soon_threadsafe(task.cancel)
+
+    cancellation = _cancellation.get()
+    if cancellation is not None:
+        cancellation.tell(cancel)
+    return _drain(items, cancel)
+
+
+async def _pump(source: AsyncGenerator[str, None], items: queue.SimpleQueue[str | _End]) -> None:
+    end: _End = None
+    try:
+        async with contextlib.aclosing(source) as texts:
+            async for text in texts:
+                items.put(text)
+    except asyncio.CancelledError:
+        end = CancelationException("the prediction was canceled")
+    except Exception as error:
+        end = error
+    items.put(end)
+
+
+def _drain(
+    items: queue.SimpleQueue[str | _End], cancel: Callable[[], None]
+) -> Generator[str, None, None]:
+    try:
+        while True:
+            item = items.get()
+            texts = []
+            while isinstance(item, str):
+                texts.append(item)
+                if items.empty():
+                    break
+                item = items.get()
+            if texts:
+                yield "".join(texts)
+            if isinstance(item, BaseException):
+                raise item
+            if item is None:
+                return
+    finally:
+        cancel()

@@ -1,0 +1,222 @@
+"""One setup: settings → filled repository → tritonserver → ready → warm."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import tempfile
+from collections.abc import AsyncGenerator, Mapping
+from pathlib import Path
+
+from cog_triton.engine_choice import Engine, check_engine, choose_engine, look_around
+from cog_triton.errors import ConfigurationError
+from cog_triton.generation import Chunk, generate
+from cog_triton.sampling import Request
+from cog_triton.settings import Settings
+from cog_triton.tokenizer import Tokenizer, load_tokenizer, without_torch
+from cog_triton.triton.client import TritonClient
+from cog_triton.triton.installation import locate
+from cog_triton.triton.process import TritonServer
+from cog_triton.triton.repository import fill_repository, load_overrides
+from cog_triton.triton.server_log import GPU
+
+Values = dict[str, dict[str, object]]
+
+WARM_UP = Request(prompt="Hello", seed=0, max_tokens=2, temperature=0.0)
+
+
+class Deployment:
+    """A running tritonserver, and what is needed to run requests on it."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        server: TritonServer,
+        client: TritonClient,
+        tokenizer: Tokenizer,
+        cleanup: contextlib.ExitStack,
+    ) -> None:
+        """Takes over what ``start`` has started.
+
+        Args:
+            cleanup: ends all of it but the client.
+        """
+        self.settings = settings
+        self.server = server
+        self._client = client
+        self._tokenizer = tokenizer
+        self._cleanup = cleanup
+
+    @classmethod
+    async def start(cls, settings: Settings) -> Deployment:
+        """Starts everything; what was started is stopped again if something fails.
+
+        Raises:
+            ConfigurationError: the settings, the configuration file, the model or the server is at
+                fault.
+        """
+        settings = await asyncio.to_thread(with_files, settings)
+        engine = resolve_engine(settings)
+        with contextlib.ExitStack() as cleanup:
+            runtime = _runtime_directory(settings, cleanup)
+            repository = runtime / "repository"
+            fill_repository(
+                settings.model_repository, repository, template_values(settings, engine)
+            )
+            server = TritonServer(
+                repository, runtime, settings, temporary=settings.runtime_directory is None
+            )
+            cleanup.callback(server.stop)
+            # The tokenizer takes as long to load as Triton takes to start: do both at once.
+            _, tokenizer = await asyncio.gather(
+                asyncio.to_thread(server.start), asyncio.to_thread(_load_tokenizer, settings)
+            )
+            client = create_client(settings, server)
+            async for _ in generate(WARM_UP, client, tokenizer):
+                pass
+            return cls(settings, server, client, tokenizer, cleanup.pop_all())
+
+    def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
+        """Streams the answer to a request; see ``cog_triton.generation.generate``."""
+        return generate(request, self._client, self._tokenizer)
+
+    async def stop(self) -> None:
+        """Stops everything that ``start`` started."""
+        await self._client.aclose()
+        await asyncio.to_thread(self._cleanup.close)
+
+
+def resolve_engine(settings: Settings) -> Engine:
+    """The engine to run, after everything that can be known before a start has been checked.
+
+    Raises:
+        ConfigurationError: there is no tritonserver, or the engine or model cannot be run.
+    """
+    machine = look_around(locate(settings).backends, gpu=GPU)
+    engine = choose_engine(settings.engine, settings.engine_dir, machine)
+    if engine == "tensorrtllm":
+        check_engine(settings.engine_dir, machine, settings.world_size)
+    elif settings.world_size > 1 and engine != "simulated":  # which is how ranks are tried out
+        raise ConfigurationError(
+            f"WORLD_SIZE={settings.world_size} is for TensorRT-LLM's C++ backend, and the engine is "
+            f"{engine}; the LLM API's workers are set by tensor_parallel_size"
+        )
+    return engine
+
+
+def with_files(settings: Settings) -> Settings:
+    """The settings with what they name on this machine: downloaded, unpacked and checked.
+
+    Raises:
+        ConfigurationError: it is not there, or cannot be had.
+    """
+    if settings.weights is not None:
+        return placed(settings, _fetch(settings, settings.weights))
+    if settings.engine_dir is not None or Path(settings.model).is_dir():
+        return settings
+    check_model(settings)
+    return placed(settings, _fetch(settings, settings.model))
+
+
+def placed(settings: Settings, directory: Path) -> Settings:
+    """The settings for weights in a directory: an engine, or a Hugging Face model."""
+    for engine_dir in (directory / "engine", directory):
+        if any(engine_dir.glob("*.engine")):
+            return settings.model_copy(update={"engine_dir": engine_dir})
+    return settings.model_copy(update={"model": str(directory)})
+
+
+def template_values(settings: Settings, engine: Engine) -> Values:
+    """The template variables of each model: from the settings, overridden by the configuration file.
+
+    Raises:
+        ConfigurationError: the configuration file cannot be read.
+    """
+    tokenizer = {"tokenizer_dir": settings.tokenizer_dir}
+    values: Values = {
+        "ensemble": {},
+        "preprocessing": dict(tokenizer),
+        "postprocessing": dict(tokenizer),
+        "tensorrt_llm": {**tokenizer, **_engine_values(settings, engine)},
+    }
+    return merge(values, _overrides(settings.config_file))
+
+
+def merge(
+    values: Mapping[str, Mapping[str, object]], overrides: Mapping[str, Mapping[str, object]]
+) -> Values:
+    """``values`` with the variables of ``overrides`` in place of those of the same model and name."""
+    return {
+        model: {**values.get(model, {}), **overrides.get(model, {})}
+        for model in [*values, *(model for model in overrides if model not in values)]
+    }
+
+
+def check_model(settings: Settings) -> None:
+    """Finds a model that is not there before anything is started.
+
+    Raises:
+        ConfigurationError: MODEL looks like a path, and there is nothing.
+    """
+    path = Path(settings.model)
+    looks_like_path = (
+        settings.model.startswith((".", "/", "models/")) or settings.model.count("/") > 1
+    )
+    if looks_like_path and not path.is_dir():
+        hint = "; make it with scripts/make_demo_model.py" if path == Path("models/demo") else ""
+        raise ConfigurationError(f"MODEL={settings.model} is no directory{hint}")
+
+
+def _fetch(settings: Settings, source: str) -> Path:
+    from cog_triton.weights import fetch  # brings httpx and more, which few setups need
+
+    return fetch(
+        source,
+        cache=settings.weights_cache.expanduser(),
+        checksum=settings.weights_checksum,
+        token=settings.hf_token.get_secret_value() if settings.hf_token else None,
+    )
+
+
+def create_client(settings: Settings, server: TritonServer) -> TritonClient:
+    """The client of the transport that the settings name."""
+    if settings.transport == "http":
+        from cog_triton.triton.http_client import HttpClient
+
+        return HttpClient(server.endpoints.http, response_timeout=settings.response_timeout)
+    from cog_triton.triton.grpc_client import GrpcClient
+
+    return GrpcClient(server.endpoints.grpc, response_timeout=settings.response_timeout)
+
+
+def _engine_values(settings: Settings, engine: Engine) -> dict[str, object]:
+    if engine == "tensorrtllm":
+        return {"triton_backend": "tensorrtllm", "engine_dir": settings.absolute_engine_dir}
+    return {
+        "engine": engine,
+        "model": settings.model_dir,
+        "device": settings.device,
+        "dtype": settings.dtype,
+        "max_seq_len": settings.max_sequence_length,
+        "simulated_prefill_ms": settings.simulated_prefill_ms,
+        "simulated_inter_token_ms": settings.simulated_inter_token_ms,
+    }
+
+
+def _overrides(file: Path) -> dict[str, dict[str, object]]:
+    return load_overrides(file) if file.exists() else {}
+
+
+def _load_tokenizer(settings: Settings) -> Tokenizer:
+    without_torch()
+    return load_tokenizer(settings.tokenizer_dir)
+
+
+def _runtime_directory(settings: Settings, cleanup: contextlib.ExitStack) -> Path:
+    if settings.runtime_directory is not None:
+        settings.runtime_directory.mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix="run-", dir=settings.runtime_directory))
+    directory = Path(tempfile.mkdtemp(prefix="cog-triton-"))
+    cleanup.callback(shutil.rmtree, directory, ignore_errors=True)
+    return directory

@@ -1,0 +1,289 @@
+"""Token ids to text while they arrive, such that the pieces join to the text of all ids.
+
+``tokenizer.decode(ids + more)`` need not start with ``tokenizer.decode(ids)``, and
+``tokenizer.decode(more)`` need not be what it adds. Three causes, and what is done about each:
+
+* A character's bytes are spread over tokens. With byte-level BPE an incomplete character decodes
+  to one U+FFFD at the end of the text, and only that can still change. So one trailing U+FFFD is
+  held back, whatever it came from.
+* Byte fallback (SentencePiece's ``<0xE4>`` tokens) decodes a run of adjacent byte tokens as a
+  whole: to its characters if all of it is UTF-8, else to one U+FFFD for *each* byte, those of
+  complete characters and of line feeds included. None of a run's text is certain before a token of
+  another kind has closed it, so the run is held back, undecoded.
+* The first token is special: SentencePiece decoders drop its leading space, and WordPiece's put no
+  space before it. So new ids are decoded behind a window of earlier ones, and the text of that
+  window is cut off again.
+
+The window must let the decoder find the character boundaries that it would find in the whole text.
+Four tokens that have bytes are enough for that: a character has four bytes at most, and a decoder
+that starts inside one is back in step at the next lead byte. The work per token thus does not
+depend on how many came before.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from itertools import islice, takewhile
+from typing import Any, Protocol
+
+CONTEXT_TOKENS = 16
+"""How many earlier ids `decode_delta` needs and reads.
+
+Four would do for byte-level BPE. The others leave room for special tokens among them, which have no
+text, and for byte-fallback runs of up to 15 bytes (three emoji, five CJK characters), for which the
+text is exact even if they are no UTF-8.
+"""
+
+_REPLACEMENT = "\ufffd"
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_KEPT_TOKENS = 4
+_WINDOW_TOKENS = 16
+
+
+class Tokenizer(Protocol):
+    """What is used of a tokenizer; those of transformers, fast and slow, have it.
+
+    ``convert_ids_to_tokens(ids) -> list[str | None]`` is used as well, if there is one. Without it
+    no token is taken for a byte-fallback token, and ids outside the vocabulary count as tokens.
+    """
+
+    def decode(
+        self,
+        token_ids: list[int],
+        *,
+        skip_special_tokens: bool,
+        clean_up_tokenization_spaces: bool,
+    ) -> Any: ...
+
+
+class IncrementalDetokenizer:
+    """Turns the ids of one text, as they arrive, into its text.
+
+    However the ids are split into calls, the results of `decode` and the one of `flush` join to
+    ``tokenizer.decode(all_ids, skip_special_tokens=..., clean_up_tokenization_spaces=False)``.
+
+    This holds for decoders whose text for some tokens changes under later ones only in the ways
+    that the module describes, and that see no further back than the previous character: byte-level
+    BPE, SentencePiece with or without byte fallback, Metaspace, WordPiece and BPE with a word
+    suffix. It does not hold for decoders that merge or rewrite across tokens, such as CTC.
+
+    A call costs one or two calls of ``tokenizer.decode``, and two short ones more if byte-fallback
+    or special tokens have to be told apart. What is held back, after any call, is one U+FFFD at
+    most and the byte-fallback run at the end.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+        self._decoder = _Decoder(tokenizer, skip_special_tokens)
+        self._start_over()
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text that became certain with these ids, often empty."""
+        return self._advance(self._closed_by(list(ids)), final=False)
+
+    def flush(self) -> str:
+        """Return the rest of the text. The next `decode` begins another text."""
+        delta = self._advance(self._open_run, final=True)
+        self._start_over()
+        return delta
+
+    def _start_over(self) -> None:
+        self._window: list[int] = []
+        self._delivered = 0  # characters of the window's text
+        self._open_run: list[int] = []
+
+    def _closed_by(self, new: list[int]) -> list[int]:
+        """Add to the ids held back, and return those that no longer are."""
+        if not self._open_run:
+            start = self._decoder.open_run_start(new)
+            self._open_run = new[start:]
+            return new[:start]
+        # One byte stands for the run, so that a long one is not gone through again and again.
+        start = self._decoder.open_run_start([self._open_run[0], *new])
+        if start == 0:
+            self._open_run.extend(new)
+            return []
+        closed = [*self._open_run, *new[: start - 1]]
+        self._open_run = new[start - 1 :]
+        return closed
+
+    def _advance(self, ids: list[int], *, final: bool) -> str:
+        if not ids and not final:
+            return ""
+        self._window.extend(ids)
+        text = self._decoder.text(self._window)
+        end = len(text) if final else _settled_length(text)
+        delta = text[self._delivered : end]
+        self._delivered = max(self._delivered, end)
+        if len(self._window) > _WINDOW_TOKENS:
+            self._shrink_window(held=len(text) - self._delivered)
+        return delta
+
+    def _shrink_window(self, held: int) -> None:
+        kept = self._window[-_KEPT_TOKENS:]
+        text = self._decoder.text(kept)
+        if not text.strip(_REPLACEMENT):
+            # Nothing tells that the decoder is in step here: these may be special tokens, or pieces
+            # of characters, of which it takes four.
+            visible = self._decoder.without_skipped(self._window, at_most=_KEPT_TOKENS)
+            text = self._decoder.text(visible)
+            if not text:  # all of it is whitespace and stripped, which ends when something follows
+                visible = self._decoder.without_skipped(self._window)
+                text = self._decoder.text(visible)
+            kept = visible
+        self._window = kept
+        self._delivered = len(text) - held
+
+
+def decode_delta(
+    tokenizer: Tokenizer,
+    context_ids: Sequence[int],
+    new_ids: Sequence[int],
+    *,
+    final: bool,
+    skip_special_tokens: bool = True,
+) -> str:
+    """Return the text that ``new_ids`` add to a text, keeping no state between calls.
+
+    ``context_ids`` are the last `CONTEXT_TOKENS` ids before ``new_ids``, or all of them if there
+    were fewer; of more, the last ones are used. An incomplete character at the end is held back, to
+    be returned by the call that gets the rest of it, unless ``final``.
+
+    The results of the calls for one text, of which the last has ``final``, join to what
+    ``tokenizer.decode`` makes of all its ids, like those of `IncrementalDetokenizer`, if
+
+    * of each context of `CONTEXT_TOKENS` ids four at least have text, i.e. are neither special
+      tokens to be skipped nor outside the vocabulary, and
+    * each byte-fallback run of `CONTEXT_TOKENS` tokens or more is UTF-8 as a whole and has no
+      skipped tokens inside. Shorter runs are held back until closed and may be anything; longer
+      ones are returned a character at a time. A long one that turns out invalid, or in which the
+      text ends within a character, keeps the characters already returned, where
+      ``tokenizer.decode`` has U+FFFD for each of their bytes.
+
+    A single call with no context and ``final`` is always exact.
+    """
+    decoder = _Decoder(tokenizer, skip_special_tokens)
+    context = list(context_ids)[-CONTEXT_TOKENS:]
+    ids = [*context, *new_ids]
+    start = decoder.split_character_length(context) if len(context) == CONTEXT_TOKENS else 0
+    before = _settled_text(decoder, context, start)
+    after = decoder.text(ids[start:]) if final else _settled_text(decoder, ids, start)
+    return after[len(before) :]
+
+
+def _settled_text(decoder: _Decoder, ids: list[int], start: int) -> str:
+    text = decoder.text(ids[start : len(ids) - _held_tokens(decoder, ids)])
+    return text[: _settled_length(text)]
+
+
+def _held_tokens(decoder: _Decoder, ids: list[int]) -> int:
+    """How many ids at the end `decode_delta` holds back.
+
+    It must follow from the last `CONTEXT_TOKENS` ids alone: the next call has to come to the same
+    number, and sees no others.
+    """
+    tail = ids[-CONTEXT_TOKENS:]
+    start = decoder.open_run_start(tail)
+    if start > 0 or len(tail) < CONTEXT_TOKENS:
+        return len(tail) - start
+    return decoder.incomplete_character_length(tail)
+
+
+def _settled_length(text: str) -> int:
+    return len(text) - text.endswith(_REPLACEMENT)
+
+
+class _Decoder:
+    """A tokenizer, the way in which it is to decode, and what can be asked about single ids."""
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._to_tokens: Callable[[list[int]], list[str | None]] | None = getattr(
+            tokenizer, "convert_ids_to_tokens", None
+        )
+        self._skipped: dict[int, bool] = {}
+
+    def text(self, ids: list[int]) -> str:
+        return self._decode(ids, self._skip_special_tokens) if ids else ""
+
+    def without_skipped(self, ids: list[int], at_most: int | None = None) -> list[int]:
+        """The last ``at_most`` ids that are not skipped, in order."""
+        visible = (token_id for token_id in reversed(ids) if not self._is_skipped(token_id))
+        return list(islice(visible, at_most))[::-1]
+
+    def open_run_start(self, ids: list[int]) -> int:
+        """Where the byte-fallback run starts that the next id may extend; ``len(ids)`` if none."""
+        start = len(ids)
+        values = self._fallback_bytes(ids)
+        if all(value is None for value in values):
+            return start
+        for i in reversed(range(len(ids))):
+            if values[i] is not None:
+                start = i
+            elif not self._is_skipped(ids[i]):
+                break
+        return start
+
+    def incomplete_character_length(self, ids: list[int]) -> int:
+        """How many ids at the end hold the first bytes of a character whose last ones are missing.
+
+        Only ids of a byte-fallback run may be among the last ones.
+        """
+        found = 0
+        for back, value in enumerate(reversed(self._fallback_bytes(ids)), start=1):
+            if value is None:
+                continue
+            found += 1
+            if not _is_continuation(value):
+                return back if found < _character_length(value) else 0
+            if found == 3:
+                break
+        return 0
+
+    def split_character_length(self, ids: list[int]) -> int:
+        """How many byte-fallback ids at the start may belong to a character begun before them."""
+        return len(list(takewhile(_is_continuation, self._fallback_bytes(ids[:3]))))
+
+    def _decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        text: str = self._tokenizer.decode(
+            ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+        return text
+
+    def _fallback_bytes(self, ids: list[int]) -> list[int | None]:
+        """The byte that each id stands for, None if it is no byte-fallback token."""
+        if self._to_tokens is None:
+            return [None] * len(ids)
+        matches = (_BYTE_TOKEN.fullmatch(token or "") for token in self._to_tokens(ids))
+        return [int(match[1], 16) if match else None for match in matches]
+
+    def _is_skipped(self, token_id: int) -> bool:
+        """Whether the id is dropped before decoding: tokens around it count as adjacent."""
+        if token_id not in self._skipped:
+            self._skipped[token_id] = self._is_unknown(token_id) or self._is_hidden(token_id)
+        return self._skipped[token_id]
+
+    def _is_unknown(self, token_id: int) -> bool:
+        return self._to_tokens is not None and self._to_tokens([token_id]) == [None]
+
+    def _is_hidden(self, token_id: int) -> bool:
+        # An empty text is not enough: a SentencePiece space has one, too, when decoded alone.
+        return (
+            self._skip_special_tokens
+            and self._decode([token_id], True) == ""
+            and self._decode([token_id], False) != ""
+        )
+
+
+def _is_continuation(value: int | None) -> bool:
+    return value is not None and 0x80 <= value < 0xC0
+
+
+def _character_length(lead: int) -> int:
+    """How many bytes the UTF-8 character has that starts with this one; 1 if none does."""
+    if 0xC2 <= lead <= 0xDF:
+        return 2
+    if 0xE0 <= lead <= 0xEF:
+        return 3
+    return 4 if 0xF0 <= lead <= 0xF4 else 1

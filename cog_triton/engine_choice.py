@@ -1,0 +1,142 @@
+"""Which engine runs in the tensorrt_llm slot, and whether it can, before tritonserver is started."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from cog_triton.engine_builder.tools import release
+from cog_triton.errors import ConfigurationError
+
+logger = logging.getLogger(__name__)
+
+Engine = Literal["tensorrtllm", "llmapi", "transformers", "simulated"]
+BACKEND_LIBRARY = "libtriton_tensorrtllm.so"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What is there to run an engine with.
+
+    Attributes:
+        backends: the Triton backend directory.
+        tensorrt_llm: version of the Python package, None when it is not installed.
+        gpu: whether there is an NVIDIA GPU.
+    """
+
+    backends: Path
+    tensorrt_llm: str | None
+    gpu: bool
+
+    @property
+    def backend_library(self) -> Path | None:
+        """The C++ backend's library, if it is there."""
+        library = self.backends / "tensorrtllm" / BACKEND_LIBRARY
+        return library if library.is_file() else None
+
+
+def look_around(backends: Path, *, gpu: bool) -> Machine:
+    """What this machine has. Nothing is imported: that takes tensorrt_llm many seconds."""
+    if importlib.util.find_spec("tensorrt_llm") is None:
+        return Machine(backends, None, gpu)
+    try:
+        version = importlib.metadata.version("tensorrt_llm")
+    except importlib.metadata.PackageNotFoundError:
+        version = "unknown"
+    return Machine(backends, version, gpu)
+
+
+def choose_engine(wanted: str, engine_dir: Path | None, machine: Machine) -> Engine:
+    """The engine that ``wanted`` means.
+
+    ``auto`` is the C++ backend with an engine directory and its library, else the LLM API with its
+    package and a GPU, else transformers.
+    """
+    if wanted != "auto":
+        return wanted  # type: ignore[return-value]
+    if engine_dir is not None and _has_engine(engine_dir):
+        if machine.backend_library is not None:
+            return "tensorrtllm"
+        logger.warning(
+            "ENGINE_DIR=%s has an engine, but %s has no TensorRT-LLM backend: the engine is not used",
+            engine_dir,
+            machine.backends,
+        )
+    if machine.tensorrt_llm is not None and machine.gpu:
+        return "llmapi"
+    return "transformers"
+
+
+def check_engine(engine_dir: Path | None, machine: Machine, world_size: int) -> None:
+    """Whether the C++ backend can load an engine, as far as files tell.
+
+    Raises:
+        ConfigurationError: the backend or the engine is missing, or they do not belong together.
+    """
+    if engine_dir is None:
+        raise ConfigurationError("ENGINE=tensorrtllm needs ENGINE_DIR, the directory of the engine")
+    if machine.backend_library is None:
+        raise ConfigurationError(
+            f"no TensorRT-LLM backend: {machine.backends}/tensorrtllm/{BACKEND_LIBRARY} is missing; "
+            "run in an image with TensorRT-LLM up to 1.2, or use ENGINE=llmapi"
+        )
+    config = read_engine_config(engine_dir)
+    _check_version(engine_dir, config, machine)
+    _check_ranks(engine_dir, config, world_size)
+
+
+def read_engine_config(engine_dir: Path) -> dict[str, Any]:
+    """The engine's config.json.
+
+    Raises:
+        ConfigurationError: there is no engine there, or its configuration cannot be read.
+    """
+    if not _has_engine(engine_dir):
+        raise ConfigurationError(f"ENGINE_DIR={engine_dir} has no rank*.engine file")
+    file = engine_dir / "config.json"
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"{file} cannot be read: {error}") from None
+    if not isinstance(config, dict):
+        raise ConfigurationError(f"{file} is no engine configuration")
+    return config
+
+
+def _has_engine(engine_dir: Path) -> bool:
+    return any(engine_dir.glob("*.engine"))
+
+
+def _check_version(engine_dir: Path, config: Mapping[str, Any], machine: Machine) -> None:
+    built, runs = str(config.get("version", "unknown")), machine.tensorrt_llm
+    if runs is None or "unknown" in (built, runs):
+        logger.warning(
+            "engine %s is of TensorRT-LLM %s; the backend's version is %s", engine_dir, built, runs
+        )
+        return
+    if release(built) != release(runs):
+        raise ConfigurationError(
+            f"the engine in {engine_dir} was built with TensorRT-LLM {built}, but {runs} is installed; "
+            "an engine runs on the version that built it: build it again, or use that version's image"
+        )
+    if built != runs:
+        logger.warning("engine of TensorRT-LLM %s on %s: patch versions differ", built, runs)
+
+
+def _check_ranks(engine_dir: Path, config: Mapping[str, Any], world_size: int) -> None:
+    mapping = config.get("pretrained_config", {}).get("mapping", {})
+    needed = int(mapping.get("world_size", 1))
+    if needed != world_size:
+        raise ConfigurationError(
+            f"the engine in {engine_dir} was built for {needed} GPUs, but WORLD_SIZE is {world_size}"
+        )
+    missing = [rank for rank in range(needed) if not (engine_dir / f"rank{rank}.engine").is_file()]
+    if missing:
+        names = ", ".join(f"rank{rank}.engine" for rank in missing)
+        raise ConfigurationError(f"the engine in {engine_dir} lacks {names}")

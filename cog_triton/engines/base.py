@@ -1,0 +1,168 @@
+"""What an engine is: requests of token ids in, batches of token ids out. Engines never see text."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+
+class EngineError(Exception):
+    """A request that the engine refuses, or that failed in it; the text is for the client."""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the next token is chosen; names and meanings are TensorRT-LLM's.
+
+    Attributes:
+        temperature: divides the logits; 0 is greedy.
+        top_k: sample among the k most likely tokens; 0 is no limit.
+        top_p: sample among the most likely tokens that reach this probability together; 1 is no
+            limit. With neither top_k nor top_p given, TensorRT-LLM decodes greedily.
+        seed: the sampling noise is a function of seed and position alone.
+        repetition_penalty: divides positive logits of tokens of the prompt and the output, and
+            multiplies negative ones; 1 is none.
+        presence_penalty: subtracted from the logits of tokens in the output; 0 is none.
+        frequency_penalty: subtracted once per occurrence in the output; 0 is none.
+        min_tokens: the end token is not chosen before so many tokens.
+        bad_words: sequences of token ids whose last token is not chosen after the others.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 0.0
+    seed: int = 0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    min_tokens: int = 0
+    bad_words: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
+        return self.temperature == 0 or self.top_k == 1 or (self.top_k == 0 and self.top_p == 0)
+
+    @property
+    def limited(self) -> bool:
+        """Whether some tokens are never sampled, because of top_k or top_p."""
+        return self.top_k > 0 or 0 < self.top_p < 1
+
+    @property
+    def plain(self) -> bool:
+        """Whether the logits are used as they are but for temperature, top_k and top_p."""
+        return (
+            self.repetition_penalty == 1
+            and self.presence_penalty == 0
+            and self.frequency_penalty == 0
+            and self.min_tokens == 0
+            and not self.bad_words
+        )
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """One sequence to generate.
+
+    Attributes:
+        key: unique among all requests of the engine.
+        input_ids: the prompt's token ids, at least one.
+        max_tokens: at most so many output tokens, at least one.
+        end_id: the token that ends the output and is part of it; None for none.
+        stop_words: sequences of token ids that end the output and stay part of it.
+    """
+
+    key: str
+    input_ids: list[int]
+    max_tokens: int
+    end_id: int | None = None
+    stop_words: tuple[tuple[int, ...], ...] = ()
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    return_log_probs: bool = False
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The next tokens of one sequence.
+
+    Attributes:
+        ids: new token ids; may be empty when ``finished``.
+        log_probs: natural logarithm of each id's probability under the model's unchanged
+            distribution; empty unless asked for.
+        finished: whether these are the last.
+        error: why the sequence failed; it is finished then.
+    """
+
+    ids: list[int]
+    log_probs: list[float] = field(default_factory=list)
+    finished: bool = False
+    error: str | None = None
+
+
+Sink = Callable[[Tokens], None]  # called from the engine's thread; must not block
+
+
+class Engine(ABC):
+    """Generates many sequences at once. Methods may be called from any thread."""
+
+    @property
+    @abstractmethod
+    def context_length(self) -> int:
+        """Most tokens that prompt and output may have together."""
+
+    @abstractmethod
+    def submit(self, request: GenerationRequest, sink: Sink) -> None:
+        """Starts a request. ``sink`` gets its tokens as they are made, in order, until finished.
+
+        Raises:
+            EngineError: the engine has stopped, or cannot serve such a request.
+        """
+
+    @abstractmethod
+    def abort(self, key: str) -> None:
+        """Forgets a running request and frees its slot; its sink is called no more after a moment.
+
+        An unknown key is no error: the request may just have finished.
+        """
+
+    @abstractmethod
+    def active(self) -> int:
+        """How many requests hold a slot or wait for one."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends the engine; running requests are dropped."""
+
+
+def engine_parameters(config: Mapping[str, object]) -> dict[str, str]:
+    """The non-empty string parameters of a parsed Triton model configuration."""
+    parameters = config.get("parameters") or {}
+    assert isinstance(parameters, Mapping)
+    return {
+        key: value["string_value"]
+        for key, value in parameters.items()
+        if value["string_value"] != ""
+    }
+
+
+def create_engine(parameters: Mapping[str, str]) -> Engine:
+    """The engine that a model configuration's parameters describe.
+
+    Raises:
+        ValueError: the engine is unknown, or a parameter is not valid.
+    """
+    name = parameters.get("engine", "transformers")
+    if name == "simulated":
+        from cog_triton.engines.simulated import SimulatedEngine
+
+        return SimulatedEngine.from_parameters(parameters)
+    if name == "transformers":
+        from cog_triton.engines.transformers import TransformersEngine
+
+        return TransformersEngine.from_parameters(parameters)
+    if name == "llmapi":
+        from cog_triton.engines.tensorrt_llm import TensorrtLlmEngine
+
+        return TensorrtLlmEngine.from_parameters(parameters)
+    raise ValueError(f"unknown engine {name!r}; known are llmapi, simulated, transformers")

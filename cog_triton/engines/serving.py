@@ -1,0 +1,277 @@
+"""Between a serving model and its engine: limits, stop words, streaming, and delivery.
+
+One thread delivers. It sends whatever a sequence has ready in one response: at low load that is one
+token, under load as many as were made while the last responses were sent. The cost of serving is per
+response, and nothing ever waits to fill one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import queue
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from cog_triton.detokenizer import CONTEXT_TOKENS
+from cog_triton.engines.base import Engine, EngineError, GenerationRequest, Tokens
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Output:
+    """One response of one sequence.
+
+    Attributes:
+        ids: new token ids; in the only response of a sequence that does not stream, the prompt's as
+            well when it was asked for.
+        log_probs: one per generated id if asked for, else empty.
+        cum_log_prob: sum of the log probabilities of the sequence so far.
+        context_ids: up to CONTEXT_TOKENS ids of this sequence before ``ids``.
+        generated: generated tokens of the sequence so far.
+        final: whether this is the sequence's last response.
+        error: why the sequence failed; it is final then.
+    """
+
+    ids: list[int]
+    log_probs: list[float]
+    cum_log_prob: float
+    context_ids: list[int]
+    generated: int
+    final: bool
+    error: str | None = None
+
+
+Send = Callable[[Output], None]
+
+
+@dataclass
+class Counters:
+    """What has been done since the start.
+
+    Attributes:
+        generated: tokens that the engine made.
+        served: tokens handed to Triton.
+        finished, stopped, failed: sequences by how they ended; a stopped one was told to.
+    """
+
+    generated: int = 0
+    served: int = 0
+    finished: int = 0
+    stopped: int = 0
+    failed: int = 0
+
+
+@dataclass
+class _Sequence:
+    """A sequence on its way from the engine to Triton. ``lock`` guards what both threads touch."""
+
+    request: GenerationRequest
+    request_id: str
+    send: Send
+    streaming: bool
+    prompt_in_output: bool
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    tail: list[int] = field(default_factory=list)  # the last ids generated, for stop words
+    context: list[int] = field(default_factory=list)  # the last ids sent
+    cum_log_prob: float = 0.0
+    generated: int = 0
+    ended: bool = False
+    error: str | None = None
+    queued: bool = False
+
+    def add(self, tokens: Tokens) -> bool:
+        """Takes in new tokens; returns whether a stop word was completed, which ends the sequence."""
+        ids = tokens.ids
+        stop = self._stop_word_end(ids)
+        if stop is not None:
+            ids = ids[:stop]
+        self.ids += ids
+        self.log_probs += tokens.log_probs[: len(ids)]
+        self.generated += len(ids)
+        self.error = tokens.error
+        self.ended = tokens.finished or stop is not None
+        return stop is not None
+
+    def take(self) -> Output:
+        """All that is ready, as one response."""
+        ids, self.ids = self.ids, []
+        log_probs, self.log_probs = self.log_probs, []
+        context, self.context = self.context, (self.context + ids)[-CONTEXT_TOKENS:]
+        self.cum_log_prob += sum(log_probs)
+        if self.prompt_in_output:
+            ids = self.request.input_ids + ids
+        return Output(
+            ids, log_probs, self.cum_log_prob, context, self.generated, self.ended, self.error
+        )
+
+    def _stop_word_end(self, ids: list[int]) -> int | None:
+        """How many of ``ids`` there are up to the end of the first stop word."""
+        words = self.request.stop_words
+        if not words:
+            return None
+        text = self.tail + ids
+        for end in range(len(self.tail) + 1, len(text) + 1):
+            if any(tuple(text[max(0, end - len(word)) : end]) == word for word in words):
+                return end - len(self.tail)
+        self.tail = text[-max(map(len, words)) :]
+        return None
+
+
+class Serving:
+    """Runs requests on an engine and delivers their outputs. Methods may be called from any thread."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.counters = Counters()
+        self._keys = itertools.count()
+        self._running: dict[str, dict[str, _Sequence]] = {}  # request id → engine key → sequence
+        self._running_lock = threading.Lock()
+        self._ready: queue.SimpleQueue[_Sequence | None] = queue.SimpleQueue()
+        self._delivery = threading.Thread(target=self._deliver, name="delivery", daemon=True)
+        self._delivery.start()
+
+    def start(
+        self,
+        request_id: str,
+        request: GenerationRequest,
+        send: Send,
+        *,
+        streaming: bool,
+        prompt_in_output: bool = False,
+    ) -> Callable[[], object]:
+        """Starts one sequence and returns what stops it.
+
+        ``send`` gets its outputs from the delivery thread, in order.
+
+        Args:
+            request_id: what ``stop`` finds it by; several sequences may share one.
+            request: its key is replaced by a unique one, its max_tokens by what fits the context.
+            streaming: whether tokens are sent as they are made, or all in one output at the end.
+            prompt_in_output: whether that one output begins with the prompt. Streaming never does.
+
+        Raises:
+            EngineError: the prompt is empty or leaves no room for a token.
+        """
+        length, limit = len(request.input_ids), self.engine.context_length
+        if not length:
+            raise EngineError("the prompt has no tokens")
+        if length >= limit:
+            # TensorRT-LLM's wording, which clients know. One token of room is the least.
+            raise EngineError(
+                f"Prompt length ({length}) exceeds maximum input length ({limit - 1})."
+            )
+        if request.max_tokens < 1:
+            raise EngineError(f"max_tokens must be at least 1, not {request.max_tokens}")
+        request = replace(
+            request,
+            key=f"{request_id}#{next(self._keys)}",
+            max_tokens=min(request.max_tokens, limit - length),
+        )
+        sequence = _Sequence(
+            request, request_id, send, streaming, prompt_in_output and not streaming
+        )
+        with self._running_lock:
+            self._running.setdefault(request_id, {})[request.key] = sequence
+        try:
+            self.engine.submit(request, lambda tokens: self._on_tokens(sequence, tokens))
+        except BaseException:
+            self._forget(sequence)
+            raise
+        return partial(self._stop, sequence)
+
+    def stop(self, request_id: str) -> int:
+        """Ends the sequences of a request; what they have is delivered. Returns how many there were."""
+        with self._running_lock:
+            sequences = list(self._running.get(request_id, {}).values())
+        return sum(map(self._stop, sequences))
+
+    def active(self) -> int:
+        """Sequences that hold a slot of the engine or wait for one."""
+        return self.engine.active()
+
+    def close(self) -> None:
+        """Ends the engine and the delivery thread."""
+        self.engine.close()
+        self._ready.put(None)
+        self._delivery.join()
+
+    def _stop(self, sequence: _Sequence, error: str | None = None) -> bool:
+        with sequence.lock:
+            if sequence.ended:
+                return False
+            sequence.ended = True
+            sequence.error = error
+            if error is None:
+                self.counters.stopped += 1
+            else:
+                self.counters.failed += 1
+            self._queue(sequence)
+        self.engine.abort(sequence.request.key)
+        return True
+
+    def _on_tokens(self, sequence: _Sequence, tokens: Tokens) -> None:
+        self.counters.generated += len(tokens.ids)
+        with sequence.lock:
+            if sequence.ended:
+                return
+            stop_word = sequence.add(tokens)
+            if sequence.ended:
+                self._count_end(sequence)
+            if sequence.streaming or sequence.ended:
+                self._queue(sequence)
+        if stop_word:
+            self.engine.abort(sequence.request.key)
+
+    def _count_end(self, sequence: _Sequence) -> None:
+        if sequence.error is None:
+            self.counters.finished += 1
+        else:
+            self.counters.failed += 1
+
+    def _queue(self, sequence: _Sequence) -> None:
+        if not sequence.queued:
+            sequence.queued = True
+            self._ready.put(sequence)
+
+    def _forget(self, sequence: _Sequence) -> None:
+        with self._running_lock:
+            sequences = self._running.get(sequence.request_id, {})
+            sequences.pop(sequence.request.key, None)
+            if not sequences:
+                self._running.pop(sequence.request_id, None)
+
+    def _deliver(self) -> None:
+        for sequence in iter(self._ready.get, None):
+            with sequence.lock:
+                sequence.queued = False
+                output = sequence.take()
+            try:
+                sequence.send(output)
+            except Exception:
+                # One client's broken stream must not end the others'.
+                logger.exception("a response could not be delivered")
+                # Its last response may get through, and must not look like the end of an answer.
+                self._stop(sequence, "a response could not be delivered")
+            else:
+                new = len(output.ids) if sequence.streaming else output.generated
+                self.counters.served += new
+            if output.final:
+                self._forget(sequence)
+
+
+def words_from_list(word_list: Iterable[Iterable[int]]) -> tuple[tuple[int, ...], ...]:
+    """Words of a TensorRT-LLM word list. Offsets that do not rise make no word.
+
+    Args:
+        word_list: shape [2, N]: the flat token ids, and the cumulative end offsets padded with -1.
+    """
+    flat, offsets = (list(map(int, row)) for row in word_list)
+    ends = [end for end in offsets if end > 0]
+    words = (tuple(flat[start:end]) for start, end in zip([0, *ends], ends, strict=False))
+    return tuple(word for word in words if word)

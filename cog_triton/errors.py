@@ -1,0 +1,168 @@
+"""Every error a caller can meet, one code per error.
+
+    CogTritonError
+    ├── UserError                     the request is at fault, a retry unchanged will fail again
+    │   ├── PromptRequired            E1001
+    │   ├── PromptTooLong             E1002
+    │   ├── BadPromptTemplate         E1003
+    │   ├── PromptTemplateError       E1004
+    │   ├── ConflictingMaxTokens      E1101
+    │   ├── ConflictingMinTokens      E1102
+    │   └── InvalidParameter          E1103
+    ├── ServerError                   the deployment is at fault, the request may be fine
+    │   ├── TritonUnknownError        E2100
+    │   ├── TritonTimeout             E2101
+    │   ├── TritonTokenizerError      E2102
+    │   ├── TritonMalformedJSON       E2103
+    │   ├── TritonMalformedEvent      E2104
+    │   ├── TritonUnavailable         E2105
+    │   └── TritonOverloaded          E2106
+    ├── ConfigurationError            E3001: found while setting up, before any request
+    │   ├── TemplateError             E3002
+    │   └── TritonStartError          E3003
+    └── EngineBuildError              E3101
+
+Codes E1001 to E1102 and E2100 to E2104 are those of cog-triton, which its users' clients match on;
+the others are new. ``str(error)`` starts with the code, because Cog reports a failed prediction by
+that text alone.
+"""
+
+from __future__ import annotations
+
+
+class CogTritonError(Exception):
+    """Base of all errors raised on purpose by this package.
+
+    Attributes:
+        code: "E" and four digits, stable across releases.
+        message: what went wrong and what to do, in one or two sentences.
+    """
+
+    code = "E0000"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.message = message
+
+    def __str__(self) -> str:
+        return f"{self.code} {type(self).__name__}: {self.message}"
+
+
+class UserError(CogTritonError):
+    """The request is at fault."""
+
+    code = "E1000"
+
+
+class PromptRequired(UserError):
+    """No prompt, or an empty one."""
+
+    code = "E1001"
+
+
+class PromptTooLong(UserError):
+    """The prompt has more tokens than the engine accepts."""
+
+    code = "E1002"
+
+
+class BadPromptTemplate(UserError):
+    """The prompt template has no place for the prompt."""
+
+    code = "E1003"
+
+
+class PromptTemplateError(UserError):
+    """The prompt template cannot be filled."""
+
+    code = "E1004"
+
+
+class ConflictingMaxTokens(UserError):
+    """max_tokens and max_new_tokens were both given."""
+
+    code = "E1101"
+
+
+class ConflictingMinTokens(UserError):
+    """min_tokens and min_new_tokens were both given."""
+
+    code = "E1102"
+
+
+class InvalidParameter(UserError):
+    """A sampling parameter is outside its range, or two of them contradict."""
+
+    code = "E1103"
+
+
+class ServerError(CogTritonError):
+    """The deployment is at fault."""
+
+    code = "E2000"
+
+
+class TritonUnknownError(ServerError):
+    """Triton answered with an error that is none of the known ones."""
+
+    code = "E2100"
+
+
+class TritonTimeout(ServerError):
+    """Triton sent nothing for longer than the time limit."""
+
+    code = "E2101"
+
+
+class TritonTokenizerError(ServerError):
+    """Preprocessing or postprocessing failed on valid input."""
+
+    code = "E2102"
+
+
+class TritonMalformedJSON(ServerError):
+    """Triton's HTTP endpoint sent a body or an event that is not JSON."""
+
+    code = "E2103"
+
+
+class TritonMalformedEvent(ServerError):
+    """A response lacks an output, or has one of the wrong type or shape."""
+
+    code = "E2104"
+
+
+class TritonUnavailable(ServerError):
+    """Triton cannot be reached: it died, or it is not ready."""
+
+    code = "E2105"
+
+
+class TritonOverloaded(ServerError):
+    """The engine's queue is full."""
+
+    code = "E2106"
+
+
+class ConfigurationError(CogTritonError):
+    """The settings, the configuration file or the model is at fault."""
+
+    code = "E3001"
+
+
+class TemplateError(ConfigurationError):
+    """A config template cannot be filled."""
+
+    code = "E3002"
+
+
+class TritonStartError(ConfigurationError):
+    """tritonserver died, or was not ready in time."""
+
+    code = "E3003"
+
+
+class EngineBuildError(CogTritonError):
+    """A step of an engine's build failed."""
+
+    code = "E3101"

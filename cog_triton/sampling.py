@@ -1,0 +1,192 @@
+"""A request as the predictor's users make it: a prompt, limits and sampling parameters, validated."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cog_triton.errors import (
+    ConflictingMaxTokens,
+    ConflictingMinTokens,
+    InvalidParameter,
+    PromptRequired,
+)
+
+DEFAULT_MAX_TOKENS = 512
+MAX_SEED = 2**64 - 1
+MAX_INT32 = 2**31 - 1
+MAX_FLOAT32 = float(np.finfo(np.float32).max)
+
+_INTEGERS = ("max_tokens", "top_k", "end_id", "pad_id")
+_FLOATS = (
+    "temperature",
+    "length_penalty",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
+
+
+@dataclass(frozen=True)
+class Request:
+    """One text to complete.
+
+    Attributes:
+        prompt: the text as the model shall see it, its template filled.
+        max_tokens: at most so many output tokens; what exceeds the model's context is cut.
+        min_tokens: the end token is not chosen before; 0 or less is none.
+        temperature: 0 is greedy.
+        top_p: nucleus sampling; 1 is no limit.
+        top_k: 0 or -1 is no limit.
+        length_penalty: for beam search alone.
+        seed: 64 bits; see ``new_seed``.
+        stop_sequences: texts that end the output and are no part of it.
+        end_id, pad_id: token ids that override the tokenizer's.
+    """
+
+    prompt: str
+    seed: int
+    max_tokens: int = DEFAULT_MAX_TOKENS
+    min_tokens: int = 0
+    temperature: float = 0.7
+    top_p: float = 0.95
+    top_k: int = 0
+    length_penalty: float = 1.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    stop_sequences: tuple[str, ...] = ()
+    end_id: int | None = None
+    pad_id: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuses values that no engine could honour.
+
+        Raises:
+            PromptRequired, InvalidParameter: naming the parameter and its range.
+        """
+        if not self.prompt:
+            raise PromptRequired("a prompt is required")
+        if not _is_unicode(self.prompt):
+            raise InvalidParameter("prompt must be valid Unicode; half of a surrogate pair is not")
+        for name in _INTEGERS:
+            _check(name, getattr(self, name) or 0, _fits_int32, "a 32-bit integer")
+        for name in _FLOATS:
+            _check(name, getattr(self, name), _fits_float32, "a finite 32-bit float")
+        _check("max_tokens", self.max_tokens, lambda v: v >= 1, "at least 1")
+        _check("temperature", self.temperature, lambda v: v >= 0, "at least 0")
+        _check("top_p", self.top_p, lambda v: 0 <= v <= 1, "between 0 and 1")
+        _check("top_k", self.top_k, lambda v: v >= -1, "at least -1")
+        _check("repetition_penalty", self.repetition_penalty, lambda v: v > 0, "greater than 0")
+        _check("seed", self.seed, lambda v: 0 <= v <= MAX_SEED, f"between 0 and {MAX_SEED}")
+        limit = f"at most max_tokens ({self.max_tokens})"
+        _check("min_tokens", self.min_tokens, lambda v: v <= self.max_tokens, limit)
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
+        return self.temperature == 0
+
+
+def new_seed() -> int:
+    """A seed for a request that names none; 31 bits, so that any JSON client reads it back whole."""
+    return secrets.randbelow(2**31)
+
+
+def resolve_max_tokens(max_tokens: int, max_new_tokens: int | None) -> int:
+    """The one limit meant by the new and the old name of the same input.
+
+    Raises:
+        ConflictingMaxTokens: both were given and differ. A new name at its default counts as not given.
+    """
+    if max_new_tokens is None or max_new_tokens == max_tokens:
+        return max_tokens
+    if max_tokens != DEFAULT_MAX_TOKENS:
+        raise ConflictingMaxTokens(
+            f"max_tokens={max_tokens} and max_new_tokens={max_new_tokens} contradict; max_new_tokens is "
+            "the old name of max_tokens, give one of them"
+        )
+    return max_new_tokens
+
+
+def resolve_min_tokens(min_tokens: int | None, min_new_tokens: int | None) -> int:
+    """The one minimum meant by the new and the old name; -1 and None are none, which gives 0.
+
+    Raises:
+        ConflictingMinTokens: both were given and differ.
+    """
+    given = {value for value in (min_tokens, min_new_tokens) if value not in (None, -1)}
+    if len(given) > 1:
+        raise ConflictingMinTokens(
+            f"min_tokens={min_tokens} and min_new_tokens={min_new_tokens} contradict; min_new_tokens is "
+            "the old name of min_tokens, give one of them"
+        )
+    return given.pop() or 0 if given else 0
+
+
+def triton_inputs(request: Request) -> dict[str, npt.NDArray[Any]]:
+    """The ensemble's inputs for a streamed request, shapes [batch = 1, 1].
+
+    A parameter that changes nothing is left out: each tensor costs time.
+    """
+    # TensorRT-LLM refuses a temperature of 0 in some versions; top_k 1 is greedy in all.
+    temperature, top_k = (
+        (1.0, 1) if request.greedy else (request.temperature, max(request.top_k, 0))
+    )
+    values: dict[str, npt.NDArray[Any] | None] = {
+        "text_input": np.array([[request.prompt.encode()]], np.object_),
+        "max_tokens": _int32(request.max_tokens),
+        "stream": np.array([[True]]),
+        "return_num_input_tokens": np.array([[True]]),
+        "seed": np.array([[request.seed]], np.uint64),
+        "temperature": _float32(temperature),
+        "top_p": _float32(request.top_p),
+        "top_k": _int32(top_k) if top_k else None,
+        "min_tokens": _int32(request.min_tokens) if request.min_tokens > 0 else None,
+        "length_penalty": _unless(1.0, request.length_penalty),
+        "repetition_penalty": _unless(1.0, request.repetition_penalty),
+        "presence_penalty": _unless(0.0, request.presence_penalty),
+        "frequency_penalty": _unless(0.0, request.frequency_penalty),
+        "end_id": None if request.end_id is None else _int32(request.end_id),
+        "pad_id": None if request.pad_id is None else _int32(request.pad_id),
+    }
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _check(name: str, value: Any, valid: Callable[[Any], bool], wanted: str) -> None:
+    if not valid(value):
+        raise InvalidParameter(f"{name} must be {wanted}, not {value}")
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _fits_int32(value: int) -> bool:
+    # NumPy below 2 would let a greater one wrap around.
+    return -MAX_INT32 <= value <= MAX_INT32
+
+
+def _fits_float32(value: float) -> bool:
+    return abs(value) <= MAX_FLOAT32
+
+
+def _int32(value: int) -> npt.NDArray[Any]:
+    return np.array([[value]], np.int32)
+
+
+def _float32(value: float) -> npt.NDArray[Any]:
+    return np.array([[value]], np.float32)
+
+
+def _unless(neutral: float, value: float) -> npt.NDArray[Any] | None:
+    return None if value == neutral else _float32(value)

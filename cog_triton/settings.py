@@ -1,0 +1,278 @@
+"""Every setting of a deployment, read once from the environment.
+
+Each field's alias is the environment variable that sets it. An empty variable counts as unset.
+Template variables of the Triton models are not here: they are set in the YAML file that
+``COG_TRITON_CONFIG`` names (see ``cog_triton.triton.variables``).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
+
+from cog_triton.errors import ConfigurationError
+
+Port = int  # 0 asks for a free one
+
+
+class Settings(BaseModel):
+    """The settings of one deployment. Frozen: what is derived from them is a property or a function."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+
+    config_file: Path = Field(
+        default=Path("config.yaml"),
+        alias="COG_TRITON_CONFIG",
+        description="YAML file that overrides template variables; it may be absent.",
+    )
+    model: str = Field(
+        default="models/demo",
+        alias="MODEL",
+        description="The model: a directory, a tar file, a URL of one or a Hugging Face id.",
+    )
+    weights: str | None = Field(
+        default=None,
+        alias="COG_WEIGHTS",
+        description="Takes the place of MODEL, and may as well be an engine that build_engine.py packed; "
+        "set by Replicate for a trained model.",
+    )
+    weights_checksum: str | None = Field(
+        default=None,
+        alias="WEIGHTS_SHA256",
+        description="SHA-256 of the tar file, checked on arrival.",
+    )
+    weights_cache: Path = Field(
+        default=Path("~/.cache/cog-triton"),
+        alias="WEIGHTS_CACHE",
+        description="Where downloads are unpacked and kept.",
+    )
+    hf_token: SecretStr | None = Field(
+        default=None, alias="HF_TOKEN", description="Hugging Face token, for models that need one."
+    )
+    tokenizer: str | None = Field(
+        default=None,
+        alias="TOKENIZER",
+        description="Tokenizer directory or id; `MODEL` when unset.",
+    )
+    engine: Literal["auto", "tensorrtllm", "llmapi", "transformers", "simulated"] = Field(
+        default="auto",
+        alias="ENGINE",
+        description="What runs in the tensorrt_llm slot: tensorrtllm (an engine on TensorRT-LLM's C++ "
+        "backend), llmapi (TensorRT-LLM's LLM API), transformers or simulated; auto takes the first of "
+        "the first three that the machine can run.",
+    )
+    engine_dir: Path | None = Field(
+        default=None,
+        alias="ENGINE_DIR",
+        description="TensorRT-LLM engine directory, with rank*.engine and config.json.",
+    )
+    world_size: int = Field(
+        default=1,
+        ge=1,
+        alias="WORLD_SIZE",
+        description="GPUs that the C++ backend's engine was built for, one MPI rank each.",
+    )
+    device: str = Field(
+        default="auto",
+        alias="DEVICE",
+        description="Device of the transformers engine: auto, cpu, cuda or cuda:N.",
+    )
+    dtype: str = Field(
+        default="auto",
+        alias="DTYPE",
+        description="Data type of the transformers engine's weights: auto (as saved), float32, "
+        "bfloat16 or float16.",
+    )
+    max_sequence_length: int | None = Field(
+        default=None,
+        ge=2,
+        alias="MAX_SEQUENCE_LENGTH",
+        description="Upper bound on prompt plus output tokens; the model's context length when unset.",
+    )
+    end_id: int | None = Field(
+        default=None,
+        ge=0,
+        alias="END_ID",
+        description="Token id that ends a generation; the tokenizer's end of sequence when unset.",
+    )
+    pad_id: int | None = Field(
+        default=None,
+        ge=0,
+        alias="PAD_ID",
+        description="Padding token id; the tokenizer's when unset.",
+    )
+    simulated_prefill_ms: float = Field(
+        default=0.0,
+        ge=0,
+        alias="SIMULATED_PREFILL_MS",
+        description="Simulated engine: milliseconds from a request's start to its first token.",
+    )
+    simulated_inter_token_ms: float = Field(
+        default=0.0,
+        ge=0,
+        alias="SIMULATED_INTER_TOKEN_MS",
+        description="Simulated engine: milliseconds between two tokens of a request.",
+    )
+    tritonserver: Path | None = Field(
+        default=None,
+        alias="TRITONSERVER",
+        description="The tritonserver binary; else NVIDIA's container's, else the wheel's.",
+    )
+    backend_directory: Path | None = Field(
+        default=None,
+        alias="TRITONSERVER_BACKEND_DIR",
+        description="Triton backends; else those that come with the server found.",
+    )
+    host: str = Field(
+        default="127.0.0.1",
+        alias="TRITON_HOST",
+        description="Address that Triton's endpoints bind to.",
+    )
+    http_port: Port = Field(
+        default=8000, ge=0, le=65535, alias="TRITON_HTTP_PORT", description="0 picks a free port."
+    )
+    grpc_port: Port = Field(
+        default=8001, ge=0, le=65535, alias="TRITON_GRPC_PORT", description="0 picks a free port."
+    )
+    metrics_port: Port = Field(
+        default=8002,
+        ge=0,
+        le=65535,
+        alias="TRITON_METRICS_PORT",
+        description="0 picks a free port.",
+    )
+    start_timeout: float = Field(
+        default=300.0,
+        gt=0,
+        alias="TRITON_START_TIMEOUT",
+        description="Seconds that every model may take, together, to become ready.",
+    )
+    stop_timeout: float = Field(
+        default=10.0,
+        gt=0,
+        alias="TRITON_STOP_TIMEOUT",
+        description="Seconds from SIGTERM to SIGKILL when tritonserver is stopped.",
+    )
+    response_timeout: float = Field(
+        default=300.0,
+        gt=0,
+        alias="TRITON_RESPONSE_TIMEOUT",
+        description="Seconds without any response after which a request fails with E2101.",
+    )
+    log_verbose: int = Field(
+        default=0, ge=0, alias="TRITON_LOG_VERBOSE", description="Triton's --log-verbose."
+    )
+    model_repository: Path = Field(
+        default=Path("triton_model_repo"),
+        alias="TRITON_MODEL_REPO",
+        description="The model repository's templates.",
+    )
+    runtime_directory: Path | None = Field(
+        default=None,
+        alias="RUNTIME_DIR",
+        description="Where the filled model repository is made; a temporary directory when unset.",
+    )
+    transport: Literal["grpc", "http"] = Field(
+        default="grpc",
+        alias="TRANSPORT",
+        description="How predict() reaches Triton: grpc (token ids, postprocessing skipped) or http "
+        "(generate_stream).",
+    )
+    system_prompt: str = Field(
+        default="",
+        alias="SYSTEM_PROMPT",
+        description="Default of the input system_prompt.",
+    )
+    prompt_template: str = Field(
+        default="{prompt}",
+        alias="PROMPT_TEMPLATE",
+        description="Default of the input prompt_template.",
+    )
+    stop_sequences: str = Field(
+        default="",
+        alias="STOP_SEQUENCES",
+        description="Default of the input stop_sequences.",
+    )
+    log_performance_metrics: bool = Field(
+        default=False,
+        alias="LOG_PERFORMANCE_METRICS",
+        description="Log the performance metrics of every prediction, whatever its input says.",
+    )
+
+    @property
+    def tokenizer_dir(self) -> str:
+        """Directory or id of the tokenizer; a directory is made absolute, Triton's cwd is its own.
+
+        An engine directory that has a tokenizer brings its own.
+        """
+        if self.tokenizer is None and self.engine_dir is not None:
+            beside = self.engine_dir.parent / "tokenizer"
+            for directory in (self.engine_dir, self.engine_dir / "tokenizer", beside):
+                if (directory / "tokenizer_config.json").is_file():
+                    return str(directory.resolve())
+        return _absolute_if_directory(self.tokenizer or self.model)
+
+    @property
+    def model_dir(self) -> str:
+        """Directory or id of the model; a directory is made absolute."""
+        return _absolute_if_directory(self.model)
+
+    @property
+    def absolute_engine_dir(self) -> str | None:
+        """The engine directory as Triton, whose cwd is its own, can open it."""
+        return None if self.engine_dir is None else str(self.engine_dir.resolve())
+
+
+def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
+    """Reads the settings from the environment.
+
+    Raises:
+        ConfigurationError: naming every variable whose value is not valid, and why.
+    """
+    environ = os.environ if environ is None else environ
+    given = {name: environ[name] for name in _aliases() if environ.get(name)}
+    try:
+        return Settings.model_validate(given)
+    except ValidationError as error:
+        problems = "; ".join(
+            f"{e['loc'][0]}={e['input']!r}: {e['msg']}" for e in error.errors(include_url=False)
+        )
+        raise ConfigurationError(f"invalid settings: {problems}") from None
+
+
+def describe() -> list[tuple[str, str, str, str]]:
+    """One row per setting: environment variable, type, default, description."""
+    return [
+        (
+            str(field.alias),
+            _type_name(field.annotation),
+            _default(field.default),
+            field.description or "",
+        )
+        for field in Settings.model_fields.values()
+    ]
+
+
+def _aliases() -> list[str]:
+    return [str(field.alias) for field in Settings.model_fields.values()]
+
+
+def _absolute_if_directory(name: str) -> str:
+    path = Path(name)
+    return str(path.resolve()) if path.is_dir() else name
+
+
+def _default(value: Any) -> str:
+    return "" if value is None else str(value)
+
+
+def _type_name(annotation: Any) -> str:
+    if get_origin(annotation) is Literal:
+        return " or ".join(get_args(annotation))
+    options = [a for a in get_args(annotation) if a is not type(None)] or [annotation]
+    names = {"int": "integer", "Path": "path", "float": "number", "bool": "boolean"}
+    return names.get(options[0].__name__, "text")

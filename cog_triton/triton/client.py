@@ -1,0 +1,231 @@
+"""One interface to a running Triton, with two transports: ``grpc_client`` and ``http_client``."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import re
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cog_triton.errors import (
+    CogTritonError,
+    InvalidParameter,
+    PromptRequired,
+    PromptTooLong,
+    TritonOverloaded,
+    TritonTimeout,
+    TritonTokenizerError,
+    TritonUnavailable,
+    TritonUnknownError,
+)
+
+logger = logging.getLogger(__name__)
+
+ENSEMBLE = "ensemble"
+ENGINE = "tensorrt_llm"
+
+Inputs = Mapping[str, npt.NDArray[Any]]
+
+# A stop may overtake its request, which is still queued or in preprocessing then: the engine does not
+# know it and says nothing. So stops are sent until the stream has ended, so many seconds apart.
+STOP_PERIODS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
+
+
+@dataclass(frozen=True)
+class Response:
+    """What arrived of one request since the last time it was asked for.
+
+    Attributes:
+        ids: new token ids; may be empty.
+        input_tokens: tokens of the prompt, if the engine says.
+        final: whether this is the last one.
+    """
+
+    ids: list[int]
+    input_tokens: int | None
+    final: bool
+
+
+class TritonClient(ABC):
+    """Runs requests on the ensemble. To be used from one event loop."""
+
+    def __init__(self, *, response_timeout: float) -> None:
+        """Connects to nothing yet.
+
+        Args:
+            response_timeout: seconds without a response after which a request fails.
+        """
+        self._response_timeout = response_timeout
+        self._stopping: set[asyncio.Task[None]] = set()
+
+    @contextlib.asynccontextmanager
+    async def stream(self, request_id: str, inputs: Inputs) -> AsyncIterator[ResponseStream]:
+        """Starts a request; its responses, in order.
+
+        Leaving the context before the last response stops the request in the engine.
+
+        Raises:
+            CogTritonError: from the iterator.
+        """
+        stream = ResponseStream(self._responses(request_id, inputs), self._response_timeout)
+        try:
+            yield stream
+        finally:
+            if stream.ended:
+                await stream.close()
+            else:
+                task = asyncio.create_task(self._stop(request_id, stream))
+                self._stopping.add(task)
+                task.add_done_callback(self._stopping.discard)
+
+    async def aclose(self) -> None:
+        """Waits until what is being stopped has stopped, and closes the connections."""
+        await asyncio.gather(*self._stopping, return_exceptions=True)
+        await self._disconnect()
+
+    async def _stop(self, request_id: str, stream: ResponseStream) -> None:
+        """Stops a request in the engine and reads its stream to the end.
+
+        Triton hands no cancellation down from the ensemble, but it hands down the request's id, by
+        which the engine can be told. Dropping the stream instead leaves the request in the ensemble
+        for good (Triton 2.51 drops the next step of a cancelled request and waits for it for ever),
+        so it is dropped only when nothing else has helped.
+        """
+        try:
+            for seconds in STOP_PERIODS:
+                await self._send_stop(request_id)
+                if await stream.ends_within(seconds):
+                    return
+            logger.warning("request %s did not stop", request_id)
+        except Exception as error:
+            # There is nobody left to tell.
+            logger.warning("request %s could not be stopped: %s", request_id, error)
+        finally:
+            await stream.close()
+
+    @abstractmethod
+    def _responses(self, request_id: str, inputs: Inputs) -> AsyncGenerator[Response, None]:
+        """The request's responses, the last one final; raises CogTritonError."""
+
+    @abstractmethod
+    async def _send_stop(self, request_id: str) -> None:
+        """Tells the engine to stop a request; an unknown one is no error."""
+
+    @abstractmethod
+    async def _disconnect(self) -> None:
+        """Closes the connections."""
+
+
+class ResponseStream:
+    """Reads a request's responses in a task of its own, and hands on what has arrived.
+
+    A consumer that is cancelled while it waits would tear the transport's stream down if it read
+    itself. And one that falls behind catches up in one step.
+    """
+
+    def __init__(self, source: AsyncGenerator[Response, None], timeout: float) -> None:
+        self._source = source
+        self._timeout = timeout
+        self._arrived: deque[Response] = deque()
+        self._wake = asyncio.Event()
+        self._error: BaseException | None = None
+        self._loop = asyncio.get_running_loop()
+        self._last = self._loop.time()
+        self._timer = self._loop.call_later(timeout, self._check_silence)
+        self._reader = asyncio.create_task(self._read())
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more will arrive."""
+        return self._reader.done()
+
+    def __aiter__(self) -> ResponseStream:
+        return self
+
+    async def __anext__(self) -> Response:
+        while not self._arrived:
+            if self._error is not None:
+                raise self._error
+            if self.ended:
+                raise StopAsyncIteration
+            self._wake.clear()
+            await self._wake.wait()
+        arrived = list(self._arrived)
+        self._arrived.clear()
+        return arrived[0] if len(arrived) == 1 else _joined(arrived)
+
+    async def ends_within(self, seconds: float) -> bool:
+        """Waits for the end at most so long; returns whether it came."""
+        await asyncio.wait([self._reader], timeout=seconds)
+        return self.ended
+
+    async def close(self) -> None:
+        """Drops the stream if it has not ended."""
+        self._timer.cancel()
+        self._reader.cancel()
+        await asyncio.wait([self._reader])
+
+    async def _read(self) -> None:
+        try:
+            async with contextlib.aclosing(self._source) as source:
+                async for response in source:
+                    self._last = self._loop.time()
+                    self._arrived.append(response)
+                    self._wake.set()
+        except Exception as error:
+            self._error = error
+        finally:
+            self._wake.set()
+
+    def _check_silence(self) -> None:
+        # One timer a request, not one a response.
+        left = self._last + self._timeout - self._loop.time()
+        if left > 0:
+            self._timer = self._loop.call_later(left, self._check_silence)
+        elif not self.ended:
+            self._error = TritonTimeout(f"Triton sent nothing for {self._timeout:g} s")
+            self._wake.set()
+
+
+def _joined(responses: list[Response]) -> Response:
+    ids = [token for response in responses for token in response.ids]
+    counts = [r.input_tokens for r in responses if r.input_tokens is not None]
+    return Response(ids, counts[-1] if counts else None, responses[-1].final)
+
+
+def stop_inputs() -> dict[str, npt.NDArray[Any]]:
+    """The engine's inputs for a stop request, shapes [batch = 1, 1]."""
+    return {
+        "stop": np.array([[True]]),
+        "input_ids": np.array([[0]], np.int32),
+        "input_lengths": np.array([[1]], np.int32),
+        "request_output_len": np.array([[1]], np.int32),
+    }
+
+
+# First match wins. The texts are those of TensorRT-LLM, Triton 2.51 and this package's engine.
+_ERRORS: tuple[tuple[str, type[CogTritonError]], ...] = (
+    (r"exceeds maximum input length", PromptTooLong),
+    (r"prompt has no tokens", PromptRequired),
+    (r"[Mm]aximum queue size", TritonOverloaded),
+    (r"is not within acceptable range", InvalidParameter),
+    (r"must be (at least|greater|between|as many)|does not support", InvalidParameter),
+    (r"model '(pre|post)processing'", TritonTokenizerError),
+    (r"the engine has stopped|not ready|has no available versions", TritonUnavailable),
+)
+
+
+def error_from_text(text: str) -> CogTritonError:
+    """The error that a text from Triton stands for."""
+    for pattern, error in _ERRORS:
+        if re.search(pattern, text):
+            return error(text)
+    return TritonUnknownError(text or "Triton gave no reason")

@@ -1,0 +1,161 @@
+"""Runs a server and never outlives its starter.
+
+    python guard.py ROLE SHM_PREFIX STOP_TIMEOUT TEMPORARY_DIRECTORY COMMAND...
+
+ROLE is ``server``, or ``group`` for an mpirun whose ranks are servers, each under a guard of its own,
+or the number of such a rank.
+
+The starter holds the other end of standard input. When that end closes, because it asked for a stop or
+because it was killed, the server gets SIGTERM, a bounded wait, and then SIGKILL for all processes that
+descend from it. Its shared memory regions are removed, and the temporary directory if one is named. A
+parent-death signal cannot do this: it is lost when the thread that forked ends, it reaches no
+grandchildren, and it leaves /dev/shm behind.
+
+A rank is told to stop by a signal, or by the end of its mpirun: under that, standard input is not the
+starter's. One that ends without being told says so on standard error, see ``RANK_ENDED``, and its guard's
+status is never 0 then: mpirun would take that for a rank that has done its work, and let the others
+wait for it for good.
+
+Runs before the package can be imported, so it uses the standard library alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+SHARED_MEMORY = Path("/dev/shm")
+RANK_ENDED = "tritonserver of rank {rank} ended without being told to, with status {status}"
+
+_ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# mpirun hands this one on to its ranks and waits for them. A SIGTERM it keeps back for a second, and
+# kills them one second later.
+_GROUP_STOP = signal.SIGUSR1
+
+
+def run(role: str, prefix: str, stop_timeout: float, directory: str, command: list[str]) -> int:
+    """Runs ``command`` until it ends or is to stop; returns its exit status."""
+    is_rank = role not in ("server", "group")
+    stops = _stops_of_a_rank() if is_rank else _stops_of_the_starter()
+    orphaned = [_readable_after(signal.SIGCHLD)] if role == "group" else []
+    _adopt_orphans()
+    server = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_die_with_guard
+    )
+    try:
+        ended = _ended_before(stops, server, orphaned)
+        if not ended:
+            _stop(server, stop_timeout, _GROUP_STOP if role == "group" else signal.SIGTERM)
+        status = server.wait()
+        if is_rank and ended:
+            print(RANK_ENDED.format(rank=role, status=status), file=sys.stderr, flush=True)
+            return status or 1
+        return status
+    finally:
+        _kill_descendants()  # stubs of a server that crashed, ranks of an mpirun that was killed
+        remove_shared_memory(prefix)
+        if directory:
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+def remove_shared_memory(prefix: str) -> None:
+    """Removes the regions that Triton's Python backend named with ``prefix``."""
+    for region in SHARED_MEMORY.glob(f"{prefix}*"):
+        region.unlink(missing_ok=True)
+
+
+def _stops_of_the_starter() -> list[int]:
+    """What becomes readable when the starter wants the server to stop."""
+    for name in _ENDING_SIGNALS:
+        # Only the starter's end of the pipe decides. A handler, not SIG_IGN: the server would inherit that.
+        signal.signal(name, lambda *_: None)
+    return [sys.stdin.fileno()]
+
+
+def _stops_of_a_rank() -> list[int]:
+    """What becomes readable when a rank is to stop."""
+    return [_readable_after(*_ENDING_SIGNALS, _GROUP_STOP), os.pidfd_open(os.getppid())]
+
+
+def _readable_after(*names: signal.Signals) -> int:
+    """What becomes readable at one of the signals."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+
+    def note(*_: object) -> None:
+        with contextlib.suppress(BlockingIOError):  # noted often enough
+            os.write(writer, b".")
+
+    for name in names:
+        signal.signal(name, note)
+    return reader
+
+
+def _adopt_orphans() -> None:
+    """Makes this process the parent of descendants whose parent dies, so that it can find them."""
+    pr_set_child_subreaper = 36
+    ctypes.CDLL(None).prctl(pr_set_child_subreaper, 1, 0, 0, 0)
+
+
+def _die_with_guard() -> None:
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
+def _ended_before(stops: list[int], server: subprocess.Popen[bytes], orphaned: list[int]) -> bool:
+    """Waits for the end of the server or a stop; tells whether it was the former.
+
+    Args:
+        orphaned: becomes readable when a rank ends whose guard was killed, and which is this process's
+            child since. Its stubs are killed then: while they hold its pipes, mpirun waits.
+    """
+    process = os.pidfd_open(server.pid)
+    ends = {process, *stops}
+    while True:
+        ready = set(select.select([*ends, *orphaned], [], [])[0])
+        if ends & ready:
+            os.close(process)
+            return not ready & set(stops)
+        os.read(orphaned[0], 4096)
+        _kill_descendants(besides=server.pid)
+
+
+def _stop(server: subprocess.Popen[bytes], timeout: float, name: signal.Signals) -> None:
+    server.send_signal(name)
+    try:
+        server.wait(timeout)
+    except subprocess.TimeoutExpired:
+        server.kill()
+
+
+def _kill_descendants(besides: int | None = None) -> None:
+    # Each round makes the children of the killed this process's own. Process groups are no help: mpirun
+    # gives every rank one.
+    while children := [child for child in _children() if child != besides]:
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+        for child in children:
+            os.waitpid(child, 0)
+
+
+def _children() -> list[int]:
+    found = []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):  # ended since
+            stat = Path("/proc", name, "stat").read_text(errors="replace")
+            if int(stat.rpartition(")")[2].split()[1]) == os.getpid():
+                found.append(int(name))
+    return found
+
+
+if __name__ == "__main__":
+    status = run(sys.argv[1], sys.argv[2], float(sys.argv[3]), sys.argv[4], sys.argv[5:])
+    # A shell's convention: 128 plus the signal's number.
+    sys.exit(status if status >= 0 else 128 - status)

@@ -1,0 +1,51 @@
+"""The postprocessing model's work: token ids in, text out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy.typing as npt
+
+from cog_triton.detokenizer import decode_delta
+from cog_triton.tokenizer import Tokenizer
+
+Array = npt.NDArray[Any]
+
+
+class Postprocessor:
+    """Decodes responses. It keeps nothing between them: what it needs of earlier ones comes along.
+
+    TensorRT-LLM's C++ backend sends no context. Each of its responses is then decoded alone, which is
+    exact for a response that holds a whole text, and may lose a space or split a character in a
+    streamed one; a client that streams from it decodes the raw ids itself.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+
+    def __call__(self, inputs: Mapping[str, Array]) -> list[list[bytes]]:
+        """The texts, UTF-8, shape [batch, beams].
+
+        Args:
+            inputs: TOKENS_BATCH [batch, beams, n], SEQUENCE_LENGTH [batch, beams], and optionally
+                CONTEXT_IDS [batch, n] and IS_FINAL [batch, 1].
+        """
+        return [
+            [self._decode(inputs, i, beam) for beam in range(row.shape[0])]
+            for i, row in enumerate(inputs["TOKENS_BATCH"])
+        ]
+
+    def _decode(self, inputs: Mapping[str, Array], i: int, beam: int) -> bytes:
+        length = inputs["SEQUENCE_LENGTH"][i, beam]
+        context = inputs.get("CONTEXT_IDS")
+        final = inputs.get("IS_FINAL")
+        text = decode_delta(
+            self._tokenizer,
+            [] if context is None else context[i].tolist(),
+            inputs["TOKENS_BATCH"][i, beam, :length].tolist(),
+            final=True if final is None else bool(final[i].any()),
+            skip_special_tokens=self._skip_special_tokens,
+        )
+        return text.encode()

@@ -1,0 +1,149 @@
+"""Between tensors and plain values: the tensorrt_llm model's inputs and outputs, in one place.
+
+Arrays of the tensorrt_llm model have the batch as their first dimension; a scalar of the contract,
+reshaped to nothing there, has shape [batch].
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cog_triton.engines.base import EngineError, GenerationRequest, SamplingParams
+from cog_triton.engines.serving import Output, words_from_list
+
+Array = npt.NDArray[Any]
+
+# What only TensorRT-LLM does. Silently ignoring one would give a wrong answer. Inputs that are not
+# here change no answer, or only together with one that is.
+_UNSUPPORTED = (
+    "context_phase_params",
+    "cross_attention_mask",
+    "decoder_input_ids",
+    "draft_input_ids",
+    "embedding_bias",
+    "encoder_input_features",
+    "guided_decoding_guide",
+    "lora_task_id",
+    "lora_weights",
+    "mrope_position_deltas",
+    "mrope_rotary_cos_sin",
+    "prompt_embedding_table",
+    "skip_cross_attn_blocks",
+)
+_UNSUPPORTED_WHEN_TRUE = ("return_context_logits", "return_generation_logits")
+_ONLY_ONE = ("beam_width", "num_return_sequences")
+_MAX_FLOAT32 = float(np.finfo(np.float32).max)
+
+
+def generation_requests(inputs: Mapping[str, Array]) -> list[GenerationRequest]:
+    """One request per sequence of the batch.
+
+    Raises:
+        EngineError: an input is missing, out of range, or not supported by the embedded engines.
+    """
+    _refuse_unsupported(inputs)
+    if "input_ids" not in inputs:
+        raise EngineError("input_ids is missing")
+    return [_generation_request(inputs, i) for i in range(inputs["input_ids"].shape[0])]
+
+
+def response_tensors(index: int, output: Output, inputs: Mapping[str, Array]) -> dict[str, Array]:
+    """The tensors of one response; shapes are [1, beams = 1, …] as in TensorRT-LLM.
+
+    Args:
+        index: the sequence's place in the request's batch.
+        inputs: the request's, which say what else it wants.
+    """
+    tensors = {
+        "output_ids": np.array([[output.ids]], np.int32).reshape(1, 1, -1),
+        "sequence_length": np.array([[len(output.ids)]], np.int32),
+        "cum_log_probs": np.array([[output.cum_log_prob]], np.float32),
+        "output_log_probs": np.array(output.log_probs, np.float32).reshape(1, 1, -1),
+        "batch_index": np.array([[index]], np.int32),
+        "sequence_index": np.array([[0]], np.int32),
+        "context_ids": np.array(output.context_ids, np.int32).reshape(1, -1),
+        "is_final": np.array([[output.final]], np.bool_),
+    }
+    if _flag(inputs, "return_num_input_tokens"):
+        length = int(inputs["input_lengths"].reshape(-1)[index])
+        tensors["num_input_tokens"] = np.array([[length]], np.int32)
+    if _flag(inputs, "return_num_output_tokens"):
+        tensors["num_output_tokens"] = np.array([[output.generated]], np.int32)
+    return tensors
+
+
+def _refuse_unsupported(inputs: Mapping[str, Array]) -> None:
+    refused = [name for name in _UNSUPPORTED if name in inputs and inputs[name].size]
+    refused += [name for name in _UNSUPPORTED_WHEN_TRUE if _flag(inputs, name)]
+    refused += [f"{name} > 1" for name in _ONLY_ONE if name in inputs and (inputs[name] > 1).any()]
+    if "runtime_top_p_decay" in inputs and (inputs["runtime_top_p_decay"] != 1).any():
+        refused.append("runtime_top_p_decay")
+    if refused:
+        raise EngineError(f"the embedded engine does not support {', '.join(refused)}")
+
+
+def _generation_request(inputs: Mapping[str, Array], i: int) -> GenerationRequest:
+    def scalar(name: str, default: Any) -> Any:
+        values = inputs.get(name)
+        return default if values is None else _finite(name, values.reshape(-1)[i].item())
+
+    def words(name: str) -> tuple[tuple[int, ...], ...]:
+        return words_from_list(inputs[name][i]) if name in inputs else ()
+
+    length = scalar("input_lengths", inputs["input_ids"].shape[1])
+    end_id = scalar("end_id", -1)
+    return GenerationRequest(
+        key="",
+        input_ids=inputs["input_ids"][i, :length].tolist(),
+        max_tokens=scalar("request_output_len", 1),
+        end_id=end_id if end_id >= 0 else None,
+        stop_words=words("stop_words_list"),
+        sampling=SamplingParams(
+            temperature=_at_least("temperature", scalar("temperature", 1.0), 0),
+            top_k=_at_least("top_k", scalar("runtime_top_k", 0), 0),
+            top_p=_probability("top_p", scalar("runtime_top_p", 0.0)),
+            seed=scalar("seed", 0),
+            repetition_penalty=_positive("repetition_penalty", scalar("repetition_penalty", 1.0)),
+            presence_penalty=scalar("presence_penalty", 0.0),
+            frequency_penalty=scalar("frequency_penalty", 0.0),
+            min_tokens=scalar("min_tokens", 0),
+            bad_words=words("bad_words_list"),
+        ),
+        return_log_probs=bool(scalar("return_log_probs", False)),
+    )
+
+
+def _flag(inputs: Mapping[str, Array], name: str) -> bool:
+    return name in inputs and bool(inputs[name].any())
+
+
+def _finite(name: str, value: Any) -> Any:
+    """The value, unless it is infinite or no number, which would spoil the arithmetic of sampling."""
+    if not math.isfinite(value):
+        raise EngineError(
+            f"{name} must be between {-_MAX_FLOAT32:g} and {_MAX_FLOAT32:g}, not {value}"
+        )
+    return value
+
+
+def _at_least(name: str, value: Any, minimum: int) -> Any:
+    if value < minimum:
+        raise EngineError(f"{name} must be at least {minimum}, not {value}")
+    return value
+
+
+def _positive(name: str, value: float) -> float:
+    if value <= 0:
+        raise EngineError(f"{name} must be greater than 0, not {value}")
+    return value
+
+
+def _probability(name: str, value: float) -> float:
+    if not 0 <= value <= 1:
+        raise EngineError(f"{name} must be between 0 and 1, not {value}")
+    return value

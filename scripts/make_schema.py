@@ -1,0 +1,34 @@
+#!/usr/bin/env python3
+"""Writes .cog/openapi_schema.json from predict.py and train.py, as `cog build` does.
+
+Without that file Cog's server answers requests for a stream with 406 and checks no inputs. `cog build`
+writes it into an image; this is for every other way to run.
+
+    python scripts/make_schema.py
+    python scripts/make_schema.py --output /src/.cog/openapi_schema.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, default=ROOT / ".cog" / "openapi_schema.json")
+    arguments = parser.parse_args(argv)
+    sys.path.insert(0, str(ROOT))
+    from cog_triton.schema import openapi_schema
+
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    schema = openapi_schema("predict", "Predictor", "train")
+    arguments.output.write_text(json.dumps(schema, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

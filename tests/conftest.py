@@ -1,0 +1,19 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # predict.py and scripts/ are no packages
+sys.path.insert(0, str(ROOT / "scripts"))
+
+
+@pytest.fixture(scope="session")
+def demo_model() -> Path:
+    """The trained demo model; built once, and only when its inputs have changed."""
+    import make_demo_model
+
+    assert make_demo_model.main([]) == 0
+    return ROOT / "models" / "demo"

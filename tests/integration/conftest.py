@@ -1,0 +1,93 @@
+"""Real servers, started once for all tests that only send them requests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cog_triton.deployment import Values, merge, resolve_engine, template_values
+from cog_triton.settings import Settings, read_settings
+from cog_triton.tokenizer import Tokenizer, load_tokenizer
+from cog_triton.triton.process import TritonServer
+from cog_triton.triton.repository import fill_repository
+from tests.support import SHARED_MEMORY, CogServer, EngineCounters
+
+ANY_PORTS = {"TRITON_HTTP_PORT": "0", "TRITON_GRPC_PORT": "0", "TRITON_METRICS_PORT": "0"}
+PACE_MS = 20.0
+
+
+def settings_for(model: Path, **environment: str) -> Settings:
+    return read_settings({"MODEL": str(model), **ANY_PORTS, **environment})
+
+
+def make_server(
+    settings: Settings, directory: Path, overrides: Values | None = None
+) -> TritonServer:
+    repository = directory / "repository"
+    values = merge(template_values(settings, resolve_engine(settings)), overrides or {})
+    fill_repository(settings.model_repository, repository, values)
+    return TritonServer(repository, directory, settings)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_left_in_shared_memory() -> Iterator[None]:
+    before = set(SHARED_MEMORY.iterdir())
+    yield
+    assert set(SHARED_MEMORY.iterdir()) <= before
+
+
+@pytest.fixture(scope="session")
+def tokenizer(demo_model: Path) -> Tokenizer:
+    return load_tokenizer(str(demo_model))
+
+
+@pytest.fixture(scope="session")
+def triton(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
+    """Triton with the transformers engine and the demo model."""
+    server = make_server(settings_for(demo_model), tmp_path_factory.mktemp("triton"))
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="session")
+def paced_triton(
+    demo_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[TritonServer]:
+    """Triton with the simulated engine, at PACE_MS a token."""
+    settings = settings_for(demo_model, ENGINE="simulated", SIMULATED_INTER_TOKEN_MS=str(PACE_MS))
+    server = make_server(settings, tmp_path_factory.mktemp("paced"))
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="session")
+def cog_server(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CogServer]:
+    """Cog with the transformers engine and the demo model."""
+    log = tmp_path_factory.mktemp("cog") / "log"
+    with CogServer({"MODEL": str(demo_model)}, log) as server:
+        assert server.wait_until_set_up()["status"] == "READY", log.read_text()
+        yield server
+
+
+@pytest.fixture(scope="session")
+def paced_cog_server(
+    demo_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[CogServer]:
+    """Cog with the simulated engine, at PACE_MS a token."""
+    log = tmp_path_factory.mktemp("paced_cog") / "log"
+    environment = {
+        "MODEL": str(demo_model),
+        "ENGINE": "simulated",
+        "SIMULATED_INTER_TOKEN_MS": str(PACE_MS),
+    }
+    with CogServer(environment, log) as server:
+        assert server.wait_until_set_up()["status"] == "READY", log.read_text()
+        yield server
+
+
+def engine_counters(server: TritonServer) -> EngineCounters:
+    return EngineCounters(server.endpoints.metrics)

@@ -1,0 +1,282 @@
+"""The predictor under the real Cog server, as its users call it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import tarfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from cog_triton.demo.corpus import PAIRS
+from cog_triton.tokenizer import Tokenizer
+from tests.integration.conftest import PACE_MS
+from tests.support import CogServer, alive, children, chunks, processes, wait_until
+
+QUESTION, ANSWER = PAIRS[0]
+
+
+def test_a_json_prediction(cog_server: CogServer, tokenizer: Tokenizer) -> None:
+    body = cog_server.predict(prompt=QUESTION, temperature=0, seed=0)
+    assert body["status"] == "succeeded"
+    assert "".join(body["output"]) == ANSWER
+    assert body["metrics"]["input_token_count"] == len(tokenizer(QUESTION).input_ids)
+    tokens = len(tokenizer(ANSWER, add_special_tokens=False).input_ids) + 1
+    assert body["metrics"]["output_token_count"] == tokens
+    assert 0 < body["metrics"]["time_to_first_token"] < body["metrics"]["predict_time"]
+    assert body["metrics"]["tokens_per_second"] > 0
+
+
+def test_the_log_has_the_seed_once_and_neither_the_prompt_nor_tritons_log(
+    cog_server: CogServer,
+) -> None:
+    body = cog_server.predict(prompt=QUESTION, max_tokens=5, seed=0)
+    assert body["logs"] == "Random seed used: 0\n"
+    assert QUESTION not in cog_server.log.read_text()
+
+
+def test_a_seed_is_drawn_logged_and_gives_the_same_text_again(cog_server: CogServer) -> None:
+    inputs = {"prompt": QUESTION, "temperature": 4, "top_p": 1, "max_tokens": 30}
+    first, other = cog_server.predict(**inputs), cog_server.predict(**inputs)
+    seed = int(first["logs"].removeprefix("Random seed used: "))
+    again = cog_server.predict(**inputs, seed=seed)
+    assert "".join(again["output"]) == "".join(first["output"])
+    assert "".join(other["output"]) != "".join(first["output"])
+
+
+def test_performance_metrics_are_logged_on_demand(cog_server: CogServer) -> None:
+    logs = cog_server.predict(prompt=QUESTION, log_performance_metrics=True)["logs"]
+    assert "time_to_first_token: " in logs
+    assert "output_token_count: " in logs
+
+
+def test_output_events_arrive_while_the_engine_generates(paced_cog_server: CogServer) -> None:
+    """The first comes when most tokens are not even made."""
+    before = paced_cog_server.engine["generated"]
+    with paced_cog_server.stream(prompt=QUESTION, max_tokens=100) as events:
+        assert next(events)[0] == "start"
+        first = next(event for event in events if event[0] == "output")
+        made = paced_cog_server.engine["generated"] - before
+        rest = list(events)
+    assert first[1]["index"] == 0
+    assert made < 50
+    assert rest[-1][0] == "completed"
+    assert rest[-1][1]["status"] == "succeeded"
+    assert len([name for name, _ in rest if name == "output"]) > 50
+
+
+def test_streamed_chunks_join_to_the_answer(cog_server: CogServer) -> None:
+    for pair in [pair for pair in PAIRS if not pair.answer.isascii()]:
+        with cog_server.stream(prompt=pair.question, temperature=0) as events:
+            assert "".join(chunks(events)) == pair.answer
+
+
+def test_sixty_four_predictions_at_once(paced_cog_server: CogServer) -> None:
+    def answer(i: int) -> str:
+        with paced_cog_server.stream(prompt="x" * i, max_tokens=40) as events:
+            return "".join(chunks(events))
+
+    alone = answer(3)
+    started = time.monotonic()
+    with ThreadPoolExecutor(64) as pool:
+        answers = list(pool.map(answer, range(1, 65)))
+    together = time.monotonic() - started
+    assert answers[2] == alone
+    assert len(set(answers)) > 20
+    # One after the other, the engine's pace alone would take this long.
+    assert together < 64 * 40 * PACE_MS / 1000 / 2
+
+
+@pytest.mark.parametrize(
+    ("inputs", "field"),
+    [
+        ({}, "prompt"),
+        ({"prompt": 5}, "prompt"),
+        ({"prompt": "Hi", "max_tokens": 0}, "max_tokens"),
+        ({"prompt": "Hi", "max_tokens": "many"}, "max_tokens"),
+        ({"prompt": "Hi", "min_tokens": -2}, "min_tokens"),
+        ({"prompt": "Hi", "temperature": 5.1}, "temperature"),
+        ({"prompt": "Hi", "temperature": -0.1}, "temperature"),
+        ({"prompt": "Hi", "top_p": 1.1}, "top_p"),
+        ({"prompt": "Hi", "top_k": -2}, "top_k"),
+        ({"prompt": "Hi", "length_penalty": 6}, "length_penalty"),
+        ({"prompt": "Hi", "seed": -1}, "seed"),
+        ({"prompt": "Hi", "max_new_tokens": 0}, "max_new_tokens"),
+    ],
+)
+def test_an_input_out_of_range_is_a_422(
+    cog_server: CogServer, inputs: dict[str, Any], field: str
+) -> None:
+    body = cog_server.predict(**inputs)
+    assert body["http_status"] == 422
+    assert body["detail"][0]["loc"] == ["body", "input", field]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "code"),
+    [
+        ({"prompt": ""}, "E1001 PromptRequired"),
+        ({"prompt": "word " * 5000}, "E1002 PromptTooLong"),
+        ({"prompt": "Hi", "prompt_template": "no place"}, "E1003 BadPromptTemplate"),
+        ({"prompt": "Hi", "prompt_template": "{prompt.__class__}"}, "E1004 PromptTemplateError"),
+        ({"prompt": "Hi", "max_tokens": 5, "max_new_tokens": 6}, "E1101 ConflictingMaxTokens"),
+        ({"prompt": "Hi", "min_tokens": 5, "min_new_tokens": 6}, "E1102 ConflictingMinTokens"),
+        ({"prompt": "Hi", "min_tokens": 9, "max_tokens": 6}, "E1103 InvalidParameter"),
+    ],
+)
+def test_an_invalid_request_fails_with_its_code_and_no_stack_trace(
+    cog_server: CogServer, inputs: dict[str, Any], code: str
+) -> None:
+    body = cog_server.predict(**inputs)
+    assert body["status"] == "failed"
+    # Cog 0.23 puts words of its own and the exception's name before an exception's text.
+    assert re.match(rf"Prediction failed: [\w ]+: \w+: {code}: ", body["error"])
+    assert "Traceback" not in str(body)
+    assert not body.get("output")
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        {"max_new_tokens": 6},
+        {"max_tokens": 512, "max_new_tokens": 6},
+        {"max_tokens": 6, "max_new_tokens": 6},
+        {"max_tokens": 6, "min_tokens": -1, "min_new_tokens": 2},
+    ],
+)
+def test_the_old_names_still_work(cog_server: CogServer, inputs: dict[str, Any]) -> None:
+    body = cog_server.predict(prompt=QUESTION, temperature=0, **inputs)
+    assert body["metrics"]["output_token_count"] == 6
+
+
+def test_template_system_prompt_and_stop_sequences(cog_server: CogServer) -> None:
+    body = cog_server.predict(
+        prompt="machine",
+        system_prompt="learning?",
+        prompt_template="What is {prompt} {system_prompt}",
+        stop_sequences="nowhere,find pat",
+        temperature=0,
+    )
+    assert "".join(body["output"]) == ANSWER[: ANSWER.index("find pat")]
+
+
+def cancelled_engine(server: CogServer, generated: float) -> None:
+    wait_until(lambda: server.engine["active"] == 0, 1, "the stop")
+    after = server.engine["generated"]
+    assert after - generated < 200, "far from the 5000 tokens asked for"
+    # The engine is paced: were it still at work, this prediction's tokens would not be all.
+    server.predict(prompt="Hi", max_tokens=5)
+    wait_until(lambda: server.engine["generated"] == after + 5, 1, "the count")
+
+
+def test_cancelling_by_post_stops_the_engine(paced_cog_server: CogServer) -> None:
+    generated = paced_cog_server.engine["generated"]
+    with paced_cog_server.stream("cancel-me", prompt=QUESTION, max_tokens=5000) as events:
+        next(event for event in events if event[0] == "output")
+        cancel = f"{paced_cog_server.url}/predictions/cancel-me/cancel"
+        started = time.monotonic()
+        assert httpx.post(cancel, trust_env=False).status_code == 200
+        wait_until(lambda: paced_cog_server.engine["active"] == 0, 1, "the stop")
+        took = time.monotonic() - started
+        ended = list(events)[-1]
+    # 200 ms are allowed, and the counters are up to 50 ms old; a busy test machine gets as much again.
+    assert took < 0.5
+    assert ended[1]["status"] == "canceled"
+    cancelled_engine(paced_cog_server, generated)
+
+
+def test_a_client_that_disconnects_stops_the_engine(paced_cog_server: CogServer) -> None:
+    generated = paced_cog_server.engine["generated"]
+    with paced_cog_server.stream(prompt=QUESTION, max_tokens=5000) as events:
+        next(event for event in events if event[0] == "output")
+    cancelled_engine(paced_cog_server, generated)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_serving_over_http_and_stopping(
+    demo_model: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    """One life of `make serve` on the other transport; everything it started ends with it."""
+    environment = {"MODEL": str(demo_model), "ENGINE": "simulated", "TRANSPORT": "http"}
+    with CogServer(environment, tmp_path / "log") as server:
+        assert server.wait_until_set_up()["status"] == "READY"
+        body = server.predict(prompt="Hi", max_tokens=50)
+        assert body["metrics"]["output_token_count"] == 50
+        started = children(server.process.pid)
+        assert len(started) > 4
+        assert server.stop(number) == 0
+        assert not [pid for pid in started if alive(pid)]
+
+
+def test_the_worker_killed_takes_triton_and_its_stubs_along(
+    demo_model: Path, tmp_path: Path
+) -> None:
+    environment = {"MODEL": str(demo_model), "ENGINE": "simulated"}
+    with CogServer(environment, tmp_path / "log") as server:
+        assert server.wait_until_set_up()["status"] == "READY"
+        started = children(server.process.pid)
+        (guard,) = [pid for pid in processes("guard.py") if pid in started]
+        stat = Path(f"/proc/{guard}/stat").read_text().rpartition(")")[2].split()
+        worker = int(stat[1])
+        tree = [guard, *children(guard)]
+        assert len(tree) > 4
+        os.kill(worker, signal.SIGKILL)
+        wait_until(lambda: not [pid for pid in tree if alive(pid)], 20, "the end of Triton")
+
+
+@pytest.mark.parametrize(
+    ("environment", "reason"),
+    [
+        ({"MODEL": "no/such/model"}, "E3001 ConfigurationError: MODEL=no/such/model"),
+        ({"ENGINE": "magic"}, "E3001 ConfigurationError: invalid settings: ENGINE='magic'"),
+        ({"PROMPT_TEMPLATE": "{oops}"}, "E1004"),
+        ({"TRITON_HTTP_PORT": "{taken}"}, "TRITON_HTTP_PORT="),
+        ({"COG_TRITON_CONFIG": "{config}"}, "E3002 TemplateError"),
+    ],
+)
+def test_a_setup_that_cannot_work_says_why(
+    demo_model: Path, tmp_path: Path, environment: dict[str, str], reason: str
+) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text("server: {tensorrt_llm: {args: {batching_strategi: V1}}}")
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        values = {"{taken}": str(listener.getsockname()[1]), "{config}": str(config)}
+        environment = {name: values.get(value, value) for name, value in environment.items()}
+        with CogServer({"MODEL": str(demo_model), **environment}, tmp_path / "log") as server:
+            health = server.wait_until_set_up()
+    assert health["status"] == "SETUP_FAILED"
+    assert reason in health["setup"]["logs"]
+
+
+def test_weights_from_a_url(demo_model: Path, tmp_path: Path) -> None:
+    """As Replicate hands over a trained model: a tar file, by COG_WEIGHTS."""
+    (tmp_path / "www").mkdir()
+    with tarfile.open(tmp_path / "www" / "model.tar", "w") as tar:
+        for file in demo_model.iterdir():
+            tar.add(file, file.name)
+    handler = partial(SimpleHTTPRequestHandler, directory=str(tmp_path / "www"))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as web:
+        threading.Thread(target=web.serve_forever).start()
+        environment = {
+            "COG_WEIGHTS": f"http://127.0.0.1:{web.server_port}/model.tar",
+            "WEIGHTS_CACHE": str(tmp_path / "cache"),
+            "MODEL": "no/such/model",
+            "ENGINE": "transformers",
+        }
+        with CogServer(environment, tmp_path / "log") as server:
+            assert server.wait_until_set_up()["status"] == "READY"
+            body = server.predict(prompt=QUESTION, temperature=0)
+            assert "".join(body["output"]) == ANSWER
+        web.shutdown()

@@ -1,0 +1,233 @@
+"""The ensemble as a generic client of NVIDIA's sees it: curl's requests, and raw gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import numpy as np
+import numpy.typing as npt
+import pytest
+import tritonclient.grpc.aio as grpcclient
+
+from cog_triton.demo.corpus import PAIRS
+from cog_triton.tokenizer import Tokenizer
+from cog_triton.triton.process import TritonServer
+from tests.integration.conftest import engine_counters
+from tests.support import metrics, wait_until
+
+QUESTION, ANSWER = PAIRS[0]
+MULTI_BYTE = [pair for pair in PAIRS if not pair.answer.isascii()]
+
+
+def generate(triton: TritonServer, model: str = "ensemble", /, **body: Any) -> dict[str, Any]:
+    reply = httpx.post(
+        f"http://{triton.endpoints.http}/v2/models/{model}/generate", json=body, trust_env=False
+    )
+    found: dict[str, Any] = reply.json()
+    return found
+
+
+def generate_stream(triton: TritonServer, **body: Any) -> list[dict[str, Any]]:
+    reply = httpx.post(
+        f"http://{triton.endpoints.http}/v2/models/ensemble/generate_stream",
+        json={"stream": True, **body},
+        timeout=60,
+        trust_env=False,
+    )
+    assert reply.headers["content-type"].startswith("text/event-stream"), reply.text
+    return [json.loads(line[5:]) for line in reply.text.splitlines() if line.startswith("data:")]
+
+
+def test_the_readmes_curl_request(triton: TritonServer, tokenizer: Tokenizer) -> None:
+    reply = generate(triton, text_input=QUESTION, max_tokens=20, bad_words="", stop_words="")
+    expected = tokenizer(ANSWER, add_special_tokens=False).input_ids[:20]
+    assert reply["text_output"] == tokenizer.decode(expected)
+    assert reply["model_name"] == "ensemble"
+    assert reply["model_version"] == "1"
+    assert reply["batch_index"] == reply["sequence_index"] == 0
+    assert reply["cum_log_probs"] == 0.0
+    assert reply["output_ids"] == expected
+    assert reply["sequence_length"] == 20
+
+
+def test_the_whole_answer_ends_at_the_end_token(triton: TritonServer) -> None:
+    reply = generate(triton, text_input=QUESTION, max_tokens=500, bad_words="", stop_words="")
+    assert reply["text_output"] == ANSWER
+
+
+def test_pad_id_and_end_id_are_honoured(triton: TritonServer, tokenizer: Tokenizer) -> None:
+    ids = tokenizer(ANSWER, add_special_tokens=False).input_ids
+    body = {"text_input": QUESTION, "max_tokens": 500, "bad_words": "", "stop_words": ""}
+    reply = generate(triton, **body, pad_id=2, end_id=ids[5])
+    assert reply["output_ids"] == ids[: ids.index(ids[5]) + 1]
+
+
+def test_stop_words_end_the_output_and_stay_in_it(triton: TritonServer) -> None:
+    body = {"text_input": QUESTION, "max_tokens": 500, "bad_words": ["xyzzy"]}
+    reply = generate(triton, **body, stop_words=["patterns", "rules"])
+    assert reply["text_output"] == ANSWER[: ANSWER.index("patterns") + len("patterns")]
+
+
+@pytest.mark.parametrize("bad_words", [["building", "patterns"], "building"])
+def test_bad_words_do_not_occur(triton: TritonServer, bad_words: list[str] | str) -> None:
+    body = {"text_input": QUESTION, "max_tokens": 60, "stop_words": ""}
+    assert "building" not in generate(triton, **body, bad_words=bad_words)["text_output"]
+
+
+def test_parameters_may_be_nested(triton: TritonServer) -> None:
+    """As the Phi-3 guide sends them."""
+    parameters = {"max_tokens": 256, "bad_words": [""], "stop_words": [""]}
+    assert generate(triton, text_input=QUESTION, parameters=parameters)["text_output"] == ANSWER
+
+
+@pytest.mark.parametrize("pair", [PAIRS[0], *MULTI_BYTE], ids=lambda pair: pair.question[:30])
+def test_streamed_texts_join_to_the_answer(triton: TritonServer, pair: Any) -> None:
+    events = generate_stream(triton, text_input=pair.question, max_tokens=500)
+    assert "".join(event["text_output"] for event in events) == pair.answer
+    assert len(events) > 3
+
+
+def test_without_stream_there_is_one_event(triton: TritonServer) -> None:
+    events = generate_stream(triton, text_input=QUESTION, max_tokens=500, stream=False)
+    assert [event["text_output"] for event in events] == [ANSWER]
+
+
+def test_sampling_follows_the_seed_under_its_new_and_its_old_name(triton: TritonServer) -> None:
+    body = {"text_input": QUESTION, "max_tokens": 30, "temperature": 3.0, "top_p": 1.0}
+    texts = [
+        generate(triton, **body, **seed)["text_output"]
+        for seed in ({"seed": 5}, {"seed": 5}, {"random_seed": 5}, {"seed": 6}, {"seed": 0}, {})
+    ]
+    assert texts[0] == texts[1] == texts[2]
+    assert texts[3] != texts[0]
+    assert texts[4] == texts[5]  # TensorRT-LLM's default
+
+
+@pytest.mark.parametrize("name", ["min_tokens", "min_length"])
+def test_a_minimum_length_holds_the_end_token_back(triton: TritonServer, name: str) -> None:
+    reply = generate(triton, text_input=QUESTION, max_tokens=120, **{name: 100})
+    assert reply["sequence_length"] >= 100
+
+
+def test_penalties_change_the_text(triton: TritonServer) -> None:
+    body = {"text_input": QUESTION, "max_tokens": 60}
+    plain = generate(triton, **body)["text_output"]
+    for penalty in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
+        assert generate(triton, **body, **{penalty: 30.0})["text_output"] != plain
+
+
+def test_log_probabilities(triton: TritonServer) -> None:
+    reply = generate(triton, text_input=QUESTION, max_tokens=10, return_log_probs=True)
+    log_probs = reply["output_log_probs"]
+    assert len(log_probs) == 10
+    assert all(-1 < value <= 0 for value in log_probs)
+    assert reply["cum_log_probs"] == pytest.approx(sum(log_probs), abs=1e-5)
+
+
+def test_the_prompt_comes_back_when_asked_for(triton: TritonServer) -> None:
+    reply = generate(triton, text_input=QUESTION, max_tokens=500, exclude_input_in_output=False)
+    assert reply["text_output"].endswith(ANSWER)
+    assert reply["text_output"].startswith(QUESTION)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ({"text_input": "word " * 5000}, "exceeds maximum input length"),
+        ({"beam_width": 2}, "does not support beam_width > 1"),
+        ({"top_p": 1.5}, "top_p must be between 0 and 1"),
+        ({"temperature": -1.0}, "temperature must be at least 0"),
+        ({"max_tokens": 0}, "max_tokens must be at least 1"),
+        ({"return_context_logits": True}, "does not support return_context_logits"),
+        ({"lora_task_id": 7}, "does not support lora_task_id"),
+    ],
+)
+def test_a_request_that_cannot_be_served_is_refused(
+    triton: TritonServer, inputs: dict[str, Any], message: str
+) -> None:
+    body = {"text_input": QUESTION, "max_tokens": 5, **inputs}
+    assert message in generate(triton, **body)["error"]
+    # And nothing is lost by it.
+    assert generate(triton, text_input=QUESTION, max_tokens=500)["text_output"] == ANSWER
+
+
+def test_a_stop_request_needs_an_id(triton: TritonServer) -> None:
+    body = {"stop": True, "input_ids": [1], "input_lengths": 1, "request_output_len": 1}
+    assert "needs the id" in generate(triton, "tensorrt_llm", **body)["error"]
+
+
+async def infer(
+    triton: TritonServer, inputs: dict[str, npt.NDArray[Any]], outputs: list[str] | None = None
+) -> list[dict[str, npt.NDArray[Any]]]:
+    """A generic gRPC client: all responses, by output name."""
+
+    async def requests() -> AsyncIterator[dict[str, Any]]:
+        tensors = []
+        for name, value in inputs.items():
+            kind = grpcclient.InferInput(
+                name,
+                value.shape,
+                "INT32"
+                if value.dtype == np.int32
+                else ("BOOL" if value.dtype == np.bool_ else "BYTES"),
+            )
+            kind.set_data_from_numpy(value)
+            tensors.append(kind)
+        wanted = [grpcclient.InferRequestedOutput(name) for name in outputs or []]
+        yield {"model_name": "ensemble", "inputs": tensors, "outputs": wanted or None}
+
+    responses = []
+    async with grpcclient.InferenceServerClient(triton.endpoints.grpc) as client:
+        async for result, error in client.stream_infer(requests()):
+            assert error is None, error.message()
+            response = result.get_response()
+            responses.append({o.name: result.as_numpy(o.name) for o in response.outputs})
+            final = response.parameters["triton_final_response"].bool_param
+            if final:
+                break
+    return responses
+
+
+def test_raw_ids_skip_postprocessing(triton: TritonServer, tokenizer: Tokenizer) -> None:
+    count = 'nv_inference_count{model="postprocessing",version="1"}'
+    before = metrics(triton.endpoints.metrics)[count]
+    inputs = {
+        "text_input": np.array([[QUESTION]], object),
+        "max_tokens": np.array([[500]], np.int32),
+        "stream": np.array([[True]]),
+    }
+    outputs = ["output_ids", "sequence_length", "cum_log_probs"]
+    responses = asyncio.run(infer(triton, inputs, outputs))
+    ids = [i for r in responses for i in r["output_ids"][0, 0, : r["sequence_length"][0, 0]]]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == ANSWER
+    assert metrics(triton.endpoints.metrics)[count] == before
+
+
+def test_a_batch_of_prompts(triton: TritonServer) -> None:
+    pairs = PAIRS[:3]
+    inputs = {
+        "text_input": np.array([[pair.question] for pair in pairs], object),
+        "max_tokens": np.full((3, 1), 500, np.int32),
+        "stream": np.full((3, 1), True),
+    }
+    texts = ["", "", ""]
+    for response in asyncio.run(infer(triton, inputs)):
+        texts[response["batch_index"].item()] += response["text_output"].item().decode()
+    assert texts == [pair.answer for pair in pairs]
+
+
+def test_a_batch_with_one_prompt_too_long_is_refused_whole(triton: TritonServer) -> None:
+    inputs = {
+        "text_input": np.array([[QUESTION], ["word " * 5000]], object),
+        "max_tokens": np.full((2, 1), 500, np.int32),
+        "stream": np.full((2, 1), True),
+    }
+    with pytest.raises(AssertionError, match="exceeds maximum input length"):
+        asyncio.run(infer(triton, inputs))
+    engine = engine_counters(triton)
+    wait_until(lambda: engine["active"] == 0, 2, "the stop of the other prompt")
+    assert generate(triton, text_input=QUESTION, max_tokens=500)["text_output"] == ANSWER

@@ -1,0 +1,193 @@
+"""What the integration tests share: real servers on free ports, and what they say of themselves."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+ROOT = Path(__file__).resolve().parents[1]
+START_TIMEOUT = 180
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def wait_until(condition: Callable[[], Any], timeout: float, what: str) -> Any:
+    """Polls what nothing signals; returns the first true value."""
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        if value := condition():
+            return value
+        time.sleep(0.01)
+    raise AssertionError(f"{what} did not happen within {timeout} s")
+
+
+def metrics(address: str) -> dict[str, float]:
+    """Triton's metrics, by name and labels as they stand there."""
+    text = httpx.get(f"http://{address}/metrics", trust_env=False).text
+    found = re.findall(r"^([a-z_]+(?:\{[^}]*\})?) ([-+.\de]+)$", text, re.MULTILINE)
+    return {name: float(value) for name, value in found}
+
+
+class EngineCounters:
+    """The embedded engine's counters, by way of Triton's metrics."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+
+    def __getitem__(self, name: str) -> float:
+        labels = {
+            "generated": 'tokens{kind="generated"}',
+            "served": 'tokens{kind="served"}',
+            "finished": 'requests{outcome="finished"}',
+            "stopped": 'requests{outcome="stopped"}',
+            "failed": 'requests{outcome="failed"}',
+            "active": "active_requests",
+        }
+        return metrics(self._address)[f"cog_triton_engine_{labels[name]}"]
+
+
+def processes(text: str) -> list[int]:
+    """Ids of the processes whose command line has ``text``."""
+    found = []
+    for directory in Path("/proc").iterdir():
+        if not directory.name.isdigit():
+            continue
+        try:
+            command = (directory / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+        except OSError:
+            continue
+        if text in command:
+            found.append(int(directory.name))
+    return found
+
+
+class CogServer:
+    """A real Cog server with the predictor, as `make serve` runs it."""
+
+    def __init__(self, environment: dict[str, str], log: Path) -> None:
+        self.port, self.metrics_port = free_port(), free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.engine = EngineCounters(f"127.0.0.1:{self.metrics_port}")
+        self.log = log
+        self._environment = {
+            **os.environ,
+            "PORT": str(self.port),
+            "TRITON_HTTP_PORT": "0",
+            "TRITON_GRPC_PORT": "0",
+            "TRITON_METRICS_PORT": str(self.metrics_port),
+            **environment,
+        }
+
+    def __enter__(self) -> CogServer:
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, str(ROOT / "scripts" / "serve.py")],
+                env=self._environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self, signal_number: int = signal.SIGTERM) -> int:
+        if self.process.poll() is None:
+            self.process.send_signal(signal_number)
+        return self.process.wait(timeout=60)
+
+    def wait_until_set_up(self) -> dict[str, Any]:
+        """Waits for the end of setup, good or bad; returns the health check."""
+
+        def health() -> dict[str, Any] | None:
+            assert self.process.poll() is None, self.log.read_text()[-3000:]
+            try:
+                body: dict[str, Any] = httpx.get(f"{self.url}/health-check", trust_env=False).json()
+            except httpx.TransportError:
+                return None
+            return body if body["status"] != "STARTING" else None
+
+        found: dict[str, Any] = wait_until(health, START_TIMEOUT, "setup")
+        return found
+
+    def predict(self, **inputs: Any) -> dict[str, Any]:
+        """One prediction, as JSON."""
+        reply = httpx.post(
+            f"{self.url}/predictions", json={"input": inputs}, timeout=60, trust_env=False
+        )
+        body: dict[str, Any] = reply.json()
+        return {"http_status": reply.status_code, **body}
+
+    @contextmanager
+    def stream(self, prediction_id: str | None = None, **inputs: Any) -> Iterator[Iterator[Event]]:
+        """One prediction, as a stream of server-sent events."""
+        method, path = (
+            ("PUT", f"/predictions/{prediction_id}") if prediction_id else ("POST", "/predictions")
+        )
+        with httpx.stream(
+            method,
+            self.url + path,
+            json={"input": inputs},
+            headers={"Accept": "text/event-stream"},
+            timeout=60,
+            trust_env=False,
+        ) as reply:
+            assert reply.status_code == 200, reply.read()
+            yield _events(reply.iter_lines())
+
+
+Event = tuple[str, dict[str, Any]]
+
+
+def _events(lines: Iterator[str]) -> Iterator[Event]:
+    name = ""
+    for line in lines:
+        field, _, value = line.partition(": ")
+        if field == "event":
+            name = value
+        elif field == "data":
+            yield name, json.loads(value)
+
+
+def chunks(events: Iterator[Event]) -> list[str]:
+    """The output of a stream, piece by piece."""
+    return [data["chunk"] for name, data in events if name == "output"]
+
+
+def children(pid: int) -> list[int]:
+    """Ids of the processes that descend from ``pid``."""
+    found = []
+    for directory in Path("/proc").iterdir():
+        if directory.name.isdigit():
+            try:
+                stat = (directory / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if int(stat[1]) == pid and stat[0] != "Z":
+                child = int(directory.name)
+                found += [child, *children(child)]
+    return found
+
+
+def alive(pid: int) -> bool:
+    try:
+        return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

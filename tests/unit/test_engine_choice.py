@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cog_triton.engine_choice import BACKEND_LIBRARY, Machine, check_engine, choose_engine
+from cog_triton.errors import ConfigurationError
+
+
+def machine(
+    tmp_path: Path, *, library: bool = True, version: str | None = "1.2.1", gpu: bool = True
+) -> Machine:
+    backends = tmp_path / "backends"
+    (backends / "tensorrtllm").mkdir(parents=True, exist_ok=True)
+    if library:
+        (backends / "tensorrtllm" / BACKEND_LIBRARY).touch()
+    return Machine(backends, version, gpu)
+
+
+def engine(tmp_path: Path, *, version: str = "1.2.1", world_size: int = 1, ranks: int = 1) -> Path:
+    directory = tmp_path / "engine"
+    directory.mkdir()
+    mapping = {"world_size": world_size, "tp_size": world_size, "pp_size": 1}
+    config: dict[str, Any] = {"version": version, "pretrained_config": {"mapping": mapping}}
+    (directory / "config.json").write_text(json.dumps(config))
+    for rank in range(ranks):
+        (directory / f"rank{rank}.engine").touch()
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("has_engine", "library", "version", "gpu", "chosen"),
+    [
+        (True, True, "1.2.1", True, "tensorrtllm"),
+        (True, False, "1.3.0", True, "llmapi"),
+        (False, True, "1.2.1", True, "llmapi"),
+        (False, True, "1.2.1", False, "transformers"),
+        (False, False, None, True, "transformers"),
+        (True, False, None, False, "transformers"),
+    ],
+)
+def test_auto(
+    tmp_path: Path, has_engine: bool, library: bool, version: str | None, gpu: bool, chosen: str
+) -> None:
+    directory = engine(tmp_path) if has_engine else tmp_path
+    assert (
+        choose_engine(
+            "auto", directory, machine(tmp_path, library=library, version=version, gpu=gpu)
+        )
+        == chosen
+    )
+
+
+def test_an_engine_that_auto_cannot_use_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    choose_engine("auto", engine(tmp_path), machine(tmp_path, library=False, version=None))
+    assert "the engine is not used" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["tensorrtllm", "llmapi", "transformers", "simulated"])
+def test_a_named_engine_is_taken(tmp_path: Path, name: str) -> None:
+    assert choose_engine(name, None, machine(tmp_path, library=False, version=None)) == name
+
+
+def test_an_engine_that_fits(tmp_path: Path) -> None:
+    check_engine(engine(tmp_path, world_size=2, ranks=2), machine(tmp_path), 2)
+
+
+@pytest.mark.parametrize("built", ["1.2.0", "1.2.1rc1"])
+def test_another_patch_version_is_worth_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, built: str
+) -> None:
+    check_engine(engine(tmp_path, version=built), machine(tmp_path), 1)
+    assert built in caplog.text
+
+
+def test_versions_that_cannot_match_are_both_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"built with TensorRT-LLM 0\.9\.0, but 1\.2\.1"):
+        check_engine(engine(tmp_path, version="0.9.0"), machine(tmp_path), 1)
+
+
+def test_what_is_missing_is_named(tmp_path: Path) -> None:
+    here = machine(tmp_path)
+    with pytest.raises(ConfigurationError, match="needs ENGINE_DIR"):
+        check_engine(None, here, 1)
+    with pytest.raises(ConfigurationError, match=r"has no rank\*\.engine"):
+        check_engine(tmp_path, here, 1)
+    directory = engine(tmp_path, world_size=2, ranks=1)
+    with pytest.raises(ConfigurationError, match="built for 2 GPUs, but WORLD_SIZE is 1"):
+        check_engine(directory, here, 1)
+    with pytest.raises(ConfigurationError, match=r"lacks rank1\.engine"):
+        check_engine(directory, here, 2)
+    (directory / "config.json").write_text("oops")
+    with pytest.raises(ConfigurationError, match=r"config\.json cannot be read"):
+        check_engine(directory, here, 2)
+    with pytest.raises(ConfigurationError, match=f"{BACKEND_LIBRARY} is missing"):
+        check_engine(directory, Machine(tmp_path / "none", "1.3.0", True), 2)

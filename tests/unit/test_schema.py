@@ -1,0 +1,89 @@
+"""The schema that Cog's server validates inputs with, against what predict.py says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import make_schema
+import pytest
+
+
+@pytest.fixture(scope="module")
+def schema(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    output = tmp_path_factory.mktemp("schema") / ".cog" / "openapi_schema.json"
+    make_schema.main(["--output", str(output)])
+    return json.loads(output.read_text())
+
+
+def test_streaming_is_declared(schema: Any) -> None:
+    assert schema["paths"]["/predictions"]["post"]["x-cog-streaming"] is True
+    output = schema["components"]["schemas"]["Output"]
+    assert output["x-cog-array-display"] == "concatenate"
+    assert output["items"] == {"type": "string"}
+
+
+def test_inputs_defaults_and_limits_are_cog_tritons(schema: Any) -> None:
+    inputs = schema["components"]["schemas"]["Input"]
+    assert inputs["required"] == ["prompt"]
+    properties = inputs["properties"]
+    found = {
+        name: (p["type"], p.get("default"), p.get("minimum"), p.get("maximum"))
+        for name, p in properties.items()
+    }
+    assert found == {
+        "prompt": ("string", None, None, None),
+        "system_prompt": ("string", "", None, None),
+        "max_tokens": ("integer", 512, 1, None),
+        "min_tokens": ("integer", None, -1, None),
+        "temperature": ("number", 0.7, 0, 5),
+        "top_p": ("number", 0.95, 0, 1),
+        "top_k": ("integer", 0, -1, None),
+        "stop_sequences": ("string", None, None, None),
+        "length_penalty": ("number", 1.0, 0, 5),
+        "presence_penalty": ("number", 0.0, None, None),
+        "seed": ("integer", None, 0, None),
+        "prompt_template": ("string", "{prompt}", None, None),
+        "log_performance_metrics": ("boolean", False, None, None),
+        "max_new_tokens": ("integer", None, 1, None),
+        "min_new_tokens": ("integer", None, -1, None),
+    }
+    orders = [p["x-order"] for p in properties.values()]
+    assert orders == sorted(orders)
+    assert all(p["description"] for p in properties.values())
+
+
+def test_the_training_has_inputs_of_its_own(schema: Any) -> None:
+    inputs = schema["components"]["schemas"]["TrainingInput"]
+    assert inputs["required"] == ["config"]
+    assert sorted(inputs["properties"]) == ["config", "hf_token"]
+    assert schema["components"]["schemas"]["TrainingOutput"]["properties"].keys() == {"weights"}
+
+
+def test_the_concurrency_that_is_served_is_the_decorators() -> None:
+    import serve
+
+    from predict import Predictor
+
+    assert int(serve.MAX_CONCURRENCY) == Predictor.predict.__cog_concurrent_max__
+
+
+def test_predict_py_is_what_cog_build_can_read() -> None:
+    """It reads decorators and Input() arguments without running them."""
+    import ast
+
+    tree = ast.parse((Path(make_schema.ROOT) / "predict.py").read_text())
+    (predict,) = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.AsyncFunctionDef) and node.name == "predict"
+    ]
+    assert [ast.unparse(d) for d in predict.decorator_list] == [
+        "cog.streaming",
+        "cog.concurrent(max=64)",
+    ]
+    for default in predict.args.defaults:
+        assert isinstance(default, ast.Call)
+        for keyword in default.keywords:
+            ast.literal_eval(keyword.value)

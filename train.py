@@ -1,0 +1,50 @@
+"""The training entry of Cog: a build configuration in, the tar of an engine out.
+
+``cog build`` reads this file without running it, so types and defaults are literals.
+
+    cog train -i config=@examples/engines/phi-3-mini-4k.yaml
+"""
+
+import shutil
+import tempfile
+from pathlib import Path as LocalPath
+from typing import Optional
+
+from cog import BaseModel, Input, Path, Secret
+
+from cog_triton.engine_builder.build import build
+from cog_triton.engine_builder.loading import load_config
+from cog_triton.engine_builder.tools import find_tools
+
+
+class TrainingOutput(BaseModel):  # type: ignore[misc, unused-ignore]
+    weights: Path
+
+
+def train(
+    config: Path = Input(  # noqa: B008
+        description="YAML file, or its URL, that says what to build; see examples/engines."
+    ),
+    hf_token: Optional[Secret] = Input(  # noqa: B008, UP045
+        description="Hugging Face token, for models that need one. It is not stored.",
+        default=None,
+    ),
+) -> TrainingOutput:
+    """Builds an engine; the weights are a tar with the engine and its tokenizer."""
+    settings, notes = load_config(LocalPath(config))
+    directory = LocalPath(tempfile.mkdtemp(prefix="engine-"))
+    try:
+        result = build(
+            settings,
+            directory / "engine.tar",
+            tools=find_tools(),
+            hf_token=hf_token.get_secret_value() if hf_token else None,
+            notes=notes,
+            emit=lambda line: print(line, flush=True),
+        )
+    except BaseException:
+        # All but the log, which the error names: the rest may be large.
+        for path in directory.glob("engine.build/*/"):
+            shutil.rmtree(path, ignore_errors=True)
+        raise
+    return TrainingOutput(weights=Path(result.output))

@@ -1,0 +1,31 @@
+"""Token ids to text, one response at a time."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+from cog_triton.engines.base import engine_parameters
+from cog_triton.tokenizer import load_tokenizer, without_torch
+from cog_triton.triton.postprocessing import Postprocessor
+
+
+class TritonPythonModel:
+    def initialize(self, args: dict[str, str]) -> None:
+        without_torch()
+        parameters = engine_parameters(json.loads(args["model_config"]))
+        self._postprocessor = Postprocessor(
+            load_tokenizer(parameters["tokenizer_dir"]),
+            skip_special_tokens=parameters.get("skip_special_tokens", "true") == "true",
+        )
+
+    def execute(self, requests: list[Any]) -> list[Any]:
+        return [self._respond(request) for request in requests]
+
+    def _respond(self, request: Any) -> Any:
+        inputs = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+        texts = np.array(self._postprocessor(inputs), np.object_)
+        return pb_utils.InferenceResponse([pb_utils.Tensor("OUTPUT", texts)])

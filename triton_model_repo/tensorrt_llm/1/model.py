@@ -1,0 +1,139 @@
+"""The tensorrt_llm slot with an embedded engine: tensors in, one call per sequence, tensors out."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+from cog_triton.engines.base import EngineError, create_engine, engine_parameters
+from cog_triton.engines.serving import Output, Serving
+from cog_triton.triton.engine_metrics import EngineMetrics
+from cog_triton.triton.tensors import generation_requests, response_tensors
+
+CANCELLATION_CHECK_SECONDS = (
+    1.0  # asking Triton is a round trip: per token it halves the throughput
+)
+
+
+class TritonPythonModel:
+    def initialize(self, args: dict[str, str]) -> None:
+        config = json.loads(args["model_config"])
+        parameters = engine_parameters(config)
+        self._decoupled = config["model_transaction_policy"]["decoupled"]
+        self._prompt_in_output = parameters.get("exclude_input_in_output") == "false"
+        self._serving = Serving(create_engine(parameters))
+        self._metrics = EngineMetrics(self._serving, pb_utils)
+
+    def execute(self, requests: list[Any]) -> None:
+        for request in requests:
+            sender = request.get_response_sender()
+            try:
+                self._start(request, sender)
+            except EngineError as error:
+                send_error(sender, str(error))
+
+    def finalize(self) -> None:
+        self._metrics.close()
+        self._serving.close()
+
+    def _start(self, request: Any, sender: Any) -> None:
+        inputs = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+        if "stop" in inputs and inputs["stop"].any():
+            self._stop(request.request_id(), sender)
+            return
+        generations = generation_requests(inputs)
+        streaming = bool(inputs["streaming"].any()) if "streaming" in inputs else False
+        if streaming and not self._decoupled:
+            raise EngineError("streaming needs decoupled_mode true in the tensorrt_llm model")
+        if len(generations) > 1 and not self._decoupled:
+            raise EngineError(
+                "a batch of prompts needs decoupled_mode true in the tensorrt_llm model"
+            )
+        exclude = inputs.get("exclude_input_in_output")
+        prompt_in_output = self._prompt_in_output if exclude is None else not exclude.any()
+        responses = Responses(sender, inputs, len(generations))
+        try:
+            for index, generation in enumerate(generations):
+                stop = self._serving.start(
+                    request.request_id(),
+                    generation,
+                    partial(responses.send, index),
+                    streaming=streaming,
+                    prompt_in_output=prompt_in_output,
+                )
+                responses.stops.append(stop)
+        except EngineError:
+            responses.abandon()  # the error is the only response to the whole batch
+            raise
+
+    def _stop(self, request_id: str, sender: Any) -> None:
+        if not request_id:
+            raise EngineError("a stop request needs the id of the request to stop")
+        self._serving.stop(request_id)
+        # Without decoupling, Triton wants a response even where there is nothing to say.
+        nothing = [] if self._decoupled else [pb_utils.InferenceResponse([])]
+        sender.send(*nothing, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+
+
+class Responses:
+    """The responses of one request, which may be a batch of several sequences."""
+
+    def __init__(self, sender: Any, inputs: dict[str, np.ndarray], sequences: int) -> None:
+        self._sender = sender
+        self._inputs = inputs
+        self._unfinished = sequences
+        self._lock = threading.Lock()
+        self._checked = time.monotonic()
+        self._abandoned = False
+        self.stops: list[Callable[[], object]] = []
+
+    def abandon(self) -> None:
+        """Stops the sequences that were started, and sends no more."""
+        self._abandoned = True
+        for stop in self.stops:
+            stop()
+
+    def send(self, index: int, output: Output) -> None:
+        if self._abandoned:
+            return
+        last = output.final and self._finish_one()
+        flags = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if last else 0
+        self._sender.send(response(index, output, self._inputs), flags=flags)
+        if not last:
+            self._stop_if_cancelled()
+
+    def _stop_if_cancelled(self) -> None:
+        """For clients of this model itself: Triton hands no cancellation down from an ensemble."""
+        now = time.monotonic()
+        if now - self._checked < CANCELLATION_CHECK_SECONDS:
+            return
+        self._checked = now
+        if self._sender.is_cancelled():
+            for stop in self.stops:
+                stop()
+
+    def _finish_one(self) -> bool:
+        with self._lock:
+            self._unfinished -= 1
+            return self._unfinished == 0
+
+
+def response(index: int, output: Output, inputs: dict[str, np.ndarray]) -> Any:
+    if output.error is not None:
+        return pb_utils.InferenceResponse(error=pb_utils.TritonError(output.error))
+    tensors = response_tensors(index, output, inputs)
+    return pb_utils.InferenceResponse([pb_utils.Tensor(*item) for item in tensors.items()])
+
+
+def send_error(sender: Any, message: str) -> None:
+    sender.send(
+        pb_utils.InferenceResponse(error=pb_utils.TritonError(message)),
+        flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL,
+    )

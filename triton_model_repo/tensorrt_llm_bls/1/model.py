@@ -1,0 +1,107 @@
+"""Text to text by calls to the other models; see cog_triton/triton/bls.py."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from functools import partial
+from typing import Any
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+from cog_triton.engines.base import engine_parameters
+from cog_triton.triton.bls import (
+    Bls,
+    Client,
+    ModelError,
+    Watch,
+    check_parameters,
+    request_key,
+)
+
+CANCELLATION_CHECK_SECONDS = 1.0  # asking Triton is a round trip
+
+
+class TritonPythonModel:
+    def initialize(self, args: dict[str, str]) -> None:
+        config = json.loads(args["model_config"])
+        parameters = engine_parameters(config)
+        check_parameters(parameters)
+        self._bls = Bls(
+            Models(),
+            llm=parameters.get("tensorrt_llm_model_name", "tensorrt_llm"),
+            accumulate=parameters.get("accumulate_tokens") == "true",
+            decoupled=config["model_transaction_policy"]["decoupled"],
+        )
+        self._watch = Watch(CANCELLATION_CHECK_SECONDS)
+
+    def execute(self, requests: list[Any]) -> None:
+        # Calls of other models block, in a coroutine as well. Hence the threads.
+        for request in requests:
+            threading.Thread(target=self._serve, args=(request,), daemon=True).start()
+
+    def finalize(self) -> None:
+        self._watch.close()
+
+    def _serve(self, request: Any) -> None:
+        client = Client(
+            request.get_response_sender(), pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+        )
+        try:
+            self._answer(request, client)
+        except Exception as error:
+            if not client.closed:
+                client.send(error_response(error), last=True)
+
+    def _answer(self, request: Any, client: Client) -> None:
+        inputs = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+        request_id = request_key(request.request_id())
+        with self._watch.over(client, partial(self._bls.stop, request_id)):
+            with closing(self._bls.answer(request_id, inputs)) as answer:
+                for tensors, last in answer:
+                    client.send(response(tensors), last=last)
+            if not client.closed:
+                client.send(None, last=True)
+
+
+class Models:
+    """The other models of this server."""
+
+    def call(
+        self, model: str, request_id: str, inputs: Mapping[str, np.ndarray]
+    ) -> dict[str, np.ndarray]:
+        found = arrays(inference_request(model, request_id, inputs).exec())
+        if isinstance(found, ModelError):
+            raise found
+        return found
+
+    def stream(
+        self, model: str, request_id: str, inputs: Mapping[str, np.ndarray]
+    ) -> Iterator[dict[str, np.ndarray] | ModelError]:
+        return map(arrays, inference_request(model, request_id, inputs).exec(decoupled=True))
+
+
+def inference_request(model: str, request_id: str, inputs: Mapping[str, np.ndarray]) -> Any:
+    return pb_utils.InferenceRequest(
+        model_name=model,
+        request_id=request_id,
+        inputs=[pb_utils.Tensor(*item) for item in inputs.items()],
+        requested_output_names=[],  # all that there are
+    )
+
+
+def arrays(response: Any) -> dict[str, np.ndarray] | ModelError:
+    if response.has_error():
+        return ModelError(response.error().message())
+    return {tensor.name(): tensor.as_numpy() for tensor in response.output_tensors()}
+
+
+def response(tensors: Mapping[str, np.ndarray]) -> Any:
+    return pb_utils.InferenceResponse([pb_utils.Tensor(*item) for item in tensors.items()])
+
+
+def error_response(error: Exception) -> Any:
+    return pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error)))
