@@ -51,7 +51,8 @@ class EngineMetrics:
             self._report()
 
     def _report(self) -> None:
-        now = {**asdict(self._serving.counters), "active": self._serving.active()}
+        active = self._serving.active()  # first: where it is 0, the counts are complete
+        now = {**asdict(self._serving.counters), "active": active}
         for name, value in now.items():
             before = self._values.get(name, 0)
             if value == before:

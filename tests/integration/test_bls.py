@@ -255,8 +255,8 @@ def test_a_stop_request_to_tensorrt_llm_ends_the_stream(bls: TritonServer) -> No
     assert reply.status_code == 200
     found += texts(events)
     assert "".join(found).startswith(ANSWER[:20])
-    assert engine["stopped"] == stopped + 1
-    assert engine["active"] == 0
+    wait_until(lambda: engine["stopped"] == stopped + 1, 10, "the stop")
+    wait_until(lambda: engine["active"] == 0, 10, "an idle engine")
 
 
 def test_a_client_that_disconnects_stops_the_engine(bls: TritonServer) -> None:
@@ -264,8 +264,8 @@ def test_a_client_that_disconnects_stops_the_engine(bls: TritonServer) -> None:
     stopped = engine["stopped"]
     with closing(stream(bls, **ENDLESS)) as events:  # type: ignore[type-var]
         next(events)
-    wait_until(lambda: engine["stopped"] == stopped + 1, 5, "the stop")
-    assert engine["active"] == 0
+    wait_until(lambda: engine["stopped"] == stopped + 1, 10, "the stop")
+    wait_until(lambda: engine["active"] == 0, 10, "an idle engine")
 
 
 def test_a_grpc_client_that_cancels_stops_the_engine(bls: TritonServer) -> None:
@@ -278,8 +278,8 @@ def test_a_grpc_client_that_cancels_stops_the_engine(bls: TritonServer) -> None:
         "stream": np.array([[True]]),
     }
     assert len(asyncio.run(infer(bls, inputs, cancel_after=2))) == 2
-    wait_until(lambda: engine["stopped"] == stopped + 1, 5, "the stop")
-    assert engine["active"] == 0
+    wait_until(lambda: engine["stopped"] == stopped + 1, 10, "the stop")
+    wait_until(lambda: engine["active"] == 0, 10, "an idle engine")
 
 
 # Without decoupled mode

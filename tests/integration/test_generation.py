@@ -118,9 +118,9 @@ def test_a_stop_sequence_ends_the_text_and_the_engine(
     stop = text(free)[40:48]
     assert text(ended) == text(free)[: text(free).index(stop)]
     assert ended[-1].finish_reason == "stop"
-    wait_until(lambda: engine["stopped"] == stopped + 1, 1, "the stop")
-    assert engine["active"] == 0
-    assert engine["generated"] - generated < 60 + 60
+    wait_until(lambda: engine["stopped"] == stopped + 1, 10, "the stop")
+    wait_until(lambda: engine["active"] == 0, 10, "an idle engine")
+    assert engine["generated"] - generated < 60 + 500, "far from the 2000 tokens asked for"
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -132,11 +132,11 @@ def test_closing_the_generator_stops_the_engine_and_leaves_nothing_in_triton(
     async def use(client: TritonClient) -> None:
         chunks = generate(greedy(QUESTION, max_tokens=2000), client, tokenizer)
         await anext(chunks)
-        wait_until(lambda: engine["active"] == 1, 1, "the start")
+        wait_until(lambda: engine["active"] == 1, 10, "the start")
         await chunks.aclose()
 
     with_client(transport, paced_triton, use)
-    wait_until(lambda: engine["active"] == 0, 1, "the stop")
+    wait_until(lambda: engine["active"] == 0, 10, "the stop")
     generated = engine["generated"]
     pending = 'nv_inference_pending_request_count{model="ensemble",version="1"}'
     assert metrics(paced_triton.endpoints.metrics).get(pending, 0) == 0
@@ -145,7 +145,7 @@ def test_closing_the_generator_stops_the_engine_and_leaves_nothing_in_triton(
         transport, paced_triton, lambda c: collect(greedy(QUESTION, max_tokens=5), c, tokenizer)
     )
     assert done[-1].output_tokens == 5
-    wait_until(lambda: engine["generated"] == generated + 5, 1, "the count")
+    wait_until(lambda: engine["generated"] == generated + 5, 10, "the count")
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -172,7 +172,7 @@ def test_a_request_cancelled_before_its_first_token_is_stopped_too(
         assert all(task.cancelled() for task in tasks)
 
     with_client(transport, paced_triton, use)
-    wait_until(lambda: engine["active"] == 0, 5, "the stop")
+    wait_until(lambda: engine["active"] == 0, 10, "the stop")
     assert engine["stopped"] <= stopped + 8
 
 
@@ -233,7 +233,7 @@ def test_silence_is_bounded(
             lambda c: collect(greedy(QUESTION, max_tokens=1000), c, tokenizer),
             response_timeout=timeout,
         )
-    wait_until(lambda: engine["active"] == 0, 5, "the stop")
+    wait_until(lambda: engine["active"] == 0, 10, "the stop")
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -76,10 +76,10 @@ def test_closing_the_generator_aborts_in_the_llm(
         await chunks.aclose()
 
     with_client(transport, llm_api_triton, use)
-    wait_until(lambda: "fake LLM: aborted a request" in caplog.text, 5, "the LLM's abort")
+    wait_until(lambda: "fake LLM: aborted a request" in caplog.text, 10, "the LLM's abort")
     # The counters of the metrics endpoint follow the engine some milliseconds later.
     engine = engine_counters(llm_api_triton)
-    wait_until(lambda: engine["active"] == 0, 5, "an idle engine")
+    wait_until(lambda: engine["active"] == 0, 10, "an idle engine")
 
 
 def test_a_stop_sequence_aborts_in_the_llm(
@@ -90,7 +90,7 @@ def test_a_stop_sequence_aborts_in_the_llm(
     request = greedy(QUESTION, max_tokens=2000, min_tokens=2000, stop_sequences=(stop,))
     chunks = with_client("grpc", llm_api_triton, lambda c: collect(request, c, tokenizer))
     assert text(chunks) == ANSWER[: ANSWER.index(stop)]
-    wait_until(lambda: "fake LLM: aborted a request" in caplog.text, 5, "the LLM's abort")
+    wait_until(lambda: "fake LLM: aborted a request" in caplog.text, 10, "the LLM's abort")
 
 
 @pytest.mark.parametrize(
