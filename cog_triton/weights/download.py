@@ -1,0 +1,191 @@
+"""Downloads the file of a URL: what is asked for, what the answer means, and how often it is tried."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+import uuid
+from typing import Literal
+
+import httpx
+
+from cog_triton.errors import ConfigurationError
+from cog_triton.weights import pget
+from cog_triton.weights.disk import full_disk
+from cog_triton.weights.errors import Interrupted, NoSpace, Unreachable
+from cog_triton.weights.http_client import (
+    HTTP_LOGGERS,
+    check_status,
+    http_errors,
+    open_client,
+    quiet,
+)
+from cog_triton.weights.partial import Partial
+from cog_triton.weights.progress import counted, progress_bar
+from cog_triton.weights.version import Version, same_version, version_of
+
+logger = logging.getLogger(__name__)
+
+TRIES = 5
+"""Requests in a row that bring nothing new before a download fails."""
+CHECK_TRIES = 2
+"""The same while there is a copy to fall back on."""
+BACKOFF = 0.5
+"""Seconds before the second try; doubled before each one after it, up to MAX_BACKOFF."""
+MAX_BACKOFF = 30.0
+PROGRESS = 16 << 20
+"""Bytes that must have come before failed tries are forgotten."""
+
+
+class Download:
+    """Brings a URL's file into ``partial``, unless it is still the version that is ``current``."""
+
+    def __init__(
+        self, url: str, shown: str, partial: Partial, current: Version | None, progress: bool
+    ) -> None:
+        self._url = url
+        self._shown = shown
+        self._partial = partial
+        self._current = current
+        self._progress = progress
+        self._pget = pget.is_installed()
+        self._answered = False
+
+    def run(self) -> bool:
+        """Returns whether there is a new file.
+
+        Raises:
+            ConfigurationError: the server refuses, or what it sends ends early again and again.
+            Unreachable: the server does not answer.
+            NoSpace: the disk is full.
+        """
+        failures, most = 0, self._partial.size
+        with quiet(HTTP_LOGGERS), open_client() as client:
+            while True:
+                try:
+                    return self._try(client)
+                except Interrupted as problem:
+                    if self._partial.size >= most + PROGRESS:
+                        failures, most = 0, self._partial.size
+                    failures += 1
+                    if failures >= self._tries:
+                        self._give_up(str(problem))
+                    logger.warning("%s: %s; trying again", self._shown, problem)
+                time.sleep(min(BACKOFF * 2 ** (failures - 1), MAX_BACKOFF))
+
+    @property
+    def _tries(self) -> int:
+        return TRIES if self._current is None or self._answered else CHECK_TRIES
+
+    def _give_up(self, reason: str) -> None:
+        if not self._answered:
+            raise Unreachable(
+                f"{self._shown} cannot be reached ({reason}); check the URL and the network"
+            )
+        kept = " from where it stopped" if self._partial.version.resume_with else ""
+        raise ConfigurationError(
+            f"the download of {self._shown} ended early {self._tries} times ({reason}); start again "
+            f"to go on{kept}"
+        )
+
+    def _try(self, client: httpx.Client) -> bool:
+        partial = self._partial
+        headers = request_headers(partial, self._current)
+        with (
+            http_errors(self._shown),
+            client.stream("GET", self._url, headers=headers) as response,
+        ):
+            check_status(response.status_code, self._shown)
+            version, start = version_of(response.headers, partial=response.status_code == 206)
+            step = next_step(response.status_code, version, start, partial, self._current)
+            if step == "again":
+                partial.discard()
+                raise Interrupted(f"HTTP {response.status_code} for another part than asked for")
+            self._answered = True
+            if step in ("unchanged", "complete"):
+                return step == "complete"
+            if step == "restart":
+                partial.restart(version)
+            self._check_space()
+            if step == "resume" or not self._pget:
+                self._receive(response)
+                return True
+        return self._run_pget(client, version)
+
+    def _receive(self, response: httpx.Response) -> None:
+        total = self._partial.version.size
+        with (
+            full_disk(self._space),
+            progress_bar(self._shown, self._partial.size, total, self._progress) as bar,
+        ):
+            # Raw: a tar.gz is a tar.gz, also when the server calls the gzip an encoding.
+            self._partial.receive(counted(response.iter_raw(), bar))
+
+    def _run_pget(self, client: httpx.Client, version: Version) -> bool:
+        self._pget = False
+        # A name of its own, since pget outlives a killed parent, and would write beside the next.
+        target = self._partial.path.with_name(f"pget-{uuid.uuid4().hex[:12]}")
+        logger.info("downloading %s with pget", self._shown)
+        try:
+            status = pget.run(self._url, target)
+            if status != 0 or not target.is_file():
+                raise Interrupted(f"pget ended with status {status} and is left out")
+            self._partial.adopt(target, version)
+        except Interrupted:
+            # Nothing to go on from: it does not write from the start to the end.
+            self._partial.discard()
+            target.unlink(missing_ok=True)
+            raise
+        # Its many connections may have brought parts of two versions, if the file changed meanwhile.
+        return self._try(client) if version.comparable else True
+
+    def _check_space(self) -> None:
+        needed = self._space()
+        free = shutil.disk_usage(self._partial.path.parent).free
+        if needed is not None and free < needed - self._partial.size:
+            raise NoSpace(needed)
+
+    def _space(self) -> int | None:
+        # The file and what is in it, which is no less, compressed or not.
+        size = self._partial.version.size
+        return None if size is None else 2 * size
+
+
+def request_headers(partial: Partial, current: Version | None) -> dict[str, str]:
+    """The headers that ask for what is missing, and for nothing if nothing has changed."""
+    if partial.complete:
+        return {"If-None-Match": partial.version.etag} if partial.version.etag else {}
+    if partial.size and partial.version.resume_with:
+        return {"Range": f"bytes={partial.size}-", "If-Range": partial.version.resume_with}
+    # No If-Modified-Since: an older file may take the place of a newer one.
+    return {"If-None-Match": current.etag} if current and current.etag else {}
+
+
+def next_step(
+    status: int, version: Version, start: int | None, partial: Partial, current: Version | None
+) -> Literal["unchanged", "complete", "resume", "restart", "again"]:
+    """What a response says: the copy or the download is what the server has, or what comes now.
+
+    Args:
+        status: one that ``check_status`` lets pass.
+        version: of the whole file, as the response tells.
+        start: the first byte that the response has, if it tells.
+        partial: the download so far.
+        current: the version of the copy in the cache.
+    """
+    if status == 304:
+        if partial.complete:
+            return "complete"
+        return "unchanged" if current else "again"
+    if status == 206:
+        same = version.etag is None or version.etag == partial.version.etag
+        fits = start == partial.size and version.size in (None, partial.version.size)
+        return "resume" if same and fits and partial.size else "again"
+    if status == 416:
+        return "again"
+    if current and same_version(version, current):
+        return "unchanged"
+    if partial.complete and same_version(version, partial.version):
+        return "complete"
+    return "restart"

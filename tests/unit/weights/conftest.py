@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+import os
+import ssl
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.unit.weights.support import Site
+
+TLS = ssl.create_default_context()
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("cog_triton.weights.download.BACKOFF", 0.0)
+    # Reading every certificate for each client would be most of the time of these tests.
+    monkeypatch.setattr(ssl, "create_default_context", lambda **_: TLS)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setenv("PATH", os.pathsep.join([str(tmp_path / "bin"), "/usr/bin", "/bin"]))
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def site() -> Iterator[Site]:
+    site = Site()
+    yield site
+    site.close()
