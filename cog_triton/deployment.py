@@ -200,7 +200,12 @@ def _engine_values(settings: Settings, engine: Engine) -> dict[str, object]:
         "dtype": settings.dtype,
         "max_seq_len": settings.max_sequence_length,
         "simulated_prefill_ms": settings.simulated_prefill_ms,
+        "simulated_prefill_tokens_per_s": settings.simulated_prefill_tokens_per_s,
         "simulated_inter_token_ms": settings.simulated_inter_token_ms,
+        "simulated_max_batch": settings.simulated_max_batch,
+        "simulated_failure_rate": settings.simulated_failure_rate,
+        "simulated_failures": settings.simulated_failures,
+        "simulated_text": settings.simulated_text,
     }
 
 

@@ -109,13 +109,48 @@ class Settings(BaseModel):
         default=0.0,
         ge=0,
         alias="SIMULATED_PREFILL_MS",
-        description="Simulated engine: milliseconds from a request's start to its first token.",
+        description="Simulated engine: milliseconds until a request's first token, whatever else runs.",
+    )
+    simulated_prefill_tokens_per_s: float = Field(
+        default=0.0,
+        ge=0,
+        alias="SIMULATED_PREFILL_TOKENS_PER_S",
+        description="Simulated engine: prompt tokens that it prefills a second, one prompt after "
+        "another, before those milliseconds; 0 is no limit.",
     )
     simulated_inter_token_ms: float = Field(
         default=0.0,
         ge=0,
         alias="SIMULATED_INTER_TOKEN_MS",
         description="Simulated engine: milliseconds between two tokens of a request.",
+    )
+    simulated_max_batch: int = Field(
+        default=0,
+        ge=0,
+        alias="SIMULATED_MAX_BATCH",
+        description="Simulated engine: requests that run at once; others wait for a slot, first come, "
+        "first served. 0 is no limit.",
+    )
+    simulated_failure_rate: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        alias="SIMULATED_FAILURE_RATE",
+        description="Simulated engine: share of the requests that fail. Which ones depends on prompt, "
+        "seed and number of tokens alone.",
+    )
+    simulated_failures: str = Field(
+        default="error",
+        pattern=r"^(error|stall|refuse)(,(error|stall|refuse))*$",
+        alias="SIMULATED_FAILURES",
+        description="Simulated engine: how requests fail, each in one of the ways named here with "
+        "commas between: error (midway), stall (silence from midway on), refuse (as by a full queue).",
+    )
+    simulated_text: str | None = Field(
+        default=None,
+        alias="SIMULATED_TEXT",
+        description="Simulated engine: the text whose tokens it makes, again and again; its own when "
+        "unset.",
     )
     tritonserver: Path | None = Field(
         default=None,

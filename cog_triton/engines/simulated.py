@@ -1,23 +1,31 @@
 """An engine that makes tokens at a set pace without a model, for tests and for sizing a deployment.
 
-One thread steps all running requests, as in-flight batching does: a request that arrives joins the
-next step. Each request's first token comes ``prefill`` after its start and the others
-``inter_token`` apart; with zero times a step gives every request a token as fast as Python can.
+A request waits for a slot, has its prompt prefilled, and gets its tokens one inter-token latency
+apart. ``Schedule`` says which tokens are due when and is plain data; ``SimulatedEngine`` adds the
+thread and the clock. docs/sizing.md tells what the costs stand for on a real engine.
+
 The tokens are those of a text, read from a place that depends on the prompt, so that two requests
 with different prompts can be told apart and the same prompt always gives the same tokens.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from pathlib import Path
+from random import Random
+from typing import Any, Literal, cast, get_args
 
 from cog_triton.engines.base import Engine, EngineError, GenerationRequest, Sink, Tokens
 
 DEFAULT_CONTEXT_LENGTH = 131_072
+TICK = 0.0005  # seconds; what is due within one is served together, by one wake-up of the thread
+BURST = 32  # most tokens of one sequence in one step, so that the others get theirs in between
+SPARED_TOKENS = 2  # a request for so few never fails: the warm-up of a setup is one
 
 TEXT = (
     "A simulated engine needs no model and no GPU. It reads these sentences again and again, at the "
@@ -26,42 +34,230 @@ TEXT = (
     "日本語も、and with emoji 🚀🙂. "
 )
 
+FailureKind = Literal["error", "stall", "refuse"]
 
-@dataclass
-class _Running:
+
+@dataclass(frozen=True)
+class Costs:
+    """What requests cost; with the defaults, nothing.
+
+    Attributes:
+        prefill: seconds from the end of a prompt's prefill to its first token; they overlap.
+        prefill_rate: prompt tokens a second, one prompt after another; 0 is no limit.
+        inter_token: seconds between two tokens of a request.
+        max_batch: requests that run at once, others wait for a slot; 0 is no limit.
+    """
+
+    prefill: float = 0.0
+    prefill_rate: float = 0.0
+    inter_token: float = 0.0
+    max_batch: int = 0
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How a request fails, and after how many tokens."""
+
+    kind: FailureKind
+    after: int
+
+
+@dataclass(frozen=True)
+class Failures:
+    """Which requests fail.
+
+    Attributes:
+        rate: share of the requests that fail, 0 to 1.
+        kinds: how; each failing request does it in one of these ways. ``error`` ends it with an
+            error, ``stall`` makes no more tokens until it is aborted, ``refuse`` never starts it.
+    """
+
+    rate: float = 0.0
+    kinds: tuple[FailureKind, ...] = ("error",)
+
+    def __post_init__(self) -> None:
+        known = get_args(FailureKind)
+        for kind in self.kinds:
+            if kind not in known:
+                raise ValueError(f"unknown failure {kind!r}; known are {', '.join(known)}")
+
+    def of(self, request: GenerationRequest) -> Failure | None:
+        """How a request fails: a function of its prompt, seed and number of tokens."""
+        if not self.rate or request.max_tokens <= SPARED_TOKENS:
+            return None
+        draw = Random(f"{request.sampling.seed} {request.input_ids}").random
+        if draw() >= self.rate:
+            return None
+        kind = self.kinds[int(draw() * len(self.kinds))]
+        return Failure(kind, after=1 + int(draw() * (request.max_tokens - 1)))
+
+
+@dataclass(eq=False)
+class _Sequence:
     request: GenerationRequest
     sink: Sink
-    start: int
-    due: float
+    failure: Failure | None
+    start: int  # place in the text
+    since: float  # when it came; from its start on, when it got its slot
     made: int = 0
+    aborted: bool = False
+
+
+class Schedule:
+    """Which tokens of which sequence are due when. It knows no clock and no thread.
+
+    Times are seconds from any origin. What happens late happens as if it had been on time: the next
+    token, the next prompt and the next request in the queue follow from when it was due.
+    """
+
+    def __init__(self, token_ids: list[int], costs: Costs) -> None:
+        """Has nothing to do yet.
+
+        Args:
+            token_ids: what to generate, again and again; at least one.
+        """
+        self._costs = costs
+        self._length = len(token_ids)
+        # So that any BURST tokens are one slice.
+        self._text = [token_ids[i % self._length] for i in range(self._length + BURST)]
+        self._waiting: dict[str, _Sequence] = {}  # for a slot, first come, first served
+        self._running: dict[str, _Sequence] = {}  # with a slot
+        self._prompts: dict[str, _Sequence] = {}  # of those, in prefill (the first) or before it
+        # What happens next to a running sequence, at most one entry each. Of equal times, the one
+        # that was entered first comes first.
+        self._due: list[tuple[float, int, _Sequence]] = []
+        self._serial = itertools.count()
+
+    def __len__(self) -> int:
+        return len(self._running) + len(self._waiting)
+
+    def add(
+        self, request: GenerationRequest, sink: Sink, failure: Failure | None, now: float
+    ) -> None:
+        """Starts a request, or has it wait for a slot."""
+        place = sum(request.input_ids) % self._length
+        one = _Sequence(request, sink, failure, start=place, since=now)
+        if 0 < self._costs.max_batch <= len(self._running):
+            self._waiting[request.key] = one
+        else:
+            self._start(one, now)
+
+    def remove(self, key: str, now: float) -> None:
+        """Forgets a request, wherever it is; an unknown one is no error."""
+        if self._waiting.pop(key, None) is None and key in self._running:
+            one = self._running[key]
+            one.aborted = True
+            self._leave(one, now)
+
+    def next_due(self) -> float | None:
+        """When something is to be done next; None when nothing is."""
+        while self._due and self._due[0][2].aborted:
+            heappop(self._due)
+        return self._due[0][0] if self._due else None
+
+    def step(self, now: float) -> list[tuple[Sink, Tokens]]:
+        """Does all that is due by ``now``, or a tick later: each sequence at most one burst."""
+        limit = now + TICK
+        due = []
+        while self._due and self._due[0][0] <= limit:
+            due.append(heappop(self._due))
+        made = []
+        for at, _, one in due:
+            if one.aborted:
+                continue
+            if one.request.key in self._prompts:
+                self._end_prefill(one, at)
+            elif one.failure is not None and one.made == one.failure.after:
+                made += self._fail(one, at)
+            else:
+                made.append((one.sink, self._generate(one, at, limit)))
+        return made
+
+    def _start(self, one: _Sequence, at: float) -> None:
+        one.since = at
+        self._running[one.request.key] = one
+        if not self._costs.prefill_rate:
+            self._enter(one, at + self._costs.prefill)
+            return
+        self._prompts[one.request.key] = one
+        if len(self._prompts) == 1:
+            self._prefill_next(at)
+
+    def _prefill_next(self, at: float) -> None:
+        one = next(iter(self._prompts.values()), None)
+        if one is not None:
+            seconds = len(one.request.input_ids) / self._costs.prefill_rate
+            self._enter(one, max(at, one.since) + seconds)
+
+    def _end_prefill(self, one: _Sequence, at: float) -> None:
+        del self._prompts[one.request.key]
+        self._enter(one, at + self._costs.prefill)
+        self._prefill_next(at)
+
+    def _generate(self, one: _Sequence, at: float, limit: float) -> Tokens:
+        request, pace = one.request, self._costs.inter_token
+        left = (one.failure.after if one.failure else request.max_tokens) - one.made
+        # Without a pace, twice as many each time: the first token comes alone and at once.
+        due = 1 + int((limit - at) / pace) if pace else max(1, one.made)
+        place = (one.start + one.made) % self._length
+        ids = self._text[place : place + min(due, left, BURST)]
+        if request.end_id is not None and request.end_id in ids:
+            ids = ids[: ids.index(request.end_id) + 1]
+        one.made += len(ids)
+        finished = one.made == request.max_tokens or ids[-1] == request.end_id
+        if finished:
+            self._leave(one, at + (len(ids) - 1) * pace)
+        else:
+            self._enter(one, at + len(ids) * pace)
+        return Tokens(ids, [0.0] * len(ids) if request.return_log_probs else [], finished)
+
+    def _fail(self, one: _Sequence, at: float) -> list[tuple[Sink, Tokens]]:
+        assert one.failure is not None
+        if one.failure.kind == "stall":  # nothing will be due any more, and the slot is kept
+            return []
+        self._leave(one, at)
+        error = f"a simulated failure after {one.made} tokens (simulated_failure_rate)"
+        return [(one.sink, Tokens([], finished=True, error=error))]
+
+    def _leave(self, one: _Sequence, at: float) -> None:
+        """Frees the sequence's slot, and its place among the prompts if it still had one."""
+        key = one.request.key
+        del self._running[key]
+        if key in self._prompts:
+            was_first = next(iter(self._prompts)) == key
+            del self._prompts[key]
+            if was_first:
+                self._prefill_next(at)
+        if self._waiting:
+            first = self._waiting.pop(next(iter(self._waiting)))
+            self._start(first, max(at, first.since))
+
+    def _enter(self, one: _Sequence, at: float) -> None:
+        heappush(self._due, (at, next(self._serial), one))
 
 
 class SimulatedEngine(Engine):
-    """See the module's docstring."""
+    """Runs a schedule by the clock; see the module's docstring."""
 
     def __init__(
         self,
         token_ids: list[int],
+        costs: Costs | None = None,
+        failures: Failures | None = None,
         *,
-        prefill: float = 0.0,
-        prefill_per_token: float = 0.0,
-        inter_token: float = 0.0,
         context_length: int = DEFAULT_CONTEXT_LENGTH,
     ) -> None:
         """Starts the stepping thread.
 
         Args:
-            token_ids: what to generate, again and again.
-            prefill: seconds from a request's start to its first token.
-            prefill_per_token: seconds added for each token of the prompt.
-            inter_token: seconds between two tokens of a request.
+            token_ids: what to generate, again and again; at least one.
         """
-        self._token_ids = token_ids
-        self._prefill = prefill
-        self._prefill_per_token = prefill_per_token
-        self._inter_token = inter_token
+        self._schedule = Schedule(token_ids, costs or Costs())
+        self._failures = failures or Failures()
         self._context_length = context_length
-        self._running: dict[str, _Running] = {}
+        self._ending = (
+            0  # have left the schedule, and their last tokens are still to be handed over
+        )
         self._changed = threading.Condition()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="simulated-engine", daemon=True)
@@ -69,13 +265,26 @@ class SimulatedEngine(Engine):
 
     @classmethod
     def from_parameters(cls, parameters: Mapping[str, str]) -> SimulatedEngine:
-        """Built from the tensorrt_llm model's parameters."""
-        rate = float(parameters.get("simulated_prefill_tokens_per_s", 0))
-        return cls(
-            _encode(parameters["tokenizer_dir"], TEXT),
+        """Built from the tensorrt_llm model's parameters.
+
+        Raises:
+            ValueError: the text has no tokens, or a kind of failure is unknown.
+        """
+        costs = Costs(
             prefill=float(parameters.get("simulated_prefill_ms", 0)) / 1000,
-            prefill_per_token=1 / rate if rate else 0.0,
+            prefill_rate=float(parameters.get("simulated_prefill_tokens_per_s", 0)),
             inter_token=float(parameters.get("simulated_inter_token_ms", 0)) / 1000,
+            max_batch=int(parameters.get("simulated_max_batch", 0)),
+        )
+        kinds = parameters.get("simulated_failures", "error").split(",")
+        failures = Failures(
+            float(parameters.get("simulated_failure_rate", 0)),
+            cast("tuple[FailureKind, ...]", tuple(kinds)),
+        )
+        return cls(
+            _encode(parameters["tokenizer_dir"], parameters.get("simulated_text", TEXT)),
+            costs,
+            failures,
             context_length=int(parameters.get("max_seq_len", DEFAULT_CONTEXT_LENGTH)),
         )
 
@@ -84,25 +293,27 @@ class SimulatedEngine(Engine):
         return self._context_length
 
     def submit(self, request: GenerationRequest, sink: Sink) -> None:
-        wait = self._prefill + self._prefill_per_token * len(request.input_ids)
-        running = _Running(
-            request,
-            sink,
-            start=sum(request.input_ids) % len(self._token_ids),
-            due=time.perf_counter() + wait,
-        )
+        failure = self._failures.of(request)
         with self._changed:
             if self._closed:
                 raise EngineError("the engine has stopped: it was closed")
-            self._running[request.key] = running
+            if failure is not None and failure.kind == "refuse":
+                # TensorRT-LLM's wording, which clients know.
+                raise EngineError(
+                    "Maximum queue size of 0 has been reached, please try again later "
+                    "(simulated_failure_rate)"
+                )
+            self._schedule.add(request, sink, failure, time.perf_counter())
             self._changed.notify()
 
     def abort(self, key: str) -> None:
         with self._changed:
-            self._running.pop(key, None)
+            self._schedule.remove(key, time.perf_counter())
+            self._changed.notify()
 
     def active(self) -> int:
-        return len(self._running)
+        with self._changed:
+            return len(self._schedule) + self._ending
 
     def close(self) -> None:
         with self._changed:
@@ -111,47 +322,46 @@ class SimulatedEngine(Engine):
         self._thread.join()
 
     def _run(self) -> None:
-        while not self._closed:
+        while True:
             with self._changed:
                 if not self._wait_until_due():
-                    continue
-                running = list(self._running.values())
-            now = time.perf_counter()
-            for one in running:
-                if one.due <= now:
-                    self._step(one)
+                    return
+                made = self._schedule.step(time.perf_counter())
+                self._ending = sum(tokens.finished for _, tokens in made)
+            for sink, tokens in made:
+                self._ending -= tokens.finished
+                sink(tokens)
 
     def _wait_until_due(self) -> bool:
-        """Waits for the next token to come due, or for a change; returns whether one is due."""
-        if self._closed:  # since it was last asked, and nothing will notify any more
-            return False
-        if not self._running:
-            self._changed.wait()
-            return False
-        wait = min(one.due for one in self._running.values()) - time.perf_counter()
-        if wait > 0:
+        """Waits until something is to be done; returns False if the engine was closed instead."""
+        while not self._closed:
+            due = self._schedule.next_due()
+            wait = None if due is None else due - time.perf_counter()
+            if wait is not None and wait <= 0:
+                return True
             self._changed.wait(wait)
-            return False
-        return True
-
-    def _step(self, one: _Running) -> None:
-        token = self._token_ids[(one.start + one.made) % len(self._token_ids)]
-        one.made += 1
-        one.due += self._inter_token
-        finished = one.made >= one.request.max_tokens or token == one.request.end_id
-        if finished:
-            self.abort(one.request.key)
-        log_probs = [0.0] if one.request.return_log_probs else []
-        one.sink(Tokens([token], log_probs, finished))
+        return False
 
 
 def _encode(tokenizer_dir: str, text: str) -> list[int]:
+    """The text's token ids.
+
+    Raises:
+        ValueError: there are none, or they make no text.
+    """
     file = Path(tokenizer_dir) / "tokenizer.json"
+    tokenizer: Any
     if file.is_file():
         # Far quicker to load than a transformers tokenizer, and the ids are the same.
         from tokenizers import Tokenizer
 
-        return list(Tokenizer.from_file(str(file)).encode(text, add_special_tokens=False).ids)
-    from cog_triton.tokenizer import load_tokenizer
+        tokenizer = Tokenizer.from_file(str(file))
+        ids = list(tokenizer.encode(text, add_special_tokens=False).ids)
+    else:
+        from cog_triton.tokenizer import load_tokenizer
 
-    return list(load_tokenizer(tokenizer_dir)(text, add_special_tokens=False).input_ids)
+        tokenizer = load_tokenizer(tokenizer_dir)
+        ids = list(tokenizer(text, add_special_tokens=False).input_ids)
+    if not tokenizer.decode(ids, skip_special_tokens=True):
+        raise ValueError(f"simulated_text {text!r} has no tokens that make text in {tokenizer_dir}")
+    return ids

@@ -24,6 +24,7 @@ Kind = Literal[
     "data type",
     "integer list",
     "choice",
+    "choice list",
 ]
 
 REQUIRED: Final = object()
@@ -76,6 +77,8 @@ class Variable:
         """What a value must be, in words."""
         if self.kind == "choice":
             return "one of " + ", ".join(self.choices)
+        if self.kind == "choice list":
+            return f"some of {', '.join(self.choices)}, separated by commas"
         return _EXPECTED[self.kind] + self._range
 
     @property
@@ -178,6 +181,13 @@ def _choice(variable: Variable, value: object) -> str:
     return str(value).strip()
 
 
+def _choice_list(variable: Variable, value: object) -> str:
+    items = value if isinstance(value, (list, tuple)) else str(value).split(",")
+    if not items:
+        raise ValueError
+    return ",".join(_choice(variable, item) for item in items)
+
+
 _RENDER: dict[Kind, Callable[[Variable, object], str | None]] = {
     "integer": _integer,
     "float": _float,
@@ -188,6 +198,7 @@ _RENDER: dict[Kind, Callable[[Variable, object], str | None]] = {
     "data type": _data_type,
     "integer list": _integer_list,
     "choice": _choice,
+    "choice list": _choice_list,
 }
 
 
@@ -606,7 +617,7 @@ VARIABLES: Final[Mapping[str, Mapping[str, Variable]]] = {
             "simulated_prefill_ms",
             "float",
             0,
-            "Simulated engine: milliseconds before a request's first token.",
+            "Simulated engine: milliseconds until a request's first token, whatever else runs.",
             minimum=0,
         ),
         Variable(
@@ -620,9 +631,39 @@ VARIABLES: Final[Mapping[str, Mapping[str, Variable]]] = {
             "simulated_prefill_tokens_per_s",
             "float",
             None,
-            "Simulated engine: prompt tokens a second, which delays the first token further; 0 or "
-            "unset adds no delay.",
+            "Simulated engine: prompt tokens that it prefills a second, one prompt after another, "
+            "before those milliseconds; 0 or unset is no limit.",
             minimum=0,
+        ),
+        Variable(
+            "simulated_max_batch",
+            "integer",
+            None,
+            "Simulated engine: requests that run at once, others wait for a slot; 0 or unset is no "
+            "limit.",
+            minimum=0,
+        ),
+        Variable(
+            "simulated_failure_rate",
+            "float",
+            None,
+            "Simulated engine: share of the requests that fail; none when unset.",
+            minimum=0,
+            maximum=1,
+        ),
+        Variable(
+            "simulated_failures",
+            "choice list",
+            None,
+            "Simulated engine: how requests fail, each in one of the ways named here, with commas "
+            "between; `error` when unset.",
+            choices=("error", "stall", "refuse"),
+        ),
+        Variable(
+            "simulated_text",
+            "text",
+            None,
+            "Simulated engine: the text whose tokens it makes, again and again; its own when unset.",
         ),
     ),
     "tensorrt_llm_bls": _table(

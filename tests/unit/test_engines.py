@@ -22,7 +22,6 @@ from cog_triton.engines.base import (
     create_engine,
 )
 from cog_triton.engines.sampling import History, penalize
-from cog_triton.engines.simulated import SimulatedEngine
 from cog_triton.engines.transformers import (
     CPU_BATCH_TOKENS,
     CPU_CACHE_BYTES,
@@ -764,62 +763,3 @@ def test_max_seq_len_cannot_exceed_the_models(demo_model: Path, llm: Requests) -
     engine = create_engine({**ENGINES["transformers"](demo_model), "max_seq_len": "100000"})
     assert engine.context_length == 2048
     engine.close()
-
-
-# The simulated engine
-
-
-def test_the_simulated_text_is_read_from_a_place_of_the_prompts() -> None:
-    engine = SimulatedEngine([10, 11, 12, 13])
-    requests = Requests(engine)
-    assert requests.ids([4], max_tokens=6) == [10, 11, 12, 13, 10, 11]
-    assert requests.ids([1, 2], max_tokens=2) == [13, 10]
-    engine.close()
-
-
-def test_the_simulated_pace() -> None:
-    from time import perf_counter
-
-    engine = SimulatedEngine([1, 2], prefill=0.02, prefill_per_token=0.01, inter_token=0.02)
-    times: list[float] = []
-    start = perf_counter()
-    stream = Requests(engine).start(
-        [1, 2, 3], Stream(lambda _: times.append(perf_counter() - start)), max_tokens=4
-    )
-    stream.wait()
-    engine.close()
-
-    for i, time in enumerate(times):
-        assert time >= 0.05 + i * 0.02 - 1e-3
-
-
-def test_the_simulated_parameters(demo_model: Path) -> None:
-    engine = create_engine(
-        {
-            "engine": "simulated",
-            "tokenizer_dir": str(demo_model),
-            "simulated_prefill_ms": "20",
-            "simulated_prefill_tokens_per_s": "200",
-            "simulated_inter_token_ms": "3",
-        }
-    )
-    assert isinstance(engine, SimulatedEngine)
-    assert (engine._prefill, engine._prefill_per_token, engine._inter_token) == (0.02, 0.005, 0.003)
-    assert engine.context_length == 131_072
-    engine.close()
-
-
-def test_closing_just_before_the_thread_begins_to_wait() -> None:
-    engine = SimulatedEngine([1])
-    engine.close()
-    due: list[bool] = []
-
-    def wait() -> None:
-        with engine._changed:
-            due.append(engine._wait_until_due())
-
-    thread = threading.Thread(target=wait, daemon=True)
-    thread.start()
-    thread.join(10)
-
-    assert due == [False]
