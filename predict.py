@@ -37,7 +37,7 @@ class Predictor(BaseRunner):
         self.deployment = await Deployment.start(settings)
 
     @cog.streaming
-    @cog.concurrent(max=64)
+    @cog.concurrent(max=256)
     async def predict(
         self,
         prompt: str = Input(description="Prompt to send to the model."),
@@ -125,9 +125,14 @@ class Predictor(BaseRunner):
         print(f"Random seed used: {request.seed}")
         measurements = Measurements()
         texts = coglet_stream.live(_texts(self.deployment, request, measurements))
-        log = log_performance_metrics or settings.log_performance_metrics
-        # Captured here: a print belongs to the prediction in whose context it is made.
-        return self._answer(texts, measurements, contextvars.copy_context() if log else None)
+        return self._answer(
+            texts,
+            measurements,
+            # What is printed or recorded belongs to the prediction in whose context that happens, and
+            # the generator runs outside of it.
+            contextvars.copy_context(),
+            log_performance_metrics or settings.log_performance_metrics,
+        )
 
     async def healthcheck(self) -> bool:
         return await asyncio.to_thread(self.deployment.server.is_ready)
@@ -136,13 +141,14 @@ class Predictor(BaseRunner):
         self,
         texts: Generator[str, None, None],
         measurements: "Measurements",
-        log: Optional[contextvars.Context],  # noqa: UP045
+        context: contextvars.Context,
+        log: bool,
     ) -> Generator[str, None, None]:
         yield from texts
         for name, value in measurements.metrics().items():
-            self.record_metric(name, value)
-            if log is not None:
-                log.run(print, f"{name}: {value}")
+            context.run(self.record_metric, name, value)
+            if log:
+                context.run(print, f"{name}: {value}")
 
 
 class Measurements:

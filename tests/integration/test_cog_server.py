@@ -84,7 +84,11 @@ def test_streamed_chunks_join_to_the_answer(cog_server: CogServer) -> None:
 def test_sixty_four_predictions_at_once(paced_cog_server: CogServer) -> None:
     def answer(i: int) -> str:
         with paced_cog_server.stream(prompt="x" * i, max_tokens=40) as events:
-            return "".join(chunks(events))
+            found = list(events)
+        metrics = found[-1][1]["metrics"]
+        assert metrics["output_token_count"] == 40
+        assert metrics["input_token_count"] >= i
+        return "".join(chunks(iter(found)))
 
     alone = answer(3)
     started = time.monotonic()
