@@ -28,12 +28,13 @@ RUN python3 -m pip list --format=freeze --exclude=pip > /tmp/constraints.txt \
     && PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip install --no-cache-dir \
         --constraint /tmp/constraints.txt --requirement /tmp/requirements.txt \
     && rm /tmp/constraints.txt /tmp/requirements.txt
-# Triton's Python stubs ignore PYTHONPATH: so they find cog_triton wherever they are started.
-RUN python3 -c "import pathlib, sysconfig; pathlib.Path(sysconfig.get_path('purelib'), 'cog_triton.pth').write_text('/src')"
+# Triton's Python stubs ignore PYTHONPATH: so they find cog_triton wherever they are started. And Cog's
+# server sends each token at once (see cog_triton/cog_server.py).
+RUN python3 -c "import pathlib, sysconfig; pathlib.Path(sysconfig.get_path('purelib'), 'cog_triton.pth').write_text('/src\nimport sys; \'cog.server.http\' in sys.orig_argv and __import__(\'cog_triton.cog_server\').cog_server.send_at_once()')"
 
 ENV COG_PREDICT_TYPE_STUB=predict.py:Predictor \
     COG_TRAIN_TYPE_STUB=train.py:train \
-    COG_MAX_CONCURRENCY=64 \
+    COG_MAX_CONCURRENCY=256 \
     HOME=/home/cog \
     PORT=5000 \
     PYTHONUNBUFFERED=1

@@ -21,7 +21,7 @@ from pathlib import Path
 import make_schema
 
 ROOT = Path(__file__).resolve().parents[1]
-MAX_CONCURRENCY = "64"  # that of predict.py's decorator, which only `cog build` reads
+MAX_CONCURRENCY = "256"  # that of predict.py's decorator, which only `cog build` reads
 
 
 def environment() -> dict[str, str]:
@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     make_schema.main([])
     adopt_orphans()
     server = subprocess.Popen(
-        [sys.executable, "-m", "cog.server.http", "--host", arguments.host],
+        [sys.executable, "-m", "cog_triton.cog_server", "--host", arguments.host],
         cwd=ROOT,
         env=environment(),
         start_new_session=True,  # Ctrl-C reaches this process alone, which passes it on
