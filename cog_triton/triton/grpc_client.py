@@ -21,6 +21,7 @@ from cog_triton.triton.client import (
     error_from_text,
     stop_inputs,
 )
+from cog_triton.triton.tensors import IDS_ONLY
 
 # cum_log_probs keeps Triton from skipping tensorrt_llm along with postprocessing: outputs that the
 # skipped step would read count as unused even when they are asked for.
@@ -49,7 +50,7 @@ class GrpcClient(TritonClient):
         call = self._stub.ModelStreamInfer()
         try:
             with _mapped_errors():
-                await call.write(infer_request(ENSEMBLE, request_id, inputs, _OUTPUTS))
+                await call.write(_ids_only(infer_request(ENSEMBLE, request_id, inputs, _OUTPUTS)))
                 final = False
                 while not final:
                     response = _parse_message(await call.read())
@@ -85,22 +86,27 @@ def infer_request(
     return request
 
 
+def _ids_only(request: service_pb2.ModelInferRequest) -> service_pb2.ModelInferRequest:
+    request.parameters[IDS_ONLY].bool_param = True
+    return request
+
+
 def parse_response(response: service_pb2.ModelInferResponse) -> Response:
     """The response in a message.
 
     Raises:
-        TritonMalformedEvent: output_ids or sequence_length is missing.
+        TritonMalformedEvent: output_ids is missing.
     """
     names = (output.name for output in response.outputs)
     raw = dict(zip(names, response.raw_output_contents, strict=False))
     try:
         ids = np.frombuffer(raw["output_ids"], np.int32)
-        length = _int32(raw["sequence_length"])
-    except KeyError as error:
-        raise TritonMalformedEvent(f"a response of the ensemble has no {error.args[0]}") from None
-    prompt = raw.get("num_input_tokens")
+    except KeyError:
+        raise TritonMalformedEvent("a response of the ensemble has no output_ids") from None
+    # TensorRT-LLM's may be padded; an engine that knows ids_only sends no length.
+    length, prompt = raw.get("sequence_length"), raw.get("num_input_tokens")
     return Response(
-        ids[:length].tolist(),
+        (ids if length is None else ids[: _int32(length)]).tolist(),
         _int32(prompt) if prompt else None,
         response.parameters["triton_final_response"].bool_param,
     )

@@ -36,6 +36,10 @@ _UNSUPPORTED = (
     "skip_cross_attn_blocks",
 )
 _UNSUPPORTED_WHEN_TRUE = ("return_context_logits", "return_generation_logits")
+IDS_ONLY = "ids_only"
+"""Parameter of a request (not a tensor) with which a client asks the embedded engines to answer with
+token ids alone. The C++ backend takes no notice of it."""
+
 _ONLY_ONE = ("beam_width", "num_return_sequences")
 _MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
@@ -52,13 +56,23 @@ def generation_requests(inputs: Mapping[str, Array]) -> list[GenerationRequest]:
     return [_generation_request(inputs, i) for i in range(inputs["input_ids"].shape[0])]
 
 
-def response_tensors(index: int, output: Output, inputs: Mapping[str, Array]) -> dict[str, Array]:
+def response_tensors(
+    index: int, output: Output, inputs: Mapping[str, Array], *, ids_only: bool = False
+) -> dict[str, Array]:
     """The tensors of one response; shapes are [1, beams = 1, …] as in TensorRT-LLM.
 
     Args:
         index: the sequence's place in the request's batch.
         inputs: the request's, which say what else it wants.
+        ids_only: make output_ids alone, and with the first of them num_input_tokens if wanted. Each
+            tensor costs tens of microseconds on its way through Triton.
     """
+    if ids_only:
+        tensors = {"output_ids": np.array([[output.ids]], np.int32).reshape(1, 1, -1)}
+        first = output.generated <= len(output.ids)
+        if first and _flag(inputs, "return_num_input_tokens"):
+            tensors["num_input_tokens"] = _num_input_tokens(index, inputs)
+        return tensors
     tensors = {
         "output_ids": np.array([[output.ids]], np.int32).reshape(1, 1, -1),
         "sequence_length": np.array([[len(output.ids)]], np.int32),
@@ -70,11 +84,14 @@ def response_tensors(index: int, output: Output, inputs: Mapping[str, Array]) ->
         "is_final": np.array([[output.final]], np.bool_),
     }
     if _flag(inputs, "return_num_input_tokens"):
-        length = int(inputs["input_lengths"].reshape(-1)[index])
-        tensors["num_input_tokens"] = np.array([[length]], np.int32)
+        tensors["num_input_tokens"] = _num_input_tokens(index, inputs)
     if _flag(inputs, "return_num_output_tokens"):
         tensors["num_output_tokens"] = np.array([[output.generated]], np.int32)
     return tensors
+
+
+def _num_input_tokens(index: int, inputs: Mapping[str, Array]) -> Array:
+    return inputs["input_lengths"].reshape(-1)[index : index + 1].reshape(1, 1).astype(np.int32)
 
 
 def _refuse_unsupported(inputs: Mapping[str, Array]) -> None:

@@ -15,7 +15,7 @@ import triton_python_backend_utils as pb_utils
 from cog_triton.engines.base import EngineError, create_engine, engine_parameters
 from cog_triton.engines.serving import Output, Serving
 from cog_triton.triton.engine_metrics import EngineMetrics
-from cog_triton.triton.tensors import generation_requests, response_tensors
+from cog_triton.triton.tensors import IDS_ONLY, generation_requests, response_tensors
 
 CANCELLATION_CHECK_SECONDS = (
     1.0  # asking Triton is a round trip: per token it halves the throughput
@@ -58,7 +58,7 @@ class TritonPythonModel:
             )
         exclude = inputs.get("exclude_input_in_output")
         prompt_in_output = self._prompt_in_output if exclude is None else not exclude.any()
-        responses = Responses(sender, inputs, len(generations))
+        responses = Responses(sender, inputs, len(generations), ids_only(request))
         try:
             for index, generation in enumerate(generations):
                 stop = self._serving.start(
@@ -85,9 +85,12 @@ class TritonPythonModel:
 class Responses:
     """The responses of one request, which may be a batch of several sequences."""
 
-    def __init__(self, sender: Any, inputs: dict[str, np.ndarray], sequences: int) -> None:
+    def __init__(
+        self, sender: Any, inputs: dict[str, np.ndarray], sequences: int, ids_only: bool
+    ) -> None:
         self._sender = sender
         self._inputs = inputs
+        self._ids_only = ids_only
         self._unfinished = sequences
         self._lock = threading.Lock()
         self._checked = time.monotonic()
@@ -105,9 +108,15 @@ class Responses:
             return
         last = output.final and self._finish_one()
         flags = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if last else 0
-        self._sender.send(response(index, output, self._inputs), flags=flags)
+        self._sender.send(self._response(index, output), flags=flags)
         if not last:
             self._stop_if_cancelled()
+
+    def _response(self, index: int, output: Output) -> Any:
+        if output.error is not None:
+            return pb_utils.InferenceResponse(error=pb_utils.TritonError(output.error))
+        tensors = response_tensors(index, output, self._inputs, ids_only=self._ids_only)
+        return pb_utils.InferenceResponse([pb_utils.Tensor(*item) for item in tensors.items()])
 
     def _stop_if_cancelled(self) -> None:
         """For clients of this model itself: Triton hands no cancellation down from an ensemble."""
@@ -125,11 +134,9 @@ class Responses:
             return self._unfinished == 0
 
 
-def response(index: int, output: Output, inputs: dict[str, np.ndarray]) -> Any:
-    if output.error is not None:
-        return pb_utils.InferenceResponse(error=pb_utils.TritonError(output.error))
-    tensors = response_tensors(index, output, inputs)
-    return pb_utils.InferenceResponse([pb_utils.Tensor(*item) for item in tensors.items()])
+def ids_only(request: Any) -> bool:
+    """Whether the client reads nothing but token ids; an ensemble hands its parameters down."""
+    return json.loads(request.parameters() or "{}").get(IDS_ONLY) is True
 
 
 def send_error(sender: Any, message: str) -> None:
