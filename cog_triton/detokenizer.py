@@ -61,6 +61,8 @@ class Tokenizer(Protocol):
         clean_up_tokenization_spaces: bool,
     ) -> Any: ...
 
+    def __hash__(self) -> int: ...
+
 
 class IncrementalDetokenizer:
     """Turns the ids of one text, as they arrive, into its text.
@@ -298,8 +300,8 @@ def _decode_function(tokenizer: Tokenizer) -> Callable[[list[int], bool], str]:
         and kind.decode.__module__ == "transformers.tokenization_utils_base"
         and kind._decode.__module__ in _FAST_TOKENIZERS
     ):
-        return lambda ids, skip: backend.decode(ids, skip_special_tokens=skip)  # type: ignore[no-any-return]
-    return lambda ids, skip: tokenizer.decode(  # type: ignore[no-any-return]
+        return lambda ids, skip: backend.decode(ids, skip_special_tokens=skip)
+    return lambda ids, skip: tokenizer.decode(
         ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False
     )
 

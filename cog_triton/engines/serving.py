@@ -2,7 +2,7 @@
 
 One thread delivers. It sends whatever a sequence has ready in one response: at low load that is one
 token, under load as many as were made while the last responses were sent. The cost of serving is per
-response, and nothing ever waits to fill one.
+response, and nothing waits to fill one, but for the rate of responses that ``DeliveryLimits`` sets.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import itertools
 import logging
 import queue
 import threading
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -19,6 +20,9 @@ from cog_triton.detokenizer import CONTEXT_TOKENS
 from cog_triton.engines.base import Engine, EngineError, GenerationRequest, Tokens
 
 logger = logging.getLogger(__name__)
+
+# A step of the engine makes a token for every sequence at once: those need not be spread out.
+BURST_SECONDS = 0.02
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,30 @@ class Output:
 
 
 Send = Callable[[Output], None]
+
+
+@dataclass(frozen=True)
+class DeliveryLimits:
+    """What responses may be, whatever the engine has ready. 0 is no limit.
+
+    Attributes:
+        tokens_per_response: at most so many new ids in one response of a sequence that streams; 1 is
+            what TensorRT-LLM's C++ backend does.
+        responses_per_second: at most so many responses a second, of all sequences together and on
+            average. What reads them may be slower than this engine sends them; then they would pile up
+            in between, where no token can join another any more.
+    """
+
+    tokens_per_response: int = 0
+    responses_per_second: float = 0.0
+
+    @classmethod
+    def from_parameters(cls, parameters: Mapping[str, str]) -> DeliveryLimits:
+        """From the tensorrt_llm model's parameters."""
+        return cls(
+            tokens_per_response=int(parameters.get("max_tokens_per_response", 0)),
+            responses_per_second=float(parameters.get("max_responses_per_second", 0)),
+        )
 
 
 @dataclass
@@ -81,6 +109,7 @@ class _Sequence:
     context: list[int] = field(default_factory=list)  # the last ids sent
     cum_log_prob: float = 0.0
     generated: int = 0
+    taken: int = 0
     ended: bool = False
     error: str | None = None
     queued: bool = False
@@ -98,16 +127,25 @@ class _Sequence:
         self.ended = tokens.finished or stop is not None
         return stop is not None
 
-    def take(self) -> Output:
-        """All that is ready, as one response."""
-        ids, self.ids = self.ids, []
-        log_probs, self.log_probs = self.log_probs, []
+    def take(self, limit: int) -> Output:
+        """What is ready, as one response; of a sequence that streams at most so many ids, unless 0."""
+        end = limit if limit and self.streaming else len(self.ids)
+        ids, self.ids = self.ids[:end], self.ids[end:]
+        log_probs, self.log_probs = self.log_probs[:end], self.log_probs[end:]
+        self.taken += len(ids)
+        last = self.ended and not self.ids
         context, self.context = self.context, (self.context + ids)[-CONTEXT_TOKENS:]
         self.cum_log_prob += sum(log_probs)
         if self.prompt_in_output:
             ids = self.request.input_ids + ids
         return Output(
-            ids, log_probs, self.cum_log_prob, context, self.generated, self.ended, self.error
+            ids,
+            log_probs,
+            self.cum_log_prob,
+            context,
+            self.taken,
+            last,
+            self.error if last else None,
         )
 
     def _stop_word_end(self, ids: list[int]) -> int | None:
@@ -126,8 +164,9 @@ class _Sequence:
 class Serving:
     """Runs requests on an engine and delivers their outputs. Methods may be called from any thread."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, limits: DeliveryLimits | None = None) -> None:
         self.engine = engine
+        self._limits = limits or DeliveryLimits()
         self.counters = Counters()
         self._keys = itertools.count()
         self._running: dict[str, dict[str, _Sequence]] = {}  # request id → engine key → sequence
@@ -247,10 +286,14 @@ class Serving:
                 self._running.pop(sequence.request_id, None)
 
     def _deliver(self) -> None:
+        rate = _Rate(self._limits.responses_per_second)
         for sequence in iter(self._ready.get, None):
+            rate.wait()
             with sequence.lock:
                 sequence.queued = False
-                output = sequence.take()
+                output = sequence.take(self._limits.tokens_per_response)
+                if sequence.ids:  # behind the others that have something ready
+                    self._queue(sequence)
             try:
                 sequence.send(output)
             except Exception:
@@ -263,6 +306,31 @@ class Serving:
                 self.counters.served += new
             if output.final:
                 self._forget(sequence)
+
+
+class _Rate:
+    """Lets so many pass a second, 0 for all; what was not used lately may pass at once."""
+
+    def __init__(
+        self,
+        per_second: float,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], object] = time.sleep,
+    ) -> None:
+        self._interval = 1 / per_second if per_second else 0.0
+        self._clock = clock
+        self._sleep = sleep
+        self._next = clock()
+
+    def wait(self) -> None:
+        if not self._interval:
+            return
+        now = self._clock()
+        self._next = max(self._next, now - BURST_SECONDS)
+        if self._next > now:
+            self._sleep(self._next - now)
+        self._next += self._interval
 
 
 def words_from_list(word_list: Iterable[Iterable[int]]) -> tuple[tuple[int, ...], ...]:

@@ -636,6 +636,21 @@ VARIABLES: Final[Mapping[str, Mapping[str, Variable]]] = {
             minimum=0,
         ),
         Variable(
+            "max_tokens_per_response",
+            "integer",
+            None,
+            "Embedded engines: most tokens in one response of a stream; 0 or unset is all that are ready.",
+            minimum=0,
+        ),
+        Variable(
+            "max_responses_per_second",
+            "float",
+            None,
+            "Embedded engines: most responses a second, of all streams together; above it a response "
+            "has several tokens. 0 or unset is no limit.",
+            minimum=0,
+        ),
+        Variable(
             "simulated_max_batch",
             "integer",
             None,

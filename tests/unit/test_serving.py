@@ -10,7 +10,14 @@ import pytest
 
 from cog_triton.detokenizer import CONTEXT_TOKENS
 from cog_triton.engines.base import Engine, EngineError, GenerationRequest, Sink, Tokens
-from cog_triton.engines.serving import Output, Serving, words_from_list
+from cog_triton.engines.serving import (
+    BURST_SECONDS,
+    DeliveryLimits,
+    Output,
+    Serving,
+    _Rate,
+    words_from_list,
+)
 
 TIMEOUT = 20
 
@@ -534,6 +541,68 @@ def test_counters(serving: Serving, start: Start, engine: ScriptedEngine) -> Non
         "failed": 1,
     }
     assert serving.active() == engine.active()
+
+
+def test_a_limit_of_tokens_splits_a_stream_and_nothing_else(engine: ScriptedEngine) -> None:
+    serving = Serving(engine, DeliveryLimits(tokens_per_response=2))
+    streaming, whole = Client(), Client()
+    try:
+        for client in (streaming, whole):
+            request = GenerationRequest(key="", input_ids=[1], max_tokens=9, return_log_probs=True)
+            serving.start("r", request, client, streaming=client is streaming)
+        for sequence in (0, 1):
+            probs = [-1.0, -2.0, -3.0, -4.0, -5.0]
+            engine.say(11, 12, 13, 14, 15, log_probs=probs, to=sequence, finished=True)
+        parts = [streaming.next() for _ in range(3)]
+        assert whole.next().ids == [11, 12, 13, 14, 15]
+    finally:
+        serving.close()
+    assert [part.ids for part in parts] == [[11, 12], [13, 14], [15]]
+    assert [part.log_probs for part in parts] == [[-1.0, -2.0], [-3.0, -4.0], [-5.0]]
+    assert [part.cum_log_prob for part in parts] == [-3.0, -10.0, -15.0]
+    assert [part.generated for part in parts] == [2, 4, 5]
+    assert [part.context_ids for part in parts] == [[], [11, 12], [11, 12, 13, 14]]
+    assert [part.final for part in parts] == [False, False, True]
+
+
+def test_an_error_comes_after_what_was_made_before_it(engine: ScriptedEngine) -> None:
+    serving = Serving(engine, DeliveryLimits(tokens_per_response=1))
+    client = Client()
+    try:
+        request = GenerationRequest(key="", input_ids=[1], max_tokens=9)
+        serving.start("r", request, client, streaming=True)
+        engine.say(11, 12, error="broken", finished=True)
+        parts = [client.next(), client.next()]
+    finally:
+        serving.close()
+    assert [(part.ids, part.final, part.error) for part in parts] == [
+        ([11], False, None),
+        ([12], True, "broken"),
+    ]
+
+
+def test_a_rate_of_responses_leaves_room_for_a_step_of_the_engine() -> None:
+    now, slept = 100.0, 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now, slept
+        now, slept = now + seconds, slept + seconds
+
+    rate = _Rate(1000, clock=lambda: now, sleep=sleep)
+    now += 10.0  # idle
+    burst = round(BURST_SECONDS * 1000)
+    for _ in range(burst + 1):
+        rate.wait()
+    assert slept == pytest.approx(0)
+    for _ in range(500):
+        rate.wait()
+    assert slept == pytest.approx(0.5)
+
+
+def test_without_a_limit_no_response_waits() -> None:
+    rate = _Rate(0, sleep=lambda _: pytest.fail("it waited"))
+    for _ in range(1000):
+        rate.wait()
 
 
 def test_closing_delivers_what_is_ready_and_ends_the_thread() -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from cog_triton.engines.base import EngineError, create_engine, engine_parameters
-from cog_triton.engines.serving import Output, Serving
+from cog_triton.engines.serving import DeliveryLimits, Output, Serving
 from cog_triton.triton.engine_metrics import EngineMetrics
 from cog_triton.triton.tensors import IDS_ONLY, generation_requests, response_tensors
 
@@ -28,7 +28,9 @@ class TritonPythonModel:
         parameters = engine_parameters(config)
         self._decoupled = config["model_transaction_policy"]["decoupled"]
         self._prompt_in_output = parameters.get("exclude_input_in_output") == "false"
-        self._serving = Serving(create_engine(parameters))
+        self._serving = Serving(
+            create_engine(parameters), DeliveryLimits.from_parameters(parameters)
+        )
         self._metrics = EngineMetrics(self._serving, pb_utils)
 
     def execute(self, requests: list[Any]) -> None:
