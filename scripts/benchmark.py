@@ -1,0 +1,42 @@
+#!/usr/bin/env python3
+"""Measures the stack, layer by layer, under a load like its users'.
+
+    python scripts/benchmark.py --settings ENGINE=simulated --concurrency 1 16 64
+    python scripts/benchmark.py --target cog-sse generate triton-grpc --request-rate 10 50
+    python scripts/benchmark.py --url http://localhost:5000 --concurrency 16 --request-count 200
+
+The last line on standard output is the report as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def main(argv: list[str] | None = None) -> int:
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    sys.path.insert(0, str(ROOT))
+    from cog_triton.benchmark.cli import run
+    from cog_triton.benchmark.measure import BenchmarkError
+    from cog_triton.errors import CogTritonError
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        report = run(argv)
+    except (BenchmarkError, CogTritonError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    print(json.dumps(report))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
