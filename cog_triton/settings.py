@@ -211,11 +211,11 @@ class Settings(BaseModel):
         alias="RUNTIME_DIR",
         description="Where the filled model repository is made; a temporary directory when unset.",
     )
-    transport: Literal["grpc", "http"] = Field(
-        default="grpc",
+    transport: Literal["http", "grpc"] = Field(
+        default="http",
         alias="TRANSPORT",
-        description="How predict() reaches Triton: grpc (token ids, postprocessing skipped) or http "
-        "(generate_stream).",
+        description="How predict() reaches Triton: http (generate_stream), which takes less of the "
+        "processor, or grpc.",
     )
     system_prompt: str = Field(
         default="",

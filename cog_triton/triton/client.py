@@ -29,7 +29,6 @@ from cog_triton.errors import (
 
 logger = logging.getLogger(__name__)
 
-ENSEMBLE = "ensemble"
 ENGINE = "tensorrt_llm"
 
 Inputs = Mapping[str, npt.NDArray[Any]]

@@ -1,4 +1,4 @@
-"""Triton over gRPC: raw token ids, with postprocessing skipped."""
+"""Triton over gRPC, on the ensemble that makes ids alone."""
 
 from __future__ import annotations
 
@@ -14,18 +14,15 @@ from tritonclient.utils import np_to_triton_dtype
 from cog_triton.errors import TritonMalformedEvent, TritonUnavailable, TritonUnknownError
 from cog_triton.triton.client import (
     ENGINE,
-    ENSEMBLE,
     Inputs,
     Response,
     TritonClient,
     error_from_text,
     stop_inputs,
 )
+from cog_triton.triton.ids_ensemble import NAME as ENSEMBLE
+from cog_triton.triton.ids_ensemble import OUTPUTS
 from cog_triton.triton.tensors import IDS_ONLY
-
-# cum_log_probs keeps Triton from skipping tensorrt_llm along with postprocessing: outputs that the
-# skipped step would read count as unused even when they are asked for.
-_OUTPUTS = ("output_ids", "sequence_length", "cum_log_probs", "num_input_tokens")
 
 _CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", -1),
@@ -50,7 +47,7 @@ class GrpcClient(TritonClient):
         call = self._stub.ModelStreamInfer()
         try:
             with _mapped_errors():
-                await call.write(_ids_only(infer_request(ENSEMBLE, request_id, inputs, _OUTPUTS)))
+                await call.write(_ids_only(infer_request(ENSEMBLE, request_id, inputs, OUTPUTS)))
                 final = False
                 while not final:
                     response = _parse_message(await call.read())

@@ -1,26 +1,30 @@
-"""Triton over HTTP: the generate_stream endpoint, which always runs the whole ensemble."""
+"""Triton over HTTP: the generate_stream endpoint of the ensemble that makes ids alone."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from functools import cached_property
 from typing import Any
 
-import httpx
+import aiohttp
 import numpy as np
 import numpy.typing as npt
 
 from cog_triton.errors import TritonMalformedEvent, TritonMalformedJSON, TritonUnavailable
 from cog_triton.triton.client import (
     ENGINE,
-    ENSEMBLE,
     Inputs,
     Response,
     TritonClient,
     error_from_text,
     stop_inputs,
 )
+from cog_triton.triton.ids_ensemble import NAME as ENSEMBLE
+from cog_triton.triton.tensors import IDS_ONLY
+
+CONNECT_SECONDS = 10.0
 
 
 class HttpClient(TritonClient):
@@ -33,17 +37,22 @@ class HttpClient(TritonClient):
             address: host:port of Triton's HTTP endpoint.
         """
         super().__init__(response_timeout=response_timeout)
-        self._client = httpx.AsyncClient(
-            base_url=f"http://{address}/v2/models/",
-            timeout=httpx.Timeout(None, connect=10),  # silence is bounded by ResponseStream
-            limits=httpx.Limits(max_connections=None),
-            trust_env=False,  # Triton is on this machine: no proxy is in between
+        self._models = f"http://{address}/v2/models"
+
+    @cached_property
+    def _session(self) -> aiohttp.ClientSession:
+        # Belongs to the event loop that it is made in.
+        return aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0),
+            # Silence is bounded by ResponseStream.
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
         )
 
     async def _responses(self, request_id: str, inputs: Inputs) -> AsyncGenerator[Response, None]:
         """The responses, and an empty last one: the endpoint does not say which is the last."""
         count = 0
-        async for event in self._events(ENSEMBLE, request_id, inputs):
+        # What is no input of the model becomes a parameter of the request.
+        async for event in self._events(ENSEMBLE, request_id, inputs, {IDS_ONLY: True}):
             yield parse_event(event)
             count += 1
         if not count:
@@ -55,14 +64,20 @@ class HttpClient(TritonClient):
             pass
 
     async def _disconnect(self) -> None:
-        await self._client.aclose()
+        await self._session.close()
 
     async def _events(
-        self, model: str, request_id: str, inputs: Inputs
+        self,
+        model: str,
+        request_id: str,
+        inputs: Inputs,
+        parameters: Mapping[str, Any] | None = None,
     ) -> AsyncIterator[dict[str, Any]]:
-        body = {"id": request_id, **{name: _plain(value) for name, value in inputs.items()}}
+        tensors = {name: _plain(value) for name, value in inputs.items()}
+        body = {"id": request_id, **tensors, **(parameters or {})}
+        url = f"{self._models}/{model}/generate_stream"
         with _mapped_errors():
-            async with self._client.stream("POST", f"{model}/generate_stream", json=body) as reply:
+            async with self._session.post(url, json=body) as reply:
                 async for event in _parse_reply(reply):
                     # The HTTP status is fixed on the first event, so errors come in any.
                     if "error" in event:
@@ -70,36 +85,45 @@ class HttpClient(TritonClient):
                     yield event
 
 
-async def _parse_reply(reply: httpx.Response) -> AsyncIterator[dict[str, Any]]:
+async def _parse_reply(reply: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
     """The JSON objects of a reply: its events, or its one plain object for an early error."""
-    if not reply.headers.get("content-type", "").startswith("text/event-stream"):
-        body = await reply.aread()
-        if body or reply.is_error:
-            yield _object(body.decode(errors="replace"))
+    if reply.content_type != "text/event-stream":
+        body = await reply.read()
+        if body or not reply.ok:
+            yield _object(body)
         return
-    async for line in reply.aiter_lines():
-        if line.startswith("data:"):
-            yield _object(line[len("data:") :])
+    unfinished = b""
+    async for data in reply.content.iter_any():
+        *lines, unfinished = (unfinished + data).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:"):
+                yield _object(line[len(b"data:") :])
 
 
-def _object(text: str) -> dict[str, Any]:
+def _object(data: bytes) -> dict[str, Any]:
     try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise TritonMalformedJSON(f"Triton sent {text[:200]!r}: {error}") from None
+        value = json.loads(data)
+    except ValueError as error:
+        raise TritonMalformedJSON(f"Triton sent {_shown(data)}: {error}") from None
     if not isinstance(value, dict):
-        raise TritonMalformedEvent(f"Triton sent {text[:200]!r}, which is no object")
+        raise TritonMalformedEvent(f"Triton sent {_shown(data)}, which is no object")
     return value
+
+
+def _shown(data: bytes) -> str:
+    return repr(data[:200].decode(errors="replace"))
 
 
 def parse_event(event: Mapping[str, Any]) -> Response:
     """The response in an event of generate_stream.
 
     Raises:
-        TritonMalformedEvent: output_ids or sequence_length is missing or of a wrong type.
+        TritonMalformedEvent: output_ids is missing, or it or sequence_length is of a wrong type.
     """
     try:
-        ids, length = _flat(event["output_ids"]), _flat(event["sequence_length"])[0]
+        ids = _flat(event["output_ids"])
+        # TensorRT-LLM's may be padded; an engine that knows ids_only sends no length.
+        length = _flat(event["sequence_length"])[0] if "sequence_length" in event else len(ids)
     except (KeyError, IndexError, TypeError) as error:
         raise TritonMalformedEvent(f"a response of the ensemble is malformed: {error!r}") from None
     return Response(ids[:length], event.get("num_input_tokens"), final=False)
@@ -122,5 +146,5 @@ def _plain(value: npt.NDArray[Any]) -> Any:
 def _mapped_errors() -> Iterator[None]:
     try:
         yield
-    except httpx.TransportError as error:
+    except (aiohttp.ClientError, OSError) as error:  # a time-out is either
         raise TritonUnavailable(f"Triton cannot be reached: {error!r}") from None

@@ -23,6 +23,7 @@ from tritonclient.grpc.model_config_pb2 import (  # type: ignore[import-untyped,
 )
 
 from cog_triton.errors import ConfigurationError, TemplateError
+from cog_triton.triton.ids_ensemble import ids_ensemble
 from cog_triton.triton.variables import (
     IGNORED,
     OPTIONAL_MODELS,
@@ -134,6 +135,9 @@ def fill_repository(source: Path, destination: Path, overrides: Overrides) -> No
     _raise_if(problems)
     for model, text in filled.items():
         _write_model(source / model, destination / model, text)
+    ensemble = configs.get("ensemble")
+    if ensemble is not None and (ids := ids_ensemble(ensemble)) is not None:
+        _write_model(source / "ensemble", destination / ids.name, text_format.MessageToString(ids))
 
 
 def load_overrides(path: Path) -> dict[str, dict[str, object]]:

@@ -571,6 +571,19 @@ VARIABLES: Final[Mapping[str, Mapping[str, Variable]]] = {
             choices=("auto", "float32", "bfloat16", "float16"),
         ),
         Variable(
+            "attn_implementation",
+            "text",
+            None,
+            "Embedded engine: transformers' attention; sdpa when unset, torch_flash is faster on NVIDIA "
+            "GPUs in half precision.",
+        ),
+        Variable(
+            "use_cuda_graph",
+            "boolean",
+            None,
+            "Embedded engine: replay the model's forward pass as a CUDA graph.",
+        ),
+        Variable(
             "tensor_parallel_size",
             "integer",
             None,

@@ -138,7 +138,7 @@ def test_closing_the_generator_stops_the_engine_and_leaves_nothing_in_triton(
     with_client(transport, paced_triton, use)
     wait_until(lambda: engine["active"] == 0, 10, "the stop")
     generated = engine["generated"]
-    pending = 'nv_inference_pending_request_count{model="ensemble",version="1"}'
+    pending = 'nv_inference_pending_request_count{model="ensemble_ids",version="1"}'
     assert metrics(paced_triton.endpoints.metrics).get(pending, 0) == 0
     # The engine's pace would show: a later request finds the same count plus its own tokens.
     done = with_client(

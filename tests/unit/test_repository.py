@@ -364,7 +364,7 @@ def test_fill_repository(source: Path, tmp_path: Path) -> None:
     filled = tmp_path / "new" / "filled"
     fill_repository(source, filled, VALID)
     models = {"ensemble", "preprocessing", "tensorrt_llm", "postprocessing"}
-    assert {path.name for path in filled.iterdir()} == models
+    assert {path.name for path in filled.iterdir()} == {*models, "ensemble_ids"}
     assert all("${" not in (filled / model / "config.pbtxt").read_text() for model in models)
     assert list((filled / "ensemble" / "1").iterdir()) == []
     assert (filled / "tensorrt_llm" / "1" / "model.py").read_text() == "import this"
