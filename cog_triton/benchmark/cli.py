@@ -347,7 +347,7 @@ def _missing_endpoint(arguments: argparse.Namespace) -> str | None:
     if not (arguments.grpc_url or arguments.http_url):
         return None
     for target in (*arguments.target, *(arguments.baseline or ())):
-        option = "http_url" if target == "triton-http" else "grpc_url"
+        option = "http_url" if "http" in target else "grpc_url"
         if _group(target) == "triton" and not getattr(arguments, option):
             return f"{target} needs --{option.replace('_', '-')}"
     return None

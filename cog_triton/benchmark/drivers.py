@@ -20,6 +20,8 @@ from cog_triton.benchmark.http import Piece, Pool, events, parse_reply
 from cog_triton.benchmark.load import Planned
 from cog_triton.benchmark.vocabulary import Vocabulary
 
+RESPONSE_TIMEOUT = 300.0  # seconds
+
 
 class Failed(Exception):
     """The server answered with an error; the text is its own."""
@@ -207,6 +209,11 @@ class TritonHttp(Driver):
         self._pool.close()
 
 
+# cum_log_probs keeps Triton from skipping tensorrt_llm along with postprocessing: outputs that the
+# skipped step would read count as unused even when they are asked for.
+PRUNED_OUTPUTS = ("output_ids", "sequence_length", "cum_log_probs", "num_input_tokens")
+
+
 class TritonGrpc(Driver):
     """ModelStreamInfer on the ensemble, raw ids alone: Triton skips postprocessing."""
 
@@ -233,9 +240,7 @@ class TritonGrpc(Driver):
 
     @property
     def _outputs(self) -> tuple[str, ...]:
-        from cog_triton.triton.grpc_client import _OUTPUTS
-
-        return _OUTPUTS
+        return PRUNED_OUTPUTS
 
     def _inputs(self, request: Planned) -> Mapping[str, Any]:
         return ensemble_inputs(request, self._context.temperature)
@@ -303,11 +308,15 @@ class Generate(Driver):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         from cog_triton.tokenizer import load_tokenizer, without_torch
-        from cog_triton.triton.grpc_client import GrpcClient
 
-        self._client = GrpcClient(context.grpc, response_timeout=300)
+        self._client = self._connect(context)
         without_torch()
         self._tokenizer = load_tokenizer(context.tokenizer)
+
+    def _connect(self, context: Context) -> Any:
+        from cog_triton.triton.grpc_client import GrpcClient
+
+        return GrpcClient(context.grpc, response_timeout=RESPONSE_TIMEOUT)
 
     def prepare(self, request: Planned) -> Any:
         return sampling_request(request, self._context.temperature)
@@ -331,6 +340,15 @@ class Generate(Driver):
 
     async def close(self) -> None:
         await self._client.aclose()
+
+
+class GenerateHttp(Generate):
+    """``generate()`` over HTTP."""
+
+    def _connect(self, context: Context) -> Any:
+        from cog_triton.triton.http_client import HttpClient
+
+        return HttpClient(context.http, response_timeout=RESPONSE_TIMEOUT)
 
 
 class RawEngine(Driver):
@@ -390,6 +408,7 @@ DRIVERS: dict[str, type[Driver]] = {
     "cog-sse": CogSse,
     "cog-json": CogJson,
     "generate": Generate,
+    "generate-http": GenerateHttp,
     "triton-grpc": TritonGrpc,
     "triton-grpc-classic": TritonGrpcClassic,
     "triton-http": TritonHttp,

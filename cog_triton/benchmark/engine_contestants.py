@@ -29,10 +29,10 @@ import yaml
 from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-from cog_triton.benchmark.engine_attention import use_attention
 from cog_triton.benchmark.engine_model import text_of
 from cog_triton.benchmark.http import Pool, events, parse_reply
 from cog_triton.deployment import Deployment
+from cog_triton.engines.attention import use_attention
 from cog_triton.engines.base import GenerationRequest, SamplingParams
 from cog_triton.engines.serving import Output, Serving
 from cog_triton.engines.transformers import TransformersEngine, batching_config, load_model

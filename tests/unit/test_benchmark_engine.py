@@ -25,7 +25,6 @@ from cog_triton.benchmark.engine import (
     targets,
     token_gaps,
 )
-from cog_triton.benchmark.engine_attention import TORCH_FLASH, use_attention
 from cog_triton.benchmark.engine_contestants import (
     Contestant,
     ContestantError,
@@ -38,6 +37,7 @@ from cog_triton.benchmark.engine_contestants import (
     why_no_serve,
 )
 from cog_triton.benchmark.engine_model import END_ID, SHAPES, make_model, parameters, text_of
+from cog_triton.engines.attention import TORCH_FLASH, use_attention
 from cog_triton.engines.transformers import load_model
 from cog_triton.tokenizer import load_tokenizer
 from cog_triton.triton.repository import load_overrides
