@@ -7,7 +7,7 @@ PROMPT ?= What is machine learning?
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: setup predict serve test lint fix docs clean
+.PHONY: setup predict serve test bench lint fix docs clean
 
 setup: $(STAMP)
 
@@ -29,6 +29,9 @@ serve: models/demo/config.json
 
 test: models/demo/config.json
 	$(BIN)/python -m pytest
+
+bench: models/demo/config.json
+	@$(BIN)/python scripts/benchmark.py --suite
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

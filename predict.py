@@ -36,7 +36,7 @@ class Predictor(BaseRunner):
             settings = settings.model_copy(update={"weights": weights})
         validate_template(settings.prompt_template)
         self.deployment = await Deployment.start(settings)
-        # What is alive now stays so: a full collection would go through all of it, for 50 ms.
+        # What is alive now stays so: a full collection would go through all of it.
         gc.collect()
         gc.freeze()
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from cog_triton.benchmark.drivers import DRIVERS
+from cog_triton.benchmark.html import render_html
 from cog_triton.benchmark.load import Length, Load
 from cog_triton.benchmark.measure import Running, measure
 from cog_triton.benchmark.report import Result, ratios, table, to_csv
@@ -29,6 +30,7 @@ from cog_triton.benchmark.servers import (
     has_embedded_engine,
     triton_server,
 )
+from cog_triton.benchmark.suite import Check, as_report, report_rows, run_suite
 from cog_triton.settings import describe, read_settings
 
 COG_TARGETS = ("cog-sse", "cog-json")
@@ -147,6 +149,11 @@ def parser() -> argparse.ArgumentParser:
         metavar="KEY=VALUE",
         help="environment of the servers that are started here, such as ENGINE=simulated",
     )
+    made.add_argument(
+        "--suite",
+        action="store_true",
+        help="measure what the project promises of its speed and memory, whatever the load options say",
+    )
     output = made.add_argument_group("output")
     output.add_argument("--artifact-dir", type=Path, default=Path("artifacts"), metavar="DIRECTORY")
     output.add_argument(
@@ -172,7 +179,11 @@ def run(argv: Sequence[str] | None = None, say: Say = print) -> dict[str, Any]:
     arguments = parse(argv)
     environment = server_environment(arguments.settings)
     progress = partial(print, file=sys.stderr, flush=True)
-    results = measure_all(arguments, environment, progress)
+    checks: list[Check] = []
+    if arguments.suite:
+        results, checks = run_suite(environment, progress)
+    else:
+        results = measure_all(arguments, environment, progress)
     made = {
         "title": arguments.title,
         "command": shlex.join(["scripts/benchmark.py", *(sys.argv[1:] if argv is None else argv)]),
@@ -181,8 +192,11 @@ def run(argv: Sequence[str] | None = None, say: Say = print) -> dict[str, Any]:
         "versions": versions(),
         "settings": reported_settings(environment),
         "results": [asdict(one) for one in results],
+        **({"checks": as_report(checks)} if checks else {}),
     }
     say(table(results))
+    if checks:
+        say(report_rows(checks))
     for path in write(made, to_csv(results), arguments.artifact_dir, arguments.profile_export_file):
         progress(f"wrote {path}")
     return made
@@ -300,12 +314,7 @@ def write(report: Mapping[str, Any], csv: str, directory: Path, export: Path) ->
         json_path: json.dumps(report, indent=1),
         directory / "benchmark.csv": csv,
     }
-    try:
-        from cog_triton.benchmark.html import render_html
-    except ImportError:
-        pass
-    else:
-        files[directory / "benchmark.html"] = render_html(dict(report))
+    files[directory / "benchmark.html"] = render_html(dict(report))
     for path, text in files.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")

@@ -165,4 +165,5 @@ def measure(running: Running, target: str, load: Load) -> Result:
         usages = watch.stop()
         found = [generator.result() for generator in generators]
     records = [Record(**record) for one in found for record in one["records"]]
-    return result(target, load, records, usages, [one["cpu_s"] for one in found])
+    cpu_s, refused = [one["cpu_s"] for one in found], sum(one["refused"] for one in found)
+    return result(target, load, records, usages, cpu_s, refused)

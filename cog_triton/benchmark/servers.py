@@ -78,7 +78,7 @@ def triton_server(environment: Mapping[str, str]) -> Iterator[Running]:
     """
     settings = with_files(read_settings({**environment, **ANY_PORTS}))
     with tempfile.TemporaryDirectory(prefix="cog-triton-benchmark-") as directory:
-        repository = _fill(settings, Path(directory))
+        repository = filled_repository(settings, Path(directory))
         server = TritonServer(repository, Path(directory), settings)
         try:
             server.start()
@@ -97,7 +97,9 @@ def engine_alone(environment: Mapping[str, str]) -> Iterator[Running]:
     """No server: what a load generator needs to run the engine in its own process."""
     settings = with_files(read_settings({**environment, **ANY_PORTS}))
     with tempfile.TemporaryDirectory(prefix="cog-triton-benchmark-") as directory:
-        text = (_fill(settings, Path(directory)) / "tensorrt_llm" / "config.pbtxt").read_text()
+        text = (
+            filled_repository(settings, Path(directory)) / "tensorrt_llm" / "config.pbtxt"
+        ).read_text()
     config = text_format.Parse(text, ModelConfig())
     parameters = {
         name: {"string_value": parameter.string_value}
@@ -120,7 +122,7 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def _fill(settings: Settings, directory: Path) -> Path:
+def filled_repository(settings: Settings, directory: Path) -> Path:
     repository = directory / "repository"
     values = template_values(settings, resolve_engine(settings))
     fill_repository(settings.model_repository, repository, values)

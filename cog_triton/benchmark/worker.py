@@ -87,7 +87,7 @@ async def run(spec: Mapping[str, Any], out: TextIO) -> None:
         return
     end_with_starter()
     with no_garbage_collection():
-        cpu = driver.own_cpu_s
+        cpu, refused = driver.own_cpu_s, driver.refused
         sent = await (
             open_loop(driver, prepared, timeout)
             if concurrency is None
@@ -96,7 +96,8 @@ async def run(spec: Mapping[str, Any], out: TextIO) -> None:
         cpu = driver.own_cpu_s - cpu
     print("done", file=out)
     records = [asdict(record(driver, one)) for one in sent]
-    print(json.dumps({"records": records, "cpu_s": cpu}), file=out)
+    found = {"records": records, "cpu_s": cpu, "refused": driver.refused - refused}
+    print(json.dumps(found), file=out)
     await driver.close()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import threading
 import time
@@ -32,6 +33,9 @@ class TritonPythonModel:
             create_engine(parameters), DeliveryLimits.from_parameters(parameters)
         )
         self._metrics = EngineMetrics(self._serving, pb_utils)
+        # What the engine brought stays: a full collection would go through all of it, 0.2 s with torch.
+        gc.collect()
+        gc.freeze()
 
     def execute(self, requests: list[Any]) -> None:
         for request in requests:
