@@ -1,0 +1,65 @@
+"""The transformers engine on a GPU: what is faster there gives the same tokens.
+
+python -m pytest tests/gpu
+"""
+
+from __future__ import annotations
+
+import queue
+from pathlib import Path
+
+import pytest
+import torch
+
+from cog_triton.demo.corpus import PAIRS
+from cog_triton.engines.base import GenerationRequest, SamplingParams
+from cog_triton.engines.serving import Output, Serving
+from cog_triton.engines.transformers import TransformersEngine
+from cog_triton.tokenizer import load_tokenizer
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+
+FASTER = [
+    {"attn_implementation": "torch_flash"},
+    {"use_cuda_graph": "true"},
+    {"attn_implementation": "torch_flash", "use_cuda_graph": "true"},
+]
+
+
+def answers(model: Path, sampling: SamplingParams, **parameters: str) -> list[list[int]]:
+    """The ids of the answers to all of the demo model's questions, asked at once."""
+    tokenizer = load_tokenizer(str(model))
+    engine = TransformersEngine.from_parameters(
+        {"model": str(model), "tokenizer_dir": str(model), "device": "cuda", **parameters}
+    )
+    serving = Serving(engine)
+    outputs: list[queue.SimpleQueue[Output]] = [queue.SimpleQueue() for _ in PAIRS]
+    try:
+        for i, pair in enumerate(PAIRS):
+            request = GenerationRequest(
+                key="",
+                input_ids=tokenizer(pair.question).input_ids,
+                max_tokens=120,
+                end_id=tokenizer.eos_token_id,
+                sampling=sampling,
+            )
+            serving.start(str(i), request, outputs[i].put, streaming=False)
+        return [output.get(timeout=60).ids for output in outputs]
+    finally:
+        serving.close()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_greedy_decoding_is_that_of_sdpa(demo_model: Path, dtype: str) -> None:
+    greedy = SamplingParams(temperature=0)
+    expected = answers(demo_model, greedy, dtype=dtype)
+    for faster in FASTER:
+        assert answers(demo_model, greedy, dtype=dtype, **faster) == expected, faster
+
+
+def test_sampling_with_graphs_is_that_without(demo_model: Path) -> None:
+    sampling = SamplingParams(
+        temperature=1.0, top_k=50, top_p=0.9, seed=7, repetition_penalty=1.1, min_tokens=5
+    )
+    expected = answers(demo_model, sampling, dtype="float32")
+    assert answers(demo_model, sampling, dtype="float32", use_cuda_graph="true") == expected
