@@ -211,11 +211,11 @@ class Settings(BaseModel):
         alias="RUNTIME_DIR",
         description="Where the filled model repository is made; a temporary directory when unset.",
     )
-    transport: Literal["http", "grpc"] = Field(
-        default="http",
+    transport: Literal["grpc", "http"] = Field(
+        default="grpc",
         alias="TRANSPORT",
-        description="How predict() reaches Triton: http (generate_stream), which takes less of the "
-        "processor, or grpc.",
+        description="How predict() reaches Triton: grpc, or http (generate_stream), which takes less of "
+        "the processor, but of which Triton 2.51 may lose responses when it is short of it.",
     )
     system_prompt: str = Field(
         default="",

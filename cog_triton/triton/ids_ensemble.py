@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 NAME = "ensemble_ids"
-OUTPUTS = ("output_ids", "sequence_length", "num_input_tokens")
+OUTPUTS = ("output_ids", "sequence_length", "num_input_tokens", "num_output_tokens")
 
 
 def ids_ensemble(ensemble: Any) -> Any | None:

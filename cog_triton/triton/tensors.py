@@ -40,6 +40,7 @@ IDS_ONLY = "ids_only"
 """Parameter of a request (not a tensor) with which a client asks the embedded engines to answer with
 token ids alone. The C++ backend takes no notice of it."""
 
+_FLOAT_OUTPUTS = ("cum_log_probs", "output_log_probs")  # that the embedded engines make
 _ONLY_ONE = ("beam_width", "num_return_sequences")
 _MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
@@ -64,8 +65,8 @@ def response_tensors(
     Args:
         index: the sequence's place in the request's batch.
         inputs: the request's, which say what else it wants.
-        ids_only: make output_ids alone, and with the first of them num_input_tokens if wanted. Each
-            tensor costs tens of microseconds on its way through Triton.
+        ids_only: make output_ids alone, with the first of them num_input_tokens if wanted, and with the
+            last num_output_tokens. Each tensor costs tens of microseconds on its way through Triton.
     """
     output_ids = np.array([[output.ids]], np.int32).reshape(1, 1, -1)
     if ids_only:
@@ -73,12 +74,16 @@ def response_tensors(
         first = output.generated <= len(output.ids)
         if first and _flag(inputs, "return_num_input_tokens"):
             tensors["num_input_tokens"] = _num_input_tokens(index, inputs)
+        if output.final:
+            tensors["num_output_tokens"] = np.array([[output.generated]], np.int32)
         return tensors
+    # As TensorRT-LLM has it, zeros stand for what was not asked for.
+    log_probs = output.log_probs or [0.0] * len(output.ids)
     tensors = {
         "output_ids": output_ids,
         "sequence_length": np.array([[len(output.ids)]], np.int32),
         "cum_log_probs": np.array([[output.cum_log_prob]], np.float32),
-        "output_log_probs": np.array(output.log_probs, np.float32).reshape(1, 1, -1),
+        "output_log_probs": np.array(log_probs, np.float32).reshape(1, 1, -1),
         "batch_index": np.array([[index]], np.int32),
         "sequence_index": np.array([[0]], np.int32),
         "context_ids": np.array(output.context_ids, np.int32).reshape(1, -1),
@@ -89,6 +94,23 @@ def response_tensors(
     if _flag(inputs, "return_num_output_tokens"):
         tensors["num_output_tokens"] = np.array([[output.generated]], np.int32)
     return tensors
+
+
+def placeholders(config: Mapping[str, Any]) -> dict[str, Array]:
+    """A zero for each floating-point output that no embedded engine makes.
+
+    TensorRT-LLM's backend sends the logits so when they were not asked for, and perf_analyzer reads
+    memory of its own where one is missing.
+
+    Args:
+        config: the tensorrt_llm model's, as Triton hands it to the Python backend.
+    """
+    kinds = {"TYPE_FP32": np.float32, "TYPE_FP16": np.float16}
+    return {
+        output["name"]: np.zeros((1, *(1 for _ in output["dims"])), kinds[output["data_type"]])
+        for output in config["output"]
+        if output["data_type"] in kinds and output["name"] not in _FLOAT_OUTPUTS
+    }
 
 
 def _num_input_tokens(index: int, inputs: Mapping[str, Array]) -> Array:

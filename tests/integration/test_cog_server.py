@@ -207,7 +207,7 @@ def test_serving_over_http_and_stopping(
     demo_model: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
     """One life of `make serve` on the other transport; everything it started ends with it."""
-    environment = {"MODEL": str(demo_model), "ENGINE": "simulated", "TRANSPORT": "grpc"}
+    environment = {"MODEL": str(demo_model), "ENGINE": "simulated", "TRANSPORT": "http"}
     with CogServer(environment, tmp_path / "log") as server:
         assert server.wait_until_set_up()["status"] == "READY"
         body = server.predict(prompt="Hi", max_tokens=50)

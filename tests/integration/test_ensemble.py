@@ -52,6 +52,9 @@ def test_the_readmes_curl_request(triton: TritonServer, tokenizer: Tokenizer) ->
     assert reply["cum_log_probs"] == 0.0
     assert reply["output_ids"] == expected
     assert reply["sequence_length"] == 20
+    # As TensorRT-LLM's backend has it, zeros stand for what was not asked for.
+    assert reply["output_log_probs"] == [0.0] * 20
+    assert reply["context_logits"] == reply["generation_logits"] == 0.0
 
 
 def test_the_whole_answer_ends_at_the_end_token(triton: TritonServer) -> None:
@@ -205,6 +208,24 @@ def test_raw_ids_skip_postprocessing(triton: TritonServer, tokenizer: Tokenizer)
     ids = [i for r in responses for i in r["output_ids"][0, 0, : r["sequence_length"][0, 0]]]
     assert tokenizer.decode(ids, skip_special_tokens=True) == ANSWER
     assert metrics(triton.endpoints.metrics)[count] == before
+
+
+def test_a_client_of_ids_alone_gets_nothing_else(
+    triton: TritonServer, tokenizer: Tokenizer
+) -> None:
+    reply = httpx.post(
+        f"http://{triton.endpoints.http}/v2/models/ensemble_ids/generate_stream",
+        json={"text_input": QUESTION, "max_tokens": 500, "stream": True, "ids_only": True},
+        trust_env=False,
+    )
+    events = [json.loads(line[5:]) for line in reply.text.splitlines() if line]
+    ids = [event["output_ids"] for event in events]
+    flat = [i for part in ids for i in (part if isinstance(part, list) else [part])]
+    assert tokenizer.decode(flat, skip_special_tokens=True) == ANSWER
+    assert [event.get("num_output_tokens") for event in events][-1] == len(flat)
+    sent = {name for event in events[:-1] for name in event}
+    assert "sequence_length" not in sent
+    assert {name for name in sent if not name.startswith(("model_", "sequence_"))} == {"output_ids"}
 
 
 def test_a_batch_of_prompts(triton: TritonServer) -> None:

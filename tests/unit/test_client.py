@@ -142,6 +142,9 @@ def test_http_replies_that_end_in_an_error() -> None:
     assert http_error("data: {oops\n\n").startswith(TritonMalformedJSON.code)
     assert http_error("data: [1]\n\n").startswith(TritonMalformedEvent.code)
     assert http_error("").startswith(TritonMalformedEvent.code)
+    counted = 'data: {"output_ids": [5, 6]}\n\ndata: {"output_ids": 7, "num_output_tokens": 4}\n\n'
+    assert "3 tokens of 4" in http_error(counted)
+    assert "2 tokens of None" in http_error('data: {"output_ids": [5, 6]}\n\n')
     assert http_error(good + 'data: {"error": "Exceeds maximum queue size"}\n\n').startswith(
         "E2106"
     )

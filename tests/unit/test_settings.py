@@ -13,7 +13,7 @@ def test_defaults_are_tritons_usual_ports_on_this_machine_alone() -> None:
     settings = read_settings({})
     assert (settings.http_port, settings.grpc_port, settings.metrics_port) == (8000, 8001, 8002)
     assert settings.host == "127.0.0.1"
-    assert settings.transport == "http"
+    assert settings.transport == "grpc"
     assert settings.start_timeout == 300
 
 

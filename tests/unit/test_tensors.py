@@ -10,7 +10,7 @@ import pytest
 
 from cog_triton.engines.base import EngineError, GenerationRequest, SamplingParams
 from cog_triton.engines.serving import Output
-from cog_triton.triton.tensors import generation_requests, response_tensors
+from cog_triton.triton.tensors import generation_requests, placeholders, response_tensors
 
 Array = npt.NDArray[Any]
 
@@ -339,6 +339,41 @@ def test_what_a_response_says() -> None:
         "is_final": [[True]],
         "num_input_tokens": [[3]],
         "num_output_tokens": [[5]],
+    }
+
+
+def test_ids_only_is_one_tensor_and_once_the_prompts_length() -> None:
+    given = inputs(return_num_input_tokens=True, return_num_output_tokens=True)
+
+    first = response_tensors(0, output(generated=2), given, ids_only=True)
+    later = response_tensors(0, output(generated=5), given, ids_only=True)
+    last = response_tensors(0, output(generated=7, final=True), given, ids_only=True)
+
+    assert {name: array.tolist() for name, array in first.items()} == {
+        "output_ids": [[[11, 12]]],
+        "num_input_tokens": [[3]],
+    }
+    assert {name: array.tolist() for name, array in later.items()} == {"output_ids": [[[11, 12]]]}
+    assert last["num_output_tokens"].tolist() == [[7]]
+
+
+def test_log_probabilities_that_nobody_asked_for_are_zeros() -> None:
+    tensors = response_tensors(0, output(log_probs=[]), inputs())
+    assert tensors["output_log_probs"].tolist() == [[[0.0, 0.0]]]
+
+
+def test_placeholders_of_what_the_engines_do_not_make() -> None:
+    outputs = [
+        {"name": "cum_log_probs", "data_type": "TYPE_FP32", "dims": [-1]},
+        {"name": "context_logits", "data_type": "TYPE_FP16", "dims": [-1, -1]},
+        {"name": "acceptance_rate", "data_type": "TYPE_FP32", "dims": [1]},
+        {"name": "total_draft_tokens", "data_type": "TYPE_INT32", "dims": [1]},
+        {"name": "generation_logits", "data_type": "TYPE_BF16", "dims": [-1, -1, -1]},
+    ]
+    made = placeholders({"output": outputs})
+    assert {name: (zero.tolist(), zero.dtype.name) for name, zero in made.items()} == {
+        "context_logits": ([[[0.0]]], "float16"),
+        "acceptance_rate": ([[0.0]], "float32"),
     }
 
 

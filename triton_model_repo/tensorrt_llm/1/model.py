@@ -16,7 +16,12 @@ import triton_python_backend_utils as pb_utils
 from cog_triton.engines.base import EngineError, create_engine, engine_parameters
 from cog_triton.engines.serving import DeliveryLimits, Output, Serving
 from cog_triton.triton.engine_metrics import EngineMetrics
-from cog_triton.triton.tensors import IDS_ONLY, generation_requests, response_tensors
+from cog_triton.triton.tensors import (
+    IDS_ONLY,
+    generation_requests,
+    placeholders,
+    response_tensors,
+)
 
 CANCELLATION_CHECK_SECONDS = (
     1.0  # asking Triton is a round trip: per token it halves the throughput
@@ -28,6 +33,7 @@ class TritonPythonModel:
         config = json.loads(args["model_config"])
         parameters = engine_parameters(config)
         self._decoupled = config["model_transaction_policy"]["decoupled"]
+        self._placeholders = placeholders(config)
         self._prompt_in_output = parameters.get("exclude_input_in_output") == "false"
         self._serving = Serving(
             create_engine(parameters), DeliveryLimits.from_parameters(parameters)
@@ -64,7 +70,9 @@ class TritonPythonModel:
             )
         exclude = inputs.get("exclude_input_in_output")
         prompt_in_output = self._prompt_in_output if exclude is None else not exclude.any()
-        responses = Responses(sender, inputs, len(generations), ids_only(request))
+        responses = Responses(
+            sender, inputs, len(generations), ids_only(request), self._requested(request)
+        )
         try:
             for index, generation in enumerate(generations):
                 stop = self._serving.start(
@@ -79,6 +87,10 @@ class TritonPythonModel:
             responses.abandon()  # the error is the only response to the whole batch
             raise
 
+    def _requested(self, request: Any) -> dict[str, np.ndarray]:
+        names = set(request.requested_output_names())
+        return {name: zero for name, zero in self._placeholders.items() if name in names}
+
     def _stop(self, request_id: str, sender: Any) -> None:
         if not request_id:
             raise EngineError("a stop request needs the id of the request to stop")
@@ -92,11 +104,17 @@ class Responses:
     """The responses of one request, which may be a batch of several sequences."""
 
     def __init__(
-        self, sender: Any, inputs: dict[str, np.ndarray], sequences: int, ids_only: bool
+        self,
+        sender: Any,
+        inputs: dict[str, np.ndarray],
+        sequences: int,
+        ids_only: bool,
+        placeholders: dict[str, np.ndarray],
     ) -> None:
         self._sender = sender
         self._inputs = inputs
         self._ids_only = ids_only
+        self._placeholders = {} if ids_only else placeholders
         self._unfinished = sequences
         self._lock = threading.Lock()
         self._checked = time.monotonic()
@@ -122,6 +140,7 @@ class Responses:
         if output.error is not None:
             return pb_utils.InferenceResponse(error=pb_utils.TritonError(output.error))
         tensors = response_tensors(index, output, self._inputs, ids_only=self._ids_only)
+        tensors |= self._placeholders
         return pb_utils.InferenceResponse([pb_utils.Tensor(*item) for item in tensors.items()])
 
     def _stop_if_cancelled(self) -> None:
