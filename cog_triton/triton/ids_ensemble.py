@@ -2,8 +2,7 @@
 
 Over gRPC a client of the ensemble can name the outputs it wants, and Triton skips the steps that make
 others; but it still walks through every output of the ensemble for every response, and over HTTP nothing
-can be named. Measured with one token a response, 64 streams: HTTP on this ensemble takes a fifth of the
-client's processor time of gRPC on the whole one, see docs/performance.md.
+can be named. docs/performance.md has what it saves.
 """
 
 from __future__ import annotations
