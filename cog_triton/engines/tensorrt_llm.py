@@ -75,6 +75,7 @@ _KV_CACHE: dict[str, tuple[str, Parse]] = {
     "kv_cache_host_memory_bytes": ("host_cache_size", int),
 }
 _NO_ARGUMENT = (
+    "attn_implementation",
     "cancellation_check_period_ms",
     "cross_kv_cache_fraction",
     "cuda_graph_cache_size",
@@ -106,6 +107,7 @@ _NO_ARGUMENT = (
     "speculative_decoding_fast_logits",
     "stats_check_period_ms",
     "xgrammar_tokenizer_info_path",
+    "use_cuda_graph",
 )
 # Some variables always have a value: with this one the LLM does what it does anyway.
 _SAME_AS_UNSET = {

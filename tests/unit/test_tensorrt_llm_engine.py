@@ -311,6 +311,8 @@ def test_every_variable_is_an_argument_or_said_to_have_no_effect() -> None:
         "exclude_input_in_output",
         "guided_decoding_backend",
         "llm_api_config",
+        "max_responses_per_second",  # of what delivers the tokens of all embedded engines
+        "max_tokens_per_response",
         "tokenizer_dir",
     }
     table = VARIABLES["tensorrt_llm"]
