@@ -106,8 +106,8 @@ _NO_ARGUMENT = (
     "request_stats_max_iterations",
     "speculative_decoding_fast_logits",
     "stats_check_period_ms",
-    "xgrammar_tokenizer_info_path",
     "use_cuda_graph",
+    "xgrammar_tokenizer_info_path",
 )
 # Some variables always have a value: with this one the LLM does what it does anyway.
 _SAME_AS_UNSET = {
