@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import socket
 import subprocess
@@ -26,14 +27,24 @@ def sockets(pid: int) -> Iterator[socket.socket]:
     assert pidfd >= 0
     try:
         for link in Path(f"/proc/{pid}/fd").iterdir():
-            if os.readlink(link).startswith("socket:"):
-                fd = libc.syscall(PIDFD_GETFD, pidfd, int(link.name), 0)
-                if fd < 0:
-                    pytest.skip(f"pidfd_getfd: {os.strerror(ctypes.get_errno())}")
-                with socket.socket(fileno=fd) as found:
-                    yield found
+            if not is_socket(link):
+                continue
+            fd = libc.syscall(PIDFD_GETFD, pidfd, int(link.name), 0)
+            if fd < 0 and ctypes.get_errno() == errno.EBADF:  # closed since
+                continue
+            if fd < 0:
+                pytest.skip(f"pidfd_getfd: {os.strerror(ctypes.get_errno())}")
+            with socket.socket(fileno=fd) as found:
+                yield found
     finally:
         os.close(pidfd)
+
+
+def is_socket(link: Path) -> bool:
+    try:
+        return os.readlink(link).startswith("socket:")
+    except FileNotFoundError:  # closed since
+        return False
 
 
 def listeners_nodelay(pid: int, port: int) -> list[int]:
