@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import json
 import os
-import socket
 import subprocess
 import threading
 import time
@@ -31,6 +30,7 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from cog_triton.benchmark.engine_model import text_of
 from cog_triton.benchmark.http import Pool, events, parse_reply
+from cog_triton.benchmark.servers import free_port
 from cog_triton.deployment import Deployment
 from cog_triton.engines.attention import use_attention
 from cog_triton.engines.base import GenerationRequest, SamplingParams
@@ -280,7 +280,7 @@ class Serve(Contestant):
     def __init__(self, setup: Setup, directory: Path, python: str) -> None:
         self._model = str(setup.model)
         self._loop = asyncio.new_event_loop()
-        port = _free_port()
+        port = free_port()
         self._log = directory / "serve.log"
         with self._log.open("wb") as log:
             self._server = subprocess.Popen(
@@ -411,9 +411,3 @@ def _cpu_seconds(root: psutil.Process) -> float:
             times = process.cpu_times()
             total += times.user + times.system
     return total
-
-
-def _free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])

@@ -70,9 +70,9 @@ class TritonPythonModel:
             )
         exclude = inputs.get("exclude_input_in_output")
         prompt_in_output = self._prompt_in_output if exclude is None else not exclude.any()
-        responses = Responses(
-            sender, inputs, len(generations), ids_only(request), self._requested(request)
-        )
+        only = ids_only(request)
+        zeros = {} if only else self._requested(request)
+        responses = Responses(sender, inputs, len(generations), only, zeros)
         try:
             for index, generation in enumerate(generations):
                 stop = self._serving.start(
@@ -114,7 +114,7 @@ class Responses:
         self._sender = sender
         self._inputs = inputs
         self._ids_only = ids_only
-        self._placeholders = {} if ids_only else placeholders
+        self._placeholders = placeholders
         self._unfinished = sequences
         self._lock = threading.Lock()
         self._checked = time.monotonic()
