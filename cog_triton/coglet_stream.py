@@ -97,7 +97,9 @@ def live(source: AsyncGenerator[str, None]) -> Generator[str, None, None]:
     cancellation = _cancellation.get()
     if cancellation is not None:
         cancellation.tell(cancel)
-    return _drain(items, cancel)
+    texts = _drain(items, cancel)
+    next(texts)
+    return texts
 
 
 async def _pump(source: AsyncGenerator[str, None], items: queue.SimpleQueue[str | _End]) -> None:
@@ -116,7 +118,13 @@ async def _pump(source: AsyncGenerator[str, None], items: queue.SimpleQueue[str 
 def _drain(
     items: queue.SimpleQueue[str | _End], cancel: Callable[[], None]
 ) -> Generator[str, None, None]:
+    """What ``live`` returns, once it has been advanced to the first yield.
+
+    A generator that is closed before it has begun never runs its ``finally``: one that coglet drops
+    because the prediction was cancelled at once would leave its source running.
+    """
     try:
+        yield ""
         while True:
             item = items.get()
             texts = []

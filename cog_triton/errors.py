@@ -6,8 +6,8 @@
     │   ├── PromptTooLong             E1002
     │   ├── BadPromptTemplate         E1003
     │   ├── PromptTemplateError       E1004
-    │   ├── ConflictingMaxTokens      E1101
-    │   ├── ConflictingMinTokens      E1102
+    │   ├── ConflictingMinTokens      E1101
+    │   ├── ConflictingMaxTokens      E1102
     │   └── InvalidParameter          E1103
     ├── ServerError                   the deployment is at fault, the request may be fine
     │   ├── TritonUnknownError        E2100
@@ -78,14 +78,14 @@ class PromptTemplateError(UserError):
     code = "E1004"
 
 
-class ConflictingMaxTokens(UserError):
-    """max_tokens and max_new_tokens were both given."""
+class ConflictingMinTokens(UserError):
+    """min_tokens and min_new_tokens were both given."""
 
     code = "E1101"
 
 
-class ConflictingMinTokens(UserError):
-    """min_tokens and min_new_tokens were both given."""
+class ConflictingMaxTokens(UserError):
+    """max_tokens and max_new_tokens were both given."""
 
     code = "E1102"
 

@@ -133,8 +133,8 @@ def test_an_input_out_of_range_is_a_422(
         ({"prompt": "word " * 5000}, "E1002 PromptTooLong"),
         ({"prompt": "Hi", "prompt_template": "no place"}, "E1003 BadPromptTemplate"),
         ({"prompt": "Hi", "prompt_template": "{prompt.__class__}"}, "E1004 PromptTemplateError"),
-        ({"prompt": "Hi", "max_tokens": 5, "max_new_tokens": 6}, "E1101 ConflictingMaxTokens"),
-        ({"prompt": "Hi", "min_tokens": 5, "min_new_tokens": 6}, "E1102 ConflictingMinTokens"),
+        ({"prompt": "Hi", "max_tokens": 5, "max_new_tokens": 6}, "E1102 ConflictingMaxTokens"),
+        ({"prompt": "Hi", "min_tokens": 5, "min_new_tokens": 6}, "E1101 ConflictingMinTokens"),
         ({"prompt": "Hi", "min_tokens": 9, "max_tokens": 6}, "E1103 InvalidParameter"),
     ],
 )
@@ -192,6 +192,23 @@ def test_cancelling_by_post_stops_the_engine(paced_cog_server: CogServer) -> Non
         wait_until(lambda: paced_cog_server.engine["active"] == 0, 10, "the stop")
         ended = list(events)[-1]
     assert ended[1]["status"] == "canceled"
+    cancelled_engine(paced_cog_server, generated)
+
+
+def test_a_cancel_right_after_an_asynchronous_start_stops_the_engine(
+    paced_cog_server: CogServer,
+) -> None:
+    """Before, while and just after the prediction's generator begins."""
+    generated = paced_cog_server.engine["generated"]
+    with httpx.Client(base_url=paced_cog_server.url, trust_env=False) as client:
+        for attempt in range(20):
+            started = client.put(
+                f"/predictions/at-once-{attempt}",
+                json={"input": {"prompt": QUESTION, "max_tokens": 5000}},
+                headers={"Prefer": "respond-async"},
+            )
+            assert started.status_code == 202, started.text
+            client.post(f"/predictions/at-once-{attempt}/cancel")
     cancelled_engine(paced_cog_server, generated)
 
 

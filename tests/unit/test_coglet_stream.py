@@ -87,6 +87,15 @@ def test_closing_the_generator_ends_the_source(run: Callable[[Any], Future[Any]]
     assert source.ended.wait(5)
 
 
+def test_closing_it_before_the_first_piece_ends_the_source(
+    run: Callable[[Any], Future[Any]],
+) -> None:
+    source = Source()
+    run(source.predict()).result().close()
+    source.let.release()  # a thread that waits cannot be cancelled
+    assert source.ended.wait(5)
+
+
 def test_cancelling_the_future_of_a_finished_coroutine_ends_its_stream(
     run: Callable[[Any], Future[Any]],
 ) -> None:

@@ -146,7 +146,7 @@ def test_max_tokens_that_contradict(max_tokens: int, max_new_tokens: int) -> Non
     with pytest.raises(ConflictingMaxTokens) as raised:
         resolve_max_tokens(max_tokens, max_new_tokens)
     assert str(raised.value).startswith(
-        f"E1101 ConflictingMaxTokens: max_tokens={max_tokens} and max_new_tokens={max_new_tokens} "
+        f"E1102 ConflictingMaxTokens: max_tokens={max_tokens} and max_new_tokens={max_new_tokens} "
     )
 
 
@@ -175,7 +175,7 @@ def test_min_tokens_that_contradict(min_tokens: int, min_new_tokens: int) -> Non
     with pytest.raises(ConflictingMinTokens) as raised:
         resolve_min_tokens(min_tokens, min_new_tokens)
     assert str(raised.value).startswith(
-        f"E1102 ConflictingMinTokens: min_tokens={min_tokens} and min_new_tokens={min_new_tokens} "
+        f"E1101 ConflictingMinTokens: min_tokens={min_tokens} and min_new_tokens={min_new_tokens} "
     )
 
 
