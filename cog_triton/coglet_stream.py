@@ -16,6 +16,7 @@ import contextlib
 import contextvars
 import queue
 import threading
+import weakref
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from concurrent.futures import Future
 from typing import Any
@@ -67,11 +68,14 @@ def install() -> None:
             future = original(coroutine, loop)
         finally:
             _cancellation.reset(token)
-        cancel = future.cancel
+        # A strong reference would be a cycle, which keeps the result of a future that coglet drops, and
+        # with it the generator that is to be closed then, until the next collection.
+        dropped = weakref.ref(future)
 
         def cancel_and_tell() -> bool:
             cancellation.cancel()
-            return cancel()
+            future = dropped()
+            return future is not None and Future.cancel(future)
 
         future.cancel = cancel_and_tell  # type: ignore[method-assign]
         return future
