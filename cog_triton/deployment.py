@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import AsyncGenerator, Mapping
 from pathlib import Path
 
+from cog_triton.context_length import context_length
 from cog_triton.engine_choice import Engine, check_engine, choose_engine, look_around
 from cog_triton.errors import ConfigurationError
 from cog_triton.generation import Chunk, generate
@@ -35,17 +36,20 @@ class Deployment:
         server: TritonServer,
         client: TritonClient,
         tokenizer: Tokenizer,
+        context_length: int | None,
         cleanup: contextlib.ExitStack,
     ) -> None:
         """Takes over what ``start`` has started.
 
         Args:
+            context_length: most tokens of prompt and output together; None if only the engine knows.
             cleanup: ends all of it but the client.
         """
         self.settings = settings
         self.server = server
         self._client = client
         self._tokenizer = tokenizer
+        self._context_length = context_length
         self._cleanup = cleanup
 
     @classmethod
@@ -61,9 +65,8 @@ class Deployment:
         with contextlib.ExitStack() as cleanup:
             runtime = _runtime_directory(settings, cleanup)
             repository = runtime / "repository"
-            fill_repository(
-                settings.model_repository, repository, template_values(settings, engine)
-            )
+            values = template_values(settings, engine)
+            fill_repository(settings.model_repository, repository, values)
             server = TritonServer(
                 repository, runtime, settings, temporary=settings.runtime_directory is None
             )
@@ -75,11 +78,12 @@ class Deployment:
             client = create_client(settings, server)
             async for _ in generate(WARM_UP, client, tokenizer):
                 pass
-            return cls(settings, server, client, tokenizer, cleanup.pop_all())
+            limit = context_length(values["tensorrt_llm"])
+            return cls(settings, server, client, tokenizer, limit, cleanup.pop_all())
 
     def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
         """Streams the answer to a request; see ``cog_triton.generation.generate``."""
-        return generate(request, self._client, self._tokenizer)
+        return generate(request, self._client, self._tokenizer, context_length=self._context_length)
 
     async def stop(self) -> None:
         """Stops everything that ``start`` started."""
@@ -133,14 +137,17 @@ def template_values(settings: Settings, engine: Engine) -> Values:
     Raises:
         ConfigurationError: the configuration file cannot be read.
     """
+    overrides = _overrides(settings.config_file)
     tokenizer = {"tokenizer_dir": settings.tokenizer_dir}
+    llm = {**tokenizer, **_engine_values(settings, engine)}
+    limit = context_length({**llm, **overrides.get("tensorrt_llm", {})})
     values: Values = {
         "ensemble": {},
-        "preprocessing": dict(tokenizer),
+        "preprocessing": {**tokenizer, "max_seq_len": limit},
         "postprocessing": dict(tokenizer),
-        "tensorrt_llm": {**tokenizer, **_engine_values(settings, engine)},
+        "tensorrt_llm": llm,
     }
-    return merge(values, _overrides(settings.config_file))
+    return merge(values, overrides)
 
 
 def merge(

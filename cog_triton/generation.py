@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from cog_triton.detokenizer import IncrementalDetokenizer
+from cog_triton.errors import PromptTooLong
 from cog_triton.sampling import Request, triton_inputs
 from cog_triton.stop_sequences import StopSequences
-from cog_triton.tokenizer import Tokenizer
+from cog_triton.tokenizer import Tokenizer, max_characters
 from cog_triton.triton.client import TritonClient
 
 FinishReason = Literal["stop", "length"]
@@ -39,22 +40,31 @@ class Chunk:
 
 
 async def generate(
-    request: Request, client: TritonClient, tokenizer: Tokenizer
+    request: Request,
+    client: TritonClient,
+    tokenizer: Tokenizer,
+    *,
+    context_length: int | None = None,
 ) -> AsyncGenerator[Chunk, None]:
     """Streams the answer to a request.
+
+    Args:
+        context_length: most tokens of prompt and output together; None if only the engine knows.
 
     Raises:
         CogTritonError: by what went wrong; see ``cog_triton.errors``.
     """
+    check_length(request.prompt, tokenizer, context_length)
     detokenizer = IncrementalDetokenizer(tokenizer)
     stops = StopSequences(request.stop_sequences)
     end_id = tokenizer.eos_token_id if request.end_id is None else request.end_id
-    output_tokens, last_id, input_tokens = 0, None, None
+    ids: list[int] = []
+    output_tokens, input_tokens = 0, None
     async with client.stream(secrets.token_hex(8), triton_inputs(request)) as responses:
         async for response in responses:
             output_tokens += len(response.ids)
             input_tokens = response.input_tokens or input_tokens
-            last_id = response.ids[-1] if response.ids else last_id
+            ids = response.ids or ids
             text = stops.feed(detokenizer.decode(response.ids))
             if response.final or stops.matched is not None:
                 break
@@ -62,5 +72,25 @@ async def generate(
     # Here the request has been stopped in the engine if a stop sequence ended it.
     if stops.matched is None:
         text += stops.feed(detokenizer.flush()) + stops.flush()
-    ended = stops.matched is not None or last_id == end_id
+    full = output_tokens >= request.max_tokens or (
+        context_length is not None and (input_tokens or 0) + output_tokens >= context_length
+    )
+    # TensorRT-LLM's C++ backend leaves the end token out: there an answer that was not cut has ended.
+    ended = stops.matched is not None or ids[-1:] == [end_id] or not full
     yield Chunk(text, output_tokens, input_tokens, "stop" if ended else "length")
+
+
+def check_length(prompt: str, tokenizer: Tokenizer, context_length: int | None) -> None:
+    """Refuses a prompt that is too long whatever its tokens are, before anything is done with it.
+
+    Raises:
+        PromptTooLong: it has more characters than so many tokens can stand for.
+    """
+    if context_length is None:
+        return
+    limit = max_characters(tokenizer, context_length)
+    if len(prompt) > limit:
+        raise PromptTooLong(
+            f"the prompt has {len(prompt)} characters; {limit} are the most that the model's "
+            f"{context_length} tokens can stand for"
+        )

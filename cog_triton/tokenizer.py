@@ -10,6 +10,7 @@ import importlib.util
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -59,6 +60,22 @@ def load_tokenizer(name: str) -> Tokenizer:
         raise ConfigurationError(
             f"no tokenizer could be loaded from {name!r}{hint}: {error}"
         ) from error
+
+
+@lru_cache(maxsize=8)
+def _longest_token(tokenizer: Tokenizer) -> int:
+    return max(map(len, tokenizer.get_vocab()))
+
+
+def max_characters(tokenizer: Tokenizer, tokens: int) -> int:
+    """Most characters of a text that has at most so many tokens.
+
+    No token stands for more than the vocabulary's longest has. (Byte-level vocabularies are written in one
+    character a byte, so that theirs are counted in bytes, which are at least as many.) A tokenizer that
+    takes many characters for one, all white space say, may get by with fewer tokens; a text that leans on
+    that is taken for too long.
+    """
+    return tokens * _longest_token(tokenizer)
 
 
 def _load(name: str) -> Tokenizer:

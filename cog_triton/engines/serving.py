@@ -26,6 +26,20 @@ BURST_SECONDS = 0.02
 
 
 @dataclass(frozen=True)
+class Times:
+    """When things happened to a sequence, in nanoseconds of the monotonic clock.
+
+    Attributes:
+        arrival: it was handed over by Triton.
+        first_token, last_token: the engine handed over its first and its last token.
+    """
+
+    arrival: int
+    first_token: int
+    last_token: int
+
+
+@dataclass(frozen=True)
 class Output:
     """One response of one sequence.
 
@@ -38,6 +52,7 @@ class Output:
         generated: generated tokens of the sequence so far.
         final: whether this is the sequence's last response.
         error: why the sequence failed; it is final then.
+        times: of a final response, unless the sequence had no token.
     """
 
     ids: list[int]
@@ -47,6 +62,7 @@ class Output:
     generated: int
     final: bool
     error: str | None = None
+    times: Times | None = field(default=None, compare=False)
 
 
 Send = Callable[[Output], None]
@@ -113,6 +129,9 @@ class _Sequence:
     ended: bool = False
     error: str | None = None
     queued: bool = False
+    arrival: int = field(default_factory=time.monotonic_ns)
+    first_token: int | None = None
+    last_token: int = 0
 
     def add(self, tokens: Tokens) -> bool:
         """Takes in new tokens; returns whether a stop word was completed, which ends the sequence."""
@@ -123,6 +142,10 @@ class _Sequence:
         self.ids += ids
         self.log_probs += tokens.log_probs[: len(ids)]
         self.generated += len(ids)
+        if ids:
+            self.last_token = time.monotonic_ns()
+            if self.first_token is None:
+                self.first_token = self.last_token
         self.error = tokens.error
         self.ended = tokens.finished or stop is not None
         return stop is not None
@@ -146,7 +169,13 @@ class _Sequence:
             self.taken,
             last,
             self.error if last else None,
+            self._times() if last else None,
         )
+
+    def _times(self) -> Times | None:
+        if self.first_token is None:
+            return None
+        return Times(self.arrival, self.first_token, self.last_token)
 
     def _stop_word_end(self, ids: list[int]) -> int | None:
         """How many of ``ids`` there are up to the end of the first stop word."""

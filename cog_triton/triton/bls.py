@@ -236,7 +236,7 @@ class _Text:
         self._sequences: dict[tuple[int, int], _Sequence] = {}
 
     def add(self, reply: Mapping[str, Array], *, final: bool) -> Array:
-        """The text to send for a response of tensorrt_llm, shape [1, beams].
+        """The text to send for a response of tensorrt_llm, shape [beams].
 
         Args:
             final: whether nothing follows of the same sequence, so that no part of a character is
@@ -273,7 +273,7 @@ class _Text:
             return texts
         before = sequence.texts or [b""] * texts.size
         sequence.texts = [old + new for old, new in zip(before, texts.flat, strict=True)]
-        return np.array([sequence.texts], np.object_)
+        return np.array(sequence.texts, np.object_)
 
 
 def response_tensors(reply: Mapping[str, Array], texts: Array) -> dict[str, Array]:

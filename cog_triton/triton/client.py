@@ -216,7 +216,10 @@ _ERRORS: tuple[tuple[str, type[CogTritonError]], ...] = (
     (r"prompt has no tokens", PromptRequired),
     (r"[Mm]aximum queue size", TritonOverloaded),
     (r"is not within acceptable range", InvalidParameter),
-    (r"must be (at least|greater|between|as many)|does not support", InvalidParameter),
+    (
+        r"must be (at least|at most|greater|between|as many|the same)|does not support",
+        InvalidParameter,
+    ),
     (r"model '(pre|post)processing'", TritonTokenizerError),
     (r"the engine has stopped|not ready|has no available versions", TritonUnavailable),
 )

@@ -14,20 +14,26 @@ import numpy as np
 import numpy.typing as npt
 
 from cog_triton.engines.base import EngineError, GenerationRequest, SamplingParams
-from cog_triton.engines.serving import Output, words_from_list
+from cog_triton.engines.serving import Output, Times, words_from_list
 
 Array = npt.NDArray[Any]
 
 # What only TensorRT-LLM does. Silently ignoring one would give a wrong answer. Inputs that are not
-# here change no answer, or only together with one that is.
+# here change no answer, or only together with one that is: decoder_input_ids, which preprocessing always
+# sends, is for models with an encoder.
 _UNSUPPORTED = (
     "context_phase_params",
     "cross_attention_mask",
-    "decoder_input_ids",
+    "draft_acceptance_threshold",
     "draft_input_ids",
+    "draft_logits",
     "embedding_bias",
     "encoder_input_features",
     "guided_decoding_guide",
+    "guided_decoding_guide_type",
+    "lookahead_ngram_size",
+    "lookahead_verification_set_size",
+    "lookahead_window_size",
     "lora_task_id",
     "lora_weights",
     "mrope_position_deltas",
@@ -93,7 +99,28 @@ def response_tensors(
         tensors["num_input_tokens"] = _num_input_tokens(index, inputs)
     if _flag(inputs, "return_num_output_tokens"):
         tensors["num_output_tokens"] = np.array([[output.generated]], np.int32)
+    if output.final and output.times is not None and _flag(inputs, "return_perf_metrics"):
+        tensors |= _perf_metrics(output.times)
     return tensors
+
+
+def _perf_metrics(times: Times) -> dict[str, Array]:
+    """What is known of the metrics that TensorRT-LLM's backend sends with the last response, [1, 1].
+
+    Times are the monotonic clock's. Nothing is drafted, and the rate of it is among the placeholders. What
+    only an engine's insides know, when it first scheduled the request and which blocks of its KV cache it
+    took, is left out.
+    """
+    known = {
+        "arrival_time_ns": times.arrival,
+        "first_token_time_ns": times.first_token,
+        "last_token_time_ns": times.last_token,
+    }
+    drafted = ("total_accepted_draft_tokens", "total_draft_tokens")
+    return {
+        **{name: np.array([[value]], np.int64) for name, value in known.items()},
+        **{name: np.array([[0]], np.int32) for name in drafted},
+    }
 
 
 def placeholders(config: Mapping[str, Any]) -> dict[str, Array]:
@@ -118,13 +145,21 @@ def _num_input_tokens(index: int, inputs: Mapping[str, Array]) -> Array:
 
 
 def _refuse_unsupported(inputs: Mapping[str, Array]) -> None:
-    refused = [name for name in _UNSUPPORTED if name in inputs and inputs[name].size]
+    refused = [name for name in _UNSUPPORTED if not _is_empty(inputs.get(name))]
     refused += [name for name in _UNSUPPORTED_WHEN_TRUE if _flag(inputs, name)]
+    for name in _ONLY_ONE:
+        if name in inputs:
+            _at_least(name, int(inputs[name].min()), 1)
     refused += [f"{name} > 1" for name in _ONLY_ONE if name in inputs and (inputs[name] > 1).any()]
     if "runtime_top_p_decay" in inputs and (inputs["runtime_top_p_decay"] != 1).any():
         refused.append("runtime_top_p_decay")
     if refused:
         raise EngineError(f"the embedded engine does not support {', '.join(refused)}")
+
+
+def _is_empty(values: Array | None) -> bool:
+    """Whether an input says nothing: it is absent, of no elements, or of empty texts."""
+    return values is None or all(value == b"" for value in values.flat)
 
 
 def _generation_request(inputs: Mapping[str, Array], i: int) -> GenerationRequest:
@@ -135,12 +170,15 @@ def _generation_request(inputs: Mapping[str, Array], i: int) -> GenerationReques
     def words(name: str) -> tuple[tuple[int, ...], ...]:
         return words_from_list(inputs[name][i]) if name in inputs else ()
 
+    max_tokens, min_tokens = scalar("request_output_len", 1), scalar("min_tokens", 0)
+    if min_tokens > max_tokens:
+        raise EngineError(f"min_tokens must be at most max_tokens ({max_tokens}), not {min_tokens}")
     length = scalar("input_lengths", inputs["input_ids"].shape[1])
     end_id = scalar("end_id", -1)
     return GenerationRequest(
         key="",
         input_ids=inputs["input_ids"][i, :length].tolist(),
-        max_tokens=scalar("request_output_len", 1),
+        max_tokens=max_tokens,
         end_id=end_id if end_id >= 0 else None,
         stop_words=words("stop_words_list"),
         sampling=SamplingParams(
@@ -151,7 +189,7 @@ def _generation_request(inputs: Mapping[str, Array], i: int) -> GenerationReques
             repetition_penalty=_positive("repetition_penalty", scalar("repetition_penalty", 1.0)),
             presence_penalty=scalar("presence_penalty", 0.0),
             frequency_penalty=scalar("frequency_penalty", 0.0),
-            min_tokens=scalar("min_tokens", 0),
+            min_tokens=min_tokens,
             bad_words=words("bad_words_list"),
         ),
         return_log_probs=bool(scalar("return_log_probs", False)),

@@ -257,6 +257,21 @@ VARIABLES: Final[Mapping[str, Mapping[str, Variable]]] = {
             True,
             "Let the tokenizer add special tokens to the prompt, the beginning of sequence say.",
         ),
+        Variable(
+            "words_after_space",
+            "boolean",
+            True,
+            "Let bad words and stop words match behind a space as well, where most vocabularies have other "
+            "tokens for them; NVIDIA's preprocessing matches the word alone.",
+        ),
+        Variable(
+            "max_seq_len",
+            "integer",
+            None,
+            "Most tokens of a prompt and its answer. A prompt of more characters than so many tokens can "
+            "have is refused before it is tokenized.",
+            minimum=1,
+        ),
         _QUEUE_DELAY,
         _QUEUE_SIZE,
         Variable(

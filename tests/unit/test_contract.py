@@ -72,7 +72,10 @@ ADDED: dict[tuple[str, str], dict[str, tuple[str, list[int], bool]]] = {
         "CONTEXT_IDS": ("INT32", [-1], True),
         "IS_FINAL": ("BOOL", [1], True),
     },
-    ("postprocessing", "output"): {},
+    ("postprocessing", "output"): {
+        "OUT_TOKENS_BATCH": ("INT32", [-1, -1], False),
+        "OUT_SEQUENCE_LENGTH": ("INT32", [-1], False),
+    },
     ("tensorrt_llm_bls", "input"): {
         "random_seed": ("UINT64", [1], True),
         "min_length": ("INT32", [1], True),
@@ -199,8 +202,7 @@ def test_the_rest(model: str, backend: str, configs: dict[str, Any]) -> None:
 
 
 def test_steps(backend: str, configs: dict[str, Any]) -> None:
-    """Ours are the contract's, but for the raw outputs and the names that preprocessing merges."""
-    changed = {"_TOKENS_BATCH": "output_ids", "_SEQUENCE_LENGTH": "sequence_length"}
+    """Ours are the contract's, but for the names that preprocessing merges."""
     merged = {"seed": "_SEED", "min_tokens": "_MIN_TOKENS"}
     steps = configs["ensemble"].ensemble_scheduling.step
     assert len(steps) == len(CONTRACT["ensemble"]["steps"])
@@ -208,10 +210,21 @@ def test_steps(backend: str, configs: dict[str, Any]) -> None:
         assert (ours.model_name, ours.model_version) == (theirs["model"], -1)
         inputs = {**theirs["input_map"], **(merged if theirs["model"] == "tensorrt_llm" else {})}
         for mapped, wanted in ((ours.input_map, inputs), (ours.output_map, theirs["output_map"])):
-            wanted = {key: changed.get(value, value) for key, value in wanted.items()}
             assert wanted.items() <= dict(mapped).items()
     context = {key for step in steps for key in (*step.input_map, *step.output_map)}
     assert DECODING_CONTEXT & context == (DECODING_CONTEXT if backend == "python" else set())
+
+
+def test_what_postprocessing_reads_is_no_output(configs: dict[str, Any]) -> None:
+    """Triton would count it twice when it leaves postprocessing out, and leave tensorrt_llm out too."""
+    ensemble = configs["ensemble"]
+    postprocessing = ensemble.ensemble_scheduling.step[-1]
+    outputs = {tensor.name for tensor in ensemble.output}
+    assert not outputs & set(postprocessing.input_map.values())
+
+
+def test_postprocessing_preserves_order(configs: dict[str, Any]) -> None:
+    assert configs["postprocessing"].dynamic_batching.preserve_ordering
 
 
 def test_every_tensor_of_the_ensemble_leads_somewhere(configs: dict[str, Any]) -> None:

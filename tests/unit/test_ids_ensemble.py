@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from google.protobuf import text_format
-from tritonclient.grpc.model_config_pb2 import ModelConfig
+from tritonclient.grpc.model_config_pb2 import TYPE_INT32, ModelConfig
 
 from cog_triton.triton.ids_ensemble import OUTPUTS, ids_ensemble
 from cog_triton.triton.repository import fill_repository
@@ -38,6 +38,7 @@ def test_it_has_the_steps_up_to_the_ids(filled: Path) -> None:
     assert preprocessing.input_map == first.input_map
     assert llm.input_map == second.input_map
     assert dict(llm.output_map) == {name: name for name in OUTPUTS}
+    assert {output.data_type for output in ids.output} == {TYPE_INT32}
     made, read = set(preprocessing.output_map.values()), set(llm.input_map.values())
     assert made <= read
     assert (filled / "ensemble_ids" / "1").is_dir()
@@ -47,11 +48,12 @@ def test_inputs_of_the_last_step_alone_go_with_it() -> None:
     whole = text_format.Parse(
         """name: "ensemble"
         input { name: "text" } input { name: "style" }
-        output { name: "output_ids" } output { name: "written" }
+        output { name: "written" }
         ensemble_scheduling {
           step { model_name: "a" input_map { key: "T" value: "text" }
-                 output_map { key: "I" value: "output_ids" } output_map { key: "X" value: "x" } }
-          step { model_name: "b" input_map { key: "I" value: "output_ids" }
+                 output_map { key: "output_ids" value: "_IDS" } output_map { key: "X" value: "x" }
+                 output_map { key: "sequence_length" value: "_LENGTH" } }
+          step { model_name: "b" input_map { key: "I" value: "_IDS" }
                  input_map { key: "S" value: "style" } input_map { key: "X" value: "x" }
                  output_map { key: "O" value: "written" } }
         }""",
@@ -61,7 +63,11 @@ def test_inputs_of_the_last_step_alone_go_with_it() -> None:
     assert ids is not None
     assert [tensor.name for tensor in ids.input] == ["text"]
     (step,) = ids.ensemble_scheduling.step
-    assert dict(step.output_map) == {"I": "output_ids"}
+    assert dict(step.output_map) == {name: name for name in ("output_ids", "sequence_length")}
+    assert [(t.name, list(t.dims)) for t in ids.output] == [
+        ("output_ids", [-1, -1]),
+        ("sequence_length", [-1]),
+    ]
     assert len(whole.ensemble_scheduling.step) == 2
 
 

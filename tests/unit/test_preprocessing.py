@@ -63,6 +63,9 @@ def test_one_prompt(preprocessor: Preprocessor, tokenizer: Any) -> None:
         "REQUEST_OUTPUT_LEN": [[20]],
         "OUT_PAD_ID": [[tokenizer.pad_token_id]],
         "OUT_END_ID": [[tokenizer.eos_token_id]],
+        # As NVIDIA's sends it when there is no text for a decoder.
+        "DECODER_INPUT_ID": [[tokenizer.pad_token_id]],
+        "REQUEST_DECODER_INPUT_LEN": [[1]],
     }
 
 
@@ -167,17 +170,59 @@ def test_old_names(preprocessor: Preprocessor, new: str, old: str, out: str, dty
     assert out not in preprocessor(inputs("x"))
     assert preprocessor(inputs("x", **{new: one}))[out].tolist() == [[7]]
     assert preprocessor(inputs("x", **{old: other}))[out].tolist() == [[8]]
-    both = preprocessor(inputs("x", **{old: other, new: one}))[out]
+    both = preprocessor(inputs("x", **{old: one, new: one}))[out]
     assert both.tolist() == [[7]]
     assert both.dtype == dtype
 
 
+def test_an_old_name_that_contradicts_the_new_one_is_refused(preprocessor: Preprocessor) -> None:
+    given = {"SEED": np.array([[7]], np.uint64), "RANDOM_SEED": np.array([[8]], np.uint64)}
+    with pytest.raises(ValueError, match="seed and random_seed are two names of one input"):
+        preprocessor(inputs("x", **given))
+
+
 def test_seed_0_is_a_seed(preprocessor: Preprocessor) -> None:
-    given = inputs("x", SEED=np.array([[0]], np.uint64), RANDOM_SEED=np.array([[5]], np.uint64))
+    given = inputs("x", SEED=np.array([[0]], np.uint64))
     assert preprocessor(given)["OUT_SEED"].tolist() == [[0]]
 
 
+# Length
+
+
+def test_a_prompt_of_too_many_characters_is_not_tokenized(tokenizer: Any) -> None:
+    class Counting:
+        """A tokenizer that says whether it was asked for ids."""
+
+        calls = 0
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(tokenizer, name)
+
+        def __call__(self, *args: Any, **options: Any) -> Any:
+            self.calls += 1
+            return tokenizer(*args, **options)
+
+    counting = Counting()
+    limit = 10 * max(map(len, tokenizer.get_vocab()))
+    preprocessor = Preprocessor(counting, context_length=10)
+    preprocessor(inputs("x" * limit))
+    assert counting.calls == 1
+    with pytest.raises(
+        ValueError, match=rf"\({limit + 1} characters\) exceeds maximum input length"
+    ):
+        preprocessor(inputs("y", "x" * (limit + 1)))
+    assert counting.calls == 1
+
+
 # Words
+
+
+def test_words_may_match_alone(tokenizer: Any) -> None:
+    """As NVIDIA's preprocessing has it, which does not look behind spaces."""
+    alone = Preprocessor(tokenizer, words_after_space=False)
+    given = inputs("x", STOP_WORDS_DICT=texts(["rules", "", "two words"]))
+    words = words_from_list(alone(given)["STOP_WORDS_IDS"][0])
+    assert words == word_ids(tokenizer, "rules", "two words")
 
 
 @pytest.mark.parametrize(

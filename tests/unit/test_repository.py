@@ -415,7 +415,11 @@ def test_values_reach_their_models(tmp_path: Path) -> None:
     llm = config(tmp_path, "tensorrt_llm")
     assert (ensemble.max_batch_size, pre.max_batch_size) == (8, 64)
     assert pre.dynamic_batching.default_queue_policy.max_queue_size == 3
-    assert parameters(pre) == {"tokenizer_dir": "/models/demo", "add_special_tokens": "false"}
+    assert parameters(pre) == {
+        "tokenizer_dir": "/models/demo",
+        "add_special_tokens": "false",
+        "words_after_space": "true",
+    }
     assert not llm.model_transaction_policy.decoupled
     assert parameters(llm) == {
         "max_beam_width": "1",

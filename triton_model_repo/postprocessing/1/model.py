@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from cog_triton.engines.base import engine_parameters
 from cog_triton.tokenizer import load_tokenizer, without_torch
+from cog_triton.triton import stub
 from cog_triton.triton.postprocessing import Postprocessor
 
 
@@ -26,6 +26,9 @@ class TritonPythonModel:
         return [self._respond(request) for request in requests]
 
     def _respond(self, request: Any) -> Any:
-        inputs = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
-        texts = np.array(self._postprocessor(inputs), np.object_)
-        return pb_utils.InferenceResponse([pb_utils.Tensor("OUTPUT", texts)])
+        inputs = stub.arrays(request.inputs())
+        text = self._postprocessor(inputs)
+        passed_on = {f"OUT_{name}": value for name, value in inputs.items()}
+        return stub.response(
+            pb_utils, {"OUTPUT": text, **passed_on}, request.requested_output_names()
+        )

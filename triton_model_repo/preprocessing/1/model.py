@@ -3,31 +3,58 @@
 from __future__ import annotations
 
 import json
+import logging
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
 from cog_triton.engines.base import engine_parameters
 from cog_triton.tokenizer import load_tokenizer, without_torch
+from cog_triton.triton import stub
 from cog_triton.triton.preprocessing import Preprocessor
+
+logger = logging.getLogger(__name__)
+
+LONG_BYTES = 20_000  # about ten milliseconds; what is longer keeps nobody waiting
 
 
 class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         without_torch()
         parameters = engine_parameters(json.loads(args["model_config"]))
+        context_length = parameters.get("max_seq_len")
         self._preprocessor = Preprocessor(
             load_tokenizer(parameters["tokenizer_dir"]),
             add_special_tokens=parameters.get("add_special_tokens", "true") == "true",
+            words_after_space=parameters.get("words_after_space", "true") == "true",
+            context_length=None if context_length is None else int(context_length),
+        )
+        # Tokenizers let other threads run meanwhile.
+        self._long = ThreadPoolExecutor(1, thread_name_prefix="long-prompts")
+
+    def execute(self, requests: list[Any]) -> None:
+        for request in requests:
+            inputs = stub.arrays(request.inputs())
+            if sum(map(len, inputs["QUERY"].flat)) > LONG_BYTES:
+                self._long.submit(self._respond, request, inputs)
+            else:
+                self._respond(request, inputs)
+
+    def finalize(self) -> None:
+        self._long.shutdown()
+
+    def _respond(self, request: Any, inputs: dict[str, stub.Array]) -> None:
+        request.get_response_sender().send(
+            self._response(request, inputs), flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
         )
 
-    def execute(self, requests: list[Any]) -> list[Any]:
-        return [self._respond(request) for request in requests]
-
-    def _respond(self, request: Any) -> Any:
-        inputs = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+    def _response(self, request: Any, inputs: dict[str, stub.Array]) -> Any:
         try:
             outputs = self._preprocessor(inputs)
         except ValueError as error:
-            return pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error)))
-        return pb_utils.InferenceResponse([pb_utils.Tensor(*item) for item in outputs.items()])
+            return stub.error(pb_utils, str(error))
+        except Exception as error:  # unanswered, the request would wait for good
+            logger.exception("preprocessing failed")
+            return stub.error(pb_utils, f"{type(error).__name__}: {error}")
+        return stub.response(pb_utils, outputs, request.requested_output_names())

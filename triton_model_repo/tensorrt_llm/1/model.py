@@ -10,11 +10,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from cog_triton.engines.base import EngineError, create_engine, engine_parameters
 from cog_triton.engines.serving import DeliveryLimits, Output, Serving
+from cog_triton.triton import stub
 from cog_triton.triton.engine_metrics import EngineMetrics
 from cog_triton.triton.tensors import (
     IDS_ONLY,
@@ -49,14 +49,17 @@ class TritonPythonModel:
             try:
                 self._start(request, sender)
             except EngineError as error:
-                send_error(sender, str(error))
+                sender.send(
+                    stub.error(pb_utils, str(error)),
+                    flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL,
+                )
 
     def finalize(self) -> None:
         self._metrics.close()
         self._serving.close()
 
     def _start(self, request: Any, sender: Any) -> None:
-        inputs = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+        inputs = stub.arrays(request.inputs())
         if "stop" in inputs and inputs["stop"].any():
             self._stop(request.request_id(), sender)
             return
@@ -70,9 +73,10 @@ class TritonPythonModel:
             )
         exclude = inputs.get("exclude_input_in_output")
         prompt_in_output = self._prompt_in_output if exclude is None else not exclude.any()
+        names = frozenset(request.requested_output_names())
         only = ids_only(request)
-        zeros = {} if only else self._requested(request)
-        responses = Responses(sender, inputs, len(generations), only, zeros)
+        zeros = {} if only else self._placeholders
+        responses = Responses(sender, inputs, names, len(generations), only, zeros)
         try:
             for index, generation in enumerate(generations):
                 stop = self._serving.start(
@@ -86,10 +90,6 @@ class TritonPythonModel:
         except EngineError:
             responses.abandon()  # the error is the only response to the whole batch
             raise
-
-    def _requested(self, request: Any) -> dict[str, np.ndarray]:
-        names = set(request.requested_output_names())
-        return {name: zero for name, zero in self._placeholders.items() if name in names}
 
     def _stop(self, request_id: str, sender: Any) -> None:
         if not request_id:
@@ -106,13 +106,15 @@ class Responses:
     def __init__(
         self,
         sender: Any,
-        inputs: dict[str, np.ndarray],
+        inputs: dict[str, stub.Array],
+        names: frozenset[str],
         sequences: int,
         ids_only: bool,
-        placeholders: dict[str, np.ndarray],
+        placeholders: dict[str, stub.Array],
     ) -> None:
         self._sender = sender
         self._inputs = inputs
+        self._names = names
         self._ids_only = ids_only
         self._placeholders = placeholders
         self._unfinished = sequences
@@ -138,10 +140,9 @@ class Responses:
 
     def _response(self, index: int, output: Output) -> Any:
         if output.error is not None:
-            return pb_utils.InferenceResponse(error=pb_utils.TritonError(output.error))
+            return stub.error(pb_utils, output.error)
         tensors = response_tensors(index, output, self._inputs, ids_only=self._ids_only)
-        tensors |= self._placeholders
-        return pb_utils.InferenceResponse([pb_utils.Tensor(*item) for item in tensors.items()])
+        return stub.response(pb_utils, {**tensors, **self._placeholders}, self._names)
 
     def _stop_if_cancelled(self) -> None:
         """For clients of this model itself: Triton hands no cancellation down from an ensemble."""
@@ -162,10 +163,3 @@ class Responses:
 def ids_only(request: Any) -> bool:
     """Whether the client reads nothing but token ids; an ensemble hands its parameters down."""
     return json.loads(request.parameters() or "{}").get(IDS_ONLY) is True
-
-
-def send_error(sender: Any, message: str) -> None:
-    sender.send(
-        pb_utils.InferenceResponse(error=pb_utils.TritonError(message)),
-        flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL,
-    )

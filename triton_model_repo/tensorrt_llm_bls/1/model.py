@@ -9,10 +9,10 @@ from contextlib import closing
 from functools import partial
 from typing import Any
 
-import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from cog_triton.engines.base import engine_parameters
+from cog_triton.triton import stub
 from cog_triton.triton.bls import (
     Bls,
     Client,
@@ -54,15 +54,16 @@ class TritonPythonModel:
             self._answer(request, client)
         except Exception as error:
             if not client.closed:
-                client.send(error_response(error), last=True)
+                client.send(stub.error(pb_utils, str(error)), last=True)
 
     def _answer(self, request: Any, client: Client) -> None:
-        inputs = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+        inputs = stub.arrays(request.inputs())
+        names = frozenset(request.requested_output_names())
         request_id = request_key(request.request_id())
         with self._watch.over(client, partial(self._bls.stop, request_id)):
             with closing(self._bls.answer(request_id, inputs)) as answer:
                 for tensors, last in answer:
-                    client.send(response(tensors), last=last)
+                    client.send(stub.response(pb_utils, tensors, names), last=last)
             if not client.closed:
                 client.send(None, last=True)
 
@@ -71,20 +72,20 @@ class Models:
     """The other models of this server."""
 
     def call(
-        self, model: str, request_id: str, inputs: Mapping[str, np.ndarray]
-    ) -> dict[str, np.ndarray]:
-        found = arrays(inference_request(model, request_id, inputs).exec())
-        if isinstance(found, ModelError):
-            raise found
-        return found
+        self, model: str, request_id: str, inputs: Mapping[str, stub.Array]
+    ) -> dict[str, stub.Array]:
+        outcome = outputs(inference_request(model, request_id, inputs).exec())
+        if isinstance(outcome, ModelError):
+            raise outcome
+        return outcome
 
     def stream(
-        self, model: str, request_id: str, inputs: Mapping[str, np.ndarray]
-    ) -> Iterator[dict[str, np.ndarray] | ModelError]:
-        return map(arrays, inference_request(model, request_id, inputs).exec(decoupled=True))
+        self, model: str, request_id: str, inputs: Mapping[str, stub.Array]
+    ) -> Iterator[dict[str, stub.Array] | ModelError]:
+        return map(outputs, inference_request(model, request_id, inputs).exec(decoupled=True))
 
 
-def inference_request(model: str, request_id: str, inputs: Mapping[str, np.ndarray]) -> Any:
+def inference_request(model: str, request_id: str, inputs: Mapping[str, stub.Array]) -> Any:
     return pb_utils.InferenceRequest(
         model_name=model,
         request_id=request_id,
@@ -93,15 +94,7 @@ def inference_request(model: str, request_id: str, inputs: Mapping[str, np.ndarr
     )
 
 
-def arrays(response: Any) -> dict[str, np.ndarray] | ModelError:
+def outputs(response: Any) -> dict[str, stub.Array] | ModelError:
     if response.has_error():
         return ModelError(response.error().message())
-    return {tensor.name(): tensor.as_numpy() for tensor in response.output_tensors()}
-
-
-def response(tensors: Mapping[str, np.ndarray]) -> Any:
-    return pb_utils.InferenceResponse([pb_utils.Tensor(*item) for item in tensors.items()])
-
-
-def error_response(error: Exception) -> Any:
-    return pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error)))
+    return stub.arrays(response.output_tensors())
