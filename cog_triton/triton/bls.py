@@ -13,24 +13,30 @@ from __future__ import annotations
 
 import logging
 import threading
-import uuid
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from cog_triton.detokenizer import CONTEXT_TOKENS
+from cog_triton.triton.model_calls import (
+    Client,
+    Llm,
+    ModelError,
+    Models,
+    batch_size,
+    flag,
+    index,
+    largest,
+    renamed,
+)
 
 Array = npt.NDArray[Any]
 
 logger = logging.getLogger(__name__)
-
-# A call occupies one of the 32 threads that Triton has for an instance until its first response is
-# there. With none left, the responses of the other requests would have to wait for that as well.
-STARTING_AT_ONCE = 24
 
 # Input of the BLS model → input of preprocessing.
 TO_PREPROCESSING = {
@@ -119,29 +125,6 @@ _UNSUPPORTED_PARAMETERS = {
 }
 
 
-class ModelError(Exception):
-    """What a model answered instead of tensors, or why a request is refused; for the client."""
-
-
-class Models(Protocol):
-    """The other models of the server. Methods may be called from any thread."""
-
-    def call(self, model: str, request_id: str, inputs: Mapping[str, Array]) -> dict[str, Array]:
-        """The one response of a model that is not decoupled.
-
-        Raises:
-            ModelError: with the model's message.
-        """
-
-    def stream(
-        self, model: str, request_id: str, inputs: Mapping[str, Array]
-    ) -> Iterator[dict[str, Array] | ModelError]:
-        """All responses of a model, decoupled or not, as they come. It waits for the first one.
-
-        An error is yielded, not raised, because responses of other sequences may follow it.
-        """
-
-
 class Bls:
     """Serves the requests of one instance. Methods may be called from any thread."""
 
@@ -161,10 +144,9 @@ class Bls:
             decoupled: whether a request may get more than one response.
         """
         self._models = models
-        self._llm = llm
+        self._llm = Llm(models, llm)
         self._accumulate = accumulate
         self._decoupled = decoupled
-        self._starting = threading.BoundedSemaphore(STARTING_AT_ONCE)
 
     def answer(
         self, request_id: str, inputs: Mapping[str, Array]
@@ -184,37 +166,15 @@ class Bls:
         prompts = self._models.call("preprocessing", request_id, renamed(inputs, TO_PREPROCESSING))
         prompts = {**renamed(prompts, FROM_PREPROCESSING), **renamed(inputs, TO_TENSORRT_LLM)}
         text = _Text(self._models, request_id, accumulate=self._accumulate)
-        whole = not _flag(inputs, "stream")
-        unfinished = batch_size(inputs) * _largest(inputs, "num_return_sequences")
-        try:
-            with self._starting:
-                replies = self._models.stream(self._llm, request_id, prompts)
-            for reply in replies:
-                final = isinstance(reply, ModelError) or whole or _flag(reply, "is_final")
-                unfinished -= final
-                if isinstance(reply, ModelError):
-                    raise reply
-                if "output_ids" in reply:
-                    yield response_tensors(reply, text.add(reply, final=final)), unfinished == 0
-            unfinished = 0
-            for rest in text.rest():
-                yield rest, False
-        except BaseException:
-            if unfinished > 0:
-                self.stop(request_id)
-            raise
+        with closing(self._llm.responses(request_id, prompts)) as responses:
+            for tensors, final, last in responses:
+                yield response_tensors(tensors, text.add(tensors, final=final)), last
+        for rest in text.rest():
+            yield rest, False
 
     def stop(self, request_id: str) -> None:
         """Ends the sequences that are generated for a request; there need not be any."""
-        inputs = {
-            "stop": np.array([[True]]),
-            "input_ids": np.array([[0]], np.int32),
-            "input_lengths": np.array([[1]], np.int32),
-            "request_output_len": np.array([[1]], np.int32),
-        }
-        for reply in self._models.stream(self._llm, request_id, inputs):
-            if isinstance(reply, ModelError):
-                logger.warning("%s, told to stop %s: %s", self._llm, request_id, reply)
+        self._llm.stop(request_id)
 
 
 @dataclass
@@ -242,7 +202,7 @@ class _Text:
             final: whether nothing follows of the same sequence, so that no part of a character is
                 held back.
         """
-        key = _index(reply, "batch_index"), _index(reply, "sequence_index")
+        key = index(reply, "batch_index"), index(reply, "sequence_index")
         sequence = self._sequences.setdefault(key, _Sequence())
         sequence.finished = final
         return self._decode(sequence, reply["output_ids"], reply["sequence_length"], final)
@@ -298,67 +258,15 @@ def check_request(inputs: Mapping[str, Array], *, decoupled: bool) -> None:
     Raises:
         ModelError: saying why.
     """
-    if _largest(inputs, "num_draft_tokens", 0) > 0 or _flag(inputs, "use_draft_logits"):
+    if largest(inputs, "num_draft_tokens", 0) > 0 or flag(inputs, "use_draft_logits"):
         raise ModelError("tensorrt_llm_bls does not support speculative decoding")
-    streaming = _flag(inputs, "stream")
-    if streaming and _largest(inputs, "beam_width") > 1:
+    streaming = flag(inputs, "stream")
+    if streaming and largest(inputs, "beam_width") > 1:
         raise ModelError("tensorrt_llm_bls does not stream with beam_width > 1")
-    several = batch_size(inputs) * _largest(inputs, "num_return_sequences") > 1
+    several = batch_size(inputs) * largest(inputs, "num_return_sequences") > 1
     if (streaming or several) and not decoupled:
         what = "streaming" if streaming else "more than one answer to a request"
         raise ModelError(f"{what} needs decoupled_mode true in the tensorrt_llm_bls model")
-
-
-def request_key(request_id: str) -> str:
-    """The id under which a request is known to the other models: its own, else a new one."""
-    return request_id or f"bls-{uuid.uuid4()}"
-
-
-def batch_size(inputs: Mapping[str, Array]) -> int:
-    """How many prompts a request has."""
-    return int(inputs["text_input"].shape[0])
-
-
-def renamed(arrays: Mapping[str, Array], names: Mapping[str, str]) -> dict[str, Array]:
-    """Those of the arrays that have a name in ``names``, under that, each of shape [batch, …].
-
-    A scalar that the sender's configuration reshapes to nothing has shape [batch]; its receiver
-    wants what clients send, [batch, 1].
-    """
-    return {
-        new: array.reshape(-1, 1) if array.ndim == 1 else array
-        for old, new in names.items()
-        if (array := arrays.get(old)) is not None
-    }
-
-
-class Client:
-    """Who waits for the responses to one request. Methods may be called from any thread.
-
-    A sender must not be asked anything once it has sent the last response: Triton 2.51 frees what it
-    refers to. Hence the lock.
-    """
-
-    def __init__(self, sender: Any, final_flag: int) -> None:
-        self._sender = sender
-        self._final_flag = final_flag
-        self._lock = threading.Lock()
-        self.closed = False
-
-    def send(self, response: Any | None, *, last: bool) -> None:
-        """Sends a response, or nothing but the end of the responses."""
-        flags = self._final_flag if last else 0
-        with self._lock:
-            if response is None:
-                self._sender.send(flags=flags)
-            else:
-                self._sender.send(response, flags=flags)
-            self.closed = last
-
-    def gone(self) -> bool:
-        """Whether the client has gone away before the last response. It takes a round trip."""
-        with self._lock:
-            return not self.closed and bool(self._sender.is_cancelled())
 
 
 class Watch:
@@ -405,15 +313,3 @@ class Watch:
                         stop()
                 except Exception:
                     logger.exception("a request could not be looked after")
-
-
-def _flag(arrays: Mapping[str, Array], name: str) -> bool:
-    return name in arrays and bool(arrays[name].any())
-
-
-def _largest(arrays: Mapping[str, Array], name: str, default: int = 1) -> int:
-    return int(arrays[name].max()) if name in arrays else default
-
-
-def _index(arrays: Mapping[str, Array], name: str) -> int:
-    return int(arrays[name].flat[0]) if name in arrays else 0

@@ -23,6 +23,8 @@ from tritonclient.grpc.model_config_pb2 import (  # type: ignore[import-untyped,
 )
 
 from cog_triton.errors import ConfigurationError, TemplateError
+from cog_triton.triton.context import MODEL as CONTEXT_MODEL
+from cog_triton.triton.context import with_context
 from cog_triton.triton.ids_ensemble import ids_ensemble
 from cog_triton.triton.variables import (
     IGNORED,
@@ -37,6 +39,7 @@ from cog_triton.triton.variables import (
 logger = logging.getLogger(__name__)
 
 CONFIG = "config.pbtxt"
+_CONTEXT = "decoding_context"
 
 _VARIABLE = re.compile(r"\$\{([A-Za-z_]\w*)\}", re.ASCII)
 _TOKEN = re.compile(
@@ -135,9 +138,29 @@ def fill_repository(source: Path, destination: Path, overrides: Overrides) -> No
     _raise_if(problems)
     for model, text in filled.items():
         _write_model(source / model, destination / model, text)
+    _derive(source, destination, configs, context=overrides.get("ensemble", {}).get(_CONTEXT))
+
+
+def _derive(
+    source: Path, destination: Path, configs: Mapping[str, Any], *, context: object
+) -> None:
+    """Adds the models that no template stands for.
+
+    Args:
+        context: the ensemble's value of decoding_context, if one was given.
+    """
     ensemble = configs.get("ensemble")
     if ensemble is not None and (ids := ids_ensemble(ensemble)) is not None:
         _write_model(source / "ensemble", destination / ids.name, text_format.MessageToString(ids))
+    if _is_empty(context) and (derived := with_context(configs)) is not None:
+        ensemble, relay = derived
+        (destination / "ensemble" / CONFIG).write_text(
+            text_format.MessageToString(ensemble), encoding="utf-8"
+        )
+        version = destination / relay.name / "1"
+        version.mkdir(parents=True)
+        (version / "model.py").write_text(CONTEXT_MODEL, encoding="utf-8")
+        (version.parent / CONFIG).write_text(text_format.MessageToString(relay), encoding="utf-8")
 
 
 def load_overrides(path: Path) -> dict[str, dict[str, object]]:
@@ -382,7 +405,7 @@ def _with_context(
 
     ``llm`` holds tensorrt_llm's values, None when they are not known.
     """
-    name = "decoding_context"
+    name = _CONTEXT
     if llm is None or name not in _names(template) or not _is_empty(values.get(name)):
         return values
     backend = llm.get("triton_backend") or VARIABLES["tensorrt_llm"]["triton_backend"].default

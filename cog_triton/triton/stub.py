@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import numpy.typing as npt
+
+from cog_triton.triton.model_calls import ModelError
 
 Array = npt.NDArray[Any]
 
@@ -32,3 +34,40 @@ def response(pb_utils: Any, values: Mapping[str, Array], names: Collection[str])
 def error(pb_utils: Any, message: str) -> Any:
     """A response that says what is wrong."""
     return pb_utils.InferenceResponse(error=pb_utils.TritonError(message))
+
+
+class StubModels:
+    """The other models of this server; see ``model_calls.Models``."""
+
+    def __init__(self, pb_utils: Any) -> None:
+        """Calls nothing yet.
+
+        Args:
+            pb_utils: the stub's module.
+        """
+        self._pb_utils = pb_utils
+
+    def call(self, model: str, request_id: str, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        outcome = _outcome(self._request(model, request_id, inputs).exec())
+        if isinstance(outcome, ModelError):
+            raise outcome
+        return outcome
+
+    def stream(
+        self, model: str, request_id: str, inputs: Mapping[str, Array]
+    ) -> Iterator[dict[str, Array] | ModelError]:
+        return map(_outcome, self._request(model, request_id, inputs).exec(decoupled=True))
+
+    def _request(self, model: str, request_id: str, inputs: Mapping[str, Array]) -> Any:
+        return self._pb_utils.InferenceRequest(
+            model_name=model,
+            request_id=request_id,
+            inputs=[self._pb_utils.Tensor(*item) for item in inputs.items()],
+            requested_output_names=[],  # all that there are
+        )
+
+
+def _outcome(response: Any) -> dict[str, Array] | ModelError:
+    if response.has_error():
+        return ModelError(response.error().message())
+    return arrays(response.output_tensors())

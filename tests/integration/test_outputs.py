@@ -1,7 +1,7 @@
 """Every subset of outputs that a client may name, on the ensembles and the engine, decoupled and not.
 
-Two failures of Triton's lie in wait here: it leaves out steps whose outputs nobody named, and with them more
-than it should; and its stub dies under Python 3.12 when a model sends what nobody named.
+Two failures of Triton's lie in wait here: it leaves out steps whose outputs nobody named, and with them
+more than it should; and its stub dies under Python 3.12 when a model sends what nobody named.
 """
 
 from __future__ import annotations

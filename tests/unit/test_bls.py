@@ -25,14 +25,11 @@ from cog_triton.triton.bls import (
     TO_TENSORRT_LLM,
     Array,
     Bls,
-    Client,
-    ModelError,
-    Models,
     Watch,
     check_parameters,
     check_request,
-    request_key,
 )
+from cog_triton.triton.model_calls import Client, ModelError, Models, request_key
 from cog_triton.triton.postprocessing import Postprocessor
 from cog_triton.triton.repository import fill_model, fill_repository
 from tests.support import ROOT, wait_until

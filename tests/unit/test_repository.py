@@ -460,15 +460,44 @@ def test_decoding_context_follows_the_backend(
     _, llm, post = config(tmp_path, "ensemble").ensemble_scheduling.step
     context = {"context_ids": "_CONTEXT_IDS", "is_final": "_IS_FINAL"}
     assert ({"context_ids", "is_final"} <= outputs) is on
-    assert (context.items() <= llm.output_map.items()) is on
-    assert ({"CONTEXT_IDS": "_CONTEXT_IDS"}.items() <= post.input_map.items()) is on
-    assert ({"IS_FINAL": "_IS_FINAL"}.items() <= post.input_map.items()) is on
+    # The ensemble has it in any case: from the engine itself, or from the model before the C++ backend.
+    assert llm.model_name == ("tensorrt_llm" if on else "tensorrt_llm_context")
+    assert context.items() <= llm.output_map.items()
+    assert {"CONTEXT_IDS": "_CONTEXT_IDS"}.items() <= post.input_map.items()
+    assert {"IS_FINAL": "_IS_FINAL"}.items() <= post.input_map.items()
+    assert (tmp_path / "tensorrt_llm_context").exists() is not on
 
 
-def test_decoding_context_can_be_switched_off(tmp_path: Path) -> None:
-    off = {"decoding_context": False}
-    fill_repository(TEMPLATES, tmp_path, merged({"ensemble": off, "tensorrt_llm": off}))
+def test_the_model_before_the_backend_has_its_tensors(tmp_path: Path) -> None:
+    values = {"triton_backend": "tensorrtllm", "engine_dir": "/e", "triton_max_batch_size": 65}
+    fill_repository(TEMPLATES, tmp_path, merged({"tensorrt_llm": values}))
+    relay, llm = config(tmp_path, "tensorrt_llm_context"), config(tmp_path, "tensorrt_llm")
+    assert (relay.backend, relay.max_batch_size) == ("python", 65)
+    assert list(relay.input) == list(llm.input)
+    assert list(relay.output)[:-2] == list(llm.output)
+    assert [tensor.name for tensor in relay.output][-2:] == ["context_ids", "is_final"]
+    assert relay.model_transaction_policy.decoupled
+    assert "TritonPythonModel" in (tmp_path / "tensorrt_llm_context/1/model.py").read_text()
+    # Who reads ids reads the backend's own.
+    assert (
+        config(tmp_path, "ensemble_ids").ensemble_scheduling.step[-1].model_name == "tensorrt_llm"
+    )
+
+
+def test_without_streaming_nothing_stands_before_the_backend(tmp_path: Path) -> None:
+    values = {"triton_backend": "tensorrtllm", "engine_dir": "/e", "decoupled_mode": False}
+    fill_repository(TEMPLATES, tmp_path, merged({"tensorrt_llm": values}))
+    assert not (tmp_path / "tensorrt_llm_context").exists()
+    assert config(tmp_path, "ensemble").ensemble_scheduling.step[1].model_name == "tensorrt_llm"
+
+
+@pytest.mark.parametrize("backend", ["python", "tensorrtllm"])
+def test_decoding_context_can_be_switched_off(tmp_path: Path, backend: str) -> None:
+    off: dict[str, object] = {"decoding_context": False}
+    llm = {**off, "triton_backend": backend, "engine_dir": "/e"}
+    fill_repository(TEMPLATES, tmp_path, merged({"ensemble": off, "tensorrt_llm": llm}))
     assert "context_ids" not in (tmp_path / "tensorrt_llm" / "config.pbtxt").read_text()
+    assert not (tmp_path / "tensorrt_llm_context").exists()
 
 
 @pytest.mark.parametrize(

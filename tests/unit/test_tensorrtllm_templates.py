@@ -219,7 +219,6 @@ def test_the_backend_has_no_decoding_context(tmp_path: Path) -> None:
             "tensorrt_llm": {"triton_backend": "tensorrtllm", "engine_dir": "/engine"},
         },
     )
-    for model in ("ensemble", "tensorrt_llm"):
-        text = (tmp_path / "repository" / model / "config.pbtxt").read_text()
-        assert "is_final" not in text
-        assert "${" not in text
+    text = (tmp_path / "repository" / "tensorrt_llm" / "config.pbtxt").read_text()
+    assert "is_final" not in text
+    assert "${" not in text

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator, Mapping
 from contextlib import closing
 from functools import partial
 from typing import Any
@@ -13,14 +12,8 @@ import triton_python_backend_utils as pb_utils
 
 from cog_triton.engines.base import engine_parameters
 from cog_triton.triton import stub
-from cog_triton.triton.bls import (
-    Bls,
-    Client,
-    ModelError,
-    Watch,
-    check_parameters,
-    request_key,
-)
+from cog_triton.triton.bls import Bls, Watch, check_parameters
+from cog_triton.triton.model_calls import Client, request_key
 
 CANCELLATION_CHECK_SECONDS = 1.0  # asking Triton is a round trip
 
@@ -31,7 +24,7 @@ class TritonPythonModel:
         parameters = engine_parameters(config)
         check_parameters(parameters)
         self._bls = Bls(
-            Models(),
+            stub.StubModels(pb_utils),
             llm=parameters.get("tensorrt_llm_model_name", "tensorrt_llm"),
             accumulate=parameters.get("accumulate_tokens") == "true",
             decoupled=config["model_transaction_policy"]["decoupled"],
@@ -66,35 +59,3 @@ class TritonPythonModel:
                     client.send(stub.response(pb_utils, tensors, names), last=last)
             if not client.closed:
                 client.send(None, last=True)
-
-
-class Models:
-    """The other models of this server."""
-
-    def call(
-        self, model: str, request_id: str, inputs: Mapping[str, stub.Array]
-    ) -> dict[str, stub.Array]:
-        outcome = outputs(inference_request(model, request_id, inputs).exec())
-        if isinstance(outcome, ModelError):
-            raise outcome
-        return outcome
-
-    def stream(
-        self, model: str, request_id: str, inputs: Mapping[str, stub.Array]
-    ) -> Iterator[dict[str, stub.Array] | ModelError]:
-        return map(outputs, inference_request(model, request_id, inputs).exec(decoupled=True))
-
-
-def inference_request(model: str, request_id: str, inputs: Mapping[str, stub.Array]) -> Any:
-    return pb_utils.InferenceRequest(
-        model_name=model,
-        request_id=request_id,
-        inputs=[pb_utils.Tensor(*item) for item in inputs.items()],
-        requested_output_names=[],  # all that there are
-    )
-
-
-def outputs(response: Any) -> dict[str, stub.Array] | ModelError:
-    if response.has_error():
-        return ModelError(response.error().message())
-    return stub.arrays(response.output_tensors())
