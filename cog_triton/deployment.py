@@ -138,7 +138,10 @@ def template_values(settings: Settings, engine: Engine) -> Values:
         ConfigurationError: the configuration file cannot be read.
     """
     overrides = _overrides(settings.config_file)
-    tokenizer = {"tokenizer_dir": settings.tokenizer_dir}
+    tokenizer: dict[str, object] = {"tokenizer_dir": settings.tokenizer_dir}
+    # Only where it is asked for: the C++ backend and NVIDIA's own templates have no such variable.
+    if settings.trust_remote_code:
+        tokenizer["trust_remote_code"] = True
     llm = {**tokenizer, **_engine_values(settings, engine)}
     limit = context_length({**llm, **overrides.get("tensorrt_llm", {})})
     values: Values = {
@@ -222,7 +225,9 @@ def _overrides(file: Path) -> dict[str, dict[str, object]]:
 
 def _load_tokenizer(settings: Settings) -> Tokenizer:
     without_torch()
-    return load_tokenizer(settings.tokenizer_dir)
+    return load_tokenizer(
+        settings.tokenizer_dir, trust_remote_code=settings.trust_remote_code
+    )
 
 
 def _runtime_directory(settings: Settings, cleanup: contextlib.ExitStack) -> Path:

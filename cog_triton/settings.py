@@ -58,6 +58,12 @@ class Settings(BaseModel):
         alias="TOKENIZER",
         description="Tokenizer directory or id; `MODEL` when unset.",
     )
+    trust_remote_code: bool = Field(
+        default=False,
+        alias="TRUST_REMOTE_CODE",
+        description="Run the Python code that a model or its tokenizer brings, with all that this user may "
+        "do. Without it, one that needs its own code is refused.",
+    )
     engine: Literal["auto", "tensorrtllm", "llmapi", "transformers", "simulated"] = Field(
         default="auto",
         alias="ENGINE",

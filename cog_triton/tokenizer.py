@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from cog_triton import remote_code
 from cog_triton.errors import ConfigurationError
 
 Tokenizer = Any  # transformers.PreTrainedTokenizerBase; the name would import transformers
@@ -45,15 +46,23 @@ def without_torch() -> None:
         from transformers import AutoTokenizer  # noqa: F401
 
 
-def load_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer of a local directory or a Hugging Face id. Code in the directory is never run.
+def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Tokenizer:
+    """The tokenizer of a local directory or a Hugging Face id.
+
+    Args:
+        trust_remote_code: whether Python code that the tokenizer brings may be run.
 
     Raises:
-        ConfigurationError: there is no tokenizer there, or it cannot be loaded.
+        ConfigurationError: there is no tokenizer there, it cannot be loaded, or it needs its own code
+            and that is not trusted.
     """
+    if trust_remote_code:
+        return _load_with_its_code(name)
     try:
-        return _load(name)
+        return _load(name, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
+        if remote_code.was_refused(error):
+            raise ConfigurationError(remote_code.refusal("tokenizer", name)) from error
         hint = (
             "" if Path(name).is_dir() else " (it is no local directory, so it was taken as an id)"
         )
@@ -78,10 +87,21 @@ def max_characters(tokenizer: Tokenizer, tokens: int) -> int:
     return tokens * _longest_token(tokenizer)
 
 
-def _load(name: str) -> Tokenizer:
+def _load_with_its_code(name: str) -> Tokenizer:
+    try:
+        with remote_code.one_process_at_a_time():
+            return _load(name, trust_remote_code=True)
+    except Exception as error:  # that code may raise anything
+        raise ConfigurationError(
+            f"no tokenizer could be loaded from {name!r}, whose own code may be run "
+            f"(TRUST_REMOTE_CODE): {type(error).__name__}: {error}"
+        ) from error
+
+
+def _load(name: str, *, trust_remote_code: bool) -> Tokenizer:
     import transformers
 
-    options = {"trust_remote_code": False, "clean_up_tokenization_spaces": False}
+    options = {"trust_remote_code": trust_remote_code, "clean_up_tokenization_spaces": False}
     if int(transformers.__version__.partition(".")[0]) < 5:
         # Version 4, which TensorRT-LLM 1.2 brings, does not know what version 5 saves.
         from transformers.models.auto.tokenization_auto import get_tokenizer_config

@@ -282,7 +282,11 @@ class SimulatedEngine(Engine):
             cast("tuple[FailureKind, ...]", tuple(kinds)),
         )
         return cls(
-            _encode(parameters["tokenizer_dir"], parameters.get("simulated_text", TEXT)),
+            _encode(
+                parameters["tokenizer_dir"],
+                parameters.get("simulated_text", TEXT),
+                trust_remote_code=parameters.get("trust_remote_code") == "true",
+            ),
             costs,
             failures,
             context_length=int(parameters.get("max_seq_len", DEFAULT_CONTEXT_LENGTH)),
@@ -343,7 +347,7 @@ class SimulatedEngine(Engine):
         return False
 
 
-def _encode(tokenizer_dir: str, text: str) -> list[int]:
+def _encode(tokenizer_dir: str, text: str, *, trust_remote_code: bool = False) -> list[int]:
     """The text's token ids.
 
     Raises:
@@ -360,7 +364,7 @@ def _encode(tokenizer_dir: str, text: str) -> list[int]:
     else:
         from cog_triton.tokenizer import load_tokenizer
 
-        tokenizer = load_tokenizer(tokenizer_dir)
+        tokenizer = load_tokenizer(tokenizer_dir, trust_remote_code=trust_remote_code)
         ids = list(tokenizer(text, add_special_tokens=False).input_ids)
     if not tokenizer.decode(ids, skip_special_tokens=True):
         raise ValueError(f"simulated_text {text!r} has no tokens that make text in {tokenizer_dir}")

@@ -18,7 +18,7 @@ from itertools import chain
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.continuous_api import OutputRouter
 from transformers.generation.continuous_batching.model_runner import ModelRunner
@@ -31,6 +31,7 @@ from transformers.generation.continuous_batching.requests import (
 from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, FIFOScheduler
 from transformers.generation.continuous_batching.utils import pad_to_pow2, stream_context
 
+from cog_triton import remote_code
 from cog_triton.engines.attention import use_attention
 from cog_triton.engines.base import (
     Engine,
@@ -94,12 +95,17 @@ class TransformersEngine(Engine):
         """Loads the model that the tensorrt_llm model's parameters name.
 
         Raises:
-            ValueError: the prompt and output cannot fit in ``max_tokens_in_paged_kv_cache``, or
-                there is no such attention.
+            ValueError: the prompt and output cannot fit in ``max_tokens_in_paged_kv_cache``, there
+                is no such attention, or the model needs its own code and that is not trusted.
             OSError: there is no such model.
         """
         device = _device(parameters.get("device", "auto"))
-        model = load_model(parameters["model"], device, parameters.get("dtype", "auto"))
+        model = load_model(
+            parameters["model"],
+            device,
+            parameters.get("dtype", "auto"),
+            trust_remote_code=parameters.get("trust_remote_code") == "true",
+        )
         if attention := parameters.get("attn_implementation"):
             use_attention(model, attention)
         context_length = _context_length(model.config, parameters.get("max_seq_len"))
@@ -140,11 +146,33 @@ class TransformersEngine(Engine):
         self._manager.stop(block=True, hard_stop=True)
 
 
-def load_model(name: str, device: torch.device, dtype: str) -> Any:
-    """A causal language model of a local directory or a Hugging Face id. Its own code is never run."""
-    model = AutoModelForCausalLM.from_pretrained(
-        name, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False
-    )
+def load_model(
+    name: str, device: torch.device, dtype: str, *, trust_remote_code: bool = False
+) -> Any:
+    """A causal language model of a local directory or a Hugging Face id.
+
+    Args:
+        trust_remote_code: whether Python code that the model brings may be run.
+
+    Raises:
+        ValueError: the model needs its own code, and that is not trusted; or it cannot be loaded.
+        OSError: there is no such model.
+    """
+    if trust_remote_code:
+        # The part of its code that the tokenizer's processes load as well, at the same time.
+        with remote_code.one_process_at_a_time():
+            AutoConfig.from_pretrained(name, trust_remote_code=True)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            name,
+            dtype=dtype,
+            attn_implementation="sdpa",
+            trust_remote_code=trust_remote_code,
+        )
+    except ValueError as error:
+        if trust_remote_code or not remote_code.was_refused(error):
+            raise
+        raise ValueError(remote_code.refusal("model", name)) from error
     return model.to(device).eval()
 
 

@@ -246,11 +246,19 @@ _TOKENIZER = Variable(
     "tokenizer_dir", "path", REQUIRED, "Directory or Hugging Face id of the tokenizer."
 )
 
+_TRUST_REMOTE_CODE = Variable(
+    "trust_remote_code",
+    "boolean",
+    False,
+    "Run the Python code that a tokenizer or model brings; set by `TRUST_REMOTE_CODE`.",
+)
+
 VARIABLES: Final[Mapping[str, Mapping[str, Variable]]] = {
     "ensemble": _table(_MAX_BATCH_SIZE, _LOGITS, _DECODING_CONTEXT),
     "preprocessing": _table(
         _MAX_BATCH_SIZE,
         _TOKENIZER,
+        _TRUST_REMOTE_CODE,
         Variable(
             "add_special_tokens",
             "boolean",
@@ -284,6 +292,7 @@ VARIABLES: Final[Mapping[str, Mapping[str, Variable]]] = {
     "postprocessing": _table(
         _MAX_BATCH_SIZE,
         _TOKENIZER,
+        _TRUST_REMOTE_CODE,
         Variable(
             "skip_special_tokens", "boolean", True, "Leave special tokens out of the text returned."
         ),
@@ -570,6 +579,7 @@ VARIABLES: Final[Mapping[str, Mapping[str, Variable]]] = {
         Variable(
             "model", "path", None, "Embedded engine: directory or Hugging Face id of the model."
         ),
+        _TRUST_REMOTE_CODE,
         Variable(
             "max_seq_len",
             "integer",

@@ -18,7 +18,10 @@ class TritonPythonModel:
         without_torch()
         parameters = engine_parameters(json.loads(args["model_config"]))
         self._postprocessor = Postprocessor(
-            load_tokenizer(parameters["tokenizer_dir"]),
+            load_tokenizer(
+                parameters["tokenizer_dir"],
+                trust_remote_code=parameters.get("trust_remote_code") == "true",
+            ),
             skip_special_tokens=parameters.get("skip_special_tokens", "true") == "true",
         )
 

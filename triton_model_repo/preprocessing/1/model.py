@@ -25,7 +25,10 @@ class TritonPythonModel:
         parameters = engine_parameters(json.loads(args["model_config"]))
         context_length = parameters.get("max_seq_len")
         self._preprocessor = Preprocessor(
-            load_tokenizer(parameters["tokenizer_dir"]),
+            load_tokenizer(
+                parameters["tokenizer_dir"],
+                trust_remote_code=parameters.get("trust_remote_code") == "true",
+            ),
             add_special_tokens=parameters.get("add_special_tokens", "true") == "true",
             words_after_space=parameters.get("words_after_space", "true") == "true",
             context_length=None if context_length is None else int(context_length),

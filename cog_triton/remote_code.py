@@ -1,0 +1,45 @@
+"""Models and tokenizers that bring Python code of their own, by ``auto_map`` in their configuration.
+
+It is run when ``TRUST_REMOTE_CODE`` says so, and otherwise never.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from cog_triton.locks import locked
+
+
+def was_refused(error: BaseException) -> bool:
+    """Whether transformers, or TensorRT-LLM by it, failed for want of ``trust_remote_code``."""
+    return "trust_remote_code" in str(error)
+
+
+def refusal(what: str, name: str) -> str:
+    """What to do about a model or tokenizer whose code is not trusted.
+
+    Args:
+        what: "model" or "tokenizer".
+    """
+    return (
+        f"the {what} {name!r} brings Python code of its own and needs it, and that is not run unless it "
+        "is trusted. Read its .py files, then set TRUST_REMOTE_CODE=1 (in a repository that "
+        "fill_template.py fills: trust_remote_code:true), which runs them with all that this user may do"
+    )
+
+
+@contextmanager
+def one_process_at_a_time() -> Iterator[None]:
+    """Held while code is loaded.
+
+    Transformers copies it into a directory of the user's and imports it there. The predictor,
+    preprocessing and postprocessing start together, and would read each other's half-written copies.
+    """
+    from transformers.utils import HF_MODULES_CACHE
+
+    directory = Path(HF_MODULES_CACHE)
+    directory.mkdir(parents=True, exist_ok=True)
+    with locked(directory, waiting=lambda: None):
+        yield
