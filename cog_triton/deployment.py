@@ -225,9 +225,7 @@ def _overrides(file: Path) -> dict[str, dict[str, object]]:
 
 def _load_tokenizer(settings: Settings) -> Tokenizer:
     without_torch()
-    return load_tokenizer(
-        settings.tokenizer_dir, trust_remote_code=settings.trust_remote_code
-    )
+    return load_tokenizer(settings.tokenizer_dir, trust_remote_code=settings.trust_remote_code)
 
 
 def _runtime_directory(settings: Settings, cleanup: contextlib.ExitStack) -> Path:

@@ -13,9 +13,8 @@ for 1.x, and never on the real one. So everything is unchecked there, and first 
 - start and end: how long loading takes, that the LLM's worker processes can be started from Triton's
   Python stub, with one GPU and, by MPI, with several, and that ``shutdown`` ends them;
 - that the sections of the YAML file become the objects that the LLM wants (``speculative_config``
-  above all), and that a scheduling policy is accepted as text;
-- what the samplers honour. In 1.1 and 1.2 the default one is reported to ignore seeds and penalties;
-  ``sampler_type: TRTLLMSampler`` in the YAML file is said to help, until a later 1.3 refuses it;
+  above all), by the library's own function, and that a scheduling policy is accepted as text;
+- what the samplers honour, see ``llm_api_sampler``;
 - that log probabilities are those of the unchanged distribution, and that the one of the chosen token
   is always among them: a request that asked for them fails if it is not;
 - whether the end token is part of the output: some samplers leave it out, so it is added then;
@@ -38,11 +37,14 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped, unused-ignore]
 
+from cog_triton import remote_code
 from cog_triton.engines.base import Engine, EngineError, GenerationRequest, Sink, Tokens
+from cog_triton.engines.llm_api_sampler import Sampler, sampler_of, sampling_defaults
 
 logger = logging.getLogger(__name__)
 
 Parse = Callable[[str], Any]
+Convert = Callable[[dict[str, Any], dict[str, Any], str], dict[str, Any]]
 
 
 def _boolean(text: str) -> bool:
@@ -65,6 +67,7 @@ _ARGUMENTS: dict[str, tuple[str, Parse]] = {
     "max_beam_width": ("max_beam_width", int),
     "enable_chunked_context": ("enable_chunked_prefill", _boolean),
     "stream_interval": ("stream_interval", int),
+    "trust_remote_code": ("trust_remote_code", _boolean),
 }
 _KV_CACHE: dict[str, tuple[str, Parse]] = {
     "enable_kv_cache_reuse": ("enable_block_reuse", _boolean),
@@ -116,6 +119,7 @@ _SAME_AS_UNSET = {
     "dtype": "auto",
     "gpt_model_type": "inflight_fused_batching",
     "max_beam_width": "1",
+    "trust_remote_code": "false",
 }
 
 NO_END_ID = -1
@@ -138,7 +142,12 @@ class TensorrtLlmEngine(Engine):
     """See the module's docstring."""
 
     def __init__(
-        self, llm: Any, sampling_params: Callable[..., Any], *, context_length: int
+        self,
+        llm: Any,
+        sampling_params: Callable[..., Any],
+        *,
+        context_length: int,
+        sampler: Sampler,
     ) -> None:
         """Starts the loop's thread.
 
@@ -146,8 +155,10 @@ class TensorrtLlmEngine(Engine):
             llm: a loaded ``tensorrt_llm.LLM``; the engine shuts it down.
             sampling_params: ``tensorrt_llm.SamplingParams``.
             context_length: most tokens that prompt and output may have together.
+            sampler: what the LLM samples with; requests for what it would ignore are refused.
         """
         self._llm = llm
+        self._sampler = sampler
         self._sampling_params = sampling_params
         self._context_length = context_length
         self._lock = threading.Lock()  # guards the next two, and that the loop is open
@@ -162,31 +173,37 @@ class TensorrtLlmEngine(Engine):
         """Loads the model that the tensorrt_llm model's parameters name.
 
         Raises:
-            ValueError: a parameter is missing or not valid, or the LLM does not know an argument.
+            ValueError: a parameter is missing or not valid, the LLM does not know an argument, or the
+                model needs its own code and that is not trusted.
             OSError: there is no such file or model.
             Exception: whatever else the LLM raises while it loads.
         """
-        from tensorrt_llm import (  # type: ignore[import-not-found, import-untyped, unused-ignore]
-            LLM,
-            SamplingParams,
-        )
+        import tensorrt_llm  # type: ignore[import-not-found, import-untyped, unused-ignore]
         from tensorrt_llm.llmapi import (  # type: ignore[import-not-found, import-untyped, unused-ignore]
             KvCacheConfig,
+            llm_args,
         )
 
         for name in sorted(_set(parameters).keys() & set(_NO_ARGUMENT)):
             logger.warning("tensorrt_llm: %s has no effect with the engine llmapi", name)
         arguments = llm_arguments(parameters)
         if path := parameters.get("llm_api_config"):
-            arguments = merged(arguments, read_llm_api_config(Path(path)))
+            convert = getattr(llm_args, "update_llm_args_with_extra_dict", None)
+            arguments = merged(arguments, read_llm_api_config(Path(path)), path, convert)
         if "model" not in arguments:
             raise ValueError("tensorrt_llm: model: the engine llmapi needs it")
         kv_cache = arguments.get("kv_cache_config")
         if isinstance(kv_cache, dict):
             arguments = {**arguments, "kv_cache_config": KvCacheConfig(**kv_cache)}
-        llm = LLM(**arguments)
+        known = getattr(getattr(llm_args, "TorchLlmArgs", None), "model_fields", {})
+        arguments = {**sampling_defaults(known, arguments), **arguments}
+        sampler = sampler_of(str(getattr(tensorrt_llm, "__version__", "unknown")), arguments)
+        if sampler.warning is not None:
+            logger.warning(sampler.warning)
+        llm = _load(tensorrt_llm.LLM, arguments)
         try:
-            return cls(llm, SamplingParams, context_length=context_length(arguments, llm))
+            length = context_length(arguments, llm)
+            return cls(llm, tensorrt_llm.SamplingParams, context_length=length, sampler=sampler)
         except BaseException:
             llm.shutdown()
             raise
@@ -196,6 +213,7 @@ class TensorrtLlmEngine(Engine):
         return self._context_length
 
     def submit(self, request: GenerationRequest, sink: Sink) -> None:
+        self._sampler.check(request.sampling)
         try:
             sampling = self._sampling_params(**sampling_arguments(request))
         except (ValueError, TypeError) as error:
@@ -324,15 +342,44 @@ def llm_arguments(parameters: Mapping[str, str]) -> dict[str, Any]:
     return {**arguments, "skip_tokenizer_init": True}
 
 
-def merged(arguments: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
-    """``arguments`` with those of ``extra``, which win; their ``kv_cache_config`` are merged too."""
-    result = {**arguments, **extra}
+def merged(
+    arguments: Mapping[str, Any],
+    extra: Mapping[str, Any],
+    source: str = "",
+    convert: Convert | None = None,
+) -> dict[str, Any]:
+    """``arguments`` with those of ``extra``, which win; their ``kv_cache_config`` are merged too.
+
+    Args:
+        source: the file that ``extra`` is from.
+        convert: TensorRT-LLM's ``update_llm_args_with_extra_dict``, which merges the same way and makes
+            objects of the sections that the LLM does not take as dicts, ``speculative_config`` and
+            ``lora_config`` among them. Without it they stay as they are.
+
+    Raises:
+        ValueError: a section is not valid.
+    """
+    extra = dict(extra)
     ours, theirs = arguments.get("kv_cache_config"), extra.get("kv_cache_config")
     if isinstance(ours, dict) and isinstance(theirs, dict):
-        result["kv_cache_config"] = {**ours, **theirs}
+        extra["kv_cache_config"] = {**ours, **theirs}
         _log_overridden(ours, theirs, "kv_cache_config.")
     _log_overridden(arguments, extra)
-    return result
+    if convert is None:
+        return {**arguments, **extra}
+    try:
+        return convert(dict(arguments), extra, source)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"llm_api_config {source}: {type(error).__name__}: {error}") from error
+
+
+def _load(llm: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    try:
+        return llm(**arguments)
+    except Exception as error:
+        if arguments.get("trust_remote_code") or not remote_code.was_refused(error):
+            raise
+        raise ValueError(remote_code.refusal("model", str(arguments["model"]))) from error
 
 
 def read_llm_api_config(path: Path) -> dict[str, Any]:

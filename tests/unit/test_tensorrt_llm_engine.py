@@ -25,6 +25,7 @@ from cog_triton.engines.base import (
     Tokens,
     create_engine,
 )
+from cog_triton.engines.llm_api_sampler import Sampler, sampler_of, sampling_defaults
 from cog_triton.engines.tensorrt_llm import (
     TensorrtLlmEngine,
     chosen_log_probs,
@@ -46,6 +47,9 @@ CONTRACT: dict[str, Any] = json.loads(
     (TESTS / "contracts" / "tensorrt_llm_llm_api.json").read_text()
 )
 NOT_PROMISED = {"backend", "cuda_graph_config", "scheduler_config", "attn_backend"}
+# Arguments outside of the contract that the tests here need, as read in TensorRT-LLM's repository.
+READ = {"build_config", "sampler_type"}
+HONOURS_ALL = "1.3.0rc26"
 EXPECTED_END = Tokens([], finished=True)
 
 
@@ -130,9 +134,9 @@ def public(thing: object) -> set[str]:
 
 
 def test_the_fakes_llm_has_the_arguments_of_the_contract_and_no_more(fake: Any) -> None:
-    args = importlib.import_module("tensorrt_llm.llm_args").LlmArgs
+    args = importlib.import_module("tensorrt_llm.llmapi.llm_args").TorchLlmArgs
     promised = set(CONTRACT["LLM"]["committed_arguments"])
-    assert set(args.model_fields) == promised | NOT_PROMISED
+    assert set(args.model_fields) == promised | NOT_PROMISED | READ
     assert set(CONTRACT["LLM"]["not_committed"]) >= NOT_PROMISED
     for name, default in CONTRACT["LLM"]["defaults"].items():
         assert args.model_fields[name].default == default
@@ -214,6 +218,8 @@ BARE = {"model": "m", "skip_tokenizer_init": True}
         ({"stream_interval": "4"}, {"stream_interval": 4}),
         ({"enable_chunked_context": "true"}, {"enable_chunked_prefill": True}),
         ({"enable_chunked_context": "false"}, {"enable_chunked_prefill": False}),
+        ({"trust_remote_code": "true"}, {"trust_remote_code": True}),
+        ({"trust_remote_code": "false"}, {}),
         ({"batch_scheduler_policy": "guaranteed_no_evict"}, {}),
         (
             {"batch_scheduler_policy": "max_utilization"},
@@ -377,7 +383,62 @@ def test_the_files_arguments_reach_the_llm(make: Make, tmp_path: Path) -> None:
     assert [len(tokens.ids) for tokens in run(engine, request(max_tokens=8))] == [3, 3, 2]
 
 
+EAGLE = {"decoding_type": "Eagle", "max_draft_len": 3, "speculative_model_dir": "/eagle"}
+
+
+@pytest.mark.parametrize("version", ["1.0.0", "1.1.0", "1.2.1", "1.3.0rc24"])
+def test_the_library_itself_converts_the_files_sections(
+    version: str, fake: Any, make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(fake, "__version__", version)
+    file = tmp_path / "llm.yaml"
+    sections = {
+        "speculative_config": EAGLE,
+        "build_config": {"max_beam_width": 2},
+        "lora_config": {"max_lora_rank": 8},
+        "kv_cache_config": {"max_tokens": 4096},
+    }
+    file.write_text(json.dumps(sections))
+    args = make(llm_api_config=str(file), enable_kv_cache_reuse="false")._llm._args
+    assert type(args.speculative_config).__name__ == "EagleDecodingConfig"
+    assert args.speculative_config.max_draft_len == 3
+    assert args.build_config.max_beam_width == 2
+    assert args.lora_config.max_lora_rank == 8
+    assert args.kv_cache_config.max_tokens == 4096
+    assert args.kv_cache_config.enable_block_reuse is False
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_where_it_does_not_convert_the_sections_stay_as_they_are(
+    there: bool, fake: Any, make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(fake, "__version__", HONOURS_ALL)
+    if not there:
+        module = importlib.import_module("tensorrt_llm.llmapi.llm_args")
+        monkeypatch.delattr(module, "update_llm_args_with_extra_dict")
+    file = tmp_path / "llm.yaml"
+    file.write_text(json.dumps({"speculative_config": EAGLE, "max_seq_len": 50}))
+    engine = make(llm_api_config=str(file))
+    assert engine._llm._args.speculative_config == EAGLE
+    assert engine.context_length == 50
+
+
+def test_a_section_that_cannot_be_converted_names_the_file(make: Make, tmp_path: Path) -> None:
+    file = tmp_path / "llm.yaml"
+    file.write_text("speculative_config: {max_draft_len: 3}\n")
+    with pytest.raises(ValueError, match=r"llm_api_config .*llm.yaml: KeyError: 'decoding_type'"):
+        make(llm_api_config=str(file))
+
+
 # Loading
+
+
+def test_a_model_with_code_of_its_own_needs_to_be_trusted(make: Make, tmp_path: Path) -> None:
+    config = {"vocab_size": 9, "max_position_embeddings": 64, "eos_token_id": 0, "auto_map": {}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="TRUST_REMOTE_CODE=1"):
+        make(model=str(tmp_path))
+    assert make(model=str(tmp_path), trust_remote_code="true")._llm._args.trust_remote_code
 
 
 @pytest.mark.parametrize(
@@ -482,12 +543,109 @@ def test_arguments_of_a_request(values: dict[str, Any], arguments: dict[str, Any
     assert set(arguments) <= set(CONTRACT["SamplingParams"])
 
 
-def test_a_bad_word_of_several_tokens_is_refused(make: Make) -> None:
+def test_a_bad_word_of_several_tokens_is_refused(
+    fake: Any, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fake, "__version__", HONOURS_ALL)
     engine = make()
     with pytest.raises(EngineError, match=r"bad words of several tokens.*\[5, 6\]") as caught:
         engine.submit(request(sampling={"bad_words": ((4,), (5, 6))}), Sink())
     assert error_from_text(str(caught.value)).code == "E1103"
     assert engine.active() == 0
+
+
+PENALTIES: list[dict[str, Any]] = [
+    {"repetition_penalty": 1.2},
+    {"presence_penalty": -0.5},
+    {"frequency_penalty": 0.5},
+    {"bad_words": ((4,),)},
+]
+
+
+@pytest.mark.parametrize("sampling", PENALTIES)
+@pytest.mark.parametrize(
+    ("version", "line"),
+    [
+        ("1.0.0", "enable_trtllm_sampler: true"),
+        ("1.1.0", "sampler_type: TRTLLMSampler"),
+        ("1.2.1", "sampler_type: TRTLLMSampler"),
+        ("1.3.0rc24", "sampler_type: TRTLLMSampler"),
+    ],
+)
+def test_what_the_default_sampler_ignores_is_refused_until_another_is_chosen(
+    version: str,
+    line: str,
+    sampling: dict[str, Any],
+    fake: Any,
+    make: Make,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setattr(fake, "__version__", version)
+    with pytest.raises(EngineError, match=next(iter(sampling))) as caught:
+        make().submit(request(sampling=sampling), Sink())
+    assert f"TensorRT-LLM {version} " in str(caught.value)
+    assert f"set {line} in the file that llm_api_config names" in str(caught.value)
+    assert error_from_text(str(caught.value)).code == "E1103"
+    (tmp_path / "llm.yaml").write_text(line)
+    assert ids(run(make(llm_api_config=str(tmp_path / "llm.yaml")), request(sampling=sampling)))
+
+
+@pytest.mark.parametrize("sampling", PENALTIES)
+def test_a_version_whose_sampler_honours_all_refuses_nothing(
+    sampling: dict[str, Any], fake: Any, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fake, "__version__", HONOURS_ALL)
+    engine = make()
+    plain = ids(run(engine, request()))
+    bad = {"bad_words": ((plain[0],),)} if "bad_words" in sampling else {}
+    changed = ids(run(engine, request(sampling={**sampling, **bad})))
+    assert changed != plain or not bad
+
+
+def test_seeds_that_are_ignored_are_said_once_and_not_refused(
+    make: Make, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    engine = make()
+    for seed in (1, 2, 1):
+        assert ids(run(engine, request(sampling={"top_p": 1.0, "seed": seed})))
+    (warning,) = [message for message in caplog.messages if "ignores seeds" in message]
+    assert "TensorRT-LLM 1.2.1" in warning
+    assert "set sampler_type: TRTLLMSampler" in warning
+    caplog.clear()
+    (tmp_path / "llm.yaml").write_text("sampler_type: TRTLLMSampler")
+    engine = make(llm_api_config=str(tmp_path / "llm.yaml"))
+    texts = [ids(run(engine, request(sampling={"top_p": 1.0, "seed": s}))) for s in (1, 2, 1)]
+    assert texts[0] == texts[2] != texts[1]
+    assert "seeds" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("version", "options", "forgetful"),
+    [
+        ("1.2.1", {}, True),
+        ("1.2.1", {"sampler_type": "auto"}, True),
+        ("1.2.1", {"sampler_type": "TorchSampler"}, True),
+        ("1.2.1", {"sampler_type": SimpleNamespace(value="TRTLLMSampler")}, False),
+        ("1.2.1", {"backend": "tensorrt"}, False),
+        ("1.0.0", {"enable_trtllm_sampler": False}, True),
+        ("1.3.0rc26", {}, False),
+        ("1.3.0", {"sampler_type": "auto"}, False),
+        ("nobody knows", {}, True),
+    ],
+)
+def test_samplers(version: str, options: dict[str, Any], forgetful: bool) -> None:
+    assert sampler_of(version, options) == Sampler(version, forgetful)
+
+
+def test_1_0_samples_only_where_it_is_told_to(
+    fake: Any, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fake, "__version__", "1.0.0")
+    sampled = request(max_tokens=20, sampling={"top_p": 1.0, "temperature": 5.0})
+    engine = make()
+    assert ids(run(engine, sampled)) != ids(run(engine, request(max_tokens=20)))
+    assert sampling_defaults({"enable_mixed_sampler"}, {"backend": "tensorrt"}) == {}
 
 
 def test_a_parameter_that_the_llm_refuses(make: Make) -> None:
@@ -609,13 +767,19 @@ def test_the_end_id_ends_the_output_and_is_part_of_it(make: Make) -> None:
     assert end_id not in ids(run(engine, held))[:10]
 
 
-def test_a_bad_word_of_one_token_does_not_occur(make: Make) -> None:
+def test_a_bad_word_of_one_token_does_not_occur(
+    fake: Any, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fake, "__version__", HONOURS_ALL)
     engine = make()
     bad = ids(run(engine, request()))[2]
     assert bad not in ids(run(engine, request(sampling={"bad_words": ((bad,),)})))
 
 
-def test_a_seed_decides_what_is_sampled(make: Make) -> None:
+def test_a_seed_decides_what_is_sampled(
+    fake: Any, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fake, "__version__", HONOURS_ALL)
     engine = make()
     texts = [ids(run(engine, request(sampling={"top_p": 1.0, "seed": seed}))) for seed in (1, 2, 1)]
     assert texts[0] == texts[2] != texts[1]

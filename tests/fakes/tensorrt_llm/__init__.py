@@ -1,7 +1,9 @@
 """A stand-in for NVIDIA's tensorrt_llm where that cannot be installed: its LLM API and no more.
 
 It has the names of tests/contracts/tensorrt_llm_llm_api.json, so that code which runs on it uses
-nothing else. The model is made up, see ``model.py``, and a GPU is not asked for. These names as the
+nothing else. The model is made up, see ``model.py``, and a GPU is not asked for. ``__version__`` may be
+set before an LLM is made: its arguments and its sampler are those of that version, as far as they are
+known (``llmapi/llm_args.py``, ``samplers.py``). These names as the
 ``model`` make something fail:
 
 - ``broken``: it does not load;
@@ -14,4 +16,4 @@ from .llm import LLM
 from .sampling_params import SamplingParams
 
 __all__ = ["LLM", "SamplingParams"]
-__version__ = "0.0.0+fake"
+__version__ = "1.2.1"

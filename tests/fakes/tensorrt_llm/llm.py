@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -15,8 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .llm_args import LlmArgs
+from .llm_args import LlmArgs, args_of
 from .model import Model
+from .samplers import honoured
 from .sampling_params import SamplingParams
 
 STEP_SECONDS = 0.002
@@ -142,10 +145,12 @@ class LLM:
         revision: str | None = None,
         **kwargs: Any,
     ) -> None:
+        self._version = sys.modules["tensorrt_llm"].__version__
+        args = args_of(self._version)
         for name in kwargs:
-            if name not in LlmArgs.model_fields:
+            if name not in args.model_fields:
                 raise ValueError(f"LLM got invalid argument: {name}")
-        self._args = LlmArgs(
+        self._args: LlmArgs = args(
             model=model,
             tokenizer=tokenizer,
             tokenizer_mode=tokenizer_mode,  # type: ignore[arg-type]
@@ -156,6 +161,7 @@ class LLM:
             revision=revision,
             **kwargs,
         )
+        _check_code(Path(model), trust_remote_code)
         if str(model) == "broken":
             raise RuntimeError("the weights of broken are broken")
         self._has_tokenizer = not skip_tokenizer_init
@@ -186,7 +192,7 @@ class LLM:
             or isinstance(inputs, str)
         ):
             raise NotImplementedError("the fake takes token ids alone")
-        sampling = sampling_params or SamplingParams()
+        sampling = honoured(sampling_params or SamplingParams(), self._args, self._version)
         if sampling.end_id is None and not self._has_tokenizer:
             raise ValueError("end_id is needed, there is no tokenizer to take it from")
         self._check_length(len(inputs))
@@ -275,3 +281,12 @@ class LLM:
             sequence.output._put(_Response(error=RuntimeError("an illegal memory access")))
             return True
         return False
+
+
+def _check_code(model: Path, trust_remote_code: bool) -> None:
+    config = model / "config.json"
+    if not trust_remote_code and config.is_file() and "auto_map" in json.loads(config.read_text()):
+        raise ValueError(
+            f"The repository {model} contains custom code which must be executed to correctly load the "
+            "model. Please pass the argument `trust_remote_code=True` to allow custom code to be run."
+        )
