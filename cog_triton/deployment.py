@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import shutil
 import tempfile
 from collections.abc import AsyncGenerator, Mapping
 from pathlib import Path
 
 from cog_triton.context_length import context_length
-from cog_triton.engine_choice import Engine, check_engine, choose_engine, look_around
+from cog_triton.engine_choice import (
+    Engine,
+    Machine,
+    check_engine,
+    choose_engine,
+    look_around,
+    misplaces_parameters,
+)
 from cog_triton.errors import ConfigurationError
 from cog_triton.generation import Chunk, generate
 from cog_triton.sampling import Request
@@ -36,14 +44,17 @@ class Deployment:
         server: TritonServer,
         client: TritonClient,
         tokenizer: Tokenizer,
-        context_length: int | None,
         cleanup: contextlib.ExitStack,
+        *,
+        context_length: int | None = None,
+        length_penalty: bool = True,
     ) -> None:
         """Takes over what ``start`` has started.
 
         Args:
-            context_length: most tokens of prompt and output together; None if only the engine knows.
             cleanup: ends all of it but the client.
+            context_length: most tokens of prompt and output together; None if only the engine knows.
+            length_penalty: whether the engine is told of it; see ``misplaces_parameters``.
         """
         self.settings = settings
         self.server = server
@@ -51,6 +62,7 @@ class Deployment:
         self._tokenizer = tokenizer
         self._context_length = context_length
         self._cleanup = cleanup
+        self._length_penalty = length_penalty
 
     @classmethod
     async def start(cls, settings: Settings) -> Deployment:
@@ -62,10 +74,11 @@ class Deployment:
         """
         settings = await asyncio.to_thread(with_files, settings)
         engine = resolve_engine(settings)
+        misplaced = misplaces_parameters(engine, _machine(settings))
         with contextlib.ExitStack() as cleanup:
             runtime = _runtime_directory(settings, cleanup)
             repository = runtime / "repository"
-            values = template_values(settings, engine)
+            values = template_values(settings, engine, num_return_sequences=not misplaced)
             fill_repository(settings.model_repository, repository, values)
             server = TritonServer(
                 repository, runtime, settings, temporary=settings.runtime_directory is None
@@ -78,11 +91,20 @@ class Deployment:
             client = create_client(settings, server)
             async for _ in generate(WARM_UP, client, tokenizer):
                 pass
-            limit = context_length(values["tensorrt_llm"])
-            return cls(settings, server, client, tokenizer, limit, cleanup.pop_all())
+            return cls(
+                settings,
+                server,
+                client,
+                tokenizer,
+                cleanup.pop_all(),
+                context_length=context_length(values["tensorrt_llm"]),
+                length_penalty=not misplaced,
+            )
 
     def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
         """Streams the answer to a request; see ``cog_triton.generation.generate``."""
+        if not self._length_penalty:
+            request = dataclasses.replace(request, length_penalty=1.0)
         return generate(request, self._client, self._tokenizer, context_length=self._context_length)
 
     async def stop(self) -> None:
@@ -97,7 +119,7 @@ def resolve_engine(settings: Settings) -> Engine:
     Raises:
         ConfigurationError: there is no tritonserver, or the engine or model cannot be run.
     """
-    machine = look_around(locate(settings).backends, gpu=GPU)
+    machine = _machine(settings)
     engine = choose_engine(settings.engine, settings.engine_dir, machine)
     if engine == "tensorrtllm":
         check_engine(settings.engine_dir, machine, settings.world_size)
@@ -107,6 +129,10 @@ def resolve_engine(settings: Settings) -> Engine:
             f"{engine}; the LLM API's workers are set by tensor_parallel_size"
         )
     return engine
+
+
+def _machine(settings: Settings) -> Machine:
+    return look_around(locate(settings).backends, gpu=GPU)
 
 
 def with_files(settings: Settings) -> Settings:
@@ -131,8 +157,13 @@ def placed(settings: Settings, directory: Path) -> Settings:
     return settings.model_copy(update={"model": str(directory)})
 
 
-def template_values(settings: Settings, engine: Engine) -> Values:
+def template_values(
+    settings: Settings, engine: Engine, *, num_return_sequences: bool = True
+) -> Values:
     """The template variables of each model: from the settings, overridden by the configuration file.
+
+    Args:
+        num_return_sequences: whether the models have this input; see ``misplaces_parameters``.
 
     Raises:
         ConfigurationError: the configuration file cannot be read.
@@ -150,6 +181,9 @@ def template_values(settings: Settings, engine: Engine) -> Values:
         "postprocessing": dict(tokenizer),
         "tensorrt_llm": llm,
     }
+    if not num_return_sequences:
+        for model in ("ensemble", "tensorrt_llm"):
+            values[model]["num_return_sequences"] = False
     return merge(values, overrides)
 
 
@@ -201,9 +235,16 @@ def create_client(settings: Settings, server: TritonServer) -> TritonClient:
 
 
 def _engine_values(settings: Settings, engine: Engine) -> dict[str, object]:
+    # The predictor returns the answer alone; for others the default is NVIDIA's, with the prompt.
+    predictors = {"exclude_input_in_output": True}
     if engine == "tensorrtllm":
-        return {"triton_backend": "tensorrtllm", "engine_dir": settings.absolute_engine_dir}
+        return {
+            **predictors,
+            "triton_backend": "tensorrtllm",
+            "engine_dir": settings.absolute_engine_dir,
+        }
     return {
+        **predictors,
         "engine": engine,
         "model": settings.model_dir,
         "device": settings.device,

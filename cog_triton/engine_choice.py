@@ -6,6 +6,7 @@ import importlib.metadata
 import importlib.util
 import json
 import logging
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ logger = logging.getLogger(__name__)
 
 Engine = Literal["tensorrtllm", "llmapi", "transformers", "simulated"]
 BACKEND_LIBRARY = "libtriton_tensorrtllm.so"
+MISPLACING = ("1.2.0", "1.2.1")
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,16 @@ def look_around(backends: Path, *, gpu: bool) -> Machine:
     except importlib.metadata.PackageNotFoundError:
         version = "unknown"
     return Machine(backends, version, gpu)
+
+
+def misplaces_parameters(engine: Engine, machine: Machine) -> bool:
+    """Whether the backend hands sampling parameters to TensorRT-LLM in the wrong places.
+
+    The Triton backend of 1.2.0 and 1.2.1 does: length_penalty has no effect, and num_return_sequences
+    becomes no_repeat_ngram_size. TensorRT-LLM's pull request 13633 mends it, after 1.2.1.
+    """
+    numbers = re.match(r"(\d+)\.(\d+)\.(\d+)", machine.tensorrt_llm or "")
+    return engine == "tensorrtllm" and numbers is not None and numbers.group() in MISPLACING
 
 
 def choose_engine(wanted: str, engine_dir: Path | None, machine: Machine) -> Engine:

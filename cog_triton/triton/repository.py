@@ -103,6 +103,7 @@ def fill_model(model: str, template: str, values: Mapping[str, object]) -> str:
     _raise_if(problems)
     for problem in _unmet_needs(model, config):
         logger.warning(problem)
+    _warn_of_refusals(model, config)
     return filled
 
 
@@ -136,6 +137,8 @@ def fill_repository(source: Path, destination: Path, overrides: Overrides) -> No
             problems += _unmet_needs(model, config) + _ensemble_problems(model, configs)
             problems += _missing_code(model, config, source / model)
     _raise_if(problems)
+    for model, config in configs.items():
+        _warn_of_refusals(model, config)
     for model, text in filled.items():
         _write_model(source / model, destination / model, text)
     _derive(source, destination, configs, context=overrides.get("ensemble", {}).get(_CONTEXT))
@@ -354,6 +357,27 @@ def _unmet_needs(model: str, config: Any) -> list[str]:
     needs = {"transformers": "model", "llmapi": "model", "simulated": "tokenizer_dir"}
     need = needs.get(engine)
     return [] if need in {None, *given} else [f"{model}: {need}: the {engine} engine needs it"]
+
+
+def _warn_of_refusals(model: str, config: Any) -> None:
+    """Warns of requests that TensorRT-LLM's C++ backend will refuse because of the configuration.
+
+    No error: shorter requests and those that do not stream are served, and guides have this.
+    """
+    values = {key: parameter.string_value for key, parameter in config.parameters.items()}
+    if (
+        config.backend == "tensorrtllm"
+        and config.model_transaction_policy.decoupled
+        and values.get("batch_scheduler_policy") == "max_utilization"
+        and values.get("enable_chunked_context") != "true"
+    ):
+        logger.warning(
+            "%s: with batch_scheduler_policy max_utilization and without enable_chunked_context, "
+            "TensorRT-LLM refuses a streamed request whose prompt and max_tokens less 1 exceed the "
+            "engine's max_input_len: set enable_chunked_context to true, take guaranteed_no_evict, or "
+            "build the engine with max_input_len as great as max_seq_len",
+            model,
+        )
 
 
 def _missing_code(model: str, config: Any, directory: Path) -> list[str]:

@@ -239,6 +239,14 @@ _DECODING_CONTEXT = Variable(
     "decodes correctly. The embedded engines can, the C++ backend cannot. Set by `triton_backend` "
     "where that is known, otherwise off; the ensemble and tensorrt_llm must agree.",
 )
+_RETURN_SEQUENCES = Variable(
+    "num_return_sequences",
+    "switch",
+    True,
+    "Have the input num_return_sequences. TensorRT-LLM's C++ backend takes it for no_repeat_ngram_size "
+    "in 1.2.0 and 1.2.1; without it Triton refuses gRPC and infer requests that name it, and generate "
+    "ignores it. The predictor sets it; the ensemble and tensorrt_llm must agree.",
+)
 _DECOUPLED = Variable(
     "decoupled_mode", "boolean", True, "Several responses to one request; streaming needs it."
 )
@@ -248,13 +256,13 @@ _TOKENIZER = Variable(
 
 _TRUST_REMOTE_CODE = Variable(
     "trust_remote_code",
-    "boolean",
-    False,
-    "Run the Python code that a tokenizer or model brings; set by `TRUST_REMOTE_CODE`.",
+    "switch",
+    None,
+    "Run the Python code that a tokenizer or model brings; set by `TRUST_REMOTE_CODE`, otherwise off.",
 )
 
 VARIABLES: Final[Mapping[str, Mapping[str, Variable]]] = {
-    "ensemble": _table(_MAX_BATCH_SIZE, _LOGITS, _DECODING_CONTEXT),
+    "ensemble": _table(_MAX_BATCH_SIZE, _LOGITS, _DECODING_CONTEXT, _RETURN_SEQUENCES),
     "preprocessing": _table(
         _MAX_BATCH_SIZE,
         _TOKENIZER,
@@ -313,6 +321,7 @@ VARIABLES: Final[Mapping[str, Mapping[str, Variable]]] = {
         _QUEUE_DELAY,
         _QUEUE_SIZE,
         _DECODING_CONTEXT,
+        _RETURN_SEQUENCES,
         _LOGITS,
         Variable(
             "encoder_input_features_data_type",
@@ -353,8 +362,9 @@ VARIABLES: Final[Mapping[str, Mapping[str, Variable]]] = {
         Variable(
             "exclude_input_in_output",
             "boolean",
-            True,
-            "Leave the prompt's tokens out of the output, where a request does not say.",
+            False,
+            "Leave the prompt's tokens out of the output, where a request does not say. As at NVIDIA; the "
+            "predictor sets it to true.",
         ),
         Variable(
             "max_tokens_in_paged_kv_cache",

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cog_triton.demo.corpus import PAIRS
-from cog_triton.errors import PromptTooLong, TritonStartError
+from cog_triton.errors import InvalidParameter, PromptTooLong, TritonStartError
 from cog_triton.generation import Chunk, generate
 from cog_triton.tokenizer import Tokenizer
 from cog_triton.triton.client import TritonClient
@@ -105,6 +105,15 @@ def test_a_prompt_that_is_too_long(
 ) -> None:
     request = greedy("word " * words)
     with pytest.raises(PromptTooLong, match=rf"^E1002 PromptTooLong: .*{message}"):
+        with_client("grpc", llm_api_triton, lambda c: collect(request, c, tokenizer))
+
+
+def test_a_penalty_that_the_sampler_would_ignore(
+    llm_api_triton: TritonServer, tokenizer: Tokenizer
+) -> None:
+    request = greedy(QUESTION, presence_penalty=0.5)
+    message = r"^E1103 .*TensorRT-LLM 1\.2\.1 does not support presence_penalty.*sampler_type"
+    with pytest.raises(InvalidParameter, match=message):
         with_client("grpc", llm_api_triton, lambda c: collect(request, c, tokenizer))
 
 

@@ -1,10 +1,15 @@
 from __future__ import annotations
 
+import asyncio
+import contextlib
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, cast, get_args
 
 import pytest
 
 from cog_triton.deployment import (
+    Deployment,
     check_model,
     merge,
     placed,
@@ -12,8 +17,12 @@ from cog_triton.deployment import (
     template_values,
     with_files,
 )
-from cog_triton.errors import ConfigurationError
+from cog_triton.engine_choice import Engine
+from cog_triton.errors import ConfigurationError, TritonUnavailable
+from cog_triton.sampling import Request
 from cog_triton.settings import read_settings
+from cog_triton.tokenizer import load_tokenizer
+from cog_triton.triton.variables import VARIABLES
 
 
 def test_the_configuration_file_overrides_the_settings(tmp_path: Path) -> None:
@@ -55,11 +64,55 @@ def test_an_engine_directory_goes_to_the_backend_with_its_own_tokenizer(tmp_path
     (tmp_path / "tokenizer" / "tokenizer_config.json").write_text("{}")
     values = template_values(read_settings({"ENGINE_DIR": str(tmp_path)}), "tensorrtllm")
     assert values["tensorrt_llm"] == {
+        "exclude_input_in_output": True,
         "triton_backend": "tensorrtllm",
         "engine_dir": str(tmp_path),
         "tokenizer_dir": str(tmp_path / "tokenizer"),
     }
     assert values["preprocessing"]["tokenizer_dir"] == str(tmp_path / "tokenizer")
+
+
+def test_the_predictors_outputs_are_without_the_prompt_and_others_as_at_nvidia() -> None:
+    for engine in get_args(Engine):
+        values = template_values(read_settings({}), engine)
+        assert values["tensorrt_llm"]["exclude_input_in_output"] is True
+    assert VARIABLES["tensorrt_llm"]["exclude_input_in_output"].render() == "false"
+
+
+def test_code_is_trusted_in_every_model_that_may_load_some() -> None:
+    trusted = template_values(read_settings({"TRUST_REMOTE_CODE": "1"}), "llmapi")
+    for model in ("preprocessing", "postprocessing", "tensorrt_llm"):
+        assert trusted[model]["trust_remote_code"] is True
+        assert "trust_remote_code" not in template_values(read_settings({}), "llmapi")[model]
+        assert VARIABLES[model]["trust_remote_code"].render() is None
+
+
+def test_an_input_that_the_backend_misplaces_is_left_out() -> None:
+    values = template_values(read_settings({}), "tensorrtllm", num_return_sequences=False)
+    assert values["ensemble"]["num_return_sequences"] is False
+    assert values["tensorrt_llm"]["num_return_sequences"] is False
+
+
+@pytest.mark.parametrize(("told", "sent"), [(True, [[1.5]]), (False, None)])
+def test_a_length_penalty_goes_where_it_has_an_effect(
+    told: bool, sent: object, demo_model: Path
+) -> None:
+    inputs: list[Mapping[str, Any]] = []
+
+    class Client:
+        def stream(self, _id: str, given: Mapping[str, Any]) -> Any:
+            inputs.append(given)
+            raise TritonUnavailable("this far and no further")
+
+    client = cast(Any, Client())
+    tokenizer = load_tokenizer(str(demo_model))
+    settings, server = read_settings({}), cast(Any, None)
+    cleanup = contextlib.ExitStack()
+    deployment = Deployment(settings, server, client, tokenizer, cleanup, length_penalty=told)
+    with pytest.raises(TritonUnavailable):
+        asyncio.run(anext(deployment.generate(Request(prompt="a", seed=0, length_penalty=1.5))))
+    found = inputs[0].get("length_penalty")
+    assert (None if found is None else found.tolist()) == sent
 
 
 def test_without_a_gpu_and_an_engine_auto_is_transformers(demo_model: Path) -> None:

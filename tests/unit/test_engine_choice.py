@@ -6,7 +6,14 @@ from typing import Any
 
 import pytest
 
-from cog_triton.engine_choice import BACKEND_LIBRARY, Machine, check_engine, choose_engine
+from cog_triton.engine_choice import (
+    BACKEND_LIBRARY,
+    Engine,
+    Machine,
+    check_engine,
+    choose_engine,
+    misplaces_parameters,
+)
 from cog_triton.errors import ConfigurationError
 
 
@@ -99,3 +106,24 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
         check_engine(directory, here, 2)
     with pytest.raises(ConfigurationError, match=f"{BACKEND_LIBRARY} is missing"):
         check_engine(directory, Machine(tmp_path / "none", "1.3.0", True), 2)
+
+
+@pytest.mark.parametrize(
+    ("engine", "version", "misplaces"),
+    [
+        ("tensorrtllm", "1.2.0", True),
+        ("tensorrtllm", "1.2.1", True),
+        ("tensorrtllm", "1.2.0rc6.post2", True),
+        ("tensorrtllm", "1.2.2", False),
+        ("tensorrtllm", "1.2.10", False),
+        ("tensorrtllm", "1.1.0", False),
+        ("tensorrtllm", "unknown", False),
+        ("tensorrtllm", None, False),
+        ("llmapi", "1.2.1", False),
+        ("transformers", "1.2.1", False),
+    ],
+)
+def test_which_backends_misplace_parameters(
+    engine: Engine, version: str | None, misplaces: bool, tmp_path: Path
+) -> None:
+    assert misplaces_parameters(engine, machine(tmp_path, version=version)) is misplaces

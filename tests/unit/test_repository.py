@@ -426,7 +426,7 @@ def test_values_reach_their_models(tmp_path: Path) -> None:
         "gpt_model_type": "inflight_fused_batching",
         "batch_scheduler_policy": "guaranteed_no_evict",
         "kv_cache_free_gpu_mem_fraction": "0.95",
-        "exclude_input_in_output": "true",
+        "exclude_input_in_output": "false",
         "gpu_device_ids": "0,1",
         "FORCE_CPU_ONLY_INPUT_TENSORS": "no",
         "executor_worker_path": "/opt/tritonserver/backends/tensorrtllm/trtllmExecutorWorker",
@@ -498,6 +498,50 @@ def test_decoding_context_can_be_switched_off(tmp_path: Path, backend: str) -> N
     fill_repository(TEMPLATES, tmp_path, merged({"ensemble": off, "tensorrt_llm": llm}))
     assert "context_ids" not in (tmp_path / "tensorrt_llm" / "config.pbtxt").read_text()
     assert not (tmp_path / "tensorrt_llm_context").exists()
+
+
+def test_an_input_that_the_backend_misplaces_can_be_dropped(tmp_path: Path) -> None:
+    name = "num_return_sequences"
+    fill_repository(TEMPLATES, tmp_path / "with", merged({}))
+    assert name in [t.name for t in config(tmp_path / "with", "ensemble").input]
+    off: dict[str, dict[str, object]] = {m: {name: False} for m in ("ensemble", "tensorrt_llm")}
+    fill_repository(TEMPLATES, tmp_path / "without", merged(off))
+    for model in ("ensemble", "ensemble_ids", "tensorrt_llm"):
+        assert name not in str(config(tmp_path / "without", model))
+    with pytest.raises(TemplateError, match=f"step tensorrt_llm has no input {name}"):
+        fill_repository(TEMPLATES, tmp_path / "half", merged({"tensorrt_llm": {name: False}}))
+
+
+MAX_UTILIZATION = {
+    "triton_backend": "tensorrtllm",
+    "engine_dir": "/engine",
+    "batch_scheduler_policy": "max_utilization",
+}
+
+
+@pytest.mark.parametrize(
+    ("values", "warned"),
+    [
+        ({}, True),
+        ({"enable_chunked_context": False}, True),
+        ({"enable_chunked_context": True}, False),
+        ({"decoupled_mode": False}, False),
+        ({"batch_scheduler_policy": "guaranteed_no_evict"}, False),
+        ({"triton_backend": "python", "engine_dir": None}, False),
+    ],
+)
+def test_streams_that_will_be_refused_are_warned_of(
+    values: dict[str, object], warned: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    llm = {**MAX_UTILIZATION, **values}
+    fill_repository(TEMPLATES, tmp_path, merged({"tensorrt_llm": llm}))
+    template = (TEMPLATES / "tensorrt_llm" / "config.pbtxt").read_text()
+    assert len([m for m in caplog.messages if "max_input_len" in m]) == warned
+    caplog.clear()
+    fill_model("tensorrt_llm", template, llm)
+    found = [m for m in caplog.messages if "exceed the engine's max_input_len" in m]
+    assert len(found) == warned
+    assert all("set enable_chunked_context to true" in m for m in found)
 
 
 @pytest.mark.parametrize(

@@ -585,7 +585,7 @@ def test_a_text_without_tokens(
     text: str, file: bool, demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer = load_tokenizer(str(demo_model))
-    monkeypatch.setattr("cog_triton.tokenizer.load_tokenizer", lambda _: tokenizer)
+    monkeypatch.setattr("cog_triton.tokenizer.load_tokenizer", lambda _, **__: tokenizer)
     parameters = {
         "engine": "simulated",
         "tokenizer_dir": str(demo_model if file else tmp_path),

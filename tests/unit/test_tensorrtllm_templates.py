@@ -21,7 +21,7 @@ TEMPLATE = (ROOT / "triton_model_repo" / "tensorrt_llm" / "config.pbtxt").read_t
 # What is in every filled config whatever is asked for: the last three must not be missing.
 ALWAYS = {
     "batch_scheduler_policy": "guaranteed_no_evict",
-    "exclude_input_in_output": "true",
+    "exclude_input_in_output": "false",
     "FORCE_CPU_ONLY_INPUT_TENSORS": "no",
     "executor_worker_path": "/opt/tritonserver/backends/tensorrtllm/trtllmExecutorWorker",
     "gpt_model_type": "inflight_fused_batching",
@@ -61,6 +61,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
             "max_queue_delay_microseconds": 600,
         },
         {
+            "exclude_input_in_output": "true",
             "gpt_model_path": "/tmp/llama/7B/trt_engines/fp16/4-gpu/",
             "max_tokens_in_paged_kv_cache": "2560",
             "max_attention_window_size": "2560",
