@@ -46,5 +46,5 @@ docs: $(STAMP)
 	$(BIN)/python scripts/make_docs.py
 
 clean:
-	rm -rf .venv .cog models/demo .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf .venv .venv-* .cog models/demo .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
