@@ -5,6 +5,7 @@ It is run when ``TRUST_REMOTE_CODE`` says so, and otherwise never.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +29,18 @@ def refusal(what: str, name: str) -> str:
         "is trusted. Read its .py files, then set TRUST_REMOTE_CODE=1 (in a repository that "
         "fill_template.py fills: trust_remote_code:true), which runs them with all that this user may do"
     )
+
+
+def brought_by(directory: Path) -> Path | None:
+    """The file of a model's directory that names Python code of its own, or None."""
+    for name in ("config.json", "tokenizer_config.json"):
+        try:
+            content = json.loads((directory / name).read_text(encoding="utf-8"))
+        except (OSError, ValueError):  # missing or broken, which others will say
+            continue
+        if isinstance(content, dict) and content.get("auto_map"):
+            return directory / name
+    return None
 
 
 @contextmanager

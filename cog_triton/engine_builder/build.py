@@ -24,6 +24,7 @@ from urllib.parse import urlsplit
 import yaml
 
 import cog_triton
+from cog_triton import remote_code
 from cog_triton.engine_builder import disk, package, process
 from cog_triton.engine_builder.commands import Layout, Step, steps, takes_parallel
 from cog_triton.engine_builder.config import EngineConfig
@@ -81,6 +82,7 @@ def plan(config: EngineConfig, tools: Tools, workdir: Path) -> Plan:
     version = tensorrt_llm_version(tools.python)
     check_version(version)
     model = _local_directory(config.model) or _linked(config.model, workdir)
+    _check_code(config, model)
     family = None
     if needs_family(config):
         if config.family is None and not model.is_dir():
@@ -174,6 +176,7 @@ class _Build:
             self._say(f"note: {note}")
         with self._timed("fetch"):
             model, tokenizer = self._fetch()
+        _check_code(self._config, model)
         tokenizer_files = package.tokenizer_files(tokenizer)
         layout = self._find_scripts(model)
         todo = steps(self._config, self._tools, layout, version)
@@ -368,6 +371,21 @@ def _layout(
 ) -> Layout:
     checkpoint = config.checkpoint.absolute() if config.checkpoint else workdir / "checkpoint"
     return Layout(model, checkpoint, workdir / package.ENGINE, script, family or named("none"))
+
+
+def _check_code(config: EngineConfig, model: Path) -> None:
+    """Refuses a model with code of its own that is not trusted.
+
+    TensorRT-LLM's scripts load every model with ``trust_remote_code``, whether it is theirs to give or not.
+    """
+    if config.trust_remote_code or config.checkpoint is not None:
+        return
+    if (file := remote_code.brought_by(model)) is not None:
+        raise ConfigurationError(
+            f"the model brings Python code of its own ({file}: auto_map), which TensorRT-LLM's scripts "
+            f"run while they convert it. Read the .py files of {config.model}, then put "
+            "trust_remote_code: true in the build configuration"
+        )
 
 
 def _local_directory(source: str) -> Path | None:

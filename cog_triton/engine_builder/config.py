@@ -41,6 +41,10 @@ class EngineConfig(BaseModel):
         exclude=True,
         description="Hugging Face token for the download. Better given as HF_TOKEN; never stored.",
     )
+    trust_remote_code: bool = Field(
+        default=False,
+        description="The Python code that the model brings may be run: conversion runs it.",
+    )
     checkpoint: Path | None = Field(
         default=None,
         description="An existing TensorRT-LLM checkpoint; nothing is converted or quantized then.",

@@ -188,6 +188,7 @@ _STEP_FORM_KEYS = (
     "merge",
     "hf_token",
     "checksum",
+    "trust_remote_code",
     "tokenizer",
     "timeout",
 )
@@ -201,7 +202,13 @@ def _take_step_form(draft: _Draft, document: Mapping[Any, Any]) -> None:
             draft.refuse(name, _unknown(name, _STEP_FORM_KEYS))
         elif name in _STEPS:
             _take_step(draft, name, value)
-        elif name in ("hf_token", "checksum", "tokenizer", "timeout") and value is not None:
+        elif name in (
+            "hf_token",
+            "checksum",
+            "tokenizer",
+            "timeout",
+            "trust_remote_code",
+        ) and (value is not None):
             draft.put(name, value, name)
         elif name in ("weight_format", "merge"):
             draft.note(name, "not used")

@@ -531,3 +531,21 @@ def test_cogs_server_runs_a_training(machine: Machine, tmp_path: Path) -> None:
     machine.output.parent.mkdir()
     machine.output.write_bytes(base64.b64decode(content))
     assert "engine/rank0.engine" in machine.content()
+
+
+@pytest.mark.parametrize("keys", [{}, {"quantization": "fp8"}])
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json"])
+def test_a_model_with_code_of_its_own_is_converted_when_it_is_trusted(
+    name: str, keys: dict[str, Any], machine: Machine
+) -> None:
+    code = {"model_type": "llama", "auto_map": {"AutoConfig": "configuration_own.OwnConfig"}}
+    (machine.model / name).write_text(json.dumps(code))
+    with pytest.raises(ConfigurationError, match="trust_remote_code: true") as caught:
+        machine.build(**keys)
+    assert name in str(caught.value)
+    config, _ = parse_config({"model": str(machine.model), **keys})
+    with pytest.raises(ConfigurationError, match="trust_remote_code: true"):
+        plan(config, machine.tools, machine.root / "work")
+    assert "trtllm-build" not in machine.names()
+    machine.build(**keys, trust_remote_code=True)
+    assert "trtllm-build" in machine.names()
