@@ -181,16 +181,13 @@ _STEPS = {
     "build": "build_args",
 }
 _STEP_FORM = {"model_id", "model_tar_url", *_STEPS}
+_AS_IN_SHORT_FORM = ("hf_token", "checksum", "tokenizer", "timeout", "trust_remote_code")
 _STEP_FORM_KEYS = (
     *sorted(_STEP_FORM),
     "example_name",
     "weight_format",
     "merge",
-    "hf_token",
-    "checksum",
-    "trust_remote_code",
-    "tokenizer",
-    "timeout",
+    *_AS_IN_SHORT_FORM,
 )
 _STEP_KEYS = ("executable", "script", "output_dir", "args")
 
@@ -202,13 +199,7 @@ def _take_step_form(draft: _Draft, document: Mapping[Any, Any]) -> None:
             draft.refuse(name, _unknown(name, _STEP_FORM_KEYS))
         elif name in _STEPS:
             _take_step(draft, name, value)
-        elif name in (
-            "hf_token",
-            "checksum",
-            "tokenizer",
-            "timeout",
-            "trust_remote_code",
-        ) and (value is not None):
+        elif name in _AS_IN_SHORT_FORM and value is not None:
             draft.put(name, value, name)
         elif name in ("weight_format", "merge"):
             draft.note(name, "not used")
