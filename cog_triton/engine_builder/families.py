@@ -18,7 +18,7 @@ class Family:
         name: of the directory.
         collection: where TensorRT-LLM 0.18 and later keep it, under ``examples/models``.
         model_dir: the argument for the model's directory; the next three are alike.
-        pp_size: None for a script without pipeline parallelism.
+        pp_size: None for a script that cannot split a model by its layers.
         extra: arguments that are always given.
     """
 
@@ -45,8 +45,9 @@ _FAMILIES = (
     Family("gpt"),
     Family("internlm2"),
     Family("llama"),
-    Family("mamba"),
-    Family("phi"),
+    # The scripts of these two have the argument, and refuse all but 1.
+    Family("mamba", pp_size=None),
+    Family("phi", pp_size=None),
     Family("qwen"),
     Family("baichuan", "contrib"),
     Family("bloom", "contrib"),

@@ -48,7 +48,10 @@ def find_family(config: EngineConfig, model: Path) -> Family:
             )
         family = family_of(model_type)
     if config.pp_size > 1 and family.pp_size is None:
-        raise ConfigurationError(f"pp_size: {family.name} models have no pipeline parallelism")
+        raise ConfigurationError(
+            f"pp_size: {config.pp_size}: TensorRT-LLM's conversion of {family.name} models has no pipeline "
+            "parallelism; split the layers instead, with tp_size"
+        )
     return family
 
 

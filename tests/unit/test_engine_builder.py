@@ -28,6 +28,7 @@ from cog_triton.engine_builder.families import (
 )
 from cog_triton.engine_builder.loading import load_config, parse_config
 from cog_triton.engine_builder.redaction import Redactor, is_secret_name, secrets_in
+from cog_triton.engine_builder.scripts import find_family
 from cog_triton.engine_builder.tools import Tools, check_version, find_tools, release
 from cog_triton.errors import ConfigurationError
 
@@ -215,6 +216,19 @@ def test_the_arguments_of_build_py_become_those_of_now() -> None:
     ]
 
 
+def test_codellama_13b() -> None:
+    """A guide's commands for TensorRT-LLM 0.8, in the names of today."""
+    convert, build = commands(example("codellama-13b"), python="python3")
+    assert convert == words(
+        "python3 convert_checkpoint.py --model_dir /model --output_dir /checkpoint --dtype float16"
+    )
+    assert build == words(
+        "trtllm-build --checkpoint_dir /checkpoint --output_dir /engine --gemm_plugin float16 "
+        "--gpt_attention_plugin float16 --remove_input_padding enable --context_fmha enable "
+        "--kv_cache_type paged --max_batch_size 64 --max_input_len 4096 --max_seq_len 5120"
+    )
+
+
 def test_codellama_with_the_arguments_of_tensorrt_llm_0_8() -> None:
     config = config_of(
         """
@@ -225,11 +239,8 @@ def test_codellama_with_the_arguments_of_tensorrt_llm_0_8() -> None:
           context_fmha: enable, max_batch_size: 64}
         """
     )
-    assert commands(config)[1] == words(
-        "trtllm-build --checkpoint_dir /checkpoint --output_dir /engine --gemm_plugin float16 "
-        "--gpt_attention_plugin float16 --remove_input_padding enable --context_fmha enable "
-        "--kv_cache_type paged --max_batch_size 64 --max_input_len 4096 --max_seq_len 5120"
-    )
+    assert config.family is None  # the model's own files say that it is a Llama
+    assert commands(config) == commands(example("codellama-13b"))
 
 
 def test_llama_3_1_8b_in_fp8() -> None:
@@ -645,6 +656,28 @@ def test_tools(tmp_path: Path) -> None:
         Tools("python3", "python3", tmp_path / "absent").check(scripts=True)
 
 
+@pytest.mark.parametrize("family", ["phi", "mamba", "gemma"])
+def test_a_script_without_pipeline_parallelism_is_not_asked_for_it(
+    tmp_path: Path, family: str
+) -> None:
+    """Phi's and Mamba's have --pp_size, and end with an assertion when it is not 1."""
+    wanted = "{model: m, dtype: float16, family: FAMILY, tp_size: 2, pp_size: 2}"
+    with pytest.raises(ConfigurationError) as caught:
+        find_family(config_of(wanted.replace("FAMILY", family)), tmp_path)
+    assert caught.value.message == (
+        f"pp_size: 2: TensorRT-LLM's conversion of {family} models has no pipeline parallelism; split "
+        "the layers instead, with tp_size"
+    )
+    assert find_family(config_of(wanted.replace("FAMILY", "llama")), tmp_path).name == "llama"
+
+
+def test_phi_is_known_by_its_model_type(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "phi3"}')
+    assert find_family(config_of("{model: m, dtype: float16, pp_size: 1}"), tmp_path).name == "phi"
+    with pytest.raises(ConfigurationError, match="conversion of phi models"):
+        find_family(config_of("{model: m, dtype: float16, pp_size: 2}"), tmp_path)
+
+
 def test_versions() -> None:
     assert release("1.2.0rc3") == (1, 2)
     assert release("0.11.0") == (0, 11)
@@ -748,6 +781,7 @@ def test_cog_accepts_the_training_function() -> None:
 def test_the_examples_are_those_of_the_guides() -> None:
     assert {file.stem for file in EXAMPLES.glob("*.yaml")} == {
         "baichuan2-13b",
+        "codellama-13b",
         "gpt2-medium",
         "llama-2-7b-tp4",
         "llama-3.1-8b-fp8",
