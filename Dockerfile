@@ -21,13 +21,14 @@ RUN command -v python || ln -s "$(command -v python3)" /usr/local/bin/python
 RUN useradd --no-log-init --user-group --create-home --uid 10001 cog \
     && install --directory --owner=cog --group=cog /src /var/run/cog /home/cog/.cache
 
-# What the image has constrains what pip may do: it adds packages, and fails rather than change the ones
-# that TensorRT-LLM was built and tested with.
+# What TensorRT-LLM and PyTorch need constrains what pip may do: it adds packages, and fails rather than
+# change the ones that they were built and tested with. See the script for protobuf and grpcio.
 COPY requirements/image.txt /tmp/requirements.txt
-RUN python3 -m pip list --format=freeze --exclude=pip > /tmp/constraints.txt \
+COPY scripts/image_constraints.py /tmp/image_constraints.py
+RUN python3 /tmp/image_constraints.py > /tmp/constraints.txt \
     && PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip install --no-cache-dir \
         --constraint /tmp/constraints.txt --requirement /tmp/requirements.txt \
-    && rm /tmp/constraints.txt /tmp/requirements.txt
+    && rm /tmp/constraints.txt /tmp/requirements.txt /tmp/image_constraints.py
 # Triton's Python stubs ignore PYTHONPATH: so they find cog_triton wherever they are started. And Cog's
 # server sends each token at once (see cog_triton/cog_server.py).
 RUN python3 -c "import pathlib, sysconfig; pathlib.Path(sysconfig.get_path('purelib'), 'cog_triton.pth').write_text('/src\nimport sys; \'cog.server.http\' in sys.orig_argv and __import__(\'cog_triton.cog_server\').cog_server.send_at_once()')"

@@ -21,11 +21,12 @@ import sysconfig
 import threading
 import urllib.request
 import venv
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import image_constraints
 import pytest
 import serve
 import yaml  # type: ignore[import-untyped, unused-ignore]
@@ -42,6 +43,10 @@ DOCKERFILE = ROOT / "Dockerfile"
 COG = yaml.safe_load((ROOT / "cog.yaml").read_text())
 # What NVIDIA's image brings; pip must not touch it. The versions are those that TensorRT-LLM 1.2.1 pins.
 BROUGHT = {"tensorrt_llm": "1.2.1", "torch": "2.9.1", "transformers": "4.57.3"}
+NEEDED = {
+    "tensorrt_llm": ("torch>=2.9", "transformers==4.57.3", "numpy<2", "onnx>=1.18", "pydantic>=2"),
+    "onnx": ("numpy>=1.22", "protobuf>=4.25.1"),
+}
 NO_INDEX = re.compile(r"Temporary failure in name resolution|Failed to establish|timed out|Network")
 
 
@@ -380,12 +385,12 @@ class Container:
             text=True,
         )
 
-    def pretend_installed(self, name: str, version: str) -> None:
+    def pretend_installed(self, name: str, version: str, *needs: str) -> None:
         directory = self.packages / f"{name}-{version}.dist-info"
         directory.mkdir()
-        (directory / "METADATA").write_text(
-            f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
-        )
+        lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}"]
+        lines += [f"Requires-Dist: {need}" for need in needs]
+        (directory / "METADATA").write_text("\n".join(lines) + "\n")
         (directory / "RECORD").touch()  # without it pip could not uninstall it
 
     def installed(self) -> dict[str, str]:
@@ -407,7 +412,7 @@ def make_container(root: Path) -> Container:
         if package.exists():
             shutil.copytree(package, container.packages / package.name)
     for name, version in BROUGHT.items():
-        container.pretend_installed(name, version)
+        container.pretend_installed(name, version, *NEEDED.get(name, ()))
     for directory in ("src", "tmp", "tools"):
         (root / directory).mkdir()
     for tool in ("ln", "rm"):
@@ -476,17 +481,114 @@ def test_tritons_stubs_find_the_package(container: Container, tmp_path: Path) ->
     assert Path(found.stdout.strip()).is_relative_to(container.source)
 
 
-def test_pip_fails_rather_than_change_what_the_image_has(tmp_path: Path) -> None:
-    container = make_container(tmp_path)
-    container.pretend_installed("protobuf", "3.20.3")
+def install_step(container: Container) -> subprocess.CompletedProcess[str]:
+    """Runs the step that adds packages."""
     copy(container, "requirements/image.txt", "/tmp/requirements.txt")
+    copy(container, "scripts/image_constraints.py", "/tmp/image_constraints.py")
     (step,) = (s for s in STEPS if s.name == "RUN" and "pip install" in s.argument)
     result = container.run(step.argument)
     if NO_INDEX.search(result.stderr):
         pytest.skip("no package index can be reached")
+    return result
+
+
+def test_pip_fails_rather_than_change_what_tensorrt_llm_needs(tmp_path: Path) -> None:
+    container = make_container(tmp_path)
+    container.pretend_installed("pydantic", "2.1.0")
+    result = install_step(container)
     assert result.returncode
-    assert "(constraint) protobuf==3.20.3" in result.stdout + result.stderr
-    assert container.installed()["protobuf"] == "3.20.3"
+    assert "(constraint) pydantic==2.1.0" in result.stdout + result.stderr
+    assert container.installed()["pydantic"] == "2.1.0"
+
+
+def test_pip_may_change_what_nothing_needs_and_protobuf(tmp_path: Path) -> None:
+    """An image whose protobuf is newer than any tritonclient's, and whose PyYAML is too old."""
+    container = make_container(tmp_path)
+    container.pretend_installed("onnx", "1.19.1", *NEEDED["onnx"])
+    container.pretend_installed("protobuf", "7.36.2")
+    container.pretend_installed("PyYAML", "5.1")
+    before = container.installed()
+    result = install_step(container)
+    assert result.returncode == 0, result.stdout + result.stderr
+    after = container.installed()
+    assert Version(after.pop("protobuf")) >= Version("4.25.1")
+    assert Version(after.pop("PyYAML")) >= Version("6")
+    kept = {name: version for name, version in before.items() if name in after}
+    assert {name: after[name] for name in kept} == kept
+    imported = "import tritonclient.grpc, cog_triton.triton.repository"
+    checked = subprocess.run(
+        [container.bin / "python3", "-c", imported], cwd=ROOT, capture_output=True, text=True
+    )
+    assert checked.returncode == 0, checked.stderr
+
+
+# The constraints
+
+
+def packages(directory: Path, **needs: list[str]) -> Path:
+    """A directory to import from, with packages of version 1 that need others."""
+    for name, texts in needs.items():
+        info = directory / f"{name}-1.dist-info"
+        info.mkdir(parents=True)
+        lines = ["Metadata-Version: 2.1", f"Name: {name}", "Version: 1"]
+        lines += [f"Requires-Dist: {text}" for text in texts]
+        (info / "METADATA").write_text("\n".join(lines))
+    return directory
+
+
+@pytest.fixture
+def only_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    def make(**needs: list[str]) -> None:
+        monkeypatch.setattr(sys, "path", [str(packages(tmp_path, **needs))])
+
+    return make
+
+
+def test_constraints_hold_what_is_needed(only_packages: Callable[..., None]) -> None:
+    only_packages(
+        tensorrt_llm=["torch", "Onnx>=1.18,<2", "absent", "mpi4py; python_version < '3'"],
+        torch=["Typing.Extensions"],
+        typing_extensions=[],
+        onnx=["protobuf>=4.25.1", "torch"],
+        protobuf=[],
+        mpi4py=[],
+        flask=[],
+    )
+    assert image_constraints.constraints(("tensorrt_llm", "torch")) == [
+        "onnx==1",
+        "protobuf>=4.25.1",
+        "tensorrt-llm==1",
+        "torch==1",
+        "typing-extensions==1",
+    ]
+
+
+def test_constraints_follow_extras(only_packages: Callable[..., None]) -> None:
+    only_packages(
+        root=["web[full]", "grpcio"],
+        web=["base", "more; extra == 'full'", "other; extra == 'dev'"],
+        base=["web"],
+        more=["grpcio>=1.60", "grpcio<2"],
+        other=[],
+        grpcio=[],
+    )
+    assert image_constraints.constraints(("root",)) == [
+        "base==1",
+        "grpcio<2,>=1.60",
+        "more==1",
+        "root==1",
+        "web==1",
+    ]
+
+
+def test_an_image_without_tensorrt_llm_is_refused(
+    only_packages: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    only_packages(torch=[])
+    assert image_constraints.main([]) == 1
+    assert "tensorrt_llm is not installed" in capsys.readouterr().err
+    assert image_constraints.main(["torch"]) == 0
+    assert capsys.readouterr().out == "torch==1\n"
 
 
 def test_the_server_starts_and_its_health_shows(container: Container) -> None:
