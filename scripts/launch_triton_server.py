@@ -14,6 +14,8 @@ to TRITON_HOST, 127.0.0.1 unless that is set.
 
 Different from NVIDIA's: a world of one runs without mpirun, unless --multi-model needs it; --log writes
 the log of every rank; --force takes free ports for those that are in use. --oversubscribe is always on.
+With --multi-model, models of the LLM API learn nothing of an mpirun or srun that started them, unless there
+is one of the C++ backend beside them: each spawns its own workers.
 """
 
 from __future__ import annotations
@@ -44,6 +46,8 @@ from cog_triton.triton.repository import CONFIG, read_template
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(message)s"
 VERBOSE_LOG = 3  # what --log means in NVIDIA's script
+CPP_BACKEND = "tensorrtllm"
+MPI_JOB = Path(__file__).resolve().parents[1] / "cog_triton" / "triton" / "mpi_job.py"
 PORTS = ("http_port", "grpc_port", "metrics_port")
 
 
@@ -53,7 +57,8 @@ def main(argv: list[str] | None = None) -> int:
     _configure_logging(arguments)
     try:
         settings = settings_of(arguments, os.environ)
-        launch = launch_of(arguments, os.environ, gpu_count())
+        backends = backends_of(arguments.model_repo)
+        launch = launch_of(arguments, os.environ, gpu_count(), backends)
         check_repository(arguments.model_repo, settings, launch)
         if arguments.dry_run:
             print(shlex.join(planned_command(arguments.model_repo, settings, launch)))
@@ -100,11 +105,17 @@ def settings_of(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Se
     return settings
 
 
-def launch_of(arguments: argparse.Namespace, environ: Mapping[str, str], gpus: int) -> Launch:
+def launch_of(
+    arguments: argparse.Namespace,
+    environ: Mapping[str, str],
+    gpus: int,
+    backends: frozenset[str] = frozenset({CPP_BACKEND}),
+) -> Launch:
     """How to start tritonserver, beyond the settings.
 
     Args:
         gpus: how many this machine has.
+        backends: of the models in the repository.
 
     Raises:
         ConfigurationError: this is no task of Slurm's, though it should be.
@@ -124,7 +135,11 @@ def launch_of(arguments: argparse.Namespace, environ: Mapping[str, str], gpus: i
         engine_models=tuple(filter(None, arguments.tensorrt_llm_model_name.split(","))),
         options=tuple(without_pools) if spawns and _has_pools_to_disable(environ) else (),
         first_rank_options=(f"--cuda-memory-pool-byte-size=0:{pool}",) if pool else (),
-        launcher=("trtllm-llmapi-launch",) if arguments.trtllm_llmapi_launch else (),
+        launcher=(
+            *(("trtllm-llmapi-launch",) if arguments.trtllm_llmapi_launch else ()),
+            # The LLM API's workers are spawned for each model; it is no part of a job that it shares.
+            *((sys.executable, str(MPI_JOB)) if spawns and CPP_BACKEND not in backends else ()),
+        ),
         mpi=spawns and not arguments.no_mpi,
         environment=orchestrator if arguments.multi_model else {},
         rank=slurm_number(environ, "SLURM_PROCID") if arguments.rank_from_slurm else None,
@@ -184,10 +199,22 @@ def check_repository(repository: Path, settings: Settings, launch: Launch) -> No
         )
 
 
+def backends_of(repository: Path) -> frozenset[str]:
+    """The backends that the models of a repository name."""
+    texts = [without_comments(read_template(config)) for config in repository.glob(f"*/{CONFIG}")]
+    return frozenset(
+        name for text in texts for name in re.findall(r'\bbackend\s*:\s*"(\w+)"', text)
+    )
+
+
 def unfilled(config: str) -> list[str]:
     """The ``${…}`` that a config.pbtxt still has outside of comments."""
-    text = re.sub(r'("(?:\\.|[^"\\\n])*")|#[^\n]*', lambda match: match[1] or "", config)
-    return sorted(set(re.findall(r"\$\{[^}\n]*\}?", text)))
+    return sorted(set(re.findall(r"\$\{[^}\n]*\}?", without_comments(config))))
+
+
+def without_comments(config: str) -> str:
+    """A config.pbtxt without its comments."""
+    return re.sub(r'("(?:\\.|[^"\\\n])*")|#[^\n]*', lambda match: match[1] or "", config)
 
 
 def planned_command(repository: Path, settings: Settings, launch: Launch) -> list[str]:

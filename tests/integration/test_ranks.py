@@ -23,7 +23,7 @@ from cog_triton.errors import TritonStartError
 from cog_triton.settings import Settings, read_settings
 from cog_triton.triton.process import TritonServer
 from tests.integration.conftest import ANY_PORTS, make_server, settings_for
-from tests.support import ROOT, SHARED_MEMORY, alive, free_port, processes, wait_until
+from tests.support import ROOT, SHARED_MEMORY, alive, children, free_port, processes, wait_until
 
 needs_mpirun = pytest.mark.skipif(
     shutil.which("mpirun") is None, reason="no mpirun in PATH (Debian: apt-get install openmpi-bin)"
@@ -355,7 +355,32 @@ def test_a_single_rank_under_mpirun(launch: Callable[..., Launched], repository:
     launched = launch("--http_port=0", "--multi-model")
     launched.wait_until_ready()
     assert len(named(str(repository), "mpirun", "prterun")) == 1  # the latter in Open MPI 5
+    # A model of the LLM API spawns its workers itself, so it must not take itself for a rank.
+    (triton,) = named(str(repository), "tritonserver")
+    for pid in (triton, *children(triton)):
+        names = {entry.partition(b"=")[0] for entry in environ(pid)}
+        assert not {name for name in names if name.startswith((b"OMPI_COMM_", b"PMIX_RANK"))}
+        assert b"TRTLLM_ORCHESTRATOR" in names
     assert launched.end(signal.SIGTERM) == 0
+
+
+@needs_mpirun
+def test_a_model_of_the_cpp_backend_stays_in_the_mpi_job(
+    launch: Callable[..., Launched], repository: Path
+) -> None:
+    """Here it is one that does not load: there is no such backend. The other waits for a rank 1."""
+    (repository / "other" / "1").mkdir(parents=True)
+    config = CONFIG.replace('"tensorrt_llm"', '"other"').replace('"python"', '"tensorrtllm"')
+    (repository / "other" / "config.pbtxt").write_text(config)
+    launched = launch("--http_port=0", "--multi-model")
+    triton = wait_until(lambda: named(str(repository), "tritonserver"), SECONDS, "the start")[0]
+    assert any(entry.startswith(b"OMPI_COMM_WORLD_RANK=") for entry in environ(triton))
+    (repository / "loaded1").touch()
+    assert launched.end() == 1
+
+
+def environ(pid: int) -> list[bytes]:
+    return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
 
 
 def test_a_model_that_does_not_load_ends_the_script(

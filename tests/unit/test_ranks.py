@@ -24,6 +24,7 @@ from cog_triton.triton.launch import (
     mpirun_command,
     rank_command,
 )
+from cog_triton.triton.mpi_job import without_job
 from cog_triton.triton.server_log import ServerLog, describe_status, lines_of_ranks
 from tests.support import ROOT, alive, wait_until
 
@@ -346,6 +347,48 @@ def test_several_models_that_the_backend_spawns_processes_for() -> None:
     assert launch("--multi-model", "--no-mpi") == Launch(options=pools, environment=environment)
     old = {"NVIDIA_TRITON_SERVER_VERSION": "24.06"}
     assert launch("--multi-model", environ=old) == Launch(mpi=True, environment=environment)
+
+
+def test_models_of_the_llm_api_are_kept_out_of_the_mpi_job() -> None:
+    arguments = script.parser().parse_args(options("--multi-model"))
+    wrapper = (sys.executable, str(script.MPI_JOB))
+    assert script.MPI_JOB.is_file()
+    found = script.launch_of(arguments, {}, 0, frozenset({"python"}))
+    assert found.launcher == wrapper
+    assert script.launch_of(arguments, {}, 0, frozenset({"python", "tensorrtllm"})).launcher == ()
+    both = script.parser().parse_args(options("--multi-model", "--trtllm_llmapi_launch"))
+    found = script.launch_of(both, {}, 0, frozenset({"python"}))
+    assert found.launcher == ("trtllm-llmapi-launch", *wrapper)
+    for flags in (["--multi-model", "--disable-spawn-processes"], []):
+        one_job = script.parser().parse_args(options(*flags))
+        assert script.launch_of(one_job, {}, 0, frozenset({"python"})).launcher == ()
+
+
+def test_the_backends_of_a_repository(tmp_path: Path) -> None:
+    for name, config in {
+        "a": 'backend: "python"  # not "tensorrtllm"\n',
+        "b": '# backend: "tensorrtllm"\nplatform: "ensemble"',
+        "c": 'name: "c" backend:"python"',
+    }.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.pbtxt").write_text(config)
+    assert script.backends_of(tmp_path) == {"python"}
+    (tmp_path / "b" / "config.pbtxt").write_text('backend: "tensorrtllm"')
+    assert script.backends_of(tmp_path) == {"python", "tensorrtllm"}
+    assert script.backends_of(tmp_path / "absent") == frozenset()
+
+
+def test_an_mpi_job_is_forgotten_and_its_configuration_is_not() -> None:
+    job = [
+        *("OMPI_COMM_WORLD_RANK", "OMPI_UNIVERSE_SIZE", "OMPI_APP_CTX_NUM_PROCS", "ORTE_X"),
+        *("OMPI_MCA_orte_hnp_uri", "OMPI_MCA_ess", "OMPI_MCA_ess_base_jobid", "PMI_RANK"),
+        *("PMIX_RANK", "PMIX_NAMESPACE", "PMIX_SERVER_URI41", "PMIX_GDS_MODULE"),
+    ]
+    kept = [
+        *("PATH", "OMPI_ALLOW_RUN_AS_ROOT", "OMPI_MCA_btl", "OMPI_MCA_rmaps_base_oversubscribe"),
+        *("OMPI_MCA_orte_tmpdir_base", "PMIX_MCA_psec", "SLURM_PROCID", "TRTLLM_ORCHESTRATOR"),
+    ]
+    assert list(without_job(dict.fromkeys([*kept, *job], "1"))) == kept
 
 
 def test_several_models_on_the_same_ranks() -> None:
