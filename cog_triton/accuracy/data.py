@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-DATASETS = "datasets>=3,<6"
+DATASETS = "datasets>=5.2,<6"
 
 
 class DataError(Exception):

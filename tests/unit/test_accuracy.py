@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import re
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -125,7 +127,7 @@ def test_the_hub_needs_a_data_set_and_a_library(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(DataError, match="no data set on the hub: give a file with --dataset_dir"):
         list(hub_examples(QA, None, 0))
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
-    with pytest.raises(DataError, match=r"abisee/cnn_dailymail .* pip install 'datasets>=3,<6'"):
+    with pytest.raises(DataError, match=r"abisee/cnn_dailymail .* pip install 'datasets>=5\.2,<6'"):
         list(hub_examples(TASKS["summarize"], None, 0))
 
 
@@ -305,6 +307,23 @@ def test_the_guides_command() -> None:
     assert (found.dtype, found.batch_size, found.examples) == ("float16", 1, 20)
     assert (found.output_len, found.longest, found.shortest) == (100, 923, 0)
     assert found.limits == Limits(rouge1=20)
+
+
+def commands(page: str) -> list[list[str]]:
+    """The arguments of summarize.py in a page's console blocks."""
+    text = "\n".join(re.findall(r"```console\n(.*?)```", page, re.DOTALL)).replace("\\\n", " ")
+    lines = [shlex.split(line) for line in text.splitlines() if "scripts/summarize.py" in line]
+    return [line[line.index("scripts/summarize.py") + 1 :] for line in lines]
+
+
+def test_the_commands_of_the_page_are_valid() -> None:
+    page = (ROOT / "docs" / "accuracy.md").read_text(encoding="utf-8")
+    found = commands(page)
+    assert len(found) == 5
+    for arguments in found:
+        cli.parse(arguments)
+    for name in TASKS:
+        assert f"| `{name}` |" in page
 
 
 def test_both_sides_are_tested_unless_one_is_named() -> None:
