@@ -30,7 +30,7 @@ class Backend:
         self.stopped: list[str] = []
 
     def call(self, model: str, request_id: str, inputs: Mapping[str, Array]) -> dict[str, Array]:
-        raise AssertionError(f"{model} is not to be called for one response")
+        raise AssertionError(f"{model} is not called for one response: {request_id}, {[*inputs]}")
 
     def stream(
         self, model: str, request_id: str, inputs: Mapping[str, Array]
