@@ -187,6 +187,13 @@ def guarded(
     return [*guard, role, shm_prefix, f"{stop_timeout:g}", directory, *command]
 
 
+def guard_role(launch: Launch, settings: Settings) -> str:
+    """The role of the guard that this process starts; see ``cog_triton.triton.guard``."""
+    if launch.under_mpirun(settings):
+        return "group"
+    return "follower" if launch.rank else "server"
+
+
 def check_mpirun(environ: Mapping[str, str], settings: Settings) -> None:
     """Finds a missing mpirun before anything is started.
 

@@ -26,6 +26,7 @@ from cog_triton.triton.launch import (
     check_mpirun,
     choose_ports,
     command,
+    guard_role,
     guarded,
     launch_command,
 )
@@ -99,7 +100,7 @@ class TritonServer:
         )
         self._process = subprocess.Popen(
             guarded(
-                "group" if group else "server",
+                guard_role(self._launch, self._settings),
                 self.shm_prefix,
                 self._settings.stop_timeout,
                 launch_command(arguments, self.shm_prefix, self._settings, self._launch),
