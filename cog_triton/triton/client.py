@@ -212,7 +212,7 @@ def stop_inputs() -> dict[str, npt.NDArray[Any]]:
 
 # First match wins. The texts are those of TensorRT-LLM, Triton 2.51 and this package's engine.
 _ERRORS: tuple[tuple[str, type[CogTritonError]], ...] = (
-    (r"exceeds maximum input length", PromptTooLong),
+    (r"exceeds maximum input length|sequence length is potentially greater", PromptTooLong),
     (r"prompt has no tokens", PromptRequired),
     (r"[Mm]aximum queue size", TritonOverloaded),
     (r"is not within acceptable range", InvalidParameter),

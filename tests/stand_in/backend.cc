@@ -32,25 +32,30 @@ struct Behaviour {
   bool final_alone = false;  // the last response never has a token
   bool final_on_token = false;  // it has one whenever there is one
 
-  static Behaviour from_environment()
+  // From the model's parameters, or else from environment variables with the same names in capitals.
+  static Behaviour read(const Json& config)
   {
+    const auto setting = [&](std::string name) {
+      if (config["parameters"].has(name))
+        return config["parameters"][name]["string_value"].as_text();
+      std::transform(name.begin(), name.end(), name.begin(), [](char c) { return std::toupper(c); });
+      const char* value = std::getenv(name.c_str());
+      return std::string(value == nullptr ? "" : value);
+    };
+    const auto milliseconds = [&](const std::string& name) {
+      const std::string value = setting(name);
+      return std::chrono::duration<double, std::milli>(value.empty() ? 0 : std::stod(value));
+    };
     Behaviour behaviour;
-    behaviour.inter_token = decltype(behaviour.inter_token)(number("STAND_IN_INTER_TOKEN_MS"));
-    behaviour.prefill = decltype(behaviour.prefill)(number("STAND_IN_PREFILL_MS"));
-    const char* final = std::getenv("STAND_IN_FINAL");
-    const std::string mode = final == nullptr ? "as_it_comes" : final;
-    behaviour.final_alone = mode == "alone";
-    behaviour.final_on_token = mode == "on_last_token";
-    check(behaviour.final_alone || behaviour.final_on_token || mode == "as_it_comes",
-          "STAND_IN_FINAL must be as_it_comes, alone or on_last_token");
+    behaviour.inter_token = milliseconds("stand_in_inter_token_ms");
+    behaviour.prefill = milliseconds("stand_in_prefill_ms");
+    const std::string final = setting("stand_in_final");
+    behaviour.final_alone = final == "alone";
+    behaviour.final_on_token = final == "on_last_token";
+    check(behaviour.final_alone || behaviour.final_on_token || final.empty() ||
+              final == "as_it_comes",
+          "stand_in_final must be as_it_comes, alone or on_last_token");
     return behaviour;
-  }
-
- private:
-  static double number(const char* name)
-  {
-    const char* value = std::getenv(name);
-    return value == nullptr ? 0 : std::stod(value);
   }
 };
 
@@ -107,7 +112,7 @@ class Instance {
   Instance(TRITONBACKEND_ModelInstance* instance, const std::string& name, const Json& config)
       : instance_(instance),
         model_(ModelConfig::read(config)),
-        behaviour_(Behaviour::from_environment()),
+        behaviour_(Behaviour::read(config)),
         ranks_(model_.engine.world_size)
   {
     const std::string engine =
@@ -135,6 +140,7 @@ class Instance {
       shutdown_ = true;
     }
     changed_.notify_all();
+    stopped_.notify_all();
     engine_.join();
     cancellations_.join();
     statistics_.join();
