@@ -45,7 +45,7 @@ def environment(directory: Path, **engine: Any) -> dict[str, str]:
     return {
         "ENGINE": "tensorrtllm",
         "ENGINE_DIR": str(make_engine(directory / "engine", **engine)),
-        "TRITONSERVER_BACKEND_DIR": str(backend_directory(directory / "backends", python_backend)),
+        "TRITONSERVER_BACKEND_DIR": str(backend_directory(directory / "stand_in", python_backend)),
         "WORLD_SIZE": str(engine.get("world_size", 1)),
     }
 
