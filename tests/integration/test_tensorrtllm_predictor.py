@@ -113,14 +113,6 @@ def test_a_prompt_that_is_too_long_is_the_users_mistake(cog: CogServer) -> None:
     assert "E1002 PromptTooLong: " in body["error"]
 
 
-def test_an_end_id_that_is_no_token(demo_model: Path, tmp_path: Path) -> None:
-    """Found in the warm-up."""
-    settings = settings_for(demo_model, **environment(tmp_path), END_ID="5000")
-    request = Request(prompt="Hello", seed=0, end_id=settings.end_id)
-    with pytest.raises(CogTritonError, match="E1103 InvalidParameter: .*EndId"):
-        run(demo_model, tmp_path / "other", request)
-
-
 # A deployment with other settings
 
 
@@ -167,6 +159,12 @@ def test_a_stream_that_might_be_evicted_is_the_users_mistake(
     config = "server: {tensorrt_llm: {args: {batch_scheduler_policy: max_utilization}}}"
     with pytest.raises(CogTritonError, match="E1002 PromptTooLong: .*potentially greater"):
         run(demo_model, tmp_path, request, config=config, max_num_tokens=64)
+
+
+def test_an_end_id_that_is_no_token_is_the_users_mistake(demo_model: Path, tmp_path: Path) -> None:
+    request = Request(prompt="Hello", seed=0, end_id=5000)
+    with pytest.raises(CogTritonError, match="E1103 InvalidParameter: .*EndId"):
+        run(demo_model, tmp_path, request)
 
 
 def test_a_placeholder_in_the_configuration_file_is_refused_before_the_start(
