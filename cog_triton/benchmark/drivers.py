@@ -224,13 +224,13 @@ class TritonHttp(Driver):
 
 # cum_log_probs keeps Triton from skipping tensorrt_llm along with postprocessing: outputs that the
 # skipped step would read count as unused even when they are asked for.
-PRUNED_OUTPUTS = ("output_ids", "sequence_length", "cum_log_probs", "num_input_tokens")
+IDS_OUTPUTS = ("output_ids", "sequence_length", "num_input_tokens")
 
 
 class TritonGrpc(Driver):
-    """ModelStreamInfer on the ensemble, raw ids alone: Triton skips postprocessing."""
+    """ModelStreamInfer on the ensemble without postprocessing: raw ids alone."""
 
-    _MODEL = "ensemble"
+    _MODEL = "ensemble_ids"
     _METHOD = "/inference.GRPCInferenceService/ModelStreamInfer"
 
     def __init__(self, context: Context) -> None:
@@ -253,7 +253,7 @@ class TritonGrpc(Driver):
 
     @property
     def _outputs(self) -> tuple[str, ...]:
-        return PRUNED_OUTPUTS
+        return IDS_OUTPUTS
 
     def _inputs(self, request: Planned) -> Mapping[str, Any]:
         return ensemble_inputs(request, self._context.temperature)
@@ -296,6 +296,8 @@ class TritonGrpc(Driver):
 
 class TritonGrpcClassic(TritonGrpc):
     """ModelStreamInfer on the ensemble with all outputs: postprocessing makes text of the ids."""
+
+    _MODEL = "ensemble"
 
     @property
     def _outputs(self) -> tuple[str, ...]:

@@ -11,6 +11,10 @@ class EngineError(Exception):
     """A request that the engine refuses, or that failed in it; the text is for the client."""
 
 
+class EngineUnavailable(EngineError):
+    """The engine has stopped, or takes no more now: the request may be fine."""
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How the next token is chosen; names and meanings are TensorRT-LLM's.

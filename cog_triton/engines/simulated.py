@@ -20,7 +20,13 @@ from pathlib import Path
 from random import Random
 from typing import Any, Literal, cast, get_args
 
-from cog_triton.engines.base import Engine, EngineError, GenerationRequest, Sink, Tokens
+from cog_triton.engines.base import (
+    Engine,
+    EngineUnavailable,
+    GenerationRequest,
+    Sink,
+    Tokens,
+)
 
 DEFAULT_CONTEXT_LENGTH = 131_072
 TICK = 0.0005  # seconds; what is due within one is served together, by one wake-up of the thread
@@ -300,10 +306,10 @@ class SimulatedEngine(Engine):
         failure = self._failures.of(request)
         with self._changed:
             if self._closed:
-                raise EngineError("the engine has stopped: it was closed")
+                raise EngineUnavailable("the engine has stopped: it was closed")
             if failure is not None and failure.kind == "refuse":
                 # TensorRT-LLM's wording, which clients know.
-                raise EngineError(
+                raise EngineUnavailable(
                     "Maximum queue size of 0 has been reached, please try again later "
                     "(simulated_failure_rate)"
                 )

@@ -38,7 +38,14 @@ from typing import Any
 import yaml  # type: ignore[import-untyped, unused-ignore]
 
 from cog_triton import remote_code
-from cog_triton.engines.base import Engine, EngineError, GenerationRequest, Sink, Tokens
+from cog_triton.engines.base import (
+    Engine,
+    EngineError,
+    EngineUnavailable,
+    GenerationRequest,
+    Sink,
+    Tokens,
+)
 from cog_triton.engines.llm_api_sampler import Sampler, sampler_of, sampling_defaults
 
 logger = logging.getLogger(__name__)
@@ -221,7 +228,7 @@ class TensorrtLlmEngine(Engine):
         running = _Running(request, sink, sampling)
         with self._lock:
             if self._stopped is not None:
-                raise EngineError(_stopped_text(self._stopped))
+                raise EngineUnavailable(_stopped_text(self._stopped))
             self._running[request.key] = running
             self._loop.call_soon_threadsafe(self._start, running)
 

@@ -36,6 +36,7 @@ from cog_triton.engines.attention import use_attention
 from cog_triton.engines.base import (
     Engine,
     EngineError,
+    EngineUnavailable,
     GenerationRequest,
     Sink,
     Tokens,
@@ -133,7 +134,7 @@ class TransformersEngine(Engine):
         # Asked only now, so that a request is not lost when the engine stops meanwhile.
         status = self._manager.background_thread_status
         if status.can_accept_new_requests() is not None and self._router.forget(request.key):
-            raise EngineError(_stopped_text(status.fatal_error))
+            raise EngineUnavailable(_stopped_text(status.fatal_error))
 
     def abort(self, key: str) -> None:
         if self._router.forget(key):

@@ -32,8 +32,14 @@ def response(pb_utils: Any, values: Mapping[str, Array], names: Collection[str])
 
 
 def error(pb_utils: Any, message: str) -> Any:
-    """A response that says what is wrong."""
+    """A response that says what went wrong here; HTTP clients get status 500."""
     return pb_utils.InferenceResponse(error=pb_utils.TritonError(message))
+
+
+def refusal(pb_utils: Any, message: str) -> Any:
+    """A response that says what is wrong with the request; HTTP clients get status 400."""
+    code = pb_utils.TritonError.INVALID_ARG
+    return pb_utils.InferenceResponse(error=pb_utils.TritonError(message, code))
 
 
 class StubModels:

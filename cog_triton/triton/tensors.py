@@ -171,7 +171,7 @@ def _generation_request(inputs: Mapping[str, Array], i: int) -> GenerationReques
         return words_from_list(inputs[name][i]) if name in inputs else ()
 
     max_tokens, min_tokens = scalar("request_output_len", 1), scalar("min_tokens", 0)
-    if min_tokens > max_tokens:
+    if min_tokens > max(max_tokens, 0):
         raise EngineError(f"min_tokens must be at most max_tokens ({max_tokens}), not {min_tokens}")
     length = scalar("input_lengths", inputs["input_ids"].shape[1])
     end_id = scalar("end_id", -1)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
+import time
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -142,6 +145,10 @@ def test_the_prompt_comes_back_when_asked_for(triton: TritonServer) -> None:
     [
         ({"text_input": "word " * 5000}, "exceeds maximum input length"),
         ({"beam_width": 2}, "does not support beam_width > 1"),
+        ({"beam_width": 0}, "beam_width must be at least 1"),
+        ({"seed": 5, "random_seed": 6}, "two names of one input and must be the same"),
+        ({"min_tokens": 6}, "min_tokens must be at most max_tokens (5), not 6"),
+        ({"guided_decoding_guide_type": "json"}, "does not support guided_decoding_guide_type"),
         ({"top_p": 1.5}, "top_p must be between 0 and 1"),
         ({"temperature": -1.0}, "temperature must be at least 0"),
         ({"max_tokens": 0}, "max_tokens must be at least 1"),
@@ -164,7 +171,10 @@ def test_a_stop_request_needs_an_id(triton: TritonServer) -> None:
 
 
 async def infer(
-    triton: TritonServer, inputs: dict[str, npt.NDArray[Any]], outputs: list[str] | None = None
+    triton: TritonServer,
+    inputs: dict[str, npt.NDArray[Any]],
+    outputs: list[str] | None = None,
+    model: str = "ensemble",
 ) -> list[dict[str, npt.NDArray[Any]]]:
     """A generic gRPC client: all responses, by output name."""
 
@@ -181,7 +191,7 @@ async def infer(
             kind.set_data_from_numpy(value)
             tensors.append(kind)
         wanted = [grpcclient.InferRequestedOutput(name) for name in outputs or []]
-        yield {"model_name": "ensemble", "inputs": tensors, "outputs": wanted or None}
+        yield {"model_name": model, "inputs": tensors, "outputs": wanted or None}
 
     responses = []
     async with grpcclient.InferenceServerClient(triton.endpoints.grpc) as client:
@@ -203,11 +213,73 @@ def test_raw_ids_skip_postprocessing(triton: TritonServer, tokenizer: Tokenizer)
         "max_tokens": np.array([[500]], np.int32),
         "stream": np.array([[True]]),
     }
-    outputs = ["output_ids", "sequence_length", "cum_log_probs"]
-    responses = asyncio.run(infer(triton, inputs, outputs))
+    outputs = ["output_ids", "sequence_length"]
+    responses = asyncio.run(infer(triton, inputs, outputs, "ensemble_ids"))
     ids = [i for r in responses for i in r["output_ids"][0, 0, : r["sequence_length"][0, 0]]]
     assert tokenizer.decode(ids, skip_special_tokens=True) == ANSWER
     assert metrics(triton.endpoints.metrics)[count] == before
+
+
+def test_text_has_the_shape_that_nvidias_clients_read(triton: TritonServer) -> None:
+    """They take ``text_output[0].decode()``: its one dimension is the batch, whatever the config says."""
+    for stream in (True, False):
+        inputs = {
+            "text_input": np.array([[QUESTION]], object),
+            "max_tokens": np.array([[500]], np.int32),
+            "stream": np.array([[stream]]),
+        }
+        responses = asyncio.run(infer(triton, inputs, ["text_output"]))
+        assert all(response["text_output"].shape == (1,) for response in responses)
+        assert "".join(r["text_output"][0].decode() for r in responses) == ANSWER
+
+
+def test_perf_metrics(triton: TritonServer) -> None:
+    before = time.monotonic_ns()
+    reply = generate(triton, text_input=QUESTION, max_tokens=20, return_perf_metrics=True)
+    times = [reply[f"{name}_time_ns"] for name in ("arrival", "first_token", "last_token")]
+    assert before < times[0] < times[1] <= times[2] < time.monotonic_ns()
+    assert reply["total_draft_tokens"] == reply["total_accepted_draft_tokens"] == 0
+    assert "first_token_time_ns" not in generate(triton, text_input=QUESTION, max_tokens=20)
+
+
+def test_a_long_prompt_keeps_nobody_waiting(paced_triton: TritonServer) -> None:
+    """It is tokenized for seconds; the others' are answered meanwhile."""
+    url = f"http://{paced_triton.endpoints.http}/v2/models/preprocessing/infer"
+    inputs = [
+        {"name": "QUERY", "shape": [1, 1], "datatype": "BYTES", "data": ["word " * 5]},
+        {"name": "REQUEST_OUTPUT_LEN", "shape": [1, 1], "datatype": "INT32", "data": [5]},
+    ]
+    ended = threading.Event()
+
+    def ask(text: str) -> None:
+        body = {"inputs": [{**inputs[0], "data": [text]}, inputs[1]]}
+        reply = httpx.post(url, json=body, timeout=120, trust_env=False)
+        assert reply.status_code == 200, reply.text
+
+    with ThreadPoolExecutor(1) as pool:
+        long = pool.submit(ask, "word " * 1_000_000)
+        long.add_done_callback(lambda _: ended.set())
+        answered = 0
+        while not ended.is_set():
+            ask("word")
+            answered += 1
+        long.result()
+    assert answered > 20
+
+
+def test_a_prompt_of_megabytes_is_refused_before_it_is_tokenized(triton: TritonServer) -> None:
+    error = generate(triton, text_input="word " * 1_000_000, max_tokens=5)["error"]
+    assert "Prompt length (5000000 characters) exceeds maximum input length" in error
+
+
+def test_a_users_mistake_is_no_fault_of_the_servers(triton: TritonServer) -> None:
+    url = f"http://{triton.endpoints.http}/v2/models"
+    query = {"name": "QUERY", "shape": [1, 1], "datatype": "BYTES", "data": ["word " * 100_000]}
+    length = {"name": "REQUEST_OUTPUT_LEN", "shape": [1, 1], "datatype": "INT32", "data": [5]}
+    body = {"inputs": [query, length]}
+    assert httpx.post(f"{url}/preprocessing/infer", json=body, trust_env=False).status_code == 400
+    ids = {"input_ids": [1], "input_lengths": 1, "request_output_len": 1, "beam_width": 2}
+    assert httpx.post(f"{url}/tensorrt_llm/generate", json=ids, trust_env=False).status_code == 400
 
 
 def test_a_client_of_ids_alone_gets_nothing_else(

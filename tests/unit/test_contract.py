@@ -84,6 +84,8 @@ ADDED: dict[tuple[str, str], dict[str, tuple[str, list[int], bool]]] = {
 }
 
 
+# NVIDIA's template says BOOL up to TensorRT-LLM 1.2; the C++ backend reads an int32.
+READ_AS = {"early_stopping": "INT32"}
 DECODING_CONTEXT = {"context_ids", "is_final", "CONTEXT_IDS", "IS_FINAL"}
 EXAMPLES: dict[str, object] = {
     "integer": 1,
@@ -139,7 +141,11 @@ def facts(tensor: Any) -> dict[str, Any]:
 
 def wanted(model: str, kind: str, backend: str) -> list[dict[str, Any]]:
     """The tensors that the contract and our additions to it ask for."""
-    tensors = [t for t in CONTRACT[model][f"{kind}s"] if t["name"] not in MULTIMODAL]
+    tensors = [
+        {**tensor, "dtype": READ_AS.get(tensor["name"], tensor["dtype"])}
+        for tensor in CONTRACT[model][f"{kind}s"]
+        if tensor["name"] not in MULTIMODAL
+    ]
     for name, (dtype, dims, optional) in ADDED[model, kind].items():
         added = {"name": name, "dtype": dtype, "dims": dims}
         tensors.append({**added, "optional": True} if optional else added)

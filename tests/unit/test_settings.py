@@ -60,11 +60,12 @@ def test_every_setting_is_described_and_nothing_else_reads_the_environment() -> 
         for file in [*root.glob("cog_triton/**/*.py"), *root.glob("triton_model_repo/**/*.py")]
         if re.search(r"os\.(environ|getenv)", file.read_text())
     ]
-    # process.py hands its environment on to tritonserver and reads no setting from it, and $PORT is
+    # process.py and mpi_job.py hand their environment on and read no setting from it, and $PORT is
     # Cog's. The engine builder and the benchmark are commands of their own.
     own = re.compile("cog_triton/(engine_builder|benchmark)/")
     assert sorted(file for file in readers if not own.match(file)) == [
         "cog_triton/cog_server.py",
         "cog_triton/settings.py",
+        "cog_triton/triton/mpi_job.py",
         "cog_triton/triton/process.py",
     ]

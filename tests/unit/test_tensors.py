@@ -203,7 +203,7 @@ IGNORED: dict[str, Any] = {
     "beam_search_diversity_rate": 0.5,
     "decoder_input_ids": [1],
     "decoder_input_lengths": 1,
-    "early_stopping": True,
+    "early_stopping": 1,
     "encoder_output_lengths": 1,
     "len_penalty": 2.0,
     "lora_config": [[1, 2, 3]],

@@ -56,7 +56,7 @@ class TritonPythonModel:
         try:
             outputs = self._preprocessor(inputs)
         except ValueError as error:
-            return stub.error(pb_utils, str(error))
+            return stub.refusal(pb_utils, str(error))
         except Exception as error:  # unanswered, the request would wait for good
             logger.exception("preprocessing failed")
             return stub.error(pb_utils, f"{type(error).__name__}: {error}")

@@ -12,7 +12,12 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from cog_triton.engines.base import EngineError, create_engine, engine_parameters
+from cog_triton.engines.base import (
+    EngineError,
+    EngineUnavailable,
+    create_engine,
+    engine_parameters,
+)
 from cog_triton.engines.serving import DeliveryLimits, Output, Serving
 from cog_triton.triton import stub
 from cog_triton.triton.engine_metrics import EngineMetrics
@@ -48,11 +53,10 @@ class TritonPythonModel:
             sender = request.get_response_sender()
             try:
                 self._start(request, sender)
+            except EngineUnavailable as error:
+                send_last(sender, stub.error(pb_utils, str(error)))
             except EngineError as error:
-                sender.send(
-                    stub.error(pb_utils, str(error)),
-                    flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL,
-                )
+                send_last(sender, stub.refusal(pb_utils, str(error)))
 
     def finalize(self) -> None:
         self._metrics.close()
@@ -163,3 +167,7 @@ class Responses:
 def ids_only(request: Any) -> bool:
     """Whether the client reads nothing but token ids; an ensemble hands its parameters down."""
     return json.loads(request.parameters() or "{}").get(IDS_ONLY) is True
+
+
+def send_last(sender: Any, response: Any) -> None:
+    sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)

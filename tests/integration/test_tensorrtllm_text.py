@@ -1,0 +1,106 @@
+"""Text behind TensorRT-LLM's backend, which sends one id a response and says nothing of those before.
+
+The stand-in answers with the prompt's ids again. The tokenizers are those of the detokenizer's tests:
+characters split over byte-level tokens, SentencePiece's leading spaces, and byte fallback.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from cog_triton.tokenizer import load_tokenizer
+from cog_triton.triton.process import TritonServer
+from tests.integration.conftest import make_server, settings_for
+from tests.stand_in.servers import environment
+from tests.unit.test_detokenizer import byte_fallback, byte_level, metaspace
+
+KINDS = {"byte level": byte_level, "byte fallback": byte_fallback, "metaspace": metaspace}
+TEXTS = [
+    "the quick brown fox  jumps over the lazy dog",
+    "naïve café, déjà vu; Привет, мир!",
+    "你好，世界。日本語の文章です。",
+    "emoji 🎉🎉 👩‍👩‍👧‍👦 and  two  spaces\n\n\tand lines\r\n",
+]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def tokenizer_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("tokenizer")
+    KINDS[request.param]().tokenizer.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def server(tokenizer_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
+    directory = tmp_path_factory.mktemp("text")
+    settings = settings_for(tokenizer_dir, **environment(directory / "stand_in"))
+    triton = make_server(settings, directory, {"tensorrt_llm_bls": {}})
+    triton.start()
+    yield triton
+    triton.stop()
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tokenizer_dir: Path) -> Any:
+    return load_tokenizer(str(tokenizer_dir))
+
+
+def streamed(server: TritonServer, model: str, text: str, tokens: int) -> list[str]:
+    reply = httpx.post(
+        f"http://{server.endpoints.http}/v2/models/{model}/generate_stream",
+        json={"text_input": text, "max_tokens": tokens, "stream": True},
+        timeout=60,
+        trust_env=False,
+    )
+    events = [json.loads(line[5:]) for line in reply.text.splitlines() if line.startswith("data:")]
+    assert not any("error" in event for event in events), events
+    return [event["text_output"] for event in events]
+
+
+@pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls"])
+@pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))
+def test_pieces_join_to_the_decoding_of_all_ids(
+    server: TritonServer, tokenizer: Any, model: str, text: str
+) -> None:
+    ids = tokenizer(text).input_ids
+    pieces = streamed(server, model, text, len(ids))
+    whole = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    assert "".join(pieces) == whole
+    assert len(pieces) >= len(ids)
+
+
+@pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls"])
+def test_an_answer_that_is_cut_within_a_character(
+    server: TritonServer, tokenizer: Any, model: str
+) -> None:
+    text = TEXTS[-1]
+    ids = tokenizer(text).input_ids
+    for count in range(1, len(ids)):
+        whole = tokenizer.decode(
+            ids[:count], skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        if whole.endswith("\ufffd"):
+            break
+    else:
+        pytest.skip("no character of this tokenizer has several tokens")
+    assert "".join(streamed(server, model, text, count)) == whole
+
+
+def test_many_at_once_are_kept_apart(server: TritonServer, tokenizer: Any) -> None:
+    """Without ids of their own, which generic clients do not give."""
+
+    def check(number: int) -> None:
+        text = f"{number} {TEXTS[number % len(TEXTS)]}"
+        ids = tokenizer(text).input_ids
+        whole = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        assert "".join(streamed(server, "ensemble", text, len(ids))) == whole
+
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(check, range(48)))
