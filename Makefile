@@ -17,7 +17,7 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable ".[local,dev]"
 	touch $@
 
-models/demo/config.json: $(STAMP) $(wildcard cog_triton/demo/*.py)
+models/demo/config.json: $(STAMP) $(wildcard tools/demo_model/*.py)
 	$(BIN)/python scripts/make_demo_model.py
 	@touch $@
 

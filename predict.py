@@ -14,17 +14,17 @@ from typing import Optional
 import cog
 from cog import BaseRunner, ConcatenateIterator, Input
 
-from cog_triton import coglet_stream
 from cog_triton.deployment import Deployment
+from cog_triton.faces.cog import live_stream
 from cog_triton.generation import Chunk
-from cog_triton.prompts import format_prompt, validate_template
-from cog_triton.sampling import Request, new_seed, resolve_max_tokens, resolve_min_tokens
+from cog_triton.request import Request, new_seed, resolve_max_tokens, resolve_min_tokens
 from cog_triton.settings import Settings, read_settings
-from cog_triton.stop_sequences import parse_stop_sequences
+from cog_triton.text.prompts import format_prompt, validate_template
+from cog_triton.text.stop_sequences import parse_stop_sequences
 
 DEFAULT_PROMPT_TEMPLATE = "{prompt}"
 
-coglet_stream.install()
+live_stream.install()
 
 
 class Predictor(BaseRunner):
@@ -128,7 +128,7 @@ class Predictor(BaseRunner):
         )
         print(f"Random seed used: {request.seed}")
         measurements = Measurements()
-        texts = coglet_stream.live(_texts(self.deployment, request, measurements))
+        texts = live_stream.live(_texts(self.deployment, request, measurements))
         return self._answer(
             texts,
             measurements,

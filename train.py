@@ -12,9 +12,9 @@ from typing import Optional
 
 from cog import BaseModel, Input, Path, Secret
 
-from cog_triton.engine_builder.build import build
-from cog_triton.engine_builder.loading import load_config
-from cog_triton.engine_builder.tools import find_tools
+from tools.engine_builder.build import build
+from tools.engine_builder.loading import load_config
+from tools.engine_builder.tools import find_tools
 
 
 class TrainingOutput(BaseModel):  # type: ignore[misc, unused-ignore]

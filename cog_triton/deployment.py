@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import AsyncGenerator, Mapping
 from pathlib import Path
 
+from cog_triton.client.stream import TritonClient
 from cog_triton.context_length import context_length
 from cog_triton.engine_choice import (
     Engine,
@@ -21,14 +22,13 @@ from cog_triton.engine_choice import (
 )
 from cog_triton.errors import ConfigurationError
 from cog_triton.generation import Chunk, generate
-from cog_triton.sampling import Request
+from cog_triton.repository.fill import fill_repository, load_overrides
+from cog_triton.request import Request
+from cog_triton.server.installation import locate
+from cog_triton.server.log import GPU
+from cog_triton.server.tritonserver import TritonServer
 from cog_triton.settings import Settings
-from cog_triton.tokenizer import Tokenizer, load_tokenizer, without_torch
-from cog_triton.triton.client import TritonClient
-from cog_triton.triton.installation import locate
-from cog_triton.triton.process import TritonServer
-from cog_triton.triton.repository import fill_repository, load_overrides
-from cog_triton.triton.server_log import GPU
+from cog_triton.text.tokenizer import Tokenizer, load_tokenizer, without_torch
 
 Values = dict[str, dict[str, object]]
 
@@ -226,10 +226,10 @@ def _fetch(settings: Settings, source: str) -> Path:
 def create_client(settings: Settings, server: TritonServer) -> TritonClient:
     """The client of the transport that the settings name."""
     if settings.transport == "http":
-        from cog_triton.triton.http_client import HttpClient
+        from cog_triton.client.http_transport import HttpClient
 
         return HttpClient(server.endpoints.http, response_timeout=settings.response_timeout)
-    from cog_triton.triton.grpc_client import GrpcClient
+    from cog_triton.client.grpc_transport import GrpcClient
 
     return GrpcClient(server.endpoints.grpc, response_timeout=settings.response_timeout)
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from cog_triton.engine_builder.tools import release
 from cog_triton.errors import ConfigurationError
+from tools.engine_builder.tools import release
 
 logger = logging.getLogger(__name__)
 

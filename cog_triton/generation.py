@@ -11,12 +11,12 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Literal
 
-from cog_triton.detokenizer import IncrementalDetokenizer
+from cog_triton.client.stream import TritonClient
 from cog_triton.errors import PromptTooLong
-from cog_triton.sampling import Request, triton_inputs
-from cog_triton.stop_sequences import StopSequences
-from cog_triton.tokenizer import Tokenizer, max_characters
-from cog_triton.triton.client import TritonClient
+from cog_triton.request import Request, triton_inputs
+from cog_triton.text.detokenizer import IncrementalDetokenizer
+from cog_triton.text.stop_sequences import StopSequences
+from cog_triton.text.tokenizer import Tokenizer, max_characters
 
 FinishReason = Literal["stop", "length"]
 

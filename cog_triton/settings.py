@@ -2,7 +2,7 @@
 
 Each field's alias is the environment variable that sets it. An empty variable counts as unset.
 Template variables of the Triton models are not here: they are set in the YAML file that
-``COG_TRITON_CONFIG`` names (see ``cog_triton.triton.variables``).
+``COG_TRITON_CONFIG`` names (see ``cog_triton.repository.variables``).
 """
 
 from __future__ import annotations

@@ -22,9 +22,9 @@ ROOT = Path(__file__).resolve().parents[1]
 def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     sys.path.insert(0, str(ROOT))
-    from cog_triton.benchmark.cli import run
-    from cog_triton.benchmark.measure import BenchmarkError
     from cog_triton.errors import CogTritonError
+    from tools.benchmark.cli import run
+    from tools.benchmark.measure import BenchmarkError
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:

@@ -43,9 +43,9 @@ def main(argv: list[str] | None = None) -> int:
     if options.threads is not None:  # read when torch is imported, here and in the servers
         os.environ["OMP_NUM_THREADS"] = str(options.threads)
     sys.path.insert(0, str(ROOT))
-    from cog_triton.benchmark.engine import table, targets
-    from cog_triton.benchmark.engine_contestants import ContestantError
     from cog_triton.errors import CogTritonError
+    from tools.benchmark.engine import table, targets
+    from tools.benchmark.engine_contestants import ContestantError
 
     with tempfile.TemporaryDirectory(prefix="engine-benchmark-") as directory:
         try:
@@ -116,9 +116,9 @@ def run(options: argparse.Namespace, directory: Path) -> tuple[list[Any], dict[s
     """Makes the model, starts the contestants and compares them; returns results and report."""
     import torch
 
-    from cog_triton.benchmark.engine import Load, compare, report
-    from cog_triton.benchmark.engine_contestants import Setup, why_no_serve
-    from cog_triton.benchmark.engine_model import SHAPES, make_model
+    from tools.benchmark.engine import Load, compare, report
+    from tools.benchmark.engine_contestants import Setup, why_no_serve
+    from tools.benchmark.engine_model import SHAPES, make_model
 
     load = Load(
         options.streams, options.input_tokens, options.output_tokens, options.repeat, options.seed
@@ -168,7 +168,7 @@ def started(
     names: list[str], setup: Any, directory: Path, serve_python: str
 ) -> Iterator[dict[str, Any]]:
     """The contestants, from the start of all of them to the end of the context."""
-    from cog_triton.benchmark.engine_contestants import start
+    from tools.benchmark.engine_contestants import start
 
     with contextlib.ExitStack() as cleanup:
         contestants = {}

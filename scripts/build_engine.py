@@ -25,10 +25,10 @@ from pathlib import Path
 # The package need not be installed where this runs.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from cog_triton.engine_builder.build import build, plan
-from cog_triton.engine_builder.loading import load_config
-from cog_triton.engine_builder.tools import find_tools
 from cog_triton.errors import ConfigurationError, EngineBuildError
+from tools.engine_builder.build import build, plan
+from tools.engine_builder.loading import load_config
+from tools.engine_builder.tools import find_tools
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -30,7 +30,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from cog_triton.errors import ConfigurationError, TemplateError
-from cog_triton.triton.repository import fill_model, model_of, read_template
+from cog_triton.repository.fill import fill_model, model_of, read_template
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -38,16 +38,16 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from cog_triton.errors import ConfigurationError, TritonStartError
+from cog_triton.repository.fill import CONFIG, read_template
+from cog_triton.server.command import Endpoints, Launch, choose_ports, command, launch_command
+from cog_triton.server.installation import locate
+from cog_triton.server.tritonserver import TritonServer
 from cog_triton.settings import Settings, read_settings
-from cog_triton.triton.installation import locate
-from cog_triton.triton.launch import Endpoints, Launch, choose_ports, command, launch_command
-from cog_triton.triton.process import TritonServer
-from cog_triton.triton.repository import CONFIG, read_template
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(message)s"
 VERBOSE_LOG = 3  # what --log means in NVIDIA's script
 CPP_BACKEND = "tensorrtllm"
-MPI_JOB = Path(__file__).resolve().parents[1] / "cog_triton" / "triton" / "mpi_job.py"
+MPI_JOB = Path(__file__).resolve().parents[1] / "cog_triton" / "server" / "mpi_job.py"
 PORTS = ("http_port", "grpc_port", "metrics_port")
 
 

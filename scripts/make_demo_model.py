@@ -28,7 +28,7 @@ import signal
 import sys
 from pathlib import Path
 
-from cog_triton.demo import DemoModelError, ensure_demo_model
+from tools.demo_model import DemoModelError, ensure_demo_model
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -16,7 +16,7 @@ from pathlib import Path
 # The package need not be installed where this runs.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from cog_triton.triton.variables import (
+from cog_triton.repository.variables import (
     IGNORED,
     RENAMED,
     RENAMED_VALUES,

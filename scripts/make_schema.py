@@ -23,7 +23,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, default=ROOT / ".cog" / "openapi_schema.json")
     arguments = parser.parse_args(argv)
     sys.path.insert(0, str(ROOT))
-    from cog_triton.schema import openapi_schema
+    from cog_triton.faces.cog.schema import openapi_schema
 
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     schema = openapi_schema("predict", "Predictor", "train")

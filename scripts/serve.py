@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     make_schema.main([])
     adopt_orphans()
     server = subprocess.Popen(
-        [sys.executable, "-m", "cog_triton.cog_server", "--host", arguments.host],
+        [sys.executable, "-m", "cog_triton.faces.cog.no_delay", "--host", arguments.host],
         cwd=ROOT,
         env=environment(),
         start_new_session=True,  # Ctrl-C reaches this process alone, which passes it on

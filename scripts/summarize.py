@@ -28,12 +28,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns its exit status."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    from cog_triton.accuracy.cli import parse
+    from tools.accuracy.cli import parse
 
     options = parse(argv)
-    from cog_triton.accuracy.data import DataError
-    from cog_triton.accuracy.run import compare
     from cog_triton.errors import CogTritonError
+    from tools.accuracy.data import DataError
+    from tools.accuracy.run import compare
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:

@@ -166,7 +166,7 @@ def create_engine(parameters: Mapping[str, str]) -> Engine:
 
         return TransformersEngine.from_parameters(parameters)
     if name == "llmapi":
-        from cog_triton.engines.tensorrt_llm import TensorrtLlmEngine
+        from cog_triton.engines.llm_api import TensorrtLlmEngine
 
         return TensorrtLlmEngine.from_parameters(parameters)
     raise ValueError(f"unknown engine {name!r}; known are llmapi, simulated, transformers")

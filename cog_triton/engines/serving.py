@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from cog_triton.detokenizer import CONTEXT_TOKENS
 from cog_triton.engines.base import Engine, EngineError, GenerationRequest, Tokens
+from cog_triton.text.detokenizer import CONTEXT_TOKENS
 
 logger = logging.getLogger(__name__)
 

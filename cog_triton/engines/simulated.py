@@ -368,7 +368,7 @@ def _encode(tokenizer_dir: str, text: str, *, trust_remote_code: bool = False) -
         tokenizer = Tokenizer.from_file(str(file))
         ids = list(tokenizer.encode(text, add_special_tokens=False).ids)
     else:
-        from cog_triton.tokenizer import load_tokenizer
+        from cog_triton.text.tokenizer import load_tokenizer
 
         tokenizer = load_tokenizer(tokenizer_dir, trust_remote_code=trust_remote_code)
         ids = list(tokenizer(text, add_special_tokens=False).input_ids)

@@ -41,7 +41,7 @@ from cog_triton.engines.base import (
     Sink,
     Tokens,
 )
-from cog_triton.engines.sampling import History, choose, penalize
+from cog_triton.engines.token_sampling import History, choose, penalize
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from cog_triton.errors import ConfigurationError
 from cog_triton.weights import pget
 from cog_triton.weights.disk import full_disk
 from cog_triton.weights.errors import Interrupted, NoSpace, Unreachable
-from cog_triton.weights.http_client import (
+from cog_triton.weights.http_source import (
     HTTP_LOGGERS,
     check_status,
     http_errors,

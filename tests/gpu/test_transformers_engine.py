@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from cog_triton.demo.corpus import PAIRS
 from cog_triton.engines.base import GenerationRequest, SamplingParams
 from cog_triton.engines.serving import Output, Serving
 from cog_triton.engines.transformers import TransformersEngine
-from cog_triton.tokenizer import load_tokenizer
+from cog_triton.text.tokenizer import load_tokenizer
+from tools.demo_model.corpus import PAIRS
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 

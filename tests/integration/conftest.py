@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from cog_triton.deployment import Values, merge, resolve_engine, template_values
+from cog_triton.repository.fill import fill_repository
+from cog_triton.server.tritonserver import TritonServer
 from cog_triton.settings import Settings, read_settings
-from cog_triton.tokenizer import Tokenizer, load_tokenizer
-from cog_triton.triton.process import TritonServer
-from cog_triton.triton.repository import fill_repository
+from cog_triton.text.tokenizer import Tokenizer, load_tokenizer
 from tests.support import SHARED_MEMORY, CogServer, EngineCounters, alive
 
 ANY_PORTS = {"TRITON_HTTP_PORT": "0", "TRITON_GRPC_PORT": "0", "TRITON_METRICS_PORT": "0"}

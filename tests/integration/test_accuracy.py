@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cog_triton.triton.process import TritonServer
+from cog_triton.server.tritonserver import TritonServer
 from tests.support import ROOT, CogServer
 
 DEMO = ROOT / "examples" / "summarize" / "demo.jsonl"

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from cog_triton.benchmark.drivers import DRIVERS
 from tests.support import ROOT, CogServer
+from tools.benchmark.drivers import DRIVERS
 
 MARK = "COG_TRITON_TEST_MARK"
 REQUESTS = 6

@@ -17,14 +17,14 @@ import numpy.typing as npt
 import pytest
 import tritonclient.grpc.aio as grpcclient
 
-from cog_triton.demo.corpus import PAIRS
 from cog_triton.deployment import Values
 from cog_triton.errors import CogTritonError
-from cog_triton.tokenizer import Tokenizer
-from cog_triton.triton.process import TritonServer
+from cog_triton.server.tritonserver import TritonServer
+from cog_triton.text.tokenizer import Tokenizer
 from tests.integration.conftest import engine_counters, make_server, settings_for
 from tests.integration.test_ensemble import MULTI_BYTE, generate
 from tests.support import wait_until
+from tools.demo_model.corpus import PAIRS
 
 BLS = "tensorrt_llm_bls"
 QUESTION, ANSWER = PAIRS[0]

@@ -18,10 +18,10 @@ from typing import Any
 import httpx
 import pytest
 
-from cog_triton.demo.corpus import PAIRS
-from cog_triton.tokenizer import Tokenizer
+from cog_triton.text.tokenizer import Tokenizer
 from tests.integration.conftest import PACE_MS
 from tests.support import CogServer, alive, children, chunks, processes, wait_until
+from tools.demo_model.corpus import PAIRS
 
 QUESTION, ANSWER = PAIRS[0]
 

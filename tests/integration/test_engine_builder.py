@@ -21,11 +21,11 @@ import pytest
 import yaml
 
 from cog_triton import weights
-from cog_triton.engine_builder.build import BuildResult, build, plan
-from cog_triton.engine_builder.loading import parse_config
-from cog_triton.engine_builder.tools import Tools
 from cog_triton.errors import ConfigurationError, EngineBuildError
 from tests.support import ROOT, alive, free_port, processes, wait_until
+from tools.engine_builder.build import BuildResult, build, plan
+from tools.engine_builder.loading import parse_config
+from tools.engine_builder.tools import Tools
 
 TOKEN = "hf_abcdefghijklmnopqrstuvwxyz"
 

@@ -16,11 +16,11 @@ import numpy.typing as npt
 import pytest
 import tritonclient.grpc.aio as grpcclient
 
-from cog_triton.demo.corpus import PAIRS
-from cog_triton.tokenizer import Tokenizer
-from cog_triton.triton.process import TritonServer
+from cog_triton.server.tritonserver import TritonServer
+from cog_triton.text.tokenizer import Tokenizer
 from tests.integration.conftest import engine_counters
 from tests.support import metrics, wait_until
+from tools.demo_model.corpus import PAIRS
 
 QUESTION, ANSWER = PAIRS[0]
 MULTI_BYTE = [pair for pair in PAIRS if not pair.answer.isascii()]

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from tritonclient.grpc import InferenceServerClient, InferInput
 
-from cog_triton.triton.process import TritonServer
+from cog_triton.server.tritonserver import TritonServer
 from tests.integration.conftest import settings_for
 from tests.support import ROOT
 

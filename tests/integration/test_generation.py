@@ -12,17 +12,17 @@ from typing import Any
 import httpx
 import pytest
 
-from cog_triton.demo.corpus import PAIRS
+from cog_triton.client.grpc_transport import GrpcClient
+from cog_triton.client.http_transport import HttpClient
+from cog_triton.client.stream import TritonClient
 from cog_triton.errors import PromptTooLong, TritonTimeout, TritonUnavailable
 from cog_triton.generation import Chunk, generate
-from cog_triton.sampling import Request
-from cog_triton.tokenizer import Tokenizer
-from cog_triton.triton.client import TritonClient
-from cog_triton.triton.grpc_client import GrpcClient
-from cog_triton.triton.http_client import HttpClient
-from cog_triton.triton.process import TritonServer
+from cog_triton.request import Request
+from cog_triton.server.tritonserver import TritonServer
+from cog_triton.text.tokenizer import Tokenizer
 from tests.integration.conftest import PACE_MS, engine_counters
 from tests.support import free_port, metrics, wait_until
+from tools.demo_model.corpus import PAIRS
 
 QUESTION, ANSWER = PAIRS[0]
 TRANSPORTS = ["grpc", "http"]

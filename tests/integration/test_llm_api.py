@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from cog_triton.demo.corpus import PAIRS
+from cog_triton.client.stream import TritonClient
 from cog_triton.errors import InvalidParameter, PromptTooLong, TritonStartError
 from cog_triton.generation import Chunk, generate
-from cog_triton.tokenizer import Tokenizer
-from cog_triton.triton.client import TritonClient
-from cog_triton.triton.process import TritonServer
+from cog_triton.server.tritonserver import TritonServer
+from cog_triton.text.tokenizer import Tokenizer
 from tests.integration.conftest import engine_counters, make_server, settings_for
 from tests.integration.test_generation import TRANSPORTS, collect, greedy, text, with_client
 from tests.support import ROOT, wait_until
+from tools.demo_model.corpus import PAIRS
 
 QUESTION, ANSWER = PAIRS[0]
 MAX_NUM_TOKENS = 64

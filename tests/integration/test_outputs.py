@@ -19,8 +19,8 @@ import pytest
 import tritonclient.grpc as grpcclient
 
 from cog_triton.deployment import Values
-from cog_triton.triton.ids_ensemble import OUTPUTS
-from cog_triton.triton.process import TritonServer
+from cog_triton.repository.derived import OUTPUTS
+from cog_triton.server.tritonserver import TritonServer
 from tests.integration.conftest import make_server, settings_for
 from tests.stand_in.servers import environment
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from cog_triton.errors import ConfigurationError, TritonStartError
-from cog_triton.triton.process import TritonServer
+from cog_triton.server.tritonserver import TritonServer
 from tests.integration.conftest import ANY_PORTS, make_server, settings_for
 from tests.support import ROOT, SHARED_MEMORY, alive, children, processes, wait_until
 

@@ -20,8 +20,8 @@ import httpx
 import pytest
 
 from cog_triton.errors import TritonStartError
+from cog_triton.server.tritonserver import TritonServer
 from cog_triton.settings import Settings, read_settings
-from cog_triton.triton.process import TritonServer
 from tests.integration.conftest import ANY_PORTS, make_server, settings_for
 from tests.support import ROOT, SHARED_MEMORY, alive, children, free_port, processes, wait_until
 

@@ -12,9 +12,9 @@ import pytest
 
 from cog_triton.deployment import Deployment
 from cog_triton.errors import ConfigurationError, TritonStartError
-from cog_triton.sampling import Request
+from cog_triton.request import Request
 from cog_triton.settings import Settings
-from cog_triton.tokenizer import load_tokenizer
+from cog_triton.text.tokenizer import load_tokenizer
 from tests.integration.conftest import make_server, settings_for
 
 MARK = "\N{ROCKET}"

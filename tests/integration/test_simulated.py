@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 import pytest
 
+from cog_triton.client.stream import TritonClient
 from cog_triton.deployment import create_client
 from cog_triton.engines.base import GenerationRequest
 from cog_triton.engines.simulated import Failure, FailureKind, Failures
@@ -21,11 +22,10 @@ from cog_triton.errors import (
     TritonUnknownError,
 )
 from cog_triton.generation import Chunk, generate
-from cog_triton.sampling import Request
+from cog_triton.request import Request
+from cog_triton.server.tritonserver import TritonServer
 from cog_triton.settings import Settings
-from cog_triton.tokenizer import Tokenizer
-from cog_triton.triton.client import TritonClient
-from cog_triton.triton.process import TritonServer
+from cog_triton.text.tokenizer import Tokenizer
 from tests.integration.conftest import engine_counters, make_server, settings_for
 from tests.support import wait_until
 

@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
+from cog_triton.client.grpc_transport import infer_request
+from cog_triton.client.stream import error_from_text, stop_inputs
 from cog_triton.errors import InvalidParameter, PromptTooLong, TritonOverloaded
-from cog_triton.triton.client import error_from_text, stop_inputs
-from cog_triton.triton.grpc_client import infer_request
-from cog_triton.triton.preprocessing import word_list
+from cog_triton.models.preprocessing import word_list
 from tests.stand_in.servers import MODEL, OUTPUTS, Loader, ids, running_loader, stream, tensors
 from tests.support import metrics, wait_until
 

@@ -23,8 +23,8 @@ import pytest
 from cog_triton.deployment import Deployment
 from cog_triton.errors import CogTritonError
 from cog_triton.generation import Chunk
-from cog_triton.sampling import Request
-from cog_triton.tokenizer import Tokenizer
+from cog_triton.request import Request
+from cog_triton.text.tokenizer import Tokenizer
 from tests.integration.conftest import make_server, settings_for
 from tests.stand_in.servers import MODEL, environment
 from tests.support import ROOT, CogServer, chunks, free_port, metrics, processes, wait_until

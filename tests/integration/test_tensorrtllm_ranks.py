@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from cog_triton.triton.process import TritonServer
+from cog_triton.server.tritonserver import TritonServer
 from tests.integration.conftest import make_server, settings_for
 from tests.integration.test_ranks import SCRIPT, assert_nothing_left, named, needs_mpirun, rank
 from tests.stand_in.servers import environment, ids, stream, tensors

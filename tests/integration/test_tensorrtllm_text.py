@@ -15,11 +15,11 @@ from typing import Any
 import httpx
 import pytest
 
-from cog_triton.tokenizer import load_tokenizer
-from cog_triton.triton.process import TritonServer
+from cog_triton.server.tritonserver import TritonServer
+from cog_triton.text.tokenizer import load_tokenizer
 from tests.integration.conftest import make_server, settings_for
 from tests.stand_in.servers import environment
-from tests.unit.test_detokenizer import byte_fallback, byte_level, metaspace
+from tests.unit.text.test_detokenizer import byte_fallback, byte_level, metaspace
 
 KINDS = {"byte level": byte_level, "byte fallback": byte_fallback, "metaspace": metaspace}
 TEXTS = [

@@ -15,12 +15,12 @@ import numpy.typing as npt
 from google.protobuf import json_format, text_format
 from tritonclient.grpc import model_config_pb2, service_pb2, service_pb2_grpc
 
+from cog_triton.client.grpc_transport import infer_request
+from cog_triton.repository.fill import fill_model
+from cog_triton.server.command import Launch
+from cog_triton.server.installation import locate
+from cog_triton.server.tritonserver import TritonServer
 from cog_triton.settings import read_settings
-from cog_triton.triton.grpc_client import infer_request
-from cog_triton.triton.installation import locate
-from cog_triton.triton.launch import Launch
-from cog_triton.triton.process import TritonServer
-from cog_triton.triton.repository import fill_model
 from tests.stand_in.build import backend_directory
 from tests.stand_in.engine import make_engine
 from tests.support import ROOT, metrics, wait_until

@@ -19,10 +19,10 @@ from cog_triton.deployment import (
 )
 from cog_triton.engine_choice import Engine
 from cog_triton.errors import ConfigurationError, TritonUnavailable
-from cog_triton.sampling import Request
+from cog_triton.repository.variables import VARIABLES
+from cog_triton.request import Request
 from cog_triton.settings import read_settings
-from cog_triton.tokenizer import load_tokenizer
-from cog_triton.triton.variables import VARIABLES
+from cog_triton.text.tokenizer import load_tokenizer
 
 
 def test_the_configuration_file_overrides_the_settings(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ import yaml  # type: ignore[import-untyped, unused-ignore]
 
 from cog_triton import settings
 from cog_triton.errors import TemplateError
-from cog_triton.triton.repository import fill_repository, load_overrides
-from cog_triton.triton.variables import IGNORED, RENAMED, VARIABLES
+from cog_triton.repository.fill import fill_repository, load_overrides
+from cog_triton.repository.variables import IGNORED, RENAMED, VARIABLES
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "configuration.md"

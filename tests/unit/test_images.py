@@ -34,7 +34,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from cog_triton.schema import openapi_schema
+from cog_triton.faces.cog.schema import openapi_schema
 from tests.support import free_port, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -515,7 +515,7 @@ def test_pip_may_change_what_nothing_needs_and_protobuf(tmp_path: Path) -> None:
     assert Version(after.pop("PyYAML")) >= Version("6")
     kept = {name: version for name, version in before.items() if name in after}
     assert {name: after[name] for name in kept} == kept
-    imported = "import tritonclient.grpc, cog_triton.triton.repository"
+    imported = "import tritonclient.grpc, cog_triton.repository.fill"
     checked = subprocess.run(
         [container.bin / "python3", "-c", imported], cwd=ROOT, capture_output=True, text=True
     )

@@ -13,7 +13,7 @@ from cog_triton.errors import (
     InvalidParameter,
     PromptRequired,
 )
-from cog_triton.sampling import (
+from cog_triton.request import (
     DEFAULT_MAX_TOKENS,
     MAX_INT32,
     MAX_SEED,

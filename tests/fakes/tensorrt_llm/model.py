@@ -56,7 +56,7 @@ def _answers(directory: Path, end_id: int) -> dict[tuple[int, ...], list[int]]:
         return {}
     from tokenizers import Tokenizer
 
-    from cog_triton.demo.corpus import PAIRS
+    from tools.demo_model.corpus import PAIRS
 
     tokenizer: Any = Tokenizer.from_file(str(directory / "tokenizer.json"))
 

@@ -10,9 +10,9 @@ from typing import Any
 import triton_python_backend_utils as pb_utils
 
 from cog_triton.engines.base import engine_parameters
-from cog_triton.tokenizer import load_tokenizer, without_torch
-from cog_triton.triton import stub
-from cog_triton.triton.preprocessing import Preprocessor
+from cog_triton.models import stub
+from cog_triton.models.preprocessing import Preprocessor
+from cog_triton.text.tokenizer import load_tokenizer, without_torch
 
 logger = logging.getLogger(__name__)
 

@@ -19,9 +19,9 @@ from cog_triton.engines.base import (
     engine_parameters,
 )
 from cog_triton.engines.serving import DeliveryLimits, Output, Serving
-from cog_triton.triton import stub
-from cog_triton.triton.engine_metrics import EngineMetrics
-from cog_triton.triton.tensors import (
+from cog_triton.models import stub
+from cog_triton.models.engine_metrics import EngineMetrics
+from cog_triton.models.tensors import (
     IDS_ONLY,
     generation_requests,
     placeholders,

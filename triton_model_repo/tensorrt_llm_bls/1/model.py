@@ -1,4 +1,4 @@
-"""Text to text by calls to the other models; see cog_triton/triton/bls.py."""
+"""Text to text by calls to the other models; see cog_triton/models/bls.py."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 import triton_python_backend_utils as pb_utils
 
 from cog_triton.engines.base import engine_parameters
-from cog_triton.triton import stub
-from cog_triton.triton.bls import Bls, Watch, check_parameters
-from cog_triton.triton.model_calls import Client, request_key
+from cog_triton.models import stub
+from cog_triton.models.bls import Bls, Watch, check_parameters
+from cog_triton.models.model_calls import Client, request_key
 
 CANCELLATION_CHECK_SECONDS = 1.0  # asking Triton is a round trip
 

@@ -1,0 +1,132 @@
+"""Triton over gRPC, on the ensemble that makes ids alone."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncGenerator, Iterator
+from typing import Any
+
+import grpc
+import numpy as np
+from tritonclient.grpc import InferInput, InferRequestedOutput, service_pb2, service_pb2_grpc
+from tritonclient.utils import np_to_triton_dtype
+
+from cog_triton.client.stream import (
+    ENGINE,
+    Inputs,
+    Response,
+    TritonClient,
+    error_from_text,
+    stop_inputs,
+)
+from cog_triton.errors import TritonMalformedEvent, TritonUnavailable, TritonUnknownError
+from cog_triton.models.tensors import IDS_ONLY
+from cog_triton.repository.derived import IDS_ENSEMBLE as ENSEMBLE
+from cog_triton.repository.derived import OUTPUTS
+
+_CHANNEL_OPTIONS = (
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
+)
+
+
+class GrpcClient(TritonClient):
+    """See ``TritonClient``."""
+
+    def __init__(self, address: str, *, response_timeout: float) -> None:
+        """Connects to nothing yet.
+
+        Args:
+            address: host:port of Triton's gRPC endpoint.
+        """
+        super().__init__(response_timeout=response_timeout)
+        self._channel = grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+
+    async def _responses(self, request_id: str, inputs: Inputs) -> AsyncGenerator[Response, None]:
+        call = self._stub.ModelStreamInfer()
+        try:
+            with _mapped_errors():
+                await call.write(_ids_only(infer_request(ENSEMBLE, request_id, inputs, OUTPUTS)))
+                final = False
+                while not final:
+                    response = _parse_message(await call.read())
+                    final = response.final
+                    yield response
+        finally:
+            call.cancel()
+
+    async def _send_stop(self, request_id: str) -> None:
+        call = self._stub.ModelStreamInfer(timeout=self._response_timeout)
+        with _mapped_errors():
+            await call.write(infer_request(ENGINE, request_id, stop_inputs(), ()))
+            await call.done_writing()
+            async for message in call:
+                if message.error_message:
+                    raise error_from_text(message.error_message)
+
+    async def _disconnect(self) -> None:
+        await self._channel.close()
+
+
+def infer_request(
+    model: str, request_id: str, inputs: Inputs, outputs: tuple[str, ...]
+) -> service_pb2.ModelInferRequest:
+    """The request as a message; with no outputs named, all are asked for."""
+    request = service_pb2.ModelInferRequest(model_name=model, id=request_id)
+    for name, value in inputs.items():
+        tensor = InferInput(name, list(value.shape), np_to_triton_dtype(value.dtype))
+        tensor.set_data_from_numpy(value)
+        request.inputs.append(tensor._get_tensor())
+        request.raw_input_contents.append(tensor._get_content())
+    request.outputs.extend(InferRequestedOutput(name)._get_tensor() for name in outputs)
+    return request
+
+
+def _ids_only(request: service_pb2.ModelInferRequest) -> service_pb2.ModelInferRequest:
+    request.parameters[IDS_ONLY].bool_param = True
+    return request
+
+
+def parse_response(response: service_pb2.ModelInferResponse) -> Response:
+    """The response in a message.
+
+    Raises:
+        TritonMalformedEvent: output_ids is missing.
+    """
+    names = (output.name for output in response.outputs)
+    raw = dict(zip(names, response.raw_output_contents, strict=False))
+    try:
+        ids = np.frombuffer(raw["output_ids"], np.int32)
+    except KeyError:
+        raise TritonMalformedEvent("a response of the ensemble has no output_ids") from None
+    # TensorRT-LLM's may be padded; an engine that knows ids_only sends no length.
+    length, prompt = raw.get("sequence_length"), raw.get("num_input_tokens")
+    return Response(
+        (ids if length is None else ids[: _int32(length)]).tolist(),
+        _int32(prompt) if prompt else None,
+        response.parameters["triton_final_response"].bool_param,
+    )
+
+
+def _parse_message(message: Any) -> Response:
+    if message is grpc.aio.EOF:
+        raise TritonUnavailable("Triton closed the stream before the last response")
+    if message.error_message:
+        raise error_from_text(message.error_message)
+    return parse_response(message.infer_response)
+
+
+def _int32(raw: bytes) -> int:
+    return int.from_bytes(raw[:4], "little", signed=True)
+
+
+@contextlib.contextmanager
+def _mapped_errors() -> Iterator[None]:
+    try:
+        yield
+    except grpc.RpcError as error:
+        details = error.details() or str(error.code())
+        if error.code() == grpc.StatusCode.UNAVAILABLE:
+            raise TritonUnavailable(f"Triton cannot be reached: {details}") from None
+        raise TritonUnknownError(details) from None

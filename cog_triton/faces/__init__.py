@@ -1,0 +1,1 @@
+"""The faces that users meet; each calls ``generation.generate``."""

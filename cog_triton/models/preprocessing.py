@@ -1,0 +1,185 @@
+"""The preprocessing model's work: prompts and words in, token ids out. Shapes have the batch first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cog_triton.text.tokenizer import Tokenizer, max_characters
+
+Array = npt.NDArray[Any]
+
+
+class Preprocessor:
+    """Turns the preprocessing model's inputs into its outputs."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        add_special_tokens: bool = True,
+        words_after_space: bool = True,
+        context_length: int | None = None,
+    ) -> None:
+        """Reads the end and padding ids off the tokenizer.
+
+        Args:
+            add_special_tokens: whether the tokenizer adds those that begin a text.
+            words_after_space: whether bad words and stop words match behind a space as well.
+            context_length: most tokens of a prompt, for which longer texts are not even tokenized; None if
+                it is not known.
+        """
+        self._tokenizer = tokenizer
+        self._add_special_tokens = add_special_tokens
+        self._forms = variants if words_after_space else nonempty
+        self._context_length = context_length
+        end_id, pad_id = tokenizer.eos_token_id, tokenizer.pad_token_id
+        self._end_id = -1 if end_id is None else end_id
+        self._pad_id = self._end_id if pad_id is None else pad_id
+
+    def __call__(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        """The outputs for one request.
+
+        Raises:
+            ValueError: an input is not valid; the text is for the client.
+        """
+        queries = [_text(query) for query in inputs["QUERY"].reshape(-1)]
+        for query in queries:
+            self._check_length(query)
+        prompts = [self._encode(query) for query in queries]
+        batch = len(prompts)
+        pad_id = _default(inputs, "PAD_ID", self._pad_id, batch)
+        end_id = _default(inputs, "END_ID", self._end_id, batch)
+        outputs = {
+            "INPUT_ID": _padded(prompts, int(pad_id.flat[0])),
+            "REQUEST_INPUT_LEN": np.array([[len(ids)] for ids in prompts], np.int32),
+            "REQUEST_OUTPUT_LEN": inputs["REQUEST_OUTPUT_LEN"].reshape(batch, -1),
+            "OUT_PAD_ID": pad_id,
+            "OUT_END_ID": end_id,
+        }
+        for source, target in (
+            ("BAD_WORDS_DICT", "BAD_WORDS_IDS"),
+            ("STOP_WORDS_DICT", "STOP_WORDS_IDS"),
+        ):
+            if source in inputs and (words := self._word_lists(inputs[source])) is not None:
+                outputs[target] = words
+        if "EMBEDDING_BIAS_WORDS" in inputs:
+            outputs.update(self._embedding_bias(inputs))
+        # NVIDIA's preprocessing sends a decoder's beginning to every engine: without a text, the pad id.
+        decoder = [[int(pad_id.flat[0])]] * batch
+        if "DECODER_QUERY" in inputs:
+            decoder = [self._encode(_text(query)) for query in inputs["DECODER_QUERY"].reshape(-1)]
+        outputs["DECODER_INPUT_ID"] = _padded(decoder, int(pad_id.flat[0]))
+        outputs["REQUEST_DECODER_INPUT_LEN"] = np.array([[len(d)] for d in decoder], np.int32)
+        _rename(inputs, outputs, "SEED", "RANDOM_SEED", "OUT_SEED")
+        _rename(inputs, outputs, "MIN_TOKENS", "MIN_LENGTH", "OUT_MIN_TOKENS")
+        return outputs
+
+    def _check_length(self, text: str) -> None:
+        if self._context_length is None:
+            return
+        limit = max_characters(self._tokenizer, self._context_length)
+        if len(text) > limit:
+            # TensorRT-LLM's wording, which clients know.
+            raise ValueError(
+                f"Prompt length ({len(text)} characters) exceeds maximum input length ({limit} characters "
+                f"are the most that {self._context_length} tokens can stand for)."
+            )
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer(
+            text, add_special_tokens=self._add_special_tokens
+        ).input_ids
+        return ids
+
+    def _word_lists(self, words: Array) -> Array | None:
+        """TensorRT-LLM's word lists, shape [batch, 2, N], or None when there is no word."""
+        rows = [[_text(word) for word in np.atleast_1d(row)] for row in words]
+        lists = [
+            word_list(list(filter(None, map(self._word_ids, self._forms(row))))) for row in rows
+        ]
+        width = max(words.shape[1] for words in lists)
+        if width == 0:
+            return None
+        return np.stack([_widened(words, width) for words in lists])
+
+    def _word_ids(self, word: str) -> list[int]:
+        ids: list[int] = self._tokenizer(word, add_special_tokens=False).input_ids
+        return ids
+
+    def _embedding_bias(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        words, weights = inputs["EMBEDDING_BIAS_WORDS"], inputs.get("EMBEDDING_BIAS_WEIGHTS")
+        words = words.reshape(words.shape[0], -1)
+        if not any(_text(word) for word in words.flat):
+            return {}
+        if weights is None or weights.size != words.size:
+            raise ValueError("embedding_bias_words and embedding_bias_weights must be as many")
+        bias = np.zeros((words.shape[0], len(self._tokenizer)), np.float32)
+        for row, (names, values) in enumerate(
+            zip(words, weights.reshape(words.shape), strict=True)
+        ):
+            for name, value in zip(names, values, strict=True):
+                bias[row, self._word_ids(_text(name))] += value
+        return {"EMBEDDING_BIAS": bias}
+
+
+def variants(words: Sequence[str]) -> list[str]:
+    """Each word as it stands and after a space: in most vocabularies those are different tokens."""
+    return [form for word in words if word for form in (word, f" {word}")]
+
+
+def nonempty(words: Sequence[str]) -> list[str]:
+    """The words without empty ones, as NVIDIA's preprocessing takes them."""
+    return [word for word in words if word]
+
+
+def word_list(words: Sequence[Sequence[int]]) -> Array:
+    """A TensorRT-LLM word list, shape [2, N]: the flat ids, and the end offsets padded with -1."""
+    flat = [token for word in words for token in word]
+    ends = np.cumsum([len(word) for word in words], dtype=np.int32)
+    offsets = np.full(len(flat), -1, np.int32)
+    offsets[: len(ends)] = ends
+    return np.array([flat, offsets], np.int32).reshape(2, -1)
+
+
+def _widened(words: Array, width: int) -> Array:
+    missing = width - words.shape[1]
+    return np.stack(
+        [np.pad(words[0], (0, missing)), np.pad(words[1], (0, missing), constant_values=-1)]
+    )
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, bytes):
+        return str(value)
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        raise ValueError("a text input is not valid UTF-8") from None
+
+
+def _default(inputs: Mapping[str, Array], name: str, value: int, batch: int) -> Array:
+    return inputs[name] if name in inputs else np.full((batch, 1), value, np.int32)
+
+
+def _padded(rows: Sequence[Sequence[int]], pad_id: int) -> Array:
+    width = max(map(len, rows))
+    padded = np.full((len(rows), width), pad_id, np.int32)
+    for i, row in enumerate(rows):
+        padded[i, : len(row)] = row
+    return padded
+
+
+def _rename(
+    inputs: Mapping[str, Array], outputs: dict[str, Array], new: str, old: str, out: str
+) -> None:
+    given = [inputs[name] for name in (new, old) if name in inputs]
+    if len(given) == 2 and not np.array_equal(given[0], given[1]):
+        raise ValueError(
+            f"{new.lower()} and {old.lower()} are two names of one input and must be the same"
+        )
+    if given:
+        outputs[out] = given[0]

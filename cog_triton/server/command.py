@@ -1,0 +1,244 @@
+"""The command lines of tritonserver: alone, or one rank for each GPU under mpirun; and their ports."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cog_triton.errors import ConfigurationError
+from cog_triton.settings import Settings
+
+GUARD = Path(__file__).with_name("guard.py")
+
+
+@dataclass(frozen=True)
+class Endpoints:
+    """Where a running server listens."""
+
+    host: str
+    http_port: int
+    grpc_port: int
+    metrics_port: int
+
+    @property
+    def http(self) -> str:
+        return f"{self._connect_host}:{self.http_port}"
+
+    @property
+    def grpc(self) -> str:
+        return f"{self._connect_host}:{self.grpc_port}"
+
+    @property
+    def metrics(self) -> str:
+        return f"{self._connect_host}:{self.metrics_port}"
+
+    @property
+    def _connect_host(self) -> str:
+        return "127.0.0.1" if self.host == "0.0.0.0" else self.host
+
+
+def command(
+    server: Path,
+    repository: Path,
+    backends: Path,
+    endpoints: Endpoints,
+    shm_prefix: str,
+    settings: Settings,
+) -> list[str]:
+    """The command line of tritonserver."""
+    options = {
+        "model-repository": repository,
+        "backend-directory": backends,
+        "http-address": endpoints.host,
+        "http-port": endpoints.http_port,
+        "grpc-address": endpoints.host,
+        "grpc-port": endpoints.grpc_port,
+        "metrics-address": endpoints.host,
+        "metrics-port": endpoints.metrics_port,
+        "backend-config": _shm_config(shm_prefix),
+        # Below stop_timeout, so that the server ends by itself and cleans up.
+        "exit-timeout-secs": max(1, int(settings.stop_timeout / 2)),
+        "log-verbose": settings.log_verbose,
+    }
+    return [
+        str(server),
+        *(f"--{name}={value}" for name, value in options.items()),
+        "--disable-auto-complete-config",
+    ]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How tritonserver is started, beyond what the settings say: what NVIDIA's launch script can be told.
+
+    Attributes:
+        engine_models: the models that a rank other than 0 loads.
+        options: options of tritonserver on every rank, after all others.
+        first_rank_options: further ones on rank 0.
+        launcher: command that runs each tritonserver, such as trtllm-llmapi-launch.
+        mpi: run under mpirun even a single rank, whose backend spawns processes through MPI.
+        environment: further environment variables.
+        rank: the one rank to run, where something else than mpirun, such as Slurm, starts the others.
+    """
+
+    engine_models: tuple[str, ...] = ("tensorrt_llm",)
+    options: tuple[str, ...] = ()
+    first_rank_options: tuple[str, ...] = ()
+    launcher: tuple[str, ...] = ()
+    mpi: bool = False
+    environment: Mapping[str, str] = field(default_factory=dict)
+    rank: int | None = None
+
+    def under_mpirun(self, settings: Settings) -> bool:
+        """Whether this process starts an mpirun."""
+        return self.rank is None and (self.mpi or settings.world_size > 1)
+
+
+def launch_command(
+    server_command: list[str], shm_prefix: str, settings: Settings, launch: Launch
+) -> list[str]:
+    """The command line to run under a guard: tritonserver, mpirun with its ranks, or one rank."""
+    if launch.under_mpirun(settings):
+        return mpirun_command(
+            server_command, settings.world_size, shm_prefix, settings.stop_timeout, launch
+        )
+    if launch.rank is not None:
+        return rank_command(server_command, launch.rank, shm_prefix, launch)
+    return [*launch.launcher, *server_command, *launch.options, *launch.first_rank_options]
+
+
+def mpirun_command(
+    server_command: list[str],
+    world_size: int,
+    shm_prefix: str,
+    stop_timeout: float,
+    launch: Launch | None = None,
+) -> list[str]:
+    """The command line of mpirun that starts one tritonserver a rank, each under a guard of its own.
+
+    For Open MPI 4.1, as in NVIDIA's containers, and 5, which takes the same options.
+
+    Args:
+        server_command: tritonserver's, with ``shm_prefix`` as the prefix of its shared memory.
+        stop_timeout: seconds from the stop of the group to the SIGKILL for all of it.
+    """
+    launch = launch or Launch()
+    rank_timeout = 0.75 * stop_timeout  # after tritonserver's own limit, before the group's
+    ranks = [
+        guarded(
+            str(rank),
+            f"{shm_prefix}{rank}_",
+            rank_timeout,
+            rank_command(server_command, rank, shm_prefix, launch),
+        )
+        for rank in range(world_size)
+    ]
+    return [
+        "mpirun",
+        "--allow-run-as-root",
+        # A slot is a core or what Slurm allotted; the ranks are as many as GPUs, whatever that is.
+        "--oversubscribe",
+        # Otherwise two ranks get one core each, and more a NUMA node each, for all of Triton's threads.
+        "--bind-to",
+        "none",
+        "--tag-output",
+        *(part for rank in ranks for part in ("-n", "1", *rank, ":")),
+    ][:-1]
+
+
+def rank_command(
+    server_command: list[str], rank: int, shm_prefix: str, launch: Launch | None = None
+) -> list[str]:
+    """The command line of one rank's tritonserver; its shared memory begins with ``shm_prefix``."""
+    launch = launch or Launch()
+    shm_option = f"--backend-config={_shm_config(shm_prefix)}"
+    return [
+        *launch.launcher,
+        *(f"{part}{rank}_" if part == shm_option else part for part in server_command),
+        *launch.options,
+        *(launch.first_rank_options if rank == 0 else _without_endpoints(launch.engine_models)),
+    ]
+
+
+def _without_endpoints(models: tuple[str, ...]) -> list[str]:
+    return [
+        "--model-control-mode=explicit",
+        *(f"--load-model={model}" for model in models),
+        "--allow-http=false",
+        "--allow-grpc=false",
+        "--allow-metrics=false",
+    ]
+
+
+def _shm_config(shm_prefix: str) -> str:
+    return f"python,shm-region-prefix-name={shm_prefix}"
+
+
+def guarded(
+    role: str, shm_prefix: str, stop_timeout: float, command: list[str], *, directory: str = ""
+) -> list[str]:
+    """The command line that runs ``command`` under a guard; see ``cog_triton.server.guard``."""
+    guard = [sys.executable, "-I", "-S", str(GUARD)]
+    return [*guard, role, shm_prefix, f"{stop_timeout:g}", directory, *command]
+
+
+def guard_role(launch: Launch, settings: Settings) -> str:
+    """The role of the guard that this process starts; see ``cog_triton.server.guard``."""
+    if launch.under_mpirun(settings):
+        return "group"
+    return "follower" if launch.rank else "server"
+
+
+def check_mpirun(environ: Mapping[str, str], settings: Settings) -> None:
+    """Finds a missing mpirun before anything is started.
+
+    Raises:
+        ConfigurationError: there is none in PATH.
+    """
+    if shutil.which("mpirun", path=environ.get("PATH")) is None:
+        raise ConfigurationError(
+            f"no mpirun in PATH, which WORLD_SIZE={settings.world_size} needs: run in NVIDIA's Triton "
+            "container, or install Open MPI (Debian: openmpi-bin)"
+        )
+
+
+def _mpirun_environment(directory: Path) -> dict[str, str]:
+    """Keeps mpirun's files in a directory that is removed even when mpirun is killed."""
+    return {
+        "OMPI_MCA_orte_tmpdir_base": str(directory),  # Open MPI 4
+        "PRTE_MCA_prte_tmpdir_base": str(directory),  # Open MPI 5
+    }
+
+
+def choose_ports(settings: Settings) -> Endpoints:
+    """The three ports, free at the time of asking; those set to 0 are picked.
+
+    Raises:
+        ConfigurationError: naming the setting whose port is in use.
+    """
+    names = ("http_port", "grpc_port", "metrics_port")
+    with contextlib.ExitStack() as stack:
+        ports = {name: _reserve(settings, name, stack) for name in names}
+    return Endpoints(settings.host, **ports)
+
+
+def _reserve(settings: Settings, name: str, stack: contextlib.ExitStack) -> int:
+    wanted = getattr(settings, name)
+    listener = stack.enter_context(socket.socket())
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((settings.host, wanted))
+        # A socket that is bound but does not listen would let a second one bind beside it.
+        listener.listen()
+    except OSError as error:
+        variable = Settings.model_fields[name].alias
+        raise ConfigurationError(
+            f"{variable}={wanted}: cannot listen on {settings.host}:{wanted} ({error.strerror}); "
+            f"stop what uses the port, or set {variable} to another one or to 0"
+        ) from None
+    return int(listener.getsockname()[1])

@@ -1,0 +1,130 @@
+"""tritonserver's log: levels kept, ranks told apart, and the reason when it dies."""
+
+from __future__ import annotations
+
+import logging
+import re
+import signal
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from cog_triton.server.guard import RANK_ENDED
+
+GPU = Path("/dev/nvidiactl").exists()
+LOG_TAIL_LINES = 60
+_LEVELS = {"I": logging.INFO, "W": logging.WARNING, "E": logging.ERROR, "F": logging.CRITICAL}
+# What Triton says on a machine without a GPU, at any level: nothing is wrong there.
+_NO_GPU = re.compile(r"CUDA|Cuda|NVML|DCGM|pinned (system )?memory")
+_LOG_LINE = re.compile(r"^([IWEF])\d{4} \d\d:\d\d:\d\d\.\d+ \d+ (.*)$")
+_FAILED_MODEL = re.compile(r"failed to load '([^']+)' version \d+: (.*)")
+_RANK_ENDED = re.compile(RANK_ENDED.format(rank=r"(\d+)", status=r"(-?\d+)"))
+# What mpirun says of a rank whose guard was killed, and said nothing. The signal may be on the next line.
+_RANK_KILLED = re.compile(r"noticed that process rank (\d+) with PID")
+_TAG = re.compile(r"\[[^][\n]*,(\d+)\](<std(?:out|err|diag)>):")
+
+
+class ServerLog:
+    """What a server, or each rank of a group, has said; why it ended, as far as that shows."""
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self._tails: dict[int | None, deque[str]] = defaultdict(
+            lambda: deque(maxlen=LOG_TAIL_LINES)
+        )
+        self._failures: dict[str, str] = {}
+        self._ended: tuple[int, int | None] | None = None  # rank and status, of the first that did
+
+    def read(self, stream: Iterable[bytes]) -> Iterator[tuple[int, str]]:
+        """Takes the merged output; yields the level and the text of each line."""
+        levels: dict[int | None, int] = defaultdict(lambda: logging.INFO)
+        for rank, line in lines_of_ranks(raw.decode(errors="replace") for raw in stream):
+            if not line:
+                continue
+            self._note(rank, line)
+            levels[rank], text = parse_log_line(line, levels[rank])
+            yield levels[rank], text if rank is None else f"rank {rank}: {text}"
+
+    def _note(self, rank: int | None, line: str) -> None:
+        self._tails[rank].append(line)
+        if failure := _FAILED_MODEL.search(line):
+            model = f"{failure[1]} on rank {rank}" if rank else failure[1]
+            reason = failure[2].strip('" ').replace("\\n", "\n").strip()
+            self._failures.setdefault(model, reason)
+        if self._ended is None:
+            if ended := _RANK_ENDED.search(line):
+                self._ended = int(ended[1]), int(ended[2])
+            elif killed := _RANK_KILLED.search(line):
+                self._ended = int(killed[1]), None
+
+    def reason(self, what: str, status: int | None = None) -> str:
+        """What happened, with the rank it began with, the models that failed and the last lines.
+
+        Args:
+            status: the exit status, None for a server that runs.
+        """
+        # Copies: while the server runs, another thread adds to them.
+        failures = [f"model {name}: {reason}" for name, reason in list(self._failures.items())]
+        return "\n".join([what + self._end(status), *failures, *self._last_lines()])
+
+    def _end(self, status: int | None) -> str:
+        if self._ended is None:
+            return "" if status is None else f", {describe_status(status)}"
+        rank, own_status = self._ended
+        own = describe_status(status if own_status is None else own_status)
+        return f": rank {rank} of {self._world_size} ended {own}"
+
+    def _last_lines(self) -> Iterator[str]:
+        ranks = list(self._tails) if self._ended is None else [self._ended[0]]
+        for rank in sorted(ranks, key=lambda rank: -1 if rank is None else rank):
+            whose = "its" if rank is None else f"rank {rank}'s"
+            yield f"the last lines of {whose} log:"
+            yield from list(self._tails[rank])
+
+
+def lines_of_ranks(lines: Iterable[str]) -> Iterator[tuple[int | None, str]]:
+    """The lines that each rank wrote, out of what mpirun merged and tagged; None is for mpirun's own.
+
+    mpirun tags what it reads from a rank at once, which need not be a whole line: pieces of several
+    ranks can share a line, and then each piece is tagged. (Open MPI 5 tags no piece that continues a
+    line; there, such pieces go to the rank that began it.)
+    """
+    unfinished: dict[tuple[int | None, str], str] = {}
+    for line in lines:
+        own, *tagged = _TAG.split(line)
+        key: tuple[int | None, str] = (None, "")
+        if own or not tagged:
+            unfinished[key] = unfinished.get(key, "") + own
+        for rank, stream, piece in zip(tagged[::3], tagged[1::3], tagged[2::3], strict=True):
+            key = int(rank), stream
+            # Open MPI 5 puts a space behind the tag, 4 does not.
+            piece = piece if key in unfinished else re.sub(r"^ (?=\S)", "", piece)
+            unfinished[key] = unfinished.get(key, "") + piece
+        if line.endswith("\n"):
+            yield key[0], unfinished.pop(key).rstrip()
+    for (last_rank, _), rest in unfinished.items():
+        yield last_rank, rest.rstrip()
+
+
+def describe_status(status: int | None) -> str:
+    """An exit status in words: negative, or 128 more, for a signal."""
+    if status is None:
+        return "while the others ran"
+    number = -status if status < 0 else status - 128
+    if number in set(signal.Signals):
+        return f"by signal {number} ({signal.Signals(number).name})"
+    return f"with exit status {status}"
+
+
+def parse_log_line(line: str, previous: int, *, gpu: bool = GPU) -> tuple[int, str]:
+    """The level and the text of a line of Triton's log.
+
+    Args:
+        previous: level of the line before; a line without one, of a table or a traceback, keeps it.
+        gpu: whether this machine has a GPU; without one, complaints of that are for debugging.
+    """
+    match = _LOG_LINE.match(line)
+    level, text = (_LEVELS[match[1]], match[2]) if match else (previous, line)
+    if not gpu and _NO_GPU.search(text):
+        return logging.DEBUG if match else previous, text
+    return level, text

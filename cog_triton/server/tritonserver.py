@@ -1,0 +1,200 @@
+"""One life of tritonserver: find it, start it, wait until it is ready or dead, watch it, stop it.
+
+An engine that is spread over several GPUs has one tritonserver a GPU, its ranks, which mpirun starts and
+the guard stops as one group. Rank 0 loads every model and opens the endpoints; the others load the engine
+alone and wait for rank 0. The death of one is the death of all.
+"""
+
+from __future__ import annotations
+
+import http.client
+import logging
+import os
+import secrets
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+from cog_triton.errors import TritonStartError
+from cog_triton.server.command import (
+    Endpoints,
+    Launch,
+    _mpirun_environment,
+    check_mpirun,
+    choose_ports,
+    command,
+    guard_role,
+    guarded,
+    launch_command,
+)
+from cog_triton.server.installation import PACKAGE_ROOT, assemble, environment, locate
+from cog_triton.server.log import ServerLog
+from cog_triton.settings import Settings
+
+logger = logging.getLogger("tritonserver")
+
+
+class TritonServer:
+    """One life of a tritonserver process, or of a group of them, from ``start()`` to ``stop()``.
+
+    Attributes:
+        endpoints: where it listens, once started.
+        shm_prefix: what the names of its shared memory regions begin with.
+        status: its exit status once it has ended, 128 plus the number for a signal.
+    """
+
+    def __init__(
+        self,
+        repository: Path,
+        runtime: Path,
+        settings: Settings,
+        *,
+        temporary: bool = False,
+        launch: Launch | None = None,
+    ) -> None:
+        """Prepares a life; nothing runs before ``start``.
+
+        Args:
+            repository: the filled model repository.
+            runtime: an existing directory that this server may write to.
+            temporary: whether ``runtime`` is removed when the server ends, however it does.
+            launch: how to start it, beyond what the settings say.
+        """
+        self._temporary = temporary
+        self._settings = settings
+        self._repository = repository
+        self._runtime = runtime
+        self._launch = launch or Launch()
+        self._log = ServerLog(settings.world_size)
+        rank = self._launch.rank
+        self._name = "tritonserver" if rank is None else f"tritonserver of rank {rank}"
+        self._stopping = False
+        self._started = False
+        self._process: subprocess.Popen[bytes] | None = None
+        self._log_thread: threading.Thread | None = None
+        self.shm_prefix = f"cog_triton_{os.getpid()}_{secrets.token_hex(4)}_"
+        self.endpoints = Endpoints(settings.host, 0, 0, 0)
+        self.status: int | None = None
+
+    def start(self) -> None:
+        """Starts the server and returns when every model is ready.
+
+        A rank other than 0 that is started on its own has no endpoint to ask: this returns at once.
+
+        Raises:
+            ConfigurationError: no server or no mpirun was found, or a port is in use.
+            TritonStartError: the server died or ran out of time, with its reasons. It is stopped then.
+        """
+        installation = locate(self._settings)
+        environ = {**environment(installation, os.environ), **self._launch.environment}
+        group = self._launch.under_mpirun(self._settings)
+        if group:
+            check_mpirun(environ, self._settings)
+            environ |= _mpirun_environment(self._runtime)
+        if self._has_endpoints:
+            self.endpoints = choose_ports(self._settings)
+        server, backends = assemble(installation, self._runtime)
+        arguments = command(
+            server, self._repository, backends, self.endpoints, self.shm_prefix, self._settings
+        )
+        self._process = subprocess.Popen(
+            guarded(
+                guard_role(self._launch, self._settings),
+                self.shm_prefix,
+                self._settings.stop_timeout,
+                launch_command(arguments, self.shm_prefix, self._settings, self._launch),
+                directory=str(self._runtime) if self._temporary else "",
+            ),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=environ,
+            cwd=PACKAGE_ROOT,  # the stubs' module search path begins there
+            start_new_session=True,
+        )
+        self._log_thread = threading.Thread(
+            target=self._forward_log, args=[self._process], name="tritonserver-log", daemon=True
+        )
+        self._log_thread.start()
+        try:
+            self._wait_until_ready()
+        except BaseException:
+            self.stop()
+            raise
+        self._started = True
+
+    def stop(self) -> None:
+        """Stops the server, its stubs and all they hold. Safe to call again, and before a start."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        assert process.stdin is not None
+        self._stopping = True
+        process.stdin.close()
+        self.status = process.wait()
+        self._join_log()
+
+    def wait(self) -> int:
+        """Waits for the end of a server that was started, and returns its exit status.
+
+        An end that nobody asked for has been logged then, with its reason.
+        """
+        assert self._process is not None
+        self.status = self._process.wait()
+        self._join_log()
+        return self.status
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process runs."""
+        return self._process is not None and self._process.poll() is None
+
+    def is_ready(self) -> bool:
+        """Whether the server says that every model is ready. Takes at most a second."""
+        return self.alive and (not self._has_endpoints or _ready(self.endpoints))
+
+    @property
+    def _has_endpoints(self) -> bool:
+        return not self._launch.rank
+
+    def _wait_until_ready(self) -> None:
+        deadline = time.monotonic() + self._settings.start_timeout
+        while self._has_endpoints and not _ready(self.endpoints):
+            if not self.alive:
+                assert self._process is not None
+                self._join_log()
+                what = f"{self._name} died while starting"
+                raise TritonStartError(self._log.reason(what, self._process.returncode))
+            if time.monotonic() > deadline:
+                raise TritonStartError(
+                    self._log.reason(
+                        f"{self._name} was not ready after {self._settings.start_timeout:g} s "
+                        "(TRITON_START_TIMEOUT)"
+                    )
+                )
+            time.sleep(0.02)
+
+    def _join_log(self) -> None:
+        if self._log_thread is not None:
+            self._log_thread.join()
+
+    def _forward_log(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdout is not None
+        for level, text in self._log.read(process.stdout):
+            # That the server ends is news only if it was not asked to.
+            logger.log(logging.DEBUG if self._stopping else level, "%s", text)
+        status = process.wait()
+        if self._started and not self._stopping:
+            logger.error("%s", self._log.reason(f"{self._name} died", status))
+
+
+def _ready(endpoints: Endpoints) -> bool:
+    connection = http.client.HTTPConnection(endpoints.http, timeout=1)
+    try:
+        connection.request("GET", "/v2/health/ready")
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()

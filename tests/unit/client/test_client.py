@@ -1,0 +1,255 @@
+"""What Triton sends, well-formed and not, without a Triton."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+
+import numpy as np
+import pytest
+from tritonclient.grpc import service_pb2
+
+from cog_triton.client.grpc_transport import infer_request, parse_response
+from cog_triton.client.http_transport import HttpClient, parse_event
+from cog_triton.client.stream import Response, ResponseStream, TritonClient, error_from_text
+from cog_triton.errors import (
+    CogTritonError,
+    InvalidParameter,
+    PromptTooLong,
+    TritonMalformedEvent,
+    TritonMalformedJSON,
+    TritonOverloaded,
+    TritonTimeout,
+    TritonTokenizerError,
+    TritonUnavailable,
+    TritonUnknownError,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("Prompt length (9) exceeds maximum input length (8).", PromptTooLong),
+        ("Maximum queue size of 5 has been reached, please try again later", TritonOverloaded),
+        ("Exceeds maximum queue size", TritonOverloaded),
+        ("EndId (99) is not within acceptable range [-1, 5)", InvalidParameter),
+        ("in ensemble 'ensemble', top_p must be between 0 and 1, not 2.0", InvalidParameter),
+        (
+            "Failed to process the request(s) for model 'preprocessing', message: x",
+            TritonTokenizerError,
+        ),
+        ("the engine has stopped: out of memory", TritonUnavailable),
+        ("something else", TritonUnknownError),
+        ("", TritonUnknownError),
+    ],
+)
+def test_errors_by_their_texts(text: str, error: type[CogTritonError]) -> None:
+    found = error_from_text(text)
+    assert type(found) is error
+    assert str(found).startswith(found.code)
+
+
+def grpc_response(**tensors: np.ndarray) -> service_pb2.ModelInferResponse:  # type: ignore[type-arg]
+    response = service_pb2.ModelInferResponse()
+    for name, value in tensors.items():
+        response.outputs.add(name=name)
+        response.raw_output_contents.append(value.tobytes())
+    response.parameters["triton_final_response"].bool_param = True
+    return response
+
+
+def test_a_grpc_response() -> None:
+    response = grpc_response(
+        output_ids=np.array([[[5, 6, -1]]], np.int32),
+        sequence_length=np.array([[2]], np.int32),
+        num_input_tokens=np.array([[9]], np.int32),
+    )
+    assert parse_response(response) == Response([5, 6], 9, final=True)
+
+
+def test_a_grpc_response_without_its_ids() -> None:
+    with pytest.raises(TritonMalformedEvent, match=r"^E2104.*output_ids"):
+        parse_response(grpc_response(sequence_length=np.array([[2]], np.int32)))
+
+
+def test_a_grpc_request() -> None:
+    inputs = {"text_input": np.array([[b"Hi"]], object), "seed": np.array([[2**64 - 1]], np.uint64)}
+    request = infer_request("ensemble", "id1", inputs, ("output_ids",))
+    assert request.id == "id1"
+    assert [(t.name, t.datatype, list(t.shape)) for t in request.inputs] == [
+        ("text_input", "BYTES", [1, 1]),
+        ("seed", "UINT64", [1, 1]),
+    ]
+    assert request.raw_input_contents[1] == b"\xff" * 8
+    assert [output.name for output in request.outputs] == ["output_ids"]
+
+
+@pytest.mark.parametrize(
+    ("event", "ids"),
+    [
+        ({"output_ids": [5, 6, 7], "sequence_length": 3}, [5, 6, 7]),
+        ({"output_ids": 5, "sequence_length": 1}, [5]),
+        ({"output_ids": [], "sequence_length": 0}, []),
+        ({"output_ids": [5, -1], "sequence_length": [1]}, [5]),
+        ({"output_ids": [5, 6]}, [5, 6]),
+    ],
+)
+def test_an_http_event(event: dict[str, object], ids: list[int]) -> None:
+    assert parse_event(event).ids == ids
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        {},
+        {"output_ids": "text", "sequence_length": 1},
+        {"output_ids": [2**40], "sequence_length": 1},
+        {"output_ids": [1], "sequence_length": []},
+    ],
+)
+def test_a_malformed_http_event(event: dict[str, object]) -> None:
+    with pytest.raises(TritonMalformedEvent, match=r"^E2104"):
+        parse_event(event)
+
+
+def http_error(body: str, content_type: str = "text/event-stream", status: int = 200) -> str:
+    """The error that an HTTP reply ends in."""
+
+    async def reply(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"}")
+        head = f"HTTP/1.1 {status} X\r\nContent-Type: {content_type}\r\nConnection: close\r\n\r\n"
+        writer.write(head.encode() + body.encode())
+        writer.close()
+
+    async def main() -> None:
+        async with await asyncio.start_server(reply, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            client = HttpClient(f"127.0.0.1:{port}", response_timeout=5)
+            try:
+                async with client.stream("id", {}) as responses:
+                    async for _ in responses:
+                        pass
+            finally:
+                await client.aclose()
+
+    with pytest.raises(CogTritonError) as caught:
+        asyncio.run(main())
+    return str(caught.value)
+
+
+def test_http_replies_that_end_in_an_error() -> None:
+    good = 'data: {"output_ids": 5, "sequence_length": 1}\n\n'
+    assert http_error("data: {oops\n\n").startswith(TritonMalformedJSON.code)
+    assert http_error("data: [1]\n\n").startswith(TritonMalformedEvent.code)
+    assert http_error("").startswith(TritonMalformedEvent.code)
+    counted = 'data: {"output_ids": [5, 6]}\n\ndata: {"output_ids": 7, "num_output_tokens": 4}\n\n'
+    assert "3 tokens of 4" in http_error(counted)
+    assert "2 tokens of None" in http_error('data: {"output_ids": [5, 6]}\n\n')
+    assert http_error(good + 'data: {"error": "Exceeds maximum queue size"}\n\n').startswith(
+        "E2106"
+    )
+    assert http_error('{"error": "unknown model"}', "application/json", 400).startswith("E2100")
+    assert http_error("", "application/json", 500).startswith(TritonMalformedJSON.code)
+    assert http_error("<html>", "text/html", 502).startswith(TritonMalformedJSON.code)
+
+
+class Scripted(TritonClient):
+    """A client whose transport is a list of responses that wait for an event at the end."""
+
+    def __init__(self, responses: list[Response], response_timeout: float = 60) -> None:
+        super().__init__(response_timeout=response_timeout)
+        self._script = responses
+        self.stopped: list[str] = []
+        self.stop_seen = asyncio.Event()
+
+    async def _responses(self, _request_id: str, _inputs: object) -> AsyncGenerator[Response, None]:
+        for response in self._script:
+            yield response
+        if not (self._script and self._script[-1].final):
+            await self.stop_seen.wait()
+            yield Response([], None, final=True)
+
+    async def _send_stop(self, request_id: str) -> None:
+        self.stopped.append(request_id)
+        if len(self.stopped) == 2:  # the first overtook its request
+            self.stop_seen.set()
+
+    async def _disconnect(self) -> None:
+        pass
+
+
+def test_what_arrived_together_is_handed_on_together() -> None:
+    async def main() -> list[Response]:
+        client = Scripted(
+            [Response([1], 7, False), Response([2, 3], None, False), Response([], None, True)]
+        )
+        async with client.stream("id", {}) as responses:
+            found = [response async for response in responses]
+        await client.aclose()
+        assert client.stopped == []
+        return found
+
+    assert asyncio.run(main()) == [Response([1, 2, 3], 7, final=True)]
+
+
+def test_leaving_early_stops_until_the_stream_has_ended() -> None:
+    async def main() -> list[str]:
+        client = Scripted([Response([1], None, False)])
+        async with client.stream("id", {}) as responses:
+            await anext(aiter(responses))
+        await client.aclose()
+        return client.stopped
+
+    assert asyncio.run(main()) == ["id", "id"]
+
+
+def test_a_cancelled_consumer_stops_the_request() -> None:
+    async def main() -> list[str]:
+        client = Scripted([])
+
+        async def consume() -> None:
+            async with client.stream("id", {}) as responses:
+                async for _ in responses:
+                    pass
+
+        task = asyncio.create_task(consume())
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await client.aclose()
+        return client.stopped
+
+    assert asyncio.run(main()) == ["id", "id"]
+
+
+def test_silence_fails_the_request_and_stops_it() -> None:
+    async def main() -> list[str]:
+        client = Scripted([Response([1], None, False)], response_timeout=0.01)
+
+        async def consume() -> None:
+            async with client.stream("id", {}) as responses:
+                async for _ in responses:
+                    pass
+
+        with pytest.raises(TritonTimeout, match=r"^E2101"):
+            await consume()
+        await client.aclose()
+        return client.stopped
+
+    assert asyncio.run(main()) == ["id", "id"]
+
+
+def test_a_stream_that_fails_raises_after_what_arrived() -> None:
+    async def source() -> AsyncGenerator[Response, None]:
+        yield Response([1], None, False)
+        raise TritonUnavailable("gone")
+
+    async def main() -> None:
+        stream = ResponseStream(source(), 60)
+        assert await anext(stream) == Response([1], None, False)
+        with pytest.raises(TritonUnavailable):
+            await anext(stream)
+        await stream.close()
+
+    asyncio.run(main())

@@ -1,0 +1,398 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from cog_triton.engines.base import EngineError, GenerationRequest, SamplingParams
+from cog_triton.engines.serving import Output
+from cog_triton.models.tensors import generation_requests, placeholders, response_tensors
+
+Array = npt.NDArray[Any]
+
+CONTRACT = json.loads(
+    (Path(__file__).parents[2] / "contracts" / "inflight_batcher_llm.json").read_text()
+)["models"]["tensorrt_llm"]
+INPUTS = {tensor["name"]: tensor for tensor in CONTRACT["inputs"]}
+OUTPUTS = {tensor["name"]: tensor for tensor in CONTRACT["outputs"]}
+OURS: dict[str, Any] = {"context_ids": (np.int32, [-1]), "is_final": (np.bool_, [1])}
+DTYPES: dict[str, Any] = {
+    "INT32": np.int32,
+    "INT64": np.int64,
+    "UINT8": np.uint8,
+    "UINT64": np.uint64,
+    "FP16": np.float16,
+    "FP32": np.float32,
+    "BOOL": np.bool_,
+    "STRING": np.object_,
+}
+
+
+def tensor(name: str, *rows: Any) -> Array:
+    """An input with a batch of values, as Triton hands it to the model."""
+    dtype = DTYPES[INPUTS[name]["dtype"]]
+    if INPUTS[name].get("reshape") == []:
+        return np.array(rows, dtype).reshape(len(rows))
+    return np.array(rows, dtype).reshape(len(rows), *np.shape(rows[0]))
+
+
+def inputs(**values: Any) -> dict[str, Array]:
+    """One prompt and what is given beside it."""
+    given = {"input_ids": [5, 6, 7], "input_lengths": 3, "request_output_len": 10, **values}
+    return {name: tensor(name, value) for name, value in given.items()}
+
+
+def request(**values: Any) -> GenerationRequest:
+    (found,) = generation_requests(inputs(**values))
+    return found
+
+
+def output(**values: Any) -> Output:
+    defaults: dict[str, Any] = {
+        "ids": [11, 12],
+        "log_probs": [-0.5, -0.25],
+        "cum_log_prob": -1.75,
+        "context_ids": [8, 9, 10],
+        "generated": 5,
+        "final": False,
+    }
+    return Output(**{**defaults, **values})
+
+
+# Requests
+
+
+def test_defaults_are_those_of_tensorrt_llm() -> None:
+    found = request()
+    assert found == GenerationRequest(
+        key="",
+        input_ids=[5, 6, 7],
+        max_tokens=10,
+        end_id=None,
+        stop_words=(),
+        sampling=SamplingParams(
+            temperature=1.0,
+            top_k=0,
+            top_p=0.0,
+            seed=0,
+            repetition_penalty=1.0,
+            presence_penalty=0.0,
+            frequency_penalty=0.0,
+            min_tokens=0,
+            bad_words=(),
+        ),
+        return_log_probs=False,
+    )
+    assert found.sampling.greedy
+    assert found.sampling.plain
+    assert all(type(token) is int for token in found.input_ids)
+
+
+def test_all_values() -> None:
+    found = request(
+        end_id=2,
+        stop_words_list=[[5, 6, 7], [2, 3, -1]],
+        bad_words_list=[[8], [1]],
+        temperature=0.5,
+        runtime_top_k=40,
+        runtime_top_p=0.75,
+        seed=2**64 - 1,
+        repetition_penalty=1.5,
+        presence_penalty=-0.5,
+        frequency_penalty=0.25,
+        min_tokens=3,
+        return_log_probs=True,
+    )
+    assert found == GenerationRequest(
+        key="",
+        input_ids=[5, 6, 7],
+        max_tokens=10,
+        end_id=2,
+        stop_words=((5, 6), (7,)),  # the contract's example
+        sampling=SamplingParams(
+            temperature=0.5,
+            top_k=40,
+            top_p=0.75,
+            seed=2**64 - 1,
+            repetition_penalty=1.5,
+            presence_penalty=-0.5,
+            frequency_penalty=0.25,
+            min_tokens=3,
+            bad_words=((8,),),
+        ),
+        return_log_probs=True,
+    )
+    assert type(found.sampling.seed) is int
+
+
+def test_a_batch_of_prompts() -> None:
+    found = generation_requests(
+        {
+            "input_ids": tensor("input_ids", [5, 6, 7], [8, 0, 0]),
+            "input_lengths": tensor("input_lengths", 3, 1),
+            "request_output_len": tensor("request_output_len", 10, 20),
+            "end_id": tensor("end_id", 2, -1),
+            "seed": tensor("seed", 0, 9),
+            "temperature": tensor("temperature", 0.0, 2.0),
+            "stop_words_list": tensor(
+                "stop_words_list", [[5, 6, 7], [2, 3, -1]], [[9, 0, 0], [1, -1, -1]]
+            ),
+        }
+    )
+    assert [one.input_ids for one in found] == [[5, 6, 7], [8]]
+    assert [one.max_tokens for one in found] == [10, 20]
+    assert [one.end_id for one in found] == [2, None]
+    assert [one.sampling.seed for one in found] == [0, 9]
+    assert [one.sampling.temperature for one in found] == [0, 2]
+    assert [one.stop_words for one in found] == [((5, 6), (7,)), ((9,),)]
+
+
+def test_scalars_may_have_kept_their_dimension() -> None:
+    given = {name: np.atleast_2d(value) for name, value in inputs(seed=7, end_id=2).items()}
+    (found,) = generation_requests(given)
+    assert (found.input_ids, found.sampling.seed, found.end_id) == ([5, 6, 7], 7, 2)
+
+
+@pytest.mark.parametrize("words", [[[], []], [[0], [-1]]])
+def test_word_lists_without_a_word(words: list[list[int]]) -> None:
+    found = request(stop_words_list=words, bad_words_list=words)
+    assert found.stop_words == found.sampling.bad_words == ()
+    assert found.sampling.plain
+
+
+UNSUPPORTED: dict[str, Any] = {
+    "context_phase_params": [1],
+    "cross_attention_mask": [[True]],
+    "draft_acceptance_threshold": 0.5,
+    "draft_input_ids": [1],
+    "draft_logits": [[0.5]],
+    "embedding_bias": [0.5],
+    "encoder_input_features": [[0.5]],
+    "guided_decoding_guide": ["{}"],
+    "guided_decoding_guide_type": ["json"],
+    "lookahead_ngram_size": [1],
+    "lookahead_verification_set_size": [1],
+    "lookahead_window_size": [1],
+    "lora_task_id": 1,
+    "lora_weights": [[0.5]],
+    "mrope_position_deltas": [1],
+    "mrope_rotary_cos_sin": [0.5],
+    "prompt_embedding_table": [[0.5]],
+    "return_context_logits": True,
+    "return_generation_logits": True,
+    "runtime_top_p_decay": 0.9,
+    "skip_cross_attn_blocks": [True],
+}
+NEUTRAL: dict[str, Any] = {
+    "beam_width": 1,
+    "embedding_bias": [],
+    "guided_decoding_guide": [],
+    "guided_decoding_guide_type": [b""],
+    "lookahead_window_size": [],
+    "num_return_sequences": 1,
+    "return_context_logits": False,
+    "return_generation_logits": False,
+    "runtime_top_p_decay": 1.0,
+}
+# They change no answer, or none without one of those above.
+IGNORED: dict[str, Any] = {
+    "beam_search_diversity_rate": 0.5,
+    "decoder_input_ids": [1],
+    "decoder_input_lengths": 1,
+    "early_stopping": 1,
+    "encoder_output_lengths": 1,
+    "len_penalty": 2.0,
+    "lora_config": [[1, 2, 3]],
+    "pad_id": 0,
+    "prompt_table_extra_ids": [1],
+    "prompt_vocab_size": 1,
+    "retention_decode_duration_ms": [1],
+    "retention_decode_priority": [1],
+    "retention_token_range_durations_ms": [1],
+    "retention_token_range_ends": [1],
+    "retention_token_range_priorities": [1],
+    "retention_token_range_starts": [1],
+    "runtime_top_p_min": 0.1,
+    "runtime_top_p_reset_ids": 1,
+}
+USED = {
+    "bad_words_list",
+    "beam_width",
+    "end_id",
+    "exclude_input_in_output",
+    "frequency_penalty",
+    "input_ids",
+    "input_lengths",
+    "min_tokens",
+    "num_return_sequences",
+    "presence_penalty",
+    "repetition_penalty",
+    "request_output_len",
+    "return_log_probs",
+    "return_num_input_tokens",
+    "return_num_output_tokens",
+    "return_perf_metrics",
+    "runtime_top_k",
+    "runtime_top_p",
+    "seed",
+    "stop",
+    "stop_words_list",
+    "streaming",
+    "temperature",
+}
+
+
+def test_every_input_of_the_contract_is_used_refused_or_known_to_be_harmless() -> None:
+    assert UNSUPPORTED.keys() | IGNORED.keys() | USED == INPUTS.keys()
+    assert not UNSUPPORTED.keys() & IGNORED.keys()
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_what_is_not_supported_is_refused_by_name(name: str) -> None:
+    with pytest.raises(EngineError) as raised:
+        request(**{name: UNSUPPORTED[name]})
+    assert str(raised.value) == f"the embedded engine does not support {name}"
+
+
+@pytest.mark.parametrize("name", ["beam_width", "num_return_sequences"])
+def test_more_than_one_is_refused_by_name(name: str) -> None:
+    with pytest.raises(EngineError, match=f"does not support {name} > 1"):
+        request(**{name: 2})
+
+
+def test_all_that_is_not_supported_is_named_at_once() -> None:
+    with pytest.raises(EngineError) as raised:
+        request(**UNSUPPORTED, beam_width=4)
+    assert all(name in str(raised.value) for name in (*UNSUPPORTED, "beam_width > 1"))
+
+
+def test_what_changes_nothing_is_accepted() -> None:
+    assert request(**NEUTRAL, **IGNORED) == request()
+
+
+NUMBER = r"must be between -3\.40282e\+38 and 3\.40282e\+38"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("beam_width", 0, "beam_width must be at least 1, not 0"),
+        ("num_return_sequences", 0, "num_return_sequences must be at least 1, not 0"),
+        ("min_tokens", 11, r"min_tokens must be at most max_tokens \(10\), not 11"),
+        ("temperature", -0.5, "temperature must be at least 0, not -0.5"),
+        ("temperature", float("nan"), f"temperature {NUMBER}, not nan"),
+        ("temperature", float("inf"), f"temperature {NUMBER}, not inf"),
+        ("runtime_top_k", -1, "top_k must be at least 0, not -1"),
+        ("runtime_top_p", 1.5, "top_p must be between 0 and 1, not 1.5"),
+        ("runtime_top_p", -0.5, "top_p must be between 0 and 1, not -0.5"),
+        ("runtime_top_p", float("nan"), f"runtime_top_p {NUMBER}, not nan"),
+        ("repetition_penalty", 0.0, "repetition_penalty must be greater than 0, not 0.0"),
+        ("repetition_penalty", float("inf"), f"repetition_penalty {NUMBER}, not inf"),
+        ("presence_penalty", float("nan"), f"presence_penalty {NUMBER}, not nan"),
+        ("frequency_penalty", -float("inf"), f"frequency_penalty {NUMBER}, not -inf"),
+    ],
+)
+def test_what_is_out_of_range(name: str, value: float, message: str) -> None:
+    with pytest.raises(EngineError, match=message):
+        request(**{name: value})
+
+
+def test_a_request_without_a_prompt() -> None:
+    with pytest.raises(EngineError, match="input_ids is missing"):
+        generation_requests({"input_lengths": np.array([1], np.int32)})
+
+
+# Responses
+
+
+@pytest.mark.parametrize("ids", [[], [11], [11, 12, 13]])
+def test_responses_have_the_shapes_and_types_of_the_contract(ids: list[int]) -> None:
+    given = inputs(return_num_input_tokens=True, return_num_output_tokens=True)
+
+    tensors = response_tensors(0, output(ids=ids, log_probs=[-1.0] * len(ids)), given)
+
+    for name, array in tensors.items():
+        if name in OURS:
+            dtype, dims = OURS[name]
+        else:
+            dtype, dims = DTYPES[OUTPUTS[name]["dtype"]], OUTPUTS[name]["dims"]
+        assert array.dtype == dtype, name
+        assert array.ndim == 1 + len(dims), name  # the batch comes first
+        assert all(dim in (-1, size) for dim, size in zip(dims, array.shape[1:], strict=True)), name
+        assert array.shape[0] == 1, name
+    assert tensors["output_ids"].shape == (1, 1, len(ids))
+    assert tensors["output_log_probs"].shape == (1, 1, len(ids))
+
+
+def test_what_a_response_says() -> None:
+    given = inputs(return_num_input_tokens=True, return_num_output_tokens=True)
+
+    tensors = response_tensors(0, output(final=True), given)
+
+    assert {name: array.tolist() for name, array in tensors.items()} == {
+        "output_ids": [[[11, 12]]],
+        "sequence_length": [[2]],
+        "cum_log_probs": [[-1.75]],
+        "output_log_probs": [[[-0.5, -0.25]]],
+        "batch_index": [[0]],
+        "sequence_index": [[0]],
+        "context_ids": [[8, 9, 10]],
+        "is_final": [[True]],
+        "num_input_tokens": [[3]],
+        "num_output_tokens": [[5]],
+    }
+
+
+def test_ids_only_is_one_tensor_and_once_the_prompts_length() -> None:
+    given = inputs(return_num_input_tokens=True, return_num_output_tokens=True)
+
+    first = response_tensors(0, output(generated=2), given, ids_only=True)
+    later = response_tensors(0, output(generated=5), given, ids_only=True)
+    last = response_tensors(0, output(generated=7, final=True), given, ids_only=True)
+
+    assert {name: array.tolist() for name, array in first.items()} == {
+        "output_ids": [[[11, 12]]],
+        "num_input_tokens": [[3]],
+    }
+    assert {name: array.tolist() for name, array in later.items()} == {"output_ids": [[[11, 12]]]}
+    assert last["num_output_tokens"].tolist() == [[7]]
+
+
+def test_log_probabilities_that_nobody_asked_for_are_zeros() -> None:
+    tensors = response_tensors(0, output(log_probs=[]), inputs())
+    assert tensors["output_log_probs"].tolist() == [[[0.0, 0.0]]]
+
+
+def test_placeholders_of_what_the_engines_do_not_make() -> None:
+    outputs = [
+        {"name": "cum_log_probs", "data_type": "TYPE_FP32", "dims": [-1]},
+        {"name": "context_logits", "data_type": "TYPE_FP16", "dims": [-1, -1]},
+        {"name": "acceptance_rate", "data_type": "TYPE_FP32", "dims": [1]},
+        {"name": "total_draft_tokens", "data_type": "TYPE_INT32", "dims": [1]},
+        {"name": "generation_logits", "data_type": "TYPE_BF16", "dims": [-1, -1, -1]},
+    ]
+    made = placeholders({"output": outputs})
+    assert {name: (zero.tolist(), zero.dtype.name) for name, zero in made.items()} == {
+        "context_logits": ([[[0.0]]], "float16"),
+        "acceptance_rate": ([[0.0]], "float32"),
+    }
+
+
+def test_counts_come_when_asked_for() -> None:
+    tensors = response_tensors(0, output(), inputs(return_num_input_tokens=False))
+    assert not {"num_input_tokens", "num_output_tokens"} & tensors.keys()
+
+
+def test_each_prompt_of_a_batch_has_its_index_and_length() -> None:
+    given = {
+        "input_lengths": tensor("input_lengths", 3, 1),
+        "return_num_input_tokens": tensor("return_num_input_tokens", True, True),
+    }
+    for index, length in enumerate((3, 1)):
+        tensors = response_tensors(index, output(), given)
+        assert tensors["batch_index"].tolist() == [[index]]
+        assert tensors["num_input_tokens"].tolist() == [[length]]

@@ -1,0 +1,255 @@
+"""Our filled configurations against the facts about those of NVIDIA's TensorRT-LLM backend."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from google.protobuf import text_format  # type: ignore[import-untyped, unused-ignore]
+from tritonclient.grpc.model_config_pb2 import (  # type: ignore[import-untyped, unused-ignore]
+    DataType,
+    ModelConfig,
+    ModelInstanceGroup,
+)
+
+from cog_triton.repository.fill import fill_repository
+from cog_triton.repository.variables import IGNORED, VARIABLES, known
+
+ROOT = Path(__file__).resolve().parents[3]
+CONTRACT: dict[str, Any] = json.loads(
+    (ROOT / "tests" / "contracts" / "inflight_batcher_llm.json").read_text()
+)["models"]
+MODELS = ["ensemble", "preprocessing", "tensorrt_llm", "postprocessing", "tensorrt_llm_bls"]
+
+# Only text is served.
+MULTIMODAL = {
+    "IMAGE_BYTES",
+    "IMAGE_URL",
+    "VIDEO_BYTES",
+    "PIXEL_VALUES",
+    "ASPECT_RATIO_IDS",
+    "ASPECT_RATIO_MASK",
+    "CROSS_ATTENTION_MASK",
+    "IMAGE_SIZES",
+    "IS_VIDEO_INPUT",
+    "ATTENTION_MASK",
+    "IMAGE_GRID_THW",
+    "VISION_INPUT_ID",
+    "image_input",
+    "image_bytes_input",
+    "image_url_input",
+    "video_bytes_input",
+}
+MULTIMODAL_PARAMETERS = {"gpt_model_path", "max_num_images", "multimodal_model_path"}
+
+ADDED: dict[tuple[str, str], dict[str, tuple[str, list[int], bool]]] = {
+    ("ensemble", "input"): {
+        "random_seed": ("UINT64", [1], True),
+        "min_length": ("INT32", [1], True),
+    },
+    ("ensemble", "output"): {
+        "output_ids": ("INT32", [-1, -1], False),
+        "sequence_length": ("INT32", [-1], False),
+    },
+    ("preprocessing", "input"): {
+        "SEED": ("UINT64", [1], True),
+        "RANDOM_SEED": ("UINT64", [1], True),
+        "MIN_TOKENS": ("INT32", [1], True),
+        "MIN_LENGTH": ("INT32", [1], True),
+    },
+    ("preprocessing", "output"): {
+        "OUT_SEED": ("UINT64", [1], False),
+        "OUT_MIN_TOKENS": ("INT32", [1], False),
+    },
+    ("tensorrt_llm", "input"): {},
+    ("tensorrt_llm", "output"): {
+        "context_ids": ("INT32", [-1], False),
+        "is_final": ("BOOL", [1], False),
+    },
+    ("postprocessing", "input"): {
+        "CONTEXT_IDS": ("INT32", [-1], True),
+        "IS_FINAL": ("BOOL", [1], True),
+    },
+    ("postprocessing", "output"): {
+        "OUT_TOKENS_BATCH": ("INT32", [-1, -1], False),
+        "OUT_SEQUENCE_LENGTH": ("INT32", [-1], False),
+    },
+    ("tensorrt_llm_bls", "input"): {
+        "random_seed": ("UINT64", [1], True),
+        "min_length": ("INT32", [1], True),
+    },
+    ("tensorrt_llm_bls", "output"): {},
+}
+
+
+# NVIDIA's template says BOOL up to TensorRT-LLM 1.2; the C++ backend reads an int32.
+READ_AS = {"early_stopping": "INT32"}
+DECODING_CONTEXT = {"context_ids", "is_final", "CONTEXT_IDS", "IS_FINAL"}
+EXAMPLES: dict[str, object] = {
+    "integer": 1,
+    "float": 0.5,
+    "boolean": True,
+    "text": "x",
+    "path": "/x",
+    "integer list": [0, 1],
+}
+
+
+@pytest.fixture(scope="module", params=["python", "tensorrtllm"])
+def backend(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def configs(backend: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The parsed configurations, with a value for every variable but those for data types."""
+    filled = tmp_path_factory.mktemp("filled")
+    values = {model: example_values(model) for model in MODELS}
+    values["tensorrt_llm"]["triton_backend"] = backend
+    fill_repository(ROOT / "triton_model_repo", filled, values)
+    return {
+        model: text_format.Parse((filled / model / "config.pbtxt").read_text(), ModelConfig())
+        for model in (*MODELS, *(["tensorrt_llm_context"] if backend == "tensorrtllm" else []))
+    }
+
+
+def example_values(model: str) -> dict[str, object]:
+    return {
+        v.name: v.choices[0] if v.choices else EXAMPLES[v.kind]
+        for v in known(model).values()
+        if v.kind not in ("data type", "switch") and v.name != "triton_max_batch_size"
+    }
+
+
+def facts(tensor: Any) -> dict[str, Any]:
+    """A tensor of a parsed configuration, in the contract's words."""
+    found = {
+        "name": tensor.name,
+        "dtype": DataType.Name(tensor.data_type).removeprefix("TYPE_"),
+        "dims": list(tensor.dims),
+    }
+    if tensor.HasField("reshape"):
+        found["reshape"] = list(tensor.reshape.shape)
+    if getattr(tensor, "optional", False):
+        found["optional"] = True
+    if getattr(tensor, "allow_ragged_batch", False):
+        found["ragged"] = True
+    return found
+
+
+def wanted(model: str, kind: str, backend: str) -> list[dict[str, Any]]:
+    """The tensors that the contract and our additions to it ask for."""
+    tensors = [
+        {**tensor, "dtype": READ_AS.get(tensor["name"], tensor["dtype"])}
+        for tensor in CONTRACT[model][f"{kind}s"]
+        if tensor["name"] not in MULTIMODAL
+    ]
+    for name, (dtype, dims, optional) in ADDED[model, kind].items():
+        added = {"name": name, "dtype": dtype, "dims": dims}
+        tensors.append({**added, "optional": True} if optional else added)
+    if (model, backend) == ("tensorrt_llm", "tensorrtllm"):
+        tensors = [tensor for tensor in tensors if tensor["name"] not in DECODING_CONTEXT]
+    return tensors
+
+
+@pytest.mark.parametrize("kind", ["input", "output"])
+@pytest.mark.parametrize("model", MODELS)
+def test_tensors(model: str, kind: str, backend: str, configs: dict[str, Any]) -> None:
+    found = {tensor.name: facts(tensor) for tensor in getattr(configs[model], kind)}
+    assert len(found) == len(getattr(configs[model], kind))
+    assert found == {tensor["name"]: tensor for tensor in wanted(model, kind, backend)}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_template_variable_is_known(model: str) -> None:
+    assert CONTRACT[model]["template_variables"].keys() - known(model).keys() == set()
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_parameters(model: str, configs: dict[str, Any]) -> None:
+    wanted = set(CONTRACT[model]["parameters"])
+    if model == "preprocessing":
+        wanted -= MULTIMODAL_PARAMETERS
+    assert wanted - configs[model].parameters.keys() == set()
+
+
+def test_parameters_come_from_their_variables(configs: dict[str, Any]) -> None:
+    keys = {
+        "engine_dir": "gpt_model_path",
+        "encoder_engine_dir": "encoder_model_path",
+        "batching_strategy": "gpt_model_type",
+    }
+    llm = configs["tensorrt_llm"]
+    bare = CONTRACT["tensorrt_llm"]["template_variables"]
+    for name, value in example_values("tensorrt_llm").items():
+        if bare.get(name) == "bare" or name in ("triton_backend", *IGNORED["tensorrt_llm"]):
+            continue
+        text = VARIABLES["tensorrt_llm"][name].render(value)
+        assert llm.parameters[keys.get(name, name)].string_value == text, name
+    assert llm.parameters["FORCE_CPU_ONLY_INPUT_TENSORS"].string_value == "no"
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_rest(model: str, backend: str, configs: dict[str, Any]) -> None:
+    config = configs[model]
+    assert config.name == model
+    assert config.max_batch_size == 64
+    assert config.backend == (
+        "" if model == "ensemble" else backend if model == "tensorrt_llm" else "python"
+    )
+    assert config.platform == ("ensemble" if model == "ensemble" else "")
+    # Without it on postprocessing, tritonserver crashes after some 100,000 streamed tokens.
+    assert config.HasField("dynamic_batching") is CONTRACT[model]["dynamic_batching"]
+    if model != "ensemble":
+        (group,) = config.instance_group
+        assert (group.count, group.kind) == (1, ModelInstanceGroup.KIND_CPU)
+
+
+def test_steps(backend: str, configs: dict[str, Any]) -> None:
+    """Ours are the contract's, but for the names that preprocessing merges, and for the model between the
+    ensemble and the C++ backend."""
+    between = {"tensorrt_llm": "tensorrt_llm_context"} if backend == "tensorrtllm" else {}
+    merged = {"seed": "_SEED", "min_tokens": "_MIN_TOKENS"}
+    steps = configs["ensemble"].ensemble_scheduling.step
+    assert len(steps) == len(CONTRACT["ensemble"]["steps"])
+    for ours, theirs in zip(steps, CONTRACT["ensemble"]["steps"], strict=True):
+        model = between.get(theirs["model"], theirs["model"])
+        assert (ours.model_name, ours.model_version) == (model, -1)
+        inputs = {**theirs["input_map"], **(merged if theirs["model"] == "tensorrt_llm" else {})}
+        for mapped, wanted in ((ours.input_map, inputs), (ours.output_map, theirs["output_map"])):
+            assert wanted.items() <= dict(mapped).items()
+    context = {key for step in steps for key in (*step.input_map, *step.output_map)}
+    assert context >= DECODING_CONTEXT
+
+
+def test_what_postprocessing_reads_is_no_output(configs: dict[str, Any]) -> None:
+    """Triton would count it twice when it leaves postprocessing out, and leave tensorrt_llm out too."""
+    ensemble = configs["ensemble"]
+    postprocessing = ensemble.ensemble_scheduling.step[-1]
+    outputs = {tensor.name for tensor in ensemble.output}
+    assert not outputs & set(postprocessing.input_map.values())
+
+
+def test_postprocessing_preserves_order(configs: dict[str, Any]) -> None:
+    assert configs["postprocessing"].dynamic_batching.preserve_ordering
+
+
+def test_every_tensor_of_the_ensemble_leads_somewhere(configs: dict[str, Any]) -> None:
+    config = configs["ensemble"]
+    read: set[str] = set()
+    made = {tensor.name for tensor in config.input}
+    assert {"seed", "random_seed", "min_tokens", "min_length"} <= made
+    for step in config.ensemble_scheduling.step:
+        inner = configs[step.model_name]
+        assert set(step.input_map.values()) <= made
+        assert step.input_map.keys() <= {tensor.name for tensor in inner.input}
+        assert step.output_map.keys() <= {tensor.name for tensor in inner.output}
+        required = {tensor.name for tensor in inner.input if not tensor.optional}
+        assert required <= step.input_map.keys()
+        read |= set(step.input_map.values())
+        made |= set(step.output_map.values())
+    outputs = {tensor.name for tensor in config.output}
+    assert outputs <= made
+    assert made - read - outputs == set()

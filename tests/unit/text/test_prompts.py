@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from cog_triton.errors import BadPromptTemplate, PromptRequired, PromptTemplateError
+from cog_triton.text.prompts import format_prompt, validate_template
+
+
+@pytest.mark.parametrize(
+    ("template", "prompt", "system_prompt", "expected"),
+    [
+        ("{prompt}", "hi", "", "hi"),
+        ("{prompt}", "hi", "unused", "hi"),
+        ("{prompt}", " ", "", " "),
+        ("{prompt}{prompt}", "hi", "", "hihi"),
+        ("{system_prompt}\n\n{prompt}", "hi", "be kind", "be kind\n\nhi"),
+        ("[INST] <<SYS>>{system_prompt}<</SYS>> {prompt} [/INST]", "q", "s",
+         "[INST] <<SYS>>s<</SYS>> q [/INST]"),
+        ("{{prompt}} {prompt}", "hi", "", "{prompt} hi"),
+        ("{{{prompt}}}", "hi", "", "{hi}"),
+        ("{{{{{prompt}}}}}", "hi", "", "{{hi}}"),
+        ('{{"content": "{prompt}"}}', "hi", "", '{"content": "hi"}'),
+        ("{prompt}", "{system_prompt} {prompt} {{ } {0}", "s", "{system_prompt} {prompt} {{ } {0}"),
+        ("{system_prompt}{prompt}", "p", "{prompt}", "{prompt}p"),
+        ("{prompt}", r"\1 \g<0> %s", "", r"\1 \g<0> %s"),
+        ("%s $prompt {prompt}", "hi", "", "%s $prompt hi"),
+    ],
+)  # fmt: skip
+def test_format_prompt(template: str, prompt: str, system_prompt: str, expected: str) -> None:
+    assert format_prompt(template, prompt, system_prompt) == expected
+
+
+@pytest.mark.parametrize("prompt", ["", None])
+@pytest.mark.parametrize("template", ["{prompt}", "no place", "{"])
+def test_prompt_is_required(template: str, prompt: str | None) -> None:
+    with pytest.raises(PromptRequired):
+        format_prompt(template, prompt)
+
+
+@pytest.mark.parametrize("template", ["", "no place", "{system_prompt}", "{{prompt}}", "{{}}"])
+def test_template_needs_a_place_for_the_prompt(template: str) -> None:
+    with pytest.raises(BadPromptTemplate, match=r"\{prompt\}"):
+        format_prompt(template, "hi")
+    with pytest.raises(BadPromptTemplate):
+        validate_template(template)
+
+
+@pytest.mark.parametrize("rest", ["", "{prompt} ", "{system_prompt}"])
+@pytest.mark.parametrize(
+    ("template", "named"),
+    [
+        ("{foo}", ["{foo}"]),
+        ("{foo} {bar} {foo}", ["{foo}", "{bar}"]),
+        ("{}", ["{}"]),
+        ("{0}", ["{0}"]),
+        ("{ prompt }", ["{ prompt }"]),
+        ("{Prompt}", ["{Prompt}"]),
+        ("{prompt.x}", ["{prompt.x}"]),
+        ("{prompt.__class__.__mro__}", ["{prompt.__class__.__mro__}"]),
+        ("{prompt[0]}", ["{prompt[0]}"]),
+        ("{prompt!r}", ["{prompt!r}"]),
+        ("{prompt:>10}", ["{prompt:>10}"]),
+        ("{prompt:>9999999999}", ["{prompt:>9999999999}"]),
+        ("{prompt:{foo}}", ["'{'", "{foo}", "'}'"]),
+        ("{", ["'{'"]),
+        ("}", ["'}'"]),
+        ("{prompt", ["'{'"]),
+        ("prompt}", ["'}'"]),
+        ("{{prompt}", ["'}'"]),
+        ("{prompt}}", ["'}'"]),
+        ('{"role": "user"}', ['{"role": "user"}']),
+        ('{\n"role": {prompt}\n}', ["'{'", "'}'"]),
+    ],
+)
+def test_whatever_else_is_in_braces_is_an_error(template: str, named: list[str], rest: str) -> None:
+    for check in (validate_template, lambda given: format_prompt(given, "hi")):
+        with pytest.raises(PromptTemplateError) as caught:
+            check(rest + template)
+        for name in named:
+            assert name in caught.value.message
+        assert "{{ for {, }} for }" in caught.value.message
+        assert caught.value.code == "E1004"
+
+
+def test_a_long_placeholder_does_not_make_a_long_message() -> None:
+    with pytest.raises(PromptTemplateError) as caught:
+        validate_template("{" + "x" * 100_000 + "}")
+
+    assert len(caught.value.message) < 400
+
+
+def reference(template: str, prompt: str) -> str | None:
+    """``str.format`` itself, for templates which it reads as we do."""
+    try:
+        return template.format(prompt=prompt, system_prompt="")
+    except (ValueError, KeyError, IndexError, AttributeError):
+        return None
+
+
+@given(
+    pieces=st.lists(st.sampled_from(["{", "}", "{{", "}}", "{prompt}", "{system_prompt}", "a"])),
+    prompt=st.text(min_size=1),
+)
+@example(["{{", "{prompt}", "}}", "}"], "x")
+def test_braces_are_read_as_str_format_reads_them(pieces: list[str], prompt: str) -> None:
+    template = "".join(pieces)
+    expected = reference(template, prompt)
+    try:
+        assert format_prompt(template, prompt) == expected
+    except PromptTemplateError:
+        assert expected is None
+    except BadPromptTemplate:
+        assert expected is not None
+
+
+@given(template=st.text(alphabet="{}prompt "), prompt=st.text(min_size=1))
+def test_validation_and_formatting_agree(template: str, prompt: str) -> None:
+    try:
+        validate_template(template)
+    except (BadPromptTemplate, PromptTemplateError) as error:
+        with pytest.raises(type(error)):
+            format_prompt(template, prompt)
+    else:
+        format_prompt(template, prompt)

@@ -1,0 +1,206 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cog_triton.text import stop_sequences
+from cog_triton.text.stop_sequences import StopSequences, parse_stop_sequences
+
+
+def reference(stops: Sequence[str], text: str) -> tuple[str, str | None]:
+    """Read a character at a time, stop as soon as a stop sequence is at the end."""
+    for end in range(1, len(text) + 1):
+        for stop in sorted(stops, key=len, reverse=True):
+            if stop and text[:end].endswith(stop):
+                return text[: end - len(stop)], stop
+    return text, None
+
+
+def longest_pending(stops: Sequence[str], text: str) -> int:
+    """The length of the longest end of the text that begins a stop sequence."""
+    ends = (text[start:] for start in range(len(text)))
+    return next((len(end) for end in ends if any(stop.startswith(end) for stop in stops)), 0)
+
+
+def chunks(text: str, sizes: Sequence[int]) -> list[str]:
+    found, start, turn = [], 0, 0
+    while start < len(text):
+        size = sizes[turn % len(sizes)]
+        found.append(text[start : start + size])
+        start, turn = start + size, turn + 1
+    return found
+
+
+def stream(stops: Sequence[str], pieces: Sequence[str]) -> tuple[str, str | None]:
+    search = StopSequences(stops)
+    text = "".join(search.feed(piece) for piece in pieces) + search.flush()
+    return text, search.matched
+
+
+LETTERS = st.text(alphabet="ab", max_size=6)
+STOPS = st.lists(LETTERS, max_size=5)
+SIZES = st.lists(st.integers(1, 7), min_size=1, max_size=5)
+
+
+@settings(max_examples=500, deadline=None)
+@given(stops=STOPS, text=st.text(alphabet="abc", max_size=40), sizes=SIZES)
+def test_result_is_the_reference_whatever_the_pieces(
+    stops: list[str], text: str, sizes: list[int]
+) -> None:
+    assert stream(stops, chunks(text, sizes)) == reference(stops, text)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    stops=st.lists(st.text(max_size=3), max_size=4),
+    parts=st.lists(st.text(max_size=4), max_size=8),
+    sizes=SIZES,
+)
+def test_result_is_the_reference_for_any_characters(
+    stops: list[str], parts: list[str], sizes: list[int]
+) -> None:
+    text = "".join(parts)
+
+    assert stream(stops, chunks(text, sizes)) == reference(stops, text)
+
+
+@settings(max_examples=200, deadline=None)
+@given(stops=STOPS, text=st.text(alphabet="abc", max_size=30))
+def test_no_more_is_held_back_than_may_begin_a_stop(stops: list[str], text: str) -> None:
+    search = StopSequences(stops)
+    delivered = ""
+    for end, character in enumerate(text, start=1):
+        delivered += search.feed(character)
+        if search.matched is not None:
+            return
+        assert delivered == text[: end - longest_pending(stops, text[:end])]
+
+
+@pytest.mark.parametrize(
+    ("stops", "text", "delivered", "matched"),
+    [
+        ([], "abc", "abc", None),
+        (["", ""], "abc", "abc", None),
+        (["###"], "one### two###", "one", "###"),
+        (["###"], "one## two", "one## two", None),
+        (["###"], "###", "", "###"),
+        (["b", "abcd"], "xabcd", "xa", "b"),  # complete first, though it begins later
+        (["bc", "abcd"], "xabcd", "xa", "bc"),
+        (["bcd", "abcd"], "xabcd", "x", "abcd"),  # complete together: the longest
+        (["abcd", "bcd"], "xabcd", "x", "abcd"),
+        (["abc", "ab"], "xabc", "x", "ab"),
+        (["aab"], "aaab", "a", "aab"),
+        (["abab!", "ba?"], "ababa?", "aba", "ba?"),
+        (["\nUser:"], "hi\n\nUser: x", "hi\n", "\nUser:"),
+        (["🎉🎉"], "a🎉b🎉🎉", "a🎉b", "🎉🎉"),
+        (["É"], "é", "é", None),
+    ],
+)
+def test_which_match_ends_the_text(
+    stops: list[str], text: str, delivered: str, matched: str | None
+) -> None:
+    for sizes in ([1], [2], [3], [len(text)]):
+        assert stream(stops, chunks(text, sizes)) == (delivered, matched)
+
+
+def test_nothing_is_delivered_after_a_match() -> None:
+    search = StopSequences(["ab"])
+
+    assert search.feed("xabyab") == "x"
+    assert search.matched == "ab"
+    assert search.feed("ab more") == ""
+    assert search.flush() == ""
+    assert search.matched == "ab"
+
+
+def test_held_text_is_delivered_once_it_cannot_begin_a_stop() -> None:
+    search = StopSequences(["abac"])
+
+    assert [search.feed(piece) for piece in "abab"] == ["", "", "", "ab"]
+    assert search.flush() == "ab"
+    assert search.flush() == ""
+    assert search.feed("ac") == "ac"  # a new text: what was flushed does not count
+    assert search.matched is None
+
+
+def test_empty_pieces_change_nothing() -> None:
+    search = StopSequences(["ab"])
+
+    assert [search.feed(piece) for piece in ("", "a", "", "b", "")] == [""] * 5
+    assert search.matched == "ab"
+
+
+@pytest.mark.parametrize("size", [1, 7, 20_000])
+@pytest.mark.parametrize(
+    ("stops", "text"),
+    [
+        (["y"], "x" * 20_000),
+        (["x" * 500 + "y"], "x" * 20_000),
+        (["x" * n + "y" for n in range(1, 60)], "x" * 20_000),
+        (["ab" * 200 + "c", "b" * 99], "ab" * 10_000),
+    ],
+)
+def test_work_is_linear_in_the_text(
+    monkeypatch: pytest.MonkeyPatch, stops: list[str], text: str, size: int
+) -> None:
+    looked_up = count_lookups(monkeypatch)
+    search = StopSequences(stops)
+    looked_up.clear()
+
+    delivered = "".join(search.feed(piece) for piece in chunks(text, [size])) + search.flush()
+
+    assert delivered == text
+    assert 0 < len(looked_up) <= 4 * len(text)
+
+
+def count_lookups(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Record each look at a transition of the automaton."""
+    looked_up: list[str] = []
+
+    class Counted(dict[str, int]):
+        def __contains__(self, key: object) -> bool:
+            looked_up.append(str(key))
+            return super().__contains__(key)
+
+    link = stop_sequences._Automaton._link
+
+    def link_counted(automaton: stop_sequences._Automaton) -> None:
+        automaton._next = [Counted(edges) for edges in automaton._next]
+        link(automaton)
+
+    monkeypatch.setattr(stop_sequences._Automaton, "_link", link_counted)
+    return looked_up
+
+
+@pytest.mark.parametrize(
+    ("text", "stops"),
+    [
+        (None, ()),
+        ("", ()),
+        (",", ()),
+        ("###", ("###",)),
+        ("###,\nUser:", ("###", "\nUser:")),
+        ("a,,b,", ("a", "b")),
+        (" User, Bot ", (" User", " Bot ")),
+        (" ", (" ",)),
+        (r"a\,b", ("a,b",)),
+        (r"\,", (",",)),
+        (r"a\\,b", ("a\\", "b")),
+        (r"a\\\,b", (r"a\,b",)),
+        (r"\n,\t", (r"\n", r"\t")),
+        ("a\\", ("a\\",)),
+        ("\r\n,é", ("\r\n", "é")),
+    ],
+)
+def test_parse_stop_sequences(text: str | None, stops: tuple[str, ...]) -> None:
+    assert parse_stop_sequences(text) == stops
+
+
+@given(stops=st.lists(st.text(alphabet="ab, \\\n", min_size=1)))
+def test_any_stops_can_be_written(stops: list[str]) -> None:
+    escaped = (stop.replace("\\", "\\\\").replace(",", "\\,") for stop in stops)
+
+    assert parse_stop_sequences(",".join(escaped)) == tuple(stops)

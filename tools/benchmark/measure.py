@@ -1,0 +1,169 @@
+"""One measurement: a load on one target of servers that run, by generators in processes of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from cog_triton.server.installation import PACKAGE_ROOT
+from tools.benchmark.load import Load, Planned, Share, plan, shares
+from tools.benchmark.processes import LOAD_GENERATOR, Watch
+from tools.benchmark.report import Result, result
+from tools.benchmark.vocabulary import load_vocabulary
+from tools.benchmark.worker import Record
+
+STOP_SECONDS = 10.0
+
+
+class BenchmarkError(Exception):
+    """A measurement that could not be made."""
+
+
+@dataclass(frozen=True)
+class Running:
+    """What can be measured.
+
+    Attributes:
+        tokenizer: directory or Hugging Face id of the tokenizer.
+        url: of the Cog server.
+        grpc, http: host:port of Triton's endpoints.
+        engine: parameters of the tensorrt_llm model, for the engine alone.
+        pids: of the servers, whose descendants are watched with them.
+    """
+
+    tokenizer: str
+    url: str = ""
+    grpc: str = ""
+    http: str = ""
+    engine: Mapping[str, str] = field(default_factory=dict)
+    pids: tuple[int, ...] = ()
+
+    @property
+    def endpoints(self) -> dict[str, Any]:
+        """What a driver has to know."""
+        return {"url": self.url, "grpc": self.grpc, "http": self.http, "engine": dict(self.engine)}
+
+
+class Generator:
+    """One load generator process, from its start to the end of the context."""
+
+    def __init__(
+        self, running: Running, target: str, load: Load, warmup: list[Planned], share: Share
+    ) -> None:
+        self._target = target
+        self._spec = {
+            "target": target,
+            "tokenizer": running.tokenizer,
+            "endpoints": running.endpoints,
+            "temperature": load.temperature,
+            "timeout": load.timeout,
+            "concurrency": share.concurrency,
+            "warmup": [asdict(request) for request in warmup],
+            "requests": [asdict(request) for request in share.requests],
+        }
+
+    def __enter__(self) -> Generator:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tools.benchmark.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=PACKAGE_ROOT,  # where -m looks first
+            start_new_session=True,  # Ctrl-C reaches the benchmark alone, which ends this one
+        )
+        self._write(json.dumps(self._spec))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Ends it: without standard input, a generator does not stay."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def start(self) -> None:
+        """Starts the load, which runs until ``wait_for("done")``."""
+        self._write("go")
+
+    def wait_for(self, line: str) -> None:
+        """Waits for a line of the generator's.
+
+        Raises:
+            BenchmarkError: it ended instead.
+        """
+        found = self._read()
+        if found != line:
+            raise BenchmarkError(f"a load generator for {self._target} said {found[:200]!r}")
+
+    def result(self) -> dict[str, Any]:
+        """What the generator measured."""
+        found: dict[str, Any] = json.loads(self._read())
+        return found
+
+    def _read(self) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise BenchmarkError(
+                f"a load generator for {self._target} ended with status {self._process.wait()}"
+            )
+        return line.rstrip("\n")
+
+    def _write(self, line: str) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # its end is told where its answer is read
+            self._process.stdin.write(line + "\n")
+            self._process.stdin.flush()
+
+
+def measure(running: Running, target: str, load: Load) -> Result:
+    """Puts a load on a target and returns what was measured. May be called by several threads at once.
+
+    Args:
+        target: one of ``drivers.DRIVERS``.
+
+    Raises:
+        BenchmarkError: a load generator could not do its work.
+    """
+    warmup, requests = plan(load, load_vocabulary(running.tokenizer).tokenizer)
+    with ExitStack() as cleanup:
+        generators = [
+            cleanup.enter_context(
+                # One generator warms up the server for all of them.
+                Generator(running, target, load, [] if number else warmup, share)
+            )
+            for number, share in enumerate(shares(requests, load))
+        ]
+        for generator in generators:
+            generator.wait_for("ready")
+        watch = Watch(
+            () if target == "engine" else running.pids,
+            [generator.pid for generator in generators],
+            role="engine" if target == "engine" else LOAD_GENERATOR,
+        )
+        watch.start()
+        for generator in generators:
+            generator.start()
+        for generator in generators:
+            generator.wait_for("done")
+        usages = watch.stop()
+        found = [generator.result() for generator in generators]
+    records = [Record(**record) for one in found for record in one["records"]]
+    cpu_s, refused = [one["cpu_s"] for one in found], sum(one["refused"] for one in found)
+    return result(target, load, records, usages, cpu_s, refused)
