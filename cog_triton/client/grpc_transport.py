@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncGenerator, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
 import numpy as np
-from tritonclient.grpc import InferInput, InferRequestedOutput, service_pb2, service_pb2_grpc
+import numpy.typing as npt
+from tritonclient.grpc import (
+    InferInput,
+    InferRequestedOutput,
+    InferResult,
+    service_pb2,
+    service_pb2_grpc,
+)
 from tritonclient.utils import np_to_triton_dtype
 
 from cog_triton.client.stream import (
@@ -24,7 +32,7 @@ from cog_triton.models.tensors import IDS_ONLY
 from cog_triton.repository.derived import IDS_ENSEMBLE as ENSEMBLE
 from cog_triton.repository.derived import OUTPUTS
 
-_CHANNEL_OPTIONS = (
+CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
 )
@@ -40,7 +48,7 @@ class GrpcClient(TritonClient):
             address: host:port of Triton's gRPC endpoint.
         """
         super().__init__(response_timeout=response_timeout)
-        self._channel = grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
 
     async def _responses(self, request_id: str, inputs: Inputs) -> AsyncGenerator[Response, None]:
@@ -67,6 +75,44 @@ class GrpcClient(TritonClient):
 
     async def _disconnect(self) -> None:
         await self._channel.close()
+
+
+@dataclass(frozen=True)
+class Message:
+    """One response of a stream.
+
+    Attributes:
+        tensors: by name; may be empty.
+        final: whether this is the last one.
+    """
+
+    tensors: dict[str, npt.NDArray[Any]]
+    final: bool
+
+
+async def stream_messages(
+    channel: grpc.aio.Channel, request: service_pb2.ModelInferRequest
+) -> AsyncGenerator[Message, None]:
+    """All responses to a request, whatever its model and outputs.
+
+    Raises:
+        CogTritonError: Triton cannot be reached, or answered with an error.
+    """
+    # Asked for, so that a stream that ends without data ends here.
+    request.parameters["triton_enable_empty_final_response"].bool_param = True
+    call = service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelStreamInfer()
+    try:
+        with _mapped_errors():
+            await call.write(request)
+            final = False
+            while not final:
+                response = _checked(await call.read())
+                final = response.parameters["triton_final_response"].bool_param
+                result = InferResult(response)
+                names = [output.name for output in response.outputs]
+                yield Message({name: result.as_numpy(name) for name in names}, final)
+    finally:
+        call.cancel()
 
 
 def infer_request(
@@ -110,11 +156,15 @@ def parse_response(response: service_pb2.ModelInferResponse) -> Response:
 
 
 def _parse_message(message: Any) -> Response:
+    return parse_response(_checked(message))
+
+
+def _checked(message: Any) -> service_pb2.ModelInferResponse:
     if message is grpc.aio.EOF:
         raise TritonUnavailable("Triton closed the stream before the last response")
     if message.error_message:
         raise error_from_text(message.error_message)
-    return parse_response(message.infer_response)
+    return message.infer_response
 
 
 def _int32(raw: bytes) -> int:

@@ -3,87 +3,109 @@
 The backend sends new ids and nothing else. Decoded alone, a response loses the space that begins it and
 breaks a character that is split over two (tensorrtllm_backend issue 332). Postprocessing cannot remember
 the ids before it: nothing that Triton 2.51 hands it tells one request's responses from another's, unless
-the client gave its request an id. So ``fill_repository`` puts a model before the backend that calls it and
+the client gave its request an id. So ``fill_repository`` puts a model before the backend that asks it and
 adds to each response what the embedded engines add themselves: the ids before it, and whether it is the
 last.
+
+It asks over gRPC, as any client would. Calls between models (BLS) would be shorter, but with 64 streams at
+no pace those of Triton 2.51 come to a standstill within 10,000 to 120,000 tokens.
 
 Clients that read ids (the predictor does) go to the backend directly.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
-from contextlib import closing
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from cog_triton.models.model_calls import Array, Llm, flag, index, renamed
 from cog_triton.text.detokenizer import CONTEXT_TOKENS
 
+Array = npt.NDArray[Any]
+Tensors = dict[str, Array]
 
-class ContextRelay:
-    """Passes requests on and their responses back. Methods may be called from any thread."""
+# How the tensors of responses that are ready together become one; of others the last one stands.
+_JOINED = {"output_ids": 2, "output_log_probs": 2}
+_ADDED = ("sequence_length", "num_output_tokens")
 
-    def __init__(self, llm: Llm) -> None:
-        """Calls nothing yet."""
-        self._llm = llm
 
-    def answer(
-        self, request_id: str, inputs: Mapping[str, Array]
-    ) -> Generator[tuple[dict[str, Array], bool], None, None]:
-        """The tensors of each response, with what went before it, and whether it is the request's last.
+class Contexts:
+    """The ids before each response of one request."""
 
-        The last has tensors, since an ensemble's stream that ends without any stays open at the client
-        (Triton 2.51). The backend does not say of a streamed response that it is the last. So a stream ends
-        with one of no ids, for which postprocessing hands out what it held back.
+    def __init__(self, *, streaming: bool) -> None:
+        """Begins with none."""
+        self._streaming = streaming
+        self._sequences: dict[tuple[int, int], list[int]] = {}
 
-        Raises:
-            ModelError: the backend failed, or refused the request.
+    def add(self, tensors: Tensors, *, last: bool) -> list[Tensors]:
+        """The responses to send for one of the backend's, with the ids before each.
+
+        Args:
+            tensors: empty if the backend has nothing to say but that the request has ended.
+            last: whether it is the request's last.
         """
-        sequences: dict[tuple[int, int], list[int]] = {}
-        beams: dict[str, Array] | None = None
-        given = renamed(inputs, {name: name for name in inputs})
-        with closing(self._llm.responses(request_id, given)) as responses:
-            for tensors, final, last in responses:
-                if final:
-                    yield {**tensors, **_context([], final=True)}, last
-                elif tensors["output_ids"].shape[1] > 1:
-                    # It holds all ids so far: the last one may wait for the end of the stream.
-                    if beams is not None:
-                        yield beams, False
-                    beams = {**tensors, **_context([], final=True)}
-                else:
-                    key = index(tensors, "batch_index"), index(tensors, "sequence_index")
-                    before = sequences.get(key, [])
-                    ids = tensors["output_ids"][0, 0, : tensors["sequence_length"][0, 0]].tolist()
-                    sequences[key] = [*before, *ids][-CONTEXT_TOKENS:]
-                    yield {**tensors, **_context(before, final=False)}, False
-        if beams is not None:
-            yield beams, True
-        elif flag(inputs, "streaming"):
-            yield from _ends(sequences or {(0, 0): []})
+        if not tensors:
+            return self._ends() if last and self._streaming else []
+        if not self._streaming or tensors["output_ids"].shape[1] > 1:
+            # It holds a whole text. Streamed beams do: each response has all of their ids so far.
+            return [{**tensors, **_context([], final=True)}]
+        key = _index(tensors, "batch_index"), _index(tensors, "sequence_index")
+        before = self._sequences.pop(key, [])
+        ids = tensors["output_ids"][0, 0, : tensors["sequence_length"][0, 0]].tolist()
+        response = {**tensors, **_context(before, final=last)}
+        if last:
+            return [response, *(self._ends() if self._sequences else [])]
+        self._sequences[key] = [*before, *ids][-CONTEXT_TOKENS:]
+        return [response]
 
-
-def _ends(
-    sequences: Mapping[tuple[int, int], list[int]],
-) -> Generator[tuple[dict[str, Array], bool], None, None]:
-    for left, ((batch_index, sequence_index), ids) in zip(
-        reversed(range(len(sequences))), sequences.items(), strict=True
-    ):
-        yield (
+    def _ends(self) -> list[Tensors]:
+        """A response of no ids for each sequence: postprocessing hands out what it held back."""
+        return [
             {
                 "output_ids": np.zeros((1, 1, 0), np.int32),
                 "sequence_length": np.zeros((1, 1), np.int32),
                 "batch_index": np.array([[batch_index]], np.int32),
                 "sequence_index": np.array([[sequence_index]], np.int32),
                 **_context(ids, final=True),
-            },
-            left == 0,
-        )
+            }
+            for (batch_index, sequence_index), ids in (self._sequences or {(0, 0): []}).items()
+        ]
 
 
-def _context(ids: list[int], *, final: bool) -> dict[str, Array]:
+def joined(responses: Sequence[Tensors]) -> list[Tensors]:
+    """Responses that are ready together as one, if they are of one sequence and one beam."""
+    if len(responses) == 1 or not all(_is_joinable(tensors) for tensors in responses):
+        return list(responses)
+    whole: Tensors = {}
+    for name in dict.fromkeys(name for tensors in responses for name in tensors):
+        values = [tensors[name] for tensors in responses if name in tensors]
+        if name in _JOINED:
+            whole[name] = np.concatenate(values, axis=_JOINED[name])
+        elif name in _ADDED:
+            whole[name] = np.sum(values, axis=0, dtype=np.int32)
+        else:
+            whole[name] = values[-1]
+    return [whole]
+
+
+def _is_joinable(tensors: Mapping[str, Array]) -> bool:
+    return (
+        "output_ids" in tensors
+        and tensors["output_ids"].shape[:2] == (1, 1)
+        and tensors["output_ids"].shape[2] == tensors["sequence_length"][0, 0]
+        and not {"batch_index", "sequence_index"} & tensors.keys()
+    )
+
+
+def _context(ids: list[int], *, final: bool) -> Tensors:
     return {
         "context_ids": np.array(ids, np.int32).reshape(1, -1),
         "is_final": np.array([[final]], np.bool_),
     }
+
+
+def _index(tensors: Mapping[str, Array], name: str) -> int:
+    # The backend sends them only where there is more than one.
+    return int(tensors[name].flat[0]) if name in tensors else 0

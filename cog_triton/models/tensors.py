@@ -47,6 +47,13 @@ IDS_ONLY = "ids_only"
 token ids alone. The C++ backend takes no notice of it."""
 
 _FLOAT_OUTPUTS = ("cum_log_probs", "output_log_probs")  # that the embedded engines make
+_NOT_COUNTED = (
+    "kv_cache_alloc_new_blocks",
+    "kv_cache_reused_blocks",
+    "kv_cache_alloc_total_blocks",
+    "total_accepted_draft_tokens",
+    "total_draft_tokens",
+)
 _ONLY_ONE = ("beam_width", "num_return_sequences")
 _MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
@@ -107,19 +114,20 @@ def response_tensors(
 def _perf_metrics(times: Times) -> dict[str, Array]:
     """What is known of the metrics that TensorRT-LLM's backend sends with the last response, [1, 1].
 
-    Times are the monotonic clock's. Nothing is drafted, and the rate of it is among the placeholders. What
-    only an engine's insides know, when it first scheduled the request and which blocks of its KV cache it
-    took, is left out.
+    Times are the monotonic clock's, and nothing is drafted. Clients read all of the metrics: zeros stand
+    for what only an engine's insides know, when it first scheduled the request and which blocks of its KV
+    cache it took.
     """
     known = {
         "arrival_time_ns": times.arrival,
+        "first_scheduled_time_ns": 0,
         "first_token_time_ns": times.first_token,
         "last_token_time_ns": times.last_token,
     }
-    drafted = ("total_accepted_draft_tokens", "total_draft_tokens")
     return {
         **{name: np.array([[value]], np.int64) for name, value in known.items()},
-        **{name: np.array([[0]], np.int32) for name in drafted},
+        **{name: np.array([[0]], np.int32) for name in _NOT_COUNTED},
+        "acceptance_rate": np.array([[0]], np.float32),
     }
 
 

@@ -79,6 +79,8 @@ def _up_to(steps: list[Any], last: Any) -> list[Any]:
 
 
 CONTEXT_MODEL = "tensorrt_llm_context"
+ADDRESS_FILE = "grpc_address"
+"""In its directory: host:port of the server's gRPC endpoint, written down before the server starts."""
 CONTEXT_MODEL_CODE = """\
 from cog_triton.models.context_model import TritonPythonModel
 

@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 from cog_triton.errors import TritonStartError
+from cog_triton.repository.derived import ADDRESS_FILE, CONTEXT_MODEL
 from cog_triton.server.command import (
     Endpoints,
     Launch,
@@ -94,6 +95,7 @@ class TritonServer:
             environ |= _mpirun_environment(self._runtime)
         if self._has_endpoints:
             self.endpoints = choose_ports(self._settings)
+            self._tell_address()
         server, backends = assemble(installation, self._runtime)
         arguments = command(
             server, self._repository, backends, self.endpoints, self.shm_prefix, self._settings
@@ -157,6 +159,12 @@ class TritonServer:
     @property
     def _has_endpoints(self) -> bool:
         return not self._launch.rank
+
+    def _tell_address(self) -> None:
+        """Writes down where the server will listen, for the model that asks another over gRPC."""
+        model = self._repository / CONTEXT_MODEL
+        if model.is_dir():
+            (model / ADDRESS_FILE).write_text(self.endpoints.grpc)
 
     def _wait_until_ready(self) -> None:
         deadline = time.monotonic() + self._settings.start_timeout
