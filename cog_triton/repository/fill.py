@@ -95,8 +95,9 @@ def fill_model(model: str, template: str, values: Mapping[str, object]) -> str:
     Raises:
         TemplateError: as ``render``, and for a result that Triton would not accept.
     """
-    llm = values if model == "tensorrt_llm" else None
-    values = _with_context(template, values, llm)
+    if model == "tensorrt_llm":
+        values = _with_backend(template, values)
+    values = _with_context(template, values, values if model == "tensorrt_llm" else None)
     filled, config, problems = _fill_and_parse(model, template, values)
     _raise_if(problems)
     for problem in _unmet_needs(model, config):
@@ -123,7 +124,8 @@ def fill_repository(source: Path, destination: Path, overrides: Overrides) -> No
     problems = _absent_models(overrides, templates)
     for model in OPTIONAL_MODELS - overrides.keys():
         templates.pop(model, None)
-    llm = overrides.get("tensorrt_llm", {})
+    llm = _with_backend(templates.get("tensorrt_llm", ""), overrides.get("tensorrt_llm", {}))
+    overrides = {**overrides, "tensorrt_llm": llm} if "tensorrt_llm" in overrides else overrides
     filled: dict[str, str] = {}
     configs: dict[str, Any] = {}
     for model, template in templates.items():
@@ -418,6 +420,19 @@ def _without_effectless(
         why = ignored.description if ignored else "the template does not use it"
         logger.warning("%s: %s has no effect: %s", model, name, why)
     return {name: value for name, value in values.items() if name not in effectless}
+
+
+def _with_backend(template: str, values: Mapping[str, object]) -> Mapping[str, object]:
+    """The values of tensorrt_llm with the C++ backend, if they have its engine and nothing of another's.
+
+    NVIDIA's guides from before there was a choice name the engine alone.
+    """
+    engine = ("engine_dir", "encoder_engine_dir", "gpt_model_path", "encoder_model_path")
+    others = ("triton_backend", "engine", "model")
+    given = {name for name, value in values.items() if not _is_empty(value)}
+    if given.isdisjoint(engine) or given & set(others) or others[0] not in _names(template):
+        return values
+    return {**values, "triton_backend": "tensorrtllm"}
 
 
 def _with_context(

@@ -3,8 +3,7 @@
     python guard.py ROLE SHM_PREFIX STOP_TIMEOUT TEMPORARY_DIRECTORY COMMAND...
 
 ROLE is ``server``, or ``group`` for an mpirun whose ranks are servers, each under a guard of its own,
-or the number of such a rank; or ``follower`` for a rank that something else than mpirun has started, and
-that is not rank 0.
+or the number of such a rank; or ``follower`` for a rank above 0 that something else than mpirun started.
 
 The starter holds the other end of standard input. When that end closes, because it asked for a stop or
 because it was killed, the server gets SIGTERM, a bounded wait, and then SIGKILL for all processes that
@@ -12,10 +11,9 @@ descend from it. Its shared memory regions are removed, and the temporary direct
 parent-death signal cannot do this: it is lost when the thread that forked ends, it reaches no
 grandchildren, and it leaves /dev/shm behind.
 
-Ranks above 0 follow rank 0: TensorRT-LLM's wait for it from their start on, before tritonserver can
-handle a signal, and end when it has ended. A SIGTERM would kill them at once, and the engine of rank 0 with
-them, in the middle of what it is finishing. So a stop leaves them alone until rank 0 has ended, and a
-moment longer; then they get SIGTERM and SIGKILL like any other, since other engines' ranks do not follow.
+A rank above 0 begins with SIGTERM ignored. TensorRT-LLM's waits for rank 0 from its start on, before
+tritonserver handles the signal, and ends when rank 0 has ended. The signal would kill it at once, and the
+engine with it, in the middle of what rank 0 is finishing. Ranks of other engines come to handle it.
 
 A rank is told to stop by a signal, or by the end of its mpirun: under that, standard input is not the
 starter's. One that ends without being told says so on standard error, see ``RANK_ENDED``, and its guard's
@@ -35,19 +33,10 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")
 RANK_ENDED = "tritonserver of rank {rank} ended without being told to, with status {status}"
-
-# Shares of STOP_TIMEOUT. Where nothing else shows when rank 0 ends, so much to end by itself: tritonserver
-# limits its own end to half.
-_FOLLOWER_SHARE = 0.6
-# Once rank 0 has ended, so much, and at most so many seconds.
-_LEAVING_SHARE, _LEAVING_SECONDS = 0.1, 1.0
-# From SIGTERM to SIGKILL, at least.
-_LAST_SHARE = 0.15
 
 _ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # mpirun hands this one on to its ranks and waits for them. A SIGTERM it keeps back for a second, and
@@ -57,23 +46,26 @@ _GROUP_STOP = signal.SIGUSR1
 
 def run(role: str, prefix: str, stop_timeout: float, directory: str, command: list[str]) -> int:
     """Runs ``command`` until it ends or is to stop; returns its exit status."""
-    is_rank = role not in ("server", "group", "follower")
+    is_rank = role.isdigit()
+    follows = role == "follower" or (is_rank and role != "0")
     stops = _stops_of_a_rank() if is_rank else _stops_of_the_starter()
     orphaned = [_readable_after(signal.SIGCHLD)] if role == "group" else []
     _adopt_orphans()
     server = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_die_with_guard
+        command,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+        preexec_fn=_become_follower if follows else _die_with_guard,
     )
     try:
         ended = _ended_before(stops, server, orphaned)
         if not ended:
-            _stop_as(role, server, stop_timeout, in_order=is_rank and _is_group_stop(stops[0]))
+            _stop(server, stop_timeout, _GROUP_STOP if role == "group" else signal.SIGTERM)
         status = server.wait()
         if is_rank and ended:
             print(RANK_ENDED.format(rank=role, status=status), file=sys.stderr, flush=True)
             return status or 1
-        # A follower cannot handle the signal that it is to end by, see above.
-        return 0 if not ended and _follows(role) and status == -signal.SIGTERM else status
+        return status
     finally:
         _kill_descendants()  # stubs of a server that crashed, ranks of an mpirun that was killed
         remove_shared_memory(prefix)
@@ -101,13 +93,13 @@ def _stops_of_a_rank() -> list[int]:
 
 
 def _readable_after(*names: signal.Signals) -> int:
-    """What becomes readable at one of the signals; a byte for each is its number."""
+    """What becomes readable at one of the signals."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
 
-    def note(number: int, _: object) -> None:
+    def note(*_: object) -> None:
         with contextlib.suppress(BlockingIOError):  # noted often enough
-            os.write(writer, bytes([number]))
+            os.write(writer, b".")
 
     for name in names:
         signal.signal(name, note)
@@ -123,6 +115,11 @@ def _adopt_orphans() -> None:
 def _die_with_guard() -> None:
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
+def _become_follower() -> None:
+    _die_with_guard()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # outlasts the exec, until there is a handler
 
 
 def _ended_before(stops: list[int], server: subprocess.Popen[bytes], orphaned: list[int]) -> bool:
@@ -143,81 +140,30 @@ def _ended_before(stops: list[int], server: subprocess.Popen[bytes], orphaned: l
         _kill_descendants(besides=server.pid)
 
 
-def _is_group_stop(signals: int) -> bool:
-    """Whether mpirun told its ranks to stop, rather than kills them or has ended."""
-    ready, _, _ = select.select([signals], [], [], 0)
-    return bool(ready) and bytes([_GROUP_STOP]) in os.read(signals, 4096)
-
-
-def _follows(role: str) -> bool:
-    return role == "follower" or (role.isdigit() and role != "0")
-
-
-def _stop_as(role: str, server: subprocess.Popen[bytes], timeout: float, *, in_order: bool) -> None:
-    """Ends the server in the way of its role.
-
-    Args:
-        in_order: whether rank 0 of the same mpirun was told to stop, too.
-    """
-    deadline = time.monotonic() + timeout
-    if role == "follower":
-        _ends_within(server, _FOLLOWER_SHARE * timeout)
-    elif in_order and _follows(role):
-        _wait_for_rank_0(server, (1 - _LAST_SHARE - _LEAVING_SHARE) * timeout)
-        _ends_within(server, min(_LEAVING_SECONDS, _LEAVING_SHARE * timeout))
-    rest = max(_LAST_SHARE * timeout, deadline - time.monotonic())
-    _stop(server, rest, _GROUP_STOP if role == "group" else signal.SIGTERM)
-
-
 def _stop(server: subprocess.Popen[bytes], timeout: float, name: signal.Signals) -> None:
     server.send_signal(name)
-    if not _ends_within(server, timeout):
-        server.kill()
-
-
-def _ends_within(server: subprocess.Popen[bytes], seconds: float) -> bool:
     try:
-        server.wait(seconds)
+        server.wait(timeout)
     except subprocess.TimeoutExpired:
-        return False
-    return True
-
-
-def _wait_for_rank_0(server: subprocess.Popen[bytes], timeout: float) -> None:
-    """Returns when rank 0 of the same mpirun has ended, this rank's server has, or the time is over."""
-    guards = [pid for pid in _children(os.getppid()) if _is_guard_of_rank_0(pid)]
-    with contextlib.ExitStack() as opened:
-        ends = []
-        for pid in (server.pid, *guards):
-            with contextlib.suppress(ProcessLookupError):  # ended since
-                ends.append(os.pidfd_open(pid))
-                opened.callback(os.close, ends[-1])
-        select.select(ends, [], [], timeout if guards else _FOLLOWER_SHARE * timeout)
-
-
-def _is_guard_of_rank_0(pid: int) -> bool:
-    with contextlib.suppress(OSError, ValueError):  # ended since, or no guard
-        arguments = Path("/proc", str(pid), "cmdline").read_bytes().split(b"\0")
-        return arguments[arguments.index(os.fsencode(__file__)) + 1] == b"0"
-    return False
+        server.kill()
 
 
 def _kill_descendants(besides: int | None = None) -> None:
     # Each round makes the children of the killed this process's own. Process groups are no help: mpirun
     # gives every rank one.
-    while children := [child for child in _children(os.getpid()) if child != besides]:
+    while children := [child for child in _children() if child != besides]:
         for child in children:
             os.kill(child, signal.SIGKILL)
         for child in children:
             os.waitpid(child, 0)
 
 
-def _children(parent: int) -> list[int]:
+def _children() -> list[int]:
     found = []
     for name in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):  # ended since
             stat = Path("/proc", name, "stat").read_text(errors="replace")
-            if int(stat.rpartition(")")[2].split()[1]) == parent:
+            if int(stat.rpartition(")")[2].split()[1]) == os.getpid():
                 found.append(int(name))
     return found
 

@@ -466,7 +466,14 @@ def output_of(command: list[str], environment: dict[str, str]) -> str:
 class Job:
     """A job that the batch script makes of two ranks."""
 
-    def __init__(self, slurm: dict[str, str], repository: Path, port: int) -> None:
+    def __init__(
+        self,
+        slurm: dict[str, str],
+        repository: Path,
+        port: int,
+        mpi: str = "none",
+        **environment: str,
+    ) -> None:
         self._environment = {
             **slurm,
             **ANY_PORTS,
@@ -475,7 +482,8 @@ class Job:
             "MODEL_REPO": str(repository),
             "COG_TRITON_DIR": str(ROOT),
             "PYTHON": sys.executable,
-            "MPI": "none",  # these ranks are no MPI programs
+            "MPI": mpi,  # most ranks here are no MPI programs
+            **environment,
         }
         self._log = repository.parent / "job"
         batch = ROOT / "deploy" / "slurm" / "cog_triton.sbatch"

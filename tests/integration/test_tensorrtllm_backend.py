@@ -6,7 +6,6 @@ echo is the case wanted.
 
 from __future__ import annotations
 
-import itertools
 import re
 import threading
 from collections.abc import Iterator
@@ -22,7 +21,7 @@ from cog_triton.client.grpc_transport import infer_request
 from cog_triton.client.stream import error_from_text, stop_inputs
 from cog_triton.errors import InvalidParameter, PromptTooLong, TritonOverloaded
 from cog_triton.models.preprocessing import word_list
-from tests.stand_in.servers import MODEL, OUTPUTS, Loader, ids, running_loader, stream, tensors
+from tests.stand_in.servers import OUTPUTS, Loader, ids, running_loader, tensors
 from tests.support import metrics, wait_until
 
 PROMPT = [5, 6, 7, 8]
@@ -152,7 +151,7 @@ def test_a_batch_of_two_prompts(loaded: Loader) -> None:
     outputs = (*OUTPUTS, "batch_index")
     found = {
         int(response["batch_index"].item()): response["output_ids"].tolist()
-        for response in stream(loaded.server, inputs, outputs=outputs)
+        for response in loaded.send(inputs, outputs=outputs)
     }
     assert found == {0: [[[5, 6]]], 1: [[[7, 8, 9]]]}
 
@@ -169,19 +168,19 @@ def test_a_request_is_shortened_to_the_engines_length(loader: Loader) -> None:
 def test_ids_and_lengths_must_both_be_asked_for(loaded: Loader, missing: str) -> None:
     outputs = tuple(output for output in OUTPUTS if output != missing)
     with pytest.raises(AssertionError, match=f"{missing} tensor must be present in list of output"):
-        list(stream(loaded.server, tensors(PROMPT, 3), outputs=outputs))
+        list(loaded.send(tensors(PROMPT, 3), outputs=outputs))
 
 
 def test_other_outputs_are_made_on_request_alone(loaded: Loader) -> None:
     optional = ("num_input_tokens", "num_output_tokens", "cum_log_probs", "output_log_probs")
     inputs = tensors(PROMPT, 2, streaming=False)
-    (plain,) = stream(loaded.server, inputs, outputs=(*OUTPUTS, *optional))
+    (plain,) = loaded.send(inputs, outputs=(*OUTPUTS, *optional))
     assert set(plain) == set(OUTPUTS)
     flags = ("return_num_input_tokens", "return_num_output_tokens", "return_log_probs")
     inputs |= {flag: one(True, np.bool_) for flag in flags}
-    (unnamed,) = stream(loaded.server, inputs)
+    (unnamed,) = loaded.send(inputs)
     assert set(unnamed) == set(OUTPUTS)
-    (full,) = stream(loaded.server, inputs, outputs=(*OUTPUTS, *optional))
+    (full,) = loaded.send(inputs, outputs=(*OUTPUTS, *optional))
     assert {name: full[name].tolist() for name in optional} == {
         "num_input_tokens": [[4]],
         "num_output_tokens": [[2]],
@@ -192,7 +191,7 @@ def test_other_outputs_are_made_on_request_alone(loaded: Loader) -> None:
 
 def test_performance_metrics_come_whether_named_or_not(loaded: Loader) -> None:
     inputs = {**tensors(PROMPT, 2, streaming=False), "return_perf_metrics": one(True, np.bool_)}
-    (response,) = stream(loaded.server, inputs)
+    (response,) = loaded.send(inputs)
     times = ("arrival_time_ns", "first_scheduled_time_ns", "first_token_time_ns")
     first, *others = [int(response[name].item()) for name in (*times, "last_token_time_ns")]
     assert 0 < first <= others[0] <= others[1] <= others[2]
@@ -224,7 +223,7 @@ def stop(loader: Loader, request_id: str) -> list[Any]:
     """Sends a stop; returns its responses without their tensors."""
     with grpc.insecure_channel(loader.server.endpoints.grpc) as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
-        request = infer_request(MODEL, request_id, stop_inputs(), ())
+        request = infer_request(loader.model, request_id, stop_inputs(), ())
         request.parameters["triton_enable_empty_final_response"].bool_param = True
         return list(stub.ModelStreamInfer(iter([request]), timeout=60))
 
@@ -253,14 +252,12 @@ def test_a_stop_of_nothing_is_no_error_and_one_without_an_id_is(loaded: Loader) 
 def test_a_stop_is_seen_before_any_other_input(loaded: Loader) -> None:
     """The lengths contradict each other, and there is no prompt."""
     inputs = {name: stop_inputs()[name] for name in ("stop", "input_lengths", "request_output_len")}
-    assert list(stream(loaded.server, inputs, request_id="no such")) in ([], [{}])
+    assert list(loaded.send(inputs, request_id="no such")) in ([], [{}])
 
 
 def test_a_client_that_goes_away_frees_its_sequence(slow: Loader) -> None:
-    blocks = f'nv_trt_llm_kv_cache_block_metrics{{kv_cache_block_type="used",model="{MODEL}",version="1"}}'
-
     def used() -> float:
-        return metrics(slow.server.endpoints.metrics)[blocks]
+        return slow.metric("nv_trt_llm_kv_cache_block_metrics", "kv_cache_block_type", "used")
 
     responses = slow.stream(prompt=PROMPT, max_tokens=2000)
     next(responses)
@@ -327,8 +324,7 @@ def test_a_full_queue(loader: Loader) -> None:
     )
 
     def requests(kind: str) -> float:
-        name = f'nv_trt_llm_request_metrics{{model="{MODEL}",request_type="{kind}",version="1"}}'
-        return metrics(loader.server.endpoints.metrics)[name]
+        return loader.metric("nv_trt_llm_request_metrics", "request_type", kind)
 
     running = [Stream(loader, "running")]
     wait_until(lambda: requests("active") == 1, 10, "the start")
@@ -340,17 +336,17 @@ def test_a_full_queue(loader: Loader) -> None:
     assert isinstance(error, TritonOverloaded)
     assert error.code == "E2106"
     stop(loader, "running")
-    for stream in running:
-        stream.join(20)
-    assert [stream.ids[-1] for stream in running] == [[], [5], [5]]
+    for request in running:
+        request.join(20)
+    assert [request.ids[-1] for request in running] == [[], [5], [5]]
 
 
 def test_a_queue_without_limit(loader: Loader) -> None:
     loader.load(engine_dir=loader.engine(max_batch_size=1), max_queue_size="0")
-    streams = [Stream(loader, str(number), 20) for number in range(16)]
-    for stream in streams:
-        stream.join(20)
-    assert [len(stream.ids) for stream in streams] == [20] * 16
+    requests = [Stream(loader, str(number), 20) for number in range(16)]
+    for request in requests:
+        request.join(20)
+    assert [len(request.ids) for request in requests] == [20] * 16
 
 
 @pytest.mark.parametrize(
@@ -392,7 +388,9 @@ def test_inputs_that_have_no_effect_are_let_through(loaded: Loader) -> None:
 def infer(loader: Loader, **inputs: Any) -> service_pb2.ModelInferResponse:
     with grpc.insecure_channel(loader.server.endpoints.grpc) as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
-        return stub.ModelInfer(infer_request(MODEL, "", tensors(**inputs), OUTPUTS), timeout=60)
+        return stub.ModelInfer(
+            infer_request(loader.model, "", tensors(**inputs), OUTPUTS), timeout=60
+        )
 
 
 def test_normal_mode_gives_one_response_and_refuses_to_stream(loader: Loader) -> None:
@@ -410,20 +408,17 @@ def test_normal_mode_gives_one_response_and_refuses_to_stream(loader: Loader) ->
 
 
 def test_tritons_statistics_and_the_backends_metrics(loaded: Loader) -> None:
-    before = metrics(loaded.server.endpoints.metrics)
     answer(loaded)
     refused(loaded, end_id=one(-2))
-    success = f'nv_inference_request_success{{model="{MODEL}",version="1"}}'
     wait_until(lambda: loaded.count("failed") == 1, 10, "the count")
-    after = metrics(loaded.server.endpoints.metrics)
-    assert after[success] == before.get(success, 0) + 1
-    name = f'nv_trt_llm_request_metrics{{model="{MODEL}",request_type="max",version="1"}}'
-    assert after[name] == 64
+    success = f'nv_inference_request_success{{model="{loaded.model}",version="1"}}'
+    assert metrics(loaded.server.endpoints.metrics)[success] == 1
+    assert loaded.metric("nv_trt_llm_request_metrics", "request_type", "max") == 64
 
 
 def test_the_generate_endpoint(loaded: Loader) -> None:
-    url = f"http://{loaded.server.endpoints.http}/v2/models/{MODEL}/generate"
+    url = f"http://{loaded.server.endpoints.http}/v2/models/{loaded.model}/generate"
     body = {"input_ids": PROMPT, "input_lengths": 4, "request_output_len": 3}
     reply = httpx.post(url, json=body, timeout=30, trust_env=False).json()
     assert reply["output_ids"] == [5, 6, 7]
-    assert list(itertools.chain([reply["sequence_length"]])) == [3]
+    assert reply["sequence_length"] == 3

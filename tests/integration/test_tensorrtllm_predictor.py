@@ -148,7 +148,7 @@ def test_a_full_queue_is_the_servers_fault(
     monkeypatch.setenv("STAND_IN_INTER_TOKEN_MS", "50")
     requests = [Request(prompt="Hello", seed=n, max_tokens=30) for n in range(4)]
     config = "server: {tensorrt_llm: {args: {max_queue_size: 1}}}"
-    with pytest.raises(CogTritonError, match="E2106 TritonOverloaded: .*Maximum queue size of 1"):
+    with pytest.raises(CogTritonError, match=r"E2106 TritonOverloaded: .*Maximum queue size of 1"):
         run(demo_model, tmp_path, *requests, config=config, max_batch_size=1)
 
 
@@ -157,13 +157,13 @@ def test_a_stream_that_might_be_evicted_is_the_users_mistake(
 ) -> None:
     request = Request(prompt="Hello there", seed=0, max_tokens=1000)
     config = "server: {tensorrt_llm: {args: {batch_scheduler_policy: max_utilization}}}"
-    with pytest.raises(CogTritonError, match="E1002 PromptTooLong: .*potentially greater"):
+    with pytest.raises(CogTritonError, match=r"E1002 PromptTooLong: .*potentially greater"):
         run(demo_model, tmp_path, request, config=config, max_num_tokens=64)
 
 
 def test_an_end_id_that_is_no_token_is_the_users_mistake(demo_model: Path, tmp_path: Path) -> None:
     request = Request(prompt="Hello", seed=0, end_id=5000)
-    with pytest.raises(CogTritonError, match="E1103 InvalidParameter: .*EndId"):
+    with pytest.raises(CogTritonError, match=r"E1103 InvalidParameter: .*EndId"):
         run(demo_model, tmp_path, request)
 
 
@@ -227,10 +227,10 @@ cp engines/fp16/1-gpu/* triton_model_repo/tensorrt_llm/1
 export HF_GPT_MODEL={model}
 python3 tools/fill_template.py -i triton_model_repo/preprocessing/config.pbtxt "triton_max_batch_size:4,tokenizer_dir:${{HF_GPT_MODEL}},tokenizer_type:auto,preprocessing_instance_count:1"
 python3 tools/fill_template.py -i triton_model_repo/postprocessing/config.pbtxt "triton_max_batch_size:4,tokenizer_dir:${{HF_GPT_MODEL}},tokenizer_type:auto,postprocessing_instance_count:1"
-python3 tools/fill_template.py -i triton_model_repo/tensorrt_llm/config.pbtxt "triton_backend:tensorrtllm,triton_max_batch_size:4,decoupled_mode:True,engine_dir:{directory}/triton_model_repo/tensorrt_llm/1,batching_strategy:inflight_fused_batching,max_queue_delay_microseconds:100,batch_scheduler_policy:max_utilization"
+python3 tools/fill_template.py -i triton_model_repo/tensorrt_llm/config.pbtxt "triton_max_batch_size:4,decoupled_mode:True,engine_dir:{directory}/triton_model_repo/tensorrt_llm/1,batching_strategy:inflight_fused_batching,max_queue_delay_microseconds:100,batch_scheduler_policy:max_utilization"
 python3 tools/fill_template.py -i triton_model_repo/ensemble/config.pbtxt "triton_max_batch_size:4"
 exec python3 scripts/launch_triton_server.py --world_size=1 --model_repo={directory}/triton_model_repo
-"""
+"""  # noqa: E501
 LLAMA = """
 mkdir triton_model_repo
 cp -r all_models/inflight_batcher_llm/ensemble triton_model_repo/
@@ -239,12 +239,12 @@ cp -r all_models/inflight_batcher_llm/postprocessing triton_model_repo/
 cp -r all_models/inflight_batcher_llm/tensorrt_llm triton_model_repo/
 export HF_LLAMA_MODEL={model}
 python3 tools/fill_template.py -i triton_model_repo/preprocessing/config.pbtxt tokenizer_dir:${{HF_LLAMA_MODEL}},tokenizer_type:llama,triton_max_batch_size:64,preprocessing_instance_count:1
-python3 tools/fill_template.py -i triton_model_repo/tensorrt_llm/config.pbtxt triton_backend:tensorrtllm,triton_max_batch_size:64,decoupled_mode:False,max_beam_width:1,engine_dir:{directory}/engines/fp16/4-gpu/,max_tokens_in_paged_kv_cache:2560,max_attention_window_size:2560,kv_cache_free_gpu_mem_fraction:0.5,exclude_input_in_output:True,enable_kv_cache_reuse:False,batching_strategy:inflight_batching,max_queue_delay_microseconds:600
+python3 tools/fill_template.py -i triton_model_repo/tensorrt_llm/config.pbtxt triton_max_batch_size:64,decoupled_mode:False,max_beam_width:1,engine_dir:{directory}/engines/fp16/4-gpu/,max_tokens_in_paged_kv_cache:2560,max_attention_window_size:2560,kv_cache_free_gpu_mem_fraction:0.5,exclude_input_in_output:True,enable_kv_cache_reuse:False,batching_strategy:inflight_batching,max_queue_delay_microseconds:600
 python3 tools/fill_template.py -i triton_model_repo/postprocessing/config.pbtxt tokenizer_dir:${{HF_LLAMA_MODEL}},tokenizer_type:llama,triton_max_batch_size:64,postprocessing_instance_count:1
 python3 tools/fill_template.py -i triton_model_repo/ensemble/config.pbtxt triton_max_batch_size:64
 exec python3 scripts/launch_triton_server.py --world_size=4 --model_repo={directory}/triton_model_repo
-"""  # fmt: skip
-CURL = """curl -X POST localhost:{port}/v2/models/ensemble/generate -d '{{"text_input": "What is machine learning?", "max_tokens": 20, "bad_words": "", "stop_words": "", "pad_id": 2, "end_id": 2}}'"""
+"""  # noqa: E501
+CURL = """curl -X POST localhost:{port}/v2/models/ensemble/generate -d '{{"text_input": "What is machine learning?", "max_tokens": 20, "bad_words": "", "stop_words": "", "pad_id": 2, "end_id": 2}}'"""  # noqa: E501
 
 
 @pytest.mark.parametrize(

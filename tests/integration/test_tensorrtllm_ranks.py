@@ -1,13 +1,12 @@
-"""Two ranks of the stand-in under a real mpirun: rank 1 waits for rank 0 and ends with it."""
+"""Two ranks of the stand-in, by mpirun or Slurm: rank 1 waits for rank 0 and ends with it."""
 
 from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -15,11 +14,17 @@ import pytest
 
 from cog_triton.server.tritonserver import TritonServer
 from tests.integration.conftest import make_server, settings_for
-from tests.integration.test_ranks import SCRIPT, assert_nothing_left, named, needs_mpirun, rank
+from tests.integration.test_ranks import (
+    Job,
+    Launched,
+    assert_nothing_left,
+    needs_mpirun,
+    needs_slurm,
+    rank,
+    slurm,  # noqa: F401
+)
 from tests.stand_in.servers import environment, ids, stream, tensors
 from tests.support import alive, free_port, processes, wait_until
-
-pytestmark = needs_mpirun
 
 FOLLOWED = "Terminating worker process since shutdown signal was received from leader"
 PACE_MS = 20
@@ -51,6 +56,7 @@ class Stream(threading.Thread):
             self.ids += ids(iter([response]))
 
 
+@needs_mpirun
 def test_a_stop_lets_rank_0_finish_and_rank_1_follow(
     server: TritonServer, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -67,6 +73,7 @@ def test_a_stop_lets_rank_0_finish_and_rank_1_follow(
     assert_nothing_left(server.shm_prefix)
 
 
+@needs_mpirun
 def test_a_stream_that_takes_too_long_is_cut_off(server: TritonServer) -> None:
     """tritonserver gives up on it, and rank 1, which nobody tells to end then, is ended."""
     started = processes(server.shm_prefix)
@@ -78,6 +85,7 @@ def test_a_stream_that_takes_too_long_is_cut_off(server: TritonServer) -> None:
     assert_nothing_left(server.shm_prefix)
 
 
+@needs_mpirun
 @pytest.mark.parametrize("number", [0, 1])
 def test_the_death_of_a_rank_ends_the_other(server: TritonServer, number: int) -> None:
     os.kill(rank(server.shm_prefix, number), signal.SIGKILL)
@@ -86,6 +94,7 @@ def test_the_death_of_a_rank_ends_the_other(server: TritonServer, number: int) -
     assert_nothing_left(server.shm_prefix)
 
 
+@needs_mpirun
 def test_rank_1_blocks_before_it_can_handle_a_signal(server: TritonServer) -> None:
     """Why a stop must not reach it: the signal's default action would be its end."""
     status = Path(f"/proc/{rank(server.shm_prefix, 1)}/status").read_text()
@@ -93,37 +102,57 @@ def test_rank_1_blocks_before_it_can_handle_a_signal(server: TritonServer) -> No
     assert not int(caught, 16) >> (signal.SIGTERM - 1) & 1
 
 
+@needs_mpirun
 def test_the_launch_script_stops_in_order(
-    server: TritonServer, demo_model: Path, tmp_path: Path
+    demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server.stop()
-    port, log = free_port(), tmp_path / "launch.log"
-    settings = environment(tmp_path / "second", world_size=2)
+    settings = environment(tmp_path, world_size=2)
+    make_server(settings_for(demo_model, **settings), tmp_path)
+    for name, value in (settings | {"STAND_IN_INTER_TOKEN_MS": str(PACE_MS)}).items():
+        monkeypatch.setenv(name, value)
+    port = free_port()
+    ports = [f"--http_port={port}", "--grpc_port=0", "--metrics_port=0"]
     repository = tmp_path / "repository"
-    options = ["--world_size=2", f"--model_repo={repository}", f"--http_port={port}"]
-    with log.open("w") as output:
-        script = subprocess.Popen(
-            [sys.executable, str(SCRIPT), *options, "--grpc_port=0", "--metrics_port=0"],
-            env={**os.environ, **settings},
-            stdout=output,
-            stderr=output,
-            cwd=tmp_path,
-        )
+    launched = Launched(tmp_path / "log", "--world_size=2", f"--model_repo={repository}", *ports)
     try:
-        wait_until(lambda: "ready: " in log.read_text() or script.poll() is not None, 60, "start")
-        assert "ready: " in log.read_text(), log.read_text()
-        body = {"text_input": "Hello", "max_tokens": 50, "stream": True}
-        url = f"http://127.0.0.1:{port}/v2/models/ensemble/generate_stream"
-        with httpx.stream("POST", url, json=body, timeout=60, trust_env=False) as reply:
-            events = (line for line in reply.iter_lines() if line.startswith("data:"))
+        launched.wait_until_ready()
+        with events_of(port) as events:
             next(events)
-            script.send_signal(signal.SIGTERM)
+            launched.process.send_signal(signal.SIGTERM)
             assert len(list(events)) == 49
-        assert script.wait(60) == 0
-        assert not named(str(repository), "tritonserver", "mpirun", "prterun")
+        assert launched.end() == 0
     finally:
-        if script.poll() is None:
-            script.kill()
-            script.wait()
-    # The log tells at the level of debugging how a stop went that was asked for.
-    assert "died" not in log.read_text()
+        launched.process.kill()
+        launched.process.wait()
+    assert not processes(str(repository))
+    assert "died" not in launched.said
+
+
+@contextmanager
+def events_of(port: int) -> Iterator[Iterator[str]]:
+    """The events of a request for 50 tokens."""
+    body = {"text_input": "Hello", "max_tokens": 50, "stream": True}
+    url = f"http://127.0.0.1:{port}/v2/models/ensemble/generate_stream"
+    with httpx.stream("POST", url, json=body, timeout=60, trust_env=False) as reply:
+        yield (line for line in reply.iter_lines() if line.startswith("data:"))
+
+
+@needs_slurm
+def test_a_job_of_slurm_stops_in_order(
+    slurm: dict[str, str],  # noqa: F811
+    demo_model: Path,
+    tmp_path: Path,
+) -> None:
+    settings = environment(tmp_path, world_size=2)
+    make_server(settings_for(demo_model, **settings), tmp_path)
+    port = free_port()
+    settings |= {"STAND_IN_INTER_TOKEN_MS": str(PACE_MS)}
+    job = Job(slurm, tmp_path / "repository", port, mpi="pmi2", **settings)
+    job.wait_until_ready()
+    with events_of(port) as events:
+        next(events)
+        job.cancel()
+        assert len(list(events)) == 49
+    wait_until(lambda: job.ended, 20, "the end of the job")
+    wait_until(lambda: not processes(str(tmp_path / "repository")), 20, "the end of the ranks")
+    assert "died" not in job.said

@@ -1,7 +1,7 @@
 // The ranks of an engine that is spread over several GPUs, as far as they wait for each other.
 //
 // The real ones talk over MPI. These have a Unix socket in the abstract namespace, named after the job,
-// so they must be on one machine.
+// so they must be on one machine. They are told their rank by mpirun, or by srun --mpi=pmi2.
 
 #pragma once
 
@@ -9,6 +9,7 @@
 #include <sys/un.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstddef>
 #include <cstdlib>
@@ -42,10 +43,10 @@ class Ranks {
     }
   }
 
-  static int rank() { return number({"OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK"}, 0); }
+  static int rank() { return number({"OMPI_COMM_WORLD_RANK", "PMI_RANK"}, 0); }
 
  private:
-  static int size() { return number({"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS"}, 1); }
+  static int size() { return number({"OMPI_COMM_WORLD_SIZE", "PMI_SIZE"}, 1); }
 
   static int number(const std::vector<const char*>& names, int otherwise)
   {
@@ -56,11 +57,13 @@ class Ranks {
 
   static socklen_t address(sockaddr_un& name)
   {
-    const char* job = std::getenv("PMIX_NAMESPACE");
-    const std::string text = format("stand_in_%d_%s", int(getuid()), job == nullptr ? "" : job);
+    std::string text = format("stand_in_%d", int(getuid()));
+    for (const char* part : {"PMIX_NAMESPACE", "SLURM_JOB_ID", "SLURM_STEP_ID"})
+      if (const char* value = std::getenv(part)) text += std::string("_") + value;
+    text.resize(std::min(text.size(), sizeof name.sun_path - 2));
     name = {};
     name.sun_family = AF_UNIX;
-    text.copy(name.sun_path + 1, sizeof name.sun_path - 2);  // a leading 0 is the abstract namespace
+    text.copy(name.sun_path + 1, text.size());  // a leading 0 is the abstract namespace
     return socklen_t(offsetof(sockaddr_un, sun_path) + 1 + text.size());
   }
 

@@ -50,16 +50,20 @@ def environment(directory: Path, **engine: Any) -> dict[str, str]:
 
 
 class Loader(logging.Handler):
-    """A tritonserver that loads the tensorrt_llm model with one configuration after the other."""
+    """A tritonserver that loads the tensorrt_llm model with one configuration after the other.
 
-    def __init__(self, server: TritonServer, directory: Path) -> None:
+    Attributes:
+        model: what it is called; another name each time.
+    """
+
+    def __init__(self, server: TritonServer, repository: Path) -> None:
         super().__init__(logging.DEBUG)
         self.server = server
-        self._directory = directory
+        self.model = ""
+        self._repository = repository
         self._lines: list[str] = []
         self._begun = 0
-        self._loaded = False
-        self._engines = 0
+        self._engines = self._loads = 0
 
     def emit(self, record: logging.LogRecord) -> None:
         """Keeps a line of the server's log."""
@@ -73,7 +77,7 @@ class Loader(logging.Handler):
     def engine(self, **build: Any) -> str:
         """A new engine directory."""
         self._engines += 1
-        return str(make_engine(self._directory / f"engine{self._engines}", **build))
+        return str(make_engine(self._repository.parent / f"engine{self._engines}", **build))
 
     def load(self, **changes: str | None) -> None:
         """Loads the model; what it was before is unloaded.
@@ -95,24 +99,20 @@ class Loader(logging.Handler):
 
     def load_config(self, config: Any) -> None:
         """Loads the model with a ModelConfig; see ``load``."""
-        self._unload()
+        self._loads += 1
+        before, self.model = self.model, f"{MODEL}_{self._loads}"
+        config.name = self.model
+        (self._repository / self.model / "1").mkdir(parents=True)
         self._begun = len(self._lines)
         text = json_format.MessageToJson(config, preserving_proto_field_name=True)
-        reply = self._post(f"repository/models/{MODEL}/load", {"parameters": {"config": text}})
-        self._loaded = reply.is_success
+        reply = self._post(f"repository/models/{self.model}/load", {"parameters": {"config": text}})
         # The log comes by another way than the reply.
         end = "successfully loaded" if reply.is_success else "failed to load"
-        wait_until(lambda: end in self.log, 10, "the end of the load in the log")
+        wait_until(lambda: f"{end} '{self.model}'" in self.log, 10, "the end of the load")
+        if before:
+            # Nobody waits for it: right after a response, Triton 2.51 may not notice that it is done.
+            self._post(f"repository/models/{before}/unload", {})
         assert reply.is_success, reply.json()["error"]
-
-    def _unload(self) -> None:
-        # Before the next load, not during it: two of them would share their metrics.
-        if not self._loaded:
-            return
-        self._begun = len(self._lines)
-        self._post(f"repository/models/{MODEL}/unload", {})
-        wait_until(lambda: "successfully unloaded" in self.log, 20, "the end of the model")
-        self._loaded = False
 
     def stream(self, *, request_id: str = "", **inputs: Any) -> Iterator[Response]:
         """The responses to a request.
@@ -120,12 +120,26 @@ class Loader(logging.Handler):
         Raises:
             AssertionError: one of them is an error; the reason is its text.
         """
-        return stream(self.server, tensors(**inputs), request_id=request_id)
+        return self.send(tensors(**inputs), request_id=request_id)
+
+    def send(
+        self,
+        inputs: Mapping[str, Array],
+        *,
+        request_id: str = "",
+        outputs: tuple[str, ...] = OUTPUTS,
+    ) -> Iterator[Response]:
+        """As ``stream``, with all the inputs as tensors."""
+        return stream(self.server, inputs, model=self.model, request_id=request_id, outputs=outputs)
 
     def count(self, kind: str) -> float:
         """One of the stand-in's own counts."""
-        name = f'stand_in{{count="{kind}",model="{MODEL}",version="1"}}'
-        return metrics(self.server.endpoints.metrics)[name]
+        return self.metric("stand_in", "count", kind)
+
+    def metric(self, family: str, label: str, kind: str) -> float:
+        """A metric of the model."""
+        labels = ",".join(sorted([f'{label}="{kind}"', f'model="{self.model}"', 'version="1"']))
+        return metrics(self.server.endpoints.metrics)[f"{family}{{{labels}}}"]
 
     def _post(self, path: str, body: Any) -> httpx.Response:
         url = f"http://{self.server.endpoints.http}/v2/{path}"
@@ -148,12 +162,12 @@ def filled(variables: Mapping[str, object]) -> Any:
 def running_loader(directory: Path) -> Iterator[Loader]:
     """A server without models."""
     repository, runtime = directory / "repository", directory / "runtime"
-    (repository / MODEL / "1").mkdir(parents=True)
+    repository.mkdir()
     runtime.mkdir()
     settings = read_settings({**ANY_PORTS, **environment(directory)})
     launch = Launch(options=("--model-control-mode=explicit",))
     server = TritonServer(repository, runtime, settings, launch=launch)
-    loader = Loader(server, directory)
+    loader = Loader(server, repository)
     logger = logging.getLogger("tritonserver")
     logger.addHandler(loader)
     logger.setLevel(logging.DEBUG)

@@ -30,6 +30,7 @@ from cog_triton.errors import (
     ("text", "error"),
     [
         ("Prompt length (9) exceeds maximum input length (8).", PromptTooLong),
+        ("Request sequence length is potentially greater than max input length.", PromptTooLong),
         ("Maximum queue size of 5 has been reached, please try again later", TritonOverloaded),
         ("Exceeds maximum queue size", TritonOverloaded),
         ("EndId (99) is not within acceptable range [-1, 5)", InvalidParameter),

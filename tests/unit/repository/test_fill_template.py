@@ -353,12 +353,21 @@ def test_the_ensembles_decoding_context_is_off_unless_asked_for(guide_directory:
         assert ("_CONTEXT_IDS" in file.read_text()) is on
 
 
+def test_an_engine_alone_means_the_backend_that_runs_it(
+    guide_directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As guides write it from before there was a choice."""
+    file = guide_directory / "tensorrt_llm" / "config.pbtxt"
+    assert main(["-i", str(file), "engine_dir:/e"]) == 0
+    assert caplog.messages == []
+    assert 'backend: "tensorrtllm"' in file.read_text()
+
+
 def test_an_engine_without_its_model_is_warned_about(
     guide_directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert (
-        main(["-i", str(guide_directory / "tensorrt_llm" / "config.pbtxt"), "engine_dir:/e"]) == 0
-    )
+    file = guide_directory / "tensorrt_llm" / "config.pbtxt"
+    assert main(["-i", str(file), "engine_dir:/e,engine:transformers"]) == 0
     assert caplog.messages == [
         "tensorrt_llm: engine_dir has no effect with triton_backend python",
         "tensorrt_llm: model: the transformers engine needs it",

@@ -19,14 +19,14 @@ from cog_triton.server.command import (
     GUARD,
     Launch,
     check_mpirun,
+    guard_role,
     launch_command,
     mpirun_command,
     rank_command,
 )
 from cog_triton.server.log import ServerLog, describe_status, lines_of_ranks
-from cog_triton.server.mpi_job import without_job
 from cog_triton.settings import Settings, read_settings
-from tests.support import ROOT, alive, wait_until
+from tests.support import ROOT, alive, children, wait_until
 
 SERVER = [
     "/ts",
@@ -90,6 +90,14 @@ def test_what_is_run_under_the_guard() -> None:
     assert launch_command(SERVER, "pre_", one, spawning) == mpirun_command(SERVER, 1, "pre_", 10.0)
     by_slurm = Launch(rank=1)
     assert launch_command(SERVER, "pre_", two, by_slurm) == rank_command(SERVER, 1, "pre_")
+
+
+def test_the_guards_role() -> None:
+    one, two = read_settings({}), read_settings({"WORLD_SIZE": "2"})
+    assert guard_role(Launch(), one) == "server"
+    assert guard_role(Launch(), two) == guard_role(Launch(mpi=True), one) == "group"
+    assert guard_role(Launch(rank=0), two) == "server"
+    assert guard_role(Launch(rank=1), two) == "follower"
 
 
 def test_no_mpirun(tmp_path: Path) -> None:
@@ -216,9 +224,11 @@ def test_the_level_of_a_line_is_kept_for_each_rank() -> None:
 # A rank's guard
 
 
-def start_guard(tmp_path: Path, *command: str, role: str = "1") -> subprocess.Popen[str]:
+def start_guard(
+    tmp_path: Path, *command: str, role: str = "1", timeout: str = "5"
+) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [*guard(role, "cog_triton_no_such_", "5"), *command],
+        [*guard(role, "cog_triton_no_such_", timeout), *command],
         stdin=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
@@ -241,7 +251,8 @@ def test_a_rank_that_ends_by_itself_says_so_and_fails(
 @pytest.mark.parametrize("name", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_rank_that_is_told_to_stop(tmp_path: Path, name: signal.Signals) -> None:
     process = start_guard(
-        tmp_path, "sh", "-c", "trap 'exit 0' TERM; touch up; while :; do sleep 0.05; done"
+        *(tmp_path, "sh", "-c", "trap 'exit 0' TERM; touch up; while :; do sleep 0.05; done"),
+        role="0",
     )
     wait_until((tmp_path / "up").exists, 10, "the start")
     process.send_signal(name)
@@ -249,8 +260,51 @@ def test_a_rank_that_is_told_to_stop(tmp_path: Path, name: signal.Signals) -> No
     assert (process.returncode, errors) == (0, "")
 
 
+# Ends when somebody else is done, or by a signal once it handles one.
+FOLLOWER = """
+import os, signal, sys, time
+handler = lambda *_: sys.exit(0)
+if sys.argv[1] == "handles":
+    signal.signal(signal.SIGTERM, handler)
+open("up", "w").close()
+while not os.path.exists("done"):
+    time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize("name", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_rank_that_cannot_handle_the_signal_yet_ends_with_rank_0(
+    tmp_path: Path, name: signal.Signals
+) -> None:
+    process = start_guard(tmp_path, sys.executable, "-c", FOLLOWER, "waits")
+    wait_until((tmp_path / "up").exists, 10, "the start")
+    (server,) = children(process.pid)
+    process.send_signal(name)
+    os.kill(server, signal.SIGTERM)  # as Slurm's, which reaches every process
+    assert process.poll() is None
+    (tmp_path / "done").touch()
+    _, errors = process.communicate(timeout=10)
+    assert (process.returncode, errors) == (0, "")
+
+
+def test_a_rank_that_handles_the_signal_ends_by_it(tmp_path: Path) -> None:
+    process = start_guard(tmp_path, sys.executable, "-c", FOLLOWER, "handles")
+    wait_until((tmp_path / "up").exists, 10, "the start")
+    process.send_signal(signal.SIGUSR1)
+    _, errors = process.communicate(timeout=10)
+    assert (process.returncode, errors) == (0, "")
+
+
+def test_a_rank_that_neither_handles_the_signal_nor_ends_is_killed(tmp_path: Path) -> None:
+    process = start_guard(tmp_path, sys.executable, "-c", FOLLOWER, "waits", timeout="0.5")
+    wait_until((tmp_path / "up").exists, 10, "the start")
+    process.send_signal(signal.SIGUSR1)
+    process.communicate(timeout=10)
+    assert process.returncode == 128 + signal.SIGKILL
+
+
 def test_a_rank_ends_with_its_mpirun(tmp_path: Path) -> None:
-    command = shlex.join(guard("1", "cog_triton_no_such_", "5"))
+    command = shlex.join(guard("0", "cog_triton_no_such_", "5"))
     server = "echo $$ > pid.new; mv pid.new pid; exec sleep 60"
     mpirun = subprocess.Popen(
         ["sh", "-c", f"{command} sh -c {shlex.quote(server)}; true"], cwd=tmp_path
@@ -347,48 +401,6 @@ def test_several_models_that_the_backend_spawns_processes_for() -> None:
     assert launch("--multi-model", "--no-mpi") == Launch(options=pools, environment=environment)
     old = {"NVIDIA_TRITON_SERVER_VERSION": "24.06"}
     assert launch("--multi-model", environ=old) == Launch(mpi=True, environment=environment)
-
-
-def test_models_of_the_llm_api_are_kept_out_of_the_mpi_job() -> None:
-    arguments = script.parser().parse_args(options("--multi-model"))
-    wrapper = (sys.executable, str(script.MPI_JOB))
-    assert script.MPI_JOB.is_file()
-    found = script.launch_of(arguments, {}, 0, frozenset({"python"}))
-    assert found.launcher == wrapper
-    assert script.launch_of(arguments, {}, 0, frozenset({"python", "tensorrtllm"})).launcher == ()
-    both = script.parser().parse_args(options("--multi-model", "--trtllm_llmapi_launch"))
-    found = script.launch_of(both, {}, 0, frozenset({"python"}))
-    assert found.launcher == ("trtllm-llmapi-launch", *wrapper)
-    for flags in (["--multi-model", "--disable-spawn-processes"], []):
-        one_job = script.parser().parse_args(options(*flags))
-        assert script.launch_of(one_job, {}, 0, frozenset({"python"})).launcher == ()
-
-
-def test_the_backends_of_a_repository(tmp_path: Path) -> None:
-    for name, config in {
-        "a": 'backend: "python"  # not "tensorrtllm"\n',
-        "b": '# backend: "tensorrtllm"\nplatform: "ensemble"',
-        "c": 'name: "c" backend:"python"',
-    }.items():
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.pbtxt").write_text(config)
-    assert script.backends_of(tmp_path) == {"python"}
-    (tmp_path / "b" / "config.pbtxt").write_text('backend: "tensorrtllm"')
-    assert script.backends_of(tmp_path) == {"python", "tensorrtllm"}
-    assert script.backends_of(tmp_path / "absent") == frozenset()
-
-
-def test_an_mpi_job_is_forgotten_and_its_configuration_is_not() -> None:
-    job = [
-        *("OMPI_COMM_WORLD_RANK", "OMPI_UNIVERSE_SIZE", "OMPI_APP_CTX_NUM_PROCS", "ORTE_X"),
-        *("OMPI_MCA_orte_hnp_uri", "OMPI_MCA_ess", "OMPI_MCA_ess_base_jobid", "PMI_RANK"),
-        *("PMIX_RANK", "PMIX_NAMESPACE", "PMIX_SERVER_URI41", "PMIX_GDS_MODULE"),
-    ]
-    kept = [
-        *("PATH", "OMPI_ALLOW_RUN_AS_ROOT", "OMPI_MCA_btl", "OMPI_MCA_rmaps_base_oversubscribe"),
-        *("OMPI_MCA_orte_tmpdir_base", "PMIX_MCA_psec", "SLURM_PROCID", "TRTLLM_ORCHESTRATOR"),
-    ]
-    assert list(without_job(dict.fromkeys([*kept, *job], "1"))) == kept
 
 
 def test_several_models_on_the_same_ranks() -> None:
