@@ -1,0 +1,178 @@
+"""The clients in examples/client/, against the real Cog server with the simulated engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.test_cog_server import cancelled_engine
+from tests.support import ROOT, CogServer, wait_until
+
+EXAMPLES = ROOT / "examples" / "client"
+QUESTION = "What is machine learning?"
+LONG = 5000
+# What a test's machine says of proxies is not for a server on this machine.
+ENVIRONMENT = {**os.environ, "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
+
+
+@dataclass(frozen=True)
+class Client:
+    """One of the examples: its command, and whether it prints what the server sends as it is."""
+
+    command: tuple[str, ...]
+    raw: bool = False
+
+    def arguments(self, action: str, url: str, inputs: dict[str, Any]) -> list[str]:
+        return [*self.command, action, json.dumps(inputs), url]
+
+    def run(self, action: str, url: str, **inputs: Any) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            self.arguments(action, url, inputs),
+            capture_output=True,
+            text=True,
+            timeout=60,
+            env=ENVIRONMENT,
+        )
+
+    def text(self, action: str, output: str) -> str:
+        if not self.raw:
+            return output.removesuffix("\n")
+        if action == "whole":
+            return "".join(json.loads(output)["output"])
+        return "".join(data.get("chunk", "") for data in event_data(output))
+
+
+def event_data(output: str) -> list[dict[str, Any]]:
+    lines = output.split("\n")
+    return [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
+
+
+def node() -> str:
+    """The JavaScript runtime; without one that is new enough, the test is skipped."""
+    if (path := shutil.which("node")) is None:
+        pytest.skip("no node in PATH")
+    version = subprocess.run([path, "--version"], capture_output=True, text=True).stdout
+    if int(version.removeprefix("v").split(".")[0]) < 18:
+        pytest.skip(f"node {version.strip()} is older than 18")
+    return path
+
+
+@pytest.fixture(params=["curl", "python", "javascript"])
+def client(request: pytest.FixtureRequest) -> Client:
+    if request.param == "curl":
+        if shutil.which("curl") is None:
+            pytest.skip("no curl in PATH")
+        return Client((str(EXAMPLES / "client.sh"),), raw=True)
+    if request.param == "python":
+        return Client((sys.executable, str(EXAMPLES / "client.py")))
+    return Client((node(), str(EXAMPLES / "client.mjs")))
+
+
+@pytest.mark.parametrize("action", ["whole", "stream"])
+def test_the_answer(client: Client, action: str, paced_cog_server: CogServer) -> None:
+    inputs = {"prompt": QUESTION, "max_tokens": 40}
+    expected = "".join(paced_cog_server.predict(**inputs)["output"])
+    ran = client.run(action, paced_cog_server.url, **inputs)
+    assert ran.returncode == 0, ran.stderr
+    assert client.text(action, ran.stdout) == expected
+    assert len(expected) > 40
+
+
+def test_a_stream_is_printed_while_the_engine_generates(
+    client: Client, paced_cog_server: CogServer
+) -> None:
+    before = paced_cog_server.engine["generated"]
+    arguments = client.arguments(
+        "stream", paced_cog_server.url, {"prompt": QUESTION, "max_tokens": 100}
+    )
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, env=ENVIRONMENT) as process:
+        assert process.stdout is not None
+        printed = os.read(process.stdout.fileno(), 65536)
+        while client.raw and b"event: output" not in printed:
+            printed += os.read(process.stdout.fileno(), 65536)
+        assert printed
+        assert paced_cog_server.engine["generated"] - before < 50
+        process.stdout.read()
+    assert process.returncode == 0
+
+
+def test_a_cancel_stops_the_engine(client: Client, paced_cog_server: CogServer) -> None:
+    generated = paced_cog_server.engine["generated"]
+    ran = client.run("cancel", paced_cog_server.url, prompt=QUESTION, max_tokens=LONG)
+    assert ran.returncode == 0, ran.stderr
+    text = client.text("cancel", ran.stdout)
+    assert 0 < len(text) < LONG
+    if client.raw:
+        assert event_data(ran.stdout)[-1]["status"] == "canceled"
+    cancelled_engine(paced_cog_server, generated)
+
+
+def test_a_client_that_is_interrupted_stops_the_engine(
+    client: Client, paced_cog_server: CogServer
+) -> None:
+    generated = paced_cog_server.engine["generated"]
+    arguments = client.arguments(
+        "stream", paced_cog_server.url, {"prompt": QUESTION, "max_tokens": LONG}
+    )
+    with subprocess.Popen(
+        arguments, stdout=subprocess.PIPE, env=ENVIRONMENT, start_new_session=True
+    ) as process:
+        wait_until(lambda: paced_cog_server.engine["generated"] > generated, 30, "the first token")
+        os.killpg(process.pid, 15)
+    cancelled_engine(paced_cog_server, generated)
+
+
+def test_what_the_server_refuses_is_said(client: Client, paced_cog_server: CogServer) -> None:
+    for action in ("whole", "stream"):
+        ran = client.run(action, paced_cog_server.url, prompt=QUESTION, max_tokens=0)
+        assert ran.returncode != 0
+        assert "max_tokens" in ran.stdout + ran.stderr
+
+
+def test_a_failed_prediction_is_said_with_its_code(
+    client: Client, paced_cog_server: CogServer
+) -> None:
+    for action in ("whole", "stream"):
+        ran = client.run(action, paced_cog_server.url, prompt="")
+        assert (ran.returncode == 0) == client.raw
+        assert "E1001 PromptRequired" in ran.stdout + ran.stderr
+
+
+def test_an_action_that_there_is_not(client: Client) -> None:
+    ran = client.run("wholly", "http://127.0.0.1:1", prompt=QUESTION)
+    assert ran.returncode != 0
+    assert "usage: " in ran.stderr
+
+
+# Characters of several bytes, and one at which Python ends lines and server-sent events do not.
+EVENTS = (("output", {"chunk": "Größe: \u2028€"}), ("completed", {"status": "succeeded"}))
+STREAM = ": a comment\n\n" + "".join(
+    f"event: {name}\ndata: {json.dumps(data, ensure_ascii=False)}\n\n" for name, data in EVENTS
+)
+
+
+def test_events_that_come_byte_by_byte_in_python() -> None:
+    events = runpy.run_path(str(EXAMPLES / "client.py"))["events"]
+    assert tuple(events(bytes([byte]) for byte in STREAM.encode())) == EVENTS
+
+
+def test_events_that_come_byte_by_byte_in_javascript(tmp_path: Path) -> None:
+    program = tmp_path / "events.mjs"
+    program.write_text(
+        f"import {{ events }} from {json.dumps((EXAMPLES / 'client.mjs').as_uri())};\n"
+        f"const bytes = new TextEncoder().encode({json.dumps(STREAM)});\n"
+        "const pieces = (async function* () { for (const b of bytes) yield Uint8Array.of(b); })();\n"
+        "for await (const event of events(pieces)) console.log(JSON.stringify(event));\n"
+    )
+    ran = subprocess.run([node(), str(program)], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert [tuple(json.loads(line)) for line in ran.stdout.split("\n")[:-1]] == list(EVENTS)
