@@ -20,8 +20,13 @@ from tests.support import ROOT, CogServer, wait_until
 EXAMPLES = ROOT / "examples" / "client"
 QUESTION = "What is machine learning?"
 LONG = 5000
-# What a test's machine says of proxies is not for a server on this machine.
-ENVIRONMENT = {**os.environ, "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
+# A machine's proxies are not for a server on the machine itself. And Python flushes of its own accord where
+# it is told to be unbuffered, which would hide a client that forgets to.
+ENVIRONMENT = {
+    **{name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"},
+    "NO_PROXY": "127.0.0.1",
+    "no_proxy": "127.0.0.1",
+}
 
 
 @dataclass(frozen=True)
