@@ -14,14 +14,12 @@ import json
 import logging
 import signal
 import sys
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+import _checkout  # noqa: F401
 
 
 def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    sys.path.insert(0, str(ROOT))
     from cog_triton.errors import CogTritonError
     from tools.benchmark.cli import run
     from tools.benchmark.measure import BenchmarkError

@@ -32,7 +32,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+from _checkout import ROOT
+
 NAMES = ("transformers", "engine", "stack", "serve")
 NOT_REPORTED = ("model_directory", "serve_python", "check")
 PAGE = 256  # tokens; what transformers reserves is a multiple of it
@@ -42,7 +43,6 @@ def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
     if options.threads is not None:  # read when torch is imported, here and in the servers
         os.environ["OMP_NUM_THREADS"] = str(options.threads)
-    sys.path.insert(0, str(ROOT))
     from cog_triton.errors import CogTritonError
     from tools.benchmark.engine import table, targets
     from tools.benchmark.engine_contestants import ContestantError

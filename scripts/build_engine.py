@@ -22,8 +22,7 @@ import signal
 import sys
 from pathlib import Path
 
-# The package need not be installed where this runs.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import _checkout  # noqa: F401
 
 from cog_triton.errors import ConfigurationError, EngineBuildError
 from tools.engine_builder.build import build, plan

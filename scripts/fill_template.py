@@ -26,8 +26,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-# The package need not be installed where this runs.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import _checkout  # noqa: F401
 
 from cog_triton.errors import ConfigurationError, TemplateError
 from cog_triton.repository.fill import fill_model, model_of, read_template

@@ -34,8 +34,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-# The package need not be installed where this runs.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from _checkout import ROOT
 
 from cog_triton.errors import ConfigurationError, TritonStartError
 from cog_triton.repository.fill import CONFIG, read_template
@@ -47,7 +46,7 @@ from cog_triton.settings import Settings, read_settings
 LOG_FORMAT = "%(asctime)s %(levelname)s %(message)s"
 VERBOSE_LOG = 3  # what --log means in NVIDIA's script
 CPP_BACKEND = "tensorrtllm"
-MPI_JOB = Path(__file__).resolve().parents[1] / "cog_triton" / "server" / "mpi_job.py"
+MPI_JOB = ROOT / "cog_triton" / "server" / "mpi_job.py"
 PORTS = ("http_port", "grpc_port", "metrics_port")
 
 

@@ -28,9 +28,9 @@ import signal
 import sys
 from pathlib import Path
 
-from tools.demo_model import DemoModelError, ensure_demo_model
+from _checkout import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
+from tools.demo_model import DemoModelError, ensure_demo_model
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -11,10 +11,8 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 
-# The package need not be installed where this runs.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from _checkout import ROOT
 
 from cog_triton.repository.variables import (
     IGNORED,
@@ -25,7 +23,7 @@ from cog_triton.repository.variables import (
     Variable,
 )
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
+PAGE = ROOT / "docs" / "configuration.md"
 
 
 def main(argv: list[str] | None = None) -> int:

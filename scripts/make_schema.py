@@ -12,19 +12,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from _checkout import ROOT
+
+from cog_triton.faces.cog.schema import openapi_schema
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=ROOT / ".cog" / "openapi_schema.json")
     arguments = parser.parse_args(argv)
-    sys.path.insert(0, str(ROOT))
-    from cog_triton.faces.cog.schema import openapi_schema
-
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     schema = openapi_schema("predict", "Predictor", "train")
     arguments.output.write_text(json.dumps(schema, indent=2) + "\n")

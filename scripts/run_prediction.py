@@ -16,10 +16,9 @@ import logging
 import sys
 import typing
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+import _checkout  # noqa: F401
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -32,7 +31,6 @@ def main(argv: list[str] | None = None) -> int:
         level=logging.INFO if arguments.verbose else logging.WARNING,
         format="%(levelname)s %(name)s: %(message)s",
     )
-    sys.path.insert(0, str(ROOT))
     from cog_triton.errors import CogTritonError
 
     try:

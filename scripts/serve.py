@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
@@ -19,8 +18,10 @@ import sys
 from pathlib import Path
 
 import make_schema
+from _checkout import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
+from cog_triton.server.guard import adopt_orphans
+
 MAX_CONCURRENCY = "256"  # that of predict.py's decorator, which only `cog build` reads
 
 
@@ -40,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--host", default=os.environ.get("HOST", "127.0.0.1"))
     arguments = parser.parse_args(argv)
     make_schema.main([])
-    adopt_orphans()
+    adopt_orphans()  # to wait for them
     server = subprocess.Popen(
         [sys.executable, "-m", "cog_triton.faces.cog.no_delay", "--host", arguments.host],
         cwd=ROOT,
@@ -55,12 +56,6 @@ def main(argv: list[str] | None = None) -> int:
         while True:
             os.wait()
     return 0 if status in (0, -signal.SIGTERM) else status
-
-
-def adopt_orphans() -> None:
-    """Makes this process the parent of descendants whose parent dies, so that it can wait for them."""
-    pr_set_child_subreaper = 36
-    ctypes.CDLL(None).prctl(pr_set_child_subreaper, 1, 0, 0, 0)
 
 
 if __name__ == "__main__":

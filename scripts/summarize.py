@@ -19,10 +19,8 @@ import logging
 import os
 import signal
 import sys
-from pathlib import Path
 
-# The package need not be installed where this runs.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import _checkout  # noqa: F401
 
 
 def main(argv: list[str] | None = None) -> int:

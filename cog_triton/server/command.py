@@ -182,7 +182,13 @@ def _shm_config(shm_prefix: str) -> str:
 def guarded(
     role: str, shm_prefix: str, stop_timeout: float, command: list[str], *, directory: str = ""
 ) -> list[str]:
-    """The command line that runs ``command`` under a guard; see ``cog_triton.server.guard``."""
+    """The command line that runs ``command`` under a guard; see ``cog_triton.server.guard``.
+
+    Args:
+        shm_prefix: of the command's shared memory, which the guard removes; empty if it has none.
+        stop_timeout: seconds from SIGTERM to SIGKILL.
+        directory: is removed when the command has ended; empty for none.
+    """
     guard = [sys.executable, "-I", "-S", str(GUARD)]
     return [*guard, role, shm_prefix, f"{stop_timeout:g}", directory, *command]
 

@@ -4,6 +4,7 @@
 
 ROLE is ``server``, or ``group`` for an mpirun whose ranks are servers, each under a guard of its own,
 or the number of such a rank; or ``follower`` for a rank above 0 that something else than mpirun started.
+SHM_PREFIX and TEMPORARY_DIRECTORY may be empty: there is nothing to remove then.
 
 The starter holds the other end of standard input. When that end closes, because it asked for a stop or
 because it was killed, the server gets SIGTERM, a bounded wait, and then SIGKILL for all processes that
@@ -45,12 +46,17 @@ _GROUP_STOP = signal.SIGUSR1
 
 
 def run(role: str, prefix: str, stop_timeout: float, directory: str, command: list[str]) -> int:
-    """Runs ``command`` until it ends or is to stop; returns its exit status."""
+    """Runs ``command`` until it ends or is to stop; returns its exit status.
+
+    Args:
+        prefix: of the command's shared memory, which is removed; empty if it has none.
+        directory: is removed; empty for none.
+    """
     is_rank = role.isdigit()
     follows = role == "follower" or (is_rank and role != "0")
     stops = _stops_of_a_rank() if is_rank else _stops_of_the_starter()
     orphaned = [_readable_after(signal.SIGCHLD)] if role == "group" else []
-    _adopt_orphans()
+    adopt_orphans()
     server = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -68,9 +74,16 @@ def run(role: str, prefix: str, stop_timeout: float, directory: str, command: li
         return status
     finally:
         _kill_descendants()  # stubs of a server that crashed, ranks of an mpirun that was killed
-        remove_shared_memory(prefix)
+        if prefix:
+            remove_shared_memory(prefix)
         if directory:
             shutil.rmtree(directory, ignore_errors=True)
+
+
+def adopt_orphans() -> None:
+    """Makes this process the parent of descendants whose parent dies, so that it can find them."""
+    pr_set_child_subreaper = 36
+    ctypes.CDLL(None).prctl(pr_set_child_subreaper, 1, 0, 0, 0)
 
 
 def remove_shared_memory(prefix: str) -> None:
@@ -104,12 +117,6 @@ def _readable_after(*names: signal.Signals) -> int:
     for name in names:
         signal.signal(name, note)
     return reader
-
-
-def _adopt_orphans() -> None:
-    """Makes this process the parent of descendants whose parent dies, so that it can find them."""
-    pr_set_child_subreaper = 36
-    ctypes.CDLL(None).prctl(pr_set_child_subreaper, 1, 0, 0, 0)
 
 
 def _die_with_guard() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import fcntl
 import json
 import os
 import shlex
@@ -22,6 +21,7 @@ import yaml
 
 from cog_triton import weights
 from cog_triton.errors import ConfigurationError, EngineBuildError
+from cog_triton.locks import locked
 from tests.support import ROOT, alive, free_port, processes, wait_until
 from tools.engine_builder.build import BuildResult, build, plan
 from tools.engine_builder.loading import parse_config
@@ -368,10 +368,11 @@ def test_a_workdir_is_one_builds_at_a_time_and_then_the_next_ones(
 ) -> None:
     workdir = tmp_path / "work"
     machine.build(workdir, tp_size=2)
-    with next(workdir.glob(".cog-triton*")).open() as marker:
-        fcntl.flock(marker, fcntl.LOCK_EX)
-        with pytest.raises(ConfigurationError, match="another build is running in"):
-            machine.build(workdir)
+    with (
+        locked(workdir, waiting=lambda: None),
+        pytest.raises(ConfigurationError, match="another build is running in"),
+    ):
+        machine.build(workdir)
     machine.build(workdir)
     assert "engine/rank0.engine" in machine.content()
     assert "engine/rank1.engine" not in machine.content()

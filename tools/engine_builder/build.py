@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import platform
@@ -26,6 +25,7 @@ import yaml
 import cog_triton
 from cog_triton import remote_code
 from cog_triton.errors import CogTritonError, ConfigurationError, EngineBuildError
+from cog_triton.locks import locked
 from tools.engine_builder import disk, package, process
 from tools.engine_builder.commands import Layout, Step, steps, takes_parallel
 from tools.engine_builder.config import EngineConfig
@@ -344,11 +344,12 @@ def _working_directory(directory: Path) -> Iterator[TextIO]:
             f"{directory} is not empty, and not of an earlier build: name another --workdir"
         )
     directory.mkdir(parents=True, exist_ok=True)
-    with (directory / MARKER).open("w") as marker:
-        try:
-            fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigurationError(f"another build is running in {directory}") from None
+
+    def refuse() -> None:
+        raise ConfigurationError(f"another build is running in {directory}")
+
+    with locked(directory, waiting=refuse):
+        (directory / MARKER).touch()
         for name in ("checkpoint", package.ENGINE):
             # An earlier build with more ranks left more of them.
             shutil.rmtree(directory / name, ignore_errors=True)

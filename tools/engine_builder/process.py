@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from cog_triton.server import guard
+from cog_triton.server.command import guarded
 
 STOP_TIMEOUT = 10.0  # seconds from SIGTERM to SIGKILL
-
-_GUARD = [
-    *(sys.executable, "-I", "-S", guard.__file__),
-    *("server", "cog-triton-engine-builder-has-none", str(STOP_TIMEOUT), ""),
-]
-"""What runs the command; it has no shared memory or directory to remove after it."""
 
 
 class Expired(Exception):
@@ -46,7 +39,7 @@ def run(
         Expired: the time limit was reached.
     """
     process = subprocess.Popen(
-        [*_GUARD, *command],
+        guarded("server", "", STOP_TIMEOUT, [*command]),
         cwd=cwd,
         env=environ,
         stdin=subprocess.PIPE,

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import make_schema
+from _checkout import ROOT
 import pytest
 
 
@@ -73,7 +74,7 @@ def test_predict_py_is_what_cog_build_can_read() -> None:
     """It reads decorators and Input() arguments without running them."""
     import ast
 
-    tree = ast.parse((Path(make_schema.ROOT) / "predict.py").read_text())
+    tree = ast.parse((ROOT / "predict.py").read_text())
     (predict,) = [
         node
         for node in ast.walk(tree)
