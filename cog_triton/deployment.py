@@ -13,7 +13,7 @@ from pathlib import Path
 from cog_triton.client.stream import TritonClient
 from cog_triton.context_length import context_length
 from cog_triton.engine_choice import (
-    Engine,
+    EngineName,
     Machine,
     check_engine,
     choose_engine,
@@ -113,7 +113,7 @@ class Deployment:
         await asyncio.to_thread(self._cleanup.close)
 
 
-def resolve_engine(settings: Settings) -> Engine:
+def resolve_engine(settings: Settings) -> EngineName:
     """The engine to run, after everything that can be known before a start has been checked.
 
     Raises:
@@ -158,7 +158,7 @@ def placed(settings: Settings, directory: Path) -> Settings:
 
 
 def template_values(
-    settings: Settings, engine: Engine, *, num_return_sequences: bool = True
+    settings: Settings, engine: EngineName, *, num_return_sequences: bool = True
 ) -> Values:
     """The template variables of each model: from the settings, overridden by the configuration file.
 
@@ -234,7 +234,7 @@ def create_client(settings: Settings, server: TritonServer) -> TritonClient:
     return GrpcClient(server.endpoints.grpc, response_timeout=settings.response_timeout)
 
 
-def _engine_values(settings: Settings, engine: Engine) -> dict[str, object]:
+def _engine_values(settings: Settings, engine: EngineName) -> dict[str, object]:
     # The predictor returns the answer alone; for others the default is NVIDIA's, with the prompt.
     predictors = {"exclude_input_in_output": True}
     if engine == "tensorrtllm":

@@ -17,7 +17,7 @@ from tools.engine_builder.tools import release
 
 logger = logging.getLogger(__name__)
 
-Engine = Literal["tensorrtllm", "llmapi", "transformers", "simulated"]
+EngineName = Literal["tensorrtllm", "llmapi", "transformers", "simulated"]
 BACKEND_LIBRARY = "libtriton_tensorrtllm.so"
 MISPLACING = ("1.2.0", "1.2.1")
 
@@ -54,7 +54,7 @@ def look_around(backends: Path, *, gpu: bool) -> Machine:
     return Machine(backends, version, gpu)
 
 
-def misplaces_parameters(engine: Engine, machine: Machine) -> bool:
+def misplaces_parameters(engine: EngineName, machine: Machine) -> bool:
     """Whether the backend hands sampling parameters to TensorRT-LLM in the wrong places.
 
     The Triton backend of 1.2.0 and 1.2.1 does: length_penalty has no effect, and num_return_sequences
@@ -64,7 +64,7 @@ def misplaces_parameters(engine: Engine, machine: Machine) -> bool:
     return engine == "tensorrtllm" and numbers is not None and numbers.group() in MISPLACING
 
 
-def choose_engine(wanted: str, engine_dir: Path | None, machine: Machine) -> Engine:
+def choose_engine(wanted: str, engine_dir: Path | None, machine: Machine) -> EngineName:
     """The engine that ``wanted`` means.
 
     ``auto`` is the C++ backend with an engine directory and its library, else the LLM API with its

@@ -1,5 +1,5 @@
 """One stream interface to a running Triton, and its two transports.
 
-May import ``errors``, ``repository.derived`` for the names of what it asks, and ``models.tensors``.
+May import ``errors``, and ``protocol`` for the names of what it asks.
 After a change: pytest tests/unit/client tests/integration/test_generation.py
 """

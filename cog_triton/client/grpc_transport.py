@@ -20,17 +20,13 @@ from tritonclient.grpc import (
 from tritonclient.utils import np_to_triton_dtype
 
 from cog_triton.client.stream import (
-    ENGINE,
     Inputs,
     Response,
     TritonClient,
     error_from_text,
-    stop_inputs,
 )
 from cog_triton.errors import TritonMalformedEvent, TritonUnavailable, TritonUnknownError
-from cog_triton.models.tensors import IDS_ONLY
-from cog_triton.repository.derived import IDS_ENSEMBLE as ENSEMBLE
-from cog_triton.repository.derived import OUTPUTS
+from cog_triton.protocol import ENGINE, IDS_ENSEMBLE, IDS_ONLY, OUTPUTS, stop_inputs
 
 CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", -1),
@@ -55,7 +51,9 @@ class GrpcClient(TritonClient):
         call = self._stub.ModelStreamInfer()
         try:
             with _mapped_errors():
-                await call.write(_ids_only(infer_request(ENSEMBLE, request_id, inputs, OUTPUTS)))
+                await call.write(
+                    _ids_only(infer_request(IDS_ENSEMBLE, request_id, inputs, OUTPUTS))
+                )
                 final = False
                 while not final:
                     response = _parse_message(await call.read())

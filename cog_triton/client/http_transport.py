@@ -13,16 +13,13 @@ import numpy as np
 import numpy.typing as npt
 
 from cog_triton.client.stream import (
-    ENGINE,
     Inputs,
     Response,
     TritonClient,
     error_from_text,
-    stop_inputs,
 )
 from cog_triton.errors import TritonMalformedEvent, TritonMalformedJSON, TritonUnavailable
-from cog_triton.models.tensors import IDS_ONLY
-from cog_triton.repository.derived import IDS_ENSEMBLE as ENSEMBLE
+from cog_triton.protocol import ENGINE, IDS_ENSEMBLE, IDS_ONLY, stop_inputs
 
 CONNECT_SECONDS = 10.0
 
@@ -52,7 +49,7 @@ class HttpClient(TritonClient):
         """The responses, and an empty last one: the endpoint does not say which is the last."""
         count, ids, announced, counts = 0, 0, None, False
         # What is no input of the model becomes a parameter of the request.
-        async for event in self._events(ENSEMBLE, request_id, inputs, {IDS_ONLY: True}):
+        async for event in self._events(IDS_ENSEMBLE, request_id, inputs, {IDS_ONLY: True}):
             response = parse_event(event)
             ids += len(response.ids)
             # An engine that knows ids_only ends with the count of all, and sends no length.
@@ -81,7 +78,7 @@ class HttpClient(TritonClient):
         inputs: Inputs,
         parameters: Mapping[str, Any] | None = None,
     ) -> AsyncIterator[dict[str, Any]]:
-        tensors = {name: _plain(value) for name, value in inputs.items()}
+        tensors = {name: json_value(value) for name, value in inputs.items()}
         body = {"id": request_id, **tensors, **(parameters or {})}
         url = f"{self._models}/{model}/generate_stream"
         with _mapped_errors():
@@ -145,7 +142,8 @@ def _flat(value: Any) -> list[int]:
     return values
 
 
-def _plain(value: npt.NDArray[Any]) -> Any:
+def json_value(value: npt.NDArray[Any]) -> Any:
+    """The one element of a tensor, as a request of Triton's generate extension has it."""
     item = value.reshape(-1)[0].item() if value.dtype != np.object_ else value.flat[0]
     return item.decode() if isinstance(item, bytes) else item
 

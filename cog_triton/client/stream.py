@@ -1,4 +1,4 @@
-"""One interface to a running Triton, with two transports: ``grpc_client`` and ``http_client``."""
+"""One interface to a running Triton, with two transports: ``grpc_transport`` and ``http_transport``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 from cog_triton.errors import (
@@ -28,8 +27,6 @@ from cog_triton.errors import (
 )
 
 logger = logging.getLogger(__name__)
-
-ENGINE = "tensorrt_llm"
 
 Inputs = Mapping[str, npt.NDArray[Any]]
 
@@ -198,16 +195,6 @@ def _joined(responses: list[Response]) -> Response:
     ids = [token for response in responses for token in response.ids]
     counts = [r.input_tokens for r in responses if r.input_tokens is not None]
     return Response(ids, counts[-1] if counts else None, responses[-1].final)
-
-
-def stop_inputs() -> dict[str, npt.NDArray[Any]]:
-    """The engine's inputs for a stop request, shapes [batch = 1, 1]."""
-    return {
-        "stop": np.array([[True]]),
-        "input_ids": np.array([[0]], np.int32),
-        "input_lengths": np.array([[1]], np.int32),
-        "request_output_len": np.array([[1]], np.int32),
-    }
 
 
 # First match wins. The texts are those of TensorRT-LLM, Triton 2.51 and this package's engine.

@@ -1,4 +1,5 @@
 """What fills the tensorrt_llm slot. Engines know token ids, never text.
 
-May import nothing else of the package. After a change: pytest tests/unit/engines
+May import ``remote_code``, and of ``text`` how many tokens of context a detokenizer needs; the simulated
+engine, which has no model, tokenizes a text to answer with. After a change: pytest tests/unit/engines
 """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 
@@ -137,36 +137,3 @@ class Engine(ABC):
     @abstractmethod
     def close(self) -> None:
         """Ends the engine; running requests are dropped."""
-
-
-def engine_parameters(config: Mapping[str, object]) -> dict[str, str]:
-    """The non-empty string parameters of a parsed Triton model configuration."""
-    parameters = config.get("parameters") or {}
-    assert isinstance(parameters, Mapping)
-    return {
-        key: value["string_value"]
-        for key, value in parameters.items()
-        if value["string_value"] != ""
-    }
-
-
-def create_engine(parameters: Mapping[str, str]) -> Engine:
-    """The engine that a model configuration's parameters describe.
-
-    Raises:
-        ValueError: the engine is unknown, or a parameter is not valid.
-    """
-    name = parameters.get("engine", "transformers")
-    if name == "simulated":
-        from cog_triton.engines.simulated import SimulatedEngine
-
-        return SimulatedEngine.from_parameters(parameters)
-    if name == "transformers":
-        from cog_triton.engines.transformers import TransformersEngine
-
-        return TransformersEngine.from_parameters(parameters)
-    if name == "llmapi":
-        from cog_triton.engines.llm_api import TensorrtLlmEngine
-
-        return TensorrtLlmEngine.from_parameters(parameters)
-    raise ValueError(f"unknown engine {name!r}; known are llmapi, simulated, transformers")

@@ -11,8 +11,9 @@ import uuid
 from collections.abc import Generator, Iterator, Mapping
 from typing import Any, Protocol
 
-import numpy as np
 import numpy.typing as npt
+
+from cog_triton.protocol import stop_inputs
 
 Array = npt.NDArray[Any]
 
@@ -85,13 +86,7 @@ class Llm:
 
     def stop(self, request_id: str) -> None:
         """Ends the sequences that are generated for a request; there need not be any."""
-        inputs = {
-            "stop": np.array([[True]]),
-            "input_ids": np.array([[0]], np.int32),
-            "input_lengths": np.array([[1]], np.int32),
-            "request_output_len": np.array([[1]], np.int32),
-        }
-        for reply in self._models.stream(self._name, request_id, inputs):
+        for reply in self._models.stream(self._name, request_id, stop_inputs()):
             if isinstance(reply, ModelError):
                 logger.warning("%s, told to stop %s: %s", self._name, request_id, reply)
 

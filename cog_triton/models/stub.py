@@ -12,6 +12,15 @@ from cog_triton.models.model_calls import ModelError
 Array = npt.NDArray[Any]
 
 
+def parameters(config: Mapping[str, Any]) -> dict[str, str]:
+    """The string parameters of a parsed model configuration, those that are not empty."""
+    return {
+        name: value["string_value"]
+        for name, value in (config.get("parameters") or {}).items()
+        if value["string_value"] != ""
+    }
+
+
 def arrays(tensors: Any) -> dict[str, Array]:
     """The values of tensors of the Python backend, by name."""
     return {tensor.name(): tensor.as_numpy() for tensor in tensors}

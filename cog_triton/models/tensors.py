@@ -42,10 +42,6 @@ _UNSUPPORTED = (
     "skip_cross_attn_blocks",
 )
 _UNSUPPORTED_WHEN_TRUE = ("return_context_logits", "return_generation_logits")
-IDS_ONLY = "ids_only"
-"""Parameter of a request (not a tensor) with which a client asks the embedded engines to answer with
-token ids alone. The C++ backend takes no notice of it."""
-
 _FLOAT_OUTPUTS = ("cum_log_probs", "output_log_probs")  # that the embedded engines make
 _NOT_COUNTED = (
     "kv_cache_alloc_new_blocks",

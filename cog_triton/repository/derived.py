@@ -19,15 +19,7 @@ from tritonclient.grpc.model_config_pb2 import (  # type: ignore[import-untyped,
     ModelInstanceGroup,
 )
 
-IDS_ENSEMBLE = "ensemble_ids"
-DIMS = {
-    "output_ids": [-1, -1],
-    "sequence_length": [-1],
-    "num_input_tokens": [1],
-    "num_output_tokens": [1],
-}
-OUTPUTS = tuple(DIMS)
-"""Outputs of tensorrt_llm, INT32, which the made ensemble has under the same names."""
+from cog_triton.protocol import DIMS, IDS_ENSEMBLE, OUTPUTS
 
 # TensorRT-LLM's C++ backend answers with an error to who leaves one of these out.
 _NEEDED = {"output_ids", "sequence_length"}

@@ -46,7 +46,7 @@ _FAST_TOKENIZERS = (  # in version 5, in version 4
 )
 
 
-class Tokenizer(Protocol):
+class TokenDecoder(Protocol):
     """What is used of a tokenizer; those of transformers, fast and slow, have it.
 
     ``convert_ids_to_tokens(ids) -> list[str | None]`` is used as well, if there is one. Without it
@@ -80,7 +80,7 @@ class IncrementalDetokenizer:
     most and the byte-fallback run at the end.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+    def __init__(self, tokenizer: TokenDecoder, *, skip_special_tokens: bool = True) -> None:
         self._decoder = _decoder(tokenizer, skip_special_tokens)
         self._start_over()
 
@@ -143,7 +143,7 @@ class IncrementalDetokenizer:
 
 
 def decode_delta(
-    tokenizer: Tokenizer,
+    tokenizer: TokenDecoder,
     context_ids: Sequence[int],
     new_ids: Sequence[int],
     *,
@@ -201,7 +201,7 @@ def _settled_length(text: str) -> int:
 
 
 @lru_cache(maxsize=8)
-def _decoder(tokenizer: Tokenizer, skip_special_tokens: bool) -> _Decoder:
+def _decoder(tokenizer: TokenDecoder, skip_special_tokens: bool) -> _Decoder:
     """One for all texts: what it has learned of single ids holds for each of them."""
     return _Decoder(tokenizer, skip_special_tokens)
 
@@ -209,7 +209,7 @@ def _decoder(tokenizer: Tokenizer, skip_special_tokens: bool) -> _Decoder:
 class _Decoder:
     """A tokenizer, the way in which it is to decode, and what can be asked about single ids."""
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: TokenDecoder, skip_special_tokens: bool) -> None:
         self._decode = _decode_function(tokenizer)
         self._skip_special_tokens = skip_special_tokens
         self._to_tokens: Callable[[list[int]], list[str | None]] | None = getattr(
@@ -287,7 +287,7 @@ class _Decoder:
         )
 
 
-def _decode_function(tokenizer: Tokenizer) -> Callable[[list[int], bool], str]:
+def _decode_function(tokenizer: TokenDecoder) -> Callable[[list[int], bool], str]:
     """Decodes without cleaning up spaces; the second argument skips special tokens.
 
     What transformers puts around the decoding of its fast tokenizers takes twice as long as the

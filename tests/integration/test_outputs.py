@@ -19,7 +19,7 @@ import pytest
 import tritonclient.grpc as grpcclient
 
 from cog_triton.deployment import Values
-from cog_triton.repository.derived import OUTPUTS
+from cog_triton.protocol import OUTPUTS
 from cog_triton.server.tritonserver import TritonServer
 from tests.integration.conftest import make_server, settings_for
 from tests.stand_in.servers import environment

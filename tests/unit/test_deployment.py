@@ -17,7 +17,7 @@ from cog_triton.deployment import (
     template_values,
     with_files,
 )
-from cog_triton.engine_choice import Engine
+from cog_triton.engine_choice import EngineName
 from cog_triton.errors import ConfigurationError, TritonUnavailable
 from cog_triton.repository.variables import VARIABLES
 from cog_triton.request import Request
@@ -73,7 +73,7 @@ def test_an_engine_directory_goes_to_the_backend_with_its_own_tokenizer(tmp_path
 
 
 def test_the_predictors_outputs_are_without_the_prompt_and_others_as_at_nvidia() -> None:
-    for engine in get_args(Engine):
+    for engine in get_args(EngineName):
         values = template_values(read_settings({}), engine)
         assert values["tensorrt_llm"]["exclude_input_in_output"] is True
     assert VARIABLES["tensorrt_llm"]["exclude_input_in_output"].render() == "false"

@@ -8,7 +8,7 @@ import pytest
 
 from cog_triton.engine_choice import (
     BACKEND_LIBRARY,
-    Engine,
+    EngineName,
     Machine,
     check_engine,
     choose_engine,
@@ -124,6 +124,6 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
     ],
 )
 def test_which_backends_misplace_parameters(
-    engine: Engine, version: str | None, misplaces: bool, tmp_path: Path
+    engine: EngineName, version: str | None, misplaces: bool, tmp_path: Path
 ) -> None:
     assert misplaces_parameters(engine, machine(tmp_path, version=version)) is misplaces

@@ -55,7 +55,7 @@ class Answers:
         return sum(len(answer.ids) for answer in self.answers)
 
 
-class Engine(ABC):
+class Completer(ABC):
     """Completes prompts. To be used from one event loop."""
 
     @abstractmethod
@@ -67,7 +67,7 @@ class Engine(ABC):
         """Closes the connections."""
 
 
-class TritonEngine(Engine):
+class TritonEngine(Completer):
     """An engine behind Triton: the ids are its own, and the text is made of them as the predictor does."""
 
     def __init__(
@@ -92,7 +92,7 @@ class TritonEngine(Engine):
         await self._client.aclose()
 
 
-class CogEngine(Engine):
+class CogEngine(Completer):
     """An engine behind Cog's HTTP API, which gives no ids: they are those of the text, encoded again."""
 
     def __init__(self, url: str, tokenizer: Tokenizer, *, max_tokens: int) -> None:
@@ -124,7 +124,7 @@ class CogEngine(Engine):
 
 
 async def answers(
-    engine: Engine, prompts: Sequence[str], batch_size: int, progress: Progress = lambda _: None
+    engine: Completer, prompts: Sequence[str], batch_size: int, progress: Progress = lambda _: None
 ) -> Answers:
     """Completes the prompts, ``batch_size`` at once; the first one before that, to warm up.
 

@@ -25,7 +25,7 @@ from tools.accuracy.data import DataError, Example, hub_examples, read_examples
 from tools.accuracy.engine import (
     Answers,
     CogEngine,
-    Engine,
+    Completer,
     Progress,
     TritonEngine,
     answers,
@@ -253,7 +253,7 @@ async def _complete(
     prompts: Sequence[str],
     progress: Progress,
 ) -> Answers:
-    engine: Engine
+    engine: Completer
     if "url" in address:
         engine = CogEngine(address["url"], tokenizer, max_tokens=options.output_len)
     else:

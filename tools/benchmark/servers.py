@@ -20,7 +20,7 @@ from tritonclient.grpc.model_config_pb2 import (  # type: ignore[import-untyped,
 )
 
 from cog_triton.deployment import resolve_engine, template_values, with_files
-from cog_triton.engines.base import engine_parameters
+from cog_triton.models import stub
 from cog_triton.repository.fill import fill_repository
 from cog_triton.server.installation import PACKAGE_ROOT
 from cog_triton.server.tritonserver import TritonServer
@@ -106,7 +106,7 @@ def engine_alone(environment: Mapping[str, str]) -> Iterator[Running]:
         for name, parameter in config.parameters.items()
     }
     yield Running(
-        tokenizer=settings.tokenizer_dir, engine=engine_parameters({"parameters": parameters})
+        tokenizer=settings.tokenizer_dir, engine=stub.parameters({"parameters": parameters})
     )
 
 

@@ -18,8 +18,8 @@ from cog_triton.engines.base import (
     GenerationRequest,
     SamplingParams,
     Tokens,
-    create_engine,
 )
+from cog_triton.engines.create import create_engine
 from cog_triton.engines.token_sampling import History, penalize
 from cog_triton.engines.transformers import (
     CPU_BATCH_TOKENS,

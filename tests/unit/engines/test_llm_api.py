@@ -24,8 +24,8 @@ from cog_triton.engines.base import (
     GenerationRequest,
     SamplingParams,
     Tokens,
-    create_engine,
 )
+from cog_triton.engines.create import create_engine
 from cog_triton.engines.llm_api import (
     TensorrtLlmEngine,
     chosen_log_probs,

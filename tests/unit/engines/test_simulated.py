@@ -22,8 +22,8 @@ from cog_triton.engines.base import (
     GenerationRequest,
     SamplingParams,
     Tokens,
-    create_engine,
 )
+from cog_triton.engines.create import create_engine
 from cog_triton.engines.simulated import (
     BURST,
     SPARED_TOKENS,

@@ -9,7 +9,8 @@ import pytest
 from google.protobuf import text_format
 from tritonclient.grpc.model_config_pb2 import TYPE_INT32, ModelConfig
 
-from cog_triton.repository.derived import OUTPUTS, ids_ensemble
+from cog_triton.protocol import OUTPUTS
+from cog_triton.repository.derived import ids_ensemble
 from cog_triton.repository.fill import fill_repository
 from tests.support import ROOT
 

@@ -27,7 +27,7 @@ from tools.accuracy.engine import (
     Answer,
     Answers,
     CogEngine,
-    Engine,
+    Completer,
     answers,
     cog_inputs,
     greedy_request,
@@ -419,7 +419,7 @@ def test_a_missing_library_is_named_first(monkeypatch: pytest.MonkeyPatch) -> No
 # The engine's side
 
 
-class Parrot(Engine):
+class Parrot(Completer):
     """Answers with the prompt; notes how many prompts it has at once."""
 
     def __init__(self) -> None:

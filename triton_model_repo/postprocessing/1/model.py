@@ -7,7 +7,6 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from cog_triton.engines.base import engine_parameters
 from cog_triton.models import stub
 from cog_triton.models.postprocessing import Postprocessor
 from cog_triton.text.tokenizer import load_tokenizer, without_torch
@@ -16,7 +15,7 @@ from cog_triton.text.tokenizer import load_tokenizer, without_torch
 class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         without_torch()
-        parameters = engine_parameters(json.loads(args["model_config"]))
+        parameters = stub.parameters(json.loads(args["model_config"]))
         self._postprocessor = Postprocessor(
             load_tokenizer(
                 parameters["tokenizer_dir"],

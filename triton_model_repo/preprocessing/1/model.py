@@ -9,7 +9,6 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from cog_triton.engines.base import engine_parameters
 from cog_triton.models import stub
 from cog_triton.models.preprocessing import Preprocessor
 from cog_triton.text.tokenizer import load_tokenizer, without_torch
@@ -22,7 +21,7 @@ LONG_BYTES = 20_000  # about ten milliseconds; what is longer keeps nobody waiti
 class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         without_torch()
-        parameters = engine_parameters(json.loads(args["model_config"]))
+        parameters = stub.parameters(json.loads(args["model_config"]))
         context_length = parameters.get("max_seq_len")
         self._preprocessor = Preprocessor(
             load_tokenizer(

@@ -12,21 +12,13 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from cog_triton.engines.base import (
-    EngineError,
-    EngineUnavailable,
-    create_engine,
-    engine_parameters,
-)
+from cog_triton.engines.base import EngineError, EngineUnavailable
+from cog_triton.engines.create import create_engine
 from cog_triton.engines.serving import DeliveryLimits, Output, Serving
 from cog_triton.models import stub
 from cog_triton.models.engine_metrics import EngineMetrics
-from cog_triton.models.tensors import (
-    IDS_ONLY,
-    generation_requests,
-    placeholders,
-    response_tensors,
-)
+from cog_triton.models.tensors import generation_requests, placeholders, response_tensors
+from cog_triton.protocol import IDS_ONLY
 
 CANCELLATION_CHECK_SECONDS = (
     1.0  # asking Triton is a round trip: per token it halves the throughput
@@ -36,7 +28,7 @@ CANCELLATION_CHECK_SECONDS = (
 class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         config = json.loads(args["model_config"])
-        parameters = engine_parameters(config)
+        parameters = stub.parameters(config)
         self._decoupled = config["model_transaction_policy"]["decoupled"]
         self._placeholders = placeholders(config)
         self._prompt_in_output = parameters.get("exclude_input_in_output") == "false"

@@ -10,7 +10,6 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from cog_triton.engines.base import engine_parameters
 from cog_triton.models import stub
 from cog_triton.models.bls import Bls, Watch, check_parameters
 from cog_triton.models.model_calls import Client, request_key
@@ -21,7 +20,7 @@ CANCELLATION_CHECK_SECONDS = 1.0  # asking Triton is a round trip
 class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         config = json.loads(args["model_config"])
-        parameters = engine_parameters(config)
+        parameters = stub.parameters(config)
         check_parameters(parameters)
         self._bls = Bls(
             stub.StubModels(pb_utils),

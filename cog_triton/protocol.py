@@ -1,0 +1,41 @@
+"""What the client, the filled repository and the models inside Triton agree on: names and a request."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+ENGINE = "tensorrt_llm"
+"""The model that generates."""
+
+IDS_ENSEMBLE = "ensemble_ids"
+"""The ensemble without its last step; see ``cog_triton.repository.derived``."""
+
+DIMS = {
+    "output_ids": [-1, -1],
+    "sequence_length": [-1],
+    "num_input_tokens": [1],
+    "num_output_tokens": [1],
+}
+OUTPUTS = tuple(DIMS)
+"""Outputs of tensorrt_llm, INT32, which that ensemble has under the same names."""
+
+IDS_ONLY = "ids_only"
+"""Parameter of a request (not a tensor) with which a client asks the embedded engines to answer with
+token ids alone. The C++ backend takes no notice of it."""
+
+
+def stop_inputs() -> dict[str, npt.NDArray[Any]]:
+    """The engine's inputs for a stop request, shapes [batch = 1, 1].
+
+    TensorRT-LLM reads no more of it than ``stop`` and the request's id; the others are what Triton
+    refuses every request without.
+    """
+    return {
+        "stop": np.array([[True]]),
+        "input_ids": np.array([[0]], np.int32),
+        "input_lengths": np.array([[1]], np.int32),
+        "request_output_len": np.array([[1]], np.int32),
+    }
