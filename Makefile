@@ -38,6 +38,7 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/python scripts/check_bounds.py
 
 fix: $(STAMP)
 	$(BIN)/ruff check --fix .
