@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+from pydantic.dataclasses import dataclass
 
 from cog_triton.errors import ConfigurationError
+from tools.engine_builder.tables import read
 
 SCRIPT = "convert_checkpoint.py"
 
@@ -31,78 +35,18 @@ class Family:
     extra: tuple[str, ...] = ()
 
 
-_FAMILIES = (
-    Family("commandr"),
-    Family(
-        "gemma",
-        model_dir="--model-dir",
-        output_dir="--output-model-dir",
-        tp_size="--world-size",
-        pp_size=None,
-        extra=("--ckpt-type", "hf"),
-    ),
-    Family("glm-4-9b"),
-    Family("gpt"),
-    Family("internlm2"),
-    Family("llama"),
-    # The scripts of these two have the argument, and refuse all but 1.
-    Family("mamba", pp_size=None),
-    Family("phi", pp_size=None),
-    Family("qwen"),
-    Family("baichuan", "contrib"),
-    Family("bloom", "contrib"),
-    Family("dbrx", "contrib"),
-    Family("deepseek_v1", "contrib"),
-    Family("deepseek_v2", "contrib"),
-    Family("falcon", "contrib"),
-    Family("gptj", "contrib"),
-    Family("gptneox", "contrib"),
-    Family("mpt", "contrib"),
-    Family("opt", "contrib"),
-)
-FAMILIES = {family.name: family for family in _FAMILIES}
+class _Tables(BaseModel):
+    """The file families.yaml."""
 
-MODEL_TYPES = {
-    "aquila": "llama",
-    "baichuan": "baichuan",
-    "bloom": "bloom",
-    "chatglm": "glm-4-9b",
-    "cohere": "commandr",
-    "dbrx": "dbrx",
-    "deepseek": "deepseek_v1",
-    "deepseek_v2": "deepseek_v2",
-    "exaone": "llama",
-    "falcon": "falcon",
-    "gemma": "gemma",
-    "gemma2": "gemma",
-    "gemma3_text": "gemma",
-    "gpt2": "gpt",
-    "gpt_bigcode": "gpt",
-    "gpt_neox": "gptneox",
-    "gptj": "gptj",
-    "granite": "llama",
-    "granitemoe": "llama",
-    "internlm": "llama",
-    "internlm2": "internlm2",
-    "llama": "llama",
-    "mamba": "mamba",
-    "mistral": "llama",
-    "mixtral": "llama",
-    "mpt": "mpt",
-    "nemotron": "gpt",
-    "opt": "opt",
-    "persimmon": "gpt",
-    "phi": "phi",
-    "phi3": "phi",
-    "phi3small": "phi",
-    "phimoe": "phi",
-    "qwen": "qwen",
-    "qwen2": "qwen",
-    "qwen2_moe": "qwen",
-    "qwen3": "qwen",
-    "qwen3_moe": "qwen",
-    "starcoder2": "gpt",
-}
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    families: dict[str, dict[str, Any]]
+    model_types: dict[str, str]
+
+
+_TABLES = read("families.yaml", _Tables)
+FAMILIES = {name: Family(name, **fields) for name, fields in _TABLES.families.items()}
+MODEL_TYPES = _TABLES.model_types
 """``model_type`` in a model's config.json, and the family whose script reads such models."""
 
 
