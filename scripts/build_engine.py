@@ -25,8 +25,9 @@ from pathlib import Path
 import _checkout  # noqa: F401
 
 from cog_triton.errors import ConfigurationError, EngineBuildError
-from tools.engine_builder.build import build, plan
+from tools.engine_builder.build import build
 from tools.engine_builder.loading import load_config
+from tools.engine_builder.plan import plan
 from tools.engine_builder.tools import find_tools
 
 

@@ -23,8 +23,9 @@ from cog_triton import weights
 from cog_triton.errors import ConfigurationError, EngineBuildError
 from cog_triton.locks import locked
 from tests.support import ROOT, alive, free_port, processes, wait_until
-from tools.engine_builder.build import BuildResult, build, plan
+from tools.engine_builder.build import BuildResult, build
 from tools.engine_builder.loading import parse_config
+from tools.engine_builder.plan import plan
 from tools.engine_builder.tools import Tools
 
 TOKEN = "hf_abcdefghijklmnopqrstuvwxyz"

@@ -16,6 +16,8 @@ TensorRT-LLM is not imported. What runs are its own scripts and its command ``tr
     disk.py        whether there is room
     process.py     one command: its output as it comes, its time limit, its end
     redaction.py   what nobody may read in a log, an error or a tar
+    plan.py        what would be run
+    workdir.py     where a build happens
     build.py       the steps, one after the other
     package.py     the tar
 """

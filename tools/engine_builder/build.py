@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import platform
-import re
 import shlex
 import shutil
 import signal
@@ -16,20 +15,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, TextIO
-from urllib.parse import urlsplit
 
 import yaml
 
 import cog_triton
-from cog_triton import remote_code
 from cog_triton.errors import CogTritonError, ConfigurationError, EngineBuildError
-from cog_triton.locks import locked
 from tools.engine_builder import disk, package, process
-from tools.engine_builder.commands import Layout, Step, steps, takes_parallel
+from tools.engine_builder.commands import Layout, Step, steps
 from tools.engine_builder.config import EngineConfig
-from tools.engine_builder.families import Family, named
+from tools.engine_builder.plan import check_code, dropped, layout_of, masked
 from tools.engine_builder.redaction import Redactor, secrets_in
 from tools.engine_builder.scripts import (
     candidates_of,
@@ -39,9 +35,15 @@ from tools.engine_builder.scripts import (
     needs_family,
 )
 from tools.engine_builder.tools import Tools, check_version, gpus, tensorrt_llm_version
+from tools.engine_builder.workdir import (
+    check_output,
+    linked,
+    local_directory,
+    logged,
+    working_directory,
+)
 
 TAIL_LINES = 15
-MARKER = ".cog-triton-engine-build"
 
 Emit = Callable[[str], None]
 
@@ -57,45 +59,6 @@ class BuildResult:
 
     output: Path
     seconds: Mapping[str, float]
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What would be run, as far as it can be known before the model is there.
-
-    Attributes:
-        shown: each step's name and command line, without secrets.
-    """
-
-    steps: list[Step]
-    shown: list[tuple[str, str]]
-    notes: list[str]
-
-
-def plan(config: EngineConfig, tools: Tools, workdir: Path) -> Plan:
-    """The commands of a build in ``workdir``. Nothing is fetched, made or run but for a version.
-
-    Raises:
-        ConfigurationError: as ``build``, for what can be seen already.
-    """
-    workdir, notes = workdir.absolute(), []
-    version = tensorrt_llm_version(tools.python)
-    check_version(version)
-    model = _local_directory(config.model) or _linked(config.model, workdir)
-    _check_code(config, model)
-    family = None
-    if needs_family(config):
-        if config.family is None and not model.is_dir():
-            notes.append("FAMILY is read from the model's config.json once it is there")
-            family = named("FAMILY")
-        else:
-            family = find_family(config, model)
-    candidates = candidates_of(config, tools, family)
-    script = existing(candidates) or next(iter(candidates), None)
-    todo = steps(config, tools, _layout(config, workdir, model, family, script), version)
-    hide = Redactor(secrets_in(config.plain()))
-    shown = [(step.name, shlex.join(_masked(step.command, hide))) for step in todo]
-    return Plan(todo, shown, notes + _dropped(config, version))
 
 
 def build(
@@ -132,9 +95,9 @@ def build(
     hide = Redactor([environ.get("HF_TOKEN"), *secrets_in(config.plain())])
     directory = output.with_suffix(".build") if workdir is None else workdir.absolute()
     try:
-        _check_output(output)
+        check_output(output)
         tools.check(scripts=needs_examples(config))
-        with _working_directory(directory) as log, _logged(log, hide):
+        with working_directory(directory) as log, logged(log, hide):
             result = _Build(config, output, tools, directory, environ, hide, emit, log).run(notes)
     except CogTritonError as error:
         raise type(error)(hide(error.message)) from None
@@ -172,11 +135,11 @@ class _Build:
     def run(self, notes: Iterable[str]) -> BuildResult:
         version = tensorrt_llm_version(self._tools.python)
         check_version(version)
-        for note in (*notes, *_dropped(self._config, version)):
+        for note in (*notes, *dropped(self._config, version)):
             self._say(f"note: {note}")
         with self._timed("fetch"):
             model, tokenizer = self._fetch()
-        _check_code(self._config, model)
+        check_code(self._config, model)
         tokenizer_files = package.tokenizer_files(tokenizer)
         layout = self._find_scripts(model)
         todo = steps(self._config, self._tools, layout, version)
@@ -207,10 +170,10 @@ class _Build:
         found = weights.fetch(
             source, cache=self._workdir / "weights", checksum=checksum, token=token
         ).absolute()
-        if _local_directory(source):
+        if local_directory(source):
             return found
         # Under its own name, which some conversion scripts look at.
-        link = _linked(source, self._workdir)
+        link = linked(source, self._workdir)
         link.parent.mkdir(exist_ok=True)
         link.unlink(missing_ok=True)
         link.symlink_to(found, target_is_directory=True)
@@ -228,10 +191,10 @@ class _Build:
                 f"none of {', '.join(map(str, candidates))} is there: set TENSORRT_LLM_EXAMPLES to "
                 "the examples directory of TensorRT-LLM's repository, at the version installed"
             )
-        return _layout(config, self._workdir, model, family, script)
+        return layout_of(config, self._workdir, model, family, script)
 
     def _run(self, step: Step) -> None:
-        self._say(f"[{step.name}] {shlex.join(_masked(step.command, self._hide))}")
+        self._say(f"[{step.name}] {shlex.join(masked(step.command, self._hide))}")
         tail: deque[str] = deque(maxlen=TAIL_LINES)
 
         def on_line(line: str) -> None:
@@ -296,7 +259,7 @@ class _Build:
         package.write_tar(self._output, members)
 
     def _record(self, todo: list[Step], engine: Path, version: str | None) -> dict[str, Any]:
-        commands = {step.name: _masked(step.command, self._hide) for step in todo}
+        commands = {step.name: masked(step.command, self._hide) for step in todo}
         return {
             "config": self._hide.clean(self._config.plain()),
             "versions": {
@@ -332,96 +295,7 @@ class _Build:
 # Directories
 
 
-@contextmanager
-def _working_directory(directory: Path) -> Iterator[TextIO]:
-    """An empty place for the steps' results, held by this build alone; gives its log.
-
-    Raises:
-        ConfigurationError: the directory is another's, or another build is running in it.
-    """
-    if directory.is_dir() and any(directory.iterdir()) and not (directory / MARKER).is_file():
-        raise ConfigurationError(
-            f"{directory} is not empty, and not of an earlier build: name another --workdir"
-        )
-    directory.mkdir(parents=True, exist_ok=True)
-
-    def refuse() -> None:
-        raise ConfigurationError(f"another build is running in {directory}")
-
-    with locked(directory, waiting=refuse):
-        (directory / MARKER).touch()
-        for name in ("checkpoint", package.ENGINE):
-            # An earlier build with more ranks left more of them.
-            shutil.rmtree(directory / name, ignore_errors=True)
-        with (directory / package.LOG).open("w", encoding="utf-8") as log:
-            yield log
-
-
-@contextmanager
-def _logged(log: TextIO, hide: Redactor) -> Iterator[None]:
-    """Writes the error that ends a build to its log as well."""
-    try:
-        yield
-    except CogTritonError as error:
-        print(hide(str(error)), file=log)
-        raise
-
-
-def _layout(
-    config: EngineConfig, workdir: Path, model: Path, family: Family | None, script: Path | None
-) -> Layout:
-    checkpoint = config.checkpoint.absolute() if config.checkpoint else workdir / "checkpoint"
-    return Layout(model, checkpoint, workdir / package.ENGINE, script, family or named("none"))
-
-
-def _check_code(config: EngineConfig, model: Path) -> None:
-    """Refuses a model with code of its own that is not trusted.
-
-    TensorRT-LLM's scripts load every model with ``trust_remote_code``, whether it is theirs to give or not.
-    """
-    if config.trust_remote_code or config.checkpoint is not None:
-        return
-    if (file := remote_code.brought_by(model)) is not None:
-        raise ConfigurationError(
-            f"the model brings Python code of its own ({file}: auto_map), which TensorRT-LLM's scripts "
-            f"run while they convert it. Read the .py files of {config.model}, then put "
-            "trust_remote_code: true in the build configuration"
-        )
-
-
-def _local_directory(source: str) -> Path | None:
-    path = Path(source.removeprefix("file://")).expanduser()
-    return path.absolute() if path.is_dir() else None
-
-
-def _linked(source: str, workdir: Path) -> Path:
-    """Where a fetched model gets its name: that of the repository or the tar file."""
-    name = PurePosixPath(urlsplit(source).path).name.partition("@")[0]
-    name = re.sub(r"\.(tar|tgz)(\.\w+)?$", "", name)
-    return workdir / "models" / (re.sub(r"[^\w.-]", "_", name) or "model")
-
-
-def _dropped(config: EngineConfig, version: str | None) -> list[str]:
-    if takes_parallel(version):
-        return []
-    return [
-        f"build_args.{name}: dropped, trtllm-build {version} takes it from the checkpoint"
-        for name in config.build_args
-        if name in ("tp_size", "pp_size", "cp_size")
-    ]
-
-
 # Checks and messages
-
-
-def _check_output(output: Path) -> None:
-    if output.suffix != ".tar":
-        raise ConfigurationError(f"{output.name}: the output is a tar, and must end in .tar")
-    if output.is_dir():
-        raise ConfigurationError(f"{output} is a directory")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    if not os.access(output.parent, os.W_OK):
-        raise ConfigurationError(f"{output.parent} cannot be written to")
 
 
 def _status_problem(status: int) -> str | None:
@@ -433,10 +307,6 @@ def _status_problem(status: int) -> str | None:
             hint = " (out of memory?)" if name == "SIGKILL" else ""
             return f"was ended by {name}{hint}"
     return f"failed with exit status {status}"
-
-
-def _masked(command: tuple[str, ...], hide: Redactor) -> list[str]:
-    return [hide(word) for word in command]
 
 
 def _world_size(checkpoint: Path) -> int | None:
