@@ -22,7 +22,8 @@ from cog_triton.engine_choice import (
 )
 from cog_triton.errors import ConfigurationError
 from cog_triton.generation import Chunk, generate
-from cog_triton.repository.fill import fill_repository, load_overrides
+from cog_triton.repository.fill import fill_repository
+from cog_triton.repository.overrides import load_overrides
 from cog_triton.request import Request
 from cog_triton.server.installation import locate
 from cog_triton.server.log import GPU

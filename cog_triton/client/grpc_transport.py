@@ -19,12 +19,7 @@ from tritonclient.grpc import (
 )
 from tritonclient.utils import np_to_triton_dtype
 
-from cog_triton.client.stream import (
-    Inputs,
-    Response,
-    TritonClient,
-    error_from_text,
-)
+from cog_triton.client.stream import Inputs, Response, TritonClient, error_from_text
 from cog_triton.errors import TritonMalformedEvent, TritonUnavailable, TritonUnknownError
 from cog_triton.protocol import ENGINE, IDS_ENSEMBLE, IDS_ONLY, OUTPUTS, stop_inputs
 

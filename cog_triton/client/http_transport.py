@@ -12,12 +12,7 @@ import aiohttp
 import numpy as np
 import numpy.typing as npt
 
-from cog_triton.client.stream import (
-    Inputs,
-    Response,
-    TritonClient,
-    error_from_text,
-)
+from cog_triton.client.stream import Inputs, Response, TritonClient, error_from_text
 from cog_triton.errors import TritonMalformedEvent, TritonMalformedJSON, TritonUnavailable
 from cog_triton.protocol import ENGINE, IDS_ENSEMBLE, IDS_ONLY, stop_inputs
 

@@ -15,6 +15,11 @@ class EngineUnavailable(EngineError):
     """The engine has stopped, or takes no more now: the request may be fine."""
 
 
+def stopped_text(reason: object) -> str:
+    """What requests are told when an engine has ended; clients know the beginning."""
+    return f"the engine has stopped: {reason or 'it was closed'}"
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How the next token is chosen; names and meanings are TensorRT-LLM's.

@@ -28,14 +28,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import yaml  # type: ignore[import-untyped, unused-ignore]
 
 from cog_triton import remote_code
 from cog_triton.engines.base import (
@@ -45,92 +42,24 @@ from cog_triton.engines.base import (
     GenerationRequest,
     Sink,
     Tokens,
+    stopped_text,
+)
+from cog_triton.engines.llm_api_arguments import (
+    context_length,
+    llm_arguments,
+    merged,
+    read_llm_api_config,
+    without_effect,
+)
+from cog_triton.engines.llm_api_requests import (
+    error_text,
+    is_fatal,
+    next_tokens,
+    sampling_arguments,
 )
 from cog_triton.engines.llm_api_sampler import Sampler, sampler_of, sampling_defaults
 
 logger = logging.getLogger(__name__)
-
-Parse = Callable[[str], Any]
-Convert = Callable[[dict[str, Any], dict[str, Any], str], dict[str, Any]]
-
-
-def _boolean(text: str) -> bool:
-    return text == "true"
-
-
-def _integers(text: str) -> list[int]:
-    return [int(item) for item in text.split(",")]
-
-
-# Parameter of the tensorrt_llm model → argument of the LLM, and of its kv_cache_config.
-_ARGUMENTS: dict[str, tuple[str, Parse]] = {
-    "model": ("model", str),
-    "dtype": ("dtype", str),
-    "tensor_parallel_size": ("tensor_parallel_size", int),
-    "pipeline_parallel_size": ("pipeline_parallel_size", int),
-    "max_batch_size": ("max_batch_size", int),
-    "max_num_tokens": ("max_num_tokens", int),
-    "max_seq_len": ("max_seq_len", int),
-    "max_beam_width": ("max_beam_width", int),
-    "enable_chunked_context": ("enable_chunked_prefill", _boolean),
-    "stream_interval": ("stream_interval", int),
-    "trust_remote_code": ("trust_remote_code", _boolean),
-}
-_KV_CACHE: dict[str, tuple[str, Parse]] = {
-    "enable_kv_cache_reuse": ("enable_block_reuse", _boolean),
-    "max_tokens_in_paged_kv_cache": ("max_tokens", int),
-    "max_attention_window_size": ("max_attention_window", _integers),
-    "sink_token_length": ("sink_token_length", int),
-    "kv_cache_free_gpu_mem_fraction": ("free_gpu_memory_fraction", float),
-    "kv_cache_host_memory_bytes": ("host_cache_size", int),
-}
-_NO_ARGUMENT = (
-    "attn_implementation",
-    "cancellation_check_period_ms",
-    "cross_kv_cache_fraction",
-    "cuda_graph_cache_size",
-    "cuda_graph_mode",
-    "decoding_mode",
-    "device",
-    "eagle_choices",
-    "enable_context_fmha_fp32_acc",
-    "encoder_model_path",
-    "gpt_model_type",
-    "gpu_device_ids",
-    "gpu_weights_percent",
-    "iter_stats_max_iterations",
-    "kv_cache_onboard_blocks",
-    "lookahead_ngram_size",
-    "lookahead_verification_set_size",
-    "lookahead_window_size",
-    "lora_cache_gpu_memory_fraction",
-    "lora_cache_host_memory_bytes",
-    "lora_cache_max_adapter_size",
-    "lora_cache_optimal_adapter_size",
-    "lora_prefetch_dir",
-    "medusa_choices",
-    "multi_block_mode",
-    "normalize_log_probs",
-    "num_nodes",
-    "participant_ids",
-    "request_stats_max_iterations",
-    "speculative_decoding_fast_logits",
-    "stats_check_period_ms",
-    "use_cuda_graph",
-    "xgrammar_tokenizer_info_path",
-)
-# Some variables always have a value: with this one the LLM does what it does anyway.
-_SAME_AS_UNSET = {
-    "batch_scheduler_policy": "guaranteed_no_evict",
-    "device": "auto",
-    "dtype": "auto",
-    "gpt_model_type": "inflight_fused_batching",
-    "max_beam_width": "1",
-    "trust_remote_code": "false",
-}
-
-NO_END_ID = -1
-ANY_ID = 0  # pads what no one reads; without it the LLM would pad with NO_END_ID
 
 
 @dataclass(eq=False)
@@ -191,7 +120,7 @@ class TensorrtLlmEngine(Engine):
             llm_args,
         )
 
-        for name in sorted(_set(parameters).keys() & set(_NO_ARGUMENT)):
+        for name in without_effect(parameters):
             logger.warning("tensorrt_llm: %s has no effect with the engine llmapi", name)
         arguments = llm_arguments(parameters)
         if path := parameters.get("llm_api_config"):
@@ -228,7 +157,7 @@ class TensorrtLlmEngine(Engine):
         running = _Running(request, sink, sampling)
         with self._lock:
             if self._stopped is not None:
-                raise EngineUnavailable(_stopped_text(self._stopped))
+                raise EngineUnavailable(stopped_text(self._stopped))
             self._running[request.key] = running
             self._loop.call_soon_threadsafe(self._start, running)
 
@@ -309,75 +238,16 @@ class TensorrtLlmEngine(Engine):
             self._stopped = reason
             ended = list(self._running.values())
             self._running.clear()
-        logger.error(_stopped_text(reason))
+        logger.error(stopped_text(reason))
         for running in ended:
             if running.task is not None:
                 running.task.cancel()
-            running.sink(Tokens([], finished=True, error=_stopped_text(reason)))
-
-
-def _stopped_text(reason: str) -> str:
-    return f"the engine has stopped: {reason}"
+            running.sink(Tokens([], finished=True, error=stopped_text(reason)))
 
 
 def _abort_output(running: _Running) -> None:
     if running.output is not None and not running.output.finished:
         running.output.abort()
-
-
-# Configuration
-
-
-def llm_arguments(parameters: Mapping[str, str]) -> dict[str, Any]:
-    """The arguments of ``tensorrt_llm.LLM`` that the tensorrt_llm model's parameters stand for.
-
-    What is unset, or set to what the LLM does anyway, is left out. ``kv_cache_config`` is a dict.
-
-    Raises:
-        ValueError: a value is not valid.
-    """
-    given = _set(parameters)
-    arguments = _parsed(_ARGUMENTS, given)
-    if kv_cache := _parsed(_KV_CACHE, given):
-        arguments["kv_cache_config"] = kv_cache
-    if given.get("batch_scheduler_policy") == "max_utilization":
-        arguments["scheduler_config"] = {"capacity_scheduler_policy": "MAX_UTILIZATION"}
-    if backend := given.get("guided_decoding_backend"):
-        # It compiles grammars for a vocabulary.
-        tokenizer = given.get("tokenizer_dir") or given.get("model")
-        return {**arguments, "guided_decoding_backend": backend, "tokenizer": tokenizer}
-    return {**arguments, "skip_tokenizer_init": True}
-
-
-def merged(
-    arguments: Mapping[str, Any],
-    extra: Mapping[str, Any],
-    source: str = "",
-    convert: Convert | None = None,
-) -> dict[str, Any]:
-    """``arguments`` with those of ``extra``, which win; their ``kv_cache_config`` are merged too.
-
-    Args:
-        source: the file that ``extra`` is from.
-        convert: TensorRT-LLM's ``update_llm_args_with_extra_dict``, which merges the same way and makes
-            objects of the sections that the LLM does not take as dicts, ``speculative_config`` and
-            ``lora_config`` among them. Without it they stay as they are.
-
-    Raises:
-        ValueError: a section is not valid.
-    """
-    extra = dict(extra)
-    ours, theirs = arguments.get("kv_cache_config"), extra.get("kv_cache_config")
-    if isinstance(ours, dict) and isinstance(theirs, dict):
-        extra["kv_cache_config"] = {**ours, **theirs}
-        _log_overridden(ours, theirs, "kv_cache_config.")
-    _log_overridden(arguments, extra)
-    if convert is None:
-        return {**arguments, **extra}
-    try:
-        return convert(dict(arguments), extra, source)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"llm_api_config {source}: {type(error).__name__}: {error}") from error
 
 
 def _load(llm: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
@@ -387,208 +257,3 @@ def _load(llm: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
         if arguments.get("trust_remote_code") or not remote_code.was_refused(error):
             raise
         raise ValueError(remote_code.refusal("model", str(arguments["model"]))) from error
-
-
-def read_llm_api_config(path: Path) -> dict[str, Any]:
-    """The arguments in a YAML file.
-
-    Raises:
-        ValueError: it is not YAML, or not a mapping.
-        OSError: it cannot be read.
-    """
-    try:
-        content = yaml.safe_load(path.read_bytes())
-    except yaml.YAMLError as error:
-        raise ValueError(f"llm_api_config {path}: not valid YAML: {error}") from error
-    if content is None:
-        return {}
-    if not isinstance(content, dict):
-        raise ValueError(f"llm_api_config {path}: expected a mapping, got {content!r}")
-    return content
-
-
-def context_length(arguments: Mapping[str, Any], llm: Any) -> int:
-    """Most tokens that prompt and output may have together.
-
-    The first that is known of: ``max_seq_len`` among the arguments; ``llm.args.max_seq_len``;
-    ``max_position_embeddings`` in the model's configuration.
-
-    Raises:
-        ValueError: none is.
-        OSError: the model's configuration cannot be read.
-    """
-    known = arguments.get("max_seq_len") or getattr(getattr(llm, "args", None), "max_seq_len", None)
-    if known is None:
-        from transformers import PretrainedConfig
-
-        config, _ = PretrainedConfig.get_config_dict(
-            arguments["model"], revision=arguments.get("revision")
-        )
-        known = config.get("text_config", config).get("max_position_embeddings")
-    if known is None:
-        raise ValueError(f"the configuration of {arguments['model']} does not say; set max_seq_len")
-    return int(known)
-
-
-def _set(parameters: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in parameters.items() if _SAME_AS_UNSET.get(name) != value}
-
-
-def _parsed(
-    table: Mapping[str, tuple[str, Parse]], parameters: Mapping[str, str]
-) -> dict[str, Any]:
-    return {
-        argument: _parse(name, parse, parameters[name])
-        for name, (argument, parse) in table.items()
-        if name in parameters
-    }
-
-
-def _parse(name: str, parse: Parse, text: str) -> Any:
-    try:
-        return parse(text)
-    except ValueError as error:
-        raise ValueError(f"tensorrt_llm: {name}: {error}") from None
-
-
-def _log_overridden(ours: Mapping[str, Any], theirs: Mapping[str, Any], prefix: str = "") -> None:
-    for name in sorted(ours.keys() & theirs.keys()):
-        if ours[name] != theirs[name] and name != "kv_cache_config":
-            logger.warning(
-                "llm_api_config: %s%s is %r, and not %r as the template variables have it",
-                prefix,
-                name,
-                theirs[name],
-                ours[name],
-            )
-
-
-# Requests
-
-
-def sampling_arguments(request: GenerationRequest) -> dict[str, Any]:
-    """The arguments of ``tensorrt_llm.SamplingParams`` that a request stands for.
-
-    What changes nothing is left out, but for what means something else when it is missing. Stop
-    words are not the LLM's business: they stay in the output here, and are looked for elsewhere.
-
-    Raises:
-        EngineError: a bad word has several tokens.
-    """
-    arguments: dict[str, Any] = {"max_tokens": request.max_tokens, **_end(request.end_id)}
-    sampling = request.sampling
-    if sampling.greedy:
-        # The one that means greedy in all releases. A temperature or top_p of 0 does not.
-        arguments["top_k"] = 1
-    else:
-        arguments["temperature"] = sampling.temperature
-        # The LLM takes a top_p of 0 as greedy, even with a top_k; SamplingParams takes it as none.
-        arguments["top_p"] = sampling.top_p or 1.0
-        arguments["seed"] = sampling.seed
-        if sampling.top_k:
-            arguments["top_k"] = sampling.top_k
-    for name, neutral in (
-        ("repetition_penalty", 1.0),
-        ("presence_penalty", 0.0),
-        ("frequency_penalty", 0.0),
-    ):
-        if (value := getattr(sampling, name)) != neutral:
-            arguments[name] = value
-    if sampling.min_tokens > 0:
-        arguments["min_tokens"] = sampling.min_tokens
-    if bad := _single_ids(sampling.bad_words):
-        arguments["bad_token_ids"] = bad
-    if request.return_log_probs:
-        arguments["logprobs"] = 1  # 0 means none in older releases
-    return arguments
-
-
-def _end(end_id: int | None) -> dict[str, Any]:
-    # Without a tokenizer the LLM refuses requests that give no end id.
-    if end_id is None:
-        return {"end_id": NO_END_ID, "pad_id": ANY_ID, "ignore_eos": True}
-    return {"end_id": end_id}
-
-
-def _single_ids(words: Sequence[Sequence[int]]) -> list[int]:
-    long = [list(word) for word in words if len(word) > 1]
-    if long:
-        raise EngineError(
-            "TensorRT-LLM's LLM API does not support bad words of several tokens, such as token "
-            f"ids {long[0]}"
-        )
-    return [word[0] for word in words if word]
-
-
-def next_tokens(
-    completion: Any, request: GenerationRequest, last_id: int | None, *, finished: bool
-) -> Tokens:
-    """What is new in one of the LLM's ``CompletionOutput``.
-
-    Args:
-        last_id: the last id of the update before.
-        finished: whether the ``RequestOutput`` is.
-
-    Raises:
-        EngineError: log probabilities are missing, or the LLM gave the request up.
-    """
-    ids = list(completion.token_ids_diff)
-    log_probs = chosen_log_probs(ids, completion.logprobs_diff) if request.return_log_probs else []
-    if not finished:
-        return Tokens(ids, log_probs)
-    reason = completion.finish_reason
-    if reason in ("timeout", "cancelled"):
-        raise EngineError(f"TensorRT-LLM ended the request: {reason}")
-    # No stop words are given to the LLM, so "stop" is the end token.
-    if reason == "stop" and request.end_id not in (None, ids[-1] if ids else last_id):
-        ids.append(request.end_id)
-    return Tokens(ids, log_probs, finished=True)
-
-
-def chosen_log_probs(ids: Sequence[int], entries: Sequence[Any] | None) -> list[float]:
-    """The log probability of each id.
-
-    Args:
-        entries: for each id a number, or a mapping from ids to objects with a ``logprob``, as
-            releases differ.
-
-    Raises:
-        EngineError: one is missing.
-    """
-    found = [_log_prob(token, entry) for token, entry in zip(ids, entries or (), strict=False)]
-    if len(found) < len(ids) or None in found:
-        raise EngineError("TensorRT-LLM left out the log probability of a token")
-    return [value for value in found if value is not None]
-
-
-def _log_prob(token: int, entry: Any) -> float | None:
-    if isinstance(entry, Mapping):
-        entry = entry.get(token)
-    value = getattr(entry, "logprob", entry)
-    return None if value is None else float(value)
-
-
-# Errors
-
-
-def is_fatal(error: Exception) -> bool:
-    """Whether an error of the LLM's is its end, and not that of one request.
-
-    A request's own errors are ``RequestError``, or those of Python for arguments; what ends the
-    executor, or is raised because it has ended, is a RuntimeError or comes from a socket or pipe.
-    """
-    # By name, for its place in the package is not promised.
-    if any(base.__name__ == "RequestError" for base in type(error).__mro__):
-        return False
-    return isinstance(error, (RuntimeError, OSError))
-
-
-_TOO_LONG = re.compile(r"prompt length.*(exceed|larger than)", re.IGNORECASE | re.DOTALL)
-
-
-def error_text(error: Exception, prompt_length: int) -> str:
-    """The text for the client. A prompt that is too long is called what it is in the C++ backend."""
-    text = str(error) or repr(error)
-    if _TOO_LONG.search(text) and "exceeds maximum input length" not in text:
-        return f"Prompt length ({prompt_length}) exceeds maximum input length: {text}"
-    return text

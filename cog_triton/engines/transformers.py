@@ -21,15 +21,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.continuous_api import OutputRouter
-from transformers.generation.continuous_batching.model_runner import ModelRunner
 from transformers.generation.continuous_batching.requests import (
-    FutureRequestState,
     GenerationOutput,
     RequestState,
     RequestStatus,
 )
 from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, FIFOScheduler
-from transformers.generation.continuous_batching.utils import pad_to_pow2, stream_context
 
 from cog_triton import remote_code
 from cog_triton.engines.attention import use_attention
@@ -40,8 +37,9 @@ from cog_triton.engines.base import (
     GenerationRequest,
     Sink,
     Tokens,
+    stopped_text,
 )
-from cog_triton.engines.token_sampling import History, choose, penalize
+from cog_triton.engines.transformers_runner import RowParameters, Runner, vocabulary_of
 
 logger = logging.getLogger(__name__)
 
@@ -50,8 +48,6 @@ CPU_PAGE_TOKENS = 64
 CPU_BATCH_TOKENS = 256  # a longer prompt is prefilled in pieces, between others' tokens
 CPU_CACHE_BYTES = 512 << 20
 MAX_RUNNING = 256  # more requests wait
-GRAPH_QUERIES = 256  # a batch of more tokens, a prefill, computes longer than it takes to launch
-GRAPH_KEYS = 1024  # the fewest that a graph reads
 SCHEDULER = "cog-triton"  # transformers finds it by this name
 
 
@@ -69,15 +65,15 @@ class TransformersEngine(Engine):
             batching: transformers' configuration.
         """
         self._context_length = context_length
-        self._vocabulary = _vocabulary(model)
+        self._vocabulary = vocabulary_of(model)
         manager = model.init_continuous_batching(
             GenerationConfig(do_sample=False, eos_token_id=-1, max_new_tokens=context_length),
             batching,
         )
         self._router = manager.output_router = _Router(manager.cancel_request)
-        manager.logit_processor = parameters = _RowParameters(model)
+        manager.logit_processor = parameters = RowParameters(model)
         processor = manager._create_batch_processor()
-        processor.model_runner = _Runner(
+        processor.model_runner = Runner(
             parameters=parameters,
             vocabulary=self._vocabulary,
             logit_processor=parameters,
@@ -134,7 +130,7 @@ class TransformersEngine(Engine):
         # Asked only now, so that a request is not lost when the engine stops meanwhile.
         status = self._manager.background_thread_status
         if status.can_accept_new_requests() is not None and self._router.forget(request.key):
-            raise EngineUnavailable(_stopped_text(status.fatal_error))
+            raise EngineUnavailable(stopped_text(status.fatal_error))
 
     def abort(self, key: str) -> None:
         if self._router.forget(key):
@@ -246,7 +242,7 @@ class _Reader:
     def next_tokens(self, output: GenerationOutput) -> Tokens:
         """What is new in an output, which holds all tokens so far."""
         # Transformers fails no request alone, but all of them when its loop ends.
-        error = _stopped_text(output.error) if output.status == RequestStatus.FAILED else None
+        error = stopped_text(output.error) if output.status == RequestStatus.FAILED else None
         had, self.had = self.had, len(output.generated_tokens)
         return Tokens(
             output.generated_tokens[had:],
@@ -291,149 +287,10 @@ class _Router(OutputRouter):
             self._cancel(key)
 
 
-class _RowParameters:
-    """Stands where transformers has its logits processors, and changes no logits.
-
-    For each step it notes the requests whose next token is chosen, in the order of their rows, and
-    keeps the history of those that need one.
-    """
-
-    tensors_required = 0
-    do_processing = False
-
-    def __init__(self, model: Any) -> None:
-        self._vocabulary = _vocabulary(model)
-        self._device = model.device
-        self._histories: dict[str, History] = {}
-        self.rows: list[tuple[GenerationRequest, int]] = []  # and the position of the next token
-        self.histories: list[History | None] = []
-
-    def check_kwargs(self, kwargs: dict[str, Any]) -> None:
-        """Called for each new request; nothing is wrong with what ``submit`` passes."""
-
-    def fill_defaults(self, int32_tensor: torch.Tensor) -> None:
-        """Nothing to fill: no row of the tensor is asked for."""
-
-    def prepare_tensor_args(
-        self, requests_in_batch: list[FutureRequestState], arg_storage: torch.Tensor
-    ) -> torch.Tensor:
-        """Called before each forward pass with the batch's requests."""
-        states = [future.state for future in requests_in_batch if future.has_new_token]
-        requests = [state.logit_processor_kwargs["request"] for state in states]
-        self.rows = [
-            (request, state.position_offset)
-            for request, state in zip(requests, states, strict=True)
-        ]
-        histories = {
-            request.key: self._history(request, state)
-            for request, state in zip(requests, states, strict=True)
-            if not request.sampling.plain
-        }
-        self.histories = [histories.get(request.key) for request in requests]
-        # A request without a new token is still being prefilled and has no history yet.
-        self._histories = histories
-        return arg_storage
-
-    def _history(self, request: GenerationRequest, state: Any) -> History:
-        history = self._histories.get(request.key)
-        if history is None:
-            history = History(request.input_ids, self._vocabulary, self._device)
-        # After a reset, tokens generated before it count as prompt in transformers' state.
-        earlier = state.initial_tokens[len(request.input_ids) :]
-        history.extend(earlier + state.generated_tokens)
-        return history
-
-
-class _Runner(ModelRunner):
-    """Transformers' model runner with this package's sampling.
-
-    What a CUDA graph has captured is the forward pass alone. It leaves the logits in a fixed place, and
-    the sampling, which is another for every batch, follows it on the same stream.
-    """
-
-    def __init__(self, *, parameters: _RowParameters, vocabulary: int, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self._parameters = parameters
-        self._graphs = any(self.cb_config.cuda_graph_booleans)
-        self._logits = torch.empty(0)  # [rows, vocabulary]
-        if self._graphs:
-            rows = min(self.cb_config.max_requests_per_batch, self.cache.max_batch_tokens)
-            self._logits = torch.empty(rows, vocabulary, device=self.cache.device)
-
-    def maybe_pad_inputs(
-        self,
-        num_q_tokens: int,
-        max_kv_read: int,
-        use_decode_fast_path: bool,  # noqa: ARG002
-    ) -> tuple[int, int]:
-        """Called before each batch with its sizes; returns those that it is padded to."""
-        # Asked for until the batch is through.
-        self.pad_inputs = self._graphs and num_q_tokens <= GRAPH_QUERIES and max_kv_read > 0
-        if not self.pad_inputs:
-            return num_q_tokens, max_kv_read
-        queries = int(pad_to_pow2(num_q_tokens, self.cache.max_batch_tokens))
-        return queries, _padded_keys(max_kv_read, self.cache.max_tokens_read)
-
-    def _get_forward_fn(self, use_block_table: bool) -> tuple[Callable[..., None], bool]:
-        forward, graph = super()._get_forward_fn(use_block_table)
-        return forward, graph and self.pad_inputs
-
-    def compute_batch(self, model: Any, batch_data: dict[str, Any]) -> None:
-        """One step: the forward pass, run, captured or replayed, and the sampling."""
-        super().compute_batch(model, batch_data)
-        with stream_context(self.inputs_and_outputs.compute_stream):
-            self._choose(self.inputs_and_outputs.output_ids)
-
-    def _sample(self, scores: torch.Tensor, output_ids: torch.Tensor) -> None:  # noqa: ARG002
-        """The end of the forward pass; what is done here is captured with it."""
-        if self._graphs:
-            self._logits[: scores.shape[1]].copy_(scores[0])
-        else:
-            self._logits = scores[0]
-
-    def _choose(self, output_ids: torch.Tensor) -> None:
-        rows = self._parameters.rows
-        # Behind those come the rows of prompts that are not yet through, whose logits mean nothing.
-        logits = self._logits[: len(rows)]
-        ids = _next_tokens(logits, rows, self._parameters.histories)
-        output_ids[0, : len(rows)].copy_(ids)
-        if any(request.return_log_probs for request, _ in rows):
-            log_probs = logits.gather(1, ids.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)
-            output_ids[1, : len(rows)].copy_(log_probs.view(dtype=torch.int32))
-
-
-def _padded_keys(keys: int, most: int) -> int:
-    """How many keys a batch reads with its padding: at most an eighth more, in few different sizes."""
-    step: int = max(GRAPH_KEYS, pad_to_pow2(keys, most) // 8)
-    return min(-(-keys // step) * step, most)
-
-
-def _next_tokens(
-    logits: torch.Tensor, rows: list[tuple[GenerationRequest, int]], histories: list[History | None]
-) -> torch.Tensor:
-    """The next token of each row, shape [rows]."""
-    if any(histories):
-        logits = logits.clone()
-        for i, ((request, _), history) in enumerate(zip(rows, histories, strict=True)):
-            if history is not None:
-                logits[i] = penalize(logits[i], request.sampling, history, request.end_id)
-    return choose(
-        logits, [request.sampling for request, _ in rows], [position for _, position in rows]
-    )
-
-
-def _stopped_text(reason: object) -> str:
-    return f"the engine has stopped: {reason or 'it was closed'}"
-
-
 def _device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(name)
-
-
-def _vocabulary(model: Any) -> int:
-    return int(model.config.get_text_config().vocab_size)
 
 
 def _check_ids(request: GenerationRequest, vocabulary: int) -> None:

@@ -11,7 +11,8 @@ import yaml  # type: ignore[import-untyped, unused-ignore]
 
 from cog_triton import settings
 from cog_triton.errors import TemplateError
-from cog_triton.repository.fill import fill_repository, load_overrides
+from cog_triton.repository.fill import fill_repository
+from cog_triton.repository.overrides import load_overrides
 from cog_triton.repository.variables import IGNORED, RENAMED, VARIABLES
 
 ROOT = Path(__file__).resolve().parents[2]

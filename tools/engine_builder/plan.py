@@ -14,17 +14,9 @@ from tools.engine_builder.commands import Layout, Step, steps, takes_parallel
 from tools.engine_builder.config import EngineConfig
 from tools.engine_builder.families import Family, named
 from tools.engine_builder.redaction import Redactor, secrets_in
-from tools.engine_builder.scripts import (
-    candidates_of,
-    existing,
-    find_family,
-    needs_family,
-)
+from tools.engine_builder.scripts import candidates_of, existing, find_family, needs_family
 from tools.engine_builder.tools import Tools, check_version, tensorrt_llm_version
-from tools.engine_builder.workdir import (
-    linked,
-    local_directory,
-)
+from tools.engine_builder.workdir import linked, local_directory
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from cog_triton.engines.base import (
-    Engine,
-    EngineError,
-    GenerationRequest,
-    SamplingParams,
-    Tokens,
-)
+from cog_triton.engines.base import Engine, EngineError, GenerationRequest, SamplingParams, Tokens
 from cog_triton.engines.create import create_engine
 from cog_triton.engines.token_sampling import History, penalize
 from cog_triton.engines.transformers import (

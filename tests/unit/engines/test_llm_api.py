@@ -19,23 +19,20 @@ from typing import Any
 import pytest
 
 from cog_triton.client.stream import error_from_text
-from cog_triton.engines.base import (
-    EngineError,
-    GenerationRequest,
-    SamplingParams,
-    Tokens,
-)
+from cog_triton.engines.base import EngineError, GenerationRequest, SamplingParams, Tokens
 from cog_triton.engines.create import create_engine
-from cog_triton.engines.llm_api import (
-    TensorrtLlmEngine,
-    chosen_log_probs,
+from cog_triton.engines.llm_api import TensorrtLlmEngine
+from cog_triton.engines.llm_api_arguments import (
     context_length,
-    error_text,
-    is_fatal,
     llm_arguments,
     merged,
-    next_tokens,
     read_llm_api_config,
+)
+from cog_triton.engines.llm_api_requests import (
+    chosen_log_probs,
+    error_text,
+    is_fatal,
+    next_tokens,
     sampling_arguments,
 )
 from cog_triton.engines.llm_api_sampler import Sampler, sampler_of, sampling_defaults
@@ -304,7 +301,7 @@ def test_the_llm_takes_them_all(make: Make, caplog: pytest.LogCaptureFixture) ->
 
 
 def test_every_variable_is_an_argument_or_said_to_have_no_effect() -> None:
-    from cog_triton.engines import llm_api as engine
+    from cog_triton.engines import llm_api_arguments as engine
 
     keys = {  # where the parameter's name differs
         "batching_strategy": "gpt_model_type",

@@ -17,12 +17,7 @@ from tritonclient.grpc.model_config_pb2 import (  # type: ignore[import-untyped,
 
 from cog_triton.client.stream import error_from_text
 from cog_triton.deployment import WARM_UP, template_values
-from cog_triton.engines.base import (
-    EngineError,
-    GenerationRequest,
-    SamplingParams,
-    Tokens,
-)
+from cog_triton.engines.base import EngineError, GenerationRequest, SamplingParams, Tokens
 from cog_triton.engines.create import create_engine
 from cog_triton.engines.simulated import (
     BURST,

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import make_schema
-from _checkout import ROOT
 import pytest
+from _checkout import ROOT
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,9 @@ from tritonclient.grpc.model_config_pb2 import (  # type: ignore[import-untyped,
 )
 
 from cog_triton.errors import ConfigurationError, TemplateError
-from cog_triton.repository.fill import fill_model, fill_repository, load_overrides, render
+from cog_triton.repository.fill import fill_model, fill_repository
+from cog_triton.repository.overrides import load_overrides
+from cog_triton.repository.template import render
 from cog_triton.repository.variables import IGNORED, REQUIRED, VARIABLES, Variable, known
 
 TEMPLATES = Path(__file__).resolve().parents[3] / "triton_model_repo"

@@ -14,7 +14,7 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from cog_triton.engines.attention import TORCH_FLASH, use_attention
 from cog_triton.engines.transformers import load_model
-from cog_triton.repository.fill import load_overrides
+from cog_triton.repository.overrides import load_overrides
 from cog_triton.text.tokenizer import load_tokenizer
 from tools.benchmark.engine import (
     Load,

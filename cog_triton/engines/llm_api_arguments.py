@@ -1,0 +1,228 @@
+"""The template variables of tensorrt_llm → the arguments of ``tensorrt_llm.LLM``."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped, unused-ignore]
+
+logger = logging.getLogger(__name__)
+
+Parse = Callable[[str], Any]
+Convert = Callable[[dict[str, Any], dict[str, Any], str], dict[str, Any]]
+
+
+def _boolean(text: str) -> bool:
+    return text == "true"
+
+
+def _integers(text: str) -> list[int]:
+    return [int(item) for item in text.split(",")]
+
+
+# Parameter of the tensorrt_llm model → argument of the LLM, and of its kv_cache_config.
+_ARGUMENTS: dict[str, tuple[str, Parse]] = {
+    "model": ("model", str),
+    "dtype": ("dtype", str),
+    "tensor_parallel_size": ("tensor_parallel_size", int),
+    "pipeline_parallel_size": ("pipeline_parallel_size", int),
+    "max_batch_size": ("max_batch_size", int),
+    "max_num_tokens": ("max_num_tokens", int),
+    "max_seq_len": ("max_seq_len", int),
+    "max_beam_width": ("max_beam_width", int),
+    "enable_chunked_context": ("enable_chunked_prefill", _boolean),
+    "stream_interval": ("stream_interval", int),
+    "trust_remote_code": ("trust_remote_code", _boolean),
+}
+
+
+_KV_CACHE: dict[str, tuple[str, Parse]] = {
+    "enable_kv_cache_reuse": ("enable_block_reuse", _boolean),
+    "max_tokens_in_paged_kv_cache": ("max_tokens", int),
+    "max_attention_window_size": ("max_attention_window", _integers),
+    "sink_token_length": ("sink_token_length", int),
+    "kv_cache_free_gpu_mem_fraction": ("free_gpu_memory_fraction", float),
+    "kv_cache_host_memory_bytes": ("host_cache_size", int),
+}
+
+
+_NO_ARGUMENT = (
+    "attn_implementation",
+    "cancellation_check_period_ms",
+    "cross_kv_cache_fraction",
+    "cuda_graph_cache_size",
+    "cuda_graph_mode",
+    "decoding_mode",
+    "device",
+    "eagle_choices",
+    "enable_context_fmha_fp32_acc",
+    "encoder_model_path",
+    "gpt_model_type",
+    "gpu_device_ids",
+    "gpu_weights_percent",
+    "iter_stats_max_iterations",
+    "kv_cache_onboard_blocks",
+    "lookahead_ngram_size",
+    "lookahead_verification_set_size",
+    "lookahead_window_size",
+    "lora_cache_gpu_memory_fraction",
+    "lora_cache_host_memory_bytes",
+    "lora_cache_max_adapter_size",
+    "lora_cache_optimal_adapter_size",
+    "lora_prefetch_dir",
+    "medusa_choices",
+    "multi_block_mode",
+    "normalize_log_probs",
+    "num_nodes",
+    "participant_ids",
+    "request_stats_max_iterations",
+    "speculative_decoding_fast_logits",
+    "stats_check_period_ms",
+    "use_cuda_graph",
+    "xgrammar_tokenizer_info_path",
+)
+
+
+# Some variables always have a value: with this one the LLM does what it does anyway.
+_SAME_AS_UNSET = {
+    "batch_scheduler_policy": "guaranteed_no_evict",
+    "device": "auto",
+    "dtype": "auto",
+    "gpt_model_type": "inflight_fused_batching",
+    "max_beam_width": "1",
+    "trust_remote_code": "false",
+}
+
+
+def llm_arguments(parameters: Mapping[str, str]) -> dict[str, Any]:
+    """The arguments of ``tensorrt_llm.LLM`` that the tensorrt_llm model's parameters stand for.
+
+    What is unset, or set to what the LLM does anyway, is left out. ``kv_cache_config`` is a dict.
+
+    Raises:
+        ValueError: a value is not valid.
+    """
+    given = _set(parameters)
+    arguments = _parsed(_ARGUMENTS, given)
+    if kv_cache := _parsed(_KV_CACHE, given):
+        arguments["kv_cache_config"] = kv_cache
+    if given.get("batch_scheduler_policy") == "max_utilization":
+        arguments["scheduler_config"] = {"capacity_scheduler_policy": "MAX_UTILIZATION"}
+    if backend := given.get("guided_decoding_backend"):
+        # It compiles grammars for a vocabulary.
+        tokenizer = given.get("tokenizer_dir") or given.get("model")
+        return {**arguments, "guided_decoding_backend": backend, "tokenizer": tokenizer}
+    return {**arguments, "skip_tokenizer_init": True}
+
+
+def merged(
+    arguments: Mapping[str, Any],
+    extra: Mapping[str, Any],
+    source: str = "",
+    convert: Convert | None = None,
+) -> dict[str, Any]:
+    """``arguments`` with those of ``extra``, which win; their ``kv_cache_config`` are merged too.
+
+    Args:
+        source: the file that ``extra`` is from.
+        convert: TensorRT-LLM's ``update_llm_args_with_extra_dict``, which merges the same way and makes
+            objects of the sections that the LLM does not take as dicts, ``speculative_config`` and
+            ``lora_config`` among them. Without it they stay as they are.
+
+    Raises:
+        ValueError: a section is not valid.
+    """
+    extra = dict(extra)
+    ours, theirs = arguments.get("kv_cache_config"), extra.get("kv_cache_config")
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        extra["kv_cache_config"] = {**ours, **theirs}
+        _log_overridden(ours, theirs, "kv_cache_config.")
+    _log_overridden(arguments, extra)
+    if convert is None:
+        return {**arguments, **extra}
+    try:
+        return convert(dict(arguments), extra, source)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"llm_api_config {source}: {type(error).__name__}: {error}") from error
+
+
+def read_llm_api_config(path: Path) -> dict[str, Any]:
+    """The arguments in a YAML file.
+
+    Raises:
+        ValueError: it is not YAML, or not a mapping.
+        OSError: it cannot be read.
+    """
+    try:
+        content = yaml.safe_load(path.read_bytes())
+    except yaml.YAMLError as error:
+        raise ValueError(f"llm_api_config {path}: not valid YAML: {error}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ValueError(f"llm_api_config {path}: expected a mapping, got {content!r}")
+    return content
+
+
+def context_length(arguments: Mapping[str, Any], llm: Any) -> int:
+    """Most tokens that prompt and output may have together.
+
+    The first that is known of: ``max_seq_len`` among the arguments; ``llm.args.max_seq_len``;
+    ``max_position_embeddings`` in the model's configuration.
+
+    Raises:
+        ValueError: none is.
+        OSError: the model's configuration cannot be read.
+    """
+    known = arguments.get("max_seq_len") or getattr(getattr(llm, "args", None), "max_seq_len", None)
+    if known is None:
+        from transformers import PretrainedConfig
+
+        config, _ = PretrainedConfig.get_config_dict(
+            arguments["model"], revision=arguments.get("revision")
+        )
+        known = config.get("text_config", config).get("max_position_embeddings")
+    if known is None:
+        raise ValueError(f"the configuration of {arguments['model']} does not say; set max_seq_len")
+    return int(known)
+
+
+def without_effect(parameters: Mapping[str, str]) -> list[str]:
+    """The parameters that say something, and that the LLM has no argument for."""
+    return sorted(_set(parameters).keys() & set(_NO_ARGUMENT))
+
+
+def _set(parameters: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in parameters.items() if _SAME_AS_UNSET.get(name) != value}
+
+
+def _parsed(
+    table: Mapping[str, tuple[str, Parse]], parameters: Mapping[str, str]
+) -> dict[str, Any]:
+    return {
+        argument: _parse(name, parse, parameters[name])
+        for name, (argument, parse) in table.items()
+        if name in parameters
+    }
+
+
+def _parse(name: str, parse: Parse, text: str) -> Any:
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise ValueError(f"tensorrt_llm: {name}: {error}") from None
+
+
+def _log_overridden(ours: Mapping[str, Any], theirs: Mapping[str, Any], prefix: str = "") -> None:
+    for name in sorted(ours.keys() & theirs.keys()):
+        if ours[name] != theirs[name] and name != "kv_cache_config":
+            logger.warning(
+                "llm_api_config: %s%s is %r, and not %r as the template variables have it",
+                prefix,
+                name,
+                theirs[name],
+                ours[name],
+            )
