@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,6 +27,20 @@ def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
+
+
+def run_until_killed(program: str, **environ: str) -> str:
+    """What a Python program prints that ends by SIGKILL, so that nothing in it can clean up."""
+    starter = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        cwd=ROOT,
+        env={**os.environ, **environ},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    assert starter.returncode == -signal.SIGKILL
+    return starter.stdout.strip()
 
 
 def wait_until(condition: Callable[[], Any], timeout: float, what: str) -> Any:

@@ -1,5 +1,13 @@
 """What fills the tensorrt_llm slot. Engines know token ids, never text.
 
+    base.py            what an engine is: requests in, tokens out
+    create.py          the one that a configuration names
+    serving.py         between Triton's requests and an engine
+    transformers.py    transformers' continuous batching; _runner.py is one step of it
+    attention.py       its attention; token_sampling.py its sampling
+    llm_api.py         TensorRT-LLM's LLM API; _arguments.py, _requests.py and _sampler.py belong to it
+    simulated.py       tokens without a model
+
 May import ``remote_code``, and of ``text`` how many tokens of context a detokenizer needs; the simulated
 engine, which has no model, tokenizes a text to answer with. After a change: pytest tests/unit/engines
 """

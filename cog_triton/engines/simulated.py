@@ -26,6 +26,7 @@ from cog_triton.engines.base import (
     GenerationRequest,
     Sink,
     Tokens,
+    stopped_text,
 )
 
 DEFAULT_CONTEXT_LENGTH = 131_072
@@ -306,7 +307,7 @@ class SimulatedEngine(Engine):
         failure = self._failures.of(request)
         with self._changed:
             if self._closed:
-                raise EngineUnavailable("the engine has stopped: it was closed")
+                raise EngineUnavailable(stopped_text(None))
             if failure is not None and failure.kind == "refuse":
                 # TensorRT-LLM's wording, which clients know.
                 raise EngineUnavailable(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+import threading
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
+from contextlib import closing
 from typing import Any
 
 import numpy.typing as npt
 
-from cog_triton.models.model_calls import ModelError
+from cog_triton.models.model_calls import Client, ModelError
 
 Array = npt.NDArray[Any]
 
@@ -49,6 +51,49 @@ def refusal(pb_utils: Any, message: str) -> Any:
     """A response that says what is wrong with the request; HTTP clients get status 400."""
     code = pb_utils.TritonError.INVALID_ARG
     return pb_utils.InferenceResponse(error=pb_utils.TritonError(message, code))
+
+
+def answer_in_threads(
+    pb_utils: Any, requests: Iterable[Any], answer: Callable[[Any, Client], None]
+) -> None:
+    """Answers each request in a thread of its own: calls of other models block, in a coroutine as well.
+
+    Args:
+        pb_utils: the stub's module.
+        answer: sends a request's responses to its client. What it raises ends them, as an error.
+    """
+    for request in requests:
+        threading.Thread(target=_answer, args=(pb_utils, request, answer), daemon=True).start()
+
+
+def send_all(
+    pb_utils: Any,
+    client: Client,
+    answer: Generator[tuple[dict[str, Array], bool], None, None],
+    names: Collection[str],
+) -> None:
+    """Sends responses as they come, and their end if none of them was known to be the last.
+
+    Args:
+        pb_utils: the stub's module.
+        answer: the tensors of each response, and whether it is the last; it is closed in any case.
+        names: the request's requested outputs.
+    """
+    with closing(answer):
+        for tensors, last in answer:
+            client.send(response(pb_utils, tensors, names), last=last)
+    if not client.closed:
+        client.send(None, last=True)
+
+
+def _answer(pb_utils: Any, request: Any, answer: Callable[[Any, Client], None]) -> None:
+    final = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+    client = Client(request.get_response_sender(), final)
+    try:
+        answer(request, client)
+    except Exception as cause:
+        if not client.closed:
+            client.send(error(pb_utils, str(cause)), last=True)
 
 
 class StubModels:

@@ -6,9 +6,6 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -16,7 +13,7 @@ import pytest
 from cog_triton.errors import ConfigurationError, TritonStartError
 from cog_triton.server.tritonserver import TritonServer
 from tests.integration.conftest import ANY_PORTS, make_server, settings_for
-from tests.support import ROOT, SHARED_MEMORY, alive, children, processes, wait_until
+from tests.support import SHARED_MEMORY, alive, children, processes, run_until_killed, wait_until
 
 
 def regions(server: TritonServer) -> list[Path]:
@@ -101,7 +98,6 @@ def test_a_server_that_hangs_is_killed(demo_model: Path, tmp_path: Path) -> None
 
 
 def test_it_dies_with_a_starter_that_is_killed(demo_model: Path, tmp_path: Path) -> None:
-    """The starter ends by SIGKILL, so nothing in it can clean up."""
     program = f"""
         import os, signal
         from pathlib import Path
@@ -112,16 +108,7 @@ def test_it_dies_with_a_starter_that_is_killed(demo_model: Path, tmp_path: Path)
         print(server.shm_prefix, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
     """
-    starter = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)],
-        cwd=ROOT,
-        env={**os.environ, **ANY_PORTS},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=False,
-    )
-    assert starter.returncode == -signal.SIGKILL
-    prefix = starter.stdout.strip()
+    prefix = run_until_killed(program, **ANY_PORTS)
     wait_until(lambda: not processes(prefix), 20, "the end of Triton")
     assert not list(SHARED_MEMORY.glob(f"{prefix}*"))
 

@@ -12,7 +12,6 @@ import signal
 import socket
 import subprocess
 import sys
-import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -23,7 +22,16 @@ from cog_triton.errors import TritonStartError
 from cog_triton.server.tritonserver import TritonServer
 from cog_triton.settings import Settings, read_settings
 from tests.integration.conftest import ANY_PORTS, make_server, settings_for
-from tests.support import ROOT, SHARED_MEMORY, alive, children, free_port, processes, wait_until
+from tests.support import (
+    ROOT,
+    SHARED_MEMORY,
+    alive,
+    children,
+    free_port,
+    processes,
+    run_until_killed,
+    wait_until,
+)
 
 needs_mpirun = pytest.mark.skipif(
     shutil.which("mpirun") is None, reason="no mpirun in PATH (Debian: apt-get install openmpi-bin)"
@@ -235,15 +243,7 @@ def test_all_ranks_die_with_a_starter_that_is_killed(repository: Path, tmp_path:
         print(server.shm_prefix, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
     """
-    starter = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        text=True,
-        check=False,
-    )
-    assert starter.returncode == -signal.SIGKILL
-    prefix = starter.stdout.strip()
+    prefix = run_until_killed(program)
     wait_until(lambda: not processes(prefix), SECONDS, "the end of the ranks")
     assert_nothing_left(prefix)
     assert not (tmp_path / "runtime").exists()

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -222,6 +223,25 @@ def test_the_level_of_a_line_is_kept_for_each_rank() -> None:
 
 
 # A rank's guard
+
+
+@pytest.mark.parametrize(("prefix", "left"), [("", ["other", "own_1"]), ("own_", ["other"])])
+def test_a_guard_removes_the_shared_memory_that_is_its_own(
+    prefix: str, left: list[str], tmp_path: Path
+) -> None:
+    """Without a prefix there is none: the engine builder runs its commands under a guard, too."""
+    for name in ("own_1", "other"):
+        (tmp_path / name).touch()
+    program = f"""
+        import pathlib, sys
+        from cog_triton.server import guard
+        guard.SHARED_MEMORY = pathlib.Path({str(tmp_path)!r})
+        sys.exit(guard.run("server", {prefix!r}, 1.0, "", ["true"]))
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, cwd=ROOT) as process:
+        assert process.wait(60) == 0
+    assert sorted(file.name for file in tmp_path.iterdir()) == left
 
 
 def start_guard(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
-from contextlib import closing
 from functools import partial
 from typing import Any
 
@@ -31,30 +29,14 @@ class TritonPythonModel:
         self._watch = Watch(CANCELLATION_CHECK_SECONDS)
 
     def execute(self, requests: list[Any]) -> None:
-        # Calls of other models block, in a coroutine as well. Hence the threads.
-        for request in requests:
-            threading.Thread(target=self._serve, args=(request,), daemon=True).start()
+        stub.answer_in_threads(pb_utils, requests, self._answer)
 
     def finalize(self) -> None:
         self._watch.close()
-
-    def _serve(self, request: Any) -> None:
-        client = Client(
-            request.get_response_sender(), pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
-        )
-        try:
-            self._answer(request, client)
-        except Exception as error:
-            if not client.closed:
-                client.send(stub.error(pb_utils, str(error)), last=True)
 
     def _answer(self, request: Any, client: Client) -> None:
         inputs = stub.arrays(request.inputs())
         names = frozenset(request.requested_output_names())
         request_id = request_key(request.request_id())
         with self._watch.over(client, partial(self._bls.stop, request_id)):
-            with closing(self._bls.answer(request_id, inputs)) as answer:
-                for tensors, last in answer:
-                    client.send(stub.response(pb_utils, tensors, names), last=last)
-            if not client.closed:
-                client.send(None, last=True)
+            stub.send_all(pb_utils, client, self._bls.answer(request_id, inputs), names)
