@@ -10,6 +10,12 @@ import numpy.typing as npt
 ENGINE = "tensorrt_llm"
 """The model that generates."""
 
+CONTEXT_MODEL = "tensorrt_llm_context"
+"""What stands between the ensemble and TensorRT-LLM's C++ backend; see ``cog_triton.models.context``."""
+
+ADDRESS_FILE = "grpc_address"
+"""In that model's directory: host:port of the server's gRPC endpoint, written before the server starts."""
+
 IDS_ENSEMBLE = "ensemble_ids"
 """The ensemble without its last step; see ``cog_triton.repository.derived``."""
 

@@ -22,9 +22,7 @@ from cog_triton.errors import CogTritonError
 from cog_triton.models import stub
 from cog_triton.models.context import Contexts, Tensors, joined
 from cog_triton.models.model_calls import flag, renamed
-from cog_triton.repository.derived import ADDRESS_FILE
-
-ENGINE = "tensorrt_llm"
+from cog_triton.protocol import ADDRESS_FILE, ENGINE
 
 
 class TritonPythonModel:

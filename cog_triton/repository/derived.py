@@ -19,7 +19,7 @@ from tritonclient.grpc.model_config_pb2 import (  # type: ignore[import-untyped,
     ModelInstanceGroup,
 )
 
-from cog_triton.protocol import DIMS, IDS_ENSEMBLE, OUTPUTS
+from cog_triton.protocol import CONTEXT_MODEL, DIMS, IDS_ENSEMBLE, OUTPUTS
 
 # TensorRT-LLM's C++ backend answers with an error to who leaves one of these out.
 _NEEDED = {"output_ids", "sequence_length"}
@@ -70,9 +70,6 @@ def _up_to(steps: list[Any], last: Any) -> list[Any]:
     return kept
 
 
-CONTEXT_MODEL = "tensorrt_llm_context"
-ADDRESS_FILE = "grpc_address"
-"""In its directory: host:port of the server's gRPC endpoint, written down before the server starts."""
 CONTEXT_MODEL_CODE = """\
 from cog_triton.models.context_model import TritonPythonModel
 

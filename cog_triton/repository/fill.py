@@ -220,7 +220,7 @@ def _with_backend(template: str, values: Mapping[str, object]) -> Mapping[str, o
     engine = ("engine_dir", "encoder_engine_dir", "gpt_model_path", "encoder_model_path")
     others = ("triton_backend", "engine", "model")
     given = {name for name, value in values.items() if not _is_empty(value)}
-    if given.isdisjoint(engine) or given & set(others) or others[0] not in _names(template):
+    if given.isdisjoint(engine) or given & set(others) or others[0] not in names_in(template):
         return values
     return {**values, "triton_backend": "tensorrtllm"}
 

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from cog_triton.errors import TritonStartError
-from cog_triton.repository.derived import ADDRESS_FILE, CONTEXT_MODEL
+from cog_triton.protocol import ADDRESS_FILE, CONTEXT_MODEL
 from cog_triton.server.command import (
     Endpoints,
     Launch,
