@@ -29,8 +29,8 @@ from pydantic import BaseModel, ConfigDict
 
 from cog_triton.errors import ConfigurationError
 from cog_triton.locks import locked
-from cog_triton.weights.disk import full_disk, no_space_problem
-from cog_triton.weights.errors import NoSpace, Unreachable
+from cog_triton.weights.disk_space import full_disk, no_space_problem
+from cog_triton.weights.fetch_errors import NoSpace, Unreachable
 from cog_triton.weights.files import root_of, tally
 from cog_triton.weights.partial import Partial
 from cog_triton.weights.record import read_record, write_record

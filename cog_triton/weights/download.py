@@ -12,8 +12,8 @@ import httpx
 
 from cog_triton.errors import ConfigurationError
 from cog_triton.weights import pget
-from cog_triton.weights.disk import full_disk
-from cog_triton.weights.errors import Interrupted, NoSpace, Unreachable
+from cog_triton.weights.disk_space import full_disk
+from cog_triton.weights.fetch_errors import Interrupted, NoSpace, Unreachable
 from cog_triton.weights.http_source import (
     HTTP_LOGGERS,
     check_status,

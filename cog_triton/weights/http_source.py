@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import httpx
 
 from cog_triton.errors import ConfigurationError
-from cog_triton.weights.errors import Interrupted
+from cog_triton.weights.fetch_errors import Interrupted
 
 TIMEOUT = httpx.Timeout(60.0, connect=10.0)
 HTTP_LOGGERS = (

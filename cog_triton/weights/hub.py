@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import cast
 
 from cog_triton.errors import ConfigurationError
-from cog_triton.weights.disk import is_full
+from cog_triton.weights.disk_space import is_full
 from cog_triton.weights.files import require_files
 
 UNUSED_FORMATS = ("original/*", "*.gguf", "*.h5", "*.msgpack", "*.onnx")

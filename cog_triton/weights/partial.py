@@ -8,8 +8,8 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from cog_triton.weights.disk import size_text
-from cog_triton.weights.errors import Interrupted
+from cog_triton.weights.disk_space import size_text
+from cog_triton.weights.fetch_errors import Interrupted
 from cog_triton.weights.files import hash_of
 from cog_triton.weights.record import read_record, write_record
 from cog_triton.weights.version import Version

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 
-from cog_triton.weights.errors import NoSpace
+from cog_triton.weights.fetch_errors import NoSpace
 
 
 def is_full(error: OSError) -> bool:
