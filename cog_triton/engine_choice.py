@@ -6,14 +6,14 @@ import importlib.metadata
 import importlib.util
 import json
 import logging
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from packaging.version import InvalidVersion, Version
+
 from cog_triton.errors import ConfigurationError
-from tools.engine_builder.tools import release
 
 logger = logging.getLogger(__name__)
 
@@ -60,8 +60,8 @@ def misplaces_parameters(engine: EngineName, machine: Machine) -> bool:
     The Triton backend of 1.2.0 and 1.2.1 does: length_penalty has no effect, and num_return_sequences
     becomes no_repeat_ngram_size. TensorRT-LLM's pull request 13633 mends it, after 1.2.1.
     """
-    numbers = re.match(r"(\d+)\.(\d+)\.(\d+)", machine.tensorrt_llm or "")
-    return engine == "tensorrtllm" and numbers is not None and numbers.group() in MISPLACING
+    version = _version(machine.tensorrt_llm or "")
+    return engine == "tensorrtllm" and version is not None and version.base_version in MISPLACING
 
 
 def choose_engine(wanted: str, engine_dir: Path | None, machine: Machine) -> EngineName:
@@ -132,13 +132,26 @@ def _check_version(engine_dir: Path, config: Mapping[str, Any], machine: Machine
             "engine %s is of TensorRT-LLM %s; the backend's version is %s", engine_dir, built, runs
         )
         return
-    if release(built) != release(runs):
+    if _release(built) != _release(runs):
         raise ConfigurationError(
             f"the engine in {engine_dir} was built with TensorRT-LLM {built}, but {runs} is installed; "
             "an engine runs on the version that built it: build it again, or use that version's image"
         )
     if built != runs:
         logger.warning("engine of TensorRT-LLM %s on %s: patch versions differ", built, runs)
+
+
+def _version(text: str) -> Version | None:
+    try:
+        return Version(text)
+    except InvalidVersion:
+        return None
+
+
+def _release(text: str) -> tuple[int, int]:
+    """Major and minor number: (1, 2) of 1.2.0rc3, (0, 0) of what is no version."""
+    version = _version(text)
+    return (version.major, version.minor) if version else (0, 0)
 
 
 def _check_ranks(engine_dir: Path, config: Mapping[str, Any], world_size: int) -> None:
