@@ -1,0 +1,53 @@
+"""The table of template variables, as variables.yaml has it."""
+
+from __future__ import annotations
+
+import pytest
+
+from cog_triton.repository.variables import (
+    OPTIONAL_MODELS,
+    RENAMED,
+    RENAMED_VALUES,
+    REQUIRED,
+    VARIABLES,
+    Variable,
+    known,
+)
+
+EVERY = [
+    pytest.param(variable, id=f"{model}-{variable.name}")
+    for model in VARIABLES
+    for variable in known(model).values()
+]
+
+
+@pytest.mark.parametrize("variable", EVERY)
+def test_a_variable_is_described_and_has_choices_if_its_kind_says_so(variable: Variable) -> None:
+    assert variable.description.strip() == variable.description > ""
+    assert bool(variable.choices) == (variable.kind in ("choice", "choice list"))
+
+
+@pytest.mark.parametrize("model", [*RENAMED])
+def test_an_old_name_is_that_of_a_variable_there_is(model: str) -> None:
+    assert set(RENAMED[model].values()) <= VARIABLES[model].keys()
+    assert not RENAMED[model].keys() & known(model).keys()
+
+
+def test_an_old_value_is_that_of_a_choice_there_is() -> None:
+    for model, variables in RENAMED_VALUES.items():
+        for name, values in variables.items():
+            choices = set(VARIABLES[model][name].choices)
+            assert set(values.values()) <= choices
+            assert not values.keys() & choices
+
+
+def test_optional_models_are_models() -> None:
+    assert VARIABLES.keys() >= OPTIONAL_MODELS > set()
+
+
+def test_variables_of_several_models_are_the_same_in_each() -> None:
+    size = VARIABLES["ensemble"]["triton_max_batch_size"]
+    assert (size.kind, size.default, size.minimum) == ("integer", 64, 1)
+    assert all(VARIABLES[model]["triton_max_batch_size"] == size for model in VARIABLES)
+    assert VARIABLES["preprocessing"]["tokenizer_dir"].default is REQUIRED
+    assert VARIABLES["tensorrt_llm"]["tokenizer_dir"].default == ""

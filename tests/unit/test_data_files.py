@@ -1,0 +1,60 @@
+"""Tables that are data: how they are read, and that an installation has them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from pydantic import BaseModel, ValidationError
+from setuptools import Distribution  # type: ignore[import-untyped, unused-ignore]
+from setuptools.command.build_py import (  # type: ignore[import-untyped, unused-ignore]
+    build_py,
+)
+
+from cog_triton.data_files import read_data
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Pair(NamedTuple):
+    name: str
+    size: int
+
+
+class Shape(BaseModel):
+    pairs: dict[str, list[Pair]]
+
+
+def test_a_file_is_read_as_its_type(tmp_path: Path) -> None:
+    file = tmp_path / "table.yaml"
+    file.write_text("pairs:\n  é: [{name: a, size: 1}, {name: b, size: 2}]\n", encoding="utf-8")
+    assert read_data(file, Shape).pairs == {"é": [Pair("a", 1), Pair("b", 2)]}
+
+
+def test_every_place_that_is_wrong_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "table.yaml"
+    file.write_text("pairs:\n  a: [{name: a, size: big}, {name: 7, size: 1}]\n")
+    with pytest.raises(ValidationError) as error:
+        read_data(file, Shape)
+    assert [".".join(map(str, e["loc"])) for e in error.value.errors()] == [
+        "pairs.a.0.size",
+        "pairs.a.1.name",
+    ]
+
+
+def test_an_installation_has_every_data_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    distribution = Distribution({"script_name": "setup.py"})
+    distribution.parse_config_files()
+    distribution.include_package_data = False  # what git or a build before this one knows of
+    command = build_py(distribution)
+    command.finalize_options()
+    installed = {Path(source, name) for _, source, _, names in command.data_files for name in names}
+    files = {
+        file.relative_to(ROOT)
+        for folder in ("cog_triton", "tools")
+        for file in (ROOT / folder).rglob("*.yaml")
+    }
+    assert Path("cog_triton/repository/variables.yaml") in files
+    assert files <= installed
