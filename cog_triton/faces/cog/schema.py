@@ -1,9 +1,32 @@
-"""The OpenAPI schema of a Cog predictor, from its code."""
+"""The OpenAPI schema of a Cog predictor: what its code says, in the skeleton that openapi.yaml has."""
 
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from cog_triton.data_files import read_data
+
+SKELETON = Path(__file__).with_name("openapi.yaml")
+
+
+class Skeleton(BaseModel):
+    """What the schema of every predictor has.
+
+    Attributes:
+        paths: by path and method, OpenAPI's operation objects.
+        schemas: by name, those that do not depend on the predictor.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    openapi: str
+    info: dict[str, str]
+    paths: dict[str, dict[Literal["get", "post", "put"], dict[str, Any]]]
+    schemas: dict[str, dict[str, Any]]
 
 
 def openapi_schema(module: str, predictor: str, training: str) -> dict[str, Any]:
@@ -19,25 +42,19 @@ def openapi_schema(module: str, predictor: str, training: str) -> dict[str, Any]
         warnings.simplefilter("ignore", DeprecationWarning)  # predict() is the name we keep
         info = create_predictor(module, predictor)
         training_info = create_predictor(training, training)
+    skeleton = read_data(SKELETON, Skeleton)
     schemas = {
         "Input": _inputs("Input", info),
         "Output": info.output.json_type(),
         # Cog's server reads these two instead when it trains.
         "TrainingInput": _inputs("TrainingInput", training_info),
         "TrainingOutput": {**training_info.output.json_type(), "title": "TrainingOutput"},
-        "Status": {
-            "title": "Status",
-            "type": "string",
-            "enum": ["starting", "processing", "succeeded", "canceled", "failed"],
-        },
-        "PredictionRequest": _request(),
-        "PredictionResponse": _response(),
-        "HTTPValidationError": _validation_error(),
+        **skeleton.schemas,
     }
     return {
-        "openapi": "3.0.2",
-        "info": {"title": "Cog", "version": "0.1.0"},
-        "paths": _paths(),
+        "openapi": skeleton.openapi,
+        "info": skeleton.info,
+        "paths": skeleton.paths,
         "components": {"schemas": schemas},
     }
 
@@ -76,98 +93,3 @@ def _property(field: Any) -> dict[str, Any]:
     if _optional(field):
         schema["nullable"] = True
     return schema
-
-
-def _ref(name: str) -> dict[str, str]:
-    return {"$ref": f"#/components/schemas/{name}"}
-
-
-def _json(schema: dict[str, Any], description: str) -> dict[str, Any]:
-    return {"description": description, "content": {"application/json": {"schema": schema}}}
-
-
-def _paths() -> dict[str, Any]:
-    body = {
-        "content": {"application/json": {"schema": _ref("PredictionRequest")}},
-        "required": True,
-    }
-    answers = {
-        "200": _json(_ref("PredictionResponse"), "The prediction"),
-        "409": _json({"type": "object"}, "All slots are taken"),
-        "422": _json(_ref("HTTPValidationError"), "An input is not valid"),
-    }
-    prediction_id = {
-        "name": "prediction_id",
-        "in": "path",
-        "required": True,
-        "schema": {"type": "string"},
-    }
-    done = {"200": _json({"type": "object"}, "Done")}
-    return {
-        "/health-check": {"get": {"summary": "Healthcheck", "responses": done}},
-        "/predictions": {
-            "post": {
-                "summary": "Predict",
-                "x-cog-streaming": True,
-                "requestBody": body,
-                "responses": answers,
-            }
-        },
-        "/predictions/{prediction_id}": {
-            "put": {
-                "summary": "Predict, idempotent",
-                "x-cog-streaming": True,
-                "parameters": [prediction_id],
-                "requestBody": body,
-                "responses": answers,
-            }
-        },
-        "/predictions/{prediction_id}/cancel": {
-            "post": {"summary": "Cancel", "parameters": [prediction_id], "responses": done}
-        },
-    }
-
-
-def _request() -> dict[str, Any]:
-    return {
-        "title": "PredictionRequest",
-        "type": "object",
-        "properties": {
-            "id": {"type": "string"},
-            "input": _ref("Input"),
-            "webhook": {"type": "string", "format": "uri"},
-            "webhook_events_filter": {"type": "array", "items": {"type": "string"}},
-        },
-    }
-
-
-def _response() -> dict[str, Any]:
-    return {
-        "title": "PredictionResponse",
-        "type": "object",
-        "properties": {
-            "id": {"type": "string"},
-            "input": _ref("Input"),
-            "output": _ref("Output"),
-            "status": _ref("Status"),
-            "error": {"type": "string"},
-            "logs": {"type": "string"},
-            "metrics": {"type": "object"},
-        },
-    }
-
-
-def _validation_error() -> dict[str, Any]:
-    item = {
-        "type": "object",
-        "properties": {
-            "loc": {"type": "array", "items": {"type": "string"}},
-            "msg": {"type": "string"},
-            "type": {"type": "string"},
-        },
-    }
-    return {
-        "title": "HTTPValidationError",
-        "type": "object",
-        "properties": {"detail": {"type": "array", "items": item}},
-    }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import make_schema
@@ -22,6 +23,14 @@ def test_streaming_is_declared(schema: Any) -> None:
     output = schema["components"]["schemas"]["Output"]
     assert output["x-cog-array-display"] == "concatenate"
     assert output["items"] == {"type": "string"}
+
+
+def test_whatever_is_referred_to_is_there(schema: Any) -> None:
+    names = re.findall(r'"#/components/schemas/(\w+)"', json.dumps(schema))
+    schemas = schema["components"]["schemas"]
+    assert set(names) >= {"Input", "Output", "PredictionRequest", "PredictionResponse"}
+    assert set(names) <= schemas.keys()
+    assert all(schemas[name]["title"] == name for name in schemas if name != "Output")
 
 
 def test_inputs_defaults_and_limits_are_cog_tritons(schema: Any) -> None:
