@@ -17,7 +17,7 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable ".[local,dev]"
 	touch $@
 
-models/demo/config.json: $(STAMP) $(wildcard tools/demo_model/*.py)
+models/demo/config.json: $(STAMP) $(wildcard tools/demo_model/*.py tools/demo_model/*.yaml)
 	$(BIN)/python scripts/make_demo_model.py
 	@touch $@
 

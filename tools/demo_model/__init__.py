@@ -34,7 +34,9 @@ MODEL_FILES = (
     "tokenizer_config.json",
 )
 
-_SOURCES = tuple(Path(__file__).with_name(name) for name in ("corpus.py", "train.py"))
+_SOURCES = tuple(
+    Path(__file__).with_name(name) for name in ("corpus.yaml", "corpus.py", "train.py")
+)
 _LIBRARIES = ("tokenizers", "torch", "transformers")
 
 

@@ -14,7 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import tools.demo_model
 from tools.demo_model import (
+    _SOURCES,
     MANIFEST,
     MODEL_FILES,
     DemoModelError,
@@ -113,6 +115,12 @@ def test_fingerprint_depends_on_sources_and_versions_only(tmp_path: Path) -> Non
     assert fingerprint([source], {"a": "1", "b": "3"}) != before
     source.write_text("two")
     assert fingerprint([source], {"a": "1", "b": "2"}) != before
+
+
+def test_every_source_counts() -> None:
+    directory = Path(tools.demo_model.__file__).parent
+    own = {file for file in directory.iterdir() if file.is_file()} - {directory / "__init__.py"}
+    assert set(_SOURCES) == own
 
 
 def test_the_first_call_builds_and_the_second_does_not(tmp_path: Path) -> None:
