@@ -1,6 +1,7 @@
 """Every setting of a deployment, read once from the environment.
 
-Each field's alias is the environment variable that sets it. An empty variable counts as unset.
+A field is set by the environment variable of its name in capitals, or the one that is its alias. An
+empty variable counts as unset. The text under a field is its description in docs/configuration.md.
 Template variables of the Triton models are not here: they are set in the YAML file that
 ``COG_TRITON_CONFIG`` names (see ``cog_triton.repository.variables``).
 """
@@ -10,239 +11,117 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
 
 from cog_triton.errors import ConfigurationError
 
-Port = int  # 0 asks for a free one
+Port = Annotated[int, Field(ge=0, le=65535)]
 
 
 class Settings(BaseModel):
     """The settings of one deployment. Frozen: what is derived from them is a property or a function."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        populate_by_name=True,
+        alias_generator=str.upper,
+        use_attribute_docstrings=True,
+    )
 
-    config_file: Path = Field(
-        default=Path("config.yaml"),
-        alias="COG_TRITON_CONFIG",
-        description="YAML file that overrides template variables; it may be absent.",
-    )
-    model: str = Field(
-        default="models/demo",
-        alias="MODEL",
-        description="The model: a directory, a tar file, a URL of one or a Hugging Face id.",
-    )
-    weights: str | None = Field(
-        default=None,
-        alias="COG_WEIGHTS",
-        description="Takes the place of MODEL, and may as well be an engine that build_engine.py packed; "
-        "set by Replicate for a trained model.",
-    )
-    weights_checksum: str | None = Field(
-        default=None,
-        alias="WEIGHTS_SHA256",
-        description="SHA-256 of the tar file, checked on arrival.",
-    )
-    weights_cache: Path = Field(
-        default=Path("~/.cache/cog-triton"),
-        alias="WEIGHTS_CACHE",
-        description="Where downloads are unpacked and kept.",
-    )
-    hf_token: SecretStr | None = Field(
-        default=None, alias="HF_TOKEN", description="Hugging Face token, for models that need one."
-    )
-    tokenizer: str | None = Field(
-        default=None,
-        alias="TOKENIZER",
-        description="Tokenizer directory or id; `MODEL` when unset.",
-    )
-    trust_remote_code: bool = Field(
-        default=False,
-        alias="TRUST_REMOTE_CODE",
-        description="Run the Python code that a model or its tokenizer brings, with all that this user may "
-        "do. Without it, one that needs its own code is refused.",
-    )
-    engine: Literal["auto", "tensorrtllm", "llmapi", "transformers", "simulated"] = Field(
-        default="auto",
-        alias="ENGINE",
-        description="What runs in the tensorrt_llm slot: tensorrtllm (an engine on TensorRT-LLM's C++ "
-        "backend), llmapi (TensorRT-LLM's LLM API), transformers or simulated; auto takes the first of "
-        "the first three that the machine can run.",
-    )
-    engine_dir: Path | None = Field(
-        default=None,
-        alias="ENGINE_DIR",
-        description="TensorRT-LLM engine directory, with rank*.engine and config.json.",
-    )
-    world_size: int = Field(
-        default=1,
-        ge=1,
-        alias="WORLD_SIZE",
-        description="GPUs that the C++ backend's engine was built for, one MPI rank each.",
-    )
-    device: str = Field(
-        default="auto",
-        alias="DEVICE",
-        description="Device of the transformers engine: auto, cpu, cuda or cuda:N.",
-    )
-    dtype: str = Field(
-        default="auto",
-        alias="DTYPE",
-        description="Data type of the transformers engine's weights: auto (as saved), float32, "
-        "bfloat16 or float16.",
-    )
-    max_sequence_length: int | None = Field(
-        default=None,
-        ge=2,
-        alias="MAX_SEQUENCE_LENGTH",
-        description="Upper bound on prompt plus output tokens; the model's context length when unset.",
-    )
-    end_id: int | None = Field(
-        default=None,
-        ge=0,
-        alias="END_ID",
-        description="Token id that ends a generation; the tokenizer's end of sequence when unset.",
-    )
-    pad_id: int | None = Field(
-        default=None,
-        ge=0,
-        alias="PAD_ID",
-        description="Padding token id; the tokenizer's when unset.",
-    )
-    simulated_prefill_ms: float = Field(
-        default=0.0,
-        ge=0,
-        alias="SIMULATED_PREFILL_MS",
-        description="Simulated engine: milliseconds until a request's first token, whatever else runs.",
-    )
-    simulated_prefill_tokens_per_s: float = Field(
-        default=0.0,
-        ge=0,
-        alias="SIMULATED_PREFILL_TOKENS_PER_S",
-        description="Simulated engine: prompt tokens that it prefills a second, one prompt after "
-        "another, before those milliseconds; 0 is no limit.",
-    )
-    simulated_inter_token_ms: float = Field(
-        default=0.0,
-        ge=0,
-        alias="SIMULATED_INTER_TOKEN_MS",
-        description="Simulated engine: milliseconds between two tokens of a request.",
-    )
-    simulated_max_batch: int = Field(
-        default=0,
-        ge=0,
-        alias="SIMULATED_MAX_BATCH",
-        description="Simulated engine: requests that run at once; others wait for a slot, first come, "
-        "first served. 0 is no limit.",
-    )
-    simulated_failure_rate: float = Field(
-        default=0.0,
-        ge=0,
-        le=1,
-        alias="SIMULATED_FAILURE_RATE",
-        description="Simulated engine: share of the requests that fail. Which ones depends on prompt, "
-        "seed and number of tokens alone.",
-    )
+    config_file: Path = Field(Path("config.yaml"), alias="COG_TRITON_CONFIG")
+    """YAML file that overrides template variables; it may be absent."""
+    model: str = "models/demo"
+    """The model: a directory, a tar file, a URL of one or a Hugging Face id."""
+    weights: str | None = Field(None, alias="COG_WEIGHTS")
+    """Takes the place of MODEL, and may as well be an engine that build_engine.py packed; set by Replicate
+    for a trained model."""
+    weights_checksum: str | None = Field(None, alias="WEIGHTS_SHA256")
+    """SHA-256 of the tar file, checked on arrival."""
+    weights_cache: Path = Path("~/.cache/cog-triton")
+    """Where downloads are unpacked and kept."""
+    hf_token: SecretStr | None = None
+    """Hugging Face token, for models that need one."""
+    tokenizer: str | None = None
+    """Tokenizer directory or id; `MODEL` when unset."""
+    trust_remote_code: bool = False
+    """Run the Python code that a model or its tokenizer brings, with all that this user may do. Without it,
+    one that needs its own code is refused."""
+    engine: Literal["auto", "tensorrtllm", "llmapi", "transformers", "simulated"] = "auto"
+    """What runs in the tensorrt_llm slot: tensorrtllm (an engine on TensorRT-LLM's C++ backend), llmapi
+    (TensorRT-LLM's LLM API), transformers or simulated; auto takes the first of the first three that the
+    machine can run."""
+    engine_dir: Path | None = None
+    """TensorRT-LLM engine directory, with rank*.engine and config.json."""
+    world_size: int = Field(1, ge=1)
+    """GPUs that the C++ backend's engine was built for, one MPI rank each."""
+    device: str = "auto"
+    """Device of the transformers engine: auto, cpu, cuda or cuda:N."""
+    dtype: str = "auto"
+    """Data type of the transformers engine's weights: auto (as saved), float32, bfloat16 or float16."""
+    max_sequence_length: int | None = Field(None, ge=2)
+    """Upper bound on prompt plus output tokens; the model's context length when unset."""
+    end_id: int | None = Field(None, ge=0)
+    """Token id that ends a generation; the tokenizer's end of sequence when unset."""
+    pad_id: int | None = Field(None, ge=0)
+    """Padding token id; the tokenizer's when unset."""
+    simulated_prefill_ms: float = Field(0.0, ge=0)
+    """Simulated engine: milliseconds until a request's first token, whatever else runs."""
+    simulated_prefill_tokens_per_s: float = Field(0.0, ge=0)
+    """Simulated engine: prompt tokens that it prefills a second, one prompt after another, before those
+    milliseconds; 0 is no limit."""
+    simulated_inter_token_ms: float = Field(0.0, ge=0)
+    """Simulated engine: milliseconds between two tokens of a request."""
+    simulated_max_batch: int = Field(0, ge=0)
+    """Simulated engine: requests that run at once; others wait for a slot, first come, first served. 0 is
+    no limit."""
+    simulated_failure_rate: float = Field(0.0, ge=0, le=1)
+    """Simulated engine: share of the requests that fail. Which ones depends on prompt, seed and number of
+    tokens alone."""
     simulated_failures: str = Field(
-        default="error",
-        pattern=r"^(error|stall|refuse)(,(error|stall|refuse))*$",
-        alias="SIMULATED_FAILURES",
-        description="Simulated engine: how requests fail, each in one of the ways named here with "
-        "commas between: error (midway), stall (silence from midway on), refuse (as by a full queue).",
+        "error", pattern=r"^(error|stall|refuse)(,(error|stall|refuse))*$"
     )
-    simulated_text: str | None = Field(
-        default=None,
-        alias="SIMULATED_TEXT",
-        description="Simulated engine: the text whose tokens it makes, again and again; its own when "
-        "unset.",
-    )
-    tritonserver: Path | None = Field(
-        default=None,
-        alias="TRITONSERVER",
-        description="The tritonserver binary; else NVIDIA's container's, else the wheel's.",
-    )
-    backend_directory: Path | None = Field(
-        default=None,
-        alias="TRITONSERVER_BACKEND_DIR",
-        description="Triton backends; else those that come with the server found.",
-    )
-    host: str = Field(
-        default="127.0.0.1",
-        alias="TRITON_HOST",
-        description="Address that Triton's endpoints bind to.",
-    )
-    http_port: Port = Field(
-        default=8000, ge=0, le=65535, alias="TRITON_HTTP_PORT", description="0 picks a free port."
-    )
-    grpc_port: Port = Field(
-        default=8001, ge=0, le=65535, alias="TRITON_GRPC_PORT", description="0 picks a free port."
-    )
-    metrics_port: Port = Field(
-        default=8002,
-        ge=0,
-        le=65535,
-        alias="TRITON_METRICS_PORT",
-        description="0 picks a free port.",
-    )
-    start_timeout: float = Field(
-        default=300.0,
-        gt=0,
-        alias="TRITON_START_TIMEOUT",
-        description="Seconds that every model may take, together, to become ready.",
-    )
-    stop_timeout: float = Field(
-        default=10.0,
-        gt=0,
-        alias="TRITON_STOP_TIMEOUT",
-        description="Seconds from SIGTERM to SIGKILL when tritonserver is stopped.",
-    )
-    response_timeout: float = Field(
-        default=300.0,
-        gt=0,
-        alias="TRITON_RESPONSE_TIMEOUT",
-        description="Seconds without any response after which a request fails with E2101.",
-    )
-    log_verbose: int = Field(
-        default=0, ge=0, alias="TRITON_LOG_VERBOSE", description="Triton's --log-verbose."
-    )
-    model_repository: Path = Field(
-        default=Path("triton_model_repo"),
-        alias="TRITON_MODEL_REPO",
-        description="The model repository's templates.",
-    )
-    runtime_directory: Path | None = Field(
-        default=None,
-        alias="RUNTIME_DIR",
-        description="Where the filled model repository is made; a temporary directory when unset.",
-    )
-    transport: Literal["grpc", "http"] = Field(
-        default="grpc",
-        alias="TRANSPORT",
-        description="How predict() reaches Triton: grpc, or http (generate_stream), which takes less of "
-        "the processor, but of which Triton 2.51 may lose responses when it is short of it.",
-    )
-    system_prompt: str = Field(
-        default="",
-        alias="SYSTEM_PROMPT",
-        description="Default of the input system_prompt.",
-    )
-    prompt_template: str = Field(
-        default="{prompt}",
-        alias="PROMPT_TEMPLATE",
-        description="Default of the input prompt_template.",
-    )
-    stop_sequences: str = Field(
-        default="",
-        alias="STOP_SEQUENCES",
-        description="Default of the input stop_sequences.",
-    )
-    log_performance_metrics: bool = Field(
-        default=False,
-        alias="LOG_PERFORMANCE_METRICS",
-        description="Log the performance metrics of every prediction, whatever its input says.",
-    )
+    """Simulated engine: how requests fail, each in one of the ways named here with commas between: error
+    (midway), stall (silence from midway on), refuse (as by a full queue)."""
+    simulated_text: str | None = None
+    """Simulated engine: the text whose tokens it makes, again and again; its own when unset."""
+    tritonserver: Path | None = None
+    """The tritonserver binary; else NVIDIA's container's, else the wheel's."""
+    backend_directory: Path | None = Field(None, alias="TRITONSERVER_BACKEND_DIR")
+    """Triton backends; else those that come with the server found."""
+    host: str = Field("127.0.0.1", alias="TRITON_HOST")
+    """Address that Triton's endpoints bind to."""
+    http_port: Port = Field(8000, alias="TRITON_HTTP_PORT")
+    """0 picks a free port."""
+    grpc_port: Port = Field(8001, alias="TRITON_GRPC_PORT")
+    """0 picks a free port."""
+    metrics_port: Port = Field(8002, alias="TRITON_METRICS_PORT")
+    """0 picks a free port."""
+    start_timeout: float = Field(300.0, alias="TRITON_START_TIMEOUT", gt=0)
+    """Seconds that every model may take, together, to become ready."""
+    stop_timeout: float = Field(10.0, alias="TRITON_STOP_TIMEOUT", gt=0)
+    """Seconds from SIGTERM to SIGKILL when tritonserver is stopped."""
+    response_timeout: float = Field(300.0, alias="TRITON_RESPONSE_TIMEOUT", gt=0)
+    """Seconds without any response after which a request fails with E2101."""
+    log_verbose: int = Field(0, alias="TRITON_LOG_VERBOSE", ge=0)
+    """Triton's --log-verbose."""
+    model_repository: Path = Field(Path("triton_model_repo"), alias="TRITON_MODEL_REPO")
+    """The model repository's templates."""
+    runtime_directory: Path | None = Field(None, alias="RUNTIME_DIR")
+    """Where the filled model repository is made; a temporary directory when unset."""
+    transport: Literal["grpc", "http"] = "grpc"
+    """How predict() reaches Triton: grpc, or http (generate_stream), which takes less of the processor, but
+    of which Triton 2.51 may lose responses when it is short of it."""
+    system_prompt: str = ""
+    """Default of the input system_prompt."""
+    prompt_template: str = "{prompt}"
+    """Default of the input prompt_template."""
+    stop_sequences: str = ""
+    """Default of the input stop_sequences."""
+    log_performance_metrics: bool = False
+    """Log the performance metrics of every prediction, whatever its input says."""
 
     @property
     def tokenizer_dir(self) -> str:
@@ -292,7 +171,7 @@ def describe() -> list[tuple[str, str, str, str]]:
             str(field.alias),
             _type_name(field.annotation),
             _default(field.default),
-            field.description or "",
+            " ".join((field.description or "").split()),
         )
         for field in Settings.model_fields.values()
     ]
