@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import shutil
-import time
 import uuid
-from typing import Literal
+from typing import Literal, NoReturn
 
 import httpx
+from tenacity import RetryCallState, Retrying, retry_if_exception_type, wait_exponential
 
 from cog_triton.errors import ConfigurationError
 from cog_triton.weights import pget
@@ -51,6 +51,7 @@ class Download:
         self._progress = progress
         self._pget = pget.is_installed()
         self._answered = False
+        self._counted_from = partial.size
 
     def run(self) -> bool:
         """Returns whether there is a new file.
@@ -60,33 +61,38 @@ class Download:
             Unreachable: the server does not answer.
             NoSpace: the disk is full.
         """
-        failures, most = 0, self._partial.size
+        retrying = Retrying(
+            retry=retry_if_exception_type(Interrupted),
+            wait=wait_exponential(BACKOFF, MAX_BACKOFF),
+            stop=lambda state: state.attempt_number >= self._tries,
+            after=self._forget_failures,
+            before_sleep=self._warn,
+            retry_error_callback=self._give_up,
+        )
         with quiet(HTTP_LOGGERS), open_client() as client:
-            while True:
-                try:
-                    return self._try(client)
-                except Interrupted as problem:
-                    if self._partial.size >= most + PROGRESS:
-                        failures, most = 0, self._partial.size
-                    failures += 1
-                    if failures >= self._tries:
-                        self._give_up(str(problem))
-                    logger.warning("%s: %s; trying again", self._shown, problem)
-                time.sleep(min(BACKOFF * 2 ** (failures - 1), MAX_BACKOFF))
+            return retrying(self._try, client)
 
     @property
     def _tries(self) -> int:
         return TRIES if self._current is None or self._answered else CHECK_TRIES
 
-    def _give_up(self, reason: str) -> None:
+    def _forget_failures(self, state: RetryCallState) -> None:
+        if self._partial.size >= self._counted_from + PROGRESS:
+            self._counted_from = self._partial.size
+            state.attempt_number = 1  # tenacity counts the tries here
+
+    def _warn(self, state: RetryCallState) -> None:
+        logger.warning("%s: %s; trying again", self._shown, _problem(state))
+
+    def _give_up(self, state: RetryCallState) -> NoReturn:
         if not self._answered:
             raise Unreachable(
-                f"{self._shown} cannot be reached ({reason}); check the URL and the network"
+                f"{self._shown} cannot be reached ({_problem(state)}); check the URL and the network"
             )
         kept = " from where it stopped" if self._partial.version.resume_with else ""
         raise ConfigurationError(
-            f"the download of {self._shown} ended early {self._tries} times ({reason}); start again "
-            f"to go on{kept}"
+            f"the download of {self._shown} ended early {self._tries} times ({_problem(state)}); "
+            f"start again to go on{kept}"
         )
 
     def _try(self, client: httpx.Client) -> bool:
@@ -150,6 +156,10 @@ class Download:
         # The file and what is in it, which is no less, compressed or not.
         size = self._partial.version.size
         return None if size is None else 2 * size
+
+
+def _problem(state: RetryCallState) -> BaseException | None:
+    return state.outcome.exception() if state.outcome else None
 
 
 def request_headers(partial: Partial, current: Version | None) -> dict[str, str]:

@@ -84,7 +84,7 @@ def test_the_tries_have_an_end(site: Site, cache: Path) -> None:
 def test_the_waits_grow(site: Site, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
     monkeypatch.setattr("cog_triton.weights.download.BACKOFF", 8.0)
-    monkeypatch.setattr("cog_triton.weights.download.time.sleep", waits.append)
+    monkeypatch.setattr("tenacity.nap.time.sleep", waits.append)
     site.serve(statuses=[503] * 4)
     fetch(f"{site.url}/m.tar", cache=cache)
     assert waits == [8.0, 16.0, 30.0, 30.0]
