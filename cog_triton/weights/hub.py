@@ -29,9 +29,9 @@ def fetch_from_hub(source: str, token: str | None, progress: bool) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
 
-    # Its errors are OSErrors, ValueErrors and those of its HTTP library, which changes with its
-    # version.
-    foreseen = cast("tuple[type[Exception], ...]", (ValueError, *HfHubHTTPError.__bases__))
+    # Its errors are OSErrors, ValueErrors and those of its HTTP library: requests before version 1,
+    # httpx since.
+    foreseen = (OSError, ValueError, *HfHubHTTPError.__bases__)
     try:
         with _hub_progress(progress):
             found = snapshot_download(
@@ -41,7 +41,7 @@ def fetch_from_hub(source: str, token: str | None, progress: bool) -> Path:
                 ignore_patterns=list(UNUSED_FORMATS),
             )
         return require_files(Path(found))
-    except foreseen as error:
+    except cast("tuple[type[Exception], ...]", foreseen) as error:
         # Not from the error: nobody can tell whether its text has the token.
         raise ConfigurationError(hub_problem(error, source)) from None
 
@@ -71,14 +71,15 @@ def hub_problem(error: Exception, source: str) -> str:
         return f"{source} is no valid Hugging Face id; write org/name or org/name@revision"
     if isinstance(error, OSError) and is_full(error):
         return f"no space left for {source} in the Hugging Face cache; free some, or set HF_HOME"
-    if isinstance(error, errors.HfHubHTTPError):
-        return f"Hugging Face answered HTTP {status} for {source}; try again later"
+    # Before version 1 this is an HfHubHTTPError, though nothing answered.
     if isinstance(error, (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled)):
         return (
             f"{source} is no directory that exists here, nor complete in the Hugging Face cache, and "
             "Hugging Face cannot be reached or is turned off (HF_HUB_OFFLINE); check the network, or "
             "name a local directory"
         )
+    if isinstance(error, errors.HfHubHTTPError):
+        return f"Hugging Face answered HTTP {status} for {source}; try again later"
     return f"{source} could not be fetched from Hugging Face: {type(error).__name__}; try again"
 
 

@@ -79,16 +79,23 @@ def test_the_progress_bars_of_the_hub(progress: bool, hub: Hub, cache: Path) -> 
     assert not are_progress_bars_disabled()
 
 
+HTTP_LIBRARY = sys.modules[hub_errors.HfHubHTTPError.__mro__[1].__module__.partition(".")[0]]
+BEFORE_1 = HTTP_LIBRARY.__name__ == "requests"  # of huggingface_hub
+
+
 def response(status: int) -> Any:
     """What the library's errors hold: a response of the HTTP library it uses."""
-    library = sys.modules[hub_errors.HfHubHTTPError.__mro__[1].__module__.partition(".")[0]]
-    request = library.Request("GET", "https://huggingface.co/x?hf_secret")
-    return library.Response(status, request=request)
+    request = HTTP_LIBRARY.Request("GET", "https://huggingface.co/x?hf_secret")
+    if not BEFORE_1:
+        return HTTP_LIBRARY.Response(status, request=request)
+    response = HTTP_LIBRARY.Response()
+    response.status_code, response.request = status, request.prepare()
+    return response
 
 
 def connection_error() -> Exception:
-    library = sys.modules[hub_errors.HfHubHTTPError.__mro__[1].__module__.partition(".")[0]]
-    error: Exception = library.ConnectError("no route, hf_secret")
+    kind = HTTP_LIBRARY.ConnectionError if BEFORE_1 else HTTP_LIBRARY.ConnectError
+    error: Exception = kind("no route, hf_secret")
     return error
 
 
@@ -107,7 +114,7 @@ HUB_ERRORS: list[tuple[Callable[[], Exception], str]] = [
     (lambda: hub_errors.LocalEntryNotFoundError("hf_secret"), "cannot be reached or is turned off"),
     (lambda: hub_errors.OfflineModeIsEnabled("hf_secret"), "cannot be reached or is turned off"),
     (lambda: hub_errors.HFValidationError("hf_secret"), "no valid Hugging Face id"),
-    (connection_error, "could not be fetched from Hugging Face: ConnectError"),
+    (connection_error, "could not be fetched from Hugging Face: Connect(ion)?Error"),
     (lambda: OSError(errno.ENOSPC, "hf_secret"), "no space left .* HF_HOME"),
     (lambda: OSError("hf_secret"), "could not be fetched from Hugging Face: OSError"),
     (lambda: ValueError("hf_secret"), "could not be fetched from Hugging Face: ValueError"),
