@@ -87,8 +87,8 @@ def fill_repository(source: Path, destination: Path, overrides: Overrides) -> No
     configs: dict[str, Any] = {}
     for model, template in templates.items():
         values = _with_context(template, overrides.get(model, {}), llm)
-        filled[model], configs[model], found = _fill_and_parse(model, template, values)
-        problems += found
+        filled[model], configs[model], wrong = _fill_and_parse(model, template, values)
+        problems += wrong
     for model, config in configs.items():
         if config is not None:
             problems += unmet_needs(model, config) + ensemble_problems(model, configs)
@@ -149,8 +149,8 @@ def _fill_and_parse(
     """The filled template, its ModelConfig or None, and the problems."""
     values, problems = _current_names(model, values)
     values = _without_effectless(model, template, values)
-    filled, found = filled_text(template, known(model), values, model)
-    problems += found
+    filled, wrong = filled_text(template, known(model), values, model)
+    problems += wrong
     if problems:
         return "", None, problems
     config, problems = _parse(model, filled)

@@ -34,13 +34,13 @@ def fetch_from_hub(source: str, token: str | None, progress: bool) -> Path:
     foreseen = (OSError, ValueError, *HfHubHTTPError.__bases__)
     try:
         with _hub_progress(progress):
-            found = snapshot_download(
+            snapshot = snapshot_download(
                 match["name"],
                 revision=match["revision"],
                 token=token,
                 ignore_patterns=list(UNUSED_FORMATS),
             )
-        return require_files(Path(found))
+        return require_files(Path(snapshot))
     except cast("tuple[type[Exception], ...]", foreseen) as error:
         # Not from the error: nobody can tell whether its text has the token.
         raise ConfigurationError(hub_problem(error, source)) from None

@@ -131,9 +131,9 @@ def _fetch_file(path: Path, cache: Path, expected: str | None) -> Path:
     path = path.resolve()
 
     def get(_: Path, current: Version | None) -> Archive | None:
-        found = path.stat()
-        etag = f'"{found.st_size:x}-{found.st_mtime_ns:x}-{found.st_ino:x}"'
-        version = Version(etag=etag, size=found.st_size)
+        status = path.stat()
+        etag = f'"{status.st_size:x}-{status.st_mtime_ns:x}-{status.st_ino:x}"'
+        version = Version(etag=etag, size=status.st_size)
         if current and same_version(version, current):
             return None
         digest = hash_of(path).hexdigest() if expected else None

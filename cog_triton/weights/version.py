@@ -25,13 +25,13 @@ class Version(BaseModel):
         return self.etag is not None or self.last_modified is not None
 
 
-def same_version(one: Version, other: Version) -> bool:
+def same_version(first: Version, second: Version) -> bool:
     """Whether they are surely of the same file: by ETag, else by Last-Modified and size."""
-    if one.etag is not None or other.etag is not None:
-        return _weak(one.etag) == _weak(other.etag)
-    if one.last_modified is None:
+    if first.etag is not None or second.etag is not None:
+        return _weak(first.etag) == _weak(second.etag)
+    if first.last_modified is None:
         return False
-    return (one.last_modified, one.size) == (other.last_modified, other.size)
+    return (first.last_modified, first.size) == (second.last_modified, second.size)
 
 
 def _weak(etag: str | None) -> str | None:

@@ -92,10 +92,10 @@ def library_versions() -> dict[str, str]:
 def is_current(output: Path, wanted: str) -> bool:
     """Tell whether ``output`` is a complete demo model with the fingerprint ``wanted``."""
     try:
-        found = json.loads((output / MANIFEST).read_text(encoding="utf-8"))["fingerprint"]
+        recorded = json.loads((output / MANIFEST).read_text(encoding="utf-8"))["fingerprint"]
     except (OSError, ValueError, TypeError, KeyError):
         return False
-    return found == wanted and all((output / name).is_file() for name in MODEL_FILES)
+    return recorded == wanted and all((output / name).is_file() for name in MODEL_FILES)
 
 
 def _train(directory: Path) -> Mapping[str, object]:

@@ -47,21 +47,21 @@ def _set_nodelay(port: int) -> bool:
     """Sets TCP_NODELAY on this process's sockets at the port; returns whether one listens."""
     listening = False
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError), _borrowed(int(name)) as found:
-            if found.family in (socket.AF_INET, socket.AF_INET6) and found.getsockname()[1] == port:
-                found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                listening |= found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) == 1
+        with contextlib.suppress(OSError), _borrowed(int(name)) as sock:
+            if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.getsockname()[1] == port:
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                listening |= sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) == 1
     return listening
 
 
 @contextlib.contextmanager
 def _borrowed(fd: int) -> Iterator[socket.socket]:
     """A socket that somebody else will close; OSError if it is none."""
-    found = socket.socket(fileno=fd)
+    sock = socket.socket(fileno=fd)
     try:
-        yield found
+        yield sock
     finally:
-        found.detach()
+        sock.detach()
 
 
 if __name__ == "__main__":
