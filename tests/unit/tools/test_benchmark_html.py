@@ -1,18 +1,22 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 import re
 from html.parser import HTMLParser
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
+from plotly.offline import get_plotlyjs
 
-from tools.benchmark import html
-from tools.benchmark.html import Axis, Line, Point, Scale, render_html
+from tools.benchmark import figures, plots, reading
+from tools.benchmark.figures import Line, Panel, Point
+from tools.benchmark.html import plot_sections, render_html
 
 VOID = {"meta"}
+CODE = ("script", "style")
+VERDICTS = {True: '<b class="met">✓ met</b>', False: '<b class="not-met">✗ not met</b>'}
 
 
 class Page(HTMLParser):
@@ -39,18 +43,35 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data: str) -> None:
-        if "style" not in self.open:
+        if not any(tag in self.open for tag in CODE):
             self.text += data
 
 
-def plots(page: str) -> list[ElementTree.Element]:
-    """The plots of a page, without the swatches of the legends."""
-    found = [ElementTree.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", page, re.DOTALL)]
-    return [svg for svg in found if svg.get("role") == "img"]
+def figures_in(page: str) -> list[dict[str, Any]]:
+    """The figures in a page, as plotly's library gets them."""
+    scripts = re.findall(r"<script>\{const figure = (.*?);\nPlotly", page, re.DOTALL)
+    return [json.loads(script) for script in scripts]
 
 
-def titles(svg: ElementTree.Element) -> list[str]:
-    return [title.text or "" for title in svg.iter("title")]
+def shown(page: str) -> str:
+    """The page without its scripts."""
+    return re.sub("<script>.*?</script>", "", page, flags=re.DOTALL)
+
+
+def figure_of_section(results: list[dict[str, Any]], heading: str) -> Any:
+    """The figure of a section of the page."""
+    [found] = [section.plots for section in plot_sections(results) if section.title == heading]
+    assert found.figure is not None
+    return found.figure
+
+
+def hovers(figure: Any) -> list[str]:
+    """What pointing at the points and bars of a figure shows."""
+    return [text for trace in figure.data for text in trace.hovertext or ()]
+
+
+def panels(figure: Any) -> int:
+    return sum(1 for _ in figure.select_xaxes())
 
 
 def section(page: str, heading: str) -> str:
@@ -135,13 +156,19 @@ OPEN = [result(load=load, mode="open") for load in (0.5, 2.0)]
 )
 def test_page_is_well_formed_and_needs_nothing_else(results: list[dict[str, Any]]) -> None:
     page = render_html(report(*results))
-    tags = {tag for tag, _ in Page(page).elements}
-    attributes = {name for _, attributes in Page(page).elements for name in attributes}
-    plots(page)
-    assert not tags & {"script", "link", "img", "iframe", "object"}
+    elements = Page(page).elements
+    tags = [tag for tag, _ in elements]
+    attributes = {name for _, attributes in elements for name in attributes}
+    count = len(figures_in(page))
+    assert tags.count("script") == (count + 1 if count else 0)  # and the library, once
+    assert page.count(get_plotlyjs()) == bool(count)
+    assert {f"plot-{i}" for i in range(1, 6)} >= {a["id"] for _, a in elements if "id" in a}
+    assert not {*tags} & {"link", "img", "iframe", "object"}
     assert not attributes & {"src", "href", "srcset"}
-    assert "url(" not in page
-    assert "://" not in page
+    assert "url(" not in shown(page)
+    assert "://" not in shown(page)
+    assert "default-src 'none'" in page  # the browser lets the library load nothing
+    assert not any("://" in json.dumps(figure) for figure in figures_in(page))
 
 
 def test_header_says_what_was_measured_where() -> None:
@@ -160,8 +187,8 @@ def test_checks_tell_met_from_not_met() -> None:
     page = render_html(report(*SWEEP, checks=checks))
     assert "<h2>Targets: 1 of 2 met</h2>" in page
     assert page.index("Targets:") < page.index("<h2>Results")
-    assert "TTFT p50</th><td>33 ms</td><td>≤ 50 ms</td><td>" + html._verdict(True) in page
-    assert "tokens/s</th><td>0.88</td><td>≥ 0.95</td><td>" + html._verdict(False) in page
+    assert "TTFT p50</th><td>33 ms</td><td>≤ 50 ms</td><td>" + VERDICTS[True] in page
+    assert "tokens/s</th><td>0.88</td><td>≥ 0.95</td><td>" + VERDICTS[False] in page
     assert "Targets:" not in render_html(report(*SWEEP))
 
 
@@ -183,9 +210,14 @@ def test_text_of_others_cannot_leave_its_place() -> None:
         report(*results, **named, settings={evil: evil}, machine={"cpu": evil}, checks=checks)
     )
     page.encode()
-    assert "script" not in {tag for tag, _ in Page(page).elements}
+    found = figures_in(page)
+    assert [tag for tag, _ in Page(page).elements].count("script") == len(found) + 1 == 6
     assert "\"'><script>alert(1)</script>&amp;\ufffd\ufffd" in Page(page).text
-    assert any("<script>" in title for svg in plots(page) for title in titles(svg))
+    names = [trace["name"] for figure in found for trace in figure["data"] if "name" in trace]
+    assert len(names) > 5
+    # Plotly reads tags in a name, of which none is left.
+    evil_name = "\"'&gt;&lt;script&gt;alert(1)&lt;/script&gt;&amp;amp;\ufffd\ufffd"
+    assert all(name.startswith(evil_name) for name in names)
 
 
 def test_table_has_every_result() -> None:
@@ -193,7 +225,9 @@ def test_table_has_every_result() -> None:
         load=16, errors={"timed out": 3, "refused": 1}, ratio_to_baseline={"old": 1.254}
     )
     page = render_html(report(result(load=1), failed))
-    cells = [re.findall("<td>(.*?)</td>", row) for row in page.split("<tr>") if "<td>" in row]
+    cells = [
+        re.findall("<td>(.*?)</td>", row) for row in shown(page).split("<tr>") if "<td>" in row
+    ]
     head = ["256", "128", "50"]
     assert cells[0][:9] == ["1", *head, "0", "12.5", "100", "4.00", "–"]
     assert " ".join(cells[1][:12]) == "16 256 128 50 4 12.5 1,600 4.00 1.25× 36.0 72.0 108"
@@ -201,90 +235,77 @@ def test_table_has_every_result() -> None:
     assert "ensemble, concurrency 16: 3 × timed out" in Page(page).text
 
 
-def test_scale_is_linear_or_logarithmic() -> None:
-    linear = Scale(0, 200, 40, 440)
-    assert [linear(value) for value in (0, 50, 200)] == [40, 140, 440]
-    log = Scale(1, 1000, 300, 0, log=True)
-    assert [log(value) for value in (1, 10, 1000)] == pytest.approx([300, 200, 0])
-
-
 @pytest.mark.parametrize(
-    ("low", "high", "ticks"),
-    [(0, 10, (0, 2, 4, 6, 8, 10)), (0, 0.3, (0, 0.1, 0.2, 0.3)), (23, 61, (30, 40, 50, 60))],
-)
-def test_linear_ticks(low: float, high: float, ticks: tuple[float, ...]) -> None:
-    assert html.linear_ticks(low, high) == ticks
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "ticks"),
+    ("values", "kind"),
     [
-        (40, 1300, (50, 100, 200, 500, 1000)),
-        (0.9, 110000, (1, 10, 100, 1000, 10000, 100000)),
-        (55, 95, (60, 70, 80, 90)),
+        ([3.0], "linear"),
+        ([0.0], "linear"),
+        ([0.0, 7.3], "linear"),
+        ([99.0, 101.0], "linear"),
+        ([0.002, 90000.0], "log"),
+        ([1.0, 5.0], "log"),
     ],
 )
-def test_log_ticks(low: float, high: float, ticks: tuple[float, ...]) -> None:
-    assert html.log_ticks(low, high) == ticks
+def test_axes_hold_their_values(values: list[float], kind: str) -> None:
+    linear, fitting = figures.linear_axis("t"), figures.fitting_axis("t", values)
+    assert linear["rangemode"] == "tozero"
+    assert fitting["type"] == kind
+    assert fitting["title"]["text"] == ("t, log scale" if kind == "log" else "t")
+    assert "range" not in {*linear, *fitting}  # plotly's, which holds all of them
 
 
-@pytest.mark.parametrize("values", [[3.0], [0.0], [0.0, 7.3], [0.002, 90000.0], [99.0, 101.0]])
-def test_axes_hold_their_values(values: list[float]) -> None:
-    for axis in [html.linear_axis("", values), html.fitting_axis("", values)]:
-        assert axis.low <= min(values) <= max(values) <= axis.high
-        assert axis.low < axis.high
-        assert len(axis.ticks) > 1
-        assert all(axis.low <= tick <= axis.high for tick in axis.ticks)
+def test_loads_are_the_ticks_of_their_axis() -> None:
+    figure = figure_of_section(SWEEP, "Scaling")
+    axis = figure.layout.xaxis
+    assert axis.title.text == "Concurrency (requests in flight), log scale"
+    assert (axis.type, axis.tickvals, axis.ticktext) == ("log", (1, 4, 16), ("1", "4", "16"))
+    assert (figure.layout.yaxis.type, figure.layout.yaxis.tickvals) == ("log", None)
+    assert figure.layout.yaxis.title.text == "Throughput (output tokens/s), log scale"
 
 
 def test_numbers_are_short() -> None:
     values = [None, 0.0, 0.00123, 0.5, 1.234, 12.34, 123.4, 1234.5, -3.0]
     shown = ["–", "0", "0.00123", "0.500", "1.23", "12.3", "123", "1,234", "-3.00"]
-    assert [html.format_number(value) for value in values] == shown
-    assert html.shorten("abcdefghij", 5) == "ab…ij"
-    assert html.shorten("abc", 5) == "abc"
+    assert [reading.format_number(value) for value in values] == shown
+    assert reading.shorten("abcdefghij", 5) == "ab…ij"
+    assert reading.shorten("abc", 5) == "abc"
 
 
-def test_chart_puts_points_where_the_numbers_say() -> None:
-    x, y = Axis("x", 1, 100, (1, 10, 100), log=True), Axis("y", 0, 50, (0, 50))
+def test_figure_puts_points_where_the_numbers_say() -> None:
+    x, y = figures.log_axis("x", [1, 10, 100]), figures.linear_axis("y")
     points = (Point(1, 0, "", "low"), Point(10, 25, "", "middle"), Point(100, 50, "", "high"))
-    svg = ElementTree.fromstring(html.chart([Line("one", 0, False, points)], x, y))
-    marks = {group[0].text: group[1] for group in svg.iter("g")}
-    at = {
-        name: (float(mark.get("cx", "")), float(mark.get("cy", ""))) for name, mark in marks.items()
-    }
-    left, bottom = at["low"]
-    right, top = at["high"]
-    assert left < right
-    assert top < bottom
-    assert at["middle"] == pytest.approx(((left + right) / 2, (top + bottom) / 2), abs=0.1)
-    polyline = svg.find("polyline")
-    assert polyline is not None
-    corners = [f"{x:.1f},{y:.1f}" for x, y in at.values()]
-    assert polyline.get("points", "").split() == corners
-    rules = {(line.get("x1"), line.get("x2")) for line in svg.iter("line")}
-    assert (f"{left:.1f}", f"{left:.1f}") in rules
+    figure = figures.figure_of([[Panel([Line("one", 0, False, points)], x, y)]])
+    [trace] = figure.data
+    assert (trace.x, trace.y) == ((1, 10, 100), (0, 25, 50))
+    assert trace.hovertext == ("low", "middle", "high")
+    assert (trace.name, trace.mode, trace.line.dash) == ("one", "lines+markers+text", "solid")
+    assert (figure.layout.xaxis.type, figure.layout.yaxis.type) == ("log", "linear")
 
 
-def test_labels_cover_nothing() -> None:
-    points = [(100.0 + step % 5 * 6, 100.0 + step // 5 * 9, "64") for step in range(25)]
-    placed = html.place_labels(points, Scale(0, 1, 0, 400), Scale(0, 1, 300, 0))
-    boxes = []
-    for label in map(ElementTree.fromstring, placed):
-        left, base = float(label.get("x", "")), float(label.get("y", ""))
-        boxes.append((left, base - 9, left + 2 * html.CHARACTER, base))
-    assert 0 < len(boxes) < len(points)
-    for index, box in enumerate(boxes):
-        assert not any(html.overlap(box, other) for other in boxes[:index])
-        assert not any(html.overlap(box, (x - 4, y - 4, x + 4, y + 4)) for x, y, _ in points)
+def test_labels_of_different_lines_are_on_different_sides() -> None:
+    figure = figure_of_section(SWEEP, "Throughput and latency")
+    sides = {trace.textposition for trace in figure.data if trace.xaxis == "x"}
+    assert len(sides) == 2
+    assert [trace.text for trace in figure.data] == [("1", "4", "16")] * 4
+
+
+def test_a_line_is_once_in_the_legend() -> None:
+    figure = figure_of_section(SWEEP, "Inter-token latency")
+    assert [(trace.name, trace.showlegend) for trace in figure.data] == [
+        ("ensemble", True),
+        ("other (baseline)", True),
+        ("ensemble", False),
+        ("other (baseline)", False),
+    ]
+    assert figure.layout.yaxis2.matches == "y"  # one range of values for both percentiles
 
 
 def test_cdf_steps_at_each_sample() -> None:
-    assert html.cdf([30, 10]) == [(10, 0), (10, 50), (30, 50), (30, 100)]
+    assert plots.cdf([30, 10]) == [(10, 0), (10, 50), (30, 50), (30, 100)]
 
 
 def test_cdf_of_many_samples_ends_at_the_last() -> None:
-    corners = html.cdf([float(value) for value in range(10_001)], most=100)
+    corners = plots.cdf([float(value) for value in range(10_001)], most=100)
     assert len(corners) == 200
     assert corners[-1] == (10_000, 100)
     for value, percent in corners[1::2]:
@@ -292,41 +313,48 @@ def test_cdf_of_many_samples_ends_at_the_last() -> None:
 
 
 def test_bars_are_as_long_as_their_seconds() -> None:
-    svg = plots(section(render_html(report(SWEEP[0])), "CPU time"))[0]
-    widths = [float(bar.get("width", "")) for bar in svg.iter("rect")]
-    assert widths[1] == pytest.approx(3 * widths[0], abs=0.3)
-    assert "2.00" in [text.text for text in svg.iter("text")]
-    assert titles(svg)[1:] == [
-        "ensemble, concurrency 1\npredictor: 0.500 s",
-        "ensemble, concurrency 1\ntritonserver: 1.50 s",
+    figure = figure_of_section(SWEEP[:1], "CPU time")
+    predictor, tritonserver, sums = figure.data
+    assert (predictor.x, tritonserver.x) == ((0.5,), (1.5,))
+    assert (predictor.name, tritonserver.name) == ("predictor", "tritonserver")
+    assert figure.layout.barmode == "stack"
+    assert (sums.x, sums.text) == ((2.0,), (" 2.00",))
+    assert figure.layout.yaxis.ticktext == ("ensemble  1",)
+    assert hovers(figure) == [
+        "ensemble, concurrency 1<br>predictor: 0.500 s",
+        "ensemble, concurrency 1<br>tritonserver: 1.50 s",
     ]
 
 
 def test_processes_of_one_role_are_added() -> None:
     process = {"role": "rank", "cpu_s": 3.0}
     two = result(processes=[process, process, {"role": "rank", "cpu_s": None}], output_tokens=2000)
-    assert html.cpu_by_role(two) == {"rank": 3.0}
-    assert html.cpu_by_role(result(output_tokens=0)) == {}
+    assert reading.cpu_by_role(two) == {"rank": 3.0}
+    assert reading.cpu_by_role(result(output_tokens=0)) == {}
 
 
 def test_points_tell_their_numbers() -> None:
-    ttft, e2e = plots(section(render_html(report(*SWEEP)), "Throughput and latency"))
-    assert titles(ttft)[0] == (
-        "ensemble, concurrency 1\nThroughput: 100 output tokens/s\nTTFT p50: 21.0 ms"
+    figure = figure_of_section(SWEEP, "Throughput and latency")
+    assert panels(figure) == 2
+    assert hovers(figure)[0] == (
+        "ensemble, concurrency 1<br>Throughput: 100 output tokens/s<br>TTFT p50: 21.0 ms"
     )
-    assert len(titles(ttft)) == len(titles(e2e)) == len(SWEEP)
-    assert "16" in [text.text for text in ttft.iter("text") if text.get("class") == "label"]
+    assert len(hovers(figure)) == 2 * len(SWEEP)
+    assert "16" in figure.data[0].text
 
 
 def test_distribution_is_that_of_the_highest_load() -> None:
     sweep = [result(load=16), result(load=1), result(load=64, ttft_samples_ms=[])]
-    shown = section(render_html(report(*sweep)), "Time to first token")
-    (svg,) = plots(shown)
+    figure = figure_of_section(sweep, "Time to first token")
     name = "ensemble, concurrency 16"
-    assert titles(svg) == [
-        f"{name}\nTTFT p{percent}: {at} ms"
+    assert hovers(figure) == [
+        f"{name}<br>TTFT p{percent}: {at} ms"
         for percent, at in ((50, "20.0"), (90, "40.0"), (99, "40.0"))
     ]
+    path, marks = figure.data
+    assert list(zip(path.x, path.y, strict=True)) == plots.cdf([10.0, 20.0, 30.0, 40.0])
+    assert (marks.x, marks.y) == ((20.0, 40.0, 40.0), (50.0, 100.0, 100.0))
+    assert (marks.name, marks.showlegend, path.showlegend) == (name, True, False)
 
 
 def test_one_result_says_what_is_not_plotted() -> None:
@@ -334,7 +362,7 @@ def test_one_result_says_what_is_not_plotted() -> None:
     assert "TTFT p50 is not plotted" in section(page, "Throughput and latency")
     for heading in ("Scaling", "Inter-token latency"):
         assert "The closed loop is not plotted" in section(page, heading)
-    assert len(plots(page)) == 2
+    assert len(figures_in(page)) == 2
 
 
 @pytest.mark.parametrize("empty", [None, dict.fromkeys(("mean", "p50", "p90", "p99")), "nan"])
@@ -359,8 +387,10 @@ def test_missing_figures_are_dashes_and_left_out(empty: Any) -> None:
     assert "for Throughput: 1 result." in section(page, "Scaling")
     assert "CPU times or tokens: 1 result." in section(page, "CPU time")
     assert "for Inter-token latency p99: 1 result." in section(page, "Inter-token latency")
-    assert not any("broken" in title for svg in plots(page) for title in titles(svg))
-    assert plots(render_html(report(broken))) == []
+    drawn = [one.plots.figure for one in plot_sections([*SWEEP, broken])]
+    assert len(drawn) == len(figures_in(page)) == 5
+    assert not any("broken" in text for figure in drawn for text in hovers(figure))
+    assert figures_in(render_html(report(broken))) == []
 
 
 def test_open_loops_are_plotted_against_their_rate() -> None:
@@ -368,26 +398,25 @@ def test_open_loops_are_plotted_against_their_rate() -> None:
     scaling = section(page, "Scaling")
     assert "There are no closed-loop results" in scaling
     assert "The load of open-loop results (dashed) is their request rate." in scaling
-    (svg,) = plots(scaling)
-    assert "Request rate of the open loop (requests/s), log scale" in [
-        text.text for text in svg.iter("text")
-    ]
-    assert titles(svg)[0].startswith("ensemble, open loop, 0.5 requests/s\n")
-    polyline = svg.find("polyline")
-    assert polyline is not None
-    assert polyline.get("class") == "line c0 dashed"
+    figure = figure_of_section(OPEN, "Scaling")
+    assert panels(figure) == 1
+    assert figure.layout.xaxis.title.text == "Request rate of the open loop (requests/s), log scale"
+    assert hovers(figure)[0].startswith("ensemble, open loop, 0.5 requests/s<br>")
+    [line] = figure.data
+    assert (line.line.color, line.line.dash) == (figures.COLORS[0], "dash")
     assert "<td>0.5/s</td>" in page
 
 
 def test_closed_and_open_loops_have_panels_of_their_own() -> None:
-    page = render_html(report(*SWEEP, *OPEN))
-    assert len(plots(section(page, "Scaling"))) == 2
-    assert len(plots(section(page, "Inter-token latency"))) == 4
+    assert panels(figure_of_section(SWEEP + OPEN, "Scaling")) == 2
+    latency = figure_of_section(SWEEP + OPEN, "Inter-token latency")
+    assert panels(latency) == 4
+    assert (latency.layout.yaxis2.matches, latency.layout.yaxis4.matches) == ("y", "y3")
 
 
 def test_a_repeated_load_begins_another_line() -> None:
     again = [copy.deepcopy(one) | {"input_tokens_mean": 1024.0} for one in SWEEP]
-    names = [(one.name, len(one.results)) for one in html.series_of(SWEEP + again)]
+    names = [(one.name, len(one.results)) for one in reading.series_of(SWEEP + again)]
     assert names == [
         ("ensemble, run 1: 256 → 128 tokens", 3),
         ("other (baseline), run 1: 256 → 128 tokens", 3),
@@ -397,5 +426,5 @@ def test_a_repeated_load_begins_another_line() -> None:
 
 
 def test_more_lines_than_colours_stay_apart() -> None:
-    slots = [html._color(slot) for slot in range(2 * html.COLORS)]
+    slots = [figures.color_of(slot) for slot in range(2 * len(figures.COLORS))]
     assert len(set(slots)) == len(slots)
