@@ -2,7 +2,7 @@
 """Compares the embedded engine with transformers, called directly and as its own server.
 
 The model has random weights and is made on the spot. The contestants take turns; what counts are the
-ratios of one run. The last line is JSON.
+ratios of one run. The last line is JSON; the report is also written to artifacts/engine/.
 
 Examples:
     On a CPU, 135 million parameters, 16 streams:
@@ -22,21 +22,19 @@ Examples:
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
+import shlex
+import signal
 import sys
 import tempfile
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from _checkout import ROOT
 
 NAMES = ("transformers", "engine", "stack", "serve")
-NOT_REPORTED = ("model_directory", "serve_python", "check")
-PAGE = 256  # tokens; what transformers reserves is a multiple of it
+NOT_REPORTED = ("model_directory", "serve_python", "check", "artifact_dir")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -44,25 +42,19 @@ def main(argv: list[str] | None = None) -> int:
     if options.threads is not None:  # read when torch is imported, here and in the servers
         os.environ["OMP_NUM_THREADS"] = str(options.threads)
     from cog_triton.errors import CogTritonError
-    from tools.benchmark.engine import table, targets
-    from tools.benchmark.engine_contestants import ContestantError
+    from tools.benchmark.measure import BenchmarkError
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with tempfile.TemporaryDirectory(prefix="engine-benchmark-") as directory:
         try:
-            results, report = run(options, Path(directory))
-        except (CogTritonError, ContestantError) as error:
+            report = run(options, Path(directory), sys.argv[1:] if argv is None else argv)
+        except (CogTritonError, BenchmarkError) as error:
             print(error, file=sys.stderr)
             return 1
-    print(table(results))
-    wanted = targets(results, options.device)
-    for target in wanted:
-        verdict = "met" if target.met else "MISSED"
-        limit = f">= {target.least}" if target.least > -1e9 else f"<= {target.most}"
-        print(
-            f"{target.name} at {target.streams} streams: {target.value:.3f}, {limit} is {verdict}"
-        )
     print(json.dumps(report))
-    return 1 if options.check and not all(target.met for target in wanted) else 0
+    failed = any(result["errors"] for result in report["results"])
+    missed = not all(check["met"] for check in report.get("checks", ()))
+    return 1 if failed or (options.check and missed) else 0
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -78,7 +70,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--input-tokens", type=int, default=32)
     add("--output-tokens", type=int, default=64)
     add("--repeat", type=int, default=3, metavar="N", help="rounds of each load")
-    add("--contestants", choices=NAMES, nargs="+", default=NAMES)
+    add(
+        "--contestants",
+        choices=NAMES,
+        nargs="+",
+        default=NAMES,
+        help="targets of scripts/benchmark.py; stack is generate()",
+    )
     add("--seed", type=int, default=0)
     add(
         "--threads",
@@ -108,87 +106,82 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--async-batching", action="store_true", help="for transformers called directly")
     add("--q-padding", type=int, default=0, metavar="TOKENS", help="of CUDA graphs; 0: default")
     add("--kv-padding", type=int, default=0, metavar="TOKENS", help="of CUDA graphs; 0: default")
+    add("--artifact-dir", type=Path, default=Path("artifacts/engine"), metavar="DIRECTORY")
     add("--check", action="store_true", help="exit with status 1 if a target is missed")
     return parser.parse_args(argv)
 
 
-def run(options: argparse.Namespace, directory: Path) -> tuple[list[Any], dict[str, Any]]:
-    """Makes the model, starts the contestants and compares them; returns results and report."""
-    import torch
+def run(options: argparse.Namespace, directory: Path, argv: list[str]) -> dict[str, Any]:
+    """Makes the model, compares the contestants and returns the report."""
+    from tools.benchmark.cli import progress, publish
+    from tools.benchmark.servers import why_no_serve
+    from tools.benchmark.transformers_comparison import compare, environment, promises
 
-    from tools.benchmark.engine import Load, compare, report
-    from tools.benchmark.engine_contestants import Setup, why_no_serve
-    from tools.benchmark.engine_model import SHAPES, make_model
-
-    load = Load(
-        options.streams, options.input_tokens, options.output_tokens, options.repeat, options.seed
-    )
     skipped = {}
     if "serve" in options.contestants and (reason := why_no_serve(options.serve_python)):
         skipped["serve"] = reason
-        say(f"serve is skipped: {reason}")
+        progress(f"serve is skipped: {reason}")
+    setup = setup_of(options, directory)
+    make(setup.model, options)
+    contestants = [name for name in options.contestants if name not in skipped]
+    results = compare(setup, contestants, directory, options.serve_python, progress)
+    about = {
+        "title": "The embedded engine beside transformers",
+        "command": shlex.join(["scripts/benchmark_engine.py", *argv]),
+        "options": {
+            name: value for name, value in vars(options).items() if name not in NOT_REPORTED
+        },
+        "skipped": skipped,
+    }
+    return publish(
+        about,
+        environment(setup, directory / "engine.yaml"),
+        results,
+        promises(results, options.device),
+        directory=options.artifact_dir,
+    )
+
+
+def setup_of(options: argparse.Namespace, directory: Path) -> Any:
+    """What the options say of the comparison."""
+    from tools.benchmark.transformers_comparison import Setup
+
+    alone = {
+        "use_async_batching": "true" if options.async_batching else "",
+        "q_padding_interval_size": str(options.q_padding or ""),
+        "kv_padding_interval_size": str(options.kv_padding or ""),
+    }
     model = options.model_directory or directory / "model"
-    shape = SHAPES[options.shape]
-    if not (model / "model.safetensors.index.json").is_file():
-        with timed(f"making {model}"):
-            dtype = getattr(torch, options.dtype)
-            device = torch.device(options.device)
-            make_model(model, shape, dtype=dtype, device=device, seed=options.seed)
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
-    context = -(-(options.input_tokens + options.output_tokens + 1) // PAGE) * PAGE
-    setup = Setup(
+    return Setup(
         model.absolute(),  # tritonserver has a working directory of its own
         ROOT / "triton_model_repo",
         options.device,
-        context,
-        # Twice what is used: some blocks stay free, and finished prompts' are kept for a while.
-        cache_tokens=2 * (max(options.streams) + 1) * context,
+        options.streams,
+        options.input_tokens,
+        options.output_tokens,
+        options.repeat,
+        options.seed,
         attention=options.attention,
         cuda_graph=options.cuda_graph,
-        async_batching=options.async_batching,
-        padding=(options.q_padding, options.kv_padding),
+        alone={name: value for name, value in alone.items() if value},
     )
-    for name in setup.ignored:
-        say(f"the stack's engine has no parameter {name}, and runs without it")
-    names = [name for name in options.contestants if name not in skipped]
-    with started(names, setup, directory, options.serve_python) as contestants:
-        results = compare(contestants, load, shape.vocabulary, say)
-    given = {name: value for name, value in vars(options).items() if name not in NOT_REPORTED}
-    about: dict[str, Any] = {
-        "torch": torch.__version__,
-        "skipped": skipped,
-        "ignored_by_stack": setup.ignored,
-    }
-    return results, report(results, **given, **about)
 
 
-@contextlib.contextmanager
-def started(
-    names: list[str], setup: Any, directory: Path, serve_python: str
-) -> Iterator[dict[str, Any]]:
-    """The contestants, from the start of all of them to the end of the context."""
-    from tools.benchmark.engine_contestants import start
+def make(model: Path, options: argparse.Namespace) -> None:
+    """Makes the model, unless it is there from before."""
+    import torch
 
-    with contextlib.ExitStack() as cleanup:
-        contestants = {}
-        for name in names:
-            with timed(f"starting {name}"):
-                contestants[name] = start(name, setup, directory, serve_python)
-            cleanup.callback(contestants[name].close)
-        yield contestants
+    from tools.benchmark.cli import progress
+    from tools.benchmark.random_model import SHAPES, is_made, make_model
 
-
-@contextlib.contextmanager
-def timed(what: str) -> Iterator[None]:
-    """Says how long something took."""
-    begin = time.monotonic()
-    yield
-    say(f"{what}: {time.monotonic() - begin:.1f} s")
-
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    if is_made(model):
+        return
+    progress(f"making {model} ...")
+    device = torch.device(options.device)
+    dtype = getattr(torch, options.dtype)
+    make_model(model, SHAPES[options.shape], dtype=dtype, device=device, seed=options.seed)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from tools.benchmark.drivers import DRIVERS
 MARK = "COG_TRITON_TEST_MARK"
 REQUESTS = 6
 TOKENS = 12
+TARGETS = [name for name in DRIVERS if name != "serve"]  # which needs transformers[serving]
 
 
 def run(directory: Path, *arguments: str, mark: str = "") -> subprocess.CompletedProcess[str]:
@@ -73,12 +74,12 @@ def test_every_target(demo_model: Path, tmp_path: Path) -> None:
     mark = secrets.token_hex(8)
     settings = (f"MODEL={demo_model}", "ENGINE=simulated", "SIMULATED_INTER_TOKEN_MS=5")
     finished = run(
-        tmp_path, "--target", *DRIVERS, "--concurrency", "2", "--settings", *settings, mark=mark
+        tmp_path, "--target", *TARGETS, "--concurrency", "2", "--settings", *settings, mark=mark
     )
     report = report_of(finished)
     assert marked(mark) == []
     results = {result["target"]: result for result in report["results"]}
-    assert list(results) == list(DRIVERS)
+    assert list(results) == TARGETS
     for result in results.values():
         check(result)
     roles = {name: {one["role"] for one in results[name]["processes"]} for name in results}
@@ -86,12 +87,13 @@ def test_every_target(demo_model: Path, tmp_path: Path) -> None:
     assert roles["triton-grpc"] == triton | {"load-generator"}
     assert roles["cog-sse"] == triton | {"load-generator", "cog", "predictor"}
     assert roles["engine"] == {"engine"}
+    assert roles["transformers"] == {"transformers"}
     assert results["triton-grpc"]["tokens_per_chunk"]["max"] <= TOKENS
     assert results["cog-json"]["chunk_gap_ms"]["p50"] is None
     assert report["settings"]["ENGINE"] == "simulated"
     assert json.loads((tmp_path / "profile_export.json").read_text()) == report
     with (tmp_path / "benchmark.csv").open() as file:
-        assert [row["target"] for row in csv.DictReader(file)] == list(DRIVERS)
+        assert [row["target"] for row in csv.DictReader(file)] == TARGETS
 
 
 def test_baselines_and_several_generators_in_an_open_loop(demo_model: Path, tmp_path: Path) -> None:
@@ -114,6 +116,33 @@ def test_baselines_and_several_generators_in_an_open_loop(demo_model: Path, tmp_
     for one in results:
         check(one)
     assert set(results[0]["ratio_to_baseline"]) == {"triton-engine", "engine"}
+
+
+def test_targets_in_turns(demo_model: Path, tmp_path: Path) -> None:
+    mark = secrets.token_hex(8)
+    finished = run(
+        tmp_path,
+        *("--target", "generate", "--baseline", "engine", "transformers", "--rounds", "3"),
+        *("--concurrency", "1", "3"),
+        *("--settings", f"MODEL={demo_model}", "ENGINE=transformers"),
+        mark=mark,
+    )
+    results = report_of(finished)["results"]
+    assert marked(mark) == []
+    assert [(one["target"], one["concurrency"], one["baseline"]) for one in results] == [
+        (target, streams, target != "generate")
+        for target in ("generate", "engine", "transformers")
+        for streams in (1, 3)
+    ]
+    for one in results:
+        assert (one["rounds"], one["requests"], one["errors"]) == (3, 3 * REQUESTS, {})
+        assert one["output_tokens"] == REQUESTS * TOKENS
+    added = {"ratio_to_baseline", "cpu_ratio_to_baseline", "ttft_p50_added_ms"}
+    assert all(set(results[0][name]) == {"engine", "transformers"} for name in added)
+    turns = [line for line in finished.stderr.splitlines() if "c=1, round" in line]
+    order = ["generate", "engine", "transformers"]
+    assert [line.split()[0] for line in turns] == [*order, *order[::-1], *order]
+    assert "medians of 3 rounds" in finished.stdout
 
 
 def test_a_running_server(paced_cog_server: CogServer, demo_model: Path, tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ from tools.accuracy.engine import (
 from tools.accuracy.metrics import agreement, rouge
 from tools.accuracy.prompts import prepared
 from tools.accuracy.report import ENGINE, HUGGING_FACE, Report, Side
-from tools.benchmark.cli import machine, reported_settings, versions
+from tools.benchmark.machine import machine, reported_settings, versions
 from tools.benchmark.servers import triton_server
 
 if TYPE_CHECKING:

@@ -52,9 +52,13 @@ class Load:
         input, output: lengths in tokens; the output's is forced on the engine.
         prompts: how many different prompts there are; None for as many as requests.
         temperature: 0 is greedy.
+        ignore_eos: no token ends an output, which takes less of the engine than not to choose the one
+            that does; the Cog targets have no such input.
+        rounds: how often each target has its turn, with other prompts each time.
         seed: of everything random.
         generators: load generator processes that share the load.
         timeout: seconds after which a request counts as failed.
+        warmup_tokens: most output tokens of a request of the warm-up; None for no such limit.
     """
 
     concurrency: int | None = 1
@@ -65,9 +69,12 @@ class Load:
     output: Length = Length(128)
     prompts: int | None = None
     temperature: float = 0.0
+    ignore_eos: bool = False
+    rounds: int = 1
     seed: int = 0
     generators: int = 1
     timeout: float = 300.0
+    warmup_tokens: int | None = None
 
     def __post_init__(self) -> None:
         if (self.concurrency is None) == (self.request_rate is None):
@@ -114,13 +121,14 @@ def default_requests(concurrency: int | None, request_rate: float | None) -> int
     return max(DEFAULT_REQUESTS, round(request_rate * SECONDS_OF_RATE))
 
 
-def plan(load: Load, tokenizer: Any) -> tuple[list[Planned], list[Planned]]:
+def plan(load: Load, tokenizer: Any, turn: int = 0) -> tuple[list[Planned], list[Planned]]:
     """The requests of the warm-up and those to measure. The same load gives the same requests.
 
     Args:
         tokenizer: a ``tokenizers.Tokenizer``, see ``vocabulary``.
+        turn: another turn has other prompts.
     """
-    random = np.random.default_rng(load.seed)
+    random = np.random.default_rng([load.seed, turn])
     total = load.warmup + load.count
     arrivals = [0.0] * total
     if load.request_rate is not None:
@@ -132,7 +140,8 @@ def plan(load: Load, tokenizer: Any) -> tuple[list[Planned], list[Planned]]:
         Planned(*prompts[i % distinct], outputs[i], arrivals[i]) for i in range(load.warmup, total)
     ]
     # A warm-up does not use up the measured prompts while there are others: they could be cached.
-    warmup = [Planned(*prompts[i % distinct], outputs[i]) for i in range(load.warmup)]
+    most = load.warmup_tokens or max(outputs)
+    warmup = [Planned(*prompts[i % distinct], min(outputs[i], most)) for i in range(load.warmup)]
     return warmup, requests
 
 
@@ -145,11 +154,14 @@ def synthetic_prompts(
     lengths: list[int], tokenizer: Any, random: np.random.Generator
 ) -> list[tuple[str, int]]:
     """Different texts of random words, and how many tokens each has: about the lengths asked for."""
+    words = _words_of(tokenizer)
     made: dict[str, int] = {}
     for length in lengths:
         # One token has few different texts; a few tries, then a longer one.
         for attempt in range(100):
-            text = _cut(_words(length + attempt // 10, random), length + attempt // 10, tokenizer)
+            tokens = length + attempt // 10
+            drawn = " ".join(words[i] for i in random.integers(len(words), size=tokens))
+            text = _cut(drawn, tokens, tokenizer)
             if text not in made:
                 break
         made[text] = _count(text, tokenizer)
@@ -173,8 +185,12 @@ def shares(requests: list[Planned], load: Load) -> list[Share]:
     ]
 
 
-def _words(count: int, random: np.random.Generator) -> str:
-    return " ".join(WORDS[i] for i in random.integers(len(WORDS), size=count))
+def _words_of(tokenizer: Any) -> list[str]:
+    """The common words, or the tokenizer's own where all of those are one unknown token to it."""
+    known = set(tokenizer.encode(" ".join(WORDS), add_special_tokens=False).ids)
+    if len(known) > 1:
+        return WORDS
+    return sorted(word for word, token_id in tokenizer.get_vocab().items() if token_id not in known)
 
 
 def _cut(text: str, tokens: int, tokenizer: Any) -> str:

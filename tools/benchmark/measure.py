@@ -1,4 +1,4 @@
-"""One measurement: a load on one target of servers that run, by generators in processes of their own."""
+"""A measurement: a load on one target of servers that run, by generators in processes of their own."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import contextlib
 import json
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from cog_triton.server.installation import PACKAGE_ROOT
+from tools.benchmark.drivers import is_in_process
 from tools.benchmark.load import Load, Planned, Share, plan, shares
 from tools.benchmark.processes import LOAD_GENERATOR, Watch
 from tools.benchmark.report import Result, result
@@ -31,9 +32,9 @@ class Running:
 
     Attributes:
         tokenizer: directory or Hugging Face id of the tokenizer.
-        url: of the Cog server.
+        url: of the Cog server, or of transformers'.
         grpc, http: host:port of Triton's endpoints.
-        engine: parameters of the tensorrt_llm model, for the engine alone.
+        engine: parameters of the tensorrt_llm model, for an engine in the load generator.
         pids: of the servers, whose descendants are watched with them.
     """
 
@@ -53,19 +54,14 @@ class Running:
 class Generator:
     """One load generator process, from its start to the end of the context."""
 
-    def __init__(
-        self, running: Running, target: str, load: Load, warmup: list[Planned], share: Share
-    ) -> None:
+    def __init__(self, running: Running, target: str, load: Load) -> None:
         self._target = target
         self._spec = {
             "target": target,
             "tokenizer": running.tokenizer,
             "endpoints": running.endpoints,
             "temperature": load.temperature,
-            "timeout": load.timeout,
-            "concurrency": share.concurrency,
-            "warmup": [asdict(request) for request in warmup],
-            "requests": [asdict(request) for request in share.requests],
+            "ignore_eos": load.ignore_eos,
         }
 
     def __enter__(self) -> Generator:
@@ -96,6 +92,16 @@ class Generator:
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    def prepare(self, load: Load, warmup: list[Planned], share: Share) -> None:
+        """Hands over its share of a load, for which it is ``ready`` after the warm-up."""
+        spec = {
+            "timeout": load.timeout,
+            "concurrency": share.concurrency,
+            "warmup": [asdict(request) for request in warmup],
+            "requests": [asdict(request) for request in share.requests],
+        }
+        self._write(json.dumps(spec))
 
     def start(self) -> None:
         """Starts the load, which runs until ``wait_for("done")``."""
@@ -132,30 +138,56 @@ class Generator:
             self._process.stdin.flush()
 
 
-def measure(running: Running, target: str, load: Load) -> Result:
-    """Puts a load on a target and returns what was measured. May be called by several threads at once.
+class Session:
+    """The load generators of one target, for any number of loads until the end of the context."""
 
-    Args:
-        target: one of ``drivers.DRIVERS``.
+    def __init__(self, running: Running, target: str, loads: Sequence[Load]) -> None:
+        """Nothing is started yet.
 
-    Raises:
-        BenchmarkError: a load generator could not do its work.
-    """
-    warmup, requests = plan(load, load_vocabulary(running.tokenizer).tokenizer)
-    with ExitStack() as cleanup:
-        generators = [
-            cleanup.enter_context(
-                # One generator warms up the server for all of them.
-                Generator(running, target, load, [] if number else warmup, share)
-            )
-            for number, share in enumerate(shares(requests, load))
-        ]
+        Args:
+            target: one of ``drivers.DRIVERS``.
+            loads: those that will be measured, or the like.
+        """
+        self._running = running
+        self._target = target
+        self._tokenizer = load_vocabulary(running.tokenizer).tokenizer
+        count = max(len(shares([], load)) for load in loads)
+        self._generators = [Generator(running, target, loads[0]) for _ in range(count)]
+        self._cleanup = ExitStack()
+
+    def __enter__(self) -> Session:
+        with ExitStack() as cleanup:
+            for generator in self._generators:
+                cleanup.enter_context(generator)
+            self._cleanup = cleanup.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._cleanup.close()
+
+    def measure(self, load: Load, turn: int = 0, *, warm_up: bool = True) -> Result:
+        """Puts a load on the target and returns what was measured.
+
+        Args:
+            turn: another one has other prompts.
+            warm_up: whether the load's warm-up comes first.
+
+        Raises:
+            BenchmarkError: a load generator could not do its work.
+        """
+        warmup, requests = plan(load, self._tokenizer, turn)
+        parts = shares(requests, load)
+        generators = self._generators[: len(parts)]
+        for number, (generator, share) in enumerate(zip(generators, parts, strict=True)):
+            # One generator warms up the server for all of them.
+            generator.prepare(load, warmup if warm_up and number == 0 else [], share)
         for generator in generators:
             generator.wait_for("ready")
+        alone = is_in_process(self._target)
         watch = Watch(
-            () if target == "engine" else running.pids,
+            () if alone else self._running.pids,
             [generator.pid for generator in generators],
-            role="engine" if target == "engine" else LOAD_GENERATOR,
+            role=self._target if alone else LOAD_GENERATOR,
         )
         watch.start()
         for generator in generators:
@@ -164,6 +196,12 @@ def measure(running: Running, target: str, load: Load) -> Result:
             generator.wait_for("done")
         usages = watch.stop()
         found = [generator.result() for generator in generators]
-    records = [Record(**record) for one in found for record in one["records"]]
-    cpu_s, refused = [one["cpu_s"] for one in found], sum(one["refused"] for one in found)
-    return result(target, load, records, usages, cpu_s, refused)
+        records = [Record(**record) for one in found for record in one["records"]]
+        cpu_s, refused = [one["cpu_s"] for one in found], sum(one["refused"] for one in found)
+        return result(self._target, load, records, usages, cpu_s, refused)
+
+
+def measure(running: Running, target: str, load: Load) -> Result:
+    """One load on one target; see ``Session``. May be called by several threads at once."""
+    with Session(running, target, [load]) as session:
+        return session.measure(load)

@@ -47,6 +47,8 @@ def role_of(command: list[str]) -> str:
         return LOAD_GENERATOR
     if "cog.server.http" in line or "cog_triton.faces.cog.no_delay" in line:
         return "cog"
+    if "transformers.cli.transformers serve" in line:
+        return "serve"
     if "coglet.server._run_worker" in line:
         return "predictor"
     return "other"

@@ -37,7 +37,12 @@ class Result:
         load_generator_cpu_share: of a core, of the busiest generator.
         refused: attempts that the server turned away (409) and that were made again; the request's
             time runs from its first attempt.
-        ratio_to_baseline: output tokens a second divided by those of the baseline, same load.
+        cpu_s: CPU seconds of all processes that were watched.
+        rounds: of which the figures are medians; requests, errors and samples are of all of them.
+        ratio_to_baseline: output tokens a second divided by those of the baseline, same load; of
+            several rounds the median of their ratios.
+        cpu_ratio_to_baseline: CPU seconds likewise; steadier on a machine with other work to do.
+        ttft_p50_added_ms: to that of the baseline, likewise.
     """
 
     target: str
@@ -62,7 +67,11 @@ class Result:
     processes: list[dict[str, Any]]
     load_generator_cpu_share: float
     refused: int = 0
+    cpu_s: float = 0.0
+    rounds: int = 1
     ratio_to_baseline: dict[str, float] = field(default_factory=dict)
+    cpu_ratio_to_baseline: dict[str, float] = field(default_factory=dict)
+    ttft_p50_added_ms: dict[str, float] = field(default_factory=dict)
 
     @property
     def load_name(self) -> str:
@@ -127,23 +136,12 @@ def result(
         chunk_gap_ms=statistics(_gaps_ms(good)),
         e2e_ms=statistics([_ms(record.end - record.start) for record in good]),
         tokens_per_chunk={**statistics(chunk_sizes), "one_token_fraction": one_token},
-        ttft_samples_ms=[round(value, 3) for value in _thinned(ttft)],
+        ttft_samples_ms=[round(value, 3) for value in thinned(ttft)],
         processes=[asdict(usage) for usage in processes],
         load_generator_cpu_share=max(generator_cpu_s, default=0.0) / duration,
         refused=refused,
+        cpu_s=sum(usage.cpu_s for usage in processes),
     )
-
-
-def ratios(results: Sequence[Result], measured: Result) -> dict[str, float]:
-    """Its output tokens a second divided by those of each baseline under the same load."""
-    return {
-        other.target: measured.output_tokens_per_s / other.output_tokens_per_s
-        for other in results
-        if other.baseline
-        and other.target != measured.target
-        and other.load_name == measured.load_name
-        and other.output_tokens_per_s
-    }
 
 
 def table(results: Sequence[Result]) -> str:
@@ -167,7 +165,10 @@ def table(results: Sequence[Result]) -> str:
     rows = [_row(one, baselines) for one in results]
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in (header, *rows)]
-    return "\n".join([*lines, "Latencies in ms. * is a baseline.", *_warnings(results)])
+    rounds = max((one.rounds for one in results), default=1)
+    medians = f" Figures are medians of {rounds} rounds in turns." if rounds > 1 else ""
+    note = f"Latencies in ms. * is a baseline.{medians}"
+    return "\n".join([*lines, note, *_warnings(results)])
 
 
 def to_csv(results: Sequence[Result]) -> str:
@@ -251,7 +252,8 @@ def _flat(one: Result) -> dict[str, Any]:
     return row
 
 
-def _thinned(values: Sequence[float]) -> Sequence[float]:
+def thinned(values: Sequence[float]) -> Sequence[float]:
+    """So many of them, evenly chosen, that a report stays small."""
     return values[:: -(-len(values) // MAX_SAMPLES) or 1]
 
 

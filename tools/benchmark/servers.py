@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import http.client
 import json
-import signal
+import os
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from google.protobuf import text_format  # type: ignore[import-untyped, unused-ignore]
 from tritonclient.grpc.model_config_pb2 import (  # type: ignore[import-untyped, unused-ignore]
@@ -25,13 +28,42 @@ from cog_triton.repository.fill import fill_repository
 from cog_triton.server.installation import PACKAGE_ROOT
 from cog_triton.server.tritonserver import TritonServer
 from cog_triton.settings import Settings, read_settings
+from tools.benchmark.engine_drivers import load_for_batching
 from tools.benchmark.measure import BenchmarkError, Running
 from tools.benchmark.processes import descendant_with
 
 STOP_SECONDS = 60.0
+SERVE_START_SECONDS = 300.0
 LOG_TAIL = 3000
 
 ANY_PORTS = {"TRITON_HTTP_PORT": "0", "TRITON_GRPC_PORT": "0", "TRITON_METRICS_PORT": "0"}
+
+
+def started(
+    kind: str,
+    environment: Mapping[str, str],
+    directory: Path,
+    serve_python: str = sys.executable,
+    **alone: str,
+) -> AbstractContextManager[Running]:
+    """What the drivers of a kind need.
+
+    Args:
+        kind: a driver's ``server``, or the name of a target that needs none.
+        environment: of the server.
+        directory: an existing one for logs.
+        serve_python: see ``transformers_serve``.
+        alone: see ``transformers_parts``.
+    """
+    if kind == "cog":
+        return cog_server(environment, directory / "cog.log")
+    if kind == "triton":
+        return triton_server(environment)
+    if kind == "serve":
+        return transformers_serve(environment, serve_python, directory / "serve.log")
+    return (
+        engine_alone(environment) if kind == "engine" else transformers_parts(environment, **alone)
+    )
 
 
 @contextmanager
@@ -48,15 +80,9 @@ def cog_server(environment: Mapping[str, str], log: Path) -> Iterator[Running]:
     settings = read_settings(environment)
     port, grpc, http = (free_port() for _ in range(3))
     ports = {"PORT": port, "TRITON_GRPC_PORT": grpc, "TRITON_HTTP_PORT": http}
-    with log.open("wb") as file:
-        process = subprocess.Popen(
-            [sys.executable, str(PACKAGE_ROOT / "scripts" / "serve.py")],
-            env={**environment, **ANY_PORTS, **{name: str(value) for name, value in ports.items()}},
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C reaches the benchmark alone, which stops this one
-        )
-    try:
+    command = [sys.executable, str(PACKAGE_ROOT / "scripts" / "serve.py")]
+    given = {**environment, **ANY_PORTS, **{name: str(value) for name, value in ports.items()}}
+    with _process(command, given, log) as process:
         _wait_until_set_up(process, port, log, settings.start_timeout)
         yield Running(
             tokenizer=with_files(settings).tokenizer_dir,
@@ -65,8 +91,6 @@ def cog_server(environment: Mapping[str, str], log: Path) -> Iterator[Running]:
             http=f"{settings.host}:{http}",
             pids=(process.pid,),
         )
-    finally:
-        _stop(process)
 
 
 @contextmanager
@@ -110,6 +134,81 @@ def engine_alone(environment: Mapping[str, str]) -> Iterator[Running]:
     )
 
 
+@contextmanager
+def transformers_parts(environment: Mapping[str, str], **alone: str) -> Iterator[Running]:
+    """No server: what a load generator needs to run transformers' batching in its own process.
+
+    Args:
+        alone: see ``engine_drivers.TRANSFORMERS_ALONE``.
+    """
+    with engine_alone({**environment, "ENGINE": "transformers"}) as running:
+        yield replace(running, engine={**running.engine, **alone})
+
+
+@contextmanager
+def transformers_serve(environment: Mapping[str, str], python: str, log: Path) -> Iterator[Running]:
+    """``transformers serve`` with the batching of the engine.
+
+    Args:
+        python: the Python that has the packages of transformers[serving].
+        log: file for what the server prints.
+
+    Raises:
+        BenchmarkError: it could not be started, with the end of its log.
+    """
+    if reason := why_no_serve(python):
+        raise BenchmarkError(f"{python} cannot run transformers serve: {reason}")
+    with transformers_parts(environment) as running:
+        port = free_port()
+        command = serve_command(running.engine, _batching(running.engine), python, port)
+        with _process(command, {**os.environ, "HF_HUB_OFFLINE": "1"}, log) as process:
+            name = "transformers serve"
+            _wait(name, process, lambda: _is_healthy(port), log, SERVE_START_SECONDS)
+            yield replace(running, url=f"http://127.0.0.1:{port}", pids=(process.pid,))
+
+
+def serve_command(
+    parameters: Mapping[str, str], batching: Any, python: str, port: int
+) -> list[str]:
+    """The command line of ``transformers serve``.
+
+    Args:
+        parameters: of the tensorrt_llm model.
+        batching: transformers' configuration that the engine has with these.
+    """
+    device = parameters.get("device", "auto")
+    options = {
+        "--host": "127.0.0.1",
+        "--port": port,
+        "--device": None if device == "auto" else device,
+        "--log-level": "error",
+        "--attn-implementation": parameters.get("attn_implementation"),
+        "--cb-block-size": batching.page_size,
+        "--cb-num-blocks": batching.num_blocks,
+        "--cb-max-batch-tokens": batching.max_batch_tokens,
+    }
+    given = [str(part) for option in options.items() if option[1] is not None for part in option]
+    graph = "--cb-use-cuda-graph" if batching.use_cuda_graph else "--no-cb-use-cuda-graph"
+    program = [python, "-m", "transformers.cli.transformers", "serve", parameters["model"]]
+    return [*program, "--continuous-batching", graph, *given]
+
+
+def why_no_serve(python: str) -> str | None:
+    """Why this Python cannot run ``transformers serve``; None if it can."""
+    code = (
+        "from transformers.utils import import_utils as u\n"
+        "if not (u.is_serve_available() and u.is_accelerate_available()):\n"
+        "    raise SystemExit('the packages of transformers[serving] are not installed')"
+    )
+    try:
+        found = subprocess.run(
+            [python, "-c", code], capture_output=True, text=True, timeout=SERVE_START_SECONDS
+        )
+    except OSError as error:
+        return str(error)
+    return None if found.returncode == 0 else found.stderr.strip().rpartition("\n")[2]
+
+
 def has_embedded_engine(environment: Mapping[str, str]) -> bool:
     """Whether the engine can run without Triton, which TensorRT-LLM's C++ backend cannot."""
     return resolve_engine(with_files(read_settings(environment))) != "tensorrtllm"
@@ -129,39 +228,88 @@ def filled_repository(settings: Settings, directory: Path) -> Path:
     return repository
 
 
+def _batching(parameters: Mapping[str, str]) -> Any:
+    """The configuration of the engine's batching, for which a model has to be loaded and let go."""
+    _, _, batching = load_for_batching(parameters)
+    gc.collect()
+    if "torch" in sys.modules and (cuda := sys.modules["torch"].cuda).is_available():
+        cuda.empty_cache()
+    return batching
+
+
+@contextmanager
+def _process(
+    command: Sequence[str], environment: Mapping[str, str], log: Path
+) -> Iterator[subprocess.Popen[bytes]]:
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            command,
+            env=environment,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C reaches the benchmark alone, which stops this one
+        )
+    try:
+        yield process
+    finally:
+        process.terminate()
+        try:
+            process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
 def _wait_until_set_up(
     process: subprocess.Popen[bytes], port: int, log: Path, timeout: float
 ) -> None:
+    def status() -> str | None:
+        answer = _health(port, "/health-check")
+        return None if answer is None else str(json.loads(answer[1])["status"])
+
+    name = "the Cog server"
+    _wait(name, process, lambda: status() not in (None, "STARTING"), log, timeout)
+    if (last := status()) != "READY":
+        raise BenchmarkError(f"{name} says {last}:\n{_tail(log)}")
+
+
+def _wait(
+    name: str,
+    process: subprocess.Popen[bytes],
+    ready: Callable[[], bool],
+    log: Path,
+    timeout: float,
+) -> None:
+    """Waits for a server to be ready.
+
+    Raises:
+        BenchmarkError: it ended, or was not ready in time.
+    """
     deadline = time.monotonic() + timeout
-    while (status := _health(port)) in (None, "STARTING"):
+    while not ready():
         if process.poll() is not None:
-            raise BenchmarkError(f"the Cog server ended while starting:\n{_tail(log)}")
+            raise BenchmarkError(f"{name} ended while starting:\n{_tail(log)}")
         if time.monotonic() > deadline:
-            raise BenchmarkError(f"the Cog server was not ready after {timeout:g} s:\n{_tail(log)}")
+            raise BenchmarkError(f"{name} was not ready after {timeout:g} s:\n{_tail(log)}")
         time.sleep(0.05)
-    if status != "READY":
-        raise BenchmarkError(f"the Cog server says {status}:\n{_tail(log)}")
 
 
-def _health(port: int) -> str | None:
+def _health(port: int, path: str) -> tuple[int, bytes] | None:
+    """The status and the text of the server's answer; None if it does not answer."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
     try:
-        connection.request("GET", "/health-check")
-        return str(json.loads(connection.getresponse().read())["status"])
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        return answer.status, answer.read()
     except (OSError, http.client.HTTPException):
         return None
     finally:
         connection.close()
 
 
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    if process.poll() is None:
-        process.send_signal(signal.SIGTERM)
-    try:
-        process.wait(STOP_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+def _is_healthy(port: int) -> bool:
+    answer = _health(port, "/health")
+    return answer is not None and answer[0] == 200
 
 
 def _tail(log: Path) -> str:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ import psutil  # type: ignore[import-untyped, unused-ignore]
 from cog_triton.server.installation import PACKAGE_ROOT
 from cog_triton.server.tritonserver import TritonServer
 from cog_triton.settings import read_settings
+from tools.benchmark.checks import Check, at_least, at_most
 from tools.benchmark.load import WORDS, Length, Load
 from tools.benchmark.measure import Running, measure
 from tools.benchmark.processes import LOAD_GENERATOR, MEGABYTE, role_of
@@ -54,25 +55,7 @@ Environment = Mapping[str, str]
 Progress = Callable[[str], object]
 
 
-@dataclass(frozen=True)
-class Check:
-    """One promise, and what was measured."""
-
-    name: str
-    measured: str
-    bound: str
-    met: bool
-
-
 Findings = tuple[list[Result], list[Check]]
-
-
-def at_least(name: str, value: float, bound: float, unit: str = "") -> Check:
-    return Check(name, _text(value, unit), f">= {_text(bound, unit)}", value >= bound)
-
-
-def at_most(name: str, value: float, bound: float, unit: str = "") -> Check:
-    return Check(name, _text(value, unit), f"<= {_text(bound, unit)}", value <= bound)
 
 
 def run_suite(environment: Environment, progress: Progress) -> Findings:
@@ -200,19 +183,6 @@ def imports(environment: Environment) -> Findings:
     return [], [at_most("import cog_triton", statistics.median(taken), 0.3, "s")]
 
 
-def report_rows(checks: list[Check]) -> str:
-    """The promises as a table."""
-    header = ("", "promise", "measured", "bound")
-    rows = [("met" if one.met else "MISSED", one.name, one.measured, one.bound) for one in checks]
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in (header, *rows))
-
-
-def as_report(checks: list[Check]) -> list[dict[str, Any]]:
-    """The promises as the HTML report and the JSON have them."""
-    return [{**asdict(one), "name": one.name.strip()} for one in checks]
-
-
 # What is started and read for a measurement
 
 
@@ -316,8 +286,3 @@ def _rate(result: Result) -> float:
 def _value(figures: Mapping[str, float | None], name: str) -> float:
     value = figures[name]
     return float("nan") if value is None else value
-
-
-def _text(value: float, unit: str) -> str:
-    digits = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2
-    return f"{value:,.{digits}f} {unit}".rstrip()

@@ -1,8 +1,9 @@
 """One load generator process: ``python -m tools.benchmark.worker``.
 
-Standard input brings the specification as a line of JSON, and then a line that starts the load. Standard
-output says, each on a line: ``ready``, ``done`` when the last request has ended, and the result as JSON.
-The end of standard input ends the process: whoever started it is gone.
+Standard input brings the specification as a line of JSON, and then for each load a line of JSON and a line
+that starts it. Standard output says of each load, each on a line: ``ready``, ``done`` when the last request
+has ended, and the result as JSON. The end of standard input ends the process: no more loads are wanted, or,
+while one runs, whoever started it is gone.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, TextIO
 
-from tools.benchmark.drivers import DRIVERS, Answer, Context, Driver, Failed
+from tools.benchmark.driver import Answer, Context, Driver, Failed
+from tools.benchmark.drivers import DRIVERS
 from tools.benchmark.load import Planned
 from tools.benchmark.vocabulary import load_vocabulary
 
@@ -75,30 +77,44 @@ async def run(spec: Mapping[str, Any], out: TextIO) -> None:
     """One worker's life; see the module's docstring."""
     vocabulary = load_vocabulary(spec["tokenizer"])
     driver = DRIVERS[spec["target"]](
-        Context(vocabulary, spec["tokenizer"], spec["temperature"], **spec["endpoints"])
+        Context(
+            vocabulary,
+            spec["tokenizer"],
+            spec["temperature"],
+            spec["ignore_eos"],
+            **spec["endpoints"],
+        )
     )
-    concurrency, timeout = spec["concurrency"], spec["timeout"]
-    warmup, requests = ([Planned(**one) for one in spec[name]] for name in ("warmup", "requests"))
-    prepared = [(request, driver.prepare(request)) for request in requests]
-    warm = [(request, driver.prepare(request)) for request in warmup]
-    await closed_loop(driver, warm, concurrency or OPEN_LOOP_WARMUP, timeout)
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        if not await run_load(driver, json.loads(line), out):
+            return
+    await driver.close()
+
+
+async def run_load(driver: Driver, load: Mapping[str, Any], out: TextIO) -> bool:
+    """One load; False if its start never came."""
+    concurrency, timeout = load["concurrency"], load["timeout"]
+    warmup, requests = (
+        [(request, driver.prepare(request)) for request in (Planned(**one) for one in load[name])]
+        for name in ("warmup", "requests")
+    )
+    await closed_loop(driver, warmup, concurrency or OPEN_LOOP_WARMUP, timeout)
     print("ready", file=out)
     if not await asyncio.to_thread(sys.stdin.readline):
-        return
-    end_with_starter()
-    with no_garbage_collection():
+        return False
+    with no_garbage_collection(), ended_with_starter():
         cpu, refused = driver.own_cpu_s, driver.refused
         sent = await (
-            open_loop(driver, prepared, timeout)
+            open_loop(driver, requests, timeout)
             if concurrency is None
-            else closed_loop(driver, prepared, concurrency, timeout)
+            else closed_loop(driver, requests, concurrency, timeout)
         )
         cpu = driver.own_cpu_s - cpu
     print("done", file=out)
     records = [asdict(record(driver, one)) for one in sent]
     found = {"records": records, "cpu_s": cpu, "refused": driver.refused - refused}
     print(json.dumps(found), file=out)
-    await driver.close()
+    return True
 
 
 async def closed_loop(
@@ -191,9 +207,16 @@ def no_garbage_collection() -> Iterator[None]:
         gc.enable()
 
 
-def end_with_starter() -> None:
-    """Ends this process when standard input does."""
-    asyncio.get_running_loop().add_reader(sys.stdin.fileno(), os._exit, 1)
+@contextlib.contextmanager
+def ended_with_starter() -> Iterator[None]:
+    """Within it, this process ends when standard input does."""
+    loop, stdin = asyncio.get_running_loop(), sys.stdin.fileno()
+    loop.add_reader(stdin, os._exit, 1)
+    try:
+        yield
+    finally:
+        loop.remove_reader(stdin)
+        os.set_blocking(stdin, True)  # which uvloop has changed, and the next load is read from it
 
 
 if __name__ == "__main__":

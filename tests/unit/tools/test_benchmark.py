@@ -12,17 +12,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 
-from tools.benchmark.cli import (
-    default_baselines,
-    loads,
-    parse,
-    reported_settings,
-    server_environment,
-    write,
-)
-from tools.benchmark.drivers import Answer, CogJson, CogSse, Context, Failed, TritonHttp
+from tools.benchmark.cli import default_baselines, write
+from tools.benchmark.driver import Answer, Context, Failed, engine_inputs, sampling_request
 from tools.benchmark.http import Connection, Piece, Pool, events, parse_reply
+from tools.benchmark.http_drivers import CogJson, CogSse, TritonHttp
 from tools.benchmark.load import (
     Length,
     Load,
@@ -32,8 +29,11 @@ from tools.benchmark.load import (
     shares,
     synthetic_prompts,
 )
+from tools.benchmark.machine import reported_settings, server_environment
+from tools.benchmark.options import loads, parse
 from tools.benchmark.processes import Usage, Watch, role_of
-from tools.benchmark.report import Result, ratios, result, statistics, table, to_csv
+from tools.benchmark.report import Result, result, statistics, table, to_csv
+from tools.benchmark.turns import compared
 from tools.benchmark.vocabulary import Vocabulary, load_vocabulary
 from tools.benchmark.worker import Record, closed_loop, error_text, is_short, open_loop, record
 
@@ -133,6 +133,43 @@ def test_generators_share_all_of_a_load(concurrency: int | None, generators: int
     if concurrency:
         assert sum(share.concurrency or 0 for share in made) == concurrency
         assert all(share.concurrency for share in made)
+
+
+def test_words_of_its_own_for_a_vocabulary_that_has_no_common_ones() -> None:
+    words = {"<end>": 0, "w1": 1, "w2": 2, "w3": 3, "w4": 4}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="<end>"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    prompts = synthetic_prompts([20] * 10, tokenizer, random())
+    assert len(set(prompts)) == 10
+    assert {word for text, _ in prompts for word in text.split()} == {"w1", "w2", "w3", "w4"}
+    assert {tokens for _, tokens in prompts} == {20}
+
+
+def test_every_turn_has_prompts_of_its_own_and_a_warm_up_may_be_short(
+    vocabulary: Vocabulary,
+) -> None:
+    load = Load(requests=5, warmup=5, warmup_tokens=2, output=Length(9))
+    plans = [plan(load, vocabulary.tokenizer, turn) for turn in range(4)]
+    prompts = [one.prompt for warmup, requests in plans for one in (*warmup, *requests)]
+    assert len(set(prompts)) == len(prompts) == 4 * 10
+    assert {one.output_tokens for one in plans[0][0]} == {2}
+    assert {one.output_tokens for one in plans[0][1]} == {9}
+
+
+@pytest.mark.parametrize("ignore_eos", [True, False])
+def test_the_length_of_an_output_is_forced(vocabulary: Vocabulary, ignore_eos: bool) -> None:
+    context = Context(vocabulary, "", ignore_eos=ignore_eos)
+    request = sampling_request(Planned("a b", 2, 7), context)
+    inputs = engine_inputs(Planned("a b", 2, 7), context)
+    assert request.max_tokens == inputs["request_output_len"].item() == 7
+    if ignore_eos:
+        assert (request.end_id, request.min_tokens) == (-1, 0)
+        assert inputs["end_id"].item() == -1
+        assert "min_tokens" not in inputs
+    else:
+        assert (request.end_id, request.min_tokens) == (None, 7)
+        assert inputs["end_id"].item() == vocabulary.end_id
+        assert inputs["min_tokens"].item() == 7
 
 
 # HTTP
@@ -246,7 +283,7 @@ def test_a_url_without_a_host_is_refused() -> None:
 
 @pytest.fixture
 def context(vocabulary: Vocabulary) -> Context:
-    return Context(vocabulary, "", 0.0, url="http://localhost:1", http="localhost:2")
+    return Context(vocabulary, "", url="http://localhost:1", http="localhost:2")
 
 
 def test_a_stream_of_cogs(context: Context) -> None:
@@ -394,10 +431,13 @@ def test_samples_are_thinned() -> None:
 
 
 def test_ratios_are_to_baselines_under_the_same_load() -> None:
-    base = measured("engine", baseline=True, output_tokens_per_s=9.0)
-    other = measured("triton-engine", baseline=True, concurrency=3)
-    assert ratios([base, other, measured()], measured()) == {"engine": 0.5}
-    assert ratios([base], base) == {}
+    base = measured("engine", output_tokens_per_s=9.0)
+    idle = measured("triton-engine", output_tokens_per_s=0.0)
+    of_load = {"cog-sse": [measured()], "engine": [base], "triton-engine": [idle]}
+    stack, engine, _ = compared(of_load, ["engine", "triton-engine", "generate"])
+    assert stack.ratio_to_baseline == {"engine": 0.5}  # not to one that made nothing
+    assert engine.ratio_to_baseline == {}
+    assert (stack.baseline, engine.baseline) == (False, True)
 
 
 def test_the_table() -> None:
@@ -433,6 +473,7 @@ def test_the_csv_has_a_row_for_each_result() -> None:
         ("/v/python -m cog_triton.faces.cog.no_delay --host 127.0.0.1", "cog"),
         ("python -c import coglet; coglet.server._run_worker()", "predictor"),
         ("/v/python -m tools.benchmark.worker", "load-generator"),
+        ("/v/python -m transformers.cli.transformers serve /m --port 1", "serve"),
         ("", "other"),
     ],
 )
@@ -462,12 +503,22 @@ def test_the_command_line_has_genai_perfs_names() -> None:
         "--synthetic-input-tokens-mean 200 --synthetic-input-tokens-stddev 10 "
         "--output-tokens-mean 100 --output-tokens-stddev 2 --random-seed 123 --streaming "
         "--tokenizer models/demo --profile-export-file x.json --artifact-dir a --generate-plots "
-        "-u localhost:5000"
+        "-u localhost:5000 --rounds 3 --ignore-eos"
     )
     arguments = parse(line.split())
     [load] = loads(arguments)
     assert load == Load(
-        16, None, 50, 5, Length(200, 10), Length(100, 2), prompts=20, seed=123, generators=1
+        16,
+        None,
+        50,
+        5,
+        Length(200, 10),
+        Length(100, 2),
+        prompts=20,
+        seed=123,
+        generators=1,
+        rounds=3,
+        ignore_eos=True,
     )
     assert (arguments.url, arguments.profile_export_file) == ("localhost:5000", Path("x.json"))
     assert arguments.target == ["cog-sse"]

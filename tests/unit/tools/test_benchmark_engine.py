@@ -9,38 +9,25 @@ import benchmark_engine
 import numpy as np
 import pytest
 import torch
-from transformers import GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from cog_triton.engines.attention import TORCH_FLASH, use_attention
 from cog_triton.engines.transformers import load_model
 from cog_triton.repository.overrides import load_overrides
 from cog_triton.text.tokenizer import load_tokenizer
-from tools.benchmark.engine import (
-    Load,
-    Round,
-    compare,
-    figures,
-    measure,
-    prompts,
-    report,
-    summary,
-    table,
-    targets,
-    token_gaps,
-)
-from tools.benchmark.engine_contestants import (
-    Contestant,
-    ContestantError,
-    Prompts,
-    Setup,
-    Stream,
-    completion_stream,
-    serve_command,
-    stack_environment,
-    why_no_serve,
-)
-from tools.benchmark.engine_model import END_ID, SHAPES, make_model, parameters, text_of
+from tools.benchmark.driver import Failed
+from tools.benchmark.engine_drivers import alone, load_for_batching
+from tools.benchmark.http_drivers import completion
+from tools.benchmark.load import Load
+from tools.benchmark.measure import BenchmarkError
+from tools.benchmark.processes import Usage
+from tools.benchmark.random_model import END_ID, SHAPES, is_made, make_model
+from tools.benchmark.report import Result, result, table
+from tools.benchmark.servers import serve_command, started, why_no_serve
+from tools.benchmark.transformers_comparison import Setup, environment, promises
+from tools.benchmark.turns import compared, run_loads, take_turns
+from tools.benchmark.worker import Record
 
 ROOT = Path(__file__).resolve().parents[3]
 CPU = torch.device("cpu")
@@ -55,23 +42,21 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-class Paced(Contestant):
-    """Makes its tokens at given times, from an invented clock."""
+def text_of(ids: list[int]) -> str:
+    """The text that the tokenizer turns into these ids."""
+    return " ".join(f"w{token_id}" for token_id in ids)
 
-    def __init__(self, at: list[float], tokens: int | None = None) -> None:
-        self.at, self.tokens, self.runs = at, tokens, 0
-        self.prompts: list[list[int]] = []
 
-    def run(self, prompts: Prompts, output_tokens: int) -> list[Stream]:
-        self.prompts += prompts
-        self.runs += 1
-        made = output_tokens if self.tokens is None else self.tokens
-        return [[(self.at[min(i, len(self.at) - 1)], i + 1) for i in range(made)] for _ in prompts]
+def measured(
+    target: str, rate: float, *, ttft: float = 0.005, streams: int = 16, cpu_s: float = 1.0
+) -> Result:
+    """A result of a round in which one stream had so many tokens a second."""
+    record = Record(0.0, 10.0, [ttft, 10.0], [1, 1], 1, round(10 * rate), None)
+    return result(target, Load(streams), [record], [Usage(target, cpu_s, 1.0, None)], [0.1])
 
-    def cpu_seconds(self) -> float:
-        return float(self.runs)
 
-    def close(self) -> None: ...
+def rounds_of(target: str, *rates: float) -> list[Result]:
+    return [measured(target, rate) for rate in rates]
 
 
 @pytest.mark.parametrize(
@@ -79,8 +64,9 @@ class Paced(Contestant):
     [("tiny", 138_048), ("135m", 134_515_008), ("8b", 8_030_261_248)],
 )
 def test_the_shapes_have_the_sizes_of_their_models(shape: str, parameter_count: int) -> None:
-    sizes = parameters(SHAPES[shape].config)
-    assert sum(size.numel() for size in sizes.values()) == parameter_count
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(SHAPES[shape].config)
+    assert sum(weight.numel() for weight in model.parameters()) == parameter_count
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -89,6 +75,7 @@ def test_a_made_model_loads_completely_and_never_chooses_the_end_token(
 ) -> None:
     shape = replace(TINY, tied=tied)
     make_model(tmp_path, shape, dtype=torch.bfloat16, device=CPU, seed=0)
+    assert is_made(tmp_path)
     loaded = load_model(str(tmp_path), CPU, "auto")
     assert loaded.dtype == torch.bfloat16
     assert loaded.config.tie_word_embeddings == tied
@@ -102,7 +89,7 @@ def test_the_same_seed_makes_the_same_model(tmp_path: Path) -> None:
     for number, seed in enumerate((3, 3, 4)):
         directory = tmp_path / str(number)
         make_model(directory, TINY, dtype=torch.float32, device=CPU, seed=seed)
-        weights.append((directory / "model-00000.safetensors").read_bytes())
+        weights.append((directory / "model.safetensors").read_bytes())
     assert weights[0] == weights[1] != weights[2]
 
 
@@ -117,7 +104,7 @@ def test_a_word_is_a_token_and_is_shown_at_once(model: Path) -> None:
 def test_torch_flash_attends_as_sdpa_does(model: Path) -> None:
     random = np.random.default_rng(0)
     # One longer than a batch, so that it is prefilled in pieces beside others' tokens.
-    requests = [*prompts(3, 37, TINY.vocabulary, random), *prompts(1, 100, TINY.vocabulary, random)]
+    requests = [random.integers(1, TINY.vocabulary, n).tolist() for n in (37, 37, 37, 100)]
     loaded = load_model(str(model), CPU, "auto")
     outputs = []
     for attention in ("sdpa", TORCH_FLASH):
@@ -134,103 +121,147 @@ def test_torch_flash_attends_as_sdpa_does(model: Path) -> None:
 
 
 def test_figures_of_a_turn() -> None:
-    streams = [[(0.1, 1), (0.2, 2), (0.5, 4)], [(0.3, 0), (0.3, 2), (0.4, 2), (1.0, 4)]]
-    found = figures(streams, 2.0)
-    assert found.tokens_per_s == pytest.approx(8.0)
+    records = [
+        Record(0.0, 0.5, [0.1, 0.2, 0.5], [1, 1, 2], 1, 4, None),
+        Record(0.0, 1.0, [0.3, 1.0], [2, 2], 1, 4, None),
+    ]
+    found = result("engine", Load(2), records, [Usage("engine", 2.0, 1.0, None)], [0.1])
+    assert found.output_tokens_per_s == pytest.approx(8.0)
     assert found.ttft_ms["p50"] == pytest.approx(200.0)
-    assert found.itl_ms["p50"] == pytest.approx(150.0)
+    assert found.itl_ms["p50"] == pytest.approx((400 / 3 + 700 / 3) / 2)
     assert found.cpu_s == 2.0
 
 
-def test_tokens_that_arrive_together_share_their_wait() -> None:
-    assert token_gaps([(1.0, 1), (1.4, 3), (1.5, 3), (1.7, 4)]) == pytest.approx([0.2, 0.2, 0.3])
-    assert token_gaps([(1.0, 5)]) == []
-
-
-def test_a_turn_with_too_few_tokens_is_refused() -> None:
-    with pytest.raises(ContestantError, match="slow made 3 of 4 tokens"):
-        measure("slow", Paced([0.1], tokens=3), [[1]], 4)
-    with pytest.raises(ContestantError, match="slow made 0 of 4 tokens"):
-        measure("slow", Paced([0.1], tokens=0), [[1]], 4)
-
-
-def test_contestants_take_turns_with_prompts_of_their_own() -> None:
-    a, b = Paced([0.1, 0.2]), Paced([0.2, 0.4])
+def test_contestants_take_turns() -> None:
+    calls: list[tuple[str, int, int, bool]] = []
     said: list[str] = []
-    load = Load(streams=[1, 4], input_tokens=16, output_tokens=2, rounds=3)
-    results = compare({"engine": a, "transformers": b}, load, 1000, said.append)
-    order = [line.split()[4] for line in said]
+
+    def target(name: str, rate: float, ttft: float) -> Any:
+        def measure(load: Load, turn: int, *, warm_up: bool) -> Result:
+            streams = load.concurrency or 0
+            calls.append((name, streams, turn, warm_up))
+            return measured(name, rate, ttft=ttft, streams=streams)
+
+        return measure
+
+    loads = [Load(streams, rounds=3) for streams in (1, 4)]
+    targets = {"engine": target("engine", 20, 0.1), "transformers": target("transformers", 10, 0.2)}
+    found = take_turns(targets, loads, said.append)
     there, back = ["engine", "transformers"], ["transformers", "engine"]
-    assert order == (there + back + there) * 2
-    every = [tuple(prompt) for prompt in a.prompts + b.prompts]
-    assert len(set(every)) == len(every) == 2 * (1 + 4) * (3 + 1)  # and a warm-up
-    assert [(result.contestant, result.streams) for result in results] == [
-        ("engine", 1),
-        ("transformers", 1),
-        ("engine", 4),
-        ("transformers", 4),
+    assert [name for name, *_ in calls] == (there + back + there) * 2
+    assert [streams for _, streams, *_ in calls] == [1] * 6 + [4] * 6
+    assert [turn for *_, turn, _ in calls] == list(range(12))  # each with prompts of its own
+    assert [warm for *_, warm in calls] == [True, True, False, False, False, False] * 2
+    assert said[0] == "engine c=1, round 1: 20 tokens/s"
+    results = [one for rounds in found for one in compared(rounds, ["engine", "transformers"])]
+    assert [(one.target, one.concurrency, one.rounds) for one in results] == [
+        ("engine", 1, 3),
+        ("transformers", 1, 3),
+        ("engine", 4, 3),
+        ("transformers", 4, 3),
     ]
-    assert results[0].ratios == {"transformers": pytest.approx(2.0)}
-    assert results[0].cpu_ratios == {"transformers": pytest.approx(1.0)}
+    assert results[0].ratio_to_baseline == {"transformers": pytest.approx(2.0)}
+    assert results[0].cpu_ratio_to_baseline == {"transformers": pytest.approx(1.0)}
     assert results[0].ttft_p50_added_ms == {"transformers": pytest.approx(-100.0)}
 
 
+def test_loads_of_one_round_are_the_same_for_targets_that_have_them_one_after_another() -> None:
+    turns: list[int] = []
+
+    def measure(load: Load, turn: int, *, warm_up: bool) -> Result:
+        assert warm_up
+        turns.append(turn)
+        return measured("engine", 1, streams=load.concurrency or 0)
+
+    for _ in range(2):
+        take_turns({"engine": measure}, [Load(1), Load(4)], lambda _: None)
+    assert turns == [0, 1, 0, 1]
+
+
 def test_ratios_are_of_the_same_round() -> None:
-    def rounds(*rates: float) -> list[Round]:
-        times = {"p50": 1.0, "p90": 1.0, "p99": 1.0}
-        return [Round(rate, times, times, 1.0) for rate in rates]
-
     # The machine was three times as fast in the second round.
-    found = summary("a", 1, {"a": rounds(10, 30, 11), "b": rounds(10, 30, 10)})
-    assert found.tokens_per_s == 11
-    assert found.ratios["b"] == 1.0
+    rounds = {"a": rounds_of("a", 10, 30, 11), "b": rounds_of("b", 10, 30, 10)}
+    found, _ = compared(rounds, ["b"])
+    assert found.output_tokens_per_s == 11
+    assert found.ratio_to_baseline["b"] == 1.0
 
 
-def results_of(rates: dict[str, float]) -> list[Any]:
-    times = {"p50": 5.0, "p90": 6.0, "p99": 7.0}
-    rounds = {
-        name: [Round(rate, {**times, "p50": 1000 / rate}, times, 1.0)]
-        for name, rate in rates.items()
-    }
-    return [summary(name, 16, rounds) for name in rates]
+def test_requests_and_errors_of_all_rounds_are_told() -> None:
+    short = Record(0.0, 1.0, [], [], 1, 0, "short answer")
+    bad = result("a", Load(16), [short], [Usage("a", 3.0, 2.0, None)], [0.1])
+    [found] = compared({"a": [measured("a", 10), bad]}, [])
+    assert (found.requests, found.errors) == (2, {"short answer": 1})
+    assert found.processes == [{"role": "a", "cpu_s": 2.0, "rss_mb": 2.0, "uss_mb": None}]
+    assert found.ttft_ms["p50"] is None  # one round has none
+    assert "medians of 2 rounds" in table([found])
+
+
+def results_of(rates: dict[str, float]) -> list[Result]:
+    rounds = {name: [measured(name, rate, ttft=1 / rate)] for name, rate in rates.items()}
+    return compared(rounds, list(rates))
 
 
 def test_targets() -> None:
-    results = results_of({"transformers": 100, "engine": 96, "stack": 90, "serve": 80})
-    assert {target.name: target.met for target in targets(results, "cuda")} == {
-        "engine/transformers": True,
-        "stack/engine": False,
-        "stack TTFT - engine's, ms": True,
-        "stack/serve": True,
-        "stack TTFT - serve's, ms": True,
+    results = results_of({"transformers": 100, "engine": 96, "generate": 90, "serve": 80})
+    assert {check.name: check.met for check in promises(results, "cuda")} == {
+        "engine/transformers at 16 streams": True,
+        "generate/engine at 16 streams": False,
+        "generate's TTFT p50 - engine's at 16 streams": True,
+        "generate/serve at 16 streams": True,
+        "generate's TTFT p50 - serve's at 16 streams": True,
     }
-    names = [target.name for target in targets(results_of({"engine": 96, "stack": 90}), "cpu")]
-    assert names == ["stack/engine"]
+    by_name = {check.name: check for check in promises(results, "cpu")}
+    assert by_name["generate/engine at 16 streams"].measured == "0.938"
+    names = [check.name for check in promises(results_of({"engine": 96, "generate": 90}), "cpu")]
+    assert names == ["generate/engine at 16 streams"]
 
 
-def test_table_and_report() -> None:
-    results = results_of({"transformers": 100, "engine": 96})
-    lines = table(results).splitlines()
-    assert [line.split()[0] for line in lines[1:]] == ["transformers", "engine"]
-    assert lines[2].split()[-2:] == ["0.960", "-"]
-    found = json.loads(json.dumps(report(results, device="cpu", shape="tiny")))
-    assert found["shape"] == "tiny"
-    assert found["results"][1]["ratios"] == {"transformers": 0.96}
-    assert found["targets"] == [
-        {"name": "engine/transformers", "streams": 16, "value": 0.96, "met": True}
-    ]
+def test_table() -> None:
+    lines = table(results_of({"transformers": 100, "engine": 96})).splitlines()
+    assert [line.split()[0] for line in lines[1:3]] == ["transformers*", "engine*"]
+    assert lines[2].split()[-3:] == ["-", "0.96", "engine=1.042"]
 
 
-def test_the_stack_gets_the_batching_of_the_others(model: Path, tmp_path: Path) -> None:
-    setup = Setup(model, ROOT / "triton_model_repo", "cpu", context=256, cache_tokens=4096)
+def test_all_get_the_same_batching(model: Path, tmp_path: Path) -> None:
+    setup = Setup(model, ROOT / "triton_model_repo", "cpu", [7], 100, 100, attention="sdpa")
     file = tmp_path / "stack.yaml"
-    environment = stack_environment(setup, file)
-    assert environment["MAX_SEQUENCE_LENGTH"] == "256"
-    assert (Path(environment["TRITON_MODEL_REPO"]) / "tensorrt_llm").is_dir()
-    assert load_overrides(file)["tensorrt_llm"] == {"max_tokens_in_paged_kv_cache": "4096"}
-    command = serve_command(setup, "python", 1234)
-    assert command[command.index("--cb-num-blocks") + 1] == str(setup.batching.num_blocks)
-    assert command[command.index("--cb-block-size") + 1] == str(setup.batching.page_size)
+    settings = environment(setup, file)
+    assert settings["MAX_SEQUENCE_LENGTH"] == "256"
+    assert (Path(settings["TRITON_MODEL_REPO"]) / "tensorrt_llm").is_dir()
+    assert load_overrides(file)["tensorrt_llm"] == {
+        "max_tokens_in_paged_kv_cache": "4096",
+        "attn_implementation": "sdpa",
+    }
+    with (
+        started("engine", settings, tmp_path) as engine,
+        started("transformers", settings, tmp_path, use_async_batching="true") as transformers,
+    ):
+        assert transformers.engine == {**engine.engine, "use_async_batching": "true"}
+        assert engine.engine["max_tokens_in_paged_kv_cache"] == "4096"
+    assert alone({**transformers.engine, "q_padding_interval_size": "64"}) == {
+        "use_async_batching": True,
+        "q_padding_interval_size": 64,
+    }
+    loaded, context_length, batching = load_for_batching(engine.engine)
+    assert (loaded.device.type, context_length) == ("cpu", 256)
+    assert batching.num_blocks == 4096 // batching.page_size
+    command = serve_command(engine.engine, batching, "python", 1234)
+    assert command[command.index("serve") + 1] == str(model)
+    assert command[command.index("--cb-num-blocks") + 1] == str(batching.num_blocks)
+    assert command[command.index("--cb-block-size") + 1] == str(batching.page_size)
+    assert command[command.index("--attn-implementation") + 1] == "sdpa"
+    assert command[command.index("--device") + 1] == "cpu"
+
+
+def test_a_target_that_cannot_be_started_is_told_of(model: Path, tmp_path: Path) -> None:
+    setup = Setup(model, ROOT / "triton_model_repo", "cpu", [1], 8, 8)
+    settings = environment(setup, tmp_path / "stack.yaml")
+
+    def start(kind: str, cleanup: Any) -> Any:
+        return cleanup.enter_context(started(kind, settings, tmp_path, "/nowhere/python"))
+
+    with pytest.raises(BenchmarkError, match=r"cannot run transformers serve: .*No such file"):
+        run_loads(["serve"], [], setup.loads, start, print)
 
 
 def test_the_stream_of_a_completion() -> None:
@@ -239,11 +270,12 @@ def test_the_stream_of_a_completion() -> None:
 
     end = event("", usage={"completion_tokens": 2})
     parts = [(1.0, event("a")), (2.0, event(" b")), (2.5, end)]
-    assert completion_stream(parts) == [(1.0, 1), (2.0, 2)]
-    with pytest.raises(ContestantError, match="1 texts for 2 tokens"):
-        completion_stream([parts[0], parts[2]])
-    with pytest.raises(ContestantError, match="out of memory"):
-        completion_stream([(1.0, '{"error": "out of memory"}')])
+    answer = completion(parts)
+    assert (answer.times, answer.tokens, answer.total) == ([1.0, 2.0], [1, 1], 2)
+    with pytest.raises(Failed, match="1 texts for 2 tokens"):
+        completion([parts[0], parts[2]])
+    with pytest.raises(Failed, match="out of memory"):
+        completion([(1.0, '{"error": "out of memory"}')])
 
 
 def test_a_python_that_cannot_serve_is_told_of() -> None:
@@ -256,13 +288,25 @@ def test_the_script_compares_all_that_need_no_further_package(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    arguments = ["--shape", "tiny", "--streams", "1", "4", "--output-tokens", "8", "--repeat", "1"]
+    arguments = ["--shape", "tiny", "--streams", "1", "4", "--output-tokens", "8", "--repeat", "2"]
     arguments += ["--serve-python", "/nowhere/python"]
     assert benchmark_engine.main(arguments) == 0
     output = capsys.readouterr()
     found = json.loads(output.out.splitlines()[-1])
-    assert [(one["contestant"], one["streams"]) for one in found["results"]] == [
-        (name, streams) for streams in (1, 4) for name in ("transformers", "engine", "stack")
+    targets = ("transformers", "engine", "generate")
+    assert [(one["target"], one["concurrency"]) for one in found["results"]] == [
+        (name, streams) for name in targets for streams in (1, 4)
     ]
-    assert all(one["tokens_per_s"] > 0 and one["cpu_s"] > 0 for one in found["results"])
+    for one in found["results"]:
+        assert one["output_tokens_per_s"] > 0
+        assert one["cpu_s"] > 0
+        assert (one["errors"], one["output_tokens"]) == ({}, 8 * one["concurrency"])
+        assert set(one["ratio_to_baseline"]) == {*targets} - {one["target"]}
+    assert found["options"]["shape"] == "tiny"
     assert "No such file" in found["skipped"]["serve"]
+    assert {check["name"] for check in found["checks"]} == {
+        f"{pair} at {streams} streams"
+        for pair in ("engine/transformers", "generate/engine")
+        for streams in (1, 4)
+    }
+    assert json.loads((tmp_path / "artifacts/engine/profile_export.json").read_text()) == found

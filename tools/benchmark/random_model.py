@@ -7,8 +7,6 @@ tokenizer, so a prompt of n words has n tokens, and every token can be shown as 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,15 +14,11 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 END_ID = 0
 END = "<end>"
-SHARD_BYTES = 2 << 30
-WRITERS = 4
 CONTEXT_LENGTH = 8192
-
-Shard = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -64,11 +58,6 @@ SHAPES = {
 }
 
 
-def text_of(ids: list[int]) -> str:
-    """The text that the tokenizer turns into these ids."""
-    return " ".join(f"w{token_id}" for token_id in ids)
-
-
 def make_model(
     directory: Path, shape: Shape, *, dtype: torch.dtype, device: torch.device, seed: int
 ) -> None:
@@ -79,65 +68,27 @@ def make_model(
     Args:
         device: where the random numbers are made; 8 B of them take a minute on a CPU.
     """
-    directory.mkdir(parents=True, exist_ok=True)
-    config = shape.config
-    config.dtype = dtype
-    config.save_pretrained(directory)
-    _tokenizer(shape.vocabulary).save_pretrained(directory)
+    with device:
+        model = AutoModelForCausalLM.from_config(shape.config, dtype=dtype)
+    generator = torch.Generator(device).manual_seed(seed)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() == 1:  # of a normalization
+                weight.fill_(1)
+            else:
+                weight.normal_(0, 0.02, generator=generator)
+        for table in (model.get_input_embeddings(), model.get_output_embeddings()):
+            table.weight[END_ID] = 0
+    model.save_pretrained(directory)
     (directory / "generation_config.json").write_text(
         json.dumps({"do_sample": False, "eos_token_id": END_ID, "pad_token_id": END_ID})
     )
-    generator = torch.Generator(device).manual_seed(seed)
-    _write_weights(directory, _shards(parameters(config), dtype, generator))
+    _tokenizer(shape.vocabulary).save_pretrained(directory)
 
 
-def parameters(config: LlamaConfig) -> dict[str, torch.Size]:
-    """Names and shapes of the weights that a checkpoint of this model has."""
-    with torch.device("meta"):
-        model = LlamaForCausalLM(config)
-    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
-    return {name: w.shape for name, w in model.state_dict().items() if name not in tied}
-
-
-def _shards(
-    shapes: Mapping[str, torch.Size], dtype: torch.dtype, generator: torch.Generator
-) -> Iterator[Shard]:
-    shard: Shard = {}
-    for name, shape in shapes.items():
-        shard[name] = _weight(name, shape, dtype, generator)
-        if sum(weight.nbytes for weight in shard.values()) >= SHARD_BYTES:
-            yield shard
-            shard = {}
-    if shard:
-        yield shard
-
-
-def _weight(
-    name: str, shape: torch.Size, dtype: torch.dtype, generator: torch.Generator
-) -> torch.Tensor:
-    weight = torch.empty(shape, dtype=dtype, device=generator.device)
-    if len(shape) == 1:  # of a normalization
-        return weight.fill_(1)
-    weight.normal_(0, 0.02, generator=generator)
-    if name.startswith(("lm_head", "model.embed_tokens")):
-        weight[END_ID] = 0
-    return weight
-
-
-def _write_weights(directory: Path, shards: Iterator[Shard]) -> None:
-    from safetensors.torch import save_file
-
-    files: dict[str, str] = {}
-    with ThreadPoolExecutor(WRITERS) as pool:
-        writes = []
-        for number, shard in enumerate(shards):
-            file = f"model-{number:05}.safetensors"
-            files |= dict.fromkeys(shard, file)
-            writes.append(pool.submit(save_file, shard, directory / file, {"format": "pt"}))
-        for write in writes:
-            write.result()
-    index = json.dumps({"metadata": {}, "weight_map": files})
-    (directory / "model.safetensors.index.json").write_text(index)
+def is_made(directory: Path) -> bool:
+    """Whether a model was written there completely."""
+    return (directory / "tokenizer_config.json").is_file()
 
 
 def _tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:

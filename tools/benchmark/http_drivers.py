@@ -1,0 +1,217 @@
+"""Targets that are asked over HTTP: Cog's server, Triton's generate_stream and ``transformers serve``."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
+
+from tools.benchmark.driver import Answer, Context, Driver, Failed, ensemble_inputs
+from tools.benchmark.http import Piece, Pool, events, parse_reply
+from tools.benchmark.load import Planned
+
+# Cog 0.23 refuses a request now and then although most of its slots are free, the more often the more
+# arrive together (measured: a fifth of 256, with 600 slots). As its clients have to, one tries again.
+REFUSED = b"HTTP/1.1 409"
+REFUSED_SECONDS = 0.005
+REFUSED_TRIES = 40
+
+
+class CogJson(Driver):
+    """POST /predictions, answered as a whole."""
+
+    server = "cog"
+    _HEADERS: ClassVar[dict[str, str]] = {}
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._pool = Pool(context.url)
+
+    def prepare(self, request: Planned) -> bytes:
+        inputs = {
+            "prompt": request.prompt,
+            "max_tokens": request.output_tokens,
+            "min_tokens": request.output_tokens,
+            "temperature": self._context.temperature,
+            "seed": 0,
+        }
+        body = json.dumps({"input": inputs}).encode()
+        return self._pool.message("/predictions", self._HEADERS, body)
+
+    async def send(self, prepared: bytes) -> list[Piece]:
+        for _ in range(REFUSED_TRIES):
+            pieces = await self._pool.send(prepared)
+            if not pieces[0][1].startswith(REFUSED):
+                break
+            self.refused += 1
+            await asyncio.sleep(REFUSED_SECONDS)
+        return pieces
+
+    def parse(self, pieces: list[Piece]) -> Answer:
+        reply = parse_reply(pieces)
+        prediction = _object(reply.text)
+        if reply.status != 200 or prediction.get("status") != "succeeded":
+            raise Failed(_error_of(prediction, reply.status))
+        text = "".join(prediction["output"])
+        return self._counted([(pieces[-1][0], text)], prediction["metrics"])
+
+    async def close(self) -> None:
+        self._pool.close()
+
+    def _counted(self, texts: list[tuple[float, str]], metrics: Mapping[str, Any]) -> Answer:
+        # A server that gives no metrics is measured by its text.
+        answer = Answer(counted="output_token_count" in metrics)
+        counts = self._context.vocabulary.count([text for _, text in texts])
+        for (at, _), tokens in zip(texts, counts, strict=True):
+            answer.add(at, tokens)
+        answer.total = int(metrics.get("output_token_count", answer.total))
+        if len(texts) == 1 and answer.counted:
+            answer.tokens = [answer.total]
+        return answer
+
+
+class CogSse(CogJson):
+    """POST /predictions, streamed as server-sent events."""
+
+    _HEADERS: ClassVar[dict[str, str]] = {"Accept": "text/event-stream"}
+
+    def parse(self, pieces: list[Piece]) -> Answer:
+        reply = parse_reply(pieces)
+        if reply.status != 200:
+            raise Failed(_error_of(_object(reply.text), reply.status))
+        texts: list[tuple[float, str]] = []
+        metrics: dict[str, Any] = {}
+        status = "no event completed"
+        for event in events(reply.body):
+            data = json.loads(event.data)
+            if event.name == "output" and data["chunk"]:
+                texts.append((event.at, data["chunk"]))
+            elif event.name == "metric":
+                metrics[data["name"]] = data["value"]
+            elif event.name in ("completed", "error"):
+                status = data.get("status") or "failed"
+                if status != "succeeded":
+                    raise Failed(_error_of(data, reply.status))
+        if status != "succeeded":
+            raise Failed(status)
+        return self._counted(texts, metrics)
+
+
+class TritonHttp(Driver):
+    """generate_stream on the ensemble, which always runs all of it."""
+
+    server = "triton"
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._pool = Pool(f"http://{context.http}")
+
+    def prepare(self, request: Planned) -> bytes:
+        values = {
+            name: _plain(value) for name, value in ensemble_inputs(request, self._context).items()
+        }
+        body = json.dumps({"id": secrets.token_hex(8), **values}).encode()
+        return self._pool.message("/v2/models/ensemble/generate_stream", {}, body)
+
+    async def send(self, prepared: bytes) -> list[Piece]:
+        return await self._pool.send(prepared)
+
+    def parse(self, pieces: list[Piece]) -> Answer:
+        reply = parse_reply(pieces)
+        if reply.status != 200:
+            raise Failed(_error_of(_object(reply.text), reply.status))
+        answer = Answer()
+        for event in events(reply.body):
+            data = _object(event.data)
+            if "error" in data:
+                raise Failed(str(data["error"]))
+            if tokens := int(data["sequence_length"]):
+                answer.add(event.at, tokens)
+        return answer
+
+    async def close(self) -> None:
+        self._pool.close()
+
+
+class Serve(Driver):
+    """``transformers serve``, through /v1/completions."""
+
+    server = "serve"
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._pool = Pool(context.url)
+
+    def prepare(self, request: Planned) -> bytes:
+        temperature = self._context.temperature
+        # The first request's generation configuration stays in force for the batching.
+        generation = {
+            "do_sample": temperature > 0,
+            "eos_token_id": -1,
+            "max_new_tokens": request.output_tokens,
+            **({"temperature": temperature} if temperature > 0 else {}),
+        }
+        body = {
+            "model": self._context.engine["model"],
+            "prompt": request.prompt,
+            "stream": True,
+            "max_tokens": request.output_tokens,
+            "generation_config": json.dumps(generation),
+        }
+        return self._pool.message("/v1/completions", {}, json.dumps(body).encode())
+
+    async def send(self, prepared: bytes) -> list[Piece]:
+        return await self._pool.send(prepared)
+
+    def parse(self, pieces: list[Piece]) -> Answer:
+        reply = parse_reply(pieces)
+        if reply.status != 200:
+            raise Failed(f"HTTP {reply.status}: {reply.text[:500]}")
+        return completion((event.at, event.data) for event in events(reply.body))
+
+    async def close(self) -> None:
+        self._pool.close()
+
+
+def completion(parts: Iterable[tuple[float, str]]) -> Answer:
+    """The answer that the events of a completion make: one with text is one token.
+
+    Raises:
+        Failed: one of them is an error, or the count at the end is another.
+    """
+    answer = Answer()
+    for at, data in parts:
+        if data == "[DONE]":
+            break
+        event = _object(data)
+        if "error" in event:
+            raise Failed(str(event["error"]))
+        if event["choices"][0]["text"]:
+            answer.add(at, 1)
+        usage = event.get("usage")
+        if usage and usage["completion_tokens"] != answer.total:
+            raise Failed(f"{answer.total} texts for {usage['completion_tokens']} tokens")
+    return answer
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        raise Failed(f"no JSON: {text[:100]!r}") from None
+    if not isinstance(value, dict):
+        raise Failed(f"no JSON object: {text[:100]!r}")
+    return value
+
+
+def _error_of(answer: Mapping[str, Any], status: int) -> str:
+    text = answer.get("error") or answer.get("detail") or "no reason given"
+    return str(text) if status == 200 else f"HTTP {status}: {text}"
+
+
+def _plain(value: Any) -> Any:
+    item = value.reshape(-1)[0]
+    item = item.item() if hasattr(item, "item") else item
+    return item.decode() if isinstance(item, bytes) else item
