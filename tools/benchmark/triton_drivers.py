@@ -37,10 +37,10 @@ class TritonGrpc(Driver):
         super().__init__(context)
         import grpc
 
-        from cog_triton.client.grpc_transport import _CHANNEL_OPTIONS
+        from cog_triton.client.grpc_transport import CHANNEL_OPTIONS
 
         self._end = grpc.aio.EOF
-        self._channel = grpc.aio.insecure_channel(context.grpc, options=_CHANNEL_OPTIONS)
+        self._channel = grpc.aio.insecure_channel(context.grpc, options=CHANNEL_OPTIONS)
         # No serializers: bytes in, bytes out.
         self._call: Any = self._channel.stream_stream(self._METHOD)
 
