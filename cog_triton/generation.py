@@ -59,12 +59,13 @@ async def generate(
     stops = StopSequences(request.stop_sequences)
     end_id = tokenizer.eos_token_id if request.end_id is None else request.end_id
     ids: list[int] = []
-    output_tokens, input_tokens = 0, None
+    output_tokens, input_tokens, keeps_end_token = 0, None, True
     async with client.stream(secrets.token_hex(8), triton_inputs(request)) as responses:
         async for response in responses:
             output_tokens += len(response.ids)
             input_tokens = response.input_tokens or input_tokens
             ids = response.ids or ids
+            keeps_end_token = keeps_end_token and response.keeps_end_token
             text = stops.feed(detokenizer.decode(response.ids))
             if response.final or stops.matched is not None:
                 break
@@ -75,8 +76,9 @@ async def generate(
     full = output_tokens >= request.max_tokens or (
         context_length is not None and (input_tokens or 0) + output_tokens >= context_length
     )
-    # TensorRT-LLM's C++ backend leaves the end token out: there an answer that was not cut has ended.
-    ended = stops.matched is not None or ids[-1:] == [end_id] or not full
+    # Where the end token is left out, an answer that was not cut has ended by it.
+    by_end_token = ids[-1:] == [end_id] if keeps_end_token else not full
+    ended = stops.matched is not None or by_end_token
     yield Chunk(text, output_tokens, input_tokens, "stop" if ended else "length")
 
 

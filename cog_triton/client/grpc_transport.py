@@ -145,6 +145,7 @@ def parse_response(response: service_pb2.ModelInferResponse) -> Response:
         (ids if length is None else ids[: _int32(length)]).tolist(),
         _int32(prompt) if prompt else None,
         response.parameters["triton_final_response"].bool_param,
+        keeps_end_token=length is None,
     )
 
 

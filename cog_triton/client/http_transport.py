@@ -126,7 +126,12 @@ def parse_event(event: Mapping[str, Any]) -> Response:
         length = _flat(event["sequence_length"])[0] if "sequence_length" in event else len(ids)
     except (KeyError, IndexError, TypeError) as error:
         raise TritonMalformedEvent(f"a response of the ensemble is malformed: {error!r}") from None
-    return Response(ids[:length], event.get("num_input_tokens"), final=False)
+    return Response(
+        ids[:length],
+        event.get("num_input_tokens"),
+        final=False,
+        keeps_end_token="sequence_length" not in event,
+    )
 
 
 def _flat(value: Any) -> list[int]:

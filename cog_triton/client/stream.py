@@ -9,7 +9,7 @@ import re
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy.typing as npt
@@ -43,11 +43,14 @@ class Response:
         ids: new token ids; may be empty.
         input_tokens: tokens of the prompt, if the engine says.
         final: whether this is the last one.
+        keeps_end_token: whether an end token would be among the ids. The embedded engines leave it in,
+            TensorRT-LLM's C++ backend leaves it out.
     """
 
     ids: list[int]
     input_tokens: int | None
     final: bool
+    keeps_end_token: bool = field(default=True, compare=False)
 
 
 class TritonClient(ABC):
@@ -194,7 +197,8 @@ class ResponseStream:
 def _joined(responses: list[Response]) -> Response:
     ids = [token for response in responses for token in response.ids]
     counts = [r.input_tokens for r in responses if r.input_tokens is not None]
-    return Response(ids, counts[-1] if counts else None, responses[-1].final)
+    keeps_end_token = all(response.keeps_end_token for response in responses)
+    return Response(ids, counts[-1] if counts else None, responses[-1].final, keeps_end_token)
 
 
 # First match wins. The texts are those of TensorRT-LLM, Triton 2.51 and this package's engine.

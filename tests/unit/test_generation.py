@@ -67,11 +67,19 @@ def test_the_reason_does_not_need_an_end_token(
 ) -> None:
     """TensorRT-LLM's C++ backend never sends one."""
     ids = tokenizer("a b c", add_special_tokens=False).input_ids[:3]
-    client = Client(*(Response([token], 2, False) for token in ids), Response([], None, True))
+    responses = (Response([token], 2, False, keeps_end_token=False) for token in ids)
+    client = Client(*responses, Response([], None, True))
     chunks = run(tokenizer, client, max_tokens=max_tokens, context_length=context_length)
     assert [chunk.finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
     assert chunks[-1].finish_reason == reason
     assert chunks[-1].output_tokens == 3
+
+
+def test_without_an_end_token_that_would_be_there_the_answer_was_cut(tokenizer: Any) -> None:
+    """At the end of the context, which only the engine knows."""
+    client = Client(Response([5, 6], 2, False), Response([], None, True))
+    chunks = run(tokenizer, client, max_tokens=10, context_length=None)
+    assert chunks[-1].finish_reason == "length"
 
 
 def test_an_end_token_at_the_limit_is_a_stop(tokenizer: Any) -> None:
