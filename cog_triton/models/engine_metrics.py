@@ -45,6 +45,9 @@ class EngineMetrics:
         """Reports a last time and stops."""
         self._closed.set()
         self._thread.join()
+        # While the stub still has its shared memory: a metric that it drops later ends it by a segfault.
+        self._metrics.clear()
+        self._families.clear()
 
     def _run(self) -> None:
         while not self._closed.wait(PERIOD_SECONDS):
