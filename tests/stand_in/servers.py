@@ -88,7 +88,11 @@ class Loader(logging.Handler):
         Raises:
             AssertionError: it does not load; the reason is its text.
         """
-        variables = {"triton_backend": "tensorrtllm", "decoupled_mode": "true"}
+        variables = {
+            "triton_backend": "tensorrtllm",
+            "decoupled_mode": "true",
+            "exclude_input_in_output": "true",  # as the predictor has it
+        }
         variables |= {key: value for key, value in changes.items() if value and in_template(key)}
         variables.setdefault("engine_dir", self.engine())
         config = filled(variables)
