@@ -248,19 +248,26 @@ CURL = """curl -X POST localhost:{port}/v2/models/ensemble/generate -d '{{"text_
 
 
 @pytest.mark.parametrize(
-    ("commands", "world_size"),
+    ("commands", "world_size", "with_prompt"),
     [
-        pytest.param(README, 1, id="readme"),
+        # Its commands leave exclude_input_in_output at NVIDIA's default.
+        pytest.param(README, 1, True, id="readme"),
         pytest.param(
             LLAMA,
             4,
+            False,
             id="llama",
             marks=pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun in PATH"),
         ),
     ],
 )
 def test_the_guides_commands(
-    demo_model: Path, tmp_path: Path, commands: str, world_size: int
+    demo_model: Path,
+    tokenizer: Tokenizer,
+    tmp_path: Path,
+    commands: str,
+    world_size: int,
+    with_prompt: bool,
 ) -> None:
     settings = environment(tmp_path, world_size=world_size)
     (tmp_path / "engines" / "fp16").mkdir(parents=True)
@@ -292,8 +299,10 @@ def test_the_guides_commands(
         curl = ["bash", "-c", CURL.format(port=port)]
         reply = json.loads(subprocess.run(curl, capture_output=True, check=True).stdout)
         # The prompt's tokens, with the one that begins it, over and over.
-        assert reply["text_output"].startswith("What is machine learning?")
-        assert reply["sequence_length"] == 20
+        prompt = "What is machine learning?"
+        assert reply["text_output"].startswith(prompt)
+        begun = len(tokenizer(prompt).input_ids) if with_prompt else 0
+        assert reply["sequence_length"] == 20 + begun
     finally:
         server.send_signal(signal.SIGTERM)
         assert server.wait(60) == 0
