@@ -7,7 +7,7 @@ PROMPT ?= What is machine learning?
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: setup predict serve test bench lint fix docs clean
+.PHONY: setup predict serve test test-unit bench lint fix docs clean
 
 setup: $(STAMP)
 
@@ -29,6 +29,10 @@ serve: models/demo/config.json
 
 test: models/demo/config.json
 	$(BIN)/python -m pytest
+
+# The fast half, on all cores.
+test-unit: models/demo/config.json
+	$(BIN)/python -m pytest -q -n auto tests/unit
 
 bench: models/demo/config.json
 	@$(BIN)/python scripts/benchmark.py --suite
