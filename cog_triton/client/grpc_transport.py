@@ -26,6 +26,7 @@ from cog_triton.protocol import ENGINE, IDS_ENSEMBLE, IDS_ONLY, OUTPUTS, stop_in
 CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
+    ("grpc.enable_http_proxy", 0),  # Triton is this machine's own
 )
 
 

@@ -18,7 +18,7 @@ from cog_triton.client.grpc_transport import (
     infer_request,
     stream_messages,
 )
-from cog_triton.errors import CogTritonError
+from cog_triton.errors import CogTritonError, UserError
 from cog_triton.models import stub
 from cog_triton.models.context import Contexts, Tensors, joined
 from cog_triton.models.model_calls import flag, renamed
@@ -46,8 +46,10 @@ class TritonPythonModel:
             if self._channel is None:
                 self._channel = grpc.aio.insecure_channel(self._address, options=CHANNEL_OPTIONS)
             await self._answer(request, answer)
-        except CogTritonError as error:
+        except UserError as error:
             answer.end(stub.refusal(pb_utils, error.message))
+        except CogTritonError as error:
+            answer.end(stub.error(pb_utils, error.message))
         except Exception as error:  # unanswered, the request would wait for good
             answer.end(stub.error(pb_utils, f"{type(error).__name__}: {error}"))
 
