@@ -44,19 +44,10 @@ class GrpcClient(TritonClient):
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
 
     async def _responses(self, request_id: str, inputs: Inputs) -> AsyncGenerator[Response, None]:
-        call = self._stub.ModelStreamInfer()
-        try:
-            with _mapped_errors():
-                await call.write(
-                    _ids_only(infer_request(IDS_ENSEMBLE, request_id, inputs, OUTPUTS))
-                )
-                final = False
-                while not final:
-                    response = _parse_message(await call.read())
-                    final = response.final
-                    yield response
-        finally:
-            call.cancel()
+        request = _ids_only(infer_request(IDS_ENSEMBLE, request_id, inputs, OUTPUTS))
+        async with contextlib.aclosing(_answers(self._stub, request)) as answers:
+            async for answer in answers:
+                yield parse_response(answer)
 
     async def _send_stop(self, request_id: str) -> None:
         call = self._stub.ModelStreamInfer(timeout=self._response_timeout)
@@ -94,17 +85,27 @@ async def stream_messages(
     """
     # Asked for, so that a stream that ends without data ends here.
     request.parameters["triton_enable_empty_final_response"].bool_param = True
-    call = service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelStreamInfer()
+    stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+    async with contextlib.aclosing(_answers(stub, request)) as answers:
+        async for answer in answers:
+            result = InferResult(answer)
+            names = [output.name for output in answer.outputs]
+            yield Message({name: result.as_numpy(name) for name in names}, _is_final(answer))
+
+
+async def _answers(
+    stub: Any, request: service_pb2.ModelInferRequest
+) -> AsyncGenerator[service_pb2.ModelInferResponse, None]:
+    """The messages of a stream, up to the one that is marked as the last."""
+    call = stub.ModelStreamInfer()
     try:
         with _mapped_errors():
             await call.write(request)
             final = False
             while not final:
-                response = _checked(await call.read())
-                final = response.parameters["triton_final_response"].bool_param
-                result = InferResult(response)
-                names = [output.name for output in response.outputs]
-                yield Message({name: result.as_numpy(name) for name in names}, final)
+                answer = _checked(await call.read())
+                final = _is_final(answer)
+                yield answer
     finally:
         call.cancel()
 
@@ -145,13 +146,13 @@ def parse_response(response: service_pb2.ModelInferResponse) -> Response:
     return Response(
         (ids if length is None else ids[: _int32(length)]).tolist(),
         _int32(prompt) if prompt else None,
-        response.parameters["triton_final_response"].bool_param,
+        _is_final(response),
         keeps_end_token=length is None,
     )
 
 
-def _parse_message(message: Any) -> Response:
-    return parse_response(_checked(message))
+def _is_final(response: service_pb2.ModelInferResponse) -> bool:
+    return bool(response.parameters["triton_final_response"].bool_param)
 
 
 def _checked(message: Any) -> service_pb2.ModelInferResponse:

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy.typing as npt
 
@@ -29,6 +29,7 @@ from cog_triton.errors import (
 logger = logging.getLogger(__name__)
 
 Inputs = Mapping[str, npt.NDArray[Any]]
+T = TypeVar("T")
 
 # A stop may overtake its request, which is still queued or in preprocessing then: the engine does not
 # know it and says nothing. So stops are sent until the stream has ended, so many seconds apart.
@@ -123,22 +124,28 @@ class TritonClient(ABC):
         """Closes the connections."""
 
 
-class ResponseStream:
-    """Reads a request's responses in a task of its own, and hands on what has arrived.
+class Arrivals(Generic[T]):
+    """Reads a stream in a task of its own, and hands on what has arrived.
 
     A consumer that is cancelled while it waits would tear the transport's stream down if it read
     itself. And one that falls behind catches up in one step.
     """
 
-    def __init__(self, source: AsyncGenerator[Response, None], timeout: float) -> None:
+    def __init__(self, source: AsyncGenerator[T, None], timeout: float | None) -> None:
+        """Begins to read.
+
+        Args:
+            timeout: seconds of silence after which the stream fails; None waits for good.
+        """
         self._source = source
-        self._timeout = timeout
-        self._arrived: deque[Response] = deque()
+        self._arrived: deque[T] = deque()
         self._wake = asyncio.Event()
         self._error: BaseException | None = None
         self._loop = asyncio.get_running_loop()
         self._last = self._loop.time()
-        self._timer = self._loop.call_later(timeout, self._check_silence)
+        self._timer: asyncio.TimerHandle | None = None
+        if timeout is not None:
+            self._timer = self._loop.call_later(timeout, self._check_silence, timeout)
         self._reader = asyncio.create_task(self._read())
 
     @property
@@ -146,20 +153,23 @@ class ResponseStream:
         """Whether nothing more will arrive."""
         return self._reader.done()
 
-    def __aiter__(self) -> ResponseStream:
-        return self
+    async def take(self) -> list[T]:
+        """What has arrived since the last time, in order; it waits for something. Empty at the end.
 
-    async def __anext__(self) -> Response:
+        Raises:
+            BaseException: the source's, once all that came before it has been taken.
+            TritonTimeout: the source was silent for too long.
+        """
         while not self._arrived:
             if self._error is not None:
                 raise self._error
             if self.ended:
-                raise StopAsyncIteration
+                return []
             self._wake.clear()
             await self._wake.wait()
         arrived = list(self._arrived)
         self._arrived.clear()
-        return arrived[0] if len(arrived) == 1 else _joined(arrived)
+        return arrived
 
     async def ends_within(self, seconds: float) -> bool:
         """Waits for the end at most so long; returns whether it came."""
@@ -168,30 +178,44 @@ class ResponseStream:
 
     async def close(self) -> None:
         """Drops the stream if it has not ended."""
-        self._timer.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
         self._reader.cancel()
         await asyncio.wait([self._reader])
 
     async def _read(self) -> None:
         try:
             async with contextlib.aclosing(self._source) as source:
-                async for response in source:
+                async for item in source:
                     self._last = self._loop.time()
-                    self._arrived.append(response)
+                    self._arrived.append(item)
                     self._wake.set()
         except Exception as error:
             self._error = error
         finally:
             self._wake.set()
 
-    def _check_silence(self) -> None:
+    def _check_silence(self, timeout: float) -> None:
         # One timer a request, not one a response.
-        left = self._last + self._timeout - self._loop.time()
+        left = self._last + timeout - self._loop.time()
         if left > 0:
-            self._timer = self._loop.call_later(left, self._check_silence)
+            self._timer = self._loop.call_later(left, self._check_silence, timeout)
         elif not self.ended:
-            self._error = TritonTimeout(f"Triton sent nothing for {self._timeout:g} s")
+            self._error = TritonTimeout(f"Triton sent nothing for {timeout:g} s")
             self._wake.set()
+
+
+class ResponseStream(Arrivals[Response]):
+    """A request's responses; those that arrived together are one."""
+
+    def __aiter__(self) -> ResponseStream:
+        return self
+
+    async def __anext__(self) -> Response:
+        arrived = await self.take()
+        if not arrived:
+            raise StopAsyncIteration
+        return arrived[0] if len(arrived) == 1 else _joined(arrived)
 
 
 def _joined(responses: list[Response]) -> Response:

@@ -16,14 +16,12 @@ Clients that read ids (the predictor does) go to the backend directly.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from cog_triton.models.model_calls import Array, index
 from cog_triton.text.detokenizer import CONTEXT_TOKENS
 
-Array = npt.NDArray[Any]
 Tensors = dict[str, Array]
 
 # How the tensors of responses that are ready together become one; of others the last one stands.
@@ -51,7 +49,8 @@ class Contexts:
         if not self._streaming or tensors["output_ids"].shape[1] > 1:
             # It holds a whole text. Streamed beams do: each response has all of their ids so far.
             return [{**tensors, **_context([], final=True)}]
-        key = _index(tensors, "batch_index"), _index(tensors, "sequence_index")
+        # The backend sends them only where there is more than one.
+        key = index(tensors, "batch_index"), index(tensors, "sequence_index")
         before = self._sequences.pop(key, [])
         ids = tensors["output_ids"][0, 0, : tensors["sequence_length"][0, 0]].tolist()
         response = {**tensors, **_context(before, final=last)}
@@ -104,8 +103,3 @@ def _context(ids: list[int], *, final: bool) -> Tensors:
         "context_ids": np.array(ids, np.int32).reshape(1, -1),
         "is_final": np.array([[final]], np.bool_),
     }
-
-
-def _index(tensors: Mapping[str, Array], name: str) -> int:
-    # The backend sends them only where there is more than one.
-    return int(tensors[name].flat[0]) if name in tensors else 0

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections import deque
-from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +12,14 @@ import triton_python_backend_utils as pb_utils  # type: ignore[import-not-found]
 
 from cog_triton.client.grpc_transport import (
     CHANNEL_OPTIONS,
-    Message,
     infer_request,
     stream_messages,
 )
+from cog_triton.client.stream import Arrivals
 from cog_triton.errors import CogTritonError, UserError
 from cog_triton.models import stub
 from cog_triton.models.context import Contexts, Tensors, joined
-from cog_triton.models.model_calls import flag, renamed
+from cog_triton.models.model_calls import Client, flag, renamed
 from cog_triton.protocol import ADDRESS_FILE, ENGINE
 
 
@@ -41,81 +39,52 @@ class TritonPythonModel:
         self._loop.call_soon_threadsafe(self._loop.stop)
 
     async def _serve(self, request: Any) -> None:
-        answer = Answer(request)
+        client = Client(
+            request.get_response_sender(), pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+        )
         try:
             if self._channel is None:
                 self._channel = grpc.aio.insecure_channel(self._address, options=CHANNEL_OPTIONS)
-            await self._answer(request, answer)
-        except UserError as error:
-            answer.end(stub.refusal(pb_utils, error.message))
-        except CogTritonError as error:
-            answer.end(stub.error(pb_utils, error.message))
+            await self._answer(request, client)
         except Exception as error:  # unanswered, the request would wait for good
-            answer.end(stub.error(pb_utils, f"{type(error).__name__}: {error}"))
+            if not client.closed:
+                client.send(failure(error), last=True)
 
-    async def _answer(self, request: Any, answer: Answer) -> None:
+    async def _answer(self, request: Any, client: Client) -> None:
         inputs = stub.arrays(request.inputs())
+        names = frozenset(request.requested_output_names())
         given = renamed(inputs, {name: name for name in inputs})
         message = infer_request(ENGINE, request.request_id(), given, ())
-        arrived: deque[Message] = deque()
-        wake = asyncio.Event()
-
-        async def read() -> None:
-            try:
-                async with aclosing(stream_messages(self._channel, message)) as messages:
-                    async for each in messages:
-                        arrived.append(each)
-                        wake.set()
-            finally:
-                wake.set()
-
         contexts = Contexts(streaming=flag(inputs, "streaming"))
-        reader = asyncio.create_task(read())
+        arrivals = Arrivals(stream_messages(self._channel, message), timeout=None)
         try:
-            while not answer.ended:
-                await wake.wait()
-                wake.clear()
-                ready = list(arrived)
-                arrived.clear()
-                if ready:
-                    self._pass_on(contexts, ready, answer)
-                elif reader.done():
-                    await reader  # raises what went wrong
+            while not client.closed:
+                arrived = await arrivals.take()
+                last = arrived[-1].final
+                responses = answers(contexts, [each.tensors for each in arrived], last=last)
+                for i, tensors in enumerate(responses):
+                    is_last = last and i == len(responses) - 1
+                    client.send(stub.response(pb_utils, tensors, names), last=is_last)
+                if last and not client.closed:
+                    client.send(None, last=True)
         finally:
-            reader.cancel()
-
-    def _pass_on(self, contexts: Contexts, ready: list[Message], answer: Answer) -> None:
-        last = ready[-1].final
-        said = [each.tensors for each in ready if each.tensors]
-        parts = joined(said) if said else [{}]
-        responses = [
-            response
-            for i, tensors in enumerate(parts)
-            for response in contexts.add(tensors, last=last and i == len(parts) - 1)
-        ]
-        for i, response in enumerate(responses):
-            answer.send(response, last=last and i == len(responses) - 1)
-        if last:
-            answer.end(None)
+            await arrivals.close()
 
 
-class Answer:
-    """The responses to one request."""
+def answers(contexts: Contexts, arrived: list[Tensors], *, last: bool) -> list[Tensors]:
+    """The responses to send for what has arrived together."""
+    parts = joined([tensors for tensors in arrived if tensors] or [{}])
+    return [
+        response
+        for i, tensors in enumerate(parts)
+        for response in contexts.add(tensors, last=last and i == len(parts) - 1)
+    ]
 
-    def __init__(self, request: Any) -> None:
-        self._sender = request.get_response_sender()
-        self._names = frozenset(request.requested_output_names())
-        self.ended = False
 
-    def send(self, tensors: Tensors, *, last: bool) -> None:
-        response = stub.response(pb_utils, tensors, self._names)
-        if last:
-            self.end(response)
-        else:
-            self._sender.send(response)
-
-    def end(self, response: Any | None) -> None:
-        if not self.ended:
-            self.ended = True
-            given = [] if response is None else [response]
-            self._sender.send(*given, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+def failure(error: Exception) -> Any:
+    """The response that says what went wrong, and whose fault it is."""
+    if isinstance(error, UserError):
+        return stub.refusal(pb_utils, error.message)
+    if isinstance(error, CogTritonError):
+        return stub.error(pb_utils, error.message)
+    return stub.error(pb_utils, f"{type(error).__name__}: {error}")

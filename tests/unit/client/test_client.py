@@ -11,7 +11,13 @@ from tritonclient.grpc import service_pb2
 
 from cog_triton.client.grpc_transport import infer_request, parse_response
 from cog_triton.client.http_transport import HttpClient, parse_event
-from cog_triton.client.stream import Response, ResponseStream, TritonClient, error_from_text
+from cog_triton.client.stream import (
+    Arrivals,
+    Response,
+    ResponseStream,
+    TritonClient,
+    error_from_text,
+)
 from cog_triton.errors import (
     CogTritonError,
     InvalidParameter,
@@ -252,5 +258,37 @@ def test_a_stream_that_fails_raises_after_what_arrived() -> None:
         with pytest.raises(TritonUnavailable):
             await anext(stream)
         await stream.close()
+
+    asyncio.run(main())
+
+
+def test_an_error_that_arrives_with_something_comes_after_it() -> None:
+    """Both are there before anybody looks, and nothing more will wake who waits."""
+
+    async def source() -> AsyncGenerator[int, None]:
+        yield 1
+        yield 2
+        raise TritonOverloaded("no more")
+
+    async def main() -> None:
+        arrivals = Arrivals(source(), timeout=None)
+        assert await arrivals.ends_within(5)
+        assert await arrivals.take() == [1, 2]
+        with pytest.raises(TritonOverloaded):
+            await asyncio.wait_for(arrivals.take(), 5)
+        await arrivals.close()
+
+    asyncio.run(main())
+
+
+def test_what_has_ended_hands_on_nothing() -> None:
+    async def source() -> AsyncGenerator[int, None]:
+        yield 1
+
+    async def main() -> None:
+        arrivals = Arrivals(source(), timeout=None)
+        assert await arrivals.take() == [1]
+        assert await asyncio.wait_for(arrivals.take(), 5) == []
+        await arrivals.close()
 
     asyncio.run(main())
