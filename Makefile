@@ -27,8 +27,9 @@ predict: models/demo/config.json
 serve: models/demo/config.json
 	PORT=$(PORT) exec $(BIN)/python scripts/serve.py
 
+# A file of tests stays in one process, which starts the servers that its tests share.
 test: models/demo/config.json
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile
 
 # The fast half, on all cores.
 test-unit: models/demo/config.json

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
 
 from _checkout import ROOT
@@ -25,7 +26,10 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     schema = openapi_schema("predict", "Predictor", "train")
-    arguments.output.write_text(json.dumps(schema, indent=2) + "\n")
+    # In one step: a second server may be starting, and reading it.
+    whole = arguments.output.with_suffix(f".{os.getpid()}")
+    whole.write_text(json.dumps(schema, indent=2) + "\n")
+    whole.replace(arguments.output)
 
 
 if __name__ == "__main__":

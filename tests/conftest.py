@@ -6,9 +6,31 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import regions_left, wait_until
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # predict.py and scripts/ are no packages
 sys.path.insert(0, str(ROOT / "scripts"))
+
+REGIONS_BEFORE = pytest.StashKey[set[str]]()
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    session.config.stash[REGIONS_BEFORE] = regions_left()
+
+
+@pytest.hookimpl(trylast=True)  # after the fixtures have stopped their servers
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fails the run if a server of it left shared memory."""
+    if hasattr(session.config, "workerinput"):  # the process that started the workers looks
+        return
+    before = session.config.stash[REGIONS_BEFORE]
+    try:
+        # The guard of a server that was killed a moment ago may still be clearing up.
+        wait_until(lambda: not regions_left() - before, 10, "the removal of shared memory")
+    except AssertionError as error:
+        print(f"\n{error}: {sorted(regions_left() - before)}")
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 @pytest.fixture(scope="session")

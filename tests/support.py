@@ -93,6 +93,19 @@ def processes(text: str) -> list[int]:
     return found
 
 
+def regions_left() -> set[str]:
+    """Shared memory of servers of ours whose starter has ended, or is this process.
+
+    Other Tritons name their regions otherwise, and another run's server is that of a running process.
+    """
+    return {
+        region.name
+        for region in SHARED_MEMORY.glob("cog_triton_*")
+        if (starter := re.match(r"cog_triton_(\d+)_", region.name))
+        and (int(starter[1]) == os.getpid() or not alive(int(starter[1])))
+    }
+
+
 class CogServer:
     """A real Cog server with the predictor, as `make serve` runs it."""
 

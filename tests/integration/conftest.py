@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +12,7 @@ from cog_triton.repository.fill import fill_repository
 from cog_triton.server.tritonserver import TritonServer
 from cog_triton.settings import Settings, read_settings
 from cog_triton.text.tokenizer import Tokenizer, load_tokenizer
-from tests.support import SHARED_MEMORY, CogServer, EngineCounters, alive
+from tests.support import CogServer, EngineCounters
 
 ANY_PORTS = {"TRITON_HTTP_PORT": "0", "TRITON_GRPC_PORT": "0", "TRITON_METRICS_PORT": "0"}
 PACE_MS = 20.0
@@ -31,20 +29,6 @@ def make_server(
     values = merge(template_values(settings, resolve_engine(settings)), overrides or {})
     fill_repository(settings.model_repository, repository, values)
     return TritonServer(repository, directory, settings)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def nothing_left_in_shared_memory() -> Iterator[None]:
-    before = set(SHARED_MEMORY.iterdir())
-    yield
-    left = set(SHARED_MEMORY.iterdir()) - before
-    assert not {region.name for region in left if not _of_others(region.name)}
-
-
-def _of_others(region: str) -> bool:
-    """Whether a region belongs to a process that is running, and is not this one's."""
-    starter = re.match(r"cog_triton_(\d+)_", region)
-    return starter is not None and int(starter[1]) != os.getpid() and alive(int(starter[1]))
 
 
 @pytest.fixture(scope="session")
