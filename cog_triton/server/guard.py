@@ -12,6 +12,11 @@ descend from it. Its shared memory regions are removed, and the temporary direct
 parent-death signal cannot do this: it is lost when the thread that forked ends, it reaches no
 grandchildren, and it leaves /dev/shm behind.
 
+The starter may write there, too: ``KILL`` for a server that hangs, and ``WATCH`` once every model is ready.
+From then on the end of a stub ends the server as well: Triton 2.51 does not notice it, says that it is
+ready, and keeps the stub's requests for good. A stub that ends with status 0 was told to, by a
+server that unloads its model.
+
 A rank above 0 begins with SIGTERM ignored. TensorRT-LLM's waits for rank 0 from its start on, before
 tritonserver handles the signal, and ends when rank 0 has ended. The signal would kill it at once, and the
 engine with it, in the middle of what rank 0 is finishing. Ranks of other engines come to handle it.
@@ -34,15 +39,25 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 SHARED_MEMORY = Path("/dev/shm")
 RANK_ENDED = "tritonserver of rank {rank} ended without being told to, with status {status}"
+STUB_ENDED = "the process of model {model} ended without being told to, with status {status}"
+STUB = "triton_python_backend_stub"
+WATCH, KILL = b"w", b"k"
 
 _ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # mpirun hands this one on to its ranks and waits for them. A SIGTERM it keeps back for a second, and
 # kills them one second later.
 _GROUP_STOP = signal.SIGUSR1
+
+
+class _Stub(NamedTuple):
+    pid: int
+    model: str
 
 
 def run(role: str, prefix: str, stop_timeout: float, directory: str, command: list[str]) -> int:
@@ -64,7 +79,7 @@ def run(role: str, prefix: str, stop_timeout: float, directory: str, command: li
         preexec_fn=_become_follower if follows else _die_with_guard,
     )
     try:
-        ended = _ended_before(stops, server, orphaned)
+        ended = _ended_before(stops, server, orphaned, prefix)
         if not ended:
             _stop(server, stop_timeout, _GROUP_STOP if role == "group" else signal.SIGTERM)
         status = server.wait()
@@ -90,6 +105,12 @@ def remove_shared_memory(prefix: str) -> None:
     """Removes the regions that Triton's Python backend named with ``prefix``."""
     for region in SHARED_MEMORY.glob(f"{prefix}*"):
         region.unlink(missing_ok=True)
+
+
+def _make_private(prefix: str) -> None:
+    """Leaves the shared memory to this user alone. Triton makes it readable for all, whatever the umask."""
+    for region in SHARED_MEMORY.glob(f"{prefix}*"):
+        region.chmod(0o600)
 
 
 def _stops_of_the_starter() -> list[int]:
@@ -129,7 +150,9 @@ def _become_follower() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # outlasts the exec, until there is a handler
 
 
-def _ended_before(stops: list[int], server: subprocess.Popen[bytes], orphaned: list[int]) -> bool:
+def _ended_before(
+    stops: list[int], server: subprocess.Popen[bytes], orphaned: list[int], prefix: str
+) -> bool:
     """Waits for the end of the server or a stop; tells whether it was the former.
 
     Args:
@@ -137,14 +160,80 @@ def _ended_before(stops: list[int], server: subprocess.Popen[bytes], orphaned: l
             child since. Its stubs are killed then: while they hold its pipes, mpirun waits.
     """
     process = os.pidfd_open(server.pid)
-    ends = {process, *stops}
+    stubs: dict[int, _Stub] = {}
     while True:
-        ready = set(select.select([*ends, *orphaned], [], [])[0])
-        if ends & ready:
-            os.close(process)
-            return not ready & set(stops)
-        os.read(orphaned[0], 4096)
-        _kill_descendants(besides=server.pid)
+        ready = set(select.select([process, *stops, *orphaned, *stubs], [], [])[0])
+        if ready & set(stops):
+            what = _told(ready)
+            if not what:
+                return False
+            if what == KILL:
+                server.kill()
+                continue
+            stubs = {os.pidfd_open(stub.pid): stub for stub in _stubs()}
+            if prefix:
+                _make_private(prefix)
+        elif process in ready:
+            return True
+        elif ready & set(orphaned):
+            os.read(orphaned[0], 4096)
+            _kill_descendants(besides=server.pid)
+        for descriptor in ready & set(stubs):
+            os.close(descriptor)
+            if _report_end(stubs.pop(descriptor)):
+                server.kill()
+
+
+def _told(ready: set[int]) -> bytes:
+    """What the starter has written; nothing if its end of the pipe has closed, or a rank is to stop."""
+    starter = sys.stdin.fileno()
+    return os.read(starter, 1) if starter in ready else b""
+
+
+def _report_end(stub: _Stub) -> bool:
+    """Says that a stub has ended, and returns whether it did so without being told to."""
+    try:
+        # Its exit status is the last field while tritonserver, its parent, has not asked for it. It
+        # asks when it has told the stub to end.
+        status = int(_stat(stub.pid)[-1])
+    except OSError:
+        return False
+    if status == 0:
+        return False
+    ending = STUB_ENDED.format(model=stub.model, status=os.waitstatus_to_exitcode(status))
+    print(ending, file=sys.stderr, flush=True)
+    return True
+
+
+def _stubs() -> list[_Stub]:
+    """The processes of the Python backend's models that descend from this one."""
+    parents = {}
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            parents[int(name)] = int(_stat(int(name))[1])
+    return [
+        _Stub(pid, model)
+        for pid in parents
+        if os.getpid() in _ancestors(pid, parents) and (model := _model_of(pid))
+    ]
+
+
+def _ancestors(pid: int, parents: dict[int, int]) -> Iterator[int]:
+    while pid := parents.get(pid, 0):
+        yield pid
+
+
+def _model_of(pid: int) -> str | None:
+    """The model whose stub a process is; None if it is none."""
+    with contextlib.suppress(OSError):
+        process = Path("/proc", str(pid))
+        if (process / "comm").read_text().strip() == STUB[
+            :15
+        ]:  # which is all that the kernel keeps
+            arguments = (process / "cmdline").read_text(errors="replace").split("\0")
+            # The file in the directory of the model's version. One that has ended has no arguments.
+            return Path(arguments[1]).parent.parent.name if arguments[1:] else "(unknown)"
+    return None
 
 
 def _stop(server: subprocess.Popen[bytes], timeout: float, name: signal.Signals) -> None:
@@ -169,10 +258,15 @@ def _children() -> list[int]:
     found = []
     for name in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):  # ended since
-            stat = Path("/proc", name, "stat").read_text(errors="replace")
-            if int(stat.rpartition(")")[2].split()[1]) == os.getpid():
+            if int(_stat(int(name))[1]) == os.getpid():
                 found.append(int(name))
     return found
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat from the state on: state, parent, ..., exit status."""
+    stat = Path("/proc", str(pid), "stat").read_text(errors="replace")
+    return stat.rpartition(")")[2].split()
 
 
 if __name__ == "__main__":

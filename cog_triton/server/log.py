@@ -9,7 +9,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from cog_triton.server.guard import RANK_ENDED
+from cog_triton.server.guard import RANK_ENDED, STUB_ENDED
 
 GPU = Path("/dev/nvidiactl").exists()
 LOG_TAIL_LINES = 60
@@ -19,6 +19,7 @@ _NO_GPU = re.compile(r"CUDA|Cuda|NVML|DCGM|pinned (system )?memory")
 _LOG_LINE = re.compile(r"^([IWEF])\d{4} \d\d:\d\d:\d\d\.\d+ \d+ (.*)$")
 _FAILED_MODEL = re.compile(r"failed to load '([^']+)' version \d+: (.*)")
 _RANK_ENDED = re.compile(RANK_ENDED.format(rank=r"(\d+)", status=r"(-?\d+)"))
+_STUB_ENDED = re.compile(STUB_ENDED.format(model=r"(\S+)", status=r"(-?\d+)"))
 # What mpirun says of a rank whose guard was killed, and said nothing. The signal may be on the next line.
 _RANK_KILLED = re.compile(r"noticed that process rank (\d+) with PID")
 _TAG = re.compile(r"\[[^][\n]*,(\d+)\](<std(?:out|err|diag)>):")
@@ -33,6 +34,7 @@ class ServerLog:
             lambda: deque(maxlen=LOG_TAIL_LINES)
         )
         self._failures: dict[str, str] = {}
+        self._stub: tuple[str, int] | None = None  # model and status, of the first that ended
         self._ended: tuple[int, int | None] | None = None  # rank and status, of the first that did
 
     def read(self, stream: Iterable[bytes]) -> Iterator[tuple[int, str]]:
@@ -51,6 +53,8 @@ class ServerLog:
             model = f"{failure[1]} on rank {rank}" if rank else failure[1]
             reason = failure[2].strip('" ').replace("\\n", "\n").strip()
             self._failures.setdefault(model, reason)
+        if self._stub is None and (stub := _STUB_ENDED.search(line)):
+            self._stub = stub[1], int(stub[2])
         if self._ended is None:
             if ended := _RANK_ENDED.search(line):
                 self._ended = int(ended[1]), int(ended[2])
@@ -65,9 +69,12 @@ class ServerLog:
         """
         # Copies: while the server runs, another thread adds to them.
         failures = [f"model {name}: {reason}" for name, reason in list(self._failures.items())]
-        return "\n".join([what + self._end(status), *failures, *self._last_lines()])
+        return "\n".join([what + self.end(status), *failures, *self._last_lines()])
 
-    def _end(self, status: int | None) -> str:
+    def end(self, status: int | None) -> str:
+        if self._stub is not None:
+            model, stub_status = self._stub
+            return f": the process of model {model} ended {describe_status(stub_status)}"
         if self._ended is None:
             return "" if status is None else f", {describe_status(status)}"
         rank, own_status = self._ended

@@ -9,6 +9,7 @@ import pytest
 
 from cog_triton.deployment import Values, merge, resolve_engine, template_values
 from cog_triton.repository.fill import fill_repository
+from cog_triton.server.command import Launch
 from cog_triton.server.tritonserver import TritonServer
 from cog_triton.settings import Settings, read_settings
 from cog_triton.text.tokenizer import Tokenizer, load_tokenizer
@@ -23,12 +24,17 @@ def settings_for(model: Path, **environment: str) -> Settings:
 
 
 def make_server(
-    settings: Settings, directory: Path, overrides: Values | None = None
+    settings: Settings,
+    directory: Path,
+    overrides: Values | None = None,
+    *,
+    launch: Launch | None = None,
+    temporary: bool = False,
 ) -> TritonServer:
     repository = directory / "repository"
     values = merge(template_values(settings, resolve_engine(settings)), overrides or {})
     fill_repository(settings.model_repository, repository, values)
-    return TritonServer(repository, directory, settings)
+    return TritonServer(repository, directory, settings, launch=launch, temporary=temporary)
 
 
 @pytest.fixture(scope="session")

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import socket
 from pathlib import Path
 
+import httpx
 import pytest
 
 from cog_triton.errors import ConfigurationError, TritonStartError
+from cog_triton.server import leftovers
+from cog_triton.server.command import Launch
 from cog_triton.server.tritonserver import TritonServer
 from tests.integration.conftest import ANY_PORTS, make_server, settings_for
 from tests.support import SHARED_MEMORY, alive, children, processes, run_until_killed, wait_until
+
+EXPLICIT = ("--model-control-mode=explicit", "--load-model=*")
 
 
 def regions(server: TritonServer) -> list[Path]:
@@ -85,6 +91,47 @@ def test_a_server_that_crashes_is_noticed_and_leaves_nothing(
     server.stop()
 
 
+@pytest.mark.parametrize("model", ["preprocessing", "tensorrt_llm"])
+def test_a_killed_stub_ends_the_server_which_names_the_model(
+    demo_model: Path, tmp_path: Path, model: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = make_server(settings_for(demo_model, ENGINE="simulated"), tmp_path)
+    server.start()
+    (stub,) = processes(f"/{model}/1/model.py\0{server.shm_prefix}".replace("\0", " "))
+    os.kill(stub, signal.SIGKILL)
+    wait_until(lambda: not server.alive, 2, "the end of the server")
+    server.wait()
+    assert re.search(rf"the process of model ({model}|\(unknown\)) ended by signal 9", caplog.text)
+    assert not regions(server)
+    assert not processes(server.shm_prefix)
+    server.stop()
+
+
+def test_a_model_that_is_unloaded_does_not_end_the_server(demo_model: Path, tmp_path: Path) -> None:
+    repository = tmp_path / "repository"
+    settings = settings_for(demo_model, ENGINE="simulated")
+    server = make_server(settings, tmp_path, launch=Launch(options=EXPLICIT))
+    server.start()
+    url = f"http://{server.endpoints.http}/v2/repository/models/preprocessing"
+    (stub,) = processes(f"{repository}/preprocessing/1/model.py {server.shm_prefix}")
+    assert httpx.post(f"{url}/unload", trust_env=False).status_code == 200
+    wait_until(lambda: not alive(stub), 20, "the end of the stub")
+    assert httpx.post(f"{url}/load", trust_env=False).status_code == 200
+    assert server.is_ready()
+    server.stop()
+
+
+def test_shared_memory_is_for_this_user_alone(demo_model: Path, tmp_path: Path) -> None:
+    server = make_server(settings_for(demo_model, ENGINE="simulated"), tmp_path)
+    server.start()
+    wait_until(
+        lambda: {region.stat().st_mode & 0o777 for region in regions(server)} == {0o600},
+        2,
+        "the change of mode",
+    )
+    server.stop()
+
+
 def test_a_server_that_hangs_is_killed(demo_model: Path, tmp_path: Path) -> None:
     settings = settings_for(demo_model, ENGINE="simulated", TRITON_STOP_TIMEOUT="0.5")
     server = make_server(settings, tmp_path)
@@ -111,6 +158,57 @@ def test_it_dies_with_a_starter_that_is_killed(demo_model: Path, tmp_path: Path)
     prefix = run_until_killed(program, **ANY_PORTS)
     wait_until(lambda: not processes(prefix), 20, "the end of Triton")
     assert not list(SHARED_MEMORY.glob(f"{prefix}*"))
+
+
+def test_a_killed_guard_leaves_nothing(demo_model: Path, tmp_path: Path) -> None:
+    runtime = tmp_path / "runtime"
+    runtime.mkdir()
+    server = make_server(settings_for(demo_model, ENGINE="simulated"), runtime, temporary=True)
+    server.start()
+    started = processes(server.shm_prefix)
+    (guard,) = [pid for pid in processes("guard.py") if pid in started]
+    os.kill(guard, signal.SIGKILL)
+    wait_until(lambda: not [pid for pid in started if alive(pid)], 2, "the end of all of it")
+    server.wait()
+    assert not regions(server)
+    assert not runtime.exists()
+    server.stop()
+
+
+def test_the_next_start_removes_what_a_killed_starter_and_its_guard_left(
+    demo_model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "runtime").mkdir()
+    program = f"""
+        import os, signal
+        from pathlib import Path
+        from tests.integration.conftest import make_server, settings_for
+        settings = settings_for(Path({str(demo_model)!r}), ENGINE="simulated")
+        server = make_server(settings, Path({str(tmp_path / "runtime")!r}), temporary=True)
+        server.start()
+        print(server.shm_prefix, flush=True)
+        os.kill(server._process.pid, signal.SIGSTOP)
+        os.kill(server._process.pid, signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    prefix = run_until_killed(program, **ANY_PORTS)
+    assert (tmp_path / "runtime").exists()
+    (tmp_path / "next").mkdir()
+    server = make_server(settings_for(demo_model, ENGINE="simulated"), tmp_path / "next")
+    server.start()
+    assert not list(SHARED_MEMORY.glob(f"{prefix}*"))
+    assert not processes(prefix)
+    assert not (tmp_path / "runtime").exists()
+    assert regions(server)
+    server.stop()
+
+
+def test_a_start_leaves_the_shared_memory_of_another_server_alone(triton: TritonServer) -> None:
+    before = set(regions(triton))
+    assert before
+    leftovers.sweep()
+    assert before <= set(regions(triton))
+    assert triton.is_ready()
 
 
 def is_tritonserver(pid: int) -> bool:

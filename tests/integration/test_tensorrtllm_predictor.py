@@ -283,6 +283,7 @@ def test_the_guides_commands(
         "TRITON_HTTP_PORT": str(port),
         "TRITON_GRPC_PORT": "0",
         "TRITON_METRICS_PORT": "0",
+        "TRITON_STOP_TIMEOUT": "60",  # four ranks on few cores
         "TRITONSERVER_BACKEND_DIR": settings["TRITONSERVER_BACKEND_DIR"],
     }
     log = tmp_path / "log"
