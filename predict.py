@@ -3,7 +3,6 @@
 ``cog build`` reads this file without running it, so decorators, types and defaults are literals.
 """
 
-import asyncio
 import contextvars
 import gc
 import logging
@@ -139,7 +138,7 @@ class Predictor(BaseRunner):
         )
 
     async def healthcheck(self) -> bool:
-        return await asyncio.to_thread(self.deployment.server.is_ready)
+        return await self.deployment.healthy()
 
     def _answer(
         self,

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import logging
+import os
 import shutil
 import tempfile
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Mapping
 from pathlib import Path
 
+from cog_triton.client.resume import ResumingClient, Streams
 from cog_triton.client.stream import TritonClient
 from cog_triton.context_length import context_length
 from cog_triton.engine_choice import (
@@ -22,30 +25,37 @@ from cog_triton.engine_choice import (
 )
 from cog_triton.errors import ConfigurationError
 from cog_triton.generation import Chunk, generate
+from cog_triton.life import TritonLife
 from cog_triton.repository.fill import fill_repository
 from cog_triton.repository.overrides import load_overrides
 from cog_triton.request import Request
 from cog_triton.server.installation import locate
 from cog_triton.server.log import GPU
+from cog_triton.server.supervisor import RestartPolicy, Supervisor
 from cog_triton.server.tritonserver import TritonServer
 from cog_triton.settings import Settings
 from cog_triton.text.tokenizer import Tokenizer, load_tokenizer, without_torch
 
 Values = dict[str, dict[str, object]]
 
-WARM_UP = Request(prompt="Hello", seed=0, max_tokens=2, temperature=0.0)
+logger = logging.getLogger(__name__)
+
+EXIT_STATUS = 70
+"""Of a process that ends because its tritonserver has been given up: EX_SOFTWARE of sysexits.h."""
 
 
 class Deployment:
-    """A running tritonserver, and what is needed to run requests on it."""
+    """A tritonserver that is kept running, and what is needed to run requests on it.
+
+    To be used from the event loop that started it.
+    """
 
     def __init__(
         self,
         settings: Settings,
-        server: TritonServer,
-        client: TritonClient,
+        streams: Streams,
+        supervisor: Supervisor[TritonLife],
         tokenizer: Tokenizer,
-        cleanup: contextlib.ExitStack,
         *,
         context_length: int | None = None,
         length_penalty: bool = True,
@@ -53,16 +63,14 @@ class Deployment:
         """Takes over what ``start`` has started.
 
         Args:
-            cleanup: ends all of it but the client.
             context_length: most tokens of prompt and output together; None if only the engine knows.
             length_penalty: whether the engine is told of it; see ``misplaces_parameters``.
         """
         self.settings = settings
-        self.server = server
-        self._client = client
+        self._streams = streams
+        self._supervisor = supervisor
         self._tokenizer = tokenizer
         self._context_length = context_length
-        self._cleanup = cleanup
         self._length_penalty = length_penalty
 
     @classmethod
@@ -76,42 +84,109 @@ class Deployment:
         settings = await asyncio.to_thread(with_files, settings)
         engine = resolve_engine(settings)
         misplaced = misplaces_parameters(engine, _machine(settings))
-        with contextlib.ExitStack() as cleanup:
-            runtime = _runtime_directory(settings, cleanup)
-            repository = runtime / "repository"
-            values = template_values(settings, engine, num_return_sequences=not misplaced)
-            fill_repository(settings.model_repository, repository, values)
-            server = TritonServer(
-                repository, runtime, settings, temporary=settings.runtime_directory is None
-            )
-            cleanup.callback(server.stop)
-            # The tokenizer takes as long to load as Triton takes to start: do both at once.
-            _, tokenizer = await asyncio.gather(
-                asyncio.to_thread(server.start), asyncio.to_thread(_load_tokenizer, settings)
-            )
-            client = create_client(settings, server)
-            async for _ in generate(WARM_UP, client, tokenizer):
-                pass
-            return cls(
-                settings,
-                server,
-                client,
-                tokenizer,
-                cleanup.pop_all(),
-                context_length=context_length(values["tensorrt_llm"]),
-                length_penalty=not misplaced,
-            )
+        values = template_values(settings, engine, num_return_sequences=not misplaced)
+        # The tokenizer takes as long to load as Triton takes to start: do both at once.
+        loading = asyncio.create_task(asyncio.to_thread(_load_tokenizer, settings))
+        supervisor = Supervisor(
+            lambda: begin_life(settings, values, loading),
+            RestartPolicy(settings.restarts, settings.restart_window),
+            on_failure=_exit if settings.exit_on_failure else None,
+        )
+        await supervisor.start()
+        tokenizer = await loading
+        return cls(
+            settings,
+            ResumingClient(
+                LiveClients(supervisor, settings.resume_timeout),
+                attempts=settings.resume_attempts if continues(settings) else 0,
+                end_id=tokenizer.eos_token_id,
+            ),
+            supervisor,
+            tokenizer,
+            context_length=context_length(values["tensorrt_llm"]),
+            length_penalty=not misplaced,
+        )
 
     def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
         """Streams the answer to a request; see ``cog_triton.generation.generate``."""
         if not self._length_penalty:
             request = dataclasses.replace(request, length_penalty=1.0)
-        return generate(request, self._client, self._tokenizer, context_length=self._context_length)
+        return generate(
+            request, self._streams, self._tokenizer, context_length=self._context_length
+        )
+
+    async def healthy(self) -> bool:
+        """Whether a request that comes now would be answered."""
+        life = self._supervisor.life
+        return life is not None and await life.healthy()
 
     async def stop(self) -> None:
         """Stops everything that ``start`` started."""
-        await self._client.aclose()
-        await asyncio.to_thread(self._cleanup.close)
+        await self._supervisor.stop()
+
+
+class LiveClients:
+    """The clients of a supervised server's lives; see ``cog_triton.client.resume.Clients``."""
+
+    def __init__(self, supervisor: Supervisor[TritonLife], timeout: float) -> None:
+        """Waits at most ``timeout`` seconds for a life."""
+        self._supervisor = supervisor
+        self._timeout = timeout
+
+    async def client(self, failed: TritonClient | None) -> TritonClient:
+        life = self._supervisor.life
+        if life is None or life.client is failed:
+            life = await self._supervisor.after(life, self._timeout)
+        return life.client
+
+
+async def begin_life(
+    settings: Settings, values: Values, loading: Awaitable[Tokenizer]
+) -> TritonLife:
+    """Fills a repository, starts tritonserver on it, and returns once a request was answered.
+
+    Args:
+        values: of the template variables of each model.
+        loading: the tokenizer, which may still be on its way.
+
+    Raises:
+        CogTritonError: it did not start; nothing is left of it.
+    """
+    with contextlib.ExitStack() as cleanup:
+        runtime = _runtime_directory(settings, cleanup)
+        repository = runtime / "repository"
+        fill_repository(settings.model_repository, repository, values)
+        server = TritonServer(
+            repository, runtime, settings, temporary=settings.runtime_directory is None
+        )
+        cleanup.callback(server.stop)
+        _, tokenizer = await asyncio.gather(asyncio.to_thread(server.start), loading)
+        life = TritonLife(
+            server,
+            create_client(settings, server),
+            tokenizer,
+            cleanup.pop_all(),
+            hang_timeout=settings.hang_timeout,
+        )
+    try:
+        await life.warm_up()
+    except BaseException:
+        await life.stop()
+        raise
+    return life
+
+
+def continues(settings: Settings) -> bool:
+    """Whether preprocessing can take up an answer where it broke off; NVIDIA's would begin anew."""
+    model = settings.model_repository / "preprocessing" / "1" / "model.py"
+    return model.is_file() and "continued_ids" in model.read_text()
+
+
+def _exit(reason: str) -> None:
+    """Ends the process at once: what watches it starts another."""
+    logger.critical("exiting: %s (EXIT_ON_FAILURE)", reason)
+    logging.shutdown()
+    os._exit(EXIT_STATUS)
 
 
 def resolve_engine(settings: Settings) -> EngineName:

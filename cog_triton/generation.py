@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Literal
 
-from cog_triton.client.stream import TritonClient
+from cog_triton.client.resume import Streams
 from cog_triton.errors import PromptTooLong
 from cog_triton.request import Request, triton_inputs
 from cog_triton.text.detokenizer import IncrementalDetokenizer
@@ -41,7 +41,7 @@ class Chunk:
 
 async def generate(
     request: Request,
-    client: TritonClient,
+    client: Streams,
     tokenizer: Tokenizer,
     *,
     context_length: int | None = None,

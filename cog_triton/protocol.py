@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import base64
+import json
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -31,6 +34,33 @@ OUTPUTS = tuple(DIMS)
 IDS_ONLY = "ids_only"
 """Parameter of a request (not a tensor) with which a client asks the embedded engines to answer with
 token ids alone. The C++ backend takes no notice of it."""
+
+CONTINUED = "continued_ids"
+"""Parameter of a request: ids that an earlier attempt at it has delivered, see ``continued_text``.
+Preprocessing puts them behind the prompt's, and the embedded engines take them for output."""
+
+
+def continued_text(ids: Sequence[int]) -> str:
+    """The value of ``CONTINUED``: the ids as int32, little-endian, in base64."""
+    return base64.b64encode(np.array(ids, "<i4").tobytes()).decode()
+
+
+def continued_ids(parameters: str) -> list[int]:
+    """The ids that a request goes on from; empty for one that begins.
+
+    Args:
+        parameters: of the request, as the Python backend has them: a JSON object, or nothing.
+
+    Raises:
+        ValueError: they are not such a text.
+    """
+    if CONTINUED not in parameters:  # nearly always, and without a parser
+        return []
+    try:
+        raw = base64.b64decode(json.loads(parameters)[CONTINUED], validate=True)
+        return np.frombuffer(raw, "<i4").tolist()  # type: ignore[no-any-return]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{CONTINUED} is malformed: {error}") from None
 
 
 def stop_inputs() -> dict[str, npt.NDArray[Any]]:

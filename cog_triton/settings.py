@@ -105,6 +105,21 @@ class Settings(BaseModel):
     """Seconds from SIGTERM to SIGKILL when tritonserver is stopped."""
     response_timeout: float = Field(300.0, alias="TRITON_RESPONSE_TIMEOUT", gt=0)
     """Seconds without any response after which a request fails with E2101."""
+    hang_timeout: float = Field(120.0, alias="TRITON_HANG_TIMEOUT", ge=0)
+    """Seconds for which requests run and none has a response, after which tritonserver is killed and
+    started again; longer than the longest prefill. 0 is never."""
+    restarts: int = Field(10, alias="TRITON_RESTARTS", ge=0)
+    """How often tritonserver is started again, within TRITON_RESTART_WINDOW, before it is given up; 0 is
+    never."""
+    restart_window: float = Field(600.0, alias="TRITON_RESTART_WINDOW", gt=0)
+    """Seconds."""
+    exit_on_failure: bool = False
+    """End the process when tritonserver is given up, for what starts it to start another."""
+    resume_attempts: int = Field(3, ge=0)
+    """How often a request goes on, after tritonserver ended, from what it had delivered; 0 fails it with
+    E2105 instead."""
+    resume_timeout: float = Field(60.0, gt=0)
+    """Seconds that a request waits for tritonserver to be back, each time."""
     log_verbose: int = Field(0, alias="TRITON_LOG_VERBOSE", ge=0)
     """Triton's --log-verbose."""
     model_repository: Path = Field(Path("triton_model_repo"), alias="TRITON_MODEL_REPO")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,15 @@ from tritonclient.utils import np_to_triton_dtype
 
 from cog_triton.client.stream import Inputs, Response, TritonClient, error_from_text
 from cog_triton.errors import TritonMalformedEvent, TritonUnavailable, TritonUnknownError
-from cog_triton.protocol import ENGINE, IDS_ENSEMBLE, IDS_ONLY, OUTPUTS, stop_inputs
+from cog_triton.protocol import (
+    CONTINUED,
+    ENGINE,
+    IDS_ENSEMBLE,
+    IDS_ONLY,
+    OUTPUTS,
+    continued_text,
+    stop_inputs,
+)
 
 CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", -1),
@@ -43,8 +51,13 @@ class GrpcClient(TritonClient):
         self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
 
-    async def _responses(self, request_id: str, inputs: Inputs) -> AsyncGenerator[Response, None]:
-        request = _ids_only(infer_request(IDS_ENSEMBLE, request_id, inputs, OUTPUTS))
+    async def _responses(
+        self, request_id: str, inputs: Inputs, continued: Sequence[int]
+    ) -> AsyncGenerator[Response, None]:
+        request = infer_request(IDS_ENSEMBLE, request_id, inputs, OUTPUTS)
+        request.parameters[IDS_ONLY].bool_param = True
+        if continued:
+            request.parameters[CONTINUED].string_param = continued_text(continued)
         async with contextlib.aclosing(_answers(self._stub, request)) as answers:
             async for answer in answers:
                 yield parse_response(answer)
@@ -121,11 +134,6 @@ def infer_request(
         request.inputs.append(tensor._get_tensor())
         request.raw_input_contents.append(tensor._get_content())
     request.outputs.extend(InferRequestedOutput(name)._get_tensor() for name in outputs)
-    return request
-
-
-def _ids_only(request: service_pb2.ModelInferRequest) -> service_pb2.ModelInferRequest:
-    request.parameters[IDS_ONLY].bool_param = True
     return request
 
 

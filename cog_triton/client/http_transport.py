@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -14,7 +14,14 @@ import numpy.typing as npt
 
 from cog_triton.client.stream import Inputs, Response, TritonClient, error_from_text
 from cog_triton.errors import TritonMalformedEvent, TritonMalformedJSON, TritonUnavailable
-from cog_triton.protocol import ENGINE, IDS_ENSEMBLE, IDS_ONLY, stop_inputs
+from cog_triton.protocol import (
+    CONTINUED,
+    ENGINE,
+    IDS_ENSEMBLE,
+    IDS_ONLY,
+    continued_text,
+    stop_inputs,
+)
 
 CONNECT_SECONDS = 10.0
 
@@ -40,11 +47,16 @@ class HttpClient(TritonClient):
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
         )
 
-    async def _responses(self, request_id: str, inputs: Inputs) -> AsyncGenerator[Response, None]:
+    async def _responses(
+        self, request_id: str, inputs: Inputs, continued: Sequence[int]
+    ) -> AsyncGenerator[Response, None]:
         """The responses, and an empty last one: the endpoint does not say which is the last."""
         count, ids, announced, counts = 0, 0, None, False
         # What is no input of the model becomes a parameter of the request.
-        async for event in self._events(IDS_ENSEMBLE, request_id, inputs, {IDS_ONLY: True}):
+        parameters: dict[str, Any] = {IDS_ONLY: True}
+        if continued:
+            parameters[CONTINUED] = continued_text(continued)
+        async for event in self._events(IDS_ENSEMBLE, request_id, inputs, parameters):
             response = parse_event(event)
             ids += len(response.ids)
             # An engine that knows ids_only ends with the count of all, and sends no length.

@@ -8,7 +8,7 @@ import logging
 import re
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -64,27 +64,55 @@ class TritonClient(ABC):
             response_timeout: seconds without a response after which a request fails.
         """
         self._response_timeout = response_timeout
+        self._running: set[ResponseStream] = set()
+        self._heard = 0.0  # when a stream that has ended last had a response
         self._stopping: set[asyncio.Task[None]] = set()
 
     @contextlib.asynccontextmanager
-    async def stream(self, request_id: str, inputs: Inputs) -> AsyncIterator[ResponseStream]:
+    async def stream(
+        self, request_id: str, inputs: Inputs, continued: Sequence[int] = ()
+    ) -> AsyncIterator[ResponseStream]:
         """Starts a request; its responses, in order.
 
         Leaving the context before the last response stops the request in the engine.
 
+        Args:
+            continued: ids of the output that an earlier attempt has delivered, to go on from.
+
         Raises:
             CogTritonError: from the iterator.
         """
-        stream = ResponseStream(self._responses(request_id, inputs), self._response_timeout)
+        responses = self._responses(request_id, inputs, continued)
+        stream = ResponseStream(responses, self._response_timeout)
+        self._running.add(stream)
         try:
             yield stream
         finally:
+            self._running.discard(stream)
+            self._heard = max(self._heard, stream.heard)
             if stream.ended:
                 await stream.close()
             else:
                 task = asyncio.create_task(self._stop(request_id, stream))
                 self._stopping.add(task)
                 task.add_done_callback(self._stopping.discard)
+
+    @property
+    def busy(self) -> bool:
+        """Whether requests run."""
+        return bool(self._running)
+
+    def silence(self) -> float:
+        """Seconds since a response to any request, or since the oldest one that runs began.
+
+        0 if none runs. Requests that have just begun do not count as something heard: who tries again
+        and again on an engine that hangs would hide it.
+        """
+        if not self._running:
+            return 0.0
+        heard = max(self._heard, *(stream.heard for stream in self._running))
+        since = max(heard, min(stream.started for stream in self._running))
+        return asyncio.get_running_loop().time() - since
 
     async def aclose(self) -> None:
         """Waits until what is being stopped has stopped, and closes the connections."""
@@ -112,7 +140,9 @@ class TritonClient(ABC):
             await stream.close()
 
     @abstractmethod
-    def _responses(self, request_id: str, inputs: Inputs) -> AsyncGenerator[Response, None]:
+    def _responses(
+        self, request_id: str, inputs: Inputs, continued: Sequence[int]
+    ) -> AsyncGenerator[Response, None]:
         """The request's responses, the last one final; raises CogTritonError."""
 
     @abstractmethod
@@ -142,7 +172,7 @@ class Arrivals(Generic[T]):
         self._wake = asyncio.Event()
         self._error: BaseException | None = None
         self._loop = asyncio.get_running_loop()
-        self._last = self._loop.time()
+        self._last = self.started = self._loop.time()
         self._timer: asyncio.TimerHandle | None = None
         if timeout is not None:
             self._timer = self._loop.call_later(timeout, self._check_silence, timeout)
@@ -152,6 +182,11 @@ class Arrivals(Generic[T]):
     def ended(self) -> bool:
         """Whether nothing more will arrive."""
         return self._reader.done()
+
+    @property
+    def heard(self) -> float:
+        """When something last arrived, on the loop's clock; 0 for never."""
+        return self._last if self._last > self.started else 0.0
 
     async def take(self) -> list[T]:
         """What has arrived since the last time, in order; it waits for something. Empty at the end.
@@ -235,8 +270,11 @@ _ERRORS: tuple[tuple[str, type[CogTritonError]], ...] = (
         r"must be (at least|at most|greater|between|as many|the same)|does not support",
         InvalidParameter,
     ),
+    (
+        r"the engine has stopped|not ready|has no available versions|Stub process .* is not healthy",
+        TritonUnavailable,
+    ),
     (r"model '(pre|post)processing'", TritonTokenizerError),
-    (r"the engine has stopped|not ready|has no available versions", TritonUnavailable),
 )
 
 

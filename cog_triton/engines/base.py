@@ -80,6 +80,7 @@ class GenerationRequest:
         max_tokens: at most so many output tokens, at least one.
         end_id: the token that ends the output and is part of it; None for none.
         stop_words: sequences of token ids that end the output and stay part of it.
+        continued: so many of ``input_ids``, the last, are output of an earlier attempt at the request.
     """
 
     key: str
@@ -89,6 +90,7 @@ class GenerationRequest:
     stop_words: tuple[tuple[int, ...], ...] = ()
     sampling: SamplingParams = field(default_factory=SamplingParams)
     return_log_probs: bool = False
+    continued: int = 0
 
 
 @dataclass(frozen=True)

@@ -90,13 +90,20 @@ class Failures:
 
     def of(self, request: GenerationRequest) -> Failure | None:
         """How a request fails: a function of its prompt, seed and number of tokens."""
-        if not self.rate or request.max_tokens <= SPARED_TOKENS:
+        max_tokens = request.max_tokens + request.continued
+        if not self.rate or max_tokens <= SPARED_TOKENS:
             return None
-        draw = Random(f"{request.sampling.seed} {request.input_ids}").random
+        draw = Random(f"{request.sampling.seed} {_prompt(request)}").random
         if draw() >= self.rate:
             return None
         kind = self.kinds[int(draw() * len(self.kinds))]
-        return Failure(kind, after=1 + int(draw() * (request.max_tokens - 1)))
+        after = 1 + int(draw() * (max_tokens - 1))
+        return Failure(kind, after=max(0, after - request.continued))
+
+
+def _prompt(request: GenerationRequest) -> list[int]:
+    """The prompt's ids, without the output that is continued."""
+    return request.input_ids[: len(request.input_ids) - request.continued]
 
 
 @dataclass(eq=False)
@@ -142,7 +149,7 @@ class Schedule:
         self, request: GenerationRequest, sink: Sink, failure: Failure | None, now: float
     ) -> None:
         """Starts a request, or has it wait for a slot."""
-        place = sum(request.input_ids) % self._length
+        place = (sum(_prompt(request)) + request.continued) % self._length
         one = _Sequence(request, sink, failure, start=place, since=now)
         if 0 < self._costs.max_batch <= len(self._running):
             self._waiting[request.key] = one

@@ -16,26 +16,35 @@ from cog_triton.engines.base import SamplingParams
 
 @dataclass
 class History:
-    """The tokens of one sequence so far, as the penalties need them. Shapes are [vocabulary]."""
+    """The tokens of one sequence so far, as the penalties need them. Shapes are [vocabulary].
+
+    Attributes:
+        continued: so many of the prompt's tokens, the last, are output of an earlier attempt.
+    """
 
     prompt: list[int]
     vocabulary: int
     device: torch.device
+    continued: int = 0
     output: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.counts = torch.zeros(self.vocabulary, device=self.device)
         self.seen = torch.zeros(self.vocabulary, dtype=torch.bool, device=self.device)
         self.seen[torch.tensor(self.prompt, device=self.device)] = True
+        self._count(self.prompt[len(self.prompt) - self.continued :])
 
     def extend(self, output: Sequence[int]) -> None:
         """Takes in the tokens that ``output``, all of them so far, has beyond those known."""
         new = list(output[len(self.output) :])
         if new:
-            ids = torch.tensor(new, device=self.device)
-            self.counts.index_add_(0, ids, torch.ones(len(new), device=self.device))
-            self.seen[ids] = True
+            self._count(new)
             self.output += new
+
+    def _count(self, new: list[int]) -> None:
+        ids = torch.tensor(new, dtype=torch.int64, device=self.device)
+        self.counts.index_add_(0, ids, torch.ones(len(new), device=self.device))
+        self.seen[ids] = True
 
 
 def penalize(

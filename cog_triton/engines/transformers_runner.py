@@ -63,7 +63,7 @@ class RowParameters:
     def _history(self, request: GenerationRequest, state: Any) -> History:
         history = self._histories.get(request.key)
         if history is None:
-            history = History(request.input_ids, self._vocabulary, self._device)
+            history = History(request.input_ids, self._vocabulary, self._device, request.continued)
         # After a reset, tokens generated before it count as prompt in transformers' state.
         earlier = state.initial_tokens[len(request.input_ids) :]
         history.extend(earlier + state.generated_tokens)

@@ -25,6 +25,7 @@ from cog_triton.protocol import ADDRESS_FILE, ENGINE
 
 class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
+        stub.end_with_server()
         # The server's own, which it wrote down before it started.
         self._address = Path(args["model_repository"], ADDRESS_FILE).read_text()
         self._loop = asyncio.new_event_loop()

@@ -40,8 +40,14 @@ class Preprocessor:
         self._end_id = -1 if end_id is None else end_id
         self._pad_id = self._end_id if pad_id is None else pad_id
 
-    def __call__(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+    def __call__(
+        self, inputs: Mapping[str, Array], continued: Sequence[int] = ()
+    ) -> dict[str, Array]:
         """The outputs for one request.
+
+        Args:
+            continued: ids of the output that an earlier attempt at it has delivered, which the engine is
+                to go on from: they follow the prompt's.
 
         Raises:
             ValueError: an input is not valid; the text is for the client.
@@ -49,7 +55,7 @@ class Preprocessor:
         queries = [_text(query) for query in inputs["QUERY"].reshape(-1)]
         for query in queries:
             self._check_length(query)
-        prompts = [self._encode(query) for query in queries]
+        prompts = [[*self._encode(query), *continued] for query in queries]
         batch = len(prompts)
         pad_id = _default(inputs, "PAD_ID", self._pad_id, batch)
         end_id = _default(inputs, "END_ID", self._end_id, batch)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import select
+import signal
 import threading
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import closing
@@ -12,6 +15,12 @@ import numpy.typing as npt
 from cog_triton.models.model_calls import Client, ModelError
 
 Array = npt.NDArray[Any]
+
+
+def end_with_server() -> None:
+    """Ends this process when tritonserver ends, however it does: a stub notices nothing by itself."""
+    server = os.pidfd_open(os.getppid())
+    threading.Thread(target=_end_after, args=[server], name="end-with-server", daemon=True).start()
 
 
 def parameters(config: Mapping[str, Any]) -> dict[str, str]:
@@ -84,6 +93,11 @@ def send_all(
             client.send(response(pb_utils, tensors, names), last=last)
     if not client.closed:
         client.send(None, last=True)
+
+
+def _end_after(process: int) -> None:
+    select.select([process], [], [])
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _answer(pb_utils: Any, request: Any, answer: Callable[[Any, Client], None]) -> None:

@@ -54,8 +54,11 @@ _ONLY_ONE = ("beam_width", "num_return_sequences")
 _MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
 
-def generation_requests(inputs: Mapping[str, Array]) -> list[GenerationRequest]:
+def generation_requests(inputs: Mapping[str, Array], continued: int = 0) -> list[GenerationRequest]:
     """One request per sequence of the batch.
+
+    Args:
+        continued: so many of the input ids, the last of each sequence, are output already.
 
     Raises:
         EngineError: an input is missing, out of range, or not supported by the embedded engines.
@@ -63,7 +66,7 @@ def generation_requests(inputs: Mapping[str, Array]) -> list[GenerationRequest]:
     _refuse_unsupported(inputs)
     if "input_ids" not in inputs:
         raise EngineError("input_ids is missing")
-    return [_generation_request(inputs, i) for i in range(inputs["input_ids"].shape[0])]
+    return [_generation_request(inputs, i, continued) for i in range(inputs["input_ids"].shape[0])]
 
 
 def response_tensors(
@@ -166,7 +169,7 @@ def _is_empty(values: Array | None) -> bool:
     return values is None or all(value == b"" for value in values.flat)
 
 
-def _generation_request(inputs: Mapping[str, Array], i: int) -> GenerationRequest:
+def _generation_request(inputs: Mapping[str, Array], i: int, continued: int) -> GenerationRequest:
     def scalar(name: str, default: Any) -> Any:
         values = inputs.get(name)
         return default if values is None else _finite(name, values.reshape(-1)[i].item())
@@ -197,6 +200,7 @@ def _generation_request(inputs: Mapping[str, Array], i: int) -> GenerationReques
             bad_words=words("bad_words_list"),
         ),
         return_log_probs=bool(scalar("return_log_probs", False)),
+        continued=min(continued, length),
     )
 
 

@@ -7,10 +7,12 @@ alone and wait for rank 0. The death of one is the death of all.
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import logging
 import os
 import secrets
+import signal
 import subprocess
 import threading
 import time
@@ -18,6 +20,7 @@ from pathlib import Path
 
 from cog_triton.errors import TritonStartError
 from cog_triton.protocol import ADDRESS_FILE, CONTEXT_MODEL
+from cog_triton.server import leftovers
 from cog_triton.server.command import (
     Endpoints,
     Launch,
@@ -29,6 +32,7 @@ from cog_triton.server.command import (
     guarded,
     launch_command,
 )
+from cog_triton.server.guard import KILL, WATCH
 from cog_triton.server.installation import PACKAGE_ROOT, assemble, environment, locate
 from cog_triton.server.log import ServerLog
 from cog_triton.settings import Settings
@@ -62,7 +66,7 @@ class TritonServer:
             temporary: whether ``runtime`` is removed when the server ends, however it does.
             launch: how to start it, beyond what the settings say.
         """
-        self._temporary = temporary
+        self._temporary = runtime if temporary else None
         self._settings = settings
         self._repository = repository
         self._runtime = runtime
@@ -73,7 +77,7 @@ class TritonServer:
         self._stopping = False
         self._started = False
         self._process: subprocess.Popen[bytes] | None = None
-        self._log_thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
         self.shm_prefix = f"cog_triton_{os.getpid()}_{secrets.token_hex(4)}_"
         self.endpoints = Endpoints(settings.host, 0, 0, 0)
         self.status: int | None = None
@@ -96,17 +100,19 @@ class TritonServer:
         if self._has_endpoints:
             self.endpoints = choose_ports(self._settings)
             self._tell_address()
+        leftovers.sweep()
         server, backends = assemble(installation, self._runtime)
         arguments = command(
             server, self._repository, backends, self.endpoints, self.shm_prefix, self._settings
         )
+        lock = leftovers.hold(self.shm_prefix, self._temporary)
         self._process = subprocess.Popen(
             guarded(
                 guard_role(self._launch, self._settings),
                 self.shm_prefix,
                 self._settings.stop_timeout,
                 launch_command(arguments, self.shm_prefix, self._settings, self._launch),
-                directory=str(self._runtime) if self._temporary else "",
+                directory=str(self._temporary or ""),
             ),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -114,17 +120,25 @@ class TritonServer:
             env=environ,
             cwd=PACKAGE_ROOT,  # the stubs' module search path begins there
             start_new_session=True,
+            pass_fds=[lock],
         )
-        self._log_thread = threading.Thread(
-            target=self._forward_log, args=[self._process], name="tritonserver-log", daemon=True
-        )
-        self._log_thread.start()
+        self._threads = [
+            threading.Thread(target=target, args=arguments, name="tritonserver", daemon=True)
+            for target, *arguments in (
+                (self._forward_log, self._process),
+                (self._clear_up, self._process, lock),
+            )
+        ]
+        for thread in self._threads:
+            thread.start()
         try:
             self._wait_until_ready()
         except BaseException:
             self.stop()
             raise
         self._started = True
+        if self._has_endpoints:  # else nothing tells that the stubs have started
+            self._tell_guard(WATCH)
 
     def stop(self) -> None:
         """Stops the server, its stubs and all they hold. Safe to call again, and before a start."""
@@ -133,9 +147,19 @@ class TritonServer:
             return
         assert process.stdin is not None
         self._stopping = True
-        process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
         self.status = process.wait()
-        self._join_log()
+        self._join_threads()
+
+    def kill(self) -> None:
+        """Ends a server that hangs: its guard kills it, and clears up. Returns at once."""
+        self._tell_guard(KILL)
+
+    @property
+    def end(self) -> str:
+        """How it ended, in a line."""
+        return f"{self._name} died{self._log.end(self.status)}"
 
     def wait(self) -> int:
         """Waits for the end of a server that was started, and returns its exit status.
@@ -144,7 +168,7 @@ class TritonServer:
         """
         assert self._process is not None
         self.status = self._process.wait()
-        self._join_log()
+        self._join_threads()
         return self.status
 
     @property
@@ -160,6 +184,13 @@ class TritonServer:
     def _has_endpoints(self) -> bool:
         return not self._launch.rank
 
+    def _tell_guard(self, what: bytes) -> None:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has just ended
+            self._process.stdin.write(what)
+            self._process.stdin.flush()
+
     def _tell_address(self) -> None:
         """Writes down where the server will listen, for the model that asks another over gRPC."""
         model = self._repository / CONTEXT_MODEL
@@ -171,7 +202,7 @@ class TritonServer:
         while self._has_endpoints and not _ready(self.endpoints):
             if not self.alive:
                 assert self._process is not None
-                self._join_log()
+                self._join_threads()
                 what = f"{self._name} died while starting"
                 raise TritonStartError(self._log.reason(what, self._process.returncode))
             if time.monotonic() > deadline:
@@ -183,9 +214,15 @@ class TritonServer:
                 )
             time.sleep(0.02)
 
-    def _join_log(self) -> None:
-        if self._log_thread is not None:
-            self._log_thread.join()
+    def _join_threads(self) -> None:
+        for thread in self._threads:
+            thread.join()
+
+    def _clear_up(self, process: subprocess.Popen[bytes], lock: int) -> None:
+        """Does the guard's last work if it was killed. Until then stubs hold the pipe of the log."""
+        if process.wait() == -signal.SIGKILL:
+            leftovers.remove(self.shm_prefix, self._temporary)
+        os.close(lock)
 
     def _forward_log(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout is not None

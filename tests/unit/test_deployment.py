@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast, get_args
@@ -106,9 +105,9 @@ def test_a_length_penalty_goes_where_it_has_an_effect(
 
     client = cast(Any, Client())
     tokenizer = load_tokenizer(str(demo_model))
-    settings, server = read_settings({}), cast(Any, None)
-    cleanup = contextlib.ExitStack()
-    deployment = Deployment(settings, server, client, tokenizer, cleanup, length_penalty=told)
+    deployment = Deployment(
+        read_settings({}), client, cast(Any, None), tokenizer, length_penalty=told
+    )
     with pytest.raises(TritonUnavailable):
         asyncio.run(anext(deployment.generate(Request(prompt="a", seed=0, length_penalty=1.5))))
     found = inputs[0].get("length_penalty")

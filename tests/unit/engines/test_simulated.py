@@ -16,7 +16,7 @@ from tritonclient.grpc.model_config_pb2 import (  # type: ignore[import-untyped,
 )
 
 from cog_triton.client.stream import error_from_text
-from cog_triton.deployment import WARM_UP, template_values
+from cog_triton.deployment import template_values
 from cog_triton.engines.base import EngineError, GenerationRequest, SamplingParams, Tokens
 from cog_triton.engines.create import create_engine
 from cog_triton.engines.simulated import (
@@ -36,6 +36,7 @@ from cog_triton.errors import (
     TritonOverloaded,
     TritonUnknownError,
 )
+from cog_triton.life import WARM_UP
 from cog_triton.repository.fill import fill_repository
 from cog_triton.repository.variables import VARIABLES
 from cog_triton.settings import Settings, read_settings
@@ -684,3 +685,30 @@ def test_all_name_the_same_failures() -> None:
     kinds = get_args(FailureKind)
     assert VARIABLES["tensorrt_llm"]["simulated_failures"].choices == kinds
     assert read_settings({"SIMULATED_FAILURES": ",".join(kinds)})
+
+
+@pytest.mark.parametrize("delivered", [1, 5, 39])
+def test_an_output_that_is_continued_is_that_of_one_request(delivered: int) -> None:
+    def output(wanted: GenerationRequest) -> list[int]:
+        schedule, ids = Schedule(list(range(10, 27)), Costs()), []
+        schedule.add(wanted, lambda tokens: ids.extend(tokens.ids), None, 0.0)
+        while len(schedule):
+            for sink, tokens in schedule.step(1.0):
+                sink(tokens)
+        return ids
+
+    whole = output(GenerationRequest("a", [3, 4], max_tokens=40))
+    rest = GenerationRequest(
+        "b", [3, 4, *whole[:delivered]], max_tokens=40 - delivered, continued=delivered
+    )
+    assert output(rest) == whole[delivered:]
+
+
+def test_a_request_that_is_continued_fails_where_it_would_have() -> None:
+    failures = Failures(1.0, ("error",))
+    first = request(1)
+    failure = failures.of(first)
+    assert failure is not None
+    assert failure.after > 3
+    rest = replace(first, input_ids=[*first.input_ids, 1, 2, 3], max_tokens=97, continued=3)
+    assert failures.of(rest) == Failure("error", failure.after - 3)

@@ -18,6 +18,7 @@ from cog_triton.engines.token_sampling import History, choose, noise_key, penali
 Array = npt.NDArray[Any]
 
 MAX_SEED = 2**64 - 1
+CPU = torch.device("cpu")
 RANDOM = SamplingParams(top_p=1.0)  # nothing is excluded
 
 
@@ -405,3 +406,25 @@ def test_a_history_may_grow_in_any_steps() -> None:
     assert torch.equal(stepwise.seen, whole.seen)
     assert whole.counts.tolist() == [0, 0, 0, 1, 2, 1]
     assert whole.seen.tolist() == [False, True, False, True, True, True]
+
+
+@given(
+    output=st.lists(st.integers(0, 9), min_size=1, max_size=12),
+    cut=st.integers(0, 12),
+    seed=st.integers(0, 1000),
+)
+def test_penalties_count_on_in_an_output_that_is_continued(
+    output: list[int], cut: int, seed: int
+) -> None:
+    cut = min(cut, len(output))
+    sampling = SamplingParams(
+        repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2, bad_words=((4, 5),)
+    )
+    logits = torch.randn(10, generator=torch.Generator().manual_seed(seed))
+    whole = History([1, 2], 10, CPU)
+    whole.extend(output)
+    continued = History([1, 2, *output[:cut]], 10, CPU, continued=cut)
+    continued.extend(output[cut:])
+    assert torch.equal(
+        penalize(logits, sampling, whole, None), penalize(logits, sampling, continued, None)
+    )

@@ -97,6 +97,13 @@ def test_shapes_and_types_are_those_of_the_contract(preprocessor: Preprocessor) 
         assert all(dim in (-1, size) for dim, size in zip(dims, array.shape[1:], strict=True)), name
 
 
+def test_what_was_delivered_follows_the_prompt(preprocessor: Preprocessor, tokenizer: Any) -> None:
+    outputs = preprocessor(inputs("Hello"), [7, 8])
+    prompt = tokenizer("Hello").input_ids
+    assert outputs["INPUT_ID"].tolist() == [[*prompt, 7, 8]]
+    assert outputs["REQUEST_INPUT_LEN"].tolist() == [[len(prompt) + 2]]
+
+
 def test_prompts_are_padded(preprocessor: Preprocessor, tokenizer: Any) -> None:
     prompts = ["one", "and a longer one", "", "日本語 🚀"]
     rows = [tokenizer(prompt).input_ids for prompt in prompts]

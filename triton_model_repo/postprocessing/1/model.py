@@ -14,6 +14,7 @@ from cog_triton.text.tokenizer import load_tokenizer, without_torch
 
 class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
+        stub.end_with_server()
         without_torch()
         parameters = stub.parameters(json.loads(args["model_config"]))
         self._postprocessor = Postprocessor(

@@ -11,6 +11,7 @@ import triton_python_backend_utils as pb_utils
 
 from cog_triton.models import stub
 from cog_triton.models.preprocessing import Preprocessor
+from cog_triton.protocol import continued_ids
 from cog_triton.text.tokenizer import load_tokenizer, without_torch
 
 logger = logging.getLogger(__name__)
@@ -20,6 +21,7 @@ LONG_BYTES = 20_000  # about ten milliseconds; what is longer keeps nobody waiti
 
 class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
+        stub.end_with_server()
         without_torch()
         parameters = stub.parameters(json.loads(args["model_config"]))
         context_length = parameters.get("max_seq_len")
@@ -53,7 +55,8 @@ class TritonPythonModel:
 
     def _response(self, request: Any, inputs: dict[str, stub.Array]) -> Any:
         try:
-            outputs = self._preprocessor(inputs)
+            continued = continued_ids(request.parameters())
+            outputs = self._preprocessor(inputs, continued)
         except ValueError as error:
             return stub.refusal(pb_utils, str(error))
         except Exception as error:  # unanswered, the request would wait for good

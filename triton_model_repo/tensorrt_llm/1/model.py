@@ -18,7 +18,7 @@ from cog_triton.engines.serving import DeliveryLimits, Output, Serving
 from cog_triton.models import stub
 from cog_triton.models.engine_metrics import EngineMetrics
 from cog_triton.models.tensors import generation_requests, placeholders, response_tensors
-from cog_triton.protocol import IDS_ONLY
+from cog_triton.protocol import IDS_ONLY, continued_ids
 
 CANCELLATION_CHECK_SECONDS = (
     1.0  # asking Triton is a round trip: per token it halves the throughput
@@ -27,6 +27,7 @@ CANCELLATION_CHECK_SECONDS = (
 
 class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
+        stub.end_with_server()
         config = json.loads(args["model_config"])
         parameters = stub.parameters(config)
         self._decoupled = config["model_transaction_policy"]["decoupled"]
@@ -59,7 +60,7 @@ class TritonPythonModel:
         if "stop" in inputs and inputs["stop"].any():
             self._stop(request.request_id(), sender)
             return
-        generations = generation_requests(inputs)
+        generations = generation_requests(inputs, len(_continued(request)))
         streaming = bool(inputs["streaming"].any()) if "streaming" in inputs else False
         if streaming and not self._decoupled:
             raise EngineError("streaming needs decoupled_mode true in the tensorrt_llm model")
@@ -154,6 +155,13 @@ class Responses:
         with self._lock:
             self._unfinished -= 1
             return self._unfinished == 0
+
+
+def _continued(request: Any) -> list[int]:
+    try:
+        return continued_ids(request.parameters())
+    except ValueError as error:
+        raise EngineError(str(error)) from None
 
 
 def ids_only(request: Any) -> bool:

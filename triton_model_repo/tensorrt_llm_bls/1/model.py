@@ -17,6 +17,7 @@ CANCELLATION_CHECK_SECONDS = 1.0  # asking Triton is a round trip
 
 class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
+        stub.end_with_server()
         config = json.loads(args["model_config"])
         parameters = stub.parameters(config)
         check_parameters(parameters)

@@ -1,0 +1,146 @@
+"""Streams that outlive a server: what it had delivered of an answer is where the next life goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+from array import array
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import AbstractAsyncContextManager
+from typing import Protocol
+
+import numpy as np
+
+from cog_triton.client.stream import Inputs, Response, TritonClient
+from cog_triton.errors import PromptTooLong, TritonUnavailable, TritonUnknownError
+
+logger = logging.getLogger(__name__)
+
+
+class Streams(Protocol):
+    """What runs a request: a client, or one that goes on with it in the next life of the server."""
+
+    def stream(
+        self, request_id: str, inputs: Inputs
+    ) -> AbstractAsyncContextManager[AsyncIterator[Response]]:
+        """The responses to a request, in order; leaving the context stops it in the engine."""
+
+
+class Clients(Protocol):
+    """The clients of a server's lives."""
+
+    async def client(self, failed: TritonClient | None) -> TritonClient:
+        """The present one, or the next after one that failed.
+
+        Raises:
+            TritonUnavailable: there is none any more, or none in time.
+        """
+
+
+class ResumingClient:
+    """Runs requests on one life of the server after another, as far as one request goes.
+
+    A sampled token depends on the seed, its place and what is before it, so on the embedded engines an
+    answer goes on as if nothing had happened. TensorRT-LLM keeps what was delivered and generates
+    another end: it knows nothing of ``continued``, and for it those ids are the prompt's.
+    """
+
+    def __init__(self, clients: Clients, *, attempts: int, end_id: int | None) -> None:
+        """Connects to nothing.
+
+        Args:
+            attempts: how often one request is tried again at most.
+            end_id: the token that ends an answer, of requests that name none.
+        """
+        self._clients = clients
+        self._attempts = attempts
+        self._end_id = end_id
+
+    @contextlib.asynccontextmanager
+    async def stream(
+        self, request_id: str, inputs: Inputs
+    ) -> AsyncIterator[AsyncIterator[Response]]:
+        """See ``Streams``."""
+        async with contextlib.aclosing(self._responses(request_id, inputs)) as responses:
+            yield responses
+
+    async def _responses(self, request_id: str, inputs: Inputs) -> AsyncGenerator[Response, None]:
+        progress = Progress(inputs, self._end_id)
+        client = await self._clients.client(None)
+        for attempt in range(self._attempts + 1):
+            try:
+                name = f"{request_id}-{attempt}" if attempt else request_id
+                async with client.stream(name, progress.inputs(), progress.ids) as responses:
+                    async for response in responses:
+                        yield progress.add(response)
+                return
+            except PromptTooLong:
+                if not progress.ids:
+                    raise
+                break  # the context was full
+            except TritonUnavailable as error:
+                if attempt == self._attempts:
+                    raise
+                logger.warning(
+                    "request %s is tried again after %d tokens: %s",
+                    request_id,
+                    len(progress.ids),
+                    error,
+                )
+                client = await self._clients.client(client)
+            if progress.complete:
+                break
+        yield Response([], None, final=True, keeps_end_token=progress.keeps_end_token)
+
+
+class Progress:
+    """How far one request has come.
+
+    Attributes:
+        ids: what was delivered of its output.
+        keeps_end_token: as its responses have it.
+    """
+
+    def __init__(self, inputs: Inputs, end_id: int | None) -> None:
+        self._inputs = inputs
+        self._end_id = int(inputs["end_id"].flat[0]) if "end_id" in inputs else end_id
+        self._continued = 0
+        self._prompt_tokens: int | None = None
+        self.ids = array("i")
+        self.keeps_end_token = True
+
+    @property
+    def complete(self) -> bool:
+        """Whether there is nothing more to come, although no response has said so."""
+        limit = int(self._inputs["max_tokens"].flat[0])
+        return len(self.ids) >= limit or (bool(self.ids) and self.ids[-1] == self._end_id)
+
+    def inputs(self) -> Inputs:
+        """The inputs of the next attempt, which counts on from the tokens that were delivered."""
+        self._continued = len(self.ids)
+        if not self._continued:
+            return self._inputs
+        counts = {
+            name: np.maximum(self._inputs[name] - self._continued, 0)
+            for name in ("max_tokens", "min_tokens")
+            if name in self._inputs
+        }
+        return {**self._inputs, **{name: n.astype(np.int32) for name, n in counts.items()}}
+
+    def add(self, response: Response) -> Response:
+        """Takes in a response, and returns it as that of an undisturbed request.
+
+        Raises:
+            TritonUnknownError: the server began anew instead of going on: its preprocessing is not ours.
+        """
+        tokens = response.input_tokens
+        if tokens is not None and self._continued:
+            tokens -= self._continued
+            if tokens != self._prompt_tokens:
+                raise TritonUnknownError("the server cannot go on with an answer that it has begun")
+            response = dataclasses.replace(response, input_tokens=tokens)
+        self._prompt_tokens = tokens or self._prompt_tokens
+        self.ids.extend(response.ids)
+        self.keeps_end_token = self.keeps_end_token and response.keeps_end_token
+        return response

@@ -1,0 +1,193 @@
+"""Lives of a server, one after another: where one ends unasked, the next begins.
+
+It knows nothing of tritonserver: a life is what ``begin`` returns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from cog_triton.errors import CogTritonError, TritonUnavailable
+
+logger = logging.getLogger("tritonserver")
+
+FIRST_PAUSE = 0.5
+LONGEST_PAUSE = 30.0
+NOTICE_SECONDS = 2.0
+
+
+class Life(Protocol):
+    """One life of a server: ready when it begins, until it ends."""
+
+    async def ended(self) -> str:
+        """Waits for the end, or for what makes it useless; returns why."""
+
+    async def stop(self) -> None:
+        """Ends it, and what belongs to it; safe after its end."""
+
+
+L = TypeVar("L", bound=Life)
+
+
+@dataclass(frozen=True)
+class RestartPolicy:
+    """When a server is started again.
+
+    Attributes:
+        restarts: at most so many within ``window``; 0 for none.
+        window: seconds.
+    """
+
+    restarts: int
+    window: float
+
+    def allows(self, ends: deque[float], now: float) -> bool:
+        """Whether to start again.
+
+        Args:
+            ends: when lives and attempts at one ended, this one included; those before the window are
+                dropped.
+        """
+        while ends and ends[0] < now - self.window:
+            ends.popleft()
+        return len(ends) <= self.restarts
+
+
+def pause(failed_starts: int) -> float:
+    """Seconds before the next start: none after a life, ever longer after starts that failed."""
+    return min(FIRST_PAUSE * 2.0 ** (failed_starts - 1), LONGEST_PAUSE) if failed_starts else 0.0
+
+
+class Supervisor(Generic[L]):
+    """Keeps a server alive, from ``start`` to ``stop``, in one event loop.
+
+    Attributes:
+        restarts: how many there were.
+        failure: why there is no server any more, and will be none; None while there is hope.
+    """
+
+    def __init__(
+        self,
+        begin: Callable[[], Awaitable[L]],
+        policy: RestartPolicy,
+        *,
+        on_failure: Callable[[str], object] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Starts nothing yet.
+
+        Args:
+            begin: starts a server and returns it once it is ready.
+            on_failure: is called when the server is given up, with the reason.
+        """
+        self._begin = begin
+        self._policy = policy
+        self._on_failure = on_failure
+        self._clock = clock
+        self._life: L | None = None
+        self._changed = asyncio.Condition()
+        self._task: asyncio.Task[None] | None = None
+        self.restarts = 0
+        self.failure: str | None = None
+
+    async def start(self) -> None:
+        """Begins the first life; what fails then is the caller's."""
+        self._life = await self._begin()
+        self._task = asyncio.create_task(self._supervise(self._life))
+
+    async def stop(self) -> None:
+        """Ends the present life, and begins no other."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+        life, self._life = self._life, None
+        if life is not None:
+            await life.stop()
+
+    @property
+    def life(self) -> L | None:
+        """The life that goes on; None between two."""
+        return self._life
+
+    async def after(self, failed: L | None, timeout: float) -> L:
+        """A life on which to try again what failed on ``failed``.
+
+        That is the next one, or the same if it turns out to go on.
+
+        Raises:
+            TritonUnavailable: none begins within ``timeout`` seconds, or ever.
+        """
+        try:
+            return await asyncio.wait_for(self._after(failed), timeout)
+        except asyncio.TimeoutError:  # a class of its own before Python 3.11
+            raise TritonUnavailable(f"Triton was not back after {timeout:g} s") from None
+
+    async def _after(self, failed: L | None) -> L:
+        async with self._changed:
+            if failed is not None and self._life is failed:
+                # Its end is noticed in a moment; or it is well, and something between was not.
+                try:
+                    await asyncio.wait_for(
+                        self._changed.wait_for(lambda: self._life is not failed), NOTICE_SECONDS
+                    )
+                except asyncio.TimeoutError:
+                    return failed
+            await self._changed.wait_for(lambda: self._life is not None or self.failure is not None)
+            if self._life is None:
+                raise TritonUnavailable(f"Triton has been given up: {self.failure}")
+            return self._life
+
+    async def _supervise(self, life: L) -> None:
+        ends: deque[float] = deque()
+        while True:
+            reason = await life.ended()
+            await self._set(None)
+            await life.stop()
+            restarted = await self._restart(ends, reason)
+            if restarted is None:
+                return
+            life = restarted
+            self.restarts += 1
+            logger.warning("Triton is back (restart %d)", self.restarts)
+            await self._set(life)
+
+    async def _restart(self, ends: deque[float], reason: str) -> L | None:
+        """The next life; None if the policy allows no more."""
+        for failed_starts in itertools.count():
+            now = self._clock()
+            ends.append(now)
+            if not self._policy.allows(ends, now):
+                break
+            seconds = pause(failed_starts)
+            logger.warning("starting Triton again%s", f" in {seconds:g} s" if seconds else "")
+            await asyncio.sleep(seconds)
+            try:
+                return await self._begin()
+            except CogTritonError as error:
+                reason = str(error)
+                logger.error("%s", reason)
+        await self._give_up(reason)
+        return None
+
+    async def _set(self, life: L | None) -> None:
+        async with self._changed:
+            self._life = life
+            self._changed.notify_all()
+
+    async def _give_up(self, reason: str) -> None:
+        self.failure = reason.splitlines()[0]
+        logger.error(
+            "Triton is not started again: it ended %d times within %g s",
+            self._policy.restarts + 1,
+            self._policy.window,
+        )
+        await self._set(None)
+        if self._on_failure is not None:
+            self._on_failure(self.failure)

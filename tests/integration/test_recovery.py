@@ -1,0 +1,207 @@
+"""Parts that die while requests run: what the requests, the health check and the machine see of it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cog_triton.deployment import EXIT_STATUS, Deployment
+from cog_triton.errors import TritonUnavailable
+from cog_triton.request import Request
+from tests.integration.conftest import ANY_PORTS, settings_for
+from tests.support import ROOT, processes
+
+STREAMS = 16
+TOKENS = 60
+SECONDS = 60
+
+
+@asynccontextmanager
+async def deployed(model: Path, **environment: str) -> AsyncIterator[Deployment]:
+    pace = {"SIMULATED_INTER_TOKEN_MS": "15"}
+    deployment = await Deployment.start(settings_for(model, **{**pace, **environment}))
+    try:
+        yield deployment
+    finally:
+        await deployment.stop()
+
+
+def request(number: int) -> Request:
+    return Request(
+        prompt=f"What is machine learning? {number}",
+        seed=number,
+        max_tokens=TOKENS,
+        min_tokens=TOKENS - 10,
+        temperature=1.0,
+        top_p=0.95,
+        presence_penalty=0.3,
+        repetition_penalty=1.1,
+    )
+
+
+async def answer(
+    deployment: Deployment, number: int, begun: asyncio.Event | None = None
+) -> tuple[str, Any]:
+    """The text of an answer, and its last chunk without it; ``begun`` is set after some tokens."""
+    text = ""
+    async for chunk in deployment.generate(request(number)):
+        text += chunk.text
+        if begun is not None and chunk.output_tokens >= 5:
+            begun.set()
+    return text, (chunk.output_tokens, chunk.input_tokens, chunk.finish_reason)
+
+
+async def answers(deployment: Deployment, kill: tuple[str, signal.Signals] | None = None) -> Any:
+    """The answers to all requests, during which a part may be killed."""
+    begun = asyncio.Event()
+    running = [asyncio.create_task(answer(deployment, i, begun)) for i in range(STREAMS)]
+    if kill is not None:
+        await begun.wait()
+        life = deployment._supervisor.life
+        assert life is not None
+        os.kill(part(life.server.shm_prefix, kill[0]), kill[1])
+    return await asyncio.wait_for(asyncio.gather(*running), SECONDS)
+
+
+def part(prefix: str, name: str) -> int:
+    """The process id of a server's part: its guard, tritonserver, or the stub of a model."""
+    (pid,) = [pid for pid in processes(prefix) if name == part_name(pid)]
+    return pid
+
+
+def part_name(pid: int) -> str:
+    arguments = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    if Path(arguments[0]).name == "triton_python_backend_stub":
+        return Path(arguments[1]).parent.parent.name
+    return "guard" if "guard.py" in "".join(arguments[:5]) else Path(arguments[0]).name
+
+
+KILLS = [
+    ("tensorrt_llm", signal.SIGKILL),
+    ("preprocessing", signal.SIGKILL),
+    ("tritonserver", signal.SIGSEGV),
+    ("guard", signal.SIGKILL),
+    ("tensorrt_llm", signal.SIGSTOP),  # it hangs
+]
+
+
+@pytest.mark.parametrize("transport", ["grpc", "http"])
+def test_streams_go_on_as_if_nothing_had_happened(demo_model: Path, transport: str) -> None:
+    async def test() -> None:
+        environment = {"TRITON_HANG_TIMEOUT": "2", "TRANSPORT": transport}
+        async with deployed(demo_model, ENGINE="simulated", **environment) as deployment:
+            undisturbed = await answers(deployment)
+            for number, kill in enumerate(KILLS, 1):
+                assert await answers(deployment, kill) == undisturbed, kill
+                assert deployment._supervisor.restarts == number
+                assert await deployment.healthy()
+
+    asyncio.run(test())
+
+
+def test_sampled_text_goes_on_as_it_would_have(demo_model: Path) -> None:
+    async def test() -> None:
+        async with deployed(demo_model, ENGINE="transformers") as deployment:
+            undisturbed = await answers(deployment)
+            killed = await answers(deployment, ("tensorrt_llm", signal.SIGKILL))
+            assert killed == undisturbed
+            assert deployment._supervisor.restarts == 1
+
+    asyncio.run(test())
+
+
+def test_requests_that_are_not_resumed_fail_at_once_and_may_be_sent_again(
+    demo_model: Path,
+) -> None:
+    async def test() -> None:
+        environment = {"ENGINE": "simulated", "RESUME_ATTEMPTS": "0"}
+        async with deployed(demo_model, **environment) as deployment:
+            with pytest.raises(TritonUnavailable):
+                await answers(deployment, ("tensorrt_llm", signal.SIGKILL))
+            life = deployment._supervisor.life
+            await deployment._supervisor.after(life, SECONDS)
+            assert (await answer(deployment, 1))[1][0] == TOKENS
+
+    asyncio.run(test())
+
+
+def test_a_server_that_is_given_up_says_so(
+    demo_model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def test() -> None:
+        environment = {"ENGINE": "simulated", "TRITON_RESTARTS": "0"}
+        async with deployed(demo_model, **environment) as deployment:
+            with pytest.raises(
+                TritonUnavailable, match="given up: tritonserver died: the process of model"
+            ):
+                await answers(deployment, ("tensorrt_llm", signal.SIGKILL))
+            assert not await deployment.healthy()
+            with pytest.raises(TritonUnavailable, match="given up"):
+                await answer(deployment, 1)
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(test())
+    assert "Triton is not started again" in caplog.text
+
+
+def test_health_is_what_a_request_would_see(demo_model: Path) -> None:
+    async def test() -> None:
+        async with deployed(demo_model, ENGINE="simulated") as deployment:
+            assert await deployment.healthy()
+            life = deployment._supervisor.life
+            assert life is not None
+            preprocessing = part(life.server.shm_prefix, "preprocessing")
+            os.kill(preprocessing, signal.SIGSTOP)
+            assert life.server.is_ready()  # which is all that Triton knows
+            assert not await deployment.healthy()
+            os.kill(preprocessing, signal.SIGCONT)
+            await asyncio.wait_for(_until_healthy(deployment), SECONDS)
+
+    asyncio.run(test())
+
+
+async def _until_healthy(deployment: Deployment) -> None:
+    while not await deployment.healthy():
+        pass
+
+
+def test_the_process_exits_where_that_is_wanted(demo_model: Path) -> None:
+    program = """
+import asyncio, os, signal
+from cog_triton.deployment import Deployment
+from cog_triton.settings import read_settings
+from tests.integration.test_recovery import part
+
+async def main():
+    deployment = await Deployment.start(read_settings())
+    os.kill(part(deployment._supervisor.life.server.shm_prefix, "tensorrt_llm"), signal.SIGKILL)
+    await asyncio.sleep(3600)
+
+asyncio.run(main())
+"""
+    environment = {
+        "MODEL": str(demo_model),
+        "ENGINE": "simulated",
+        "TRITON_RESTARTS": "0",
+        "EXIT_ON_FAILURE": "true",
+    }
+    process = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        env={**os.environ, **ANY_PORTS, **environment},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    assert process.returncode == EXIT_STATUS
+    assert process.stderr.strip().splitlines()[-1].startswith("exiting: tritonserver died")

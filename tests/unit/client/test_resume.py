@@ -1,0 +1,150 @@
+"""Answers that go on after their server ended, without a server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from cog_triton.client.resume import ResumingClient
+from cog_triton.client.stream import Inputs, Response, TritonClient
+from cog_triton.errors import (
+    CogTritonError,
+    PromptTooLong,
+    TritonTimeout,
+    TritonUnavailable,
+    TritonUnknownError,
+)
+
+END = 9
+Script = list[Response | CogTritonError]
+
+
+class ScriptedClient:
+    """Answers a request by the next script, and notes what it was given."""
+
+    def __init__(self, *scripts: Script) -> None:
+        self._scripts = list(scripts)
+        self.given: list[tuple[str, dict[str, int], list[int]]] = []
+
+    @asynccontextmanager
+    async def stream(
+        self, request_id: str, inputs: Inputs, continued: Sequence[int] = ()
+    ) -> AsyncIterator[Any]:
+        numbers = {name: int(value.flat[0]) for name, value in inputs.items()}
+        self.given.append((request_id, numbers, list(continued)))
+
+        async def responses() -> AsyncIterator[Response]:
+            for item in self._scripts.pop(0):
+                if isinstance(item, CogTritonError):
+                    raise item
+                yield item
+
+        yield responses()
+
+
+class OneClient:
+    """Stands for a server that is back at once."""
+
+    def __init__(self, client: ScriptedClient) -> None:
+        self._client = cast(TritonClient, client)
+
+    async def client(self, _failed: TritonClient | None) -> TritonClient:
+        return self._client
+
+
+def tokens(*ids: int, prompt: int | None = None, final: bool = False) -> Response:
+    return Response(list(ids), prompt, final)
+
+
+def inputs(**values: int) -> Inputs:
+    return {name: np.array([[value]], np.int32) for name, value in values.items()}
+
+
+def run(client: ScriptedClient, given: Inputs, attempts: int = 3) -> list[Response]:
+    async def responses() -> list[Response]:
+        resuming = ResumingClient(OneClient(client), attempts=attempts, end_id=END)
+        async with resuming.stream("id", given) as stream:
+            return [response async for response in stream]
+
+    return asyncio.run(responses())
+
+
+GONE = TritonUnavailable("gone")
+
+
+def test_it_goes_on_from_what_was_delivered() -> None:
+    client = ScriptedClient(
+        [tokens(1, 2, prompt=5), tokens(3), GONE],
+        [GONE],
+        [tokens(4, prompt=8), tokens(5, final=True)],
+    )
+    responses = run(client, inputs(max_tokens=8, min_tokens=2, seed=7))
+    assert [response.ids for response in responses] == [[1, 2], [3], [4], [5]]
+    assert [response.input_tokens for response in responses] == [5, None, 5, None]
+    first = {"max_tokens": 8, "min_tokens": 2, "seed": 7}
+    rest = {"max_tokens": 5, "min_tokens": 0, "seed": 7}
+    assert client.given == [
+        ("id", first, []),
+        ("id-1", rest, [1, 2, 3]),
+        ("id-2", rest, [1, 2, 3]),
+    ]
+
+
+def test_a_request_without_a_token_begins_anew() -> None:
+    client = ScriptedClient([GONE], [tokens(1, prompt=5, final=True)])
+    assert run(client, inputs(max_tokens=1)) == [tokens(1, prompt=5, final=True)]
+
+
+@pytest.mark.parametrize(
+    ("delivered", "why"), [((1, 2, 3), "max_tokens"), ((1, END), "the end token")]
+)
+def test_an_answer_that_lacked_its_end_alone_is_complete(
+    delivered: tuple[int, ...], why: str
+) -> None:
+    client = ScriptedClient([tokens(*delivered, prompt=5), GONE])
+    responses = run(client, inputs(max_tokens=3))
+    assert responses == [tokens(*delivered, prompt=5), tokens(final=True)], why
+    assert len(client.given) == 1
+
+
+def test_a_requests_own_end_token_counts() -> None:
+    client = ScriptedClient([tokens(1, END, prompt=5), GONE], [tokens(4, prompt=7, final=True)])
+    assert len(run(client, inputs(max_tokens=9, end_id=3))) == 2
+
+
+def test_a_full_context_is_the_end() -> None:
+    client = ScriptedClient([tokens(1, prompt=5), GONE], [PromptTooLong("full")])
+    assert run(client, inputs(max_tokens=9))[-1] == tokens(final=True)
+
+
+def test_a_prompt_that_is_too_long_is_refused() -> None:
+    with pytest.raises(PromptTooLong):
+        run(ScriptedClient([PromptTooLong("long")]), inputs(max_tokens=9))
+
+
+def test_attempts_are_counted() -> None:
+    client = ScriptedClient([GONE], [GONE], [GONE])
+    with pytest.raises(TritonUnavailable):
+        run(client, inputs(max_tokens=9), attempts=2)
+    assert len(client.given) == 3
+    with pytest.raises(TritonUnavailable):
+        run(ScriptedClient([tokens(1, prompt=5), GONE]), inputs(max_tokens=9), attempts=0)
+
+
+def test_other_errors_are_the_requests_own() -> None:
+    client = ScriptedClient([tokens(1, prompt=5), TritonTimeout("silent")])
+    with pytest.raises(TritonTimeout):
+        run(client, inputs(max_tokens=9))
+    assert len(client.given) == 1
+
+
+def test_a_server_that_begins_anew_is_not_believed() -> None:
+    client = ScriptedClient([tokens(1, prompt=5), GONE], [tokens(1, prompt=5)])
+    with pytest.raises(TritonUnknownError, match="cannot go on"):
+        run(client, inputs(max_tokens=9))
+    assert len(client.given) == 2
