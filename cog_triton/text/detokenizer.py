@@ -84,19 +84,52 @@ class IncrementalDetokenizer:
         self._decoder = _decoder(tokenizer, skip_special_tokens)
         self._start_over()
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text that became certain with these ids, often empty."""
-        return self._advance(self._closed_by(list(ids)), final=False)
+    def decode(self, ids: Sequence[int], *, final: bool = False) -> str:
+        """Return the text that became certain with these ids, often empty.
+
+        With ``final`` nothing is held back, and the next call begins another text.
+        """
+        if not final:
+            return self._advance(self._closed_by(list(ids)))
+        delta = self._advance([*self._open_run, *ids], final=True)
+        self._start_over()
+        return delta
 
     def flush(self) -> str:
         """Return the rest of the text. The next `decode` begins another text."""
-        delta = self._advance(self._open_run, final=True)
-        self._start_over()
-        return delta
+        return self.decode((), final=True)
+
+    def follow(self, context: list[int]) -> None:
+        """Go on behind the last `CONTEXT_TOKENS` ids of a text, or all of them if there are fewer.
+
+        Their text counts as returned, but for what `decode` and `release_long_run` hold back.
+        """
+        start = 0
+        if len(context) == CONTEXT_TOKENS:
+            start = self._decoder.split_character_length(context)
+        self.decode(context[start:])
+        self.release_long_run(context)
+
+    def release_long_run(self, ids: list[int]) -> str:
+        """Return the part of the run held back that `follow` would not hold back after these ids.
+
+        It is called with the same `CONTEXT_TOKENS` at their end. A run that begins before them is
+        held back no further than its last character, if that is incomplete.
+        """
+        if not self._open_run:
+            return ""
+        tail = ids[-CONTEXT_TOKENS:]
+        held = len(tail) - self._decoder.open_run_start(tail)
+        if held == CONTEXT_TOKENS:
+            held = self._decoder.incomplete_character_length(tail)
+        end = max(0, len(self._open_run) - held)
+        released, self._open_run = self._open_run[:end], self._open_run[end:]
+        return self._advance(released)
 
     def _start_over(self) -> None:
         self._window: list[int] = []
         self._delivered = 0  # characters of the window's text
+        self._held = 0  # characters at its end: those that are not delivered
         self._open_run: list[int] = []
 
     def _closed_by(self, new: list[int]) -> list[int]:
@@ -114,19 +147,20 @@ class IncrementalDetokenizer:
         self._open_run = new[start - 1 :]
         return closed
 
-    def _advance(self, ids: list[int], *, final: bool) -> str:
+    def _advance(self, ids: list[int], *, final: bool = False) -> str:
         if not ids and not final:
             return ""
+        if len(self._window) > _WINDOW_TOKENS:
+            self._shrink_window()
         self._window.extend(ids)
         text = self._decoder.text(self._window)
-        end = len(text) if final else _settled_length(text)
+        end = len(text) - (not final and text.endswith(_REPLACEMENT))
         delta = text[self._delivered : end]
         self._delivered = max(self._delivered, end)
-        if len(self._window) > _WINDOW_TOKENS:
-            self._shrink_window(held=len(text) - self._delivered)
+        self._held = len(text) - self._delivered
         return delta
 
-    def _shrink_window(self, held: int) -> None:
+    def _shrink_window(self) -> None:
         kept = self._window[-_KEPT_TOKENS:]
         text = self._decoder.text(kept)
         if not text.strip(_REPLACEMENT):
@@ -139,7 +173,7 @@ class IncrementalDetokenizer:
                 text = self._decoder.text(visible)
             kept = visible
         self._window = kept
-        self._delivered = len(text) - held
+        self._delivered = len(text) - self._held
 
 
 def decode_delta(
@@ -151,6 +185,9 @@ def decode_delta(
     skip_special_tokens: bool = True,
 ) -> str:
     """Return the text that ``new_ids`` add to a text, keeping no state between calls.
+
+    This is `IncrementalDetokenizer.decode` where the state of the calls before is made again from
+    the last ids of the text.
 
     ``context_ids`` are the last `CONTEXT_TOKENS` ids before ``new_ids``, or all of them if there
     were fewer; of more, the last ones are used. An incomplete character at the end is held back, to
@@ -169,35 +206,11 @@ def decode_delta(
 
     A single call with no context and ``final`` is always exact.
     """
-    decoder = _decoder(tokenizer, skip_special_tokens)
     context = list(context_ids)[-CONTEXT_TOKENS:]
-    ids = [*context, *new_ids]
-    start = decoder.split_character_length(context) if len(context) == CONTEXT_TOKENS else 0
-    before = _settled_text(decoder, context, start)
-    after = decoder.text(ids[start:]) if final else _settled_text(decoder, ids, start)
-    return after[len(before) :]
-
-
-def _settled_text(decoder: _Decoder, ids: list[int], start: int) -> str:
-    text = decoder.text(ids[start : len(ids) - _held_tokens(decoder, ids)])
-    return text[: _settled_length(text)]
-
-
-def _held_tokens(decoder: _Decoder, ids: list[int]) -> int:
-    """How many ids at the end `decode_delta` holds back.
-
-    It must follow from the last `CONTEXT_TOKENS` ids alone: the next call has to come to the same
-    number, and sees no others.
-    """
-    tail = ids[-CONTEXT_TOKENS:]
-    start = decoder.open_run_start(tail)
-    if start > 0 or len(tail) < CONTEXT_TOKENS:
-        return len(tail) - start
-    return decoder.incomplete_character_length(tail)
-
-
-def _settled_length(text: str) -> int:
-    return len(text) - text.endswith(_REPLACEMENT)
+    detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
+    detokenizer.follow(context)
+    delta = detokenizer.decode(new_ids, final=final)
+    return delta + detokenizer.release_long_run([*context, *new_ids])
 
 
 @lru_cache(maxsize=8)
@@ -230,7 +243,7 @@ class _Decoder:
         """Where the byte-fallback run starts that the next id may extend; ``len(ids)`` if none."""
         start = len(ids)
         values = self._fallback_bytes(ids)
-        if all(value is None for value in values):
+        if values.count(None) == len(values):
             return start
         for i in reversed(range(len(ids))):
             if values[i] is not None:
@@ -244,14 +257,14 @@ class _Decoder:
 
         Only ids of a byte-fallback run may be among the last ones.
         """
-        found = 0
+        seen = 0
         for back, value in enumerate(reversed(self._fallback_bytes(ids)), start=1):
             if value is None:
                 continue
-            found += 1
+            seen += 1
             if not _is_continuation(value):
-                return back if found < _character_length(value) else 0
-            if found == 3:
+                return back if seen < _character_length(value) else 0
+            if seen == 3:
                 break
         return 0
 
@@ -261,13 +274,16 @@ class _Decoder:
 
     def _fallback_bytes(self, ids: list[int]) -> list[int | None]:
         """The byte that each id stands for, None if it is no byte-fallback token."""
-        if self._to_tokens is None:
-            return [None] * len(ids)
-        for token_id in ids:
-            if token_id not in self._bytes:
-                match = _BYTE_TOKEN.fullmatch(self._to_tokens([token_id])[0] or "")
-                self._bytes[token_id] = int(match[1], 16) if match else None
-        return [self._bytes[token_id] for token_id in ids]
+        try:
+            return [self._bytes[token_id] for token_id in ids]
+        except KeyError:
+            self._bytes.update((token_id, self._fallback_byte(token_id)) for token_id in ids)
+            return [self._bytes[token_id] for token_id in ids]
+
+    def _fallback_byte(self, token_id: int) -> int | None:
+        token = self._to_tokens([token_id])[0] if self._to_tokens is not None else None
+        match = _BYTE_TOKEN.fullmatch(token or "")
+        return int(match[1], 16) if match else None
 
     def _is_skipped(self, token_id: int) -> bool:
         """Whether the id is dropped before decoding: tokens around it count as adjacent."""
