@@ -6,18 +6,16 @@ sees who reads the text a character at a time and stops as soon as it ends with 
 A match that begins earlier but ends later loses: with the stops "abcd" and "bc", "abcd" ends
 at "a".
 
-The search is the Aho-Corasick automaton: after each character its state is the longest suffix of
-the text that begins a stop sequence, which is also what has to be held back. The work is linear in
-the text, whatever the pieces, and the number and length of the stops have no part in it.
+The search is a plain one: an end of the text that may begin a stop sequence is held back, and each
+piece is searched together with what was held back before it. No more than the longest stop sequence
+is ever looked at again.
 """
 
 from __future__ import annotations
 
 import re
-from collections import deque
 from collections.abc import Sequence
 
-_ROOT = 0
 _PIECE = re.compile(r"(?:\\[\\,]|[^,])+")
 _ESCAPE = re.compile(r"\\([\\,])")
 
@@ -39,8 +37,11 @@ class StopSequences:
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        self._automaton = _Automaton([stop for stop in stops if stop])
-        self._state = _ROOT
+        self._stops = sorted(filter(None, stops), key=len, reverse=True)
+        self._by_first_character: dict[str, list[str]] = {}
+        for stop in self._stops:
+            self._by_first_character.setdefault(stop[0], []).append(stop)
+        self._held = ""
         self._matched: str | None = None
 
     @property
@@ -55,79 +56,37 @@ class StopSequences:
         """
         if self._matched is not None:
             return ""
-        if self._automaton.is_empty:
+        if not self._held and self._by_first_character.keys().isdisjoint(text):
             return text
-        before = self._state
-        for position, character in enumerate(text, start=1):
-            self._state = self._automaton.step(self._state, character)
-            self._matched = self._automaton.match[self._state]
-            if self._matched is not None:
-                return self._release(before, text[:position], len(self._matched))
-        return self._release(before, text, self._automaton.depth[self._state])
+        text = self._held + text
+        self._matched = _first_match(text, self._stops)
+        if self._matched is not None:
+            self._held = ""
+            return text[: text.index(self._matched)]
+        start = self._held_start(text)
+        self._held = text[start:]
+        return text[:start]
 
     def flush(self) -> str:
         """Return what was held back, at the end of the text; nothing after a match."""
-        if self._matched is not None:
-            return ""
-        held = self._automaton.prefix(self._state)
-        self._state = _ROOT
+        held, self._held = self._held, ""
         return held
 
-    def _release(self, before: int, text: str, held: int) -> str:
-        """The text held in state ``before`` and ``text``, less the last ``held`` characters."""
-        length = self._automaton.depth[before] + len(text) - held
-        from_before = self._automaton.prefix(before, length)
-        return from_before + text[: length - len(from_before)]
+    def _held_start(self, text: str) -> int:
+        """Where the longest end of the text starts that begins a stop sequence."""
+        longest = len(self._stops[0])
+        for start in range(max(0, len(text) - longest + 1), len(text)):
+            stops = self._by_first_character.get(text[start])
+            if stops and _begins_any(stops, text[start:]):
+                return start
+        return len(text)
 
 
-class _Automaton:
-    """Aho-Corasick over non-empty words. Each state stands for one prefix of a word."""
+def _first_match(text: str, stops: Sequence[str]) -> str | None:
+    """The stop sequence that is complete first; of several at one character, the first in ``stops``."""
+    matches = [stop for stop in stops if stop in text]
+    return min(matches, key=lambda stop: text.index(stop) + len(stop), default=None)
 
-    def __init__(self, words: Sequence[str]) -> None:
-        self._next: list[dict[str, int]] = [{}]
-        self._word = [""]  # one that begins with the state's prefix
-        self.depth = [0]
-        self.match: list[str | None] = [None]  # the longest word that the state's prefix ends with
-        for word in words:
-            self._add(word)
-        self._fallback = [_ROOT] * len(self.depth)
-        self._link()
 
-    @property
-    def is_empty(self) -> bool:
-        return len(self.depth) == 1
-
-    def prefix(self, state: int, at_most: int | None = None) -> str:
-        depth = self.depth[state]
-        return self._word[state][: depth if at_most is None else min(depth, at_most)]
-
-    def step(self, state: int, character: str) -> int:
-        """The longest suffix of the state's prefix and the character that begins a word."""
-        while character not in self._next[state]:
-            if state == _ROOT:
-                return _ROOT
-            state = self._fallback[state]
-        return self._next[state][character]
-
-    def _add(self, word: str) -> None:
-        state = _ROOT
-        for depth, character in enumerate(word, start=1):
-            if character not in self._next[state]:
-                self._next[state][character] = len(self._next)
-                self._next.append({})
-                self._word.append(word)
-                self.depth.append(depth)
-                self.match.append(None)
-            state = self._next[state][character]
-        self.match[state] = word
-
-    def _link(self) -> None:
-        """Find for each state, the shallow ones first, its longest proper suffix with a state."""
-        queue = deque(self._next[_ROOT].values())
-        while queue:
-            state = queue.popleft()
-            for character, child in self._next[state].items():
-                self._fallback[child] = self.step(self._fallback[state], character)
-                if self.match[child] is None:
-                    self.match[child] = self.match[self._fallback[child]]
-                queue.append(child)
+def _begins_any(stops: Sequence[str], end: str) -> bool:
+    return any(stop.startswith(end) for stop in stops)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -26,12 +27,12 @@ def longest_pending(stops: Sequence[str], text: str) -> int:
 
 
 def chunks(text: str, sizes: Sequence[int]) -> list[str]:
-    found, start, turn = [], 0, 0
+    pieces, start, turn = [], 0, 0
     while start < len(text):
         size = sizes[turn % len(sizes)]
-        found.append(text[start : start + size])
+        pieces.append(text[start : start + size])
         start, turn = start + size, turn + 1
-    return found
+    return pieces
 
 
 def stream(stops: Sequence[str], pieces: Sequence[str]) -> tuple[str, str | None]:
@@ -146,33 +147,33 @@ def test_empty_pieces_change_nothing() -> None:
 def test_work_is_linear_in_the_text(
     monkeypatch: pytest.MonkeyPatch, stops: list[str], text: str, size: int
 ) -> None:
-    looked_up = count_lookups(monkeypatch)
+    searched = recorded(monkeypatch, "_first_match", 0)
+    compared = recorded(monkeypatch, "_begins_any", 1)
     search = StopSequences(stops)
-    looked_up.clear()
+    pieces = chunks(text, [size])
 
-    delivered = "".join(search.feed(piece) for piece in chunks(text, [size])) + search.flush()
+    delivered = "".join(search.feed(piece) for piece in pieces) + search.flush()
 
     assert delivered == text
-    assert 0 < len(looked_up) <= 4 * len(text)
+    # A piece is not looked at if nothing is held back and it has no stop's first character.
+    assert bool(searched) == (text[0] in {stop[0] for stop in stops})
+    longest = max(map(len, stops))
+    assert sum(map(len, searched)) <= len(text) + len(pieces) * longest
+    assert len(compared) <= 4 * len(text)
+    assert all(len(end) < longest for end in compared)
 
 
-def count_lookups(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Record each look at a transition of the automaton."""
-    looked_up: list[str] = []
+def recorded(monkeypatch: pytest.MonkeyPatch, name: str, position: int) -> list[str]:
+    """The texts that a function of the module gets as its argument at ``position``."""
+    texts: list[str] = []
+    function = getattr(stop_sequences, name)
 
-    class Counted(dict[str, int]):
-        def __contains__(self, key: object) -> bool:
-            looked_up.append(str(key))
-            return super().__contains__(key)
+    def record(*arguments: Any) -> Any:
+        texts.append(arguments[position])
+        return function(*arguments)
 
-    link = stop_sequences._Automaton._link
-
-    def link_counted(automaton: stop_sequences._Automaton) -> None:
-        automaton._next = [Counted(edges) for edges in automaton._next]
-        link(automaton)
-
-    monkeypatch.setattr(stop_sequences._Automaton, "_link", link_counted)
-    return looked_up
+    monkeypatch.setattr(stop_sequences, name, record)
+    return texts
 
 
 @pytest.mark.parametrize(
