@@ -99,6 +99,12 @@ class IncrementalDetokenizer:
         """Return the rest of the text. The next `decode` begins another text."""
         return self.decode((), final=True)
 
+    def _start_over(self) -> None:
+        self._window: list[int] = []
+        self._delivered = 0  # characters of the window's text
+        self._held = 0  # characters at its end: those that are not delivered
+        self._open_run: list[int] = []
+
     def follow(self, context: list[int]) -> None:
         """Go on behind the last `CONTEXT_TOKENS` ids of a text, or all of them if there are fewer.
 
@@ -125,12 +131,6 @@ class IncrementalDetokenizer:
         end = max(0, len(self._open_run) - held)
         released, self._open_run = self._open_run[:end], self._open_run[end:]
         return self._advance(released)
-
-    def _start_over(self) -> None:
-        self._window: list[int] = []
-        self._delivered = 0  # characters of the window's text
-        self._held = 0  # characters at its end: those that are not delivered
-        self._open_run: list[int] = []
 
     def _closed_by(self, new: list[int]) -> list[int]:
         """Add to the ids held back, and return those that no longer are."""
