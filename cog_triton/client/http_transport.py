@@ -12,6 +12,7 @@ import aiohttp
 import numpy as np
 import numpy.typing as npt
 
+from cog_triton.client.server_sent_events import EventParser
 from cog_triton.client.stream import Inputs, Response, TritonClient, error_from_text
 from cog_triton.errors import TritonMalformedEvent, TritonMalformedJSON, TritonUnavailable
 from cog_triton.protocol import (
@@ -104,12 +105,10 @@ async def _parse_reply(reply: aiohttp.ClientResponse) -> AsyncIterator[dict[str,
         if body or not reply.ok:
             yield _object(body)
         return
-    unfinished = b""
+    parser = EventParser()
     async for data in reply.content.iter_any():
-        *lines, unfinished = (unfinished + data).split(b"\n")
-        for line in lines:
-            if line.startswith(b"data:"):
-                yield _object(line[len(b"data:") :])
+        for _, event in parser.feed(data):
+            yield _object(event)
 
 
 def _object(data: bytes) -> dict[str, Any]:

@@ -16,10 +16,11 @@ from itertools import accumulate
 from typing import cast
 from urllib.parse import urlsplit
 
+from cog_triton.client.server_sent_events import EventParser
+
 # As the last bytes of a read these end the reply: no JSON and no event has such lines in it.
 _LAST_CHUNK = b"\r\n0\r\n\r\n"
 _END_OF_HEADERS = b"\r\n\r\n"
-_END_OF_EVENT = re.compile(rb"\r?\n\r?\n")
 
 Piece = tuple[float, bytes]  # when it arrived (seconds of time.perf_counter), and what
 
@@ -202,21 +203,10 @@ def parse_reply(pieces: list[Piece]) -> Reply:
 
 def events(body: list[Piece]) -> Iterator[Event]:
     """The server-sent events in a body. An event may be spread over pieces, or share one."""
-    raw = b"".join(data for _, data in body)
-    arrived = _Arrivals(body)
-    start = 0
-    for end in _END_OF_EVENT.finditer(raw):
-        fields = [_field(line) for line in raw[start : end.start()].decode().splitlines()]
-        start = end.end()
-        data = [value for field, value in fields if field == "data"]
-        if data:
-            name = next((value for field, value in fields if field == "event"), "message")
-            yield Event(arrived.at(end.end()), name, "\n".join(data))
-
-
-def _field(line: str) -> tuple[str, str]:
-    field, _, value = line.partition(":")
-    return field, value.removeprefix(" ")
+    parser = EventParser()
+    for at, piece in body:
+        for name, data in parser.feed(piece):
+            yield Event(at, name, data.decode().strip())
 
 
 class _Arrivals:

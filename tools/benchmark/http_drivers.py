@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
+from cog_triton.client.http_transport import json_value
 from tools.benchmark.driver import Answer, Context, Driver, Failed, ensemble_inputs
 from tools.benchmark.http import Piece, Pool, events, parse_reply
 from tools.benchmark.load import Planned
@@ -110,7 +111,8 @@ class TritonHttp(Driver):
 
     def prepare(self, request: Planned) -> bytes:
         values = {
-            name: _plain(value) for name, value in ensemble_inputs(request, self._context).items()
+            name: json_value(value)
+            for name, value in ensemble_inputs(request, self._context).items()
         }
         body = json.dumps({"id": secrets.token_hex(8), **values}).encode()
         return self._pool.message("/v2/models/ensemble/generate_stream", {}, body)
@@ -209,9 +211,3 @@ def _object(text: str) -> dict[str, Any]:
 def _error_of(answer: Mapping[str, Any], status: int) -> str:
     text = answer.get("error") or answer.get("detail") or "no reason given"
     return str(text) if status == 200 else f"HTTP {status}: {text}"
-
-
-def _plain(value: Any) -> Any:
-    item = value.reshape(-1)[0]
-    item = item.item() if hasattr(item, "item") else item
-    return item.decode() if isinstance(item, bytes) else item
