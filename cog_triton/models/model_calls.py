@@ -1,6 +1,6 @@
 """What the models share that answer by calls of other models of the server.
 
-A call and its responses are plain values here; ``stub.StubModels`` makes real ones.
+A call and its responses are plain values here; ``bls_stub.StubModels`` makes real ones.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import triton_python_backend_utils as pb_utils
 
 from cog_triton.models import stub
 from cog_triton.models.bls import Bls, Watch, check_parameters
+from cog_triton.models.bls_stub import StubModels, answer_in_threads, send_all
 from cog_triton.models.model_calls import Client, request_key
 
 CANCELLATION_CHECK_SECONDS = 1.0  # asking Triton is a round trip
@@ -22,7 +23,7 @@ class TritonPythonModel:
         parameters = stub.parameters(config)
         check_parameters(parameters)
         self._bls = Bls(
-            stub.StubModels(pb_utils),
+            StubModels(pb_utils),
             llm=parameters.get("tensorrt_llm_model_name", "tensorrt_llm"),
             accumulate=parameters.get("accumulate_tokens") == "true",
             decoupled=config["model_transaction_policy"]["decoupled"],
@@ -30,7 +31,7 @@ class TritonPythonModel:
         self._watch = Watch(CANCELLATION_CHECK_SECONDS)
 
     def execute(self, requests: list[Any]) -> None:
-        stub.answer_in_threads(pb_utils, requests, self._answer)
+        answer_in_threads(pb_utils, requests, self._answer)
 
     def finalize(self) -> None:
         self._watch.close()
@@ -40,4 +41,4 @@ class TritonPythonModel:
         names = frozenset(request.requested_output_names())
         request_id = request_key(request.request_id())
         with self._watch.over(client, partial(self._bls.stop, request_id)):
-            stub.send_all(pb_utils, client, self._bls.answer(request_id, inputs), names)
+            send_all(pb_utils, client, self._bls.answer(request_id, inputs), names)

@@ -1,0 +1,92 @@
+"""What the BLS model needs of Triton's stub: threads that answer, and calls of the other models."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
+from contextlib import closing
+from typing import Any
+
+from cog_triton.models import stub
+from cog_triton.models.model_calls import Client, ModelError
+from cog_triton.models.stub import Array
+
+
+def answer_in_threads(
+    pb_utils: Any, requests: Iterable[Any], answer: Callable[[Any, Client], None]
+) -> None:
+    """Answers each request in a thread of its own: calls of other models block, in a coroutine as well.
+
+    Args:
+        pb_utils: the stub's module.
+        answer: sends a request's responses to its client. What it raises ends them, as an error.
+    """
+    for request in requests:
+        threading.Thread(target=_answer, args=(pb_utils, request, answer), daemon=True).start()
+
+
+def send_all(
+    pb_utils: Any,
+    client: Client,
+    answer: Generator[tuple[dict[str, Array], bool], None, None],
+    names: Collection[str],
+) -> None:
+    """Sends responses as they come, and their end if none of them was known to be the last.
+
+    Args:
+        pb_utils: the stub's module.
+        answer: the tensors of each response, and whether it is the last; it is closed in any case.
+        names: the request's requested outputs.
+    """
+    with closing(answer):
+        for tensors, last in answer:
+            client.send(stub.response(pb_utils, tensors, names), last=last)
+    if not client.closed:
+        client.send(None, last=True)
+
+
+def _answer(pb_utils: Any, request: Any, answer: Callable[[Any, Client], None]) -> None:
+    final = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+    client = Client(request.get_response_sender(), final)
+    try:
+        answer(request, client)
+    except Exception as cause:
+        if not client.closed:
+            client.send(stub.error(pb_utils, str(cause)), last=True)
+
+
+class StubModels:
+    """The other models of this server; see ``model_calls.Models``."""
+
+    def __init__(self, pb_utils: Any) -> None:
+        """Calls nothing yet.
+
+        Args:
+            pb_utils: the stub's module.
+        """
+        self._pb_utils = pb_utils
+
+    def call(self, model: str, request_id: str, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        outcome = _outcome(self._request(model, request_id, inputs).exec())
+        if isinstance(outcome, ModelError):
+            raise outcome
+        return outcome
+
+    def stream(
+        self, model: str, request_id: str, inputs: Mapping[str, Array]
+    ) -> Iterator[dict[str, Array] | ModelError]:
+        return map(_outcome, self._request(model, request_id, inputs).exec(decoupled=True))
+
+    def _request(self, model: str, request_id: str, inputs: Mapping[str, Array]) -> Any:
+        return self._pb_utils.InferenceRequest(
+            model_name=model,
+            request_id=request_id,
+            inputs=[self._pb_utils.Tensor(*item) for item in inputs.items()],
+            requested_output_names=[],  # all that there are
+        )
+
+
+def _outcome(response: Any) -> dict[str, Array] | ModelError:
+    if response.has_error():
+        return ModelError(response.error().message())
+    return stub.arrays(response.output_tensors())
