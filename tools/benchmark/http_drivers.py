@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
 from cog_triton.client.http_transport import json_value
 from tools.benchmark.driver import Answer, Context, Driver, Failed, ensemble_inputs
-from tools.benchmark.http import Piece, Pool, events, parse_reply
+from tools.benchmark.http import Event, Piece, Pool, events, parse_reply
 from tools.benchmark.load import Planned
 
 # Cog 0.23 refuses a request now and then although most of its slots are free, the more often the more
@@ -20,15 +20,25 @@ REFUSED_SECONDS = 0.005
 REFUSED_TRIES = 40
 
 
-class CogJson(Driver):
+class HttpDriver(Driver):
+    """Sends requests as bytes, and takes the replies as they come."""
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._pool = Pool(f"http://{context.http}" if self.server == "triton" else context.url)
+
+    async def send(self, prepared: bytes) -> list[Piece]:
+        return await self._pool.send(prepared)
+
+    async def close(self) -> None:
+        self._pool.close()
+
+
+class CogJson(HttpDriver):
     """POST /predictions, answered as a whole."""
 
     server = "cog"
     _HEADERS: ClassVar[dict[str, str]] = {}
-
-    def __init__(self, context: Context) -> None:
-        super().__init__(context)
-        self._pool = Pool(context.url)
 
     def prepare(self, request: Planned) -> bytes:
         inputs = {
@@ -43,7 +53,7 @@ class CogJson(Driver):
 
     async def send(self, prepared: bytes) -> list[Piece]:
         for _ in range(REFUSED_TRIES):
-            pieces = await self._pool.send(prepared)
+            pieces = await super().send(prepared)
             if not pieces[0][1].startswith(REFUSED):
                 break
             self.refused += 1
@@ -57,9 +67,6 @@ class CogJson(Driver):
             raise Failed(_error_of(prediction, reply.status))
         text = "".join(prediction["output"])
         return self._counted([(pieces[-1][0], text)], prediction["metrics"])
-
-    async def close(self) -> None:
-        self._pool.close()
 
     def _counted(self, texts: list[tuple[float, str]], metrics: Mapping[str, Any]) -> Answer:
         # A server that gives no metrics is measured by its text.
@@ -79,13 +86,10 @@ class CogSse(CogJson):
     _HEADERS: ClassVar[dict[str, str]] = {"Accept": "text/event-stream"}
 
     def parse(self, pieces: list[Piece]) -> Answer:
-        reply = parse_reply(pieces)
-        if reply.status != 200:
-            raise Failed(_error_of(_object(reply.text), reply.status))
         texts: list[tuple[float, str]] = []
         metrics: dict[str, Any] = {}
         status = "no event completed"
-        for event in events(reply.body):
+        for event in _stream(pieces):
             data = json.loads(event.data)
             if event.name == "output" and data["chunk"]:
                 texts.append((event.at, data["chunk"]))
@@ -94,20 +98,16 @@ class CogSse(CogJson):
             elif event.name in ("completed", "error"):
                 status = data.get("status") or "failed"
                 if status != "succeeded":
-                    raise Failed(_error_of(data, reply.status))
+                    raise Failed(_error_of(data))
         if status != "succeeded":
             raise Failed(status)
         return self._counted(texts, metrics)
 
 
-class TritonHttp(Driver):
+class TritonHttp(HttpDriver):
     """generate_stream on the ensemble, which always runs all of it."""
 
     server = "triton"
-
-    def __init__(self, context: Context) -> None:
-        super().__init__(context)
-        self._pool = Pool(f"http://{context.http}")
 
     def prepare(self, request: Planned) -> bytes:
         values = {
@@ -117,15 +117,9 @@ class TritonHttp(Driver):
         body = json.dumps({"id": secrets.token_hex(8), **values}).encode()
         return self._pool.message("/v2/models/ensemble/generate_stream", {}, body)
 
-    async def send(self, prepared: bytes) -> list[Piece]:
-        return await self._pool.send(prepared)
-
     def parse(self, pieces: list[Piece]) -> Answer:
-        reply = parse_reply(pieces)
-        if reply.status != 200:
-            raise Failed(_error_of(_object(reply.text), reply.status))
         answer = Answer()
-        for event in events(reply.body):
+        for event in _stream(pieces):
             data = _object(event.data)
             if "error" in data:
                 raise Failed(str(data["error"]))
@@ -133,18 +127,11 @@ class TritonHttp(Driver):
                 answer.add(event.at, tokens)
         return answer
 
-    async def close(self) -> None:
-        self._pool.close()
 
-
-class Serve(Driver):
+class Serve(HttpDriver):
     """``transformers serve``, through /v1/completions."""
 
     server = "serve"
-
-    def __init__(self, context: Context) -> None:
-        super().__init__(context)
-        self._pool = Pool(context.url)
 
     def prepare(self, request: Planned) -> bytes:
         temperature = self._context.temperature
@@ -164,17 +151,11 @@ class Serve(Driver):
         }
         return self._pool.message("/v1/completions", {}, json.dumps(body).encode())
 
-    async def send(self, prepared: bytes) -> list[Piece]:
-        return await self._pool.send(prepared)
-
     def parse(self, pieces: list[Piece]) -> Answer:
         reply = parse_reply(pieces)
         if reply.status != 200:
             raise Failed(f"HTTP {reply.status}: {reply.text[:500]}")
         return completion((event.at, event.data) for event in events(reply.body))
-
-    async def close(self) -> None:
-        self._pool.close()
 
 
 def completion(parts: Iterable[tuple[float, str]]) -> Answer:
@@ -198,6 +179,18 @@ def completion(parts: Iterable[tuple[float, str]]) -> Answer:
     return answer
 
 
+def _stream(pieces: list[Piece]) -> Iterator[Event]:
+    """The events of a streamed reply.
+
+    Raises:
+        Failed: it is another reply, with an error.
+    """
+    reply = parse_reply(pieces)
+    if reply.status != 200:
+        raise Failed(_error_of(_object(reply.text), reply.status))
+    return events(reply.body)
+
+
 def _object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
@@ -208,6 +201,6 @@ def _object(text: str) -> dict[str, Any]:
     return value
 
 
-def _error_of(answer: Mapping[str, Any], status: int) -> str:
+def _error_of(answer: Mapping[str, Any], status: int = 200) -> str:
     text = answer.get("error") or answer.get("detail") or "no reason given"
     return str(text) if status == 200 else f"HTTP {status}: {text}"

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import http.client
-import json
 import os
 import socket
 import subprocess
@@ -17,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 from google.protobuf import text_format  # type: ignore[import-untyped, unused-ignore]
 from tritonclient.grpc.model_config_pb2 import (  # type: ignore[import-untyped, unused-ignore]
     ModelConfig,
@@ -201,12 +200,12 @@ def why_no_serve(python: str) -> str | None:
         "    raise SystemExit('the packages of transformers[serving] are not installed')"
     )
     try:
-        found = subprocess.run(
+        completed = subprocess.run(
             [python, "-c", code], capture_output=True, text=True, timeout=SERVE_START_SECONDS
         )
     except OSError as error:
         return str(error)
-    return None if found.returncode == 0 else found.stderr.strip().rpartition("\n")[2]
+    return None if completed.returncode == 0 else completed.stderr.strip().rpartition("\n")[2]
 
 
 def has_embedded_engine(environment: Mapping[str, str]) -> bool:
@@ -264,8 +263,8 @@ def _wait_until_set_up(
     process: subprocess.Popen[bytes], port: int, log: Path, timeout: float
 ) -> None:
     def status() -> str | None:
-        answer = _health(port, "/health-check")
-        return None if answer is None else str(json.loads(answer[1])["status"])
+        answer = _get(port, "/health-check")
+        return None if answer is None else str(answer.json()["status"])
 
     name = "the Cog server"
     _wait(name, process, lambda: status() not in (None, "STARTING"), log, timeout)
@@ -294,22 +293,17 @@ def _wait(
         time.sleep(0.05)
 
 
-def _health(port: int, path: str) -> tuple[int, bytes] | None:
-    """The status and the text of the server's answer; None if it does not answer."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+def _get(port: int, path: str) -> httpx.Response | None:
+    """The server's answer; None if it does not answer."""
     try:
-        connection.request("GET", path)
-        answer = connection.getresponse()
-        return answer.status, answer.read()
-    except (OSError, http.client.HTTPException):
+        return httpx.get(f"http://127.0.0.1:{port}{path}", timeout=5, trust_env=False)
+    except httpx.TransportError:
         return None
-    finally:
-        connection.close()
 
 
 def _is_healthy(port: int) -> bool:
-    answer = _health(port, "/health")
-    return answer is not None and answer[0] == 200
+    answer = _get(port, "/health")
+    return answer is not None and answer.status_code == 200
 
 
 def _tail(log: Path) -> str:
