@@ -101,10 +101,10 @@ def chosen_log_probs(ids: Sequence[int], entries: Sequence[Any] | None) -> list[
     Raises:
         EngineError: one is missing.
     """
-    found = [_log_prob(token, entry) for token, entry in zip(ids, entries or (), strict=False)]
-    if len(found) < len(ids) or None in found:
+    log_probs = [_log_prob(token, entry) for token, entry in zip(ids, entries or (), strict=False)]
+    if len(log_probs) < len(ids) or None in log_probs:
         raise EngineError("TensorRT-LLM left out the log probability of a token")
-    return [value for value in found if value is not None]
+    return [value for value in log_probs if value is not None]
 
 
 def _log_prob(token: int, entry: Any) -> float | None:

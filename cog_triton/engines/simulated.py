@@ -113,7 +113,7 @@ class _Sequence:
     failure: Failure | None
     start: int  # place in the text
     since: float  # when it came; from its start on, when it got its slot
-    made: int = 0
+    generated: int = 0
     aborted: bool = False
 
 
@@ -150,18 +150,18 @@ class Schedule:
     ) -> None:
         """Starts a request, or has it wait for a slot."""
         place = (sum(_prompt(request)) + request.continued) % self._length
-        one = _Sequence(request, sink, failure, start=place, since=now)
+        sequence = _Sequence(request, sink, failure, start=place, since=now)
         if 0 < self._costs.max_batch <= len(self._running):
-            self._waiting[request.key] = one
+            self._waiting[request.key] = sequence
         else:
-            self._start(one, now)
+            self._start(sequence, now)
 
     def remove(self, key: str, now: float) -> None:
         """Forgets a request, wherever it is; an unknown one is no error."""
         if self._waiting.pop(key, None) is None and key in self._running:
-            one = self._running[key]
-            one.aborted = True
-            self._leave(one, now)
+            sequence = self._running[key]
+            sequence.aborted = True
+            self._leave(sequence, now)
 
     def next_due(self) -> float | None:
         """When something is to be done next; None when nothing is."""
@@ -175,67 +175,69 @@ class Schedule:
         due = []
         while self._due and self._due[0][0] <= limit:
             due.append(heappop(self._due))
-        made = []
-        for at, _, one in due:
-            if one.aborted:
+        responses = []
+        for at, _, sequence in due:
+            if sequence.aborted:
                 continue
-            if one.request.key in self._prompts:
-                self._end_prefill(one, at)
-            elif one.failure is not None and one.made == one.failure.after:
-                made += self._fail(one, at)
+            if sequence.request.key in self._prompts:
+                self._end_prefill(sequence, at)
+            elif sequence.failure is not None and sequence.generated == sequence.failure.after:
+                responses += self._fail(sequence, at)
             else:
-                made.append((one.sink, self._generate(one, at, limit)))
-        return made
+                responses.append((sequence.sink, self._generate(sequence, at, limit)))
+        return responses
 
-    def _start(self, one: _Sequence, at: float) -> None:
-        one.since = at
-        self._running[one.request.key] = one
+    def _start(self, sequence: _Sequence, at: float) -> None:
+        sequence.since = at
+        self._running[sequence.request.key] = sequence
         if not self._costs.prefill_rate:
-            self._enter(one, at + self._costs.prefill)
+            self._enter(sequence, at + self._costs.prefill)
             return
-        self._prompts[one.request.key] = one
+        self._prompts[sequence.request.key] = sequence
         if len(self._prompts) == 1:
             self._prefill_next(at)
 
     def _prefill_next(self, at: float) -> None:
-        one = next(iter(self._prompts.values()), None)
-        if one is not None:
-            seconds = len(one.request.input_ids) / self._costs.prefill_rate
-            self._enter(one, max(at, one.since) + seconds)
+        sequence = next(iter(self._prompts.values()), None)
+        if sequence is not None:
+            seconds = len(sequence.request.input_ids) / self._costs.prefill_rate
+            self._enter(sequence, max(at, sequence.since) + seconds)
 
-    def _end_prefill(self, one: _Sequence, at: float) -> None:
-        del self._prompts[one.request.key]
-        self._enter(one, at + self._costs.prefill)
+    def _end_prefill(self, sequence: _Sequence, at: float) -> None:
+        del self._prompts[sequence.request.key]
+        self._enter(sequence, at + self._costs.prefill)
         self._prefill_next(at)
 
-    def _generate(self, one: _Sequence, at: float, limit: float) -> Tokens:
-        request, pace = one.request, self._costs.inter_token
-        left = (one.failure.after if one.failure else request.max_tokens) - one.made
+    def _generate(self, sequence: _Sequence, at: float, limit: float) -> Tokens:
+        request, pace = sequence.request, self._costs.inter_token
+        left = (
+            sequence.failure.after if sequence.failure else request.max_tokens
+        ) - sequence.generated
         # Without a pace, twice as many each time: the first token comes alone and at once.
-        due = 1 + int((limit - at) / pace) if pace else max(1, one.made)
-        place = (one.start + one.made) % self._length
+        due = 1 + int((limit - at) / pace) if pace else max(1, sequence.generated)
+        place = (sequence.start + sequence.generated) % self._length
         ids = self._text[place : place + min(due, left, BURST)]
         if request.end_id is not None and request.end_id in ids:
             ids = ids[: ids.index(request.end_id) + 1]
-        one.made += len(ids)
-        finished = one.made == request.max_tokens or ids[-1] == request.end_id
+        sequence.generated += len(ids)
+        finished = sequence.generated == request.max_tokens or ids[-1] == request.end_id
         if finished:
-            self._leave(one, at + (len(ids) - 1) * pace)
+            self._leave(sequence, at + (len(ids) - 1) * pace)
         else:
-            self._enter(one, at + len(ids) * pace)
+            self._enter(sequence, at + len(ids) * pace)
         return Tokens(ids, [0.0] * len(ids) if request.return_log_probs else [], finished)
 
-    def _fail(self, one: _Sequence, at: float) -> list[tuple[Sink, Tokens]]:
-        assert one.failure is not None
-        if one.failure.kind == "stall":  # nothing will be due any more, and the slot is kept
+    def _fail(self, sequence: _Sequence, at: float) -> list[tuple[Sink, Tokens]]:
+        assert sequence.failure is not None
+        if sequence.failure.kind == "stall":  # nothing will be due any more, and the slot is kept
             return []
-        self._leave(one, at)
-        error = f"a simulated failure after {one.made} tokens (simulated_failure_rate)"
-        return [(one.sink, Tokens([], finished=True, error=error))]
+        self._leave(sequence, at)
+        error = f"a simulated failure after {sequence.generated} tokens (simulated_failure_rate)"
+        return [(sequence.sink, Tokens([], finished=True, error=error))]
 
-    def _leave(self, one: _Sequence, at: float) -> None:
+    def _leave(self, sequence: _Sequence, at: float) -> None:
         """Frees the sequence's slot, and its place among the prompts if it still had one."""
-        key = one.request.key
+        key = sequence.request.key
         del self._running[key]
         if key in self._prompts:
             was_first = next(iter(self._prompts)) == key
@@ -246,8 +248,8 @@ class Schedule:
             first = self._waiting.pop(next(iter(self._waiting)))
             self._start(first, max(at, first.since))
 
-    def _enter(self, one: _Sequence, at: float) -> None:
-        heappush(self._due, (at, next(self._serial), one))
+    def _enter(self, sequence: _Sequence, at: float) -> None:
+        heappush(self._due, (at, next(self._serial), sequence))
 
 
 class SimulatedEngine(Engine):
@@ -344,9 +346,9 @@ class SimulatedEngine(Engine):
             with self._changed:
                 if not self._wait_until_due():
                     return
-                made = self._schedule.step(time.perf_counter())
-                self._ending = sum(tokens.finished for _, tokens in made)
-            for sink, tokens in made:
+                responses = self._schedule.step(time.perf_counter())
+                self._ending = sum(tokens.finished for _, tokens in responses)
+            for sink, tokens in responses:
                 self._ending -= tokens.finished
                 sink(tokens)
 

@@ -255,12 +255,12 @@ def _kill_descendants(besides: int | None = None) -> None:
 
 
 def _children() -> list[int]:
-    found = []
+    processes = []
     for name in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):  # ended since
             if int(_stat(int(name))[1]) == os.getpid():
-                found.append(int(name))
-    return found
+                processes.append(int(name))
+    return processes
 
 
 def _stat(pid: int) -> list[str]:

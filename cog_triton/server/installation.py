@@ -48,23 +48,30 @@ def locate(settings: Settings, container_root: Path = CONTAINER_ROOT) -> Install
         if not server.is_file():
             raise ConfigurationError(f"TRITONSERVER={settings.tritonserver} is no file")
         if wheel and server == wheel.server.resolve():
-            found = wheel
+            installation = wheel
         else:
-            found = Installation(server, server.parent.parent / "backends")
+            installation = Installation(server, server.parent.parent / "backends")
     elif (container_root / "bin" / "tritonserver").is_file():
-        found = Installation(container_root / "bin" / "tritonserver", container_root / "backends")
+        installation = Installation(
+            container_root / "bin" / "tritonserver", container_root / "backends"
+        )
     elif wheel:
-        found = wheel
+        installation = wheel
     else:
         raise ConfigurationError(
             "no tritonserver found: set TRITONSERVER, run in NVIDIA's Triton container, or "
             "pip install nvidia-pytriton"
         )
     if settings.backend_directory:
-        found = Installation(found.server, settings.backend_directory, found.stub, found.libraries)
-    if not (found.backends / "python").is_dir():
-        raise ConfigurationError(f"no Python backend in {found.backends}")
-    return found
+        installation = Installation(
+            installation.server,
+            settings.backend_directory,
+            installation.stub,
+            installation.libraries,
+        )
+    if not (installation.backends / "python").is_dir():
+        raise ConfigurationError(f"no Python backend in {installation.backends}")
+    return installation
 
 
 def _wheel() -> Installation | None:

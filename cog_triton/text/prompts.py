@@ -34,7 +34,7 @@ def format_prompt(template: str, prompt: str | None, system_prompt: str = "") ->
         raise PromptRequired("A prompt is required, and it must not be empty.")
     validate_template(template)
     fillings = {**_LITERALS, "{prompt}": prompt, "{system_prompt}": system_prompt}
-    return _BRACES.sub(lambda found: fillings[found[0]], template)
+    return _BRACES.sub(lambda match: fillings[match[0]], template)
 
 
 def validate_template(template: str) -> None:
@@ -45,11 +45,11 @@ def validate_template(template: str) -> None:
             often are what should have been ``{prompt}``.
         BadPromptTemplate: it has no ``{prompt}``.
     """
-    found = list(dict.fromkeys(match[0] for match in _BRACES.finditer(template)))
-    unusable = [text for text in found if text not in _PLACEHOLDERS and text not in _LITERALS]
+    fields = list(dict.fromkeys(match[0] for match in _BRACES.finditer(template)))
+    unusable = [text for text in fields if text not in _PLACEHOLDERS and text not in _LITERALS]
     if unusable:
         raise PromptTemplateError(_describe(unusable))
-    if "{prompt}" not in found:
+    if "{prompt}" not in fields:
         raise BadPromptTemplate(
             "The prompt template has no place for the prompt: put {prompt} where it should go."
         )

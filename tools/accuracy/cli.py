@@ -107,10 +107,10 @@ class Options:
 
 def parse(argv: Sequence[str] | None = None) -> Options:
     """The options; ends the process with status 2 and the reason if they are not valid."""
-    made = parser()
-    given = made.parse_args(argv)
+    arguments = parser()
+    given = arguments.parse_args(argv)
     if problem := _contradiction(given):
-        made.error(problem)
+        arguments.error(problem)
     both = not (given.test_trt_llm or given.test_hf)
     task = TASKS[given.eval_task]
     return Options(
@@ -169,19 +169,19 @@ def _contradiction(given: argparse.Namespace) -> str | None:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    made = argparse.ArgumentParser(
+    arguments = argparse.ArgumentParser(
         prog="summarize.py",
         description="Completes texts by an engine and by Hugging Face's generate() on the same model, and "
         "compares them: ROUGE, token ids, log probabilities, speed.",
     )
-    _add_sides(made.add_argument_group("sides"))
-    _add_data(made.add_argument_group("data"))
-    _add_output(made.add_argument_group("result"))
+    _add_sides(arguments.add_argument_group("sides"))
+    _add_data(arguments.add_argument_group("data"))
+    _add_output(arguments.add_argument_group("result"))
     for flag, (neutral, reason) in REFUSED.items():
-        made.add_argument(flag, action=_Refuse, neutral=neutral, reason=reason)
+        arguments.add_argument(flag, action=_Refuse, neutral=neutral, reason=reason)
     for flag, reason in REFUSED_SWITCHES.items():
-        made.add_argument(flag, action=_Refuse, neutral=None, reason=reason, nargs=0)
-    return made
+        arguments.add_argument(flag, action=_Refuse, neutral=None, reason=reason, nargs=0)
+    return arguments
 
 
 def _add_sides(group: argparse._ArgumentGroup) -> None:

@@ -92,13 +92,13 @@ class Reference:
     def _complete(self, prompts: Sequence[str]) -> list[Answer]:
         encoded = [self._tokenizer(prompt).input_ids for prompt in prompts]
         width = max(map(len, encoded))
-        made: Any = self._model.generate(
+        generated: Any = self._model.generate(
             input_ids=self._tensor([[self._pad_id] * (width - len(ids)) + ids for ids in encoded]),
             attention_mask=self._tensor(
                 [[0] * (width - len(ids)) + [1] * len(ids) for ids in encoded]
             ),
         )
-        outputs = [until_end(row, self._end_id) for row in made[:, width:].tolist()]
+        outputs = [until_end(row, self._end_id) for row in generated[:, width:].tolist()]
         return [Answer(ids, self._text(ids)) for ids in outputs]
 
     def _tensor(self, rows: list[list[int]]) -> torch.Tensor:

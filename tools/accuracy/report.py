@@ -67,19 +67,19 @@ class Report:
 
     def failures(self) -> list[str]:
         """Why the engine is not good enough; empty if it is."""
-        found = []
+        notes = []
         engine, limits = self.sides.get(ENGINE), self.limits
         if limits.rouge1 is not None and engine and not engine.rouge["rouge1"] > limits.rouge1:
-            found.append(
+            notes.append(
                 f"ROUGE-1 of the engine is {engine.rouge['rouge1']:.2f}, not greater than {limits.rouge1:g}"
             )
         if limits.leading_share is not None and self.agreement:
             share = self.agreement.leading_share
             if share < limits.leading_share:
-                found.append(
+                notes.append(
                     f"the share of equal leading tokens is {share:.4f}, less than {limits.leading_share:g}"
                 )
-        return found
+        return notes
 
     def as_json(self) -> dict[str, Any]:
         """All of it, to be written as JSON."""

@@ -59,11 +59,13 @@ def compare(options: Options, environment: Mapping[str, str]) -> Report:
     examples = read(options, tokenizer)
     prompts = [example.text for example in examples]
     engine = engine_environment(options, model, environment)
-    made: dict[str, Answers] = {}
+    sides: dict[str, Answers] = {}
     if options.test_engine:
         # It ends before the other side is loaded: both may not fit on one machine at once.
         with engine_address(options, engine) as address, _bar(ENGINE, prompts) as bar:
-            made[ENGINE] = asyncio.run(_complete(options, address, tokenizer, end_id, prompts, bar))
+            sides[ENGINE] = asyncio.run(
+                _complete(options, address, tokenizer, end_id, prompts, bar)
+            )
     reference = None
     if options.test_hf:
         from tools.accuracy.reference import Reference  # brings PyTorch
@@ -72,15 +74,15 @@ def compare(options: Options, environment: Mapping[str, str]) -> Report:
             model, tokenizer, dtype=options.dtype, device=options.device, end_id=end_id
         )
         with _bar(HUGGING_FACE, prompts) as bar:
-            made[HUGGING_FACE] = reference.answers(
+            sides[HUGGING_FACE] = reference.answers(
                 prompts, options.batch_size, options.output_len, bar
             )
     if options.url is not None:  # of whose texts no other ids are known
-        made = {name: with_ids_of_texts(side, tokenizer) for name, side in made.items()}
+        sides = {name: with_ids_of_texts(side, tokenizer) for name, side in sides.items()}
     if options.output_dir is not None:
-        write_outputs(options.output_dir, examples, made)
-    means = log_probs(reference, prompts, made)
-    return report(options, examples, made, means, engine)
+        write_outputs(options.output_dir, examples, sides)
+    means = log_probs(reference, prompts, sides)
+    return report(options, examples, sides, means, engine)
 
 
 def check_installed() -> None:
@@ -158,14 +160,14 @@ def with_ids_of_texts(side: Answers, tokenizer: Tokenizer) -> Answers:
 
 
 def log_probs(
-    reference: Reference | None, prompts: Sequence[str], made: Mapping[str, Answers]
+    reference: Reference | None, prompts: Sequence[str], sides: Mapping[str, Answers]
 ) -> dict[str, float | None]:
     """The mean log probability per token of each side, as the Hugging Face model sees it."""
     if reference is None:
-        return dict.fromkeys(made)
+        return dict.fromkeys(sides)
     means: dict[str, float | None] = {}
     known: dict[tuple[str, tuple[int, ...]], list[float]] = {}
-    for name, side in made.items():
+    for name, side in sides.items():
         values: list[float] = []
         for prompt, answer in zip(prompts, side.answers, strict=True):
             key = (prompt, answer.ids)
@@ -179,26 +181,26 @@ def log_probs(
 def report(
     options: Options,
     examples: Sequence[Example],
-    made: Mapping[str, Answers],
+    sides: Mapping[str, Answers],
     means: Mapping[str, float | None],
     engine: Mapping[str, str],
 ) -> Report:
     """The figures of both sides' answers.
 
     Args:
-        made: the answers, by the name of the side.
+        sides: the answers, by the name of the side.
         means: log probabilities per token, by the name of the side.
         engine: the environment of an engine that is started.
     """
     references = [example.reference for example in examples]
-    texts = {name: [answer.text for answer in side.answers] for name, side in made.items()}
-    ids = {name: [answer.ids for answer in side.answers] for name, side in made.items()}
-    both = len(made) == 2
+    texts = {name: [answer.text for answer in side.answers] for name, side in sides.items()}
+    ids = {name: [answer.ids for answer in side.answers] for name, side in sides.items()}
+    both = len(sides) == 2
     return Report(
         examples=len(examples),
         sides={
             name: Side(rouge(texts[name], references), side.tokens, side.seconds, means[name])
-            for name, side in made.items()
+            for name, side in sides.items()
         },
         agreement=agreement(ids[ENGINE], ids[HUGGING_FACE], texts[ENGINE], texts[HUGGING_FACE])
         if both
@@ -231,7 +233,7 @@ def details(options: Options, engine: Mapping[str, str]) -> dict[str, Any]:
 
 
 def write_outputs(
-    directory: Path, examples: Sequence[Example], made: Mapping[str, Answers]
+    directory: Path, examples: Sequence[Example], sides: Mapping[str, Answers]
 ) -> None:
     """Writes ``outputs.jsonl``: an object for each example, with the text and ids of each side."""
     directory.mkdir(parents=True, exist_ok=True)
@@ -239,8 +241,8 @@ def write_outputs(
         for position, example in enumerate(examples):
             row: dict[str, Any] = {"prompt": example.text, "reference": example.reference}
             for name, key in ((ENGINE, "engine"), (HUGGING_FACE, "hugging_face")):
-                if name in made:
-                    answer = made[name].answers[position]
+                if name in sides:
+                    answer = sides[name].answers[position]
                     row |= {key: answer.text, f"{key}_ids": answer.ids}
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
 

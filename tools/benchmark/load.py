@@ -155,17 +155,17 @@ def synthetic_prompts(
 ) -> list[tuple[str, int]]:
     """Different texts of random words, and how many tokens each has: about the lengths asked for."""
     words = _words_of(tokenizer)
-    made: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for length in lengths:
         # One token has few different texts; a few tries, then a longer one.
         for attempt in range(100):
             tokens = length + attempt // 10
             drawn = " ".join(words[i] for i in random.integers(len(words), size=tokens))
             text = _cut(drawn, tokens, tokenizer)
-            if text not in made:
+            if text not in counts:
                 break
-        made[text] = _count(text, tokenizer)
-    texts = list(made.items())
+        counts[text] = _count(text, tokenizer)
+    texts = list(counts.items())
     return [texts[i % len(texts)] for i in range(len(lengths))]
 
 
@@ -178,7 +178,11 @@ def shares(requests: list[Planned], load: Load) -> list[Share]:
     owners = [stream % count for stream in range(load.concurrency)]
     return [
         Share(
-            [one for i, one in enumerate(requests) if owners[i % load.concurrency] == generator],
+            [
+                request
+                for i, request in enumerate(requests)
+                if owners[i % load.concurrency] == generator
+            ],
             owners.count(generator),
         )
         for generator in range(count)

@@ -42,11 +42,11 @@ def reported_settings(environment: Mapping[str, str]) -> dict[str, str]:
 
 def machine() -> dict[str, Any]:
     """What the figures were measured on."""
-    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
-        "memory_gb": round(pages / 1e9, 1),
+        "memory_gb": round(memory / 1e9, 1),
         "gpu": _gpu(),
         "python": platform.python_version(),
     }
@@ -54,13 +54,13 @@ def machine() -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """The versions of what is installed of the stack."""
-    found = {}
+    versions = {}
     for name in PACKAGES:
         try:
-            found[name] = metadata.version(name)
+            versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def _cpu_model() -> str:
@@ -73,6 +73,6 @@ def _gpu() -> str | None:
     if shutil.which("nvidia-smi") is None:
         return None
     query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    found = subprocess.run(query, capture_output=True, text=True, check=False)
-    names = found.stdout.split("\n") if found.returncode == 0 else []
+    completed = subprocess.run(query, capture_output=True, text=True, check=False)
+    names = completed.stdout.split("\n") if completed.returncode == 0 else []
     return ", ".join(name.strip() for name in names if name.strip()) or None

@@ -113,14 +113,14 @@ class Generator:
         Raises:
             BenchmarkError: it ended instead.
         """
-        found = self._read()
-        if found != line:
-            raise BenchmarkError(f"a load generator for {self._target} said {found[:200]!r}")
+        answer = self._read()
+        if answer != line:
+            raise BenchmarkError(f"a load generator for {self._target} said {answer[:200]!r}")
 
     def result(self) -> dict[str, Any]:
         """What the generator measured."""
-        found: dict[str, Any] = json.loads(self._read())
-        return found
+        report: dict[str, Any] = json.loads(self._read())
+        return report
 
     def _read(self) -> str:
         assert self._process.stdout is not None
@@ -195,9 +195,10 @@ class Session:
         for generator in generators:
             generator.wait_for("done")
         usages = watch.stop()
-        found = [generator.result() for generator in generators]
-        records = [Record(**record) for one in found for record in one["records"]]
-        cpu_s, refused = [one["cpu_s"] for one in found], sum(one["refused"] for one in found)
+        reports = [generator.result() for generator in generators]
+        records = [Record(**record) for report in reports for record in report["records"]]
+        cpu_s = [report["cpu_s"] for report in reports]
+        refused = sum(report["refused"] for report in reports)
         return result(self._target, load, records, usages, cpu_s, refused)
 
 

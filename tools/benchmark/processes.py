@@ -106,11 +106,11 @@ class Watch:
             self._rss[role] = max(self._rss[role], size)
 
     def _uss(self) -> dict[str, float | None]:
-        found: dict[str, float | None] = dict.fromkeys(self._roles.values())
+        memory: dict[str, float | None] = dict.fromkeys(self._roles.values())
         for process, role in self._roles.items():
             with contextlib.suppress(*_ERRORS):
-                found[role] = (found[role] or 0.0) + process.memory_full_info().uss / MEGABYTE
-        return found
+                memory[role] = (memory[role] or 0.0) + process.memory_full_info().uss / MEGABYTE
+        return memory
 
 
 def descendant_with(text: str) -> int:

@@ -88,7 +88,7 @@ def take_turns(
     Each turn has its own prompts, so that no cache knows them; loads of one round, which targets may
     have one after another, have the same for every target.
     """
-    found: list[Rounds] = []
+    by_load: list[Rounds] = []
     turn = 0
     for load in loads:
         rounds: Rounds = {target: [] for target in measures}
@@ -102,20 +102,24 @@ def take_turns(
                 progress(f"{name}: {result.output_tokens_per_s:.0f} tokens/s")
                 turn += load.rounds > 1
         turn += load.rounds == 1
-        found.append(rounds)
-    return found
+        by_load.append(rounds)
+    return by_load
 
 
 def compared(rounds: Mapping[str, Sequence[Result]], baselines: Sequence[str]) -> list[Result]:
     """One result of each target under one load: the medians of its rounds, and of their ratios."""
 
     def against(target: str, figure: Callable[[Result, Result], float | None]) -> dict[str, float]:
-        others = [name for name in baselines if name in rounds and name != target]
+        present = [name for name in baselines if name in rounds and name != target]
         figures = {
-            other: [figure(a, b) for a, b in zip(rounds[target], rounds[other], strict=True)]
-            for other in others
+            baseline: [figure(a, b) for a, b in zip(rounds[target], rounds[baseline], strict=True)]
+            for baseline in present
         }
-        return {other: value for other in others if (value := _median(figures[other])) is not None}
+        return {
+            baseline: value
+            for baseline in present
+            if (value := _median(figures[baseline])) is not None
+        }
 
     return [
         replace(
@@ -138,17 +142,17 @@ def medians(rounds: Sequence[Result]) -> Result:
     first = rounds[0]
     if len(rounds) == 1:
         return first
-    figures = {name: _median([getattr(one, name) for one in rounds]) for name in MEDIANS}
-    samples = [sample for one in rounds for sample in one.ttft_samples_ms]
+    figures = {name: _median([getattr(result, name) for result in rounds]) for name in MEDIANS}
+    samples = [sample for result in rounds for sample in result.ttft_samples_ms]
     return replace(
         first,
         **figures,
-        requests=sum(one.requests for one in rounds),
-        errors=dict(sum((Counter(one.errors) for one in rounds), Counter())),
-        output_tokens=round(median(one.output_tokens for one in rounds)),
+        requests=sum(result.requests for result in rounds),
+        errors=dict(sum((Counter(result.errors) for result in rounds), Counter())),
+        output_tokens=round(median(result.output_tokens for result in rounds)),
         ttft_samples_ms=list(thinned(samples)),
-        processes=[_process(one["role"], rounds) for one in first.processes],
-        refused=sum(one.refused for one in rounds),
+        processes=[_process(process["role"], rounds) for process in first.processes],
+        refused=sum(result.refused for result in rounds),
         rounds=len(rounds),
     )
 
@@ -160,12 +164,14 @@ def _kind(target: str) -> str:
 
 def _process(role: str, rounds: Sequence[Result]) -> dict[str, Any]:
     """Median CPU seconds and the most memory of a role."""
-    of_role = [one for result in rounds for one in result.processes if one["role"] == role]
+    of_role = [
+        process for result in rounds for process in result.processes if process["role"] == role
+    ]
     most = {
-        name: max((one[name] for one in of_role if one[name] is not None), default=None)
+        name: max((process[name] for process in of_role if process[name] is not None), default=None)
         for name in ("rss_mb", "uss_mb")
     }
-    return {"role": role, "cpu_s": median(one["cpu_s"] for one in of_role), **most}
+    return {"role": role, "cpu_s": median(process["cpu_s"] for process in of_role), **most}
 
 
 def _median(values: Sequence[Any]) -> Any:
@@ -175,9 +181,9 @@ def _median(values: Sequence[Any]) -> Any:
     return None if None in values else median(values)
 
 
-def _ratio(value: float, other: float) -> float | None:
-    return value / other if other else None
+def _ratio(value: float, baseline: float) -> float | None:
+    return value / baseline if baseline else None
 
 
-def _difference(value: float | None, other: float | None) -> float | None:
-    return None if value is None or other is None else value - other
+def _difference(value: float | None, baseline: float | None) -> float | None:
+    return None if value is None or baseline is None else value - baseline

@@ -62,5 +62,5 @@ def _end_id(directory: Path, tokenizer: Any) -> int | None:
     )
     if isinstance(token, dict):  # as transformers 4 saved it
         token = token["content"]
-    found: int | None = tokenizer.token_to_id(token) if token else None
-    return found
+    token_id: int | None = tokenizer.token_to_id(token) if token else None
+    return token_id

@@ -95,7 +95,10 @@ async def run_load(driver: Driver, load: Mapping[str, Any], out: TextIO) -> bool
     """One load; False if its start never came."""
     concurrency, timeout = load["concurrency"], load["timeout"]
     warmup, requests = (
-        [(request, driver.prepare(request)) for request in (Planned(**one) for one in load[name])]
+        [
+            (request, driver.prepare(request))
+            for request in (Planned(**fields) for fields in load[name])
+        ]
         for name in ("warmup", "requests")
     )
     await closed_loop(driver, warmup, concurrency or OPEN_LOOP_WARMUP, timeout)
@@ -111,9 +114,9 @@ async def run_load(driver: Driver, load: Mapping[str, Any], out: TextIO) -> bool
         )
         cpu = driver.own_cpu_s - cpu
     print("done", file=out)
-    records = [asdict(record(driver, one)) for one in sent]
-    found = {"records": records, "cpu_s": cpu, "refused": driver.refused - refused}
-    print(json.dumps(found), file=out)
+    records = [asdict(record(driver, request)) for request in sent]
+    results = {"records": records, "cpu_s": cpu, "refused": driver.refused - refused}
+    print(json.dumps(results), file=out)
     return True
 
 

@@ -167,16 +167,16 @@ class _Build:
 
         token = self._environ.get("HF_TOKEN")
         self._say(f"fetching {source}")
-        found = weights.fetch(
+        fetched = weights.fetch(
             source, cache=self._workdir / "weights", checksum=checksum, token=token
         ).absolute()
         if local_directory(source):
-            return found
+            return fetched
         # Under its own name, which some conversion scripts look at.
         link = linked(source, self._workdir)
         link.parent.mkdir(exist_ok=True)
         link.unlink(missing_ok=True)
-        link.symlink_to(found, target_is_directory=True)
+        link.symlink_to(fetched, target_is_directory=True)
         return link
 
     def _find_scripts(self, model: Path) -> Layout:

@@ -46,8 +46,8 @@ def check_space(workdir: Path, target: Path, needed: int) -> None:
     demands: dict[int, tuple[Path, int]] = {}
     for directory, share in ((workdir, 2 * needed), (target, needed)):
         device = directory.stat().st_dev
-        path, other = demands.get(device, (directory, 0))
-        demands[device] = (path, other + share)
+        path, already = demands.get(device, (directory, 0))
+        demands[device] = (path, already + share)
     for path, demand in demands.values():
         free = shutil.disk_usage(path).free
         if free < demand:

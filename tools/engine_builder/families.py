@@ -73,10 +73,10 @@ def named(name: str) -> Family:
 
 def script_candidates(examples: Path, family: Family) -> list[Path]:
     """Where a family's script may be, the layout of the newest TensorRT-LLM first."""
-    other = "core" if family.collection == "contrib" else "contrib"
+    other_collection = "core" if family.collection == "contrib" else "contrib"
     directories = [
         examples / "models" / family.collection / family.name,
-        examples / "models" / other / family.name,
+        examples / "models" / other_collection / family.name,
         examples / family.name,
     ]
     if family.name == "glm-4-9b":
