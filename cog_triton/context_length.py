@@ -1,4 +1,4 @@
-"""Most tokens that prompt and output may have together, as far as files tell before an engine runs."""
+"""How many tokens prompt and output may have together, as far as files tell before the engine runs."""
 
 from __future__ import annotations
 

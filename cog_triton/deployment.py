@@ -215,7 +215,7 @@ def with_files(settings: Settings) -> Settings:
     """The settings with what they name on this machine: downloaded, unpacked and checked.
 
     Raises:
-        ConfigurationError: it is not there, or cannot be had.
+        ConfigurationError: it is missing, or cannot be downloaded.
     """
     if settings.weights is not None:
         return placed(settings, _fetch(settings, settings.weights))

@@ -24,7 +24,7 @@ MISPLACING = ("1.2.0", "1.2.1")
 
 @dataclass(frozen=True)
 class Machine:
-    """What is there to run an engine with.
+    """What this machine has to run an engine with.
 
     Attributes:
         backends: the Triton backend directory.
@@ -44,7 +44,7 @@ class Machine:
 
 
 def look_around(backends: Path, *, gpu: bool) -> Machine:
-    """What this machine has. Nothing is imported: that takes tensorrt_llm many seconds."""
+    """What this machine has. Nothing is imported, since importing tensorrt_llm takes many seconds."""
     if importlib.util.find_spec("tensorrt_llm") is None:
         return Machine(backends, None, gpu)
     try:
@@ -149,7 +149,7 @@ def _version(text: str) -> Version | None:
 
 
 def _release(text: str) -> tuple[int, int]:
-    """Major and minor number: (1, 2) of 1.2.0rc3, (0, 0) of what is no version."""
+    """The major and minor number: (1, 2) for 1.2.0rc3, (0, 0) if it is not a version."""
     version = _version(text)
     return (version.major, version.minor) if version else (0, 0)
 

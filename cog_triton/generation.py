@@ -49,7 +49,8 @@ async def generate(
     """Streams the answer to a request.
 
     Args:
-        context_length: most tokens of prompt and output together; None if only the engine knows.
+        context_length: the most tokens that prompt and output may have together; None if only the engine
+            knows.
 
     Raises:
         CogTritonError: by what went wrong; see ``cog_triton.errors``.
@@ -76,7 +77,7 @@ async def generate(
     full = output_tokens >= request.max_tokens or (
         context_length is not None and (input_tokens or 0) + output_tokens >= context_length
     )
-    # Where the end token is left out, an answer that was not cut has ended by it.
+    # Where the engine leaves the end token out, an answer that was not cut off ended with it.
     by_end_token = ids[-1:] == [end_id] if keeps_end_token else not full
     ended = stops.matched is not None or by_end_token
     yield Chunk(text, output_tokens, input_tokens, "stop" if ended else "length")
@@ -86,7 +87,7 @@ def check_length(prompt: str, tokenizer: Tokenizer, context_length: int | None) 
     """Refuses a prompt that is too long whatever its tokens are, before anything is done with it.
 
     Raises:
-        PromptTooLong: it has more characters than so many tokens can stand for.
+        PromptTooLong: it has more characters than that many tokens can stand for.
     """
     if context_length is None:
         return

@@ -11,7 +11,7 @@ from pathlib import Path
 
 @contextmanager
 def locked(directory: Path, waiting: Callable[[], object]) -> Iterator[None]:
-    """Holds a directory, after every other process that holds it.
+    """Holds the lock on a directory; waits while another process has it.
 
     Args:
         directory: is locked itself, so that no lock file is left behind.

@@ -66,8 +66,8 @@ def continued_ids(parameters: str) -> list[int]:
 def stop_inputs() -> dict[str, npt.NDArray[Any]]:
     """The engine's inputs for a stop request, shapes [batch = 1, 1].
 
-    TensorRT-LLM reads no more of it than ``stop`` and the request's id; the others are what Triton
-    refuses every request without.
+    TensorRT-LLM reads only ``stop`` and the request's id. The others are there because Triton refuses
+    a request without them.
     """
     return {
         "stop": np.array([[True]]),

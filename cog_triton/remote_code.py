@@ -1,6 +1,6 @@
 """Models and tokenizers that bring Python code of their own, by ``auto_map`` in their configuration.
 
-It is run when ``TRUST_REMOTE_CODE`` says so, and otherwise never.
+It is run only if ``TRUST_REMOTE_CODE`` allows it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from cog_triton.locks import locked
 
 
 def was_refused(error: BaseException) -> bool:
-    """Whether transformers, or TensorRT-LLM by it, failed for want of ``trust_remote_code``."""
+    """Whether an error of transformers is that ``trust_remote_code`` was not set."""
     return "trust_remote_code" in str(error)
 
 

@@ -37,13 +37,13 @@ class Request:
     """One text to complete.
 
     Attributes:
-        prompt: the text as the model shall see it, its template filled.
-        max_tokens: at most so many output tokens; what exceeds the model's context is cut.
+        prompt: the text that the model sees, with the prompt template already filled in.
+        max_tokens: the most output tokens; the end of the model's context may come first.
         min_tokens: the end token is not chosen before; 0 or less is none.
         temperature: 0 is greedy.
         top_p: nucleus sampling; 1 is no limit.
         top_k: 0 or -1 is no limit.
-        length_penalty: for beam search alone.
+        length_penalty: has an effect in beam search only.
         seed: 64 bits; see ``new_seed``.
         stop_sequences: texts that end the output and are no part of it.
         end_id, pad_id: token ids that override the tokenizer's.
@@ -99,7 +99,7 @@ def new_seed() -> int:
 
 
 def resolve_max_tokens(max_tokens: int, max_new_tokens: int | None) -> int:
-    """The one limit meant by the new and the old name of the same input.
+    """max_tokens, which may also be given by its old name, max_new_tokens.
 
     Raises:
         ConflictingMaxTokens: both were given and differ. A new name at its default counts as not given.
@@ -115,7 +115,7 @@ def resolve_max_tokens(max_tokens: int, max_new_tokens: int | None) -> int:
 
 
 def resolve_min_tokens(min_tokens: int | None, min_new_tokens: int | None) -> int:
-    """The one minimum meant by the new and the old name; -1 and None are none, which gives 0.
+    """min_tokens, which may also be given by its old name, min_new_tokens; 0 if both are -1 or None.
 
     Raises:
         ConflictingMinTokens: both were given and differ.

@@ -1,4 +1,4 @@
-"""Triton over gRPC, on the ensemble that makes ids alone."""
+"""Triton over gRPC: streams of the ensemble that returns token ids and no text."""
 
 from __future__ import annotations
 

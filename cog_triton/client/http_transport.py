@@ -1,4 +1,4 @@
-"""Triton over HTTP: the generate_stream endpoint of the ensemble that makes ids alone."""
+"""Triton over HTTP: generate_stream of the ensemble that returns token ids and no text."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class HttpClient(TritonClient):
 
 
 async def _parse_reply(reply: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
-    """The JSON objects of a reply: its events, or its one plain object for an early error."""
+    """The JSON objects of a reply: its events, or a single plain object for an early error."""
     if reply.content_type != "text/event-stream":
         body = await reply.read()
         if body or not reply.ok:
@@ -154,7 +154,7 @@ def _flat(value: Any) -> list[int]:
 
 
 def json_value(value: npt.NDArray[Any]) -> Any:
-    """The one element of a tensor, as a request of Triton's generate extension has it."""
+    """The value of a one-element tensor, as Triton's generate endpoint takes it."""
     item = value.reshape(-1)[0].item() if value.dtype != np.object_ else value.flat[0]
     return item.decode() if isinstance(item, bytes) else item
 

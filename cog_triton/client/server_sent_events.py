@@ -1,7 +1,7 @@
-"""Server-sent events (text/event-stream) out of bytes as they arrive.
+"""Parses server-sent events (text/event-stream) as their bytes arrive.
 
-As much of the format as Triton, Cog and others that stream JSON use: an event is one line of data, with a
-line before it that names the event or none. So it is complete with the line, and needs no blank one.
+It knows as much of the format as servers that stream JSON use: an event has one line of data, and may have
+a line before it with its name. So an event is complete with its data line.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ _UNNAMED = "message"
 
 
 class EventParser:
-    """Takes one stream apart into its events."""
+    """Splits one stream into its events."""
 
     def __init__(self) -> None:
-        self._unfinished = b""  # line
+        self._unfinished = b""  # the line that is not complete yet
         self._name = _UNNAMED
 
     def feed(self, data: bytes) -> list[Event]:

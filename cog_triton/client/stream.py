@@ -38,7 +38,7 @@ STOP_PERIODS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 
 @dataclass(frozen=True)
 class Response:
-    """What arrived of one request since the last time it was asked for.
+    """What has arrived for a request since the last response was taken.
 
     Attributes:
         ids: new token ids; may be empty.
@@ -207,7 +207,7 @@ class Arrivals(Generic[T]):
         return arrived
 
     async def ends_within(self, seconds: float) -> bool:
-        """Waits for the end at most so long; returns whether it came."""
+        """Waits for the end for at most so many seconds; returns whether it came."""
         await asyncio.wait([self._reader], timeout=seconds)
         return self.ended
 

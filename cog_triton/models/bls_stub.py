@@ -1,4 +1,4 @@
-"""What the BLS model needs of Triton's stub: threads that answer, and calls of the other models."""
+"""The BLS model in Triton's stub: a thread for each request, and calls of the other models."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cog_triton.models.stub import Array
 def answer_in_threads(
     pb_utils: Any, requests: Iterable[Any], answer: Callable[[Any, Client], None]
 ) -> None:
-    """Answers each request in a thread of its own: calls of other models block, in a coroutine as well.
+    """Answers each request in a thread of its own, since calls of other models block even in a coroutine.
 
     Args:
         pb_utils: the stub's module.

@@ -1,4 +1,4 @@
-"""What stands between the ensemble and TensorRT-LLM's C++ backend, so that streamed text comes out right.
+"""The model between the ensemble and TensorRT-LLM's C++ backend, which makes streamed text come out right.
 
 The backend sends new ids and nothing else. Decoded alone, a response loses the space that begins it and
 breaks a character that is split over two (tensorrtllm_backend issue 332). Postprocessing cannot remember

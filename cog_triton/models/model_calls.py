@@ -1,4 +1,4 @@
-"""What the models share that answer by calls of other models of the server.
+"""Shared by the models that call other models of the server to answer.
 
 A call and its responses are plain values here; ``bls_stub.StubModels`` makes real ones.
 """
@@ -102,7 +102,7 @@ def batch_size(inputs: Mapping[str, Array]) -> int:
 
 
 def renamed(arrays: Mapping[str, Array], names: Mapping[str, str]) -> dict[str, Array]:
-    """Those of the arrays that have a name in ``names``, under that, each of shape [batch, …].
+    """The arrays that ``names`` lists, under the names that it gives them, each of shape [batch, …].
 
     A scalar that the sender's configuration reshapes to nothing has shape [batch]; its receiver
     wants what clients send, [batch, 1].

@@ -28,7 +28,7 @@ class Preprocessor:
 
         Args:
             add_special_tokens: whether the tokenizer adds those that begin a text.
-            words_after_space: whether bad words and stop words match behind a space as well.
+            words_after_space: whether bad words and stop words also match after a space.
             context_length: most tokens of a prompt, for which longer texts are not even tokenized; None if
                 it is not known.
         """

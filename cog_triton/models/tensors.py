@@ -77,8 +77,9 @@ def response_tensors(
     Args:
         index: the sequence's place in the request's batch.
         inputs: the request's, which say what else it wants.
-        ids_only: make output_ids alone, with the first of them num_input_tokens if wanted, and with the
-            last num_output_tokens. Each tensor costs tens of microseconds on its way through Triton.
+        ids_only: make only output_ids, with num_input_tokens in the first response if it is wanted and
+            num_output_tokens in the last. Each tensor costs tens of microseconds on its way through
+            Triton.
     """
     output_ids = np.array([[output.ids]], np.int32).reshape(1, 1, -1)
     if ids_only:

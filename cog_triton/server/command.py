@@ -222,7 +222,7 @@ def _mpirun_environment(directory: Path) -> dict[str, str]:
 
 
 def choose_ports(settings: Settings) -> Endpoints:
-    """The three ports, free at the time of asking; those set to 0 are picked.
+    """The three ports, which are free now; a setting of 0 picks one.
 
     Raises:
         ConfigurationError: naming the setting whose port is in use.

@@ -164,7 +164,7 @@ class TritonServer:
     def wait(self) -> int:
         """Waits for the end of a server that was started, and returns its exit status.
 
-        An end that nobody asked for has been logged then, with its reason.
+        If nobody asked for that end, its reason has been logged by then.
         """
         assert self._process is not None
         self.status = self._process.wait()

@@ -1,4 +1,4 @@
-"""Token ids to text while they arrive, such that the pieces join to the text of all ids.
+"""Turns token ids into text as they arrive, in pieces that join to the text of all ids.
 
 ``tokenizer.decode(ids + more)`` need not start with ``tokenizer.decode(ids)``, and
 ``tokenizer.decode(more)`` need not be what it adds. Three causes, and what is done about each:
@@ -215,7 +215,7 @@ def decode_delta(
 
 @lru_cache(maxsize=8)
 def _decoder(tokenizer: TokenDecoder, skip_special_tokens: bool) -> _Decoder:
-    """One for all texts: what it has learned of single ids holds for each of them."""
+    """Shared by all texts of a tokenizer: what it learns about an id holds for all of them."""
     return _Decoder(tokenizer, skip_special_tokens)
 
 

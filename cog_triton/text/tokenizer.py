@@ -77,7 +77,7 @@ def _longest_token(tokenizer: Tokenizer) -> int:
 
 
 def max_characters(tokenizer: Tokenizer, tokens: int) -> int:
-    """Most characters of a text that has at most so many tokens.
+    """The most characters that a text of this many tokens can have.
 
     No token stands for more than the vocabulary's longest has. (Byte-level vocabularies are written in one
     character a byte, so that theirs are counted in bytes, which are at least as many.) A tokenizer that
