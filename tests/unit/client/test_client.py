@@ -51,9 +51,9 @@ from cog_triton.errors import (
     ],
 )
 def test_errors_by_their_texts(text: str, error: type[CogTritonError]) -> None:
-    found = error_from_text(text)
-    assert type(found) is error
-    assert str(found).startswith(found.code)
+    mapped = error_from_text(text)
+    assert type(mapped) is error
+    assert str(mapped).startswith(mapped.code)
 
 
 def grpc_response(**tensors: np.ndarray) -> service_pb2.ModelInferResponse:  # type: ignore[type-arg]
@@ -193,10 +193,10 @@ def test_what_arrived_together_is_handed_on_together() -> None:
             [Response([1], 7, False), Response([2, 3], None, False), Response([], None, True)]
         )
         async with client.stream("id", {}) as responses:
-            found = [response async for response in responses]
+            taken = [response async for response in responses]
         await client.aclose()
         assert client.stopped == []
-        return found
+        return taken
 
     assert asyncio.run(main()) == [Response([1, 2, 3], 7, final=True)]
 

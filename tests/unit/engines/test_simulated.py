@@ -350,8 +350,8 @@ def ignore(_: Tokens) -> None:
 
 
 def failing(kind: FailureKind, failures: Failures) -> GenerationRequest:
-    found = ((r, failures.of(r)) for r in map(request, range(1000)))
-    return next(r for r, failure in found if failure is not None and failure.kind == kind)
+    outcomes = ((r, failures.of(r)) for r in map(request, range(1000)))
+    return next(r for r, failure in outcomes if failure is not None and failure.kind == kind)
 
 
 def test_which_requests_fail_depends_on_prompt_and_seed_alone() -> None:
@@ -443,14 +443,14 @@ def test_an_unknown_failure() -> None:
 
 @pytest.fixture
 def engines() -> Iterator[MakeEngine]:
-    made: list[SimulatedEngine] = []
+    engines: list[SimulatedEngine] = []
 
     def make(*arguments: Any, **options: Any) -> SimulatedEngine:
-        made.append(SimulatedEngine(*arguments, **options))
-        return made[-1]
+        engines.append(SimulatedEngine(*arguments, **options))
+        return engines[-1]
 
     yield make
-    for engine in made:
+    for engine in engines:
         engine.close()
 
 

@@ -79,13 +79,13 @@ def request(prompts: int = 1, *, stream: bool = True, **others: Array) -> dict[s
 
 def reply(ids: list[int], index: int = 0, *, final: bool | None = None) -> dict[str, Array]:
     """As tensorrt_llm sends it: padded, and with or without a word on whether it is the last."""
-    found: dict[str, Array] = {
+    tensors: dict[str, Array] = {
         "output_ids": np.array([[[*ids, -1]]], np.int32),
         "sequence_length": np.array([[len(ids)]], np.int32),
         "batch_index": np.array([[index]], np.int32),
         "cum_log_probs": np.array([[-1.5]], np.float32),
     }
-    return found if final is None else {**found, "is_final": np.array([[final]])}
+    return tensors if final is None else {**tensors, "is_final": np.array([[final]])}
 
 
 def pieces(ids: list[int], size: int) -> list[list[int]]:
@@ -119,15 +119,15 @@ def test_a_streamed_text(
     ]
     bls = Bls(FakeModels(tokenizer, replies), accumulate=accumulate)
     responses = list(bls.answer("1", request()))
-    found = texts(responses)
-    joined = found[-1] if accumulate else "".join(found)
+    received = texts(responses)
+    joined = received[-1] if accumulate else "".join(received)
     assert joined == tokenizer.decode(ids)
     assert [last for _, last in responses].count(True) == told
     if told:
         assert responses[-1][1]
         assert len(responses) == len(parts)
     if accumulate:
-        assert all(after.startswith(before) for before, after in pairwise(found))
+        assert all(after.startswith(before) for before, after in pairwise(received))
 
 
 def test_a_long_text_is_never_decoded_again(tokenizer: Tokenizer) -> None:
@@ -141,8 +141,8 @@ def test_a_long_text_is_never_decoded_again(tokenizer: Tokenizer) -> None:
         return decode(model, request_id, inputs)
 
     models.call = call  # type: ignore[method-assign]
-    found = texts(Bls(models, accumulate=True).answer("1", request()))
-    assert found[-1] == TEXT * 3
+    received = texts(Bls(models, accumulate=True).answer("1", request()))
+    assert received[-1] == TEXT * 3
     assert max(lengths) < 25
 
 
@@ -219,12 +219,12 @@ def test_the_tables_are_the_ensembles(tmp_path: Path) -> None:
     fill_repository(ROOT / "triton_model_repo", tmp_path, values)
     ensemble, bls = config(tmp_path, "ensemble"), config(tmp_path, "tensorrt_llm_bls")
     preprocessing, llm, _ = ensemble.ensemble_scheduling.step
-    made = {tensor: output for output, tensor in preprocessing.output_map.items()}
+    outputs = {tensor: output for output, tensor in preprocessing.output_map.items()}
     inputs = {tensor: name for name, tensor in llm.input_map.items()}
     assert {tensor: name for name, tensor in preprocessing.input_map.items()} == TO_PREPROCESSING
-    assert {made[t]: name for t, name in inputs.items() if t in made} == FROM_PREPROCESSING
+    assert {outputs[t]: name for t, name in inputs.items() if t in outputs} == FROM_PREPROCESSING
     # Not the ensemble's: they take the way by preprocessing.
-    assert {t: name for t, name in inputs.items() if t not in made} == TO_TENSORRT_LLM
+    assert {t: name for t, name in inputs.items() if t not in outputs} == TO_TENSORRT_LLM
     names = {tensor.name for tensor in bls.input}
     unsupported = {"num_draft_tokens", "use_draft_logits"}
     assert names - unsupported == TO_PREPROCESSING.keys() | TO_TENSORRT_LLM.keys()
@@ -360,9 +360,9 @@ def test_triton_is_not_asked_about_a_request_that_is_over() -> None:
 
 @pytest.fixture
 def watch() -> Iterator[Watch]:
-    found = Watch(0.01)
-    yield found
-    found.close()
+    watch = Watch(0.01)
+    yield watch
+    watch.close()
     assert "cancellation" not in {thread.name for thread in threading.enumerate()}
 
 

@@ -35,29 +35,29 @@ def inputs(
     """A response of one prompt: its beams, filled up with -1 as TensorRT-LLM does."""
     width = max(map(len, beams))
     rows = [ids + [-1] * (width - len(ids)) for ids in beams]
-    found = {
+    tensors = {
         "TOKENS_BATCH": np.array([rows], np.int32).reshape(1, len(beams), width),
         "SEQUENCE_LENGTH": np.array([[len(ids) for ids in beams]], np.int32),
     }
     if context is not None:
-        found["CONTEXT_IDS"] = np.array([context], np.int32).reshape(1, -1)
+        tensors["CONTEXT_IDS"] = np.array([context], np.int32).reshape(1, -1)
     if final is not None:
-        found["IS_FINAL"] = np.array([[final]])
-    return found
+        tensors["IS_FINAL"] = np.array([[final]])
+    return tensors
 
 
 def streamed(postprocessor: Postprocessor, ids: list[int], sizes: list[int]) -> list[str]:
     """The texts of the responses that hold the ids in pieces of these sizes."""
-    found: list[str] = []
+    texts: list[str] = []
     begin = 0
     while begin < len(ids):
-        end = begin + sizes[len(found) % len(sizes)]
+        end = begin + sizes[len(texts) % len(sizes)]
         context = ids[:begin][-CONTEXT_TOKENS:]
-        one = inputs(ids[begin:end], context=context, final=end >= len(ids))
-        (text,) = postprocessor(one)
-        found.append(text.decode())
+        response = inputs(ids[begin:end], context=context, final=end >= len(ids))
+        (text,) = postprocessor(response)
+        texts.append(text.decode())
         begin = end
-    return found
+    return texts
 
 
 def test_one_token_at_a_time(postprocessor: Postprocessor, tokenizer: Any) -> None:
@@ -118,7 +118,7 @@ def test_a_batch(postprocessor: Postprocessor, tokenizer: Any) -> None:
     )
     width = max(len(first), len(second))
     tokens = [[ids + [-1] * (width - len(ids))] for ids in (first, second)]
-    found = postprocessor(
+    texts = postprocessor(
         {
             "TOKENS_BATCH": np.array(tokens, np.int32),
             "SEQUENCE_LENGTH": np.array([[len(first)], [len(second)]], np.int32),
@@ -126,7 +126,7 @@ def test_a_batch(postprocessor: Postprocessor, tokenizer: Any) -> None:
             "IS_FINAL": np.array([[True], [True]]),
         }
     )
-    assert found.tolist() == ["Grüß Gott".encode(), "日本".encode()]
+    assert texts.tolist() == ["Grüß Gott".encode(), "日本".encode()]
 
 
 def test_special_tokens(postprocessor: Postprocessor, tokenizer: Any) -> None:

@@ -49,12 +49,12 @@ class Kind:
         return text
 
     def ids(self, *tokens: str) -> list[int]:
-        found: list[int] = self.tokenizer.convert_tokens_to_ids(list(tokens))
-        return found
+        ids: list[int] = self.tokenizer.convert_tokens_to_ids(list(tokens))
+        return ids
 
     def encode(self, text: str) -> list[int]:
-        found: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
-        return found
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
+        return ids
 
 
 def no_bytes(_token: str) -> bool:

@@ -85,8 +85,8 @@ def test_the_same_load_is_the_same_plan(vocabulary: Vocabulary) -> None:
     warmup, requests = plan(load, vocabulary.tokenizer)
     assert (warmup, requests) == plan(load, vocabulary.tokenizer)
     assert (len(warmup), len(requests)) == (3, 20)
-    assert not {one.prompt for one in warmup} & {one.prompt for one in requests}
-    assert {one.at for one in requests} == {0.0}
+    assert not {request.prompt for request in warmup} & {request.prompt for request in requests}
+    assert {request.at for request in requests} == {0.0}
     assert plan(replace(load, seed=1), vocabulary.tokenizer)[1] != requests
 
 
@@ -95,9 +95,9 @@ def test_a_plan_may_repeat_a_few_prompts_and_has_arrivals_in_an_open_loop(
 ) -> None:
     load = Load(concurrency=None, request_rate=100, requests=20, prompts=4)
     warmup, requests = plan(load, vocabulary.tokenizer)
-    assert len({one.prompt for one in requests}) == 4
+    assert len({request.prompt for request in requests}) == 4
     assert requests[0].at > 0
-    assert {one.at for one in warmup} == {0.0}
+    assert {request.at for request in warmup} == {0.0}
 
 
 def test_a_load_is_open_or_closed() -> None:
@@ -125,14 +125,14 @@ def test_how_many_requests_a_load_has(load: Load, count: int) -> None:
 def test_generators_share_all_of_a_load(concurrency: int | None, generators: int) -> None:
     load = Load(concurrency, None if concurrency else 10.0, generators=generators)
     requests = [Planned(str(i), 1, 1) for i in range(11)]
-    made = shares(requests, load)
-    assert len(made) == min(generators, concurrency or generators)
-    assert sorted(one.prompt for share in made for one in share.requests) == sorted(
-        one.prompt for one in requests
+    parts = shares(requests, load)
+    assert len(parts) == min(generators, concurrency or generators)
+    assert sorted(request.prompt for share in parts for request in share.requests) == sorted(
+        request.prompt for request in requests
     )
     if concurrency:
-        assert sum(share.concurrency or 0 for share in made) == concurrency
-        assert all(share.concurrency for share in made)
+        assert sum(share.concurrency or 0 for share in parts) == concurrency
+        assert all(share.concurrency for share in parts)
 
 
 def test_words_of_its_own_for_a_vocabulary_that_has_no_common_ones() -> None:
@@ -150,10 +150,10 @@ def test_every_turn_has_prompts_of_its_own_and_a_warm_up_may_be_short(
 ) -> None:
     load = Load(requests=5, warmup=5, warmup_tokens=2, output=Length(9))
     plans = [plan(load, vocabulary.tokenizer, turn) for turn in range(4)]
-    prompts = [one.prompt for warmup, requests in plans for one in (*warmup, *requests)]
+    prompts = [request.prompt for warmup, requests in plans for request in (*warmup, *requests)]
     assert len(set(prompts)) == len(prompts) == 4 * 10
-    assert {one.output_tokens for one in plans[0][0]} == {2}
-    assert {one.output_tokens for one in plans[0][1]} == {9}
+    assert {request.output_tokens for request in plans[0][0]} == {2}
+    assert {request.output_tokens for request in plans[0][1]} == {9}
 
 
 @pytest.mark.parametrize("ignore_eos", [True, False])
@@ -198,13 +198,19 @@ EVENTS = chunked(
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 50, 10_000])
 def test_events_are_the_same_however_they_are_split(size: int) -> None:
     pieces = split(EVENTS, size)
-    found = list(events(parse_reply(pieces).body))
-    assert [one.name for one in found] == ["start", "output", "output", "metric", "completed"]
-    assert json.loads(found[1].data)["chunk"] == " aä sea"
-    assert [one.at for one in found] == sorted(one.at for one in found)
+    received = list(events(parse_reply(pieces).body))
+    assert [event.name for event in received] == [
+        "start",
+        "output",
+        "output",
+        "metric",
+        "completed",
+    ]
+    assert json.loads(received[1].data)["chunk"] == " aä sea"
+    assert [event.at for event in received] == sorted(event.at for event in received)
     if size == 1:
         # The time of the piece in which the event was complete, or the end of its chunk.
-        assert found[1].at >= EVENTS.index(b'"index":0}')
+        assert received[1].at >= EVENTS.index(b'"index":0}')
 
 
 def test_a_reply_with_a_length() -> None:
@@ -245,13 +251,13 @@ def test_a_connection_knows_the_end_of_a_reply_and_is_used_again(size: int) -> N
     async def run() -> list[bytes]:
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
         pool = Pool(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
-        found = []
+        bodies = []
         for number in range(len(REPLIES)):
             pieces = await pool.send(pool.message(f"/{number}", {}, b""))
-            found.append(b"".join(data for _, data in pieces))
+            bodies.append(b"".join(data for _, data in pieces))
         pool.close()
         server.close()
-        return found
+        return bodies
 
     assert asyncio.run(run()) == REPLIES
     assert connections == 1
@@ -353,7 +359,7 @@ def test_a_closed_loop_has_so_many_streams_and_goes_on_after_errors(context: Con
     requests = [(Planned("", 1, 5), prepared) for prepared in (5, "fail", "hang", 4, 6, 7)]
     sent = asyncio.run(closed_loop(driver, requests, 2, 0.05))
     assert driver.most == 2
-    errors = sorted(record(driver, one).error or "" for one in sent)
+    errors = sorted(record(driver, request).error or "" for request in sent)
     assert errors == ["", "", "", "OSError: refused", "no end after 0.05 s", "short answer"]
 
 
@@ -362,8 +368,8 @@ def test_an_open_loop_does_not_wait_for_answers(context: Context) -> None:
     requests = [(Planned("", 1, 1, at=0.0001 * i), "hang" if i < 5 else 1) for i in range(8)]
     sent = asyncio.run(open_loop(driver, requests, 0.2))
     assert driver.most >= 5
-    assert sum(one.error is not None for one in sent) == 5
-    assert [one.start for one in sent] == sorted(one.start for one in sent)
+    assert sum(request.error is not None for request in sent) == 5
+    assert [request.start for request in sent] == sorted(request.start for request in sent)
 
 
 def test_an_errors_text_is_one_line() -> None:
@@ -399,29 +405,30 @@ def measured(target: str = "cog-sse", **changes: Any) -> Result:
 
 
 def test_a_result() -> None:
-    one = measured()
-    assert (one.requests, one.errors, one.output_tokens) == (3, {"short answer": 1}, 9)
-    assert one.duration_s == 2.0
-    assert one.output_tokens_per_s == 4.5
-    assert one.requests_per_s == 1.0
-    assert one.input_tokens_mean == 7
-    assert one.ttft_samples_ms == [200.0, 500.0]
-    assert one.ttft_ms["mean"] == pytest.approx(350)
-    assert one.itl_ms["max"] == one.itl_ms["min"] == pytest.approx(200)  # 0.8 s for 4 tokens
-    assert one.chunk_gap_ms["min"] == pytest.approx(200)
-    assert one.chunk_gap_ms["max"] == pytest.approx(500)
-    assert one.e2e_ms["max"] == pytest.approx(1500)
-    assert one.tokens_per_chunk["mean"] == 2.25
-    assert one.tokens_per_chunk["one_token_fraction"] == 0.25
-    assert one.load_generator_cpu_share == 0.9
+    summary = measured()
+    assert (summary.requests, summary.errors, summary.output_tokens) == (3, {"short answer": 1}, 9)
+    assert summary.duration_s == 2.0
+    assert summary.output_tokens_per_s == 4.5
+    assert summary.requests_per_s == 1.0
+    assert summary.input_tokens_mean == 7
+    assert summary.ttft_samples_ms == [200.0, 500.0]
+    assert summary.ttft_ms["mean"] == pytest.approx(350)
+    # 0.8 s for 4 tokens
+    assert summary.itl_ms["max"] == summary.itl_ms["min"] == pytest.approx(200)
+    assert summary.chunk_gap_ms["min"] == pytest.approx(200)
+    assert summary.chunk_gap_ms["max"] == pytest.approx(500)
+    assert summary.e2e_ms["max"] == pytest.approx(1500)
+    assert summary.tokens_per_chunk["mean"] == 2.25
+    assert summary.tokens_per_chunk["one_token_fraction"] == 0.25
+    assert summary.load_generator_cpu_share == 0.9
 
 
 def test_a_result_without_a_good_request() -> None:
-    one = result("cog-sse", Load(2), RECORDS[2:], [USAGE], [0.0])
-    assert one.ttft_ms["p50"] is None
-    assert one.tokens_per_chunk["one_token_fraction"] is None
-    assert "1/1" in table([one])
-    assert to_csv([one])
+    summary = result("cog-sse", Load(2), RECORDS[2:], [USAGE], [0.0])
+    assert summary.ttft_ms["p50"] is None
+    assert summary.tokens_per_chunk["one_token_fraction"] is None
+    assert "1/1" in table([summary])
+    assert to_csv([summary])
 
 
 def test_samples_are_thinned() -> None:
@@ -525,12 +532,12 @@ def test_the_command_line_has_genai_perfs_names() -> None:
 
 
 def test_several_values_are_several_loads() -> None:
-    assert [one.concurrency for one in loads(parse(["--concurrency", "1", "16"]))] == [1, 16]
-    assert [one.request_rate for one in loads(parse(["--request-rate", "10", "50.5"]))] == [
+    assert [load.concurrency for load in loads(parse(["--concurrency", "1", "16"]))] == [1, 16]
+    assert [load.request_rate for load in loads(parse(["--request-rate", "10", "50.5"]))] == [
         10,
         50.5,
     ]
-    assert [one.concurrency for one in loads(parse([]))] == [1]
+    assert [load.concurrency for load in loads(parse([]))] == [1]
 
 
 @pytest.mark.parametrize(
@@ -587,7 +594,7 @@ def test_the_files_of_a_report(tmp_path: Path) -> None:
 def test_the_package_does_not_bring_its_benchmark() -> None:
     code = "import sys, cog_triton, predict; print('tools.benchmark' in sys.modules)"
     root = Path(__file__).resolve().parents[3]
-    found = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True
     )
-    assert found.stdout.strip() == "False"
+    assert completed.stdout.strip() == "False"

@@ -109,12 +109,12 @@ def test_torch_flash_attends_as_sdpa_does(model: Path) -> None:
     outputs = []
     for attention in ("sdpa", TORCH_FLASH):
         use_attention(loaded, attention)
-        found = loaded.generate_batch(
+        outcomes = loaded.generate_batch(
             requests,
             GenerationConfig(do_sample=False, eos_token_id=-1, max_new_tokens=20),
             ContinuousBatchingConfig(num_blocks=64, page_size=32, max_batch_tokens=64),
         )
-        outputs.append([one.generated_tokens for one in found.values()])
+        outputs.append([outcome.generated_tokens for outcome in outcomes.values()])
     assert outputs[0] == outputs[1]
     assert len({tuple(output) for output in outputs[0]}) == len(requests)
     assert max(len(set(output)) for output in outputs[0]) > 5
@@ -125,11 +125,11 @@ def test_figures_of_a_turn() -> None:
         Record(0.0, 0.5, [0.1, 0.2, 0.5], [1, 1, 2], 1, 4, None),
         Record(0.0, 1.0, [0.3, 1.0], [2, 2], 1, 4, None),
     ]
-    found = result("engine", Load(2), records, [Usage("engine", 2.0, 1.0, None)], [0.1])
-    assert found.output_tokens_per_s == pytest.approx(8.0)
-    assert found.ttft_ms["p50"] == pytest.approx(200.0)
-    assert found.itl_ms["p50"] == pytest.approx((400 / 3 + 700 / 3) / 2)
-    assert found.cpu_s == 2.0
+    summary = result("engine", Load(2), records, [Usage("engine", 2.0, 1.0, None)], [0.1])
+    assert summary.output_tokens_per_s == pytest.approx(8.0)
+    assert summary.ttft_ms["p50"] == pytest.approx(200.0)
+    assert summary.itl_ms["p50"] == pytest.approx((400 / 3 + 700 / 3) / 2)
+    assert summary.cpu_s == 2.0
 
 
 def test_contestants_take_turns() -> None:
@@ -146,15 +146,17 @@ def test_contestants_take_turns() -> None:
 
     loads = [Load(streams, rounds=3) for streams in (1, 4)]
     targets = {"engine": target("engine", 20, 0.1), "transformers": target("transformers", 10, 0.2)}
-    found = take_turns(targets, loads, said.append)
+    of_loads = take_turns(targets, loads, said.append)
     there, back = ["engine", "transformers"], ["transformers", "engine"]
     assert [name for name, *_ in calls] == (there + back + there) * 2
     assert [streams for _, streams, *_ in calls] == [1] * 6 + [4] * 6
     assert [turn for *_, turn, _ in calls] == list(range(12))  # each with prompts of its own
     assert [warm for *_, warm in calls] == [True, True, False, False, False, False] * 2
     assert said[0] == "engine c=1, round 1: 20 tokens/s"
-    results = [one for rounds in found for one in compared(rounds, ["engine", "transformers"])]
-    assert [(one.target, one.concurrency, one.rounds) for one in results] == [
+    results = [
+        summary for rounds in of_loads for summary in compared(rounds, ["engine", "transformers"])
+    ]
+    assert [(summary.target, summary.concurrency, summary.rounds) for summary in results] == [
         ("engine", 1, 3),
         ("transformers", 1, 3),
         ("engine", 4, 3),
@@ -181,19 +183,19 @@ def test_loads_of_one_round_are_the_same_for_targets_that_have_them_one_after_an
 def test_ratios_are_of_the_same_round() -> None:
     # The machine was three times as fast in the second round.
     rounds = {"a": rounds_of("a", 10, 30, 11), "b": rounds_of("b", 10, 30, 10)}
-    found, _ = compared(rounds, ["b"])
-    assert found.output_tokens_per_s == 11
-    assert found.ratio_to_baseline["b"] == 1.0
+    summary, _ = compared(rounds, ["b"])
+    assert summary.output_tokens_per_s == 11
+    assert summary.ratio_to_baseline["b"] == 1.0
 
 
 def test_requests_and_errors_of_all_rounds_are_told() -> None:
     short = Record(0.0, 1.0, [], [], 1, 0, "short answer")
     bad = result("a", Load(16), [short], [Usage("a", 3.0, 2.0, None)], [0.1])
-    [found] = compared({"a": [measured("a", 10), bad]}, [])
-    assert (found.requests, found.errors) == (2, {"short answer": 1})
-    assert found.processes == [{"role": "a", "cpu_s": 2.0, "rss_mb": 2.0, "uss_mb": None}]
-    assert found.ttft_ms["p50"] is None  # one round has none
-    assert "medians of 2 rounds" in table([found])
+    [summary] = compared({"a": [measured("a", 10), bad]}, [])
+    assert (summary.requests, summary.errors) == (2, {"short answer": 1})
+    assert summary.processes == [{"role": "a", "cpu_s": 2.0, "rss_mb": 2.0, "uss_mb": None}]
+    assert summary.ttft_ms["p50"] is None  # one round has none
+    assert "medians of 2 rounds" in table([summary])
 
 
 def results_of(rates: dict[str, float]) -> list[Result]:
@@ -292,21 +294,21 @@ def test_the_script_compares_all_that_need_no_further_package(
     arguments += ["--serve-python", "/nowhere/python"]
     assert benchmark_engine.main(arguments) == 0
     output = capsys.readouterr()
-    found = json.loads(output.out.splitlines()[-1])
+    report = json.loads(output.out.splitlines()[-1])
     targets = ("transformers", "engine", "generate")
-    assert [(one["target"], one["concurrency"]) for one in found["results"]] == [
+    assert [(entry["target"], entry["concurrency"]) for entry in report["results"]] == [
         (name, streams) for name in targets for streams in (1, 4)
     ]
-    for one in found["results"]:
-        assert one["output_tokens_per_s"] > 0
-        assert one["cpu_s"] > 0
-        assert (one["errors"], one["output_tokens"]) == ({}, 8 * one["concurrency"])
-        assert set(one["ratio_to_baseline"]) == {*targets} - {one["target"]}
-    assert found["options"]["shape"] == "tiny"
-    assert "No such file" in found["skipped"]["serve"]
-    assert {check["name"] for check in found["checks"]} == {
+    for entry in report["results"]:
+        assert entry["output_tokens_per_s"] > 0
+        assert entry["cpu_s"] > 0
+        assert (entry["errors"], entry["output_tokens"]) == ({}, 8 * entry["concurrency"])
+        assert set(entry["ratio_to_baseline"]) == {*targets} - {entry["target"]}
+    assert report["options"]["shape"] == "tiny"
+    assert "No such file" in report["skipped"]["serve"]
+    assert {check["name"] for check in report["checks"]} == {
         f"{pair} at {streams} streams"
         for pair in ("engine/transformers", "generate/engine")
         for streams in (1, 4)
     }
-    assert json.loads((tmp_path / "artifacts/engine/profile_export.json").read_text()) == found
+    assert json.loads((tmp_path / "artifacts/engine/profile_export.json").read_text()) == report
