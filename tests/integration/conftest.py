@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,16 @@ def make_server(
     return TritonServer(repository, directory, settings, launch=launch, temporary=temporary)
 
 
+@contextmanager
+def running(server: TritonServer) -> Iterator[TritonServer]:
+    """The server, started, and stopped at the end."""
+    server.start()
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
 @pytest.fixture(scope="session")
 def tokenizer(demo_model: Path) -> Tokenizer:
     return load_tokenizer(str(demo_model))
@@ -45,10 +56,10 @@ def tokenizer(demo_model: Path) -> Tokenizer:
 @pytest.fixture(scope="session")
 def triton(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
     """Triton with the transformers engine and the demo model."""
-    server = make_server(settings_for(demo_model), tmp_path_factory.mktemp("triton"))
-    server.start()
-    yield server
-    server.stop()
+    with running(
+        make_server(settings_for(demo_model), tmp_path_factory.mktemp("triton"))
+    ) as server:
+        yield server
 
 
 @pytest.fixture(scope="session")
@@ -57,10 +68,8 @@ def paced_triton(
 ) -> Iterator[TritonServer]:
     """Triton with the simulated engine, at PACE_MS a token."""
     settings = settings_for(demo_model, ENGINE="simulated", SIMULATED_INTER_TOKEN_MS=str(PACE_MS))
-    server = make_server(settings, tmp_path_factory.mktemp("paced"))
-    server.start()
-    yield server
-    server.stop()
+    with running(make_server(settings, tmp_path_factory.mktemp("paced"))) as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

@@ -21,7 +21,7 @@ from cog_triton.deployment import Values
 from cog_triton.errors import CogTritonError
 from cog_triton.server.tritonserver import TritonServer
 from cog_triton.text.tokenizer import Tokenizer
-from tests.integration.conftest import engine_counters, make_server, settings_for
+from tests.integration.conftest import engine_counters, make_server, running, settings_for
 from tests.integration.test_ensemble import MULTI_BYTE, generate
 from tests.support import wait_until
 from tools.demo_model.corpus import PAIRS
@@ -35,10 +35,10 @@ ENDLESS: dict[str, Any] = {"text_input": QUESTION, "max_tokens": 1900, "min_toke
 
 @pytest.fixture(scope="module")
 def bls(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
-    server = make_server(settings_for(demo_model), tmp_path_factory.mktemp("bls"), {BLS: {}})
-    server.start()
-    yield server
-    server.stop()
+    with running(
+        make_server(settings_for(demo_model), tmp_path_factory.mktemp("bls"), {BLS: {}})
+    ) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
@@ -49,10 +49,10 @@ def accumulating(
     as with TensorRT-LLM's C++ backend."""
     values: Values = {BLS: {"accumulate_tokens": True}}
     values |= {model: {"decoding_context": False} for model in ("ensemble", "tensorrt_llm")}
-    server = make_server(settings_for(demo_model), tmp_path_factory.mktemp("accumulating"), values)
-    server.start()
-    yield server
-    server.stop()
+    with running(
+        make_server(settings_for(demo_model), tmp_path_factory.mktemp("accumulating"), values)
+    ) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
@@ -63,10 +63,8 @@ def not_decoupled(
     values: Values = {model: {"decoupled_mode": False} for model in (BLS, "tensorrt_llm")}
     values[BLS] |= {"bls_instance_count": 1, "accumulate_tokens": False}
     settings = settings_for(demo_model, ENGINE="simulated", SIMULATED_PREFILL_MS="500")
-    server = make_server(settings, tmp_path_factory.mktemp("not_decoupled"), values)
-    server.start()
-    yield server
-    server.stop()
+    with running(make_server(settings, tmp_path_factory.mktemp("not_decoupled"), values)) as server:
+        yield server
 
 
 def stream(triton: TritonServer, **body: Any) -> Iterator[dict[str, Any]]:

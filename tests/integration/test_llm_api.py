@@ -14,7 +14,7 @@ from cog_triton.errors import InvalidParameter, PromptTooLong, TritonStartError
 from cog_triton.generation import Chunk, generate
 from cog_triton.server.tritonserver import TritonServer
 from cog_triton.text.tokenizer import Tokenizer
-from tests.integration.conftest import engine_counters, make_server, settings_for
+from tests.integration.conftest import engine_counters, make_server, running, settings_for
 from tests.integration.test_generation import TRANSPORTS, collect, greedy, text, with_client
 from tests.support import ROOT, wait_until
 from tools.demo_model.corpus import PAIRS
@@ -41,10 +41,10 @@ def llm_api_triton(
     directory = tmp_path_factory.mktemp("llm_api")
     config = directory / "config.yaml"
     config.write_text(f"server: {{tensorrt_llm: {{args: {{max_num_tokens: {MAX_NUM_TOKENS}}}}}}}\n")
-    server = make_llm_api_server(demo_model, directory, COG_TRITON_CONFIG=str(config))
-    server.start()
-    yield server
-    server.stop()
+    with running(
+        make_llm_api_server(demo_model, directory, COG_TRITON_CONFIG=str(config))
+    ) as server:
+        yield server
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -21,7 +21,7 @@ import tritonclient.grpc as grpcclient
 from cog_triton.deployment import Values
 from cog_triton.protocol import OUTPUTS
 from cog_triton.server.tritonserver import TritonServer
-from tests.integration.conftest import make_server, settings_for
+from tests.integration.conftest import make_server, running, settings_for
 from tests.stand_in.servers import environment
 
 Array = npt.NDArray[Any]
@@ -68,10 +68,8 @@ def server(
     engine = {"ENGINE": "simulated"}
     if STAND_IN in request.param:
         engine = environment(directory / "stand_in")
-    triton = make_server(settings_for(demo_model, **engine), directory, values)
-    triton.start()
-    yield triton
-    triton.stop()
+    with running(make_server(settings_for(demo_model, **engine), directory, values)) as triton:
+        yield triton
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ from cog_triton.request import Request
 from cog_triton.server.tritonserver import TritonServer
 from cog_triton.settings import Settings
 from cog_triton.text.tokenizer import Tokenizer
-from tests.integration.conftest import engine_counters, make_server, settings_for
+from tests.integration.conftest import engine_counters, make_server, running, settings_for
 from tests.support import wait_until
 
 KINDS: tuple[FailureKind, ...] = get_args(FailureKind)
@@ -51,10 +51,8 @@ def settings(demo_model: Path) -> Settings:
 
 @pytest.fixture(scope="module")
 def server(settings: Settings, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
-    made = make_server(settings, tmp_path_factory.mktemp("simulated"))
-    made.start()
-    yield made
-    made.stop()
+    with running(make_server(settings, tmp_path_factory.mktemp("simulated"))) as server:
+        yield server
 
 
 @pytest.fixture(params=TRANSPORTS)

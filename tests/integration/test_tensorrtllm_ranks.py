@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from cog_triton.server.tritonserver import TritonServer
-from tests.integration.conftest import make_server, settings_for
+from tests.integration.conftest import make_server, running, settings_for
 from tests.integration.test_ranks import (
     Job,
     Launched,
@@ -36,10 +36,8 @@ def server(
 ) -> Iterator[TritonServer]:
     monkeypatch.setenv("STAND_IN_INTER_TOKEN_MS", str(PACE_MS))
     settings = settings_for(demo_model, **environment(tmp_path, world_size=2))
-    server = make_server(settings, tmp_path)
-    server.start()
-    yield server
-    server.stop()
+    with running(make_server(settings, tmp_path)) as server:
+        yield server
 
 
 class Stream(threading.Thread):

@@ -17,7 +17,7 @@ import pytest
 
 from cog_triton.server.tritonserver import TritonServer
 from cog_triton.text.tokenizer import load_tokenizer
-from tests.integration.conftest import make_server, settings_for
+from tests.integration.conftest import make_server, running, settings_for
 from tests.stand_in.servers import environment
 from tests.unit.text.test_detokenizer import byte_fallback, byte_level, metaspace
 
@@ -41,10 +41,8 @@ def tokenizer_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
 def server(tokenizer_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
     directory = tmp_path_factory.mktemp("text")
     settings = settings_for(tokenizer_dir, **environment(directory / "stand_in"))
-    triton = make_server(settings, directory, {"tensorrt_llm_bls": {}})
-    triton.start()
-    yield triton
-    triton.stop()
+    with running(make_server(settings, directory, {"tensorrt_llm_bls": {}})) as triton:
+        yield triton
 
 
 @pytest.fixture(scope="module")

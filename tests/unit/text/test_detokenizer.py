@@ -20,6 +20,7 @@ from tokenizers import (
 from transformers import PreTrainedTokenizerFast
 
 from cog_triton.text.detokenizer import CONTEXT_TOKENS, IncrementalDetokenizer, decode_delta
+from tests.unit.text.support import split
 
 REPLACEMENT = "\ufffd"
 SAMPLES = [
@@ -183,16 +184,6 @@ class DecodeOnly:
     def decode(self, token_ids: list[int], **options: Any) -> str:
         text: str = self._tokenizer.decode(token_ids, **options)
         return text
-
-
-def split(ids: Sequence[int], sizes: Sequence[int]) -> list[Sequence[int]]:
-    """Cut into chunks of these sizes, over and over."""
-    chunks, start, turn = [], 0, 0
-    while start < len(ids):
-        size = sizes[turn % len(sizes)]
-        chunks.append(ids[start : start + size])
-        start, turn = start + size, turn + 1
-    return chunks
 
 
 def stream(tokenizer: Any, chunks: Sequence[Sequence[int]], skip: bool = True) -> list[str]:

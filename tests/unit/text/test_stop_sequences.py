@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from cog_triton.text import stop_sequences
 from cog_triton.text.stop_sequences import StopSequences, parse_stop_sequences
+from tests.unit.text.support import split
 
 
 def reference(stops: Sequence[str], text: str) -> tuple[str, str | None]:
@@ -24,15 +25,6 @@ def longest_pending(stops: Sequence[str], text: str) -> int:
     """The length of the longest end of the text that begins a stop sequence."""
     ends = (text[start:] for start in range(len(text)))
     return next((len(end) for end in ends if any(stop.startswith(end) for stop in stops)), 0)
-
-
-def chunks(text: str, sizes: Sequence[int]) -> list[str]:
-    pieces, start, turn = [], 0, 0
-    while start < len(text):
-        size = sizes[turn % len(sizes)]
-        pieces.append(text[start : start + size])
-        start, turn = start + size, turn + 1
-    return pieces
 
 
 def stream(stops: Sequence[str], pieces: Sequence[str]) -> tuple[str, str | None]:
@@ -51,7 +43,7 @@ SIZES = st.lists(st.integers(1, 7), min_size=1, max_size=5)
 def test_result_is_the_reference_whatever_the_pieces(
     stops: list[str], text: str, sizes: list[int]
 ) -> None:
-    assert stream(stops, chunks(text, sizes)) == reference(stops, text)
+    assert stream(stops, split(text, sizes)) == reference(stops, text)
 
 
 @settings(max_examples=200, deadline=None)
@@ -65,7 +57,7 @@ def test_result_is_the_reference_for_any_characters(
 ) -> None:
     text = "".join(parts)
 
-    assert stream(stops, chunks(text, sizes)) == reference(stops, text)
+    assert stream(stops, split(text, sizes)) == reference(stops, text)
 
 
 @settings(max_examples=200, deadline=None)
@@ -104,7 +96,7 @@ def test_which_match_ends_the_text(
     stops: list[str], text: str, delivered: str, matched: str | None
 ) -> None:
     for sizes in ([1], [2], [3], [len(text)]):
-        assert stream(stops, chunks(text, sizes)) == (delivered, matched)
+        assert stream(stops, split(text, sizes)) == (delivered, matched)
 
 
 def test_nothing_is_delivered_after_a_match() -> None:
@@ -150,7 +142,7 @@ def test_work_is_linear_in_the_text(
     searched = recorded(monkeypatch, "_first_match", 0)
     compared = recorded(monkeypatch, "_begins_any", 1)
     search = StopSequences(stops)
-    pieces = chunks(text, [size])
+    pieces = split(text, [size])
 
     delivered = "".join(search.feed(piece) for piece in pieces) + search.flush()
 
