@@ -33,12 +33,14 @@ RUN python3 /tmp/image_constraints.py > /tmp/constraints.txt \
 # server sends each token at once (see cog_triton/faces/cog/no_delay.py).
 RUN python3 -c "import pathlib, sysconfig; pathlib.Path(sysconfig.get_path('purelib'), 'cog_triton.pth').write_text('/src\nimport sys; \'cog.server.http\' in sys.orig_argv and __import__(\'cog_triton.faces.cog.no_delay\').faces.cog.no_delay.send_at_once()')"
 
+# Cog's server on one thread: with more, it refuses requests although slots are free. See docs/cog.md.
 ENV COG_PREDICT_TYPE_STUB=predict.py:Predictor \
     COG_TRAIN_TYPE_STUB=train.py:train \
     COG_MAX_CONCURRENCY=256 \
     HOME=/home/cog \
     PORT=5000 \
-    PYTHONUNBUFFERED=1
+    PYTHONUNBUFFERED=1 \
+    TOKIO_WORKER_THREADS=1
 WORKDIR /src
 EXPOSE 5000
 STOPSIGNAL SIGTERM

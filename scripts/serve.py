@@ -15,6 +15,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import make_schema
@@ -25,15 +26,17 @@ from cog_triton.server.guard import adopt_orphans
 MAX_CONCURRENCY = "256"  # that of predict.py's decorator, which only `cog build` reads
 
 
-def environment() -> dict[str, str]:
-    """The server's environment: as `cog build` would set it in an image."""
+def environment(given: Mapping[str, str]) -> dict[str, str]:
+    """The server's environment: as `cog build` would set it in an image, under what is given."""
     # coglet starts its worker with the first python in PATH.
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    path = os.pathsep.join([str(Path(sys.executable).parent), given.get("PATH", "")])
     defaults = {
         "COG_MAX_CONCURRENCY": MAX_CONCURRENCY,
         "COG_PREDICT_TYPE_STUB": "predict.py:Predictor",
+        # With more, Cog's server refuses requests although slots are free. See docs/cog.md.
+        "TOKIO_WORKER_THREADS": "1",
     }
-    return {**defaults, **os.environ, "PATH": path}
+    return {**defaults, **given, "PATH": path}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -45,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
     server = subprocess.Popen(
         [sys.executable, "-m", "cog_triton.faces.cog.no_delay", "--host", arguments.host],
         cwd=ROOT,
-        env=environment(),
+        env=environment(os.environ),
         start_new_session=True,  # Ctrl-C reaches this process alone, which passes it on
     )
     for name in (signal.SIGINT, signal.SIGTERM):

@@ -61,7 +61,7 @@ def cancel(client: httpx.Client, prediction_id: str) -> None:
 
 
 def check(reply: httpx.Response) -> None:
-    """Raises what the server refused: 422 for a wrong input, 409 when it is full (try again)."""
+    """Raises what the server refused: 422 for a wrong input, 409 when it is full."""
     if reply.is_error:
         reply.read()
         raise PredictionFailed(f"HTTP {reply.status_code}: {reply.text}")

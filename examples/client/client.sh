@@ -7,7 +7,7 @@
 #
 # The second argument has the inputs of docs/api.md; a third is the server's address. What the server
 # sends is printed as it is: one JSON object, or server-sent events. The exit status is not 0 when the
-# server refuses the request (422: an input is wrong; 409: all slots are taken, try again).
+# server refuses the request (422: an input is wrong; 409: all slots are taken).
 set -euo pipefail
 
 action=${1:-whole}

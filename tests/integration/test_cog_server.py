@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import signal
@@ -99,6 +100,39 @@ def test_sixty_four_predictions_at_once(paced_cog_server: CogServer) -> None:
     assert len(set(answers)) > 20
     # One after the other, the engine's pace alone would take this long.
     assert together < 64 * 40 * PACE_MS / 1000 / 2
+
+
+def test_no_arrival_is_refused_while_a_slot_is_free(paced_cog_server: CogServer) -> None:
+    """256 at the same moment, as many as there are slots, again and again.
+
+    Cog's server takes a race that two of its threads lose for a lack of slots: so it has one.
+    """
+    (server,) = [
+        pid
+        for pid in processes("cog_triton.faces.cog.no_delay")
+        if pid in children(paced_cog_server.process.pid)
+    ]
+    threads = [file.read_text() for file in Path(f"/proc/{server}/task").glob("*/comm")]
+    assert threads.count("tokio-rt-worker\n") == 1, threads
+    for _ in range(3):
+        statuses = asyncio.run(statuses_at_once(paced_cog_server, 256))
+        assert statuses == ["200"] * 256
+
+
+async def statuses_at_once(server: CogServer, count: int) -> list[str]:
+    """The HTTP statuses of predictions whose connections are there before the first is sent."""
+    body = b'{"input": {"prompt": "Hi", "max_tokens": 1}}'
+    head = f"POST /predictions HTTP/1.1\r\nHost: cog\r\nContent-Length: {len(body)}\r\n"
+    message = f"{head}Content-Type: application/json\r\nConnection: close\r\n\r\n".encode() + body
+    connections = [
+        await asyncio.open_connection("127.0.0.1", server.port, limit=2**20) for _ in range(count)
+    ]
+    for _, writer in connections:
+        writer.write(message)
+    replies = await asyncio.gather(*(reader.read() for reader, _ in connections))
+    for _, writer in connections:
+        writer.close()
+    return [reply.split()[1].decode() for reply in replies]
 
 
 @pytest.mark.parametrize(

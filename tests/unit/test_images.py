@@ -232,6 +232,11 @@ def test_both_images_run_the_same() -> None:
     assert variables["COG_TRAIN_TYPE_STUB"] == COG["train"]
     assert variables["COG_MAX_CONCURRENCY"] == str(COG["concurrency"]["max"])
     assert variables["COG_MAX_CONCURRENCY"] == serve.MAX_CONCURRENCY
+    # One thread of Cog's server, everywhere: it refuses no request while a slot is free then.
+    assert COG["environment"] == ["TOKIO_WORKER_THREADS=1"]
+    assert variables["TOKIO_WORKER_THREADS"] == "1"
+    assert serve.environment({})["TOKIO_WORKER_THREADS"] == "1"
+    assert serve.environment({"TOKIO_WORKER_THREADS": "4"})["TOKIO_WORKER_THREADS"] == "4"
     # Both make the package importable in Triton's Python stubs by the same command.
     (command,) = COG["build"]["run"]
     steps = [step.argument for step in STEPS if ".pth" in step.argument]

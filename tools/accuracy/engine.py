@@ -23,9 +23,6 @@ from cog_triton.text.tokenizer import Tokenizer
 from tools.accuracy.metrics import until_end
 
 REQUEST_SECONDS = 600.0
-# Cog 0.23 refuses a prediction now and then although it has room for it.
-REFUSED_TRIES = 40
-REFUSED_SECONDS = 0.05
 
 Progress = Callable[[int], object]
 
@@ -110,17 +107,12 @@ class CogEngine(Completer):
         await self._client.aclose()
 
     async def _post(self, inputs: dict[str, Any]) -> httpx.Response:
-        for _ in range(REFUSED_TRIES):
-            try:
-                reply = await self._client.post("/predictions", json={"input": inputs})
-            except httpx.TransportError as error:
-                raise TritonUnavailable(
-                    f"{self._client.base_url} cannot be reached: {error!r}"
-                ) from None
-            if reply.status_code != httpx.codes.CONFLICT:
-                break
-            await asyncio.sleep(REFUSED_SECONDS)
-        return reply
+        try:
+            return await self._client.post("/predictions", json={"input": inputs})
+        except httpx.TransportError as error:
+            raise TritonUnavailable(
+                f"{self._client.base_url} cannot be reached: {error!r}"
+            ) from None
 
 
 async def answers(

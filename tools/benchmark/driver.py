@@ -75,7 +75,6 @@ class Driver(ABC):
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        self.refused = 0  # attempts that the server turned away and that were made again
 
     @abstractmethod
     def prepare(self, request: Planned) -> Any:

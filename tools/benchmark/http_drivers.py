@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,12 +11,6 @@ from cog_triton.client.http_transport import json_value
 from tools.benchmark.driver import Answer, Context, Driver, Failed, ensemble_inputs
 from tools.benchmark.http import Event, Piece, Pool, events, parse_reply
 from tools.benchmark.load import Planned
-
-# Cog 0.23 refuses a request now and then although most of its slots are free, the more often the more
-# arrive together (measured: a fifth of 256, with 600 slots). As its clients have to, one tries again.
-REFUSED = b"HTTP/1.1 409"
-REFUSED_SECONDS = 0.005
-REFUSED_TRIES = 40
 
 
 class HttpDriver(Driver):
@@ -50,15 +43,6 @@ class CogJson(HttpDriver):
         }
         body = json.dumps({"input": inputs}).encode()
         return self._pool.message("/predictions", self._HEADERS, body)
-
-    async def send(self, prepared: bytes) -> list[Piece]:
-        for _ in range(REFUSED_TRIES):
-            pieces = await super().send(prepared)
-            if not pieces[0][1].startswith(REFUSED):
-                break
-            self.refused += 1
-            await asyncio.sleep(REFUSED_SECONDS)
-        return pieces
 
     def parse(self, pieces: list[Piece]) -> Answer:
         reply = parse_reply(pieces)

@@ -198,8 +198,7 @@ class Session:
         reports = [generator.result() for generator in generators]
         records = [Record(**record) for report in reports for record in report["records"]]
         cpu_s = [report["cpu_s"] for report in reports]
-        refused = sum(report["refused"] for report in reports)
-        return result(self._target, load, records, usages, cpu_s, refused)
+        return result(self._target, load, records, usages, cpu_s)
 
 
 def measure(running: Running, target: str, load: Load) -> Result:

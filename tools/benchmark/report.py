@@ -35,8 +35,6 @@ class Result:
         itl_ms: of each request, what is left of its time divided by its tokens but one.
         chunk_gap_ms: between any two consecutive chunks of a request, of all requests together.
         load_generator_cpu_share: of a core, of the busiest generator.
-        refused: attempts that the server turned away (409) and that were made again; the request's
-            time runs from its first attempt.
         cpu_s: CPU seconds of all processes that were watched.
         rounds: of which the figures are medians; requests, errors and samples are of all of them.
         ratio_to_baseline: output tokens a second divided by those of the baseline, same load; of
@@ -66,7 +64,6 @@ class Result:
     ttft_samples_ms: list[float]
     processes: list[dict[str, Any]]
     load_generator_cpu_share: float
-    refused: int = 0
     cpu_s: float = 0.0
     rounds: int = 1
     ratio_to_baseline: dict[str, float] = field(default_factory=dict)
@@ -102,13 +99,11 @@ def result(
     records: Sequence[Record],
     processes: Sequence[Usage],
     generator_cpu_s: Sequence[float],
-    refused: int = 0,
 ) -> Result:
     """What the records of one load say.
 
     Args:
         generator_cpu_s: CPU seconds of each load generator.
-        refused: attempts that the server turned away.
     """
     good = [record for record in records if record.error is None]
     start, end = min(record.start for record in records), max(record.end for record in records)
@@ -139,7 +134,6 @@ def result(
         ttft_samples_ms=[round(value, 3) for value in thinned(ttft)],
         processes=[asdict(usage) for usage in processes],
         load_generator_cpu_share=max(generator_cpu_s, default=0.0) / duration,
-        refused=refused,
         cpu_s=sum(usage.cpu_s for usage in processes),
     )
 
@@ -221,8 +215,6 @@ def _warnings(results: Sequence[Result]) -> list[str]:
                 f"! {name}: a load generator used {one.load_generator_cpu_share:.0%} of a core, so it "
                 "may have measured itself; try --generators 2"
             )
-        if one.refused:
-            lines.append(f"! {name}: {one.refused} attempts were refused with a 409 and made again")
         lines += [f"! {name}: {count} x {error}" for error, count in one.errors.items()]
     return lines
 

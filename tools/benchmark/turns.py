@@ -152,7 +152,6 @@ def medians(rounds: Sequence[Result]) -> Result:
         output_tokens=round(median(result.output_tokens for result in rounds)),
         ttft_samples_ms=list(thinned(samples)),
         processes=[_process(process["role"], rounds) for process in first.processes],
-        refused=sum(result.refused for result in rounds),
         rounds=len(rounds),
     )
 

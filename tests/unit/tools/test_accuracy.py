@@ -485,7 +485,7 @@ def cog(tokenizer: Tokenizer, *replies: httpx.Response) -> CogEngine:
 
 def test_cogs_answer(tokenizer: Tokenizer) -> None:
     body = {"status": "succeeded", "output": ["A to", "ken"]}
-    engine = cog(tokenizer, httpx.Response(409, json={}), httpx.Response(200, json=body))
+    engine = cog(tokenizer, httpx.Response(200, json=body))
     found = asyncio.run(engine.complete("p"))
     assert found.text == "A token"
     assert tokenizer.decode(list(found.ids)) == "A token"
@@ -500,6 +500,11 @@ def test_cogs_answer(tokenizer: Tokenizer) -> None:
             "HTTP 200: E1002 too long",
         ),
         (httpx.Response(422, json={"detail": "no prompt"}), TritonUnknownError, "422: no prompt"),
+        (
+            httpx.Response(409, json={"error": "At capacity"}),
+            TritonUnknownError,
+            "409: At capacity",
+        ),
         (httpx.Response(502, text="<html>"), TritonMalformedJSON, "HTTP 502: <html>"),
     ],
 )
