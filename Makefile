@@ -21,11 +21,12 @@ models/demo/config.json: $(STAMP) $(wildcard tools/demo_model/*.py tools/demo_mo
 	$(BIN)/python scripts/make_demo_model.py
 	@touch $@
 
+# Ctrl-C reaches make as well, which ends with status 130 by itself once the command has ended.
 predict: models/demo/config.json
-	@$(BIN)/python scripts/run_prediction.py "$(PROMPT)"
+	@trap : INT; $(BIN)/python scripts/run_prediction.py "$(PROMPT)" || test $$? = 130
 
 serve: models/demo/config.json
-	PORT=$(PORT) exec $(BIN)/python scripts/serve.py
+	@trap : INT; PORT=$(PORT) $(BIN)/python scripts/serve.py || test $$? = 130
 
 # A file of tests stays in one process, which starts the servers that its tests share.
 test: models/demo/config.json

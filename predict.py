@@ -5,7 +5,6 @@
 
 import contextvars
 import gc
-import logging
 import time
 from collections.abc import AsyncGenerator, Generator
 from typing import Optional
@@ -17,6 +16,7 @@ from cog_triton.deployment import Deployment
 from cog_triton.faces.cog import live_stream
 from cog_triton.generation import Chunk
 from cog_triton.request import Request, new_seed, resolve_max_tokens, resolve_min_tokens
+from cog_triton.server.log import log_to
 from cog_triton.settings import Settings, read_settings
 from cog_triton.text.prompts import format_prompt, validate_template
 from cog_triton.text.stop_sequences import parse_stop_sequences
@@ -28,9 +28,8 @@ live_stream.install()
 
 class Predictor(BaseRunner):
     async def setup(self, weights: Optional[str] = None) -> None:  # noqa: UP045
-        logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-        logging.getLogger("httpx").setLevel(logging.WARNING)
         settings = read_settings()
+        log_to(settings.log_level)
         if weights:
             settings = settings.model_copy(update={"weights": weights})
         validate_template(settings.prompt_template)

@@ -9,7 +9,8 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import AsyncGenerator, Awaitable, Mapping
+import time
+from collections.abc import AsyncGenerator, Awaitable, Iterator, Mapping
 from pathlib import Path
 
 from cog_triton.client.resume import ResumingClient, Streams
@@ -29,6 +30,7 @@ from cog_triton.life import TritonLife
 from cog_triton.repository.fill import fill_repository
 from cog_triton.repository.overrides import load_overrides
 from cog_triton.request import Request
+from cog_triton.server.guard import process_name
 from cog_triton.server.installation import locate
 from cog_triton.server.log import GPU
 from cog_triton.server.supervisor import RestartPolicy, Supervisor
@@ -36,9 +38,9 @@ from cog_triton.server.tritonserver import TritonServer
 from cog_triton.settings import Settings
 from cog_triton.text.tokenizer import Tokenizer, load_tokenizer, without_torch
 
-Values = dict[str, dict[str, object]]
-
 logger = logging.getLogger(__name__)
+
+Values = dict[str, dict[str, object]]
 
 EXIT_STATUS = 70
 """Of a process that ends because its tritonserver has been given up: EX_SOFTWARE of sysexits.h."""
@@ -81,7 +83,8 @@ class Deployment:
             ConfigurationError: the settings, the configuration file, the model or the server is at
                 fault.
         """
-        settings = await asyncio.to_thread(with_files, settings)
+        with _timed("model in place"):
+            settings = await asyncio.to_thread(with_files, settings)
         engine = resolve_engine(settings)
         misplaced = misplaces_parameters(engine, _machine(settings))
         values = template_values(settings, engine, num_return_sequences=not misplaced)
@@ -169,7 +172,8 @@ async def begin_life(
             hang_timeout=settings.hang_timeout,
         )
     try:
-        await life.warm_up()
+        with _timed("warmed up"):
+            await life.warm_up()
     except BaseException:
         await life.stop()
         raise
@@ -342,13 +346,22 @@ def _overrides(file: Path) -> dict[str, dict[str, object]]:
 
 def _load_tokenizer(settings: Settings) -> Tokenizer:
     without_torch()
-    return load_tokenizer(settings.tokenizer_dir, trust_remote_code=settings.trust_remote_code)
+    with _timed("tokenizer loaded"):
+        return load_tokenizer(settings.tokenizer_dir, trust_remote_code=settings.trust_remote_code)
+
+
+@contextlib.contextmanager
+def _timed(what: str) -> Iterator[None]:
+    """Logs what has been done, and how long it took; nothing of what failed."""
+    started = time.monotonic()
+    yield
+    logger.info("%s in %.1f s", what, time.monotonic() - started)
 
 
 def _runtime_directory(settings: Settings, cleanup: contextlib.ExitStack) -> Path:
     if settings.runtime_directory is not None:
         settings.runtime_directory.mkdir(parents=True, exist_ok=True)
         return Path(tempfile.mkdtemp(prefix="run-", dir=settings.runtime_directory))
-    directory = Path(tempfile.mkdtemp(prefix="cog-triton-"))
+    directory = Path(tempfile.mkdtemp(prefix=f"cog-triton-{process_name(os.getpid())}-"))
     cleanup.callback(shutil.rmtree, directory, ignore_errors=True)
     return directory

@@ -135,6 +135,14 @@ class Settings(BaseModel):
     """Default of the input prompt_template."""
     stop_sequences: str = ""
     """Default of the input stop_sequences."""
+    log_format: Literal["auto", "json", "text", "console"] = "auto"
+    """How `make serve` logs: json, an object a line, or text, short lines for a person; auto is text on a
+    terminal and json elsewhere. console is Cog's own name for its text, and the same here."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """What is logged: all that Triton says only at debug; at info its warnings and errors, and how long
+    each step of the start took."""
+    drain_seconds: float = Field(30.0, ge=0)
+    """Seconds that running predictions get to end when `make serve` is told to stop."""
     log_performance_metrics: bool = False
     """Log the performance metrics of every prediction, whatever its input says."""
 

@@ -4,70 +4,109 @@
     python scripts/run_prediction.py "What is machine learning?"
     python scripts/run_prediction.py -i max_tokens=20 -i temperature=0 "What is a KV cache?"
 
-The answer goes to standard output, the figures and what Triton warns of to standard error.
+The answer goes to standard output and nothing else does: the seed, the figures and what Triton warns of go
+to standard error, and what is going on as well while somebody looks at it.
 """
 
 from __future__ import annotations
 
+import signal
+
+if __name__ == "__main__":  # a Ctrl-C in the imports below is no reason for a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import argparse
 import asyncio
+import contextlib
 import inspect
+import io
 import logging
+import os
 import sys
 import typing
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TextIO
 
 import _checkout  # noqa: F401
 
+from cog_triton.faces.terminal.interrupt import end_at_once_on_signals
+from cog_triton.faces.terminal.style import PassingLine, style_of
+
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("prompt", nargs="?", default="What is machine learning?")
-    parser.add_argument("-i", "--input", action="append", default=[], metavar="NAME=VALUE")
-    parser.add_argument("-v", "--verbose", action="store_true", help="show Triton's whole log")
-    arguments = parser.parse_args(argv)
-    logging.basicConfig(
-        level=logging.INFO if arguments.verbose else logging.WARNING,
-        format="%(levelname)s %(name)s: %(message)s",
-    )
+    """Prints one answer; returns the exit status, 130 after Ctrl-C."""
+    style = style_of(sys.stderr, os.environ)
+    progress = PassingLine(sys.stderr, style)
+    end_at_once_on_signals(
+        lambda: "" if progress.clear() else "\n"
+    )  # what is imported next takes its time
+    arguments = parser().parse_args(argv)
+    progress.show("starting Triton ...")
     from cog_triton.errors import CogTritonError
+    from cog_triton.faces.terminal.log_handler import TerminalHandler
 
+    level = logging.DEBUG if arguments.verbose else logging.INFO
+    logging.basicConfig(
+        level=max(level, logging.INFO),
+        handlers=[TerminalHandler(sys.stderr, style, level, progress)],
+    )
     try:
-        asyncio.run(predict({"prompt": arguments.prompt}, arguments.input))
+        notes = asyncio.run(predict({"prompt": arguments.prompt}, arguments.input, progress))
     except CogTritonError as error:
-        print(error, file=sys.stderr)
+        progress.clear()
+        print(f"{style.red('error:')} {error}", file=sys.stderr)
         return 1
+    print(style.dim(notes), file=sys.stderr)
     return 0
 
 
-async def predict(inputs: dict[str, Any], given: list[str]) -> None:
-    """Sets the predictor up, prints one answer while it is made, and stops everything."""
+def parser() -> argparse.ArgumentParser:
+    """Of the command's arguments."""
+    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    options.add_argument("prompt", nargs="?", default="What is machine learning?")
+    options.add_argument("-i", "--input", action="append", default=[], metavar="NAME=VALUE")
+    options.add_argument("-v", "--verbose", action="store_true", help="show Triton's whole log")
+    return options
+
+
+async def predict(inputs: dict[str, Any], given: list[str], progress: PassingLine) -> str:
+    """Sets the predictor up, prints one answer while it is made, and stops everything.
+
+    Returns:
+        What the predictor printed, its seed for instance, and the figures.
+    """
     from predict import Predictor
 
     predictor = Predictor()
     metrics: dict[str, Any] = {}
     predictor.record_metric = metrics.__setitem__
     inputs = {**defaults(Predictor.predict), **inputs, **parse(Predictor.predict, given)}
-    print("Starting Triton ...", file=sys.stderr)
     await predictor.setup()
+    answer, printed = sys.stdout, io.StringIO()
     try:
-        chunks = await predictor.predict(**inputs)
-        await asyncio.to_thread(show, chunks)
+        with contextlib.redirect_stdout(printed):
+            chunks = await predictor.predict(**inputs)
+            progress.clear()
+            await asyncio.to_thread(show, chunks, answer)
     finally:
         await predictor.deployment.stop()
+    return printed.getvalue() + figures(metrics)
+
+
+def figures(metrics: dict[str, float]) -> str:
+    """What was measured, in a line."""
     first, rate = metrics["time_to_first_token"], metrics["tokens_per_second"]
-    print(
-        f"{metrics['output_token_count']} tokens, first after {first * 1000:.0f} ms, {rate:.0f} tokens/s",
-        file=sys.stderr,
-    )
+    tokens = metrics["output_token_count"]
+    return f"{tokens} tokens, first after {first * 1000:.0f} ms, {rate:.0f} tokens/s"
 
 
-def show(chunks: Iterator[str]) -> None:
+def show(chunks: Iterator[str], stream: TextIO) -> None:
     """Prints pieces of text as they come."""
     for chunk in chunks:
-        print(chunk, end="", flush=True)
-    print()
+        stream.write(chunk)
+        stream.flush()
+    stream.write("\n")
+    stream.flush()
 
 
 def defaults(function: Any) -> dict[str, Any]:

@@ -39,6 +39,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -88,7 +89,7 @@ def run(role: str, prefix: str, stop_timeout: float, directory: str, command: li
             return status or 1
         return status
     finally:
-        _kill_descendants()  # stubs of a server that crashed, ranks of an mpirun that was killed
+        kill_descendants()  # stubs of a server that crashed, ranks of an mpirun that was killed
         if prefix:
             remove_shared_memory(prefix)
         if directory:
@@ -111,6 +112,41 @@ def _make_private(prefix: str) -> None:
     """Leaves the shared memory to this user alone. Triton makes it readable for all, whatever the umask."""
     for region in SHARED_MEMORY.glob(f"{prefix}*"):
         region.chmod(0o600)
+
+
+def kill_and_clean() -> None:
+    """Kills all that descends from this process, and removes what it and they left of a server.
+
+    Needs ``adopt_orphans`` before anything was started. For those who cannot wait for a guard.
+    """
+    for name in [process_name(os.getpid()), *kill_descendants()]:
+        remove_shared_memory(f"cog_triton_{name}_")
+        for directory in Path(tempfile.gettempdir()).glob(f"cog-triton-{name}-*"):
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+def process_name(pid: int) -> str:
+    """A name for a process that no other has, in another container neither: its id and its start.
+
+    What a server needs outside of its process is named with it.
+    """
+    return f"{pid}_{_stat(pid)[19]}"
+
+
+def kill_descendants(besides: int | None = None) -> list[str]:
+    """Kills all that descends from this process, but the one; returns their names."""
+    # Each round makes the children of the killed this process's own. Process groups are no help: mpirun
+    # gives every rank one.
+    names = []
+    while children := [child for child in _children() if child != besides]:
+        with contextlib.suppress(OSError):  # another thread has waited for it
+            names += [process_name(child) for child in children]
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+        for child in children:
+            with contextlib.suppress(ChildProcessError):  # another thread has waited for it
+                os.waitpid(child, 0)
+    return names
 
 
 def _stops_of_the_starter() -> list[int]:
@@ -177,7 +213,7 @@ def _ended_before(
             return True
         elif ready & set(orphaned):
             os.read(orphaned[0], 4096)
-            _kill_descendants(besides=server.pid)
+            kill_descendants(besides=server.pid)
         for descriptor in ready & set(stubs):
             os.close(descriptor)
             if _report_end(stubs.pop(descriptor)):
@@ -227,9 +263,8 @@ def _model_of(pid: int) -> str | None:
     """The model whose stub a process is; None if it is none."""
     with contextlib.suppress(OSError):
         process = Path("/proc", str(pid))
-        if (process / "comm").read_text().strip() == STUB[
-            :15
-        ]:  # which is all that the kernel keeps
+        # Fifteen characters of the name are all that the kernel keeps.
+        if (process / "comm").read_text().strip() == STUB[:15]:
             arguments = (process / "cmdline").read_text(errors="replace").split("\0")
             # The file in the directory of the model's version. One that has ended has no arguments.
             return Path(arguments[1]).parent.parent.name if arguments[1:] else "(unknown)"
@@ -242,16 +277,6 @@ def _stop(server: subprocess.Popen[bytes], timeout: float, name: signal.Signals)
         server.wait(timeout)
     except subprocess.TimeoutExpired:
         server.kill()
-
-
-def _kill_descendants(besides: int | None = None) -> None:
-    # Each round makes the children of the killed this process's own. Process groups are no help: mpirun
-    # gives every rank one.
-    while children := [child for child in _children() if child != besides]:
-        for child in children:
-            os.kill(child, signal.SIGKILL)
-        for child in children:
-            os.waitpid(child, 0)
 
 
 def _children() -> list[int]:

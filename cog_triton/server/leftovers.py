@@ -42,11 +42,10 @@ def hold(prefix: str, directory: Path | None) -> int:
 def sweep() -> None:
     """Removes what servers of this user left whose starter and guard were both killed."""
     for file in SHARED_MEMORY.glob(f"{PREFIX}*_{LOCK}"):
-        with contextlib.suppress(OSError), _locked(file) as descriptor:
-            directory = os.fsdecode(os.read(descriptor, 4096))
-            prefix = file.name.removesuffix(LOCK)
-            logger.warning("removing what a server left that was killed (%s)", prefix.rstrip("_"))
-            remove(prefix, Path(directory) if directory else None)
+        with contextlib.suppress(OSError), _locked(file):
+            logger.warning("removing what a server left that was killed (%s)", file.stem)
+            directory = os.fsdecode(file.read_bytes())
+            remove(file.name.removesuffix(LOCK), Path(directory) if directory else None)
 
 
 def remove(prefix: str, directory: Path | None) -> None:
@@ -65,14 +64,14 @@ def remove(prefix: str, directory: Path | None) -> None:
 
 
 @contextlib.contextmanager
-def _locked(file: Path) -> Iterator[int]:
-    """The descriptor of a lock that nobody holds; OSError if somebody does, or it is another user's."""
+def _locked(file: Path) -> Iterator[None]:
+    """Holds a lock that nobody holds; OSError if somebody does, or it is another user's."""
     descriptor = os.open(file, os.O_RDONLY)
     try:
         if os.fstat(descriptor).st_uid != os.getuid():
             raise PermissionError(file)
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield descriptor
+        yield
     finally:
         os.close(descriptor)
 

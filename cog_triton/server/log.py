@@ -18,11 +18,25 @@ _LEVELS = {"I": logging.INFO, "W": logging.WARNING, "E": logging.ERROR, "F": log
 _NO_GPU = re.compile(r"CUDA|Cuda|NVML|DCGM|pinned (system )?memory")
 _LOG_LINE = re.compile(r"^([IWEF])\d{4} \d\d:\d\d:\d\d\.\d+ \d+ (.*)$")
 _FAILED_MODEL = re.compile(r"failed to load '([^']+)' version \d+: (.*)")
+_LOADING = re.compile(r'"loading: ([^:"]+):\d+"')
+_LOADED = re.compile(r"successfully loaded '([^']+)'")
+_TRACE = "\n\nAt:\n"  # then comes where an exception was raised, which the log has
 _RANK_ENDED = re.compile(RANK_ENDED.format(rank=r"(\d+)", status=r"(-?\d+)"))
 _STUB_ENDED = re.compile(STUB_ENDED.format(model=r"(\S+)", status=r"(-?\d+)"))
 # What mpirun says of a rank whose guard was killed, and said nothing. The signal may be on the next line.
 _RANK_KILLED = re.compile(r"noticed that process rank (\d+) with PID")
 _TAG = re.compile(r"\[[^][\n]*,(\d+)\](<std(?:out|err|diag)>):")
+
+
+def log_to(level: str) -> None:
+    """Logs to standard error what a setting of LOG_LEVEL lets through, unless the logging is set up."""
+    root = logging.getLogger()
+    if root.handlers:
+        return
+    logging.basicConfig(level=level.upper(), format="%(levelname)s %(name)s: %(message)s")
+    if root.level > logging.DEBUG:
+        for name in ("httpx", "tritonserver"):
+            logging.getLogger(name).setLevel(max(root.level, logging.WARNING))
 
 
 class ServerLog:
@@ -51,8 +65,8 @@ class ServerLog:
         self._tails[rank].append(line)
         if failure := _FAILED_MODEL.search(line):
             model = f"{failure[1]} on rank {rank}" if rank else failure[1]
-            reason = failure[2].strip('" ').replace("\\n", "\n").strip()
-            self._failures.setdefault(model, reason)
+            reason = failure[2].strip('" ').replace("\\n", "\n").partition(_TRACE)[0]
+            self._failures.setdefault(model, reason.strip())
         if self._stub is None and (stub := _STUB_ENDED.search(line)):
             self._stub = stub[1], int(stub[2])
         if self._ended is None:
@@ -62,14 +76,16 @@ class ServerLog:
                 self._ended = int(killed[1]), None
 
     def reason(self, what: str, status: int | None = None) -> str:
-        """What happened, with the rank it began with, the models that failed and the last lines.
+        """What happened, with the rank it began with, and why: what is known of that comes last.
+
+        That is the models that failed to load, or else the last lines of the log.
 
         Args:
             status: the exit status, None for a server that runs.
         """
         # Copies: while the server runs, another thread adds to them.
         failures = [f"model {name}: {reason}" for name, reason in list(self._failures.items())]
-        return "\n".join([what + self.end(status), *failures, *self._last_lines()])
+        return "\n".join([what + self.end(status), *(failures or self._last_lines())])
 
     def end(self, status: int | None) -> str:
         if self._stub is not None:
@@ -87,6 +103,26 @@ class ServerLog:
             whose = "its" if rank is None else f"rank {rank}'s"
             yield f"the last lines of {whose} log:"
             yield from list(self._tails[rank])
+
+
+class LoadTimes:
+    """How long each model takes to load, by what Triton says of it."""
+
+    def __init__(self) -> None:
+        self._starts: dict[str, float] = {}
+
+    def note(self, text: str, now: float) -> str | None:
+        """What there is to say of a model after this line; an ensemble, which loads nothing, is no news.
+
+        Args:
+            now: seconds of a clock.
+        """
+        if loading := _LOADING.search(text):
+            self._starts.setdefault(loading[1], now)
+        loaded = _LOADED.search(text)
+        if loaded is None or loaded[1].startswith("ensemble"):
+            return None
+        return f"{loaded[1]} loaded in {now - self._starts.get(loaded[1], now):.1f} s"
 
 
 def lines_of_ranks(lines: Iterable[str]) -> Iterator[tuple[int | None, str]]:

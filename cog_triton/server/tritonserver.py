@@ -32,12 +32,13 @@ from cog_triton.server.command import (
     guarded,
     launch_command,
 )
-from cog_triton.server.guard import KILL, WATCH
+from cog_triton.server.guard import KILL, WATCH, process_name
 from cog_triton.server.installation import PACKAGE_ROOT, assemble, environment, locate
-from cog_triton.server.log import ServerLog
+from cog_triton.server.log import LoadTimes, ServerLog
 from cog_triton.settings import Settings
 
 logger = logging.getLogger("tritonserver")
+_progress = logging.getLogger(__name__)
 
 
 class TritonServer:
@@ -78,7 +79,7 @@ class TritonServer:
         self._started = False
         self._process: subprocess.Popen[bytes] | None = None
         self._threads: list[threading.Thread] = []
-        self.shm_prefix = f"cog_triton_{os.getpid()}_{secrets.token_hex(4)}_"
+        self.shm_prefix = f"cog_triton_{process_name(os.getpid())}_{secrets.token_hex(4)}_"
         self.endpoints = Endpoints(settings.host, 0, 0, 0)
         self.status: int | None = None
 
@@ -226,7 +227,10 @@ class TritonServer:
 
     def _forward_log(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout is not None
+        load_times = LoadTimes()
         for level, text in self._log.read(process.stdout):
+            if progress := load_times.note(text, time.monotonic()):
+                _progress.info("%s", progress)
             # That the server ends is news only if it was not asked to.
             logger.log(logging.DEBUG if self._stopping else level, "%s", text)
         status = process.wait()

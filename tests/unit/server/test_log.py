@@ -1,0 +1,79 @@
+"""What is said of a start, and of what failed in it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from cog_triton.server.log import LoadTimes, ServerLog
+
+FAILED = (
+    "E0101 00:00:00.000000 1 model_lifecycle.cc:642] \"failed to load 'tensorrt_llm' version 1: "
+    'Internal: Error: no header\\n\\nAt:\\n  /a.py(1): load\\n  /b.py(2): initialize\\n"'
+)
+
+
+def log_of(*lines: str) -> ServerLog:
+    log = ServerLog(1)
+    for _ in log.read(f"{line}\n".encode() for line in lines):
+        pass
+    return log
+
+
+def test_how_long_models_take_to_load() -> None:
+    times = LoadTimes()
+    said = [
+        times.note(text, now)
+        for now, text in (
+            (1.0, 'model_lifecycle.cc:472] "loading: a:1"'),
+            (2.0, 'model_lifecycle.cc:472] "loading: b:1"'),
+            (4.5, "model_lifecycle.cc:839] \"successfully loaded 'b'\""),
+            (5.0, "python_be.cc:1845] \"Input tensors of 'a'\""),
+            (6.0, "model_lifecycle.cc:839] \"successfully loaded 'a'\""),
+            (6.0, 'model_lifecycle.cc:472] "loading: ensemble:1"'),
+            (6.1, "model_lifecycle.cc:839] \"successfully loaded 'ensemble'\""),
+        )
+    ]
+    assert [text for text in said if text] == ["b loaded in 2.5 s", "a loaded in 5.0 s"]
+
+
+def test_the_cause_comes_last_and_once() -> None:
+    """Without Triton's tables, and without where in Python it was, which is in the log."""
+    reason = log_of(FAILED, "+---+", 'I0101 00:00:00.000000 1 server.cc:305] "Waiting."').reason(
+        "tritonserver died while starting", 1
+    )
+    assert reason.splitlines() == [
+        "tritonserver died while starting, with exit status 1",
+        "model tensorrt_llm: Internal: Error: no header",
+    ]
+
+
+def test_without_a_model_that_failed_the_last_lines_are_all_that_is_known() -> None:
+    assert log_of("one", "two").reason("tritonserver died", -11).splitlines() == [
+        "tritonserver died, by signal 11 (SIGSEGV)",
+        "the last lines of its log:",
+        "one",
+        "two",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("level", "lines"),
+    [
+        ("debug", ["DEBUG a: 1", "INFO a: 2", "INFO tritonserver: 3", "WARNING httpx: 4"]),
+        ("info", ["INFO a: 2", "WARNING httpx: 4"]),
+        ("error", []),
+    ],
+)
+def test_tritons_own_lines_are_logged_at_debug(level: str, lines: list[str]) -> None:
+    code = (
+        "import logging, sys\n"
+        "from cog_triton.server.log import log_to\n"
+        "log_to(sys.argv[1])\n"
+        "logging.getLogger('a').debug(1); logging.getLogger('a').info(2)\n"
+        "logging.getLogger('tritonserver').info(3); logging.getLogger('httpx').warning(4)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, level], stderr=subprocess.PIPE, text=True)
+    assert done.stderr.splitlines() == lines
