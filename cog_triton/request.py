@@ -46,6 +46,7 @@ class Request:
         length_penalty: has an effect in beam search only.
         seed: 64 bits; see ``new_seed``.
         stop_sequences: texts that end the output and are no part of it.
+        bad_words: texts whose token ids are never made one after the other.
         end_id, pad_id: token ids that override the tokenizer's.
     """
 
@@ -61,6 +62,7 @@ class Request:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     stop_sequences: tuple[str, ...] = ()
+    bad_words: tuple[str, ...] = ()
     end_id: int | None = None
     pad_id: int | None = None
 
@@ -152,6 +154,9 @@ def triton_inputs(request: Request) -> dict[str, npt.NDArray[Any]]:
         "repetition_penalty": _unless(1.0, request.repetition_penalty),
         "presence_penalty": _unless(0.0, request.presence_penalty),
         "frequency_penalty": _unless(0.0, request.frequency_penalty),
+        "bad_words": np.array([[word.encode() for word in request.bad_words]], np.object_)
+        if request.bad_words
+        else None,
         "end_id": None if request.end_id is None else _int32(request.end_id),
         "pad_id": None if request.pad_id is None else _int32(request.pad_id),
     }

@@ -9,7 +9,6 @@ from functools import cached_property
 from typing import Any
 
 import aiohttp
-import numpy as np
 import numpy.typing as npt
 
 from cog_triton.client.server_sent_events import EventParser
@@ -57,7 +56,7 @@ class HttpClient(TritonClient):
         parameters: dict[str, Any] = {IDS_ONLY: True}
         if continued:
             parameters[CONTINUED] = continued_text(continued)
-        async for event in self._events(IDS_ENSEMBLE, request_id, inputs, parameters):
+        async for event in self.events(IDS_ENSEMBLE, request_id, inputs, parameters):
             response = parse_event(event)
             ids += len(response.ids)
             # An engine that knows ids_only ends with the count of all, and sends no length.
@@ -73,19 +72,24 @@ class HttpClient(TritonClient):
         yield Response([], None, final=True)
 
     async def _send_stop(self, request_id: str) -> None:
-        async for _ in self._events(ENGINE, request_id, stop_inputs()):
+        async for _ in self.events(ENGINE, request_id, stop_inputs()):
             pass
 
     async def _disconnect(self) -> None:
         await self._session.close()
 
-    async def _events(
+    async def events(
         self,
         model: str,
         request_id: str,
         inputs: Inputs,
         parameters: Mapping[str, Any] | None = None,
     ) -> AsyncIterator[dict[str, Any]]:
+        """The events of any model's generate_stream, as they come.
+
+        Raises:
+            CogTritonError: Triton cannot be reached, or answered with an error.
+        """
         tensors = {name: json_value(value) for name, value in inputs.items()}
         body = {"id": request_id, **tensors, **(parameters or {})}
         url = f"{self._models}/{model}/generate_stream"
@@ -154,9 +158,9 @@ def _flat(value: Any) -> list[int]:
 
 
 def json_value(value: npt.NDArray[Any]) -> Any:
-    """The value of a one-element tensor, as Triton's generate endpoint takes it."""
-    item = value.reshape(-1)[0].item() if value.dtype != np.object_ else value.flat[0]
-    return item.decode() if isinstance(item, bytes) else item
+    """The element of a tensor, or the list of them, as Triton's generate endpoint takes it."""
+    items = [item.decode() if isinstance(item, bytes) else item for item in value.ravel().tolist()]
+    return items if len(items) > 1 else items[0]
 
 
 @contextlib.contextmanager
@@ -164,4 +168,4 @@ def _mapped_errors() -> Iterator[None]:
     try:
         yield
     except (aiohttp.ClientError, OSError) as error:  # a time-out is either
-        raise TritonUnavailable(f"Triton cannot be reached: {error!r}") from None
+        raise TritonUnavailable(f"Triton cannot be reached: {str(error) or repr(error)}") from None

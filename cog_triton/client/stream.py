@@ -267,7 +267,8 @@ _ERRORS: tuple[tuple[str, type[CogTritonError]], ...] = (
     (r"[Mm]aximum queue size", TritonOverloaded),
     (r"is not within acceptable range", InvalidParameter),
     (
-        r"must be (at least|at most|greater|between|as many|the same)|does not support",
+        r"must be (at least|at most|greater|between|as many|the same)|does not support"
+        r"|needs decoupled_mode",
         InvalidParameter,
     ),
     (

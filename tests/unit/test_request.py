@@ -216,6 +216,13 @@ def test_all_values() -> None:
     }
 
 
+def test_bad_words_are_one_row_of_texts() -> None:
+    words = triton_inputs(request(bad_words=("a", "ä b")))["bad_words"]
+    assert words.dtype == np.object_
+    assert words.tolist() == [[b"a", "ä b".encode()]]
+    assert "bad_words" not in triton_inputs(request())
+
+
 def test_what_changes_nothing_is_left_out() -> None:
     assert sent(seed=5) == {
         "text_input": b"Hello",

@@ -1,0 +1,169 @@
+"""Token ids to the engine's model and back, past the ensemble: what NVIDIA's small clients do.
+
+Over gRPC a batch is one request. Over HTTP each of its sequences is one, sent together: Triton's generate
+endpoint takes no more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import numpy as np
+import numpy.typing as npt
+
+from cog_triton.client.grpc_transport import (
+    CHANNEL_OPTIONS,
+    Message,
+    infer_request,
+    stream_messages,
+)
+from cog_triton.client.http_transport import HttpClient, parse_event
+from cog_triton.errors import TritonMalformedEvent
+from cog_triton.protocol import ENGINE
+
+OUTPUTS = ("output_ids", "sequence_length", "batch_index")
+RESPONSE_SECONDS = 600.0
+
+Emit = Callable[[int, list[int]], object]
+Rows = list[list[int]]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Prompts of token ids, to be completed together.
+
+    Attributes:
+        prompts: all of the same length.
+        output_len: at most so many output tokens each.
+        top_k: 1 is greedy.
+        top_p: 0 is no limit.
+        end_id: ends an output; None leaves it to the engine.
+        streaming: whether responses come as tokens are made, or one at the end.
+    """
+
+    prompts: tuple[tuple[int, ...], ...]
+    output_len: int
+    top_k: int = 1
+    top_p: float = 0.0
+    beam_width: int = 1
+    end_id: int | None = None
+    pad_id: int | None = None
+    streaming: bool = False
+
+    def inputs(self) -> dict[str, npt.NDArray[Any]]:
+        """The engine's inputs, shapes [batch, tokens] and [batch, 1]."""
+        ids = np.array(self.prompts, np.int32)
+        values: dict[str, Any] = {
+            "input_lengths": np.int32(ids.shape[1]),
+            "request_output_len": np.int32(self.output_len),
+            "runtime_top_k": np.int32(self.top_k),
+            "runtime_top_p": np.float32(self.top_p) if self.top_p > 0 else None,
+            "beam_width": np.int32(self.beam_width) if self.beam_width != 1 else None,
+            "end_id": None if self.end_id is None else np.int32(self.end_id),
+            "pad_id": None if self.pad_id is None else np.int32(self.pad_id),
+            "streaming": np.bool_(self.streaming),
+            "exclude_input_in_output": np.bool_(True),
+        }
+        given = {name: value for name, value in values.items() if value is not None}
+        return {
+            "input_ids": ids,
+            **{name: np.full((len(ids), 1), value) for name, value in given.items()},
+        }
+
+
+class TokenClient(ABC):
+    """Completes batches of token ids. To be used from one event loop."""
+
+    async def complete(self, batch: Batch, emit: Emit = lambda *_: None) -> Rows:
+        """The new token ids of each sequence; of several beams, those of the first.
+
+        Args:
+            emit: called with a sequence's index and its next ids as they come.
+
+        Raises:
+            CogTritonError: Triton cannot be reached, or refused or failed the request.
+        """
+        rows: Rows = [[] for _ in batch.prompts]
+
+        def add(row: int, ids: list[int]) -> None:
+            # With beams, a streamed response has all tokens so far.
+            rows[row] = ids if batch.beam_width > 1 else rows[row] + ids
+            emit(row, ids)
+
+        await self._run(batch, add)
+        return rows
+
+    @abstractmethod
+    async def aclose(self) -> None:
+        """Closes the connections."""
+
+    @abstractmethod
+    async def _run(self, batch: Batch, emit: Emit) -> None:
+        """Sends a batch and hands on what comes."""
+
+
+class GrpcTokenClient(TokenClient):
+    """Over a gRPC stream, as Triton wants it of a decoupled model."""
+
+    def __init__(self, address: str) -> None:
+        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+
+    async def aclose(self) -> None:
+        await self._channel.close()
+
+    async def _run(self, batch: Batch, emit: Emit) -> None:
+        request = infer_request(ENGINE, secrets.token_hex(8), batch.inputs(), OUTPUTS)
+        async for message in stream_messages(self._channel, request):
+            if message.tensors:
+                emit(*_tokens(message))
+
+
+class HttpTokenClient(TokenClient):
+    """Over generate_stream, a sequence a request."""
+
+    def __init__(self, address: str) -> None:
+        self._client = HttpClient(address, response_timeout=RESPONSE_SECONDS)
+
+    async def aclose(self) -> None:
+        await self._client.aclose()
+
+    async def _run(self, batch: Batch, emit: Emit) -> None:
+        await asyncio.gather(
+            *(self._row(row, batch.inputs(), emit) for row in range(len(batch.prompts)))
+        )
+
+    async def _row(self, row: int, inputs: dict[str, npt.NDArray[Any]], emit: Emit) -> None:
+        own = {name: value[row : row + 1] for name, value in inputs.items()}
+        async for event in self._client.events(ENGINE, secrets.token_hex(8), own):
+            emit(row, parse_event(event).ids)
+
+
+CLIENTS: dict[str, type[GrpcTokenClient] | type[HttpTokenClient]] = {
+    "grpc": GrpcTokenClient,
+    "http": HttpTokenClient,
+}
+
+
+def random_prompts(
+    batch_size: int, length: int, vocabulary: int, seed: int
+) -> tuple[tuple[int, ...], ...]:
+    """Prompts of random ids below ``vocabulary``; the same again with the same seed."""
+    ids = np.random.default_rng(seed).integers(0, vocabulary, (batch_size, length))
+    return tuple(tuple(row) for row in ids.tolist())
+
+
+def _tokens(message: Message) -> tuple[int, list[int]]:
+    """Which sequence a response belongs to, and the new ids of its first beam."""
+    try:
+        ids = message.tensors["output_ids"].reshape(-1, message.tensors["output_ids"].shape[-1])[0]
+        length = message.tensors["sequence_length"].flat[0]
+    except (KeyError, IndexError) as error:
+        raise TritonMalformedEvent(f"a response of {ENGINE} is malformed: {error!r}") from None
+    index = message.tensors.get("batch_index")
+    return 0 if index is None else int(index.flat[0]), ids[:length].tolist()
