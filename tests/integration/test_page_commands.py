@@ -1,0 +1,198 @@
+"""Every block of commands on the pages, run in order as it is printed; see ``tests.pages``.
+
+Only ports differ: those in the commands are replaced by free ones. The working directory looks like the
+checkout and takes what the commands write.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.pages import PAGES, Block, blocks
+from tests.support import ROOT, START_TIMEOUT, free_port, wait_until
+
+PORTS = {
+    "PORT": 5000,
+    "TRITON_HTTP_PORT": 8000,
+    "TRITON_GRPC_PORT": 8001,
+    "TRITON_METRICS_PORT": 8002,
+}
+SERVES = re.compile(
+    r"make serve|cog-triton (serve|launch)|scripts/(serve|launch_triton_server)\.py"
+)
+SERVE = "make serve"
+COMMAND_SECONDS = 300
+NOT_COPIED = (".git", ".venv*", ".*_cache", ".hypothesis", "__pycache__", "artifacts", "models")
+# What is exported, and the working directory; the ports are the server's.
+KEEP = """{{
+export -p | grep -vE ' (MAKEFLAGS|PORT|TRITON_[A-Z]+_PORT)='
+printf 'cd %q\\n' "$PWD"
+}} > {}"""
+# A command that curl reports nothing of would pass whatever the server answered.
+CURL = """#!/bin/sh
+exec {curl} --fail-with-body "$@"
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, demo_model: Path) -> Path:
+    """A copy of the checkout after `make setup`, which commands may change."""
+    directory = tmp_path / "checkout"
+    shutil.copytree(ROOT, directory, ignore=shutil.ignore_patterns(*NOT_COPIED))
+    shutil.copytree(demo_model, directory / "models" / "demo")
+    environment = directory / ".venv"
+    environment.mkdir()
+    for entry in Path(sys.prefix).iterdir():
+        (environment / entry.name).symlink_to(entry)
+    stamp = re.findall(r"^STAMP := (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[0]
+    if not (directory / stamp).exists():  # where the tests' Python was not set up by make
+        (directory / stamp).touch()
+        shutil.copystat(ROOT / "pyproject.toml", directory / stamp)
+    tools = directory / "tools-of-the-test"
+    tools.mkdir()
+    (tools / "curl").write_text(CURL.format(curl=shutil.which("curl")))
+    (tools / "curl").chmod(0o755)
+    return directory
+
+
+class Terminal:
+    """Where the commands of one page are typed: what one changes, the next one sees."""
+
+    def __init__(self, checkout: Path, directory: Path) -> None:
+        self._state = directory / "state"
+        self._log = directory / "output"
+        self._server: subprocess.Popen[bytes] | None = None
+        path = f"{checkout}/tools-of-the-test:{checkout}/.venv/bin:{os.environ['PATH']}"
+        self._state.write_text(f"cd {checkout}\n")
+        self._environment = {
+            **{name: value for name, value in os.environ.items() if not name.startswith("MAKE")},
+            "PATH": path,
+        }
+        self._take_ports()
+
+    def type(self, block: Block) -> None:
+        """Runs a block's commands; a server among them is left running."""
+        if "server" in block.needs and self._server is None:
+            self.serve(SERVE)
+        waiting: list[str] = []
+        for command in block.commands:
+            if SERVES.search(command) and not {"--dry-run", "dry run"} & {
+                *command.split(),
+                *block.needs,
+            }:
+                self._run(waiting, block)
+                waiting = []
+                self.serve(command)
+            else:
+                waiting.append(command)
+        self._run(waiting, block)
+
+    def serve(self, command: str) -> None:
+        """Starts a server in the place of the one before, and waits until it is ready."""
+        self.close()
+        self._take_ports()
+        with self._log.open("wb") as log:
+            self._server = subprocess.Popen(
+                ["bash", "-c", self._script([command])],
+                env=self._environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        url = "http://127.0.0.1:{PORT}/health-check"
+        if "launch" in command:
+            url = "http://127.0.0.1:{TRITON_HTTP_PORT}/v2/health/ready"
+        wait_until(lambda: self._answers(url.format(**self._environment)), START_TIMEOUT, command)
+
+    def close(self) -> None:
+        """Ends the server, as Ctrl-C does."""
+        if self._server is not None:
+            with contextlib.suppress(ProcessLookupError):  # it has ended by itself
+                os.killpg(self._server.pid, signal.SIGINT)
+            self._server.wait(timeout=60)
+            self._server = None
+
+    def _answers(self, url: str) -> bool:
+        assert self._server is not None
+        assert self._server.poll() is None, self._log.read_text()[-3000:]
+        try:
+            reply = httpx.get(url, trust_env=False)
+        except httpx.TransportError:
+            return False
+        return reply.is_success and '"STARTING"' not in reply.text
+
+    def _run(self, commands: list[str], block: Block) -> None:
+        if not commands:
+            return
+        environment = self._environment
+        if "dry run" in block.needs:
+            environment = {**environment, "MAKEFLAGS": "n"}
+        output = self._log.with_suffix(".commands")
+        with output.open("wb") as log:  # not a pipe: what runs in the background would keep it open
+            done = subprocess.run(
+                ["bash", "-c", f"{self._script(commands)}\nwait\n{KEEP.format(self._state)}"],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                timeout=COMMAND_SECONDS,
+            )
+        assert done.returncode == 0, f"{block}: {commands}\n{output.read_text()[-3000:]}"
+
+    def _script(self, commands: list[str]) -> str:
+        """The commands, behind what those before them have left."""
+        return "\n".join([f". {self._state}", "set -eo pipefail", *map(self._with_ports, commands)])
+
+    def _with_ports(self, command: str) -> str:
+        for name, usual in PORTS.items():
+            command = re.sub(rf"\b{usual}\b", self._environment[name], command)
+        return command
+
+    def _take_ports(self) -> None:
+        self._environment |= {name: str(free_port()) for name in PORTS}
+
+
+@contextmanager
+def opened(checkout: Path, directory: Path) -> Iterator[Terminal]:
+    terminal = Terminal(checkout, directory)
+    try:
+        yield terminal
+    finally:
+        terminal.close()
+
+
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES if any(block.runs for block in blocks(page))],
+    ids=lambda page: str(page.relative_to(ROOT)),
+)
+def test_the_commands_of_a_page_run_as_printed(page: Path, checkout: Path, tmp_path: Path) -> None:
+    with opened(checkout, tmp_path) as terminal:
+        for block in blocks(page):
+            if block.runs:
+                terminal.type(block)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["$ false", "$ cog-triton nothing", "$ false | cat", "$ curl -s localhost:8000/v2/nothing"],
+)
+def test_a_command_that_fails_is_noticed(text: str, checkout: Path, tmp_path: Path) -> None:
+    page = ROOT / "docs" / "api.md"
+    with (
+        opened(checkout, tmp_path) as terminal,
+        pytest.raises(AssertionError, match=r"api\.md:1: "),
+    ):
+        terminal.type(Block(page, 1, frozenset(), (text.removeprefix("$ "),)))

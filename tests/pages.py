@@ -1,0 +1,110 @@
+"""The pages in Markdown and the commands in them; each block of commands is run, or says what it needs.
+
+A comment on the line before a block says what that is:
+
+    <!-- needs: server -->     the one that the page started last, or else `make serve`
+    <!-- needs: dry run -->    make, which changes or takes too much: it only says what it would run
+    <!-- needs: network -->    not run: a download, an image, a tool or a model that is not here
+    <!-- needs: gpu -->        not run: a GPU, or TensorRT-LLM
+    <!-- needs: cluster -->    not run: Slurm
+    <!-- needs: minutes -->    not run: it takes long, and what it does is tested otherwise
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.support import ROOT
+
+PAGES = [
+    page
+    for pattern in ("[A-Z]*.md", "docs/*.md", "deploy/**/*.md", "examples/**/*.md", "tests/**/*.md")
+    for page in sorted(ROOT.glob(pattern))
+]
+NOT_RUN = {"network", "gpu", "cluster", "minutes"}
+NEEDS = NOT_RUN | {"server", "dry run"}
+LANGUAGES = ("console", "bash", "sh")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of commands.
+
+    Attributes:
+        line: that of its first command, counted from 1.
+        needs: see this file's head.
+        commands: without prompts and output.
+    """
+
+    page: Path
+    line: int
+    needs: frozenset[str]
+    commands: tuple[str, ...]
+
+    @property
+    def runs(self) -> bool:
+        """Whether a test runs it."""
+        return not self.needs & NOT_RUN
+
+    def __str__(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+
+def blocks(page: Path) -> list[Block]:
+    """The blocks of commands of a page, in order."""
+    text = page.read_text(encoding="utf-8")
+    fences = re.finditer(
+        rf"(?:^<!-- needs: ([^\n]*) -->\n)?^```({'|'.join(LANGUAGES)})\n(.*?)^```$",
+        text,
+        re.DOTALL | re.MULTILINE,
+    )
+    return [
+        Block(
+            page,
+            text.count("\n", 0, match.start(3)) + 1,
+            frozenset(filter(None, re.split(r",\s*", match[1] or ""))),
+            tuple(_typed(match[3].splitlines()) if match[2] == "console" else (match[3],)),
+        )
+        for match in fences
+    ]
+
+
+def _typed(lines: list[str]) -> Iterator[str]:
+    """What is typed at the prompts of a console: lines behind a ``$``, and those that bash waits for."""
+    waiting = iter(lines)
+    for line in waiting:
+        if line.startswith("$ "):
+            command = line[2:]
+            while not _complete(command):
+                command += "\n" + next(waiting)
+            yield command
+
+
+def _complete(command: str) -> bool:
+    if command.endswith("\\"):
+        return False
+    checked = subprocess.run(["bash", "-n", "-c", command], capture_output=True)
+    return not (checked.returncode or checked.stderr)  # an open here-document is but a warning
+
+
+def script_calls(command: str) -> Iterator[tuple[str, list[str]]]:
+    """The calls of scripts/ in a command: a file, or a command of cog-triton, and its arguments."""
+    lexer = shlex.shlex(command.replace("\\\n", " "), posix=True, punctuation_chars=True)
+    lexer.whitespace_split = True
+    calls: list[list[str]] = [[]]
+    for word in lexer:
+        if set(word) <= set("|&;<>()"):
+            calls.append([])
+        elif calls[-1] or not re.match(r"\w+=", word):
+            calls[-1].append(word)
+    for words in calls:
+        if words[:1] == ["cog-triton"]:
+            yield words[1], words[2:]
+        for place, word in enumerate(words):
+            if name := re.search(r"(?:^|/)scripts/(\w+\.py)$", word):
+                yield name[1], words[place + 1 :]
