@@ -27,6 +27,7 @@ from cog_triton.engine_choice import (
 from cog_triton.errors import ConfigurationError
 from cog_triton.generation import Chunk, generate
 from cog_triton.life import TritonLife
+from cog_triton.repository.checks import check_streaming
 from cog_triton.repository.fill import fill_repository
 from cog_triton.repository.overrides import load_overrides
 from cog_triton.request import Request
@@ -83,6 +84,7 @@ class Deployment:
             ConfigurationError: the settings, the configuration file, the model or the server is at
                 fault.
         """
+        read_overrides(settings)  # its problems come before a download
         with _timed("model in place"):
             settings = await asyncio.to_thread(with_files, settings)
         engine = resolve_engine(settings)
@@ -159,6 +161,7 @@ async def begin_life(
         runtime = _runtime_directory(settings, cleanup)
         repository = runtime / "repository"
         fill_repository(settings.model_repository, repository, values)
+        check_streaming(repository)
         server = TritonServer(
             repository, runtime, settings, temporary=settings.runtime_directory is None
         )
@@ -248,7 +251,7 @@ def template_values(
     Raises:
         ConfigurationError: the configuration file cannot be read.
     """
-    overrides = _overrides(settings.config_file)
+    overrides = read_overrides(settings)
     tokenizer: dict[str, object] = {"tokenizer_dir": settings.tokenizer_dir}
     # Only where it is asked for: the C++ backend and NVIDIA's own templates have no such variable.
     if settings.trust_remote_code:
@@ -265,6 +268,20 @@ def template_values(
         for model in ("ensemble", "tensorrt_llm"):
             values[model]["num_return_sequences"] = False
     return merge(values, overrides)
+
+
+def read_overrides(settings: Settings) -> Values:
+    """What the configuration file overrides, by model and variable; nothing without one.
+
+    Raises:
+        ConfigurationError: it cannot be read, or it was named and is not there.
+    """
+    file = settings.config_file
+    if file.exists():
+        return load_overrides(file)
+    if settings.names_config_file:
+        raise ConfigurationError(f"COG_TRITON_CONFIG={file} does not exist")
+    return {}
 
 
 def merge(
@@ -338,10 +355,6 @@ def _engine_values(settings: Settings, engine: EngineName) -> dict[str, object]:
         "simulated_failures": settings.simulated_failures,
         "simulated_text": settings.simulated_text,
     }
-
-
-def _overrides(file: Path) -> dict[str, dict[str, object]]:
-    return load_overrides(file) if file.exists() else {}
 
 
 def _load_tokenizer(settings: Settings) -> Tokenizer:

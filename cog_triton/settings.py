@@ -32,7 +32,7 @@ class Settings(BaseModel):
     )
 
     config_file: Path = Field(Path("config.yaml"), alias="COG_TRITON_CONFIG")
-    """YAML file that overrides template variables; it may be absent."""
+    """YAML file that overrides template variables; it may be absent unless it is named."""
     model: str = "models/demo"
     """The model: a directory, a tar file, a URL of one or a Hugging Face id."""
     weights: str | None = Field(None, alias="COG_WEIGHTS")
@@ -145,6 +145,11 @@ class Settings(BaseModel):
     """Seconds that running predictions get to end when `make serve` is told to stop."""
     log_performance_metrics: bool = False
     """Log the performance metrics of every prediction, whatever its input says."""
+
+    @property
+    def names_config_file(self) -> bool:
+        """Whether the configuration file was named; the default is read if it is there."""
+        return "config_file" in self.model_fields_set
 
     @property
     def tokenizer_dir(self) -> str:

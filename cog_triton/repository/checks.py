@@ -7,7 +7,42 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from google.protobuf import text_format  # type: ignore[import-untyped, unused-ignore]
+from tritonclient.grpc.model_config_pb2 import (  # type: ignore[import-untyped, unused-ignore]
+    ModelConfig,
+)
+
+from cog_triton.errors import ConfigurationError
+
 logger = logging.getLogger(__name__)
+
+
+def check_streaming(repository: Path) -> None:
+    """Finds what would let Triton start and then refuse every request of the predictor, which streams.
+
+    Args:
+        repository: is filled.
+
+    Raises:
+        ConfigurationError: its tensorrt_llm is not decoupled.
+    """
+    config = read_config(repository / "tensorrt_llm" / "config.pbtxt")
+    if not config.model_transaction_policy.decoupled:
+        raise ConfigurationError(
+            "tensorrt_llm: decoupled_mode is false, but the predictor streams, which needs true"
+        )
+
+
+def read_config(file: Path) -> Any:
+    """The ModelConfig in a filled config.pbtxt.
+
+    Raises:
+        ConfigurationError: it cannot be read or parsed.
+    """
+    try:
+        return text_format.Parse(file.read_text(encoding="utf-8"), ModelConfig())
+    except (OSError, UnicodeDecodeError, text_format.ParseError) as error:
+        raise ConfigurationError(f"{file}: {error}") from None
 
 
 def unmet_needs(model: str, config: Any) -> list[str]:

@@ -21,8 +21,8 @@ def load_overrides(path: Path) -> dict[str, dict[str, object]]:
     under ``instantiate: {server: …}``. Other keys beside ``server`` are somebody else's.
 
     Raises:
-        ConfigurationError: naming the file and the key or line at fault.
-        OSError: when the file cannot be read.
+        ConfigurationError: the file cannot be read, or is no such YAML; with its path, and the key, line
+            or byte at fault.
     """
     document = _mapping(_load_yaml(path), path, "the file")
     where, server = "server", document.get("server")
@@ -42,6 +42,11 @@ def load_overrides(path: Path) -> dict[str, dict[str, object]]:
 def _load_yaml(path: Path) -> object:
     try:
         return yaml.safe_load(path.read_bytes())
+    except OSError as error:
+        raise ConfigurationError(f"{path} cannot be read: {error.strerror or error}") from None
+    except yaml.reader.ReaderError as error:
+        where = f"{path}, byte {error.position + 1}"
+        raise ConfigurationError(f"{where}: not valid YAML: {error.reason}") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}, line {mark.line + 1}" if mark else str(path)

@@ -12,6 +12,7 @@ from cog_triton.deployment import (
     check_model,
     merge,
     placed,
+    read_overrides,
     resolve_engine,
     template_values,
     with_files,
@@ -35,10 +36,43 @@ def test_the_configuration_file_overrides_the_settings(tmp_path: Path) -> None:
     assert values["preprocessing"]["tokenizer_dir"] == "org/name"
 
 
-def test_a_missing_configuration_file_is_none(tmp_path: Path) -> None:
-    settings = read_settings({"COG_TRITON_CONFIG": str(tmp_path / "none.yaml")})
-    values = template_values(settings, "transformers")
-    assert values["tensorrt_llm"]["engine"] == "transformers"
+def test_the_default_configuration_file_may_be_absent_and_a_named_one_may_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert read_overrides(read_settings({})) == {}
+    for name in ("config.yaml", str(tmp_path / "none.yaml")):
+        named = read_settings({"COG_TRITON_CONFIG": name})
+        with pytest.raises(ConfigurationError, match=f"COG_TRITON_CONFIG={name} does not exist"):
+            read_overrides(named.model_copy(update={"model": "another"}))
+    (tmp_path / "config.yaml").write_text("server: {ensemble: {args: {triton_max_batch_size: 2}}}")
+    assert read_overrides(read_settings({})) == {"ensemble": {"triton_max_batch_size": 2}}
+
+
+def test_a_named_configuration_file_is_missed_before_anything_is_fetched(tmp_path: Path) -> None:
+    environment = {
+        "COG_TRITON_CONFIG": str(tmp_path / "none.yaml"),
+        "MODEL": str(tmp_path / "no" / "model"),
+    }
+    with pytest.raises(ConfigurationError, match=r"none\.yaml does not exist"):
+        asyncio.run(Deployment.start(read_settings(environment)))
+
+
+@pytest.mark.parametrize("name", ["decoupled_mode", "decoupled"])
+def test_what_cannot_stream_is_refused_before_triton_is_started(
+    name: str, tmp_path: Path, demo_model: Path
+) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(f"server: {{tensorrt_llm: {{args: {{{name}: false}}}}}}\n")
+    environment = {
+        "COG_TRITON_CONFIG": str(file),
+        "MODEL": str(demo_model),
+        "TRITONSERVER_BACKEND_DIR": str(tmp_path),  # which would be the next problem
+        "ENGINE": "simulated",
+    }
+    (tmp_path / "python").mkdir()
+    with pytest.raises(ConfigurationError, match="decoupled_mode is false, but the predictor"):
+        asyncio.run(Deployment.start(read_settings(environment)))
 
 
 def test_merging_keeps_models_that_only_one_side_has() -> None:

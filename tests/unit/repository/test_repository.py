@@ -827,7 +827,7 @@ def test_load_overrides(text: str, expected: object, tmp_path: Path) -> None:
     [
         ("a: [", "c.yaml, line 1: not valid YAML: "),
         ("a: 1\nb: c: d\n", "c.yaml, line 2: not valid YAML: "),
-        ("a: \x00", "c.yaml: not valid YAML: "),
+        ("a: \x00", "c.yaml, byte 4: not valid YAML: "),
         ("a: !!python/object:os.system {}", "c.yaml, line 1: not valid YAML: "),
         ("- 1", "c.yaml: the file: expected a mapping, got [1]"),
         ("server: 1", "c.yaml: server: expected a mapping, got 1"),
@@ -853,9 +853,17 @@ def test_a_file_of_another_shape(text: str, message: str, tmp_path: Path) -> Non
     assert message in str(raised.value)
 
 
-def test_a_missing_file_is_the_callers_business(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        load_overrides(tmp_path / "none.yaml")
+def test_a_file_that_cannot_be_read_is_named_with_the_place(tmp_path: Path) -> None:
+    absent, binary = tmp_path / "none.yaml", tmp_path / "binary.yaml"
+    binary.write_bytes(b"server: \xff")
+    for path, message in (
+        (absent, f"{absent} cannot be read: No such file or directory"),
+        (tmp_path, f"{tmp_path} cannot be read: Is a directory"),
+        (binary, f"{binary}, byte 9: not valid YAML: invalid start byte"),
+    ):
+        with pytest.raises(ConfigurationError) as raised:
+            load_overrides(path)
+        assert raised.value.message == message
 
 
 def test_models_beside_server_are_warned_about(
