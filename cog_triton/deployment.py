@@ -19,6 +19,7 @@ from cog_triton.context_length import context_length
 from cog_triton.engine_choice import (
     EngineName,
     Machine,
+    check_checkpoint,
     check_engine,
     choose_engine,
     look_around,
@@ -90,6 +91,7 @@ class Deployment:
         engine = resolve_engine(settings)
         misplaced = misplaces_parameters(engine, _machine(settings))
         values = template_values(settings, engine, num_return_sequences=not misplaced)
+        check_files(values["tensorrt_llm"])
         # The tokenizer takes as long to load as Triton takes to start: do both at once.
         loading = asyncio.create_task(asyncio.to_thread(_load_tokenizer, settings))
         supervisor = Supervisor(
@@ -158,9 +160,10 @@ async def begin_life(
         CogTritonError: it did not start; nothing is left of it.
     """
     with contextlib.ExitStack() as cleanup:
-        runtime = _runtime_directory(settings, cleanup)
-        repository = runtime / "repository"
-        fill_repository(settings.model_repository, repository, values)
+        with _writing():
+            runtime = _runtime_directory(settings, cleanup)
+            repository = runtime / "repository"
+            fill_repository(settings.model_repository, repository, values)
         check_streaming(repository)
         server = TritonServer(
             repository, runtime, settings, temporary=settings.runtime_directory is None
@@ -284,6 +287,20 @@ def read_overrides(settings: Settings) -> Values:
     return {}
 
 
+def check_files(llm: Mapping[str, object]) -> None:
+    """Finds files of a model that are missing or damaged, before Triton is started on them.
+
+    Args:
+        llm: the values of tensorrt_llm, as ``template_values`` or a filled configuration have them.
+
+    Raises:
+        ConfigurationError: naming the file.
+    """
+    model = Path(str(llm.get("model", "")))
+    if llm.get("engine") == "transformers" and model.is_dir() and str(model) != ".":
+        check_checkpoint(model)
+
+
 def merge(
     values: Mapping[str, Mapping[str, object]], overrides: Mapping[str, Mapping[str, object]]
 ) -> Values:
@@ -304,9 +321,9 @@ def check_model(settings: Settings) -> None:
     looks_like_path = (
         settings.model.startswith((".", "/", "models/")) or settings.model.count("/") > 1
     )
-    if looks_like_path and not path.is_dir():
+    if looks_like_path and "://" not in settings.model and not path.expanduser().exists():
         hint = "; make it with scripts/make_demo_model.py" if path == Path("models/demo") else ""
-        raise ConfigurationError(f"MODEL={settings.model} is no directory{hint}")
+        raise ConfigurationError(f"MODEL={settings.model} does not exist{hint}")
 
 
 def _fetch(settings: Settings, source: str) -> Path:
@@ -369,6 +386,16 @@ def _timed(what: str) -> Iterator[None]:
     started = time.monotonic()
     yield
     logger.info("%s in %.1f s", what, time.monotonic() - started)
+
+
+@contextlib.contextmanager
+def _writing() -> Iterator[None]:
+    """Names what the deployment's own files could not be written to or read from."""
+    try:
+        yield
+    except OSError as error:
+        where = error.filename or "a file of the deployment"
+        raise ConfigurationError(f"{where}: {error.strerror or error}") from error
 
 
 def _runtime_directory(settings: Settings, cleanup: contextlib.ExitStack) -> Path:

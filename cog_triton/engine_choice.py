@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import safetensors
 from packaging.version import InvalidVersion, Version
 
 from cog_triton.errors import ConfigurationError
@@ -103,6 +104,35 @@ def check_engine(engine_dir: Path | None, machine: Machine, world_size: int) -> 
     _check_ranks(engine_dir, config, world_size)
 
 
+def check_checkpoint(directory: Path) -> None:
+    """Whether a Hugging Face model's files are there and whole, as far as their beginnings tell.
+
+    Raises:
+        ConfigurationError: naming the file that is missing or damaged.
+    """
+    if (directory / "adapter_config.json").is_file():
+        return  # its model is somewhere else
+    _read_json(directory / "config.json")
+    index = directory / "model.safetensors.index.json"
+    wanted = _read_json(index).get("weight_map", {}).values() if index.is_file() else ()
+    if missing := sorted({name for name in wanted if not (directory / name).is_file()}):
+        raise ConfigurationError(f"{index} names files that are missing: {', '.join(missing)}")
+    files = sorted(directory.glob("*.safetensors"))
+    if not files and not any(directory.glob("*.bin")):
+        raise ConfigurationError(f"{directory} holds no weights (*.safetensors or *.bin)")
+    for file in files:
+        _check_safetensors(file)
+
+
+def _check_safetensors(file: Path) -> None:
+    """Reads the header, which says how long the file must be."""
+    try:
+        with safetensors.safe_open(file, framework="numpy"):
+            pass
+    except (OSError, safetensors.SafetensorError) as error:
+        raise ConfigurationError(f"{file} is damaged or incomplete: {error}") from None
+
+
 def read_engine_config(engine_dir: Path) -> dict[str, Any]:
     """The engine's config.json.
 
@@ -111,14 +141,20 @@ def read_engine_config(engine_dir: Path) -> dict[str, Any]:
     """
     if not _has_engine(engine_dir):
         raise ConfigurationError(f"ENGINE_DIR={engine_dir} has no rank*.engine file")
-    file = engine_dir / "config.json"
+    return _read_json(engine_dir / "config.json")
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    """An object in a file; raises ConfigurationError."""
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigurationError(f"{file.parent} has no {file.name}") from None
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"{file} cannot be read: {error}") from None
-    if not isinstance(config, dict):
-        raise ConfigurationError(f"{file} is no engine configuration")
-    return config
+    if not isinstance(content, dict):
+        raise ConfigurationError(f"{file} is no configuration of a model or an engine")
+    return content
 
 
 def _has_engine(engine_dir: Path) -> bool:

@@ -8,6 +8,7 @@ import logging
 import time
 
 from cog_triton.client.stream import TritonClient
+from cog_triton.errors import ConfigurationError, UserError
 from cog_triton.generation import generate
 from cog_triton.request import Request
 from cog_triton.server.tritonserver import TritonServer
@@ -52,10 +53,14 @@ class TritonLife:
         """Runs a short request, whose time tells what may be expected of the next.
 
         Raises:
+            ConfigurationError: the settings ask for something of every request that is refused.
             CogTritonError: it failed.
         """
         began = time.monotonic()
-        await self._answer()
+        try:
+            await self._answer()
+        except UserError as error:
+            raise ConfigurationError(f"the first request was refused: {error.message}") from error
         self._patience = max(PROBE_SECONDS, PROBE_FACTOR * (time.monotonic() - began))
 
     async def ended(self) -> str:

@@ -57,9 +57,9 @@ class Settings(BaseModel):
     """TensorRT-LLM engine directory, with rank*.engine and config.json."""
     world_size: int = Field(1, ge=1)
     """GPUs that the C++ backend's engine was built for, one MPI rank each."""
-    device: str = "auto"
+    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
     """Device of the transformers engine: auto, cpu, cuda or cuda:N."""
-    dtype: str = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Data type of the transformers engine's weights: auto (as saved), float32, bfloat16 or float16."""
     max_sequence_length: int | None = Field(None, ge=2)
     """Upper bound on prompt plus output tokens; the model's context length when unset."""

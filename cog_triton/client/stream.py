@@ -25,6 +25,7 @@ from cog_triton.errors import (
     TritonUnavailable,
     TritonUnknownError,
 )
+from cog_triton.triton_texts import cause
 
 logger = logging.getLogger(__name__)
 
@@ -275,13 +276,13 @@ _ERRORS: tuple[tuple[str, type[CogTritonError]], ...] = (
         r"the engine has stopped|not ready|has no available versions|Stub process .* is not healthy",
         TritonUnavailable,
     ),
-    (r"model '(pre|post)processing'", TritonTokenizerError),
+    (r"model (instance )?'(pre|post)processing", TritonTokenizerError),
 )
 
 
 def error_from_text(text: str) -> CogTritonError:
-    """The error that a text from Triton stands for."""
+    """The error that a text from Triton stands for; its message is what the text gives as the cause."""
     for pattern, error in _ERRORS:
         if re.search(pattern, text):
-            return error(text)
-    return TritonUnknownError(text or "Triton gave no reason")
+            return error(cause(text))
+    return TritonUnknownError(cause(text) or "Triton gave no reason")

@@ -152,7 +152,8 @@ def load_model(
         trust_remote_code: whether Python code that the model brings may be run.
 
     Raises:
-        ValueError: the model needs its own code, and that is not trusted; or it cannot be loaded.
+        ValueError: the model needs its own code, and that is not trusted; or it cannot be loaded, as
+            when a weight has another shape than its configuration gives it.
         OSError: there is no such model.
     """
     if trust_remote_code:
@@ -160,16 +161,23 @@ def load_model(
         with remote_code.one_process_at_a_time():
             AutoConfig.from_pretrained(name, trust_remote_code=True)
     try:
-        model = AutoModelForCausalLM.from_pretrained(
+        model, info = AutoModelForCausalLM.from_pretrained(
             name,
             dtype=dtype,
             attn_implementation="sdpa",
             trust_remote_code=trust_remote_code,
+            ignore_mismatched_sizes=True,  # its own error names none
+            output_loading_info=True,
         )
     except ValueError as error:
         if trust_remote_code or not remote_code.was_refused(error):
             raise
         raise ValueError(remote_code.refusal("model", name)) from error
+    for weight, shape, expected in sorted(info["mismatched_keys"]):
+        raise ValueError(
+            f"the weights of {name} are not those of its config.json: {weight} has the shape "
+            f"{tuple(shape)}, and should have {tuple(expected)}"
+        )
     return model.to(device).eval()
 
 

@@ -40,7 +40,9 @@ def read_config(file: Path) -> Any:
         ConfigurationError: it cannot be read or parsed.
     """
     try:
-        return text_format.Parse(file.read_text(encoding="utf-8"), ModelConfig())
+        text = file.read_text(encoding="utf-8")
+        # A newer Triton may have more fields than this client of it.
+        return text_format.Parse(text, ModelConfig(), allow_unknown_field=True)
     except (OSError, UnicodeDecodeError, text_format.ParseError) as error:
         raise ConfigurationError(f"{file}: {error}") from None
 

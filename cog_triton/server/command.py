@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import shutil
 import socket
 import sys
@@ -243,8 +244,13 @@ def _reserve(settings: Settings, name: str, stack: contextlib.ExitStack) -> int:
         listener.listen()
     except OSError as error:
         variable = Settings.model_fields[name].alias
+        advice = f"stop what uses the port, or set {variable} to another one or to 0"
+        if error.errno not in (
+            errno.EADDRINUSE,
+            errno.EACCES,
+        ):  # of the port; others are of the address
+            advice = f"TRITON_HOST={settings.host} must be an address of this machine"
         raise ConfigurationError(
-            f"{variable}={wanted}: cannot listen on {settings.host}:{wanted} ({error.strerror}); "
-            f"stop what uses the port, or set {variable} to another one or to 0"
+            f"{variable}={wanted}: cannot listen on {settings.host}:{wanted} ({error.strerror}); {advice}"
         ) from None
     return int(listener.getsockname()[1])

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from cog_triton.server.guard import RANK_ENDED, STUB_ENDED
+from cog_triton.triton_texts import cause
 
 GPU = Path("/dev/nvidiactl").exists()
 LOG_TAIL_LINES = 60
@@ -17,10 +18,11 @@ _LEVELS = {"I": logging.INFO, "W": logging.WARNING, "E": logging.ERROR, "F": log
 # What Triton says on a machine without a GPU, at any level: nothing is wrong there.
 _NO_GPU = re.compile(r"CUDA|Cuda|NVML|DCGM|pinned (system )?memory")
 _LOG_LINE = re.compile(r"^([IWEF])\d{4} \d\d:\d\d:\d\d\.\d+ \d+ (.*)$")
-_FAILED_MODEL = re.compile(r"failed to load '([^']+)' version \d+: (.*)")
+# What Triton repeats of a model that failed to load, at four places; ``ServerLog.reason`` says it once.
+_FAILURE = re.compile(r"Failed to create instance|failed to load|loading failed with error")
 _LOADING = re.compile(r'"loading: ([^:"]+):\d+"')
 _LOADED = re.compile(r"successfully loaded '([^']+)'")
-_TRACE = "\n\nAt:\n"  # then comes where an exception was raised, which the log has
+_FAILED_MODEL = re.compile(r"failed to load '([^']+)' version \d+: (.*)")
 _RANK_ENDED = re.compile(RANK_ENDED.format(rank=r"(\d+)", status=r"(-?\d+)"))
 _STUB_ENDED = re.compile(STUB_ENDED.format(model=r"(\S+)", status=r"(-?\d+)"))
 # What mpirun says of a rank whose guard was killed, and said nothing. The signal may be on the next line.
@@ -49,6 +51,8 @@ class ServerLog:
         )
         self._failures: dict[str, str] = {}
         self._stub: tuple[str, int] | None = None  # model and status, of the first that ended
+        self._loading: dict[str, None] = {}
+        self._complaint: str | None = None  # the last error, which is why a server ends by itself
         self._ended: tuple[int, int | None] | None = None  # rank and status, of the first that did
 
     def read(self, stream: Iterable[bytes]) -> Iterator[tuple[int, str]]:
@@ -63,10 +67,10 @@ class ServerLog:
 
     def _note(self, rank: int | None, line: str) -> None:
         self._tails[rank].append(line)
-        if failure := _FAILED_MODEL.search(line):
-            model = f"{failure[1]} on rank {rank}" if rank else failure[1]
-            reason = failure[2].strip('" ').replace("\\n", "\n").partition(_TRACE)[0]
-            self._failures.setdefault(model, reason.strip())
+        self._note_models(rank, line)
+        level, text = parse_log_line(line, logging.INFO)
+        if level >= logging.ERROR:
+            self._complaint = cause(text.partition("] ")[2])
         if self._stub is None and (stub := _STUB_ENDED.search(line)):
             self._stub = stub[1], int(stub[2])
         if self._ended is None:
@@ -75,17 +79,38 @@ class ServerLog:
             elif killed := _RANK_KILLED.search(line):
                 self._ended = int(killed[1]), None
 
-    def reason(self, what: str, status: int | None = None) -> str:
-        """What happened, with the rank it began with, and why: what is known of that comes last.
+    def _note_models(self, rank: int | None, line: str) -> None:
+        on_rank = f" on rank {rank}" if rank else ""
+        if loading := _LOADING.search(line):
+            self._loading[loading[1] + on_rank] = None
+        elif loaded := _LOADED.search(line):
+            self._loading.pop(loaded[1] + on_rank, None)
+        elif failure := _FAILED_MODEL.search(line):
+            self._failures.setdefault(failure[1] + on_rank, cause(failure[2]))
 
-        That is the models that failed to load, or else the last lines of the log.
+    def reason(self, what: str, status: int | None = None) -> str:
+        """What happened, with the rank it began with; then why, as the last of few lines.
+
+        That is the models that failed, or those still loading, or the error of a server that ended by
+        itself; and else the last lines of the log.
 
         Args:
             status: the exit status, None for a server that runs.
         """
+        first = what + self.end(status)
+        if self._stub is not None:  # which says it all
+            return first
+        return "\n".join([first, *(self._causes(status) or self._last_lines())])
+
+    def _causes(self, status: int | None) -> list[str]:
         # Copies: while the server runs, another thread adds to them.
-        failures = [f"model {name}: {reason}" for name, reason in list(self._failures.items())]
-        return "\n".join([what + self.end(status), *(failures or self._last_lines())])
+        if failures := list(self._failures.items()):
+            return [f"model {name}: {reason}" for name, reason in failures]
+        if status is None:
+            loading = ", ".join(list(self._loading))
+            return [f"still loading: {loading}"] if loading else []
+        by_itself = self._ended is None and 0 < status < 128
+        return [self._complaint] if by_itself and self._complaint else []
 
     def end(self, status: int | None) -> str:
         if self._stub is not None:
@@ -168,6 +193,6 @@ def parse_log_line(line: str, previous: int, *, gpu: bool = GPU) -> tuple[int, s
     """
     match = _LOG_LINE.match(line)
     level, text = (_LEVELS[match[1]], match[2]) if match else (previous, line)
-    if not gpu and _NO_GPU.search(text):
+    if (not gpu and _NO_GPU.search(text)) or _FAILURE.search(text):
         return logging.DEBUG if match else previous, text
     return level, text

@@ -18,6 +18,8 @@ from unittest import mock
 from cog_triton import remote_code
 from cog_triton.errors import ConfigurationError
 
+_FILES = ("tokenizer*", "vocab*", "*.model", "merges.txt", "tekken.json", "*.tiktoken")
+
 Tokenizer = Any  # transformers.PreTrainedTokenizerBase; the name would import transformers
 
 
@@ -63,12 +65,18 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Tokenizer:
     except (OSError, ValueError, KeyError) as error:
         if remote_code.was_refused(error):
             raise ConfigurationError(remote_code.refusal("tokenizer", name)) from error
-        hint = (
-            "" if Path(name).is_dir() else " (it is no local directory, so it was taken as an id)"
-        )
-        raise ConfigurationError(
-            f"no tokenizer could be loaded from {name!r}{hint}: {error}"
-        ) from error
+        raise ConfigurationError(_why_not(name, error)) from error
+
+
+def _why_not(name: str, error: Exception) -> str:
+    """Why there is no tokenizer to be had by a name."""
+    directory = Path(name)
+    if directory.is_dir() and not any(any(directory.glob(pattern)) for pattern in _FILES):
+        return f"{name} holds no tokenizer: there is no tokenizer.json, tokenizer.model or the like"
+    if not directory.is_dir() and name.startswith(("/", ".")):
+        return f"no tokenizer could be loaded from {name!r}, which is no directory"
+    hint = "" if directory.is_dir() else " (it is no local directory, so it was taken as an id)"
+    return f"no tokenizer could be loaded from {name!r}{hint}: {' '.join(str(error).split())}"
 
 
 @lru_cache(maxsize=8)

@@ -31,7 +31,7 @@ def test_a_model_that_does_not_load_is_named_with_its_reason(
 ) -> None:
     broken = tmp_path / "model"
     shutil.copytree(demo_model, broken)
-    (broken / "model.safetensors").write_bytes(b"no weights")
+    (broken / "model.safetensors").write_bytes(b"no weights")  # which a deployment finds before
     server = make_server(settings_for(broken), tmp_path)
     with pytest.raises(TritonStartError) as caught:
         server.start()

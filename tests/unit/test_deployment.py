@@ -84,7 +84,7 @@ def test_merging_keeps_models_that_only_one_side_has() -> None:
 
 @pytest.mark.parametrize("model", ["models/none", "/none", "./none", "a/b/c"])
 def test_a_path_where_nothing_is(model: str) -> None:
-    with pytest.raises(ConfigurationError, match=f"MODEL={model} is no directory"):
+    with pytest.raises(ConfigurationError, match=f"MODEL={model} does not exist"):
         check_model(read_settings({"MODEL": model}))
 
 

@@ -56,6 +56,14 @@ def test_errors_by_their_texts(text: str, error: type[CogTritonError]) -> None:
     assert str(mapped).startswith(mapped.code)
 
 
+def test_an_error_has_no_names_of_inner_models_and_no_traceback() -> None:
+    text = (
+        "in ensemble 'ensemble_ids', Failed to process the request(s) for model instance "
+        "'preprocessing_0_0', message: TypeError: no text\n\nAt:\n  model.py(9): execute\n"
+    )
+    assert str(error_from_text(text)) == "E2102 TritonTokenizerError: TypeError: no text"
+
+
 def grpc_response(**tensors: np.ndarray) -> service_pb2.ModelInferResponse:  # type: ignore[type-arg]
     response = service_pb2.ModelInferResponse()
     for name, value in tensors.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shlex
 import signal
@@ -25,7 +26,7 @@ from cog_triton.server.command import (
     mpirun_command,
     rank_command,
 )
-from cog_triton.server.log import ServerLog, describe_status, lines_of_ranks
+from cog_triton.server.log import ServerLog, describe_status, lines_of_ranks, parse_log_line
 from cog_triton.settings import Settings, read_settings
 from tests.support import ROOT, alive, children, wait_until
 
@@ -205,6 +206,30 @@ def test_a_model_that_failed_is_named_with_its_rank() -> None:
     failed = "E1121 07:09:36.844 1 model.cc:1] \"failed to load 'tensorrt_llm' version 1: no GPU\""
     assert "model tensorrt_llm on rank 1: no GPU" in log_of(f"[1,1]<stderr>:{failed}").reason("")
     assert "model tensorrt_llm: no GPU" in log_of(failed, world_size=1).reason("")
+
+
+def triton_line(level: str, text: str) -> str:
+    return f'{level}1121 07:09:36.844 1 model_lifecycle.cc:1] "{text}"'
+
+
+def test_of_a_server_that_is_not_ready_the_models_are_named_that_load() -> None:
+    said = ["loading: preprocessing:1", "loading: tensorrt_llm:1"]
+    said.append("successfully loaded 'preprocessing'")
+    log = log_of(*(triton_line("I", text) for text in said), world_size=1)
+    assert log.reason("not ready").splitlines() == ["not ready", "still loading: tensorrt_llm"]
+
+
+def test_a_server_that_ends_by_itself_has_said_why() -> None:
+    lines = [triton_line("E", "failed to start HTTP service: in use"), triton_line("I", "bye")]
+    why = "failed to start HTTP service: in use"
+    assert log_of(*lines).reason("died", 1).splitlines() == ["died, with exit status 1", why]
+    by_a_signal = log_of(*lines).reason("died", -11).splitlines()
+    assert by_a_signal == ["died, by signal 11 (SIGSEGV)", "the last lines of its log:", *lines]
+
+
+def test_what_triton_repeats_of_a_failed_model_is_for_debugging() -> None:
+    for text in ("Failed to create instance: no", "failed to load 'a' version 1: no"):
+        assert parse_log_line(triton_line("E", text), logging.INFO)[0] == logging.DEBUG
 
 
 def test_the_level_of_a_line_is_kept_for_each_rank() -> None:
