@@ -12,10 +12,8 @@ STAMP := .venv/.installed
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml
-	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --editable ".[local,dev]"
-	touch $@
+	@$(PYTHON) scripts/setup_environment.py
+	@touch $@
 
 models/demo/config.json: $(STAMP) $(wildcard tools/demo_model/*.py tools/demo_model/*.yaml)
 	$(BIN)/python scripts/make_demo_model.py
@@ -54,5 +52,5 @@ docs: $(STAMP)
 	$(BIN)/python scripts/make_docs.py
 
 clean:
-	rm -rf .venv .venv-* .cog models/demo .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf .venv .venv-* .cog artifacts models/demo .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

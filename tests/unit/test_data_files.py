@@ -50,7 +50,8 @@ distribution.parse_config_files()
 distribution.include_package_data = False  # what git or a build before this one knows of
 command = distribution.get_command_obj("build_py")
 command.ensure_finalized()
-print(*(os.path.join(source, name) for _, source, _, names in command.data_files for name in names))
+files = [os.path.join(source, name) for _, source, _, names in command.data_files for name in names]
+print(*map(os.path.normpath, files))
 """
 
 
