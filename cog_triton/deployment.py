@@ -10,7 +10,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import AsyncGenerator, Awaitable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from cog_triton.client.resume import ResumingClient, Streams
@@ -28,7 +28,7 @@ from cog_triton.engine_choice import (
 from cog_triton.errors import ConfigurationError
 from cog_triton.generation import Chunk, generate
 from cog_triton.life import TritonLife
-from cog_triton.repository.checks import check_streaming
+from cog_triton.repository.checks import check_streaming, read_config, unmet_needs
 from cog_triton.repository.fill import fill_repository
 from cog_triton.repository.overrides import load_overrides
 from cog_triton.request import Request
@@ -299,6 +299,30 @@ def check_files(llm: Mapping[str, object]) -> None:
     model = Path(str(llm.get("model", "")))
     if llm.get("engine") == "transformers" and model.is_dir() and str(model) != ".":
         check_checkpoint(model)
+
+
+def check_models(configs: Iterable[Path]) -> None:
+    """Finds what the engines of models that are filled already would miss.
+
+    Args:
+        configs: their config.pbtxt.
+
+    Raises:
+        ConfigurationError: a model's configuration is not valid, or lacks what its engine cannot load
+            without; or a file of its model is missing or damaged.
+    """
+    parsed = {config: read_config(config) for config in configs}
+    problems = [
+        f"  {problem}"
+        for config, content in parsed.items()
+        for problem in unmet_needs(config.parent.name, content)
+    ]
+    if problems:
+        raise ConfigurationError(
+            "\n".join(["models that cannot be loaded as they were filled:", *problems])
+        )
+    for content in parsed.values():
+        check_files({name: value.string_value for name, value in content.parameters.items()})
 
 
 def merge(

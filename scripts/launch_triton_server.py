@@ -36,9 +36,8 @@ from pathlib import Path
 
 from _checkout import ROOT
 
-from cog_triton.deployment import check_files
+from cog_triton.deployment import check_models
 from cog_triton.errors import ConfigurationError, TritonStartError
-from cog_triton.repository.checks import read_config, unmet_needs
 from cog_triton.repository.fill import CONFIG, read_template
 from cog_triton.server.command import Endpoints, Launch, choose_ports, command, launch_command
 from cog_triton.server.installation import locate
@@ -199,27 +198,6 @@ def check_repository(repository: Path, settings: Settings, launch: Launch) -> No
             f"{repository}: no {', '.join(missing)} in it, which every rank is to load "
             "(--tensorrt_llm_model_name)"
         )
-
-
-def check_models(configs: list[Path]) -> None:
-    """Finds what the engines of filled models would miss.
-
-    Raises:
-        ConfigurationError: a model's configuration is not valid, or lacks what its engine cannot load
-            without; or a file of its model is missing or damaged.
-    """
-    parsed = {config: read_config(config) for config in configs}
-    problems = [
-        f"  {problem}"
-        for config, content in parsed.items()
-        for problem in unmet_needs(config.parent.name, content)
-    ]
-    if problems:
-        raise ConfigurationError(
-            "\n".join(["models that cannot be loaded as they were filled:", *problems])
-        )
-    for content in parsed.values():
-        check_files({name: value.string_value for name, value in content.parameters.items()})
 
 
 def backends_of(repository: Path) -> frozenset[str]:
