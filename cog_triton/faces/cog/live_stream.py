@@ -23,6 +23,8 @@ from typing import Any
 
 from coglet import CancelationException
 
+from cog_triton.faces.cog.error_names import name_once, naming_once
+
 _cancellation: contextvars.ContextVar[_Cancellation | None] = contextvars.ContextVar(
     "cancellation", default=None
 )
@@ -65,7 +67,7 @@ def install() -> None:
         # The loop copies this thread's context for the coroutine while ``original`` runs.
         token = _cancellation.set(cancellation)
         try:
-            future = original(coroutine, loop)
+            future = original(naming_once(coroutine), loop)
         finally:
             _cancellation.reset(token)
         # A strong reference would be a cycle, which keeps the result of a future that coglet drops, and
@@ -115,7 +117,7 @@ async def _pump(source: AsyncGenerator[str, None], items: queue.SimpleQueue[str 
     except asyncio.CancelledError:
         end = CancelationException("the prediction was canceled")
     except Exception as error:
-        end = error
+        end = name_once(error)
     items.put(end)
 
 
