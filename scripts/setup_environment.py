@@ -80,7 +80,7 @@ def set_up(venv: Path, cpu_index: str) -> None:
     python = str(venv / "bin" / "python")
     run([python, *_PIP, "--upgrade", "pip"])
     install_torch(python, cpu_index)
-    say(f"the packages of {EXTRAS}, about 300 MB besides PyTorch")
+    say(f"the packages of {EXTRAS}, about 360 MB besides PyTorch")
     run([python, *_PIP, "--editable", EXTRAS])
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from cog_triton.deployment import (
     Deployment,
+    check_files,
     check_model,
     merge,
     placed,
@@ -90,6 +91,23 @@ def test_a_path_where_nothing_is(model: str) -> None:
 
 def test_an_id_is_left_to_the_loader() -> None:
     check_model(read_settings({"MODEL": "org/name"}))
+
+
+def test_a_model_may_be_a_tar_file_or_a_url(tmp_path: Path) -> None:
+    (tmp_path / "model.tar").touch()
+    for model in (str(tmp_path / "model.tar"), "https://host/path/to/model.tar"):
+        check_model(read_settings({"MODEL": model}))
+
+
+def test_files_are_checked_of_the_engine_that_reads_them(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"no weights")
+    (tmp_path / "config.json").write_text("{}")
+    llm = {"engine": "transformers", "model": str(tmp_path)}
+    with pytest.raises(ConfigurationError, match=r"model\.safetensors is damaged or incomplete"):
+        check_files(llm)
+    check_files({**llm, "engine": "simulated"})
+    check_files({**llm, "model": "org/name"})
+    check_files({"engine": "transformers"})
 
 
 def test_an_engine_directory_goes_to_the_backend_with_its_own_tokenizer(tmp_path: Path) -> None:

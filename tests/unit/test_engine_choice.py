@@ -4,12 +4,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from cog_triton.engine_choice import (
     BACKEND_LIBRARY,
     EngineName,
     Machine,
+    check_checkpoint,
     check_engine,
     choose_engine,
     misplaces_parameters,
@@ -127,3 +130,34 @@ def test_which_backends_misplace_parameters(
     engine: EngineName, version: str | None, misplaces: bool, tmp_path: Path
 ) -> None:
     assert misplaces_parameters(engine, machine(tmp_path, version=version)) is misplaces
+
+
+def checkpoint(directory: Path, *shards: str) -> Path:
+    """A model of several files, which ``shards`` are there of."""
+    directory.mkdir()
+    (directory / "config.json").write_text("{}")
+    index = {"weight_map": {"a": "1.safetensors", "b": "2.safetensors", "c": "2.safetensors"}}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    for shard in shards:
+        save_file({"a": np.zeros(2, np.float32)}, directory / shard)
+    return directory
+
+
+def test_a_checkpoint_of_several_files(tmp_path: Path) -> None:
+    check_checkpoint(checkpoint(tmp_path / "whole", "1.safetensors", "2.safetensors"))
+    lacking = checkpoint(tmp_path / "lacking", "1.safetensors")
+    with pytest.raises(ConfigurationError, match=r"index\.json names .* missing: 2\.safetensors$"):
+        check_checkpoint(lacking)
+
+
+def test_a_checkpoint_of_the_older_format_or_that_adapts_another_is_left_to_the_loader(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    check_checkpoint(tmp_path)
+    (tmp_path / "adapter_config.json").unlink()
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigurationError, match="holds no weights"):
+        check_checkpoint(tmp_path)
+    (tmp_path / "pytorch_model.bin").touch()
+    check_checkpoint(tmp_path)

@@ -37,6 +37,23 @@ def test_all_problems_are_named_at_once() -> None:
         assert name in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "good", "bad"),
+    [
+        ("DEVICE", ["auto", "cpu", "cuda", "cuda:3"], ["gpu", "cuda:", "cuda:x"]),
+        ("DTYPE", ["auto", "bfloat16"], ["int3", "half"]),
+    ],
+)
+def test_a_value_that_the_engine_would_refuse_is_refused_here(
+    name: str, good: list[str], bad: list[str]
+) -> None:
+    for value in good:
+        assert getattr(read_settings({name: value}), name.lower()) == value
+    for value in bad:
+        with pytest.raises(ConfigurationError, match=f"invalid settings: {name}='{value}'"):
+            read_settings({name: value})
+
+
 def test_a_directory_is_made_absolute_and_an_id_is_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
