@@ -25,7 +25,7 @@ from cog_triton.engine_choice import (
     look_around,
     misplaces_parameters,
 )
-from cog_triton.errors import ConfigurationError
+from cog_triton.errors import ConfigurationError, file_problem
 from cog_triton.generation import Chunk, generate
 from cog_triton.life import TritonLife
 from cog_triton.repository.checks import check_streaming, read_config, unmet_needs
@@ -160,10 +160,12 @@ async def begin_life(
         CogTritonError: it did not start; nothing is left of it.
     """
     with contextlib.ExitStack() as cleanup:
-        with _writing():
+        try:
             runtime = _runtime_directory(settings, cleanup)
             repository = runtime / "repository"
             fill_repository(settings.model_repository, repository, values)
+        except OSError as error:
+            raise ConfigurationError(file_problem(error)) from error
         check_streaming(repository)
         server = TritonServer(
             repository, runtime, settings, temporary=settings.runtime_directory is None
@@ -410,16 +412,6 @@ def _timed(what: str) -> Iterator[None]:
     started = time.monotonic()
     yield
     logger.info("%s in %.1f s", what, time.monotonic() - started)
-
-
-@contextlib.contextmanager
-def _writing() -> Iterator[None]:
-    """Names what the deployment's own files could not be written to or read from."""
-    try:
-        yield
-    except OSError as error:
-        where = error.filename or "a file of the deployment"
-        raise ConfigurationError(f"{where}: {error.strerror or error}") from error
 
 
 def _runtime_directory(settings: Settings, cleanup: contextlib.ExitStack) -> Path:

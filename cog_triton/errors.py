@@ -29,6 +29,8 @@ that text alone.
 
 from __future__ import annotations
 
+import shutil
+
 
 class CogTritonError(Exception):
     """Base of all errors raised on purpose by this package.
@@ -166,3 +168,14 @@ class EngineBuildError(CogTritonError):
     """A step of an engine's build failed."""
 
     code = "E3101"
+
+
+def file_problem(error: OSError) -> str:
+    """The file that could not be read or written, and why, in a line."""
+    if isinstance(
+        error, shutil.Error
+    ):  # of a directory's copy: source, destination and reason of each
+        _, file, reason = error.args[0][0]
+        return f"{file}: {reason}"
+    name = error.filename2 or error.filename
+    return f"{name}: {error.strerror}" if name else str(error)

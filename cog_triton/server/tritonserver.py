@@ -18,7 +18,7 @@ import threading
 import time
 from pathlib import Path
 
-from cog_triton.errors import TritonStartError
+from cog_triton.errors import ConfigurationError, TritonStartError, file_problem
 from cog_triton.protocol import ADDRESS_FILE, CONTEXT_MODEL
 from cog_triton.server import leftovers
 from cog_triton.server.command import (
@@ -89,7 +89,8 @@ class TritonServer:
         A rank other than 0 that is started on its own has no endpoint to ask: this returns at once.
 
         Raises:
-            ConfigurationError: no server or no mpirun was found, or a port is in use.
+            ConfigurationError: no server or no mpirun was found, a port is in use, or a file could not
+                be written.
             TritonStartError: the server died or ran out of time, with its reasons. It is stopped then.
         """
         installation = locate(self._settings)
@@ -102,7 +103,10 @@ class TritonServer:
             self.endpoints = choose_ports(self._settings)
             self._tell_address()
         leftovers.sweep()
-        server, backends = assemble(installation, self._runtime)
+        try:
+            server, backends = assemble(installation, self._runtime)
+        except OSError as error:  # the disk is full, say
+            raise ConfigurationError(file_problem(error)) from error
         arguments = command(
             server, self._repository, backends, self.endpoints, self.shm_prefix, self._settings
         )
