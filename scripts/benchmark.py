@@ -5,12 +5,12 @@
     python scripts/benchmark.py --target cog-sse generate triton-grpc --request-rate 10 50
     python scripts/benchmark.py --url http://localhost:5000 --concurrency 16 --request-count 200
 
-The last line on standard output is the report as JSON.
+The last line on standard output is the path of the report as JSON. The exit status is 0, 1 when a promise
+was missed (``--suite``), and 2 when something could not be measured.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import signal
 import sys
@@ -26,14 +26,13 @@ def main(argv: list[str] | None = None) -> int:
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
-        report = run(argv)
+        met = run(argv)
     except (BenchmarkError, CogTritonError) as error:
         print(error, file=sys.stderr)
-        return 1
+        return 2
     except KeyboardInterrupt:
         return 130
-    print(json.dumps(report))
-    return 0
+    return 0 if met else 1
 
 
 if __name__ == "__main__":

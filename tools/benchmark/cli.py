@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from cog_triton.settings import read_settings
-from tools.benchmark.checks import Check, as_report, report_rows
+from tools.benchmark.checks import Check, as_report, report_rows, verdict
 from tools.benchmark.html import render_html
 from tools.benchmark.machine import machine, reported_settings, server_environment, versions
 from tools.benchmark.measure import Running
@@ -33,8 +33,13 @@ Say = Callable[[str], None]
 progress: Say = partial(print, file=sys.stderr, flush=True)
 
 
-def run(argv: Sequence[str] | None = None, say: Say = print) -> dict[str, Any]:
-    """Runs what the command line asks for, says the table, writes the files and returns the report.
+def run(argv: Sequence[str] | None = None, say: Say = print) -> bool:
+    """Runs what the command line asks for, says the tables and writes the files.
+
+    What is said last is which promises were missed, if any were measured, and the path of the JSON.
+
+    Returns:
+        Whether every promise that was measured was met.
 
     Raises:
         CogTritonError, BenchmarkError: what was to be measured could not be set up, or not be reached.
@@ -50,15 +55,12 @@ def run(argv: Sequence[str] | None = None, say: Say = print) -> dict[str, Any]:
         "title": arguments.title,
         "command": shlex.join(["scripts/benchmark.py", *(sys.argv[1:] if argv is None else argv)]),
     }
-    return publish(
-        about,
-        environment,
-        results,
-        checks,
-        directory=arguments.artifact_dir,
-        export=arguments.profile_export_file,
-        say=say,
-    )
+    directory, export = arguments.artifact_dir, arguments.profile_export_file
+    publish(about, environment, results, checks, directory=directory, export=export, say=say)
+    if checks:
+        say(verdict(checks))
+    say(str(json_file(directory, export)))
+    return all(check.met for check in checks)
 
 
 def publish(
@@ -118,12 +120,11 @@ def write(report: Mapping[str, Any], csv: str, directory: Path, export: Path) ->
     """Writes the report's files and returns their paths.
 
     Args:
-        export: the file of the JSON; in the directory unless it names one of its own.
+        export: see ``json_file``.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    json_path = export if export.parent != Path() else directory / export
     files = {
-        json_path: json.dumps(report, indent=1),
+        json_file(directory, export): json.dumps(report, indent=1),
         directory / "benchmark.csv": csv,
         directory / "benchmark.html": render_html(report),
     }
@@ -131,6 +132,11 @@ def write(report: Mapping[str, Any], csv: str, directory: Path, export: Path) ->
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     return list(files)
+
+
+def json_file(directory: Path, export: Path) -> Path:
+    """The file of the JSON; in the directory unless it names one of its own."""
+    return export if export.parent != Path() else directory / export
 
 
 def _start(

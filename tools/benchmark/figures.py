@@ -104,7 +104,7 @@ def figure_of(rows: Sequence[Sequence[Panel]], *, shared: bool = False) -> go.Fi
             matches = {"matches": f"y{first if first > 1 else ''}"} if shared and column else {}
             figure.update_xaxes(panel.x, **at)
             figure.update_yaxes(panel.y | matches, **at)
-    return _styled(figure, PANEL_HEIGHT * len(rows))
+    return _styled(figure, PANEL_HEIGHT * len(rows), "Target")
 
 
 def bar_chart(bars: Sequence[tuple[str, Result, Mapping[str, float]]]) -> go.Figure:
@@ -146,7 +146,7 @@ def bar_chart(bars: Sequence[tuple[str, Result, Mapping[str, float]]]) -> go.Fig
     figure.update_layout(barmode="stack")
     figure.update_xaxes(linear_axis("CPU time (s per 1,000 output tokens)"))
     figure.update_yaxes(tickvals=places, ticktext=names, autorange="reversed", automargin=True)
-    return _styled(figure, BAR_HEIGHT * len(bars) + 160)
+    return _styled(figure, BAR_HEIGHT * len(bars) + 160, "Process")
 
 
 def color_of(slot: int) -> tuple[str, float]:
@@ -190,7 +190,8 @@ def _traces(line: Line, *, in_legend: bool) -> list[go.Scatter]:
     return [path, marks]
 
 
-def _styled(figure: go.Figure, height: int) -> go.Figure:
+def _styled(figure: go.Figure, height: int, legend: str) -> go.Figure:
+    """`legend`: what its entries are."""
     figure.update_layout(
         template="none",
         height=height,
@@ -198,7 +199,12 @@ def _styled(figure: go.Figure, height: int) -> go.Figure:
         paper_bgcolor=CLEAR,
         plot_bgcolor=CLEAR,
         font={"color": INK, "size": 12},
-        legend={"orientation": "h", "y": 1.0, "yanchor": "bottom"},
+        legend={
+            "orientation": "h",
+            "y": 1.0,
+            "yanchor": "bottom",
+            "title": {"text": f"{legend}: "},
+        },
         hoverlabel={"align": "left"},
         showlegend=True,
     )

@@ -29,7 +29,6 @@ from tools.benchmark.reading import (
     clean,
     format_number,
     format_percent,
-    is_open,
     load_mark,
     load_text,
     number,
@@ -49,8 +48,7 @@ def render_html(report: Mapping[str, Any]) -> str:
     """
     results = report.get("results") or []
     sections = plot_sections(results)
-    columns = columns_of(results)
-    checks = report.get("checks") or []
+    checks = [{**check, "bar": bar_of(check)} for check in report.get("checks") or []]
     plotted = any(section.plots.figure is not None for section in sections)
     page = (
         _environment()
@@ -66,10 +64,8 @@ def render_html(report: Mapping[str, Any]) -> str:
             },
             checks=checks,
             met=sum(bool(check.get("met")) for check in checks),
-            groups=[(group, len(list(of))) for group, of in groupby(columns, lambda c: c.group)],
-            columns=columns,
+            tables=tables_of(results),
             targets=[list(of) for _, of in groupby(results, _target)],
-            has_open_loops=any(map(is_open, results)),
             errors=list(_errors(results)),
             sections=sections,
             processes=list(_processes(results)),
@@ -112,17 +108,18 @@ def plot_sections(results: Sequence[Result]) -> list[Section]:
         ),
         Section(
             "Scaling",
-            "Output tokens per second against the load.",
+            "Output tokens per second against the load. A dashed line is an open loop.",
             against_load(series, (THROUGHPUT,), log=True),
         ),
         Section(
             "CPU time",
-            "CPU seconds that the processes of a role used for 1,000 output tokens, at each load.",
+            "CPU seconds that the processes of a role used for 1,000 output tokens. A bar is a target at "
+            "one load, which stands behind its name; a colour is a role.",
             cpu_time(series),
         ),
         Section(
             "Inter-token latency",
-            "Median and 99th percentile against the load.",
+            "Median (left) and 99th percentile (right) against the load.",
             against_load(series, INTER_TOKEN),
         ),
     ]
@@ -149,12 +146,58 @@ class Column:
     of: Callable[[Result], object]
 
 
-def columns_of(results: Iterable[Result]) -> list[Column]:
-    """The columns of the result table, with a ratio to each baseline."""
+@dataclass(frozen=True)
+class ResultTable:
+    """A table of the results, narrow enough for a window of 1,280 pixels.
+
+    Attributes:
+        legend: what its headings mean.
+    """
+
+    title: str
+    legend: str
+    columns: Sequence[Column]
+
+    @property
+    def groups(self) -> list[tuple[str, int]]:
+        """The headings over the columns', and over how many of them."""
+        by_group = groupby(self.columns, lambda column: column.group)
+        return [(group, len(list(of))) for group, of in by_group]
+
+
+def tables_of(results: Iterable[Result]) -> list[ResultTable]:
+    """Throughput, with a ratio to each baseline, and latency."""
     baselines = dict.fromkeys(
         str(name) for result in results for name in result.get("ratio_to_baseline") or {}
     )
-    return [*LOAD_COLUMNS, *map(_ratio, baselines), *LATENCY_COLUMNS]
+    return [
+        ResultTable("Throughput", THROUGHPUT_LEGEND, [*LOAD_COLUMNS, *map(_ratio, baselines)]),
+        ResultTable("Latency", LATENCY_LEGEND, LATENCY_COLUMNS),
+    ]
+
+
+@dataclass(frozen=True)
+class Bar:
+    """What was measured of a promise, beside its bound, which is in the middle of the track.
+
+    Attributes:
+        percent: of the track, at most 100.
+        text: the measured value as a multiple of the bound.
+    """
+
+    percent: float
+    text: str
+
+
+def bar_of(check: Mapping[str, Any]) -> Bar | None:
+    """The bar of a promise; None where it has no numbers."""
+    value, limit = number(check.get("value")), number(check.get("limit"))
+    if value is None or limit is None:
+        return None
+    if limit <= 0:  # nothing is promised to be there, or less than nothing to be added
+        return Bar(0.0 if value <= limit else 100.0, "")
+    share = max(value, 0.0) / limit
+    return Bar(min(50 * share, 100.0), f"{format_number(value / limit)} × the bound")
 
 
 def _figure(group: str, head: str, key: str) -> Column:
@@ -176,6 +219,17 @@ def _ratio(baseline: str) -> Column:
     return Column("Throughput relative to", baseline, ratio)
 
 
+THROUGHPUT_LEGEND = (
+    "Load: the concurrency, or with “/s” the requests per second of an open loop. Tokens: of a request, "
+    "mean of all. Throughput: output tokens and requests in all, divided by the duration. Load gen. CPU: "
+    "of the busiest load generator; above 80 % it may have measured itself."
+)
+LATENCY_LEGEND = (
+    "TTFT: from a request's start to its first chunk with content. Inter-token: of a request, its time "
+    "after that divided by its tokens but one. Chunk gap: between any two consecutive chunks. End-to-end: "
+    "from a request's start to its end. p50 is the median, p99 what 99 of 100 do not exceed. One alone: "
+    "share of the chunks that carry one token."
+)
 LOAD_COLUMNS = (
     Column("", "Load", load_mark),
     _figure("Tokens, mean", "in", "input_tokens_mean"),
@@ -185,8 +239,14 @@ LOAD_COLUMNS = (
     _figure("", "Duration (s)", "duration_s"),
     _figure("Throughput", "tokens/s", "output_tokens_per_s"),
     _figure("Throughput", "requests/s", "requests_per_s"),
+    Column(
+        "",
+        "Load gen. CPU (of a core)",
+        lambda result: format_percent(number(result.get("load_generator_cpu_share"))),
+    ),
 )
 LATENCY_COLUMNS = (
+    Column("", "Load", load_mark),
     *_stats("TTFT (ms)", "ttft_ms", "p50", "p90", "p99"),
     *_stats("Inter-token (ms)", "itl_ms", "p50", "p99"),
     *_stats("Chunk gap (ms)", "chunk_gap_ms", "p50", "p99"),
@@ -196,11 +256,6 @@ LATENCY_COLUMNS = (
         "Tokens/chunk",
         "one alone",
         lambda result: format_percent(stat(result, "tokens_per_chunk", "one_token_fraction")),
-    ),
-    Column(
-        "",
-        "Load gen. CPU (of a core)",
-        lambda result: format_percent(number(result.get("load_generator_cpu_share"))),
     ),
 )
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import csv
 import io
+import textwrap
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from tools.benchmark.load import Load
 from tools.benchmark.processes import Usage
+from tools.benchmark.tables import WIDTH, text_table
 from tools.benchmark.worker import Record
 
 MAX_SAMPLES = 2000
@@ -139,30 +141,20 @@ def result(
 
 
 def table(results: Sequence[Result]) -> str:
-    """One line for each result, and what to beware of."""
+    """Throughput, latency and CPU time of each result, and what to beware of, in 120 columns."""
     baselines = list(dict.fromkeys(name for one in results for name in one.ratio_to_baseline))
-    header = [
-        "target",
-        "load",
-        "tok/s",
-        "req/s",
-        "TTFT p50/p99",
-        "ITL p50/p99",
-        "gap p99",
-        "e2e p50/p99",
-        "tok/chunk",
-        "errors",
-        "gen CPU",
-        *(f"/{name}" for name in baselines),
-        "CPU s per 1k tokens",
-    ]
-    rows = [_row(one, baselines) for one in results]
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in (header, *rows)]
     rounds = max((one.rounds for one in results), default=1)
     medians = f" Figures are medians of {rounds} rounds in turns." if rounds > 1 else ""
-    note = f"Latencies in ms. * is a baseline.{medians}"
-    return "\n".join([*lines, note, *_warnings(results)])
+    blocks = [
+        _block([*THROUGHPUT, *map(_ratio_to, baselines)], results),
+        _block(LATENCY, results),
+        _block(CPU, results),
+    ]
+    notes = [
+        f"Latencies in ms. * is a baseline; /name is the throughput divided by its.{medians}",
+        *_warnings(results),
+    ]
+    return "\n\n".join([*blocks, "\n".join(map(_fill, notes))])
 
 
 def to_csv(results: Sequence[Result]) -> str:
@@ -188,22 +180,49 @@ def _gaps_ms(records: Sequence[Record]) -> list[float]:
     return [_ms(gap) for gap in np.concatenate(gaps)] if gaps else []
 
 
-def _row(one: Result, baselines: Sequence[str]) -> list[str]:
-    return [
-        one.target + ("*" if one.baseline else ""),
-        one.load_name,
-        f"{one.output_tokens_per_s:.0f}",
-        f"{one.requests_per_s:.2f}",
-        _pair(one.ttft_ms),
-        _pair(one.itl_ms),
-        _figure(one.chunk_gap_ms["p99"]),
-        _pair(one.e2e_ms),
-        _figure(one.tokens_per_chunk["mean"]),
-        f"{sum(one.errors.values())}/{one.requests}",
-        f"{one.load_generator_cpu_share:.0%}",
-        *(_ratio(one.ratio_to_baseline.get(name)) for name in baselines),
-        _cpu_by_role(one),
-    ]
+class Column(NamedTuple):
+    """Its heading, its cell for a result, and whether long cells may be wrapped."""
+
+    head: str
+    cell: Callable[[Result], str]
+    wrapped: bool = False
+
+
+NAME = (
+    Column("target", lambda one: one.target + ("*" if one.baseline else ""), wrapped=True),
+    Column("load", lambda one: one.load_name),
+)
+THROUGHPUT = (
+    *NAME,
+    Column("tok/s", lambda one: f"{one.output_tokens_per_s:.0f}"),
+    Column("req/s", lambda one: f"{one.requests_per_s:.2f}"),
+    Column("errors", lambda one: f"{sum(one.errors.values())}/{one.requests}"),
+    Column("gen CPU", lambda one: f"{one.load_generator_cpu_share:.0%}"),
+)
+LATENCY = (
+    *NAME,
+    Column("TTFT p50/p99", lambda one: _pair(one.ttft_ms)),
+    Column("ITL p50/p99", lambda one: _pair(one.itl_ms)),
+    Column("gap p99", lambda one: _figure(one.chunk_gap_ms["p99"])),
+    Column("e2e p50/p99", lambda one: _pair(one.e2e_ms)),
+    Column("tok/chunk", lambda one: _figure(one.tokens_per_chunk["mean"])),
+)
+
+
+def _ratio_to(baseline: str) -> Column:
+    return Column(
+        f"/{baseline}", lambda one: _ratio(one.ratio_to_baseline.get(baseline)), wrapped=True
+    )
+
+
+def _block(columns: Sequence[Column], results: Sequence[Result]) -> str:
+    rows = [[column.cell(one) for column in columns] for one in results]
+    wrapped = [index for index, column in enumerate(columns) if column.wrapped]
+    return text_table([column.head for column in columns], rows, wrapped)
+
+
+def _fill(line: str) -> str:
+    return textwrap.fill(line, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def _warnings(results: Sequence[Result]) -> list[str]:
@@ -224,6 +243,9 @@ def _cpu_by_role(one: Result) -> str:
         return "-"
     used = ((usage["role"], usage["cpu_s"] / one.output_tokens * 1000) for usage in one.processes)
     return " ".join(f"{role}={seconds:.3f}" for role, seconds in used if seconds >= 0.0005)
+
+
+CPU = (*NAME, Column("CPU s per 1,000 output tokens", _cpu_by_role, wrapped=True))
 
 
 def _flat(one: Result) -> dict[str, Any]:

@@ -4,18 +4,22 @@ import asyncio
 import csv
 import io
 import json
+import signal
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import benchmark
 import numpy as np
 import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
+from tools.benchmark import cli
+from tools.benchmark.checks import at_least, at_most, report_rows, verdict
 from tools.benchmark.cli import default_baselines, write
 from tools.benchmark.driver import Answer, Context, Failed, engine_inputs, sampling_request
 from tools.benchmark.http import Connection, Piece, Pool, events, parse_reply
@@ -452,9 +456,79 @@ def test_the_table() -> None:
     assert lines[0].split()[:4] == ["target", "load", "tok/s", "req/s"]
     assert lines[1].split()[:4] == ["cog-sse", "c=2", "4", "1.00"]
     assert "0.50" in lines[1].split()
-    assert "cog=100.000" in lines[1]
+    assert any("cog=100.000" in line for line in lines)
     assert "90% of a core" in "\n".join(lines)
     assert "1 x short answer" in "\n".join(lines)
+
+
+ROLES = ("tritonserver", "preprocessing", "tensorrt_llm", "postprocessing", "cog", "predictor")
+
+
+def test_tables_fit_120_columns_whatever_they_hold() -> None:
+    name = "cog-sse, one token a response, 4,096 tokens"
+    processes = [{"role": role, "cpu_s": 12.5, "rss_mb": 1.0, "uss_mb": 1.0} for role in ROLES]
+    ratios = {name: 12.3, "triton-engine": 0.98, "engine": 0.97, "transformers": 1.0}
+    slow = dict.fromkeys(("mean", "min", "max", "p50", "p90", "p99"), 98_765.0)
+    one = measured(
+        name,
+        baseline=True,
+        processes=processes,
+        ratio_to_baseline=ratios,
+        errors={"a reason " * 40: 3},
+        **dict.fromkeys(("ttft_ms", "itl_ms", "chunk_gap_ms", "e2e_ms"), slow),
+    )
+    lines = table([one, measured()]).splitlines()
+    assert max(map(len, lines)) <= 120
+    text = "\n".join(lines)
+    assert all(f"{role}=" in text for role in ROLES)
+    assert text.count("98765/98765") == 3
+    assert "…" not in text
+
+
+def test_the_promises_fit_120_columns() -> None:
+    checks = [at_most("a promise of many words " * 8, 123_456, 1, "tokens/s"), at_least("b", 2, 1)]
+    lines = report_rows(checks).splitlines()
+    assert max(map(len, lines)) <= 120
+    assert [line.split()[0] for line in (lines[1], lines[-1])] == ["MISSED", "met"]
+
+
+def test_a_verdict_names_what_was_missed() -> None:
+    checks = [
+        at_most("64 streams: TTFT p50", 33, 15, "ms"),
+        at_least("  chunks of one token", 0.5, 0.95),
+        at_least("memory", 2, 1),
+    ]
+    assert verdict(checks).splitlines() == [
+        "2 of 3 promises were missed:",
+        "  64 streams: TTFT p50: 33.0 ms, promised <= 15.0 ms",
+        "  64 streams: chunks of one token: 0.50, promised >= 0.95",
+    ]
+    met = [at_least("rate", 2, 1)] * 2
+    assert verdict(met) == "All 2 promises were met."
+
+
+@pytest.mark.parametrize("value", [30.0, 20.0])
+def test_a_missed_promise_is_the_exit_status(
+    value: float,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    checks = [at_least("rate", value, 25, "tokens/s"), at_least("memory", 2, 1)]
+    monkeypatch.setattr(cli, "run_suite", lambda *_: ([measured()], checks))
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    missed = value < 25
+    assert benchmark.main(["--suite", "--artifact-dir", str(tmp_path)]) == missed
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines[:-1])) <= 120
+    if missed:
+        assert lines[-3] == "1 of 2 promises were missed:"
+        assert lines[-2] == "  rate: 20.0 tokens/s, promised >= 25.0 tokens/s"
+    else:
+        assert lines[-2] == "All 2 promises were met."
+    report = json.loads(Path(lines[-1]).read_text())
+    assert [check["met"] for check in report["checks"]] == [not missed, True]
+    assert '"results"' not in "\n".join(lines)
 
 
 def test_the_csv_has_a_row_for_each_result() -> None:

@@ -11,8 +11,9 @@ import pytest
 from plotly.offline import get_plotlyjs
 
 from tools.benchmark import figures, plots, reading
+from tools.benchmark.checks import Check, as_report, at_least, at_most
 from tools.benchmark.figures import Line, Panel, Point
-from tools.benchmark.html import plot_sections, render_html
+from tools.benchmark.html import Bar, bar_of, plot_sections, render_html
 
 VOID = {"meta"}
 CODE = ("script", "style")
@@ -192,6 +193,68 @@ def test_checks_tell_met_from_not_met() -> None:
     assert "Targets:" not in render_html(report(*SWEEP))
 
 
+@pytest.mark.parametrize(
+    ("check", "percent", "text"),
+    [
+        (at_least("rate", 45, 30), 75, "1.50 × the bound"),
+        (at_least("rate", 15, 30), 25, "0.500 × the bound"),
+        (at_least("rate", 300, 30), 100, "10.0 × the bound"),  # and no longer than its track
+        (at_most("delay", 20, 20), 50, "1.00 × the bound"),
+        (at_most("delay", -2, 20), 0, "-0.100 × the bound"),
+        (at_most("processes", 0, 0), 0, ""),
+        (at_most("processes", 1, 0), 100, ""),
+    ],
+)
+def test_a_bar_is_half_its_track_at_the_bound(check: Check, percent: float, text: str) -> None:
+    [reported] = as_report([check])
+    assert bar_of(reported) == Bar(percent, text)
+    seen = shown(render_html(report(checks=[reported])))
+    kind = "met" if check.met else "not-met"
+    assert f'<div class="bar {kind}" style="width:{percent:.1f}%"></div>' in seen
+    assert "the line across it is the bound" in seen
+
+
+def test_a_promise_without_a_number_has_no_bar() -> None:
+    [reported] = as_report([at_most("delay", math.nan, 20)])
+    assert (reported["value"], reported["met"]) == (None, False)
+    assert 'class="bar' not in shown(render_html(report(checks=[reported])))
+
+
+LONG = "cog-sse, one token a response, 4,096 tokens"
+
+
+def test_no_table_is_wider_than_a_window_of_1280_pixels() -> None:
+    """Counted in characters of at most 7 pixels, with the padding: no cell is broken, headings are."""
+    figures = stats(98_765.4)
+    latencies = dict.fromkeys(("ttft_ms", "itl_ms", "chunk_gap_ms", "e2e_ms"), figures)
+    wide = result(
+        LONG, output_tokens_per_s=123_456.0, ratio_to_baseline={LONG: 12.34, "b": 1.0}, **latencies
+    )
+    page = shown(render_html(report(wide)))
+    assert "overflow-x" not in page
+    tables = re.findall(r'<table class="results">(.*?)</table>', page, re.DOTALL)
+    assert len(tables) == 3  # throughput, latency, processes
+    for table in tables[:2]:
+        row = table.rpartition("<tr>")[2]
+        cells = [len(cell) * 7 for cell in re.findall("<td>(.*?)</td>", row)]
+        heads = 130  # the name of the target, at least
+        assert heads + 16 + sum(max(44, cell) + 16 for cell in cells) < 1232
+
+
+def test_legends_say_what_their_entries_are() -> None:
+    titles = {
+        one.title: one.plots.figure.layout.legend.title.text
+        for one in plot_sections(SWEEP)
+        if one.plots.figure
+    }
+    assert len(titles) == 5
+    assert titles.pop("CPU time") == "Process: "
+    assert set(titles.values()) == {"Target: "}
+    seen = Page(render_html(report(*SWEEP))).text
+    for said in ("TTFT: from a request's start", "p50 is the median", "Throughput: output tokens"):
+        assert said in seen
+
+
 def test_text_of_others_cannot_leave_its_place() -> None:
     evil = "\"'><script>alert(1)</script>&amp;\x1b\ud800"
     results = [
@@ -229,9 +292,12 @@ def test_table_has_every_result() -> None:
         re.findall("<td>(.*?)</td>", row) for row in shown(page).split("<tr>") if "<td>" in row
     ]
     head = ["256", "128", "50"]
-    assert cells[0][:9] == ["1", *head, "0", "12.5", "100", "4.00", "–"]
-    assert " ".join(cells[1][:12]) == "16 256 128 50 4 12.5 1,600 4.00 1.25× 36.0 72.0 108"
-    assert cells[1][-3:] == ["1.00", "93 %", "21 %"]
+    low, high, low_latency, high_latency = cells[:4]
+    assert low == ["1", *head, "0", "12.5", "100", "4.00", "21 %", "–"]
+    assert " ".join(high) == "16 256 128 50 4 12.5 1,600 4.00 21 % 1.25×"
+    assert low_latency[:4] == ["1", "21.0", "42.0", "63.0"]
+    assert " ".join(high_latency[:4]) == "16 36.0 72.0 108"
+    assert high_latency[-2:] == ["1.00", "93 %"]
     assert "ensemble, concurrency 16: 3 × timed out" in Page(page).text
 
 
