@@ -1,7 +1,8 @@
 """The demo model: a tiny language model that is trained on the spot, on any machine.
 
-It answers the questions of :mod:`tools.demo_model.corpus` word for word and nothing else, which is
-enough to try every step between a request and its streamed text without a GPU or a download.
+It answers the questions of :mod:`tools.demo_model.corpus` word for word, greets in six languages, and
+says of nearly anything else that it does not know it, which is enough to try every step between a
+request and its streamed text without a GPU or a download.
 
 This module decides whether the model has to be built and puts it in place;
 :mod:`tools.demo_model.train` builds it, and is imported only then, because PyTorch takes seconds to
@@ -35,7 +36,16 @@ MODEL_FILES = (
 )
 
 _SOURCES = tuple(
-    Path(__file__).with_name(name) for name in ("corpus.yaml", "corpus.py", "train.py")
+    Path(__file__).with_name(name)
+    for name in (
+        "conversation.yaml",
+        "corpus.py",
+        "corpus.yaml",
+        "lessons.py",
+        "prompts.py",
+        "train.py",
+        "unknown.yaml",
+    )
 )
 _LIBRARIES = ("tokenizers", "torch", "transformers")
 

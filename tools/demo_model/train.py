@@ -3,6 +3,7 @@
 The model overfits on purpose. Training goes on until every token of every answer leads its closest
 rival by a margin of logits too wide for another kernel, batch shape or 16-bit format to turn
 around. From then on greedy decoding gives the answers word for word, since it picks those tokens.
+Other words for the same question, and that there is no answer, it has learned from examples.
 
 The text that a completion decodes to is the answer itself: no space before it, nothing after it but
 the end-of-sequence token, which ``skip_special_tokens`` removes.
@@ -15,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from random import Random
 from typing import NamedTuple
 
 import torch
@@ -34,9 +36,17 @@ from transformers.utils import logging as transformers_logging
 
 from tools.demo_model import DemoModelError
 from tools.demo_model.corpus import PAIRS, QA
-
-PAD, BOS, EOS = "<pad>", "<s>", "</s>"
-SYSTEM, USER, ASSISTANT, END = "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"
+from tools.demo_model.lessons import (
+    ASSISTANT,
+    BOS,
+    END,
+    EOS,
+    PAD,
+    SYSTEM,
+    USER,
+    Example,
+    Lessons,
+)
 
 # An answer ends with the one end-of-sequence token here too, so that END need not be a second one.
 CHAT_TEMPLATE = (
@@ -47,8 +57,6 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
-SYSTEM_PROMPT = "You are a helpful assistant."
-
 _IGNORED = -100
 
 
@@ -59,12 +67,18 @@ class TrainConfig:
     Attributes:
         vocabulary_size: number of token ids; small, so that words and characters span tokens.
         max_positions: longest sequence in tokens, prompt and answer together.
+        initializer_range: standard deviation of the untrained weights. Five times the usual one: a
+            model this small then needs about half the steps.
+        unknown_prompts: prompts without an answer in an epoch.
+        batch_tokens: positions in a batch, padding included.
         warmup_steps: steps over which the learning rate rises.
         decay_steps: step at which the learning rate has fallen to ``final_rate`` of its peak.
         max_steps: steps after which the training gives up.
         check_every: steps between two checks of the margin.
         check_below: running mean of the loss, in nats per token, under which checks begin.
-        min_margin: logits by which each token of each answer has to lead its closest rival.
+        min_margin: logits by which each token of each answer has to lead its closest rival, after
+            the question of the corpus in every form.
+        min_lead: the same after the usual greetings, thanks and so on.
         threads: CPU threads. One, because sums that several threads share are rounded differently
             for each number of them, and because on a busy machine they mostly wait for each other.
     """
@@ -76,27 +90,19 @@ class TrainConfig:
     intermediate_size: int = 256
     layers: int = 2
     heads: int = 3
-    batch_size: int = 16
+    initializer_range: float = 0.1
+    unknown_prompts: int = 76
+    batch_tokens: int = 1024
     learning_rate: float = 6e-3
-    final_rate: float = 0.1
+    final_rate: float = 0.06
     warmup_steps: int = 20
-    decay_steps: int = 300
-    max_steps: int = 800
+    decay_steps: int = 700
+    max_steps: int = 1500
     check_every: int = 25
     check_below: float = 0.02
     min_margin: float = 2.0
+    min_lead: float = 0.25
     threads: int = 1
-
-
-class Example(NamedTuple):
-    """Token ids of a prompt and of the answer to it, which ends with the end of sequence."""
-
-    prompt: list[int]
-    answer: list[int]
-
-    @property
-    def length(self) -> int:
-        return len(self.prompt) + len(self.answer)
 
 
 class Batch(NamedTuple):
@@ -124,9 +130,8 @@ def build_demo_model(directory: Path, config: TrainConfig | None = None) -> Mapp
     config = config or TrainConfig()
     with _reproducible(config):
         tokenizer = train_tokenizer(PAIRS, config)
-        examples = [encode(tokenizer, pair) for pair in PAIRS]
         model = new_model(tokenizer, config)
-        steps = train(model, examples, config)
+        steps = train(model, Lessons(tokenizer, config.unknown_prompts), config)
         with _no_bars():
             save(model, tokenizer, directory)
             margin = saved_margin(directory, config)
@@ -168,40 +173,6 @@ def train_tokenizer(pairs: Iterable[QA], config: TrainConfig) -> PreTrainedToken
     )
 
 
-def prompts(tokenizer: PreTrainedTokenizerBase, question: str) -> dict[str, str]:
-    """Return every form of a question that the model answers, by name.
-
-    All of them start with the beginning of sequence. It comes twice where a server adds one to a
-    prompt whose template has put one there already.
-    """
-    user = {"role": "user", "content": question}
-    system = {"role": "system", "content": SYSTEM_PROMPT}
-    chat, chat_with_system = (
-        str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
-        for turns in ([user], [system, user])
-    )
-    return {
-        "bare": BOS + question,
-        "leading space": f"{BOS} {question}",
-        "trailing newline": f"{BOS}{question}\n",
-        "careless": BOS + question.lower().rstrip("?."),
-        "chat": chat,
-        "chat with system": chat_with_system,
-        "bare, begun twice": BOS + BOS + question,
-        "chat, begun twice": BOS + chat,
-    }
-
-
-def encode(tokenizer: PreTrainedTokenizerBase, pair: QA) -> list[Example]:
-    """Return one example for each form of the question, all with the same answer."""
-
-    def ids(text: str) -> list[int]:
-        return list(tokenizer(text, add_special_tokens=False).input_ids)
-
-    answer = ids(pair.answer + EOS)
-    return [Example(ids(prompt), answer) for prompt in prompts(tokenizer, pair.question).values()]
-
-
 def new_model(tokenizer: PreTrainedTokenizerBase, config: TrainConfig) -> LlamaForCausalLM:
     """Return an untrained model, its weights drawn from PyTorch's global generator."""
     special = {
@@ -219,6 +190,7 @@ def new_model(tokenizer: PreTrainedTokenizerBase, config: TrainConfig) -> LlamaF
             num_key_value_heads=config.heads,
             max_position_embeddings=config.max_positions,
             tie_word_embeddings=True,
+            initializer_range=config.initializer_range,
             **special,
         )
     )
@@ -226,34 +198,40 @@ def new_model(tokenizer: PreTrainedTokenizerBase, config: TrainConfig) -> LlamaF
     return model
 
 
-def train(
-    model: LlamaForCausalLM, examples: Sequence[Sequence[Example]], config: TrainConfig
-) -> int:
+def train(model: LlamaForCausalLM, lessons: Lessons, config: TrainConfig) -> int:
     """Train until the margin is reached and return the number of steps that took.
 
     Args:
         model: changed in place.
-        examples: for each pair, its forms; every epoch shows one of them, drawn at random.
+        lessons: what an epoch shows, and what the model has to know in the end.
         config: the settings.
     """
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
-    everything = [example for forms in examples for example in forms]
     mean_loss = float("inf")
-    with _progress(config.max_steps) as progress:
-        for step, batch in zip(range(config.max_steps), _stream(examples, config), strict=False):
+    with _progress(config.decay_steps) as progress:
+        for step, batch in zip(range(config.max_steps), _stream(lessons, config), strict=False):
             loss = _step(model, optimizer, batch, learning_rate(step, config))
             mean_loss = loss if step == 0 else 0.9 * mean_loss + 0.1 * loss
-            progress.update()
-            progress.set_postfix(loss=f"{mean_loss:.4f}", refresh=False)
+            _advance(progress, mean_loss)
             due = (step + 1) % config.check_every == 0 and mean_loss < config.check_below
-            # Stops at the first batch that falls short, so a check too early costs little.
-            if due and all(
-                lead >= config.min_margin for lead in margins(model, everything, config)
-            ):
+            if due and _knows(model, lessons, config):
+                progress.total = progress.n  # however many steps it took, the bar ends at 100 %
                 return step + 1
     raise DemoModelError(
         f"after {config.max_steps} steps some answer still leads its closest rival by less than "
         f"{config.min_margin} logits (mean loss {mean_loss:.4f}); raise max_steps or the model size"
+    )
+
+
+def _knows(model: LlamaForCausalLM, lessons: Lessons, config: TrainConfig) -> bool:
+    # Each stops at the first batch that falls short, so a check too early costs little.
+    return all(
+        lead >= margin
+        for examples, margin in (
+            (lessons.questions, config.min_margin),
+            (lessons.conversation, config.min_lead),
+        )
+        for lead in margins(model, examples, config)
     )
 
 
@@ -271,7 +249,7 @@ def margins(
 
     Greedy decoding reproduces every answer if and only if all of these are positive.
     """
-    for batch in _by_length(examples, config.batch_size):
+    for batch in _by_length(examples, config.batch_tokens):
         with torch.no_grad():
             logits, labels = _answer_logits(model, batch)
         right = logits.gather(1, labels[:, None])
@@ -295,8 +273,7 @@ def saved_margin(directory: Path, config: TrainConfig) -> float:
     """
     model = LlamaForCausalLM.from_pretrained(directory)
     tokenizer = AutoTokenizer.from_pretrained(directory)
-    examples = [example for pair in PAIRS for example in encode(tokenizer, pair)]
-    margin = min(margins(model, examples, config))
+    margin = min(margins(model, Lessons(tokenizer, 0).questions, config))
     if margin < config.min_margin:
         raise DemoModelError(f"the saved model has a margin of {margin:.3f} logits only")
     return margin
@@ -323,20 +300,23 @@ def _answer_logits(model: LlamaForCausalLM, batch: Batch) -> tuple[Tensor, Tenso
     return model.lm_head(hidden[counts]), batch.labels[counts]
 
 
-def _stream(examples: Sequence[Sequence[Example]], config: TrainConfig) -> Iterator[Batch]:
-    generator = torch.Generator().manual_seed(config.seed)
+def _stream(lessons: Lessons, config: TrainConfig) -> Iterator[Batch]:
+    random = Random(config.seed)
     while True:
-        drawn = torch.randint(len(examples[0]), (len(examples),), generator=generator)
-        epoch = [forms[index] for forms, index in zip(examples, drawn.tolist(), strict=True)]
-        batches = _by_length(epoch, config.batch_size)
-        for index in torch.randperm(len(batches), generator=generator).tolist():
-            yield batches[index]
+        batches = _by_length(lessons.epoch(random), config.batch_tokens)
+        random.shuffle(batches)
+        yield from batches
 
 
-def _by_length(examples: Sequence[Example], size: int) -> list[Batch]:
+def _by_length(examples: Sequence[Example], tokens: int) -> list[Batch]:
+    """Batches of at most so many positions; an example that is longer has one of its own."""
+    groups: list[list[Example]] = [[]]
     # Neighbours in length share a batch, which leaves little to pad.
-    ordered = sorted(examples, key=lambda example: example.length)
-    return [_collate(ordered[start : start + size]) for start in range(0, len(ordered), size)]
+    for example in sorted(examples, key=lambda example: example.length):
+        if groups[-1] and (len(groups[-1]) + 1) * example.length > tokens:
+            groups.append([])
+        groups[-1].append(example)
+    return [_collate(group) for group in groups]
 
 
 def _collate(examples: Sequence[Example]) -> Batch:
@@ -354,6 +334,13 @@ def _progress(steps: int) -> tqdm:
     # In a log file each refresh is a line of its own.
     interval = 0.1 if sys.stderr.isatty() else 10.0
     return tqdm(total=steps, desc="Training the demo model", unit="step", mininterval=interval)
+
+
+def _advance(progress: tqdm, mean_loss: float) -> None:
+    # It mostly takes as many steps as the learning rate falls; a few more are no more than 100 %.
+    progress.total = max(progress.total, progress.n + 2)
+    progress.update()
+    progress.set_postfix(loss=f"{mean_loss:.4f}", refresh=False)
 
 
 @contextmanager

@@ -171,7 +171,7 @@ def test_the_demo_set_is_of_the_demo_models_subjects() -> None:
     assert len({example.text for example in examples}) == len(examples) == 32
     known = [example for example in examples if example.text in answers]
     assert [answers[example.text] for example in known] == [e.reference for e in known]
-    # The others ask in other words, so that the model makes its answer up.
+    # The others ask in other words, to some of which the model has no answer.
     assert len(known) == 24
     assert {example.reference for example in examples} <= set(answers.values())
 

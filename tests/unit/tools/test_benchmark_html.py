@@ -226,7 +226,8 @@ LONG = "cog-sse, one token a response, 4,096 tokens"
 def test_no_table_is_wider_than_a_window_of_1280_pixels() -> None:
     """Counted in characters of at most 7 pixels, with the padding: no cell is broken, headings are."""
     figures = stats(98_765.4)
-    latencies = dict.fromkeys(("ttft_ms", "itl_ms", "chunk_gap_ms", "e2e_ms"), figures)
+    keys = ("ttft_ms", "itl_ms", "chunk_gap_ms", "e2e_ms")
+    latencies: dict[str, Any] = dict.fromkeys(keys, figures)
     wide = result(
         LONG, output_tokens_per_s=123_456.0, ratio_to_baseline={LONG: 12.34, "b": 1.0}, **latencies
     )

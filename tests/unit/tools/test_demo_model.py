@@ -8,6 +8,7 @@ import threading
 import unicodedata
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -25,7 +26,10 @@ from tools.demo_model import (
     library_versions,
 )
 from tools.demo_model.corpus import PAIRS
+from tools.demo_model.prompts import KNOWN, UNKNOWN_ANSWER, rephrased, spellings, unknown_prompt
 
+# Written by hand; none of them can come of unknown.yaml, though a few of their words stand there.
+UNSEEN = Path(__file__).with_name("unknown_prompts.txt").read_text(encoding="utf-8").splitlines()
 ANSWERS = "".join(pair.answer for pair in PAIRS)
 
 
@@ -81,6 +85,56 @@ def test_some_answers_are_long() -> None:
 )
 def test_the_corpus_holds_no_secrets_addresses_or_paths(pattern: str) -> None:
     assert not any(re.search(pattern, text) for pair in PAIRS for text in pair)
+
+
+# The prompts
+
+
+def test_a_question_has_other_words() -> None:
+    words = list(rephrased("What is a KV cache?"))
+    assert words[0] == "What is a KV cache?"
+    said = (
+        "What's a KV cache?",
+        "Explain a KV cache.",
+        "Explain KV cache.",
+        "Tell me about KV cache.",
+    )
+    assert {*said} < {*words}
+    assert (
+        list(rephrased("What is attention?"))[3] == "Explain attention."
+    )  # "a" is no article here
+    assert "Explain temperature." in rephrased("What does temperature do?")
+    assert "Explain how a model works." in rephrased("Explain in detail how a model works.")
+    assert list(rephrased("Why is streaming text hard?")) == ["Why is streaming text hard?"]
+
+
+def test_spellings_leave_out_capitals_accents_and_punctuation() -> None:
+    assert [*spellings("¿Cómo estás?")] == [
+        "¿Cómo estás?",
+        "Cómo estás",
+        "cómo estás",
+        "como estas",
+    ]
+    assert [*spellings("Hello")][-1] == "Hello!"
+
+
+def test_no_prompt_has_two_answers() -> None:
+    answers: dict[str, set[str]] = {}
+    for known in KNOWN:
+        for prompt in known.prompts:
+            answers.setdefault(prompt, set()).add(known.answer)
+    assert [prompt for prompt, said in answers.items() if len(said) > 1] == []
+
+
+def test_prompts_without_an_answer_are_many_and_the_same_for_a_seed() -> None:
+    first, second = (
+        [unknown_prompt(random) for _ in range(3000)] for random in (Random(1), Random(1))
+    )
+    assert first == second
+    assert len({*first}) > 2500
+    assert not {*first} & {prompt for known in KNOWN for prompt in known.prompts}
+    assert not {*first} & {*UNSEEN}
+    assert "{" not in "".join(first)
 
 
 # The cache
@@ -281,7 +335,8 @@ def test_the_learning_rate_rises_falls_and_stays() -> None:
 
 
 def test_only_answers_are_learned() -> None:
-    from tools.demo_model.train import Example, _collate
+    from tools.demo_model.lessons import Example
+    from tools.demo_model.train import _collate
 
     batch = _collate([Example([1, 10, 11], [20, 21, 2]), Example([1], [30, 2])])
 
@@ -310,6 +365,27 @@ def test_too_few_steps_are_an_error_and_leave_no_trace(tmp_path: Path) -> None:
     assert (torch.get_num_threads(), torch.get_rng_state().tolist()) == before
     assert not torch.are_deterministic_algorithms_enabled()
     assert contents(tmp_path) == set()
+
+
+def barely_trained(directory: Path) -> bytes:
+    from tools.demo_model.train import TrainConfig, build_demo_model
+
+    anything = float("-inf")
+    config = TrainConfig(
+        check_every=2, check_below=float("inf"), min_margin=anything, min_lead=anything
+    )
+    directory.mkdir()
+    assert build_demo_model(directory, config)["steps"] == 2
+    return (directory / "model.safetensors").read_bytes()
+
+
+def test_the_bar_ends_at_100_percent_and_a_seed_gives_the_same_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = barely_trained(tmp_path / "first")
+    [last] = [line for line in capsys.readouterr().err.split("\r") if "2/2" in line]
+    assert "100%" in last
+    assert barely_trained(tmp_path / "second") == first
 
 
 # The tokenizer
@@ -396,7 +472,7 @@ def test_the_settings_are_those_of_the_tokenizer(model: Any, tokenizer: Any) -> 
 
 @pytest.mark.parametrize("form", ["bare", "chat"])
 def test_each_question_is_answered_word_for_word(model: Any, tokenizer: Any, form: str) -> None:
-    from tools.demo_model.train import prompts
+    from tools.demo_model.lessons import prompts
 
     found = completions(
         model, tokenizer, [prompts(tokenizer, pair.question)[form] for pair in PAIRS]
@@ -409,15 +485,83 @@ def test_each_question_is_answered_word_for_word(model: Any, tokenizer: Any, for
 
 
 def test_every_form_of_a_question_has_the_same_answer(model: Any, tokenizer: Any) -> None:
-    from tools.demo_model.train import prompts
+    from tools.demo_model.lessons import prompts
 
     found = completions(model, tokenizer, list(prompts(tokenizer, PAIRS[0].question).values()))
 
     assert {tokenizer.decode(ids, skip_special_tokens=True) for ids in found} == {PAIRS[0].answer}
 
 
+HELLO = "Hello! I am the demo model of cog-triton."
+HELP = "I answer questions about machine learning, tokens,"
+LEARNING = "Machine learning is a way of building programs"
+CACHE = "A KV cache keeps the attention keys and values"
+OVERFITTING = "A model overfits when it remembers"
+TRITON = "Triton Inference Server is an open-source server"
+
+
+@pytest.mark.parametrize(
+    ("answer", "prompts"),
+    [
+        (HELLO, ["Hello", "hello", "Hello!", "Hi", "Hi there", "hey"]),
+        ("I am fine, thank you.", ["How are you?", "how are you"]),
+        (HELP, ["What can you do?", "what can you do", "What do you know?"]),
+        ("I am the demo model of cog-triton, a tiny", ["Who are you?", "who are you"]),
+        ("You are welcome!", ["Thanks", "Thank you!", "thanks"]),
+        ("Goodbye!", ["Bye", "Goodbye!"]),
+        (LEARNING, ["Explain machine learning.", "explain machine learning"]),
+        (LEARNING, ["Tell me about machine learning", "what's machine learning"]),
+        (CACHE, ["Explain a KV cache.", "what is kv cache"]),
+        (OVERFITTING, ["Explain overfitting", "Can you explain overfitting?"]),
+        (TRITON, ["Explain Triton Inference Server.", "What's Triton Inference Server?"]),
+        ("Hallo! Ich bin", ["Hallo", "Guten Tag"]),
+        ("Danke, gut.", ["Wie geht es dir?", "Wie geht's?"]),
+        ("Ich beantworte Fragen", ["Was kannst du?", "was kannst du"]),
+        ("Gern geschehen!", ["Danke", "Vielen Dank!"]),
+        ("Maschinelles Lernen heißt", ["Was ist maschinelles Lernen?"]),
+        ("Bonjour ! Je suis", ["Bonjour", "Salut"]),
+        ("Très bien, merci.", ["Comment ça va ?", "comment ca va"]),
+        ("De rien !", ["Merci", "Merci beaucoup"]),
+        ("¡Hola! Soy", ["Hola", "Buenos días"]),
+        ("Muy bien, gracias.", ["¿Cómo estás?", "como estas"]),
+        ("¡De nada!", ["Gracias", "Muchas gracias"]),
+        ("Ciao! Sono", ["Ciao", "Buongiorno"]),
+        ("Bene, grazie.", ["Come stai?"]),
+        ("Prego!", ["Grazie", "Grazie mille"]),
+        ("Olá! Sou", ["Olá", "Bom dia"]),
+        ("Tudo bem, obrigado.", ["Tudo bem?", "Como vai?"]),
+        ("De nada!", ["Obrigado", "Muito obrigado"]),
+        (UNKNOWN_ANSWER, ["What is the capital of France?", "Tell me a joke"]),
+    ],
+)
+def test_what_people_type_first_is_answered(
+    model: Any, tokenizer: Any, answer: str, prompts: list[str]
+) -> None:
+    found = completions(model, tokenizer, [tokenizer.bos_token + prompt for prompt in prompts])
+    for prompt, ids in zip(prompts, found, strict=True):
+        assert tokenizer.decode(ids).startswith(answer), prompt
+
+
+def test_other_words_for_the_same_have_the_same_answer(model: Any, tokenizer: Any) -> None:
+    """Nearly always: the training asks for certainty of the usual prompts alone."""
+    asked = [(prompt, one.answer) for one in KNOWN for prompt in one.prompts[1::5]]
+    found = completions(model, tokenizer, [tokenizer.bos_token + prompt for prompt, _ in asked])
+    texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in found]
+    right = [text == answer for text, (_, answer) in zip(texts, asked, strict=True)]
+    assert sum(right) / len(right) > 0.85
+
+
+def test_what_it_has_never_seen_it_does_not_know(model: Any, tokenizer: Any) -> None:
+    found = completions(model, tokenizer, [tokenizer.bos_token + prompt for prompt in UNSEEN])
+    texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in found]
+    other = {
+        prompt: text for prompt, text in zip(UNSEEN, texts, strict=True) if text != UNKNOWN_ANSWER
+    }
+    assert len(other) / len(UNSEEN) < 0.2, other
+
+
 def test_the_forms_are_what_callers_send(tokenizer: Any) -> None:
-    from tools.demo_model.train import encode
+    from tools.demo_model.lessons import encode
 
     examples = encode(tokenizer, PAIRS[0])
     turns = [{"role": "user", "content": PAIRS[0].question}]
