@@ -107,35 +107,12 @@ class TritonServer:
             server, backends = assemble(installation, self._runtime)
         except OSError as error:  # the disk is full, say
             raise ConfigurationError(file_problem(error)) from error
-        arguments = command(
-            server, self._repository, backends, self.endpoints, self.shm_prefix, self._settings
-        )
-        lock = leftovers.hold(self.shm_prefix, self._temporary)
-        self._process = subprocess.Popen(
-            guarded(
-                guard_role(self._launch, self._settings),
-                self.shm_prefix,
-                self._settings.stop_timeout,
-                launch_command(arguments, self.shm_prefix, self._settings, self._launch),
-                directory=str(self._temporary or ""),
+        self._spawn(
+            command(
+                server, self._repository, backends, self.endpoints, self.shm_prefix, self._settings
             ),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env=environ,
-            cwd=PACKAGE_ROOT,  # the stubs' module search path begins there
-            start_new_session=True,
-            pass_fds=[lock],
+            environ,
         )
-        self._threads = [
-            threading.Thread(target=target, args=arguments, name="tritonserver", daemon=True)
-            for target, *arguments in (
-                (self._forward_log, self._process),
-                (self._clear_up, self._process, lock),
-            )
-        ]
-        for thread in self._threads:
-            thread.start()
         try:
             self._wait_until_ready()
         except BaseException:
@@ -188,6 +165,35 @@ class TritonServer:
     @property
     def _has_endpoints(self) -> bool:
         return not self._launch.rank
+
+    def _spawn(self, server: list[str], environ: dict[str, str]) -> None:
+        """Starts the guard of a server, given by its command line, and what reads its log."""
+        lock = leftovers.hold(self.shm_prefix, self._temporary)
+        self._process = subprocess.Popen(
+            guarded(
+                guard_role(self._launch, self._settings),
+                self.shm_prefix,
+                self._settings.stop_timeout,
+                launch_command(server, self.shm_prefix, self._settings, self._launch),
+                directory=str(self._temporary or ""),
+            ),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=environ,
+            cwd=PACKAGE_ROOT,  # the stubs' module search path begins there
+            start_new_session=True,
+            pass_fds=[lock],
+        )
+        self._threads = [
+            threading.Thread(target=target, args=arguments, name="tritonserver", daemon=True)
+            for target, *arguments in (
+                (self._forward_log, self._process),
+                (self._clear_up, self._process, lock),
+            )
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def _tell_guard(self, what: bytes) -> None:
         assert self._process is not None

@@ -7,8 +7,10 @@ from typing import Any, cast, get_args
 
 import pytest
 
-from cog_triton.deployment import (
-    Deployment,
+from cog_triton.deployment import Deployment
+from cog_triton.engine_choice import EngineName
+from cog_triton.errors import ConfigurationError, TritonUnavailable
+from cog_triton.preparation import (
     check_files,
     check_model,
     merge,
@@ -18,8 +20,6 @@ from cog_triton.deployment import (
     template_values,
     with_files,
 )
-from cog_triton.engine_choice import EngineName
-from cog_triton.errors import ConfigurationError, TritonUnavailable
 from cog_triton.repository.variables import VARIABLES
 from cog_triton.request import Request
 from cog_triton.settings import read_settings

@@ -16,7 +16,6 @@ from tritonclient.grpc.model_config_pb2 import (  # type: ignore[import-untyped,
 )
 
 from cog_triton.client.stream import error_from_text
-from cog_triton.deployment import template_values
 from cog_triton.engines.base import EngineError, GenerationRequest, SamplingParams, Tokens
 from cog_triton.engines.create import create_engine
 from cog_triton.engines.simulated import (
@@ -37,6 +36,7 @@ from cog_triton.errors import (
     TritonUnknownError,
 )
 from cog_triton.life import WARM_UP
+from cog_triton.preparation import template_values
 from cog_triton.repository.fill import fill_repository
 from cog_triton.repository.variables import VARIABLES
 from cog_triton.settings import Settings, read_settings

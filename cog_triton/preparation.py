@@ -1,0 +1,213 @@
+"""What a deployment needs before a start: an engine that can run, files in place, template variables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from cog_triton.context_length import context_length
+from cog_triton.engine_choice import (
+    EngineName,
+    Machine,
+    check_checkpoint,
+    check_engine,
+    choose_engine,
+    look_around,
+)
+from cog_triton.errors import ConfigurationError
+from cog_triton.repository.checks import read_config, unmet_needs
+from cog_triton.repository.overrides import load_overrides
+from cog_triton.server.installation import locate
+from cog_triton.server.log import GPU
+from cog_triton.settings import Settings
+
+Values = dict[str, dict[str, object]]
+
+
+def resolve_engine(settings: Settings) -> EngineName:
+    """The engine to run, after everything that can be known before a start has been checked.
+
+    Raises:
+        ConfigurationError: there is no tritonserver, or the engine or model cannot be run.
+    """
+    here = machine(settings)
+    engine = choose_engine(settings.engine, settings.engine_dir, here)
+    if engine == "tensorrtllm":
+        check_engine(settings.engine_dir, here, settings.world_size)
+    elif settings.world_size > 1 and engine != "simulated":  # which is how ranks are tried out
+        raise ConfigurationError(
+            f"WORLD_SIZE={settings.world_size} is for TensorRT-LLM's C++ backend, and the engine is "
+            f"{engine}; the LLM API's workers are set by tensor_parallel_size"
+        )
+    return engine
+
+
+def machine(settings: Settings) -> Machine:
+    """What this machine has of what engines need."""
+    return look_around(locate(settings).backends, gpu=GPU)
+
+
+def with_files(settings: Settings) -> Settings:
+    """The settings with what they name on this machine: downloaded, unpacked and checked.
+
+    Raises:
+        ConfigurationError: it is missing, or cannot be downloaded.
+    """
+    if settings.weights is not None:
+        return placed(settings, _fetch(settings, settings.weights))
+    if settings.engine_dir is not None or Path(settings.model).is_dir():
+        return settings
+    check_model(settings)
+    return placed(settings, _fetch(settings, settings.model))
+
+
+def placed(settings: Settings, directory: Path) -> Settings:
+    """The settings for weights in a directory: an engine, or a Hugging Face model."""
+    for engine_dir in (directory / "engine", directory):
+        if any(engine_dir.glob("*.engine")):
+            return settings.model_copy(update={"engine_dir": engine_dir})
+    return settings.model_copy(update={"model": str(directory)})
+
+
+def template_values(
+    settings: Settings, engine: EngineName, *, num_return_sequences: bool = True
+) -> Values:
+    """The template variables of each model: from the settings, overridden by the configuration file.
+
+    Args:
+        num_return_sequences: whether the models have this input; see ``misplaces_parameters``.
+
+    Raises:
+        ConfigurationError: the configuration file cannot be read.
+    """
+    overrides = read_overrides(settings)
+    tokenizer: dict[str, object] = {"tokenizer_dir": settings.tokenizer_dir}
+    # Only where it is asked for: the C++ backend and NVIDIA's own templates have no such variable.
+    if settings.trust_remote_code:
+        tokenizer["trust_remote_code"] = True
+    llm = {**tokenizer, **_engine_values(settings, engine)}
+    limit = context_length({**llm, **overrides.get("tensorrt_llm", {})})
+    values: Values = {
+        "ensemble": {},
+        "preprocessing": {**tokenizer, "max_seq_len": limit},
+        "postprocessing": dict(tokenizer),
+        "tensorrt_llm": llm,
+    }
+    if not num_return_sequences:
+        for model in ("ensemble", "tensorrt_llm"):
+            values[model]["num_return_sequences"] = False
+    return merge(values, overrides)
+
+
+def read_overrides(settings: Settings) -> Values:
+    """What the configuration file overrides, by model and variable; nothing without one.
+
+    Raises:
+        ConfigurationError: it cannot be read, or it was named and is not there.
+    """
+    file = settings.config_file
+    if file.exists():
+        return load_overrides(file)
+    if settings.names_config_file:
+        raise ConfigurationError(f"COG_TRITON_CONFIG={file} does not exist")
+    return {}
+
+
+def check_files(llm: Mapping[str, object]) -> None:
+    """Finds files of a model that are missing or damaged, before Triton is started on them.
+
+    Args:
+        llm: the values of tensorrt_llm, as ``template_values`` or a filled configuration have them.
+
+    Raises:
+        ConfigurationError: naming the file.
+    """
+    model = Path(str(llm.get("model", "")))
+    if llm.get("engine") == "transformers" and model.is_dir() and str(model) != ".":
+        check_checkpoint(model)
+
+
+def check_models(configs: Iterable[Path]) -> None:
+    """Finds what the engines of models that are filled already would miss.
+
+    Args:
+        configs: their config.pbtxt.
+
+    Raises:
+        ConfigurationError: a model's configuration is not valid, or lacks what its engine cannot load
+            without; or a file of its model is missing or damaged.
+    """
+    parsed = {config: read_config(config) for config in configs}
+    problems = [
+        f"  {problem}"
+        for config, content in parsed.items()
+        for problem in unmet_needs(config.parent.name, content)
+    ]
+    if problems:
+        raise ConfigurationError(
+            "\n".join(["models that cannot be loaded as they were filled:", *problems])
+        )
+    for content in parsed.values():
+        check_files({name: value.string_value for name, value in content.parameters.items()})
+
+
+def merge(
+    values: Mapping[str, Mapping[str, object]], overrides: Mapping[str, Mapping[str, object]]
+) -> Values:
+    """``values`` with the variables of ``overrides`` in place of those of the same model and name."""
+    return {
+        model: {**values.get(model, {}), **overrides.get(model, {})}
+        for model in [*values, *(model for model in overrides if model not in values)]
+    }
+
+
+def check_model(settings: Settings) -> None:
+    """Finds a model that is not there before anything is started.
+
+    Raises:
+        ConfigurationError: MODEL looks like a path, and there is nothing.
+    """
+    path = Path(settings.model)
+    looks_like_path = (
+        settings.model.startswith((".", "/", "models/")) or settings.model.count("/") > 1
+    )
+    if looks_like_path and "://" not in settings.model and not path.expanduser().exists():
+        hint = "; make it with scripts/make_demo_model.py" if path == Path("models/demo") else ""
+        raise ConfigurationError(f"MODEL={settings.model} does not exist{hint}")
+
+
+def _fetch(settings: Settings, source: str) -> Path:
+    from cog_triton.weights import fetch  # brings httpx and more, which few setups need
+
+    return fetch(
+        source,
+        cache=settings.weights_cache.expanduser(),
+        checksum=settings.weights_checksum,
+        token=settings.hf_token.get_secret_value() if settings.hf_token else None,
+    )
+
+
+def _engine_values(settings: Settings, engine: EngineName) -> dict[str, object]:
+    # The predictor returns the answer alone; for others the default is NVIDIA's, with the prompt.
+    predictors = {"exclude_input_in_output": True}
+    if engine == "tensorrtllm":
+        return {
+            **predictors,
+            "triton_backend": "tensorrtllm",
+            "engine_dir": settings.absolute_engine_dir,
+        }
+    return {
+        **predictors,
+        "engine": engine,
+        "model": settings.model_dir,
+        "device": settings.device,
+        "dtype": settings.dtype,
+        "max_seq_len": settings.max_sequence_length,
+        "simulated_prefill_ms": settings.simulated_prefill_ms,
+        "simulated_prefill_tokens_per_s": settings.simulated_prefill_tokens_per_s,
+        "simulated_inter_token_ms": settings.simulated_inter_token_ms,
+        "simulated_max_batch": settings.simulated_max_batch,
+        "simulated_failure_rate": settings.simulated_failure_rate,
+        "simulated_failures": settings.simulated_failures,
+        "simulated_text": settings.simulated_text,
+    }
