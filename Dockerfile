@@ -30,8 +30,8 @@ RUN python3 /tmp/image_constraints.py > /tmp/constraints.txt \
         --constraint /tmp/constraints.txt --requirement /tmp/requirements.txt \
     && rm /tmp/constraints.txt /tmp/requirements.txt /tmp/image_constraints.py
 # Triton's Python stubs ignore PYTHONPATH: so they find cog_triton wherever they are started. And Cog's
-# server sends each token at once (see cog_triton/faces/cog/no_delay.py).
-RUN python3 -c "import pathlib, sysconfig; pathlib.Path(sysconfig.get_path('purelib'), 'cog_triton.pth').write_text('/src\nimport sys; \'cog.server.http\' in sys.orig_argv and __import__(\'cog_triton.faces.cog.no_delay\').faces.cog.no_delay.send_at_once()')"
+# server has what it lacks (see cog_triton/faces/cog/server.py).
+RUN python3 -c "import pathlib, sysconfig; pathlib.Path(sysconfig.get_path('purelib'), 'cog_triton.pth').write_text('/src\nimport sys; \'cog.server.http\' in sys.orig_argv and __import__(\'cog_triton.faces.cog.server\').faces.cog.server.prepare()')"
 
 # Cog's server on one thread: with more, it refuses requests although slots are free. See docs/cog.md.
 ENV COG_PREDICT_TYPE_STUB=predict.py:Predictor \

@@ -15,6 +15,7 @@ from cog import BaseRunner, ConcatenateIterator, Input
 from cog_triton.deployment import Deployment
 from cog_triton.faces.cog import live_stream
 from cog_triton.generation import Chunk
+from cog_triton.parent import end_with_parent
 from cog_triton.request import Request, new_seed, resolve_max_tokens, resolve_min_tokens
 from cog_triton.server.log import log_to
 from cog_triton.settings import Settings, read_settings
@@ -33,6 +34,7 @@ class Predictor(BaseRunner):
         if weights:
             settings = settings.model_copy(update={"weights": weights})
         validate_template(settings.prompt_template)
+        end_with_parent()
         self.deployment = await Deployment.start(settings)
         # What is alive now stays so: a full collection would go through all of it.
         gc.collect()

@@ -74,7 +74,7 @@ def main(argv: list[str] | None = None) -> int:
     import make_schema
 
     make_schema.main([])
-    command = [sys.executable, "-m", "cog_triton.faces.cog.no_delay", "--host", arguments.host]
+    command = [sys.executable, "-m", "cog_triton.faces.cog.server", "--host", arguments.host]
     serving = Serving(reporter, Bounds(settings.drain_seconds, settings.stop_timeout))
     return serving.run(command, environment(os.environ), ROOT)
 

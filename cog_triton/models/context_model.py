@@ -20,12 +20,13 @@ from cog_triton.errors import CogTritonError, UserError
 from cog_triton.models import stub
 from cog_triton.models.context import Contexts, Tensors, joined
 from cog_triton.models.model_calls import Client, flag, renamed
+from cog_triton.parent import end_with_parent
 from cog_triton.protocol import ADDRESS_FILE, ENGINE
 
 
 class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
-        stub.end_with_server()
+        end_with_parent()
         # The server's own, which it wrote down before it started.
         self._address = Path(args["model_repository"], ADDRESS_FILE).read_text()
         self._loop = asyncio.new_event_loop()

@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import select
-import signal
-import threading
 from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy.typing as npt
 
 Array = npt.NDArray[Any]
-
-
-def end_with_server() -> None:
-    """Ends this process when tritonserver ends, however it does: a stub notices nothing by itself."""
-    server = os.pidfd_open(os.getppid())
-    threading.Thread(target=_end_after, args=[server], name="end-with-server", daemon=True).start()
 
 
 def parameters(config: Mapping[str, Any]) -> dict[str, str]:
@@ -57,8 +47,3 @@ def refusal(pb_utils: Any, message: str) -> Any:
     """A response that says what is wrong with the request; HTTP clients get status 400."""
     code = pb_utils.TritonError.INVALID_ARG
     return pb_utils.InferenceResponse(error=pb_utils.TritonError(message, code))
-
-
-def _end_after(process: int) -> None:
-    select.select([process], [], [])
-    os.kill(os.getpid(), signal.SIGKILL)

@@ -68,7 +68,7 @@ def test_connections_to_the_served_predictor_send_at_once(cog_server: CogServer)
     (cog,) = [
         pid
         for pid in children(cog_server.process.pid)
-        if b"cog_triton.faces.cog.no_delay" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        if b"cog_triton.faces.cog.server" in Path(f"/proc/{pid}/cmdline").read_bytes()
     ]
     assert listeners_nodelay(cog, cog_server.port) == [1]
     with socket.create_connection(("127.0.0.1", cog_server.port)) as client:

@@ -110,7 +110,7 @@ def test_no_arrival_is_refused_while_a_slot_is_free(paced_cog_server: CogServer)
     """
     (server,) = [
         pid
-        for pid in processes("cog_triton.faces.cog.no_delay")
+        for pid in processes("cog_triton.faces.cog.server")
         if pid in children(paced_cog_server.process.pid)
     ]
     threads = [file.read_text() for file in Path(f"/proc/{server}/task").glob("*/comm")]

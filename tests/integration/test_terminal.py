@@ -20,7 +20,17 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.support import ROOT, SHARED_MEMORY, Event, _events, children, free_port, processes
+from tests.support import (
+    ROOT,
+    SHARED_MEMORY,
+    Event,
+    _events,
+    alive,
+    children,
+    free_port,
+    processes,
+    wait_until,
+)
 from tools.demo_model.corpus import PAIRS
 
 SERVE = [sys.executable, str(ROOT / "scripts" / "serve.py")]
@@ -312,11 +322,33 @@ def test_the_end_of_cogs_server_that_nobody_asked_for_is_an_error(
     with Terminal(SERVE, environment, tmp_path) as terminal:
         terminal.wait_for("ready:")
         there = {terminal.process.pid, *children(terminal.process.pid)}
-        (server,) = there & set(processes("cog_triton.faces.cog.no_delay"))
+        (server,) = there & set(processes("cog_triton.faces.cog.server"))
         os.kill(server, signal.SIGKILL)
         assert terminal.status() == 1
         end = "error:\x1b[0m Cog's server ended by signal 9 (SIGKILL)\r\n"
         assert terminal.text.endswith(end)
+        terminal.leaves_nothing(there)
+
+
+def test_cogs_server_ends_with_its_worker(demo_model: Path, tmp_path: Path) -> None:
+    with Terminal(SERVE, simulated(demo_model), tmp_path) as terminal:
+        terminal.wait_for("ready:")
+        there = {terminal.process.pid, *children(terminal.process.pid)}
+        (worker,) = [pid for pid in there if pid in processes("coglet.server._run_worker")]
+        os.kill(worker, signal.SIGKILL)
+        assert terminal.status() == 1
+        end = "the predictor's process has ended, and Cog's server with it\r\n"
+        assert terminal.text.endswith(end)
+        terminal.leaves_nothing(there)
+
+
+def test_nothing_outlives_serve(demo_model: Path, tmp_path: Path) -> None:
+    with Terminal(SERVE, simulated(demo_model), tmp_path) as terminal:
+        terminal.wait_for("ready:")
+        there = {terminal.process.pid, *children(terminal.process.pid)}
+        os.kill(terminal.process.pid, signal.SIGKILL)
+        assert terminal.status() == -signal.SIGKILL
+        wait_until(lambda: not [pid for pid in there if alive(pid)], 60, "the end of all of it")
         terminal.leaves_nothing(there)
 
 

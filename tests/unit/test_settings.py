@@ -81,7 +81,7 @@ def test_every_setting_is_described_and_nothing_else_reads_the_environment() -> 
     # Cog's. The engine builder and the benchmark are commands of their own.
     own = re.compile("tools/")
     assert sorted(file for file in readers if not own.match(file)) == [
-        "cog_triton/faces/cog/no_delay.py",
+        "cog_triton/faces/cog/server.py",
         "cog_triton/server/mpi_job.py",
         "cog_triton/server/tritonserver.py",
         "cog_triton/settings.py",

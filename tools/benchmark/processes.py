@@ -45,7 +45,7 @@ def role_of(command: list[str]) -> str:
         return "tritonserver"
     if "tools.benchmark.worker" in line:
         return LOAD_GENERATOR
-    if "cog.server.http" in line or "cog_triton.faces.cog.no_delay" in line:
+    if "cog.server.http" in line or "cog_triton.faces.cog.server" in line:
         return "cog"
     if "transformers.cli.transformers serve" in line:
         return "serve"

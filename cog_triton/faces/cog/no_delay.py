@@ -1,36 +1,26 @@
-"""Cog's HTTP server without Nagle's algorithm: ``python -m cog_triton.faces.cog.no_delay``.
+"""Cog's HTTP server without Nagle's algorithm.
 
-Takes the options of ``python -m cog.server.http``. Where Cog writes the command, as in an image, a line in
-a .pth file calls ``send_at_once`` in the same process. Measured with Cog 0.23.1: its server leaves Nagle's
-algorithm on, so that each small event of a stream waits until the client has acknowledged the one
-before, for which it takes up to 40 ms. Connections inherit TCP_NODELAY from the socket that they
-were accepted on. Cog gives no access to that, but it is one of this process's own.
+Measured with Cog 0.23.1: its server leaves Nagle's algorithm on, so that each small event of a stream waits
+until the client has acknowledged the one before, for which it takes up to 40 ms. Connections inherit
+TCP_NODELAY from the socket that they were accepted on. Cog gives no access to that, but it is one of this
+process's own.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import runpy
 import socket
 import threading
 import time
 from collections.abc import Iterator
 
-COG = "cog.server.http"
 _POLL_SECONDS = 0.01
 _GIVE_UP_SECONDS = 60.0
 
 
-def main() -> None:
-    """Runs Cog's server in this process."""
-    send_at_once()
-    runpy.run_module(COG, run_name="__main__", alter_sys=True)
-
-
-def send_at_once() -> None:
-    """Turns Nagle's algorithm off on the port that this process is about to listen on ($PORT)."""
-    port = int(os.environ.get("PORT", "5000"))
+def send_at_once(port: int) -> None:
+    """Turns Nagle's algorithm off on the port that this process is about to listen on."""
     threading.Thread(target=_watch, args=(port,), name="tcp-nodelay", daemon=True).start()
 
 
@@ -62,7 +52,3 @@ def _borrowed(fd: int) -> Iterator[socket.socket]:
         yield sock
     finally:
         sock.detach()
-
-
-if __name__ == "__main__":
-    main()

@@ -8,6 +8,7 @@ all at once.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import enum
 import logging
 import os
@@ -86,6 +87,12 @@ class Signals:
         return []
 
 
+def _stop_with_starter() -> None:
+    """Has Cog's server stop when this process is killed."""
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+
+
 class Serving:
     """Cog's server as a process group of its own, and what becomes of it."""
 
@@ -115,6 +122,7 @@ class Serving:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # Ctrl-C reaches this process alone, which passes it on
+            preexec_fn=_stop_with_starter,
         )
         assert self._server.stdout is not None
         log = self._server.stdout.fileno()
@@ -210,6 +218,7 @@ class Serving:
             self._stage = Stage.FAILED
             why = f": {self._last}" if self._last else ""
             self._last = f"Cog's server ended {describe_status(status)}{why}"
+            kill_and_clean()  # a worker without its server has nobody to answer
         elif self._stage is not Stage.FAILED:
             self._stage = Stage.STOPPING
         self._deadline = time.monotonic() + self._bounds.stop + STOP_MARGIN_SECONDS

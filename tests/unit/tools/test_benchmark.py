@@ -551,7 +551,7 @@ def test_the_csv_has_a_row_for_each_result() -> None:
         ("/opt/tritonserver/bin/tritonserver --model-repository=/r", "tritonserver"),
         ("/v/python -I -S guard.py server p 10 /t /x/tritonserver --x", "other"),
         ("/v/python -m cog.server.http --host 127.0.0.1", "cog"),
-        ("/v/python -m cog_triton.faces.cog.no_delay --host 127.0.0.1", "cog"),
+        ("/v/python -m cog_triton.faces.cog.server --host 127.0.0.1", "cog"),
         ("python -c import coglet; coglet.server._run_worker()", "predictor"),
         ("/v/python -m tools.benchmark.worker", "load-generator"),
         ("/v/python -m transformers.cli.transformers serve /m --port 1", "serve"),

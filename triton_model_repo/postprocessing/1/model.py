@@ -9,12 +9,13 @@ import triton_python_backend_utils as pb_utils
 
 from cog_triton.models import stub
 from cog_triton.models.postprocessing import Postprocessor
+from cog_triton.parent import end_with_parent
 from cog_triton.text.tokenizer import load_tokenizer, without_torch
 
 
 class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
-        stub.end_with_server()
+        end_with_parent()
         without_torch()
         parameters = stub.parameters(json.loads(args["model_config"]))
         self._postprocessor = Postprocessor(

@@ -11,6 +11,7 @@ import triton_python_backend_utils as pb_utils
 
 from cog_triton.models import stub
 from cog_triton.models.preprocessing import Preprocessor
+from cog_triton.parent import end_with_parent
 from cog_triton.protocol import continued_ids
 from cog_triton.text.tokenizer import load_tokenizer, without_torch
 
@@ -21,7 +22,7 @@ LONG_BYTES = 20_000  # about ten milliseconds; what is longer keeps nobody waiti
 
 class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
-        stub.end_with_server()
+        end_with_parent()
         without_torch()
         parameters = stub.parameters(json.loads(args["model_config"]))
         context_length = parameters.get("max_seq_len")

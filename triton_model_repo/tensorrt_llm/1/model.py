@@ -18,6 +18,7 @@ from cog_triton.engines.serving import DeliveryLimits, Output, Serving
 from cog_triton.models import stub
 from cog_triton.models.engine_metrics import EngineMetrics
 from cog_triton.models.tensors import generation_requests, placeholders, response_tensors
+from cog_triton.parent import end_with_parent
 from cog_triton.protocol import IDS_ONLY, continued_ids
 
 CANCELLATION_CHECK_SECONDS = (
@@ -27,7 +28,7 @@ CANCELLATION_CHECK_SECONDS = (
 
 class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
-        stub.end_with_server()
+        end_with_parent()
         config = json.loads(args["model_config"])
         parameters = stub.parameters(config)
         self._decoupled = config["model_transaction_policy"]["decoupled"]

@@ -12,13 +12,14 @@ from cog_triton.models import stub
 from cog_triton.models.bls import Bls, Watch, check_parameters
 from cog_triton.models.bls_stub import StubModels, answer_in_threads, send_all
 from cog_triton.models.model_calls import Client, request_key
+from cog_triton.parent import end_with_parent
 
 CANCELLATION_CHECK_SECONDS = 1.0  # asking Triton is a round trip
 
 
 class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
-        stub.end_with_server()
+        end_with_parent()
         config = json.loads(args["model_config"])
         parameters = stub.parameters(config)
         check_parameters(parameters)
