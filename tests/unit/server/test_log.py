@@ -46,7 +46,7 @@ def test_the_cause_comes_last_and_once() -> None:
     )
     assert reason.splitlines() == [
         "tritonserver died while starting, with exit status 1",
-        "model tensorrt_llm: Internal: Error: no header",
+        "model tensorrt_llm: Error: no header",
     ]
 
 

@@ -402,7 +402,7 @@ def test_what_is_missing_ends_the_script_with_2(
     assert summarize.main([model, f"--dataset_dir={DEMO}"]) == 2
     assert "no column 'article', but answer, question" in capsys.readouterr().err
     assert summarize.main([f"--hf_model_dir={tmp_path}/no/model", f"--dataset_dir={DEMO}"]) == 2
-    assert f"{tmp_path}/no/model is no directory" in capsys.readouterr().err
+    assert f"{tmp_path}/no/model does not exist" in capsys.readouterr().err
     long = ["--eval_task=question_answering", "--min_input_length=1000"]
     assert summarize.main([model, f"--dataset_dir={DEMO}", *long]) == 2
     assert "no text of more than 1000 tokens" in capsys.readouterr().err
