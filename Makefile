@@ -16,7 +16,7 @@ $(STAMP): pyproject.toml
 	@touch $@
 
 models/demo/config.json: $(STAMP) $(wildcard tools/demo_model/*.py tools/demo_model/*.yaml)
-	$(BIN)/python scripts/make_demo_model.py
+	@$(BIN)/python scripts/make_demo_model.py >&2
 	@touch $@
 
 # Ctrl-C reaches make as well, which ends with status 130 by itself once the command has ended.

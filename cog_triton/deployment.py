@@ -19,7 +19,12 @@ from cog_triton.context_length import context_length
 from cog_triton.engine_choice import (
     misplaces_parameters,
 )
-from cog_triton.errors import ConfigurationError, file_problem
+from cog_triton.errors import (
+    ConfigurationError,
+    TritonStartError,
+    TritonUnavailable,
+    file_problem,
+)
 from cog_triton.generation import Chunk, generate
 from cog_triton.life import TritonLife
 from cog_triton.preparation import (
@@ -35,7 +40,7 @@ from cog_triton.repository.checks import check_streaming
 from cog_triton.repository.fill import fill_repository
 from cog_triton.request import Request
 from cog_triton.server.guard import process_name
-from cog_triton.server.supervisor import RestartPolicy, Supervisor
+from cog_triton.server.supervisor import NOTICE_SECONDS, RestartPolicy, Supervisor
 from cog_triton.server.tritonserver import TritonServer
 from cog_triton.settings import Settings
 from cog_triton.text.tokenizer import Tokenizer, load_tokenizer, without_torch
@@ -180,8 +185,12 @@ async def begin_life(
     try:
         with _timed("warmed up"):
             await life.warm_up()
-    except BaseException:
+    except BaseException as error:
+        gone = isinstance(error, TritonUnavailable)
+        ended = gone and await asyncio.to_thread(server.ends_within, NOTICE_SECONDS)
         await life.stop()
+        if ended:  # which is the cause; the request only noticed
+            raise TritonStartError(server.end) from error
         raise
     return life
 

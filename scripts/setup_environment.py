@@ -161,7 +161,7 @@ class Progress:
     """What pip downloads: a line for what is large, and on a terminal one line for all the rest."""
 
     def __init__(self) -> None:
-        self._terminal = sys.stdout.isatty()
+        self._terminal = sys.stderr.isatty()
         self._megabytes = 0.0
         self._files = 0
 
@@ -192,11 +192,13 @@ class Progress:
     def _overwrite(self, text: str) -> None:
         if self._terminal:
             width = shutil.get_terminal_size().columns - 4
-            print(f"\r\033[K{'  ' + text[:width] if text else ''}", end="", flush=True)
+            shown = "  " + text[:width] if text else ""
+            print(f"\r\033[K{shown}", end="", file=sys.stderr, flush=True)
 
 
 def say(text: str) -> None:
-    print(text if text.startswith(" ") else f"setup: {text}", flush=True)
+    # Not to standard output: that is `make predict`'s answer's.
+    print(text if text.startswith(" ") else f"setup: {text}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ logger = logging.getLogger("tritonserver")
 FIRST_PAUSE = 0.5
 LONGEST_PAUSE = 30.0
 NOTICE_SECONDS = 2.0
+"""In which the end of a server is noticed."""
 
 
 class Life(Protocol):

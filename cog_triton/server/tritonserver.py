@@ -158,6 +158,13 @@ class TritonServer:
         """Whether the process runs."""
         return self._process is not None and self._process.poll() is None
 
+    def ends_within(self, seconds: float) -> bool:
+        """Waits for the end at most so long; returns whether it came."""
+        assert self._process is not None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(seconds)
+        return not self.alive
+
     def is_ready(self) -> bool:
         """Whether the server says that every model is ready. Takes at most a second."""
         return self.alive and (not self._has_endpoints or _ready(self.endpoints))

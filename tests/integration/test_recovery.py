@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from cog_triton.deployment import EXIT_STATUS, Deployment
-from cog_triton.errors import TritonUnavailable
+from cog_triton.errors import TritonStartError, TritonUnavailable
+from cog_triton.life import TritonLife
 from cog_triton.request import Request
 from tests.integration.conftest import ANY_PORTS, settings_for
 from tests.support import ROOT, processes
@@ -205,3 +206,17 @@ asyncio.run(main())
     )
     assert process.returncode == EXIT_STATUS
     assert process.stderr.strip().splitlines()[-1].startswith("exiting: tritonserver died")
+
+
+def test_a_server_that_dies_at_the_first_request_says_why_at_the_start(
+    demo_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def kill_and_ask(life: TritonLife) -> None:
+        os.kill(part(life.server.shm_prefix, "preprocessing"), signal.SIGKILL)
+        await warm_up(life)
+
+    warm_up = TritonLife.warm_up
+    monkeypatch.setattr(TritonLife, "warm_up", kill_and_ask)
+    settings = settings_for(demo_model, ENGINE="simulated")
+    with pytest.raises(TritonStartError, match="tritonserver died: the process of model"):
+        asyncio.run(Deployment.start(settings))
