@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import threading
 import time
 
 from cog_triton.client.stream import TritonClient
@@ -65,15 +66,16 @@ class TritonLife:
 
     async def ended(self) -> str:
         """Waits until the server has ended, or hangs; returns why."""
-        end = asyncio.create_task(asyncio.to_thread(self.server.wait))
-        while not end.done():
-            await asyncio.wait([end], timeout=CHECK_SECONDS)
+        end = _end_of(self.server)
+        while not end.is_set():
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(end.wait(), CHECK_SECONDS)
             silence = self.client.silence()
-            if self._hang_timeout and silence > self._hang_timeout and not end.done():
+            if self._hang_timeout and silence > self._hang_timeout and not end.is_set():
                 reason = f"Triton hangs: requests run, and none had a response for {silence:.0f} s"
                 logger.error("%s", reason)
                 self.server.kill()
-                await end
+                await end.wait()
                 return reason
         return self.server.end
 
@@ -102,3 +104,17 @@ class TritonLife:
     async def _answer(self) -> None:
         async for _ in generate(WARM_UP, self.client, self._tokenizer):
             pass
+
+
+def _end_of(server: TritonServer) -> asyncio.Event:
+    """What is set when the server has ended."""
+    end, loop = asyncio.Event(), asyncio.get_running_loop()
+
+    def wait() -> None:
+        server.wait()
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody wants to know
+            loop.call_soon_threadsafe(end.set)
+
+    # Not a thread of asyncio's, which Python waits for when it exits: the server ends after that.
+    threading.Thread(target=wait, name="tritonserver-end", daemon=True).start()
+    return end

@@ -58,6 +58,7 @@ _GROUP_STOP = signal.SIGUSR1
 
 class _Stub(NamedTuple):
     pid: int
+    parent: int
     model: str
 
 
@@ -231,10 +232,12 @@ def _report_end(stub: _Stub) -> bool:
     try:
         # Its exit status is the last field while tritonserver, its parent, has not asked for it. It
         # asks when it has told the stub to end.
-        status = int(_stat(stub.pid)[-1])
+        fields = _stat(stub.pid)
     except OSError:
         return False
-    if status == 0:
+    status = int(fields[-1])
+    # Another parent: its own has ended before, which is what there is to say then.
+    if status == 0 or int(fields[1]) != stub.parent:
         return False
     ending = STUB_ENDED.format(model=stub.model, status=os.waitstatus_to_exitcode(status))
     print(ending, file=sys.stderr, flush=True)
@@ -248,8 +251,8 @@ def _stubs() -> list[_Stub]:
         with contextlib.suppress(OSError):
             parents[int(name)] = int(_stat(int(name))[1])
     return [
-        _Stub(pid, model)
-        for pid in parents
+        _Stub(pid, parent, model)
+        for pid, parent in parents.items()
         if os.getpid() in _ancestors(pid, parents) and (model := _model_of(pid))
     ]
 

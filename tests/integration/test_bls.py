@@ -147,7 +147,7 @@ def test_a_reply_is_the_ensembles(bls: TritonServer, body: dict[str, Any]) -> No
 def test_streamed_texts_join_to_the_answer(bls: TritonServer, pair: Any) -> None:
     found = texts(stream(bls, text_input=pair.question, max_tokens=500))
     assert "".join(found) == pair.answer
-    assert len(found) > 3
+    assert len(found) > 1
 
 
 @pytest.mark.parametrize("pair", [PAIRS[0], *MULTI_BYTE], ids=lambda pair: pair.question[:30])
@@ -155,7 +155,7 @@ def test_accumulated_texts_grow_to_the_answer(accumulating: TritonServer, pair: 
     found = texts(stream(accumulating, text_input=pair.question, max_tokens=500))
     assert found[-1] == pair.answer
     assert all(pair.answer.startswith(text) for text in found)
-    assert len(found) > 3
+    assert len(found) > 1
     reply = generate(accumulating, BLS, text_input=pair.question, max_tokens=500)
     assert reply["text_output"] == pair.answer
 

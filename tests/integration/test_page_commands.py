@@ -34,7 +34,9 @@ SERVES = re.compile(
 )
 SERVE = "make serve"
 COMMAND_SECONDS = 300
-NOT_COPIED = (".git", ".venv*", ".*_cache", ".hypothesis", "__pycache__", "artifacts", "models")
+NOT_COPIED = shutil.ignore_patterns(
+    ".git", ".venv*", ".*_cache", ".hypothesis", "__pycache__", "artifacts"
+)
 # What is exported, and the working directory; the ports are the server's.
 KEEP = """{{
 export -p | grep -vE ' (MAKEFLAGS|PORT|TRITON_[A-Z]+_PORT)='
@@ -50,7 +52,8 @@ exec {curl} --fail-with-body "$@"
 def checkout(tmp_path: Path, demo_model: Path) -> Path:
     """A copy of the checkout after `make setup`, which commands may change."""
     directory = tmp_path / "checkout"
-    shutil.copytree(ROOT, directory, ignore=shutil.ignore_patterns(*NOT_COPIED))
+    shutil.copytree(ROOT, directory, ignore=NOT_COPIED)
+    shutil.rmtree(directory / "models", ignore_errors=True)
     shutil.copytree(demo_model, directory / "models" / "demo")
     environment = directory / ".venv"
     environment.mkdir()

@@ -371,7 +371,8 @@ def test_a_model_of_the_cpp_backend_stays_in_the_mpi_job(
     """Here it is one that does not load: there is no such backend. The other waits for a rank 1."""
     (repository / "other" / "1").mkdir(parents=True)
     config = CONFIG.replace('"tensorrt_llm"', '"other"').replace('"python"', '"tensorrtllm"')
-    (repository / "other" / "config.pbtxt").write_text(config)
+    engine = 'parameters { key: "gpt_model_path" value { string_value: "/engine" } }'
+    (repository / "other" / "config.pbtxt").write_text(config + engine)
     launched = launch("--http_port=0", "--multi-model")
     triton = wait_until(lambda: named(str(repository), "tritonserver"), SECONDS, "the start")[0]
     assert any(entry.startswith(b"OMPI_COMM_WORLD_RANK=") for entry in environ(triton))

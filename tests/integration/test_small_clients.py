@@ -119,7 +119,7 @@ def test_each_sequence_of_a_batch_gets_its_own_answer(
     rows, order = asyncio.run(complete())
     assert [len(row) for row in rows] == [9, 9, 9]
     assert tokenizer.decode(rows[1]).startswith(ANSWER)
-    assert rows[0] != rows[2]
+    assert rows[1] not in (rows[0], rows[2])
     assert {*order} == {0, 1, 2}
     assert streaming or len(order) == 3
 

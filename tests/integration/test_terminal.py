@@ -193,7 +193,8 @@ def test_serve_on_a_terminal_from_its_start_to_ctrl_c(demo_model: Path, tmp_path
         terminal.wait_for("}}'\r\n")
         url = f"http://127.0.0.1:{environment['PORT']}"
         shown = re.sub(r"\x1b\[\d*[mK]", "", terminal.text).splitlines()
-        assert [re.sub(r"\d+\.\d s", "N s", line) for line in sorted(shown[:-2])] == [
+        own = [line for line in shown[:-2] if "removing what a server left" not in line]
+        assert [re.sub(r"\d+\.\d s", "N s", line) for line in sorted(own)] == [
             "model in place in N s",
             "postprocessing loaded in N s",
             "preprocessing loaded in N s",
@@ -311,7 +312,7 @@ def test_serve_ends_when_setup_fails_and_says_why_last(tmp_path: Path) -> None:
         assert terminal.status() == 1
     last = terminal.text.splitlines()[-1]
     assert "error:" in last
-    assert f"MODEL={tmp_path / 'none'} is no directory" in last
+    assert f"MODEL={tmp_path / 'none'} does not exist" in last
     assert "setup failed" not in last
 
 
@@ -384,7 +385,7 @@ def test_predict_in_a_pipe_prints_the_answer_alone(demo_model: Path) -> None:
 
 
 @pytest.mark.parametrize("command", [SERVE, PREDICT], ids=["serve", "predict"])
-def test_a_damaged_model_is_an_error_of_two_lines_the_cause_last(
+def test_a_damaged_model_is_an_error_of_one_line(
     command: list[str], demo_model: Path, tmp_path: Path
 ) -> None:
     damaged = tmp_path / "model"
@@ -393,10 +394,8 @@ def test_a_damaged_model_is_an_error_of_two_lines_the_cause_last(
     environment = {**simulated(damaged), "ENGINE": "transformers", "NO_COLOR": "1"}
     with Terminal(command, environment, tmp_path) as terminal:
         assert terminal.status() == 1
-    *progress, error, cause = terminal.text.replace("\r\x1b[K", "\n").strip().splitlines()
-    assert error.endswith("tritonserver died while starting, with exit status 1")
-    assert cause.startswith("model tensorrt_llm: ")
-    assert "afetensor" in cause
+    *progress, error = terminal.text.replace("\r\x1b[K", "\n").strip().splitlines()
+    assert f"{damaged}/model.safetensors is damaged or incomplete" in error
     assert not [line for line in progress if "rror" in line]
 
 

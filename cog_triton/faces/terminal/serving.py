@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Protocol
 
 from cog_triton.faces.terminal.log_lines import LogLine, LogReader
+from cog_triton.server import leftovers
 from cog_triton.server.guard import adopt_orphans, kill_and_clean
 from cog_triton.server.log import describe_status
 
@@ -199,6 +200,7 @@ class Serving:
             self._stage = Stage.STOPPING
         self._deadline = None
         kill_and_clean()
+        leftovers.sweep()  # of a worker that had ended before
 
     def _reap(self) -> bool:
         """Takes the statuses of what has ended; returns whether something still runs."""
