@@ -25,7 +25,7 @@ from cog_triton.server.tritonserver import TritonServer
 from cog_triton.settings import read_settings
 from tools.benchmark.checks import Check, at_least, at_most
 from tools.benchmark.load import WORDS, Length, Load
-from tools.benchmark.measure import Running, measure
+from tools.benchmark.measure import BenchmarkError, Running, measure
 from tools.benchmark.processes import LOAD_GENERATOR, MEGABYTE, role_of
 from tools.benchmark.report import Result
 from tools.benchmark.servers import (
@@ -246,16 +246,17 @@ asyncio.run(main())
 
 
 def _setup_seconds(environment: Environment) -> float:
-    found = subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-c", SETUP],
-        check=True,
+        check=False,
         env={**environment, **ANY_PORTS},
         cwd=PACKAGE_ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
+        capture_output=True,
         text=True,
     )
-    return float(found.stdout.splitlines()[-1])
+    if done.returncode:
+        raise BenchmarkError(f"a setup failed: {done.stderr.strip().splitlines()[-1]}")
+    return float(done.stdout.splitlines()[-1])
 
 
 def _bare_seconds(environment: Environment) -> float:
