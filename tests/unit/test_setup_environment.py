@@ -86,12 +86,12 @@ def test_the_build_for_cpus_is_installed_where_there_is_no_gpu(
     monkeypatch.setattr(script, "torch_version", lambda _: VERSION)
     monkeypatch.setattr(script, "has_gpu", lambda: True)
     script.install_torch(python, cpu_index)
-    assert f"PyTorch {VERSION} for this machine's GPU" in capsys.readouterr().out
+    assert f"PyTorch {VERSION} for this machine's GPU" in capsys.readouterr().err
     monkeypatch.setattr(script, "has_gpu", lambda: False)
     script.install_torch(python, f"http://127.0.0.1:{free_port()}")
-    assert "no build for CPUs to be had" in capsys.readouterr().out
+    assert "no build for CPUs to be had" in capsys.readouterr().err
     script.install_torch(python, cpu_index)
-    said = capsys.readouterr().out
+    said = capsys.readouterr().err
     assert f"PyTorch {VERSION} for CPUs" in said
     assert "no build" not in said
     ask = "import importlib.metadata as m; print(m.version('torch'))"
@@ -105,7 +105,7 @@ def test_a_build_that_cannot_be_installed_leaves_it_to_the_configured_index(
     monkeypatch.setattr(script, "torch_version", lambda _: VERSION)
     monkeypatch.setattr(script, "has_gpu", lambda: False)
     script.install_torch("false", cpu_index)
-    assert "no build for CPUs to be had" in capsys.readouterr().out
+    assert "no build for CPUs to be had" in capsys.readouterr().err
 
 
 def test_the_release_is_the_one_that_the_project_pins() -> None:
@@ -124,7 +124,7 @@ def test_a_line_for_each_large_download_and_none_for_the_others(
             "Using cached ziglang-0.17.1-py3-none-any.whl (101 MB)\n",
         ):
             progress.show(line)
-    assert capsys.readouterr().out.splitlines() == [
+    assert capsys.readouterr().err.splitlines() == [
         "  torch-2.13.0+cpu, 190 MB",
         "  ziglang-0.17.1, 101 MB, cached",
         "  3 files, 309 MB in all",
