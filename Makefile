@@ -30,9 +30,9 @@ serve: models/demo/config.json
 test: models/demo/config.json
 	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile
 
-# The fast half, on all cores.
+# The fast half, on all cores, but for the few that take seconds.
 test-unit: models/demo/config.json
-	$(BIN)/python -m pytest -q -n auto tests/unit
+	$(BIN)/python -m pytest -q -n auto -m "not slow" tests/unit
 
 bench: models/demo/config.json
 	@$(BIN)/python scripts/benchmark.py --suite

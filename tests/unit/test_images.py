@@ -457,6 +457,7 @@ def copy(container: Container, source: str, destination: str) -> None:
     shutil.rmtree(target / ".cog", ignore_errors=True)
 
 
+@pytest.mark.slow
 def test_the_schema_is_made_without_torch_and_triton(container: Container) -> None:
     schema = json.loads((container.source / ".cog" / "openapi_schema.json").read_text())
     assert schema == openapi_schema("predict", "Predictor", "train")
@@ -497,6 +498,7 @@ def install_step(container: Container) -> subprocess.CompletedProcess[str]:
     return result
 
 
+@pytest.mark.slow
 def test_pip_fails_rather_than_change_what_tensorrt_llm_needs(tmp_path: Path) -> None:
     container = make_container(tmp_path)
     container.pretend_installed("pydantic", "2.1.0")
@@ -506,6 +508,7 @@ def test_pip_fails_rather_than_change_what_tensorrt_llm_needs(tmp_path: Path) ->
     assert container.installed()["pydantic"] == "2.1.0"
 
 
+@pytest.mark.slow
 def test_pip_may_change_what_nothing_needs_and_protobuf(tmp_path: Path) -> None:
     """An image whose protobuf is newer than any tritonclient's, and whose PyYAML is too old."""
     container = make_container(tmp_path)

@@ -72,6 +72,7 @@ def test_a_build_for_another_python_or_machine_is_none(
         assert script.cpu_build(cpu_index, VERSION) is fits
 
 
+@pytest.mark.slow
 def test_the_build_for_cpus_is_installed_where_there_is_no_gpu(
     cpu_index: str,
     tmp_path: Path,

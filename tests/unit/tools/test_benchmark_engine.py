@@ -287,6 +287,7 @@ def test_a_python_that_cannot_serve_is_told_of() -> None:
     assert "No such file" in reason
 
 
+@pytest.mark.slow
 def test_the_script_compares_all_that_need_no_further_package(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -379,6 +379,7 @@ def barely_trained(directory: Path) -> bytes:
     return (directory / "model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 def test_the_bar_ends_at_100_percent_and_a_seed_gives_the_same_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -542,6 +543,7 @@ def test_what_people_type_first_is_answered(
         assert tokenizer.decode(ids).startswith(answer), prompt
 
 
+@pytest.mark.slow
 def test_other_words_for_the_same_have_the_same_answer(model: Any, tokenizer: Any) -> None:
     """Nearly always: the training asks for certainty of the usual prompts alone."""
     asked = [(prompt, one.answer) for one in KNOWN for prompt in one.prompts[1::5]]
