@@ -28,6 +28,7 @@ from cog_triton.server.log import describe_status
 
 READY = "Setup complete, now accepting requests"
 FAILED = "Worker initialization failed"
+FAILED_AGAIN = "Setup failed"  # without a reason, from a server that may have been stopped before
 INTERRUPTED = 128 + signal.SIGINT
 # Beyond what tritonserver may take to stop: for Cog's server and its worker.
 STOP_MARGIN_SECONDS = 5.0
@@ -156,8 +157,12 @@ class Serving:
                 self._running.add(identifier)
             elif line.message.startswith(_ENDED):
                 self._running.discard(identifier)
-        if line.message == FAILED and self._stage is Stage.STARTING:
-            self._fail(line)
+        if line.message == FAILED:
+            # The server may have ended, and been noticed, before this was read.
+            if self._stage in (Stage.STARTING, Stage.FAILED):
+                self._fail(line)
+            return
+        if line.message == FAILED_AGAIN:
             return
         if line.target == "python" and line.message.strip():
             self._last = line.message

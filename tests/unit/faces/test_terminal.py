@@ -247,7 +247,8 @@ def life(server: Server, tmp_path: Path) -> tuple[int, list[str]]:
 
 def test_a_setup_that_failed_is_told_at_the_end(tmp_path: Path) -> None:
     failed = coglet("Worker initialization failed", "ERROR", error="x setup failed: E: no\nwhy")
-    assert life(Server(failed, coglet("Shutting down")), tmp_path) == (
+    again = coglet("Setup failed", "ERROR")
+    assert life(Server(failed, again, coglet("Shutting down")), tmp_path) == (
         1,
         ["Shutting down", "no\nwhy"],
     )
