@@ -80,6 +80,8 @@ class ResumingClient:
                     raise
                 break  # the context was full
             except TritonUnavailable as error:
+                if progress.complete:
+                    break  # no server is needed for the end
                 if attempt == self._attempts:
                     raise
                 logger.warning(
@@ -89,8 +91,6 @@ class ResumingClient:
                     error,
                 )
                 client = await self._clients.client(client)
-            if progress.complete:
-                break
         yield Response([], None, final=True, keeps_end_token=progress.keeps_end_token)
 
 

@@ -177,9 +177,14 @@ def _readable_after(*names: signal.Signals) -> int:
     return reader
 
 
-def _die_with_guard() -> None:
+def signal_with_parent(number: signal.Signals) -> None:
+    """Has this process get a signal when the thread ends that started it."""
     pr_set_pdeathsig = 1
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, number)
+
+
+def _die_with_guard() -> None:
+    signal_with_parent(signal.SIGKILL)
 
 
 def _become_follower() -> None:
@@ -246,10 +251,7 @@ def _report_end(stub: _Stub) -> bool:
 
 def _stubs() -> list[_Stub]:
     """The processes of the Python backend's models that descend from this one."""
-    parents = {}
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError):
-            parents[int(name)] = int(_stat(int(name))[1])
+    parents = _parents()
     return [
         _Stub(pid, parent, model)
         for pid, parent in parents.items()
@@ -283,12 +285,16 @@ def _stop(server: subprocess.Popen[bytes], timeout: float, name: signal.Signals)
 
 
 def _children() -> list[int]:
-    processes = []
-    for name in filter(str.isdigit, os.listdir("/proc")):
+    return [pid for pid, parent in _parents().items() if parent == os.getpid()]
+
+
+def _parents() -> dict[int, int]:
+    """The parent of each process."""
+    parents = {}
+    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
         with contextlib.suppress(OSError):  # ended since
-            if int(_stat(int(name))[1]) == os.getpid():
-                processes.append(int(name))
-    return processes
+            parents[pid] = int(_stat(pid)[1])
+    return parents
 
 
 def _stat(pid: int) -> list[str]:

@@ -317,29 +317,29 @@ def test_serve_ends_when_setup_fails_and_says_why_last(tmp_path: Path) -> None:
     assert "setup failed" not in last
 
 
-def test_the_end_of_cogs_server_that_nobody_asked_for_is_an_error(
-    demo_model: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("process", "end"),
+    [
+        (
+            "cog_triton.faces.cog.server",
+            "error:\x1b[0m Cog's server ended by signal 9 (SIGKILL)\r\n",
+        ),
+        (
+            "coglet.server._run_worker",
+            "the predictor's process has ended, and Cog's server with it\r\n",
+        ),
+    ],
+    ids=["server", "worker"],
+)
+def test_an_end_that_nobody_asked_for_is_an_error(
+    process: str, end: str, demo_model: Path, tmp_path: Path
 ) -> None:
-    environment = simulated(demo_model)
-    with Terminal(SERVE, environment, tmp_path) as terminal:
-        terminal.wait_for("ready:")
-        there = {terminal.process.pid, *children(terminal.process.pid)}
-        (server,) = there & set(processes("cog_triton.faces.cog.server"))
-        os.kill(server, signal.SIGKILL)
-        assert terminal.status() == 1
-        end = "error:\x1b[0m Cog's server ended by signal 9 (SIGKILL)\r\n"
-        assert terminal.text.endswith(end)
-        terminal.leaves_nothing(there)
-
-
-def test_cogs_server_ends_with_its_worker(demo_model: Path, tmp_path: Path) -> None:
     with Terminal(SERVE, simulated(demo_model), tmp_path) as terminal:
         terminal.wait_for("ready:")
         there = {terminal.process.pid, *children(terminal.process.pid)}
-        (worker,) = [pid for pid in there if pid in processes("coglet.server._run_worker")]
-        os.kill(worker, signal.SIGKILL)
+        (pid,) = there & set(processes(process))
+        os.kill(pid, signal.SIGKILL)
         assert terminal.status() == 1
-        end = "the predictor's process has ended, and Cog's server with it\r\n"
         assert terminal.text.endswith(end)
         terminal.leaves_nothing(there)
 

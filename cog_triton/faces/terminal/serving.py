@@ -8,7 +8,6 @@ all at once.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import enum
 import logging
 import os
@@ -18,12 +17,13 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 from cog_triton.faces.terminal.log_lines import LogLine, LogReader
 from cog_triton.server import leftovers
-from cog_triton.server.guard import adopt_orphans, kill_and_clean
+from cog_triton.server.guard import adopt_orphans, kill_and_clean, signal_with_parent
 from cog_triton.server.log import describe_status
 
 READY = "Setup complete, now accepting requests"
@@ -89,12 +89,6 @@ class Signals:
         return []
 
 
-def _stop_with_starter() -> None:
-    """Has Cog's server stop when this process is killed."""
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
-
-
 class Serving:
     """Cog's server as a process group of its own, and what becomes of it."""
 
@@ -124,7 +118,7 @@ class Serving:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # Ctrl-C reaches this process alone, which passes it on
-            preexec_fn=_stop_with_starter,
+            preexec_fn=partial(signal_with_parent, signal.SIGTERM),
         )
         assert self._server.stdout is not None
         log = self._server.stdout.fileno()
@@ -204,8 +198,7 @@ class Serving:
         if self._stage is not Stage.FAILED:
             self._stage = Stage.STOPPING
         self._deadline = None
-        kill_and_clean()
-        leftovers.sweep()  # of a worker that had ended before
+        _kill_all()
 
     def _reap(self) -> bool:
         """Takes the statuses of what has ended; returns whether something still runs."""
@@ -225,7 +218,7 @@ class Serving:
             self._stage = Stage.FAILED
             why = f": {self._last}" if self._last else ""
             self._last = f"Cog's server ended {describe_status(status)}{why}"
-            kill_and_clean()  # a worker without its server has nobody to answer
+            _kill_all()  # a worker without its server has nobody to answer
         elif self._stage is not Stage.FAILED:
             self._stage = Stage.STOPPING
         self._deadline = time.monotonic() + self._bounds.stop + STOP_MARGIN_SECONDS
@@ -240,6 +233,12 @@ class Serving:
             self._report.say(cause(self._last), logging.ERROR)
             return 1
         return 0
+
+
+def _kill_all() -> None:
+    """Kills what descends from this process, and removes what it left, and what had ended before."""
+    kill_and_clean()
+    leftovers.sweep()
 
 
 def waiting(running: int, bounds: Bounds) -> str:
