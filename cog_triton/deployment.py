@@ -21,6 +21,7 @@ from cog_triton.engine_choice import (
 )
 from cog_triton.errors import (
     ConfigurationError,
+    TritonPortTaken,
     TritonStartError,
     TritonUnavailable,
     file_problem,
@@ -47,6 +48,7 @@ from cog_triton.text.tokenizer import Tokenizer, load_tokenizer, without_torch
 
 logger = logging.getLogger(__name__)
 
+PORT_CHOICES = 3
 EXIT_STATUS = 70
 """Of a process that ends because its tritonserver has been given up: EX_SOFTWARE of sysexits.h."""
 
@@ -162,6 +164,16 @@ async def begin_life(
     Raises:
         CogTritonError: it did not start; nothing is left of it.
     """
+    for _ in range(PORT_CHOICES - 1):
+        # Another choice, or an error that names the setting of a port that is not to be chosen.
+        with contextlib.suppress(TritonPortTaken):
+            return await _begin_life(settings, values, loading)
+    return await _begin_life(settings, values, loading)
+
+
+async def _begin_life(
+    settings: Settings, values: Values, loading: Awaitable[Tokenizer]
+) -> TritonLife:
     with contextlib.ExitStack() as cleanup:
         try:
             runtime = _runtime_directory(settings, cleanup)

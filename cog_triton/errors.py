@@ -20,6 +20,7 @@
     ├── ConfigurationError            E3001: found while setting up, before any request
     │   ├── TemplateError             E3002
     │   └── TritonStartError          E3003
+    │       └── TritonPortTaken       E3004
     └── EngineBuildError              E3101
 
 Codes E1001 to E1102 and E2100 to E2104 are those of cog-triton, which its users' clients match on;
@@ -162,6 +163,12 @@ class TritonStartError(ConfigurationError):
     """tritonserver died, or was not ready in time."""
 
     code = "E3003"
+
+
+class TritonPortTaken(TritonStartError):
+    """A port was free when it was chosen, and taken before tritonserver listened on it."""
+
+    code = "E3004"
 
 
 class EngineBuildError(CogTritonError):

@@ -12,6 +12,8 @@ from __future__ import annotations
 import re
 
 LONGEST = 500
+IN_USE = "already in use"
+"""What tritonserver says of a port, before it ends."""
 
 _TRACEBACK = re.compile(r"\n+At:\n|\n+Traceback \(most recent call last\):|\n+\d+ +0x[0-9a-f]+ ")
 _AROUND = re.compile(

@@ -18,7 +18,12 @@ import threading
 import time
 from pathlib import Path
 
-from cog_triton.errors import ConfigurationError, TritonStartError, file_problem
+from cog_triton.errors import (
+    ConfigurationError,
+    TritonPortTaken,
+    TritonStartError,
+    file_problem,
+)
 from cog_triton.protocol import ADDRESS_FILE, CONTEXT_MODEL
 from cog_triton.server import leftovers
 from cog_triton.server.command import (
@@ -36,6 +41,7 @@ from cog_triton.server.guard import KILL, WATCH, process_name
 from cog_triton.server.installation import PACKAGE_ROOT, assemble, environment, locate
 from cog_triton.server.log import LoadTimes, ServerLog
 from cog_triton.settings import Settings
+from cog_triton.triton_texts import IN_USE
 
 logger = logging.getLogger("tritonserver")
 _progress = logging.getLogger(__name__)
@@ -91,6 +97,7 @@ class TritonServer:
         Raises:
             ConfigurationError: no server or no mpirun was found, a port is in use, or a file could not
                 be written.
+            TritonPortTaken: somebody else took a port in the same moment.
             TritonStartError: the server died or ran out of time, with its reasons. It is stopped then.
         """
         installation = locate(self._settings)
@@ -222,7 +229,8 @@ class TritonServer:
                 assert self._process is not None
                 self._join_threads()
                 what = f"{self._name} died while starting"
-                raise TritonStartError(self._log.reason(what, self._process.returncode))
+                reason = self._log.reason(what, self._process.returncode)
+                raise TritonPortTaken(reason) if IN_USE in reason else TritonStartError(reason)
             if time.monotonic() > deadline:
                 raise TritonStartError(
                     self._log.reason(
