@@ -36,7 +36,7 @@ RUN python3 -c "import pathlib, sysconfig; pathlib.Path(sysconfig.get_path('pure
 # Cog's server on one thread: with more, it refuses requests although slots are free. See docs/cog.md.
 ENV COG_PREDICT_TYPE_STUB=predict.py:Predictor \
     COG_TRAIN_TYPE_STUB=train.py:train \
-    COG_MAX_CONCURRENCY=256 \
+    COG_MAX_CONCURRENCY=512 \
     HOME=/home/cog \
     PORT=5000 \
     PYTHONUNBUFFERED=1 \

@@ -13,7 +13,7 @@ import cog
 from cog import BaseRunner, ConcatenateIterator, Input
 
 from cog_triton.deployment import Deployment
-from cog_triton.faces.cog import live_stream
+from cog_triton.faces.cog import last_call, live_stream
 from cog_triton.generation import Chunk
 from cog_triton.parent import end_with_parent
 from cog_triton.request import Request, new_seed, resolve_max_tokens, resolve_min_tokens
@@ -36,12 +36,13 @@ class Predictor(BaseRunner):
         validate_template(settings.prompt_template)
         end_with_parent()
         self.deployment = await Deployment.start(settings)
+        last_call.listen(self.deployment.close)
         # What is alive now stays so: a full collection would go through all of it.
         gc.collect()
         gc.freeze()
 
     @cog.streaming
-    @cog.concurrent(max=256)
+    @cog.concurrent(max=512)
     async def predict(
         self,
         prompt: str = Input(description="Prompt to send to the model."),
@@ -171,10 +172,13 @@ class Measurements:
             self._first = self._last
 
     def metrics(self) -> dict[str, float]:
-        """Token counts; seconds from start to first token; output tokens per second, start to end."""
+        """Token counts; seconds in the queue; seconds from start to first token; output tokens per second,
+        start to end.
+        """
         if self._chunk is None:
             return {}
         metrics: dict[str, float] = {"output_token_count": self._chunk.output_tokens}
+        metrics["queue_time"] = self._chunk.queued
         if self._chunk.input_tokens is not None:
             metrics["input_token_count"] = self._chunk.input_tokens
         if self._first is not None:

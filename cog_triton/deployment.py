@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Iterator
 from pathlib import Path
 
+from cog_triton.admission import Admission, Bounds
 from cog_triton.client.resume import ResumingClient, Streams
 from cog_triton.client.stream import TritonClient
 from cog_triton.context_length import context_length
@@ -64,21 +65,26 @@ class Deployment:
         settings: Settings,
         streams: Streams,
         supervisor: Supervisor[TritonLife],
+        admission: Admission,
         tokenizer: Tokenizer,
         *,
+        opened: contextlib.ExitStack | None = None,
         context_length: int | None = None,
         length_penalty: bool = True,
     ) -> None:
         """Takes over what ``start`` has started.
 
         Args:
+            opened: is closed at the end.
             context_length: most tokens of prompt and output together; None if only the engine knows.
             length_penalty: whether the engine is told of it; see ``misplaces_parameters``.
         """
         self.settings = settings
         self._streams = streams
         self._supervisor = supervisor
+        self._admission = admission
         self._tokenizer = tokenizer
+        self._opened = opened or contextlib.ExitStack()
         self._context_length = context_length
         self._length_penalty = length_penalty
 
@@ -104,7 +110,10 @@ class Deployment:
             RestartPolicy(settings.restarts, settings.restart_window),
             on_failure=_exit if settings.exit_on_failure else None,
         )
-        await supervisor.start()
+        with contextlib.ExitStack() as opening:
+            admission = _admission(settings, supervisor, opening)
+            await supervisor.start()
+            opened = opening.pop_all()
         tokenizer = await loading
         return cls(
             settings,
@@ -114,7 +123,9 @@ class Deployment:
                 end_id=tokenizer.eos_token_id,
             ),
             supervisor,
+            admission,
             tokenizer,
+            opened=opened,
             context_length=context_length(values["tensorrt_llm"]),
             length_penalty=not misplaced,
         )
@@ -124,17 +135,27 @@ class Deployment:
         if not self._length_penalty:
             request = dataclasses.replace(request, length_penalty=1.0)
         return generate(
-            request, self._streams, self._tokenizer, context_length=self._context_length
+            request,
+            self._streams,
+            self._tokenizer,
+            admission=self._admission,
+            context_length=self._context_length,
         )
+
+    def close(self) -> None:
+        """Ends all requests with an error that asks to send them again, and takes no more."""
+        self._admission.close("the server is being stopped; send the request again")
 
     async def healthy(self) -> bool:
         """Whether a request that comes now would be answered."""
         life = self._supervisor.life
-        return life is not None and await life.healthy()
+        return not self._admission.closed and life is not None and await life.healthy()
 
     async def stop(self) -> None:
         """Stops everything that ``start`` started."""
+        self.close()
         await self._supervisor.stop()
+        await asyncio.to_thread(self._opened.close)
 
 
 class LiveClients:
@@ -205,6 +226,26 @@ async def _begin_life(
             raise TritonStartError(server.end) from error
         raise
     return life
+
+
+def _admission(
+    settings: Settings, supervisor: Supervisor[TritonLife], opened: contextlib.ExitStack
+) -> Admission:
+    """The queue that the settings ask for, and a server of its metrics, which ``opened`` closes.
+
+    Raises:
+        ConfigurationError: nothing can listen on the port of those.
+    """
+    bounds = Bounds(settings.max_running, settings.max_waiting, settings.queue_timeout)
+    if settings.predictor_metrics_port is None:
+        return Admission(bounds)
+    from cog_triton.metrics import Metrics
+
+    metrics = Metrics()
+    admission = Admission(bounds, observe=metrics.observe)
+    metrics.watch(admission, lambda: supervisor.restarts)
+    opened.enter_context(metrics.served(settings.host, settings.predictor_metrics_port))
+    return admission
 
 
 def continues(settings: Settings) -> bool:

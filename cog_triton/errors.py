@@ -39,9 +39,11 @@ class CogTritonError(Exception):
     Attributes:
         code: "E" and four digits, stable across releases.
         message: what went wrong and what to do, in one or two sentences.
+        retryable: whether the same request may succeed when it is sent again.
     """
 
     code = "E0000"
+    retryable = False
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -139,12 +141,22 @@ class TritonUnavailable(ServerError):
     """Triton cannot be reached: it died, or it is not ready."""
 
     code = "E2105"
+    retryable = True
 
 
 class TritonOverloaded(ServerError):
-    """The engine's queue is full."""
+    """The queue in front of the engine is full, or the engine's own.
+
+    Attributes:
+        retry_after: seconds after which there may be a place.
+    """
 
     code = "E2106"
+    retryable = True
+
+    def __init__(self, message: str, *, retry_after: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
 
 
 class ConfigurationError(CogTritonError):

@@ -6,11 +6,14 @@ counts. Closing the generator early stops the request in the engine.
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 from collections.abc import AsyncGenerator
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Literal
 
+from cog_triton.admission import Admission
 from cog_triton.client.resume import Streams
 from cog_triton.errors import PromptTooLong
 from cog_triton.request import Request, triton_inputs
@@ -31,12 +34,14 @@ class Chunk:
         input_tokens: tokens of the prompt, if the engine says.
         finish_reason: set on the last chunk alone: ``stop`` for an end token or a stop sequence,
             ``length`` for max_tokens or the end of the context.
+        queued: seconds that the request waited for its turn; set on the last chunk alone.
     """
 
     text: str
     output_tokens: int
     input_tokens: int | None
     finish_reason: FinishReason | None = None
+    queued: float = 0.0
 
 
 async def generate(
@@ -44,11 +49,13 @@ async def generate(
     client: Streams,
     tokenizer: Tokenizer,
     *,
+    admission: Admission | None = None,
     context_length: int | None = None,
 ) -> AsyncGenerator[Chunk, None]:
     """Streams the answer to a request.
 
     Args:
+        admission: gives it its turn; None lets it pass.
         context_length: the most tokens that prompt and output may have together; None if only the engine
             knows.
 
@@ -61,7 +68,10 @@ async def generate(
     end_id = tokenizer.eos_token_id if request.end_id is None else request.end_id
     ids: list[int] = []
     output_tokens, input_tokens, keeps_end_token = 0, None, True
-    async with client.stream(secrets.token_hex(8), triton_inputs(request)) as responses:
+    async with (
+        _turn(admission) as queued,
+        client.stream(secrets.token_hex(8), triton_inputs(request)) as responses,
+    ):
         async for response in responses:
             output_tokens += len(response.ids)
             input_tokens = response.input_tokens or input_tokens
@@ -80,7 +90,11 @@ async def generate(
     # Where the engine leaves the end token out, an answer that was not cut off ended with it.
     by_end_token = ids[-1:] == [end_id] if keeps_end_token else not full
     ended = stops.matched is not None or by_end_token
-    yield Chunk(text, output_tokens, input_tokens, "stop" if ended else "length")
+    yield Chunk(text, output_tokens, input_tokens, "stop" if ended else "length", queued)
+
+
+def _turn(admission: Admission | None) -> AbstractAsyncContextManager[float]:
+    return contextlib.nullcontext(0.0) if admission is None else admission.place()
 
 
 def check_length(prompt: str, tokenizer: Tokenizer, context_length: int | None) -> None:

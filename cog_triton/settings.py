@@ -120,6 +120,15 @@ class Settings(BaseModel):
     E2105 instead."""
     resume_timeout: float = Field(60.0, gt=0)
     """Seconds that a request waits for tritonserver to be back, each time."""
+    max_running: int = Field(256, ge=1)
+    """Requests that are given to the engine at once; more wait for their turn."""
+    max_waiting: int = Field(256, ge=0)
+    """Requests that wait for their turn at once; one more fails with E2106, and a time to try again."""
+    queue_timeout: float = Field(60.0, gt=0)
+    """Seconds that a request waits for its turn at most."""
+    predictor_metrics_port: Port | None = None
+    """Where the predictor's own metrics can be read in Prometheus' format: queue, waiting times, restarts;
+    nowhere when unset. It listens on the address of TRITON_HOST."""
     log_verbose: int = Field(0, alias="TRITON_LOG_VERBOSE", ge=0)
     """Triton's --log-verbose."""
     model_repository: Path = Field(Path("triton_model_repo"), alias="TRITON_MODEL_REPO")

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from cog_triton.faces.terminal.serving import Report
     from cog_triton.settings import Settings
 
-MAX_CONCURRENCY = "256"  # that of predict.py's decorator, which only `cog build` reads
+MAX_CONCURRENCY = "512"  # that of predict.py's decorator, which only `cog build` reads
 
 
 def environment(given: Mapping[str, str]) -> dict[str, str]:

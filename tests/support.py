@@ -118,7 +118,7 @@ class CogServer:
         self.url = f"http://127.0.0.1:{self.port}"
         self.engine = EngineCounters(f"127.0.0.1:{self.metrics_port}")
         self.log = log
-        self._environment = {
+        self.environment = {
             **os.environ,
             "PORT": str(self.port),
             "TRITON_HTTP_PORT": "0",
@@ -131,7 +131,7 @@ class CogServer:
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 [sys.executable, str(ROOT / "scripts" / "serve.py")],
-                env=self._environment,
+                env=self.environment,
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )

@@ -7,6 +7,7 @@ from typing import Any, cast, get_args
 
 import pytest
 
+from cog_triton.admission import Admission, Bounds
 from cog_triton.deployment import Deployment
 from cog_triton.engine_choice import EngineName
 from cog_triton.errors import ConfigurationError, TritonUnavailable
@@ -158,7 +159,12 @@ def test_a_length_penalty_goes_where_it_has_an_effect(
     client = cast(Any, Client())
     tokenizer = load_tokenizer(str(demo_model))
     deployment = Deployment(
-        read_settings({}), client, cast(Any, None), tokenizer, length_penalty=told
+        read_settings({}),
+        client,
+        cast(Any, None),
+        Admission(Bounds(1, 0, 1.0)),
+        tokenizer,
+        length_penalty=told,
     )
     with pytest.raises(TritonUnavailable):
         asyncio.run(anext(deployment.generate(Request(prompt="a", seed=0, length_penalty=1.5))))

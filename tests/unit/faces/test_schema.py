@@ -90,7 +90,7 @@ def test_predict_py_is_what_cog_build_can_read() -> None:
     ]
     assert [ast.unparse(d) for d in predict.decorator_list] == [
         "cog.streaming",
-        "cog.concurrent(max=256)",
+        "cog.concurrent(max=512)",
     ]
     for default in predict.args.defaults:
         assert isinstance(default, ast.Call)
