@@ -18,6 +18,8 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
 from cog_triton.errors import ConfigurationError
 
 Port = Annotated[int, Field(ge=0, le=65535)]
+# Not health and inference: without them nothing runs.
+_TRITON_APIS = "shared-memory|trace|logging|model-repository|model-config|statistics|metadata"
 
 
 class Settings(BaseModel):
@@ -99,6 +101,16 @@ class Settings(BaseModel):
     """0 picks a free port."""
     metrics_port: Port = Field(8002, alias="TRITON_METRICS_PORT")
     """0 picks a free port."""
+    closed_apis: str = Field(
+        "shared-memory,trace,logging",
+        alias="TRITON_CLOSED_APIS",
+        pattern=rf"^(none|({_TRITON_APIS})(,({_TRITON_APIS}))*)$",
+    )
+    """Parts of Triton's API that are closed to all, with commas between, or none: shared-memory, trace,
+    logging, model-repository, model-config, statistics, metadata."""
+    passed_secrets: str = Field("", alias="TRITON_SECRETS", pattern=r"^\w*(,\w+)*$")
+    """Names, with commas between, of variables that tritonserver and its models get although they are kept
+    from them otherwise: those that end in _TOKEN, _API_KEY, _ACCESS_KEY, _SECRET or _PASSWORD."""
     start_timeout: float = Field(300.0, alias="TRITON_START_TIMEOUT", gt=0)
     """Seconds that every model may take, together, to become ready."""
     stop_timeout: float = Field(10.0, alias="TRITON_STOP_TIMEOUT", gt=0)
@@ -159,6 +171,11 @@ class Settings(BaseModel):
     def names_config_file(self) -> bool:
         """Whether the configuration file was named; the default is read if it is there."""
         return "config_file" in self.model_fields_set
+
+    @property
+    def secrets_passed_on(self) -> frozenset[str]:
+        """Names of the secrets that tritonserver gets."""
+        return frozenset(filter(None, self.passed_secrets.split(",")))
 
     @property
     def tokenizer_dir(self) -> str:

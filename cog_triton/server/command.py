@@ -69,7 +69,22 @@ def command(
     return [
         str(server),
         *(f"--{name}={value}" for name, value in options.items()),
+        *closed(settings.closed_apis),
         "--disable-auto-complete-config",
+    ]
+
+
+def closed(apis: str) -> list[str]:
+    """The options that close parts of Triton's API, which are named with commas between, or ``none``.
+
+    Triton restricts them to those who send a header with a certain value. Neither HTTP nor gRPC can send
+    this one, a line break. A random value could be read from the command line by all on the machine.
+    """
+    if apis == "none":
+        return []
+    return [
+        f"--{option}={apis}:closed=\n"
+        for option in ("http-restricted-api", "grpc-restricted-protocol")
     ]
 
 

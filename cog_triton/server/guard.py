@@ -81,7 +81,7 @@ def run(role: str, prefix: str, stop_timeout: float, directory: str, command: li
         preexec_fn=_become_follower if follows else _die_with_guard,
     )
     try:
-        ended = _ended_before(stops, server, orphaned, prefix)
+        ended = _ended_before(stops, server, orphaned)
         if not ended:
             _stop(server, stop_timeout, _GROUP_STOP if role == "group" else signal.SIGTERM)
         status = server.wait()
@@ -109,8 +109,12 @@ def remove_shared_memory(prefix: str) -> None:
         region.unlink(missing_ok=True)
 
 
-def _make_private(prefix: str) -> None:
-    """Leaves the shared memory to this user alone. Triton makes it readable for all, whatever the umask."""
+def make_private(prefix: str) -> None:
+    """Leaves the shared memory to this user alone.
+
+    Triton makes it readable for all, whatever the umask: it sets the mode itself. Its regions are all there
+    when every model is ready, and nothing of a request is in them before.
+    """
     for region in SHARED_MEMORY.glob(f"{prefix}*"):
         region.chmod(0o600)
 
@@ -192,9 +196,7 @@ def _become_follower() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # outlasts the exec, until there is a handler
 
 
-def _ended_before(
-    stops: list[int], server: subprocess.Popen[bytes], orphaned: list[int], prefix: str
-) -> bool:
+def _ended_before(stops: list[int], server: subprocess.Popen[bytes], orphaned: list[int]) -> bool:
     """Waits for the end of the server or a stop; tells whether it was the former.
 
     Args:
@@ -213,8 +215,6 @@ def _ended_before(
                 server.kill()
                 continue
             stubs = {os.pidfd_open(stub.pid): stub for stub in _stubs()}
-            if prefix:
-                _make_private(prefix)
         elif process in ready:
             return True
         elif ready & set(orphaned):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 import sys
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,9 @@ from cog_triton.settings import Settings
 CONTAINER_ROOT = Path("/opt/tritonserver")
 STUB = "triton_python_backend_stub"
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
+
+_SECRET = re.compile(r"_(TOKEN|API_KEY|ACCESS_KEY|SECRET|PASSWORD)$", re.IGNORECASE)
+_SOURCES = ("COG_WEIGHTS", "MODEL", "TOKENIZER")  # a URL has a signature or a password at times
 
 
 @dataclass(frozen=True)
@@ -133,11 +137,16 @@ def _executable(binary: Path, copy: Path) -> Path:
     return copy
 
 
-def environment(installation: Installation, environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment of tritonserver and its Python stubs.
+def environment(
+    installation: Installation, environ: Mapping[str, str], passed_on: Collection[str] = ()
+) -> dict[str, str]:
+    """The environment of tritonserver, of its Python stubs and of all that starts them; without secrets.
 
     The stubs embed an isolated libpython: they ignore PYTHONPATH, and find the packages of a virtual
     environment only by the ``python3`` that comes first in PATH.
+
+    Args:
+        passed_on: names of secrets that they get all the same.
     """
     library_path = [
         *map(str, installation.libraries),
@@ -150,7 +159,12 @@ def environment(installation: Installation, environ: Mapping[str, str]) -> dict[
         *filter(None, environ.get("PATH", "").split(os.pathsep)),
     ]
     return {
-        **environ,
+        **{n: v for n, v in environ.items() if n in passed_on or not is_secret(n, v)},
         "LD_LIBRARY_PATH": os.pathsep.join(library_path),
         "PATH": os.pathsep.join(path),
     }
+
+
+def is_secret(name: str, value: str) -> bool:
+    """Whether an environment variable is kept from tritonserver, which needs none: files are here."""
+    return bool(_SECRET.search(name)) or (name in _SOURCES and "://" in value)

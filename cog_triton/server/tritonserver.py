@@ -37,7 +37,7 @@ from cog_triton.server.command import (
     guarded,
     launch_command,
 )
-from cog_triton.server.guard import KILL, WATCH, process_name
+from cog_triton.server.guard import KILL, WATCH, make_private, process_name
 from cog_triton.server.installation import PACKAGE_ROOT, assemble, environment, locate
 from cog_triton.server.log import LoadTimes, ServerLog
 from cog_triton.settings import Settings
@@ -101,7 +101,10 @@ class TritonServer:
             TritonStartError: the server died or ran out of time, with its reasons. It is stopped then.
         """
         installation = locate(self._settings)
-        environ = {**environment(installation, os.environ), **self._launch.environment}
+        environ = {
+            **environment(installation, os.environ, self._settings.secrets_passed_on),
+            **self._launch.environment,
+        }
         group = self._launch.under_mpirun(self._settings)
         if group:
             check_mpirun(environ, self._settings)
@@ -126,6 +129,7 @@ class TritonServer:
             self.stop()
             raise
         self._started = True
+        make_private(self.shm_prefix)
         if self._has_endpoints:  # else nothing tells that the stubs have started
             self._tell_guard(WATCH)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
+import secrets
 import shutil
 import signal
 import socket
@@ -11,12 +13,13 @@ from pathlib import Path
 
 import httpx
 import pytest
+import tritonclient.grpc
 
 from cog_triton.errors import ConfigurationError, TritonStartError
 from cog_triton.server import leftovers
 from cog_triton.server.command import Launch
 from cog_triton.server.tritonserver import TritonServer
-from tests.integration.conftest import ANY_PORTS, make_server, settings_for
+from tests.integration.conftest import ANY_PORTS, make_server, running, settings_for
 from tests.support import SHARED_MEMORY, alive, children, processes, run_until_killed, wait_until
 
 EXPLICIT = ("--model-control-mode=explicit", "--load-model=*")
@@ -122,14 +125,99 @@ def test_a_model_that_is_unloaded_does_not_end_the_server(demo_model: Path, tmp_
 
 
 def test_shared_memory_is_for_this_user_alone(demo_model: Path, tmp_path: Path) -> None:
-    server = make_server(settings_for(demo_model, ENGINE="simulated"), tmp_path)
-    server.start()
-    wait_until(
-        lambda: {region.stat().st_mode & 0o777 for region in regions(server)} == {0o600},
-        2,
-        "the change of mode",
+    """From the moment on in which the server has started; requests make no others."""
+    with running(make_server(settings_for(demo_model, ENGINE="simulated"), tmp_path)) as server:
+        url = f"http://{server.endpoints.http}/v2/models/ensemble/generate"
+        body = {"text_input": "What is machine learning?", "max_tokens": 20}
+        before = regions(server)
+        assert {region.stat().st_mode & 0o777 for region in before} == {0o600}
+        assert httpx.post(url, json=body, trust_env=False).status_code == 200
+        assert set(regions(server)) == set(before)
+
+
+def test_no_process_of_the_server_has_a_secret(
+    demo_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    secret = secrets.token_hex(8)
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "REPLICATE_API_TOKEN", "PASSED_ON_TOKEN"):
+        monkeypatch.setenv(name, f"{secret}-{name}")
+    caplog.set_level(logging.DEBUG)
+    settings = settings_for(
+        demo_model,
+        ENGINE="simulated",
+        HF_TOKEN=secret,
+        TRITON_SECRETS="PASSED_ON_TOKEN",
+        TRITON_LOG_VERBOSE="1",
     )
-    server.stop()
+    with running(make_server(settings, tmp_path)) as server:
+        pids = processes(server.shm_prefix)
+        (guard,) = [pid for pid in pids if "guard.py" in command_line(pid)]
+        started = children(guard)
+        assert len(started) == 4  # tritonserver and three stubs
+        for pid in (guard, *started):
+            environ = Path("/proc", str(pid), "environ").read_text()
+            assert environ.count(secret) == 1
+            assert f"PASSED_ON_TOKEN={secret}-PASSED_ON_TOKEN" in environ
+            assert secret not in command_line(pid)
+    assert "tensorrt_llm" in caplog.text
+    assert secret not in caplog.text
+
+
+@pytest.mark.parametrize("closed", ["shared-memory,trace,logging", "none"])
+def test_what_no_client_needs_of_tritons_api_is_closed(
+    demo_model: Path, tmp_path: Path, closed: str
+) -> None:
+    settings = settings_for(demo_model, ENGINE="simulated", TRITON_CLOSED_APIS=closed)
+    with running(make_server(settings, tmp_path)) as server:
+        url = f"http://{server.endpoints.http}/v2"
+        (region, *_) = [region.name for region in regions(server) if "lock" not in region.name]
+        answers = {
+            path: httpx.request(method, f"{url}/{path}", json=body, trust_env=False).status_code
+            for method, path, body in [
+                # The regions in which the requests of others are.
+                ("POST", "systemsharedmemory/region/x/register", {"key": region, "byte_size": 8}),
+                ("GET", "systemsharedmemory/status", None),
+                ("GET", "cudasharedmemory/status", None),
+                ("POST", "logging", {"log_verbose_level": 1}),
+                ("GET", "trace/setting", None),
+                ("POST", "repository/index", {}),
+                ("GET", "models/ensemble/config", None),
+                ("GET", "models/stats", None),
+            ]
+        }
+        states = {False: 200, True: 403}[closed != "none"]
+        assert list(answers.values()) == [*[states] * 5, 200, 200, 200]
+        client = tritonclient.grpc.InferenceServerClient(server.endpoints.grpc)
+        for ask in (
+            client.get_log_settings,
+            client.get_trace_settings,
+            client.get_system_shared_memory_status,
+        ):
+            if closed == "none":
+                ask()
+            else:
+                with pytest.raises(tritonclient.utils.InferenceServerException, match="restricted"):
+                    ask()
+        client.get_inference_statistics()
+        client.close()
+
+
+def test_the_model_repository_cannot_be_changed(demo_model: Path, tmp_path: Path) -> None:
+    with running(make_server(settings_for(demo_model, ENGINE="simulated"), tmp_path)) as server:
+        url = f"http://{server.endpoints.http}/v2/repository/models"
+        new = {"config": '{"backend": "python"}', "file:1/model.py": "cHJpbnQoMSkK"}
+        for path, body in [
+            ("new/load", {"parameters": new}),
+            ("tensorrt_llm/load", {}),
+            ("tensorrt_llm/unload", {}),
+        ]:
+            answer = httpx.post(f"{url}/{path}", json=body, trust_env=False)
+            assert answer.status_code == 503
+            assert "not allowed" in answer.text
+        assert server.is_ready()
 
 
 def test_a_server_that_hangs_is_killed(demo_model: Path, tmp_path: Path) -> None:
@@ -209,6 +297,10 @@ def test_a_start_leaves_the_shared_memory_of_another_server_alone(triton: Triton
     leftovers.sweep()
     assert before <= set(regions(triton))
     assert triton.is_ready()
+
+
+def command_line(pid: int) -> str:
+    return Path("/proc", str(pid), "cmdline").read_text()
 
 
 def is_tritonserver(pid: int) -> bool:

@@ -479,7 +479,6 @@ class Job:
             **slurm,
             **ANY_PORTS,
             "TRITON_HTTP_PORT": str(port),
-            "TRITON_HOST": "127.0.0.1",
             "MODEL_REPO": str(repository),
             "COG_TRITON_DIR": str(ROOT),
             "PYTHON": sys.executable,
@@ -520,6 +519,8 @@ def test_two_tasks_of_slurm(slurm: dict[str, str], repository: Path) -> None:
     job.wait_until_ready()
     assert "1: rank 1 of 2 started" in job.said
     assert httpx.get(f"http://127.0.0.1:{port}/v2/health/ready", trust_env=False).is_success
+    with pytest.raises(httpx.ConnectError):  # it would answer if it listened on all addresses
+        httpx.get(f"http://127.0.0.2:{port}/v2/health/ready", trust_env=False)
     assert len(named(str(repository), "tritonserver")) == 2
     job.cancel()
     wait_until(lambda: job.ended, SECONDS, "the end of the job")

@@ -21,6 +21,7 @@ from cog_triton.server.command import (
     GUARD,
     Launch,
     check_mpirun,
+    closed,
     guard_role,
     launch_command,
     mpirun_command,
@@ -522,7 +523,9 @@ def test_a_dry_run_prints_the_command(
         *("--grpc-address=127.0.0.1", "--grpc-port=9001"),
         *("--metrics-address=127.0.0.1", "--metrics-port=8002"),
         "--backend-config=python,shm-region-prefix-name=prefix",
-        *("--exit-timeout-secs=5", "--log-verbose=0", "--disable-auto-complete-config"),
+        *("--exit-timeout-secs=5", "--log-verbose=0"),
+        *closed("shared-memory,trace,logging"),
+        "--disable-auto-complete-config",
     ]
     given = [f"--model_repo={repository}", f"--tritonserver={triton}", "--grpc_port=9001"]
     assert script.main([*given, "--dry-run", "--no-mpi"]) == 0
@@ -574,13 +577,15 @@ def test_the_batch_script_makes_one_srun(tmp_path: Path) -> None:
         )
 
     assert run(**environment).stdout.splitlines() == [
-        "0.0.0.0",
+        "",  # so that the default counts, the loopback address
         *("--mpi=pmix", "--kill-on-bad-exit=1", "--wait=30", "--label"),
         *("--container-image=image", "--container-workdir=/src"),
         "--container-mounts=/models:/models",
         *("python3", "/src/scripts/launch_triton_server.py", "--rank-from-slurm"),
         *("--model_repo=/models/the repository", "--log"),
     ]
+    opened = run(**environment, TRITON_HOST="10.0.0.7")
+    assert opened.stdout.splitlines()[0] == "10.0.0.7"
     without = run(PATH=environment["PATH"])
     assert without.returncode != 0
     assert "MODEL_REPO: set it to a model repository" in without.stderr

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cog_triton.errors import ConfigurationError
-from cog_triton.server.command import Endpoints, choose_ports, command
+from cog_triton.server.command import Endpoints, choose_ports, closed, command
 from cog_triton.server.installation import Installation, assemble, environment, locate
 from cog_triton.server.log import parse_log_line
 from cog_triton.settings import read_settings
@@ -84,6 +84,8 @@ def test_the_command_line() -> None:
         "--backend-config=python,shm-region-prefix-name=pre_",
         "--exit-timeout-secs=5",
         "--log-verbose=1",
+        "--http-restricted-api=shared-memory,trace,logging:closed=\n",
+        "--grpc-restricted-protocol=shared-memory,trace,logging:closed=\n",
         "--disable-auto-complete-config",
     ]
 
@@ -95,6 +97,49 @@ def test_the_environment_leads_the_stubs_to_this_python() -> None:
     assert found["PATH"].split(":") == [str(Path(sys.executable).parent), "/bin"]
     libraries = found["LD_LIBRARY_PATH"].split(":")
     assert libraries[:2] == ["/wheel/libs", "/own"]
+
+
+def test_the_parts_of_tritons_api_that_are_closed() -> None:
+    assert closed(read_settings({"TRITON_CLOSED_APIS": "none"}).closed_apis) == []
+    apis = read_settings({"TRITON_CLOSED_APIS": "trace,model-repository"}).closed_apis
+    assert closed(apis) == [
+        "--http-restricted-api=trace,model-repository:closed=\n",
+        "--grpc-restricted-protocol=trace,model-repository:closed=\n",
+    ]
+    for wrong in ("health", "inference", "trace,", "all"):
+        with pytest.raises(ConfigurationError, match="TRITON_CLOSED_APIS"):
+            read_settings({"TRITON_CLOSED_APIS": wrong})
+
+
+SECRETS = {
+    "HF_TOKEN": "a",
+    "HUGGING_FACE_HUB_TOKEN": "a",
+    "HUGGINGFACE_HUB_TOKEN": "a",
+    "REPLICATE_API_TOKEN": "a",
+    "OPENAI_API_KEY": "a",
+    "AWS_SECRET_ACCESS_KEY": "a",
+    "db_password": "a",
+    "CLIENT_SECRET": "a",
+    "COG_WEIGHTS": "https://example.com/model.tar?signature=a",
+    "MODEL": "https://user:a@example.com/model.tar",
+}
+NO_SECRETS = {
+    "MODEL": "/models/llama",
+    "HF_HOME": "/cache",
+    "HF_TOKEN_PATH": "/cache/token",
+    "TOKENIZERS_PARALLELISM": "0",
+    "TLLM_SPAWN_PROXY_PROCESS_IPC_HMAC_KEY": "a",  # TensorRT-LLM's own, between its processes
+}
+
+
+def test_secrets_are_kept_from_the_server() -> None:
+    installation = Installation(Path("/ts"), Path("/b"))
+    made = {"LD_LIBRARY_PATH", "PATH"}
+    assert environment(installation, SECRETS).keys() == made
+    assert environment(installation, NO_SECRETS).keys() == made | NO_SECRETS.keys()
+    named = read_settings({"TRITON_SECRETS": "HF_TOKEN,OPENAI_API_KEY"}).secrets_passed_on
+    given = environment(installation, SECRETS, named)
+    assert given.keys() == made | {"HF_TOKEN", "OPENAI_API_KEY"}
 
 
 def test_ports_set_to_zero_are_picked_and_differ() -> None:
