@@ -3,15 +3,17 @@
 #     docker build -t cog-triton .
 #     cog build --dockerfile Dockerfile -t cog-triton
 #
-# 26.07 is the last release with TensorRT-LLM 1.2, which is the last that runs TensorRT engines.
+# 26.07 is the last release with TensorRT-LLM 1.2, which is the last that runs TensorRT engines. TRITON_IMAGE
+# may name the image by its digest instead.
 ARG TRITON_VERSION=26.07
-FROM nvcr.io/nvidia/tritonserver:${TRITON_VERSION}-trtllm-python-py3
+ARG TRITON_IMAGE=nvcr.io/nvidia/tritonserver:${TRITON_VERSION}-trtllm-python-py3
+FROM ${TRITON_IMAGE}
 
-ARG TRITON_VERSION
+ARG TRITON_IMAGE
 LABEL org.opencontainers.image.title="cog-triton" \
       org.opencontainers.image.description="A Cog predictor that runs Triton Inference Server with TensorRT-LLM" \
       org.opencontainers.image.licenses="Apache-2.0" \
-      org.opencontainers.image.base.name="nvcr.io/nvidia/tritonserver:${TRITON_VERSION}-trtllm-python-py3"
+      org.opencontainers.image.base.name="${TRITON_IMAGE}"
 
 # coglet starts its worker with the first `python` in PATH, and `cog build` runs `python -m pip`.
 RUN command -v python || ln -s "$(command -v python3)" /usr/local/bin/python
@@ -22,13 +24,16 @@ RUN useradd --no-log-init --user-group --create-home --uid 10001 cog \
     && install --directory --owner=cog --group=cog /src /var/run/cog /home/cog/.cache
 
 # What TensorRT-LLM and PyTorch need constrains what pip may do: it adds packages, and fails rather than
-# change the ones that they were built and tested with. See the script for protobuf and grpcio.
-COPY requirements/image.txt /tmp/requirements.txt
-COPY scripts/image_constraints.py /tmp/image_constraints.py
-RUN python3 /tmp/image_constraints.py > /tmp/constraints.txt \
-    && PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip install --no-cache-dir \
-        --constraint /tmp/constraints.txt --requirement /tmp/requirements.txt \
-    && rm /tmp/constraints.txt /tmp/requirements.txt /tmp/image_constraints.py
+# change the ones that they were built and tested with. What it adds is locked, and checked against its hash.
+# See the scripts, also for protobuf and grpcio.
+COPY requirements/image.in requirements/image.txt \
+    scripts/image_constraints.py scripts/image_additions.py /tmp/image/
+RUN python3 /tmp/image/image_constraints.py > /tmp/image/constraints.txt \
+    && python3 /tmp/image/image_additions.py /tmp/image/image.in /tmp/image/image.txt \
+        /tmp/image/constraints.txt > /tmp/image/additions.txt \
+    && PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip install --no-cache-dir --require-hashes \
+        --constraint /tmp/image/constraints.txt --requirement /tmp/image/additions.txt \
+    && rm -r /tmp/image
 # Triton's Python stubs ignore PYTHONPATH: so they find cog_triton wherever they are started. And Cog's
 # server has what it lacks (see cog_triton/faces/cog/server.py).
 RUN python3 -c "import pathlib, sysconfig; pathlib.Path(sysconfig.get_path('purelib'), 'cog_triton.pth').write_text('/src\nimport sys; \'cog.server.http\' in sys.orig_argv and __import__(\'cog_triton.faces.cog.server\').faces.cog.server.prepare()')"

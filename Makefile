@@ -7,7 +7,7 @@ PROMPT ?= What is machine learning?
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: setup predict serve test test-unit bench lint fix docs clean
+.PHONY: setup predict serve test test-unit bench lint fix docs lock audit clean
 
 setup: $(STAMP)
 
@@ -50,6 +50,15 @@ fix: $(STAMP)
 
 docs: $(STAMP)
 	$(BIN)/python scripts/make_docs.py
+
+# Keeps the versions of the lock that fit; `make lock UPGRADE=--upgrade` takes the newest.
+lock: $(STAMP)
+	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
+		--no-emit-find-links --custom-compile-command "make lock" $(UPGRADE) \
+		--constraint requirements/tensorrt_llm.txt requirements/image.in --output-file requirements/image.txt
+
+audit: $(STAMP)
+	@$(BIN)/python scripts/audit.py
 
 clean:
 	rm -rf .venv .venv-* .cog artifacts models/demo .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -104,13 +104,19 @@ def test_hadolint_finds_nothing() -> None:
 
 
 def test_the_base_image_is_a_pinned_release_of_nvidias() -> None:
-    first = STEPS[0]
-    assert first.name == "ARG"
-    name, _, version = first.argument.partition("=")
+    names = [step.name for step in STEPS]
+    assert names[:3] == ["ARG", "ARG", "FROM"]
+    name, _, version = STEPS[0].argument.partition("=")
     assert name == "TRITON_VERSION"
     assert re.fullmatch(r"\d\d\.\d\d", version)
-    image = only("FROM").argument
+    # Which --build-arg may replace, by an image with its digest.
+    name, _, image = STEPS[1].argument.partition("=")
+    assert name == "TRITON_IMAGE"
     assert image == "nvcr.io/nvidia/tritonserver:${TRITON_VERSION}-trtllm-python-py3"
+    assert STEPS[2].argument == "${TRITON_IMAGE}"
+    # What stands before FROM is known behind it only when it is named again.
+    assert STEPS[3] == Step("ARG", "TRITON_IMAGE")
+    assert 'image.base.name="${TRITON_IMAGE}"' in only("LABEL").argument
     assert "latest" not in DOCKERFILE.read_text()
     # The newest that docs and contract know.
     images = json.loads((CONTRACTS / "tensorrt_llm_llm_api.json").read_text())["images"]
@@ -310,13 +316,14 @@ def test_is_within() -> None:
 
 def test_nvidias_image_gets_the_dependencies_that_it_lacks() -> None:
     base, _ = project()
-    added = requirements("image.txt")
-    # transformers is the one that TensorRT-LLM pins; coglet is Cog's.
-    assert set(added) == {*base, "coglet"} - {"transformers"}
-    for name in set(added) - {"cog", "coglet"}:
+    added = requirements("image.in")
+    # transformers is the one that TensorRT-LLM pins; coglet is Cog's, grpcio tritonclient's.
+    assert set(added) == {*base, "coglet", "grpcio"} - {"transformers"}
+    for name in set(added) - {"cog", "coglet", "grpcio", "protobuf"}:
         assert str(added[name]) == str(base[name])
-    assert is_within(added["cog"].specifier, base["cog"].specifier)
-    assert pin("image.txt", "cog") == pin("image.txt", "coglet") == COG["build"]["sdk_version"]
+    for name in ("cog", "protobuf"):
+        assert is_within(added[name].specifier, base[name].specifier)
+    assert pin("image.in", "cog") == pin("image.in", "coglet") == COG["build"]["sdk_version"]
     assert not set(added) & set(BROUGHT)
 
 
@@ -332,6 +339,84 @@ def test_cogs_image_gets_dependencies_of_the_project() -> None:
     assert pin("cog.txt", "torch") == BROUGHT["torch"]
     text = (ROOT / "requirements" / "cog.txt").read_text()
     assert re.findall(r"^-.*$", text, re.MULTILINE) == ["--extra-index-url https://pypi.nvidia.com"]
+
+
+def test_the_lock_fits_what_it_is_made_of() -> None:
+    """`make lock` was run after a change of image.in."""
+    locked = lock()
+    named = requirements("image.in")
+    for name, requirement in [*named.items(), *requirements("tensorrt_llm.txt").items()]:
+        assert requirement.specifier.contains(locked[name].version), f"{name}: run `make lock`"
+    for package in locked.values():
+        assert package.hashes, package.name
+        assert package.needed_by, package.name
+        # What nothing needs any more has gone.
+        files = {"-r requirements/image.in", "-c requirements/tensorrt_llm.txt"}
+        assert package.needed_by <= locked.keys() | files
+        assert ("-r requirements/image.in" in package.needed_by) == (package.name in named)
+
+
+def test_the_lock_names_no_index() -> None:
+    text = (ROOT / "requirements" / "image.txt").read_text()
+    assert not re.search(r"://|^-|@", text, re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Locked:
+    """A package of a lock file."""
+
+    name: str
+    version: str
+    hashes: frozenset[str]
+    needed_by: frozenset[str]
+
+
+def lock() -> dict[str, Locked]:
+    """The packages of image.txt that this Python gets on Linux."""
+    text = (ROOT / "requirements" / "image.txt").read_text()
+    packages = {}
+    for block in re.split(r"^(?=\w)", text, flags=re.MULTILINE)[1:]:
+        requirement = Requirement(block.partition("\\")[0])
+        if requirement.marker is None or requirement.marker.evaluate():
+            (specifier,) = requirement.specifier
+            assert specifier.operator == "=="
+            hashes = frozenset(re.findall(r"--hash=sha256:([0-9a-f]{64})\b", block))
+            comments = " ".join(re.findall(r"# *(.*)$", block, re.MULTILINE))
+            needed_by = re.findall(r"-[rc] \S+|[\w.-]+", comments.removeprefix("via"))
+            package = Locked(requirement.name, specifier.version, hashes, frozenset(needed_by))
+            packages[requirement.name] = package
+    return packages
+
+
+def test_pip_takes_the_lock_with_its_hashes(tmp_path: Path) -> None:
+    """All of it, on a machine that has none of it."""
+    result = dry_run(ROOT / "requirements" / "image.txt", tmp_path)
+    assert result.returncode == 0, result.stderr
+    (report,) = tmp_path.glob("report.json")
+    taken = {p["metadata"]["name"].lower() for p in json.loads(report.read_text())["install"]}
+    assert {re.sub("[-_.]+", "-", name) for name in taken} == lock().keys()
+
+
+def test_pip_refuses_another_file_than_the_one_that_is_locked(tmp_path: Path) -> None:
+    altered = tmp_path / "image.txt"
+    text = (ROOT / "requirements" / "image.txt").read_text()
+    altered.write_text(re.sub(r"(?<=sha256:)[0-9a-f]{64}", "0" * 64, text))
+    result = dry_run(altered, tmp_path)
+    assert result.returncode
+    assert "DO NOT MATCH THE HASHES" in result.stderr
+
+
+def dry_run(file: Path, directory: Path) -> subprocess.CompletedProcess[str]:
+    options = ["--dry-run", "--ignore-installed", "--require-hashes", "--quiet"]
+    report = ["--report", str(directory / "report.json")]
+    result = subprocess.run(
+        [sys.executable, "-m", "pip", "install", *options, *report, "-r", str(file)],
+        capture_output=True,
+        text=True,
+    )
+    if NO_INDEX.search(result.stderr):
+        pytest.skip("no package index can be reached")
+    return result
 
 
 def test_the_project_takes_the_transformers_of_tensorrt_llm() -> None:
@@ -432,9 +517,7 @@ def container(tmp_path_factory: pytest.TempPathFactory) -> Container:
     before = container.installed()
     for step in STEPS:
         if step.name == "COPY":
-            *sources, destination = step.words
-            for source in sources:
-                copy(container, source, destination)
+            copy_all(container, step)
         elif step.name == "RUN" and not step.argument.startswith("useradd"):
             result = container.run(step.argument)
             if result.returncode and NO_INDEX.search(result.stderr):
@@ -445,10 +528,17 @@ def container(tmp_path_factory: pytest.TempPathFactory) -> Container:
     return container
 
 
+def copy_all(container: Container, step: Step) -> None:
+    *sources, destination = step.words
+    for source in sources:
+        copy(container, source, destination)
+
+
 def copy(container: Container, source: str, destination: str) -> None:
     target = container.root / destination.lstrip("/")
     if source != ".":
-        shutil.copyfile(ROOT / source, target)
+        target.mkdir(exist_ok=True)
+        shutil.copy(ROOT / source, target)
         return
     for path in context():
         (target / path).parent.mkdir(parents=True, exist_ok=True)
@@ -467,7 +557,7 @@ def test_the_schema_is_made_without_torch_and_triton(container: Container) -> No
 
 def test_every_requirement_is_met(container: Container) -> None:
     installed = {re.sub("[-_.]+", "-", k).lower(): v for k, v in container.installed().items()}
-    for name, requirement in requirements("image.txt").items():
+    for name, requirement in requirements("image.in").items():
         assert requirement.specifier.contains(installed[name]), name
     assert {name.replace("_", "-"): version for name, version in BROUGHT.items()}.items() <= (
         installed.items()
@@ -489,8 +579,8 @@ def test_tritons_stubs_find_the_package(container: Container, tmp_path: Path) ->
 
 def install_step(container: Container) -> subprocess.CompletedProcess[str]:
     """Runs the step that adds packages."""
-    copy(container, "requirements/image.txt", "/tmp/requirements.txt")
-    copy(container, "scripts/image_constraints.py", "/tmp/image_constraints.py")
+    (copied,) = (s for s in STEPS if s.name == "COPY" and "requirements/image.txt" in s.words)
+    copy_all(container, copied)
     (step,) = (s for s in STEPS if s.name == "RUN" and "pip install" in s.argument)
     result = container.run(step.argument)
     if NO_INDEX.search(result.stderr):
