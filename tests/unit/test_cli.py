@@ -12,7 +12,13 @@ import pytest
 from cog_triton.cli import COMMANDS, SCRIPTS, summary
 from tests.support import ROOT
 
-FOR_DEVELOPERS = {"check_bounds.py", "make_docs.py", "setup_environment.py"}
+FOR_DEVELOPERS = {
+    "audit.py",
+    "check_bounds.py",
+    "image_additions.py",
+    "make_docs.py",
+    "setup_environment.py",
+}
 NAMED = ("bench", "summarize")  # whose usage has the name of their file
 
 

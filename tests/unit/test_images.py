@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import image_additions
 import image_constraints
 import pytest
 import serve
@@ -618,6 +619,29 @@ def test_pip_may_change_what_nothing_needs_and_protobuf(tmp_path: Path) -> None:
         [container.bin / "python3", "-c", imported], cwd=ROOT, capture_output=True, text=True
     )
     assert checked.returncode == 0, checked.stderr
+
+
+# What is added
+
+
+def test_the_image_takes_what_it_adds_with_its_hashes_alone() -> None:
+    (step,) = (s for s in STEPS if s.name == "RUN" and "pip install" in s.argument)
+    assert "--require-hashes" in step.argument.split()
+    assert "--constraint" in step.argument.split()
+
+
+def test_the_additions_are_what_the_image_lacks(only_packages: Callable[..., None]) -> None:
+    only_packages(held=[], fitting=[], old=[], movable=[], unneeded=[])
+    ranges = "held>=2  # which pip refuses\nfitting>=1\nold>=2\nlacking>=1\nmovable>=2\n"
+    names = ("held", "fitting", "old", "lacking", "movable", "needed_by_old")
+    locked = "".join(f"{n}==2 ; python_version >= '3' \\\n    --hash=sha256:{n}\n" for n in names)
+    constraints = "held==1\nmovable>=1\n"
+    lines = image_additions.additions(ranges, f"# by make lock\n{locked}", constraints)
+    assert lines[:2] == ["held>=2", "fitting>=1"]
+    assert [line.partition("==")[0] for line in lines[2:]] == [
+        *("old", "lacking", "movable", "needed_by_old")
+    ]
+    assert lines[2] == "old==2 ; python_version >= '3' \\\n    --hash=sha256:old"
 
 
 # The constraints
