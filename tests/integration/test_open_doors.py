@@ -1,0 +1,113 @@
+"""What anybody may do who reaches Cog's port, as docs/security.md tells it: a real server, as it is.
+
+A test that fails here says that Cog has changed: mend the page, and say there what is better now.
+"""
+
+from __future__ import annotations
+
+import http.server
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.integration.conftest import PACE_MS
+from tests.support import CogServer, wait_until
+
+TOKENS = 100
+LONG = {"input": {"prompt": "words of another", "max_tokens": TOKENS}}
+SHORT = {"input": {"prompt": "hi", "max_tokens": 1}}
+
+
+@pytest.fixture
+def posted() -> Iterator[tuple[str, list[tuple[str, str | None]]]]:
+    """The URL of a server, and the path and authorization of what is posted to it; it redirects once."""
+    requests = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            requests.append((self.path, self.headers["Authorization"]))
+            self.send_response(307 if self.path == "/first" else 200)
+            self.send_header("Location", "/second")
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}", requests
+        server.shutdown()
+        thread.join()
+
+
+def test_who_knows_an_id_sees_the_prompt_and_the_output(paced_cog_server: CogServer) -> None:
+    with httpx.Client(base_url=paced_cog_server.url, trust_env=False, timeout=30) as client:
+        background = {"Prefer": "respond-async"}
+        assert client.put("/predictions/known", json=LONG, headers=background).is_success
+        seen = client.put("/predictions/known", json=SHORT).json()
+        assert seen["input"]["prompt"] == "words of another"
+        events = {"Accept": "text/event-stream"}
+        with client.stream("PUT", "/predictions/known", json=SHORT, headers=events) as stream:
+            assert "event: output" in stream.iter_lines()
+        assert PACE_MS * TOKENS > 1000  # it runs on
+        assert client.post("/predictions/known/cancel").status_code == 200
+
+
+def test_an_id_of_cogs_is_the_time(paced_cog_server: CogServer) -> None:
+    before = time.time_ns()
+    answer = httpx.post(f"{paced_cog_server.url}/predictions", json=SHORT, trust_env=False)
+    number = int(answer.json()["id"].removeprefix("pred_"), 16)
+    assert before <= number <= time.time_ns()
+
+
+def test_a_url_in_a_request_is_text(
+    paced_cog_server: CogServer, posted: tuple[str, list[tuple[str, str | None]]]
+) -> None:
+    url, requests = posted
+    body = {"input": {"prompt": f"{url}/file", "max_tokens": 1}, "output_file_prefix": f"{url}/out"}
+    answer = httpx.post(f"{paced_cog_server.url}/predictions", json=body, trust_env=False)
+    assert answer.json()["status"] == "succeeded"
+    assert requests == []
+
+
+def test_a_body_that_is_no_json_is_refused(paced_cog_server: CogServer) -> None:
+    url = f"{paced_cog_server.url}/predictions"
+    for kind in ("text/plain", "application/x-www-form-urlencoded"):
+        headers = {"Content-Type": kind, "Origin": "http://example.com"}
+        assert httpx.post(url, content="{}", headers=headers, trust_env=False).status_code == 415
+    assert httpx.options(url, trust_env=False).status_code == 405
+
+
+def test_webhooks_go_anywhere_and_anybody_ends_the_server(
+    demo_model: Path, tmp_path: Path, posted: tuple[str, list[tuple[str, str | None]]]
+) -> None:
+    url, requests = posted
+    environment = {
+        "MODEL": str(demo_model),
+        "ENGINE": "simulated",
+        "WEBHOOK_AUTH_TOKEN": "of the operator",
+    }
+    with CogServer(environment, tmp_path / "log") as server:
+        assert server.wait_until_set_up()["status"] == "READY"
+        body = {**SHORT, "webhook": f"{url}/first", "webhook_events_filter": ["completed"]}
+        assert httpx.post(f"{server.url}/predictions", json=body, trust_env=False).is_success
+        wait_until(lambda: len(requests) == 2, 10, "the webhook and where it is redirected to")
+        assert requests == [(path, "Bearer of the operator") for path in ("/first", "/second")]
+        # As a form of a web page would send it.
+        headers = {"Content-Type": "text/plain", "Origin": "http://example.com"}
+        assert httpx.post(f"{server.url}/shutdown", headers=headers, trust_env=False).is_success
+        wait_until(lambda: closed(server.url), 20, "the end of the server")
+
+
+def closed(url: str) -> bool:
+    try:
+        httpx.get(f"{url}/health-check", trust_env=False)
+    except httpx.ConnectError:
+        return True
+    return False
