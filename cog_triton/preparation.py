@@ -53,6 +53,22 @@ def with_files(settings: Settings) -> Settings:
     Raises:
         ConfigurationError: it is missing, or cannot be downloaded.
     """
+    return _with_tokenizer(_with_model(settings))
+
+
+def _with_tokenizer(settings: Settings) -> Settings:
+    """Fetched here, because tritonserver, whose models load it as well, has no token for it."""
+    name = settings.tokenizer_dir
+    if Path(name).is_dir():
+        return settings
+    from cog_triton.weights.hub import fetch_tokenizer, is_hub_id  # as in _fetch
+
+    if not is_hub_id(name):
+        return settings
+    return settings.model_copy(update={"tokenizer": str(fetch_tokenizer(name, _token(settings)))})
+
+
+def _with_model(settings: Settings) -> Settings:
     if settings.weights is not None:
         return placed(settings, _fetch(settings, settings.weights))
     if settings.engine_dir is not None or Path(settings.model).is_dir():
@@ -183,8 +199,12 @@ def _fetch(settings: Settings, source: str) -> Path:
         source,
         cache=settings.weights_cache.expanduser(),
         checksum=settings.weights_checksum,
-        token=settings.hf_token.get_secret_value() if settings.hf_token else None,
+        token=_token(settings),
     )
+
+
+def _token(settings: Settings) -> str | None:
+    return settings.hf_token.get_secret_value() if settings.hf_token else None
 
 
 def _engine_values(settings: Settings, engine: EngineName) -> dict[str, object]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
@@ -15,10 +15,29 @@ from cog_triton.weights.files import require_files
 UNUSED_FORMATS = ("original/*", "*.gguf", "*.h5", "*.msgpack", "*.onnx")
 """Second copies of the weights that repositories on Hugging Face hold for programs other than ours."""
 
+WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
+"""What is left out when a tokenizer is all that is wanted."""
+
 _HUB_ID = re.compile(r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>\S+))?", re.ASCII)
 
 
-def fetch_from_hub(source: str, token: str | None, progress: bool) -> Path:
+def is_hub_id(name: str) -> bool:
+    """Whether this has the form of an id on Hugging Face, org/name or org/name@revision."""
+    return _HUB_ID.fullmatch(name) is not None
+
+
+def fetch_tokenizer(name: str, token: str | None) -> Path:
+    """The local directory of a tokenizer on Hugging Face; its model's weights are not fetched.
+
+    Raises:
+        ConfigurationError: there is nothing to return, with the reason and what to do.
+    """
+    return fetch_from_hub(name, token, progress=False, without=(*UNUSED_FORMATS, *WEIGHTS))
+
+
+def fetch_from_hub(
+    source: str, token: str | None, progress: bool, *, without: Sequence[str] = UNUSED_FORMATS
+) -> Path:
     match = _HUB_ID.fullmatch(source)
     if not match:
         raise ConfigurationError(
@@ -38,7 +57,7 @@ def fetch_from_hub(source: str, token: str | None, progress: bool) -> Path:
                 match["name"],
                 revision=match["revision"],
                 token=token,
-                ignore_patterns=list(UNUSED_FORMATS),
+                ignore_patterns=list(without),
             )
         return require_files(Path(snapshot))
     except cast("tuple[type[Exception], ...]", foreseen) as error:

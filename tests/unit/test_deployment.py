@@ -189,12 +189,35 @@ def test_weights_are_an_engine_or_a_model(tmp_path: Path) -> None:
 
 
 def test_what_is_on_this_machine_is_not_fetched(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").touch()
     for environment in (
         {"MODEL": str(tmp_path)},
         {"ENGINE_DIR": str(tmp_path), "MODEL": "org/name"},
     ):
         settings = read_settings(environment)
         assert with_files(settings) == settings
+
+
+@pytest.mark.parametrize("name", ["TOKENIZER", "MODEL"])
+def test_a_tokenizer_is_fetched_where_the_token_is(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton's models load it as well, and have none."""
+    import huggingface_hub
+
+    (tmp_path / "tokenizer.json").touch()
+    asked: list[tuple[str, object, object]] = []
+
+    def snapshot_download(repo: str, **options: object) -> str:
+        asked.append((repo, options["token"], options["ignore_patterns"]))
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    environment = {"ENGINE_DIR": "/engine", "HF_TOKEN": "secret", name: "org/name"}
+    assert with_files(read_settings(environment)).tokenizer_dir == str(tmp_path)
+    ((repo, token, ignored),) = asked
+    assert (repo, token) == ("org/name", "secret")
+    assert "*.safetensors" in ignored  # type: ignore[operator]
 
 
 def test_weights_take_the_place_of_the_model(tmp_path: Path) -> None:
