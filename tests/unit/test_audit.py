@@ -59,6 +59,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return [f"--requirements={lock}", f"--allowed={allowed}"]
 
 
+@pytest.mark.slow
 def test_a_vulnerability_fails_unless_it_is_allowed(
     osv: str, files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -74,6 +75,7 @@ def test_a_vulnerability_fails_unless_it_is_allowed(
     )
 
 
+@pytest.mark.slow
 def test_data_that_cannot_be_had_is_named(
     files: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -90,6 +92,7 @@ def test_an_index_that_knows_no_vulnerabilities_is_no_clean_bill() -> None:
     assert audit.notes([skipped, sound], {}) == [skipped["skip_reason"], "1 packages audited"]
 
 
+@pytest.mark.slow
 def test_a_file_that_cannot_be_read_fails(
     files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

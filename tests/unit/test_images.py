@@ -389,6 +389,7 @@ def lock() -> dict[str, Locked]:
     return packages
 
 
+@pytest.mark.slow
 def test_pip_takes_the_lock_with_its_hashes(tmp_path: Path) -> None:
     """All of it, on a machine that has none of it."""
     result = dry_run(ROOT / "requirements" / "image.txt", tmp_path)
@@ -398,6 +399,7 @@ def test_pip_takes_the_lock_with_its_hashes(tmp_path: Path) -> None:
     assert {re.sub("[-_.]+", "-", name) for name in taken} == lock().keys()
 
 
+@pytest.mark.slow
 def test_pip_refuses_another_file_than_the_one_that_is_locked(tmp_path: Path) -> None:
     altered = tmp_path / "image.txt"
     text = (ROOT / "requirements" / "image.txt").read_text()
