@@ -112,6 +112,7 @@ class Predictor(BaseRunner):
                 _template(settings, prompt_template),
                 prompt,
                 system_prompt or settings.system_prompt,
+                self.deployment.limits,
             ),
             max_tokens=resolve_max_tokens(max_tokens, max_new_tokens),
             min_tokens=resolve_min_tokens(min_tokens, min_new_tokens),

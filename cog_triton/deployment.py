@@ -45,7 +45,7 @@ from cog_triton.server.guard import process_name
 from cog_triton.server.supervisor import NOTICE_SECONDS, RestartPolicy, Supervisor
 from cog_triton.server.tritonserver import TritonServer
 from cog_triton.settings import Settings
-from cog_triton.text.tokenizer import Tokenizer, load_tokenizer, without_torch
+from cog_triton.text.tokenizer import Tokenizer, load_tokenizer, text_limits, without_torch
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +80,7 @@ class Deployment:
             length_penalty: whether the engine is told of it; see ``misplaces_parameters``.
         """
         self.settings = settings
+        self.limits = text_limits(tokenizer, context_length)
         self._streams = streams
         self._supervisor = supervisor
         self._admission = admission

@@ -32,6 +32,21 @@ from __future__ import annotations
 
 import shutil
 
+SHOWN_CHARACTERS = 60
+"""Of what a request brought, in the text of an error."""
+
+
+def shortened(text: str, limit: int) -> str:
+    """The text, cut to so many characters."""
+    return text if len(text) <= limit else f"{text[: limit - 1]}…"
+
+
+def shown(value: object) -> str:
+    """A value of a request, as the text of an error shows it."""
+    if isinstance(value, int) and value.bit_length() > 4 * SHOWN_CHARACTERS:
+        return f"a number of {value.bit_length()} bits"  # Python refuses to write the longest
+    return shortened(str(value), SHOWN_CHARACTERS)
+
 
 class CogTritonError(Exception):
     """Base of all errors raised on purpose by this package.
@@ -40,14 +55,16 @@ class CogTritonError(Exception):
         code: "E" and four digits, stable across releases.
         message: what went wrong and what to do, in one or two sentences.
         retryable: whether the same request may succeed when it is sent again.
+        longest: characters to which a message is cut, which may have some of the request in it.
     """
 
     code = "E0000"
     retryable = False
+    longest = 2_000
 
     def __init__(self, message: str) -> None:
-        super().__init__(message)
-        self.message = message
+        self.message = shortened(message, self.longest)
+        super().__init__(self.message)
 
     def __str__(self) -> str:
         return f"{self.code} {type(self).__name__}: {self.message}"
@@ -163,6 +180,7 @@ class ConfigurationError(CogTritonError):
     """The settings, the configuration file or the model is at fault."""
 
     code = "E3001"
+    longest = 20_000  # with the last lines of a log
 
 
 class TemplateError(ConfigurationError):

@@ -15,11 +15,10 @@ from typing import Literal
 
 from cog_triton.admission import Admission
 from cog_triton.client.resume import Streams
-from cog_triton.errors import PromptTooLong
 from cog_triton.request import Request, triton_inputs
 from cog_triton.text.detokenizer import IncrementalDetokenizer
 from cog_triton.text.stop_sequences import StopSequences
-from cog_triton.text.tokenizer import Tokenizer, max_characters
+from cog_triton.text.tokenizer import Tokenizer, text_limits
 
 FinishReason = Literal["stop", "length"]
 
@@ -62,7 +61,7 @@ async def generate(
     Raises:
         CogTritonError: by what went wrong; see ``cog_triton.errors``.
     """
-    check_length(request.prompt, tokenizer, context_length)
+    text_limits(tokenizer, context_length).check("the prompt", len(request.prompt))
     detokenizer = IncrementalDetokenizer(tokenizer)
     stops = StopSequences(request.stop_sequences)
     end_id = tokenizer.eos_token_id if request.end_id is None else request.end_id
@@ -95,19 +94,3 @@ async def generate(
 
 def _turn(admission: Admission | None) -> AbstractAsyncContextManager[float]:
     return contextlib.nullcontext(0.0) if admission is None else admission.place()
-
-
-def check_length(prompt: str, tokenizer: Tokenizer, context_length: int | None) -> None:
-    """Refuses a prompt that is too long whatever its tokens are, before anything is done with it.
-
-    Raises:
-        PromptTooLong: it has more characters than that many tokens can stand for.
-    """
-    if context_length is None:
-        return
-    limit = max_characters(tokenizer, context_length)
-    if len(prompt) > limit:
-        raise PromptTooLong(
-            f"the prompt has {len(prompt)} characters; {limit} are the most that the model's "
-            f"{context_length} tokens can stand for"
-        )

@@ -52,15 +52,18 @@ def continued_ids(parameters: str) -> list[int]:
         parameters: of the request, as the Python backend has them: a JSON object, or nothing.
 
     Raises:
-        ValueError: they are not such a text.
+        ValueError: there is something else under that name.
     """
     if CONTINUED not in parameters:  # nearly always, and without a parser
         return []
     try:
-        raw = base64.b64decode(json.loads(parameters)[CONTINUED], validate=True)
-        return np.frombuffer(raw, "<i4").tolist()  # type: ignore[no-any-return]
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{CONTINUED} is malformed: {error}") from None
+        text = json.loads(parameters).get(CONTINUED, "")
+        ids = np.frombuffer(base64.b64decode(text, validate=True), "<i4")
+    except (TypeError, ValueError):
+        raise ValueError(f"{CONTINUED} must be 32-bit integers in base64") from None
+    if (ids < 0).any():
+        raise ValueError(f"{CONTINUED} must be token ids, which are at least 0")
+    return ids.tolist()  # type: ignore[no-any-return]
 
 
 def stop_inputs() -> dict[str, npt.NDArray[Any]]:

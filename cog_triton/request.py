@@ -15,6 +15,13 @@ from cog_triton.errors import (
     ConflictingMinTokens,
     InvalidParameter,
     PromptRequired,
+    shown,
+)
+from cog_triton.limits import (
+    STOP_CHARACTERS,
+    STOP_SEQUENCES,
+    WORDS,
+    check_texts,
 )
 
 DEFAULT_MAX_TOKENS = 512
@@ -74,8 +81,13 @@ class Request:
         """
         if not self.prompt:
             raise PromptRequired("a prompt is required")
-        if not _is_unicode(self.prompt):
-            raise InvalidParameter("prompt must be valid Unicode; half of a surrogate pair is not")
+        check_texts("stop_sequences", self.stop_sequences, STOP_SEQUENCES, STOP_CHARACTERS)
+        check_texts("bad_words", self.bad_words, WORDS, STOP_CHARACTERS)
+        for name, texts in (("prompt", (self.prompt,)), ("bad_words", self.bad_words)):
+            if not all(map(_is_unicode, texts)):
+                raise InvalidParameter(
+                    f"{name} must be valid Unicode; half of a surrogate pair is not"
+                )
         for name in _INTEGERS:
             _check(name, getattr(self, name) or 0, _fits_int32, "a 32-bit integer")
         for name in _FLOATS:
@@ -86,7 +98,7 @@ class Request:
         _check("top_k", self.top_k, lambda v: v >= -1, "at least -1")
         _check("repetition_penalty", self.repetition_penalty, lambda v: v > 0, "greater than 0")
         _check("seed", self.seed, lambda v: 0 <= v <= MAX_SEED, f"between 0 and {MAX_SEED}")
-        limit = f"at most max_tokens ({self.max_tokens})"
+        limit = f"at most max_tokens ({shown(self.max_tokens)})"
         _check("min_tokens", self.min_tokens, lambda v: v <= self.max_tokens, limit)
 
     @property
@@ -110,8 +122,8 @@ def resolve_max_tokens(max_tokens: int, max_new_tokens: int | None) -> int:
         return max_tokens
     if max_tokens != DEFAULT_MAX_TOKENS:
         raise ConflictingMaxTokens(
-            f"max_tokens={max_tokens} and max_new_tokens={max_new_tokens} contradict; max_new_tokens is "
-            "the old name of max_tokens, give one of them"
+            f"max_tokens={shown(max_tokens)} and max_new_tokens={shown(max_new_tokens)} contradict; "
+            "max_new_tokens is the old name of max_tokens, give one of them"
         )
     return max_new_tokens
 
@@ -125,8 +137,8 @@ def resolve_min_tokens(min_tokens: int | None, min_new_tokens: int | None) -> in
     given = {value for value in (min_tokens, min_new_tokens) if value not in (None, -1)}
     if len(given) > 1:
         raise ConflictingMinTokens(
-            f"min_tokens={min_tokens} and min_new_tokens={min_new_tokens} contradict; min_new_tokens is "
-            "the old name of min_tokens, give one of them"
+            f"min_tokens={shown(min_tokens)} and min_new_tokens={shown(min_new_tokens)} contradict; "
+            "min_new_tokens is the old name of min_tokens, give one of them"
         )
     return given.pop() or 0 if given else 0
 
@@ -165,7 +177,7 @@ def triton_inputs(request: Request) -> dict[str, npt.NDArray[Any]]:
 
 def _check(name: str, value: Any, valid: Callable[[Any], bool], wanted: str) -> None:
     if not valid(value):
-        raise InvalidParameter(f"{name} must be {wanted}, not {value}")
+        raise InvalidParameter(f"{name} must be {wanted}, not {shown(value)}")
 
 
 def _is_unicode(text: str) -> bool:

@@ -280,8 +280,13 @@ _ERRORS: tuple[tuple[str, type[CogTritonError]], ...] = (
 )
 
 
+LONGEST_TEXT = 20_000
+"""Characters of a text of Triton's that are read; what it says of a request may have all of that in it."""
+
+
 def error_from_text(text: str) -> CogTritonError:
     """The error that a text from Triton stands for; its message is what the text gives as the cause."""
+    text = text[:LONGEST_TEXT]
     for pattern, error in _ERRORS:
         if re.search(pattern, text):
             return error(cause(text))

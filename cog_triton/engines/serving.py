@@ -184,7 +184,11 @@ class _Sequence:
             return None
         text = self.tail + ids
         for end in range(len(self.tail) + 1, len(text) + 1):
-            if any(tuple(text[max(0, end - len(word)) : end]) == word for word in words):
+            last = text[end - 1]
+            if any(
+                word[-1] == last and tuple(text[max(0, end - len(word)) : end]) == word
+                for word in words
+            ):
                 return end - len(self.tail)
         self.tail = text[-max(map(len, words)) :]
         return None

@@ -52,7 +52,14 @@ def _answer(pb_utils: Any, request: Any, answer: Callable[[Any, Client], None]) 
         answer(request, client)
     except Exception as cause:
         if not client.closed:
-            client.send(stub.error(pb_utils, str(cause)), last=True)
+            client.send(_failure(pb_utils, cause), last=True)
+
+
+def _failure(pb_utils: Any, cause: Exception) -> Any:
+    if not isinstance(cause, ModelError):
+        return stub.failure(pb_utils, "tensorrt_llm_bls", cause)
+    response = stub.refusal if cause.refused else stub.error
+    return response(pb_utils, str(cause))
 
 
 class StubModels:
@@ -67,7 +74,7 @@ class StubModels:
         self._pb_utils = pb_utils
 
     def call(self, model: str, request_id: str, inputs: Mapping[str, Array]) -> dict[str, Array]:
-        outcome = _outcome(self._request(model, request_id, inputs).exec())
+        outcome = self._outcome(self._request(model, request_id, inputs).exec())
         if isinstance(outcome, ModelError):
             raise outcome
         return outcome
@@ -75,7 +82,7 @@ class StubModels:
     def stream(
         self, model: str, request_id: str, inputs: Mapping[str, Array]
     ) -> Iterator[dict[str, Array] | ModelError]:
-        return map(_outcome, self._request(model, request_id, inputs).exec(decoupled=True))
+        return map(self._outcome, self._request(model, request_id, inputs).exec(decoupled=True))
 
     def _request(self, model: str, request_id: str, inputs: Mapping[str, Array]) -> Any:
         return self._pb_utils.InferenceRequest(
@@ -85,8 +92,9 @@ class StubModels:
             requested_output_names=[],  # all that there are
         )
 
-
-def _outcome(response: Any) -> dict[str, Array] | ModelError:
-    if response.has_error():
-        return ModelError(response.error().message())
-    return stub.arrays(response.output_tensors())
+    def _outcome(self, response: Any) -> dict[str, Array] | ModelError:
+        if response.has_error():
+            error = response.error()
+            refused = error.code() == self._pb_utils.TritonError.INVALID_ARG
+            return ModelError(error.message(), refused=refused)
+        return stub.arrays(response.output_tensors())

@@ -16,12 +16,12 @@ from cog_triton.client.grpc_transport import (
     stream_messages,
 )
 from cog_triton.client.stream import Arrivals
-from cog_triton.errors import CogTritonError, UserError
+from cog_triton.errors import CogTritonError, InvalidParameter, UserError
 from cog_triton.models import stub
 from cog_triton.models.context import Contexts, Tensors, joined
 from cog_triton.models.model_calls import Client, flag, renamed
 from cog_triton.parent import end_with_parent
-from cog_triton.protocol import ADDRESS_FILE, ENGINE
+from cog_triton.protocol import ADDRESS_FILE, CONTEXT_MODEL, ENGINE
 
 
 class TritonPythonModel:
@@ -56,7 +56,7 @@ class TritonPythonModel:
         inputs = stub.arrays(request.inputs())
         names = frozenset(request.requested_output_names())
         given = renamed(inputs, {name: name for name in inputs})
-        message = infer_request(ENGINE, request.request_id(), given, ())
+        message = infer_request(ENGINE, _id(request), given, ())
         contexts = Contexts(streaming=flag(inputs, "streaming"))
         arrivals = Arrivals(stream_messages(self._channel, message), timeout=None)
         try:
@@ -71,6 +71,13 @@ class TritonPythonModel:
                     client.send(None, last=True)
         finally:
             await arrivals.close()
+
+
+def _id(request: Any) -> str:
+    try:
+        return stub.request_id(request)
+    except ValueError as error:
+        raise InvalidParameter(str(error)) from None
 
 
 def answers(contexts: Contexts, arrived: list[Tensors], *, last: bool) -> list[Tensors]:
@@ -89,4 +96,4 @@ def failure(error: Exception) -> Any:
         return stub.refusal(pb_utils, error.message)
     if isinstance(error, CogTritonError):
         return stub.error(pb_utils, error.message)
-    return stub.error(pb_utils, f"{type(error).__name__}: {error}")
+    return stub.failure(pb_utils, CONTEXT_MODEL, error)

@@ -25,7 +25,15 @@ STARTING_AT_ONCE = 24
 
 
 class ModelError(Exception):
-    """What a model answered instead of tensors, or why a request is refused; for the client."""
+    """What a model answered instead of tensors, or why a request is refused; for the client.
+
+    Attributes:
+        refused: whether the request is at fault.
+    """
+
+    def __init__(self, message: str, *, refused: bool = True) -> None:
+        super().__init__(message)
+        self.refused = refused
 
 
 class Models(Protocol):

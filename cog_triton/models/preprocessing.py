@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cog_triton.text.tokenizer import Tokenizer, max_characters
+from cog_triton.limits import WORDS, WORDS_BYTES
+from cog_triton.text.tokenizer import Tokenizer, text_limits
 
 Array = npt.NDArray[Any]
 
@@ -35,7 +36,7 @@ class Preprocessor:
         self._tokenizer = tokenizer
         self._add_special_tokens = add_special_tokens
         self._forms = variants if words_after_space else nonempty
-        self._context_length = context_length
+        self._limits = text_limits(tokenizer, context_length)
         end_id, pad_id = tokenizer.eos_token_id, tokenizer.pad_token_id
         self._end_id = -1 if end_id is None else end_id
         self._pad_id = self._end_id if pad_id is None else pad_id
@@ -52,9 +53,7 @@ class Preprocessor:
         Raises:
             ValueError: an input is not valid; the text is for the client.
         """
-        queries = [_text(query) for query in inputs["QUERY"].reshape(-1)]
-        for query in queries:
-            self._check_length(query)
+        queries = self._texts(inputs["QUERY"])
         prompts = [[*self._encode(query), *continued] for query in queries]
         batch = len(prompts)
         pad_id = _default(inputs, "PAD_ID", self._pad_id, batch)
@@ -77,22 +76,30 @@ class Preprocessor:
         # NVIDIA's preprocessing sends a decoder's beginning to every engine: without a text, the pad id.
         decoder = [[int(pad_id.flat[0])]] * batch
         if "DECODER_QUERY" in inputs:
-            decoder = [self._encode(_text(query)) for query in inputs["DECODER_QUERY"].reshape(-1)]
+            decoder = [self._encode(query) for query in self._texts(inputs["DECODER_QUERY"])]
         outputs["DECODER_INPUT_ID"] = _padded(decoder, int(pad_id.flat[0]))
         outputs["REQUEST_DECODER_INPUT_LEN"] = np.array([[len(d)] for d in decoder], np.int32)
         _rename(inputs, outputs, "SEED", "RANDOM_SEED", "OUT_SEED")
         _rename(inputs, outputs, "MIN_TOKENS", "MIN_LENGTH", "OUT_MIN_TOKENS")
         return outputs
 
-    def _check_length(self, text: str) -> None:
-        if self._context_length is None:
-            return
-        limit = max_characters(self._tokenizer, self._context_length)
-        if len(text) > limit:
+    def _texts(self, queries: Array) -> list[str]:
+        """The texts, none of which is too long to be tokenized."""
+        for query in queries.flat:
+            self._check_length(
+                len(query) // 4
+            )  # of its bytes, of which a character has four at most
+        texts = [_text(query) for query in queries.flat]
+        for text in texts:
+            self._check_length(len(text))
+        return texts
+
+    def _check_length(self, characters: int) -> None:
+        if characters > self._limits.characters:
             # TensorRT-LLM's wording, which clients know.
             raise ValueError(
-                f"Prompt length ({len(text)} characters) exceeds maximum input length ({limit} characters "
-                f"are the most that {self._context_length} tokens can stand for)."
+                f"Prompt length ({characters} characters) exceeds maximum input length "
+                f"({self._limits.reason})."
             )
 
     def _encode(self, text: str) -> list[int]:
@@ -103,6 +110,7 @@ class Preprocessor:
 
     def _word_lists(self, words: Array) -> Array | None:
         """TensorRT-LLM's word lists, shape [batch, 2, N], or None when there is no word."""
+        _check_words(words)
         rows = [[_text(word) for word in np.atleast_1d(row)] for row in words]
         lists = [
             word_list(list(filter(None, map(self._word_ids, self._forms(row))))) for row in rows
@@ -119,6 +127,7 @@ class Preprocessor:
     def _embedding_bias(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
         words, weights = inputs["EMBEDDING_BIAS_WORDS"], inputs.get("EMBEDDING_BIAS_WEIGHTS")
         words = words.reshape(words.shape[0], -1)
+        _check_words(words)
         if not any(_text(word) for word in words.flat):
             return {}
         if weights is None or weights.size != words.size:
@@ -149,6 +158,15 @@ def word_list(words: Sequence[Sequence[int]]) -> Array:
     offsets = np.full(len(flat), -1, np.int32)
     offsets[: len(ends)] = ends
     return np.array([flat, offsets], np.int32).reshape(2, -1)
+
+
+def _check_words(words: Array) -> None:
+    """Refuses lists that would take long to tokenize, before anything of them is decoded."""
+    if words.size > WORDS * words.shape[0]:
+        raise ValueError(f"the words of a list must be at most {WORDS}, not {words[0].size}")
+    size = sum(map(len, words.flat))
+    if size > WORDS_BYTES:
+        raise ValueError(f"the words of a list must be at most {WORDS_BYTES} bytes, not {size}")
 
 
 def _widened(words: Array, width: int) -> Array:

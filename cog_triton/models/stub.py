@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import logging
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy.typing as npt
 
+from cog_triton.errors import shortened
+
 Array = npt.NDArray[Any]
+
+logger = logging.getLogger(__name__)
+
+LONGEST = 500
+"""Characters of the text that a client gets, which may have some of the request in it."""
 
 
 def parameters(config: Mapping[str, Any]) -> dict[str, str]:
@@ -38,12 +46,48 @@ def response(pb_utils: Any, values: Mapping[str, Array], names: Collection[str])
     return pb_utils.InferenceResponse(tensors)
 
 
+def parameters_text(request: Any) -> str:
+    """The parameters of a request, which are no tensors: a JSON object, or nothing.
+
+    Raises:
+        ValueError: they have half of a surrogate pair, which Triton hands on as bytes that are no text.
+    """
+    return _text("the request's parameters", request.parameters)
+
+
+def request_id(request: Any) -> str:
+    """The id of a request; empty if it has none.
+
+    Raises:
+        ValueError: it is no valid Unicode.
+    """
+    return _text("the request's id", request.request_id)
+
+
+def _text(what: str, read: Callable[[], str]) -> str:
+    try:
+        return read()
+    except UnicodeDecodeError:
+        raise ValueError(f"{what} must be valid Unicode") from None
+
+
 def error(pb_utils: Any, message: str) -> Any:
     """A response that says what went wrong here; HTTP clients get status 500."""
-    return pb_utils.InferenceResponse(error=pb_utils.TritonError(message))
+    return pb_utils.InferenceResponse(error=pb_utils.TritonError(shortened(message, LONGEST)))
+
+
+def failure(pb_utils: Any, model: str, cause: Exception) -> Any:
+    """A response for what was not foreseen. Its trace goes to the log and not to the client.
+
+    A model must not raise instead: Triton would send the trace, and fail the requests beside it.
+    """
+    logger.error("model %s failed", model, exc_info=cause)
+    return error(
+        pb_utils, f"model '{model}' failed: {type(cause).__name__}; the server's log has more"
+    )
 
 
 def refusal(pb_utils: Any, message: str) -> Any:
     """A response that says what is wrong with the request; HTTP clients get status 400."""
     code = pb_utils.TritonError.INVALID_ARG
-    return pb_utils.InferenceResponse(error=pb_utils.TritonError(message, code))
+    return pb_utils.InferenceResponse(error=pb_utils.TritonError(shortened(message, LONGEST), code))

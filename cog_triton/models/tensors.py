@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from cog_triton.engines.base import EngineError, GenerationRequest, SamplingParams
 from cog_triton.engines.serving import Output, Times, words_from_list
+from cog_triton.limits import WORD_IDS
 
 Array = npt.NDArray[Any]
 
@@ -176,12 +177,15 @@ def _generation_request(inputs: Mapping[str, Array], i: int, continued: int) -> 
         return default if values is None else _finite(name, values.reshape(-1)[i].item())
 
     def words(name: str) -> tuple[tuple[int, ...], ...]:
-        return words_from_list(inputs[name][i]) if name in inputs else ()
+        return _words(name, inputs[name][i]) if name in inputs else ()
 
     max_tokens, min_tokens = scalar("request_output_len", 1), scalar("min_tokens", 0)
     if min_tokens > max(max_tokens, 0):
         raise EngineError(f"min_tokens must be at most max_tokens ({max_tokens}), not {min_tokens}")
-    length = scalar("input_lengths", inputs["input_ids"].shape[1])
+    width = inputs["input_ids"].shape[1]
+    length = scalar("input_lengths", width)
+    if not 0 <= length <= width:
+        raise EngineError(f"input_lengths must be between 0 and {width}, not {length}")
     end_id = scalar("end_id", -1)
     return GenerationRequest(
         key="",
@@ -203,6 +207,12 @@ def _generation_request(inputs: Mapping[str, Array], i: int, continued: int) -> 
         return_log_probs=bool(scalar("return_log_probs", False)),
         continued=min(continued, length),
     )
+
+
+def _words(name: str, word_list: Array) -> tuple[tuple[int, ...], ...]:
+    if word_list.shape[-1] > WORD_IDS:
+        raise EngineError(f"{name} must be at most {WORD_IDS} ids, not {word_list.shape[-1]}")
+    return words_from_list(word_list)
 
 
 def _flag(inputs: Mapping[str, Array], name: str) -> bool:

@@ -9,11 +9,14 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from cog_triton.errors import shortened
 from cog_triton.server.guard import RANK_ENDED, STUB_ENDED
 from cog_triton.triton_texts import cause
 
 GPU = Path("/dev/nvidiactl").exists()
 LOG_TAIL_LINES = 60
+LONGEST_LINE = 2000  # characters; a line may have a whole request in it
+LONGEST_RECORD = 20_000  # with a trace
 _LEVELS = {"I": logging.INFO, "W": logging.WARNING, "E": logging.ERROR, "F": logging.CRITICAL}
 # What Triton says on a machine without a GPU, at any level: nothing is wrong there.
 _NO_GPU = re.compile(r"CUDA|Cuda|NVML|DCGM|pinned (system )?memory")
@@ -35,10 +38,20 @@ def log_to(level: str) -> None:
     root = logging.getLogger()
     if root.handlers:
         return
-    logging.basicConfig(level=level.upper(), format="%(levelname)s %(name)s: %(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(CuttingFormatter("%(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=level.upper(), handlers=[handler])
     if root.level > logging.DEBUG:
         for name in ("httpx", "tritonserver"):
             logging.getLogger(name).setLevel(max(root.level, logging.WARNING))
+
+
+class CuttingFormatter(logging.Formatter):
+    """Python's formatter, whose lines are cut at ``LONGEST_LINE``, and all of them at ``LONGEST_RECORD``."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        lines = shortened(super().format(record), LONGEST_RECORD).split("\n")
+        return "\n".join(shortened(line, LONGEST_LINE) for line in lines)
 
 
 class ServerLog:
@@ -58,7 +71,8 @@ class ServerLog:
     def read(self, stream: Iterable[bytes]) -> Iterator[tuple[int, str]]:
         """Takes the merged output; yields the level and the text of each line."""
         levels: dict[int | None, int] = defaultdict(lambda: logging.INFO)
-        for rank, line in lines_of_ranks(raw.decode(errors="replace") for raw in stream):
+        for rank, whole in lines_of_ranks(_decoded(raw) for raw in stream):
+            line = shortened(whole, LONGEST_LINE)
             if not line:
                 continue
             self._note(rank, line)
@@ -128,6 +142,13 @@ class ServerLog:
             whose = "its" if rank is None else f"rank {rank}'s"
             yield f"the last lines of {whose} log:"
             yield from list(self._tails[rank])
+
+
+def _decoded(raw: bytes) -> str:
+    """A line as text, cut if it is longer than any that is shown."""
+    if len(raw) > 4 * LONGEST_LINE:
+        raw = raw[: 4 * LONGEST_LINE] + b"\n"
+    return raw.decode(errors="replace")
 
 
 class LoadTimes:

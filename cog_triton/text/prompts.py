@@ -8,19 +8,29 @@ memory.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Sequence
 
-from cog_triton.errors import BadPromptTemplate, PromptRequired, PromptTemplateError
+from cog_triton.errors import (
+    SHOWN_CHARACTERS,
+    BadPromptTemplate,
+    PromptRequired,
+    PromptTemplateError,
+)
+from cog_triton.limits import TEMPLATE_BRACES, TEMPLATE_CHARACTERS, TextLimits
 
 _PLACEHOLDERS = frozenset({"{prompt}", "{system_prompt}"})
 _LITERALS = {"{{": "{", "}}": "}"}
 # From the left, and doubled braces before single ones, as str.format reads them: "{{{prompt}}}" is
 # a literal brace, a placeholder and a literal brace.
-_BRACES = re.compile(r"\{\{|\}\}|\{[^{}]*\}|[{}]")
-_SHOWN_LENGTH = 60
+_BRACES = re.compile(r"\{(?:\{|[^{}]*\})?|\}\}?")
+_SHOWN_PLACEHOLDERS = 3
+_LIMITS = TextLimits()
 
 
-def format_prompt(template: str, prompt: str | None, system_prompt: str = "") -> str:
+def format_prompt(
+    template: str, prompt: str | None, system_prompt: str = "", limits: TextLimits = _LIMITS
+) -> str:
     """Return the template with ``{prompt}`` and ``{system_prompt}`` filled in.
 
     ``{{`` and ``}}`` become single braces. What is filled in stays as it is, braces included. A
@@ -28,12 +38,18 @@ def format_prompt(template: str, prompt: str | None, system_prompt: str = "") ->
 
     Raises:
         PromptRequired: the prompt is empty or None. One of whitespace only is a prompt.
+        PromptTooLong: the prompt, the system prompt or the result has too many characters; the result's
+            are counted before there is one.
         PromptTemplateError, BadPromptTemplate: see `validate_template`.
     """
     if not prompt:
         raise PromptRequired("A prompt is required, and it must not be empty.")
-    validate_template(template)
+    limits.check("the prompt", len(prompt))
+    limits.check("the system prompt", len(system_prompt))
+    fields = _fields(template)
     fillings = {**_LITERALS, "{prompt}": prompt, "{system_prompt}": system_prompt}
+    grown = sum((len(fillings[text]) - len(text)) * count for text, count in fields.items())
+    limits.check("the prompt in its template", len(template) + grown)
     return _BRACES.sub(lambda match: fillings[match[0]], template)
 
 
@@ -45,7 +61,13 @@ def validate_template(template: str) -> None:
             often are what should have been ``{prompt}``.
         BadPromptTemplate: it has no ``{prompt}``.
     """
-    fields = list(dict.fromkeys(match[0] for match in _BRACES.finditer(template)))
+    _fields(template)
+
+
+def _fields(template: str) -> Counter[str]:
+    """What a template has of placeholders and literal braces, and how often."""
+    _check_size(template)
+    fields = Counter(match[0] for match in _BRACES.finditer(template))
     unusable = [text for text in fields if text not in _PLACEHOLDERS and text not in _LITERALS]
     if unusable:
         raise PromptTemplateError(_describe(unusable))
@@ -53,10 +75,24 @@ def validate_template(template: str) -> None:
         raise BadPromptTemplate(
             "The prompt template has no place for the prompt: put {prompt} where it should go."
         )
+    return fields
 
 
-def _describe(unusable: Iterable[str]) -> str:
+def _check_size(template: str) -> None:
+    """Refuses a template that would take long to read; the braces of a long one are not even counted."""
+    _check_number("characters", len(template), TEMPLATE_CHARACTERS)
+    _check_number("braces", template.count("{") + template.count("}"), TEMPLATE_BRACES)
+
+
+def _check_number(what: str, number: int, most: int) -> None:
+    if number > most:
+        raise PromptTemplateError(f"The prompt template has {number} {what}; {most} are the most.")
+
+
+def _describe(unusable: Sequence[str]) -> str:
     unknown = [_shorten(text) for text in unusable if len(text) > 1]
+    if (more := len(unknown) - _SHOWN_PLACEHOLDERS) > 0:
+        unknown[_SHOWN_PLACEHOLDERS:] = [f"and {more} more"]
     single = [text for text in unusable if len(text) == 1]
     problems = []
     if unknown:
@@ -70,6 +106,6 @@ def _describe(unusable: Iterable[str]) -> str:
 
 
 def _shorten(placeholder: str) -> str:
-    if len(placeholder) > _SHOWN_LENGTH:
-        placeholder = placeholder[: _SHOWN_LENGTH - 4] + "...}"
+    if len(placeholder) > SHOWN_CHARACTERS:
+        placeholder = placeholder[: SHOWN_CHARACTERS - 4] + "...}"
     return repr(placeholder)

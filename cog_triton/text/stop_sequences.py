@@ -16,6 +16,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from cog_triton.errors import InvalidParameter
+from cog_triton.limits import STOP_TEXT_CHARACTERS
+
 _PIECE = re.compile(r"(?:\\[\\,]|[^,])+")
 _ESCAPE = re.compile(r"\\([\\,])")
 
@@ -25,7 +28,14 @@ def parse_stop_sequences(text: str | None) -> tuple[str, ...]:
 
     Empty entries are dropped; whitespace belongs to its entry. ``\,`` stands for a comma that does
     not separate, ``\\`` for a backslash; any other backslash is just one.
+
+    Raises:
+        InvalidParameter: the list is longer than one of the most and longest stop sequences can be.
     """
+    if text is not None and len(text) > STOP_TEXT_CHARACTERS:
+        raise InvalidParameter(
+            f"stop_sequences must be a list of at most {STOP_TEXT_CHARACTERS} characters, not {len(text)}"
+        )
     return tuple(_ESCAPE.sub(r"\1", piece) for piece in _PIECE.findall(text or ""))
 
 

@@ -17,6 +17,7 @@ from unittest import mock
 
 from cog_triton import remote_code
 from cog_triton.errors import ConfigurationError
+from cog_triton.limits import MOST_CHARACTERS, TextLimits
 
 _FILES = ("tokenizer*", "vocab*", "*.model", "merges.txt", "tekken.json", "*.tiktoken")
 
@@ -93,6 +94,21 @@ def max_characters(tokenizer: Tokenizer, tokens: int) -> int:
     that is taken for too long.
     """
     return tokens * _longest_token(tokenizer)
+
+
+def text_limits(tokenizer: Tokenizer, context_length: int | None) -> TextLimits:
+    """How long a prompt may be before it is worth tokenizing.
+
+    Args:
+        context_length: the most tokens that prompt and output may have together; None if only the engine
+            knows.
+    """
+    if context_length is None:
+        return TextLimits()
+    characters = max_characters(tokenizer, context_length)
+    if characters > MOST_CHARACTERS:
+        return TextLimits()
+    return TextLimits(characters, context_length)
 
 
 def _load_with_its_code(name: str) -> Tokenizer:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 from typing import TextIO
 
+from cog_triton.errors import shortened
 from cog_triton.faces.terminal.log_lines import OWN, LogLine, as_text, is_shown
 from cog_triton.faces.terminal.style import PassingLine, Style
+from cog_triton.server.log import LONGEST_RECORD
 
 
 class TerminalHandler(logging.Handler):
@@ -20,7 +22,7 @@ class TerminalHandler(logging.Handler):
         self._progress = progress
 
     def emit(self, record: logging.LogRecord) -> None:
-        line = LogLine(record.levelno, record.name, record.getMessage())
+        line = LogLine(record.levelno, record.name, shortened(record.getMessage(), LONGEST_RECORD))
         verbose = self._shown <= logging.DEBUG
         if not verbose and line.level < logging.WARNING:
             if line.target.partition(".")[0] == OWN:

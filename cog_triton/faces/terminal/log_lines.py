@@ -14,7 +14,9 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from typing import Any
 
+from cog_triton.errors import shortened
 from cog_triton.faces.terminal.style import Style
+from cog_triton.server.log import LONGEST_RECORD
 
 OWN = "cog_triton"
 TRITON = "tritonserver"
@@ -79,11 +81,11 @@ def parse(raw: str) -> LogLine:
     try:
         given = json.loads(raw)
         fields = dict(given["fields"])
-        message = str(fields.pop("message", ""))
+        message = shortened(str(fields.pop("message", "")), LONGEST_RECORD)
         level = logging.INFO if _NO_NEWS.search(message) else _LEVELS[given["level"]]
         return LogLine(level, str(given["target"]), message, str(given["timestamp"]), fields)
     except (ValueError, KeyError, TypeError):
-        return LogLine(logging.INFO, "python", raw)
+        return LogLine(logging.INFO, "python", shortened(raw, LONGEST_RECORD))
 
 
 def as_json(line: LogLine) -> str:

@@ -31,7 +31,12 @@ class TritonPythonModel:
 
     def _respond(self, request: Any) -> Any:
         inputs = stub.arrays(request.inputs())
-        text = self._postprocessor(inputs)
+        try:
+            text = self._postprocessor(inputs)
+        except ValueError as error:
+            return stub.refusal(pb_utils, str(error))
+        except Exception as error:
+            return stub.failure(pb_utils, "postprocessing", error)
         passed_on = {f"OUT_{name}": value for name, value in inputs.items()}
         return stub.response(
             pb_utils, {"OUTPUT": text, **passed_on}, request.requested_output_names()

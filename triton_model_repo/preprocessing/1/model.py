@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,8 +13,6 @@ from cog_triton.models.preprocessing import Preprocessor
 from cog_triton.parent import end_with_parent
 from cog_triton.protocol import continued_ids
 from cog_triton.text.tokenizer import load_tokenizer, without_torch
-
-logger = logging.getLogger(__name__)
 
 LONG_BYTES = 20_000  # about ten milliseconds; what is longer keeps nobody waiting
 
@@ -41,7 +38,7 @@ class TritonPythonModel:
     def execute(self, requests: list[Any]) -> None:
         for request in requests:
             inputs = stub.arrays(request.inputs())
-            if sum(map(len, inputs["QUERY"].flat)) > LONG_BYTES:
+            if text_bytes(inputs) > LONG_BYTES:
                 self._long.submit(self._respond, request, inputs)
             else:
                 self._respond(request, inputs)
@@ -56,11 +53,17 @@ class TritonPythonModel:
 
     def _response(self, request: Any, inputs: dict[str, stub.Array]) -> Any:
         try:
-            continued = continued_ids(request.parameters())
+            continued = continued_ids(stub.parameters_text(request))
             outputs = self._preprocessor(inputs, continued)
         except ValueError as error:
             return stub.refusal(pb_utils, str(error))
         except Exception as error:  # unanswered, the request would wait for good
-            logger.exception("preprocessing failed")
-            return stub.error(pb_utils, f"{type(error).__name__}: {error}")
+            return stub.failure(pb_utils, "preprocessing", error)
         return stub.response(pb_utils, outputs, request.requested_output_names())
+
+
+def text_bytes(inputs: dict[str, stub.Array]) -> int:
+    """How much there is to tokenize."""
+    return sum(
+        len(text) for array in inputs.values() if array.dtype == object for text in array.flat
+    )

@@ -51,6 +51,8 @@ class TritonPythonModel:
                 send_last(sender, stub.error(pb_utils, str(error)))
             except EngineError as error:
                 send_last(sender, stub.refusal(pb_utils, str(error)))
+            except Exception as error:
+                send_last(sender, stub.failure(pb_utils, "tensorrt_llm", error))
 
     def finalize(self) -> None:
         self._metrics.close()
@@ -58,10 +60,11 @@ class TritonPythonModel:
 
     def _start(self, request: Any, sender: Any) -> None:
         inputs = stub.arrays(request.inputs())
+        request_id, parameters = request_texts(request)
         if "stop" in inputs and inputs["stop"].any():
-            self._stop(request.request_id(), sender)
+            self._stop(request_id, sender)
             return
-        generations = generation_requests(inputs, len(_continued(request)))
+        generations = generation_requests(inputs, len(continued(parameters)))
         streaming = bool(inputs["streaming"].any()) if "streaming" in inputs else False
         if streaming and not self._decoupled:
             raise EngineError("streaming needs decoupled_mode true in the tensorrt_llm model")
@@ -72,20 +75,20 @@ class TritonPythonModel:
         exclude = inputs.get("exclude_input_in_output")
         prompt_in_output = self._prompt_in_output if exclude is None else not exclude.any()
         names = frozenset(request.requested_output_names())
-        only = ids_only(request)
+        only = ids_only(parameters)
         zeros = {} if only else self._placeholders
         responses = Responses(sender, inputs, names, len(generations), only, zeros)
         try:
             for index, generation in enumerate(generations):
                 stop = self._serving.start(
-                    request.request_id(),
+                    request_id,
                     generation,
                     partial(responses.send, index),
                     streaming=streaming,
                     prompt_in_output=prompt_in_output,
                 )
                 responses.stops.append(stop)
-        except EngineError:
+        except Exception:
             responses.abandon()  # the error is the only response to the whole batch
             raise
 
@@ -158,16 +161,24 @@ class Responses:
             return self._unfinished == 0
 
 
-def _continued(request: Any) -> list[int]:
+def request_texts(request: Any) -> tuple[str, str]:
+    """The id and the parameters of a request; an ensemble hands both down."""
     try:
-        return continued_ids(request.parameters())
+        return stub.request_id(request), stub.parameters_text(request)
     except ValueError as error:
         raise EngineError(str(error)) from None
 
 
-def ids_only(request: Any) -> bool:
-    """Whether the client reads nothing but token ids; an ensemble hands its parameters down."""
-    return json.loads(request.parameters() or "{}").get(IDS_ONLY) is True
+def continued(parameters: str) -> list[int]:
+    try:
+        return continued_ids(parameters)
+    except ValueError as error:
+        raise EngineError(str(error)) from None
+
+
+def ids_only(parameters: str) -> bool:
+    """Whether the client reads nothing but token ids."""
+    return json.loads(parameters or "{}").get(IDS_ONLY) is True
 
 
 def send_last(sender: Any, response: Any) -> None:

@@ -11,7 +11,7 @@ import triton_python_backend_utils as pb_utils
 from cog_triton.models import stub
 from cog_triton.models.bls import Bls, Watch, check_parameters
 from cog_triton.models.bls_stub import StubModels, answer_in_threads, send_all
-from cog_triton.models.model_calls import Client, request_key
+from cog_triton.models.model_calls import Client, ModelError, request_key
 from cog_triton.parent import end_with_parent
 
 CANCELLATION_CHECK_SECONDS = 1.0  # asking Triton is a round trip
@@ -40,6 +40,13 @@ class TritonPythonModel:
     def _answer(self, request: Any, client: Client) -> None:
         inputs = stub.arrays(request.inputs())
         names = frozenset(request.requested_output_names())
-        request_id = request_key(request.request_id())
+        request_id = request_key(bls_id(request))
         with self._watch.over(client, partial(self._bls.stop, request_id)):
             send_all(pb_utils, client, self._bls.answer(request_id, inputs), names)
+
+
+def bls_id(request: Any) -> str:
+    try:
+        return stub.request_id(request)
+    except ValueError as error:
+        raise ModelError(str(error)) from None

@@ -1,0 +1,79 @@
+"""How large the texts of a request may be: checked by their lengths, before anything is built of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cog_triton.errors import InvalidParameter, PromptTooLong
+
+MOST_CHARACTERS = 2**24
+"""Of a prompt, whatever the model: two million tokens of eight characters each. It is the limit where only
+the engine knows the context length, and where a vocabulary with very long tokens would allow more."""
+
+TEMPLATE_CHARACTERS = 2**18
+"""Of a prompt template. It is read on the event loop, and so much of it takes a few milliseconds."""
+
+TEMPLATE_BRACES = 4096
+"""In a prompt template: a place for the prompt has two, and so has a literal brace, which is doubled."""
+
+STOP_SEQUENCES, STOP_CHARACTERS = 64, 256
+"""How many stop sequences a request may have, and how long one may be. For each piece of the output, in the
+worst case, as many starts are compared with as many sequences: about a millisecond."""
+
+STOP_TEXT_CHARACTERS = STOP_SEQUENCES * (2 * STOP_CHARACTERS + 1)
+"""Of the list that they come in, with a comma for each and every character escaped."""
+
+WORDS, WORDS_BYTES = 1024, 2**14
+"""How many bad words, stop words or biased words a prompt may have on Triton's own ports, and the bytes of
+a request's together: they are tokenized, each of them twice, while other prompts wait."""
+
+WORD_IDS = 4 * WORDS_BYTES
+"""Of one such list as token ids: a byte is one at most, and each word is there twice."""
+
+
+@dataclass(frozen=True)
+class TextLimits:
+    """What one deployment's prompts may have; see ``cog_triton.text.tokenizer.text_limits``.
+
+    Attributes:
+        characters: most of a prompt, a system prompt, and a template filled in.
+        context_length: the tokens that these stand for; None if they stand for none that are known.
+    """
+
+    characters: int = MOST_CHARACTERS
+    context_length: int | None = None
+
+    def check(self, what: str, characters: int) -> None:
+        """Refuses a text that is too long whatever its tokens are.
+
+        Raises:
+            PromptTooLong: it has more characters than that many tokens can stand for.
+        """
+        if characters > self.characters:
+            raise PromptTooLong(f"{what} has {characters} characters; {self.reason}")
+
+    @property
+    def reason(self) -> str:
+        """What the limit is, and where it comes from."""
+        if self.context_length is None:
+            return f"{self.characters} are the most"
+        return (
+            f"{self.characters} are the most that the model's {self.context_length} tokens can "
+            "stand for"
+        )
+
+
+def check_texts(name: str, texts: Sequence[str], count: int, characters: int) -> None:
+    """Refuses a list of too many texts, or with one that is too long.
+
+    Raises:
+        InvalidParameter: naming the list and the limit.
+    """
+    if len(texts) > count:
+        raise InvalidParameter(f"{name} must be at most {count}, not {len(texts)}")
+    longest = max(map(len, texts), default=0)
+    if longest > characters:
+        raise InvalidParameter(
+            f"{name} must be of at most {characters} characters each, not {longest}"
+        )
