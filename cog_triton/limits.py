@@ -8,8 +8,12 @@ from dataclasses import dataclass
 from cog_triton.errors import InvalidParameter, PromptTooLong
 
 MOST_CHARACTERS = 2**24
-"""Of a prompt, whatever the model: two million tokens of eight characters each. It is the limit where only
-the engine knows the context length, and where a vocabulary with very long tokens would allow more."""
+"""Of a prompt, whatever the model: two million tokens of eight characters each. A vocabulary with very long
+tokens would allow more."""
+
+UNKNOWN_CHARACTERS = 2**20
+"""Of a prompt where only the engine knows the context length: 131,072 tokens of eight characters each. To
+tokenize so much takes about two seconds, and 180 MB."""
 
 TEMPLATE_CHARACTERS = 2**18
 """Of a prompt template. It is read on the event loop, and so much of it takes a few milliseconds."""
@@ -38,11 +42,11 @@ class TextLimits:
 
     Attributes:
         characters: most of a prompt, a system prompt, and a template filled in.
-        context_length: the tokens that these stand for; None if they stand for none that are known.
+        source: where that number comes from.
     """
 
-    characters: int = MOST_CHARACTERS
-    context_length: int | None = None
+    characters: int = UNKNOWN_CHARACTERS
+    source: str = " without MAX_SEQUENCE_LENGTH, where only the engine knows the model's"
 
     def check(self, what: str, characters: int) -> None:
         """Refuses a text that is too long whatever its tokens are.
@@ -56,12 +60,7 @@ class TextLimits:
     @property
     def reason(self) -> str:
         """What the limit is, and where it comes from."""
-        if self.context_length is None:
-            return f"{self.characters} are the most"
-        return (
-            f"{self.characters} are the most that the model's {self.context_length} tokens can "
-            "stand for"
-        )
+        return f"{self.characters} are the most{self.source}"
 
 
 def check_texts(name: str, texts: Sequence[str], count: int, characters: int) -> None:

@@ -14,7 +14,8 @@ import re
 LONGEST = 500
 IN_USE = "already in use"
 """What tritonserver says of a port, before it ends."""
-_READ = 20_000
+READ = 20_000
+"""Characters that are read of a text, which may have a whole request in it."""
 
 _TRACEBACK = re.compile(r"\n+At:\n|\n+Traceback \(most recent call last\):|\n+\d+ +0x[0-9a-f]+ ")
 _AROUND = re.compile(
@@ -33,7 +34,7 @@ ENDED = "its process ended without a word, as one does that the kernel kills for
 
 def cause(text: str) -> str:
     """What went wrong, in one line of at most ``LONGEST`` characters."""
-    text = text[:_READ]  # the patterns would take long on a text that has a request in it
+    text = text[:READ]
     if _GONE.search(text):
         return ENDED
     text = _TRACEBACK.split(text.replace("\\n", "\n").strip('" \n'))[0]

@@ -25,7 +25,7 @@ from cog_triton.errors import (
     TritonUnavailable,
     TritonUnknownError,
 )
-from cog_triton.triton_texts import cause
+from cog_triton.triton_texts import READ, cause
 
 logger = logging.getLogger(__name__)
 
@@ -280,13 +280,9 @@ _ERRORS: tuple[tuple[str, type[CogTritonError]], ...] = (
 )
 
 
-LONGEST_TEXT = 20_000
-"""Characters of a text of Triton's that are read; what it says of a request may have all of that in it."""
-
-
 def error_from_text(text: str) -> CogTritonError:
     """The error that a text from Triton stands for; its message is what the text gives as the cause."""
-    text = text[:LONGEST_TEXT]
+    text = text[:READ]
     for pattern, error in _ERRORS:
         if re.search(pattern, text):
             return error(cause(text))

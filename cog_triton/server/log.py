@@ -47,7 +47,7 @@ def log_to(level: str) -> None:
 
 
 class CuttingFormatter(logging.Formatter):
-    """Python's formatter, whose lines are cut at ``LONGEST_LINE``, and all of them at ``LONGEST_RECORD``."""
+    """Python's formatter, which cuts lines at ``LONGEST_LINE``, and all of them at ``LONGEST_RECORD``."""
 
     def format(self, record: logging.LogRecord) -> str:
         lines = shortened(super().format(record), LONGEST_RECORD).split("\n")

@@ -107,8 +107,8 @@ def text_limits(tokenizer: Tokenizer, context_length: int | None) -> TextLimits:
         return TextLimits()
     characters = max_characters(tokenizer, context_length)
     if characters > MOST_CHARACTERS:
-        return TextLimits()
-    return TextLimits(characters, context_length)
+        return TextLimits(MOST_CHARACTERS, "")
+    return TextLimits(characters, f" that the model's {context_length} tokens can stand for")
 
 
 def _load_with_its_code(name: str) -> Tokenizer:

@@ -7,7 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from cog_triton.errors import ConfigurationError, file_problem
+from cog_triton.errors import (
+    CogTritonError,
+    ConfigurationError,
+    InvalidParameter,
+    TritonStartError,
+    TritonUnknownError,
+    file_problem,
+)
 from cog_triton.server.tritonserver import TritonServer
 from cog_triton.settings import read_settings
 
@@ -35,3 +42,16 @@ def test_a_server_whose_files_cannot_be_written_says_which(tmp_path: Path) -> No
     server = TritonServer(tmp_path / "repository", tmp_path, read_settings(ports))
     with pytest.raises(ConfigurationError, match=rf"{tmp_path}/backends: File exists$"):
         server.start()
+
+
+@pytest.mark.parametrize("error", [InvalidParameter, TritonUnknownError])
+def test_the_text_of_an_error_is_cut(error: type[CogTritonError]) -> None:
+    assert str(error("short")).endswith(": short")
+    for text in (str(error("x" * 4_000_000)), *error("x" * 4_000_000).args):
+        assert 2_000 <= len(text) < 2_100
+        assert text.endswith("x…")
+
+
+def test_of_a_failed_start_there_is_room_for_the_last_lines_of_a_log() -> None:
+    assert str(ConfigurationError("x" * 19_000)).endswith("x" * 19_000)
+    assert len(str(TritonStartError("x" * 4_000_000))) < 20_100

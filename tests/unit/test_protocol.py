@@ -21,3 +21,12 @@ def test_a_request_that_begins_has_none(parameters: str) -> None:
 def test_what_is_no_list_of_ids_is_refused(value: str) -> None:
     with pytest.raises(ValueError, match=f"^{CONTINUED} must be"):
         continued_ids(f'{{"{CONTINUED}": {value}}}')
+
+
+def test_a_negative_id_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least 0"):
+        continued_ids(json.dumps({CONTINUED: continued_text([5, -1])}))
+
+
+def test_the_name_in_another_parameter_is_nothing() -> None:
+    assert continued_ids(json.dumps({"foo": CONTINUED})) == []

@@ -256,3 +256,31 @@ def test_new_seeds_are_valid_and_differ() -> None:
     seeds = [new_seed() for _ in range(20)]
     assert len(set(seeds)) > 10
     assert all(0 <= seed < 2**31 for seed in seeds)
+
+
+# Sizes
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"stop_sequences": ("a",) * 65}, "stop_sequences must be at most 64, not 65"),
+        ({"stop_sequences": ("a" * 257,)}, "at most 256 characters each, not 257"),
+        ({"bad_words": ("a",) * 1025}, "bad_words must be at most 1024, not 1025"),
+        ({"bad_words": ("a\udfff",)}, "bad_words must be valid Unicode"),
+    ],
+)
+def test_lists_of_texts_are_bounded(values: dict[str, Any], text: str) -> None:
+    with pytest.raises(InvalidParameter, match=text):
+        request(**values)
+    request(stop_sequences=("a" * 256,) * 64, bad_words=("a",) * 1024)
+
+
+def test_a_value_is_not_echoed_whole() -> None:
+    with pytest.raises(InvalidParameter, match="not a number of 20001 bits"):
+        request(max_tokens=2**20_000)
+    with pytest.raises(InvalidParameter) as caught:
+        request(temperature=-(10.0**300))
+    assert len(str(caught.value)) < 200
+    with pytest.raises(ConflictingMaxTokens, match="a number of 20001 bits"):
+        resolve_max_tokens(5, 2**20_000)

@@ -134,3 +134,20 @@ def test_special_tokens(postprocessor: Postprocessor, tokenizer: Any) -> None:
     assert postprocessor(inputs(ids)).tolist() == [b"done"]
     kept = Postprocessor(tokenizer, skip_special_tokens=False)
     assert kept(inputs(ids)).tolist() == [b"done</s>"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"SEQUENCE_LENGTH": [[-1]]}, "SEQUENCE_LENGTH must be at least 0, not -1"),
+        ({"SEQUENCE_LENGTH": [[1, 1]]}, r"must be of shape \[1, 1\], not \[1, 2\]"),
+        ({"TOKENS_BATCH": [[[-5]]]}, "token ids must be at least 0"),
+        ({"CONTEXT_IDS": [[-5]]}, "token ids must be at least 0"),
+    ],
+)
+def test_what_no_engine_sends_is_refused(
+    postprocessor: Postprocessor, changes: dict[str, Any], text: str
+) -> None:
+    given = {**inputs([5]), **{name: np.array(value) for name, value in changes.items()}}
+    with pytest.raises(ValueError, match=text):
+        postprocessor(given)

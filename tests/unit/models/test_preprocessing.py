@@ -10,6 +10,7 @@ import numpy.typing as npt
 import pytest
 
 from cog_triton.engines.serving import words_from_list
+from cog_triton.limits import UNKNOWN_CHARACTERS
 from cog_triton.models.preprocessing import Preprocessor, variants, word_list
 from cog_triton.text.tokenizer import load_tokenizer
 
@@ -323,3 +324,27 @@ def test_decoder_prompts(preprocessor: Preprocessor, tokenizer: Any) -> None:
     missing = len(rows[1]) - len(rows[0])
     assert outputs["DECODER_INPUT_ID"].tolist() == [rows[0] + [0] * missing, rows[1]]
     assert outputs["REQUEST_DECODER_INPUT_LEN"].tolist() == [[len(row)] for row in rows]
+
+
+# Sizes
+
+
+@pytest.mark.parametrize("name", ["STOP_WORDS_DICT", "BAD_WORDS_DICT", "EMBEDDING_BIAS_WORDS"])
+def test_lists_of_words_are_bounded(preprocessor: Preprocessor, name: str) -> None:
+    with pytest.raises(ValueError, match="words of a list must be at most 1024, not 1025"):
+        preprocessor(inputs("x", **{name: texts(["a"] * 1025)}))
+    with pytest.raises(ValueError, match="must be at most 16384 bytes, not 16400"):
+        preprocessor(inputs("x", **{name: texts(["a" * 200] * 82)}))
+
+
+def test_a_decoders_text_is_no_longer_than_a_prompt(tokenizer: Any) -> None:
+    preprocessor = Preprocessor(tokenizer, context_length=10)
+    with pytest.raises(ValueError, match="exceeds maximum input length"):
+        preprocessor(inputs("x", DECODER_QUERY=texts("x" * 1000)))
+
+
+def test_a_text_that_is_far_too_long_is_not_even_decoded(tokenizer: Any) -> None:
+    preprocessor = Preprocessor(tokenizer)
+    far = np.array([[b"\xff" * (4 * UNKNOWN_CHARACTERS + 4)]], np.object_)
+    with pytest.raises(ValueError, match=f"{UNKNOWN_CHARACTERS} are the most"):
+        preprocessor({**inputs("x"), "QUERY": far})

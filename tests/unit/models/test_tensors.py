@@ -10,6 +10,7 @@ import pytest
 
 from cog_triton.engines.base import EngineError, GenerationRequest, SamplingParams
 from cog_triton.engines.serving import Output
+from cog_triton.limits import WORD_IDS
 from cog_triton.models.tensors import generation_requests, placeholders, response_tensors
 
 Array = npt.NDArray[Any]
@@ -282,6 +283,8 @@ NUMBER = r"must be between -3\.40282e\+38 and 3\.40282e\+38"
     [
         ("beam_width", 0, "beam_width must be at least 1, not 0"),
         ("num_return_sequences", 0, "num_return_sequences must be at least 1, not 0"),
+        ("input_lengths", -1, "input_lengths must be between 0 and 3, not -1"),
+        ("input_lengths", 4, "input_lengths must be between 0 and 3, not 4"),
         ("min_tokens", 11, r"min_tokens must be at most max_tokens \(10\), not 11"),
         ("temperature", -0.5, "temperature must be at least 0, not -0.5"),
         ("temperature", float("nan"), f"temperature {NUMBER}, not nan"),
@@ -299,6 +302,12 @@ NUMBER = r"must be between -3\.40282e\+38 and 3\.40282e\+38"
 def test_what_is_out_of_range(name: str, value: float, message: str) -> None:
     with pytest.raises(EngineError, match=message):
         request(**{name: value})
+
+
+@pytest.mark.parametrize("name", ["stop_words_list", "bad_words_list"])
+def test_a_word_list_is_bounded(name: str) -> None:
+    with pytest.raises(EngineError, match=f"{name} must be at most {WORD_IDS} ids"):
+        request(**{name: np.ones((2, WORD_IDS + 1), np.int32)})
 
 
 def test_a_request_without_a_prompt() -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 
 import pytest
 
-from cog_triton.server.log import LoadTimes, ServerLog
+from cog_triton.server.log import CuttingFormatter, LoadTimes, ServerLog
 
 FAILED = (
     "E0101 00:00:00.000000 1 model_lifecycle.cc:642] \"failed to load 'tensorrt_llm' version 1: "
@@ -77,3 +78,29 @@ def test_tritons_own_lines_are_logged_at_debug(level: str, lines: list[str]) -> 
     )
     done = subprocess.run([sys.executable, "-c", code, level], stderr=subprocess.PIPE, text=True)
     assert done.stderr.splitlines() == lines
+
+
+def test_a_line_with_a_request_in_it_is_cut() -> None:
+    log = ServerLog(1)
+    text = "x" * 4_000_000
+    lines = [f'E0101 00:00:00.000000 1 a.cc:1] "{text}"\n', f"{text}\n", "short\n"]
+    read = list(log.read(line.encode() for line in lines))
+    assert [len(line) for _, line in read][1:] == [2000, 5]
+    assert all(len(line) <= 2000 for _, line in read)
+    assert read[0][0] == logging.ERROR
+    assert len(log.reason("tritonserver died", -11)) < 5_000
+
+
+def test_a_record_is_cut_and_keeps_its_trace() -> None:
+    try:
+        raise ValueError("y" * 4_000_000)
+    except ValueError as error:
+        record = logging.LogRecord(
+            "a", logging.ERROR, "", 0, "%s", ("x" * 4_000_000,), (type(error), error, None)
+        )
+    text = CuttingFormatter("%(levelname)s %(message)s").format(record)
+    assert len(text) <= 2000 + 1
+    record.args, record.exc_text = ("what failed",), None
+    text = CuttingFormatter("%(levelname)s %(message)s").format(record)
+    assert text.startswith("ERROR what failed\nValueError: yyy")
+    assert len(text) < 5_000

@@ -1,10 +1,19 @@
 from __future__ import annotations
 
+import tracemalloc
+
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from cog_triton.errors import BadPromptTemplate, PromptRequired, PromptTemplateError
+from cog_triton.errors import (
+    BadPromptTemplate,
+    CogTritonError,
+    PromptRequired,
+    PromptTemplateError,
+    PromptTooLong,
+)
+from cog_triton.limits import TextLimits
 from cog_triton.text.prompts import format_prompt, validate_template
 
 
@@ -124,3 +133,49 @@ def test_validation_and_formatting_agree(template: str, prompt: str) -> None:
             format_prompt(template, prompt)
     else:
         format_prompt(template, prompt)
+
+
+LIMITS = TextLimits(1000)
+
+
+@pytest.mark.parametrize(
+    ("template", "prompt", "system_prompt", "error", "text"),
+    [
+        ("{prompt}", "x" * 1001, "", PromptTooLong, "the prompt has 1001 characters; 1000 are"),
+        ("{prompt}", "x", "x" * 1001, PromptTooLong, "the system prompt has 1001 characters"),
+        ("{prompt}" * 20, "x" * 51, "", PromptTooLong, "in its template has 1020 characters"),
+        ("{prompt}{system_prompt}", "x" * 501, "x" * 500, PromptTooLong, "has 1001 characters"),
+        ("{prompt}" + "{{" * 1000, "x", "", PromptTooLong, "in its template has 1001 characters"),
+        ("{prompt}" * 20_000, "x", "", PromptTemplateError, "40000 braces; 4096 are the most"),
+        ("x" * 2**18 + "{prompt}", "x", "", PromptTemplateError, "262152 characters; 262144"),
+    ],
+)
+def test_what_is_too_long_is_refused(
+    template: str, prompt: str, system_prompt: str, error: type[CogTritonError], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        format_prompt(template, prompt, system_prompt, LIMITS)
+
+
+def test_what_just_fits_is_filled_in() -> None:
+    assert format_prompt("{prompt}" * 20, "x" * 50, "", LIMITS) == "x" * 1000
+    assert len(format_prompt("{prompt}" + "{{" * 999, "x", "", LIMITS)) == 1000
+    assert len(format_prompt("{prompt}" * 2048, "x")) == 2048
+
+
+@pytest.mark.parametrize("places", [2_000, 20_000])
+def test_what_is_too_long_is_not_built(places: int) -> None:
+    template, prompt = "{prompt}" * places, "x" * 20_000
+    tracemalloc.start()
+    try:
+        with pytest.raises((PromptTooLong, PromptTemplateError)):
+            format_prompt(template, prompt)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_many_unknown_placeholders_do_not_make_a_long_message() -> None:
+    with pytest.raises(PromptTemplateError, match=r"'\{p2\}', and 1997 more\.") as caught:
+        validate_template("{prompt}" + "".join(f"{{p{i}}}" for i in range(2000)))
+    assert len(caught.value.message) < 400

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cog_triton.errors import InvalidParameter
 from cog_triton.text import stop_sequences
 from cog_triton.text.stop_sequences import StopSequences, parse_stop_sequences
 from tests.unit.text.support import split
@@ -197,3 +198,10 @@ def test_any_stops_can_be_written(stops: list[str]) -> None:
     escaped = (stop.replace("\\", "\\\\").replace(",", "\\,") for stop in stops)
 
     assert parse_stop_sequences(",".join(escaped)) == tuple(stops)
+
+
+def test_a_list_that_is_too_long_is_not_taken_apart() -> None:
+    longest = ",".join(["\\," * 256] * 64)
+    assert parse_stop_sequences(longest) == ("," * 256,) * 64
+    with pytest.raises(InvalidParameter, match="at most 32832 characters, not 32833"):
+        parse_stop_sequences("x" * 32_833)

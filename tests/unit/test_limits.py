@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cog_triton.errors import InvalidParameter, PromptTooLong
+from cog_triton.limits import MOST_CHARACTERS, UNKNOWN_CHARACTERS, check_texts
+from cog_triton.text.tokenizer import load_tokenizer, max_characters, text_limits
+
+
+@pytest.fixture(scope="module")
+def tokenizer(demo_model: Path) -> Any:
+    return load_tokenizer(str(demo_model))
+
+
+def test_the_limit_is_what_the_context_can_stand_for(tokenizer: Any) -> None:
+    limits = text_limits(tokenizer, 2048)
+    assert limits.characters == max_characters(tokenizer, 2048)
+    limits.check("the prompt", limits.characters)
+    with pytest.raises(PromptTooLong, match=r"^E1002 .*the prompt has 99999 .* 2048 tokens can"):
+        limits.check("the prompt", 99_999)
+
+
+@pytest.mark.parametrize(
+    ("context_length", "characters", "why"),
+    [
+        (None, UNKNOWN_CHARACTERS, "are the most without MAX_SEQUENCE_LENGTH"),
+        (2**31, MOST_CHARACTERS, "are the most$"),
+    ],
+)
+def test_there_is_a_limit_where_no_context_sets_one(
+    tokenizer: Any, context_length: int | None, characters: int, why: str
+) -> None:
+    limits = text_limits(tokenizer, context_length)
+    limits.check("the prompt", characters)
+    with pytest.raises(PromptTooLong, match=f"; {characters} {why}"):
+        limits.check("the prompt", characters + 1)
+
+
+def test_a_list_of_texts_has_a_length_and_so_has_each() -> None:
+    check_texts("stop_sequences", ["ab", "cd"], 2, 2)
+    check_texts("stop_sequences", [], 2, 2)
+    with pytest.raises(InvalidParameter, match="stop_sequences must be at most 2, not 3"):
+        check_texts("stop_sequences", ["a", "b", "c"], 2, 2)
+    with pytest.raises(InvalidParameter, match="at most 2 characters each, not 3"):
+        check_texts("stop_sequences", ["a", "bcd"], 2, 2)
