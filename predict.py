@@ -15,6 +15,7 @@ from cog import BaseRunner, ConcatenateIterator, Input
 from cog_triton.deployment import Deployment
 from cog_triton.faces.cog import last_call, live_stream
 from cog_triton.generation import Chunk
+from cog_triton.limits import check_stop_sequences
 from cog_triton.parent import end_with_parent
 from cog_triton.request import Request, new_seed, resolve_max_tokens, resolve_min_tokens
 from cog_triton.server.log import log_to
@@ -34,6 +35,7 @@ class Predictor(BaseRunner):
         if weights:
             settings = settings.model_copy(update={"weights": weights})
         validate_template(settings.prompt_template)
+        check_stop_sequences(parse_stop_sequences(settings.stop_sequences))
         end_with_parent()
         self.deployment = await Deployment.start(settings)
         last_call.listen(self.deployment.close)

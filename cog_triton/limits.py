@@ -63,6 +63,15 @@ class TextLimits:
         return f"{self.characters} are the most{self.source}"
 
 
+def check_stop_sequences(stops: Sequence[str]) -> None:
+    """Refuses too many of them, or one that is too long.
+
+    Raises:
+        InvalidParameter: naming the limit.
+    """
+    check_texts("stop_sequences", stops, STOP_SEQUENCES, STOP_CHARACTERS)
+
+
 def check_texts(name: str, texts: Sequence[str], count: int, characters: int) -> None:
     """Refuses a list of too many texts, or with one that is too long.
 

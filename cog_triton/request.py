@@ -19,8 +19,8 @@ from cog_triton.errors import (
 )
 from cog_triton.limits import (
     STOP_CHARACTERS,
-    STOP_SEQUENCES,
     WORDS,
+    check_stop_sequences,
     check_texts,
 )
 
@@ -81,7 +81,7 @@ class Request:
         """
         if not self.prompt:
             raise PromptRequired("a prompt is required")
-        check_texts("stop_sequences", self.stop_sequences, STOP_SEQUENCES, STOP_CHARACTERS)
+        check_stop_sequences(self.stop_sequences)
         check_texts("bad_words", self.bad_words, WORDS, STOP_CHARACTERS)
         for name, texts in (("prompt", (self.prompt,)), ("bad_words", self.bad_words)):
             if not all(map(_is_unicode, texts)):

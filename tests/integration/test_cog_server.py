@@ -171,6 +171,13 @@ def test_an_input_out_of_range_is_a_422(
         ({"prompt": "Hi", "max_tokens": 5, "max_new_tokens": 6}, "E1102 ConflictingMaxTokens"),
         ({"prompt": "Hi", "min_tokens": 5, "min_new_tokens": 6}, "E1101 ConflictingMinTokens"),
         ({"prompt": "Hi", "min_tokens": 9, "max_tokens": 6}, "E1103 InvalidParameter"),
+        # What would be large is refused before it is built, by the limits of this deployment's model.
+        ({"prompt": "x" * 20_000, "prompt_template": "{prompt}" * 2}, "E1002 PromptTooLong"),
+        ({"prompt": "Hi", "system_prompt": "x" * 30_000}, "E1002 PromptTooLong"),
+        ({"prompt": "Hi", "prompt_template": "{prompt}" * 20_000}, "E1004 PromptTemplateError"),
+        ({"prompt": "Hi", "prompt_template": "{a}" * 1_700_000}, "E1004 PromptTemplateError"),
+        ({"prompt": "Hi", "stop_sequences": "ab," * 1_600_000}, "E1103 InvalidParameter"),
+        ({"prompt": "Hi", "stop_sequences": "ab," * 65}, "E1103 InvalidParameter"),
     ],
 )
 def test_an_invalid_request_fails_with_its_code_and_no_stack_trace(
@@ -183,6 +190,7 @@ def test_an_invalid_request_fails_with_its_code_and_no_stack_trace(
     assert body["error"].count(code.split()[1]) == 1
     assert "ensemble" not in body["error"]
     assert "Traceback" not in str(body)
+    assert len(body["error"]) < 500
     assert not body.get("output")
 
 
@@ -300,6 +308,7 @@ def test_the_worker_killed_takes_triton_and_its_stubs_along(
         ({"MODEL": "no/such/model"}, "E3001 ConfigurationError: MODEL=no/such/model"),
         ({"ENGINE": "magic"}, "E3001 ConfigurationError: invalid settings: ENGINE='magic'"),
         ({"PROMPT_TEMPLATE": "{oops}"}, "E1004"),
+        ({"STOP_SEQUENCES": "a," * 65}, "E1103"),
         ({"TRITON_HTTP_PORT": "{taken}"}, "TRITON_HTTP_PORT="),
         ({"COG_TRITON_CONFIG": "{config}"}, "E3002 TemplateError"),
     ],
