@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -27,6 +28,7 @@ from cog_triton.models.bls import (
     check_parameters,
     check_request,
 )
+from cog_triton.models.bls_stub import StubModels, answer_in_threads
 from cog_triton.models.model_calls import Client, ModelError, Models, request_key
 from cog_triton.models.postprocessing import Postprocessor
 from cog_triton.repository.fill import fill_model, fill_repository
@@ -396,3 +398,64 @@ def test_a_stop_that_fails_does_not_end_the_watch(
     with watch.over(Client(sender, 1), fail):
         wait_until(lambda: sender.asked > 2, 5, "looking again")
     assert "a request could not be looked after" in caplog.text
+
+
+class FakeUtils:
+    """As much of the stub's module as an error needs, and one model that refuses or fails."""
+
+    TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
+
+    class TritonError:
+        INTERNAL, INVALID_ARG = 2, 3
+
+        def __init__(self, message: str, code: int = INTERNAL) -> None:
+            self._message, self._code = message, code
+
+        def message(self) -> str:
+            return self._message
+
+        def code(self) -> int:
+            return self._code
+
+    class InferenceResponse:
+        def __init__(self, error: FakeUtils.TritonError) -> None:
+            self.error = lambda: error
+
+        def has_error(self) -> bool:
+            return True
+
+    class InferenceRequest:
+        def __init__(self, model_name: str, **_: object) -> None:
+            self._code = {"refuses": 3, "fails": 2}[model_name]
+
+        def exec(self) -> FakeUtils.InferenceResponse:
+            return FakeUtils.InferenceResponse(FakeUtils.TritonError("why", self._code))
+
+
+@pytest.mark.parametrize(
+    ("model", "code", "text"),
+    [
+        ("refuses", FakeUtils.TritonError.INVALID_ARG, "why"),
+        ("fails", FakeUtils.TritonError.INTERNAL, "why"),
+        ("unknown", FakeUtils.TritonError.INTERNAL, "model 'tensorrt_llm_bls' failed: KeyError"),
+    ],
+)
+def test_whose_fault_it_is_comes_from_the_model_that_says_so(
+    model: str, code: int, text: str
+) -> None:
+    sent: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    class Sender:
+        def send(self, response: Any, flags: int) -> None:
+            assert flags == FakeUtils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+            sent.put(response.error())
+
+    class Request:
+        def get_response_sender(self) -> Sender:
+            return Sender()
+
+    models = StubModels(FakeUtils)
+    answer_in_threads(FakeUtils, [Request()], lambda *_: models.call(model, "", {}))  # type: ignore[arg-type]
+    error = sent.get(timeout=10)
+    assert error.code() == code
+    assert error.message().startswith(text)
