@@ -55,12 +55,9 @@ class TextLimits:
             PromptTooLong: it has more characters than that many tokens can stand for.
         """
         if characters > self.characters:
-            raise PromptTooLong(f"{what} has {characters} characters; {self.reason}")
-
-    @property
-    def reason(self) -> str:
-        """What the limit is, and where it comes from."""
-        return f"{self.characters} are the most{self.source}"
+            raise PromptTooLong(
+                f"{what} has {characters} characters; {self.characters} are the most{self.source}"
+            )
 
 
 def check_stop_sequences(stops: Sequence[str]) -> None:

@@ -86,20 +86,19 @@ class Preprocessor:
     def _texts(self, queries: Array) -> list[str]:
         """The texts, none of which is too long to be tokenized."""
         for query in queries.flat:
-            self._check_length(
-                len(query) // 4
-            )  # of its bytes, of which a character has four at most
+            # A character has at most four bytes, and what has too many is not even decoded.
+            self._check_length(len(query), "bytes", 4 * self._limits.characters)
         texts = [_text(query) for query in queries.flat]
         for text in texts:
-            self._check_length(len(text))
+            self._check_length(len(text), "characters", self._limits.characters)
         return texts
 
-    def _check_length(self, characters: int) -> None:
-        if characters > self._limits.characters:
+    def _check_length(self, length: int, unit: str, limit: int) -> None:
+        if length > limit:
             # TensorRT-LLM's wording, which clients know.
             raise ValueError(
-                f"Prompt length ({characters} characters) exceeds maximum input length "
-                f"({self._limits.reason})."
+                f"Prompt length ({length} {unit}) exceeds maximum input length "
+                f"({self._limits.characters} characters are the most{self._limits.source})."
             )
 
     def _encode(self, text: str) -> list[int]:
