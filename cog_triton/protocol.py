@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import json
+import zlib
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,9 +37,25 @@ IDS_ONLY = "ids_only"
 """Parameter of a request (not a tensor) with which a client asks the embedded engines to answer with
 token ids alone. The C++ backend takes no notice of it."""
 
+CHECKED_IDS = "checked_ids"
+"""The same, and each response's ids stand behind a checksum; see ``checksum``. So a client notices at once
+if one was lost, came twice, or was damaged."""
+
 CONTINUED = "continued_ids"
 """Parameter of a request: ids that an earlier attempt at it has delivered, see ``continued_text``.
 Preprocessing puts them behind the prompt's, and the embedded engines take them for output."""
+
+
+def checksum(ids: bytes | memoryview | array[int], place: int) -> int:
+    """What stands before the ids of a response: a CRC-32 of them and of their place, as an int32.
+
+    Args:
+        ids: as int32, little-endian.
+        place: how many ids were sent before these, in this attempt at the request.
+    """
+    # Spread, because a CRC takes its start for part of the first id.
+    crc = zlib.crc32(ids, place * 2_654_435_761 & 0xFFFF_FFFF)
+    return crc - (crc >> 31 << 32)
 
 
 def continued_text(ids: Sequence[int]) -> str:

@@ -19,14 +19,22 @@ from tritonclient.grpc import (
 )
 from tritonclient.utils import np_to_triton_dtype
 
-from cog_triton.client.stream import Inputs, Response, TritonClient, error_from_text
+from cog_triton.client.stream import (
+    Inputs,
+    Response,
+    TritonClient,
+    check_total,
+    checked_ids,
+    error_from_text,
+)
 from cog_triton.errors import TritonMalformedEvent, TritonUnavailable, TritonUnknownError
 from cog_triton.protocol import (
+    CHECKED_IDS,
     CONTINUED,
     ENGINE,
     IDS_ENSEMBLE,
-    IDS_ONLY,
     OUTPUTS,
+    checksum,
     continued_text,
     stop_inputs,
 )
@@ -35,6 +43,16 @@ CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
     ("grpc.enable_http_proxy", 0),  # Triton is this machine's own
+)
+
+
+# Triton's own errors come in messages. These are gRPC's, of a connection that broke or was garbled.
+CONNECTION_CODES = (
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.UNKNOWN,
+    grpc.StatusCode.INTERNAL,
+    grpc.StatusCode.DATA_LOSS,
+    grpc.StatusCode.CANCELLED,
 )
 
 
@@ -55,12 +73,15 @@ class GrpcClient(TritonClient):
         self, request_id: str, inputs: Inputs, continued: Sequence[int]
     ) -> AsyncGenerator[Response, None]:
         request = infer_request(IDS_ENSEMBLE, request_id, inputs, OUTPUTS)
-        request.parameters[IDS_ONLY].bool_param = True
+        request.parameters[CHECKED_IDS].bool_param = True
         if continued:
             request.parameters[CONTINUED].string_param = continued_text(continued)
+        place = 0
         async with contextlib.aclosing(_answers(self._stub, request)) as answers:
             async for answer in answers:
-                yield parse_response(answer)
+                response = parse_response(answer, place)
+                place += len(response.ids)
+                yield response
 
     async def _send_stop(self, request_id: str) -> None:
         call = self._stub.ModelStreamInfer(timeout=self._response_timeout)
@@ -137,26 +158,30 @@ def infer_request(
     return request
 
 
-def parse_response(response: service_pb2.ModelInferResponse) -> Response:
+def parse_response(response: service_pb2.ModelInferResponse, place: int = 0) -> Response:
     """The response in a message.
 
+    Args:
+        place: how many ids have come before it.
+
     Raises:
-        TritonMalformedEvent: output_ids is missing.
+        TritonMalformedEvent: output_ids is missing, or the stream is not whole up to here.
     """
     names = (output.name for output in response.outputs)
     raw = dict(zip(names, response.raw_output_contents, strict=False))
+    prompt, total = raw.get("num_input_tokens"), raw.get("num_output_tokens")
+    input_tokens, final = _int32(prompt) if prompt else None, _is_final(response)
     try:
         ids = np.frombuffer(raw["output_ids"], np.int32)
-    except KeyError:
+    except (KeyError, ValueError):
         raise TritonMalformedEvent("a response of the ensemble has no output_ids") from None
-    # TensorRT-LLM's may be padded; an engine that knows ids_only sends no length.
-    length, prompt = raw.get("sequence_length"), raw.get("num_input_tokens")
-    return Response(
-        (ids if length is None else ids[: _int32(length)]).tolist(),
-        _int32(prompt) if prompt else None,
-        _is_final(response),
-        keeps_end_token=length is None,
-    )
+    if "sequence_length" in raw:  # TensorRT-LLM's, which may be padded
+        length = _int32(raw["sequence_length"])
+        return Response(ids[:length].tolist(), input_tokens, final, keeps_end_token=False)
+    new = checked_ids(ids.tolist(), checksum(raw["output_ids"][4:], place), place)
+    if final:
+        check_total(place + len(new), _int32(total) if total else None)
+    return Response(new, input_tokens, final)
 
 
 def _is_final(response: service_pb2.ModelInferResponse) -> bool:
@@ -166,6 +191,8 @@ def _is_final(response: service_pb2.ModelInferResponse) -> bool:
 def _checked(message: Any) -> service_pb2.ModelInferResponse:
     if message is grpc.aio.EOF:
         raise TritonUnavailable("Triton closed the stream before the last response")
+    if message is None:  # gRPC could not parse it
+        raise TritonMalformedEvent("Triton sent a message that cannot be read")
     if message.error_message:
         raise error_from_text(message.error_message)
     return message.infer_response
@@ -181,6 +208,6 @@ def _mapped_errors() -> Iterator[None]:
         yield
     except grpc.RpcError as error:
         details = error.details() or str(error.code())
-        if error.code() == grpc.StatusCode.UNAVAILABLE:
+        if error.code() in CONNECTION_CODES:
             raise TritonUnavailable(f"Triton cannot be reached: {details}") from None
         raise TritonUnknownError(details) from None

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import dataclasses
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from array import array
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -12,30 +15,49 @@ import aiohttp
 import numpy.typing as npt
 
 from cog_triton.client.server_sent_events import EventParser
-from cog_triton.client.stream import Inputs, Response, TritonClient, error_from_text
-from cog_triton.errors import TritonMalformedEvent, TritonMalformedJSON, TritonUnavailable
+from cog_triton.client.stream import (
+    Inputs,
+    Response,
+    TritonClient,
+    check_total,
+    checked_ids,
+    error_from_text,
+)
+from cog_triton.errors import (
+    CogTritonError,
+    TritonMalformedEvent,
+    TritonMalformedJSON,
+    TritonUnavailable,
+)
 from cog_triton.protocol import (
+    CHECKED_IDS,
     CONTINUED,
     ENGINE,
     IDS_ENSEMBLE,
-    IDS_ONLY,
+    checksum,
     continued_text,
     stop_inputs,
 )
 
 CONNECT_SECONDS = 10.0
+STALL_SECONDS = 20.0
+"""Triton may also forget a stream in the middle; see ``TritonClient``."""
+END_SECONDS = 1.0
+"""For which the end of a stream is awaited whose last event has come: Triton may forget it."""
 
 
 class HttpClient(TritonClient):
     """See ``TritonClient``."""
 
-    def __init__(self, address: str, *, response_timeout: float) -> None:
+    def __init__(
+        self, address: str, *, response_timeout: float, stall_timeout: float = STALL_SECONDS
+    ) -> None:
         """Connects to nothing yet.
 
         Args:
             address: host:port of Triton's HTTP endpoint.
         """
-        super().__init__(response_timeout=response_timeout)
+        super().__init__(response_timeout=response_timeout, stall_timeout=stall_timeout)
         self._models = f"http://{address}/v2/models"
 
     @cached_property
@@ -51,24 +73,26 @@ class HttpClient(TritonClient):
         self, request_id: str, inputs: Inputs, continued: Sequence[int]
     ) -> AsyncGenerator[Response, None]:
         """The responses, and an empty last one: the endpoint does not say which is the last."""
-        count, ids, announced, counts = 0, 0, None, False
         # What is no input of the model becomes a parameter of the request.
-        parameters: dict[str, Any] = {IDS_ONLY: True}
+        parameters: dict[str, Any] = {CHECKED_IDS: True}
         if continued:
             parameters[CONTINUED] = continued_text(continued)
-        async for event in self.events(IDS_ENSEMBLE, request_id, inputs, parameters):
-            response = parse_event(event)
-            ids += len(response.ids)
-            # An engine that knows ids_only ends with the count of all, and sends no length.
-            announced = event.get("num_output_tokens", announced)
-            counts = "sequence_length" not in event
-            yield response
-            count += 1
-        if not count:
+        place, response = 0, None
+        events = self.events(IDS_ENSEMBLE, request_id, inputs, parameters)
+        async with contextlib.aclosing(events):
+            async for event in events:
+                response = parse_event(event, place)
+                place += len(response.ids)
+                yield dataclasses.replace(response, final=False) if response.final else response
+                if response.final:
+                    await _end(events)
+                    break
+        if response is None:
             raise TritonMalformedEvent("Triton ended the stream without a response")
-        if counts and ids != announced:
-            # Measured with Triton 2.51: it drops events when its HTTP threads get no processor.
-            raise TritonMalformedEvent(f"Triton's stream has {ids} tokens of {announced}")
+        # An engine that checks its ids says which response is the last; TensorRT-LLM's backend does not.
+        # Measured with Triton 2.51: it drops events when its HTTP threads get no processor.
+        if response.keeps_end_token and not response.final:
+            check_total(place, None)
         yield Response([], None, final=True)
 
     async def _send_stop(self, request_id: str) -> None:
@@ -84,7 +108,7 @@ class HttpClient(TritonClient):
         request_id: str,
         inputs: Inputs,
         parameters: Mapping[str, Any] | None = None,
-    ) -> AsyncIterator[dict[str, Any]]:
+    ) -> AsyncGenerator[dict[str, Any], None]:
         """The events of any model's generate_stream, as they come.
 
         Raises:
@@ -102,7 +126,13 @@ class HttpClient(TritonClient):
                     yield event
 
 
-async def _parse_reply(reply: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
+async def _end(events: AsyncGenerator[dict[str, Any], None]) -> None:
+    """Waits for the end of a reply, so that its connection can serve the next request."""
+    with contextlib.suppress(asyncio.TimeoutError, CogTritonError, StopAsyncIteration):
+        await asyncio.wait_for(anext(events), END_SECONDS)
+
+
+async def _parse_reply(reply: aiohttp.ClientResponse) -> AsyncGenerator[dict[str, Any], None]:
     """The JSON objects of a reply: its events, or a single plain object for an early error."""
     if reply.content_type != "text/event-stream":
         body = await reply.read()
@@ -129,30 +159,34 @@ def _shown(data: bytes) -> str:
     return repr(data[:200].decode(errors="replace"))
 
 
-def parse_event(event: Mapping[str, Any]) -> Response:
-    """The response in an event of generate_stream.
+def parse_event(event: Mapping[str, Any], place: int = 0) -> Response:
+    """The response in an event of generate_stream; it is final if the event says so.
+
+    Args:
+        place: how many ids have come before it.
 
     Raises:
-        TritonMalformedEvent: output_ids is missing, or it or sequence_length is of a wrong type.
+        TritonMalformedEvent: output_ids is missing, or it or sequence_length is of a wrong type, or the
+            stream is not whole up to here.
     """
+    prompt, total = event.get("num_input_tokens"), event.get("num_output_tokens")
     try:
         ids = _flat(event["output_ids"])
-        # TensorRT-LLM's may be padded; an engine that knows ids_only sends no length.
-        length = _flat(event["sequence_length"])[0] if "sequence_length" in event else len(ids)
+        if "sequence_length" in event:  # TensorRT-LLM's, which may be padded
+            length = _flat(event["sequence_length"])[0]
+            return Response(ids[:length], prompt, final=False, keeps_end_token=False)
     except (KeyError, IndexError, TypeError) as error:
         raise TritonMalformedEvent(f"a response of the ensemble is malformed: {error!r}") from None
-    return Response(
-        ids[:length],
-        event.get("num_input_tokens"),
-        final=False,
-        keeps_end_token="sequence_length" not in event,
-    )
+    new = checked_ids(ids, checksum(array("i", ids[1:]), place), place)
+    if total is not None:
+        check_total(place + len(new), total)
+    return Response(new, prompt, final=total is not None)
 
 
 def _flat(value: Any) -> list[int]:
     """A tensor's integers; Triton writes one of a single element as a scalar."""
     values = value if isinstance(value, list) else [value]
-    if not all(type(item) is int and abs(item) < 2**31 for item in values):
+    if not all(type(item) is int and -(2**31) <= item < 2**31 for item in values):
         raise TypeError(f"{str(value)[:100]} is not of 32-bit integers")
     return values
 

@@ -1,4 +1,4 @@
-"""Streams that outlive a server: what it had delivered of an answer is where the next life goes on."""
+"""Streams that outlive a server or a connection: an answer goes on from what was delivered of it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,13 @@ from typing import Protocol
 
 import numpy as np
 
-from cog_triton.client.stream import Inputs, Response, TritonClient
-from cog_triton.errors import PromptTooLong, TritonUnavailable, TritonUnknownError
+from cog_triton.client.stream import BROKEN, Inputs, Response, TritonClient
+from cog_triton.errors import (
+    PromptTooLong,
+    ServerError,
+    TritonUnavailable,
+    TritonUnknownError,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -41,9 +46,14 @@ class Clients(Protocol):
 class ResumingClient:
     """Runs requests on one life of the server after another, as far as one request goes.
 
+    It does the same, on the life that goes on, where a connection broke or a stream is not whole.
+
     A sampled token depends on the seed, its place and what is before it, so on the embedded engines an
     answer goes on as if nothing had happened. TensorRT-LLM keeps what was delivered and generates
     another end: it knows nothing of ``continued``, and for it those ids are the prompt's.
+
+    Attributes:
+        retries: how often a request was tried again.
     """
 
     def __init__(self, clients: Clients, *, attempts: int, end_id: int | None) -> None:
@@ -56,6 +66,7 @@ class ResumingClient:
         self._clients = clients
         self._attempts = attempts
         self._end_id = end_id
+        self.retries = 0
 
     @contextlib.asynccontextmanager
     async def stream(
@@ -79,19 +90,25 @@ class ResumingClient:
                 if not progress.ids:
                     raise
                 break  # the context was full
-            except TritonUnavailable as error:
+            except BROKEN as error:
                 if progress.complete:
                     break  # no server is needed for the end
                 if attempt == self._attempts:
                     raise
+                client = await self._next(client, error)
+                self.retries += 1
                 logger.warning(
                     "request %s is tried again after %d tokens: %s",
                     request_id,
                     len(progress.ids),
                     error,
                 )
-                client = await self._clients.client(client)
         yield Response([], None, final=True, keeps_end_token=progress.keeps_end_token)
+
+    async def _next(self, client: TritonClient, error: ServerError) -> TritonClient:
+        """What to try again on after an error; a server that sent something is there."""
+        gone = isinstance(error, TritonUnavailable)
+        return await self._clients.client(client) if gone else client
 
 
 class Progress:

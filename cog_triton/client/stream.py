@@ -8,7 +8,7 @@ import logging
 import re
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -19,6 +19,8 @@ from cog_triton.errors import (
     InvalidParameter,
     PromptRequired,
     PromptTooLong,
+    TritonMalformedEvent,
+    TritonMalformedJSON,
     TritonOverloaded,
     TritonTimeout,
     TritonTokenizerError,
@@ -35,6 +37,11 @@ T = TypeVar("T")
 # A stop may overtake its request, which is still queued or in preprocessing then: the engine does not
 # know it and says nothing. So stops are sent until the stream has ended, so many seconds apart.
 STOP_PERIODS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
+STOP_SECONDS = 5.0  # that one of them may take
+
+BROKEN = (TritonUnavailable, TritonMalformedEvent, TritonMalformedJSON)
+"""Of a stream that ended too early, or of which something was lost or damaged. What came before is right,
+and the engine may go on."""
 
 
 @dataclass(frozen=True)
@@ -55,16 +62,44 @@ class Response:
     keeps_end_token: bool = field(default=True, compare=False)
 
 
+def checked_ids(sent: list[int], expected: int, place: int) -> list[int]:
+    """The ids behind their checksum.
+
+    Args:
+        expected: the checksum of those ids at this place.
+
+    Raises:
+        TritonMalformedEvent: it is another: something before them was lost, or they were damaged.
+    """
+    if not sent or sent[0] != expected:
+        raise TritonMalformedEvent(f"Triton's stream has a gap or an error after {place} tokens")
+    return sent[1:]
+
+
+def check_total(tokens: int, announced: int | None) -> None:
+    """Compares a stream that has ended with the engine's count, None if none came.
+
+    Raises:
+        TritonMalformedEvent: the stream is not whole.
+    """
+    if tokens != announced:
+        raise TritonMalformedEvent(
+            f"Triton's stream has {tokens} tokens of {'?' if announced is None else announced}"
+        )
+
+
 class TritonClient(ABC):
     """Runs requests on the ensemble. To be used from one event loop."""
 
-    def __init__(self, *, response_timeout: float) -> None:
+    def __init__(self, *, response_timeout: float, stall_timeout: float | None = None) -> None:
         """Connects to nothing yet.
 
         Args:
             response_timeout: seconds without a response after which a request fails.
+            stall_timeout: the same for a stream that has begun, while others go on; None for never.
         """
         self._response_timeout = response_timeout
+        self._stall_timeout = stall_timeout
         self._running: set[ResponseStream] = set()
         self._heard = 0.0  # when a stream that has ended last had a response
         self._stopping: set[asyncio.Task[None]] = set()
@@ -85,13 +120,15 @@ class TritonClient(ABC):
         """
         responses = self._responses(request_id, inputs, continued)
         stream = ResponseStream(responses, self._response_timeout)
+        if self._stall_timeout is not None:
+            stream.watch(self._stall_timeout, self._last_heard)
         self._running.add(stream)
         try:
             yield stream
         finally:
             self._running.discard(stream)
             self._heard = max(self._heard, stream.heard)
-            if stream.ended:
+            if stream.ended and not stream.broken:
                 await stream.close()
             else:
                 task = asyncio.create_task(self._stop(request_id, stream))
@@ -111,9 +148,11 @@ class TritonClient(ABC):
         """
         if not self._running:
             return 0.0
-        heard = max(self._heard, *(stream.heard for stream in self._running))
-        since = max(heard, min(stream.started for stream in self._running))
+        since = max(self._last_heard(), min(stream.started for stream in self._running))
         return asyncio.get_running_loop().time() - since
+
+    def _last_heard(self) -> float:
+        return max([self._heard, *(stream.heard for stream in self._running)])
 
     async def aclose(self) -> None:
         """Waits until what is being stopped has stopped, and closes the connections."""
@@ -127,18 +166,26 @@ class TritonClient(ABC):
         which the engine can be told. Dropping the stream instead leaves the request in the ensemble
         for good (Triton 2.51 drops the next step of a cancelled request and waits for it for ever),
         so it is dropped only when nothing else has helped.
+
+        A stream that broke has no end to wait for: its engine, which may go on, is told once.
         """
+        problem = ""
         try:
             for seconds in STOP_PERIODS:
-                await self._send_stop(request_id)
+                problem = await self._stop_problem(request_id)
                 if await stream.ends_within(seconds):
                     return
-            logger.warning("request %s did not stop", request_id)
-        except Exception as error:
-            # There is nobody left to tell.
-            logger.warning("request %s could not be stopped: %s", request_id, error)
+            logger.warning("request %s did not stop%s", request_id, problem)
         finally:
             await stream.close()
+
+    async def _stop_problem(self, request_id: str) -> str:
+        """Sends a stop; returns why that failed, if it did: there is nobody left to tell."""
+        try:
+            await asyncio.wait_for(self._send_stop(request_id), STOP_SECONDS)
+        except Exception as error:
+            return f": {error or repr(error)}"
+        return ""
 
     @abstractmethod
     def _responses(
@@ -243,6 +290,36 @@ class Arrivals(Generic[T]):
 
 class ResponseStream(Arrivals[Response]):
     """A request's responses; those that arrived together are one."""
+
+    _watch: asyncio.TimerHandle | None = None
+
+    @property
+    def broken(self) -> bool:
+        """Whether it failed by an error of its way here, not of the engine."""
+        return isinstance(self._error, BROKEN)
+
+    def watch(self, timeout: float, others: Callable[[], float]) -> None:
+        """Fails the stream when it stands still for so many seconds, while others go on.
+
+        A stream that has had no response yet may wait in a queue, and is let be.
+
+        Args:
+            others: when any stream last had a response, on the loop's clock.
+        """
+        silence = self._loop.time() - self._last
+        if self.heard and silence >= timeout and others() > self._last + timeout / 2:
+            self._error = TritonMalformedEvent(
+                f"Triton's stream stood still for {timeout:g} s while others went on"
+            )
+            self._wake.set()
+        elif not self.ended:
+            seconds = max(timeout - silence, timeout / 4)
+            self._watch = self._loop.call_later(seconds, self.watch, timeout, others)
+
+    async def close(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+        await super().close()
 
     def __aiter__(self) -> ResponseStream:
         return self

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from cog_triton.engines.base import EngineError, GenerationRequest, SamplingParams
 from cog_triton.engines.serving import Output, Times, words_from_list
 from cog_triton.limits import WORD_IDS
+from cog_triton.protocol import checksum
 
 Array = npt.NDArray[Any]
 
@@ -71,7 +72,12 @@ def generation_requests(inputs: Mapping[str, Array], continued: int = 0) -> list
 
 
 def response_tensors(
-    index: int, output: Output, inputs: Mapping[str, Array], *, ids_only: bool = False
+    index: int,
+    output: Output,
+    inputs: Mapping[str, Array],
+    *,
+    ids_only: bool = False,
+    checked: bool = False,
 ) -> dict[str, Array]:
     """The tensors of one response; shapes are [1, beams = 1, …] as in TensorRT-LLM.
 
@@ -81,10 +87,11 @@ def response_tensors(
         ids_only: make only output_ids, with num_input_tokens in the first response if it is wanted and
             num_output_tokens in the last. Each tensor costs tens of microseconds on its way through
             Triton.
+        checked: of those ids alone, begin output_ids with their checksum.
     """
     output_ids = np.array([[output.ids]], np.int32).reshape(1, 1, -1)
     if ids_only:
-        tensors: dict[str, Array] = {"output_ids": output_ids}
+        tensors: dict[str, Array] = {"output_ids": _checked(output) if checked else output_ids}
         first = output.generated <= len(output.ids)
         if first and _flag(inputs, "return_num_input_tokens"):
             tensors["num_input_tokens"] = _num_input_tokens(index, inputs)
@@ -110,6 +117,12 @@ def response_tensors(
     if output.final and output.times is not None and _flag(inputs, "return_perf_metrics"):
         tensors |= _perf_metrics(output.times)
     return tensors
+
+
+def _checked(output: Output) -> Array:
+    ids = np.array([0, *output.ids], "<i4")
+    ids[0] = checksum(ids[1:].data, output.generated - len(output.ids))
+    return ids.reshape(1, 1, -1)
 
 
 def _perf_metrics(times: Times) -> dict[str, Array]:

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 import json
+from array import array
 
 import pytest
 
-from cog_triton.protocol import CONTINUED, continued_ids, continued_text
+from cog_triton.protocol import CONTINUED, checksum, continued_ids, continued_text
 
 
 @pytest.mark.parametrize("ids", [[], [0], [1, 2, 3], [2**31 - 1, 128_000]])
@@ -30,3 +31,12 @@ def test_a_negative_id_is_refused() -> None:
 
 def test_the_name_in_another_parameter_is_nothing() -> None:
     assert continued_ids(json.dumps({"foo": CONTINUED})) == []
+
+
+def test_a_checksum_tells_ids_and_places_apart() -> None:
+    """The values are fixed: a client and a server of different versions must agree."""
+    assert checksum(array("i", [1, 2, 3]), 2) == 1669584492
+    ids = [array("i", ids) for ids in ([], [0], [0, 0], [1], [2**31 - 1], [1, 2, 3])]
+    sums = [checksum(values, place) for values in ids for place in (0, 1, 2, 100_000)]
+    assert len(set(sums)) == len(sums)
+    assert all(-(2**31) <= value < 2**31 for value in sums)

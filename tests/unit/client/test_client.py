@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from array import array
 from collections.abc import AsyncGenerator
 
 import numpy as np
 import pytest
 from tritonclient.grpc import service_pb2
 
-from cog_triton.client.grpc_transport import infer_request, parse_response
+from cog_triton.client.grpc_transport import _checked, infer_request, parse_response
 from cog_triton.client.http_transport import HttpClient, parse_event
 from cog_triton.client.stream import (
     Arrivals,
@@ -30,6 +32,7 @@ from cog_triton.errors import (
     TritonUnavailable,
     TritonUnknownError,
 )
+from cog_triton.protocol import checksum
 
 
 @pytest.mark.parametrize(
@@ -87,6 +90,59 @@ def test_a_grpc_response_without_its_ids() -> None:
         parse_response(grpc_response(sequence_length=np.array([[2]], np.int32)))
 
 
+def test_a_grpc_message_that_cannot_be_read() -> None:
+    with pytest.raises(TritonMalformedEvent, match="cannot be read"):
+        _checked(None)  # which is what grpc.aio hands over then
+
+
+def checked(*ids: int, place: int) -> list[int]:
+    """The ids as an embedded engine sends them after ``place`` others."""
+    return [checksum(array("i", ids), place), *ids]
+
+
+def checked_grpc(ids: list[int], total: int | None = None) -> service_pb2.ModelInferResponse:
+    tensors = {} if total is None else {"num_output_tokens": np.array([[total]], np.int32)}
+    response = grpc_response(output_ids=np.array([[ids]], np.int32), **tensors)
+    response.parameters["triton_final_response"].bool_param = total is not None
+    return response
+
+
+def checked_http(ids: list[int], total: int | None = None) -> dict[str, object]:
+    return {"output_ids": ids, **({} if total is None else {"num_output_tokens": total})}
+
+
+@pytest.mark.parametrize("transport", ["grpc", "http"])
+def test_ids_behind_their_checksum(transport: str) -> None:
+    def parsed(ids: list[int], place: int, total: int | None = None) -> Response:
+        if transport == "grpc":
+            return parse_response(checked_grpc(ids, total), place)
+        return parse_event(checked_http(ids, total), place)
+
+    assert parsed(checked(5, 6, place=0), 0) == Response([5, 6], None, final=False)
+    assert parsed(checked(7, place=2), 2, total=3) == Response([7], None, final=True)
+    assert parsed(checked(place=3), 3, total=3) == Response([], None, final=True)
+    whole = checked(5, 6, place=2)
+    for ids, place in [
+        (whole, 1),  # something before it was lost
+        (whole, 4),  # it came twice
+        (whole[:-1], 2),
+        ([*whole[:-1], 7], 2),
+        (whole[1:], 2),
+        ([], 2),
+    ]:
+        with pytest.raises(TritonMalformedEvent, match=f"^E2104.*after {place} tokens"):
+            parsed(ids, place)
+    with pytest.raises(TritonMalformedEvent, match=r"^E2104.*4 tokens of 5"):
+        parsed(whole, 2, total=5)
+
+
+def test_a_grpc_stream_that_ends_without_the_engines_count() -> None:
+    response = checked_grpc(checked(5, place=0))
+    response.parameters["triton_final_response"].bool_param = True
+    with pytest.raises(TritonMalformedEvent, match="1 tokens of \\?"):
+        parse_response(response)
+
+
 def test_a_grpc_request() -> None:
     inputs = {"text_input": np.array([[b"Hi"]], object), "seed": np.array([[2**64 - 1]], np.uint64)}
     request = infer_request("ensemble", "id1", inputs, ("output_ids",))
@@ -106,7 +162,6 @@ def test_a_grpc_request() -> None:
         ({"output_ids": 5, "sequence_length": 1}, [5]),
         ({"output_ids": [], "sequence_length": 0}, []),
         ({"output_ids": [5, -1], "sequence_length": [1]}, [5]),
-        ({"output_ids": [5, 6]}, [5, 6]),
     ],
 )
 def test_an_http_event(event: dict[str, object], ids: list[int]) -> None:
@@ -157,9 +212,10 @@ def test_http_replies_that_end_in_an_error() -> None:
     assert http_error("data: {oops\n\n").startswith(TritonMalformedJSON.code)
     assert http_error("data: [1]\n\n").startswith(TritonMalformedEvent.code)
     assert http_error("").startswith(TritonMalformedEvent.code)
-    counted = 'data: {"output_ids": [5, 6]}\n\ndata: {"output_ids": 7, "num_output_tokens": 4}\n\n'
-    assert "3 tokens of 4" in http_error(counted)
-    assert "2 tokens of None" in http_error('data: {"output_ids": [5, 6]}\n\n')
+    first = f"data: {json.dumps(checked_http(checked(5, 6, place=0)))}\n\n"
+    lost = f"data: {json.dumps(checked_http(checked(8, place=3), 4))}\n\n"
+    assert "a gap or an error after 2 tokens" in http_error(first + lost)
+    assert "2 tokens of ?" in http_error(first)
     assert http_error(good + 'data: {"error": "Exceeds maximum queue size"}\n\n').startswith(
         "E2106"
     )

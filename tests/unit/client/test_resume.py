@@ -15,6 +15,8 @@ from cog_triton.client.stream import Inputs, Response, TritonClient
 from cog_triton.errors import (
     CogTritonError,
     PromptTooLong,
+    TritonMalformedEvent,
+    TritonMalformedJSON,
     TritonTimeout,
     TritonUnavailable,
     TritonUnknownError,
@@ -52,8 +54,10 @@ class OneClient:
 
     def __init__(self, client: ScriptedClient) -> None:
         self._client = cast(TritonClient, client)
+        self.failed = 0
 
-    async def client(self, _failed: TritonClient | None) -> TritonClient:
+    async def client(self, failed: TritonClient | None) -> TritonClient:
+        self.failed += failed is not None
         return self._client
 
 
@@ -65,9 +69,11 @@ def inputs(**values: int) -> Inputs:
     return {name: np.array([[value]], np.int32) for name, value in values.items()}
 
 
-def run(client: ScriptedClient, given: Inputs, attempts: int = 3) -> list[Response]:
+def run(
+    client: ScriptedClient, given: Inputs, attempts: int = 3, servers: OneClient | None = None
+) -> list[Response]:
     async def responses() -> list[Response]:
-        resuming = ResumingClient(OneClient(client), attempts=attempts, end_id=END)
+        resuming = ResumingClient(servers or OneClient(client), attempts=attempts, end_id=END)
         async with resuming.stream("id", given) as stream:
             return [response async for response in stream]
 
@@ -93,6 +99,23 @@ def test_it_goes_on_from_what_was_delivered() -> None:
         ("id-1", rest, [1, 2, 3]),
         ("id-2", rest, [1, 2, 3]),
     ]
+
+
+@pytest.mark.parametrize("broken", [TritonMalformedEvent("a gap"), TritonMalformedJSON("half")])
+def test_a_stream_that_is_not_whole_goes_on_where_it_stands(broken: CogTritonError) -> None:
+    client = ScriptedClient([tokens(1, 2, prompt=5), broken], [tokens(3, prompt=7, final=True)])
+    servers = OneClient(client)
+    responses = run(client, inputs(max_tokens=8), servers=servers)
+    assert [response.ids for response in responses] == [[1, 2], [3]]
+    assert client.given[1][2] == [1, 2]
+    assert not servers.failed  # that server is there, and not waited for
+
+
+def test_a_stream_that_is_never_whole_fails() -> None:
+    gap: Script = [TritonMalformedEvent("a gap")]
+    client = ScriptedClient(gap, gap, gap)
+    with pytest.raises(TritonMalformedEvent):
+        run(client, inputs(max_tokens=9), attempts=2)
 
 
 def test_a_request_without_a_token_begins_anew() -> None:

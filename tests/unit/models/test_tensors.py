@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from array import array as int_array
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from cog_triton.engines.base import EngineError, GenerationRequest, SamplingPara
 from cog_triton.engines.serving import Output
 from cog_triton.limits import WORD_IDS
 from cog_triton.models.tensors import generation_requests, placeholders, response_tensors
+from cog_triton.protocol import checksum
 
 Array = npt.NDArray[Any]
 
@@ -369,6 +371,19 @@ def test_ids_only_is_one_tensor_and_once_the_prompts_length() -> None:
     }
     assert {name: array.tolist() for name, array in later.items()} == {"output_ids": [[[11, 12]]]}
     assert last["num_output_tokens"].tolist() == [[7]]
+
+
+def test_ids_stand_behind_their_checksum_if_a_client_checks_them() -> None:
+    later = response_tensors(0, output(generated=5), inputs(), ids_only=True, checked=True)
+    expected = [checksum(int_array("i", [11, 12]), 3), 11, 12]
+    assert {name: array.tolist() for name, array in later.items()} == {"output_ids": [[expected]]}
+    last = response_tensors(
+        0, output(ids=[], generated=7, final=True), inputs(), ids_only=True, checked=True
+    )
+    assert {name: array.tolist() for name, array in last.items()} == {
+        "output_ids": [[[checksum(int_array("i"), 7)]]],
+        "num_output_tokens": [[7]],
+    }
 
 
 def test_log_probabilities_that_nobody_asked_for_are_zeros() -> None:

@@ -19,7 +19,7 @@ from cog_triton.models import stub
 from cog_triton.models.engine_metrics import EngineMetrics
 from cog_triton.models.tensors import generation_requests, placeholders, response_tensors
 from cog_triton.parent import end_with_parent
-from cog_triton.protocol import IDS_ONLY, continued_ids
+from cog_triton.protocol import CHECKED_IDS, IDS_ONLY, continued_ids
 
 CANCELLATION_CHECK_SECONDS = (
     1.0  # asking Triton is a round trip: per token it halves the throughput
@@ -75,9 +75,9 @@ class TritonPythonModel:
         exclude = inputs.get("exclude_input_in_output")
         prompt_in_output = self._prompt_in_output if exclude is None else not exclude.any()
         names = frozenset(request.requested_output_names())
-        only = ids_only(parameters)
-        zeros = {} if only else self._placeholders
-        responses = Responses(sender, inputs, names, len(generations), only, zeros)
+        form = ids_only(parameters)
+        zeros = {} if form else self._placeholders
+        responses = Responses(sender, inputs, names, len(generations), form, zeros)
         try:
             for index, generation in enumerate(generations):
                 stop = self._serving.start(
@@ -110,13 +110,13 @@ class Responses:
         inputs: dict[str, stub.Array],
         names: frozenset[str],
         sequences: int,
-        ids_only: bool,
+        form: dict[str, bool],
         placeholders: dict[str, stub.Array],
     ) -> None:
         self._sender = sender
         self._inputs = inputs
         self._names = names
-        self._ids_only = ids_only
+        self._form = form
         self._placeholders = placeholders
         self._unfinished = sequences
         self._lock = threading.Lock()
@@ -142,7 +142,7 @@ class Responses:
     def _response(self, index: int, output: Output) -> Any:
         if output.error is not None:
             return stub.error(pb_utils, output.error)
-        tensors = response_tensors(index, output, self._inputs, ids_only=self._ids_only)
+        tensors = response_tensors(index, output, self._inputs, **self._form)
         return stub.response(pb_utils, {**tensors, **self._placeholders}, self._names)
 
     def _stop_if_cancelled(self) -> None:
@@ -176,9 +176,12 @@ def continued(parameters: str) -> list[int]:
         raise EngineError(str(error)) from None
 
 
-def ids_only(parameters: str) -> bool:
-    """Whether the client reads nothing but token ids."""
-    return json.loads(parameters or "{}").get(IDS_ONLY) is True
+def ids_only(text: str) -> dict[str, bool]:
+    """How a client that reads nothing but token ids wants them; an ensemble hands its parameters down."""
+    parameters = json.loads(text or "{}")
+    if parameters.get(CHECKED_IDS) is True:
+        return {"ids_only": True, "checked": True}
+    return {"ids_only": True} if parameters.get(IDS_ONLY) is True else {}
 
 
 def send_last(sender: Any, response: Any) -> None:
