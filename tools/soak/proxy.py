@@ -15,6 +15,7 @@ from itertools import pairwise
 from random import Random
 
 PIECE = 65_536
+HEAD = 512  # bytes
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,8 @@ class Faults:
     """What happens to the pieces that pass, each with a probability of its own, 0 to 1.
 
     Attributes:
-        split: a piece is written in several parts, at random places.
+        split: a piece is written in several parts, at random places; not the head of a request, since
+            Triton 2.51 garbles a URL that comes in two parts.
         delay: a piece waits, up to ``longest_delay`` seconds.
         cut: the connection ends before this piece, by a reset or in good order.
         drop: bytes of an answer are lost: a whole piece, or a range of it. A request is left whole: a
@@ -64,6 +66,8 @@ def plan(piece: bytes, faults: Faults, random: Random, *, answer: bool) -> Plan:
     parts: tuple[bytes, ...] = (kept,)
     if random.random() < faults.split and len(kept) > 1:
         places = sorted({0, len(kept), *random.choices(range(1, len(kept)), k=3)})
+        if not answer:
+            places = [0, *(place for place in places if place > min(HEAD, len(kept) - 1))]
         parts = tuple(kept[a:b] for a, b in pairwise(places))
     delay = random.random() * faults.longest_delay if random.random() < faults.delay else 0.0
     return Plan(parts, delay, dropped=len(piece) - len(kept))

@@ -227,8 +227,13 @@ def test_http_replies_that_end_in_an_error() -> None:
 class Scripted(TritonClient):
     """A client whose transport is a list of responses that wait for an event at the end."""
 
-    def __init__(self, responses: list[Response], response_timeout: float = 60) -> None:
-        super().__init__(response_timeout=response_timeout)
+    def __init__(
+        self,
+        responses: list[Response],
+        response_timeout: float = 60,
+        stall_timeout: float | None = None,
+    ) -> None:
+        super().__init__(response_timeout=response_timeout, stall_timeout=stall_timeout)
         self._script = responses
         self.stopped: list[str] = []
         self.stop_seen = asyncio.Event()
@@ -358,3 +363,90 @@ def test_what_has_ended_hands_on_nothing() -> None:
         await arrivals.close()
 
     asyncio.run(main())
+
+
+def test_a_stream_that_stands_still_while_others_go_on_is_not_whole() -> None:
+    async def main() -> list[str]:
+        client = Scripted([Response([1], None, False)], stall_timeout=0.02)
+        async with client.stream("stalls", {}) as stalled, client.stream("goes on", {}) as other:
+            assert await anext(stalled) == Response([1], None, False)
+
+            async def others() -> None:
+                while True:
+                    other._last = asyncio.get_running_loop().time()
+                    await asyncio.sleep(0.001)
+
+            going_on = asyncio.create_task(others())
+            with pytest.raises(TritonMalformedEvent, match=r"stood still for 0\.02 s"):
+                await anext(stalled)
+            going_on.cancel()
+        await client.aclose()
+        return client.stopped
+
+    assert "stalls" in asyncio.run(main())
+
+
+def test_streams_that_are_silent_together_or_wait_for_their_first_token_are_let_be() -> None:
+    async def main() -> None:
+        client = Scripted([Response([1], None, False)], stall_timeout=0.01)
+        waiting = Scripted([], stall_timeout=0.01)
+        waiting._heard = asyncio.get_running_loop().time() + 60  # another goes on
+        async with (
+            client.stream("first", {}) as first,
+            client.stream("second", {}) as second,
+            waiting.stream("third", {}) as third,
+        ):
+            assert (await anext(first)).ids == (await anext(second)).ids == [1]
+            for stream in (first, second, third):
+                with pytest.raises(asyncio.TimeoutError):
+                    await asyncio.wait_for(anext(stream), 0.05)
+        await asyncio.gather(client.aclose(), waiting.aclose())
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (TritonMalformedEvent("a gap"), ["id"]),
+        (TritonUnavailable("cut"), ["id"]),
+        (TritonUnknownError("of the engine"), []),
+    ],
+)
+def test_the_engine_is_told_of_a_stream_that_broke(error: CogTritonError, told: list[str]) -> None:
+    class Broken(Scripted):
+        async def _responses(self, *_: object) -> AsyncGenerator[Response, None]:
+            yield Response([1], None, False)
+            raise error
+
+    async def main() -> list[str]:
+        client = Broken([])
+
+        async def consume() -> None:
+            async with client.stream("id", {}) as responses:
+                async for _ in responses:
+                    pass
+
+        with pytest.raises(type(error)):
+            await consume()
+        await client.aclose()
+        return client.stopped
+
+    assert asyncio.run(main()) == told
+
+
+def test_a_stop_that_fails_is_sent_again() -> None:
+    class Stubborn(Scripted):
+        async def _send_stop(self, request_id: str) -> None:
+            await super()._send_stop(request_id)
+            if len(self.stopped) == 1:
+                raise TritonUnavailable("cut")
+
+    async def main() -> list[str]:
+        client = Stubborn([Response([1], None, False)])
+        async with client.stream("id", {}) as responses:
+            await anext(aiter(responses))
+        await client.aclose()
+        return client.stopped
+
+    assert asyncio.run(main()) == ["id", "id"]
