@@ -13,6 +13,7 @@ from cog_triton.client.grpc_transport import GrpcClient
 from cog_triton.client.http_transport import HttpClient
 from cog_triton.client.resume import ResumingClient
 from cog_triton.client.stream import TritonClient
+from cog_triton.preparation import Values
 from cog_triton.server.tritonserver import TritonServer
 from tests.integration.conftest import make_server, running, settings_for
 from tools.soak.proxy import Faults, FaultyProxy
@@ -47,7 +48,7 @@ class SameServer:
 def server(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
     """One token a response, so that there are many to be lost."""
     settings = settings_for(demo_model, ENGINE="simulated", SIMULATED_INTER_TOKEN_MS="5")
-    overrides = {"tensorrt_llm": {"max_tokens_per_response": "1"}}
+    overrides: Values = {"tensorrt_llm": {"max_tokens_per_response": "1"}}
     directory = tmp_path_factory.mktemp("faulty")
     with running(make_server(settings, directory, overrides)) as server:
         yield server
