@@ -149,7 +149,7 @@ class TritonMalformedJSON(ServerError):
 
 
 class TritonMalformedEvent(ServerError):
-    """A response lacks an output, or has one of the wrong type or shape."""
+    """A response lacks an output or has one of the wrong type or shape, or responses were lost."""
 
     code = "E2104"
 

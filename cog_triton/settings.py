@@ -128,8 +128,8 @@ class Settings(BaseModel):
     exit_on_failure: bool = False
     """End the process when tritonserver is given up, for what starts it to start another."""
     resume_attempts: int = Field(3, ge=0)
-    """How often a request goes on, after tritonserver ended, from what it had delivered; 0 fails it with
-    E2105 instead."""
+    """How often a request goes on from what it had delivered, after tritonserver ended, a connection broke
+    or a response was lost; 0 fails it with E2103, E2104 or E2105 instead."""
     resume_timeout: float = Field(60.0, gt=0)
     """Seconds that a request waits for tritonserver to be back, each time."""
     max_running: int = Field(256, ge=1)
@@ -148,8 +148,9 @@ class Settings(BaseModel):
     runtime_directory: Path | None = Field(None, alias="RUNTIME_DIR")
     """Where the filled model repository is made; a temporary directory when unset."""
     transport: Literal["grpc", "http"] = "grpc"
-    """How predict() reaches Triton: grpc, or http (generate_stream), which takes less of the processor, but
-    of which Triton 2.51 may lose responses when it is short of it."""
+    """How predict() reaches Triton: grpc, or http (generate_stream), for where gRPC cannot be had. Over http,
+    Triton 2.51 loses responses and ends of streams when it is short of the processor: such a request goes on
+    after a pause, or fails with E2101 or E2104."""
     system_prompt: str = ""
     """Default of the input system_prompt."""
     prompt_template: str = "{prompt}"
