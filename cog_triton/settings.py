@@ -148,9 +148,9 @@ class Settings(BaseModel):
     runtime_directory: Path | None = Field(None, alias="RUNTIME_DIR")
     """Where the filled model repository is made; a temporary directory when unset."""
     transport: Literal["grpc", "http"] = "grpc"
-    """How predict() reaches Triton: grpc, or http (generate_stream), for where gRPC cannot be had. Over http,
-    Triton 2.51 loses responses and ends of streams when it is short of the processor: such a request goes on
-    after a pause, or fails with E2101 or E2104."""
+    """How predict() reaches Triton: grpc, or http (generate_stream), for where gRPC cannot be had. Over
+    http, Triton 2.51 loses responses and ends of streams when it is short of the processor: such a request
+    goes on after a pause, or fails with E2101 or E2104."""
     system_prompt: str = ""
     """Default of the input system_prompt."""
     prompt_template: str = "{prompt}"

@@ -89,9 +89,10 @@ def response_tensors(
             Triton.
         checked: of those ids alone, begin output_ids with their checksum.
     """
-    output_ids = np.array([[output.ids]], np.int32).reshape(1, 1, -1)
+    output_ids = _checked(output) if checked else np.array([[output.ids]], np.int32)
+    output_ids = output_ids.reshape(1, 1, -1)
     if ids_only:
-        tensors: dict[str, Array] = {"output_ids": _checked(output) if checked else output_ids}
+        tensors: dict[str, Array] = {"output_ids": output_ids}
         first = output.generated <= len(output.ids)
         if first and _flag(inputs, "return_num_input_tokens"):
             tensors["num_input_tokens"] = _num_input_tokens(index, inputs)
@@ -120,9 +121,10 @@ def response_tensors(
 
 
 def _checked(output: Output) -> Array:
+    """The ids of a response behind their checksum, shape [1 + ids]."""
     ids = np.array([0, *output.ids], "<i4")
     ids[0] = checksum(ids[1:].data, output.generated - len(output.ids))
-    return ids.reshape(1, 1, -1)
+    return ids
 
 
 def _perf_metrics(times: Times) -> dict[str, Array]:
