@@ -49,9 +49,9 @@ ENV COG_PREDICT_TYPE_STUB=predict.py:Predictor \
 WORKDIR /src
 EXPOSE 5000
 STOPSIGNAL SIGTERM
-# Cog answers 200 whatever its status is. A model may take minutes to load, in which nothing is wrong.
+# Whether predictions may be sent to it. A model may take minutes to load, in which nothing is wrong.
 HEALTHCHECK --interval=10s --timeout=5s --start-period=10m --retries=3 \
-    CMD ["python3", "-c", "import json, os, urllib.request as r; s = json.load(r.build_opener(r.ProxyHandler({})).open('http://127.0.0.1:' + os.environ['PORT'] + '/health-check', timeout=4))['status']; print(s); raise SystemExit(s not in ('READY', 'BUSY'))"]
+    CMD ["python3", "-c", "import http.client as h, os; c = h.HTTPConnection('127.0.0.1', int(os.environ['PORT']), timeout=4.5); c.request('GET', '/health/ready'); r = c.getresponse(); print(r.read().decode()); raise SystemExit(r.status != 200)"]
 
 # Last, because it changes most.
 COPY --chown=10001:10001 . /src

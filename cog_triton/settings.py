@@ -164,7 +164,14 @@ class Settings(BaseModel):
     """What is logged: all that Triton says only at debug; at info its warnings and errors, and how long
     each step of the start took."""
     drain_seconds: float = Field(30.0, ge=0)
-    """Seconds that running predictions get to end when `make serve` is told to stop."""
+    """Seconds that running predictions get to end when the server is told to stop."""
+    max_request_bytes: int = Field(16 << 20, ge=1)
+    """Bytes of a request's body, over which it is answered with 413."""
+    receive_timeout: float = Field(60.0, gt=0)
+    """Seconds from a request's first byte to its last, after which it is answered with 408."""
+    busy_timeout: float = Field(900.0, gt=0)
+    """Seconds for which every slot may be taken, without a prediction that begins, streams or ends, until
+    /health/ready answers 503; longer than a request may last that does not stream."""
     log_performance_metrics: bool = False
     """Log the performance metrics of every prediction, whatever its input says."""
 

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 
 EXIT_STATUS = 70
@@ -24,23 +25,28 @@ _GRACE_SECONDS = 1.0  # a server that was told to stop ends by itself
 _ASK_SECONDS = 2.0
 
 
-def end_with_worker(port: int) -> None:
+ended = threading.Event()
+"""The worker was there, and is not any more."""
+
+
+def end_with_worker(port: Callable[[], int]) -> None:
     """Ends this process, which is about to be Cog's server, soon after its worker has ended.
 
     Not if the worker ended because its setup failed: then the server tells why to who asks.
 
     Args:
-        port: that the server listens on.
+        port: that the server listens on, by then.
     """
     threading.Thread(target=_watch, args=[port], name="end-with-worker", daemon=True).start()
 
 
-def _watch(port: int) -> None:
+def _watch(port: Callable[[], int]) -> None:
     while (worker := _worker()) is None:
         time.sleep(_POLL_SECONDS)
     select.select([os.pidfd_open(worker)], [], [])
+    ended.set()
     time.sleep(_GRACE_SECONDS)
-    if _status(port) == "SETUP_FAILED":
+    if _status(port()) == "SETUP_FAILED":
         return
     print(
         "the predictor's process has ended, and Cog's server with it", file=sys.stderr, flush=True

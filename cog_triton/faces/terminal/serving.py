@@ -32,6 +32,8 @@ FAILED_AGAIN = "Setup failed"  # without a reason, from a server that may have b
 INTERRUPTED = 128 + signal.SIGINT
 # Beyond what tritonserver may take to stop: for Cog's server and its worker.
 STOP_MARGIN_SECONDS = 5.0
+# Beyond what predictions may take to end: the front of Cog's server ends them then, which is gentler.
+FRONT_MARGIN_SECONDS = 2.0
 _STARTED = "Starting prediction"
 _ENDED = "Prediction "
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -178,7 +180,8 @@ class Serving:
         if self._stage is Stage.READY:
             self._stage = Stage.DRAINING
             self._report.say(waiting(len(self._running), self._bounds))
-            self._stop(self._bounds.drain if self._running else self._bounds.stop)
+            drain = self._bounds.drain + FRONT_MARGIN_SECONDS
+            self._stop(drain if self._running else self._bounds.stop)
         else:
             starting = self._stage is Stage.STARTING
             self._report.say("stopped before it was ready" if starting else "stopped at once")

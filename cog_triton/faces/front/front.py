@@ -1,0 +1,237 @@
+"""The front: listens on the public port, and passes on to Cog's server what may pass.
+
+It runs on a thread of the process that runs Cog's server, whose own threads hold no lock of Python's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from typing import Any
+
+import uvloop
+
+from cog_triton.faces.front import health, rules
+from cog_triton.faces.front.connection import Client, Upstream
+from cog_triton.faces.front.predictions import Predictions
+from cog_triton.faces.front.rules import Limits
+
+_BACKLOG = 1024
+_POLL_SECONDS = 0.01
+_TICK_SECONDS = 1.0
+_ASK_SECONDS = 4.0
+_CANCEL_SECONDS = 0.3  # that the worker gets to hear of what was cancelled
+_LINGER_SECONDS = 1.0
+_FLUSH_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What the front allows.
+
+    Attributes:
+        limits: of a request.
+        drain_seconds: that running predictions get when the process is told to stop.
+        busy_seconds: for which all slots may be taken without anything coming of it.
+    """
+
+    limits: Limits = field(default_factory=Limits)
+    drain_seconds: float = 30.0
+    busy_seconds: float = 900.0
+
+
+class Front:
+    """One front. Everything but ``run`` is called on its own thread."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        bounds: Bounds,
+        predictions: Predictions,
+        worker_ended: Callable[[], bool],
+    ) -> None:
+        """
+        Args:
+            listener: bound to the public address; listens from when Cog's server does.
+            predictions: those that pass here.
+            worker_ended: whether the predictor's process was there and is not any more.
+        """
+        self.limits = bounds.limits
+        self.clients: set[Client] = set()
+        self.upstreams: set[Upstream] = set()  # those without a request
+        self.draining = False
+        self.retry_after = max(1, math.ceil(bounds.drain_seconds))
+        self._listener = listener
+        self._bounds = bounds
+        self._predictions = predictions
+        self._worker_ended = worker_ended
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._progress = time.monotonic()
+        self._busy_since: float | None = None
+        self._idle = asyncio.Event()
+        self.port = 0
+
+    def run(self, port: Callable[[], int | None], stop: int) -> None:
+        """Serves until the process ends.
+
+        Args:
+            port: that Cog's server listens on, at the loopback address; None if it does not yet.
+            stop: a descriptor; when there is something to read from it, the process is to end.
+        """
+        loop = uvloop.new_event_loop()
+        asyncio.set_event_loop(loop)
+        loop.run_until_complete(self._serve(port, stop))
+
+    async def _serve(self, port: Callable[[], int | None], stop: int) -> None:
+        loop = asyncio.get_running_loop()
+        told = asyncio.Event()
+        loop.add_reader(stop, self._told, stop, told)
+        self._predictions.keep_sweeping()
+        while not self.port:
+            await asyncio.sleep(_POLL_SECONDS)
+            self.port = port() or 0
+        await loop.create_server(lambda: Client(self), sock=self._listener, backlog=_BACKLOG)
+        self.start(self._tick())
+        await told.wait()
+        await self._drain()
+        await asyncio.Event().wait()  # Cog's server ends the process
+
+    def _told(self, stop: int, told: asyncio.Event) -> None:
+        os.read(stop, 64)
+        if not self.port:
+            os._exit(0)  # Cog's server does not serve yet, and would not hear of it
+        told.set()
+
+    def start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Runs something beside the rest."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def connect(self) -> Upstream:
+        """A new connection to Cog's server.
+
+        Raises:
+            OSError: it takes none.
+        """
+        loop = asyncio.get_running_loop()
+        _, upstream = await loop.create_connection(lambda: Upstream(self), "127.0.0.1", self.port)
+        return upstream
+
+    def linger(self, client: Client) -> None:
+        """Closes a connection once what was written has had time to be read.
+
+        Closed at once, with something unread, the client's system would throw away the answer.
+        """
+        with contextlib.suppress(OSError, RuntimeError):
+            client.transport.write_eof()
+        asyncio.get_running_loop().call_later(_LINGER_SECONDS, client.close)
+
+    def progressed(self) -> None:
+        """A prediction began, or sent something."""
+        self._progress = time.monotonic()
+
+    def prediction_began(self, identifier: str) -> None:
+        self._predictions.begin(identifier)
+
+    def prediction_ended(self, identifier: str, status: int | None) -> None:
+        self._predictions.end(identifier, status)
+        self._progress = time.monotonic()
+        if not self._predictions.running:
+            self._idle.set()
+
+    async def health(self, client: Client, path: str) -> None:
+        """Answers a health route."""
+        status = await self._status()
+        now = time.monotonic()
+        self._busy_since = health.busy_since(status or "", now, self._busy_since, self._progress)
+        busy_for = 0.0 if self._busy_since is None else now - self._busy_since
+        if path == rules.LIVE:
+            client.answer(*health.live(status, self._worker_ended(), self.draining))
+            return
+        limit = self._bounds.busy_seconds
+        client.answer(*health.ready(status, busy_for, limit, self.draining))
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(_TICK_SECONDS)
+            now = time.monotonic()
+            for client in list(self.clients):
+                client.check_time(now)
+
+    async def _drain(self) -> None:
+        """Lets running predictions end, for a bounded time, and then Cog's server."""
+        self.draining = True
+        self._idle.clear()
+        if self._predictions.running:
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._idle.wait(), self._bounds.drain_seconds)
+        if left := len(self._predictions.running):
+            self._end_predictions(left)
+            await asyncio.sleep(_CANCEL_SECONDS)
+        await self._flush()
+        if await self._ask("POST", "/shutdown") is None:
+            os._exit(0)  # it does not serve yet, or not any more
+
+    def _end_predictions(self, left: int) -> None:
+        what = "1 prediction" if left == 1 else f"{left} predictions"
+        text = f"{what} did not end in {self._bounds.drain_seconds:g} s: stopped at once"
+        print(warning(text), file=sys.stderr, flush=True)
+        for client in list(self.clients):
+            client.end_prediction("E2105 TritonUnavailable: the server is stopping")
+
+    async def _flush(self) -> None:
+        """Waits until clients have what was written for them, for a short time."""
+        deadline = time.monotonic() + _FLUSH_SECONDS
+        while time.monotonic() < deadline and any(
+            client.transport.get_write_buffer_size() for client in self.clients
+        ):
+            await asyncio.sleep(0.01)
+
+    async def _status(self) -> str | None:
+        """What Cog's server says of itself; None if it does not answer."""
+        body = await self._ask("GET", "/health-check")
+        try:
+            return None if body is None else str(json.loads(body)["status"])
+        except (ValueError, KeyError):
+            return None
+
+    async def _ask(self, method: str, path: str) -> bytes | None:
+        """The body of a response of Cog's server; None if it does not answer."""
+        try:
+            return await asyncio.wait_for(self._exchange(method, path), _ASK_SECONDS)
+        except (OSError, asyncio.TimeoutError):
+            return None
+
+    async def _exchange(self, method: str, path: str) -> bytes:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        try:
+            head = f"{method} {path} HTTP/1.0\r\nHost: localhost\r\nContent-Length: 0\r\n\r\n"
+            writer.write(head.encode())
+            return (await reader.read()).partition(b"\r\n\r\n")[2]
+        finally:
+            writer.close()
+
+
+def warning(text: str) -> str:
+    """A line of the log, as Cog's server writes its own."""
+    now = datetime.now(timezone.utc).isoformat().replace("+00:00", "Z")
+    fields = {"message": text}
+    line = {"timestamp": now, "level": "WARN", "fields": fields, "target": "cog_triton.front"}
+    return json.dumps(line)
+
+
+def start(front: Front, port: Callable[[], int | None], stop: int) -> None:
+    """Runs a front on a thread of its own, which does not keep the process from ending."""
+    threading.Thread(target=front.run, args=[port, stop], name="front", daemon=True).start()

@@ -1,0 +1,170 @@
+"""Which requests Cog's server gets to see. No I/O."""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Any
+from urllib.parse import unquote
+
+LIVE = "/health/live"
+READY = "/health/ready"
+_IDENTIFIER = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,127}", re.ASCII)
+_IDENTIFIER_RULE = "1 to 128 letters, digits, '_', '-' and '.', and no '.' in front"
+_COLLECTIONS = ("predictions", "trainings")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a request may take.
+
+    Attributes:
+        body_bytes: of its body, decoded.
+        head_bytes: of its first line and headers.
+        request_seconds: from its first byte to its last.
+        idle_seconds: that a connection may be without a request.
+    """
+
+    body_bytes: int = 16 << 20
+    head_bytes: int = 32 << 10
+    request_seconds: float = 60.0
+    idle_seconds: float = 75.0
+
+
+class Refusal(Exception):
+    """A request that Cog's server does not get to see, and what is answered."""
+
+    def __init__(self, status: int, detail: Any, *, retry_after: int | None = None) -> None:
+        super().__init__(status, detail)
+        self.status = status
+        self.detail = detail
+        self.retry_after = retry_after
+
+
+@dataclass(frozen=True)
+class Request:
+    """A whole request, its body decoded."""
+
+    method: str
+    target: str
+    version: str = "1.1"
+    headers: tuple[tuple[bytes, bytes], ...] = ()
+    body: bytes = field(default=b"", repr=False)
+    keep_alive: bool = True
+
+    @property
+    def path(self) -> str:
+        return self.target.partition("?")[0]
+
+
+@dataclass(frozen=True)
+class Passage:
+    """What Cog's server is sent in place of a request.
+
+    Attributes:
+        method, target: its first line.
+        prediction: the id of the prediction that it starts; None if it starts none.
+    """
+
+    method: str
+    target: str
+    prediction: str | None = None
+
+
+def check(request: Request, draining: bool = False) -> Passage:
+    """How a request goes on to Cog's server.
+
+    A prediction without an id gets one here, by which its end and its directory are known.
+
+    Args:
+        draining: no new predictions are taken.
+
+    Raises:
+        Refusal: it does not.
+    """
+    collection, identifier, rest = _parts(request.path)
+    unchanged = Passage(request.method, request.target)
+    if collection is None:
+        return unchanged
+    if identifier is not None:
+        check_identifier(identifier, ["path", "prediction_id"])
+    starts = not rest and request.method == ("POST" if identifier is None else "PUT")
+    if not starts:
+        return unchanged
+    if draining:
+        raise Refusal(503, "the server is stopping and takes no new predictions", retry_after=5)
+    if identifier is not None:
+        return Passage(request.method, request.target, identifier)
+    if (given := identifier_in(request.body)) is not None:
+        check_identifier(given, ["body", "id"])
+        return Passage(request.method, request.target, given)
+    drawn = uuid.uuid4().hex
+    query = request.target[len(request.path) :]
+    return Passage("PUT", f"/{collection}/{drawn}{query}", drawn)
+
+
+def check_identifier(identifier: str, place: list[str]) -> None:
+    """Refuses what could not name a directory of its own.
+
+    Raises:
+        Refusal: with the form of Cog's own errors of validation.
+    """
+    if not _IDENTIFIER.fullmatch(identifier):
+        problem = {"loc": place, "msg": f"must be {_IDENTIFIER_RULE}", "type": "value_error"}
+        raise Refusal(422, [problem])
+
+
+def identifier_in(body: bytes) -> str | None:
+    """The id that the body of a new prediction names; None for none.
+
+    Raises:
+        Refusal: that cannot be told.
+    """
+    # A name may be written with escapes. Without either, there is no need to look at a large body.
+    if b'"id"' not in body and b"\\u006" not in body:
+        return None
+    try:
+        # Python refuses numbers of thousands of digits, which Cog's server does not.
+        fields = json.loads(body.decode(), parse_int=_nothing, parse_float=_nothing)
+    except (ValueError, RecursionError) as error:
+        raise Refusal(400, f"the body is no valid JSON: {str(error)[:200]}") from None
+    identifier = fields.get("id") if isinstance(fields, dict) else None
+    return identifier if isinstance(identifier, str) else None
+
+
+def refusal_body(refusal: Refusal) -> bytes:
+    return json.dumps({"detail": refusal.detail}).encode()
+
+
+def reply(
+    status: int,
+    body: bytes,
+    *,
+    close: bool,
+    head_only: bool = False,
+    retry_after: int | None = None,
+) -> bytes:
+    """A response with a body of JSON, as bytes."""
+    lines = [
+        f"HTTP/1.1 {status} {HTTPStatus(status).phrase}",
+        "content-type: application/json",
+        f"content-length: {len(body)}",
+    ]
+    lines += [f"retry-after: {retry_after}"] if retry_after is not None else []
+    lines += ["connection: close"] if close else []
+    return "\r\n".join([*lines, "\r\n"]).encode() + (b"" if head_only else body)
+
+
+def _nothing(_: str) -> None:
+    """In place of a number."""
+
+
+def _parts(path: str) -> tuple[str | None, str | None, list[str]]:
+    """The collection that a path leads into, the id after it, and what follows."""
+    collection, *others = [unquote(part) for part in path.split("/")[1:]]
+    if collection not in _COLLECTIONS:
+        return None, None, []
+    return collection, others[0] if others else None, others[1:]
