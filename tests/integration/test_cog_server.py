@@ -350,3 +350,24 @@ def test_weights_from_a_url(demo_model: Path, tmp_path: Path) -> None:
             body = server.predict(prompt=QUESTION, temperature=0)
             assert "".join(body["output"]) == ANSWER
         web.shutdown()
+
+
+def test_what_does_not_end_in_time_may_be_sent_again(demo_model: Path, tmp_path: Path) -> None:
+    environment = {
+        "MODEL": str(demo_model),
+        "ENGINE": "simulated",
+        "SIMULATED_INTER_TOKEN_MS": "20",
+        "DRAIN_SECONDS": "0.5",
+    }
+    with CogServer(environment, tmp_path / "log") as server, ThreadPoolExecutor(1) as pool:
+        assert server.wait_until_set_up()["status"] == "READY", server.log.read_text()
+        waiting = pool.submit(server.predict, prompt="Hi", max_tokens=2000)
+        with server.stream(prompt="Hi", max_tokens=2000) as events:
+            assert next(name for name, _ in events if name == "output")
+            server.process.send_signal(signal.SIGTERM)
+            last = list(events)[-1]
+        assert last[0] == "completed"
+        for body in (last[1], waiting.result()):
+            assert body["status"] == "failed"
+            assert "E2105 TritonUnavailable: the server is being stopped; send" in body["error"]
+        assert server.process.wait(timeout=30) == 0

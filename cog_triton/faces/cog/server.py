@@ -56,14 +56,15 @@ class FrontedServer:
         Raises:
             OSError: nothing can listen on the address.
         """
-        from cog_triton.faces.cog import no_delay, worker
+        from cog_triton.faces.cog import last_call, no_delay, worker
         from cog_triton.faces.front.front import Front, start
         from cog_triton.faces.front.predictions import Predictions
 
         _allow_open_files()
         stop = _told_to_stop(not await_explicit_shutdown)
         predictions = Predictions()
-        front = Front(_bound(host, port), _bounds(), predictions, worker.ended.is_set)
+        listener = _bound(host, port)
+        front = Front(listener, _bounds(), predictions, worker.ended.is_set, last_call.offer())
         worker.end_with_worker(lambda: front.port)
         start(front, no_delay.listening_port, stop)
         with _sigterm_kept():
@@ -135,8 +136,8 @@ def _sigterm_kept() -> Iterator[None]:
 def _allow_open_files() -> None:
     """Lets this process and its children open enough files, as far as the system allows it.
 
-    The usual limit is 1,024. Cog's server takes a descriptor for each slot, used or not, and a request takes
-    three, two of them because of the front: 512 of each go beyond it.
+    The usual limit is 1,024. Cog's server takes a descriptor for each slot, used or not, and a request
+    takes three, two of them because of the front: 512 of each go beyond it.
     """
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = OPEN_FILES if most == resource.RLIM_INFINITY else min(OPEN_FILES, most)

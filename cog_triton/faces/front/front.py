@@ -30,6 +30,7 @@ _BACKLOG = 1024
 _POLL_SECONDS = 0.01
 _TICK_SECONDS = 1.0
 _ASK_SECONDS = 4.0
+_LAST_SECONDS = 1.0  # for the predictor to end with an error what runs
 _CANCEL_SECONDS = 0.3  # that the worker gets to hear of what was cancelled
 _LINGER_SECONDS = 1.0
 _FLUSH_SECONDS = 2.0
@@ -59,12 +60,14 @@ class Front:
         bounds: Bounds,
         predictions: Predictions,
         worker_ended: Callable[[], bool],
+        last_call: Callable[[], None],
     ) -> None:
         """
         Args:
             listener: bound to the public address; listens from when Cog's server does.
             predictions: those that pass here.
             worker_ended: whether the predictor's process was there and is not any more.
+            last_call: tells the predictor to end what runs.
         """
         self.limits = bounds.limits
         self.clients: set[Client] = set()
@@ -75,6 +78,7 @@ class Front:
         self._bounds = bounds
         self._predictions = predictions
         self._worker_ended = worker_ended
+        self._last_call = last_call
         self._tasks: set[asyncio.Task[Any]] = set()
         self._progress = time.monotonic()
         self._busy_since: float | None = None
@@ -173,23 +177,30 @@ class Front:
     async def _drain(self) -> None:
         """Lets running predictions end, for a bounded time, and then Cog's server."""
         self.draining = True
-        self._idle.clear()
-        if self._predictions.running:
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._idle.wait(), self._bounds.drain_seconds)
+        await self._idle_within(self._bounds.drain_seconds)
         if left := len(self._predictions.running):
-            self._end_predictions(left)
+            self._warn(left)
+            self._last_call()
+            await self._idle_within(_LAST_SECONDS)
+        if self._predictions.running:
+            for client in list(self.clients):
+                client.end_prediction("E2105 TritonUnavailable: the server is being stopped")
             await asyncio.sleep(_CANCEL_SECONDS)
         await self._flush()
         if await self._ask("POST", "/shutdown") is None:
             os._exit(0)  # it does not serve yet, or not any more
 
-    def _end_predictions(self, left: int) -> None:
+    async def _idle_within(self, seconds: float) -> None:
+        """Waits until no prediction runs, for a bounded time."""
+        self._idle.clear()
+        if self._predictions.running:
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._idle.wait(), seconds)
+
+    def _warn(self, left: int) -> None:
         what = "1 prediction" if left == 1 else f"{left} predictions"
         text = f"{what} did not end in {self._bounds.drain_seconds:g} s: stopped at once"
         print(warning(text), file=sys.stderr, flush=True)
-        for client in list(self.clients):
-            client.end_prediction("E2105 TritonUnavailable: the server is stopping")
 
     async def _flush(self) -> None:
         """Waits until clients have what was written for them, for a short time."""

@@ -33,7 +33,7 @@ INTERRUPTED = 128 + signal.SIGINT
 # Beyond what tritonserver may take to stop: for Cog's server and its worker.
 STOP_MARGIN_SECONDS = 5.0
 # Beyond what predictions may take to end: the front of Cog's server ends them then, which is gentler.
-FRONT_MARGIN_SECONDS = 2.0
+FRONT_MARGIN_SECONDS = 4.0
 _STARTED = "Starting prediction"
 _ENDED = "Prediction "
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
