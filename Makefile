@@ -3,11 +3,16 @@
 PYTHON ?= python3
 PORT ?= 5000
 PROMPT ?= What is machine learning?
+# Of make soak: minutes of load; CHAOS=1 kills parts of the servers, and so does KILLS, so many times.
+MINUTES ?= 10
+STREAMS ?= 64
+CHAOS ?=
+KILLS ?=
 
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: setup predict serve test test-unit bench lint fix docs lock audit clean
+.PHONY: setup predict serve test test-unit bench soak lint fix docs lock audit clean
 
 setup: $(STAMP)
 
@@ -36,6 +41,10 @@ test-unit: models/demo/config.json
 
 bench: models/demo/config.json
 	@$(BIN)/python scripts/benchmark.py --suite
+
+soak: models/demo/config.json
+	@$(BIN)/python scripts/soak.py --minutes $(MINUTES) --streams $(STREAMS) \
+		$(if $(filter-out 0,$(CHAOS)),--chaos) $(if $(KILLS),--kills $(KILLS))
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

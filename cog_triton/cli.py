@@ -26,6 +26,7 @@ COMMANDS = {
     "summarize": "summarize.py",
     "bench": "benchmark.py",
     "bench-engine": "benchmark_engine.py",
+    "soak": "soak.py",
     "demo-model": "make_demo_model.py",
     "make-schema": "make_schema.py",
     "image-constraints": "image_constraints.py",

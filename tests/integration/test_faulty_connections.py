@@ -17,7 +17,7 @@ from cog_triton.preparation import Values
 from cog_triton.server.tritonserver import TritonServer
 from tests.integration.conftest import make_server, running, settings_for
 from tools.soak.proxy import Faults, FaultyProxy
-from tools.soak.streams import Outcome, compare, expected_ids, short_request
+from tools.soak.comparison import Outcome, compare, expected_ids, short_request
 
 STREAMS = 300
 REQUESTS = {number: short_request(number) for number in range(50)}

@@ -1,115 +1,199 @@
-"""Runs many short streams, and compares the token ids of each with those of an undisturbed one."""
+"""The load of a soak: streams that ask, one case after another, and what came of each."""
 
 from __future__ import annotations
 
 import asyncio
-import secrets
-from collections import Counter
-from collections.abc import Iterable, Mapping
+import contextlib
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from random import Random
+from typing import Any
 
-from cog_triton.client.resume import Streams
-from cog_triton.errors import CogTritonError
-from cog_triton.request import Request, triton_inputs
+from tools.soak.expected import Difference, Expected, compare
+from tools.soak.faces import CANCELED, AskError, Face, new_id
+from tools.soak.plan import Case
+
+LEFT_SHARE = 0.2  # of the requests, which their client cancels or leaves
+LATEST_DEPARTURE = 3.0  # seconds
+HUNG = "hung"
+SILENCE_SECONDS = 120.0  # after which a stream counts as hung
+ATTEMPTS = 6
+FIRST_PAUSE = 1.0  # seconds before the second attempt, and twice as many before each further one
+
+Emit = Callable[[dict[str, Any]], None]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of one request.
+
+    Attributes:
+        end: ``whole``, ``left`` by its client, or ``failed``.
+        tokens: that came.
+        lost, wrong: see ``Difference``.
+        code: of the error it failed with in the end.
+        tried: the codes of errors after which it was sent again, as they came.
+        note: the beginning of what was expected and what came, where they differ, or the error's text.
+    """
+
+    face: str
+    key: int
+    request_id: str
+    end: str
+    seconds: float
+    tokens: int
+    lost: int = 0
+    wrong: int = 0
+    code: str = ""
+    tried: tuple[str, ...] = ()
+    note: str = ""
 
 
 @dataclass
-class Outcome:
-    """How many streams ended in which way.
+class Answer:
+    """What has come so far of one."""
+
+    text: str = ""
+    tokens: int = 0
+    ids: list[int] = field(default_factory=list)
+
+
+def difference(face: Face, expected: Expected, answer: Answer, *, whole: bool) -> Difference:
+    """How an answer differs: in token ids where the face has them, and in the text where it has that."""
+    parts = []
+    if face.has_ids:
+        parts.append(compare(expected.ids, answer.ids, whole=whole))
+    elif whole and answer.tokens != len(expected.ids):
+        parts.append(Difference(lost=abs(len(expected.ids) - answer.tokens)))
+    if face.has_text:
+        parts.append(compare(expected.text, answer.text, whole=whole))
+    return next(filter(None, parts), Difference())
+
+
+@dataclass(frozen=True)
+class Departure:
+    """How a client does not wait for the end of its answer.
 
     Attributes:
-        right: with the ids of the undisturbed stream.
-        errors: with an error, by its code, after ids that were right as far as they went.
-        wrong: the numbers of those whose ids were others, or too few, or too many: silent errors.
-        examples: an error of each code.
+        seconds: after which it leaves.
+        cancels: whether it asks the server to end the request, where the face has a way; else it is gone.
     """
 
-    right: int = 0
-    errors: Counter[str] = field(default_factory=Counter)
-    wrong: list[int] = field(default_factory=list)
-    examples: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def total(self) -> int:
-        """All streams."""
-        return self.right + self.errors.total() + len(self.wrong)
+    seconds: float
+    cancels: bool
 
 
-def short_request(number: int, *, max_tokens: int = 40) -> Request:
-    """One of as many different requests as there are numbers."""
-    return Request(prompt=f"Prompt number {number}", seed=number, max_tokens=max_tokens)
+class Streams:
+    """So many streams on the faces of one server."""
 
+    def __init__(
+        self,
+        faces: Sequence[Face],
+        cases: Sequence[Case],
+        expected: Sequence[Expected],
+        emit: Emit,
+        seed: int,
+    ) -> None:
+        """Nothing runs yet.
 
-async def token_ids(streams: Streams, request: Request) -> list[int]:
-    """The token ids of an answer.
+        Args:
+            emit: takes an ``outcome`` for each request, and the time and tokens of each piece.
+        """
+        self._faces = faces
+        self._cases = cases
+        self._expected = expected
+        self._emit = emit
+        self._random = Random(seed)
+        self._stopping = asyncio.Event()
 
-    Raises:
-        CogTritonError: it failed.
-    """
-    ids, error = await _run(streams, request)
-    if error is not None:
-        raise error
-    return ids
+    def stop(self) -> None:
+        """No further request is begun."""
+        self._stopping.set()
 
+    async def run(self, count: int) -> None:
+        """Runs so many streams until ``stop``, and their last requests to the end."""
+        await asyncio.gather(*(self._stream() for _ in range(count)))
 
-async def expected_ids(
-    streams: Streams, requests: Mapping[int, Request], *, at_once: int = 16
-) -> dict[int, list[int]]:
-    """The undisturbed answers, by the requests' numbers."""
-    limit = asyncio.Semaphore(at_once)
+    async def _stream(self) -> None:
+        while not self._stopping.is_set():
+            case, face = self._random.choice(self._cases), self._random.choice(self._faces)
+            outcome = await self._request(face, case, self._departure())
+            self._emit({"outcome": vars(outcome)})
 
-    async def answer(request: Request) -> list[int]:
-        async with limit:
-            return await token_ids(streams, request)
+    def _departure(self) -> Departure | None:
+        if self._random.random() >= LEFT_SHARE:
+            return None
+        return Departure(self._random.random() * LATEST_DEPARTURE, self._random.random() < 0.5)
 
-    answers = await asyncio.gather(*map(answer, requests.values()))
-    return dict(zip(requests, answers, strict=True))
+    async def _request(self, face: Face, case: Case, departure: Departure | None) -> Outcome:
+        """Asks until an answer has come, or no further attempt is left."""
+        tried: list[str] = []
+        began = time.monotonic()
+        while True:
+            answer, request_id = Answer(), new_id()
+            try:
+                end = await self._ask(face, case, request_id, answer, departure)
+            except AskError as error:
+                if error.retryable and len(tried) + 1 < ATTEMPTS:
+                    tried.append(error.code)
+                    await asyncio.sleep(FIRST_PAUSE * 2 ** (len(tried) - 1))
+                    continue
+                end, code, note = "failed", error.code, str(error)
+            except Exception as error:  # whatever it is, it is what came of the request
+                end, code, note = "failed", type(error).__name__, repr(error)
+            else:
+                code = note = ""
+            expected = self._expected[case.key]
+            differs = difference(face, expected, answer, whole=end == "whole")
+            return Outcome(
+                *(face.name, case.key, request_id, end, time.monotonic() - began, answer.tokens),
+                *(differs.lost, differs.wrong, code, tuple(tried)),
+                note=(f"{note} expected {expected}, came {answer}" if differs else note)[:20_000],
+            )
 
+    async def _ask(
+        self,
+        face: Face,
+        case: Case,
+        request_id: str,
+        answer: Answer,
+        departure: Departure | None,
+    ) -> str:
+        """Takes in an answer, or as much of it as is wanted; returns how it ended.
 
-async def compare(
-    streams: Streams,
-    requests: Mapping[int, Request],
-    expected: Mapping[int, list[int]],
-    numbers: Iterable[int],
-    *,
-    at_once: int = 64,
-) -> Outcome:
-    """Runs the request of each number, so many at once.
+        Raises:
+            AskError: it failed.
+        """
+        reading = asyncio.create_task(self._read(face, case, request_id, answer))
+        try:
+            if departure is None:
+                return await reading
+            await asyncio.wait([reading], timeout=departure.seconds)
+            if reading.done():
+                return await reading
+            if departure.cancels and await face.cancel(request_id):
+                return await reading
+            return "left"
+        finally:
+            reading.cancel()
+            await asyncio.wait([reading])
 
-    Args:
-        numbers: may be many more than there are requests: each takes the next request.
-    """
-    outcome, rest = Outcome(), iter(numbers)
-
-    async def worker() -> None:
-        for number in rest:
-            key = number % len(requests)
-            ids, error = await _run(streams, requests[key])
-            _judge(outcome, number, ids, expected[key], error)
-
-    await asyncio.gather(*(worker() for _ in range(at_once)))
-    return outcome
-
-
-def _judge(
-    outcome: Outcome, number: int, ids: list[int], expected: list[int], error: CogTritonError | None
-) -> None:
-    if error is None and ids == expected:
-        outcome.right += 1
-    elif error is not None and ids == expected[: len(ids)]:
-        outcome.errors[error.code] += 1
-        outcome.examples[error.code] = error.message
-    else:
-        outcome.wrong.append(number)
-
-
-async def _run(streams: Streams, request: Request) -> tuple[list[int], CogTritonError | None]:
-    """The ids that came, and the error that the stream ended with."""
-    ids: list[int] = []
-    try:
-        async with streams.stream(secrets.token_hex(8), triton_inputs(request)) as responses:
-            async for response in responses:
-                ids += response.ids
-    except CogTritonError as error:
-        return ids, error
-    return ids, None
+    async def _read(self, face: Face, case: Case, request_id: str, answer: Answer) -> str:
+        async with contextlib.aclosing(face.ask(case, request_id)) as pieces:
+            while True:
+                try:
+                    piece = await asyncio.wait_for(anext(pieces), SILENCE_SECONDS)
+                except StopAsyncIteration:
+                    return "whole"
+                except asyncio.TimeoutError:
+                    message = f"nothing came for {SILENCE_SECONDS:g} s"
+                    raise AskError(HUNG, message) from None
+                except AskError as error:
+                    if error.code == CANCELED:
+                        return "left"
+                    raise
+                answer.text += piece.text
+                answer.tokens += piece.tokens
+                answer.ids.extend(piece.ids)
+                self._emit({"tokens": [time.monotonic(), max(piece.tokens, bool(piece.text))]})

@@ -1,0 +1,142 @@
+"""What is promised of a soak, and whether it was kept. Pure: figures in, promises out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tools.benchmark.checks import Check, at_most
+from tools.soak.chaos import Recovery
+from tools.soak.faces import RETRYABLE
+from tools.soak.streams import Outcome
+from tools.soak.watch import Growth
+
+MOST_GROWTH = 5.0  # %
+NO_GROWTH_MB = 2.0  # what an allocator keeps or gives back; no leak shows in so little
+LEAST_SECONDS = 60.0  # that a process has to run under load for its growth to be judged
+
+
+@dataclass
+class Tally:
+    """What came of the requests of a phase, counted as they end.
+
+    Attributes:
+        errors: of requests that failed in the end, by code.
+        retries: errors after which a client sent a request again, by code.
+        notes: of each request with an answer that is lost or wrong, or that failed: the request, and why.
+    """
+
+    requests: int = 0
+    whole: int = 0
+    left: int = 0
+    tokens: int = 0
+    lost: int = 0
+    wrong: int = 0
+    errors: Counter[str] = field(default_factory=Counter)
+    retries: Counter[str] = field(default_factory=Counter)
+    faces: Counter[str] = field(default_factory=Counter)
+    notes: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(self, outcome: Outcome) -> None:
+        self.requests += 1
+        self.whole += outcome.end == "whole"
+        self.left += outcome.end == "left"
+        self.tokens += outcome.tokens
+        self.lost += outcome.lost
+        self.wrong += outcome.wrong
+        self.faces[outcome.face] += 1
+        self.retries.update(outcome.tried)
+        if outcome.end == "failed":
+            self.errors[outcome.code] += 1
+        if outcome.end == "failed" or outcome.lost or outcome.wrong:
+            self.notes.append({**vars(outcome)})
+
+    def __add__(self, other: Tally) -> Tally:
+        values = {name: getattr(self, name) + getattr(other, name) for name in vars(self)}
+        return Tally(**values)
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a soak is judged by.
+
+    Attributes:
+        crashes: a text each, of what ended that nobody had killed.
+        left: a text each, of what a server left behind.
+        unfinished: a text each, of what did not come to its end: streams, servers that did not come back.
+    """
+
+    tally: Tally
+    growths: Sequence[Growth] = ()
+    recoveries: Sequence[Recovery] = ()
+    crashes: Sequence[str] = ()
+    left: Sequence[str] = ()
+    unfinished: Sequence[str] = ()
+
+
+def judge(figures: Figures) -> list[Check]:
+    """Every promise, and whether it was kept."""
+    tally = figures.tally
+    retryable = sum(tally.errors[code] for code in RETRYABLE)
+    failed = sum(tally.errors.values()) - retryable
+    return [
+        at_least_some(tally.whole),
+        at_most("tokens lost", tally.lost, 0),
+        at_most("tokens wrong", tally.wrong, 0),
+        at_most("requests that failed", failed, 0),
+        at_most("requests that failed with a retryable error, six times in a row", retryable, 0),
+        at_most(
+            "streams or servers that did not come to an end, or back", len(figures.unfinished), 0
+        ),
+        at_most("crashes that nobody caused", len(figures.crashes), 0),
+        at_most(
+            "resident memory, most growth of a process", worst(figures.growths), MOST_GROWTH, "%"
+        ),
+        at_most("left behind: processes, shared memory, files", len(figures.left), 0),
+    ]
+
+
+def at_least_some(whole: int) -> Check:
+    """A soak without answers shows nothing."""
+    return Check("whole answers", f"{whole:,}", ">= 1", whole >= 1, whole, 1)
+
+
+def growth(one: Growth) -> float:
+    """By how much a process grew, in %; 0 for less than what does not count."""
+    more = one.after - one.before
+    return 0.0 if more <= NO_GROWTH_MB else 100 * more / one.before
+
+
+def worst(growths: Sequence[Growth]) -> float:
+    """The growth of the process that grew most, in %."""
+    return max(map(growth, growths), default=0.0)
+
+
+def percentile(values: Sequence[float], share: float) -> float | None:
+    """The smallest value that so large a share does not exceed; None of no values."""
+    ordered = sorted(values)
+    return ordered[max(0, -int(-share * len(ordered) // 1) - 1)] if ordered else None
+
+
+def recovery_table(recoveries: Sequence[Recovery]) -> list[dict[str, Any]]:
+    """The times of recovery by what was killed, and of all kills; hasty ones are not among them."""
+    by_role: dict[str, list[Recovery]] = {}
+    for one in recoveries:
+        if not one.hasty:
+            by_role.setdefault(one.role, []).append(one)
+    rows = [_row(role, by_role[role]) for role in sorted(by_role)]
+    return [*rows, _row("all", [one for each in by_role.values() for one in each])]
+
+
+def _row(role: str, recoveries: Sequence[Recovery]) -> dict[str, Any]:
+    tokens = [one.token for one in recoveries if one.token is not None]
+    healthy = [one.healthy for one in recoveries if one.healthy is not None]
+    figures: Mapping[str, float | None] = {
+        "token_p50_s": percentile(tokens, 0.5),
+        "token_p99_s": percentile(tokens, 0.99),
+        "healthy_p50_s": percentile(healthy, 0.5),
+        "healthy_p99_s": percentile(healthy, 0.99),
+    }
+    return {"killed": role, "kills": len(recoveries), **figures}

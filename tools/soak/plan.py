@@ -1,0 +1,122 @@
+"""What a soak does, decided before anything is started: its phases, and the requests that it draws from."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+from cog_triton.request import Request
+from tools.benchmark.load import WORDS
+
+ENGINES = ("simulated", "transformers")
+KINDS = ("deployment", "cog")
+TRANSPORTS = ("grpc", "http")
+SHORTEST_PHASE = 30.0  # seconds: a kill in a phase is to be recovered from before its end
+POOL = 64
+MOST_TOKENS = 160
+
+
+@dataclass(frozen=True)
+class Case:
+    """One request of the pool, of which the answer is known.
+
+    Attributes:
+        temperature: 0 in half of them.
+    """
+
+    key: int
+    prompt: str
+    seed: int
+    max_tokens: int
+    min_tokens: int
+    temperature: float
+    top_p: float = 0.95
+    presence_penalty: float = 0.2
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """The inputs of Cog's API."""
+        names = ("prompt", "seed", "max_tokens", "min_tokens", "temperature", "top_p")
+        return {
+            **{name: getattr(self, name) for name in names},
+            "presence_penalty": self.presence_penalty,
+        }
+
+    @property
+    def request(self) -> Request:
+        return Request(**self.inputs)
+
+
+def pool(count: int, seed: int) -> list[Case]:
+    """So many cases of random lengths; the same for the same seed."""
+    random = Random(seed)
+    return [_case(key, random) for key in range(count)]
+
+
+def _case(key: int, random: Random) -> Case:
+    tokens = random.randint(1, MOST_TOKENS)
+    return Case(
+        key,
+        # The number keeps the prompts apart, and with them the simulated engine's answers.
+        prompt=f"{key} {' '.join(random.choices(WORDS, k=random.randint(1, 60)))}",
+        seed=random.getrandbits(31),
+        max_tokens=tokens,
+        min_tokens=random.randint(0, tokens),
+        temperature=0.0 if key % 2 else 1.0,
+    )
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One server, and the load on it.
+
+    Attributes:
+        kind: ``deployment`` for generate() in the worker, ``cog`` for Cog's server and the Triton in it.
+        seconds: for which new requests are sent; 0 if ``kills`` ends it.
+        kills: after so many; None for none of a set number.
+    """
+
+    engine: str
+    kind: str
+    transport: str
+    seconds: float = 0.0
+    kills: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.engine}, {self.kind}, {self.transport}"
+
+
+def phases(
+    engines: Sequence[str], kinds: Sequence[str], seconds: float, kills: int | None = None
+) -> list[Phase]:
+    """What a soak goes through: as many servers as have time enough, and the time shared among them.
+
+    The first few take turns with the kinds and the transports, so that a short soak has them all.
+    """
+    all_of_them = list(_combinations(engines, kinds))
+    most = len(all_of_them) if kills is not None else max(1, int(seconds // SHORTEST_PHASE))
+    chosen = all_of_them[: min(most, len(all_of_them), kills or len(all_of_them))]
+    count = len(chosen)
+    if kills is None:
+        return [Phase(*names, seconds=seconds / count) for names in chosen]
+    shares = [kills // count + (number < kills % count) for number in range(count)]
+    return [Phase(*names, kills=share) for names, share in zip(chosen, shares, strict=True)]
+
+
+def _combinations(engines: Sequence[str], kinds: Sequence[str]) -> Iterable[tuple[str, str, str]]:
+    for turn in range(len(TRANSPORTS)):
+        for number, engine in enumerate(engines):
+            for place, kind in enumerate(kinds):
+                transport = TRANSPORTS[(turn + number + place) % len(TRANSPORTS)]
+                yield engine, kind, transport
+
+
+def engines_here() -> list[str]:
+    """The engines that this machine has without an engine directory to be named."""
+    here = list(ENGINES)
+    if importlib.util.find_spec("tensorrt_llm") is not None:
+        here.append("llmapi")
+    return here

@@ -1,0 +1,209 @@
+"""A soak's worker: starts a server, puts streams on it, and says what came, a line of JSON each.
+
+    python -m tools.soak.worker
+
+Standard input has a line of JSON, see ``Spec``; its end, or a further line, ends the load. What is logged
+goes to standard error. On standard output come, with times of ``time.monotonic()``:
+
+    {"ready": time}                     the server is up, and the streams begin
+    {"expected": [[text, ids], …]}      the answers, if they were asked for instead of a load
+    {"outcome": {…}}                    of a request, see ``streams.Outcome``
+    {"tokens": [time, number]}          that came within TICK of that time, on all streams
+    {"health": [begun, ended, healthy]} an answer to the question
+    {"done": time}                      every stream has ended
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from cog_triton.client.grpc_transport import GrpcClient
+from cog_triton.client.http_transport import HttpClient
+from cog_triton.settings import read_settings
+from tools.benchmark.servers import ANY_PORTS, cog_server
+from tools.soak.expected import Expected
+from tools.soak.faces import CogJson, CogSse, Face, Generate, SoakedDeployment, TritonIds
+from tools.soak.plan import Case
+from tools.soak.streams import SILENCE_SECONDS, Streams
+
+TICK = 0.05
+POLL_SECONDS = 0.25
+HEALTHY = ("READY", "BUSY")
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a worker is to do.
+
+    Attributes:
+        kind, transport: of the phase.
+        environment: of the server.
+        log: file for what Cog's server prints.
+        expected: text and ids of each case; empty to have them made instead of a load.
+    """
+
+    kind: str
+    transport: str
+    environment: Mapping[str, str]
+    log: str
+    streams: int
+    seed: int
+    cases: tuple[Case, ...]
+    expected: tuple[Expected, ...] = ()
+
+    def line(self) -> str:
+        return json.dumps(asdict(self)) + "\n"
+
+    @classmethod
+    def of(cls, line: str) -> Spec:
+        """Reads what ``line`` wrote."""
+        values = json.loads(line)
+        values["cases"] = tuple(Case(**case) for case in values["cases"])
+        expected = values["expected"]
+        values["expected"] = tuple(Expected(e["text"], tuple(e["ids"])) for e in expected)
+        return cls(**values)
+
+
+class Output:
+    """Lines of JSON, with the tokens of a tick in one of them."""
+
+    def __init__(self) -> None:
+        self._since = 0.0
+        self._tokens = 0
+
+    def __call__(self, message: dict[str, Any]) -> None:
+        if "tokens" not in message:
+            print(json.dumps(message), flush=True)
+            return
+        at, tokens = message["tokens"]
+        if self._tokens and at - self._since > TICK:
+            self.flush()
+        if not self._tokens:
+            self._since = at
+        self._tokens += tokens
+
+    def flush(self) -> None:
+        if self._tokens:
+            print(json.dumps({"tokens": [self._since, self._tokens]}), flush=True)
+        self._tokens = 0
+
+
+Healthy = Callable[[], Awaitable[bool]]
+
+
+async def work(spec: Spec, emit: Output) -> None:
+    """Does what a worker is to do.
+
+    Raises:
+        CogTritonError, BenchmarkError: the server could not be set up.
+    """
+    async with _server(spec) as (faces, healthy):
+        if not spec.expected:
+            emit({"expected": await answers(faces[0], spec.cases)})
+            return
+        streams = Streams(faces, spec.cases, spec.expected, emit, spec.seed)
+        stop = asyncio.create_task(_end_of_input())
+        stop.add_done_callback(lambda _: streams.stop())
+        polling = asyncio.create_task(_poll(healthy, emit))
+        emit({"ready": time.monotonic()})
+        await streams.run(spec.streams)
+        polling.cancel()
+        emit.flush()
+        emit({"done": time.monotonic()})
+
+
+async def answers(face: Face, cases: tuple[Case, ...]) -> list[tuple[str, list[int]]]:
+    """The answers to the cases, asked for together."""
+
+    async def answer(case: Case) -> tuple[str, list[int]]:
+        text = ""
+        ids: list[int] = []
+        async for piece in face.ask(case, ""):
+            text += piece.text
+            ids += piece.ids
+        return text, ids
+
+    return await asyncio.gather(*map(answer, cases))
+
+
+@asynccontextmanager
+async def _server(spec: Spec) -> AsyncIterator[tuple[list[Face], Healthy]]:
+    async with AsyncExitStack() as stack:
+        if spec.kind == "deployment":
+            settings = read_settings({**spec.environment, **ANY_PORTS})
+            deployment = await SoakedDeployment.start(settings)
+            assert isinstance(deployment, SoakedDeployment)
+            stack.push_async_callback(deployment.stop)
+            yield [Generate(deployment)], deployment.healthy
+            return
+        running = stack.enter_context(cog_server(spec.environment, Path(spec.log)))
+        session = await stack.enter_async_context(_session())
+        http = spec.transport == "http"
+        client = (HttpClient if http else GrpcClient)(
+            running.http if http else running.grpc, response_timeout=SILENCE_SECONDS
+        )
+        stack.push_async_callback(client.aclose)
+        faces = [CogSse(session, running.url), CogJson(session, running.url)]
+        yield [*faces, TritonIds(client, spec.transport)], lambda: _health(session, running.url)
+
+
+def _session() -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
+    )
+
+
+async def _health(session: aiohttp.ClientSession, url: str) -> bool:
+    try:
+        async with session.get(f"{url}/health-check") as reply:
+            return (await reply.json())["status"] in HEALTHY
+    except aiohttp.ClientError:
+        return False
+
+
+async def _poll(healthy: Healthy, emit: Output) -> None:
+    while True:
+        begun = time.monotonic()
+        state = await healthy()
+        emit({"health": [begun, time.monotonic(), state]})
+        await asyncio.sleep(POLL_SECONDS)
+
+
+async def _end_of_input() -> None:
+    """Waits for a line, or the end of whoever would write it."""
+    loop = asyncio.get_running_loop()
+    readable = asyncio.Event()
+    loop.add_reader(sys.stdin.fileno(), readable.set)
+    await readable.wait()
+    loop.remove_reader(sys.stdin.fileno())
+
+
+def main() -> int:
+    """Runs a worker; returns its exit status, with a reason on standard error if that is not 0."""
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    # Without a buffer, which would hold the line that ends the load.
+    with open(sys.stdin.fileno(), "rb", buffering=0, closefd=False) as stdin:
+        spec = Spec.of(stdin.readline().decode())
+    try:
+        asyncio.run(work(spec, Output()))
+    except Exception as error:
+        logging.getLogger("soak").exception("the worker ends: %s", error)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
