@@ -61,11 +61,13 @@ class Face(ABC):
     Attributes:
         name: in reports.
         has_text, has_ids: what its pieces have.
+        resumes: whether an answer outlives a server.
     """
 
     name: str
     has_text = True
     has_ids = False
+    resumes = True
 
     @abstractmethod
     def ask(self, case: Case, request_id: str) -> AsyncGenerator[Piece, None]:
@@ -75,7 +77,7 @@ class Face(ABC):
             AskError: from the generator.
         """
 
-    async def cancel(self, request_id: str) -> bool:
+    async def cancel(self, request_id: str) -> bool:  # noqa: ARG002
         """Asks the server to end a request; returns False where users cannot."""
         return False
 
@@ -134,7 +136,11 @@ class Generate(Face):
     def __init__(self, deployment: SoakedDeployment) -> None:
         self._deployment = deployment
 
-    async def ask(self, case: Case, request_id: str) -> AsyncGenerator[Piece, None]:
+    async def ask(
+        self,
+        case: Case,
+        request_id: str,  # noqa: ARG002
+    ) -> AsyncGenerator[Piece, None]:
         answer = self._deployment.pieces(case)
         try:
             async for piece in answer:
@@ -150,6 +156,7 @@ class TritonIds(Face):
 
     has_text = False
     has_ids = True
+    resumes = False
 
     def __init__(self, client: TritonClient, transport: str) -> None:
         self.name = f"Triton {transport}"

@@ -31,6 +31,7 @@ class Tally:
     requests: int = 0
     whole: int = 0
     left: int = 0
+    broken: int = 0
     tokens: int = 0
     lost: int = 0
     wrong: int = 0
@@ -43,6 +44,7 @@ class Tally:
         self.requests += 1
         self.whole += outcome.end == "whole"
         self.left += outcome.end == "left"
+        self.broken += outcome.end == "broken"
         self.tokens += outcome.tokens
         self.lost += outcome.lost
         self.wrong += outcome.wrong
@@ -52,6 +54,12 @@ class Tally:
             self.errors[outcome.code] += 1
         if outcome.end == "failed" or outcome.lost or outcome.wrong:
             self.notes.append({**vars(outcome)})
+
+    def without_kills(self) -> None:
+        """Counts what broke with a server as failed: nobody had killed one."""
+        if self.broken:
+            self.errors["broken"] += self.broken
+        self.broken = 0
 
     def __add__(self, other: Tally) -> Tally:
         values = {name: getattr(self, name) + getattr(other, name) for name in vars(self)}

@@ -35,6 +35,7 @@ START_SECONDS = 300.0
 BACK_SECONDS = 120.0  # from a kill until streams run again
 STOP_SECONDS = 90.0
 GONE_SECONDS = 5.0  # from a server's end until nothing of it is there
+CACHES = ("torchinductor_",)  # PyTorch's, one a user, which its next process uses
 PAUSE = 6.0  # most seconds between a recovery and the next kill
 _RESUMED = re.compile(r"request (\w+)(?:-\d+)? is tried again after \d+ tokens")
 _SIGNS = re.compile(r"Traceback|Signal \(\d+\)|terminate called|did not stop|could not be stopped")
@@ -281,6 +282,8 @@ def _finish(
     lives = [(start, end if end and end <= done else None) for start, end in watch.lives()]
     texts = [log.read_text(errors="replace") for log in logs if log.is_file()]
     report.tally = worker.tally
+    if not kills:
+        report.tally.without_kills()
     report.kills = kills
     report.recoveries = [_recovery(worker, watch, kills, index) for index in range(len(kills))]
     report.restarts = max(0, len(lives) - 1)
@@ -315,7 +318,7 @@ def leftovers(watch: Watch, temporary: Path) -> list[str]:
     for region in watch.regions():
         left.append(str(region))
         region.unlink(missing_ok=True)
-    left += sorted(str(path.relative_to(temporary)) for path in temporary.iterdir())
+    left += sorted(p.name for p in temporary.iterdir() if not p.name.startswith(CACHES))
     return left
 
 

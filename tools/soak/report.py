@@ -49,7 +49,7 @@ def as_json(
 
 def terminal(report: dict[str, Any], checks: Sequence[Check]) -> str:
     """The report as tables."""
-    tables = [text_table(*phase_rows(report), wrapped=(0, 9, 10))]
+    tables = [text_table(*phase_rows(report), wrapped=(0, 10, 11))]
     for engine, rows in report["recovery"].items():
         if rows[-1]["kills"]:
             tables.append(
@@ -59,7 +59,7 @@ def terminal(report: dict[str, Any], checks: Sequence[Check]) -> str:
 
 
 PHASE_HEADER = (
-    *("server", "seconds", "requests", "whole", "left", "tokens"),
+    *("server", "seconds", "requests", "whole", "left", "broken", "tokens"),
     *("kills", "restarts", "resumed", "retried", "failed"),
 )
 RECOVERY_HEADER = (
@@ -72,7 +72,10 @@ def phase_rows(report: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[str,
     rows = [
         (
             *(phase["server"], f"{phase['seconds']:.0f}"),
-            *(f"{phase[name]:,}" for name in ("requests", "whole", "left", "tokens")),
+            *(
+                f"{phase[name]:,}"
+                for name in ("requests", "whole", "left_early", "broken", "tokens")
+            ),
             *(str(phase[name]) for name in ("kills", "restarts", "resumed")),
             *(_counts(phase[name]) for name in ("retries", "errors")),
         )
@@ -109,7 +112,8 @@ def _phase(report: PhaseReport) -> dict[str, Any]:
         "server": str(report.phase),
         **asdict(report.phase),
         "seconds": report.seconds,
-        **{name: getattr(tally, name) for name in ("requests", "whole", "left", "tokens")},
+        "left_early": tally.left,
+        **{name: getattr(tally, name) for name in ("requests", "whole", "broken", "tokens")},
         **{name: getattr(tally, name) for name in ("lost", "wrong", "notes")},
         **{name: dict(getattr(tally, name)) for name in ("errors", "retries", "faces")},
         "kills": len(report.kills),

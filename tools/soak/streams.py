@@ -11,7 +11,7 @@ from random import Random
 from typing import Any
 
 from tools.soak.expected import Difference, Expected, compare
-from tools.soak.faces import CANCELED, AskError, Face, new_id
+from tools.soak.faces import CANCELED, RETRYABLE, AskError, Face, new_id
 from tools.soak.plan import Case
 
 LEFT_SHARE = 0.2  # of the requests, which their client cancels or leaves
@@ -19,6 +19,7 @@ LATEST_DEPARTURE = 3.0  # seconds
 HUNG = "hung"
 SILENCE_SECONDS = 120.0  # after which a stream counts as hung
 ATTEMPTS = 6
+NOTE_LENGTH = 20_000
 FIRST_PAUSE = 1.0  # seconds before the second attempt, and twice as many before each further one
 
 Emit = Callable[[dict[str, Any]], None]
@@ -29,7 +30,8 @@ class Outcome:
     """What came of one request.
 
     Attributes:
-        end: ``whole``, ``left`` by its client, or ``failed``.
+        end: ``whole``, ``left`` by its client, ``broken`` with the server on a face that does not resume,
+            or ``failed``.
         tokens: that came.
         lost, wrong: see ``Difference``.
         code: of the error it failed with in the end.
@@ -135,6 +137,9 @@ class Streams:
             try:
                 end = await self._ask(face, case, request_id, answer, departure)
             except AskError as error:
+                if error.code in RETRYABLE and not face.resumes:
+                    await asyncio.sleep(FIRST_PAUSE)
+                    return self._outcome(face, case, request_id, began, answer, "broken")
                 if error.retryable and len(tried) + 1 < ATTEMPTS:
                     tried.append(error.code)
                     await asyncio.sleep(FIRST_PAUSE * 2 ** (len(tried) - 1))
@@ -144,13 +149,30 @@ class Streams:
                 end, code, note = "failed", type(error).__name__, repr(error)
             else:
                 code = note = ""
-            expected = self._expected[case.key]
-            differs = difference(face, expected, answer, whole=end == "whole")
-            return Outcome(
-                *(face.name, case.key, request_id, end, time.monotonic() - began, answer.tokens),
-                *(differs.lost, differs.wrong, code, tuple(tried)),
-                note=(f"{note} expected {expected}, came {answer}" if differs else note)[:20_000],
+            return self._outcome(
+                *(face, case, request_id, began, answer, end, code, tuple(tried), note)
             )
+
+    def _outcome(
+        self,
+        face: Face,
+        case: Case,
+        request_id: str,
+        began: float,
+        answer: Answer,
+        end: str,
+        code: str = "",
+        tried: tuple[str, ...] = (),
+        note: str = "",
+    ) -> Outcome:
+        expected = self._expected[case.key]
+        differs = difference(face, expected, answer, whole=end == "whole")
+        if differs:
+            note = f"{note} expected {expected}, came {answer}"
+        return Outcome(
+            *(face.name, case.key, request_id, end, time.monotonic() - began, answer.tokens),
+            *(differs.lost, differs.wrong, code, tried, note[:NOTE_LENGTH]),
+        )
 
     async def _ask(
         self,
@@ -177,7 +199,7 @@ class Streams:
             return "left"
         finally:
             reading.cancel()
-            await asyncio.wait([reading])
+            await asyncio.gather(reading, return_exceptions=True)
 
     async def _read(self, face: Face, case: Case, request_id: str, answer: Answer) -> str:
         async with contextlib.aclosing(face.ask(case, request_id)) as pieces:

@@ -1,6 +1,6 @@
 """What belongs to a worker, sampled over time: its processes by role, and their shared memory.
 
-Times are those of ``time.monotonic()``, which on Linux counts from the boot, as the start of a process does.
+Times are those of ``time.monotonic()``: seconds since the boot on Linux, as the start of a process is.
 """
 
 from __future__ import annotations
