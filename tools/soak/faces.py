@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import secrets
 from abc import ABC, abstractmethod
@@ -266,7 +267,13 @@ def failure(error: CogTritonError) -> AskError:
 
 
 def new_id() -> str:
-    return secrets.token_hex(8)
+    """A request's id, which says what process it is of: Cog's server names directories with it."""
+    return f"{id_prefix(os.getpid())}{secrets.token_hex(6)}"
+
+
+def id_prefix(pid: int) -> str:
+    """What the ids of a worker's requests begin with."""
+    return f"soak{pid}x"
 
 
 async def _check(reply: aiohttp.ClientResponse) -> None:

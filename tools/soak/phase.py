@@ -24,6 +24,7 @@ from cog_triton.server.installation import PACKAGE_ROOT
 from tools.benchmark.measure import BenchmarkError
 from tools.soak.chaos import Kill, Killer, Recovery, crashes, recovery
 from tools.soak.expected import Expected
+from tools.soak.faces import id_prefix
 from tools.soak.judge import LEAST_SECONDS, Tally
 from tools.soak.plan import Case, Phase
 from tools.soak.streams import SILENCE_SECONDS, Outcome
@@ -35,6 +36,7 @@ START_SECONDS = 300.0
 BACK_SECONDS = 120.0  # from a kill until streams run again
 STOP_SECONDS = 90.0
 GONE_SECONDS = 5.0  # from a server's end until nothing of it is there
+COGLET = Path("/tmp/coglet/predictions")  # of every Cog server of the machine, whatever TMPDIR is
 CACHES = ("torchinductor_",)  # PyTorch's, one a user, which its next process uses
 PAUSE = 6.0  # most seconds between a recovery and the next kill
 _RESUMED = re.compile(r"request (\w+)(?:-\d+)? is tried again after \d+ tokens")
@@ -319,6 +321,11 @@ def leftovers(watch: Watch, temporary: Path) -> list[str]:
         left.append(str(region))
         region.unlink(missing_ok=True)
     left += sorted(p.name for p in temporary.iterdir() if not p.name.startswith(CACHES))
+    predictions = list(COGLET.glob(f"{id_prefix(watch.root)}*"))
+    if predictions:
+        left.append(f"{len(predictions)} directories in {COGLET}")
+    for directory in predictions:
+        shutil.rmtree(directory, ignore_errors=True)
     return left
 
 

@@ -364,19 +364,27 @@ def test_roles() -> None:
     assert role_of_part(["tritonserver", "--model-repository=x"]) == "tritonserver"
 
 
-def test_what_is_left_is_named_and_removed(tmp_path: Path) -> None:
+def test_what_is_left_is_named_and_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     watch = Watch(child.pid)
     watch.sample(1.0)
     (key,) = watch.parts
     region = Path("/dev/shm") / f"cog_triton_{key[0]}_{key[1]}_test"
     region.touch()
-    for name in ("coglet-x", "torchinductor_somebody"):
-        (tmp_path / name).mkdir()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tools.soak.phase.GONE_SECONDS", 0)
-        left = leftovers(watch, tmp_path)
-    assert left == [f"process {child.pid}: other", str(region), "coglet-x"]
+    for name in ("run-x", "torchinductor_somebody"):
+        (tmp_path / "temporary" / name).mkdir(parents=True)
+    coglet, temporary = tmp_path / "coglet", tmp_path / "temporary"
+    for name in (f"soak{child.pid}x12", "another"):
+        (coglet / name).mkdir(parents=True)
+    monkeypatch.setattr("tools.soak.phase.GONE_SECONDS", 0)
+    monkeypatch.setattr("tools.soak.phase.COGLET", coglet)
+    assert leftovers(watch, temporary) == [
+        f"process {child.pid}: other",
+        str(region),
+        "run-x",
+        f"1 directories in {coglet}",
+    ]
+    assert [path.name for path in coglet.iterdir()] == ["another"]
     assert child.wait() == -9
     assert not region.exists()
 
