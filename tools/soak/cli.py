@@ -62,6 +62,9 @@ def soak(plan: Sequence[Phase], load: Load) -> list[PhaseReport]:
         say(f"{number} of {len(plan)}: {phase}, {what}")
         name = f"{number}-{phase.engine}-{phase.kind}-{phase.transport}"
         reports.append(run_phase(phase, load, expected[phase.engine], name))
+        if reports[-1].interrupted:
+            say("interrupted: the report is of what came until then")
+            break
     return reports
 
 

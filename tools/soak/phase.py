@@ -66,6 +66,7 @@ class PhaseReport:
     """What came of a phase; see ``judge`` for the parts of it."""
 
     phase: Phase
+    interrupted: bool = False
     seconds: float = 0.0
     tally: Tally = field(default_factory=Tally)
     kills: list[Kill] = field(default_factory=list)
@@ -200,7 +201,8 @@ def run_phase(phase: Phase, load: Load, expected: tuple[Expected, ...], name: st
         try:
             _wait_until_ready(worker, watch, log)
             killer = Killer(Random(f"{load.seed} {phase}"), PAUSE) if load.chaos else None
-            _put_under_load(phase, worker, watch, killer, report)
+            with _interruptible(report):
+                _put_under_load(phase, worker, watch, killer, report)
         finally:
             worker.stop()
             stopped = worker.end(STOP_SECONDS)
@@ -222,7 +224,7 @@ def _put_under_load(
     while worker.status is None:
         now = _look(worker, watch)
         back = _is_back(worker, watch, killer)
-        if _is_over(phase, now - report.began, back, killer):
+        if report.interrupted or _is_over(phase, now - report.began, back, killer):
             break
         if killer is not None:
             if not back and killer.kills and now - killer.kills[-1].at > BACK_SECONDS:
@@ -237,6 +239,21 @@ def _put_under_load(
             report.unfinished.append("streams did not come to their end")
             break
     report.seconds = (worker.done or time.monotonic()) - report.began
+
+
+@contextlib.contextmanager
+def _interruptible(report: PhaseReport) -> Iterator[None]:
+    """Has Ctrl-C and SIGTERM end the load, so that what came until then is reported."""
+
+    def note(*_: object) -> None:
+        report.interrupted = True
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _is_over(phase: Phase, seconds: float, back: bool, killer: Killer | None) -> bool:
