@@ -93,13 +93,13 @@ class Supervisor(Generic[L]):
         self._on_failure = on_failure
         self._clock = clock
         self._life: L | None = None
-        self._changed = asyncio.Condition()
         self._task: asyncio.Task[None] | None = None
         self.restarts = 0
         self.failure: str | None = None
 
     async def start(self) -> None:
         """Begins the first life; what fails then is the caller's."""
+        self._changed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._life = await self._begin()
         self._task = asyncio.create_task(self._supervise(self._life))
 
@@ -125,31 +125,32 @@ class Supervisor(Generic[L]):
         Raises:
             TritonUnavailable: none begins within ``timeout`` seconds, or ever.
         """
-        try:
-            return await asyncio.wait_for(self._after(failed), timeout)
-        except asyncio.TimeoutError:  # a class of its own before Python 3.11
-            raise TritonUnavailable(f"Triton was not back after {timeout:g} s") from None
-
-    async def _after(self, failed: L | None) -> L:
-        async with self._changed:
-            if failed is not None and self._life is failed:
-                # Its end is noticed in a moment; or it is well, and something between was not.
-                try:
-                    await asyncio.wait_for(
-                        self._changed.wait_for(lambda: self._life is not failed), NOTICE_SECONDS
-                    )
-                except asyncio.TimeoutError:
-                    return failed
-            await self._changed.wait_for(lambda: self._life is not None or self.failure is not None)
-            if self._life is None:
+        deadline = asyncio.get_running_loop().time() + timeout
+        if failed is not None and self._life is failed:
+            # Its end is noticed in a moment; or it is well, and something between was not.
+            await self._change(min(NOTICE_SECONDS, timeout))
+            if self._life is failed:
+                return failed
+        while self._life is None:
+            if self.failure is not None:
                 raise TritonUnavailable(f"Triton has been given up: {self.failure}")
-            return self._life
+            left = deadline - asyncio.get_running_loop().time()
+            if left <= 0:
+                raise TritonUnavailable(f"Triton was not back after {timeout:g} s")
+            await self._change(left)
+        return self._life
+
+    async def _change(self, seconds: float) -> None:
+        """Waits until a life begins or ends, at most so long."""
+        # Not wait_for, which before Python 3.12 goes on when it is cancelled at the very moment of the
+        # change: a request whose client is gone would run on the next life.
+        await asyncio.wait([self._changed], timeout=seconds)
 
     async def _supervise(self, life: L) -> None:
         ends: deque[float] = deque()
         while True:
             reason = await life.ended()
-            await self._set(None)
+            self._set(None)
             await life.stop()
             restarted = await self._restart(ends, reason)
             if restarted is None:
@@ -157,7 +158,7 @@ class Supervisor(Generic[L]):
             life = restarted
             self.restarts += 1
             logger.warning("Triton is back (restart %d)", self.restarts)
-            await self._set(life)
+            self._set(life)
 
     async def _restart(self, ends: deque[float], reason: str) -> L | None:
         """The next life; None if the policy allows no more."""
@@ -174,21 +175,21 @@ class Supervisor(Generic[L]):
             except CogTritonError as error:
                 reason = str(error)
                 logger.error("%s", reason)
-        await self._give_up(reason)
+        self._give_up(reason)
         return None
 
-    async def _set(self, life: L | None) -> None:
-        async with self._changed:
-            self._life = life
-            self._changed.notify_all()
+    def _set(self, life: L | None) -> None:
+        self._life = life
+        changed, self._changed = self._changed, asyncio.get_running_loop().create_future()
+        changed.set_result(None)
 
-    async def _give_up(self, reason: str) -> None:
+    def _give_up(self, reason: str) -> None:
         self.failure = reason.splitlines()[0]
         logger.error(
             "Triton is not started again: it ended %d times within %g s",
             self._policy.restarts + 1,
             self._policy.window,
         )
-        await self._set(None)
+        self._set(None)
         if self._on_failure is not None:
             self._on_failure(self.failure)

@@ -16,11 +16,13 @@ goes to standard error. On standard output come, with times of ``time.monotonic(
 from __future__ import annotations
 
 import asyncio
+import gc
+import inspect
 import json
 import logging
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -39,6 +41,9 @@ from tools.soak.streams import SILENCE_SECONDS, Streams
 
 TICK = 0.05
 POLL_SECONDS = 0.25
+STUCK = (
+    40.0  # seconds after the end of the load, when it is told where streams are that have not ended
+)
 HEALTHY = ("READY", "BUSY")
 
 
@@ -115,6 +120,7 @@ async def work(spec: Spec, emit: Output) -> None:
         streams = Streams(faces, spec.cases, spec.expected, emit, spec.seed)
         stop = asyncio.create_task(_end_of_input())
         stop.add_done_callback(lambda _: streams.stop())
+        stop.add_done_callback(lambda _: asyncio.get_running_loop().call_later(STUCK, tell_stuck))
         polling = asyncio.create_task(_poll(healthy, emit))
         emit({"ready": time.monotonic()})
         await streams.run(spec.streams)
@@ -187,6 +193,26 @@ async def _end_of_input() -> None:
     loop.add_reader(sys.stdin.fileno(), readable.set)
     await readable.wait()
     loop.remove_reader(sys.stdin.fileno())
+
+
+def tell_stuck() -> None:
+    """Logs where every task and every asynchronous generator stands."""
+    generators = [one for one in gc.get_objects() if inspect.isasyncgen(one) and one.ag_running]
+    coroutines = [task.get_coro() for task in asyncio.all_tasks()]
+    for one in [*coroutines, *generators]:
+        logging.getLogger("soak").warning("has not ended: %s", " > ".join(places(one)))
+
+
+def places(awaited: Any) -> Iterator[str]:
+    """Where a coroutine or a generator stands, and what it waits for, as far as that can be told."""
+    while awaited is not None:
+        kind = {"coroutine": "cr", "async_generator": "ag"}.get(type(awaited).__name__)
+        if kind is None:
+            yield repr(awaited)[:200]
+            return
+        if frame := getattr(awaited, f"{kind}_frame"):
+            yield f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name}"
+        awaited = getattr(awaited, f"{kind}_await")
 
 
 def main() -> int:

@@ -149,3 +149,35 @@ def test_pauses_grow_with_failed_starts_alone(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(module, "FIRST_PAUSE", 0.5)
     assert [pause(n) for n in range(5)] == [0, 0.5, 1, 2, 4]
     assert pause(50) == module.LONGEST_PAUSE
+
+
+@pytest.mark.parametrize("steps", range(12))
+def test_who_is_cancelled_while_it_waits_does_not_go_on(steps: int) -> None:
+    """However closely the next life's begin and the cancelling follow one another."""
+
+    async def test() -> None:
+        lives = Lives()
+        supervisor = Supervisor(lives, RestartPolicy(3, 60))
+        await supervisor.start()
+        lives.gate.clear()
+        lives.begun[0].end.set()
+        while supervisor.life is not None:
+            await asyncio.sleep(0)
+        waiting = asyncio.create_task(_wait_and_go_on(supervisor))
+        await asyncio.sleep(0.01)
+        lives.gate.set()
+        while supervisor.life is None:
+            await asyncio.sleep(0)
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.wait([waiting], timeout=1)
+        assert waiting.cancelled()
+        await supervisor.stop()
+
+    run(test)
+
+
+async def _wait_and_go_on(supervisor: Supervisor[FakeLife]) -> None:
+    await supervisor.after(None, 10)
+    await asyncio.sleep(60)
