@@ -67,15 +67,16 @@ class TritonLife:
     async def ended(self) -> str:
         """Waits until the server has ended, or hangs; returns why."""
         end = _end_of(self.server)
-        while not end.is_set():
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(end.wait(), CHECK_SECONDS)
+        while not end.done():
+            # Not wait_for, which before Python 3.12 goes on when it is cancelled at the very moment of the
+            # end: a server that dies as it is stopped would be started again.
+            await asyncio.wait([end], timeout=CHECK_SECONDS)
             silence = self.client.silence()
-            if self._hang_timeout and silence > self._hang_timeout and not end.is_set():
+            if self._hang_timeout and silence > self._hang_timeout and not end.done():
                 reason = f"Triton hangs: requests run, and none had a response for {silence:.0f} s"
                 logger.error("%s", reason)
                 self.server.kill()
-                await end.wait()
+                await asyncio.wait([end])
                 return reason
         return self.server.end
 
@@ -106,14 +107,15 @@ class TritonLife:
             pass
 
 
-def _end_of(server: TritonServer) -> asyncio.Event:
-    """What is set when the server has ended."""
-    end, loop = asyncio.Event(), asyncio.get_running_loop()
+def _end_of(server: TritonServer) -> asyncio.Future[None]:
+    """What is done when the server has ended."""
+    loop = asyncio.get_running_loop()
+    end: asyncio.Future[None] = loop.create_future()
 
     def wait() -> None:
         server.wait()
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody wants to know
-            loop.call_soon_threadsafe(end.set)
+            loop.call_soon_threadsafe(end.set_result, None)
 
     # Not a thread of asyncio's, which Python waits for when it exits: the server ends after that.
     threading.Thread(target=wait, name="tritonserver-end", daemon=True).start()
