@@ -43,6 +43,9 @@ CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
     ("grpc.enable_http_proxy", 0),  # Triton is this machine's own
+    # Else a new server's client gets the connection of a dead one's at the same port, which waits longer
+    # after each failure, up to two minutes, and fails every request in between.
+    ("grpc.use_local_subchannel_pool", 1),
 )
 
 

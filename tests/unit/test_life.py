@@ -32,8 +32,8 @@ class SilentClient:
 
 
 def life_of(server: FakeServer) -> TritonLife:
-    parts: list[Any] = [server, SilentClient(), None]
-    return TritonLife(*parts, contextlib.ExitStack(), hang_timeout=0)
+    parts: list[Any] = [server, SilentClient(), None, contextlib.ExitStack()]
+    return TritonLife(*parts, hang_timeout=0.0)
 
 
 def test_the_end_of_a_life_has_its_reason() -> None:

@@ -13,6 +13,7 @@ from tools.soak.watch import GUARD, Part
 
 VICTIMS = ("tritonserver", "stub", GUARD)
 HASTY_SHARE = 0.15  # of the kills, which do not wait until the server is back from the last one
+MOMENT = 0.5  # seconds, in which no server starts
 LONGEST_HASTE = 10.0  # seconds after the last kill
 
 
@@ -108,7 +109,8 @@ def recovery(
 ) -> Recovery:
     """What followed a kill.
 
-    What comes before the next server's guard has started is from the one that was killed.
+    What comes before the next server's guard has started, or a moment after, is from the one that was
+    killed: tokens are under way for as long as nobody reads them.
 
     Args:
         births: the starts of all guards, in order.
@@ -121,7 +123,7 @@ def recovery(
     if place == len(births):
         return nothing
     birth = births[place]
-    token = bisect_left(tokens, birth)
+    token = bisect_left(tokens, birth + MOMENT)
     healthy = next((end for begin, end, yes in polls if yes and begin >= birth), None)
     first = tokens[token] if token < len(tokens) else None
     then = kills[index + 1].at if index + 1 < len(kills) else None

@@ -233,7 +233,8 @@ def _put_under_load(
             if killer.due(now, back=back):
                 killer.kill(now, watch.alive())
     worker.stop()
-    deadline = time.monotonic() + SILENCE_SECONDS + BACK_SECONDS
+    wait = 0 if report.unfinished else SILENCE_SECONDS + BACK_SECONDS
+    deadline = time.monotonic() + wait
     while worker.done is None and worker.status is None:
         if _look(worker, watch) > deadline:
             report.unfinished.append("streams did not come to their end")

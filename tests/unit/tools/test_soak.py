@@ -310,7 +310,7 @@ def test_a_kill_is_of_a_process() -> None:
 
 def test_recovery_counts_from_the_next_servers_start() -> None:
     kill = Kill(10.0, "guard", 1, 1.0)
-    tokens = [9.9, 10.1, 12.5, 12.6]  # one was on its way when the server was killed
+    tokens = [9.9, 10.1, 10.6, 12.5, 12.6]  # two were under way when the server was killed
     polls = [(9.9, 10.05, True), (10.4, 10.5, False), (12.0, 12.4, True)]
     assert recovery([kill], 0, [1.0, 10.5], tokens, polls) == Recovery(
         "guard", 10.0, 0.5, 12.4 - 10, 2.5
