@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import soak
 
+from tests.support import ROOT
 from tools.soak.chaos import Kill, Killer, Recovery, choose, crashes, recovery
 from tools.soak.expected import Difference, Expected, compare
 from tools.soak.faces import AskError, Face, Piece, check_status, code_of, sse_piece
@@ -26,7 +27,7 @@ from tools.soak.plan import Case, Phase, phases, pool
 from tools.soak.report import as_json, figures, rate, terminal
 from tools.soak.streams import Answer, Departure, Outcome, Streams, difference
 from tools.soak.watch import Growth, Part, Sample, Shared, Watch, ends, growths, role_of_part
-from tools.soak.worker import Output, Spec
+from tools.soak.worker import Output, Spec, places
 
 WHOLE = Outcome("generate()", 1, "id", "whole", 1.0, 10)
 KEPT = Tally()
@@ -467,3 +468,29 @@ def test_a_server_that_cannot_be_started_is_status_2(
     nothing = ["--settings", "MODEL=/nothing/there", "--artifact-dir", str(tmp_path)]
     assert soak.main(["--engine", "simulated", *nothing]) == 2
     assert "/nothing/there" in capsys.readouterr().err
+
+
+def test_make_hands_its_variables_on() -> None:
+    command = ["make", "-n", "soak", "MINUTES=2", "CHAOS=1", "STREAMS=8", "KILLS=5"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
+    words = " ".join(done.stdout.replace("\\\n", " ").split())
+    assert "scripts/soak.py --minutes 2 --streams 8 --chaos --kills 5" in words
+    plain = subprocess.run(command[:3], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert "--chaos" not in plain.stdout
+
+
+def test_where_a_stream_stands_can_be_told() -> None:
+    async def wait() -> None:
+        await asyncio.Event().wait()
+
+    async def test() -> list[str]:
+        task = asyncio.create_task(wait())
+        await asyncio.sleep(0)
+        told = list(places(task.get_coro()))
+        task.cancel()
+        return told
+
+    first, second, *_ = asyncio.run(test())
+    assert first.startswith("test_soak.py:")
+    assert first.endswith(" wait")
+    assert second.endswith(" wait")
