@@ -273,6 +273,10 @@ class Arrivals(Generic[T]):
                     self._last = self._loop.time()
                     self._arrived.append(item)
                     self._wake.set()
+        except asyncio.CancelledError:
+            # By ``close``, when nobody listens any more; or by the transport, which was closed before.
+            self._error = TritonUnavailable("the connection was closed before the last response")
+            raise
         except Exception as error:
             self._error = error
         finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
@@ -16,8 +17,11 @@ from cog_triton.request import Request, triton_inputs
 from tests.support import free_port
 
 
-class FinalResponse(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
-    """Answers every request with one response, the last."""
+class Server(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
+    """Answers every request with one response: the last, or one after which nothing comes."""
+
+    def __init__(self, *, final: bool) -> None:
+        self._final = final
 
     async def ModelStreamInfer(
         self,
@@ -28,15 +32,28 @@ class FinalResponse(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ign
             answer = service_pb2.ModelInferResponse()
             answer.outputs.add(name="output_ids")
             answer.raw_output_contents.append(b"")
-            answer.parameters["triton_final_response"].bool_param = True
+            answer.parameters["triton_final_response"].bool_param = self._final
             yield service_pb2.ModelStreamInferResponse(infer_response=answer)
 
 
-async def ask(client: GrpcClient) -> None:
+@asynccontextmanager
+async def serving(port: int, *, final: bool) -> AsyncIterator[None]:
+    server = grpc.aio.server()
+    service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(Server(final=final), server)
+    server.add_insecure_port(f"127.0.0.1:{port}")
+    await server.start()
+    try:
+        yield
+    finally:
+        await server.stop(None)
+
+
+async def ask(client: GrpcClient, begun: asyncio.Event | None = None) -> None:
     inputs = triton_inputs(Request(prompt="Hello", seed=0))
     async with client.stream("1", inputs) as responses:
         async for _ in responses:
-            pass
+            if begun is not None:
+                begun.set()
 
 
 def test_a_new_client_reaches_a_new_server_whatever_an_old_one_remembers_of_its_port() -> None:
@@ -47,16 +64,26 @@ def test_a_new_client_reaches_a_new_server_whatever_an_old_one_remembers_of_its_
         old = GrpcClient(f"127.0.0.1:{port}", response_timeout=10)
         with pytest.raises(TritonUnavailable):
             await ask(old)
-        server = grpc.aio.server()
-        service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(FinalResponse(), server)
-        server.add_insecure_port(f"127.0.0.1:{port}")
-        await server.start()
-        new = GrpcClient(f"127.0.0.1:{port}", response_timeout=10)
-        try:
+        async with serving(port, final=True):
+            new = GrpcClient(f"127.0.0.1:{port}", response_timeout=10)
             await ask(new)
-        finally:
             await new.aclose()
-            await old.aclose()
-            await server.stop(None)
+        await old.aclose()
+
+    asyncio.run(asyncio.wait_for(test(), 30))
+
+
+def test_a_stream_whose_client_is_closed_has_not_ended_well() -> None:
+    """As when a server that hangs is killed: what it had begun is to go on, and is not whole."""
+
+    async def test() -> None:
+        port, begun = free_port(), asyncio.Event()
+        async with serving(port, final=False):
+            client = GrpcClient(f"127.0.0.1:{port}", response_timeout=10)
+            asking = asyncio.create_task(ask(client, begun))
+            await begun.wait()
+            await client.aclose()
+            with pytest.raises(TritonUnavailable, match="before the last response"):
+                await asking
 
     asyncio.run(asyncio.wait_for(test(), 30))
