@@ -9,11 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
 
-from tools.soak.watch import GUARD, Part
+from tools.soak.watch import GUARD, MOMENT, Part
 
 VICTIMS = ("tritonserver", "stub", GUARD)
 HASTY_SHARE = 0.15  # of the kills, which do not wait until the server is back from the last one
-MOMENT = 0.5  # seconds, in which no server starts
 LONGEST_HASTE = 10.0  # seconds after the last kill
 
 

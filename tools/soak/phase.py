@@ -308,7 +308,7 @@ def _finish(
     report.recoveries = [_recovery(worker, watch, kills, index) for index in range(len(kills))]
     report.restarts = max(0, len(lives) - 1)
     report.resumed = len({name for text in texts for name in _RESUMED.findall(text)})
-    report.growths = growths(watch, report.began, done, LEAST_SECONDS)
+    report.growths = growths(watch, worker.tokens, done, LEAST_SECONDS)
     report.crashes += [
         f"a server ended {end - report.began:.1f} s after the start"
         for end in crashes(lives, kills)

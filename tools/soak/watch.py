@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +20,10 @@ import psutil  # type: ignore[import-untyped, unused-ignore]
 from tools.benchmark.processes import MEGABYTE, role_of
 
 SHARED_MEMORY = Path("/dev/shm")
-GUARD, WORKER = "guard", "worker"
+GUARD, WORKER, SERVE = "guard", "worker", "serve.py"
+MOMENT = (
+    0.5  # seconds, in which no server starts: tokens of the one before may be under way so long
+)
 STUB = "triton_python_backend_stub"
 _ERRORS = (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess, OSError)
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -142,6 +146,8 @@ def role_of_part(command: list[str]) -> str:
     """What a process is, by its command line: a role of the benchmark's, or one that only a soak tells."""
     if any(argument.endswith("server/guard.py") for argument in command):
         return GUARD
+    if any(argument.endswith("scripts/serve.py") for argument in command):
+        return SERVE
     return WORKER if "tools.soak.worker" in command else role_of(command)
 
 
@@ -161,12 +167,22 @@ class Growth:
     after: float
 
 
-def growths(watch: Watch, since: float, until: float, least_seconds: float) -> list[Growth]:
-    """How each process grew that ran for so long under the load."""
+def growths(
+    watch: Watch, tokens: Sequence[float], until: float, least_seconds: float
+) -> list[Growth]:
+    """How each process grew that ran for so long under the load.
+
+    Args:
+        tokens: when they came, in order: the first after the start of a process, or of the load, says that
+            it is set up.
+    """
     grown = []
     for key, samples in watch.samples.items():
         part = watch.parts[key]
-        during = [(s.at, s.rss_mb) for s in samples if since <= s.at <= until]
+        since = bisect_left(tokens, part.started + MOMENT)
+        if since == len(tokens):
+            continue
+        during = [(s.at, s.rss_mb) for s in samples if tokens[since] <= s.at <= until]
         if during and during[-1][0] - during[0][0] >= least_seconds:
             grown.append(Growth(part.role, part.pid, during[-1][0] - during[0][0], *ends(during)))
     return grown

@@ -100,10 +100,13 @@ def test_growth_is_from_the_second_quarter_to_the_last() -> None:
 
 def test_growth_is_judged_of_those_who_ran_long_enough_under_the_load() -> None:
     watch = Watch(1)
-    for key, times in {(1, 0): range(0, 100, 10), (2, 0): range(50)}.items():
+    short, long, loading = (1, 0), (2, 0), (3, 1000)
+    for key, times in {short: range(50), long: range(100), loading: range(10, 100)}.items():
         watch.parts[key] = Part(*key, "predictor")
-        watch.samples[key] = [Sample(float(at), 10.0, 1, 1) for at in times]
-    assert [one.pid for one in growths(watch, 20, 100, 60)] == [1]
+        watch.samples[key] = [Sample(float(at), 10.0 + at, 1, 1) for at in times]
+    tokens = [float(at) for at in [*range(5, 10), *range(60, 100)]]
+    (grown,) = growths(watch, tokens, 95, 60)
+    assert (grown.pid, grown.seconds) == (2, 90)
 
 
 # What came, against what was to come
