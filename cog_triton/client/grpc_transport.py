@@ -48,7 +48,6 @@ CHANNEL_OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),
 )
 
-
 # Triton's own errors come in messages. These are gRPC's, of a connection that broke or was garbled.
 CONNECTION_CODES = (
     grpc.StatusCode.UNAVAILABLE,
