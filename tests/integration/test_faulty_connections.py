@@ -16,8 +16,8 @@ from cog_triton.client.stream import TritonClient
 from cog_triton.preparation import Values
 from cog_triton.server.tritonserver import TritonServer
 from tests.integration.conftest import make_server, running, settings_for
-from tools.soak.proxy import Faults, FaultyProxy
 from tools.soak.comparison import Outcome, compare, expected_ids, short_request
+from tools.soak.proxy import Faults, FaultyProxy
 
 STREAMS = 300
 REQUESTS = {number: short_request(number) for number in range(50)}
