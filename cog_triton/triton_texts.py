@@ -12,6 +12,8 @@ from __future__ import annotations
 import re
 
 LONGEST = 500
+LISTENS = "Started Metrics Service at"
+"""What tritonserver says when it listens on all of its ports, of which that one is the last."""
 IN_USE = "already in use"
 """What tritonserver says of a port, before it ends."""
 READ = 20_000

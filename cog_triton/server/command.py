@@ -63,7 +63,7 @@ def command(
         "metrics-port": endpoints.metrics_port,
         "backend-config": _shm_config(shm_prefix),
         # Below stop_timeout, so that the server ends by itself and cleans up.
-        "exit-timeout-secs": max(1, int(settings.stop_timeout / 2)),
+        "exit-timeout-secs": max(1, int(settings.stop_timeout) - 2),
         "log-verbose": settings.log_verbose,
     }
     return [

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from cog_triton.errors import shortened
 from cog_triton.server.guard import RANK_ENDED, STUB_ENDED
-from cog_triton.triton_texts import cause
+from cog_triton.triton_texts import LISTENS, cause
 
 GPU = Path("/dev/nvidiactl").exists()
 LOG_TAIL_LINES = 60
@@ -55,7 +55,11 @@ class CuttingFormatter(logging.Formatter):
 
 
 class ServerLog:
-    """What a server, or each rank of a group, has said; why it ended, as far as that shows."""
+    """What a server, or each rank of a group, has said; why it ended, as far as that shows.
+
+    Attributes:
+        listens: whether it listens on its ports, of which it does not lose one any more.
+    """
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
@@ -66,6 +70,7 @@ class ServerLog:
         self._stub: tuple[str, int] | None = None  # model and status, of the first that ended
         self._loading: dict[str, None] = {}
         self._complaint: str | None = None  # the last error, which is why a server ends by itself
+        self.listens = False
         self._ended: tuple[int, int | None] | None = None  # rank and status, of the first that did
 
     def read(self, stream: Iterable[bytes]) -> Iterator[tuple[int, str]]:
@@ -81,6 +86,7 @@ class ServerLog:
 
     def _note(self, rank: int | None, line: str) -> None:
         self._tails[rank].append(line)
+        self.listens = self.listens or LISTENS in line
         self._note_models(rank, line)
         level, text = parse_log_line(line, logging.INFO)
         if level >= logging.ERROR:

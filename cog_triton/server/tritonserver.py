@@ -228,7 +228,8 @@ class TritonServer:
 
     def _wait_until_ready(self) -> None:
         deadline = time.monotonic() + self._settings.start_timeout
-        while self._has_endpoints and not _ready(self.endpoints):
+        # Another Triton may have taken a port in the last moment, and answer there.
+        while self._has_endpoints and not (self._log.listens and _ready(self.endpoints)):
             if not self.alive:
                 assert self._process is not None
                 self._join_threads()

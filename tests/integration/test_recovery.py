@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -20,8 +20,8 @@ from cog_triton.deployment import EXIT_STATUS, Deployment
 from cog_triton.errors import TritonStartError, TritonUnavailable
 from cog_triton.life import TritonLife
 from cog_triton.request import Request
-from cog_triton.server.command import Endpoints, choose_ports
-from cog_triton.server.tritonserver import _ready
+from cog_triton.server.command import choose_ports
+from cog_triton.server.tritonserver import TritonServer
 from tests.integration.conftest import ANY_PORTS, settings_for
 from tests.support import ROOT, free_port, processes
 
@@ -226,23 +226,19 @@ def test_a_server_that_dies_at_the_first_request_says_why_at_the_start(
 
 
 def test_a_port_that_is_taken_in_the_last_moment_is_chosen_anew(
-    demo_model: Path, monkeypatch: pytest.MonkeyPatch
+    demo_model: Path, triton: TritonServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-        taken = Endpoints("127.0.0.1", listener.getsockname()[1], free_port(), free_port())
-        choices = iter([lambda _: taken, choose_ports])
-        monkeypatch.setattr(
-            "cog_triton.server.tritonserver.choose_ports", lambda given: next(choices)(given)
-        )
-        monkeypatch.setattr(
-            "cog_triton.server.tritonserver._ready", lambda at: at != taken and _ready(at)
-        )
+    """By another Triton, too, which answers there that it is ready."""
+    taken = dataclasses.replace(triton.endpoints, grpc_port=free_port(), metrics_port=free_port())
+    choices = iter([lambda _: taken, choose_ports])
+    monkeypatch.setattr(
+        "cog_triton.server.tritonserver.choose_ports", lambda given: next(choices)(given)
+    )
 
-        async def talk() -> str:
-            async with deployed(demo_model, ENGINE="simulated") as deployment:
-                text, _ = await answer(deployment, 1)
-                return text
+    async def talk() -> str:
+        async with deployed(demo_model, ENGINE="simulated") as deployment:
+            text, _ = await answer(deployment, 1)
+            return text
 
-        assert asyncio.run(talk())
+    assert asyncio.run(talk())
+    assert next(choices, None) is None

@@ -161,7 +161,6 @@ def test_of_a_port_that_is_taken_after_it_was_chosen(
         endpoints = Endpoints("127.0.0.1", taken, free_port(), free_port())
         server_module = "cog_triton.server.tritonserver"
         monkeypatch.setattr(f"{server_module}.choose_ports", lambda _: endpoints)
-        monkeypatch.setattr(f"{server_module}._ready", lambda _: False)  # the listener's answer
         server = make_server(settings_for(demo_model, ENGINE="simulated"), tmp_path)
         with pytest.raises(TritonStartError) as caught:
             server.start()

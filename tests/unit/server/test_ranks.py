@@ -523,7 +523,7 @@ def test_a_dry_run_prints_the_command(
         *("--grpc-address=127.0.0.1", "--grpc-port=9001"),
         *("--metrics-address=127.0.0.1", "--metrics-port=8002"),
         "--backend-config=python,shm-region-prefix-name=prefix",
-        *("--exit-timeout-secs=5", "--log-verbose=0"),
+        *("--exit-timeout-secs=8", "--log-verbose=0"),
         *closed("shared-memory,trace,logging"),
         "--disable-auto-complete-config",
     ]

@@ -82,7 +82,7 @@ def test_the_command_line() -> None:
         "--metrics-address=127.0.0.1",
         "--metrics-port=3",
         "--backend-config=python,shm-region-prefix-name=pre_",
-        "--exit-timeout-secs=5",
+        "--exit-timeout-secs=8",
         "--log-verbose=1",
         "--http-restricted-api=shared-memory,trace,logging:closed=\n",
         "--grpc-restricted-protocol=shared-memory,trace,logging:closed=\n",
