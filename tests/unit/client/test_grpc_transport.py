@@ -30,8 +30,9 @@ class Server(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[mis
     ) -> AsyncIterator[Any]:
         async for _ in requests:
             answer = service_pb2.ModelInferResponse()
-            answer.outputs.add(name="output_ids")
-            answer.raw_output_contents.append(b"")
+            for name, raw in (("output_ids", b""), ("sequence_length", bytes(4))):
+                answer.outputs.add(name=name)
+                answer.raw_output_contents.append(raw)
             answer.parameters["triton_final_response"].bool_param = self._final
             yield service_pb2.ModelStreamInferResponse(infer_response=answer)
 
@@ -90,9 +91,10 @@ def test_a_stream_whose_client_is_closed_has_not_ended_well() -> None:
 
 
 def test_a_connection_that_ends_as_the_request_is_written_is_a_server_that_is_gone() -> None:
-    internal, details = grpc.StatusCode.INTERNAL, "Internal error from Core"
-    nothing = grpc.aio.Metadata()
+    nothing, code = grpc.aio.Metadata(), grpc.StatusCode
     with pytest.raises(TritonUnavailable), _mapped_errors():
-        raise grpc.aio.AioRpcError(internal, nothing, nothing, details=details)
+        raise grpc.aio.AioRpcError(
+            code.INTERNAL, nothing, nothing, details="Internal error from Core"
+        )
     with pytest.raises(TritonUnknownError), _mapped_errors():
-        raise grpc.aio.AioRpcError(internal, nothing, nothing, details="anything else")
+        raise grpc.aio.AioRpcError(code.INVALID_ARGUMENT, nothing, nothing, details="anything else")
