@@ -91,7 +91,9 @@ class ServerLog:
         level, text = parse_log_line(line, logging.INFO)
         if level >= logging.ERROR:
             self._complaint = cause(text.partition("] ")[2])
-        if self._stub is None and (stub := _STUB_ENDED.search(line)):
+        # After the end of a rank, the others are stopped: Triton kills a stub then that takes too long.
+        first = self._stub is None and self._ended is None
+        if first and (stub := _STUB_ENDED.search(line)):
             self._stub = stub[1], int(stub[2])
         if self._ended is None:
             if ended := _RANK_ENDED.search(line):

@@ -14,6 +14,7 @@ SECONDS = 300
 
 
 def test_a_soak_kills_and_every_answer_is_whole(demo_model: Path, tmp_path: Path) -> None:
+    others = regions_left()  # of servers that other tests of this process share
     command = [sys.executable, str(ROOT / "scripts" / "soak.py"), "--kills", "2", "--streams", "16"]
     what = ["--engine", "simulated", "--kind", "deployment", "--artifact-dir", str(tmp_path)]
     done = subprocess.run(
@@ -34,4 +35,4 @@ def test_a_soak_kills_and_every_answer_is_whole(demo_model: Path, tmp_path: Path
         assert {"worker", "guard", "tritonserver", "tensorrt_llm"} <= set(phase["usage"])
     assert report["recovery"]["simulated"][-1]["token_p50_s"] > 0
     assert "Plotly" in (tmp_path / "soak.html").read_text()
-    assert not regions_left()
+    assert regions_left() <= others

@@ -142,6 +142,10 @@ class Client(asyncio.Protocol):
         if item.path in (rules.LIVE, rules.READY) and item.method in ("GET", "HEAD"):
             self._task = self._front.start(self._front.health(self, item.path))
             return
+        if item.path == rules.SHUTDOWN and item.method == "POST":
+            self._front.stop()
+            self.answer(200, {})
+            return
         try:
             passage = rules.check(item, self._front.draining)
         except Refusal as refusal:

@@ -83,6 +83,7 @@ class Front:
         self._progress = time.monotonic()
         self._busy_since: float | None = None
         self._idle = asyncio.Event()
+        self._told = asyncio.Event()
         self.port = 0
 
     def run(self, port: Callable[[], int | None], stop: int) -> None:
@@ -98,23 +99,26 @@ class Front:
 
     async def _serve(self, port: Callable[[], int | None], stop: int) -> None:
         loop = asyncio.get_running_loop()
-        told = asyncio.Event()
-        loop.add_reader(stop, self._told, stop, told)
+        loop.add_reader(stop, self._stop_by_signal, stop)
         self._predictions.keep_sweeping()
         while not self.port:
             await asyncio.sleep(_POLL_SECONDS)
             self.port = port() or 0
         await loop.create_server(lambda: Client(self), sock=self._listener, backlog=_BACKLOG)
         self.start(self._tick())
-        await told.wait()
+        await self._told.wait()
         await self._drain()
         await asyncio.Event().wait()  # Cog's server ends the process
 
-    def _told(self, stop: int, told: asyncio.Event) -> None:
+    def stop(self) -> None:
+        """Ends the process, once running predictions have had their time."""
+        self._told.set()
+
+    def _stop_by_signal(self, stop: int) -> None:
         os.read(stop, 64)
         if not self.port:
             os._exit(0)  # Cog's server does not serve yet, and would not hear of it
-        told.set()
+        self.stop()
 
     def start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Runs something beside the rest."""

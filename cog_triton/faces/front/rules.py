@@ -12,6 +12,7 @@ from urllib.parse import unquote
 
 LIVE = "/health/live"
 READY = "/health/ready"
+SHUTDOWN = "/shutdown"
 _IDENTIFIER = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,127}", re.ASCII)
 _IDENTIFIER_RULE = "1 to 128 letters, digits, '_', '-' and '.', and no '.' in front"
 _COLLECTIONS = ("predictions", "trainings")

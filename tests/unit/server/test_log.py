@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from cog_triton.server.guard import RANK_ENDED, STUB_ENDED
 from cog_triton.server.log import CuttingFormatter, LoadTimes, ServerLog
 
 FAILED = (
@@ -104,3 +105,10 @@ def test_a_record_is_cut_and_keeps_its_trace() -> None:
     text = CuttingFormatter("%(levelname)s %(message)s").format(record)
     assert text.startswith("ERROR what failed\nValueError: yyy")
     assert len(text) < 5_000
+
+
+def test_a_stub_that_ends_after_a_rank_is_not_the_cause() -> None:
+    log = ServerLog(2)
+    lines = (RANK_ENDED.format(rank=1, status=-9), STUB_ENDED.format(model="m", status=-9))
+    list(log.read(f"{line}\n".encode() for line in lines))
+    assert log.end(1) == ": rank 1 of 2 ended by signal 9 (SIGKILL)"
