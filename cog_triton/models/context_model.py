@@ -39,6 +39,7 @@ class TritonPythonModel:
 
     def finalize(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
+        stub.forget_requests()
 
     async def _serve(self, request: Any) -> None:
         client = Client(

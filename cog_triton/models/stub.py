@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -25,6 +26,15 @@ def parameters(config: Mapping[str, Any]) -> dict[str, str]:
         for name, value in (config.get("parameters") or {}).items()
         if value["string_value"] != ""
     }
+
+
+def forget_requests() -> None:
+    """To be called last in a model's ``finalize``, when nothing of it holds a request any more.
+
+    Python collects what garbage still holds when it ends. By then the stub of Triton 2.51 has let go of its
+    shared memory, and dies of a response sender that was asked whether its request is cancelled.
+    """
+    gc.collect()
 
 
 def arrays(tensors: Any) -> dict[str, Array]:

@@ -45,6 +45,7 @@ class TritonPythonModel:
 
     def finalize(self) -> None:
         self._long.shutdown()
+        stub.forget_requests()
 
     def _respond(self, request: Any, inputs: dict[str, stub.Array]) -> None:
         request.get_response_sender().send(

@@ -57,6 +57,8 @@ class TritonPythonModel:
     def finalize(self) -> None:
         self._metrics.close()
         self._serving.close()
+        del self._metrics, self._serving
+        stub.forget_requests()
 
     def _start(self, request: Any, sender: Any) -> None:
         inputs = stub.arrays(request.inputs())
@@ -135,7 +137,11 @@ class Responses:
             return
         last = output.final and self._finish_one()
         flags = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if last else 0
-        self._sender.send(self._response(index, output), flags=flags)
+        response, sender = self._response(index, output), self._sender
+        if last:
+            # Each of ``stops`` leads back here: what Triton gave would stay until that is collected.
+            self._sender, self._inputs = None, {}
+        sender.send(response, flags=flags)
         if not last:
             self._stop_if_cancelled()
 

@@ -36,6 +36,7 @@ class TritonPythonModel:
 
     def finalize(self) -> None:
         self._watch.close()
+        stub.forget_requests()
 
     def _answer(self, request: Any, client: Client) -> None:
         inputs = stub.arrays(request.inputs())
