@@ -40,7 +40,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -83,7 +84,10 @@ def run(role: str, prefix: str, stop_timeout: float, directory: str, command: li
     try:
         ended = _ended_before(stops, server, orphaned)
         if not ended:
-            _stop(server, stop_timeout, _GROUP_STOP if role == "group" else signal.SIGTERM)
+            if role == "group":
+                _stop(server, stop_timeout, _GROUP_STOP)
+            elif _stop(server, stop_timeout, signal.SIGTERM, _stubs()):
+                return 0
         status = server.wait()
         if is_rank and ended:
             print(RANK_ENDED.format(rank=role, status=status), file=sys.stderr, flush=True)
@@ -276,12 +280,33 @@ def _model_of(pid: int) -> str | None:
     return None
 
 
-def _stop(server: subprocess.Popen[bytes], timeout: float, name: signal.Signals) -> None:
+def _stop(
+    server: subprocess.Popen[bytes],
+    timeout: float,
+    name: signal.Signals,
+    stubs: Sequence[_Stub] = (),
+) -> bool:
+    """Ends the server; returns whether its stubs had all ended, as they were told to, when it was killed.
+
+    Nothing is left to do then, but tritonserver looks only once a second whether its models are unloaded.
+    """
+    watched = set(_descriptors(stubs))
+    running = {os.pidfd_open(server.pid), *watched}
     server.send_signal(name)
-    try:
-        server.wait(timeout)
-    except subprocess.TimeoutExpired:
-        server.kill()
+    deadline = time.monotonic() + timeout
+    while (left := deadline - time.monotonic()) > 0 and server.poll() is None:
+        if watched and not running & watched:
+            break
+        running -= set(select.select(running, [], [], left)[0])
+    unloaded = bool(watched) and not running & watched and server.poll() is None
+    server.kill()
+    return unloaded
+
+
+def _descriptors(stubs: Iterable[_Stub]) -> Iterator[int]:
+    for stub in stubs:
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            yield os.pidfd_open(stub.pid)
 
 
 def _children() -> list[int]:
