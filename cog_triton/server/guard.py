@@ -84,9 +84,9 @@ def run(role: str, prefix: str, stop_timeout: float, directory: str, command: li
     try:
         ended = _ended_before(stops, server, orphaned)
         if not ended:
-            if role == "group":
-                _stop(server, stop_timeout, _GROUP_STOP)
-            elif _stop(server, stop_timeout, signal.SIGTERM, _stubs()):
+            name = _GROUP_STOP if role == "group" else signal.SIGTERM
+            # A rank still has to say goodbye to the others when its models have ended.
+            if _stop(server, stop_timeout, name, _stubs() if role == "server" else []):
                 return 0
         status = server.wait()
         if is_rank and ended:
