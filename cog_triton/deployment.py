@@ -10,7 +10,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import AsyncGenerator, Awaitable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 
 from cog_triton.admission import Admission, Bounds
@@ -50,6 +50,8 @@ from cog_triton.text.tokenizer import Tokenizer, load_tokenizer, text_limits, wi
 logger = logging.getLogger(__name__)
 
 PORT_CHOICES = 3
+RESTART_SECONDS = 60.0
+RESTART_FACTOR = 10.0  # on the longest start so far
 EXIT_STATUS = 70
 """Of a process that ends because its tritonserver has been given up: EX_SOFTWARE of sysexits.h."""
 
@@ -107,7 +109,7 @@ class Deployment:
         # The tokenizer takes as long to load as Triton takes to start: do both at once.
         loading = asyncio.create_task(asyncio.to_thread(_load_tokenizer, settings))
         supervisor = Supervisor(
-            lambda: begin_life(settings, values, loading),
+            lives(settings, values, loading),
             RestartPolicy(settings.restarts, settings.restart_window),
             on_failure=_exit if settings.exit_on_failure else None,
         )
@@ -172,6 +174,38 @@ class LiveClients:
         if life is None or life.client is failed:
             life = await self._supervisor.after(life, self._timeout)
         return life.client
+
+
+def lives(
+    settings: Settings, values: Values, loading: Awaitable[Tokenizer]
+) -> Callable[[], Awaitable[TritonLife]]:
+    """What begins one life after another; arguments as for ``begin_life``.
+
+    Each gets as long to become ready as those before it give reason for: once in a while a stub hangs as
+    it starts (seen once in 200 starts, with Triton 2.51, on a machine that was overloaded).
+    """
+    taken: list[float] = []
+
+    async def begin() -> TritonLife:
+        began = time.monotonic()
+        timeout = start_timeout(settings.start_timeout, taken)
+        life = await begin_life(
+            settings.model_copy(update={"start_timeout": timeout}), values, loading
+        )
+        taken.append(time.monotonic() - began)
+        return life
+
+    return begin
+
+
+def start_timeout(setting: float, taken: Sequence[float]) -> float:
+    """Seconds that a server may take to become ready.
+
+    Args:
+        setting: TRITON_START_TIMEOUT.
+        taken: seconds that the starts before it took.
+    """
+    return min(setting, max(RESTART_SECONDS, RESTART_FACTOR * max(taken))) if taken else setting
 
 
 async def begin_life(

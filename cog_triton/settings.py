@@ -112,7 +112,8 @@ class Settings(BaseModel):
     """Names, with commas between, of variables that tritonserver and its models get although they are kept
     from them otherwise: those that end in _TOKEN, _API_KEY, _ACCESS_KEY, _SECRET or _PASSWORD."""
     start_timeout: float = Field(300.0, alias="TRITON_START_TIMEOUT", gt=0)
-    """Seconds that every model may take, together, to become ready."""
+    """Seconds that every model may take, together, to become ready. A start after a failure gets ten times
+    what the longest start took, if that is less, but at least 60."""
     stop_timeout: float = Field(10.0, alias="TRITON_STOP_TIMEOUT", gt=0)
     """Seconds from SIGTERM to SIGKILL when tritonserver is stopped."""
     response_timeout: float = Field(300.0, alias="TRITON_RESPONSE_TIMEOUT", gt=0)

@@ -37,6 +37,7 @@ T = TypeVar("T")
 # A stop may overtake its request, which is still queued or in preprocessing then: the engine does not
 # know it and says nothing. So stops are sent until the stream has ended, so many seconds apart.
 STOP_PERIODS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
+CLOSED = "the connection was closed before the last response"
 STOP_SECONDS = 5.0  # that one of them may take
 
 BROKEN = (TritonUnavailable, TritonMalformedEvent, TritonMalformedJSON)
@@ -103,6 +104,7 @@ class TritonClient(ABC):
         self._running: set[ResponseStream] = set()
         self._heard = 0.0  # when a stream that has ended last had a response
         self._stopping: set[asyncio.Task[None]] = set()
+        self._closed = False
 
     @contextlib.asynccontextmanager
     async def stream(
@@ -116,8 +118,11 @@ class TritonClient(ABC):
             continued: ids of the output that an earlier attempt has delivered, to go on from.
 
         Raises:
+            TritonUnavailable: the client has been closed.
             CogTritonError: from the iterator.
         """
+        if self._closed:
+            raise TritonUnavailable(CLOSED)
         responses = self._responses(request_id, inputs, continued)
         stream = ResponseStream(responses, self._response_timeout)
         if self._stall_timeout is not None:
@@ -128,7 +133,7 @@ class TritonClient(ABC):
         finally:
             self._running.discard(stream)
             self._heard = max(self._heard, stream.heard)
-            if stream.ended and not stream.broken:
+            if self._closed or (stream.ended and not stream.broken):
                 await stream.close()
             else:
                 task = asyncio.create_task(self._stop(request_id, stream))
@@ -155,7 +160,14 @@ class TritonClient(ABC):
         return max([self._heard, *(stream.heard for stream in self._running)])
 
     async def aclose(self) -> None:
-        """Waits until what is being stopped has stopped, and closes the connections."""
+        """Ends the streams that run, waits until what is being stopped has stopped, and closes all.
+
+        Those that run get TritonUnavailable, and so do those that begin later. A transport that is closed
+        does not tell them all: aiohttp leaves those that wait for data waiting.
+        """
+        self._closed = True
+        for stream in list(self._running):
+            stream.fail(TritonUnavailable(CLOSED))
         await asyncio.gather(*self._stopping, return_exceptions=True)
         await self._disconnect()
 
@@ -259,6 +271,13 @@ class Arrivals(Generic[T]):
         await asyncio.wait([self._reader], timeout=seconds)
         return self.ended
 
+    def fail(self, error: CogTritonError) -> None:
+        """Ends the stream with an error, unless it has ended."""
+        if not self.ended:
+            self._error = error
+            self._reader.cancel()
+            self._wake.set()
+
     async def close(self) -> None:
         """Drops the stream if it has not ended."""
         if self._timer is not None:
@@ -275,7 +294,7 @@ class Arrivals(Generic[T]):
                     self._wake.set()
         except asyncio.CancelledError:
             # By ``close``, when nobody listens any more; or by the transport, which was closed before.
-            self._error = TritonUnavailable("the connection was closed before the last response")
+            self._error = self._error or TritonUnavailable(CLOSED)
             raise
         except Exception as error:
             self._error = error

@@ -8,7 +8,7 @@ from typing import Any, cast, get_args
 import pytest
 
 from cog_triton.admission import Admission, Bounds
-from cog_triton.deployment import Deployment
+from cog_triton.deployment import Deployment, start_timeout
 from cog_triton.engine_choice import EngineName
 from cog_triton.errors import ConfigurationError, TritonUnavailable
 from cog_triton.preparation import (
@@ -170,6 +170,15 @@ def test_a_length_penalty_goes_where_it_has_an_effect(
         asyncio.run(anext(deployment.generate(Request(prompt="a", seed=0, length_penalty=1.5))))
     found = inputs[0].get("length_penalty")
     assert (None if found is None else found.tolist()) == sent
+
+
+@pytest.mark.parametrize(
+    ("taken", "expected"), [([], 300), ([2, 3], 60), ([9, 7], 90), ([40], 300)]
+)
+def test_a_restart_gets_as_long_as_earlier_starts_give_reason_for(
+    taken: list[float], expected: float
+) -> None:
+    assert start_timeout(300, taken) == expected
 
 
 def test_without_a_gpu_and_an_engine_auto_is_transformers(demo_model: Path) -> None:

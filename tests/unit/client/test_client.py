@@ -6,12 +6,18 @@ import asyncio
 import json
 from array import array
 from collections.abc import AsyncGenerator
+from typing import Any
 
 import numpy as np
 import pytest
 from tritonclient.grpc import service_pb2
 
-from cog_triton.client.grpc_transport import _checked, infer_request, parse_response
+from cog_triton.client.grpc_transport import (
+    GrpcClient,
+    _checked,
+    infer_request,
+    parse_response,
+)
 from cog_triton.client.http_transport import HttpClient, parse_event
 from cog_triton.client.stream import (
     Arrivals,
@@ -450,3 +456,42 @@ def test_a_stop_that_fails_is_sent_again() -> None:
         return client.stopped
 
     assert asyncio.run(main()) == ["id", "id"]
+
+
+class Silent(TritonClient):
+    """One response to each request, and silence after it, whatever becomes of the connection."""
+
+    async def _responses(self, *_: object) -> AsyncGenerator[Response, None]:
+        yield Response([1], 1, final=False)
+        await asyncio.Event().wait()
+
+    async def _send_stop(self, request_id: str) -> None:
+        pass
+
+    async def _disconnect(self) -> None:
+        pass
+
+
+def test_closing_a_client_ends_the_streams_that_its_transport_forgets() -> None:
+    async def test() -> None:
+        client = Silent(response_timeout=60)
+        async with client.stream("1", {}) as responses:
+            await anext(responses)
+            closing = asyncio.create_task(client.aclose())
+            with pytest.raises(TritonUnavailable, match="was closed"):
+                await anext(responses)
+        await closing
+
+    asyncio.run(asyncio.wait_for(test(), 20))
+
+
+@pytest.mark.parametrize("transport", [GrpcClient, HttpClient])
+def test_a_client_that_is_closed_begins_no_stream(transport: Any) -> None:
+    async def test() -> None:
+        client = transport("127.0.0.1:1", response_timeout=1)
+        await client.aclose()
+        with pytest.raises(TritonUnavailable, match="was closed"):
+            async with client.stream("1", {}):
+                pass
+
+    asyncio.run(test())
