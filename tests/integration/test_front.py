@@ -213,10 +213,12 @@ def test_a_body_beyond_the_limit(server: Server) -> None:
     assert server.client.post("/predictions", content=b" " * 99_990 + b"{}").status_code != 413
 
 
-def exchange(server: Server, data: bytes) -> bytes:
+def exchange(server: Server, data: bytes, *, half_close: bool = False) -> bytes:
     """All that comes back until the server closes the connection."""
     with closing(server.connect()) as connection:
         connection.sendall(data)
+        if half_close:
+            connection.shutdown(socket.SHUT_WR)
         reply = b""
         while part := connection.recv(1 << 16):
             reply += part
@@ -238,6 +240,7 @@ def request(method: str, path: str, body: str = "", *headers: str) -> bytes:
         ("Transfer-Encoding : chunked", 400),
         ("X: a\r\n b", 400),
         ("X: " + "x" * 40_000, 431),
+        ("Transfer-Encoding: chunked\r\n\r\n0\r\nX: " + "x" * 300_000, 431),
     ],
 )
 def test_heads_that_two_servers_could_read_differently(
@@ -249,6 +252,47 @@ def test_heads_that_two_servers_could_read_differently(
     )
     assert reply.startswith(b"HTTP/1.1 %d " % status)
     assert reply.count(b"HTTP/1.1 ") == 1
+
+
+@pytest.mark.parametrize("path", ["/predictions#", "/predictions#/x", "/trainings#?"])
+def test_a_path_that_cog_would_cut_short(server: Server, path: str) -> None:
+    body = json.dumps({"id": f"../../..{server.directory}/anywhere", "input": {}})
+    reply = exchange(server, request("POST", path, body))
+    assert reply.startswith(b"HTTP/1.1 400 ")
+    assert not (server.directory / "anywhere").exists()
+
+
+def test_many_pipelined_requests_that_are_refused(server: Server) -> None:
+    """They are answered one after another, not one within another."""
+    last = request("GET", "/health/live", "", "Connection: close")
+    reply = exchange(server, request("PUT", "/predictions/%00", "{}") * 2000 + last)
+    assert reply.count(b"HTTP/1.1 422 ") == 2000
+    assert reply.endswith(b'{"status": "READY"}')
+    assert "Traceback" not in server.log.read_text()
+
+
+def test_a_client_that_sends_no_more_gets_what_is_no_prediction(server: Server) -> None:
+    for path, text in [("/health/live", b"READY"), ("/health-check", b"setup"), ("/x", b"404")]:
+        assert text in exchange(server, request("GET", path), half_close=True)
+    twice = exchange(server, request("GET", "/health-check") * 2, half_close=True)
+    assert twice.count(b"HTTP/1.1 200 OK") == 2
+    waiting = request("POST", "/predictions", '{"input": {"wait_s": 3600}}')
+    assert exchange(server, waiting, half_close=True) == b""
+    wait_until(server.free_slots, 30, "the cancel")
+
+
+@pytest.mark.parametrize("path", ["/health/live", "/health-check"])
+def test_http_1_0_gets_an_answer_that_ends_with_the_connection(server: Server, path: str) -> None:
+    head = f"GET {path} HTTP/1.0\r\nConnection: keep-alive\r\n\r\n"
+    reply = exchange(server, head.encode())
+    assert b" 200 OK\r\n" in reply
+    assert b"connection: close\r\n" in reply
+
+
+@pytest.mark.parametrize("version", ["0.9", "2.0"])
+def test_a_version_of_http_that_is_not_spoken(server: Server, version: str) -> None:
+    reply = exchange(server, f"GET /health/live HTTP/{version}\r\n\r\n".encode())
+    assert reply.startswith(b"HTTP/1.1 505 ")
 
 
 def test_each_pipelined_request_is_checked_and_answered_in_order(server: Server) -> None:
@@ -384,10 +428,17 @@ def test_a_request_that_comes_too_slowly(tmp_path: Path) -> None:
             reply = exchange(server, part)
             assert reply.startswith(b"HTTP/1.1 408 Request Timeout\r\n")
             assert b'"the request did not come within 0.5 s"' in reply
+        with closing(server.connect()) as late:
+            whole = request("PUT", "/predictions/late", '{"input": {}}')
+            late.sendall(whole[:-1])
+            assert late.recv(1 << 16).startswith(b"HTTP/1.1 408 ")
+            late.sendall(whole[-1:])
+            assert late.recv(1 << 16) == b""
         # One that is being answered has all the time it takes, and those behind it wait their turn.
         slow = request("POST", "/predictions", '{"input": {"wait_s": 2.5}}')
         reply = exchange(server, slow + request("GET", "/health/live", "", "Connection: close"))
         assert reply.count(b"HTTP/1.1 200 OK") == 2
+        assert '"prediction_id":"late"' not in server.log.read_text()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

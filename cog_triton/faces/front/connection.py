@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from cog_triton.faces.front.front import Front
 
 _BACKLOG = 8  # requests that may wait behind the one that is answered
+_BACKLOG_BYTES = 1 << 16  # of their bodies
 _HEAD_BYTES = 1 << 20  # of a response; more is no HTTP
 
 
@@ -35,6 +36,10 @@ class Client(asyncio.Protocol):
         self._reader = RequestReader(front.limits)
         self._busy = False
         self._closing = False
+        self._looping = False
+        self._paused = False
+        self._sends_no_more = False
+        self._predicting = False
         self._upstream: Upstream | None = None
         self._task: asyncio.Task[Any] | None = None
         self._request = Request("GET", "/")
@@ -54,23 +59,37 @@ class Client(asyncio.Protocol):
             self._upstream.abort()
 
     def data_received(self, data: bytes) -> None:
+        if self._closing:
+            return
         began = self._reader.unfinished
         self._reader.feed(data)
         if self._reader.unfinished and not began and not self._busy:
             self._deadline = time.monotonic() + self._front.limits.request_seconds
+        self._next()
         if not self._busy and self._reader.take_continue():
             self.transport.write(CONTINUE)
-        self._next()
-        if len(self._reader.items) > _BACKLOG:
+        waiting = self._reader.items
+        if len(waiting) > _BACKLOG or sum(item.size for item in waiting) > _BACKLOG_BYTES:
             self.transport.pause_reading()
 
+    def eof_received(self) -> bool:
+        """Whether the connection is kept: a client that sends no more has left its prediction.
+
+        Nothing else tells a client that has gone from one that waits. Other answers are short.
+        """
+        self._sends_no_more = True
+        return (self._busy or bool(self._reader.items)) and not self._predicting
+
     def pause_writing(self) -> None:
+        self._paused = True
         if self._upstream is not None:
             self._upstream.transport.pause_reading()
 
     def resume_writing(self) -> None:
+        self._paused = False
         if self._upstream is not None:
             self._upstream.transport.resume_reading()
+        self._next()
 
     def check_time(self, now: float) -> None:
         """Ends a connection that has nothing to say, or takes too long to say it."""
@@ -117,8 +136,8 @@ class Client(asyncio.Protocol):
 
     def answered(self, keep: bool) -> None:
         """The current request has had its response; the connection is kept for another, or not."""
-        self._busy, self._upstream, self._task = False, None, None
-        if not keep or self._closing:
+        self._busy, self._predicting, self._upstream, self._task = False, False, None, None
+        if not keep or self._closing or (self._sends_no_more and not self._reader.items):
             self.close()
             return
         unfinished, limits = self._reader.unfinished, self._front.limits
@@ -131,10 +150,16 @@ class Client(asyncio.Protocol):
         self._next()
 
     def _next(self) -> None:
-        if self._busy or self._closing or not self._reader.items:
-            return
-        item = self._reader.items.popleft()
-        self._busy = True
+        """Begins to answer what waits, one after another, as long as the client takes the answers."""
+        if self._looping:
+            return  # an answer that was given at once
+        self._looping = True
+        while self._reader.items and not (self._busy or self._closing or self._paused):
+            self._busy = True
+            self._begin(self._reader.items.popleft())
+        self._looping = False
+
+    def _begin(self, item: Request | Refusal) -> None:
         if isinstance(item, Refusal):
             self._refuse(item)
             return
@@ -151,6 +176,7 @@ class Client(asyncio.Protocol):
         except Refusal as refusal:
             self.answer(refusal.status, {"detail": refusal.detail}, refusal.retry_after)
             return
+        self._predicting = passage.prediction is not None
         if self._front.upstreams:
             self._pass(self._front.upstreams.pop(), item, passage)
         else:
@@ -172,6 +198,7 @@ class Client(asyncio.Protocol):
 
     def _refuse(self, refusal: Refusal) -> None:
         """Answers what cannot be followed by another request on this connection."""
+        self._closing = True
         self.transport.write(
             rules.reply(
                 refusal.status,

@@ -43,10 +43,12 @@ class RequestReader:
         self._awaits_continue = False
         self._head_bytes = 0
         self._in_head = False
+        self._counted = False  # what was fed last belongs to a new request or to a body
         self._parser = httptools.HttpRequestParser(self)
 
     def feed(self, data: bytes) -> None:
         """Takes what came."""
+        self._counted = False
         while data and not self._ended:
             try:
                 self._parser.feed_data(data)
@@ -57,7 +59,7 @@ class RequestReader:
                 data = self._without_upgrade() + data[upgrade.args[0] :]
             except httptools.HttpParserError as error:
                 self._refuse(Refusal(400, f"this is no valid HTTP request: {error}"))
-        if self._in_head:
+        if self.unfinished and not self._counted:  # a head or a trailer goes on
             self._count_head(len(data))
 
     def take_continue(self) -> bool:
@@ -66,7 +68,7 @@ class RequestReader:
         return awaits and self.unfinished and not self._ended
 
     def on_message_begin(self) -> None:
-        self.unfinished = self._in_head = True
+        self.unfinished = self._in_head = self._counted = True
         self._head_bytes = 0
         self._url = b""
         self._headers: list[tuple[bytes, bytes]] = []
@@ -84,28 +86,32 @@ class RequestReader:
     def on_headers_complete(self) -> None:
         self._in_head = False
         self._method = self._parser.get_method()
-        if refusal := head_problem(self._method, self._url, self._headers):
+        version = self._parser.get_http_version()
+        if refusal := head_problem(self._method, self._url, version, self._headers):
             self._refuse(refusal)
         length = dict(self._headers).get(b"content-length", b"0")
         self._count_body(int(length))
         self._awaits_continue = (b"expect", b"100-continue") in self._headers
 
     def on_body(self, body: bytes) -> None:
+        self._counted = True
         if not self._ended:
             self._body += body
             self._count_body(len(self._body))
 
     def on_message_complete(self) -> None:
         self.unfinished = False
+        version = self._parser.get_http_version()
         if not self._ended:
             self.items.append(
                 Request(
                     method=self._method.decode(),
                     target=self._url.decode("latin-1"),
-                    version=self._parser.get_http_version(),
+                    version=version,
                     headers=tuple(self._headers),
                     body=bytes(self._body),
-                    keep_alive=self._parser.should_keep_alive(),
+                    # HTTP/1.0 would have to be told that the connection is kept.
+                    keep_alive=self._parser.should_keep_alive() and version == "1.1",
                 )
             )
 
@@ -136,10 +142,15 @@ class RequestReader:
             self.items.append(refusal)
 
 
-def head_problem(method: bytes, url: bytes, headers: list[tuple[bytes, bytes]]) -> Refusal | None:
+def head_problem(
+    method: bytes, url: bytes, version: str, headers: list[tuple[bytes, bytes]]
+) -> Refusal | None:
     """What is wrong with a request's head that llhttp, or a lenient server, may let pass."""
     names = [name for name, _ in headers]
-    if method == b"CONNECT" or not url.startswith(b"/"):
+    if version not in ("1.0", "1.1"):
+        return Refusal(505, f"HTTP/{version} is not spoken here")
+    # A path ends at '#' for Cog's server, and would be another one than was checked.
+    if method == b"CONNECT" or not url.startswith(b"/") or b"#" in url:
         return Refusal(400, "the request's target must be a path")
     for name in (b"content-length", b"transfer-encoding", b"host"):
         if names.count(name) > 1:

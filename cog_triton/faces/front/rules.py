@@ -38,6 +38,8 @@ class Limits:
 class Refusal(Exception):
     """A request that Cog's server does not get to see, and what is answered."""
 
+    size = 0  # it has no body
+
     def __init__(self, status: int, detail: Any, *, retry_after: int | None = None) -> None:
         super().__init__(status, detail)
         self.status = status
@@ -59,6 +61,10 @@ class Request:
     @property
     def path(self) -> str:
         return self.target.partition("?")[0]
+
+    @property
+    def size(self) -> int:
+        return len(self.body)
 
 
 @dataclass(frozen=True)

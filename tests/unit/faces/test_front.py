@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cog_triton.faces.front import health
+from cog_triton.faces.front.connection import Client
+from cog_triton.faces.front.front import Front
 from cog_triton.faces.front.http1 import RequestReader, ResponseEnd, for_cog, response_head
 from cog_triton.faces.front.predictions import UNSEEN_SECONDS, Predictions
 from cog_triton.faces.front.rules import (
@@ -32,6 +36,19 @@ def read(*parts: bytes) -> list[Request | Refusal]:
     for part in parts:
         reader.feed(part)
     return list(reader.items)
+
+
+def test_a_head_may_end_a_large_read_of_others() -> None:
+    get = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
+    items = read(get * 100 + get[:10], get[10:])
+    assert [type(item) for item in items] == [Request] * 101
+
+
+def test_a_trailer_is_bounded() -> None:
+    head = b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nx\r\n0\r\nX: "
+    (refusal,) = read(head, b"x" * 600, b"x" * 600)
+    assert isinstance(refusal, Refusal)
+    assert refusal.status == 431
 
 
 # Which requests pass
@@ -356,3 +373,53 @@ def test_others_directories_stay(tmp_path: Path) -> None:
     predictions.sweep_abandoned()
     predictions.remove_all()
     assert path.exists()
+
+
+# A client's connection
+
+
+class Transport(asyncio.Transport):
+    """What is written to it, and whether it reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = b""
+        self.reading = True
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self.written += bytes(data)
+
+    def pause_reading(self) -> None:
+        self.reading = False
+
+    def resume_reading(self) -> None:
+        self.reading = True
+
+
+def connected() -> tuple[Client, Transport]:
+    front = SimpleNamespace(limits=Limits(), draining=False, clients=set(), upstreams=set())
+    client, transport = Client(cast(Front, front)), Transport()
+    client.connection_made(transport)
+    return client, transport
+
+
+BAD = b"PUT /predictions/%00 HTTP/1.1\r\n\r\n"
+
+
+def test_nothing_is_answered_to_a_client_that_does_not_read() -> None:
+    client, transport = connected()
+    client.data_received(BAD)
+    client.pause_writing()
+    client.data_received(BAD * 20)
+    assert transport.written.count(b"HTTP/1.1 422 ") == 1
+    assert not transport.reading
+    client.resume_writing()
+    assert transport.written.count(b"HTTP/1.1 422 ") == 21
+    assert transport.reading
+
+
+def test_large_bodies_that_wait_end_the_reading() -> None:
+    client, transport = connected()
+    client.pause_writing()
+    client.data_received(b"POST / HTTP/1.1\r\nContent-Length: 100000\r\n\r\n" + b"x" * 100_000)
+    assert not transport.reading
