@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import logging
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -71,10 +72,14 @@ async def answers(deployment: Deployment, kill: tuple[str, signal.Signals] | Non
     running = [asyncio.create_task(answer(deployment, i, begun)) for i in range(STREAMS)]
     if kill is not None:
         await begun.wait()
-        life = deployment._supervisor.life
-        assert life is not None
-        os.kill(part(life.server.shm_prefix, kill[0]), kill[1])
+        kill_part(deployment, *kill)
     return await asyncio.wait_for(asyncio.gather(*running), SECONDS)
+
+
+def kill_part(deployment: Deployment, name: str, number: signal.Signals) -> None:
+    life = deployment._supervisor.life
+    assert life is not None
+    os.kill(part(life.server.shm_prefix, name), number)
 
 
 def part(prefix: str, name: str) -> int:
@@ -119,6 +124,31 @@ def test_sampled_text_goes_on_as_it_would_have(demo_model: Path) -> None:
             undisturbed = await answers(deployment)
             killed = await answers(deployment, ("tensorrt_llm", signal.SIGKILL))
             assert killed == undisturbed
+            assert deployment._supervisor.restarts == 1
+
+    asyncio.run(test())
+
+
+def test_a_restart_while_requests_wait_and_are_cancelled_loses_no_place(demo_model: Path) -> None:
+    """The first kill comes in the prefill: no token was delivered."""
+
+    async def test() -> None:
+        environment = {"MAX_RUNNING": "2", "SIMULATED_PREFILL_MS": "300"}
+        async with deployed(demo_model, ENGINE="simulated", **environment) as deployment:
+            undisturbed = await answer(deployment, 0)
+            running = [asyncio.create_task(answer(deployment, 0)) for _ in range(20)]
+            life = deployment._supervisor.life
+            assert life is not None
+            while not life.client.busy:
+                await asyncio.sleep(0.01)
+            kill_part(deployment, "tensorrt_llm", signal.SIGKILL)
+            for task in random.Random(0).sample(running, 14):
+                task.cancel()
+                await asyncio.sleep(0.05)
+            ends = await asyncio.wait_for(asyncio.gather(*running, return_exceptions=True), SECONDS)
+            whole = [end for end in ends if not isinstance(end, asyncio.CancelledError)]
+            assert whole == [undisturbed] * 6
+            assert (deployment._admission.running, deployment._admission.waiting) == (0, 0)
             assert deployment._supervisor.restarts == 1
 
     asyncio.run(test())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections import deque
 from typing import Any
 
@@ -201,3 +202,31 @@ def test_waiting_times_are_seen() -> None:
         assert seen == [("admitted", 0.0), ("admitted", 4.0)]
 
     asyncio.run(test())
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_place_is_lost_in_a_storm_of_cancels(seed: int) -> None:
+    dice = random.Random(seed)
+    queue = admission(running=dice.choice([1, 3]), waiting=100, seconds=dice.choice([0.01, 60]))
+    most = 0
+
+    async def stay() -> None:
+        nonlocal most
+        async with queue.place(dice.choice([0, 1])):
+            most = max(most, queue.running)
+            await asyncio.sleep(dice.choice([0, 0.001]))
+
+    async def test() -> None:
+        tasks = [asyncio.create_task(stay()) for _ in range(100)]
+        for _ in range(60):
+            dice.choice(tasks).cancel()
+            await asyncio.sleep(dice.choice([0, 0.001]))
+            if dice.random() < 0.01:
+                queue.close("closed")
+        ends = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)
+        expected = (asyncio.CancelledError, TritonOverloaded, TritonUnavailable)
+        assert all(end is None or isinstance(end, expected) for end in ends)
+
+    asyncio.run(test())
+    assert (queue.running, queue.waiting) == (0, 0)
+    assert most == queue._bounds.running

@@ -171,3 +171,34 @@ def test_a_server_that_begins_anew_is_not_believed() -> None:
     with pytest.raises(TritonUnknownError, match="cannot go on"):
         run(client, inputs(max_tokens=9))
     assert len(client.given) == 2
+
+
+def test_a_cancel_between_two_lives_of_the_server_ends_the_wait() -> None:
+    class NoServer(OneClient):
+        """There is no next life."""
+
+        async def client(self, failed: TritonClient | None) -> TritonClient:
+            if failed is not None:
+                waits.set()
+                await asyncio.Event().wait()
+            return await super().client(failed)
+
+    waits = asyncio.Event()
+
+    async def test() -> None:
+        servers = NoServer(ScriptedClient([tokens(1), GONE]))
+        resuming = ResumingClient(servers, attempts=3, end_id=END)
+
+        async def responses() -> None:
+            async with resuming.stream("id", inputs(max_tokens=8)) as stream:
+                async for _ in stream:
+                    pass
+
+        task = asyncio.create_task(responses())
+        await waits.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(test())
