@@ -456,6 +456,27 @@ def test_an_address_that_is_taken(server: Server, tmp_path: Path) -> None:
     assert f"port {server.port}: Address already in use" in other.log.read_text()
 
 
+def test_two_that_start_at_once_at_one_address(tmp_path: Path) -> None:
+    """Both can bind; only one can listen, and the other must not stay behind a port that it lacks."""
+    port = str(free_port())
+    servers = []
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        servers.append(Server(tmp_path / name, "cog_triton.faces.cog.server", PORT=port))
+    try:
+        ended = wait_until(
+            lambda: [server for server in servers if server.process.poll() is not None],
+            60,
+            "an end",
+        )
+        assert [server.process.returncode for server in ended] == [1]
+        assert f"port {port}: Address already in use" in ended[0].log.read_text()
+    finally:
+        for server in servers:
+            server.client.close()
+            server.end()
+
+
 def test_sigterm_lets_predictions_end_and_takes_no_new_ones(tmp_path: Path) -> None:
     with serving(tmp_path) as server:
         running = server.start_stream(chunks=100, ms=20)

@@ -104,11 +104,21 @@ class Front:
         while not self.port:
             await asyncio.sleep(_POLL_SECONDS)
             self.port = port() or 0
+        self._listen()
         await loop.create_server(lambda: Client(self), sock=self._listener, backlog=_BACKLOG)
         self.start(self._tick())
         await self._told.wait()
         await self._drain()
         await asyncio.Event().wait()  # Cog's server ends the process
+
+    def _listen(self) -> None:
+        """Listens, or ends the process: two may bind an address, before one listens on it."""
+        try:
+            self._listener.listen(_BACKLOG)  # uvloop says nothing when it cannot
+        except OSError as error:
+            host, port = self._listener.getsockname()[:2]
+            print(warning(f"{host}, port {port}: {error.strerror}"), file=sys.stderr, flush=True)
+            os._exit(1)
 
     def stop(self) -> None:
         """Ends the process, once running predictions have had their time."""
