@@ -65,8 +65,8 @@ class Watch:
             generators: ids of the load generators.
             role: what the generators are.
         """
-        self._roles = {process: role for pid in generators for process in _tree(pid)}
-        for process in (process for pid in servers for process in _tree(pid)):
+        self._roles = {process: role for pid in generators for process in tree(pid)}
+        for process in (process for pid in servers for process in tree(pid)):
             self._roles[process] = role_of(_command(process))
         self._cpu: dict[psutil.Process, tuple[float, float]] = {}
         self._rss: defaultdict[str, float] = defaultdict(float)
@@ -125,7 +125,8 @@ def descendant_with(text: str) -> int:
     raise LookupError(f"no process has {text!r} in its command line")
 
 
-def _tree(pid: int) -> list[psutil.Process]:
+def tree(pid: int) -> list[psutil.Process]:
+    """A process and its descendants; nothing if it has ended."""
     try:
         root = psutil.Process(pid)
         return [root, *root.children(recursive=True)]

@@ -40,29 +40,13 @@ def short_request(number: int, *, max_tokens: int = 40) -> Request:
     return Request(prompt=f"Prompt number {number}", seed=number, max_tokens=max_tokens)
 
 
-async def token_ids(streams: Streams, request: Request) -> list[int]:
-    """The token ids of an answer.
+async def expected_ids(streams: Streams, requests: Mapping[int, Request]) -> dict[int, list[int]]:
+    """The undisturbed answers, by the requests' numbers.
 
     Raises:
-        CogTritonError: it failed.
+        CogTritonError: one failed.
     """
-    ids, error = await _run(streams, request)
-    if error is not None:
-        raise error
-    return ids
-
-
-async def expected_ids(
-    streams: Streams, requests: Mapping[int, Request], *, at_once: int = 16
-) -> dict[int, list[int]]:
-    """The undisturbed answers, by the requests' numbers."""
-    limit = asyncio.Semaphore(at_once)
-
-    async def answer(request: Request) -> list[int]:
-        async with limit:
-            return await token_ids(streams, request)
-
-    answers = await asyncio.gather(*map(answer, requests.values()))
+    answers = await asyncio.gather(*(_run(streams, request, []) for request in requests.values()))
     return dict(zip(requests, answers, strict=True))
 
 
@@ -84,32 +68,26 @@ async def compare(
     async def worker() -> None:
         for number in rest:
             key = number % len(requests)
-            ids, error = await _run(streams, requests[key])
-            _judge(outcome, number, ids, expected[key], error)
+            ids: list[int] = []
+            try:
+                await _run(streams, requests[key], ids)
+            except CogTritonError as error:
+                if ids == expected[key][: len(ids)]:
+                    outcome.errors[error.code] += 1
+                    outcome.examples[error.code] = error.message
+                    continue
+            if ids == expected[key]:
+                outcome.right += 1
+            else:
+                outcome.wrong.append(number)
 
     await asyncio.gather(*(worker() for _ in range(at_once)))
     return outcome
 
 
-def _judge(
-    outcome: Outcome, number: int, ids: list[int], expected: list[int], error: CogTritonError | None
-) -> None:
-    if error is None and ids == expected:
-        outcome.right += 1
-    elif error is not None and ids == expected[: len(ids)]:
-        outcome.errors[error.code] += 1
-        outcome.examples[error.code] = error.message
-    else:
-        outcome.wrong.append(number)
-
-
-async def _run(streams: Streams, request: Request) -> tuple[list[int], CogTritonError | None]:
-    """The ids that came, and the error that the stream ended with."""
-    ids: list[int] = []
-    try:
-        async with streams.stream(secrets.token_hex(8), triton_inputs(request)) as responses:
-            async for response in responses:
-                ids += response.ids
-    except CogTritonError as error:
-        return ids, error
-    return ids, None
+async def _run(streams: Streams, request: Request, ids: list[int]) -> list[int]:
+    """Adds the ids to a list as they come, and returns it."""
+    async with streams.stream(secrets.token_hex(8), triton_inputs(request)) as responses:
+        async for response in responses:
+            ids += response.ids
+    return ids

@@ -37,10 +37,7 @@ def compare(expected: Sequence[Any], came: Sequence[Any], *, whole: bool) -> Dif
     Args:
         whole: whether it came to its end; else it is to be a beginning of what is expected.
     """
-    same = 0
-    for one, other in zip(expected, came, strict=False):
-        if one != other:
-            break
-        same += 1
+    pairs = enumerate(zip(expected, came, strict=False))
+    same = next((i for i, (a, b) in pairs if a != b), min(len(expected), len(came)))
     lost = max(0, len(expected) - len(came)) if whole else 0
     return Difference(lost, len(came) - same)

@@ -8,7 +8,7 @@ import re
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,22 +91,17 @@ class Recording:
         self._ids = ids
 
     @asynccontextmanager
-    async def _noted(
-        self, context: AbstractAsyncContextManager[AsyncIterator[Response]]
+    async def stream(
+        self, request_id: str, inputs: Inputs
     ) -> AsyncIterator[AsyncIterator[Response]]:
-        async with context as responses:
+        """See ``Streams``."""
+        async with self._streams.stream(request_id, inputs) as responses:
             yield self._note(responses)
 
     async def _note(self, responses: AsyncIterator[Response]) -> AsyncIterator[Response]:
         async for response in responses:
             self._ids.extend(response.ids)
             yield response
-
-    def stream(
-        self, request_id: str, inputs: Inputs
-    ) -> AbstractAsyncContextManager[AsyncIterator[Response]]:
-        """See ``Streams``."""
-        return self._noted(self._streams.stream(request_id, inputs))
 
 
 class SoakedDeployment(Deployment):
@@ -119,13 +114,11 @@ class SoakedDeployment(Deployment):
         answer = generate(
             case.request, streams, self._tokenizer, context_length=self._context_length
         )
-        try:
-            async for chunk in answer:
+        async with aclosing(answer) as chunks:
+            async for chunk in chunks:
                 new = tuple(ids)
                 ids.clear()
                 yield Piece(chunk.text, len(new), new)
-        finally:
-            await answer.aclose()
 
 
 class Generate(Face):
@@ -142,14 +135,12 @@ class Generate(Face):
         case: Case,
         request_id: str,  # noqa: ARG002
     ) -> AsyncGenerator[Piece, None]:
-        answer = self._deployment.pieces(case)
         try:
-            async for piece in answer:
-                yield piece
+            async with aclosing(self._deployment.pieces(case)) as pieces:
+                async for piece in pieces:
+                    yield piece
         except CogTritonError as error:
             raise failure(error) from error
-        finally:
-            await answer.aclose()
 
 
 class TritonIds(Face):

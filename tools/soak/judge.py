@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tools.benchmark.checks import Check, at_most
+from tools.benchmark.checks import Check, at_least, at_most
 from tools.soak.chaos import Recovery
 from tools.soak.faces import RETRYABLE
 from tools.soak.streams import Outcome
@@ -90,7 +90,7 @@ def judge(figures: Figures) -> list[Check]:
     retryable = sum(tally.errors[code] for code in RETRYABLE)
     failed = sum(tally.errors.values()) - retryable
     return [
-        at_least_some(tally.whole),
+        at_least("whole answers", tally.whole, 1),  # a soak without any shows nothing
         at_most("tokens lost", tally.lost, 0),
         at_most("tokens wrong", tally.wrong, 0),
         at_most("requests that failed", failed, 0),
@@ -106,15 +106,10 @@ def judge(figures: Figures) -> list[Check]:
     ]
 
 
-def at_least_some(whole: int) -> Check:
-    """A soak without answers shows nothing."""
-    return Check("whole answers", f"{whole:,}", ">= 1", whole >= 1, whole, 1)
-
-
-def growth(one: Growth) -> float:
+def growth(memory: Growth) -> float:
     """By how much a process grew, in %; 0 for less than what does not count."""
-    more = one.after - one.before
-    return 0.0 if more <= NO_GROWTH_MB else 100 * more / one.before
+    more = memory.after - memory.before
+    return 0.0 if more <= NO_GROWTH_MB else 100 * more / memory.before
 
 
 def worst(growths: Sequence[Growth]) -> float:
@@ -130,21 +125,18 @@ def percentile(values: Sequence[float], share: float) -> float | None:
 
 def recovery_table(recoveries: Sequence[Recovery]) -> list[dict[str, Any]]:
     """The times of recovery by what was killed, and of all kills; hasty ones are not among them."""
-    by_role: dict[str, list[Recovery]] = {}
-    for one in recoveries:
-        if not one.hasty:
-            by_role.setdefault(one.role, []).append(one)
-    rows = [_row(role, by_role[role]) for role in sorted(by_role)]
-    return [*rows, _row("all", [one for each in by_role.values() for one in each])]
+    counted = [recovery for recovery in recoveries if not recovery.hasty]
+    roles = sorted({recovery.role for recovery in counted})
+    rows = [_row(role, [r for r in counted if r.role == role]) for role in roles]
+    return [*rows, _row("all", counted)]
 
 
 def _row(role: str, recoveries: Sequence[Recovery]) -> dict[str, Any]:
-    tokens = [one.token for one in recoveries if one.token is not None]
-    healthy = [one.healthy for one in recoveries if one.healthy is not None]
-    figures: Mapping[str, float | None] = {
-        "token_p50_s": percentile(tokens, 0.5),
-        "token_p99_s": percentile(tokens, 0.99),
-        "healthy_p50_s": percentile(healthy, 0.5),
-        "healthy_p99_s": percentile(healthy, 0.99),
+    figures = {
+        f"{name}_p{share}_s": percentile(
+            [t for r in recoveries if (t := getattr(r, name)) is not None], share / 100
+        )
+        for name in ("token", "healthy")
+        for share in (50, 99)
     }
     return {"killed": role, "kills": len(recoveries), **figures}

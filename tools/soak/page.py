@@ -98,7 +98,7 @@ def _line(
 
 
 def _kills(recoveries: Sequence[Mapping[str, Any]], slots: Mapping[str, int]) -> Line:
-    points = tuple(Point(one["at"], 0.0, "", f"{one['role']} killed") for one in recoveries)
+    points = tuple(Point(r["at"], 0.0, "", f"{r['role']} killed") for r in recoveries)
     return Line(KILLS, slots[KILLS], False, points, ((0.0, 0.0),))
 
 

@@ -90,8 +90,7 @@ class Worker:
     def __init__(self, spec: Spec, log: Path) -> None:
         """Starts it."""
         self.tally = Tally()
-        self.tokens: list[float] = []
-        self.counts: list[int] = []
+        self.rate: list[tuple[float, int]] = []
         self.polls: list[tuple[float, float, bool]] = []
         self.ready: float | None = None
         self.done: float | None = None
@@ -116,7 +115,7 @@ class Worker:
         """Takes in what it has said since."""
         while not self._messages.empty():
             for name, value in json.loads(self._messages.get()).items():
-                getattr(self, f"_take_{name}")(value)
+                self._take(name, value)
 
     @property
     def status(self) -> int | None:
@@ -140,24 +139,22 @@ class Worker:
                 self._process.stdin.close()
         return True
 
-    def _take_outcome(self, value: dict[str, Any]) -> None:
-        self.tally.add(Outcome(**{**value, "tried": tuple(value["tried"])}))
+    @property
+    def tokens(self) -> list[float]:
+        """When tokens came."""
+        return [at for at, _ in self.rate]
 
-    def _take_tokens(self, value: list[Any]) -> None:
-        self.tokens.append(value[0])
-        self.counts.append(value[1])
-
-    def _take_health(self, value: list[Any]) -> None:
-        self.polls.append((value[0], value[1], value[2]))
-
-    def _take_ready(self, value: float) -> None:
-        self.ready = value
-
-    def _take_done(self, value: float) -> None:
-        self.done = value
-
-    def _take_expected(self, value: list[Any]) -> None:
-        self.expected = [Expected(text, tuple(ids)) for text, ids in value]
+    def _take(self, name: str, value: Any) -> None:
+        if name == "outcome":
+            self.tally.add(Outcome(**{**value, "tried": tuple(value["tried"])}))
+        elif name == "tokens":
+            self.rate.append((value[0], value[1]))
+        elif name == "health":
+            self.polls.append((value[0], value[1], value[2]))
+        elif name == "expected":
+            self.expected = [Expected(text, tuple(ids)) for text, ids in value]
+        else:  # ready, done
+            setattr(self, name, value)
 
     def _read(self) -> None:
         assert self._process.stdout is not None
@@ -318,7 +315,7 @@ def _finish(
             report.signs[sign] = report.signs.get(sign, 0) + 1
     report.usage = watch.by_role()
     report.shared = watch.shared
-    report.rate = list(zip(worker.tokens, worker.counts, strict=True))
+    report.rate = worker.rate
 
 
 def leftovers(watch: Watch, temporary: Path) -> list[str]:

@@ -20,7 +20,7 @@ def figures(reports: Sequence[PhaseReport]) -> Figures:
     """All phases as one."""
     return Figures(
         tally=sum((report.tally for report in reports), Tally()),
-        growths=[one for report in reports for one in report.growths],
+        growths=[growth for report in reports for growth in report.growths],
         recoveries=recoveries(reports),
         crashes=_named(reports, "crashes"),
         left=_named(reports, "left"),
@@ -29,7 +29,7 @@ def figures(reports: Sequence[PhaseReport]) -> Figures:
 
 
 def recoveries(reports: Sequence[PhaseReport]) -> list[Recovery]:
-    return [one for report in reports for one in report.recoveries]
+    return [recovery for report in reports for recovery in report.recoveries]
 
 
 def as_json(
@@ -119,15 +119,15 @@ def _phase(report: PhaseReport) -> dict[str, Any]:
         "kills": len(report.kills),
         "restarts": report.restarts,
         "resumed": report.resumed,
-        "recoveries": [{**asdict(one), "at": one.at - began} for one in report.recoveries],
-        "growths": [{**asdict(one), "percent": growth(one)} for one in report.growths],
+        "recoveries": [{**asdict(r), "at": r.at - began} for r in report.recoveries],
+        "growths": [{**asdict(g), "percent": growth(g)} for g in report.growths],
         **{name: getattr(report, name) for name in ("crashes", "left", "unfinished", "signs")},
         "tokens_per_s": rate(report.rate, began),
         "usage": {role: _series(samples, began) for role, samples in report.usage.items()},
         "shared_memory": {
-            "at": [round(one.at - began, 2) for one in thinned(report.shared)],
-            "mb": [one.mb for one in thinned(report.shared)],
-            "regions": [one.regions for one in thinned(report.shared)],
+            "at": [round(shared.at - began, 2) for shared in thinned(report.shared)],
+            "mb": [shared.mb for shared in thinned(report.shared)],
+            "regions": [shared.regions for shared in thinned(report.shared)],
         },
     }
 

@@ -17,13 +17,11 @@ from statistics import median
 
 import psutil  # type: ignore[import-untyped, unused-ignore]
 
-from tools.benchmark.processes import MEGABYTE, role_of
+from tools.benchmark.processes import MEGABYTE, role_of, tree
 
 SHARED_MEMORY = Path("/dev/shm")
 GUARD, WORKER, SERVE = "guard", "worker", "serve.py"
-MOMENT = (
-    0.5  # seconds, in which no server starts: tokens of the one before may be under way so long
-)
+MOMENT = 0.5  # seconds, in which no server starts: tokens of the last may be under way so long
 STUB = "triton_python_backend_stub"
 _ERRORS = (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess, OSError)
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -96,7 +94,7 @@ class Watch:
 
     def sample(self, now: float) -> None:
         """Looks at what runs."""
-        for process in _tree(self.root):
+        for process in tree(self.root):
             with contextlib.suppress(*_ERRORS):
                 key = (process.pid, int(_stat(process.pid)[19]))
                 # Each time: between fork and exec, a process has the command of its parent.
@@ -197,14 +195,6 @@ def ends(samples: Sequence[tuple[float, float]]) -> tuple[float, float]:
     return median(second or [samples[0][1]]), median(fourth)
 
 
-def _tree(pid: int) -> list[psutil.Process]:
-    try:
-        root = psutil.Process(pid)
-        return [root, *root.children(recursive=True)]
-    except _ERRORS:
-        return []
-
-
 def _sample(process: psutil.Process, now: float) -> Sample:
     with process.oneshot():
         rss = process.memory_info().rss / MEGABYTE
@@ -212,13 +202,8 @@ def _sample(process: psutil.Process, now: float) -> Sample:
 
 
 def _sum(at: float, samples: Iterable[Sample]) -> Sample:
-    each = list(samples)
-    return Sample(
-        at,
-        sum(sample.rss_mb for sample in each),
-        sum(sample.descriptors for sample in each),
-        sum(sample.threads for sample in each),
-    )
+    each = [(sample.rss_mb, sample.descriptors, sample.threads) for sample in samples]
+    return Sample(at, *map(sum, zip(*each, strict=True)))
 
 
 def _shared(now: float, regions: Sequence[Path]) -> Shared:

@@ -41,9 +41,7 @@ from tools.soak.streams import SILENCE_SECONDS, Streams
 
 TICK = 0.05
 POLL_SECONDS = 0.25
-STUCK = (
-    40.0  # seconds after the end of the load, when it is told where streams are that have not ended
-)
+STUCK = 40.0  # seconds after the end of the load, when it is told where the last streams are
 HEALTHY = ("READY", "BUSY")
 
 
@@ -197,10 +195,10 @@ async def _end_of_input() -> None:
 
 def tell_stuck() -> None:
     """Logs where every task and every asynchronous generator stands."""
-    generators = [one for one in gc.get_objects() if inspect.isasyncgen(one) and one.ag_running]
+    generators = [g for g in gc.get_objects() if inspect.isasyncgen(g) and g.ag_running]
     coroutines = [task.get_coro() for task in asyncio.all_tasks()]
-    for one in [*coroutines, *generators]:
-        logging.getLogger("soak").warning("has not ended: %s", " > ".join(places(one)))
+    for awaited in [*coroutines, *generators]:
+        logging.getLogger("soak").warning("has not ended: %s", " > ".join(places(awaited)))
 
 
 def places(awaited: Any) -> Iterator[str]:

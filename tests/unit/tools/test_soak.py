@@ -80,8 +80,8 @@ def test_a_retryable_error_is_a_miss_of_its_own_after_all_attempts() -> None:
 
 @pytest.mark.parametrize("what", ["crashes", "left", "unfinished"])
 def test_a_crash_a_left_over_and_what_hangs_are_misses(what: str) -> None:
-    one: dict[str, Any] = {what: ["one"]}
-    assert len(missed(Figures(KEPT, **one))) == 1
+    seen: dict[str, Any] = {what: ["a text"]}
+    assert len(missed(Figures(KEPT, **seen))) == 1
 
 
 def test_a_leak_is_a_miss_and_an_allocators_noise_is_none() -> None:
@@ -330,9 +330,9 @@ def test_a_life_that_nobody_ended_is_a_crash() -> None:
 
 
 def test_recoveries_are_counted_by_what_was_killed_and_hasty_ones_are_left_out() -> None:
-    one = Recovery("guard", 0, 0.1, 2.0, 1.0)
+    guard = Recovery("guard", 0, 0.1, 2.0, 1.0)
     rows = recovery_table(
-        [one, replace(one, role="tritonserver", token=3.0), replace(one, hasty=True)]
+        [guard, replace(guard, role="tritonserver", token=3.0), replace(guard, hasty=True)]
     )
     assert [(row["killed"], row["kills"], row["token_p99_s"]) for row in rows] == [
         ("guard", 1, 1.0),
@@ -434,14 +434,8 @@ def phase_report() -> PhaseReport:
 def test_the_report_says_what_was_missed_and_the_page_shows_it() -> None:
     reports = [phase_report()]
     checks = judge(figures(reports))
-    about = {
-        "title": "Soak",
-        "command": "c",
-        "date": "d",
-        "machine": {},
-        "versions": {},
-        "settings": {},
-    }
+    about: dict[str, Any] = {"title": "Soak", "command": "c", "date": "d"}
+    about |= {"machine": {}, "versions": {}, "settings": {}}
     report = as_json(about, reports, checks)
     assert json.loads(json.dumps(report))["phases"][0]["recoveries"][0]["at"] == 10.0
     told = terminal(report, checks)
