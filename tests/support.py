@@ -15,9 +15,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
+import psutil  # type: ignore[import-untyped, unused-ignore]
+
+from tools.benchmark.processes import tree
 
 ROOT = Path(__file__).resolve().parents[1]
 START_TIMEOUT = 180
@@ -60,8 +63,8 @@ def wait_until(condition: Callable[[], Any], timeout: float, what: str) -> Any:
 def metrics(address: str) -> dict[str, float]:
     """Triton's metrics, by name and labels as they stand there."""
     text = httpx.get(f"http://{address}/metrics", trust_env=False).text
-    found = re.findall(r"^([a-z_]+(?:\{[^}]*\})?) ([-+.\de]+)$", text, re.MULTILINE)
-    return {name: float(value) for name, value in found}
+    samples = re.findall(r"^([a-z_]+(?:\{[^}]*\})?) ([-+.\de]+)$", text, re.MULTILINE)
+    return {name: float(value) for name, value in samples}
 
 
 class EngineCounters:
@@ -84,17 +87,8 @@ class EngineCounters:
 
 def processes(text: str) -> list[int]:
     """Ids of the processes whose command line has ``text``."""
-    found = []
-    for directory in Path("/proc").iterdir():
-        if not directory.name.isdigit():
-            continue
-        try:
-            command = (directory / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-        except OSError:
-            continue
-        if text in command:
-            found.append(int(directory.name))
-    return found
+    running = psutil.process_iter(["cmdline"])
+    return [process.pid for process in running if text in " ".join(process.info["cmdline"] or [])]
 
 
 def regions_left() -> set[str]:
@@ -156,8 +150,7 @@ class CogServer:
                 return None
             return body if body["status"] != "STARTING" else None
 
-        found: dict[str, Any] = wait_until(health, START_TIMEOUT, "setup")
-        return found
+        return cast(dict[str, Any], wait_until(health, START_TIMEOUT, "setup"))
 
     def predict(self, **inputs: Any) -> dict[str, Any]:
         """One prediction, as JSON."""
@@ -205,21 +198,11 @@ def chunks(events: Iterator[Event]) -> list[str]:
 
 def children(pid: int) -> list[int]:
     """Ids of the processes that descend from ``pid``."""
-    found = []
-    for directory in Path("/proc").iterdir():
-        if directory.name.isdigit():
-            try:
-                stat = (directory / "stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            if int(stat[1]) == pid and stat[0] != "Z":
-                child = int(directory.name)
-                found += [child, *children(child)]
-    return found
+    return [process.pid for process in tree(pid)[1:] if alive(process.pid)]
 
 
 def alive(pid: int) -> bool:
     try:
-        return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
         return False

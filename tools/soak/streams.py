@@ -61,6 +61,16 @@ class Answer:
     ids: list[int] = field(default_factory=list)
 
 
+@dataclass
+class Attempt:
+    """A case that is asked for, and what has come of it."""
+
+    face: Face
+    case: Case
+    request_id: str = field(default_factory=new_id)
+    answer: Answer = field(default_factory=Answer)
+
+
 def difference(face: Face, expected: Expected, answer: Answer, *, whole: bool) -> Difference:
     """How an answer differs: in token ids where the face has them, and in the text where it has that."""
     parts = []
@@ -133,76 +143,64 @@ class Streams:
         tried: list[str] = []
         began = time.monotonic()
         while True:
-            answer, request_id = Answer(), new_id()
+            attempt = Attempt(face, case)
+            end, code, note = "failed", "", ""
             try:
-                end = await self._ask(face, case, request_id, answer, departure)
+                end = await self._ask(attempt, departure)
             except AskError as error:
                 if error.code in RETRYABLE and not face.resumes:
+                    end = "broken"
                     await asyncio.sleep(FIRST_PAUSE)
-                    return self._outcome(face, case, request_id, began, answer, "broken")
-                if error.retryable and len(tried) + 1 < ATTEMPTS:
+                elif error.retryable and len(tried) + 1 < ATTEMPTS:
                     tried.append(error.code)
                     await asyncio.sleep(FIRST_PAUSE * 2 ** (len(tried) - 1))
                     continue
-                end, code, note = "failed", error.code, str(error)
+                else:
+                    code, note = error.code, str(error)
             except Exception as error:  # whatever it is, it is what came of the request
-                end, code, note = "failed", type(error).__name__, repr(error)
-            else:
-                code = note = ""
-            return self._outcome(
-                *(face, case, request_id, began, answer, end, code, tuple(tried), note)
-            )
+                code, note = type(error).__name__, repr(error)
+            return self._outcome(attempt, time.monotonic() - began, end, code, tried, note)
 
     def _outcome(
         self,
-        face: Face,
-        case: Case,
-        request_id: str,
-        began: float,
-        answer: Answer,
+        attempt: Attempt,
+        seconds: float,
         end: str,
-        code: str = "",
-        tried: tuple[str, ...] = (),
-        note: str = "",
+        code: str,
+        tried: Sequence[str],
+        note: str,
     ) -> Outcome:
-        expected = self._expected[case.key]
-        differs = difference(face, expected, answer, whole=end == "whole")
+        face, answer, key = attempt.face, attempt.answer, attempt.case.key
+        differs = difference(face, self._expected[key], answer, whole=end == "whole")
         if differs:
-            note = f"{note} expected {expected}, came {answer}"
+            note = f"{note} expected {self._expected[key]}, came {answer}"
         return Outcome(
-            *(face.name, case.key, request_id, end, time.monotonic() - began, answer.tokens),
-            *(differs.lost, differs.wrong, code, tried, note[:NOTE_LENGTH]),
+            *(face.name, key, attempt.request_id, end, seconds, answer.tokens),
+            *(differs.lost, differs.wrong, code, tuple(tried), note[:NOTE_LENGTH]),
         )
 
-    async def _ask(
-        self,
-        face: Face,
-        case: Case,
-        request_id: str,
-        answer: Answer,
-        departure: Departure | None,
-    ) -> str:
+    async def _ask(self, attempt: Attempt, departure: Departure | None) -> str:
         """Takes in an answer, or as much of it as is wanted; returns how it ended.
 
         Raises:
             AskError: it failed.
         """
-        reading = asyncio.create_task(self._read(face, case, request_id, answer))
+        reading = asyncio.create_task(self._read(attempt))
         try:
-            if departure is None:
-                return await reading
-            await asyncio.wait([reading], timeout=departure.seconds)
-            if reading.done():
-                return await reading
-            if departure.cancels and await face.cancel(request_id):
-                return await reading
-            return "left"
+            if departure is not None:
+                await asyncio.wait([reading], timeout=departure.seconds)
+                if not reading.done():
+                    asked = departure.cancels and await attempt.face.cancel(attempt.request_id)
+                    if not asked:
+                        return "left"
+            return await reading
         finally:
             reading.cancel()
             await asyncio.gather(reading, return_exceptions=True)
 
-    async def _read(self, face: Face, case: Case, request_id: str, answer: Answer) -> str:
-        async with contextlib.aclosing(face.ask(case, request_id)) as pieces:
+    async def _read(self, attempt: Attempt) -> str:
+        face, answer = attempt.face, attempt.answer
+        async with contextlib.aclosing(face.ask(attempt.case, attempt.request_id)) as pieces:
             while True:
                 try:
                     piece = await asyncio.wait_for(anext(pieces), SILENCE_SECONDS)
