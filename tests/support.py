@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import http.server
 import json
 import os
-import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
 import httpx
 import psutil  # type: ignore[import-untyped, unused-ignore]
 
+from tools.benchmark.processes import free_port as free_port
 from tools.benchmark.processes import tree
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -27,13 +28,24 @@ START_TIMEOUT = 180
 SHARED_MEMORY = Path("/dev/shm")
 
 
-def free_port() -> int:
-    """A port that nobody listens on, and that the system gives to no connection in the meantime."""
-    while True:
-        port = random.randrange(10_000, 32_768)
-        with socket.socket() as listener, suppress(OSError):
-            listener.bind(("127.0.0.1", port))
-            return port
+class QuietHandler(http.server.BaseHTTPRequestHandler):
+    """For a server of a test's own."""
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@contextmanager
+def http_server(handler: Callable[..., http.server.BaseHTTPRequestHandler]) -> Iterator[str]:
+    """A server of a test's own; yields its URL."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=[0.01])
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 def run_until_killed(program: str, **environ: str) -> str:

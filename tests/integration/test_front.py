@@ -10,12 +10,10 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,7 @@ import httpx
 import pytest
 
 from cog_triton.faces.front import predictions
-from tests.support import ROOT, free_port, wait_until
+from tests.support import ROOT, QuietHandler, free_port, http_server, wait_until
 
 SLOTS = 4
 SCHEMA = {
@@ -193,8 +191,7 @@ def test_the_ids_of_clients_and_of_the_front(server: Server) -> None:
 
 
 def test_no_directory_stays(server: Server) -> None:
-    with ThreadPoolExecutor(SLOTS) as pool:
-        names = [reply.json()["id"] for reply in pool.map(lambda _: server.predict(), range(20))]
+    names = [server.predict().json()["id"] for _ in range(20)]
     assert len(set(names)) == 20
     left = [predictions.DIRECTORY / name for name in names]
     wait_until(lambda: not any(path.exists() for path in left), 30, "the sweep")
@@ -365,29 +362,19 @@ def test_a_client_that_disconnects_cancels_its_prediction(server: Server) -> Non
 def test_webhooks_and_asynchronous_predictions(server: Server) -> None:
     came: list[dict[str, Any]] = []
 
-    class Hook(BaseHTTPRequestHandler):
+    class Hook(QuietHandler):
         def do_POST(self) -> None:
             came.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
             self.send_response(200)
             self.end_headers()
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    hook = HTTPServer(("127.0.0.1", 0), Hook)
-    threading.Thread(target=hook.serve_forever, daemon=True).start()
-    body = {
-        "input": {},
-        "webhook": f"http://127.0.0.1:{hook.server_port}/",
-        "webhook_events_filter": ["completed"],
-    }
-    headers = {"Prefer": "respond-async"}
-    reply = server.client.post("/predictions", json=body, headers=headers)
-    assert (reply.status_code, reply.json()["status"]) == (202, "starting")
-    (done,) = wait_until(lambda: list(came), 10, "the webhook")
+    with http_server(Hook) as url:
+        body = {"input": {}, "webhook": url, "webhook_events_filter": ["completed"]}
+        headers = {"Prefer": "respond-async"}
+        reply = server.client.post("/predictions", json=body, headers=headers)
+        assert (reply.status_code, reply.json()["status"]) == (202, "starting")
+        (done,) = wait_until(lambda: list(came), 10, "the webhook")
     assert (done["id"], done["status"]) == (reply.json()["id"], "succeeded")
-    hook.shutdown()
-    hook.server_close()
 
 
 def test_what_is_no_prediction_passes_unchanged(server: Server) -> None:

@@ -5,9 +5,7 @@ A test that fails here says that Cog has changed: mend the page, and say there w
 
 from __future__ import annotations
 
-import http.server
 import re
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +13,7 @@ import httpx
 import pytest
 
 from tests.integration.conftest import PACE_MS
-from tests.support import CogServer, wait_until
+from tests.support import CogServer, QuietHandler, http_server, wait_until
 
 TOKENS = 100
 LONG = {"input": {"prompt": "words of another", "max_tokens": TOKENS}}
@@ -27,7 +25,7 @@ def posted() -> Iterator[tuple[str, list[tuple[str, str | None]]]]:
     """The URL of a server, and the path and authorization of what is posted to it; it redirects once."""
     requests = []
 
-    class Handler(http.server.BaseHTTPRequestHandler):
+    class Handler(QuietHandler):
         def do_POST(self) -> None:
             self.rfile.read(int(self.headers["Content-Length"]))
             requests.append((self.path, self.headers["Authorization"]))
@@ -35,15 +33,8 @@ def posted() -> Iterator[tuple[str, list[tuple[str, str | None]]]]:
             self.send_header("Location", "/second")
             self.end_headers()
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}", requests
-        server.shutdown()
-        thread.join()
+    with http_server(Handler) as url:
+        yield url, requests
 
 
 def test_who_knows_an_id_sees_the_prompt_and_the_output(paced_cog_server: CogServer) -> None:

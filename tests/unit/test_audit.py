@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import http.server
 import json
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import audit
 import pytest
 
-from tests.support import free_port
+from tests.support import QuietHandler, free_port, http_server
 
 LOCK = "".join(
     f"{name}==1.0 --hash=sha256:{'0' * 64}\n" for name in ("sound-package", "hurt-package")
@@ -22,7 +20,7 @@ LOCK = "".join(
 def osv() -> Iterator[str]:
     """A source in the form of osv.dev, which knows of one package."""
 
-    class Handler(http.server.BaseHTTPRequestHandler):
+    class Handler(QuietHandler):
         def do_POST(self) -> None:
             asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             package = {"name": "hurt-package", "ecosystem": "PyPI"}
@@ -39,15 +37,8 @@ def osv() -> Iterator[str]:
             self.end_headers()
             self.wfile.write(json.dumps(body).encode())
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}/v1/query"
-        server.shutdown()
-        thread.join()
+    with http_server(Handler) as url:
+        yield f"{url}/v1/query"
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import http.server
 import importlib.metadata
 import json
 import os
@@ -18,7 +17,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import threading
 import urllib.request
 import venv
 from collections.abc import Callable, Iterator, Mapping
@@ -36,7 +34,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from cog_triton.faces.cog.schema import openapi_schema
-from tests.support import free_port, wait_until
+from tests.support import QuietHandler, free_port, http_server, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 CONTRACTS = ROOT / "tests" / "contracts"
@@ -763,23 +761,13 @@ def get(url: str) -> Any:
 def answering(status: int) -> Iterator[int]:
     """A server whose readiness is answered with this HTTP status; gives its port."""
 
-    class Handler(http.server.BaseHTTPRequestHandler):
+    class Handler(QuietHandler):
         def do_GET(self) -> None:
             self.send_response(status if self.path == "/health/ready" else 404)
             self.end_headers()
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield server.server_port
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with http_server(Handler) as url:
+        yield int(url.rpartition(":")[2])
 
 
 def check_health(port: int) -> int:

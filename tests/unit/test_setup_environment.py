@@ -4,7 +4,6 @@ import http.server
 import os
 import subprocess
 import sys
-import threading
 import zipfile
 from collections.abc import Iterator
 from functools import partial
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 import setup_environment as script
 
-from tests.support import ROOT, free_port
+from tests.support import ROOT, QuietHandler, free_port, http_server
 
 VERSION = "9.9.9"
 
@@ -37,16 +36,12 @@ def cpu_index(tmp_path: Path) -> Iterator[str]:
     escaped = name.replace("+", "%2B")
     (directory / "index.html").write_text(f'<a href="{escaped}">{escaped}</a>')
     handler = partial(Quiet, directory=str(tmp_path / "index"))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
+    with http_server(handler) as url:
+        yield url
 
 
-class Quiet(http.server.SimpleHTTPRequestHandler):
-    def log_message(self, *_: object) -> None: ...
+class Quiet(QuietHandler, http.server.SimpleHTTPRequestHandler):
+    pass
 
 
 def test_the_build_for_cpus_is_seen_in_an_index(cpu_index: str) -> None:

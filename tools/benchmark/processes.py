@@ -1,8 +1,10 @@
-"""What the processes of a stack use while a load runs: CPU seconds and memory, by role."""
+"""What the processes of a stack use while a load runs: CPU seconds and memory, by role; ports for them."""
 
 from __future__ import annotations
 
 import contextlib
+import random
+import socket
 import threading
 from collections import defaultdict
 from collections.abc import Iterable
@@ -123,6 +125,15 @@ def descendant_with(text: str) -> int:
         if any(text in argument for argument in _command(process)):
             return int(process.pid)
     raise LookupError(f"no process has {text!r} in its command line")
+
+
+def free_port() -> int:
+    """A port that nobody listens on, and that the system gives to no connection in the meantime."""
+    while True:
+        port = random.randrange(10_000, 32_768)
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
 
 
 def tree(pid: int) -> list[psutil.Process]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -29,7 +28,7 @@ from cog_triton.server.tritonserver import TritonServer
 from cog_triton.settings import Settings, read_settings
 from tools.benchmark.engine_drivers import load_for_batching
 from tools.benchmark.measure import BenchmarkError, Running
-from tools.benchmark.processes import descendant_with
+from tools.benchmark.processes import descendant_with, free_port
 
 STOP_SECONDS = 60.0
 SERVE_START_SECONDS = 300.0
@@ -211,13 +210,6 @@ def why_no_serve(python: str) -> str | None:
 def has_embedded_engine(environment: Mapping[str, str]) -> bool:
     """Whether the engine can run without Triton, which TensorRT-LLM's C++ backend cannot."""
     return resolve_engine(with_files(read_settings(environment))) != "tensorrtllm"
-
-
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def filled_repository(settings: Settings, directory: Path) -> Path:
