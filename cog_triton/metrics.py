@@ -43,8 +43,13 @@ class Metrics:
 
     def watch(self, admission: Admission, restarts: Callable[[], int]) -> None:
         """Adds what is asked for when somebody looks."""
-        for name, text, value in _gauges(admission, restarts):
-            Gauge(name, text, registry=self.registry).set_function(value)
+        gauges: list[tuple[str, str, Callable[[], float]]] = [
+            ("requests_running", "Requests that have a place.", lambda: admission.running),
+            ("requests_waiting", "Requests that wait for one.", lambda: admission.waiting),
+            ("restarts", "How often tritonserver was started again.", restarts),
+        ]
+        for name, text, value in gauges:
+            Gauge(f"cog_triton_{name}", text, registry=self.registry).set_function(value)
 
     @contextlib.contextmanager
     def served(self, host: str, port: int) -> Iterator[int]:
@@ -65,11 +70,3 @@ class Metrics:
             server.shutdown()
             server.server_close()
             thread.join()
-
-
-def _gauges(
-    admission: Admission, restarts: Callable[[], int]
-) -> Iterator[tuple[str, str, Callable[[], float]]]:
-    yield "cog_triton_requests_running", "Requests that have a place.", lambda: admission.running
-    yield "cog_triton_requests_waiting", "Requests that wait for one.", lambda: admission.waiting
-    yield "cog_triton_restarts", "How often tritonserver was started again.", restarts

@@ -64,7 +64,7 @@ class FrontedServer:
         stop = _told_to_stop(not await_explicit_shutdown)
         predictions = Predictions()
         listener = _bound(host, port)
-        front = Front(listener, _bounds(), predictions, worker.ended.is_set, last_call.offer())
+        front = Front(listener, _limits(), predictions, worker.ended.is_set, last_call.offer())
         worker.end_with_worker(lambda: front.port)
         start(front, no_delay.listening_port, stop)
         with _sigterm_kept():
@@ -73,10 +73,9 @@ class FrontedServer:
         predictions.remove_all()
 
 
-def _bounds() -> Any:
+def _limits() -> Any:
     """What the front allows, by the settings. If they are bad, the predictor says so."""
     from cog_triton.errors import ConfigurationError
-    from cog_triton.faces.front.front import Bounds
     from cog_triton.faces.front.rules import Limits
     from cog_triton.settings import read_settings
 
@@ -84,8 +83,12 @@ def _bounds() -> Any:
         settings = read_settings()
     except ConfigurationError:
         settings = read_settings({})
-    limits = Limits(settings.max_request_bytes, request_seconds=settings.receive_timeout)
-    return Bounds(limits, settings.drain_seconds, settings.busy_timeout)
+    return Limits(
+        settings.max_request_bytes,
+        request_seconds=settings.receive_timeout,
+        drain_seconds=settings.drain_seconds,
+        busy_seconds=settings.busy_timeout,
+    )
 
 
 def _bound(host: str, port: int) -> socket.socket:

@@ -120,18 +120,12 @@ class Client(asyncio.Protocol):
             self.transport.write(b"%x\r\n%s\r\n0\r\n\r\n" % (len(event), event))
         self.close()
 
-    def answer(self, status: int, body: dict[str, Any], headers: int | None = None) -> None:
+    def answer(self, status: int, body: dict[str, Any], retry_after: int | None = None) -> None:
         """Answers the current request with JSON of the front's own."""
         close = not self._request.keep_alive or self._front.draining
-        self.transport.write(
-            rules.reply(
-                status,
-                json.dumps(body).encode(),
-                close=close,
-                head_only=self._request.method == "HEAD",
-                retry_after=headers,
-            )
-        )
+        head_only = self._request.method == "HEAD"
+        reply = rules.reply(status, body, retry_after, close=close, head_only=head_only)
+        self.transport.write(reply)
         self.answered(not close)
 
     def answered(self, keep: bool) -> None:
@@ -199,14 +193,9 @@ class Client(asyncio.Protocol):
     def _refuse(self, refusal: Refusal) -> None:
         """Answers what cannot be followed by another request on this connection."""
         self._closing = True
-        self.transport.write(
-            rules.reply(
-                refusal.status,
-                rules.refusal_body(refusal),
-                close=True,
-                retry_after=refusal.retry_after,
-            )
-        )
+        body = {"detail": refusal.detail}
+        reply = rules.reply(refusal.status, body, refusal.retry_after, close=True, head_only=False)
+        self.transport.write(reply)
         self._front.linger(self)
 
 

@@ -15,7 +15,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any
 
@@ -36,28 +35,13 @@ _LINGER_SECONDS = 1.0
 _FLUSH_SECONDS = 2.0
 
 
-@dataclass(frozen=True)
-class Bounds:
-    """What the front allows.
-
-    Attributes:
-        limits: of a request.
-        drain_seconds: that running predictions get when the process is told to stop.
-        busy_seconds: for which all slots may be taken without anything coming of it.
-    """
-
-    limits: Limits = field(default_factory=Limits)
-    drain_seconds: float = 30.0
-    busy_seconds: float = 900.0
-
-
 class Front:
     """One front. Everything but ``run`` is called on its own thread."""
 
     def __init__(
         self,
         listener: socket.socket,
-        bounds: Bounds,
+        limits: Limits,
         predictions: Predictions,
         worker_ended: Callable[[], bool],
         last_call: Callable[[], None],
@@ -69,13 +53,12 @@ class Front:
             worker_ended: whether the predictor's process was there and is not any more.
             last_call: tells the predictor to end what runs.
         """
-        self.limits = bounds.limits
+        self.limits = limits
         self.clients: set[Client] = set()
         self.upstreams: set[Upstream] = set()  # those without a request
         self.draining = False
-        self.retry_after = max(1, math.ceil(bounds.drain_seconds))
+        self.retry_after = max(1, math.ceil(limits.drain_seconds))
         self._listener = listener
-        self._bounds = bounds
         self._predictions = predictions
         self._worker_ended = worker_ended
         self._last_call = last_call
@@ -178,8 +161,7 @@ class Front:
         if path == rules.LIVE:
             client.answer(*health.live(status, self._worker_ended(), self.draining))
             return
-        limit = self._bounds.busy_seconds
-        client.answer(*health.ready(status, busy_for, limit, self.draining))
+        client.answer(*health.ready(status, busy_for, self.limits.busy_seconds, self.draining))
 
     async def _tick(self) -> None:
         while True:
@@ -191,7 +173,7 @@ class Front:
     async def _drain(self) -> None:
         """Lets running predictions end, for a bounded time, and then Cog's server."""
         self.draining = True
-        await self._idle_within(self._bounds.drain_seconds)
+        await self._idle_within(self.limits.drain_seconds)
         if left := len(self._predictions.running):
             self._warn(left)
             self._last_call()
@@ -213,7 +195,7 @@ class Front:
 
     def _warn(self, left: int) -> None:
         what = "1 prediction" if left == 1 else f"{left} predictions"
-        text = f"{what} did not end in {self._bounds.drain_seconds:g} s: stopped at once"
+        text = f"{what} did not end in {self.limits.drain_seconds:g} s: stopped at once"
         print(warning(text), file=sys.stderr, flush=True)
 
     async def _flush(self) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import heapq
 import math
 import os
 import shutil
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from pathlib import Path
 
 DIRECTORY = Path("/tmp/coglet/predictions")
@@ -30,10 +31,8 @@ class Predictions:
         self.running: Counter[str] = Counter()
         self._directory = directory
         self._lock = threading.Lock()
-        # By the time from which on each may be removed, which is in order within a queue.
-        self._ended: deque[tuple[float, str]] = deque()
-        self._cancelled: deque[tuple[float, str]] = deque()
-        self._unseen: deque[tuple[float, str]] = deque()
+        # A heap: when each may be removed, its id, and whether with its files.
+        self._ended: list[tuple[float, str, bool]] = []
 
     def begin(self, identifier: str) -> None:
         self.running[identifier] += 1
@@ -48,13 +47,10 @@ class Predictions:
         if self.running[identifier] > 0:
             return
         del self.running[identifier]
-        now = time.monotonic()
-        if status == 202:  # asynchronous: nobody says here when it ends
-            self._unseen.append((now + UNSEEN_SECONDS, identifier))
-        elif status is None:  # Cog's server is ending it
-            self._cancelled.append((now + CANCELLED_SECONDS, identifier))
-        else:
-            self._ended.append((now, identifier))
+        # Of an asynchronous one, 202, nobody says here when it ends; Cog's server is ending one of None.
+        wait = {202: UNSEEN_SECONDS, None: CANCELLED_SECONDS}.get(status, 0.0)
+        with self._lock:
+            heapq.heappush(self._ended, (time.monotonic() + wait, identifier, status != 202))
 
     def keep_sweeping(self) -> None:
         """Sweeps from now on, on a thread of its own: a directory may take a millisecond."""
@@ -68,11 +64,10 @@ class Predictions:
         Args:
             now: of the monotonic clock; infinite when none can run any more.
         """
-        for queue in (self._ended, self._cancelled, self._unseen):
-            files = queue is not self._unseen or now == math.inf
-            while identifier := self._due(queue, now):
-                if identifier not in self.running:
-                    remove(self._directory / identifier, files=files)
+        while due := self._due(now):
+            _, identifier, files = due
+            if identifier not in self.running:
+                remove(self._directory / identifier, files=files or now == math.inf)
 
     def sweep_abandoned(self) -> None:
         """Removes empty directories that an earlier server left; another may be using younger ones."""
@@ -86,9 +81,10 @@ class Predictions:
         """Removes what is left, when nothing runs any more."""
         self.sweep(math.inf)
 
-    def _due(self, queue: deque[tuple[float, str]], now: float) -> str | None:
+    def _due(self, now: float) -> tuple[float, str, bool] | None:
         with self._lock:
-            return queue.popleft()[1] if queue and queue[0][0] <= now else None
+            due = self._ended and self._ended[0][0] <= now
+            return heapq.heappop(self._ended) if due else None
 
     def _keep_sweeping(self) -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)  # of this thread alone

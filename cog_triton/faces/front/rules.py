@@ -20,19 +20,23 @@ _COLLECTIONS = ("predictions", "trainings")
 
 @dataclass(frozen=True)
 class Limits:
-    """What a request may take.
+    """What is allowed.
 
     Attributes:
-        body_bytes: of its body, decoded.
+        body_bytes: of a request's body, decoded.
         head_bytes: of its first line and headers.
         request_seconds: from its first byte to its last.
         idle_seconds: that a connection may be without a request.
+        drain_seconds: that running predictions get when the process is told to stop.
+        busy_seconds: for which all slots may be taken without anything coming of it.
     """
 
     body_bytes: int = 16 << 20
     head_bytes: int = 32 << 10
     request_seconds: float = 60.0
     idle_seconds: float = 75.0
+    drain_seconds: float = 30.0
+    busy_seconds: float = 900.0
 
 
 class Refusal(Exception):
@@ -142,19 +146,16 @@ def identifier_in(body: bytes) -> str | None:
     return identifier if isinstance(identifier, str) else None
 
 
-def refusal_body(refusal: Refusal) -> bytes:
-    return json.dumps({"detail": refusal.detail}).encode()
-
-
 def reply(
     status: int,
-    body: bytes,
+    fields: dict[str, Any],
+    retry_after: int | None = None,
     *,
     close: bool,
-    head_only: bool = False,
-    retry_after: int | None = None,
+    head_only: bool,
 ) -> bytes:
     """A response with a body of JSON, as bytes."""
+    body = json.dumps(fields)
     lines = [
         f"HTTP/1.1 {status} {HTTPStatus(status).phrase}",
         "content-type: application/json",
@@ -162,7 +163,7 @@ def reply(
     ]
     lines += [f"retry-after: {retry_after}"] if retry_after is not None else []
     lines += ["connection: close"] if close else []
-    return "\r\n".join([*lines, "\r\n"]).encode() + (b"" if head_only else body)
+    return "\r\n".join([*lines, "", "" if head_only else body]).encode()
 
 
 def _nothing(_: str) -> None:
