@@ -110,7 +110,8 @@ class Admission:
         except asyncio.CancelledError:
             if task in self._tasks:  # it is not ``close`` that cancelled it
                 raise
-            _forget_cancel(task)
+            if sys.version_info >= (3, 11):  # which counts them
+                task.uncancel()
             raise TritonUnavailable(self._closed or "") from None
         finally:
             self._tasks.discard(task)
@@ -206,8 +207,3 @@ def retry_seconds(waiting: int, ends: deque[float]) -> float:
 def _fail(turn: asyncio.Future[None], error: CogTritonError) -> None:
     if not turn.done():
         turn.set_exception(error)
-
-
-def _forget_cancel(task: asyncio.Task[object]) -> None:
-    if sys.version_info >= (3, 11):  # which counts them
-        task.uncancel()

@@ -17,9 +17,7 @@ from cog_triton.admission import Admission, Bounds
 from cog_triton.client.resume import ResumingClient, Streams
 from cog_triton.client.stream import TritonClient
 from cog_triton.context_length import context_length
-from cog_triton.engine_choice import (
-    misplaces_parameters,
-)
+from cog_triton.engine_choice import misplaces_parameters
 from cog_triton.errors import (
     ConfigurationError,
     TritonPortTaken,

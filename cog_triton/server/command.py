@@ -260,10 +260,8 @@ def _reserve(settings: Settings, name: str, stack: contextlib.ExitStack) -> int:
     except OSError as error:
         variable = Settings.model_fields[name].alias
         advice = f"stop what uses the port, or set {variable} to another one or to 0"
-        if error.errno not in (
-            errno.EADDRINUSE,
-            errno.EACCES,
-        ):  # of the port; others are of the address
+        # These two are of the port, others of the address.
+        if error.errno not in (errno.EADDRINUSE, errno.EACCES):
             advice = f"TRITON_HOST={settings.host} must be an address of this machine"
         raise ConfigurationError(
             f"{variable}={wanted}: cannot listen on {settings.host}:{wanted} ({error.strerror}); {advice}"

@@ -13,6 +13,7 @@ import resource
 import runpy
 import signal
 import socket
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -57,7 +58,7 @@ class FrontedServer:
             OSError: nothing can listen on the address.
         """
         from cog_triton.faces.cog import last_call, no_delay, worker
-        from cog_triton.faces.front.front import Front, start
+        from cog_triton.faces.front.front import Front
         from cog_triton.faces.front.predictions import Predictions
 
         _allow_open_files()
@@ -66,7 +67,10 @@ class FrontedServer:
         listener = _bound(host, port)
         front = Front(listener, _limits(), predictions, worker.ended.is_set, last_call.offer())
         worker.end_with_worker(lambda: front.port)
-        start(front, no_delay.listening_port, stop)
+        listening = no_delay.listening_port
+        threading.Thread(
+            target=front.run, args=[listening, stop], name="front", daemon=True
+        ).start()
         with _sigterm_kept():
             # Told so, it leaves SIGTERM to the front, and ends by its route /shutdown.
             self._server.serve(host="127.0.0.1", port=0, await_explicit_shutdown=True, **options)

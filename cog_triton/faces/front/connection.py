@@ -159,7 +159,7 @@ class Client(asyncio.Protocol):
             return
         self._request = item
         if item.path in (rules.LIVE, rules.READY) and item.method in ("GET", "HEAD"):
-            self._task = self._front.start(self._front.health(self, item.path))
+            self._task = self._front.beside(self._front.health(self, item.path))
             return
         if item.path == rules.SHUTDOWN and item.method == "POST":
             self._front.stop()
@@ -174,7 +174,7 @@ class Client(asyncio.Protocol):
         if self._front.upstreams:
             self._pass(self._front.upstreams.pop(), item, passage)
         else:
-            self._task = self._front.start(self._connect_and_pass(item, passage))
+            self._task = self._front.beside(self._connect_and_pass(item, passage))
 
     async def _connect_and_pass(self, request: Request, passage: Passage) -> None:
         try:

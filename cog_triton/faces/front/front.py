@@ -12,7 +12,6 @@ import math
 import os
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Coroutine
 from datetime import datetime, timezone
@@ -89,7 +88,7 @@ class Front:
             self.port = port() or 0
         self._listen()
         await loop.create_server(lambda: Client(self), sock=self._listener, backlog=_BACKLOG)
-        self.start(self._tick())
+        self.beside(self._tick())
         await self._told.wait()
         await self._drain()
         await asyncio.Event().wait()  # Cog's server ends the process
@@ -113,7 +112,7 @@ class Front:
             os._exit(0)  # Cog's server does not serve yet, and would not hear of it
         self.stop()
 
-    def start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+    def beside(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Runs something beside the rest."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
@@ -237,8 +236,3 @@ def warning(text: str) -> str:
     fields = {"message": text}
     line = {"timestamp": now, "level": "WARN", "fields": fields, "target": "cog_triton.front"}
     return json.dumps(line)
-
-
-def start(front: Front, port: Callable[[], int | None], stop: int) -> None:
-    """Runs a front on a thread of its own, which does not keep the process from ending."""
-    threading.Thread(target=front.run, args=[port, stop], name="front", daemon=True).start()

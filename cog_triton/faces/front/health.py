@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-DEAD = ("DEFUNCT",)
-
 
 def busy_since(status: str, now: float, before: float | None, progress: float) -> float | None:
     """Since when all slots have been taken without anything coming of it; None if some are free.
@@ -50,6 +48,6 @@ def live(status: str | None, worker_ended: bool, draining: bool) -> tuple[int, d
     if worker_ended:
         return 503, {**said, "detail": "the predictor's process has ended"}
     # After a SIGINT, Cog's server takes no connection while it ends.
-    if (status is None and not draining) or status in DEAD:
+    if (status is None and not draining) or status == "DEFUNCT":
         return 503, {**said, "detail": "Cog's server does not answer"}
     return 200, said

@@ -86,8 +86,8 @@ class RequestReader:
     def on_headers_complete(self) -> None:
         self._in_head = False
         self._method = self._parser.get_method()
-        version = self._parser.get_http_version()
-        if refusal := head_problem(self._method, self._url, version, self._headers):
+        self._version = self._parser.get_http_version()
+        if refusal := head_problem(self._method, self._url, self._version, self._headers):
             self._refuse(refusal)
         length = dict(self._headers).get(b"content-length", b"0")
         self._count_body(int(length))
@@ -101,17 +101,16 @@ class RequestReader:
 
     def on_message_complete(self) -> None:
         self.unfinished = False
-        version = self._parser.get_http_version()
         if not self._ended:
             self.items.append(
                 Request(
                     method=self._method.decode(),
                     target=self._url.decode("latin-1"),
-                    version=version,
+                    version=self._version,
                     headers=tuple(self._headers),
                     body=bytes(self._body),
                     # HTTP/1.0 would have to be told that the connection is kept.
-                    keep_alive=self._parser.should_keep_alive() and version == "1.1",
+                    keep_alive=self._parser.should_keep_alive() and self._version == "1.1",
                 )
             )
 
