@@ -90,7 +90,7 @@ def judge(figures: Figures) -> list[Check]:
     retryable = sum(tally.errors[code] for code in RETRYABLE)
     failed = sum(tally.errors.values()) - retryable
     return [
-        at_least("whole answers", tally.whole, 1),  # a soak without any shows nothing
+        at_least("whole answers", tally.whole, 1, digits=0),  # a soak without any shows nothing
         at_most("tokens lost", tally.lost, 0),
         at_most("tokens wrong", tally.wrong, 0),
         at_most("requests that failed", failed, 0),
