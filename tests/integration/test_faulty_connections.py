@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,11 +16,11 @@ from cog_triton.client.resume import ResumingClient
 from cog_triton.client.stream import TritonClient
 from cog_triton.preparation import Values
 from cog_triton.server.tritonserver import TritonServer
+from tests.comparison import Outcome, compare, expected_ids, short_request
+from tests.faulty_proxy import Faults, FaultyProxy
 from tests.integration.conftest import make_server, running, settings_for
-from tools.soak.comparison import Outcome, compare, expected_ids, short_request
-from tools.soak.proxy import Faults, FaultyProxy
 
-STREAMS = 300
+STREAMS = int(os.environ.get("FAULTY_STREAMS", "300"))
 REQUESTS = {number: short_request(number) for number in range(50)}
 RESPONSE_SECONDS = 3.0
 STALL_SECONDS = 1.0

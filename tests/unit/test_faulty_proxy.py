@@ -10,8 +10,8 @@ from random import Random
 
 from cog_triton.client.stream import Inputs, Response
 from cog_triton.errors import TritonUnavailable
-from tools.soak.comparison import Outcome, compare, short_request
-from tools.soak.proxy import HEAD, Faults, FaultyProxy, Plan, plan
+from tests.comparison import Outcome, compare, short_request
+from tests.faulty_proxy import HEAD, Faults, FaultyProxy, Plan, plan
 
 PIECE = bytes(range(256)) * 4
 
