@@ -332,13 +332,13 @@ def test_a_client_that_waits_to_be_told_to_send_its_body(server: Server) -> None
 
 def test_events_come_one_by_one(server: Server) -> None:
     """The first is there while the prediction still waits for the clients of the others."""
-    with closing(server.start_stream(chunks=1000, ms=20)) as reply:
+    with closing(server.start_stream(chunks=400, ms=20)) as reply:
         assert reply.headers["Content-Type"] == "text/event-stream"
         began = time.monotonic()
         while b"output" not in (line := reply.readline()):
             assert line
-        assert time.monotonic() - began < 10, "half of what the whole stream takes"
-    wait_until(server.free_slots, 30, "the cancel")
+        assert time.monotonic() - began < 4, "half of what the whole stream takes"
+    wait_until(server.free_slots, 60, "its end")  # this predictor takes no notice of a cancel
 
 
 def test_a_client_that_reads_slowly_holds_up_its_own_stream_alone(server: Server) -> None:
