@@ -17,7 +17,8 @@ class Predictor(cog.BasePredictor):  # type: ignore[misc, unused-ignore]
     async def predict(
         self, chunks: int = 3, ms: float = 1.0, size: int = 10, wait_s: float = 0.0
     ) -> ConcatenateIterator[str]:
-        """Waits; a file says whether that was cancelled. Then streams."""
+        """Waits; files say that it has begun, and whether that was cancelled. Then streams."""
+        Path("begun").touch()
         try:
             await asyncio.sleep(wait_s)
         except asyncio.CancelledError:
