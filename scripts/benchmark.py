@@ -12,7 +12,6 @@ was missed (``--suite``), and 2 when something could not be measured.
 from __future__ import annotations
 
 import logging
-import signal
 import sys
 
 import _checkout  # noqa: F401
@@ -20,19 +19,10 @@ import _checkout  # noqa: F401
 
 def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    from cog_triton.errors import CogTritonError
     from tools.benchmark.cli import run
-    from tools.benchmark.measure import BenchmarkError
+    from tools.benchmark.command import exit_status
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    try:
-        met = run(argv)
-    except (BenchmarkError, CogTritonError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    return 0 if met else 1
+    return exit_status(run, argv)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from cog_triton.settings import read_settings
 from tools.benchmark.machine import machine, reported_settings, server_environment, versions
 from tools.soak.judge import judge
 from tools.soak.page import render
@@ -39,6 +40,8 @@ def run(argv: Sequence[str] | None = None) -> bool:
     chaos = arguments.chaos or arguments.kills is not None
     given = server_environment(arguments.settings)
     environment = {**PACE, **(CHAOS if chaos else {}), **given}
+    for engine in arguments.engine:  # a mistake in them comes before anything is started
+        read_settings({**environment, "ENGINE": engine})
     directory = arguments.artifact_dir
     directory.mkdir(parents=True, exist_ok=True)
     cases = tuple(pool(POOL, arguments.seed))

@@ -491,3 +491,11 @@ def test_where_a_stream_stands_can_be_told() -> None:
     assert first.startswith("test_soak.py:")
     assert first.endswith(" wait")
     assert second.endswith(" wait")
+
+
+def test_a_mistake_in_the_settings_is_one_line(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert soak.main(["--engine", "nowhere", "--artifact-dir", str(tmp_path)]) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("E3001 ConfigurationError: invalid settings: ENGINE='nowhere'")
