@@ -50,6 +50,7 @@ RANK_ENDED = "tritonserver of rank {rank} ended without being told to, with stat
 STUB_ENDED = "the process of model {model} ended without being told to, with status {status}"
 STUB = "triton_python_backend_stub"
 WATCH, KILL = b"w", b"k"
+TRACKER_SECONDS = 5.0
 
 _ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # mpirun hands this one on to its ranks and waits for them. A SIGTERM it keeps back for a second, and
@@ -147,7 +148,7 @@ def kill_descendants(besides: int | None = None) -> list[str]:
     # Each round makes the children of the killed this process's own. Process groups are no help: mpirun
     # gives every rank one.
     names = []
-    while children := [child for child in _children() if child != besides]:
+    while children := [c for c in _children() if c != besides and not _is_tracker(c)]:
         with contextlib.suppress(OSError):  # another thread has waited for it
             names += [process_name(child) for child in children]
         for child in children:
@@ -155,7 +156,30 @@ def kill_descendants(besides: int | None = None) -> list[str]:
         for child in children:
             with contextlib.suppress(ChildProcessError):  # another thread has waited for it
                 os.waitpid(child, 0)
+    _end_trackers()
     return names
+
+
+def _end_trackers() -> None:
+    """Waits for the trackers of Python's multiprocessing: each ends when those that it was for have ended.
+
+    It removes the shared memory and semaphores that they left, which nothing else knows the names of.
+    """
+    for tracker in filter(_is_tracker, _children()):
+        with contextlib.suppress(OSError):  # another thread has waited for it
+            process = os.pidfd_open(tracker)
+            select.select([process], [], [], TRACKER_SECONDS)
+            os.close(process)
+            os.kill(tracker, signal.SIGKILL)
+            os.waitpid(tracker, 0)
+
+
+def _is_tracker(pid: int) -> bool:
+    try:
+        command = Path("/proc", str(pid), "cmdline").read_bytes()
+    except OSError:
+        return False
+    return b"multiprocessing.resource_tracker" in command
 
 
 def _stops_of_the_starter() -> list[int]:
