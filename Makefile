@@ -11,13 +11,27 @@ KILLS ?=
 
 BIN := .venv/bin
 STAMP := .venv/.installed
+VLLM_STAMP := .venv-vllm/.installed
+# Tests of whole answers, which hold with any engine.
+VLLM_ANSWERS := $(addprefix tests/integration/test_generation.py::, \
+		test_sixteen_streams_at_once_do_not_mix test_both_transports_give_the_same_sampled_text \
+		test_the_last_chunk_counts_and_says_why_it_ended test_max_tokens_is_cut_to_the_context \
+		test_a_request_does_not_wait_for_those_before_it test_a_prompt_that_is_too_long \
+		test_curl_and_the_predictors_path_agree) \
+	$(addprefix tests/integration/test_cog_server.py::, test_a_json_prediction \
+		test_a_seed_is_drawn_logged_and_gives_the_same_text_again \
+		test_streamed_chunks_join_to_the_answer test_template_system_prompt_and_stop_sequences)
 
-.PHONY: setup predict serve test test-unit bench soak lint fix docs lock audit clean
+.PHONY: setup predict serve test test-unit test-vllm bench soak lint fix docs lock audit clean
 
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml
 	@$(PYTHON) scripts/setup_environment.py
+	@touch $@
+
+$(VLLM_STAMP): pyproject.toml scripts/setup_vllm.py
+	@$(PYTHON) scripts/setup_vllm.py
 	@touch $@
 
 models/demo/config.json: $(STAMP) $(wildcard tools/demo_model/*.py tools/demo_model/*.yaml)
@@ -38,6 +52,11 @@ test: models/demo/config.json
 # The fast half, on all cores, but for the few that take seconds.
 test-unit: models/demo/config.json
 	$(BIN)/python -m pytest -q -n auto -m "not slow" tests/unit
+
+# The tests of whole answers with ENGINE=vllm, on vLLM's build for CPUs, in an environment of its own.
+test-vllm: $(VLLM_STAMP) models/demo/config.json
+	.venv-vllm/bin/python -m pytest -q -k vllm tests/unit/engines
+	.venv-vllm/bin/python -m pytest -q --engine vllm tests/integration/test_vllm.py $(VLLM_ANSWERS)
 
 bench: models/demo/config.json
 	@$(BIN)/python scripts/benchmark.py --suite

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+_FURTHER = ("llm_api_config", "vllm_config")
+
 
 def context_length(values: Mapping[str, object]) -> int | None:
     """The context length of the engine that these template variables of tensorrt_llm describe.
@@ -17,8 +19,8 @@ def context_length(values: Mapping[str, object]) -> int | None:
     limits = [int(str(values["max_seq_len"]))] if values.get("max_seq_len") else []
     if values.get("triton_backend") == "tensorrtllm":
         limits += _of_engine(values.get("engine_dir"))
-    # The simulated engine has no model, and the file of the LLM API's arguments may lift the model's limit.
-    elif values.get("engine") != "simulated" and not values.get("llm_api_config"):
+    # The simulated engine has no model, and a file of further arguments may lift the model's limit.
+    elif values.get("engine") != "simulated" and not any(map(values.get, _FURTHER)):
         limits += _of_model(values.get("model"))
     return min(limits, default=None)
 

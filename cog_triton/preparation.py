@@ -11,6 +11,7 @@ from cog_triton.engine_choice import (
     Machine,
     check_checkpoint,
     check_engine,
+    check_vllm,
     choose_engine,
     look_around,
 )
@@ -34,10 +35,13 @@ def resolve_engine(settings: Settings) -> EngineName:
     engine = choose_engine(settings.engine, settings.engine_dir, here)
     if engine == "tensorrtllm":
         check_engine(settings.engine_dir, here, settings.world_size)
-    elif settings.world_size > 1 and engine != "simulated":  # which is how ranks are tried out
+        return engine
+    if engine == "vllm":
+        check_vllm(here)
+    if settings.world_size > 1 and engine != "simulated":  # which is how ranks are tried out
         raise ConfigurationError(
             f"WORLD_SIZE={settings.world_size} is for TensorRT-LLM's C++ backend, and the engine is "
-            f"{engine}; the LLM API's workers are set by tensor_parallel_size"
+            f"{engine}; the workers of the LLM API and of vLLM are set by tensor_parallel_size"
         )
     return engine
 
@@ -139,7 +143,7 @@ def check_files(llm: Mapping[str, object]) -> None:
         ConfigurationError: naming the file.
     """
     model = Path(str(llm.get("model", "")))
-    if llm.get("engine") == "transformers" and model.is_dir() and str(model) != ".":
+    if llm.get("engine") in ("transformers", "vllm") and model.is_dir() and str(model) != ".":
         check_checkpoint(model)
 
 

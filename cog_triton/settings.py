@@ -51,10 +51,10 @@ class Settings(BaseModel):
     trust_remote_code: bool = False
     """Run the Python code that a model or its tokenizer brings, with all that this user may do. Without it,
     one that needs its own code is refused."""
-    engine: Literal["auto", "tensorrtllm", "llmapi", "transformers", "simulated"] = "auto"
+    engine: Literal["auto", "tensorrtllm", "llmapi", "vllm", "transformers", "simulated"] = "auto"
     """What runs in the tensorrt_llm slot: tensorrtllm (an engine on TensorRT-LLM's C++ backend), llmapi
-    (TensorRT-LLM's LLM API), transformers or simulated; auto takes the first of the first three that the
-    machine can run."""
+    (TensorRT-LLM's LLM API), vllm, transformers or simulated; auto takes the first of the first four that
+    the machine can run, vllm only with an NVIDIA GPU."""
     engine_dir: Path | None = None
     """TensorRT-LLM engine directory, with rank*.engine and config.json."""
     world_size: int = Field(1, ge=1)
@@ -62,7 +62,7 @@ class Settings(BaseModel):
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
     """Device of the transformers engine: auto, cpu, cuda or cuda:N."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Data type of the transformers engine's weights: auto (as saved), float32, bfloat16 or float16."""
+    """Data type of a checkpoint's weights: auto (as saved), float32, bfloat16 or float16."""
     max_sequence_length: int | None = Field(None, ge=2)
     """Upper bound on prompt plus output tokens; the model's context length when unset."""
     end_id: int | None = Field(None, ge=0)

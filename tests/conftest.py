@@ -47,3 +47,9 @@ def demo_model() -> Path:
 
     assert make_demo_model.main([]) == 0
     return ROOT / "models" / "demo"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--engine", default="auto", help="ENGINE of the servers with the demo model (auto)"
+    )

@@ -361,15 +361,15 @@ def _joined(responses: list[Response]) -> Response:
     return Response(ids, counts[-1] if counts else None, responses[-1].final, keeps_end_token)
 
 
-# First match wins. The texts are those of TensorRT-LLM, Triton 2.51 and this package's engine.
+# First match wins. The texts are those of TensorRT-LLM, vLLM, Triton 2.51 and this package's engines.
 _ERRORS: tuple[tuple[str, type[CogTritonError]], ...] = (
     (r"exceeds maximum input length|sequence length is potentially greater", PromptTooLong),
     (r"prompt has no tokens", PromptRequired),
     (r"[Mm]aximum queue size", TritonOverloaded),
     (r"is not within acceptable range", InvalidParameter),
     (
-        r"must be (at least|at most|greater|between|as many|the same)|does not support"
-        r"|needs decoupled_mode",
+        r"must be (at least|at most|greater|between|as many|the same|among|in [\[(])|does not support"
+        r"|needs decoupled_mode|lora_task_id|guided_decoding_guide",
         InvalidParameter,
     ),
     (

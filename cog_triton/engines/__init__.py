@@ -6,6 +6,8 @@
     transformers.py    transformers' continuous batching; _runner.py is one step of it
     attention.py       its attention; token_sampling.py its sampling
     llm_api.py         TensorRT-LLM's LLM API; _arguments.py, _requests.py and _sampler.py belong to it
+    vllm.py            vLLM; _arguments.py, _processes.py and _requests.py belong to it
+    event_loop.py      what both are: coroutines on a thread of their own; arguments.py: so are these
     simulated.py       tokens without a model
 
 May import ``remote_code``, and of ``text`` how many tokens of context a detokenizer needs; the simulated

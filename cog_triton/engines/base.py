@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
+from itertools import chain
 
 
 class EngineError(Exception):
@@ -69,6 +71,35 @@ class SamplingParams:
             and not self.bad_words
         )
 
+    @property
+    def unusual(self) -> dict[str, float]:
+        """The penalties and the minimum length that change something, by name."""
+        neutral = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+        values = {n: getattr(self, n) for n, value in neutral.items() if getattr(self, n) != value}
+        return {**values, **({"min_tokens": self.min_tokens} if self.min_tokens > 0 else {})}
+
+
+class GuideKind(str, Enum):
+    """What a guide is written in; the values are those of ``guided_decoding_guide_type``."""
+
+    JSON = "json"
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    GRAMMAR = "ebnf_grammar"
+    STRUCTURAL_TAG = "structural_tag"
+
+
+@dataclass(frozen=True)
+class Guide:
+    """What the output has to be.
+
+    Attributes:
+        text: the schema, expression or grammar; of JSON nothing.
+    """
+
+    kind: GuideKind
+    text: str = ""
+
 
 @dataclass(frozen=True)
 class GenerationRequest:
@@ -81,6 +112,9 @@ class GenerationRequest:
         end_id: the token that ends the output and is part of it; None for none.
         stop_words: sequences of token ids that end the output and stay part of it.
         continued: so many of ``input_ids``, the last, are output of an earlier attempt at the request.
+        logit_bias: is added to the logits of these tokens.
+        guide: what the output has to be; None for anything.
+        lora_task_id: the adapter that the model is changed by; 0 for none.
     """
 
     key: str
@@ -91,6 +125,9 @@ class GenerationRequest:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     return_log_probs: bool = False
     continued: int = 0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    guide: Guide | None = None
+    lora_task_id: int = 0
 
 
 @dataclass(frozen=True)
@@ -103,19 +140,43 @@ class Tokens:
             distribution; empty unless asked for.
         finished: whether these are the last.
         error: why the sequence failed; it is finished then.
+        refused: whether that is the request's fault.
     """
 
     ids: list[int]
     log_probs: list[float] = field(default_factory=list)
     finished: bool = False
     error: str | None = None
+    refused: bool = False
+
+
+def check_ids(request: GenerationRequest, vocabulary: int) -> None:
+    """Refuses token ids that a model does not have: they would end the engine, not the request.
+
+    Raises:
+        EngineError: there is such an id.
+    """
+    if request.end_id is not None and request.end_id >= vocabulary:
+        # TensorRT-LLM's wording, which clients know.
+        raise EngineError(
+            f"EndId ({request.end_id}) is not within acceptable range [-1, {vocabulary})."
+        )
+    ids = list(chain(request.input_ids, request.logit_bias, *request.sampling.bad_words))
+    if min(ids) < 0 or max(ids) >= vocabulary:
+        raise EngineError(f"token ids must be between 0 and {vocabulary - 1}")
 
 
 Sink = Callable[[Tokens], None]  # called from the engine's thread; must not block
 
 
 class Engine(ABC):
-    """Generates many sequences at once. Methods may be called from any thread."""
+    """Generates many sequences at once. Methods may be called from any thread.
+
+    Attributes:
+        features: the inputs that it honours beyond those that every engine does.
+    """
+
+    features: frozenset[str] = frozenset()
 
     @property
     @abstractmethod
@@ -140,6 +201,9 @@ class Engine(ABC):
     @abstractmethod
     def active(self) -> int:
         """How many requests hold a slot or wait for one."""
+
+    def on_death(self, then: Callable[[], object]) -> None:  # noqa: B027  (most have nothing to watch)
+        """Has ``then`` called when processes of the engine's have ended by themselves."""
 
     @abstractmethod
     def close(self) -> None:

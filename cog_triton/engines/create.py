@@ -1,6 +1,6 @@
 """Makes the engine that a model configuration names, importing none of the others.
 
-PyTorch and TensorRT-LLM take seconds to import, and need not both be installed.
+PyTorch, TensorRT-LLM and vLLM take seconds to import, and need not all be installed.
 """
 
 from __future__ import annotations
@@ -29,4 +29,8 @@ def create_engine(parameters: Mapping[str, str]) -> Engine:
         from cog_triton.engines.llm_api import TensorrtLlmEngine
 
         return TensorrtLlmEngine.from_parameters(parameters)
-    raise ValueError(f"unknown engine {name!r}; known are llmapi, simulated, transformers")
+    if name == "vllm":
+        from cog_triton.engines.vllm import VllmEngine
+
+        return VllmEngine.from_parameters(parameters)
+    raise ValueError(f"unknown engine {name!r}; known are llmapi, simulated, transformers, vllm")

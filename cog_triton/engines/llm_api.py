@@ -26,24 +26,14 @@ for 1.x, and never on the real one. So everything is unchecked there, and first 
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import threading
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from cog_triton import remote_code
-from cog_triton.engines.base import (
-    Engine,
-    EngineError,
-    EngineUnavailable,
-    GenerationRequest,
-    Sink,
-    Tokens,
-    stopped_text,
-)
+from cog_triton.engines.base import EngineError, GenerationRequest, Tokens
+from cog_triton.engines.event_loop import EventLoopEngine, Running
 from cog_triton.engines.llm_api_arguments import (
     context_length,
     llm_arguments,
@@ -62,19 +52,7 @@ from cog_triton.engines.llm_api_sampler import Sampler, sampler_of, sampling_def
 logger = logging.getLogger(__name__)
 
 
-@dataclass(eq=False)
-class _Running:
-    """A request on its way through the LLM; but for the first three, the loop's thread alone uses it."""
-
-    request: GenerationRequest
-    sink: Sink
-    sampling: Any  # the LLM's SamplingParams
-    output: Any = None  # the LLM's RequestOutput
-    task: asyncio.Task[None] | None = None
-    last_id: int | None = None
-
-
-class TensorrtLlmEngine(Engine):
+class TensorrtLlmEngine(EventLoopEngine):
     """See the module's docstring."""
 
     def __init__(
@@ -85,7 +63,7 @@ class TensorrtLlmEngine(Engine):
         context_length: int,
         sampler: Sampler,
     ) -> None:
-        """Starts the loop's thread.
+        """Takes over a loaded LLM.
 
         Args:
             llm: a loaded ``tensorrt_llm.LLM``; the engine shuts it down.
@@ -97,12 +75,7 @@ class TensorrtLlmEngine(Engine):
         self._sampler = sampler
         self._sampling_params = sampling_params
         self._context_length = context_length
-        self._lock = threading.Lock()  # guards the next two, and that the loop is open
-        self._running: dict[str, _Running] = {}
-        self._stopped: str | None = None  # why no more requests are taken
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="llm-api-engine", daemon=True)
-        self._thread.start()
+        super().__init__("llm-api-engine")
 
     @classmethod
     def from_parameters(cls, parameters: Mapping[str, str]) -> TensorrtLlmEngine:
@@ -148,106 +121,33 @@ class TensorrtLlmEngine(Engine):
     def context_length(self) -> int:
         return self._context_length
 
-    def submit(self, request: GenerationRequest, sink: Sink) -> None:
+    def _prepared(self, request: GenerationRequest) -> Any:
         self._sampler.check(request.sampling)
         try:
-            sampling = self._sampling_params(**sampling_arguments(request))
+            return self._sampling_params(**sampling_arguments(request))
         except (ValueError, TypeError) as error:
             raise EngineError(str(error)) from error
-        running = _Running(request, sink, sampling)
-        with self._lock:
-            if self._stopped is not None:
-                raise EngineUnavailable(stopped_text(self._stopped))
-            self._running[request.key] = running
-            self._loop.call_soon_threadsafe(self._start, running)
 
-    def abort(self, key: str) -> None:
-        with self._lock:
-            running = self._running.pop(key, None)
-            if running is not None:
-                self._loop.call_soon_threadsafe(self._cancel, running)
-
-    def active(self) -> int:
-        return len(self._running)
-
-    def close(self) -> None:
-        with self._lock:
-            self._stopped = self._stopped or "it was closed"
-            self._running.clear()
-            if not self._loop.is_closed():
-                self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._llm.shutdown()
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()
-        self._loop.run_until_complete(self._drop_tasks())
-        with self._lock:
-            self._loop.close()
-
-    # What follows runs on the loop.
-
-    async def _drop_tasks(self) -> None:
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    def _start(self, running: _Running) -> None:
-        running.task = self._loop.create_task(self._generate(running))
-
-    def _cancel(self, running: _Running) -> None:
-        # _start has run: the loop keeps the order of its callbacks.
-        assert running.task is not None
-        running.task.cancel()
-        _abort_output(running)
-
-    async def _generate(self, running: _Running) -> None:
+    async def _tokens(self, running: Running) -> AsyncIterator[Tokens]:
         request = running.request
-        try:
-            running.output = self._llm.generate_async(
-                inputs=request.input_ids, sampling_params=running.sampling, streaming=True
-            )
-            async for update in running.output:
-                tokens = next_tokens(
-                    update.outputs[0], request, running.last_id, finished=update.finished
-                )
-                running.last_id = tokens.ids[-1] if tokens.ids else running.last_id
-                self._deliver(running, tokens)
-        except Exception as error:
-            if is_fatal(error):
-                self._stop(str(error) or repr(error))
-            else:
-                text = error_text(error, len(request.input_ids))
-                self._deliver(running, Tokens([], finished=True, error=text))
-                _abort_output(running)
+        running.output = self._llm.generate_async(
+            inputs=request.input_ids, sampling_params=running.sampling, streaming=True
+        )
+        async for update in running.output:
+            yield next_tokens(update.outputs[0], request, running.last_id, finished=update.finished)
 
-    def _deliver(self, running: _Running, tokens: Tokens) -> None:
-        if tokens.finished:
-            with self._lock:
-                if self._running.pop(running.request.key, None) is None:
-                    return
-        running.sink(tokens)
+    def _abort(self, running: Running) -> None:
+        if running.output is not None and not running.output.finished:
+            running.output.abort()
 
-    def _stop(self, reason: str) -> None:
-        """Ends all requests after the LLM has died: nothing will come for them."""
-        with self._lock:
-            if self._stopped is not None:
-                return
-            self._stopped = reason
-            ended = list(self._running.values())
-            self._running.clear()
-        logger.error(stopped_text(reason))
-        for running in ended:
-            if running.task is not None:
-                running.task.cancel()
-            running.sink(Tokens([], finished=True, error=stopped_text(reason)))
+    def _is_fatal(self, error: Exception) -> bool:
+        return is_fatal(error)
 
+    def _failure(self, error: Exception, request: GenerationRequest) -> Tokens:
+        return Tokens([], finished=True, error=error_text(error, len(request.input_ids)))
 
-def _abort_output(running: _Running) -> None:
-    if running.output is not None and not running.output.finished:
-        running.output.abort()
+    def _shut_down(self) -> None:
+        self._llm.shutdown()
 
 
 def _load(llm: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml  # type: ignore[import-untyped, unused-ignore]
+from cog_triton.engines.arguments import (
+    CPP_BACKENDS,
+    SAME_AS_UNSET,
+    Parse,
+    boolean,
+    log_overridden,
+    parsed,
+    read_arguments,
+    said,
+)
 
-logger = logging.getLogger(__name__)
+CONFIG = "llm_api_config"
 
-Parse = Callable[[str], Any]
 Convert = Callable[[dict[str, Any], dict[str, Any], str], dict[str, Any]]
-
-
-def _boolean(text: str) -> bool:
-    return text == "true"
 
 
 def _integers(text: str) -> list[int]:
@@ -33,14 +36,14 @@ _ARGUMENTS: dict[str, tuple[str, Parse]] = {
     "max_num_tokens": ("max_num_tokens", int),
     "max_seq_len": ("max_seq_len", int),
     "max_beam_width": ("max_beam_width", int),
-    "enable_chunked_context": ("enable_chunked_prefill", _boolean),
+    "enable_chunked_context": ("enable_chunked_prefill", boolean),
     "stream_interval": ("stream_interval", int),
-    "trust_remote_code": ("trust_remote_code", _boolean),
+    "trust_remote_code": ("trust_remote_code", boolean),
 }
 
 
 _KV_CACHE: dict[str, tuple[str, Parse]] = {
-    "enable_kv_cache_reuse": ("enable_block_reuse", _boolean),
+    "enable_kv_cache_reuse": ("enable_block_reuse", boolean),
     "max_tokens_in_paged_kv_cache": ("max_tokens", int),
     "max_attention_window_size": ("max_attention_window", _integers),
     "sink_token_length": ("sink_token_length", int),
@@ -50,51 +53,11 @@ _KV_CACHE: dict[str, tuple[str, Parse]] = {
 
 
 _NO_ARGUMENT = (
-    "attn_implementation",
-    "cancellation_check_period_ms",
-    "cross_kv_cache_fraction",
-    "cuda_graph_cache_size",
-    "cuda_graph_mode",
-    "decoding_mode",
-    "device",
-    "eagle_choices",
-    "enable_context_fmha_fp32_acc",
-    "encoder_model_path",
-    "gpt_model_type",
-    "gpu_device_ids",
-    "gpu_weights_percent",
-    "iter_stats_max_iterations",
-    "kv_cache_onboard_blocks",
-    "lookahead_ngram_size",
-    "lookahead_verification_set_size",
-    "lookahead_window_size",
-    "lora_cache_gpu_memory_fraction",
-    "lora_cache_host_memory_bytes",
+    *CPP_BACKENDS,
     "lora_cache_max_adapter_size",
-    "lora_cache_optimal_adapter_size",
     "lora_prefetch_dir",
-    "medusa_choices",
-    "multi_block_mode",
-    "normalize_log_probs",
-    "num_nodes",
-    "participant_ids",
-    "request_stats_max_iterations",
-    "speculative_decoding_fast_logits",
-    "stats_check_period_ms",
-    "use_cuda_graph",
-    "xgrammar_tokenizer_info_path",
+    "vllm_config",
 )
-
-
-# Some variables always have a value: with this one the LLM does what it does anyway.
-_SAME_AS_UNSET = {
-    "batch_scheduler_policy": "guaranteed_no_evict",
-    "device": "auto",
-    "dtype": "auto",
-    "gpt_model_type": "inflight_fused_batching",
-    "max_beam_width": "1",
-    "trust_remote_code": "false",
-}
 
 
 def llm_arguments(parameters: Mapping[str, str]) -> dict[str, Any]:
@@ -105,9 +68,9 @@ def llm_arguments(parameters: Mapping[str, str]) -> dict[str, Any]:
     Raises:
         ValueError: a value is not valid.
     """
-    given = _set(parameters)
-    arguments = _parsed(_ARGUMENTS, given)
-    if kv_cache := _parsed(_KV_CACHE, given):
+    given = said(parameters, SAME_AS_UNSET)
+    arguments = parsed(_ARGUMENTS, given)
+    if kv_cache := parsed(_KV_CACHE, given):
         arguments["kv_cache_config"] = kv_cache
     if given.get("batch_scheduler_policy") == "max_utilization":
         arguments["scheduler_config"] = {"capacity_scheduler_policy": "MAX_UTILIZATION"}
@@ -139,32 +102,19 @@ def merged(
     ours, theirs = arguments.get("kv_cache_config"), extra.get("kv_cache_config")
     if isinstance(ours, dict) and isinstance(theirs, dict):
         extra["kv_cache_config"] = {**ours, **theirs}
-        _log_overridden(ours, theirs, "kv_cache_config.")
-    _log_overridden(arguments, extra)
+        log_overridden(CONFIG, ours, theirs, "kv_cache_config.")
+    log_overridden(CONFIG, arguments, extra)
     if convert is None:
         return {**arguments, **extra}
     try:
         return convert(dict(arguments), extra, source)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"llm_api_config {source}: {type(error).__name__}: {error}") from error
+        raise ValueError(f"{CONFIG} {source}: {type(error).__name__}: {error}") from error
 
 
 def read_llm_api_config(path: Path) -> dict[str, Any]:
-    """The arguments in a YAML file.
-
-    Raises:
-        ValueError: it is not YAML, or not a mapping.
-        OSError: it cannot be read.
-    """
-    try:
-        content = yaml.safe_load(path.read_bytes())
-    except yaml.YAMLError as error:
-        raise ValueError(f"llm_api_config {path}: not valid YAML: {error}") from error
-    if content is None:
-        return {}
-    if not isinstance(content, dict):
-        raise ValueError(f"llm_api_config {path}: expected a mapping, got {content!r}")
-    return content
+    """The arguments in a YAML file; raises as ``read_arguments`` does."""
+    return read_arguments(path, CONFIG)
 
 
 def context_length(arguments: Mapping[str, Any], llm: Any) -> int:
@@ -192,37 +142,4 @@ def context_length(arguments: Mapping[str, Any], llm: Any) -> int:
 
 def without_effect(parameters: Mapping[str, str]) -> list[str]:
     """The parameters that say something, and that the LLM has no argument for."""
-    return sorted(_set(parameters).keys() & set(_NO_ARGUMENT))
-
-
-def _set(parameters: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in parameters.items() if _SAME_AS_UNSET.get(name) != value}
-
-
-def _parsed(
-    table: Mapping[str, tuple[str, Parse]], parameters: Mapping[str, str]
-) -> dict[str, Any]:
-    return {
-        argument: _parse(name, parse, parameters[name])
-        for name, (argument, parse) in table.items()
-        if name in parameters
-    }
-
-
-def _parse(name: str, parse: Parse, text: str) -> Any:
-    try:
-        return parse(text)
-    except ValueError as error:
-        raise ValueError(f"tensorrt_llm: {name}: {error}") from None
-
-
-def _log_overridden(ours: Mapping[str, Any], theirs: Mapping[str, Any], prefix: str = "") -> None:
-    for name in sorted(ours.keys() & theirs.keys()):
-        if ours[name] != theirs[name] and name != "kv_cache_config":
-            logger.warning(
-                "llm_api_config: %s%s is %r, and not %r as the template variables have it",
-                prefix,
-                name,
-                theirs[name],
-                ours[name],
-            )
+    return sorted(said(parameters, SAME_AS_UNSET).keys() & set(_NO_ARGUMENT))

@@ -33,15 +33,7 @@ def sampling_arguments(request: GenerationRequest) -> dict[str, Any]:
         arguments["seed"] = sampling.seed
         if sampling.top_k:
             arguments["top_k"] = sampling.top_k
-    for name, neutral in (
-        ("repetition_penalty", 1.0),
-        ("presence_penalty", 0.0),
-        ("frequency_penalty", 0.0),
-    ):
-        if (value := getattr(sampling, name)) != neutral:
-            arguments[name] = value
-    if sampling.min_tokens > 0:
-        arguments["min_tokens"] = sampling.min_tokens
+    arguments |= sampling.unusual
     if bad := _single_ids(sampling.bad_words):
         arguments["bad_token_ids"] = bad
     if request.return_log_probs:

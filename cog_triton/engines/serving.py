@@ -52,6 +52,7 @@ class Output:
         generated: generated tokens of the sequence so far.
         final: whether this is the sequence's last response.
         error: why the sequence failed; it is final then.
+        refused: whether that is the request's fault.
         times: of a final response, unless the sequence had no token.
     """
 
@@ -63,6 +64,7 @@ class Output:
     final: bool
     error: str | None = None
     times: Times | None = field(default=None, compare=False)
+    refused: bool = False
 
 
 Send = Callable[[Output], None]
@@ -128,6 +130,7 @@ class _Sequence:
     taken: int = 0
     ended: bool = False
     error: str | None = None
+    refused: bool = False
     queued: bool = False
     arrival: int = field(default_factory=time.monotonic_ns)
     first_token: int | None = None
@@ -146,7 +149,7 @@ class _Sequence:
             self.last_token = time.monotonic_ns()
             if self.first_token is None:
                 self.first_token = self.last_token
-        self.error = tokens.error
+        self.error, self.refused = tokens.error, tokens.refused
         self.ended = tokens.finished or stop is not None
         return stop is not None
 
@@ -170,6 +173,7 @@ class _Sequence:
             last,
             self.error if last else None,
             self._times() if last else None,
+            self.refused,
         )
 
     def _times(self) -> Times | None:

@@ -14,7 +14,6 @@ import math
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import torch
@@ -32,11 +31,11 @@ from cog_triton import remote_code
 from cog_triton.engines.attention import use_attention
 from cog_triton.engines.base import (
     Engine,
-    EngineError,
     EngineUnavailable,
     GenerationRequest,
     Sink,
     Tokens,
+    check_ids,
     stopped_text,
 )
 from cog_triton.engines.transformers_runner import RowParameters, Runner, vocabulary_of
@@ -117,7 +116,7 @@ class TransformersEngine(Engine):
         return self._context_length
 
     def submit(self, request: GenerationRequest, sink: Sink) -> None:
-        _check_ids(request, self._vocabulary)
+        check_ids(request, self._vocabulary)
         self._router.open(request, sink)
         self._manager.add_request(
             request.input_ids,
@@ -299,18 +298,6 @@ def _device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(name)
-
-
-def _check_ids(request: GenerationRequest, vocabulary: int) -> None:
-    """Refuses token ids that the model does not have: they would end the engine, not the request."""
-    if request.end_id is not None and request.end_id >= vocabulary:
-        # TensorRT-LLM's wording, which clients know.
-        raise EngineError(
-            f"EndId ({request.end_id}) is not within acceptable range [-1, {vocabulary})."
-        )
-    ids = list(chain(request.input_ids, *request.sampling.bad_words))
-    if min(ids) < 0 or max(ids) >= vocabulary:
-        raise EngineError(f"token ids must be between 0 and {vocabulary - 1}")
 
 
 def _context_length(config: Any, override: str | None) -> int:

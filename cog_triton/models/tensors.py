@@ -7,22 +7,28 @@ reshaped to nothing there, has shape [batch].
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from cog_triton.engines.base import EngineError, GenerationRequest, SamplingParams
+from cog_triton.engines.base import (
+    EngineError,
+    GenerationRequest,
+    Guide,
+    GuideKind,
+    SamplingParams,
+)
 from cog_triton.engines.serving import Output, Times, words_from_list
 from cog_triton.limits import WORD_IDS
 from cog_triton.protocol import checksum
 
 Array = npt.NDArray[Any]
 
-# What only TensorRT-LLM does. Silently ignoring one would give a wrong answer. Inputs that are not
-# here change no answer, or only together with one that is: decoder_input_ids, which preprocessing always
-# sends, is for models with an encoder.
+# What only TensorRT-LLM does, or an engine that says so. Silently ignoring one would give a wrong answer.
+# Inputs that are not here change no answer, or only together with one that is: decoder_input_ids, which
+# preprocessing always sends, is for models with an encoder.
 _UNSUPPORTED = (
     "context_phase_params",
     "cross_attention_mask",
@@ -56,16 +62,27 @@ _ONLY_ONE = ("beam_width", "num_return_sequences")
 _MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
 
-def generation_requests(inputs: Mapping[str, Array], continued: int = 0) -> list[GenerationRequest]:
+# What an engine may honour besides → the inputs that say it.
+_FEATURES = {
+    "embedding_bias": ("embedding_bias",),
+    "guided_decoding": ("guided_decoding_guide", "guided_decoding_guide_type"),
+    "lora_task_id": ("lora_task_id",),
+}
+
+
+def generation_requests(
+    inputs: Mapping[str, Array], continued: int = 0, features: Collection[str] = ()
+) -> list[GenerationRequest]:
     """One request per sequence of the batch.
 
     Args:
         continued: so many of the input ids, the last of each sequence, are output already.
+        features: what the engine honours besides, see ``Engine.features``.
 
     Raises:
         EngineError: an input is missing, out of range, or not supported by the embedded engines.
     """
-    _refuse_unsupported(inputs)
+    _refuse_unsupported(inputs, {name for feature in features for name in _FEATURES[feature]})
     if "input_ids" not in inputs:
         raise EngineError("input_ids is missing")
     return [_generation_request(inputs, i, continued) for i in range(inputs["input_ids"].shape[0])]
@@ -168,8 +185,8 @@ def _num_input_tokens(index: int, inputs: Mapping[str, Array]) -> Array:
     return inputs["input_lengths"].reshape(-1)[index : index + 1].reshape(1, 1).astype(np.int32)
 
 
-def _refuse_unsupported(inputs: Mapping[str, Array]) -> None:
-    refused = [name for name in _UNSUPPORTED if not _is_empty(inputs.get(name))]
+def _refuse_unsupported(inputs: Mapping[str, Array], honoured: Collection[str]) -> None:
+    refused = [n for n in _UNSUPPORTED if n not in honoured and not _is_empty(inputs.get(n))]
     refused += [name for name in _UNSUPPORTED_WHEN_TRUE if _flag(inputs, name)]
     for name in _ONLY_ONE:
         if name in inputs:
@@ -221,7 +238,45 @@ def _generation_request(inputs: Mapping[str, Array], i: int, continued: int) -> 
         ),
         return_log_probs=bool(scalar("return_log_probs", False)),
         continued=min(continued, length),
+        logit_bias=_logit_bias(inputs, i),
+        guide=_guide(inputs, i),
+        lora_task_id=scalar("lora_task_id", 0),
     )
+
+
+def _logit_bias(inputs: Mapping[str, Array], i: int) -> dict[int, float]:
+    """What is added to logits, of an array as long as the vocabulary: where it is not 0."""
+    bias = inputs.get("embedding_bias")
+    if bias is None or not bias.size:
+        return {}
+    row = bias[i].reshape(-1)
+    if not np.isfinite(row).all():
+        raise EngineError("embedding_bias must be finite")
+    ids = np.flatnonzero(row)
+    return dict(zip(ids.tolist(), row[ids].tolist(), strict=True))
+
+
+def _guide(inputs: Mapping[str, Array], i: int) -> Guide | None:
+    kind, text = (_guide_text(inputs, name, i) for name in _FEATURES["guided_decoding"][::-1])
+    if not kind and not text:
+        return None
+    known = [guide.value for guide in GuideKind]
+    if kind not in known:
+        raise EngineError(f"guided_decoding_guide_type must be among {known}, not {kind!r}")
+    if not text and kind != GuideKind.JSON.value:
+        raise EngineError(f"guided_decoding_guide is missing, of type {kind}")
+    return Guide(GuideKind(kind), text)
+
+
+def _guide_text(inputs: Mapping[str, Array], name: str, i: int) -> str:
+    values = inputs.get(name)
+    if values is None or not values.size:
+        return ""
+    value = values.reshape(values.shape[0], -1)[i, 0]
+    try:
+        return value.decode() if isinstance(value, bytes) else str(value)
+    except UnicodeDecodeError:
+        raise EngineError(f"{name} must be valid Unicode") from None
 
 
 def _words(name: str, word_list: Array) -> tuple[tuple[int, ...], ...]:

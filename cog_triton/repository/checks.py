@@ -16,6 +16,13 @@ from cog_triton.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
 
+_NEEDS = {
+    "transformers": "model",
+    "llmapi": "model",
+    "vllm": "model",
+    "simulated": "tokenizer_dir",
+}
+
 
 def check_streaming(repository: Path) -> None:
     """Finds what would let Triton start and then refuse every request of the predictor, which streams.
@@ -58,8 +65,7 @@ def unmet_needs(model: str, config: Any) -> list[str]:
     if "gpt_model_path" in given:
         logger.warning("%s: engine_dir has no effect with triton_backend python", model)
     engine = config.parameters["engine"].string_value
-    needs = {"transformers": "model", "llmapi": "model", "simulated": "tokenizer_dir"}
-    need = needs.get(engine)
+    need = _NEEDS.get(engine)
     return [] if need in {None, *given} else [f"{model}: {need}: the {engine} engine needs it"]
 
 

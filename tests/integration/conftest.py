@@ -54,11 +54,18 @@ def tokenizer(demo_model: Path) -> Tokenizer:
 
 
 @pytest.fixture(scope="session")
-def triton(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
-    """Triton with the transformers engine and the demo model."""
-    with running(
-        make_server(settings_for(demo_model), tmp_path_factory.mktemp("triton"))
-    ) as server:
+def engine_name(request: pytest.FixtureRequest) -> str:
+    """What ENGINE is for the tests of whole answers: --engine."""
+    return str(request.config.getoption("--engine"))
+
+
+@pytest.fixture(scope="session")
+def triton(
+    demo_model: Path, engine_name: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[TritonServer]:
+    """Triton with the demo model."""
+    settings = settings_for(demo_model, ENGINE=engine_name)
+    with running(make_server(settings, tmp_path_factory.mktemp("triton"))) as server:
         yield server
 
 
@@ -73,10 +80,12 @@ def paced_triton(
 
 
 @pytest.fixture(scope="session")
-def cog_server(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CogServer]:
-    """Cog with the transformers engine and the demo model."""
+def cog_server(
+    demo_model: Path, engine_name: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[CogServer]:
+    """Cog with the demo model."""
     log = tmp_path_factory.mktemp("cog") / "log"
-    with CogServer({"MODEL": str(demo_model)}, log) as server:
+    with CogServer({"MODEL": str(demo_model), "ENGINE": engine_name}, log) as server:
         assert server.wait_until_set_up()["status"] == "READY", log.read_text()
         yield server
 

@@ -48,7 +48,7 @@ def test_the_log_has_the_seed_once_and_neither_the_prompt_nor_tritons_log(
 
 
 def test_a_seed_is_drawn_logged_and_gives_the_same_text_again(cog_server: CogServer) -> None:
-    inputs = {"prompt": QUESTION, "temperature": 4, "top_p": 1, "max_tokens": 30}
+    inputs = {"prompt": QUESTION, "temperature": 2, "top_p": 1, "max_tokens": 30}
     first, other = cog_server.predict(**inputs), cog_server.predict(**inputs)
     seed = int(first["logs"].removeprefix("Random seed used: "))
     again = cog_server.predict(**inputs, seed=seed)

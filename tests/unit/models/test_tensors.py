@@ -9,7 +9,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from cog_triton.engines.base import EngineError, GenerationRequest, SamplingParams
+from cog_triton.engines.base import (
+    EngineError,
+    GenerationRequest,
+    Guide,
+    GuideKind,
+    SamplingParams,
+)
 from cog_triton.engines.serving import Output
 from cog_triton.limits import WORD_IDS
 from cog_triton.models.tensors import generation_requests, placeholders, response_tensors
@@ -271,6 +277,41 @@ def test_all_that_is_not_supported_is_named_at_once() -> None:
     with pytest.raises(EngineError) as raised:
         request(**UNSUPPORTED, beam_width=4)
     assert all(name in str(raised.value) for name in (*UNSUPPORTED, "beam_width > 1"))
+
+
+def test_features_of_an_engine_are_honoured() -> None:
+    given = inputs(
+        embedding_bias=[0.0, 0.5, 0.0, -2.0],
+        guided_decoding_guide_type=[b"regex"],
+        guided_decoding_guide=["[ä]+".encode()],
+        lora_task_id=7,
+    )
+    features = {"embedding_bias", "guided_decoding", "lora_task_id"}
+    (made,) = generation_requests(given, features=features)
+    assert made.logit_bias == {1: 0.5, 3: -2.0}
+    assert made.guide == Guide(GuideKind.REGEX, "[ä]+")
+    assert made.lora_task_id == 7
+    for feature, name in (("embedding_bias",) * 2, ("guided_decoding", "guided_decoding_guide")):
+        with pytest.raises(EngineError, match=f"does not support .*{name}"):
+            generation_requests(given, features=features - {feature})
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"guided_decoding_guide": [b"a"]}, "guided_decoding_guide_type must be among"),
+        ({"guided_decoding_guide_type": [b"verse"]}, "must be among .*, not 'verse'"),
+        ({"guided_decoding_guide_type": [b"regex"]}, "guided_decoding_guide is missing, of type"),
+        (
+            {"guided_decoding_guide_type": [b"regex"], "guided_decoding_guide": [b"\xff"]},
+            "guided_decoding_guide must be valid Unicode",
+        ),
+        ({"embedding_bias": [0.5, float("nan")]}, "embedding_bias must be finite"),
+    ],
+)
+def test_features_that_are_used_wrongly(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(EngineError, match=message):
+        generation_requests(inputs(**values), features={"embedding_bias", "guided_decoding"})
 
 
 def test_what_changes_nothing_is_accepted() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from cog_triton.protocol import CHECKED_IDS, IDS_ONLY, continued_ids
 CANCELLATION_CHECK_SECONDS = (
     1.0  # asking Triton is a round trip: per token it halves the throughput
 )
+ENGINE_DIED = 70  # exit status
 
 
 class TritonPythonModel:
@@ -34,9 +36,9 @@ class TritonPythonModel:
         self._decoupled = config["model_transaction_policy"]["decoupled"]
         self._placeholders = placeholders(config)
         self._prompt_in_output = parameters.get("exclude_input_in_output") == "false"
-        self._serving = Serving(
-            create_engine(parameters), DeliveryLimits.from_parameters(parameters)
-        )
+        engine = create_engine(parameters)
+        engine.on_death(end_at_once)
+        self._serving = Serving(engine, DeliveryLimits.from_parameters(parameters))
         self._metrics = EngineMetrics(self._serving, pb_utils)
         # What the engine brought stays: a full collection would go through all of it, 0.2 s with torch.
         gc.collect()
@@ -66,7 +68,9 @@ class TritonPythonModel:
         if "stop" in inputs and inputs["stop"].any():
             self._stop(request_id, sender)
             return
-        generations = generation_requests(inputs, len(continued(parameters)))
+        generations = generation_requests(
+            inputs, len(continued(parameters)), self._serving.engine.features
+        )
         streaming = bool(inputs["streaming"].any()) if "streaming" in inputs else False
         if streaming and not self._decoupled:
             raise EngineError("streaming needs decoupled_mode true in the tensorrt_llm model")
@@ -147,7 +151,8 @@ class Responses:
 
     def _response(self, index: int, output: Output) -> Any:
         if output.error is not None:
-            return stub.error(pb_utils, output.error)
+            say = stub.refusal if output.refused else stub.error
+            return say(pb_utils, output.error)
         tensors = response_tensors(index, output, self._inputs, **self._form)
         return stub.response(pb_utils, {**tensors, **self._placeholders}, self._names)
 
@@ -188,6 +193,11 @@ def ids_only(text: str) -> dict[str, bool]:
     if parameters.get(CHECKED_IDS) is True:
         return {"ids_only": True, "checked": True}
     return {"ids_only": True} if parameters.get(IDS_ONLY) is True else {}
+
+
+def end_at_once() -> None:
+    """Ends the stub, and by its guard the server, which is started anew: this engine is dead."""
+    os._exit(ENGINE_DIED)
 
 
 def send_last(sender: Any, response: Any) -> None:

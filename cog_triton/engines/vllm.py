@@ -1,0 +1,213 @@
+"""vLLM, by its ``AsyncLLM``: it schedules, batches and samples, and this module hands it token ids.
+
+Its engine core and its workers are processes of their own. They are started from Triton's stub, which is
+no Python interpreter: see ``vllm_processes``. When the engine core ends by itself, all requests end with
+that as the reason, no more are taken, and who asked for it by ``on_death`` is told.
+
+The arguments come from the same template variables as TensorRT-LLM's. Those of ``vllm_config``, a YAML
+file, are handed over as they stand there and win.
+
+What differs from the embedded engine on transformers, by vLLM's nature:
+
+- A continuation's ``continued`` ids are part of its prompt: presence and frequency penalties do not count
+  them, and its noise is that of another seed. Greedy continuations are the same.
+- A seed gives the same text on the same machine as far as vLLM's kernels compute the same for batches of
+  different sizes, which it does not promise.
+- It takes temperatures up to 2 and penalties from -2 to 2; others are refused in its words.
+- A bad word is looked for in the output alone: its beginning is not seen at the prompt's end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import multiprocessing
+from collections.abc import AsyncIterator, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from cog_triton import remote_code
+from cog_triton.engines.base import EngineError, GenerationRequest, Tokens, check_ids
+from cog_triton.engines.event_loop import EventLoopEngine, Running
+from cog_triton.engines.vllm_arguments import (
+    cpu_arguments,
+    engine_arguments,
+    saved_dtype,
+    without_effect,
+)
+from cog_triton.engines.vllm_processes import prepare
+from cog_triton.engines.vllm_requests import (
+    adapter,
+    guide_arguments,
+    next_tokens,
+    sampling_arguments,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class VllmEngine(EventLoopEngine):
+    """See the module's docstring."""
+
+    def __init__(self, arguments: Mapping[str, Any], adapters: Path | None = None) -> None:
+        """Loads a model.
+
+        Args:
+            arguments: of ``vllm.AsyncEngineArgs``.
+            adapters: the directory of LoRA adapters.
+
+        Raises:
+            Exception: whatever vLLM raises while it loads.
+        """
+        self._adapters = adapters
+        self._then: Callable[[], object] = lambda: None
+        self._llm: Any = None
+        super().__init__("vllm-engine")
+        try:
+            asyncio.run_coroutine_threadsafe(self._load(arguments), self._loop).result()
+        except BaseException:
+            self.close()
+            raise
+        llm: Any = self._llm
+        config = llm.model_config
+        self._context_length = int(config.max_model_len)
+        self._vocabulary = int(config.get_vocab_size())
+        features = {"embedding_bias"}
+        features |= {"guided_decoding"} if not config.skip_tokenizer_init else set()
+        features |= {"lora_task_id"} if adapters is not None else set()
+        self.features = frozenset(features)
+
+    @classmethod
+    def from_parameters(cls, parameters: Mapping[str, str]) -> VllmEngine:
+        """Loads the model that the tensorrt_llm model's parameters name.
+
+        Raises:
+            ValueError: a parameter is missing or not valid, vLLM does not know an argument, or the model
+                needs its own code and that is not trusted.
+            OSError: there is no such file or model.
+            Exception: whatever else vLLM raises while it loads.
+        """
+        for name in without_effect(parameters):
+            logger.warning("tensorrt_llm: %s has no effect with the engine vllm", name)
+        arguments = engine_arguments(parameters)
+        prepare()
+        from vllm.platforms import (  # type: ignore[import-not-found, unused-ignore]
+            current_platform,
+        )
+
+        if current_platform.is_cpu():
+            arguments = cpu_arguments(arguments)
+        if "dtype" not in arguments:
+            arguments |= saved_dtype(arguments)
+        adapters = parameters.get("lora_prefetch_dir")
+        try:
+            return cls(arguments, Path(adapters) if adapters else None)
+        except TypeError as error:  # an argument that its release does not know
+            raise ValueError(f"vLLM: {error}") from error
+        except Exception as error:
+            if arguments.get("trust_remote_code") or not remote_code.was_refused(error):
+                raise
+            text = remote_code.refusal("model", str(arguments["model"]))
+            raise ValueError(text) from error
+
+    @property
+    def context_length(self) -> int:
+        return self._context_length
+
+    def on_death(self, then: Callable[[], object]) -> None:
+        self._then = then
+
+    def _prepared(self, request: GenerationRequest) -> Any:
+        from vllm import SamplingParams  # type: ignore[import-not-found, unused-ignore]
+        from vllm.sampling_params import (  # type: ignore[import-not-found, unused-ignore]
+            RequestOutputKind,
+            StructuredOutputsParams,
+        )
+
+        check_ids(request, self._vocabulary)
+        arguments = sampling_arguments(request)
+        if request.guide is not None:
+            if request.continued:
+                raise EngineError("an answer with a guide cannot be continued")
+            arguments["structured_outputs"] = StructuredOutputsParams(
+                **guide_arguments(request.guide)
+            )
+        try:
+            sampling = SamplingParams(output_kind=RequestOutputKind.DELTA, **arguments)
+        except Exception as error:
+            if not _is_refusal(error):
+                raise
+            raise EngineError(str(error)) from error
+        if request.sampling.bad_words:
+            # Its own way is from text, by a tokenizer; this is where that would put the ids.
+            sampling._bad_words_token_ids = [list(word) for word in request.sampling.bad_words]
+        return sampling, self._adapter(request.lora_task_id)
+
+    def _adapter(self, task_id: int) -> Any:
+        if not task_id:
+            return None
+        from vllm.lora.request import LoRARequest  # type: ignore[import-not-found, unused-ignore]
+
+        return LoRARequest(str(task_id), task_id, str(adapter(task_id, self._adapters)))
+
+    def _shut_down(self) -> None:
+        if self._llm is not None:
+            self._llm.shutdown()
+            self._llm = None  # else its end says so once more, when the interpreter is half gone
+
+    # What follows runs on the loop.
+
+    async def _load(self, arguments: Mapping[str, Any]) -> None:
+        from vllm import AsyncEngineArgs  # type: ignore[import-not-found, unused-ignore]
+        from vllm.v1.engine.async_llm import (  # type: ignore[import-not-found, unused-ignore]
+            AsyncLLM,
+        )
+
+        before = set(multiprocessing.active_children())
+        self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        for process in set(multiprocessing.active_children()) - before:
+            self._loop.add_reader(process.sentinel, self._ended, process)
+
+    def _ended(self, process: Any) -> None:
+        self._loop.remove_reader(process.sentinel)
+        self._stop(f"vLLM's process {process.name} has ended, with status {process.exitcode}")
+
+    def _stop(self, reason: str) -> None:
+        super()._stop(reason)
+        self._then()
+
+    async def _tokens(self, running: Running) -> AsyncIterator[Tokens]:
+        request = running.request
+        sampling, lora = running.sampling
+        prompt = {"prompt_token_ids": request.input_ids}
+        outputs = self._llm.generate(prompt, sampling, request.key, lora_request=lora)
+        async for output in outputs:
+            tokens = next_tokens(output.outputs[0], request, finished=output.finished)
+            if tokens.ids or tokens.finished:
+                yield tokens
+
+    def _abort(self, running: Running) -> None:
+        # The task's end has vLLM forget it, but for one that was ended between two of its steps.
+        self._loop.create_task(self._forget(running.request.key))
+
+    async def _forget(self, key: str) -> None:
+        with contextlib.suppress(Exception):  # it may have died meanwhile
+            await self._llm.abort(key)
+
+    def _is_fatal(self, error: Exception) -> bool:
+        return _is_a(error, "EngineDeadError")
+
+    def _failure(self, error: Exception, _: GenerationRequest) -> Tokens:
+        text = str(error) or repr(error)
+        return Tokens([], finished=True, error=text, refused=_is_refusal(error))
+
+
+def _is_refusal(error: Exception) -> bool:
+    # Older releases raise ValueError alone.
+    return isinstance(error, ValueError) or _is_a(error, "VLLMClientError")
+
+
+def _is_a(error: Exception, name: str) -> bool:
+    # By name, for the places of vLLM's classes in the package are not promised.
+    return name in {base.__name__ for base in type(error).__mro__}

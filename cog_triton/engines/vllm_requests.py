@@ -1,0 +1,102 @@
+"""Requests as vLLM takes them, and what it answers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from cog_triton.engines.base import (
+    EngineError,
+    GenerationRequest,
+    Guide,
+    GuideKind,
+    SamplingParams,
+    Tokens,
+)
+
+SEEDS = 2**64
+
+
+def sampling_arguments(request: GenerationRequest) -> dict[str, Any]:
+    """The arguments of ``vllm.SamplingParams`` that a request stands for, but for bad words and guides.
+
+    What changes nothing is left out. Stop words are not vLLM's business: they stay in the output here,
+    and are looked for elsewhere.
+    """
+    arguments: dict[str, Any] = {
+        "max_tokens": request.max_tokens,
+        "detokenize": False,
+        "ignore_eos": True,  # the request's end token is the one that counts
+        **_choice(request.sampling, request.continued),
+        **request.sampling.unusual,
+    }
+    # The context may have cut the maximum since the two were compared.
+    if "min_tokens" in arguments:
+        arguments["min_tokens"] = min(arguments["min_tokens"], request.max_tokens)
+    if request.end_id is not None:
+        arguments["stop_token_ids"] = [request.end_id]
+    if request.logit_bias:
+        arguments["logit_bias"] = dict(request.logit_bias)
+    if request.return_log_probs:
+        arguments["logprobs"] = 0  # of the chosen tokens alone
+    return arguments
+
+
+def _choice(sampling: SamplingParams, continued: int) -> dict[str, Any]:
+    if sampling.greedy:
+        return {"temperature": 0.0}
+    return {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p or 1.0,
+        "top_k": sampling.top_k,
+        # Its noise begins anew with a request: a continuation is not to repeat that of the beginning.
+        "seed": (sampling.seed + continued) % SEEDS,
+    }
+
+
+def guide_arguments(guide: Guide) -> dict[str, Any]:
+    """The arguments of vLLM's ``StructuredOutputsParams``."""
+    if guide.kind is GuideKind.JSON:
+        return {"json_object": True}
+    names = {
+        GuideKind.JSON_SCHEMA: "json",
+        GuideKind.REGEX: "regex",
+        GuideKind.GRAMMAR: "grammar",
+        GuideKind.STRUCTURAL_TAG: "structural_tag",
+    }
+    return {names[guide.kind]: guide.text}
+
+
+def adapter(task_id: int, directory: Path | None) -> Path:
+    """The directory of a LoRA adapter: it is named by its task id, as TensorRT-LLM's.
+
+    Raises:
+        EngineError: there is none.
+    """
+    if directory is None:
+        raise EngineError("lora_task_id needs lora_prefetch_dir, the directory of the adapters")
+    path = directory / str(task_id)
+    if not (path / "adapter_config.json").is_file():
+        raise EngineError(f"lora_task_id {task_id}: there is no such adapter")
+    return path
+
+
+def next_tokens(output: Any, request: GenerationRequest, *, finished: bool) -> Tokens:
+    """What is new in one of vLLM's ``CompletionOutput`` of the kind DELTA.
+
+    Args:
+        finished: whether the ``RequestOutput`` is.
+
+    Raises:
+        EngineError: vLLM gave the request up.
+    """
+    ids = list(output.token_ids)
+    log_probs = _log_probs(ids, output.logprobs) if request.return_log_probs else []
+    if finished and output.finish_reason not in ("stop", "length"):
+        raise EngineError(f"vLLM ended the request: {output.finish_reason}")
+    return Tokens(ids, log_probs, finished=finished)
+
+
+def _log_probs(ids: list[int], entries: Any) -> list[float]:
+    # Rounding may leave a certain token a hair above 0.
+    return [min(0.0, entry[token].logprob) for token, entry in zip(ids, entries, strict=True)]

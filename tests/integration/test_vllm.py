@@ -1,0 +1,228 @@
+"""The engine on vLLM in a real Triton, on CPUs: `make test-vllm` has an environment for it."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil  # type: ignore[import-untyped, unused-ignore]
+import pytest
+
+from cog_triton.client.stream import TritonClient
+from cog_triton.deployment import Deployment
+from cog_triton.errors import InvalidParameter
+from cog_triton.generation import Chunk, generate
+from cog_triton.request import Request
+from cog_triton.server.tritonserver import TritonServer
+from cog_triton.text.tokenizer import Tokenizer
+from tests.integration.conftest import engine_counters, make_server, running, settings_for
+from tests.integration.test_generation import TRANSPORTS, collect, greedy, text, with_client
+from tests.integration.test_recovery import deployed, part
+from tests.support import wait_until
+from tools.demo_model.corpus import PAIRS
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None, reason="needs vLLM: make test-vllm"
+)
+QUESTION, ANSWER = PAIRS[0]
+SECONDS = 120
+# So many of such length take vLLM many seconds on two cores: an end that comes late is no end.
+STREAMS, LENGTH = 16, 1900
+
+
+@pytest.fixture(scope="module")
+def server(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
+    """With vLLM, and grammars for the demo model's vocabulary."""
+    overrides: Any = {"tensorrt_llm": {"guided_decoding_backend": "xgrammar"}}
+    settings = settings_for(demo_model, ENGINE="vllm")
+    with running(make_server(settings, tmp_path_factory.mktemp("vllm"), overrides)) as server:
+        yield server
+
+
+def post(server: TritonServer, **inputs: Any) -> httpx.Response:
+    return httpx.post(
+        f"http://{server.endpoints.http}/v2/models/ensemble/generate",
+        json={"text_input": QUESTION, "max_tokens": 40, "exclude_input_in_output": True, **inputs},
+        trust_env=False,
+        timeout=SECONDS,
+    )
+
+
+def text_of(server: TritonServer, **inputs: Any) -> str:
+    reply = post(server, **inputs)
+    assert reply.status_code == 200, reply.text
+    return str(reply.json()["text_output"])
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_answers_stream(transport: str, server: TritonServer, tokenizer: Tokenizer) -> None:
+    async def use(client: TritonClient) -> list[list[Chunk]]:
+        requests = [greedy(pair.question) for pair in PAIRS[:16]]
+        return await asyncio.gather(*(collect(r, client, tokenizer) for r in requests))
+
+    answers = with_client(transport, server, use)
+    assert [text(chunks) for chunks in answers] == [pair.answer for pair in PAIRS[:16]]
+    assert all(chunks[-1].finish_reason == "stop" for chunks in answers)
+    assert all(len(chunks) > 1 for chunks in answers)
+
+
+def test_a_seed_gives_the_same_text(server: TritonServer, tokenizer: Tokenizer) -> None:
+    def answer(seed: int) -> str:
+        request = Request(prompt=QUESTION, seed=seed, temperature=1.8, top_p=1.0, max_tokens=60)
+        return text(with_client("grpc", server, lambda c: collect(request, c, tokenizer)))
+
+    assert answer(5) == answer(5) != answer(6)
+
+
+def test_a_stop_sequence_ends_the_engine(server: TritonServer, tokenizer: Tokenizer) -> None:
+    engine = engine_counters(server)
+    generated = engine["generated"]
+    stop = ANSWER[40:48]
+    request = greedy(QUESTION, max_tokens=LENGTH, min_tokens=LENGTH, stop_sequences=(stop,))
+
+    async def use(client: TritonClient) -> list[list[Chunk]]:
+        return await asyncio.gather(*(collect(request, client, tokenizer) for _ in range(STREAMS)))
+
+    for chunks in with_client("grpc", server, use):
+        assert text(chunks) == ANSWER[: ANSWER.index(stop)]
+    wait_until(lambda: engine["active"] == 0, 10, "an idle engine")
+    assert engine["generated"] - generated < STREAMS * LENGTH
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_cancel_aborts_in_vllm(
+    transport: str, server: TritonServer, tokenizer: Tokenizer
+) -> None:
+    engine = engine_counters(server)
+
+    async def begin(client: TritonClient) -> None:
+        request = greedy(QUESTION, max_tokens=LENGTH, min_tokens=LENGTH)
+        chunks = generate(request, client, tokenizer)
+        await anext(chunks)
+        await chunks.aclose()
+
+    async def use(client: TritonClient) -> None:
+        await asyncio.gather(*(begin(client) for _ in range(STREAMS)))
+
+    generated = engine["generated"]
+    with_client(transport, server, use)
+    wait_until(lambda: engine["active"] == 0, 10, "an idle engine")
+    assert engine["generated"] - generated < STREAMS * LENGTH
+
+
+def test_limits_are_vllms_and_no_fault_of_the_server(
+    server: TritonServer, tokenizer: Tokenizer
+) -> None:
+    request = Request(prompt=QUESTION, seed=0, temperature=3.0, top_k=5)
+    with pytest.raises(InvalidParameter, match=r"^E1103 .*temperature must be in \[0, 2\]"):
+        with_client("grpc", server, lambda c: collect(request, c, tokenizer))
+    assert text_of(server, max_tokens=512) == ANSWER
+
+
+@pytest.mark.parametrize("name", ["beam_width", "num_return_sequences"])
+def test_what_is_not_supported_is_refused_by_name(server: TritonServer, name: str) -> None:
+    reply = post(server, **{name: 2})
+    assert reply.status_code == 400
+    assert f"does not support {name} > 1" in reply.text
+
+
+def test_bad_words(server: TritonServer) -> None:
+    word = ANSWER.split()[1]
+    assert word in text_of(server)
+    assert word not in text_of(server, bad_words=[word])
+
+
+def test_a_bias_of_words(server: TritonServer) -> None:
+    word = ANSWER.split()[1]
+    biased = text_of(server, embedding_bias_words=[word], embedding_bias_weights=[-100.0])
+    assert biased != text_of(server)
+
+
+def test_log_probabilities(server: TritonServer) -> None:
+    reply = post(server, return_log_probs=True, max_tokens=10).json()
+    log_probs = reply["output_log_probs"]
+    assert len(log_probs) == 10
+    assert all(-5 < value <= 0 for value in log_probs)
+    assert reply["cum_log_probs"] == pytest.approx(sum(log_probs), abs=1e-3)
+
+
+def test_guided_decoding(server: TritonServer) -> None:
+    guide = {"guided_decoding_guide_type": "regex", "guided_decoding_guide": "(yes|no), [0-9]{3}"}
+    assert re.fullmatch("(yes|no), [0-9]{3}", text_of(server, **guide))
+    reply = post(server, guided_decoding_guide_type="verse", guided_decoding_guide="a")
+    assert reply.status_code == 400
+    assert "guided_decoding_guide_type must be among" in reply.text
+
+
+def vllm_processes(server: TritonServer) -> list[psutil.Process]:
+    """The engine core and its workers."""
+    stub = psutil.Process(part(server.shm_prefix, "tensorrt_llm"))
+    return [p for p in stub.children(recursive=True) if "resource_tracker" not in str(p.cmdline())]
+
+
+def test_a_killed_engine_core_is_noticed_and_all_goes_on(demo_model: Path) -> None:
+    async def answer(deployment: Deployment, begun: asyncio.Event | None = None) -> str:
+        whole = ""
+        request = greedy(QUESTION, max_tokens=LENGTH, min_tokens=LENGTH)
+        async for chunk in deployment.generate(request):
+            whole += chunk.text
+            if begun is not None and chunk.output_tokens >= 5:
+                begun.set()
+        return whole
+
+    async def test() -> None:
+        async with deployed(demo_model, ENGINE="vllm") as deployment:
+            undisturbed = [await answer(deployment)] * STREAMS
+            life = deployment._supervisor.life
+            assert life is not None
+            processes = vllm_processes(life.server)
+            begun = asyncio.Event()
+            running = [asyncio.create_task(answer(deployment, begun)) for _ in undisturbed]
+            await begun.wait()
+            processes[0].kill()
+            assert await asyncio.wait_for(asyncio.gather(*running), SECONDS) == undisturbed
+            assert deployment._supervisor.restarts == 1
+            assert not any(p.is_running() for p in processes)
+            # Nothing runs now, and its end is noticed all the same.
+            life = deployment._supervisor.life
+            assert life is not None
+            stub = part(life.server.shm_prefix, "tensorrt_llm")
+            processes = vllm_processes(life.server)
+            processes[-1].kill()
+            await asyncio.to_thread(psutil.Process(stub).wait, SECONDS)
+            wait_until(lambda: not any(p.is_running() for p in processes), 10, "their end")
+
+    asyncio.run(test())
+
+
+def test_its_processes_end_with_the_stub(demo_model: Path, tmp_path: Path) -> None:
+    server = make_server(settings_for(demo_model, ENGINE="vllm"), tmp_path)
+    with running(server):
+        processes = vllm_processes(server)
+        shared = regions(processes)
+        assert len(processes) >= 2
+        assert shared
+        os.kill(part(server.shm_prefix, "tensorrt_llm"), signal.SIGKILL)
+        wait_until(lambda: not any(p.is_running() for p in processes), 20, "their end")
+        wait_until(lambda: not any(map(os.path.exists, shared)), 20, "their shared memory's end")
+
+
+def test_its_processes_end_with_the_server(demo_model: Path, tmp_path: Path) -> None:
+    with running(make_server(settings_for(demo_model, ENGINE="vllm"), tmp_path)) as server:
+        processes = vllm_processes(server)
+        shared = regions(processes)
+    assert not any(p.is_running() for p in processes)
+    assert not any(map(os.path.exists, shared))
+
+
+def regions(processes: list[psutil.Process]) -> set[str]:
+    """The shared memory of vLLM's own that processes have mapped."""
+    maps = {region.path for process in processes for region in process.memory_maps()}
+    return {path for path in maps if path.startswith(("/dev/shm/psm_", "/dev/shm/sem."))}

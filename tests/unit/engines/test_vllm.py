@@ -1,0 +1,270 @@
+"""What vLLM is told, and what is made of its answers; vLLM itself is in test_vllm_engine.py."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cog_triton.engines import vllm_arguments
+from cog_triton.engines.base import (
+    EngineError,
+    GenerationRequest,
+    Guide,
+    GuideKind,
+    SamplingParams,
+    Tokens,
+)
+from cog_triton.engines.vllm_arguments import (
+    CPU_CACHE_BYTES,
+    cpu_arguments,
+    engine_arguments,
+    saved_dtype,
+    without_effect,
+)
+from cog_triton.engines.vllm_processes import interpreter
+from cog_triton.engines.vllm_requests import (
+    adapter,
+    guide_arguments,
+    next_tokens,
+    sampling_arguments,
+)
+from tests.support import ROOT
+
+ALWAYS = {"disable_log_stats": True, "generation_config": "vllm"}
+PLAIN = {"max_tokens": 8, "detokenize": False, "ignore_eos": True}
+
+
+def sampling(*, continued: int = 0, **values: Any) -> dict[str, Any]:
+    params = SamplingParams(**values)
+    return sampling_arguments(
+        GenerationRequest("a", [5, 6], 8, sampling=params, continued=continued)
+    )
+
+
+# Its arguments
+
+
+def test_template_variables_become_arguments() -> None:
+    parameters = {
+        "model": "/m",
+        "dtype": "bfloat16",
+        "tensor_parallel_size": "2",
+        "pipeline_parallel_size": "1",
+        "max_batch_size": "64",
+        "max_num_tokens": "4096",
+        "max_seq_len": "1000",
+        "enable_chunked_context": "true",
+        "enable_kv_cache_reuse": "false",
+        "kv_cache_free_gpu_mem_fraction": "0.5",
+        "stream_interval": "2",
+        "trust_remote_code": "true",
+    }
+    assert engine_arguments(parameters) == {
+        **ALWAYS,
+        "skip_tokenizer_init": True,
+        "model": "/m",
+        "dtype": "bfloat16",
+        "tensor_parallel_size": 2,
+        "pipeline_parallel_size": 1,
+        "max_num_seqs": 64,
+        "max_num_batched_tokens": 4096,
+        "max_model_len": 1000,
+        "enable_chunked_prefill": True,
+        "enable_prefix_caching": False,
+        "gpu_memory_utilization": 0.5,
+        "stream_interval": 2,
+        "trust_remote_code": True,
+    }
+
+
+def test_what_is_as_it_is_anyway_is_left_out() -> None:
+    given = {"model": "/m", "dtype": "auto", "device": "auto", "trust_remote_code": "false"}
+    assert engine_arguments(given) == {**ALWAYS, "model": "/m", "skip_tokenizer_init": True}
+    assert without_effect(given) == []
+    assert without_effect({"device": "cpu", "max_beam_width": "2"}) == ["device", "max_beam_width"]
+
+
+def test_guided_decoding_needs_a_tokenizer() -> None:
+    given = {"model": "/m", "tokenizer_dir": "/t", "guided_decoding_backend": "xgrammar"}
+    assert engine_arguments(given) == {
+        **ALWAYS,
+        "model": "/m",
+        "tokenizer": "/t",
+        "structured_outputs_config": {"backend": "xgrammar"},
+    }
+
+
+def test_adapters() -> None:
+    given = {"model": "/m", "lora_prefetch_dir": "/a", "lora_cache_max_adapter_size": "32"}
+    arguments = engine_arguments(given)
+    assert (arguments["enable_lora"], arguments["max_lora_rank"]) == (True, 32)
+
+
+def test_the_file_wins_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "more.yaml"
+    file.write_text("max_model_len: 7\nenforce_eager: true\n")
+    given = {"model": "/m", "max_seq_len": "9", "vllm_config": str(file)}
+    arguments = engine_arguments(given)
+    assert (arguments["max_model_len"], arguments["enforce_eager"]) == (7, True)
+    assert "vllm_config: max_model_len is 7, and not 9" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("- 1", "vllm_config .*: expected a mapping"), ("a: [", "vllm_config .*: not valid YAML")],
+)
+def test_a_file_that_is_none(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "more.yaml"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        engine_arguments({"model": "/m", "vllm_config": str(file)})
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({}, "model: the engine vllm needs it"),
+        ({"model": "/m", "max_batch_size": "many"}, "tensorrt_llm: max_batch_size: invalid"),
+    ],
+)
+def test_parameters_that_are_wrong(parameters: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        engine_arguments(parameters)
+
+
+def test_on_cpus() -> None:
+    eager = {"enforce_eager": True}
+    assert cpu_arguments({}) == {**eager, "kv_cache_memory_bytes": CPU_CACHE_BYTES}
+    assert cpu_arguments({"enforce_eager": False, "kv_cache_memory_bytes": 5}) == {
+        "enforce_eager": False,
+        "kv_cache_memory_bytes": 5,
+    }
+    fraction = {"gpu_memory_utilization": 0.2}
+    assert cpu_arguments(fraction) == {**eager, **fraction}
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype"),
+    [
+        ('{"dtype": "float32"}', {"dtype": "float32"}),
+        ('{"torch_dtype": "float32"}', {"dtype": "float32"}),
+        ('{"dtype": "bfloat16"}', {}),
+        ("{}", {}),
+    ],
+)
+def test_a_model_keeps_its_data_type(tmp_path: Path, config: str, dtype: dict[str, str]) -> None:
+    (tmp_path / "config.json").write_text(config)
+    assert saved_dtype({"model": str(tmp_path)}) == dtype
+
+
+def test_the_interpreter_is_of_this_version() -> None:
+    command = [interpreter(), "-c", "import sys; print(sys.version_info[:2])"]
+    assert subprocess.check_output(command, text=True).strip() == str(sys.version_info[:2])
+
+
+# Requests
+
+
+def test_sampling() -> None:
+    assert sampling() == {**PLAIN, "temperature": 0.0}
+    assert sampling(temperature=0.5, top_k=3, seed=7) == {
+        **PLAIN,
+        "temperature": 0.5,
+        "top_p": 1.0,
+        "top_k": 3,
+        "seed": 7,
+    }
+    penalties: dict[str, Any] = {
+        "repetition_penalty": 1.5,
+        "presence_penalty": 1.0,
+        "frequency_penalty": -1.0,
+    }
+    assert sampling(**penalties, min_tokens=3) == {
+        **PLAIN,
+        **penalties,
+        "min_tokens": 3,
+        "temperature": 0.0,
+    }
+
+
+def test_the_minimum_is_cut_with_the_maximum() -> None:
+    assert sampling(min_tokens=100)["min_tokens"] == 8
+
+
+def test_a_continuation_has_noise_of_its_own() -> None:
+    assert sampling(continued=3, top_p=0.9, seed=2**64 - 1)["seed"] == 2
+
+
+def test_what_else_a_request_has() -> None:
+    arguments = sampling_arguments(
+        GenerationRequest("a", [5], 8, end_id=2, return_log_probs=True, logit_bias={4: -1.5})
+    )
+    assert arguments == {
+        **PLAIN,
+        "temperature": 0.0,
+        "stop_token_ids": [2],
+        "logprobs": 0,
+        "logit_bias": {4: -1.5},
+    }
+
+
+@pytest.mark.parametrize(
+    ("guide", "arguments"),
+    [
+        (Guide(GuideKind.JSON), {"json_object": True}),
+        (Guide(GuideKind.JSON_SCHEMA, "{}"), {"json": "{}"}),
+        (Guide(GuideKind.REGEX, "a+"), {"regex": "a+"}),
+        (Guide(GuideKind.GRAMMAR, "root ::= a"), {"grammar": "root ::= a"}),
+        (Guide(GuideKind.STRUCTURAL_TAG, "{}"), {"structural_tag": "{}"}),
+    ],
+)
+def test_guides(guide: Guide, arguments: dict[str, Any]) -> None:
+    assert guide_arguments(guide) == arguments
+
+
+def test_an_adapter_is_found_by_its_task_id(tmp_path: Path) -> None:
+    (tmp_path / "3").mkdir()
+    (tmp_path / "3" / "adapter_config.json").touch()
+    assert adapter(3, tmp_path) == tmp_path / "3"
+    with pytest.raises(EngineError, match="lora_task_id 4: there is no such adapter"):
+        adapter(4, tmp_path)
+    with pytest.raises(EngineError, match="needs lora_prefetch_dir"):
+        adapter(3, None)
+
+
+def test_tokens() -> None:
+    def output(reason: str | None, **values: Any) -> Any:
+        return SimpleNamespace(token_ids=[5, 6], logprobs=None, finish_reason=reason, **values)
+
+    one = GenerationRequest("a", [5], 8)
+    assert next_tokens(output(None), one, finished=False) == Tokens([5, 6])
+    assert next_tokens(output("stop"), one, finished=True) == Tokens([5, 6], finished=True)
+    with pytest.raises(EngineError, match="vLLM ended the request: error"):
+        next_tokens(output("error"), one, finished=True)
+
+
+def test_every_variable_is_an_argument_or_said_to_have_no_effect() -> None:
+    apart = {
+        "encoder_model_path",  # as engine_dir, whose filling says so
+        "engine",
+        "exclude_input_in_output",
+        "gpt_model_path",
+        "guided_decoding_backend",
+        "lora_cache_max_adapter_size",
+        "lora_prefetch_dir",
+        "max_responses_per_second",  # of what delivers the tokens of all embedded engines
+        "max_tokens_per_response",
+        "tokenizer_dir",
+        "vllm_config",
+    }
+    template = (ROOT / "triton_model_repo" / "tensorrt_llm" / "config.pbtxt").read_text()
+    names = re.findall(r'key: "(\w+)" value \{ string_value: "\$\{(?!simulated)\w+\}"', template)
+    known = {*vllm_arguments._ARGUMENTS, *vllm_arguments._NO_ARGUMENT}
+    assert {*names} - known == apart - known
+    assert not known & apart - {"encoder_model_path"}
