@@ -16,6 +16,8 @@ LISTENS = "Started Metrics Service at"
 """What tritonserver says when it listens on all of its ports, of which that one is the last."""
 IN_USE = "already in use"
 """What tritonserver says of a port, before it ends."""
+ANSWERED = "Found 0 model versions that have in-flight inferences"
+"""What tritonserver says when it was told to stop and has answered every request."""
 READ = 20_000
 """Characters that are read of a text, which may have a whole request in it."""
 

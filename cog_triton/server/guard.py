@@ -12,7 +12,8 @@ descend from it. Its shared memory regions are removed, and the temporary direct
 parent-death signal cannot do this: it is lost when the thread that forked ends, it reaches no
 grandchildren, and it leaves /dev/shm behind.
 
-The starter may write there, too: ``KILL`` for a server that hangs, and ``WATCH`` once every model is ready.
+The starter may write there, too: ``STOP``, which is the same as closing it, ``KILL`` for a server that
+hangs or, after a stop, has nothing left to do, and ``WATCH`` once every model is ready.
 From then on the end of a stub ends the server as well: Triton 2.51 does not notice it, says that it is
 ready, and keeps the stub's requests for good. A stub that ends with status 0 was told to, by a
 server that unloads its model.
@@ -41,7 +42,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -49,8 +50,10 @@ SHARED_MEMORY = Path("/dev/shm")
 RANK_ENDED = "tritonserver of rank {rank} ended without being told to, with status {status}"
 STUB_ENDED = "the process of model {model} ended without being told to, with status {status}"
 STUB = "triton_python_backend_stub"
-WATCH, KILL = b"w", b"k"
+STOP, WATCH, KILL = b"s", b"w", b"k"
 TRACKER_SECONDS = 5.0
+LAST_BYTES_SECONDS = 0.2
+"""For which a server that has answered every request may still write what it answered."""
 
 _ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # mpirun hands this one on to its ranks and waits for them. A SIGTERM it keeps back for a second, and
@@ -87,7 +90,7 @@ def run(role: str, prefix: str, stop_timeout: float, directory: str, command: li
         if not ended:
             name = _GROUP_STOP if role == "group" else signal.SIGTERM
             # A rank still has to say goodbye to the others when its models have ended.
-            if _stop(server, stop_timeout, name, _stubs() if role == "server" else []):
+            if _stop(server, stop_timeout, name, sys.stdin.fileno() if role == "server" else None):
                 return 0
         status = server.wait()
         if is_rank and ended:
@@ -237,7 +240,7 @@ def _ended_before(stops: list[int], server: subprocess.Popen[bytes], orphaned: l
         ready = set(select.select([process, *stops, *orphaned, *stubs], [], [])[0])
         if ready & set(stops):
             what = _told(ready)
-            if not what:
+            if what in (b"", STOP):
                 return False
             if what == KILL:
                 server.kill()
@@ -305,32 +308,28 @@ def _model_of(pid: int) -> str | None:
 
 
 def _stop(
-    server: subprocess.Popen[bytes],
-    timeout: float,
-    name: signal.Signals,
-    stubs: Sequence[_Stub] = (),
+    server: subprocess.Popen[bytes], timeout: float, name: signal.Signals, starter: int | None
 ) -> bool:
-    """Ends the server; returns whether its stubs had all ended, as they were told to, when it was killed.
+    """Ends the server; returns whether it had answered every request when it was killed.
 
-    Nothing is left to do then, but tritonserver looks only once a second whether its models are unloaded.
+    Triton 2.51 begins to unload the models of an ensemble a second later, when it looks again. Nothing is
+    in them to lose, and what they hold is the kernel's to take back or ``run``'s to remove.
+
+    Args:
+        starter: where it says by ``KILL`` that every request has been answered; None if it does not.
     """
-    watched = set(_descriptors(stubs))
-    running = {os.pidfd_open(server.pid), *watched}
+    watched = [os.pidfd_open(server.pid), *([] if starter is None else [starter])]
     server.send_signal(name)
     deadline = time.monotonic() + timeout
+    answered = False
     while (left := deadline - time.monotonic()) > 0 and server.poll() is None:
-        if watched and not running & watched:
-            break
-        running -= set(select.select(running, [], [], left)[0])
-    unloaded = bool(watched) and not running & watched and server.poll() is None
+        if starter in select.select(watched, [], [], left)[0]:
+            watched.remove(starter)
+            answered = os.read(starter, 1) == KILL
+            if answered:
+                deadline = min(deadline, time.monotonic() + LAST_BYTES_SECONDS)
     server.kill()
-    return unloaded
-
-
-def _descriptors(stubs: Iterable[_Stub]) -> Iterator[int]:
-    for stub in stubs:
-        with contextlib.suppress(ProcessLookupError):  # it has just ended
-            yield os.pidfd_open(stub.pid)
+    return answered
 
 
 def _children() -> list[int]:

@@ -37,11 +37,11 @@ from cog_triton.server.command import (
     guarded,
     launch_command,
 )
-from cog_triton.server.guard import KILL, WATCH, make_private, process_name
+from cog_triton.server.guard import KILL, STOP, WATCH, make_private, process_name
 from cog_triton.server.installation import PACKAGE_ROOT, assemble, environment, locate
 from cog_triton.server.log import LoadTimes, ServerLog
 from cog_triton.settings import Settings
-from cog_triton.triton_texts import IN_USE
+from cog_triton.triton_texts import ANSWERED, IN_USE
 
 logger = logging.getLogger("tritonserver")
 _progress = logging.getLogger(__name__)
@@ -135,15 +135,16 @@ class TritonServer:
 
     def stop(self) -> None:
         """Stops the server, its stubs and all they hold. Safe to call again, and before a start."""
-        process, self._process = self._process, None
-        if process is None:
+        if self._process is None:
             return
-        assert process.stdin is not None
+        assert self._process.stdin is not None
         self._stopping = True
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.close()
-        self.status = process.wait()
+        self._tell_guard(STOP)
+        self.status = self._process.wait()
         self._join_threads()
+        with contextlib.suppress(BrokenPipeError):  # what it was told last came after its end
+            self._process.stdin.close()
+        self._process = None
 
     def kill(self) -> None:
         """Ends a server that hangs: its guard kills it, and clears up. Returns at once."""
@@ -261,6 +262,8 @@ class TritonServer:
         for level, text in self._log.read(process.stdout):
             if progress := load_times.note(text, time.monotonic()):
                 _progress.info("%s", progress)
+            if self._stopping and ANSWERED in text:
+                self._tell_guard(KILL)
             # That the server ends is news only if it was not asked to.
             logger.log(logging.DEBUG if self._stopping else level, "%s", text)
         status = process.wait()

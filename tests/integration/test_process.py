@@ -9,6 +9,7 @@ import secrets
 import shutil
 import signal
 import socket
+import threading
 from pathlib import Path
 
 import httpx
@@ -77,6 +78,41 @@ def test_a_stop_leaves_nothing_and_may_be_repeated(demo_model: Path, tmp_path: P
     assert not server.is_ready()
     assert not regions(server)
     assert not [pid for pid in started if alive(pid)]
+
+
+def test_a_stop_does_not_wait_for_tritons_next_look(
+    demo_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It comes a second after the first, and until then nothing is unloaded."""
+    server = make_server(settings_for(demo_model, ENGINE="simulated"), tmp_path)
+    server.start()
+    with caplog.at_level(logging.DEBUG, "tritonserver"):
+        server.stop()
+    assert server.status == 0
+    assert sum("live models" in line for line in caplog.messages) == 1
+
+
+def test_a_stop_lets_running_requests_end(demo_model: Path, tmp_path: Path) -> None:
+    settings = settings_for(demo_model, ENGINE="simulated", SIMULATED_INTER_TOKEN_MS="20")
+    server = make_server(settings, tmp_path)
+    server.start()
+    stop = threading.Thread(target=server.stop)
+    url = f"http://{server.endpoints.http}/v2/models/ensemble/generate_stream"
+    body = {
+        "text_input": "Hello",
+        "max_tokens": 50,
+        "stream": True,
+        "return_num_output_tokens": True,
+    }
+    counts: list[str] = []
+    with httpx.stream("POST", url, json=body, timeout=30) as response:
+        for line in response.iter_lines():
+            if not counts:
+                stop.start()
+            counts += re.findall(r'"num_output_tokens":(\d+)', line)
+    stop.join()
+    assert counts[-1] == "50"
+    assert server.status == 0
 
 
 def test_a_server_that_crashes_is_noticed_and_leaves_nothing(
