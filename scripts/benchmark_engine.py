@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Compares the embedded engine with transformers, called directly and as its own server.
+"""Compares an embedded engine with its library, called directly: transformers or vLLM.
 
 The model has random weights and is made on the spot. The contestants take turns; what counts are the
 ratios of one run. The last line is JSON; the report is also written to artifacts/engine/.
@@ -13,10 +13,11 @@ Examples:
 
         python scripts/benchmark_engine.py --serve-python /tmp/tserve/bin/python
 
-    On a GPU, 8 billion parameters:
+    On a GPU, vLLM on 8 billion parameters, which it makes up itself:
 
-        python scripts/benchmark_engine.py --shape 8b --dtype bfloat16 --device cuda \\
-            --streams 1 16 64 --output-tokens 128 --contestants transformers engine stack
+        echo "load_format: dummy" > dummy.yaml
+        python scripts/benchmark_engine.py --engine vllm --vllm-config dummy.yaml --shape 8b \\
+            --dtype bfloat16 --device cuda --streams 1 16 64 256 --output-tokens 128 --repeat 3
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ from typing import Any
 
 from _checkout import ROOT
 
-NAMES = ("transformers", "engine", "stack", "serve")
+NAMES = {
+    "transformers": ("transformers", "engine", "stack", "serve"),
+    "vllm": ("vllm", "engine", "stack"),
+}
 NOT_REPORTED = ("model_directory", "serve_python", "check", "artifact_dir")
 
 
@@ -63,6 +67,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
+    add("--engine", choices=NAMES, default="transformers", help="default: %(default)s")
+    add(
+        "--vllm-config",
+        type=Path,
+        metavar="FILE",
+        help="YAML file of vLLM's arguments; with load_format: dummy no weights are written",
+    )
     add("--shape", choices=("tiny", "135m", "8b"), default="135m", help="of the model")
     add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     add("--device", default="cpu", help="cpu or cuda")
@@ -72,10 +83,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--repeat", type=int, default=3, metavar="N", help="rounds of each load")
     add(
         "--contestants",
-        choices=NAMES,
+        choices=sorted({name for names in NAMES.values() for name in names}),
         nargs="+",
-        default=NAMES,
-        help="targets of scripts/benchmark.py; stack is generate()",
+        help="targets of scripts/benchmark.py, stack is generate(); default: all that the engine has",
     )
     add("--seed", type=int, default=0)
     add(
@@ -96,26 +106,21 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         metavar="PATH",
         help="a Python that has transformers[serving]",
     )
-    add(
-        "--attention",
-        metavar="NAME",
-        help="sdpa, paged|eager, torch_flash (PyTorch's own, NVIDIA GPUs) or one of transformers'; "
-        "default: what the engine chooses",
-    )
-    add("--cuda-graph", action="store_true", help="capture the model's forward pass")
     add("--async-batching", action="store_true", help="for transformers called directly")
-    add("--q-padding", type=int, default=0, metavar="TOKENS", help="of CUDA graphs; 0: default")
-    add("--kv-padding", type=int, default=0, metavar="TOKENS", help="of CUDA graphs; 0: default")
     add("--artifact-dir", type=Path, default=Path("artifacts/engine"), metavar="DIRECTORY")
     add("--check", action="store_true", help="exit with status 1 if a target is missed")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    options.contestants = options.contestants or NAMES[options.engine]
+    if others := set(options.contestants) - set(NAMES[options.engine]):
+        parser.error(f"the engine {options.engine} has no contestant {', '.join(sorted(others))}")
+    return options
 
 
 def run(options: argparse.Namespace, directory: Path, argv: list[str]) -> dict[str, Any]:
     """Makes the model, compares the contestants and returns the report."""
     from tools.benchmark.cli import progress, publish
+    from tools.benchmark.engine_comparison import compare, environment, promises
     from tools.benchmark.servers import why_no_serve
-    from tools.benchmark.transformers_comparison import compare, environment, promises
 
     skipped = {}
     if "serve" in options.contestants and (reason := why_no_serve(options.serve_python)):
@@ -126,7 +131,7 @@ def run(options: argparse.Namespace, directory: Path, argv: list[str]) -> dict[s
     contestants = [name for name in options.contestants if name not in skipped]
     results = compare(setup, contestants, directory, options.serve_python, progress)
     about = {
-        "title": "The embedded engine beside transformers",
+        "title": f"The engine {options.engine} beside its library",
         "command": shlex.join(["scripts/benchmark_engine.py", *argv]),
         "options": {
             name: value for name, value in vars(options).items() if name not in NOT_REPORTED
@@ -144,13 +149,8 @@ def run(options: argparse.Namespace, directory: Path, argv: list[str]) -> dict[s
 
 def setup_of(options: argparse.Namespace, directory: Path) -> Any:
     """What the options say of the comparison."""
-    from tools.benchmark.transformers_comparison import Setup
+    from tools.benchmark.engine_comparison import Setup
 
-    alone = {
-        "use_async_batching": "true" if options.async_batching else "",
-        "q_padding_interval_size": str(options.q_padding or ""),
-        "kv_padding_interval_size": str(options.kv_padding or ""),
-    }
     model = options.model_directory or directory / "model"
     return Setup(
         model.absolute(),  # tritonserver has a working directory of its own
@@ -161,9 +161,10 @@ def setup_of(options: argparse.Namespace, directory: Path) -> Any:
         options.output_tokens,
         options.repeat,
         options.seed,
-        attention=options.attention,
-        cuda_graph=options.cuda_graph,
-        alone={name: value for name, value in alone.items() if value},
+        engine=options.engine,
+        vllm_config=options.vllm_config and options.vllm_config.absolute(),
+        at_once=len(options.contestants) if options.repeat > 1 else 1,
+        alone={"use_async_batching": "true"} if options.async_batching else {},
     )
 
 
@@ -172,16 +173,33 @@ def make(model: Path, options: argparse.Namespace) -> None:
     import torch
 
     from tools.benchmark.cli import progress
-    from tools.benchmark.random_model import SHAPES, is_made, make_model
+    from tools.benchmark.random_model import (
+        SHAPES,
+        is_made,
+        make_model,
+        make_model_without_weights,
+    )
 
     if is_made(model):
         return
     progress(f"making {model} ...")
+    shape, dtype = SHAPES[options.shape], getattr(torch, options.dtype)
+    if makes_weights_up(options.vllm_config):
+        make_model_without_weights(model, shape, dtype=dtype)
+        return
     device = torch.device(options.device)
-    dtype = getattr(torch, options.dtype)
-    make_model(model, SHAPES[options.shape], dtype=dtype, device=device, seed=options.seed)
+    make_model(model, shape, dtype=dtype, device=device, seed=options.seed)
     if device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+def makes_weights_up(vllm_config: Path | None) -> bool:
+    """Whether vLLM is told to make the weights up instead of reading them."""
+    if vllm_config is None:
+        return False
+    import yaml  # type: ignore[import-untyped, unused-ignore]
+
+    return (yaml.safe_load(vllm_config.read_text()) or {}).get("load_format") == "dummy"
 
 
 if __name__ == "__main__":

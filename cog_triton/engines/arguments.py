@@ -16,7 +16,6 @@ Table = Mapping[str, tuple[str, Parse]]  # parameter of the tensorrt_llm model â
 
 # Parameters that only the C++ backend or the embedded engine on transformers has a use for.
 CPP_BACKENDS = (
-    "attn_implementation",
     "cancellation_check_period_ms",
     "cross_kv_cache_fraction",
     "cuda_graph_cache_size",
@@ -45,7 +44,6 @@ CPP_BACKENDS = (
     "request_stats_max_iterations",
     "speculative_decoding_fast_logits",
     "stats_check_period_ms",
-    "use_cuda_graph",
     "xgrammar_tokenizer_info_path",
 )
 

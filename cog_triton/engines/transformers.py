@@ -28,7 +28,6 @@ from transformers.generation.continuous_batching.requests import (
 from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, FIFOScheduler
 
 from cog_triton import remote_code
-from cog_triton.engines.attention import use_attention
 from cog_triton.engines.base import (
     Engine,
     EngineUnavailable,
@@ -74,7 +73,6 @@ class TransformersEngine(Engine):
         processor = manager._create_batch_processor()
         processor.model_runner = Runner(
             parameters=parameters,
-            vocabulary=self._vocabulary,
             logit_processor=parameters,
             cb_config=processor.cb_config,
             cache=processor.cache,
@@ -91,8 +89,8 @@ class TransformersEngine(Engine):
         """Loads the model that the tensorrt_llm model's parameters name.
 
         Raises:
-            ValueError: the prompt and output cannot fit in ``max_tokens_in_paged_kv_cache``, there
-                is no such attention, or the model needs its own code and that is not trusted.
+            ValueError: the prompt and output cannot fit in ``max_tokens_in_paged_kv_cache``, or the
+                model needs its own code and that is not trusted.
             OSError: there is no such model.
         """
         device = _device(parameters.get("device", "auto"))
@@ -102,8 +100,6 @@ class TransformersEngine(Engine):
             parameters.get("dtype", "auto"),
             trust_remote_code=parameters.get("trust_remote_code") == "true",
         )
-        if attention := parameters.get("attn_implementation"):
-            use_attention(model, attention)
         context_length = _context_length(model.config, parameters.get("max_seq_len"))
         return cls(
             model,
@@ -215,7 +211,7 @@ def batching_config(
         allow_block_sharing=parameters.get("enable_kv_cache_reuse", "true") == "true",
         # It prepares a step before the tokens of the last one are known, which penalties need.
         use_async_batching=False,
-        use_cuda_graph=parameters.get("use_cuda_graph", "false") == "true",
+        use_cuda_graph=False,
         return_logprobs=True,
     )
 

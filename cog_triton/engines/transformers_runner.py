@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from transformers.generation.continuous_batching.model_runner import ModelRunner
 from transformers.generation.continuous_batching.requests import FutureRequestState
-from transformers.generation.continuous_batching.utils import pad_to_pow2, stream_context
 
 from cog_triton.engines.base import GenerationRequest
 from cog_triton.engines.token_sampling import History, choose, penalize
-
-GRAPH_QUERIES = 256  # a batch of more tokens, a prefill, computes longer than it takes to launch
-GRAPH_KEYS = 1024  # the fewest that a graph reads
 
 
 class RowParameters:
@@ -71,67 +66,22 @@ class RowParameters:
 
 
 class Runner(ModelRunner):
-    """Transformers' model runner with this package's sampling.
+    """Transformers' model runner with this package's sampling."""
 
-    What a CUDA graph has captured is the forward pass alone. It leaves the logits in a fixed place, and
-    the sampling, which is another for every batch, follows it on the same stream.
-    """
-
-    def __init__(self, *, parameters: RowParameters, vocabulary: int, **kwargs: Any) -> None:
+    def __init__(self, *, parameters: RowParameters, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self._parameters = parameters
-        self._graphs = any(self.cb_config.cuda_graph_booleans)
-        self._logits = torch.empty(0)  # [rows, vocabulary]
-        if self._graphs:
-            rows = min(self.cb_config.max_requests_per_batch, self.cache.max_batch_tokens)
-            self._logits = torch.empty(rows, vocabulary, device=self.cache.device)
 
-    def maybe_pad_inputs(
-        self,
-        num_q_tokens: int,
-        max_kv_read: int,
-        use_decode_fast_path: bool,  # noqa: ARG002
-    ) -> tuple[int, int]:
-        """Called before each batch with its sizes; returns those that it is padded to."""
-        # Asked for until the batch is through.
-        self.pad_inputs = self._graphs and num_q_tokens <= GRAPH_QUERIES and max_kv_read > 0
-        if not self.pad_inputs:
-            return num_q_tokens, max_kv_read
-        queries = int(pad_to_pow2(num_q_tokens, self.cache.max_batch_tokens))
-        return queries, _padded_keys(max_kv_read, self.cache.max_tokens_read)
-
-    def _get_forward_fn(self, use_block_table: bool) -> tuple[Callable[..., None], bool]:
-        forward, graph = super()._get_forward_fn(use_block_table)
-        return forward, graph and self.pad_inputs
-
-    def compute_batch(self, model: Any, batch_data: dict[str, Any]) -> None:
-        """One step: the forward pass, run, captured or replayed, and the sampling."""
-        super().compute_batch(model, batch_data)
-        with stream_context(self.inputs_and_outputs.compute_stream):
-            self._choose(self.inputs_and_outputs.output_ids)
-
-    def _sample(self, scores: torch.Tensor, output_ids: torch.Tensor) -> None:  # noqa: ARG002
-        """The end of the forward pass; what is done here is captured with it."""
-        if self._graphs:
-            self._logits[: scores.shape[1]].copy_(scores[0])
-        else:
-            self._logits = scores[0]
-
-    def _choose(self, output_ids: torch.Tensor) -> None:
+    def _sample(self, scores: torch.Tensor, output_ids: torch.Tensor) -> None:
+        """The end of a step: chooses the next tokens from the logits, shape [1, rows, vocabulary]."""
         rows = self._parameters.rows
         # Behind those come the rows of prompts that are not yet through, whose logits mean nothing.
-        logits = self._logits[: len(rows)]
+        logits = scores[0, : len(rows)]
         ids = _next_tokens(logits, rows, self._parameters.histories)
         output_ids[0, : len(rows)].copy_(ids)
         if any(request.return_log_probs for request, _ in rows):
             log_probs = logits.gather(1, ids.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)
             output_ids[1, : len(rows)].copy_(log_probs.view(dtype=torch.int32))
-
-
-def _padded_keys(keys: int, most: int) -> int:
-    """How many keys a batch reads with its padding: at most an eighth more, in few different sizes."""
-    step: int = max(GRAPH_KEYS, pad_to_pow2(keys, most) // 8)
-    return min(-(-keys // step) * step, most)
 
 
 def _next_tokens(

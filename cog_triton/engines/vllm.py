@@ -90,16 +90,7 @@ class VllmEngine(EventLoopEngine):
         """
         for name in without_effect(parameters):
             logger.warning("tensorrt_llm: %s has no effect with the engine vllm", name)
-        arguments = engine_arguments(parameters)
-        prepare()
-        from vllm.platforms import (  # type: ignore[import-not-found, unused-ignore]
-            current_platform,
-        )
-
-        if current_platform.is_cpu():
-            arguments = cpu_arguments(arguments)
-        if "dtype" not in arguments:
-            arguments |= saved_dtype(arguments)
+        arguments = loading_arguments(parameters)
         adapters = parameters.get("lora_prefetch_dir")
         try:
             return cls(arguments, Path(adapters) if adapters else None)
@@ -201,6 +192,24 @@ class VllmEngine(EventLoopEngine):
     def _failure(self, error: Exception, _: GenerationRequest) -> Tokens:
         text = str(error) or repr(error)
         return Tokens([], finished=True, error=text, refused=_is_refusal(error))
+
+
+def loading_arguments(parameters: Mapping[str, str]) -> dict[str, Any]:
+    """The arguments of ``vllm.AsyncEngineArgs`` on this machine. Readies the process for vLLM.
+
+    Raises:
+        ValueError: a parameter is missing or not valid, or there is no interpreter to start.
+        OSError: there is no such file or model.
+    """
+    arguments = engine_arguments(parameters)
+    prepare()
+    from vllm.platforms import (  # type: ignore[import-not-found, unused-ignore]
+        current_platform,
+    )
+
+    if current_platform.is_cpu():
+        arguments = cpu_arguments(arguments)
+    return arguments if "dtype" in arguments else arguments | saved_dtype(arguments)
 
 
 def _is_refusal(error: Exception) -> bool:

@@ -8,7 +8,7 @@
 - ``report`` makes figures of what came back, a table and CSV. ``html`` makes the page, of what ``reading``
   finds in them and of ``plots``, which ``figures`` draws.
 - ``cli`` runs it all for the command line of ``options``. Two sets of measurements have promises
-  (``checks``): ``suite``, which is ``make bench``, and ``transformers_comparison``, on a ``random_model``.
+  (``checks``): ``suite``, which is ``make bench``, and ``engine_comparison``, on a ``random_model``.
 
 It imports ``cog_triton`` and is never imported by it. After a change: ``pytest tests/unit/tools`` and
 ``tests/integration/test_benchmark.py``.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tools.benchmark.driver import Driver
-from tools.benchmark.engine_drivers import InProcess, RawEngine, Transformers
+from tools.benchmark.engine_drivers import InProcess, RawEngine, Transformers, Vllm
 from tools.benchmark.http_drivers import CogJson, CogSse, Serve, TritonHttp
 from tools.benchmark.triton_drivers import (
     Generate,
@@ -24,6 +24,7 @@ DRIVERS: dict[str, type[Driver]] = {
     "triton-engine": TritonEngine,
     "engine": RawEngine,
     "transformers": Transformers,
+    "vllm": Vllm,
     "serve": Serve,
 }
 

@@ -13,12 +13,8 @@ from typing import Any
 from tools.benchmark.driver import Answer, Context, Driver, Failed, engine_inputs
 from tools.benchmark.load import Planned
 
-# Fields of transformers' ContinuousBatchingConfig that may stand beside the engine's parameters.
-TRANSFORMERS_ALONE = (
-    "use_async_batching",
-    "q_padding_interval_size",
-    "kv_padding_interval_size",
-)
+# A field of transformers' ContinuousBatchingConfig that may stand beside the engine's parameters.
+ASYNC_BATCHING = "use_async_batching"
 
 
 class InProcess(Driver):
@@ -99,7 +95,7 @@ class Transformers(InProcess):
                 batching,
                 scheduler_type="fifo",
                 return_logprobs=False,
-                **alone(context.engine),
+                use_async_batching=context.engine.get(ASYNC_BATCHING) == "true",
             ),
         )
         self._manager.warmup()
@@ -132,10 +128,49 @@ class Transformers(InProcess):
         await asyncio.to_thread(self._manager.stop, block=True, hard_stop=True)
 
 
-def alone(parameters: Mapping[str, str]) -> dict[str, Any]:
-    """What transformers is given that the engine has no parameter for."""
-    values = {name: parameters[name] for name in TRANSFORMERS_ALONE if name in parameters}
-    return {name: True if text == "true" else int(text) for name, text in values.items()}
+class Vllm(InProcess):
+    """vLLM's AsyncLLM with the engine's arguments, and a stream of new tokens from each request."""
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        from cog_triton.engines.vllm import loading_arguments
+
+        arguments = loading_arguments(context.engine)
+        from vllm import AsyncEngineArgs  # type: ignore[import-not-found, unused-ignore]
+        from vllm.v1.engine.async_llm import (  # type: ignore[import-not-found, unused-ignore]
+            AsyncLLM,
+        )
+
+        self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+
+    def prepare(self, request: Planned) -> tuple[dict[str, list[int]], Any]:
+        from vllm import SamplingParams
+        from vllm.sampling_params import (  # type: ignore[import-not-found, unused-ignore]
+            RequestOutputKind,
+        )
+
+        sampling = SamplingParams(
+            max_tokens=request.output_tokens,
+            temperature=self._context.temperature,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        return {"prompt_token_ids": self._context.vocabulary.encode(request.prompt)}, sampling
+
+    async def send(self, prepared: tuple[dict[str, list[int]], Any]) -> list[tuple[float, int]]:
+        outputs = self._llm.generate(*prepared, request_id=secrets.token_hex(8))
+        return [(time.perf_counter(), len(output.outputs[0].token_ids)) async for output in outputs]
+
+    def parse(self, pieces: list[tuple[float, int]]) -> Answer:
+        answer = Answer()
+        for at, tokens in pieces:
+            if tokens:
+                answer.add(at, tokens)
+        return answer
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self._llm.shutdown)
 
 
 def load_for_batching(parameters: Mapping[str, str]) -> tuple[Any, int, Any]:

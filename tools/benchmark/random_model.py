@@ -68,6 +68,21 @@ def make_model(
     Args:
         device: where the random numbers are made; 8 B of them take a minute on a CPU.
     """
+    _make_weights(directory, shape, dtype=dtype, device=device, seed=seed)
+    _make_tokenizer(directory, shape)
+
+
+def make_model_without_weights(directory: Path, shape: Shape, *, dtype: torch.dtype) -> None:
+    """Writes a model's configuration and tokenizer alone, for an engine that makes weights up."""
+    config = shape.config
+    config.dtype = dtype
+    config.save_pretrained(directory)
+    _make_tokenizer(directory, shape)
+
+
+def _make_weights(
+    directory: Path, shape: Shape, *, dtype: torch.dtype, device: torch.device, seed: int
+) -> None:
     with device:
         model = AutoModelForCausalLM.from_config(shape.config, dtype=dtype)
     generator = torch.Generator(device).manual_seed(seed)
@@ -80,15 +95,18 @@ def make_model(
         for table in (model.get_input_embeddings(), model.get_output_embeddings()):
             table.weight[END_ID] = 0
     model.save_pretrained(directory)
-    (directory / "generation_config.json").write_text(
-        json.dumps({"do_sample": False, "eos_token_id": END_ID, "pad_token_id": END_ID})
-    )
-    _tokenizer(shape.vocabulary).save_pretrained(directory)
 
 
 def is_made(directory: Path) -> bool:
     """Whether a model was written there completely."""
     return (directory / "tokenizer_config.json").is_file()
+
+
+def _make_tokenizer(directory: Path, shape: Shape) -> None:
+    (directory / "generation_config.json").write_text(
+        json.dumps({"do_sample": False, "eos_token_id": END_ID, "pad_token_id": END_ID})
+    )
+    _tokenizer(shape.vocabulary).save_pretrained(directory)
 
 
 def _tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:

@@ -59,9 +59,9 @@ def started(
         return triton_server(environment)
     if kind == "serve":
         return transformers_serve(environment, serve_python, directory / "serve.log")
-    return (
-        engine_alone(environment) if kind == "engine" else transformers_parts(environment, **alone)
-    )
+    if kind == "transformers":
+        return transformers_parts(environment, **alone)
+    return engine_alone({**environment, **({"ENGINE": kind} if kind == "vllm" else {})})
 
 
 @contextmanager
@@ -137,7 +137,7 @@ def transformers_parts(environment: Mapping[str, str], **alone: str) -> Iterator
     """No server: what a load generator needs to run transformers' batching in its own process.
 
     Args:
-        alone: see ``engine_drivers.TRANSFORMERS_ALONE``.
+        alone: see ``engine_drivers.ASYNC_BATCHING``.
     """
     with engine_alone({**environment, "ENGINE": "transformers"}) as running:
         yield replace(running, engine={**running.engine, **alone})
@@ -180,15 +180,14 @@ def serve_command(
         "--port": port,
         "--device": None if device == "auto" else device,
         "--log-level": "error",
-        "--attn-implementation": parameters.get("attn_implementation"),
+        "--attn-implementation": "sdpa",  # as the engine's
         "--cb-block-size": batching.page_size,
         "--cb-num-blocks": batching.num_blocks,
         "--cb-max-batch-tokens": batching.max_batch_tokens,
     }
     given = [str(part) for option in options.items() if option[1] is not None for part in option]
-    graph = "--cb-use-cuda-graph" if batching.use_cuda_graph else "--no-cb-use-cuda-graph"
     program = [python, "-m", "transformers.cli.transformers", "serve", parameters["model"]]
-    return [*program, "--continuous-batching", graph, *given]
+    return [*program, "--continuous-batching", "--no-cb-use-cuda-graph", *given]
 
 
 def why_no_serve(python: str) -> str | None:

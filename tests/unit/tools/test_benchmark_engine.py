@@ -6,18 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import benchmark_engine
-import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig
-from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers import AutoModelForCausalLM
 
-from cog_triton.engines.attention import TORCH_FLASH, use_attention
 from cog_triton.engines.transformers import load_model
 from cog_triton.repository.overrides import load_overrides
 from cog_triton.text.tokenizer import load_tokenizer
 from tools.benchmark.driver import Failed
-from tools.benchmark.engine_drivers import alone, load_for_batching
+from tools.benchmark.engine_comparison import Setup, environment, promises
+from tools.benchmark.engine_drivers import load_for_batching
 from tools.benchmark.http_drivers import completion
 from tools.benchmark.load import Load
 from tools.benchmark.measure import BenchmarkError
@@ -25,7 +23,6 @@ from tools.benchmark.processes import Usage
 from tools.benchmark.random_model import END_ID, SHAPES, is_made, make_model
 from tools.benchmark.report import Result, result, table
 from tools.benchmark.servers import serve_command, started, why_no_serve
-from tools.benchmark.transformers_comparison import Setup, environment, promises
 from tools.benchmark.turns import compared, run_loads, take_turns
 from tools.benchmark.worker import Record
 
@@ -99,25 +96,6 @@ def test_a_word_is_a_token_and_is_shown_at_once(model: Path) -> None:
     assert tokenizer(text_of(ids))["input_ids"] == ids
     assert [tokenizer.decode([token_id]) for token_id in ids] == ["w1", "w17", "w999"]
     assert tokenizer.eos_token_id == END_ID
-
-
-def test_torch_flash_attends_as_sdpa_does(model: Path) -> None:
-    random = np.random.default_rng(0)
-    # One longer than a batch, so that it is prefilled in pieces beside others' tokens.
-    requests = [random.integers(1, TINY.vocabulary, n).tolist() for n in (37, 37, 37, 100)]
-    loaded = load_model(str(model), CPU, "auto")
-    outputs = []
-    for attention in ("sdpa", TORCH_FLASH):
-        use_attention(loaded, attention)
-        outcomes = loaded.generate_batch(
-            requests,
-            GenerationConfig(do_sample=False, eos_token_id=-1, max_new_tokens=20),
-            ContinuousBatchingConfig(num_blocks=64, page_size=32, max_batch_tokens=64),
-        )
-        outputs.append([outcome.generated_tokens for outcome in outcomes.values()])
-    assert outputs[0] == outputs[1]
-    assert len({tuple(output) for output in outputs[0]}) == len(requests)
-    assert max(len(set(output)) for output in outputs[0]) > 5
 
 
 def test_figures_of_a_turn() -> None:
@@ -218,6 +196,53 @@ def test_targets() -> None:
     assert names == ["generate/engine at 16 streams"]
 
 
+def test_targets_of_vllm() -> None:
+    results = results_of({"vllm": 100, "engine": 94, "generate": 92})
+    assert {check.name: check.met for check in promises(results, "cuda")} == {
+        "engine/vllm at 16 streams": False,
+        "generate/vllm at 16 streams": False,
+        "generate/engine at 16 streams": True,
+        "generate's TTFT p50 - vllm's at 16 streams": True,
+        "generate's TTFT p50 - engine's at 16 streams": True,
+    }
+    assert {check.name: check.met for check in promises(results, "cpu")} == {
+        "engine/vllm at 16 streams": False,
+        "generate/vllm at 16 streams": True,
+        "generate/engine at 16 streams": True,
+    }
+
+
+def test_vllm_gets_its_file_and_a_share_of_the_gpu(tmp_path: Path) -> None:
+    file = tmp_path / "vllm.yaml"
+    setup = Setup(tmp_path, tmp_path, "cuda", [1, 64], 8, 8, engine="vllm", vllm_config=file)
+    assert setup.engine_parameters == {
+        "max_batch_size": "64",
+        "kv_cache_free_gpu_mem_fraction": "0.9",
+        "vllm_config": str(file),
+    }
+    three = replace(setup, at_once=3)
+    assert three.engine_parameters["kv_cache_free_gpu_mem_fraction"] == "0.3"
+    settings = environment(setup, tmp_path / "stack.yaml")
+    assert settings["ENGINE"] == "vllm"
+    assert "DEVICE" not in settings
+    on_cpu = Setup(tmp_path, tmp_path, "cpu", [4], 8, 8, engine="vllm")
+    assert on_cpu.engine_parameters == {"max_batch_size": "4"}
+
+
+def test_weights_that_vllm_makes_up_are_not_written(tmp_path: Path) -> None:
+    file = tmp_path / "vllm.yaml"
+    file.write_text("load_format: dummy\n")
+    arguments = ["--engine", "vllm", "--shape", "tiny", "--dtype", "bfloat16"]
+    options = benchmark_engine.parse([*arguments, "--vllm-config", str(file)])
+    assert options.contestants == ("vllm", "engine", "stack")
+    benchmark_engine.make(tmp_path / "model", options)
+    assert is_made(tmp_path / "model")
+    assert not list(tmp_path.glob("**/*.safetensors"))
+    assert json.loads((tmp_path / "model/config.json").read_text())["dtype"] == "bfloat16"
+    with pytest.raises(SystemExit):
+        benchmark_engine.parse([*arguments, "--contestants", "serve"])
+
+
 def test_table() -> None:
     lines = table(results_of({"transformers": 100, "engine": 96})).splitlines()
     assert [line.split()[0] for line in lines[1:3]] == ["transformers*", "engine*"]
@@ -226,25 +251,18 @@ def test_table() -> None:
 
 
 def test_all_get_the_same_batching(model: Path, tmp_path: Path) -> None:
-    setup = Setup(model, ROOT / "triton_model_repo", "cpu", [7], 100, 100, attention="sdpa")
+    setup = Setup(model, ROOT / "triton_model_repo", "cpu", [7], 100, 100)
     file = tmp_path / "stack.yaml"
     settings = environment(setup, file)
     assert settings["MAX_SEQUENCE_LENGTH"] == "256"
     assert (Path(settings["TRITON_MODEL_REPO"]) / "tensorrt_llm").is_dir()
-    assert load_overrides(file)["tensorrt_llm"] == {
-        "max_tokens_in_paged_kv_cache": "4096",
-        "attn_implementation": "sdpa",
-    }
+    assert load_overrides(file)["tensorrt_llm"] == {"max_tokens_in_paged_kv_cache": "4096"}
     with (
         started("engine", settings, tmp_path) as engine,
         started("transformers", settings, tmp_path, use_async_batching="true") as transformers,
     ):
         assert transformers.engine == {**engine.engine, "use_async_batching": "true"}
         assert engine.engine["max_tokens_in_paged_kv_cache"] == "4096"
-    assert alone({**transformers.engine, "q_padding_interval_size": "64"}) == {
-        "use_async_batching": True,
-        "q_padding_interval_size": 64,
-    }
     loaded, context_length, batching = load_for_batching(engine.engine)
     assert (loaded.device.type, context_length) == ("cpu", 256)
     assert batching.num_blocks == 4096 // batching.page_size
