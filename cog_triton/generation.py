@@ -15,7 +15,8 @@ from typing import Literal
 
 from cog_triton.admission import Admission
 from cog_triton.client.resume import Streams
-from cog_triton.request import Request, triton_inputs
+from cog_triton.protocol import TokenLogProb
+from cog_triton.request import Request, effective_end_id, request_parameters, triton_inputs
 from cog_triton.text.detokenizer import IncrementalDetokenizer
 from cog_triton.text.stop_sequences import StopSequences
 from cog_triton.text.tokenizer import Tokenizer, text_limits
@@ -34,6 +35,10 @@ class Chunk:
         finish_reason: set on the last chunk alone: ``stop`` for an end token or a stop sequence,
             ``length`` for max_tokens or the end of the context.
         queued: seconds that the request waited for its turn; set on the last chunk alone.
+        ids: the tokens since the chunk before. The text may lag behind them: it may end within a
+            character, or with what could become a stop sequence.
+        log_probs: one per id if they were asked for, else empty.
+        stop_sequence: on the last chunk, the one that ended the answer; None if none did.
     """
 
     text: str
@@ -41,6 +46,9 @@ class Chunk:
     input_tokens: int | None
     finish_reason: FinishReason | None = None
     queued: float = 0.0
+    ids: tuple[int, ...] = ()
+    log_probs: tuple[TokenLogProb, ...] = ()
+    stop_sequence: str | None = None
 
 
 async def generate(
@@ -64,22 +72,23 @@ async def generate(
     text_limits(tokenizer, context_length).check("the prompt", len(request.prompt))
     detokenizer = IncrementalDetokenizer(tokenizer)
     stops = StopSequences(request.stop_sequences)
-    end_id = tokenizer.eos_token_id if request.end_id is None else request.end_id
-    ids: list[int] = []
+    end_id = effective_end_id(request, tokenizer.eos_token_id)
+    last_id: int | None = None
     output_tokens, input_tokens, keeps_end_token = 0, None, True
-    async with (
-        _turn(admission) as queued,
-        client.stream(secrets.token_hex(8), triton_inputs(request)) as responses,
-    ):
+    stream = client.stream(
+        secrets.token_hex(8), triton_inputs(request), parameters=request_parameters(request)
+    )
+    async with _turn(admission) as queued, stream as responses:
         async for response in responses:
             output_tokens += len(response.ids)
             input_tokens = response.input_tokens or input_tokens
-            ids = response.ids or ids
+            last_id = response.ids[-1] if response.ids else last_id
+            ids, log_probs = tuple(response.ids), tuple(response.log_probs)
             keeps_end_token = keeps_end_token and response.keeps_end_token
             text = stops.feed(detokenizer.decode(response.ids))
             if response.final or stops.matched is not None:
                 break
-            yield Chunk(text, output_tokens, input_tokens)
+            yield Chunk(text, output_tokens, input_tokens, ids=ids, log_probs=log_probs)
     # Here the request has been stopped in the engine if a stop sequence ended it.
     if stops.matched is None:
         text += stops.feed(detokenizer.flush()) + stops.flush()
@@ -87,9 +96,10 @@ async def generate(
         context_length is not None and (input_tokens or 0) + output_tokens >= context_length
     )
     # Where the engine leaves the end token out, an answer that was not cut off ended with it.
-    by_end_token = ids[-1:] == [end_id] if keeps_end_token else not full
+    by_end_token = last_id == end_id if keeps_end_token else not full
     ended = stops.matched is not None or by_end_token
-    yield Chunk(text, output_tokens, input_tokens, "stop" if ended else "length", queued)
+    reason: FinishReason = "stop" if ended else "length"
+    yield Chunk(text, output_tokens, input_tokens, reason, queued, ids, log_probs, stops.matched)
 
 
 def _turn(admission: Admission | None) -> AbstractAsyncContextManager[float]:

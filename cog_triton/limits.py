@@ -32,6 +32,15 @@ WORDS, WORDS_BYTES = 1024, 2**14
 """How many bad words, stop words or biased words a prompt may have on Triton's own ports, and the bytes of
 a request's together: they are tokenized, each of them twice, while other prompts wait."""
 
+GUIDE_CHARACTERS = 2**17
+"""Of a JSON schema, a regular expression, a grammar or a list of choices."""
+
+NAME_CHARACTERS = 256
+"""Of an adapter's name."""
+
+TOP_LOG_PROBS = 20
+"""Alternatives that log probabilities may have at each place: the most that OpenAI's API has."""
+
 WORD_IDS = 4 * WORDS_BYTES
 """Of one such list as token ids: a byte is one at most, and each word is there twice."""
 

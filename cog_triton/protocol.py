@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import zlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -33,6 +36,9 @@ DIMS = {
 OUTPUTS = tuple(DIMS)
 """Outputs of tensorrt_llm, INT32, which that ensemble has under the same names."""
 
+LOG_PROBS = "output_log_probs"
+"""The same, FP32, [beams, values], for requests with return_log_probs; see ``packed_log_probs``."""
+
 IDS_ONLY = "ids_only"
 """Parameter of a request (not a tensor) with which a client asks the embedded engines to answer with
 token ids alone. The C++ backend takes no notice of it."""
@@ -42,8 +48,94 @@ CHECKED_IDS = "checked_ids"
 if one was lost, came twice, or was damaged."""
 
 CONTINUED = "continued_ids"
-"""Parameter of a request: ids that an earlier attempt at it has delivered, see ``continued_text``.
+"""Parameter of a request: ids that an earlier attempt at it has delivered, see ``ids_text``.
 Preprocessing puts them behind the prompt's, and the embedded engines take them for output."""
+
+
+PROMPT_IDS = "prompt_ids"
+"""The same: the prompt as token ids, in place of the text, which is not read; see ``ids_text``."""
+
+ADD_SPECIAL_TOKENS = "add_special_tokens"
+"""The same: a boolean, whether the tokenizer adds the tokens that begin a text. A rendered chat template
+has them."""
+
+LOGIT_BIAS = "logit_bias"
+"""The same: a JSON object as text, of token ids and what is added to their logits, which preprocessing
+makes an embedding_bias of."""
+
+MIN_P = "min_p"
+"""The same: a number as text; tokens less likely than so many times the most likely one are not chosen."""
+
+TOP_LOG_PROBS = "top_logprobs"
+"""The same: an integer k; with return_log_probs, LOG_PROBS has the k most likely tokens as well."""
+
+Parameters = Mapping[str, str | int | bool]
+"""Parameters of a request, of the types that both of Triton's endpoints take."""
+
+NO_PARAMETERS: Parameters = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class TokenLogProb:
+    """How likely a token was under the model's unchanged distribution.
+
+    Attributes:
+        log_prob: natural logarithm of its probability.
+        top: the most likely tokens at its place with theirs, the most likely first.
+    """
+
+    id: int
+    log_prob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+def packed_log_probs(tokens: Sequence[TokenLogProb], top: int) -> npt.NDArray[Any]:
+    """The value of ``LOG_PROBS``, without batch and beams: float32, [tokens * (1 + 2 * top)].
+
+    Each token's log probability is followed by ``top`` ids, and by their log probabilities; -1 is no id.
+    (A float32 holds ids up to 2**24 exactly.) With ``top`` 0 this is TensorRT-LLM's form.
+    """
+    rows = np.zeros((len(tokens), 1 + 2 * top), np.float32)
+    rows[:, 1 : 1 + top] = -1
+    for row, token in zip(rows, tokens, strict=True):
+        row[0] = token.log_prob
+        for place, (token_id, log_prob) in enumerate(token.top[:top]):
+            row[1 + place], row[1 + top + place] = token_id, log_prob
+    return rows.ravel()
+
+
+def unpacked_log_probs(
+    ids: Sequence[int], values: npt.NDArray[Any], top: int
+) -> list[TokenLogProb]:
+    """The log probabilities of a response's ids.
+
+    Args:
+        values: of ``packed_log_probs``, of these ids and any before them. TensorRT-LLM sends those of all
+            tokens so far each time.
+
+    Raises:
+        ValueError: there are too few.
+    """
+    width = 1 + 2 * top
+    rows = values[max(0, len(values) - len(ids) * width) :].reshape(len(ids), width).tolist()
+    return [
+        TokenLogProb(
+            token,
+            row[0],
+            tuple(
+                (int(other), log_prob)
+                for other, log_prob in zip(row[1 : 1 + top], row[1 + top :], strict=True)
+                if other >= 0
+            ),
+        )
+        for token, row in zip(ids, rows, strict=True)
+    ]
+
+
+def adapter_task_id(name: str) -> int:
+    """The lora_task_id of a LoRA adapter: of 31 bits, above 0, and the same wherever it is asked for."""
+    digest = hashlib.blake2b(name.encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little") >> 1 or 1
 
 
 def checksum(ids: bytes | memoryview | array[int], place: int) -> int:
@@ -58,8 +150,8 @@ def checksum(ids: bytes | memoryview | array[int], place: int) -> int:
     return crc - (crc >> 31 << 32)
 
 
-def continued_text(ids: Sequence[int]) -> str:
-    """The value of ``CONTINUED``: the ids as int32, little-endian, in base64."""
+def ids_text(ids: Sequence[int]) -> str:
+    """Token ids as a parameter of a request: as int32, little-endian, in base64."""
     return base64.b64encode(np.array(ids, "<i4").tobytes()).decode()
 
 
@@ -74,13 +166,21 @@ def continued_ids(parameters: str) -> list[int]:
     """
     if CONTINUED not in parameters:  # nearly always, and without a parser
         return []
+    return ids_parameter(json.loads(parameters), CONTINUED)
+
+
+def ids_parameter(parameters: Mapping[str, Any], name: str) -> list[int]:
+    """Token ids that are a parameter of a request; empty if there is none of that name.
+
+    Raises:
+        ValueError: it is something else.
+    """
     try:
-        text = json.loads(parameters).get(CONTINUED, "")
-        ids = np.frombuffer(base64.b64decode(text, validate=True), "<i4")
+        ids = np.frombuffer(base64.b64decode(parameters.get(name, ""), validate=True), "<i4")
     except (TypeError, ValueError):
-        raise ValueError(f"{CONTINUED} must be 32-bit integers in base64") from None
+        raise ValueError(f"{name} must be 32-bit integers in base64") from None
     if (ids < 0).any():
-        raise ValueError(f"{CONTINUED} must be token ids, which are at least 0")
+        raise ValueError(f"{name} must be token ids, which are at least 0")
     return ids.tolist()  # type: ignore[no-any-return]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,15 +11,22 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from cog_triton import protocol
 from cog_triton.errors import (
     ConflictingMaxTokens,
     ConflictingMinTokens,
     InvalidParameter,
     PromptRequired,
+    PromptTooLong,
     shown,
 )
+from cog_triton.guide import Guide, check_guide, engine_guide
 from cog_triton.limits import (
+    GUIDE_CHARACTERS,
+    MOST_CHARACTERS,
+    NAME_CHARACTERS,
     STOP_CHARACTERS,
+    TOP_LOG_PROBS,
     WORDS,
     check_stop_sequences,
     check_texts,
@@ -37,6 +45,8 @@ _FLOATS = (
     "presence_penalty",
     "frequency_penalty",
 )
+NO_TOKEN = -1
+"""As an end_id: no token ends the output."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +54,11 @@ class Request:
     """One text to complete.
 
     Attributes:
-        prompt: the text that the model sees, with the prompt template already filled in.
+        prompt: the text that the model sees, with the prompt template already filled in; not read where
+            there are prompt_ids.
+        prompt_ids: the prompt as token ids.
+        add_special_tokens: whether the tokenizer adds those that begin a text, which a rendered chat
+            template has; None leaves it to the configuration of preprocessing.
         max_tokens: the most output tokens; the end of the model's context may come first.
         min_tokens: the end token is not chosen before; 0 or less is none.
         temperature: 0 is greedy.
@@ -55,6 +69,12 @@ class Request:
         stop_sequences: texts that end the output and are no part of it.
         bad_words: texts whose token ids are never made one after the other.
         end_id, pad_id: token ids that override the tokenizer's.
+        min_p: tokens less likely than so many times the most likely one are not chosen; 0 is no limit.
+        logit_bias: token ids, and what is added to their logits.
+        ignore_eos: no token ends the output, whatever end_id is.
+        log_probs: None for none; k for those of the chosen tokens, and of the k most likely at each place.
+        guide: what the output has to be; None for anything.
+        adapter: name of the LoRA adapter that changes the model; empty for none.
     """
 
     prompt: str
@@ -72,6 +92,14 @@ class Request:
     bad_words: tuple[str, ...] = ()
     end_id: int | None = None
     pad_id: int | None = None
+    prompt_ids: tuple[int, ...] = ()
+    add_special_tokens: bool | None = None
+    min_p: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    ignore_eos: bool = False
+    log_probs: int | None = None
+    guide: Guide | None = None
+    adapter: str = ""
 
     def __post_init__(self) -> None:
         """Refuses values that no engine could honour.
@@ -79,15 +107,25 @@ class Request:
         Raises:
             PromptRequired, InvalidParameter: naming the parameter and its range.
         """
-        if not self.prompt:
+        if not self.prompt and not self.prompt_ids:
             raise PromptRequired("a prompt is required")
         check_stop_sequences(self.stop_sequences)
         check_texts("bad_words", self.bad_words, WORDS, STOP_CHARACTERS)
-        for name, texts in (("prompt", (self.prompt,)), ("bad_words", self.bad_words)):
-            if not all(map(_is_unicode, texts)):
+        check_texts("adapter", (self.adapter,), 1, NAME_CHARACTERS)
+        guide = self.guide.text if self.guide else ""
+        check_texts("guide", (guide,), 1, GUIDE_CHARACTERS)
+        texts = {"prompt": (self.prompt,), "adapter": (self.adapter,), "guide": (guide,)}
+        for name, values in {**texts, "bad_words": self.bad_words}.items():
+            if not all(map(_is_unicode, values)):
                 raise InvalidParameter(
                     f"{name} must be valid Unicode; half of a surrogate pair is not"
                 )
+        self._check_numbers()
+        self._check_token_ids()
+        if self.guide is not None:
+            _check_guide(self.guide)
+
+    def _check_numbers(self) -> None:
         for name in _INTEGERS:
             _check(name, getattr(self, name) or 0, _fits_int32, "a 32-bit integer")
         for name in _FLOATS:
@@ -95,11 +133,29 @@ class Request:
         _check("max_tokens", self.max_tokens, lambda v: v >= 1, "at least 1")
         _check("temperature", self.temperature, lambda v: v >= 0, "at least 0")
         _check("top_p", self.top_p, lambda v: 0 <= v <= 1, "between 0 and 1")
+        _check("min_p", self.min_p, lambda v: 0 <= v <= 1, "between 0 and 1")
         _check("top_k", self.top_k, lambda v: v >= -1, "at least -1")
         _check("repetition_penalty", self.repetition_penalty, lambda v: v > 0, "greater than 0")
         _check("seed", self.seed, lambda v: 0 <= v <= MAX_SEED, f"between 0 and {MAX_SEED}")
         limit = f"at most max_tokens ({shown(self.max_tokens)})"
         _check("min_tokens", self.min_tokens, lambda v: v <= self.max_tokens, limit)
+        top = f"between 0 and {TOP_LOG_PROBS}"
+        _check("log_probs", self.log_probs or 0, lambda v: 0 <= v <= TOP_LOG_PROBS, top)
+
+    def _check_token_ids(self) -> None:
+        if len(self.prompt_ids) > MOST_CHARACTERS:
+            raise PromptTooLong(
+                f"the prompt has {len(self.prompt_ids)} tokens; {MOST_CHARACTERS} are the most"
+            )
+        if self.prompt_ids and not 0 <= min(self.prompt_ids) <= max(self.prompt_ids) <= MAX_INT32:
+            raise InvalidParameter(f"prompt_ids must be between 0 and {MAX_INT32}")
+        if len(self.logit_bias) > WORDS:
+            raise InvalidParameter(
+                f"logit_bias must be at most {WORDS}, not {len(self.logit_bias)}"
+            )
+        for token, bias in self.logit_bias:
+            _check("logit_bias", token, lambda v: 0 <= v <= MAX_INT32, "of token ids")
+            _check("logit_bias", bias, _fits_float32, "of finite 32-bit floats")
 
     @property
     def greedy(self) -> bool:
@@ -152,8 +208,9 @@ def triton_inputs(request: Request) -> dict[str, npt.NDArray[Any]]:
     temperature, top_k = (
         (1.0, 1) if request.greedy else (request.temperature, max(request.top_k, 0))
     )
+    end_id = NO_TOKEN if request.ignore_eos else request.end_id
     values: dict[str, npt.NDArray[Any] | None] = {
-        "text_input": np.array([[request.prompt.encode()]], np.object_),
+        "text_input": _text("" if request.prompt_ids else request.prompt),
         "max_tokens": _int32(request.max_tokens),
         "stream": np.array([[True]]),
         "return_num_input_tokens": np.array([[True]]),
@@ -169,15 +226,59 @@ def triton_inputs(request: Request) -> dict[str, npt.NDArray[Any]]:
         "bad_words": np.array([[word.encode() for word in request.bad_words]], np.object_)
         if request.bad_words
         else None,
-        "end_id": None if request.end_id is None else _int32(request.end_id),
+        "end_id": None if end_id is None else _int32(end_id),
         "pad_id": None if request.pad_id is None else _int32(request.pad_id),
+        "return_log_probs": None if request.log_probs is None else np.array([[True]]),
+        "lora_task_id": np.array([[protocol.adapter_task_id(request.adapter)]], np.uint64)
+        if request.adapter
+        else None,
+        **_guide_inputs(request.guide),
     }
     return {name: value for name, value in values.items() if value is not None}
+
+
+def request_parameters(request: Request) -> dict[str, str | int | bool]:
+    """What the ensemble has no input for, and is sent as parameters of the request; see ``protocol``."""
+    values = {
+        protocol.PROMPT_IDS: protocol.ids_text(request.prompt_ids) or None,
+        protocol.ADD_SPECIAL_TOKENS: request.add_special_tokens,
+        protocol.LOGIT_BIAS: json.dumps(dict(request.logit_bias)) if request.logit_bias else None,
+        protocol.MIN_P: repr(float(request.min_p)) if request.min_p else None,
+        protocol.TOP_LOG_PROBS: request.log_probs or None,
+    }
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def effective_end_id(request: Request, tokenizers: int | None) -> int:
+    """The token that ends the output, NO_TOKEN for none.
+
+    Args:
+        tokenizers: the tokenizer's end of sequence.
+    """
+    if request.ignore_eos:
+        return NO_TOKEN
+    end_id = tokenizers if request.end_id is None else request.end_id
+    return NO_TOKEN if end_id is None else end_id
 
 
 def _check(name: str, value: Any, valid: Callable[[Any], bool], wanted: str) -> None:
     if not valid(value):
         raise InvalidParameter(f"{name} must be {wanted}, not {shown(value)}")
+
+
+def _check_guide(guide: Guide) -> None:
+    try:
+        check_guide(guide)
+    except ValueError as error:
+        raise InvalidParameter(str(error)) from None
+
+
+def _guide_inputs(guide: Guide | None) -> dict[str, npt.NDArray[Any]]:
+    if guide is None:
+        return {}
+    told = engine_guide(guide)
+    texts = {"guided_decoding_guide_type": told.kind.value, "guided_decoding_guide": told.text}
+    return {name: _text(text) for name, text in texts.items() if text}
 
 
 def _is_unicode(text: str) -> bool:
@@ -195,6 +296,10 @@ def _fits_int32(value: int) -> bool:
 
 def _fits_float32(value: float) -> bool:
     return abs(value) <= MAX_FLOAT32
+
+
+def _text(text: str) -> npt.NDArray[Any]:
+    return np.array([[text.encode()]], np.object_)
 
 
 def _int32(value: int) -> npt.NDArray[Any]:

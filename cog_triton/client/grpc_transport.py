@@ -26,6 +26,8 @@ from cog_triton.client.stream import (
     check_total,
     checked_ids,
     error_from_text,
+    log_probs,
+    wanted_log_probs,
 )
 from cog_triton.errors import TritonMalformedEvent, TritonUnavailable, TritonUnknownError
 from cog_triton.protocol import (
@@ -33,9 +35,11 @@ from cog_triton.protocol import (
     CONTINUED,
     ENGINE,
     IDS_ENSEMBLE,
+    LOG_PROBS,
     OUTPUTS,
+    Parameters,
     checksum,
-    continued_text,
+    ids_text,
     stop_inputs,
 )
 
@@ -72,16 +76,18 @@ class GrpcClient(TritonClient):
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
 
     async def _responses(
-        self, request_id: str, inputs: Inputs, continued: Sequence[int]
+        self, request_id: str, inputs: Inputs, continued: Sequence[int], parameters: Parameters
     ) -> AsyncGenerator[Response, None]:
-        request = infer_request(IDS_ENSEMBLE, request_id, inputs, OUTPUTS)
-        request.parameters[CHECKED_IDS].bool_param = True
+        top = wanted_log_probs(inputs, parameters)
+        outputs = OUTPUTS if top is None else (*OUTPUTS, LOG_PROBS)
+        request = infer_request(IDS_ENSEMBLE, request_id, inputs, outputs)
+        set_parameters(request, {**parameters, CHECKED_IDS: True})
         if continued:
-            request.parameters[CONTINUED].string_param = continued_text(continued)
+            set_parameters(request, {CONTINUED: ids_text(continued)})
         place = 0
         async with contextlib.aclosing(_answers(self._stub, request)) as answers:
             async for answer in answers:
-                response = parse_response(answer, place)
+                response = parse_response(answer, place, top)
                 place += len(response.ids)
                 yield response
 
@@ -160,14 +166,29 @@ def infer_request(
     return request
 
 
-def parse_response(response: service_pb2.ModelInferResponse, place: int = 0) -> Response:
+def set_parameters(request: service_pb2.ModelInferRequest, parameters: Parameters) -> None:
+    """Adds parameters to a request."""
+    for name, value in parameters.items():
+        if isinstance(value, bool):
+            request.parameters[name].bool_param = value
+        elif isinstance(value, int):
+            request.parameters[name].int64_param = value
+        else:
+            request.parameters[name].string_param = value
+
+
+def parse_response(
+    response: service_pb2.ModelInferResponse, place: int = 0, top: int | None = None
+) -> Response:
     """The response in a message.
 
     Args:
         place: how many ids have come before it.
+        top: see ``wanted_log_probs``.
 
     Raises:
-        TritonMalformedEvent: output_ids is missing, or the stream is not whole up to here.
+        TritonMalformedEvent: an output that was asked for is missing, or the stream is not whole up
+            to here.
     """
     names = (output.name for output in response.outputs)
     raw = dict(zip(names, response.raw_output_contents, strict=False))
@@ -178,12 +199,15 @@ def parse_response(response: service_pb2.ModelInferResponse, place: int = 0) -> 
     except (KeyError, ValueError):
         raise TritonMalformedEvent("a response of the ensemble has no output_ids") from None
     if "sequence_length" in raw:  # TensorRT-LLM's, which may be padded
-        length = _int32(raw["sequence_length"])
-        return Response(ids[:length].tolist(), input_tokens, final, keeps_end_token=False)
+        new = ids[: _int32(raw["sequence_length"])].tolist()
+        likely = log_probs(new, _float32(raw.get(LOG_PROBS)), top)
+        return Response(new, input_tokens, final, keeps_end_token=False, log_probs=likely)
     new = checked_ids(ids.tolist(), checksum(raw["output_ids"][4:], place), place)
     if final:
         check_total(place + len(new), _int32(total) if total else None)
-    return Response(new, input_tokens, final)
+    return Response(
+        new, input_tokens, final, log_probs=log_probs(new, _float32(raw.get(LOG_PROBS)), top)
+    )
 
 
 def _is_final(response: service_pb2.ModelInferResponse) -> bool:
@@ -202,6 +226,10 @@ def _checked(message: Any) -> service_pb2.ModelInferResponse:
 
 def _int32(raw: bytes) -> int:
     return int.from_bytes(raw[:4], "little", signed=True)
+
+
+def _float32(raw: bytes | None) -> npt.NDArray[Any] | None:
+    return None if raw is None else np.frombuffer(raw, np.float32)
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any
 
 import aiohttp
+import numpy as np
 import numpy.typing as npt
 
 from cog_triton.client.server_sent_events import EventParser
@@ -22,6 +23,8 @@ from cog_triton.client.stream import (
     check_total,
     checked_ids,
     error_from_text,
+    log_probs,
+    wanted_log_probs,
 )
 from cog_triton.errors import (
     CogTritonError,
@@ -34,8 +37,10 @@ from cog_triton.protocol import (
     CONTINUED,
     ENGINE,
     IDS_ENSEMBLE,
+    LOG_PROBS,
+    Parameters,
     checksum,
-    continued_text,
+    ids_text,
     stop_inputs,
 )
 
@@ -70,18 +75,19 @@ class HttpClient(TritonClient):
         )
 
     async def _responses(
-        self, request_id: str, inputs: Inputs, continued: Sequence[int]
+        self, request_id: str, inputs: Inputs, continued: Sequence[int], parameters: Parameters
     ) -> AsyncGenerator[Response, None]:
         """The responses, and an empty last one: the endpoint does not say which is the last."""
         # What is no input of the model becomes a parameter of the request.
-        parameters: dict[str, Any] = {CHECKED_IDS: True}
+        top = wanted_log_probs(inputs, parameters)
+        parameters = {**parameters, CHECKED_IDS: True}
         if continued:
-            parameters[CONTINUED] = continued_text(continued)
+            parameters = {**parameters, CONTINUED: ids_text(continued)}
         place, response = 0, None
         events = self.events(IDS_ENSEMBLE, request_id, inputs, parameters)
         async with contextlib.aclosing(events):
             async for event in events:
-                response = parse_event(event, place)
+                response = parse_event(event, place, top)
                 place += len(response.ids)
                 yield dataclasses.replace(response, final=False) if response.final else response
                 if response.final:
@@ -159,11 +165,12 @@ def _shown(data: bytes) -> str:
     return repr(data[:200].decode(errors="replace"))
 
 
-def parse_event(event: Mapping[str, Any], place: int = 0) -> Response:
+def parse_event(event: Mapping[str, Any], place: int = 0, top: int | None = None) -> Response:
     """The response in an event of generate_stream; it is final if the event says so.
 
     Args:
         place: how many ids have come before it.
+        top: see ``wanted_log_probs``.
 
     Raises:
         TritonMalformedEvent: output_ids is missing, or it or sequence_length is of a wrong type, or the
@@ -173,14 +180,20 @@ def parse_event(event: Mapping[str, Any], place: int = 0) -> Response:
     try:
         ids = _flat(event["output_ids"])
         if "sequence_length" in event:  # TensorRT-LLM's, which may be padded
-            length = _flat(event["sequence_length"])[0]
-            return Response(ids[:length], prompt, final=False, keeps_end_token=False)
+            new = ids[: _flat(event["sequence_length"])[0]]
+            likely = log_probs(new, _floats(event.get(LOG_PROBS)), top)
+            return Response(new, prompt, final=False, keeps_end_token=False, log_probs=likely)
     except (KeyError, IndexError, TypeError) as error:
         raise TritonMalformedEvent(f"a response of the ensemble is malformed: {error!r}") from None
     new = checked_ids(ids, checksum(array("i", ids[1:]), place), place)
     if total is not None:
         check_total(place + len(new), total)
-    return Response(new, prompt, final=total is not None)
+    likely = log_probs(new, _floats(event.get(LOG_PROBS)), top)
+    return Response(new, prompt, final=total is not None, log_probs=likely)
+
+
+def _floats(value: Any) -> npt.NDArray[Any] | None:
+    return None if value is None else np.array(value, np.float32).ravel()
 
 
 def _flat(value: Any) -> list[int]:

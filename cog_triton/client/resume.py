@@ -19,6 +19,7 @@ from cog_triton.errors import (
     TritonUnavailable,
     TritonUnknownError,
 )
+from cog_triton.protocol import NO_PARAMETERS, Parameters
 
 logger = logging.getLogger(__name__)
 
@@ -27,9 +28,13 @@ class Streams(Protocol):
     """What runs a request: a client, or one that goes on with it in the next life of the server."""
 
     def stream(
-        self, request_id: str, inputs: Inputs
+        self, request_id: str, inputs: Inputs, *, parameters: Parameters = NO_PARAMETERS
     ) -> AbstractAsyncContextManager[AsyncIterator[Response]]:
-        """The responses to a request, in order; leaving the context stops it in the engine."""
+        """The responses to a request, in order; leaving the context stops it in the engine.
+
+        Args:
+            parameters: sent beside the inputs, see ``cog_triton.protocol``.
+        """
 
 
 class Clients(Protocol):
@@ -70,19 +75,23 @@ class ResumingClient:
 
     @contextlib.asynccontextmanager
     async def stream(
-        self, request_id: str, inputs: Inputs
+        self, request_id: str, inputs: Inputs, *, parameters: Parameters = NO_PARAMETERS
     ) -> AsyncIterator[AsyncIterator[Response]]:
         """See ``Streams``."""
-        async with contextlib.aclosing(self._responses(request_id, inputs)) as responses:
+        answer = self._responses(request_id, inputs, parameters)
+        async with contextlib.aclosing(answer) as responses:
             yield responses
 
-    async def _responses(self, request_id: str, inputs: Inputs) -> AsyncGenerator[Response, None]:
+    async def _responses(
+        self, request_id: str, inputs: Inputs, parameters: Parameters
+    ) -> AsyncGenerator[Response, None]:
         progress = Progress(inputs, self._end_id)
         client = await self._clients.client(None)
         for attempt in range(self._attempts + 1):
             try:
                 name = f"{request_id}-{attempt}" if attempt else request_id
-                async with client.stream(name, progress.inputs(), progress.ids) as responses:
+                stream = client.stream(name, progress.inputs(), progress.ids, parameters)
+                async with stream as responses:
                     async for response in responses:
                         yield progress.add(response)
                 return

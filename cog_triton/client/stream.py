@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Se
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+import numpy as np
 import numpy.typing as npt
 
 from cog_triton.errors import (
@@ -26,6 +27,13 @@ from cog_triton.errors import (
     TritonTokenizerError,
     TritonUnavailable,
     TritonUnknownError,
+)
+from cog_triton.protocol import (
+    NO_PARAMETERS,
+    TOP_LOG_PROBS,
+    Parameters,
+    TokenLogProb,
+    unpacked_log_probs,
 )
 from cog_triton.triton_texts import READ, cause
 
@@ -55,12 +63,40 @@ class Response:
         final: whether this is the last one.
         keeps_end_token: whether an end token would be among the ids. The embedded engines leave it in,
             TensorRT-LLM's C++ backend leaves it out.
+        log_probs: one per id if they were asked for, else empty.
     """
 
     ids: list[int]
     input_tokens: int | None
     final: bool
     keeps_end_token: bool = field(default=True, compare=False)
+    log_probs: list[TokenLogProb] = field(default_factory=list)
+
+
+def wanted_log_probs(inputs: Inputs, parameters: Parameters) -> int | None:
+    """How many alternatives a request wants with its log probabilities; None if it wants none of all."""
+    wanted = "return_log_probs" in inputs and bool(inputs["return_log_probs"].any())
+    return int(parameters.get(TOP_LOG_PROBS, 0)) if wanted else None
+
+
+def log_probs(
+    ids: list[int], values: npt.NDArray[Any] | None, top: int | None
+) -> list[TokenLogProb]:
+    """The log probabilities of a response.
+
+    Args:
+        values: as they were sent.
+        top: see ``wanted_log_probs``.
+
+    Raises:
+        TritonMalformedEvent: they are not those of the ids.
+    """
+    if top is None or not ids:
+        return []
+    try:
+        return unpacked_log_probs(ids, np.zeros(0) if values is None else values, top)
+    except ValueError:
+        raise TritonMalformedEvent("a response lacks the log probabilities of its ids") from None
 
 
 def checked_ids(sent: list[int], expected: int, place: int) -> list[int]:
@@ -108,7 +144,11 @@ class TritonClient(ABC):
 
     @contextlib.asynccontextmanager
     async def stream(
-        self, request_id: str, inputs: Inputs, continued: Sequence[int] = ()
+        self,
+        request_id: str,
+        inputs: Inputs,
+        continued: Sequence[int] = (),
+        parameters: Parameters = NO_PARAMETERS,
     ) -> AsyncIterator[ResponseStream]:
         """Starts a request; its responses, in order.
 
@@ -116,6 +156,7 @@ class TritonClient(ABC):
 
         Args:
             continued: ids of the output that an earlier attempt has delivered, to go on from.
+            parameters: sent beside the inputs, see ``cog_triton.protocol``.
 
         Raises:
             TritonUnavailable: the client has been closed.
@@ -123,7 +164,7 @@ class TritonClient(ABC):
         """
         if self._closed:
             raise TritonUnavailable(CLOSED)
-        responses = self._responses(request_id, inputs, continued)
+        responses = self._responses(request_id, inputs, continued, parameters)
         stream = ResponseStream(responses, self._response_timeout)
         if self._stall_timeout is not None:
             stream.watch(self._stall_timeout, self._last_heard)
@@ -201,7 +242,7 @@ class TritonClient(ABC):
 
     @abstractmethod
     def _responses(
-        self, request_id: str, inputs: Inputs, continued: Sequence[int]
+        self, request_id: str, inputs: Inputs, continued: Sequence[int], parameters: Parameters
     ) -> AsyncGenerator[Response, None]:
         """The request's responses, the last one final; raises CogTritonError."""
 
@@ -358,7 +399,13 @@ def _joined(responses: list[Response]) -> Response:
     ids = [token for response in responses for token in response.ids]
     counts = [r.input_tokens for r in responses if r.input_tokens is not None]
     keeps_end_token = all(response.keeps_end_token for response in responses)
-    return Response(ids, counts[-1] if counts else None, responses[-1].final, keeps_end_token)
+    return Response(
+        ids,
+        counts[-1] if counts else None,
+        responses[-1].final,
+        keeps_end_token,
+        [log_prob for response in responses for log_prob in response.log_probs],
+    )
 
 
 # First match wins. The texts are those of TensorRT-LLM, vLLM, Triton 2.51 and this package's engines.

@@ -5,8 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from enum import Enum
 from itertools import chain
+
+from cog_triton.guide import Guide
 
 
 class EngineError(Exception):
@@ -77,28 +78,6 @@ class SamplingParams:
         neutral = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
         values = {n: getattr(self, n) for n, value in neutral.items() if getattr(self, n) != value}
         return {**values, **({"min_tokens": self.min_tokens} if self.min_tokens > 0 else {})}
-
-
-class GuideKind(str, Enum):
-    """What a guide is written in; the values are those of ``guided_decoding_guide_type``."""
-
-    JSON = "json"
-    JSON_SCHEMA = "json_schema"
-    REGEX = "regex"
-    GRAMMAR = "ebnf_grammar"
-    STRUCTURAL_TAG = "structural_tag"
-
-
-@dataclass(frozen=True)
-class Guide:
-    """What the output has to be.
-
-    Attributes:
-        text: the schema, expression or grammar; of JSON nothing.
-    """
-
-    kind: GuideKind
-    text: str = ""
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,10 @@ from typing import Any
 from cog_triton.engines.base import (
     EngineError,
     GenerationRequest,
-    Guide,
-    GuideKind,
     SamplingParams,
     Tokens,
 )
+from cog_triton.guide import Guide, GuideKind
 
 SEEDS = 2**64
 

@@ -16,11 +16,10 @@ import numpy.typing as npt
 from cog_triton.engines.base import (
     EngineError,
     GenerationRequest,
-    Guide,
-    GuideKind,
     SamplingParams,
 )
 from cog_triton.engines.serving import Output, Times, words_from_list
+from cog_triton.guide import Guide, GuideKind, engine_guide
 from cog_triton.limits import WORD_IDS
 from cog_triton.protocol import checksum
 
@@ -265,7 +264,10 @@ def _guide(inputs: Mapping[str, Array], i: int) -> Guide | None:
         raise EngineError(f"guided_decoding_guide_type must be among {known}, not {kind!r}")
     if not text and kind != GuideKind.JSON.value:
         raise EngineError(f"guided_decoding_guide is missing, of type {kind}")
-    return Guide(GuideKind(kind), text)
+    try:
+        return engine_guide(Guide(GuideKind(kind), text))
+    except ValueError as error:
+        raise EngineError(f"guided_decoding_guide: {error}") from None
 
 
 def _guide_text(inputs: Mapping[str, Array], name: str, i: int) -> str:

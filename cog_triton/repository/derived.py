@@ -15,18 +15,19 @@ from typing import Any
 
 from tritonclient.grpc.model_config_pb2 import (  # type: ignore[import-untyped, unused-ignore]
     TYPE_BOOL,
+    TYPE_FP32,
     TYPE_INT32,
     ModelInstanceGroup,
 )
 
-from cog_triton.protocol import CONTEXT_MODEL, DIMS, IDS_ENSEMBLE, OUTPUTS
+from cog_triton.protocol import CONTEXT_MODEL, DIMS, IDS_ENSEMBLE, LOG_PROBS, OUTPUTS
 
 # TensorRT-LLM's C++ backend answers with an error to who leaves one of these out.
 _NEEDED = {"output_ids", "sequence_length"}
 
 
 def ids_ensemble(ensemble: Any) -> Any | None:
-    """An ensemble that makes ``OUTPUTS`` alone; None if none of this one's steps makes ids.
+    """An ensemble that makes ``OUTPUTS`` and ``LOG_PROBS`` alone; None if no step of this one makes ids.
 
     Args:
         ensemble: its ModelConfig, which is left as it is.
@@ -35,7 +36,7 @@ def ids_ensemble(ensemble: Any) -> Any | None:
     makers = [step for step in steps if step.output_map.keys() >= _NEEDED]
     if not makers:
         return None
-    names = [name for name in OUTPUTS if name in makers[0].output_map]
+    names = [name for name in (*OUTPUTS, LOG_PROBS) if name in makers[0].output_map]
     kept = _up_to(steps, makers[0])
     needed = {tensor for step in kept for tensor in step.input_map.values()}
     result = type(ensemble)()
@@ -45,7 +46,8 @@ def ids_ensemble(ensemble: Any) -> Any | None:
     result.input.extend(tensor for tensor in ensemble.input if tensor.name in needed)
     result.ClearField("output")
     for name in names:
-        result.output.add(name=name, data_type=TYPE_INT32, dims=DIMS[name])
+        data_type = TYPE_FP32 if name == LOG_PROBS else TYPE_INT32
+        result.output.add(name=name, data_type=data_type, dims=DIMS.get(name, [-1, -1]))
     result.ensemble_scheduling.ClearField("step")
     for step in kept:
         copy = result.ensemble_scheduling.step.add()

@@ -152,7 +152,7 @@ def test_a_length_penalty_goes_where_it_has_an_effect(
     inputs: list[Mapping[str, Any]] = []
 
     class Client:
-        def stream(self, _id: str, given: Mapping[str, Any]) -> Any:
+        def stream(self, _id: str, given: Mapping[str, Any], **_: object) -> Any:
             inputs.append(given)
             raise TritonUnavailable("this far and no further")
 

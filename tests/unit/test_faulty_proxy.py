@@ -10,6 +10,7 @@ from random import Random
 
 from cog_triton.client.stream import Inputs, Response
 from cog_triton.errors import TritonUnavailable
+from cog_triton.protocol import NO_PARAMETERS, Parameters
 from tests.comparison import Outcome, compare, short_request
 from tests.faulty_proxy import HEAD, Faults, FaultyProxy, Plan, plan
 
@@ -93,7 +94,11 @@ class Answers:
 
     @asynccontextmanager
     async def stream(
-        self, _request_id: str, inputs: Inputs
+        self,
+        _request_id: str,
+        inputs: Inputs,
+        *,
+        parameters: Parameters = NO_PARAMETERS,  # noqa: ARG002
     ) -> AsyncIterator[AsyncIterator[Response]]:
         prompt = inputs["text_input"].flat[0].decode()
 

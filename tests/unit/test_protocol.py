@@ -5,12 +5,12 @@ from array import array
 
 import pytest
 
-from cog_triton.protocol import CONTINUED, checksum, continued_ids, continued_text
+from cog_triton.protocol import CONTINUED, checksum, continued_ids, ids_text
 
 
 @pytest.mark.parametrize("ids", [[], [0], [1, 2, 3], [2**31 - 1, 128_000]])
 def test_continued_ids_come_back(ids: list[int]) -> None:
-    assert continued_ids(json.dumps({CONTINUED: continued_text(ids), "other": 1})) == ids
+    assert continued_ids(json.dumps({CONTINUED: ids_text(ids), "other": 1})) == ids
 
 
 @pytest.mark.parametrize("parameters", ["", "{}", '{"ids_only": true}'])
@@ -26,7 +26,7 @@ def test_what_is_no_list_of_ids_is_refused(value: str) -> None:
 
 def test_a_negative_id_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 0"):
-        continued_ids(json.dumps({CONTINUED: continued_text([5, -1])}))
+        continued_ids(json.dumps({CONTINUED: ids_text([5, -1])}))
 
 
 def test_the_name_in_another_parameter_is_nothing() -> None:

@@ -20,6 +20,7 @@ from cog_triton.client.stream import Inputs, Response, TritonClient
 from cog_triton.deployment import Deployment
 from cog_triton.errors import CogTritonError
 from cog_triton.generation import generate
+from cog_triton.protocol import NO_PARAMETERS, Parameters
 from cog_triton.request import triton_inputs
 from tools.soak.plan import Case
 
@@ -92,10 +93,10 @@ class Recording:
 
     @asynccontextmanager
     async def stream(
-        self, request_id: str, inputs: Inputs
+        self, request_id: str, inputs: Inputs, *, parameters: Parameters = NO_PARAMETERS
     ) -> AsyncIterator[AsyncIterator[Response]]:
         """See ``Streams``."""
-        async with self._streams.stream(request_id, inputs) as responses:
+        async with self._streams.stream(request_id, inputs, parameters=parameters) as responses:
             yield self._note(responses)
 
     async def _note(self, responses: AsyncIterator[Response]) -> AsyncIterator[Response]:

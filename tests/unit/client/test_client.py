@@ -244,9 +244,7 @@ class Scripted(TritonClient):
         self.stopped: list[str] = []
         self.stop_seen = asyncio.Event()
 
-    async def _responses(
-        self, _request_id: str, _inputs: object, _continued: object
-    ) -> AsyncGenerator[Response, None]:
+    async def _responses(self, *_: object) -> AsyncGenerator[Response, None]:
         for response in self._script:
             yield response
         if not (self._script and self._script[-1].final):

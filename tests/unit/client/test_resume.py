@@ -21,6 +21,7 @@ from cog_triton.errors import (
     TritonUnavailable,
     TritonUnknownError,
 )
+from cog_triton.protocol import NO_PARAMETERS, Parameters
 
 END = 9
 Script = list[Response | CogTritonError]
@@ -32,13 +33,19 @@ class ScriptedClient:
     def __init__(self, *scripts: Script) -> None:
         self._scripts = list(scripts)
         self.given: list[tuple[str, dict[str, int], list[int]]] = []
+        self.parameters: list[Parameters] = []
 
     @asynccontextmanager
     async def stream(
-        self, request_id: str, inputs: Inputs, continued: Sequence[int] = ()
+        self,
+        request_id: str,
+        inputs: Inputs,
+        continued: Sequence[int] = (),
+        parameters: Parameters = NO_PARAMETERS,
     ) -> AsyncIterator[Any]:
         numbers = {name: int(value.flat[0]) for name, value in inputs.items()}
         self.given.append((request_id, numbers, list(continued)))
+        self.parameters.append(parameters)
 
         async def responses() -> AsyncIterator[Response]:
             for item in self._scripts.pop(0):
@@ -74,7 +81,7 @@ def run(
 ) -> list[Response]:
     async def responses() -> list[Response]:
         resuming = ResumingClient(servers or OneClient(client), attempts=attempts, end_id=END)
-        async with resuming.stream("id", given) as stream:
+        async with resuming.stream("id", given, parameters={"logit_bias": "{}"}) as stream:
             return [response async for response in stream]
 
     return asyncio.run(responses())
@@ -99,6 +106,7 @@ def test_it_goes_on_from_what_was_delivered() -> None:
         ("id-1", rest, [1, 2, 3]),
         ("id-2", rest, [1, 2, 3]),
     ]
+    assert client.parameters == [{"logit_bias": "{}"}] * 3
 
 
 @pytest.mark.parametrize("broken", [TritonMalformedEvent("a gap"), TritonMalformedJSON("half")])

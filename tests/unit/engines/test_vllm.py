@@ -15,8 +15,6 @@ from cog_triton.engines import vllm_arguments
 from cog_triton.engines.base import (
     EngineError,
     GenerationRequest,
-    Guide,
-    GuideKind,
     SamplingParams,
     Tokens,
 )
@@ -34,6 +32,7 @@ from cog_triton.engines.vllm_requests import (
     next_tokens,
     sampling_arguments,
 )
+from cog_triton.guide import Guide, GuideKind
 from tests.support import ROOT
 
 ALWAYS = {"disable_log_stats": True, "generation_config": "vllm"}

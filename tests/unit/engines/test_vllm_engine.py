@@ -15,11 +15,10 @@ import pytest
 from cog_triton.engines.base import (
     EngineError,
     EngineUnavailable,
-    Guide,
-    GuideKind,
     SamplingParams,
 )
 from cog_triton.engines.create import create_engine
+from cog_triton.guide import Guide, GuideKind
 from tests.support import wait_until
 from tests.unit.engines.test_engines import (
     ENGINES,

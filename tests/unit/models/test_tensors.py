@@ -12,11 +12,10 @@ import pytest
 from cog_triton.engines.base import (
     EngineError,
     GenerationRequest,
-    Guide,
-    GuideKind,
     SamplingParams,
 )
 from cog_triton.engines.serving import Output
+from cog_triton.guide import Guide, GuideKind
 from cog_triton.limits import WORD_IDS
 from cog_triton.models.tensors import generation_requests, placeholders, response_tensors
 from cog_triton.protocol import checksum

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from google.protobuf import text_format
-from tritonclient.grpc.model_config_pb2 import TYPE_INT32, ModelConfig
+from tritonclient.grpc.model_config_pb2 import TYPE_FP32, TYPE_INT32, ModelConfig
 
-from cog_triton.protocol import OUTPUTS
+from cog_triton.protocol import LOG_PROBS, OUTPUTS
 from cog_triton.repository.derived import ids_ensemble
 from cog_triton.repository.fill import fill_repository
 from tests.support import ROOT
@@ -30,7 +30,7 @@ def filled(tmp_path: Path) -> Path:
 def test_it_has_the_steps_up_to_the_ids(filled: Path) -> None:
     whole, ids = config(filled / "ensemble"), config(filled / "ensemble_ids")
     assert ids.name == "ensemble_ids"
-    assert [output.name for output in ids.output] == list(OUTPUTS)
+    assert [output.name for output in ids.output] == [*OUTPUTS, LOG_PROBS]
     assert list(ids.input) == list(whole.input)
     assert (ids.max_batch_size, ids.platform) == (whole.max_batch_size, "ensemble")
     assert ids.model_transaction_policy == whole.model_transaction_policy
@@ -38,8 +38,10 @@ def test_it_has_the_steps_up_to_the_ids(filled: Path) -> None:
     first, second, _ = whole.ensemble_scheduling.step
     assert preprocessing.input_map == first.input_map
     assert llm.input_map == second.input_map
-    assert dict(llm.output_map) == {name: name for name in OUTPUTS}
-    assert {output.data_type for output in ids.output} == {TYPE_INT32}
+    assert dict(llm.output_map) == {name: name for name in (*OUTPUTS, LOG_PROBS)}
+    *counts, log_probs = ids.output
+    assert {output.data_type for output in counts} == {TYPE_INT32}
+    assert (log_probs.data_type, log_probs.dims) == (TYPE_FP32, [-1, -1])
     made, read = set(preprocessing.output_map.values()), set(llm.input_map.values())
     assert made <= read
     assert (filled / "ensemble_ids" / "1").is_dir()

@@ -1,0 +1,88 @@
+"""Structured output: what a request asks the answer to be, and what engines are told of it."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+
+class GuideKind(str, Enum):
+    """What a guide is written in; the values, CHOICE apart, are those of ``guided_decoding_guide_type``."""
+
+    JSON = "json"
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    GRAMMAR = "ebnf_grammar"
+    STRUCTURAL_TAG = "structural_tag"
+    CHOICE = "choice"
+
+
+@dataclass(frozen=True)
+class Guide:
+    """What the output has to be.
+
+    Attributes:
+        text: the schema, expression or grammar; of CHOICE a JSON list of texts; of JSON nothing.
+    """
+
+    kind: GuideKind
+    text: str = ""
+
+
+_SPECIAL = re.compile(r"[\\^$.|?*+()\[\]{}/]")
+"""What regular expressions of any kind take for more than itself; re.escape knows Python's alone."""
+
+
+def check_guide(guide: Guide) -> None:
+    """Refuses a guide that is wrong whatever the engine is.
+
+    Raises:
+        ValueError: saying what is wrong with it.
+    """
+    if not guide.text and guide.kind is not GuideKind.JSON:
+        raise ValueError(f"a guide of kind {guide.kind.value} must have a text")
+    if guide.kind is GuideKind.JSON_SCHEMA and not isinstance(_parsed(guide.text), dict):
+        raise ValueError("a JSON schema must be an object")
+    if guide.kind is GuideKind.CHOICE:
+        choices(guide)
+
+
+def choices(guide: Guide) -> list[str]:
+    """The texts of a guide of kind CHOICE, one of which the output has to be.
+
+    Raises:
+        ValueError: its text is no JSON list of texts, or one of them is empty.
+    """
+    texts = _parsed(guide.text)
+    if not isinstance(texts, list) or not texts or not all(map(_is_text, texts)):
+        raise ValueError("choice must be a JSON list of texts, none of them empty")
+    return texts
+
+
+def engine_guide(guide: Guide) -> Guide:
+    """The guide as engines know it: a choice is a regular expression, which all of them take.
+
+    Raises:
+        ValueError: as ``choices``.
+    """
+    if guide.kind is not GuideKind.CHOICE:
+        return guide
+    return Guide(GuideKind.REGEX, "|".join(map(_escaped, choices(guide))))
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"the guide is no JSON: {error}") from None
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and value != ""
+
+
+def _escaped(text: str) -> str:
+    return _SPECIAL.sub(r"\\\g<0>", text)
