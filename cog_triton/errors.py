@@ -6,6 +6,7 @@
     │   ├── PromptTooLong             E1002
     │   ├── BadPromptTemplate         E1003
     │   ├── PromptTemplateError       E1004
+    │   ├── ChatTemplateError         E1005
     │   ├── ConflictingMinTokens      E1101
     │   ├── ConflictingMaxTokens      E1102
     │   └── InvalidParameter          E1103
@@ -98,6 +99,12 @@ class PromptTemplateError(UserError):
     """The prompt template cannot be filled."""
 
     code = "E1004"
+
+
+class ChatTemplateError(UserError):
+    """The model has no chat template, or it refuses the messages."""
+
+    code = "E1005"
 
 
 class ConflictingMinTokens(UserError):

@@ -32,6 +32,9 @@ WORDS, WORDS_BYTES = 1024, 2**14
 """How many bad words, stop words or biased words a prompt may have on Triton's own ports, and the bytes of
 a request's together: they are tokenized, each of them twice, while other prompts wait."""
 
+MESSAGES = 4096
+"""In a chat, and tools."""
+
 GUIDE_CHARACTERS = 2**17
 """Of a JSON schema, a regular expression, a grammar or a list of choices."""
 

@@ -1,0 +1,250 @@
+"""Messages to a prompt, by the model's own chat template, which transformers renders in a sandbox.
+
+A template is the model's and may do with messages what it likes; what it refuses is the user's to know.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+from jinja2.exceptions import TemplateError, TemplateSyntaxError
+
+from cog_triton.errors import (
+    ChatTemplateError,
+    ConfigurationError,
+    InvalidParameter,
+    PromptRequired,
+    shown,
+)
+from cog_triton.limits import MESSAGES, TextLimits
+from cog_triton.text.tokenizer import Tokenizer
+
+Message = Mapping[str, Any]
+
+_LIMITS = TextLimits()
+_PROBE = "The text of a system message"
+_NO_TEMPLATE = (
+    "the model has no chat template, so it takes no messages: send a prompt, or set CHAT_TEMPLATE to a "
+    "template, or to a file with one"
+)
+
+
+def render_chat(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    *,
+    tools: Sequence[Mapping[str, Any]] = (),
+    add_generation_prompt: bool = True,
+    kwargs: Mapping[str, Any] | None = None,
+    limits: TextLimits = _LIMITS,
+) -> str:
+    """The prompt that messages make. It has the tokens that begin a text: the tokenizer must add none.
+
+    System messages at the beginning go into the first user's where the template has no place for them.
+
+    Args:
+        messages: each with a role and, mostly, a content: a text, or a list of parts of type text.
+        tools: functions that the model may call, in OpenAI's form.
+        add_generation_prompt: whether the prompt ends with what begins an answer.
+        kwargs: the template's own switches.
+
+    Raises:
+        PromptRequired: there are no messages.
+        PromptTooLong: they have, or the prompt has, more characters than the limits allow.
+        InvalidParameter: messages, tools or kwargs are not of that form.
+        ChatTemplateError: there is no template, or it refuses them; with its words.
+    """
+    template = _template(tokenizer, tools=bool(tools))
+    kwargs = dict(kwargs or {})
+    _check(tokenizer, messages, tools, kwargs)
+    limits.check("the chat", sum(map(_characters, (messages, tools, kwargs))))
+    turns = [_plain(message) for message in messages]
+    if "developer" not in template:
+        turns = [_as_system(turn) for turn in turns]
+    if turns[0]["role"] == "system" and not _has_system_role(tokenizer, template):
+        turns = merged_system(turns)
+    options = {
+        **kwargs,
+        "tools": list(tools) or None,
+        "add_generation_prompt": add_generation_prompt,
+    }
+    try:
+        prompt = _rendered(tokenizer, template, turns, options)
+    except (TemplateError, TypeError, ValueError, KeyError, RecursionError) as error:
+        raise ChatTemplateError(f"the chat template refuses the messages: {error}") from None
+    if not prompt:
+        raise PromptRequired("the chat template makes an empty prompt of the messages")
+    limits.check("the prompt in its chat template", len(prompt))
+    return prompt
+
+
+def set_chat_template(tokenizer: Tokenizer, template: str) -> None:
+    """Gives a tokenizer a template, in place of its own.
+
+    Raises:
+        ConfigurationError: it is not in Jinja's language.
+    """
+    tokenizer.chat_template = template
+    try:
+        _rendered(tokenizer, template, [{"role": "user", "content": _PROBE}], {})
+    except TemplateSyntaxError as error:
+        raise ConfigurationError(f"CHAT_TEMPLATE, line {error.lineno}: {error}") from None
+    except Exception:
+        return  # a template may refuse any messages; this was about its form
+
+
+def merged_system(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """The messages, with the system messages at their beginning in the first of a user's after them."""
+    first = next((i for i, m in enumerate(messages) if m["role"] != "system"), len(messages))
+    texts, rest = [m["content"] for m in messages[:first]], [dict(m) for m in messages[first:]]
+    for turn in rest:
+        if turn["role"] == "user":
+            turn["content"] = "\n\n".join([*texts, turn["content"]])
+            return rest
+    return [{"role": "user", "content": "\n\n".join(texts)}, *rest]
+
+
+def parse_list(name: str, text: str) -> list[dict[str, Any]]:
+    """An input that is a JSON list of objects.
+
+    Raises:
+        InvalidParameter: it is something else.
+    """
+    values = _parsed(name, text)
+    if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
+        raise InvalidParameter(f"{name} must be a JSON list of objects")
+    return values
+
+
+def parse_object(name: str, text: str) -> dict[str, Any]:
+    """An input that is a JSON object.
+
+    Raises:
+        InvalidParameter: it is something else.
+    """
+    value = _parsed(name, text)
+    if not isinstance(value, dict):
+        raise InvalidParameter(f"{name} must be a JSON object")
+    return value
+
+
+def _parsed(name: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidParameter(f"{name} must be JSON: {error}") from None
+
+
+def _template(tokenizer: Tokenizer, *, tools: bool) -> str:
+    """The template for a chat; some models have another one for tools."""
+    template = getattr(tokenizer, "chat_template", None)
+    if isinstance(template, dict):
+        names = ["tool_use", "default"] if tools else ["default"]
+        template = next((template[name] for name in names if name in template), None)
+    if not template:
+        raise ChatTemplateError(_NO_TEMPLATE)
+    return str(template)
+
+
+def _check(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]],
+    kwargs: Mapping[str, Any],
+) -> None:
+    if not messages:
+        raise PromptRequired("messages must have at least one message")
+    if len(messages) > MESSAGES or len(tools) > MESSAGES:
+        raise InvalidParameter(f"messages and tools must be at most {MESSAGES} each")
+    for place, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise InvalidParameter(f"messages[{place}] must be an object with a role")
+        _check_content(f"messages[{place}].content", message.get("content"))
+    if not all(isinstance(tool, Mapping) for tool in tools):
+        raise InvalidParameter("tools must be objects")
+    # What it takes is not the template's: a user's own template among it.
+    taken = inspect.signature(tokenizer.apply_chat_template).parameters.keys() | {"messages"}
+    if own := sorted(taken & kwargs.keys()):
+        raise InvalidParameter(f"chat_template_kwargs must not have {', '.join(own)}")
+
+
+def _check_content(name: str, content: Any) -> None:
+    if content is None or isinstance(content, str):
+        return
+    if not isinstance(content, list):
+        raise InvalidParameter(f"{name} must be a text or a list of parts")
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise InvalidParameter(
+                f"{name} must be of parts of type text, which have a text; {shown(kind)} is not supported"
+            )
+
+
+def _characters(value: Any) -> int:
+    """Of all texts in a JSON value."""
+    return sum(map(len, _texts(value)))
+
+
+def _texts(value: Any) -> Iterator[str]:
+    waiting = [value]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, str):
+            yield item
+        elif isinstance(item, Mapping):
+            waiting += [*item.keys(), *item.values()]
+        elif isinstance(item, Sequence):
+            waiting += item
+
+
+def _plain(message: Message) -> dict[str, Any]:
+    """A message as templates know it: a content of text, and arguments of calls as objects."""
+    content = message.get("content")
+    if isinstance(content, list):
+        content = "\n".join(part["text"] for part in content)
+    plain = {**message, "content": content or ""}
+    if isinstance(calls := message.get("tool_calls"), list):
+        plain["tool_calls"] = [_call(call) for call in calls]
+    return plain
+
+
+def _call(call: Any) -> Any:
+    """A tool call whose arguments, which OpenAI's API has as the text of a JSON object, are that object."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    arguments = parse_object("the arguments of a tool call", function["arguments"] or "{}")
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _as_system(turn: dict[str, Any]) -> dict[str, Any]:
+    """OpenAI's newer name of the system role, for templates that know the old one alone."""
+    return {**turn, "role": "system"} if turn["role"] == "developer" else turn
+
+
+@lru_cache(maxsize=8)
+def _has_system_role(tokenizer: Tokenizer, template: str) -> bool:
+    """Whether the text of a system message is in what the template makes."""
+    turns = [{"role": "system", "content": _PROBE}, {"role": "user", "content": "Hello"}]
+    try:
+        return _PROBE in _rendered(tokenizer, template, turns, {"add_generation_prompt": True})
+    except (TemplateError, TypeError, ValueError, KeyError):
+        return False
+
+
+def _rendered(
+    tokenizer: Tokenizer,
+    template: str,
+    messages: Sequence[Message],
+    options: Mapping[str, Any],
+) -> str:
+    return str(
+        tokenizer.apply_chat_template(
+            list(messages), chat_template=template, tokenize=False, **options
+        )
+    )
