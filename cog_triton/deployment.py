@@ -284,7 +284,7 @@ def _admission(
 def continues(settings: Settings) -> bool:
     """Whether preprocessing can take up an answer where it broke off; NVIDIA's would begin anew."""
     model = settings.model_repository / "preprocessing" / "1" / "model.py"
-    return model.is_file() and "continued_ids" in model.read_text()
+    return model.is_file() and "cog_triton.models.preprocessing" in model.read_text()
 
 
 def _exit(reason: str) -> None:

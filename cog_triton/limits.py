@@ -15,6 +15,9 @@ UNKNOWN_CHARACTERS = 2**20
 """Of a prompt where only the engine knows the context length: 131,072 tokens of eight characters each. To
 tokenize so much takes about two seconds, and 180 MB."""
 
+UNKNOWN_TOKENS = 2**20
+"""Of a prompt that comes as token ids, where only the engine knows the context length."""
+
 TEMPLATE_CHARACTERS = 2**18
 """Of a prompt template. It is read on the event loop, and so much of it takes a few milliseconds."""
 

@@ -2,16 +2,64 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from cog_triton.limits import WORDS, WORDS_BYTES
+from cog_triton.limits import UNKNOWN_TOKENS, WORDS, WORDS_BYTES
+from cog_triton.protocol import (
+    ADD_SPECIAL_TOKENS,
+    CONTINUED,
+    LOGIT_BIAS,
+    PROMPT_IDS,
+    ids_parameter,
+)
 from cog_triton.text.tokenizer import Tokenizer, text_limits
 
 Array = npt.NDArray[Any]
+
+_MAX_FLOAT32 = float(np.finfo(np.float32).max)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the parameters of a request ask of preprocessing; see ``cog_triton.protocol``.
+
+    Attributes:
+        continued: ids of the output that an earlier attempt at it has delivered, which the engine is to go
+            on from: they follow the prompt's.
+        add_special_tokens: None leaves it to the model's configuration.
+    """
+
+    prompt_ids: Sequence[int] = ()
+    continued: Sequence[int] = ()
+    add_special_tokens: bool | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+
+
+def asked(parameters: str) -> Asked:
+    """What a request's parameters ask for: a JSON object as the Python backend has it, or nothing.
+
+    Raises:
+        ValueError: one of them is not what it should be.
+    """
+    values = json.loads(parameters or "{}")
+    adds = values.get(ADD_SPECIAL_TOKENS)
+    if not (adds is None or isinstance(adds, bool)):
+        raise ValueError(f"{ADD_SPECIAL_TOKENS} must be among true and false")
+    return Asked(
+        prompt_ids=ids_parameter(values, PROMPT_IDS),
+        continued=ids_parameter(values, CONTINUED),
+        add_special_tokens=adds,
+        logit_bias=_biases(values.get(LOGIT_BIAS, "{}")),
+    )
+
+
+NOTHING = Asked()
 
 
 class Preprocessor:
@@ -36,25 +84,22 @@ class Preprocessor:
         self._tokenizer = tokenizer
         self._add_special_tokens = add_special_tokens
         self._forms = variants if words_after_space else nonempty
+        self._context_length = context_length
         self._limits = text_limits(tokenizer, context_length)
         end_id, pad_id = tokenizer.eos_token_id, tokenizer.pad_token_id
         self._end_id = -1 if end_id is None else end_id
         self._pad_id = self._end_id if pad_id is None else pad_id
 
-    def __call__(
-        self, inputs: Mapping[str, Array], continued: Sequence[int] = ()
-    ) -> dict[str, Array]:
+    def __call__(self, inputs: Mapping[str, Array], asked: Asked = NOTHING) -> dict[str, Array]:
         """The outputs for one request.
 
         Args:
-            continued: ids of the output that an earlier attempt at it has delivered, which the engine is
-                to go on from: they follow the prompt's.
+            asked: what its parameters ask for, of each prompt of the batch.
 
         Raises:
             ValueError: an input is not valid; the text is for the client.
         """
-        queries = self._texts(inputs["QUERY"])
-        prompts = [[*self._encode(query), *continued] for query in queries]
+        prompts = [[*prompt, *asked.continued] for prompt in self._prompts(inputs["QUERY"], asked)]
         batch = len(prompts)
         pad_id = _default(inputs, "PAD_ID", self._pad_id, batch)
         end_id = _default(inputs, "END_ID", self._end_id, batch)
@@ -71,17 +116,33 @@ class Preprocessor:
         ):
             if source in inputs and (words := self._word_lists(inputs[source])) is not None:
                 outputs[target] = words
-        if "EMBEDDING_BIAS_WORDS" in inputs:
-            outputs.update(self._embedding_bias(inputs))
+        bias = self._embedding_bias(inputs, asked.logit_bias, batch)
+        if bias is not None:
+            outputs["EMBEDDING_BIAS"] = bias
         # NVIDIA's preprocessing sends a decoder's beginning to every engine: without a text, the pad id.
         decoder = [[int(pad_id.flat[0])]] * batch
         if "DECODER_QUERY" in inputs:
-            decoder = [self._encode(query) for query in self._texts(inputs["DECODER_QUERY"])]
+            texts = self._texts(inputs["DECODER_QUERY"])
+            decoder = [self._encode(text, asked.add_special_tokens) for text in texts]
         outputs["DECODER_INPUT_ID"] = _padded(decoder, int(pad_id.flat[0]))
         outputs["REQUEST_DECODER_INPUT_LEN"] = np.array([[len(d)] for d in decoder], np.int32)
         _rename(inputs, outputs, "SEED", "RANDOM_SEED", "OUT_SEED")
         _rename(inputs, outputs, "MIN_TOKENS", "MIN_LENGTH", "OUT_MIN_TOKENS")
         return outputs
+
+    def _prompts(self, queries: Array, asked: Asked) -> list[list[int]]:
+        """The ids of each prompt: those of its text, or those that came instead."""
+        if not asked.prompt_ids:
+            return [self._encode(text, asked.add_special_tokens) for text in self._texts(queries)]
+        if len(queries) > 1:
+            raise ValueError(f"{PROMPT_IDS} does not support a batch of prompts")
+        most = self._context_length or UNKNOWN_TOKENS
+        if len(asked.prompt_ids) > most:
+            # TensorRT-LLM's wording, which clients know.
+            raise ValueError(
+                f"Prompt length ({len(asked.prompt_ids)}) exceeds maximum input length ({most})."
+            )
+        return [list(asked.prompt_ids)]
 
     def _texts(self, queries: Array) -> list[str]:
         """The texts, none of which is too long to be tokenized."""
@@ -101,10 +162,9 @@ class Preprocessor:
                 f"({self._limits.characters} characters are the most{self._limits.source})."
             )
 
-    def _encode(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer(
-            text, add_special_tokens=self._add_special_tokens
-        ).input_ids
+    def _encode(self, text: str, add_special_tokens: bool | None) -> list[int]:
+        adds = self._add_special_tokens if add_special_tokens is None else add_special_tokens
+        ids: list[int] = self._tokenizer(text, add_special_tokens=adds).input_ids
         return ids
 
     def _word_lists(self, words: Array) -> Array | None:
@@ -123,21 +183,55 @@ class Preprocessor:
         ids: list[int] = self._tokenizer(word, add_special_tokens=False).input_ids
         return ids
 
-    def _embedding_bias(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
-        words, weights = inputs["EMBEDDING_BIAS_WORDS"], inputs.get("EMBEDDING_BIAS_WEIGHTS")
+    def _embedding_bias(
+        self, inputs: Mapping[str, Array], logit_bias: Mapping[int, float], batch: int
+    ) -> Array | None:
+        """What is added to the logits, shape [batch, vocabulary]; None for nothing."""
+        words = self._biased_words(inputs)
+        if not words and not logit_bias:
+            return None
+        bias = np.zeros((batch, len(self._tokenizer)), np.float32)
+        for row, word, value in words:
+            bias[row, self._word_ids(word)] += value
+        if logit_bias and max(logit_bias) >= bias.shape[1]:
+            last = bias.shape[1] - 1
+            raise ValueError(
+                f"the token ids of {LOGIT_BIAS} must be between 0 and {last}, not {max(logit_bias)}"
+            )
+        bias[:, list(logit_bias)] += np.array(list(logit_bias.values()), np.float32)
+        return bias
+
+    def _biased_words(self, inputs: Mapping[str, Array]) -> list[tuple[int, str, float]]:
+        """The prompt's place, the word and its weight, of each word."""
+        words, weights = inputs.get("EMBEDDING_BIAS_WORDS"), inputs.get("EMBEDDING_BIAS_WEIGHTS")
+        if words is None:
+            return []
         words = words.reshape(words.shape[0], -1)
         _check_words(words)
-        if not any(_text(word) for word in words.flat):
-            return {}
+        texts = [[_text(word) for word in row] for row in words]
+        if not any(map(any, texts)):
+            return []
         if weights is None or weights.size != words.size:
             raise ValueError("embedding_bias_words and embedding_bias_weights must be as many")
-        bias = np.zeros((words.shape[0], len(self._tokenizer)), np.float32)
-        for row, (names, values) in enumerate(
-            zip(words, weights.reshape(words.shape), strict=True)
-        ):
-            for name, value in zip(names, values, strict=True):
-                bias[row, self._word_ids(_text(name))] += value
-        return {"EMBEDDING_BIAS": bias}
+        rows = zip(texts, weights.reshape(words.shape), strict=True)
+        return [
+            (place, word, weight)
+            for place, (names, values) in enumerate(rows)
+            for word, weight in zip(names, values, strict=True)
+        ]
+
+
+def _biases(text: Any) -> dict[int, float]:
+    """The parameter ``LOGIT_BIAS``: at most so many numbers by token ids, which are texts in JSON."""
+    try:
+        biases = {int(token): float(bias) for token, bias in json.loads(text).items()}
+    except (TypeError, ValueError, AttributeError, RecursionError):
+        raise ValueError(f"{LOGIT_BIAS} must be as a JSON object of ids and numbers") from None
+    if len(biases) > WORDS:
+        raise ValueError(f"{LOGIT_BIAS} must be at most {WORDS}, not {len(biases)}")
+    if not all(token >= 0 and abs(bias) <= _MAX_FLOAT32 for token, bias in biases.items()):
+        raise ValueError(f"{LOGIT_BIAS} must be of ids that are at least 0, and finite numbers")
+    return biases
 
 
 def variants(words: Sequence[str]) -> list[str]:

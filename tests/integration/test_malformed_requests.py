@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -56,6 +57,12 @@ ENSEMBLE_MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"continued_ids": 5}, NO_IDS),
     ({"continued_ids": "/////w=="}, "token ids, which are at least 0"),
     ({"continued_ids": "////fw=="}, "token ids must be between 0 and"),
+    ({"prompt_ids": "!!"}, "prompt_ids must be 32-bit integers in base64"),
+    ({"prompt_ids": "////fw=="}, "token ids must be between 0 and"),
+    ({"prompt_ids": base64.b64encode(bytes(40_000)).decode()}, "exceeds maximum input length"),
+    ({"add_special_tokens": "no"}, "add_special_tokens must be among"),
+    ({"logit_bias": "[]"}, "logit_bias must be as a JSON object"),
+    ({"logit_bias": '{"1000000": 1}'}, "token ids of logit_bias must be between 0 and"),
 ]
 ID_MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"foo": SURROGATE}, NOT_UNICODE),

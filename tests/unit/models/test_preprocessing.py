@@ -11,7 +11,8 @@ import pytest
 
 from cog_triton.engines.serving import words_from_list
 from cog_triton.limits import UNKNOWN_CHARACTERS
-from cog_triton.models.preprocessing import Preprocessor, variants, word_list
+from cog_triton.models.preprocessing import Asked, Preprocessor, asked, variants, word_list
+from cog_triton.protocol import ADD_SPECIAL_TOKENS, CONTINUED, LOGIT_BIAS, PROMPT_IDS, ids_text
 from cog_triton.text.tokenizer import load_tokenizer
 
 Array = npt.NDArray[Any]
@@ -99,7 +100,7 @@ def test_shapes_and_types_are_those_of_the_contract(preprocessor: Preprocessor) 
 
 
 def test_what_was_delivered_follows_the_prompt(preprocessor: Preprocessor, tokenizer: Any) -> None:
-    outputs = preprocessor(inputs("Hello"), [7, 8])
+    outputs = preprocessor(inputs("Hello"), Asked(continued=[7, 8]))
     prompt = tokenizer("Hello").input_ids
     assert outputs["INPUT_ID"].tolist() == [[*prompt, 7, 8]]
     assert outputs["REQUEST_INPUT_LEN"].tolist() == [[len(prompt) + 2]]
@@ -161,6 +162,71 @@ def test_invalid_utf_8(preprocessor: Preprocessor, name: str) -> None:
     given = {**inputs("x"), name: np.array([[b"\xff\xfe"]], np.object_)}
     with pytest.raises(ValueError, match="a text input is not valid UTF-8"):
         preprocessor(given)
+
+
+# What the parameters of a request ask for
+
+
+def test_parameters_of_a_request() -> None:
+    values = {
+        PROMPT_IDS: ids_text([1, 2]),
+        CONTINUED: ids_text([3]),
+        ADD_SPECIAL_TOKENS: False,
+        LOGIT_BIAS: '{"5": 1, "7": -0.5}',
+        "checked_ids": True,
+    }
+    assert asked(json.dumps(values)) == Asked([1, 2], [3], False, {5: 1.0, 7: -0.5})
+    assert asked("") == asked("{}") == Asked([], [], None, {})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "why"),
+    [
+        (PROMPT_IDS, "!", "prompt_ids must be 32-bit integers in base64"),
+        (PROMPT_IDS, [1, 2], "prompt_ids must be 32-bit integers in base64"),
+        (PROMPT_IDS, ids_text([-1]), "prompt_ids must be token ids, which are at least 0"),
+        (ADD_SPECIAL_TOKENS, "no", "add_special_tokens must be among true and false"),
+        (LOGIT_BIAS, "5", "logit_bias must be as a JSON object"),
+        (LOGIT_BIAS, '{"a": 1}', "logit_bias must be as a JSON object"),
+        (LOGIT_BIAS, '{"1": [2]}', "logit_bias must be as a JSON object"),
+        (LOGIT_BIAS, '{"-1": 2}', "at least 0"),
+        (LOGIT_BIAS, '{"1": NaN}', "finite"),
+        (LOGIT_BIAS, '{"1": 1e300}', "finite"),
+        (LOGIT_BIAS, json.dumps(dict.fromkeys(range(1025), 1)), "at most 1024"),
+    ],
+)
+def test_parameters_that_are_refused(name: str, value: Any, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        asked(json.dumps({name: value}))
+
+
+def test_a_prompt_of_token_ids(preprocessor: Preprocessor) -> None:
+    """The text is not read, and nothing is added to the ids."""
+    outputs = preprocessor(inputs("not read"), Asked([7, 8, 9], [5]))
+    assert outputs["INPUT_ID"].tolist() == [[7, 8, 9, 5]]
+    assert outputs["REQUEST_INPUT_LEN"].tolist() == [[4]]
+
+
+def test_too_many_token_ids(tokenizer: Any) -> None:
+    preprocessor = Preprocessor(tokenizer, context_length=3)
+    preprocessor(inputs(""), Asked([1, 2, 3]))
+    with pytest.raises(ValueError, match=r"\(4\) exceeds maximum input length \(3\)"):
+        preprocessor(inputs(""), Asked([1, 2, 3, 4]))
+    with pytest.raises(ValueError, match="does not support a batch"):
+        preprocessor(inputs("a", "b"), Asked([1, 2, 3]))
+
+
+@pytest.mark.parametrize("configured", [True, False])
+@pytest.mark.parametrize("wanted", [True, False, None])
+def test_a_request_says_whether_special_tokens_are_added(
+    tokenizer: Any, configured: bool, wanted: bool | None
+) -> None:
+    """A rendered chat template has them: with the tokenizer's there would be two."""
+    preprocessor = Preprocessor(tokenizer, add_special_tokens=configured)
+    rendered = "<s><|user|>Hi<|end|>"
+    ids = preprocessor(inputs(rendered), Asked(add_special_tokens=wanted))["INPUT_ID"][0].tolist()
+    adds = configured if wanted is None else wanted
+    assert ids.count(tokenizer.bos_token_id) == (2 if adds else 1)
 
 
 # Names that changed over time
@@ -301,6 +367,30 @@ def test_embedding_bias(preprocessor: Preprocessor, tokenizer: Any) -> None:
     wanted[0, list(word_ids(tokenizer, "neural network")[0])] -= 2
     assert np.array_equal(outputs["EMBEDDING_BIAS"], wanted)
     assert outputs["EMBEDDING_BIAS"].dtype == np.float32
+
+
+def test_logit_bias(preprocessor: Preprocessor, tokenizer: Any) -> None:
+    biases = Asked(logit_bias={5: 1.5, 7: -2.0})
+    wanted = np.zeros((2, len(tokenizer)), np.float32)
+    wanted[:, 5], wanted[:, 7] = 1.5, -2.0
+    assert np.array_equal(preprocessor(inputs("x", "y"), biases)["EMBEDDING_BIAS"], wanted)
+    # Beside words, both count.
+    (word,) = word_ids(tokenizer, "a")
+    words = {
+        "EMBEDDING_BIAS_WORDS": texts("a"),
+        "EMBEDDING_BIAS_WEIGHTS": np.array([[4.0]], np.float32),
+    }
+    both = preprocessor(inputs("x", **words), Asked(logit_bias={word[0]: 1.0}))
+    assert both["EMBEDDING_BIAS"][0, word[0]] == 5.0
+
+
+def test_logit_bias_of_a_token_that_the_model_has_not(
+    preprocessor: Preprocessor, tokenizer: Any
+) -> None:
+    size = len(tokenizer)
+    preprocessor(inputs("x"), Asked(logit_bias={size - 1: 1.0}))
+    with pytest.raises(ValueError, match=f"must be between 0 and {size - 1}, not {size}"):
+        preprocessor(inputs("x"), Asked(logit_bias={size: 1.0}))
 
 
 def test_embedding_bias_without_a_word(preprocessor: Preprocessor) -> None:

@@ -9,9 +9,8 @@ from typing import Any
 import triton_python_backend_utils as pb_utils
 
 from cog_triton.models import stub
-from cog_triton.models.preprocessing import Preprocessor
+from cog_triton.models.preprocessing import Preprocessor, asked
 from cog_triton.parent import end_with_parent
-from cog_triton.protocol import continued_ids
 from cog_triton.text.tokenizer import load_tokenizer, without_torch
 
 LONG_BYTES = 20_000  # about ten milliseconds; what is longer keeps nobody waiting
@@ -54,8 +53,7 @@ class TritonPythonModel:
 
     def _response(self, request: Any, inputs: dict[str, stub.Array]) -> Any:
         try:
-            continued = continued_ids(stub.parameters_text(request))
-            outputs = self._preprocessor(inputs, continued)
+            outputs = self._preprocessor(inputs, asked(stub.parameters_text(request)))
         except ValueError as error:
             return stub.refusal(pb_utils, str(error))
         except Exception as error:  # unanswered, the request would wait for good
