@@ -13,6 +13,7 @@ import pytest
 from cog_triton.client.stream import Response
 from cog_triton.errors import PromptTooLong
 from cog_triton.generation import Chunk, generate
+from cog_triton.protocol import Parameters, TokenLogProb
 from cog_triton.request import Request
 from cog_triton.text.tokenizer import load_tokenizer, max_characters
 
@@ -25,8 +26,9 @@ class Client:
         self.asked = 0
 
     @asynccontextmanager
-    async def stream(self, *_: Any, **__: Any) -> AsyncIterator[Any]:
+    async def stream(self, *_: Any, parameters: Parameters) -> AsyncIterator[Any]:
         self.asked += 1
+        self.parameters = parameters
 
         async def responses() -> AsyncIterator[Response]:
             for response in self._responses:
@@ -96,3 +98,38 @@ def test_a_prompt_of_too_many_characters_goes_nowhere(tokenizer: Any) -> None:
     with pytest.raises(PromptTooLong, match=f"{limit + 1} characters; {limit} are the most"):
         run(tokenizer, client, prompt="x" * (limit + 1), context_length=10)
     assert client.asked == 1
+
+
+def test_chunks_have_the_ids_and_their_log_probabilities(tokenizer: Any) -> None:
+    ids = tokenizer("one two", add_special_tokens=False).input_ids
+    likely = [TokenLogProb(token, -1.0, ((9, -0.5),)) for token in ids]
+    client = Client(
+        Response(ids[:2], 2, False, log_probs=likely[:2]),
+        Response(ids[2:], None, True, log_probs=likely[2:]),
+    )
+    chunks = run(tokenizer, client, context_length=100, log_probs=1)
+    assert [list(chunk.ids) for chunk in chunks] == [ids[:2], ids[2:]]
+    assert [token for chunk in chunks for token in chunk.log_probs] == likely
+    assert chunks[-1].stop_sequence is None
+
+
+def test_the_last_chunk_names_the_stop_sequence(tokenizer: Any) -> None:
+    ids = tokenizer("one two three", add_special_tokens=False).input_ids
+    client = Client(*(Response([token], 2, False) for token in ids), Response([], None, True))
+    stops = ("four", " two")
+    chunks = run(tokenizer, client, context_length=100, stop_sequences=stops)
+    assert "".join(chunk.text for chunk in chunks) == "one"
+    assert [chunk.stop_sequence for chunk in chunks] == [None] * (len(chunks) - 1) + [" two"]
+    assert chunks[-1].finish_reason == "stop"
+
+
+def test_without_an_end_token_an_answer_ends_at_its_limit(tokenizer: Any) -> None:
+    client = Client(Response([5, tokenizer.eos_token_id], 2, True))
+    chunks = run(tokenizer, client, context_length=100, max_tokens=2, ignore_eos=True)
+    assert chunks[-1].finish_reason == "length"
+
+
+def test_what_goes_beside_the_inputs(tokenizer: Any) -> None:
+    client = Client(Response([5], 2, True))
+    run(tokenizer, client, context_length=100, min_p=0.25)
+    assert client.parameters == {"min_p": "0.25"}

@@ -3,9 +3,26 @@ from __future__ import annotations
 import json
 from array import array
 
+import numpy as np
 import pytest
 
-from cog_triton.protocol import CONTINUED, checksum, continued_ids, ids_text
+from cog_triton.protocol import (
+    CONTINUED,
+    TokenLogProb,
+    adapter_task_id,
+    checksum,
+    continued_ids,
+    ids_text,
+    packed_log_probs,
+    unpacked_log_probs,
+)
+
+LIKELY = [
+    TokenLogProb(5, -0.5, ((5, -0.5), (2**24, -1.25))),
+    TokenLogProb(7, -3.0, ((1, -0.25),)),
+    TokenLogProb(8, 0.0),
+]
+IDS = [token.id for token in LIKELY]
 
 
 @pytest.mark.parametrize("ids", [[], [0], [1, 2, 3], [2**31 - 1, 128_000]])
@@ -40,3 +57,30 @@ def test_a_checksum_tells_ids_and_places_apart() -> None:
     sums = [checksum(values, place) for values in ids for place in (0, 1, 2, 100_000)]
     assert len(set(sums)) == len(sums)
     assert all(-(2**31) <= value < 2**31 for value in sums)
+
+
+@pytest.mark.parametrize("top", [0, 1, 2, 5])
+def test_log_probabilities_come_back(top: int) -> None:
+    wanted = [TokenLogProb(t.id, t.log_prob, t.top[:top]) for t in LIKELY]
+    assert unpacked_log_probs(IDS, packed_log_probs(LIKELY, top), top) == wanted
+
+
+def test_without_alternatives_log_probabilities_are_in_tensorrt_llms_form() -> None:
+    assert packed_log_probs(LIKELY, 0).tolist() == [-0.5, -3.0, 0.0]
+
+
+def test_the_last_log_probabilities_are_those_of_the_ids() -> None:
+    """TensorRT-LLM's C++ backend sends those of all tokens so far with each response."""
+    values = np.array([-1, -2, -3], np.float32)
+    assert unpacked_log_probs([7], values, 0) == [TokenLogProb(7, -3.0)]
+    assert unpacked_log_probs([], values, 0) == []
+    with pytest.raises(ValueError, match="reshape"):
+        unpacked_log_probs([7], values[:1], 1)
+
+
+def test_an_adapters_number_is_the_same_everywhere() -> None:
+    """The value is fixed: a client and a server of different versions must agree."""
+    assert adapter_task_id("fr") == 487058246
+    numbers = {adapter_task_id(f"adapter-{i}") for i in range(1000)}
+    assert len(numbers) == 1000
+    assert all(0 < number < 2**31 for number in numbers)

@@ -12,13 +12,19 @@ from cog_triton.errors import (
     ConflictingMinTokens,
     InvalidParameter,
     PromptRequired,
+    PromptTooLong,
 )
+from cog_triton.guide import Guide, GuideKind
+from cog_triton.protocol import adapter_task_id, ids_text
 from cog_triton.request import (
     DEFAULT_MAX_TOKENS,
     MAX_INT32,
     MAX_SEED,
+    NO_TOKEN,
     Request,
+    effective_end_id,
     new_seed,
+    request_parameters,
     resolve_max_tokens,
     resolve_min_tokens,
     triton_inputs,
@@ -78,6 +84,10 @@ def sent(**values: Any) -> dict[str, Any]:
         ("seed", 2**64, f"between 0 and {MAX_SEED}"),
         ("end_id", 2**31, "a 32-bit integer"),
         ("pad_id", -(2**40), "a 32-bit integer"),
+        ("min_p", -0.1, "between 0 and 1"),
+        ("min_p", NAN, "between 0 and 1"),
+        ("log_probs", -1, "between 0 and 20"),
+        ("log_probs", 21, "between 0 and 20"),
     ],
 )
 def test_what_is_out_of_range(name: str, value: Any, wanted: str) -> None:
@@ -108,6 +118,10 @@ def test_what_is_out_of_range(name: str, value: Any, wanted: str) -> None:
         {"seed": 0},
         {"seed": MAX_SEED},
         {"end_id": 0, "pad_id": -1},
+        {"min_p": 1.0},
+        {"log_probs": 20},
+        {"logit_bias": ((0, 1e30), (5, -100))},
+        {"prompt": "", "prompt_ids": (0, MAX_INT32)},
     ],
 )
 def test_what_is_in_range_can_be_sent(values: dict[str, Any]) -> None:
@@ -122,6 +136,32 @@ def test_a_prompt_is_required() -> None:
 def test_a_prompt_that_cannot_be_sent() -> None:
     with pytest.raises(InvalidParameter, match="prompt must be valid Unicode"):
         request(prompt="half an emoji: \ud83d")
+
+
+@pytest.mark.parametrize(
+    ("values", "why"),
+    [
+        ({"prompt_ids": (5, -1)}, "prompt_ids must be between 0 and"),
+        ({"prompt_ids": (2**31,)}, "prompt_ids must be between 0 and"),
+        ({"logit_bias": ((-1, 1.0),)}, "logit_bias must be of token ids, not -1"),
+        ({"logit_bias": ((1, NAN),)}, "logit_bias must be of finite 32-bit floats, not nan"),
+        ({"logit_bias": ((1, 1.0),) * 1025}, "logit_bias must be at most 1024, not 1025"),
+        ({"adapter": "a" * 257}, "adapter must be of at most 256 characters"),
+        ({"adapter": "a\udfff"}, "adapter must be valid Unicode"),
+        ({"guide": Guide(GuideKind.REGEX, "a\udfff")}, "guide must be valid Unicode"),
+        ({"guide": Guide(GuideKind.REGEX, "a" * 2**18)}, "guide must be of at most 131072"),
+        ({"guide": Guide(GuideKind.REGEX)}, "must have a text"),
+        ({"guide": Guide(GuideKind.JSON_SCHEMA, "{")}, "is no JSON"),
+    ],
+)
+def test_what_cannot_be_sent(values: dict[str, Any], why: str) -> None:
+    with pytest.raises(InvalidParameter, match=why):
+        request(**values)
+
+
+def test_a_prompt_of_far_too_many_ids() -> None:
+    with pytest.raises(PromptTooLong, match="tokens; 16777216 are the most"):
+        request(prompt_ids=(1,) * (2**24 + 1))
 
 
 # Old and new names
@@ -235,6 +275,69 @@ def test_what_changes_nothing_is_left_out() -> None:
     }
     for values in ({"top_k": -1}, {"top_k": 0}, {"min_tokens": 0}, {"min_tokens": -1}):
         assert sent(seed=5, **values) == sent(seed=5)
+
+
+def test_what_structured_output_adapters_and_log_probabilities_send() -> None:
+    more = triton_inputs(
+        request(guide=Guide(GuideKind.CHOICE, '["a.", "b"]'), adapter="fr", log_probs=2)
+    )
+    for name in (
+        "guided_decoding_guide_type",
+        "guided_decoding_guide",
+        "lora_task_id",
+        "return_log_probs",
+    ):
+        assert more[name].dtype == DTYPES[INPUTS[name]["dtype"]], name
+        assert more[name].shape == (1, *INPUTS[name]["dims"]), name
+    assert more["guided_decoding_guide_type"].item() == b"regex"
+    assert more["guided_decoding_guide"].item() == rb"a\.|b"
+    assert more["lora_task_id"].item() == adapter_task_id("fr")
+    assert more["return_log_probs"].item() is True
+    any_json = triton_inputs(request(guide=Guide(GuideKind.JSON)))
+    assert any_json["guided_decoding_guide_type"].item() == b"json"
+    assert "guided_decoding_guide" not in any_json
+
+
+def test_what_the_ensemble_has_no_input_for_is_sent_as_parameters() -> None:
+    assert request_parameters(request()) == {}
+    assert request_parameters(
+        request(
+            prompt_ids=(1, 2),
+            add_special_tokens=False,
+            min_p=0.1,
+            logit_bias=((5, 1.5),),
+            log_probs=3,
+        )
+    ) == {
+        "prompt_ids": ids_text([1, 2]),
+        "add_special_tokens": False,
+        "min_p": "0.1",
+        "logit_bias": '{"5": 1.5}',
+        "top_logprobs": 3,
+    }
+    assert request_parameters(request(log_probs=0)) == {}
+
+
+def test_a_prompt_of_ids_goes_without_its_text() -> None:
+    assert triton_inputs(request(prompt_ids=(1,)))["text_input"].item() == b""
+
+
+@pytest.mark.parametrize(
+    ("values", "tokenizers", "end_id", "told"),
+    [
+        ({}, 2, 2, None),
+        ({}, None, NO_TOKEN, None),
+        ({"end_id": 7}, 2, 7, 7),
+        ({"end_id": 0}, 2, 0, 0),
+        ({"ignore_eos": True}, 2, NO_TOKEN, -1),
+        ({"ignore_eos": True, "end_id": 7}, 2, NO_TOKEN, -1),
+    ],
+)
+def test_what_ends_an_output(
+    values: dict[str, Any], tokenizers: int | None, end_id: int, told: int | None
+) -> None:
+    assert effective_end_id(request(**values), tokenizers) == end_id
+    assert sent(**values).get("end_id") == told
 
 
 @pytest.mark.parametrize("top_k", [-1, 0, 40])

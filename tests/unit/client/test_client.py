@@ -17,6 +17,7 @@ from cog_triton.client.grpc_transport import (
     _checked,
     infer_request,
     parse_response,
+    set_parameters,
 )
 from cog_triton.client.http_transport import HttpClient, parse_event
 from cog_triton.client.stream import (
@@ -24,7 +25,9 @@ from cog_triton.client.stream import (
     Response,
     ResponseStream,
     TritonClient,
+    _joined,
     error_from_text,
+    wanted_log_probs,
 )
 from cog_triton.errors import (
     CogTritonError,
@@ -38,7 +41,7 @@ from cog_triton.errors import (
     TritonUnavailable,
     TritonUnknownError,
 )
-from cog_triton.protocol import checksum
+from cog_triton.protocol import LOG_PROBS, TokenLogProb, checksum, packed_log_probs
 
 
 @pytest.mark.parametrize(
@@ -140,6 +143,60 @@ def test_ids_behind_their_checksum(transport: str) -> None:
             parsed(ids, place)
     with pytest.raises(TritonMalformedEvent, match=r"^E2104.*4 tokens of 5"):
         parsed(whole, 2, total=5)
+
+
+LIKELY = [TokenLogProb(5, -0.5, ((5, -0.5), (9, -1.5))), TokenLogProb(6, -2.0)]
+
+
+@pytest.mark.parametrize("transport", ["grpc", "http"])
+@pytest.mark.parametrize("keeps_end_token", [True, False])
+def test_log_probabilities_of_a_response(transport: str, keeps_end_token: bool) -> None:
+    ids = checked(5, 6, place=0) if keeps_end_token else [5, 6]
+    values = packed_log_probs(LIKELY, 2)
+    length = {} if keeps_end_token else {"sequence_length": np.array([[2]], np.int32)}
+    tensors = {"output_ids": np.array([[ids]], np.int32), **length, LOG_PROBS: values}
+
+    def parsed(tensors: dict[str, Any], top: int | None) -> list[TokenLogProb]:
+        if transport == "grpc":
+            response = grpc_response(**tensors)
+            response.parameters["triton_final_response"].bool_param = False
+            return parse_response(response, 0, top).log_probs
+        event = {name: value.ravel().tolist() for name, value in tensors.items()}
+        return parse_event(event, 0, top).log_probs
+
+    assert parsed(tensors, 2) == LIKELY
+    assert parsed(tensors, None) == []
+    for short in ({LOG_PROBS: values[:-1]}, {LOG_PROBS: None}):
+        given = {name: v for name, v in {**tensors, **short}.items() if v is not None}
+        with pytest.raises(TritonMalformedEvent, match="lacks the log probabilities"):
+            parsed(given, 2)
+
+
+def test_log_probabilities_that_arrived_together_are_joined() -> None:
+    parts = [Response([t.id], None, False, log_probs=[t]) for t in LIKELY]
+    assert _joined(parts).log_probs == LIKELY
+
+
+@pytest.mark.parametrize(
+    ("inputs", "parameters", "wanted"),
+    [
+        ({}, {}, None),
+        ({}, {"top_logprobs": 3}, None),
+        ({"return_log_probs": np.array([[False]])}, {}, None),
+        ({"return_log_probs": np.array([[True]])}, {}, 0),
+        ({"return_log_probs": np.array([[True]])}, {"top_logprobs": 3}, 3),
+    ],
+)
+def test_what_a_request_wants(inputs: Any, parameters: Any, wanted: int | None) -> None:
+    assert wanted_log_probs(inputs, parameters) == wanted
+
+
+def test_parameters_of_a_grpc_request() -> None:
+    request = infer_request("ensemble", "id1", {}, ())
+    set_parameters(request, {"a": True, "b": 5, "c": "text"})
+    assert request.parameters["a"].bool_param is True
+    assert request.parameters["b"].int64_param == 5
+    assert request.parameters["c"].string_param == "text"
 
 
 def test_a_grpc_stream_that_ends_without_the_engines_count() -> None:

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from cog_triton.guide import Guide, GuideKind, check_guide, choices, engine_guide
+
+AWKWARD = ["yes", "a.b*c", "x|y (z)", "[1]{2}^$", "back\\slash/", "ż\n-", 'quote "it"']
+
+
+def choice(*texts: object) -> Guide:
+    return Guide(GuideKind.CHOICE, json.dumps(texts))
+
+
+def test_engines_get_a_choice_as_a_regular_expression() -> None:
+    told = engine_guide(choice(*AWKWARD))
+    assert told.kind is GuideKind.REGEX
+    for text in AWKWARD:
+        assert re.fullmatch(told.text, text)
+    for other in ("ye", "aXbc", "x", "y (z)", "1"):
+        assert not re.fullmatch(told.text, other)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in GuideKind if kind is not GuideKind.CHOICE])
+def test_engines_get_other_guides_as_they_are(kind: GuideKind) -> None:
+    guide = Guide(kind, "{}")
+    assert engine_guide(guide) is guide
+
+
+def test_choices_keep_their_order() -> None:
+    assert choices(choice("b", "a")) == ["b", "a"]
+
+
+@pytest.mark.parametrize(
+    ("guide", "why"),
+    [
+        (Guide(GuideKind.REGEX), "of kind regex must have a text"),
+        (Guide(GuideKind.JSON_SCHEMA, "{"), "the guide is no JSON: "),
+        (Guide(GuideKind.JSON_SCHEMA, "[" * 100_000), "the guide is no JSON: "),
+        (Guide(GuideKind.JSON_SCHEMA, "[]"), "a JSON schema must be an object"),
+        (choice(), "choice must be a JSON list of texts"),
+        (choice("a", ""), "none of them empty"),
+        (choice("a", 5), "choice must be a JSON list of texts"),
+        (Guide(GuideKind.CHOICE, '{"a": 1}'), "choice must be a JSON list of texts"),
+    ],
+)
+def test_what_is_no_guide(guide: Guide, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        check_guide(guide)
+
+
+def test_what_is_a_guide() -> None:
+    for guide in (
+        Guide(GuideKind.JSON),
+        Guide(GuideKind.JSON_SCHEMA, '{"type": "object"}'),
+        Guide(GuideKind.REGEX, "a+"),
+        Guide(GuideKind.GRAMMAR, 'root ::= "a"'),
+        choice("a"),
+    ):
+        check_guide(guide)
