@@ -10,14 +10,16 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from cog_triton.admission import Admission, Bounds
 from cog_triton.client.resume import ResumingClient, Streams
 from cog_triton.client.stream import TritonClient
 from cog_triton.context_length import context_length
-from cog_triton.engine_choice import misplaces_parameters
+from cog_triton.engine_choice import EngineName, misplaces_parameters
+from cog_triton.engine_support import check_supported
 from cog_triton.errors import (
     ConfigurationError,
     TritonPortTaken,
@@ -43,6 +45,7 @@ from cog_triton.server.guard import process_name
 from cog_triton.server.supervisor import NOTICE_SECONDS, RestartPolicy, Supervisor
 from cog_triton.server.tritonserver import TritonServer
 from cog_triton.settings import Settings
+from cog_triton.text.chat import Message, render_chat, set_chat_template
 from cog_triton.text.tokenizer import Tokenizer, load_tokenizer, text_limits, without_torch
 
 logger = logging.getLogger(__name__)
@@ -71,6 +74,8 @@ class Deployment:
         opened: contextlib.ExitStack | None = None,
         context_length: int | None = None,
         length_penalty: bool = True,
+        engine: EngineName = "transformers",
+        own_preprocessing: bool = True,
     ) -> None:
         """Takes over what ``start`` has started.
 
@@ -78,7 +83,10 @@ class Deployment:
             opened: is closed at the end.
             context_length: most tokens of prompt and output together; None if only the engine knows.
             length_penalty: whether the engine is told of it; see ``misplaces_parameters``.
+            engine: what runs in the tensorrt_llm slot.
+            own_preprocessing: whether prompts become ids in this project's model.
         """
+        self.engine = engine
         self.settings = settings
         self.limits = text_limits(tokenizer, context_length)
         self._streams = streams
@@ -88,6 +96,7 @@ class Deployment:
         self._opened = opened or contextlib.ExitStack()
         self._context_length = context_length
         self._length_penalty = length_penalty
+        self._own_preprocessing = own_preprocessing
 
     @classmethod
     async def start(cls, settings: Settings) -> Deployment:
@@ -120,7 +129,8 @@ class Deployment:
             settings,
             ResumingClient(
                 LiveClients(supervisor, settings.resume_timeout),
-                attempts=settings.resume_attempts if continues(settings) else 0,
+                # NVIDIA's would begin anew.
+                attempts=settings.resume_attempts if own_preprocessing(settings) else 0,
                 end_id=tokenizer.eos_token_id,
             ),
             supervisor,
@@ -129,10 +139,38 @@ class Deployment:
             opened=opened,
             context_length=context_length(values["tensorrt_llm"]),
             length_penalty=not misplaced,
+            engine=engine,
+            own_preprocessing=own_preprocessing(settings),
+        )
+
+    def chat_prompt(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """The prompt that messages make by the model's chat template; see ``render_chat``.
+
+        It is to be sent with add_special_tokens False.
+        """
+        return render_chat(
+            self._tokenizer,
+            messages,
+            tools=tools,
+            kwargs=kwargs,
+            add_generation_prompt=add_generation_prompt,
+            limits=self.limits,
         )
 
     def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
-        """Streams the answer to a request; see ``cog_triton.generation.generate``."""
+        """Streams the answer to a request; see ``cog_triton.generation.generate``.
+
+        Raises:
+            InvalidParameter: at once, where something of it would have no effect.
+        """
+        check_supported(request, self.engine, own_preprocessing=self._own_preprocessing)
         if not self._length_penalty:
             request = dataclasses.replace(request, length_penalty=1.0)
         return generate(
@@ -281,8 +319,8 @@ def _admission(
     return admission
 
 
-def continues(settings: Settings) -> bool:
-    """Whether preprocessing can take up an answer where it broke off; NVIDIA's would begin anew."""
+def own_preprocessing(settings: Settings) -> bool:
+    """Whether preprocessing is this project's, which reads a request's parameters, and not NVIDIA's."""
     model = settings.model_repository / "preprocessing" / "1" / "model.py"
     return model.is_file() and "cog_triton.models.preprocessing" in model.read_text()
 
@@ -308,7 +346,26 @@ def create_client(settings: Settings, server: TritonServer) -> TritonClient:
 def _load_tokenizer(settings: Settings) -> Tokenizer:
     without_torch()
     with _timed("tokenizer loaded"):
-        return load_tokenizer(settings.tokenizer_dir, trust_remote_code=settings.trust_remote_code)
+        tokenizer = load_tokenizer(
+            settings.tokenizer_dir, trust_remote_code=settings.trust_remote_code
+        )
+    if settings.chat_template is not None:
+        set_chat_template(tokenizer, chat_template(settings.chat_template))
+    return tokenizer
+
+
+def chat_template(setting: str) -> str:
+    """The template that CHAT_TEMPLATE is or names.
+
+    Raises:
+        ConfigurationError: the file cannot be read.
+    """
+    if "{" in setting:
+        return setting
+    try:
+        return Path(setting).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"CHAT_TEMPLATE={setting} cannot be read: {error}") from None
 
 
 @contextlib.contextmanager

@@ -156,6 +156,9 @@ class Settings(BaseModel):
     """Default of the input system_prompt."""
     prompt_template: str = "{prompt}"
     """Default of the input prompt_template."""
+    chat_template: str | None = None
+    """Chat template, in Jinja's language, or a file with one, in place of the tokenizer's own. What has a
+    brace in it is a template, anything else a file's name."""
     stop_sequences: str = ""
     """Default of the input stop_sequences."""
     log_format: Literal["auto", "json", "text", "console"] = "auto"

@@ -8,9 +8,10 @@ from typing import Any, cast, get_args
 import pytest
 
 from cog_triton.admission import Admission, Bounds
-from cog_triton.deployment import Deployment, start_timeout
+from cog_triton.deployment import Deployment, chat_template, own_preprocessing, start_timeout
 from cog_triton.engine_choice import EngineName
-from cog_triton.errors import ConfigurationError, TritonUnavailable
+from cog_triton.engine_support import check_supported
+from cog_triton.errors import ConfigurationError, InvalidParameter, PromptTooLong, TritonUnavailable
 from cog_triton.preparation import (
     check_files,
     check_model,
@@ -240,3 +241,66 @@ def test_ranks_are_for_the_backend_alone(demo_model: Path) -> None:
         ConfigurationError, match=r"WORLD_SIZE=2 is for TensorRT-LLM's C\+\+ backend"
     ):
         resolve_engine(read_settings({"MODEL": str(demo_model), "WORLD_SIZE": "2"}))
+
+
+def request(**values: Any) -> Request:
+    return Request(**{"prompt": "a", "seed": 0, **values})
+
+
+@pytest.mark.parametrize(
+    ("values", "names"),
+    [
+        ({"min_p": 0.1}, "min_p"),
+        ({"log_probs": 2, "min_p": 0.1}, "min_p, top_logprobs"),
+    ],
+)
+def test_what_tensorrt_llms_backend_would_ignore_is_refused(
+    values: dict[str, Any], names: str
+) -> None:
+    with pytest.raises(InvalidParameter, match=f"C\\+\\+ backend does not support {names}$"):
+        check_supported(request(**values), "tensorrtllm", own_preprocessing=True)
+    check_supported(request(**values), "transformers", own_preprocessing=True)
+    check_supported(request(log_probs=0), "tensorrtllm", own_preprocessing=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("prompt_ids", (1, 2)), ("add_special_tokens", False), ("logit_bias", ((1, 2.0),))],
+)
+def test_what_another_preprocessing_would_ignore_is_refused(name: str, value: object) -> None:
+    with pytest.raises(InvalidParameter, match=f"TRITON_MODEL_REPO does not support {name}$"):
+        check_supported(request(**{name: value}), "transformers", own_preprocessing=False)
+    check_supported(request(**{name: value}), "transformers", own_preprocessing=True)
+    check_supported(request(), "tensorrtllm", own_preprocessing=False)
+
+
+def test_preprocessing_is_known_by_its_code(tmp_path: Path) -> None:
+    assert own_preprocessing(read_settings({}))
+    assert not own_preprocessing(read_settings({"TRITON_MODEL_REPO": str(tmp_path)}))
+    model = tmp_path / "preprocessing" / "1" / "model.py"
+    model.parent.mkdir(parents=True)
+    model.write_text("import triton_python_backend_utils")
+    assert not own_preprocessing(read_settings({"TRITON_MODEL_REPO": str(tmp_path)}))
+
+
+def test_a_chat_template_is_a_text_or_a_file(tmp_path: Path) -> None:
+    (tmp_path / "chat.jinja").write_text("{{ messages }} ż", encoding="utf-8")
+    assert chat_template(str(tmp_path / "chat.jinja")) == "{{ messages }} ż"
+    assert chat_template("{{ messages[0].content }}") == "{{ messages[0].content }}"
+    with pytest.raises(ConfigurationError, match=r"CHAT_TEMPLATE=none\.jinja cannot be read"):
+        chat_template("none.jinja")
+
+
+def test_messages_become_a_prompt(demo_model: Path) -> None:
+    deployment = Deployment(
+        read_settings({}),
+        cast(Any, None),
+        cast(Any, None),
+        Admission(Bounds(1, 0, 1.0)),
+        load_tokenizer(str(demo_model)),
+        context_length=50,
+    )
+    messages = [{"role": "user", "content": "Hi"}]
+    assert deployment.chat_prompt(messages) == "<s><|user|>Hi<|end|><|assistant|>"
+    with pytest.raises(PromptTooLong):
+        deployment.chat_prompt([{"role": "user", "content": "x" * 10_000}])
