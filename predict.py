@@ -13,11 +13,14 @@ import cog
 from cog import BaseRunner, ConcatenateIterator, Input
 
 from cog_triton.deployment import Deployment
+from cog_triton.errors import InvalidParameter
 from cog_triton.faces.cog import last_call, live_stream
 from cog_triton.generation import Chunk
+from cog_triton.json_inputs import parse_list, parse_object
 from cog_triton.limits import check_stop_sequences
 from cog_triton.parent import end_with_parent
 from cog_triton.request import Request, new_seed, resolve_max_tokens, resolve_min_tokens
+from cog_triton.request_inputs import choose_guide, parse_logit_bias
 from cog_triton.server.log import log_to
 from cog_triton.settings import Settings, read_settings
 from cog_triton.text.prompts import format_prompt, validate_template
@@ -47,9 +50,13 @@ class Predictor(BaseRunner):
     @cog.concurrent(max=512)
     async def predict(
         self,
-        prompt: str = Input(description="Prompt to send to the model."),
+        prompt: Optional[str] = Input(  # noqa: UP045
+            description="Prompt to send to the model; this or messages is required.", default=None
+        ),
         system_prompt: str = Input(
-            description="System prompt; where it goes is up to the prompt template.", default=""
+            description="System prompt; where it goes is up to the prompt template, or the first "
+            "message if messages have none.",
+            default="",
         ),
         max_tokens: int = Input(
             description="Most tokens to generate. A word is generally 2-3 tokens.",
@@ -107,22 +114,90 @@ class Predictor(BaseRunner):
         min_new_tokens: Optional[int] = Input(  # noqa: UP045
             description="Old name of min_tokens.", ge=-1, default=None
         ),
+        messages: Optional[str] = Input(  # noqa: UP045
+            description="Chat instead of a prompt: a JSON list of objects with role and content, which "
+            "the model's own chat template makes a prompt of.",
+            default=None,
+        ),
+        tools: Optional[str] = Input(  # noqa: UP045
+            description="Functions that the model may call: a JSON list in OpenAI's form, for the chat "
+            "template.",
+            default=None,
+        ),
+        chat_template_kwargs: Optional[str] = Input(  # noqa: UP045
+            description="Switches of the chat template: a JSON object.", default=None
+        ),
+        repetition_penalty: float = Input(
+            description="Above 1 makes tokens that prompt or output already have less likely.",
+            default=1.0,
+        ),
+        frequency_penalty: float = Input(
+            description="Above 0 makes tokens less likely each time that the output has them.",
+            default=0.0,
+        ),
+        min_p: float = Input(
+            description="Leaves out tokens less likely than so many times the most likely one.",
+            ge=0,
+            le=1,
+            default=0.0,
+        ),
+        bad_words: Optional[str] = Input(  # noqa: UP045
+            description="Comma-separated texts that are not generated. A comma in one is written \\,",
+            default=None,
+        ),
+        logit_bias: Optional[str] = Input(  # noqa: UP045
+            description="A JSON object of token ids and what is added to their logits.",
+            default=None,
+        ),
+        ignore_eos: bool = Input(
+            description="Go on after the end token, up to max_tokens.", default=False
+        ),
+        json_schema: Optional[str] = Input(  # noqa: UP045
+            description="JSON schema that the output has to follow.", default=None
+        ),
+        regex: Optional[str] = Input(  # noqa: UP045
+            description="Regular expression that the output has to match.", default=None
+        ),
+        grammar: Optional[str] = Input(  # noqa: UP045
+            description="EBNF grammar that the output has to follow.", default=None
+        ),
+        choice: Optional[str] = Input(  # noqa: UP045
+            description="A JSON list of texts, one of which the output has to be.", default=None
+        ),
+        lora: str = Input(
+            description="Name of the LoRA adapter to answer with; empty for the model itself.",
+            default="",
+        ),
     ) -> ConcatenateIterator[str]:
         settings = self.deployment.settings
+        if messages is None:
+            _refuse("needs messages", tools=tools, chat_template_kwargs=chat_template_kwargs)
+            text = self._prompt(prompt, system_prompt, prompt_template)
+        else:
+            own_template = prompt_template != DEFAULT_PROMPT_TEMPLATE
+            _refuse("and messages exclude each other", prompt=prompt, prompt_template=own_template)
+            text = self._chat(messages, system_prompt, tools, chat_template_kwargs)
         request = Request(
-            prompt=format_prompt(
-                _template(settings, prompt_template),
-                prompt,
-                system_prompt or settings.system_prompt,
-                self.deployment.limits,
-            ),
+            prompt=text,
+            # A rendered chat begins with the tokens that begin a text.
+            add_special_tokens=None if messages is None else False,
             max_tokens=resolve_max_tokens(max_tokens, max_new_tokens),
             min_tokens=resolve_min_tokens(min_tokens, min_new_tokens),
             temperature=temperature,
             top_p=top_p,
             top_k=top_k,
             length_penalty=length_penalty,
+            repetition_penalty=repetition_penalty,
             presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            min_p=min_p,
+            bad_words=parse_stop_sequences(bad_words, "bad_words"),
+            logit_bias=parse_logit_bias(logit_bias),
+            ignore_eos=ignore_eos,
+            guide=choose_guide(
+                json_schema=json_schema, regex=regex, grammar=grammar, choice=choice
+            ),
+            adapter=lora,
             seed=new_seed() if seed is None else seed,
             stop_sequences=parse_stop_sequences(
                 settings.stop_sequences if stop_sequences is None else stop_sequences
@@ -145,6 +220,29 @@ class Predictor(BaseRunner):
     async def healthcheck(self) -> bool:
         return await self.deployment.healthy()
 
+    def _prompt(self, prompt: str | None, system_prompt: str, template: str) -> str:
+        settings = self.deployment.settings
+        return format_prompt(
+            _template(settings, template),
+            prompt,
+            system_prompt or settings.system_prompt,
+            self.deployment.limits,
+        )
+
+    def _chat(
+        self, messages: str, system_prompt: str, tools: str | None, kwargs: str | None
+    ) -> str:
+        """The prompt that messages make; a system prompt goes before those that begin without one."""
+        turns = parse_list("messages", messages)
+        system = system_prompt or self.deployment.settings.system_prompt
+        if turns and system and turns[0].get("role") not in ("system", "developer"):
+            turns.insert(0, {"role": "system", "content": system})
+        return self.deployment.chat_prompt(
+            turns,
+            tools=parse_list("tools", tools or "[]"),
+            kwargs=parse_object("chat_template_kwargs", kwargs or "{}"),
+        )
+
     def _answer(
         self,
         texts: Generator[str, None, None],
@@ -152,7 +250,12 @@ class Predictor(BaseRunner):
         context: contextvars.Context,
         log: bool,
     ) -> Generator[str, None, None]:
-        yield from texts
+        try:
+            yield from texts
+        except BaseException as error:
+            ended = "cancelled" if live_stream.is_cancellation(error) else "error"
+            context.run(self.record_metric, "finish_reason", ended)
+            raise
         for name, value in measurements.metrics().items():
             context.run(self.record_metric, name, value)
             if log:
@@ -174,13 +277,15 @@ class Measurements:
         if self._first is None and chunk.output_tokens:
             self._first = self._last
 
-    def metrics(self) -> dict[str, float]:
-        """Token counts; seconds in the queue; seconds from start to first token; output tokens per second,
-        start to end.
+    def metrics(self) -> dict[str, float | str]:
+        """Token counts; why the answer ended; seconds in the queue; seconds from start to first token;
+        output tokens per second, start to end.
         """
         if self._chunk is None:
             return {}
-        metrics: dict[str, float] = {"output_token_count": self._chunk.output_tokens}
+        metrics: dict[str, float | str] = {"output_token_count": self._chunk.output_tokens}
+        if self._chunk.finish_reason is not None:
+            metrics["finish_reason"] = self._chunk.finish_reason
         metrics["queue_time"] = self._chunk.queued
         if self._chunk.input_tokens is not None:
             metrics["input_token_count"] = self._chunk.input_tokens
@@ -197,6 +302,13 @@ async def _texts(
         measurements.add(chunk)
         if chunk.text:
             yield chunk.text
+
+
+def _refuse(why: str, **inputs: object) -> None:
+    """Refuses inputs that were given."""
+    for name, value in inputs.items():
+        if value:
+            raise InvalidParameter(f"{name} {why}")
 
 
 def _template(settings: Settings, prompt_template: str) -> str:

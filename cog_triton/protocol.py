@@ -89,6 +89,18 @@ class TokenLogProb:
     top: tuple[tuple[int, float], ...] = ()
 
 
+def parse_biases(text: Any) -> dict[int, float]:
+    """The value of ``LOGIT_BIAS``.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    try:
+        return {int(token): float(bias) for token, bias in json.loads(text).items()}
+    except (TypeError, ValueError, AttributeError, OverflowError, RecursionError):
+        raise ValueError(f"{LOGIT_BIAS} must be as a JSON object of ids and numbers") from None
+
+
 def packed_log_probs(tokens: Sequence[TokenLogProb], top: int) -> npt.NDArray[Any]:
     """The value of ``LOG_PROBS``, without batch and beams: float32, [tokens * (1 + 2 * top)].
 

@@ -32,6 +32,8 @@ import _checkout  # noqa: F401
 from cog_triton.faces.terminal.interrupt import end_at_once_on_signals
 from cog_triton.faces.terminal.style import PassingLine, style_of
 
+DEFAULT_PROMPT = "What is machine learning?"
+
 
 def main(argv: list[str] | None = None) -> int:
     """Prints one answer; returns the exit status, 130 after Ctrl-C."""
@@ -51,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
         handlers=[TerminalHandler(sys.stderr, style, level, progress)],
     )
     try:
-        notes = asyncio.run(predict({"prompt": arguments.prompt}, arguments.input, progress))
+        notes = asyncio.run(predict(inputs(arguments), arguments.input, progress))
     except CogTritonError as error:
         progress.clear()
         print(f"{style.red('error:')} {error}", file=sys.stderr)
@@ -63,10 +65,16 @@ def main(argv: list[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     """Of the command's arguments."""
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    options.add_argument("prompt", nargs="?", default="What is machine learning?")
+    options.add_argument("prompt", nargs="?")
     options.add_argument("-i", "--input", action="append", default=[], metavar="NAME=VALUE")
     options.add_argument("-v", "--verbose", action="store_true", help="show Triton's whole log")
     return options
+
+
+def inputs(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The prompt, which has a default unless there are messages."""
+    chat = any(item.startswith("messages=") for item in arguments.input)
+    return {"prompt": arguments.prompt or (None if chat else DEFAULT_PROMPT)}
 
 
 async def predict(inputs: dict[str, Any], given: list[str], progress: PassingLine) -> str:
@@ -93,7 +101,7 @@ async def predict(inputs: dict[str, Any], given: list[str], progress: PassingLin
     return printed.getvalue() + figures(metrics)
 
 
-def figures(metrics: dict[str, float]) -> str:
+def figures(metrics: dict[str, Any]) -> str:
     """What was measured, in a line."""
     first, rate = metrics["time_to_first_token"], metrics["tokens_per_second"]
     tokens = metrics["output_token_count"]

@@ -17,6 +17,7 @@ from cog_triton.protocol import (
     LOGIT_BIAS,
     PROMPT_IDS,
     ids_parameter,
+    parse_biases,
 )
 from cog_triton.text.tokenizer import Tokenizer, text_limits
 
@@ -222,11 +223,8 @@ class Preprocessor:
 
 
 def _biases(text: Any) -> dict[int, float]:
-    """The parameter ``LOGIT_BIAS``: at most so many numbers by token ids, which are texts in JSON."""
-    try:
-        biases = {int(token): float(bias) for token, bias in json.loads(text).items()}
-    except (TypeError, ValueError, AttributeError, RecursionError):
-        raise ValueError(f"{LOGIT_BIAS} must be as a JSON object of ids and numbers") from None
+    """The parameter ``LOGIT_BIAS``: at most so many finite numbers."""
+    biases = parse_biases(text)
     if len(biases) > WORDS:
         raise ValueError(f"{LOGIT_BIAS} must be at most {WORDS}, not {len(biases)}")
     if not all(token >= 0 and abs(bias) <= _MAX_FLOAT32 for token, bias in biases.items()):

@@ -6,7 +6,6 @@ A template is the model's and may do with messages what it likes; what it refuse
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -20,6 +19,7 @@ from cog_triton.errors import (
     PromptRequired,
     shown,
 )
+from cog_triton.json_inputs import parse_object
 from cog_triton.limits import MESSAGES, TextLimits
 from cog_triton.text.tokenizer import Tokenizer
 
@@ -106,37 +106,6 @@ def merged_system(messages: Sequence[Message]) -> list[dict[str, Any]]:
             turn["content"] = "\n\n".join([*texts, turn["content"]])
             return rest
     return [{"role": "user", "content": "\n\n".join(texts)}, *rest]
-
-
-def parse_list(name: str, text: str) -> list[dict[str, Any]]:
-    """An input that is a JSON list of objects.
-
-    Raises:
-        InvalidParameter: it is something else.
-    """
-    values = _parsed(name, text)
-    if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
-        raise InvalidParameter(f"{name} must be a JSON list of objects")
-    return values
-
-
-def parse_object(name: str, text: str) -> dict[str, Any]:
-    """An input that is a JSON object.
-
-    Raises:
-        InvalidParameter: it is something else.
-    """
-    value = _parsed(name, text)
-    if not isinstance(value, dict):
-        raise InvalidParameter(f"{name} must be a JSON object")
-    return value
-
-
-def _parsed(name: str, text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise InvalidParameter(f"{name} must be JSON: {error}") from None
 
 
 def _template(tokenizer: Tokenizer, *, tools: bool) -> str:

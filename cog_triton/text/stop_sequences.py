@@ -23,8 +23,8 @@ _PIECE = re.compile(r"(?:\\[\\,]|[^,])+")
 _ESCAPE = re.compile(r"\\([\\,])")
 
 
-def parse_stop_sequences(text: str | None) -> tuple[str, ...]:
-    r"""Split a comma-separated list of stop sequences.
+def parse_stop_sequences(text: str | None, name: str = "stop_sequences") -> tuple[str, ...]:
+    r"""Split a comma-separated list of stop sequences, or of other texts.
 
     Empty entries are dropped; whitespace belongs to its entry. ``\,`` stands for a comma that does
     not separate, ``\\`` for a backslash; any other backslash is just one.
@@ -34,7 +34,7 @@ def parse_stop_sequences(text: str | None) -> tuple[str, ...]:
     """
     if text is not None and len(text) > STOP_TEXT_CHARACTERS:
         raise InvalidParameter(
-            f"stop_sequences must be a list of at most {STOP_TEXT_CHARACTERS} characters, not {len(text)}"
+            f"{name} must be a list of at most {STOP_TEXT_CHARACTERS} characters, not {len(text)}"
         )
     return tuple(_ESCAPE.sub(r"\1", piece) for piece in _PIECE.findall(text or ""))
 

@@ -108,6 +108,11 @@ def live(source: AsyncGenerator[str, None]) -> Generator[str, None, None]:
     return texts
 
 
+def is_cancellation(error: BaseException) -> bool:
+    """Whether an error is how a cancelled prediction ends."""
+    return isinstance(error, (CancelationException, GeneratorExit))
+
+
 async def _pump(source: AsyncGenerator[str, None], items: queue.SimpleQueue[str | _End]) -> None:
     end: _End = None
     try:

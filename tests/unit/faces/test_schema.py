@@ -35,7 +35,7 @@ def test_whatever_is_referred_to_is_there(schema: Any) -> None:
 
 def test_inputs_defaults_and_limits_are_cog_tritons(schema: Any) -> None:
     inputs = schema["components"]["schemas"]["Input"]
-    assert inputs["required"] == ["prompt"]
+    assert inputs["required"] == []
     properties = inputs["properties"]
     found = {
         name: (p["type"], p.get("default"), p.get("minimum"), p.get("maximum"))
@@ -57,6 +57,20 @@ def test_inputs_defaults_and_limits_are_cog_tritons(schema: Any) -> None:
         "log_performance_metrics": ("boolean", False, None, None),
         "max_new_tokens": ("integer", None, 1, None),
         "min_new_tokens": ("integer", None, -1, None),
+        "messages": ("string", None, None, None),
+        "tools": ("string", None, None, None),
+        "chat_template_kwargs": ("string", None, None, None),
+        "repetition_penalty": ("number", 1.0, None, None),
+        "frequency_penalty": ("number", 0.0, None, None),
+        "min_p": ("number", 0.0, 0, 1),
+        "bad_words": ("string", None, None, None),
+        "logit_bias": ("string", None, None, None),
+        "ignore_eos": ("boolean", False, None, None),
+        "json_schema": ("string", None, None, None),
+        "regex": ("string", None, None, None),
+        "grammar": ("string", None, None, None),
+        "choice": ("string", None, None, None),
+        "lora": ("string", "", None, None),
     }
     orders = [p["x-order"] for p in properties.values()]
     assert orders == sorted(orders)

@@ -18,8 +18,6 @@ from cog_triton.errors import (
 from cog_triton.limits import MESSAGES, TextLimits
 from cog_triton.text.chat import (
     merged_system,
-    parse_list,
-    parse_object,
     render_chat,
     set_chat_template,
 )
@@ -214,13 +212,3 @@ def test_a_template_of_the_settings(tokenizer: Any) -> None:
     set_chat_template(tokenizer, "{{ raise_exception('not today') }}")
     with pytest.raises(ConfigurationError, match=r"CHAT_TEMPLATE, line 2: .*endfor"):
         set_chat_template(tokenizer, "\n{% for m in messages %}")
-
-
-def test_inputs_that_are_json() -> None:
-    assert parse_list("messages", '[{"role": "user"}]') == [{"role": "user"}]
-    assert parse_object("logit_bias", '{"5": 1}') == {"5": 1}
-    for text in ("{", "5", "{}", '["x"]', "[" * 100_000):
-        with pytest.raises(InvalidParameter, match="messages must be"):
-            parse_list("messages", text)
-    with pytest.raises(InvalidParameter, match="logit_bias must be a JSON object"):
-        parse_object("logit_bias", "[]")
