@@ -39,6 +39,54 @@ def test_a_json_prediction(cog_server: CogServer, tokenizer: Tokenizer) -> None:
     assert body["metrics"]["tokens_per_second"] > 0
 
 
+def test_a_chat_is_the_prompt_that_the_models_template_makes_of_it(
+    cog_server: CogServer, tokenizer: Tokenizer
+) -> None:
+    """Without a second beginning of a text before it."""
+    messages = [{"role": "user", "content": QUESTION}]
+    body = cog_server.predict(messages=json.dumps(messages), temperature=0)
+    assert "".join(body["output"]) == ANSWER
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert body["metrics"]["input_token_count"] == len(ids)
+    with_system = cog_server.predict(
+        messages=json.dumps(messages), system_prompt="Be kind.", max_tokens=1
+    )
+    messages.insert(0, {"role": "system", "content": "Be kind."})
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert with_system["metrics"]["input_token_count"] == len(ids)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "why"),
+    [
+        ({}, "E1001 PromptRequired"),
+        ({"messages": "[]"}, "E1001 PromptRequired"),
+        ({"messages": "{}"}, "E1103 InvalidParameter: messages must be a JSON list"),
+        ({"messages": "[{}]", "prompt": "Hi"}, "prompt and messages exclude each other"),
+        ({"prompt": "Hi", "tools": "[{}]"}, "tools needs messages"),
+        ({"prompt": "Hi", "logit_bias": "[]"}, "E1103 InvalidParameter: logit_bias must be"),
+        ({"prompt": "Hi", "regex": "a", "choice": "[]"}, "regex and choice exclude each other"),
+        ({"prompt": "Hi", "repetition_penalty": 0}, "repetition_penalty must be greater than 0"),
+    ],
+)
+def test_inputs_that_are_refused(cog_server: CogServer, inputs: dict[str, Any], why: str) -> None:
+    body = cog_server.predict(**inputs)
+    assert body["status"] == "failed"
+    assert why in body["error"]
+
+
+def test_why_an_answer_ended_is_a_metric(cog_server: CogServer) -> None:
+    def reason(**inputs: Any) -> str:
+        body = cog_server.predict(prompt=QUESTION, temperature=0, **inputs)
+        return str(body["metrics"]["finish_reason"])
+
+    assert reason() == "stop"
+    assert reason(stop_sequences=ANSWER[20:30]) == "stop"
+    assert reason(max_tokens=5) == "length"
+    tokens = len(ANSWER.split()) * 3
+    assert reason(max_tokens=tokens, ignore_eos=True) == "length"
+
+
 def test_the_log_has_the_seed_once_and_neither_the_prompt_nor_tritons_log(
     cog_server: CogServer,
 ) -> None:
@@ -237,6 +285,7 @@ def test_cancelling_by_post_stops_the_engine(paced_cog_server: CogServer) -> Non
         wait_until(lambda: paced_cog_server.engine["active"] == 0, 10, "the stop")
         ended = list(events)[-1]
     assert ended[1]["status"] == "canceled"
+    assert ended[1]["metrics"]["finish_reason"] == "cancelled"
     cancelled_engine(paced_cog_server, generated)
 
 
