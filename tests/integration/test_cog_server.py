@@ -75,6 +75,20 @@ def test_inputs_that_are_refused(cog_server: CogServer, inputs: dict[str, Any], 
     assert why in body["error"]
 
 
+def test_structured_output(cog_server: CogServer) -> None:
+    def answer(**inputs: Any) -> str:
+        body = cog_server.predict(prompt=QUESTION, temperature=1.5, seed=3, **inputs)
+        assert body["metrics"]["finish_reason"] == "stop"
+        return "".join(body["output"])
+
+    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+    closed = json.dumps({**schema, "additionalProperties": False})
+    assert json.loads(answer(json_schema=closed)) in ({"ok": True}, {"ok": False})
+    assert re.fullmatch("[a-c][0-9]", answer(regex="[a-c][0-9]"))
+    assert re.fullmatch("[a-c][0-9]", answer(grammar="root ::= [a-c] [0-9]"))
+    assert answer(choice='["yes", "no (never)"]') in ("yes", "no (never)")
+
+
 def test_why_an_answer_ended_is_a_metric(cog_server: CogServer) -> None:
     def reason(**inputs: Any) -> str:
         body = cog_server.predict(prompt=QUESTION, temperature=0, **inputs)
@@ -418,5 +432,6 @@ def test_what_does_not_end_in_time_may_be_sent_again(demo_model: Path, tmp_path:
         assert last[0] == "completed"
         for body in (last[1], waiting.result()):
             assert body["status"] == "failed"
+            assert body["metrics"]["finish_reason"] == "error"
             assert "E2105 TritonUnavailable: the server is being stopped; send" in body["error"]
         assert server.process.wait(timeout=30) == 0

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import pytest
 import tritonclient.grpc.aio as grpcclient
 
+from cog_triton.protocol import ids_text
 from cog_triton.server.tritonserver import TritonServer
 from cog_triton.text.tokenizer import Tokenizer
 from tests.integration.conftest import engine_counters
@@ -111,6 +112,20 @@ def test_sampling_follows_the_seed_under_its_new_and_its_old_name(triton: Triton
     assert texts[0] == texts[1] == texts[2]
     assert texts[3] != texts[0]
     assert texts[4] == texts[5]  # TensorRT-LLM's default
+
+
+def test_what_is_no_input_goes_as_a_parameter(triton: TritonServer, tokenizer: Tokenizer) -> None:
+    """A prompt of token ids, a bias of logits by ids, and no special tokens."""
+    ids = tokenizer(QUESTION).input_ids
+    body = {"text_input": "", "max_tokens": 500, "prompt_ids": ids_text(ids)}
+    assert generate(triton, **body)["text_output"] == ANSWER
+    bias = json.dumps({ids[2]: 1000})
+    biased = generate(triton, text_input=QUESTION, max_tokens=3, logit_bias=bias)
+    assert biased["output_ids"] == [ids[2]] * 3
+    counted = {"text_input": QUESTION, "max_tokens": 1, "return_num_input_tokens": True}
+    assert generate(triton, **counted)["num_input_tokens"] == len(ids)
+    counted["add_special_tokens"] = False
+    assert generate(triton, **counted)["num_input_tokens"] == len(ids) - 1
 
 
 @pytest.mark.parametrize("name", ["min_tokens", "min_length"])
