@@ -10,12 +10,12 @@ from typing import Any
 import grpc
 import triton_python_backend_utils as pb_utils  # type: ignore[import-not-found]
 
+from cog_triton.client.arrivals import Arrivals
 from cog_triton.client.grpc_transport import (
     CHANNEL_OPTIONS,
     infer_request,
     stream_messages,
 )
-from cog_triton.client.stream import Arrivals
 from cog_triton.errors import CogTritonError, InvalidParameter, UserError
 from cog_triton.models import stub
 from cog_triton.models.context import Contexts, Tensors, joined

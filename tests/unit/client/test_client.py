@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from tritonclient.grpc import service_pb2
 
+from cog_triton.client.arrivals import Arrivals
 from cog_triton.client.grpc_transport import (
     GrpcClient,
     _checked,
@@ -21,7 +22,6 @@ from cog_triton.client.grpc_transport import (
 )
 from cog_triton.client.http_transport import HttpClient, parse_event
 from cog_triton.client.stream import (
-    Arrivals,
     Response,
     ResponseStream,
     TritonClient,
