@@ -23,6 +23,8 @@ import pytest
 from cog_triton.deployment import Deployment
 from cog_triton.errors import CogTritonError
 from cog_triton.generation import Chunk
+from cog_triton.guide import Guide, GuideKind
+from cog_triton.protocol import TokenLogProb
 from cog_triton.request import Request
 from cog_triton.text.tokenizer import Tokenizer
 from tests.integration.conftest import make_server, settings_for
@@ -117,7 +119,12 @@ def test_a_prompt_that_is_too_long_is_the_users_mistake(cog: CogServer) -> None:
 
 
 def run(
-    model: Path, directory: Path, *requests: Request, config: str = "", **engine: Any
+    model: Path,
+    directory: Path,
+    *requests: Request,
+    config: str = "",
+    transport: str = "grpc",
+    **engine: Any,
 ) -> list[list[Chunk]]:
     """Sends requests at once; the first error of theirs is raised.
 
@@ -128,6 +135,7 @@ def run(
     file = directory / "config.yaml"
     file.write_text(config)
     stand_in = {"COG_TRITON_CONFIG": str(file), **environment(directory, **engine)}
+    stand_in["TRANSPORT"] = transport
 
     async def main() -> list[list[Chunk]]:
         deployment = await Deployment.start(settings_for(model, **stand_in))
@@ -159,6 +167,30 @@ def test_a_stream_that_might_be_evicted_is_the_users_mistake(
     config = "server: {tensorrt_llm: {args: {batch_scheduler_policy: max_utilization}}}"
     with pytest.raises(CogTritonError, match=r"E1002 PromptTooLong: .*potentially greater"):
         run(demo_model, tmp_path, request, config=config, max_num_tokens=64)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_what_goes_beside_the_inputs(
+    demo_model: Path, tmp_path: Path, tokenizer: Tokenizer, transport: str
+) -> None:
+    """Preprocessing reads it; the backend takes the rest as inputs, and none of it for a parameter."""
+    text = "Until here.</s> And further."
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    guide = Guide(GuideKind.CHOICE, '["a", "b"]')
+    values: dict[str, Any] = {"seed": 0, "max_tokens": len(ids), "ignore_eos": True}
+    requests = [
+        Request(prompt=text, add_special_tokens=False, guide=guide, **values),
+        Request(prompt="", prompt_ids=tuple(ids), log_probs=0, adapter="poet", **values),
+        Request(prompt=text, add_special_tokens=False, logit_bias=((5, 1.0),), **values),
+    ]
+    answers = run(demo_model, tmp_path, *requests, transport=transport)
+    for chunks_ in answers:
+        assert [token for chunk in chunks_ for token in chunk.ids] == ids
+        assert chunks_[-1].finish_reason == "length"
+        assert chunks_[-1].input_tokens == len(ids)
+    plain, likely, _ = ([p for chunk in answer for p in chunk.log_probs] for answer in answers)
+    assert plain == []
+    assert likely == [TokenLogProb(token, -1.0) for token in ids]
 
 
 def test_an_end_id_that_is_no_token_is_the_users_mistake(demo_model: Path, tmp_path: Path) -> None:
