@@ -9,6 +9,12 @@ from itertools import chain
 
 from cog_triton.guide import Guide
 
+LEAST_LOG_PROB = -9999.0
+"""Stands for the logarithm of 0, which JSON has no number for."""
+
+TopLogProbs = tuple[tuple[int, float], ...]
+"""The most likely tokens at one place and their log probabilities, the most likely first."""
+
 
 class EngineError(Exception):
     """A request that the engine refuses, or that failed in it; the text is for the client."""
@@ -32,6 +38,7 @@ class SamplingParams:
         top_k: sample among the k most likely tokens; 0 is no limit.
         top_p: sample among the most likely tokens that reach this probability together; 1 is no
             limit. With neither top_k nor top_p given, TensorRT-LLM decodes greedily.
+        min_p: tokens whose probability is below this share of the likeliest one's are not sampled.
         seed: the sampling noise is a function of seed and position alone.
         repetition_penalty: divides positive logits of tokens of the prompt and the output, and
             multiplies negative ones; 1 is none.
@@ -44,6 +51,7 @@ class SamplingParams:
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 0.0
+    min_p: float = 0.0
     seed: int = 0
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
@@ -91,6 +99,7 @@ class GenerationRequest:
         end_id: the token that ends the output and is part of it; None for none.
         stop_words: sequences of token ids that end the output and stay part of it.
         continued: so many of ``input_ids``, the last, are output of an earlier attempt at the request.
+        top_log_probs: how many of the most likely tokens are told at each place.
         logit_bias: is added to the logits of these tokens.
         guide: what the output has to be; None for anything.
         lora_task_id: the adapter that the model is changed by; 0 for none.
@@ -103,6 +112,7 @@ class GenerationRequest:
     stop_words: tuple[tuple[int, ...], ...] = ()
     sampling: SamplingParams = field(default_factory=SamplingParams)
     return_log_probs: bool = False
+    top_log_probs: int = 0
     continued: int = 0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     guide: Guide | None = None
@@ -120,6 +130,8 @@ class Tokens:
         finished: whether these are the last.
         error: why the sequence failed; it is finished then.
         refused: whether that is the request's fault.
+        top_log_probs: at each id's place the most likely tokens under that distribution, as many as were
+            asked for; empty unless asked for.
     """
 
     ids: list[int]
@@ -127,6 +139,7 @@ class Tokens:
     finished: bool = False
     error: str | None = None
     refused: bool = False
+    top_log_probs: list[TopLogProbs] = field(default_factory=list)
 
 
 def check_ids(request: GenerationRequest, vocabulary: int) -> None:

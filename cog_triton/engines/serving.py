@@ -16,7 +16,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from cog_triton.engines.base import Engine, EngineError, GenerationRequest, Tokens
+from cog_triton.engines.base import (
+    Engine,
+    EngineError,
+    GenerationRequest,
+    Tokens,
+    TopLogProbs,
+)
 from cog_triton.text.detokenizer import CONTEXT_TOKENS
 
 logger = logging.getLogger(__name__)
@@ -53,6 +59,7 @@ class Output:
         final: whether this is the sequence's last response.
         error: why the sequence failed; it is final then.
         refused: whether that is the request's fault.
+        top_log_probs: the most likely tokens at the place of each generated id, if asked for.
         times: of a final response, unless the sequence had no token.
     """
 
@@ -65,6 +72,7 @@ class Output:
     error: str | None = None
     times: Times | None = field(default=None, compare=False)
     refused: bool = False
+    top_log_probs: list[TopLogProbs] = field(default_factory=list)
 
 
 Send = Callable[[Output], None]
@@ -123,6 +131,7 @@ class _Sequence:
     lock: threading.Lock = field(default_factory=threading.Lock)
     ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
+    top_log_probs: list[TopLogProbs] = field(default_factory=list)
     tail: list[int] = field(default_factory=list)  # the last ids generated, for stop words
     context: list[int] = field(default_factory=list)  # the last ids sent
     cum_log_prob: float = 0.0
@@ -144,6 +153,7 @@ class _Sequence:
             ids = ids[:stop]
         self.ids += ids
         self.log_probs += tokens.log_probs[: len(ids)]
+        self.top_log_probs += tokens.top_log_probs[: len(ids)]
         self.generated += len(ids)
         if ids:
             self.last_token = time.monotonic_ns()
@@ -158,6 +168,7 @@ class _Sequence:
         end = limit if limit and self.streaming else len(self.ids)
         ids, self.ids = self.ids[:end], self.ids[end:]
         log_probs, self.log_probs = self.log_probs[:end], self.log_probs[end:]
+        top_log_probs, self.top_log_probs = self.top_log_probs[:end], self.top_log_probs[end:]
         self.taken += len(ids)
         last = self.ended and not self.ids
         context, self.context = self.context, (self.context + ids)[-CONTEXT_TOKENS:]
@@ -174,6 +185,7 @@ class _Sequence:
             self.error if last else None,
             self._times() if last else None,
             self.refused,
+            top_log_probs,
         )
 
     def _times(self) -> Times | None:

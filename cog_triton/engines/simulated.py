@@ -21,11 +21,13 @@ from random import Random
 from typing import Any, Literal, cast, get_args
 
 from cog_triton.engines.base import (
+    LEAST_LOG_PROB,
     Engine,
     EngineUnavailable,
     GenerationRequest,
     Sink,
     Tokens,
+    TopLogProbs,
     stopped_text,
 )
 
@@ -225,7 +227,9 @@ class Schedule:
             self._leave(sequence, at + (len(ids) - 1) * pace)
         else:
             self._enter(sequence, at + len(ids) * pace)
-        return Tokens(ids, [0.0] * len(ids) if request.return_log_probs else [], finished)
+        log_probs = [0.0] * len(ids) if request.return_log_probs else []
+        top = [_top(token, request.top_log_probs) for token in ids] if request.top_log_probs else []
+        return Tokens(ids, log_probs, finished, top_log_probs=top)
 
     def _fail(self, sequence: _Sequence, at: float) -> list[tuple[Sink, Tokens]]:
         assert sequence.failure is not None
@@ -253,7 +257,12 @@ class Schedule:
 
 
 class SimulatedEngine(Engine):
-    """Runs a schedule by the clock; see the module's docstring."""
+    """Runs a schedule by the clock; see the module's docstring.
+
+    Parameters of sampling change nothing, since every token is certain.
+    """
+
+    features = frozenset({"min_p", "top_logprobs"})
 
     def __init__(
         self,
@@ -361,6 +370,12 @@ class SimulatedEngine(Engine):
                 return True
             self._changed.wait(wait)
         return False
+
+
+def _top(token: int, count: int) -> TopLogProbs:
+    """The most likely tokens where the engine makes one for certain: that one, and any others."""
+    others = [other for other in range(count) if other != token]
+    return ((token, 0.0), *((other, LEAST_LOG_PROB) for other in others))[:count]
 
 
 def _encode(tokenizer_dir: str, text: str, *, trust_remote_code: bool = False) -> list[int]:

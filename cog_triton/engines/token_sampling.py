@@ -111,6 +111,10 @@ def _sample(
     weights = _weights(logits, temperatures)
     noise = _exponential(torch.tensor(keys, device=logits.device), logits.shape[-1])
     speeds = torch.div(weights, noise, out=noise)
+    if any(sampling.min_p for sampling in samplings):
+        # The greatest weight is 1. Whatever is likelier than a token that remains remains as well.
+        least = torch.tensor([s.min_p for s in samplings], device=logits.device)
+        speeds *= weights >= least.unsqueeze(-1)
     if not any(sampling.limited for sampling in samplings):
         return speeds.argmax(dim=-1)
     return _first_within(speeds, weights, *_limits(weights, samplings))

@@ -13,7 +13,9 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +32,7 @@ from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPP
 from cog_triton import remote_code
 from cog_triton.engines.base import (
     Engine,
+    EngineError,
     EngineUnavailable,
     GenerationRequest,
     Sink,
@@ -37,7 +40,10 @@ from cog_triton.engines.base import (
     check_ids,
     stopped_text,
 )
+from cog_triton.engines.structured_output import Guided, StructuredOutput
+from cog_triton.engines.transformers_rows import Row
 from cog_triton.engines.transformers_runner import RowParameters, Runner, vocabulary_of
+from cog_triton.text.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -52,8 +58,15 @@ SCHEDULER = "cog-triton"  # transformers finds it by this name
 class TransformersEngine(Engine):
     """See the module's docstring."""
 
+    features = frozenset({"embedding_bias", "min_p", "top_logprobs"})
+
     def __init__(
-        self, model: Any, *, context_length: int, batching: ContinuousBatchingConfig
+        self,
+        model: Any,
+        *,
+        context_length: int,
+        batching: ContinuousBatchingConfig,
+        load_tokenizer: Callable[[], Any] | None = None,
     ) -> None:
         """Starts generating on a loaded model.
 
@@ -61,6 +74,8 @@ class TransformersEngine(Engine):
             model: a causal language model in evaluation mode, on its device.
             context_length: most tokens that prompt and output may have together.
             batching: transformers' configuration.
+            load_tokenizer: a fast tokenizer of transformers, for structured output; without it there is
+                none.
         """
         self._context_length = context_length
         self._vocabulary = vocabulary_of(model)
@@ -69,7 +84,11 @@ class TransformersEngine(Engine):
             batching,
         )
         self._router = manager.output_router = _Router(manager.cancel_request)
-        manager.logit_processor = parameters = RowParameters(model)
+        self._structured_output = None
+        if load_tokenizer is not None:
+            self._structured_output = StructuredOutput(load_tokenizer, self._vocabulary)
+            self.features |= {"guided_decoding"}
+        manager.logit_processor = parameters = RowParameters(model, self._structured_output)
         processor = manager._create_batch_processor()
         processor.model_runner = Runner(
             parameters=parameters,
@@ -101,10 +120,15 @@ class TransformersEngine(Engine):
             trust_remote_code=parameters.get("trust_remote_code") == "true",
         )
         context_length = _context_length(model.config, parameters.get("max_seq_len"))
+        tokenizer_dir = parameters.get("tokenizer_dir")
+        trusted = parameters.get("trust_remote_code") == "true"
         return cls(
             model,
             context_length=context_length,
             batching=batching_config(model, context_length, parameters),
+            load_tokenizer=partial(load_tokenizer, tokenizer_dir, trust_remote_code=trusted)
+            if tokenizer_dir
+            else None,
         )
 
     @property
@@ -113,14 +137,38 @@ class TransformersEngine(Engine):
 
     def submit(self, request: GenerationRequest, sink: Sink) -> None:
         check_ids(request, self._vocabulary)
-        self._router.open(request, sink)
+        if request.guide is not None and self._structured_output is None:
+            raise EngineError("the embedded engine does not support guided_decoding_guide")
+        row = Row(request)
+        self._router.open(row, sink)
+        if request.guide is None or self._structured_output is None:
+            self._add(row)
+            return
+        output = request.input_ids[len(request.input_ids) - request.continued :]
+        guided = self._structured_output.begin(request.guide, request.end_id, output)
+        guided.add_done_callback(partial(self._add_guided, row, sink))
+
+    def _add_guided(self, row: Row, sink: Sink, guided: Future[Guided]) -> None:
+        """Called when a guide has been compiled, on the thread that did it."""
+        try:
+            row.guided = guided.result()
+            if self._router.knows(row.request.key):
+                self._add(row)
+        except (EngineError, CancelledError) as error:
+            if self._router.forget(row.request.key):
+                refused = not isinstance(error, (EngineUnavailable, CancelledError))
+                text = str(error) or stopped_text(None)
+                sink(Tokens([], finished=True, error=text, refused=refused))
+
+    def _add(self, row: Row) -> None:
+        request = row.request
         self._manager.add_request(
             request.input_ids,
             request_id=request.key,
             max_new_tokens=request.max_tokens,
             streaming=True,
             eos_token_id=-1 if request.end_id is None else request.end_id,
-            request=request,
+            row=row,
         )
         # Asked only now, so that a request is not lost when the engine stops meanwhile.
         status = self._manager.background_thread_status
@@ -136,6 +184,8 @@ class TransformersEngine(Engine):
 
     def close(self) -> None:
         self._manager.stop(block=True, hard_stop=True)
+        if self._structured_output is not None:
+            self._structured_output.close()
 
 
 def load_model(
@@ -238,20 +288,24 @@ SCHEDULER_MAPPING[SCHEDULER] = _Scheduler
 class _Reader:
     """Who gets the tokens of a request, and how many it has had."""
 
+    row: Row
     sink: Sink
-    log_probs: bool
     had: int = 0
 
     def next_tokens(self, output: GenerationOutput) -> Tokens:
         """What is new in an output, which holds all tokens so far."""
+        if self.row.error is not None:
+            return Tokens([], finished=True, error=self.row.error, refused=True)
         # Transformers fails no request alone, but all of them when its loop ends.
         error = stopped_text(output.error) if output.status == RequestStatus.FAILED else None
         had, self.had = self.had, len(output.generated_tokens)
+        top, self.row.top_log_probs = self.row.top_log_probs, []
         return Tokens(
             output.generated_tokens[had:],
-            output.logprobs[had:] if self.log_probs else [],
+            output.logprobs[had:] if self.row.request.return_log_probs else [],
             output.is_finished(),
             error,
+            top_log_probs=top,
         )
 
 
@@ -264,9 +318,12 @@ class _Router(OutputRouter):
         self._readers: dict[str, _Reader] = {}
         self._readers_lock = threading.Lock()
 
-    def open(self, request: GenerationRequest, sink: Sink) -> None:
+    def open(self, row: Row, sink: Sink) -> None:
         with self._readers_lock:
-            self._readers[request.key] = _Reader(sink, request.return_log_probs)
+            self._readers[row.request.key] = _Reader(row, sink)
+
+    def knows(self, key: str) -> bool:
+        return key in self._readers
 
     def forget(self, key: str) -> bool:
         with self._readers_lock:
@@ -284,7 +341,10 @@ class _Router(OutputRouter):
         with self._readers_lock:
             reader = self._readers.pop(key, None) if finished else self._readers.get(key)
         if reader is not None:
-            reader.sink(reader.next_tokens(output))
+            tokens = reader.next_tokens(output)
+            if tokens.finished and not finished and self.forget(key):
+                self._cancel(key)
+            reader.sink(tokens)
         elif not finished:
             # Transformers drops a cancellation that overtakes its request, so it is repeated.
             self._cancel(key)

@@ -73,7 +73,7 @@ class VllmEngine(EventLoopEngine):
         config = llm.model_config
         self._context_length = int(config.max_model_len)
         self._vocabulary = int(config.get_vocab_size())
-        features = {"embedding_bias"}
+        features = {"embedding_bias", "min_p", "top_logprobs"}
         features |= {"guided_decoding"} if not config.skip_tokenizer_init else set()
         features |= {"lora_task_id"} if adapters is not None else set()
         self.features = frozenset(features)

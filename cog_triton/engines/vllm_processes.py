@@ -28,9 +28,17 @@ def prepare() -> None:
     """
     locale.setlocale(locale.LC_ALL, "C.UTF-8")
     os.environ.update(_ENVIRONMENT)
-    if not _is_interpreter(sys.executable):
-        sys.executable = interpreter()
+    sys.executable = python()
     multiprocessing.set_executable(sys.executable)
+
+
+def python() -> str:
+    """The interpreter of this process, or of the stub that it is.
+
+    Raises:
+        ValueError: there is none.
+    """
+    return sys.executable if _is_interpreter(sys.executable) else interpreter()
 
 
 def interpreter() -> str:
@@ -42,7 +50,7 @@ def interpreter() -> str:
     name = f"python{sys.version_info.major}.{sys.version_info.minor}"
     path = shutil.which(name)
     if path is None:
-        raise ValueError(f"vLLM's processes need an interpreter, and PATH has no {name}")
+        raise ValueError(f"processes of the engine need an interpreter, and PATH has no {name}")
     return path
 
 

@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from cog_triton.engines.base import (
+    LEAST_LOG_PROB,
     EngineError,
     GenerationRequest,
     SamplingParams,
     Tokens,
+    TopLogProbs,
 )
 from cog_triton.guide import Guide, GuideKind
 
@@ -37,7 +39,7 @@ def sampling_arguments(request: GenerationRequest) -> dict[str, Any]:
     if request.logit_bias:
         arguments["logit_bias"] = dict(request.logit_bias)
     if request.return_log_probs:
-        arguments["logprobs"] = 0  # of the chosen tokens alone
+        arguments["logprobs"] = request.top_log_probs  # with 0 of the chosen tokens alone
     return arguments
 
 
@@ -48,6 +50,7 @@ def _choice(sampling: SamplingParams, continued: int) -> dict[str, Any]:
         "temperature": sampling.temperature,
         "top_p": sampling.top_p or 1.0,
         "top_k": sampling.top_k,
+        **({"min_p": sampling.min_p} if sampling.min_p else {}),
         # Its noise begins anew with a request: a continuation is not to repeat that of the beginning.
         "seed": (sampling.seed + continued) % SEEDS,
     }
@@ -91,11 +94,27 @@ def next_tokens(output: Any, request: GenerationRequest, *, finished: bool) -> T
     """
     ids = list(output.token_ids)
     log_probs = _log_probs(ids, output.logprobs) if request.return_log_probs else []
+    top = _top_log_probs(output.logprobs, request.top_log_probs) if request.top_log_probs else []
     if finished and output.finish_reason not in ("stop", "length"):
         raise EngineError(f"vLLM ended the request: {output.finish_reason}")
-    return Tokens(ids, log_probs, finished=finished)
+    return Tokens(ids, log_probs, finished=finished, top_log_probs=top)
 
 
 def _log_probs(ids: list[int], entries: Any) -> list[float]:
+    return [_log_prob(entry[token]) for token, entry in zip(ids, entries, strict=True)]
+
+
+def _top_log_probs(entries: Any, count: int) -> list[TopLogProbs]:
+    """The most likely tokens of each place; vLLM adds the chosen one to them."""
+    return [
+        tuple(
+            (token, _log_prob(value))
+            for token, value in sorted(entry.items(), key=lambda item: -item[1].logprob)
+        )[:count]
+        for entry in entries or ()
+    ]
+
+
+def _log_prob(entry: Any) -> float:
     # Rounding may leave a certain token a hair above 0.
-    return [min(0.0, entry[token].logprob) for token, entry in zip(ids, entries, strict=True)]
+    return max(LEAST_LOG_PROB, min(0.0, float(entry.logprob)))

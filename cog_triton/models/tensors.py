@@ -7,7 +7,8 @@ reshaped to nothing there, has shape [batch].
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,9 @@ from cog_triton.engines.base import (
 )
 from cog_triton.engines.serving import Output, Times, words_from_list
 from cog_triton.guide import Guide, GuideKind, engine_guide
-from cog_triton.limits import WORD_IDS
-from cog_triton.protocol import checksum
+from cog_triton.limits import GUIDE_CHARACTERS, TOP_LOG_PROBS, WORD_IDS
+from cog_triton.protocol import LOG_PROBS, MIN_P, TokenLogProb, checksum, packed_log_probs
+from cog_triton.protocol import TOP_LOG_PROBS as TOP_LOG_PROBS_NAME
 
 Array = npt.NDArray[Any]
 
@@ -61,30 +63,62 @@ _ONLY_ONE = ("beam_width", "num_return_sequences")
 _MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
 
-# What an engine may honour besides → the inputs that say it.
+# What an engine may honour besides → the inputs that say it. Parameters of a request are features as well.
 _FEATURES = {
     "embedding_bias": ("embedding_bias",),
     "guided_decoding": ("guided_decoding_guide", "guided_decoding_guide_type"),
     "lora_task_id": ("lora_task_id",),
 }
+_PARAMETERS = (MIN_P, TOP_LOG_PROBS_NAME)
 
 
 def generation_requests(
-    inputs: Mapping[str, Array], continued: int = 0, features: Collection[str] = ()
+    inputs: Mapping[str, Array],
+    continued: int = 0,
+    features: Collection[str] = (),
+    parameters: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[GenerationRequest]:
     """One request per sequence of the batch.
 
     Args:
         continued: so many of the input ids, the last of each sequence, are output already.
         features: what the engine honours besides, see ``Engine.features``.
+        parameters: of the request, which are no tensors; others than min_p and top_logprobs are not read.
 
     Raises:
         EngineError: an input is missing, out of range, or not supported by the embedded engines.
     """
-    _refuse_unsupported(inputs, {name for feature in features for name in _FEATURES[feature]})
+    inputs_honoured = {name for feature in features for name in _FEATURES.get(feature, ())}
+    given = [name for name in _PARAMETERS if parameters.get(name) and name not in features]
+    _refuse_unsupported(inputs, inputs_honoured, given)
     if "input_ids" not in inputs:
         raise EngineError("input_ids is missing")
-    return [_generation_request(inputs, i, continued) for i in range(inputs["input_ids"].shape[0])]
+    return [
+        _generation_request(inputs, i, continued, parameters)
+        for i in range(inputs["input_ids"].shape[0])
+    ]
+
+
+def top_log_probs(parameters: Mapping[str, Any]) -> int:
+    """How many of the most likely tokens a request wants told at each place.
+
+    Raises:
+        EngineError: it is no such number.
+    """
+    count = parameters.get(TOP_LOG_PROBS_NAME, 0)
+    if type(count) is not int or not 0 <= count <= TOP_LOG_PROBS:
+        raise EngineError(
+            f"{TOP_LOG_PROBS_NAME} must be between 0 and {TOP_LOG_PROBS}, not {str(count)[:50]}"
+        )
+    return count
+
+
+def _min_p(parameters: Mapping[str, Any]) -> float:
+    text = str(parameters.get(MIN_P) or 0)[:50]
+    try:
+        return _probability(MIN_P, float(text))
+    except ValueError:
+        raise EngineError(f"{MIN_P} must be between 0 and 1, not {text!r}") from None
 
 
 def response_tensors(
@@ -94,6 +128,7 @@ def response_tensors(
     *,
     ids_only: bool = False,
     checked: bool = False,
+    top: int = 0,
 ) -> dict[str, Array]:
     """The tensors of one response; shapes are [1, beams = 1, …] as in TensorRT-LLM.
 
@@ -101,9 +136,10 @@ def response_tensors(
         index: the sequence's place in the request's batch.
         inputs: the request's, which say what else it wants.
         ids_only: make only output_ids, with num_input_tokens in the first response if it is wanted and
-            num_output_tokens in the last. Each tensor costs tens of microseconds on its way through
-            Triton.
+            num_output_tokens in the last, and output_log_probs if they are wanted. Each tensor costs tens
+            of microseconds on its way through Triton.
         checked: of those ids alone, begin output_ids with their checksum.
+        top: how many of the most likely tokens output_log_probs tells at each place.
     """
     output_ids = _checked(output) if checked else np.array([[output.ids]], np.int32)
     output_ids = output_ids.reshape(1, 1, -1)
@@ -114,14 +150,14 @@ def response_tensors(
             tensors["num_input_tokens"] = _num_input_tokens(index, inputs)
         if output.final:
             tensors["num_output_tokens"] = np.array([[output.generated]], np.int32)
+        if _flag(inputs, "return_log_probs"):
+            tensors[LOG_PROBS] = _log_probs(output, top)
         return tensors
-    # As TensorRT-LLM has it, zeros stand for what was not asked for.
-    log_probs = output.log_probs or [0.0] * len(output.ids)
     tensors = {
         "output_ids": output_ids,
         "sequence_length": np.array([[len(output.ids)]], np.int32),
         "cum_log_probs": np.array([[output.cum_log_prob]], np.float32),
-        "output_log_probs": np.array(log_probs, np.float32).reshape(1, 1, -1),
+        LOG_PROBS: _log_probs(output, top),
         "batch_index": np.array([[index]], np.int32),
         "sequence_index": np.array([[0]], np.int32),
         "context_ids": np.array(output.context_ids, np.int32).reshape(1, -1),
@@ -134,6 +170,17 @@ def response_tensors(
     if output.final and output.times is not None and _flag(inputs, "return_perf_metrics"):
         tensors |= _perf_metrics(output.times)
     return tensors
+
+
+def _log_probs(output: Output, top: int) -> Array:
+    """The log probabilities of the generated ids, shape [1, 1, values]."""
+    if not output.log_probs:
+        # As TensorRT-LLM has it, zeros stand for what was not asked for.
+        return np.zeros((1, 1, len(output.ids)), np.float32)
+    generated = output.ids[len(output.ids) - len(output.log_probs) :]
+    places = output.top_log_probs or [()] * len(generated)
+    tokens = map(TokenLogProb, generated, output.log_probs, places)
+    return packed_log_probs(list(tokens), top).reshape(1, 1, -1)
 
 
 def _checked(output: Output) -> Array:
@@ -184,7 +231,9 @@ def _num_input_tokens(index: int, inputs: Mapping[str, Array]) -> Array:
     return inputs["input_lengths"].reshape(-1)[index : index + 1].reshape(1, 1).astype(np.int32)
 
 
-def _refuse_unsupported(inputs: Mapping[str, Array], honoured: Collection[str]) -> None:
+def _refuse_unsupported(
+    inputs: Mapping[str, Array], honoured: Collection[str], parameters: Sequence[str]
+) -> None:
     refused = [n for n in _UNSUPPORTED if n not in honoured and not _is_empty(inputs.get(n))]
     refused += [name for name in _UNSUPPORTED_WHEN_TRUE if _flag(inputs, name)]
     for name in _ONLY_ONE:
@@ -193,6 +242,7 @@ def _refuse_unsupported(inputs: Mapping[str, Array], honoured: Collection[str]) 
     refused += [f"{name} > 1" for name in _ONLY_ONE if name in inputs and (inputs[name] > 1).any()]
     if "runtime_top_p_decay" in inputs and (inputs["runtime_top_p_decay"] != 1).any():
         refused.append("runtime_top_p_decay")
+    refused += parameters
     if refused:
         raise EngineError(f"the embedded engine does not support {', '.join(refused)}")
 
@@ -202,7 +252,9 @@ def _is_empty(values: Array | None) -> bool:
     return values is None or all(value == b"" for value in values.flat)
 
 
-def _generation_request(inputs: Mapping[str, Array], i: int, continued: int) -> GenerationRequest:
+def _generation_request(
+    inputs: Mapping[str, Array], i: int, continued: int, parameters: Mapping[str, Any]
+) -> GenerationRequest:
     def scalar(name: str, default: Any) -> Any:
         values = inputs.get(name)
         return default if values is None else _finite(name, values.reshape(-1)[i].item())
@@ -228,6 +280,7 @@ def _generation_request(inputs: Mapping[str, Array], i: int, continued: int) -> 
             temperature=_at_least("temperature", scalar("temperature", 1.0), 0),
             top_k=_at_least("top_k", scalar("runtime_top_k", 0), 0),
             top_p=_probability("top_p", scalar("runtime_top_p", 0.0)),
+            min_p=_min_p(parameters),
             seed=scalar("seed", 0),
             repetition_penalty=_positive("repetition_penalty", scalar("repetition_penalty", 1.0)),
             presence_penalty=scalar("presence_penalty", 0.0),
@@ -236,6 +289,7 @@ def _generation_request(inputs: Mapping[str, Array], i: int, continued: int) -> 
             bad_words=words("bad_words_list"),
         ),
         return_log_probs=bool(scalar("return_log_probs", False)),
+        top_log_probs=top_log_probs(parameters) if scalar("return_log_probs", False) else 0,
         continued=min(continued, length),
         logit_bias=_logit_bias(inputs, i),
         guide=_guide(inputs, i),
@@ -264,6 +318,10 @@ def _guide(inputs: Mapping[str, Array], i: int) -> Guide | None:
         raise EngineError(f"guided_decoding_guide_type must be among {known}, not {kind!r}")
     if not text and kind != GuideKind.JSON.value:
         raise EngineError(f"guided_decoding_guide is missing, of type {kind}")
+    if len(text) > GUIDE_CHARACTERS:
+        raise EngineError(
+            f"guided_decoding_guide must be at most {GUIDE_CHARACTERS} characters, not {len(text)}"
+        )
     try:
         return engine_guide(Guide(GuideKind(kind), text))
     except ValueError as error:

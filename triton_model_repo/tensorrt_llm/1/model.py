@@ -18,7 +18,12 @@ from cog_triton.engines.create import create_engine
 from cog_triton.engines.serving import DeliveryLimits, Output, Serving
 from cog_triton.models import stub
 from cog_triton.models.engine_metrics import EngineMetrics
-from cog_triton.models.tensors import generation_requests, placeholders, response_tensors
+from cog_triton.models.tensors import (
+    generation_requests,
+    placeholders,
+    response_tensors,
+    top_log_probs,
+)
 from cog_triton.parent import end_with_parent
 from cog_triton.protocol import CHECKED_IDS, IDS_ONLY, continued_ids
 
@@ -64,12 +69,13 @@ class TritonPythonModel:
 
     def _start(self, request: Any, sender: Any) -> None:
         inputs = stub.arrays(request.inputs())
-        request_id, parameters = request_texts(request)
+        request_id, text = request_texts(request)
         if "stop" in inputs and inputs["stop"].any():
             self._stop(request_id, sender)
             return
+        parameters = json.loads(text or "{}")
         generations = generation_requests(
-            inputs, len(continued(parameters)), self._serving.engine.features
+            inputs, len(continued(text)), self._serving.engine.features, parameters
         )
         streaming = bool(inputs["streaming"].any()) if "streaming" in inputs else False
         if streaming and not self._decoupled:
@@ -83,6 +89,7 @@ class TritonPythonModel:
         names = frozenset(request.requested_output_names())
         form = ids_only(parameters)
         zeros = {} if form else self._placeholders
+        form = {**form, "top": top_log_probs(parameters)}
         responses = Responses(sender, inputs, names, len(generations), form, zeros)
         try:
             for index, generation in enumerate(generations):
@@ -116,7 +123,7 @@ class Responses:
         inputs: dict[str, stub.Array],
         names: frozenset[str],
         sequences: int,
-        form: dict[str, bool],
+        form: dict[str, int],
         placeholders: dict[str, stub.Array],
     ) -> None:
         self._sender = sender
@@ -187,9 +194,8 @@ def continued(parameters: str) -> list[int]:
         raise EngineError(str(error)) from None
 
 
-def ids_only(text: str) -> dict[str, bool]:
+def ids_only(parameters: dict[str, Any]) -> dict[str, bool]:
     """How a client that reads nothing but token ids wants them; an ensemble hands its parameters down."""
-    parameters = json.loads(text or "{}")
     if parameters.get(CHECKED_IDS) is True:
         return {"ids_only": True, "checked": True}
     return {"ids_only": True} if parameters.get(IDS_ONLY) is True else {}

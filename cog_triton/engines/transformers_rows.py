@@ -1,0 +1,140 @@
+"""One request in transformers' batch: what its next token depends on, and what comes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from cog_triton.engines.base import LEAST_LOG_PROB, GenerationRequest, TopLogProbs
+from cog_triton.engines.structured_output import Guided, Masks, StructuredOutput
+from cog_triton.engines.token_sampling import History, choose, penalize
+
+
+@dataclass(eq=False)
+class Row:
+    """A running request. It belongs to the generation thread.
+
+    Attributes:
+        output: what it has generated so far.
+        new: of that, what it had not before the last step.
+        top_log_probs: of tokens that have not been handed on yet.
+    """
+
+    request: GenerationRequest
+    guided: Guided | None = None
+    output: list[int] = field(default_factory=list)
+    new: list[int] = field(default_factory=list)
+    top_log_probs: list[TopLogProbs] = field(default_factory=list)
+    history: History | None = None
+
+    def __deepcopy__(self, _: Any) -> Row:
+        # Transformers copies a request that it sets back, and this goes on with it.
+        return self
+
+    @property
+    def error(self) -> str | None:
+        """Why the request cannot go on."""
+        return self.guided.error if self.guided else None
+
+    @cached_property
+    def changes_logits(self) -> bool:
+        """Whether its logits are not used as they are."""
+        request = self.request
+        return not request.sampling.plain or bool(request.logit_bias) or self.guided is not None
+
+    def extend(self, output: list[int], device: torch.device, vocabulary: int) -> None:
+        """Takes in all that has been generated so far."""
+        self.new, self.output = output[len(self.output) :], output
+        if self.request.sampling.plain:
+            return
+        if self.history is None:
+            request = self.request
+            self.history = History(request.input_ids, vocabulary, device, request.continued)
+        self.history.extend(output)
+
+    def changed(self, logits: torch.Tensor, allowed: torch.Tensor | None) -> torch.Tensor:
+        """The logits that are sampled from, shape [vocabulary]."""
+        own = self._biased(logits)
+        if self.history is not None:
+            own = penalize(own, self.request.sampling, self.history, self.request.end_id)
+        if allowed is None:
+            return own
+        own = own.masked_fill(~allowed, -torch.inf)
+        if self.history is not None and not own.isfinite().any():
+            # Bad words or the minimum length leave nothing of what the guide allows, which goes first.
+            return logits.masked_fill(~allowed, -torch.inf)
+        return own
+
+    def _biased(self, logits: torch.Tensor) -> torch.Tensor:
+        if not self.request.logit_bias:
+            return logits
+        ids, values = self._bias
+        return logits.index_add(0, ids.to(logits.device), values.to(logits.device))
+
+    @cached_property
+    def _bias(self) -> tuple[torch.Tensor, torch.Tensor]:
+        bias = self.request.logit_bias
+        return torch.tensor(list(bias)), torch.tensor(list(bias.values()))
+
+
+Rows = Sequence[tuple[Row, int]]  # and the position of the next token
+
+
+class Allowed:
+    """What the guides of a batch's rows allow next; worked out while the model runs."""
+
+    def __init__(self, rows: Rows, structured_output: StructuredOutput | None) -> None:
+        self._places = [i for i, (row, _) in enumerate(rows) if row.guided is not None]
+        guided = [row for row, _ in rows if row.guided is not None]
+        self._masks: Future[Masks] | None = None
+        if guided and structured_output is not None:
+            sequences = [row.guided for row in guided if row.guided is not None]
+            self._masks = structured_output.masks(sequences, [row.new for row in guided])
+
+    def by_row(self, device: torch.device, vocabulary: int) -> dict[int, torch.Tensor]:
+        """The tokens that are allowed, shape [vocabulary], of each row with a guide."""
+        if self._masks is None:
+            return {}
+        words = torch.from_numpy(self._masks.result()).to(device)
+        bits = (words.unsqueeze(-1) >> torch.arange(32, device=device)) & 1
+        return dict(zip(self._places, bits.bool().flatten(1)[:, :vocabulary], strict=True))
+
+
+def next_tokens(logits: torch.Tensor, rows: Rows, allowed: Allowed) -> torch.Tensor:
+    """The next token of each row, shape [rows].
+
+    Args:
+        logits: [rows, vocabulary]; they are left as they are.
+    """
+    if any(row.changes_logits for row, _ in rows):
+        masks = allowed.by_row(logits.device, logits.shape[-1])
+        own = logits.clone()
+        for i, (row, _) in enumerate(rows):
+            if row.changes_logits:
+                own[i] = row.changed(logits[i], masks.get(i))
+        logits = own
+    samplings = [row.request.sampling for row, _ in rows]
+    return choose(logits, samplings, [position for _, position in rows])
+
+
+def note_top_log_probs(logits: torch.Tensor, totals: torch.Tensor, rows: Rows) -> None:
+    """Has each row that wants them keep the most likely tokens of the model's unchanged distribution.
+
+    Args:
+        totals: the logits' logsumexp, shape [rows].
+    """
+    places = [i for i, (row, _) in enumerate(rows) if row.request.top_log_probs]
+    if not places:
+        return
+    most = min(max(rows[i][0].request.top_log_probs for i in places), logits.shape[-1])
+    top = logits[places].topk(most)
+    log_probs = (top.values - totals[places].unsqueeze(-1)).clamp_(min=LEAST_LOG_PROB)
+    for i, ids, values in zip(places, top.indices.tolist(), log_probs.tolist(), strict=True):
+        row = rows[i][0]
+        pairs = tuple(zip(ids, values, strict=True))[: row.request.top_log_probs]
+        row.top_log_probs.append(pairs)
