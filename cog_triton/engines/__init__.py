@@ -3,7 +3,8 @@
     base.py            what an engine is: requests in, tokens out
     create.py          the one that a configuration names
     serving.py         between Triton's requests and an engine
-    transformers.py    transformers' continuous batching; _runner.py is one step of it, _rows.py its requests
+    transformers.py    transformers' continuous batching; _runner.py is one step of it, _rows.py its
+                       requests
     attention.py       its attention; token_sampling.py its sampling
     structured_output.py
                        what guides allow; guide_check.py tries them out in a process of its own
@@ -13,5 +14,6 @@
     simulated.py       tokens without a model
 
 May import ``remote_code``, and of ``text`` how many tokens of context a detokenizer needs; the simulated
-engine, which has no model, tokenizes a text to answer with, and structured output reads the vocabulary. After a change: pytest tests/unit/engines
+engine, which has no model, tokenizes a text to answer with, and structured output reads the vocabulary.
+After a change: pytest tests/unit/engines
 """

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from llguidance.gbnf_to_lark import gbnf_to_lark
 from llguidance.hf import from_tokenizer
 
-from cog_triton.engines.base import EngineError
+from cog_triton.engines.base import EngineError, EngineUnavailable, stopped_text
 from cog_triton.engines.guide_check import LIMITS, GuideCheck
 from cog_triton.guide import Guide, GuideKind
 
@@ -76,10 +76,14 @@ class StructuredOutput:
         """A guide at its beginning, or after some output; it may have to be compiled first.
 
         Raises:
+            EngineUnavailable: this has been closed.
             EngineError: from the future: it cannot be compiled, the output is not of it, or nothing could
                 end it.
         """
-        return self._compiler.submit(self._begin, guide, end_id, output)
+        try:
+            return self._compiler.submit(self._begin, guide, end_id, output)
+        except RuntimeError:
+            raise EngineUnavailable(stopped_text(None)) from None
 
     def masks(self, sequences: Sequence[Guided], new: Sequence[Sequence[int]]) -> Future[Masks]:
         """What each sequence may have next, once it has been told its new tokens."""
@@ -96,23 +100,28 @@ class StructuredOutput:
             raise EngineError(
                 "guided_decoding_guide needs an end token: it does not go with ignore_eos or end_id -1"
             )
-        matcher = self._compiled(guide).deep_copy()
+        compiled = self._compiled(guide)
+        if isinstance(compiled, str):
+            raise EngineError(compiled)
+        matcher = compiled.deep_copy()
         if output and not matcher.consume_tokens(list(output)):
             raise EngineError("guided_decoding_guide does not allow the output that is continued")
         return Guided(matcher, end_id)
 
     def _compile(self, guide: Guide) -> Any:
+        """A matcher at the guide's beginning, or why there is none, which is worth remembering as well."""
         try:
             tokenizer = self._tokenizer.result()
         except Exception as error:  # whatever a tokenizer's files may cause
-            raise EngineError(f"guided_decoding_guide needs a fast tokenizer: {error}") from None
-        compiled = grammar(guide)
+            return f"guided_decoding_guide needs a fast tokenizer: {error}"
+        try:
+            compiled = grammar(guide)
+        except ValueError as error:
+            return refusal(guide.kind, str(error))
         if problem := self._check.problem(compiled):
-            raise EngineError(refusal(guide.kind, problem))
+            return refusal(guide.kind, problem)
         matcher = llguidance.LLMatcher(tokenizer, compiled, limits=LIMITS, log_level=0)
-        if matcher.is_error():
-            raise EngineError(refusal(guide.kind, matcher.get_error()))
-        return matcher
+        return refusal(guide.kind, matcher.get_error()) if matcher.is_error() else matcher
 
     def _masks(self, sequences: Sequence[Guided], new: Sequence[Sequence[int]]) -> Masks:
         for sequence, ids in zip(sequences, new, strict=True):
@@ -148,7 +157,7 @@ def grammar(guide: Guide) -> str:
     """A guide as llguidance's own grammar.
 
     Raises:
-        EngineError: it is not even JSON, or no grammar.
+        ValueError: it is not even JSON, or no grammar.
     """
     matcher = llguidance.LLMatcher
     try:
@@ -162,10 +171,10 @@ def grammar(guide: Guide) -> str:
         if guide.kind is GuideKind.GRAMMAR:
             return matcher.grammar_from_lark(gbnf_to_lark(guide.text))
     except RecursionError:
-        raise EngineError(refusal(guide.kind, "it is nested too deeply")) from None
+        raise ValueError("it is nested too deeply") from None
     except Exception as error:  # its errors have no class of their own
-        raise EngineError(refusal(guide.kind, str(error))) from None
-    raise EngineError(f"the embedded engine does not support guides of type {guide.kind.value}")
+        raise ValueError(str(error)) from None
+    raise ValueError("the embedded engine does not support this type")
 
 
 def refusal(kind: GuideKind, reason: str) -> str:

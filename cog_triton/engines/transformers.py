@@ -140,12 +140,13 @@ class TransformersEngine(Engine):
         if request.guide is not None and self._structured_output is None:
             raise EngineError("the embedded engine does not support guided_decoding_guide")
         row = Row(request)
-        self._router.open(row, sink)
         if request.guide is None or self._structured_output is None:
+            self._router.open(row, sink)
             self._add(row)
             return
         output = request.input_ids[len(request.input_ids) - request.continued :]
         guided = self._structured_output.begin(request.guide, request.end_id, output)
+        self._router.open(row, sink)
         guided.add_done_callback(partial(self._add_guided, row, sink))
 
     def _add_guided(self, row: Row, sink: Sink, guided: Future[Guided]) -> None:

@@ -765,3 +765,58 @@ def test_max_seq_len_cannot_exceed_the_models(demo_model: Path, llm: Requests) -
     engine = create_engine({**ENGINES["transformers"](demo_model), "max_seq_len": "100000"})
     assert engine.context_length == 2048
     engine.close()
+
+
+# Log probabilities, biases and limits, against the model's own logits
+
+
+def test_log_probs_have_the_most_likely_tokens_of_the_unchanged_distribution(
+    llm: Requests, reference: Any, prompts: list[list[int]]
+) -> None:
+    sampling = replace(RANDOM, presence_penalty=2.0, min_p=0.01)
+    values: dict[str, Any] = {"sampling": sampling, "logit_bias": {9: 3.0}, "max_tokens": 20}
+    asking = {"return_log_probs": True, "top_log_probs": 3}
+
+    stream = llm.start(prompts[0], **values, **asking)
+    one = llm.start(prompts[0], **values, return_log_probs=True, top_log_probs=1)
+    none = llm.start(prompts[0], **values)
+    top = [place for tokens in stream.wait().all for place in tokens.top_log_probs]
+
+    assert [[place[0]] for place in top] == [
+        list(place) for tokens in one.wait().all for place in tokens.top_log_probs
+    ]
+    assert all(tokens.top_log_probs == [] for tokens in none.wait().all)
+    logits = next_logits(reference, prompts[0], stream.ids).log_softmax(-1)
+    expected = logits.topk(3)
+    for place, values_, chosen, token in zip(
+        top, expected.values.tolist(), stream.log_probs, stream.ids, strict=True
+    ):
+        assert [value for _, value in place] == pytest.approx(values_, abs=1e-3)
+        assert dict(place).get(token, chosen) == chosen  # the same number, not one nearly the same
+    assert [logits[i, t].item() for i, t in enumerate(stream.ids)] == pytest.approx(
+        stream.log_probs, abs=1e-3
+    )
+
+
+def test_a_bias_is_added_to_the_logits(
+    llm: Requests, reference: Any, tokenizer: Any, prompts: list[list[int]]
+) -> None:
+    limits: dict[str, Any] = {"max_tokens": 30, "end_id": tokenizer.eos_token_id}
+    plain = llm.ids(prompts[0], **limits)
+    bias = {plain[0]: -20.0, plain[3]: -6.0, 264: 2.5}
+    pairs = [[[token], value] for token, value in bias.items()]
+
+    wanted = generate(reference, prompts[0], max_new_tokens=30, sequence_bias=pairs)
+
+    assert llm.ids(prompts[0], logit_bias=bias, **limits) == wanted
+    assert wanted != plain
+    assert llm.ids(prompts[0], max_tokens=5, logit_bias={7: 1000.0}) == [7] * 5
+
+
+def test_without_an_end_token_the_minimum_and_the_maximum_are_as_before(
+    llm: Requests, prompts: list[list[int]]
+) -> None:
+    sampling = SamplingParams(min_tokens=60)
+    assert llm.ids(prompts[25], max_tokens=60, sampling=sampling) == llm.ids(
+        prompts[25], max_tokens=60
+    )

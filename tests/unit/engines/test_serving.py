@@ -641,3 +641,18 @@ def test_closing_delivers_what_is_ready_and_ends_the_thread() -> None:
 )
 def test_word_lists(word_list: list[list[int]], words: tuple[tuple[int, ...], ...]) -> None:
     assert words_from_list(word_list) == words
+
+
+def test_the_most_likely_tokens_go_with_their_ids() -> None:
+    engine, client = ScriptedEngine(), Client()
+    serving = Serving(engine, DeliveryLimits(tokens_per_response=2))
+    request = GenerationRequest("a", [5], 8, stop_words=((4,),))
+    serving.start("a", request, client, streaming=True)
+    places = [((i, -0.5),) for i in range(1, 6)]
+    engine.say(1, 2, 3, 4, 5, log_probs=[-0.5] * 5, top_log_probs=places)
+
+    first, last = client.next(), client.next()
+
+    assert (first.ids, first.top_log_probs) == ([1, 2], places[:2])
+    assert (last.ids, last.top_log_probs) == ([3, 4], places[2:4])  # none behind the stop word
+    serving.close()

@@ -712,3 +712,23 @@ def test_a_request_that_is_continued_fails_where_it_would_have() -> None:
     assert failure.after > 3
     rest = replace(first, input_ids=[*first.input_ids, 1, 2, 3], max_tokens=97, continued=3)
     assert failures.of(rest) == Failure("error", failure.after - 3)
+
+
+def test_every_token_is_certain(demo_model: Path) -> None:
+    engine = create_engine({"engine": "simulated", "tokenizer_dir": str(demo_model)})
+    assert engine.features == {"min_p", "top_logprobs"}
+    ended, streamed = threading.Event(), list[Tokens]()
+
+    def sink(tokens: Tokens) -> None:
+        streamed.append(tokens)
+        if tokens.finished:
+            ended.set()
+
+    engine.submit(GenerationRequest("a", [5], 9, return_log_probs=True, top_log_probs=3), sink)
+    assert ended.wait(20)
+    engine.close()
+    ids = [token for tokens in streamed for token in tokens.ids]
+    places = [place for tokens in streamed for place in tokens.top_log_probs]
+    assert [place[0] for place in places] == [(token, 0.0) for token in ids]
+    assert all(len({token for token, _ in place}) == 3 for place in places)
+    assert all(value < -9000 for place in places for _, value in place[1:])

@@ -428,3 +428,47 @@ def test_penalties_count_on_in_an_output_that_is_continued(
     assert torch.equal(
         penalize(logits, sampling, whole, None), penalize(logits, sampling, continued, None)
     )
+
+
+# min_p
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
+@pytest.mark.parametrize("min_p", [0.01, 0.1, 0.5, 1.0])
+@pytest.mark.parametrize("limits", [{"top_p": 1.0}, {"top_k": 40}, {"top_p": 0.8}])
+def test_min_p_leaves_the_tokens_that_transformers_leaves(
+    temperature: float, min_p: float, limits: dict[str, Any]
+) -> None:
+    from transformers import (
+        MinPLogitsWarper,
+        TemperatureLogitsWarper,
+        TopKLogitsWarper,
+        TopPLogitsWarper,
+    )
+
+    logits = torch.randn(1, 60, generator=torch.Generator().manual_seed(3)) * 2
+    warped = TemperatureLogitsWarper(temperature)(None, logits)
+    if "top_k" in limits:
+        warped = TopKLogitsWarper(limits["top_k"])(None, warped)
+    if limits.get("top_p", 1.0) < 1:
+        warped = TopPLogitsWarper(limits["top_p"])(None, warped)
+    warped = MinPLogitsWarper(min_p)(None, warped)
+    kept = set(warped.isfinite().nonzero()[:, 1].tolist())
+
+    sampling = SamplingParams(temperature=temperature, min_p=min_p, **limits)
+    rows = 20_000
+    counts = Counter(chosen(logits[0], sampling, rows))
+
+    assert counts.keys() <= kept
+    expected = {t: p * rows for t, p in enumerate(warped[0].softmax(-1).tolist()) if p * rows > 20}
+    assert counts.keys() >= expected.keys()
+    deviation = sum((counts[t] - e) ** 2 / e for t, e in expected.items())
+    assert deviation < 2.5 * len(expected) + 25  # by chance in fewer than one of 100,000
+
+
+def test_min_p_of_one_row_is_not_that_of_another() -> None:
+    logits = torch.tensor([[1.0, 0.0], [1.0, 0.0]]).repeat(500, 1)
+    samplings = [SamplingParams(top_p=1.0, min_p=0.9 * (i % 2)) for i in range(1000)]
+    ids = choose(logits, samplings, range(1000)).tolist()
+    assert set(ids[1::2]) == {0}
+    assert set(ids[::2]) == {0, 1}

@@ -13,6 +13,7 @@ import pytest
 
 from cog_triton.engines import vllm_arguments
 from cog_triton.engines.base import (
+    LEAST_LOG_PROB,
     EngineError,
     GenerationRequest,
     SamplingParams,
@@ -172,8 +173,9 @@ def test_the_interpreter_is_of_this_version() -> None:
 
 def test_sampling() -> None:
     assert sampling() == {**PLAIN, "temperature": 0.0}
-    assert sampling(temperature=0.5, top_k=3, seed=7) == {
+    assert sampling(temperature=0.5, top_k=3, min_p=0.1, seed=7) == {
         **PLAIN,
+        "min_p": 0.1,
         "temperature": 0.5,
         "top_p": 1.0,
         "top_k": 3,
@@ -246,6 +248,23 @@ def test_tokens() -> None:
     assert next_tokens(output("stop"), one, finished=True) == Tokens([5, 6], finished=True)
     with pytest.raises(EngineError, match="vLLM ended the request: error"):
         next_tokens(output("error"), one, finished=True)
+
+
+def test_the_most_likely_tokens() -> None:
+    def entry(**values: float) -> dict[int, Any]:
+        return {int(k[1:]): SimpleNamespace(logprob=v) for k, v in values.items()}
+
+    # vLLM adds the chosen token to those that were asked for.
+    places = [entry(t5=-4.0, t1=-0.1, t2=-2.0), entry(t6=1e-9, t1=float("-inf"))]
+    output = SimpleNamespace(token_ids=[5, 6], logprobs=places, finish_reason=None)
+    one = GenerationRequest("a", [5], 8, return_log_probs=True, top_log_probs=2)
+
+    assert sampling_arguments(one)["logprobs"] == 2
+    assert next_tokens(output, one, finished=False) == Tokens(
+        [5, 6],
+        [-4.0, 0.0],
+        top_log_probs=[((1, -0.1), (2, -2.0)), ((6, 0.0), (1, LEAST_LOG_PROB))],
+    )
 
 
 def test_every_variable_is_an_argument_or_said_to_have_no_effect() -> None:

@@ -16,9 +16,9 @@ from cog_triton.engines.base import (
 )
 from cog_triton.engines.serving import Output
 from cog_triton.guide import Guide, GuideKind
-from cog_triton.limits import WORD_IDS
+from cog_triton.limits import GUIDE_CHARACTERS, WORD_IDS
 from cog_triton.models.tensors import generation_requests, placeholders, response_tensors
-from cog_triton.protocol import checksum
+from cog_triton.protocol import TokenLogProb, checksum, unpacked_log_probs
 
 Array = npt.NDArray[Any]
 
@@ -429,6 +429,61 @@ def test_ids_stand_behind_their_checksum_if_a_client_checks_them() -> None:
 def test_log_probabilities_that_nobody_asked_for_are_zeros() -> None:
     tensors = response_tensors(0, output(log_probs=[]), inputs())
     assert tensors["output_log_probs"].tolist() == [[[0.0, 0.0]]]
+
+
+def test_log_probabilities_with_the_most_likely_tokens() -> None:
+    places = [((11, -0.5), (4, -1.0)), ((7, -0.125), (12, -0.25))]
+    made = output(ids=[1, 2, 11, 12], top_log_probs=places)  # behind the prompt
+    given = inputs(return_log_probs=True)
+
+    whole = response_tensors(0, made, given, top=2)
+    checked = response_tensors(0, output(top_log_probs=places), given, ids_only=True, top=2)
+
+    assert whole["output_log_probs"].shape == (1, 1, 10)
+    assert unpacked_log_probs([11, 12], whole["output_log_probs"].ravel(), 2) == [
+        TokenLogProb(11, -0.5, places[0]),
+        TokenLogProb(12, -0.25, places[1]),
+    ]
+    assert checked.keys() == {"output_ids", "output_log_probs"}
+    assert (checked["output_log_probs"] == whole["output_log_probs"]).all()
+    none = response_tensors(0, output(), inputs(), ids_only=True, top=2)
+    assert none.keys() == {"output_ids"}
+
+
+def test_parameters_of_a_request() -> None:
+    parameters = {"min_p": "0.25", "top_logprobs": 3, "another": []}
+    features = {"min_p", "top_logprobs"}
+    given = inputs(return_log_probs=True)
+    (made,) = generation_requests(given, 0, features, parameters)
+    assert made.sampling.min_p == 0.25
+    assert (made.return_log_probs, made.top_log_probs) == (True, 3)
+    (without,) = generation_requests(inputs(), 0, features, parameters)
+    assert without.top_log_probs == 0
+    with pytest.raises(EngineError, match="does not support min_p, top_logprobs"):
+        generation_requests(given, parameters=parameters)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"min_p": "1.5"}, "min_p must be between 0 and 1, not 1.5"),
+        ({"min_p": "nan"}, "min_p must be between 0 and 1, not nan"),
+        ({"min_p": "much"}, "min_p must be between 0 and 1, not 'much'"),
+        ({"top_logprobs": 21}, "top_logprobs must be between 0 and 20, not 21"),
+        ({"top_logprobs": True}, "top_logprobs must be between 0 and 20, not True"),
+        ({"top_logprobs": "3"}, "top_logprobs must be between 0 and 20, not 3"),
+    ],
+)
+def test_parameters_that_are_wrong(parameters: dict[str, Any], message: str) -> None:
+    with pytest.raises(EngineError, match=message):
+        generation_requests(inputs(return_log_probs=True), 0, {"min_p", "top_logprobs"}, parameters)
+
+
+def test_a_guide_is_bounded() -> None:
+    kind, text = [b"regex"], [b"a" * (GUIDE_CHARACTERS + 1)]
+    given = inputs(guided_decoding_guide_type=kind, guided_decoding_guide=text)
+    with pytest.raises(EngineError, match=f"must be at most {GUIDE_CHARACTERS} characters"):
+        generation_requests(given, features={"guided_decoding"})
 
 
 def test_placeholders_of_what_the_engines_do_not_make() -> None:
