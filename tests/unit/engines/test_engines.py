@@ -775,7 +775,7 @@ def test_log_probs_have_the_most_likely_tokens_of_the_unchanged_distribution(
 ) -> None:
     sampling = replace(RANDOM, presence_penalty=2.0, min_p=0.01)
     values: dict[str, Any] = {"sampling": sampling, "logit_bias": {9: 3.0}, "max_tokens": 20}
-    asking = {"return_log_probs": True, "top_log_probs": 3}
+    asking: dict[str, Any] = {"return_log_probs": True, "top_log_probs": 3}
 
     stream = llm.start(prompts[0], **values, **asking)
     one = llm.start(prompts[0], **values, return_log_probs=True, top_log_probs=1)
