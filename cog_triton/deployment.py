@@ -14,6 +14,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mappi
 from pathlib import Path
 from typing import Any
 
+from cog_triton.adapters import adapter_names, check_adapter
 from cog_triton.admission import Admission, Bounds
 from cog_triton.client.resume import ResumingClient, Streams
 from cog_triton.client.stream import TritonClient
@@ -164,6 +165,11 @@ class Deployment:
             limits=self.limits,
         )
 
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """The LoRA adapters that a request may name now."""
+        return adapter_names(self.settings.lora_dir)
+
     def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
         """Streams the answer to a request; see ``cog_triton.generation.generate``.
 
@@ -171,6 +177,7 @@ class Deployment:
             InvalidParameter: at once, where something of it would have no effect.
         """
         check_supported(request, self.engine, own_preprocessing=self._own_preprocessing)
+        check_adapter(request.adapter, self.settings.lora_dir)
         if not self._length_penalty:
             request = dataclasses.replace(request, length_penalty=1.0)
         return generate(

@@ -24,6 +24,9 @@ from cog_triton.settings import Settings
 
 Values = dict[str, dict[str, object]]
 
+ADAPTERS = ("vllm", "tensorrtllm")
+"""Engines that can use LoRA adapters."""
+
 
 def resolve_engine(settings: Settings) -> EngineName:
     """The engine to run, after everything that can be known before a start has been checked.
@@ -211,9 +214,33 @@ def _token(settings: Settings) -> str | None:
     return settings.hf_token.get_secret_value() if settings.hf_token else None
 
 
+def check_adapters(directory: Path, engine: EngineName) -> None:
+    """Whether an engine can use the adapters in LORA_DIR.
+
+    Raises:
+        ConfigurationError: it cannot.
+    """
+    if engine not in ADAPTERS:
+        raise ConfigurationError(
+            f"LORA_DIR has no effect with ENGINE={engine}: {' and '.join(ADAPTERS)} have adapters"
+        )
+    if not directory.is_dir():
+        raise ConfigurationError(f"LORA_DIR={directory} is no directory")
+    if engine == "tensorrtllm":
+        # It takes the names for task ids.
+        for path in sorted(directory.iterdir()):
+            if not path.name.isdigit():
+                raise ConfigurationError(
+                    f"{path}: TensorRT-LLM wants adapters with numbers as names"
+                )
+
+
 def _engine_values(settings: Settings, engine: EngineName) -> dict[str, object]:
     # The predictor returns the answer alone; for others the default is NVIDIA's, with the prompt.
-    predictors = {"exclude_input_in_output": True}
+    predictors: dict[str, object] = {"exclude_input_in_output": True}
+    if settings.lora_dir is not None:
+        check_adapters(settings.lora_dir, engine)
+        predictors["lora_prefetch_dir"] = settings.absolute_lora_dir
     if engine == "tensorrtllm":
         return {
             **predictors,

@@ -145,7 +145,12 @@ def unpacked_log_probs(
 
 
 def adapter_task_id(name: str) -> int:
-    """The lora_task_id of a LoRA adapter: of 31 bits, above 0, and the same wherever it is asked for."""
+    """The lora_task_id of a LoRA adapter: of 31 bits, above 0, and the same wherever it is asked for.
+
+    A name that is such a number stands for itself: TensorRT-LLM's adapters are named so.
+    """
+    if name.isascii() and name.isdigit() and name[0] != "0" and int(name[:11]) < 2**31:
+        return int(name)
     digest = hashlib.blake2b(name.encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little") >> 1 or 1
 

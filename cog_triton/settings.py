@@ -59,6 +59,10 @@ class Settings(BaseModel):
     """TensorRT-LLM engine directory, with rank*.engine and config.json."""
     world_size: int = Field(1, ge=1)
     """GPUs that the C++ backend's engine was built for, one MPI rank each."""
+    lora_dir: Path | None = None
+    """Directory of LoRA adapters, each in a directory of its own name, as PEFT saves it; one that appears
+    while the server runs can be used at once. For the engines vllm and tensorrtllm; the latter knows
+    adapters by numbers, which must be their names, and loads them at the start."""
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
     """Device of the transformers engine: auto, cpu, cuda or cuda:N."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -206,6 +210,11 @@ class Settings(BaseModel):
     def model_dir(self) -> str:
         """Directory or id of the model; a directory is made absolute."""
         return _absolute_if_directory(self.model)
+
+    @property
+    def absolute_lora_dir(self) -> str | None:
+        """The directory of adapters as Triton, whose cwd is its own, can open it."""
+        return None if self.lora_dir is None else str(self.lora_dir.resolve())
 
     @property
     def absolute_engine_dir(self) -> str | None:

@@ -140,7 +140,8 @@ class VllmEngine(EventLoopEngine):
             return None
         from vllm.lora.request import LoRARequest  # type: ignore[import-not-found, unused-ignore]
 
-        return LoRARequest(str(task_id), task_id, str(adapter(task_id, self._adapters)))
+        path = adapter(task_id, self._adapters)
+        return LoRARequest(path.name, task_id, str(path))
 
     def _shut_down(self) -> None:
         if self._llm is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from cog_triton.adapters import adapter_path
 from cog_triton.engines.base import (
     LEAST_LOG_PROB,
     EngineError,
@@ -70,17 +71,17 @@ def guide_arguments(guide: Guide) -> dict[str, Any]:
 
 
 def adapter(task_id: int, directory: Path | None) -> Path:
-    """The directory of a LoRA adapter: it is named by its task id, as TensorRT-LLM's.
+    """The directory of a LoRA adapter; see ``cog_triton.adapters``.
 
     Raises:
         EngineError: there is none.
     """
     if directory is None:
         raise EngineError("lora_task_id needs lora_prefetch_dir, the directory of the adapters")
-    path = directory / str(task_id)
-    if not (path / "adapter_config.json").is_file():
-        raise EngineError(f"lora_task_id {task_id}: there is no such adapter")
-    return path
+    try:
+        return adapter_path(directory, task_id)
+    except LookupError as error:
+        raise EngineError(f"lora_task_id {task_id}: there is no such adapter: {error}") from None
 
 
 def next_tokens(output: Any, request: GenerationRequest, *, finished: bool) -> Tokens:

@@ -34,6 +34,7 @@ from cog_triton.engines.vllm_requests import (
     sampling_arguments,
 )
 from cog_triton.guide import Guide, GuideKind
+from cog_triton.protocol import adapter_task_id
 from tests.support import ROOT
 
 ALWAYS = {"disable_log_stats": True, "generation_config": "vllm"}
@@ -230,9 +231,12 @@ def test_guides(guide: Guide, arguments: dict[str, Any]) -> None:
 
 
 def test_an_adapter_is_found_by_its_task_id(tmp_path: Path) -> None:
-    (tmp_path / "3").mkdir()
-    (tmp_path / "3" / "adapter_config.json").touch()
+    for name in ("3", "poet"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_config.json").touch()
+        (tmp_path / name / "adapter_model.safetensors").touch()
     assert adapter(3, tmp_path) == tmp_path / "3"
+    assert adapter(adapter_task_id("poet"), tmp_path) == tmp_path / "poet"
     with pytest.raises(EngineError, match="lora_task_id 4: there is no such adapter"):
         adapter(4, tmp_path)
     with pytest.raises(EngineError, match="needs lora_prefetch_dir"):

@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cog_triton import adapters
+from cog_triton.adapters import adapter_names, adapter_path, check_adapter
+from cog_triton.errors import ConfigurationError, InvalidParameter
+from cog_triton.preparation import check_adapters
+from cog_triton.protocol import adapter_task_id
+
+
+def save(directory: Path, *names: str) -> None:
+    for name in names:
+        (directory / name).mkdir()
+        (directory / name / "adapter_config.json").write_text("{}")
+        (directory / name / "adapter_model.safetensors").touch()
+
+
+def test_adapters_are_the_directories_that_are_whole(tmp_path: Path) -> None:
+    save(tmp_path, "poet", "7", ".poet.partial")
+    (tmp_path / "half").mkdir()
+    (tmp_path / "half" / "adapter_config.json").touch()
+    (tmp_path / "README").touch()
+    assert adapter_names(tmp_path) == ("7", "poet")
+    assert adapter_names(tmp_path / "nowhere") == adapter_names(None) == ()
+
+
+def test_one_that_appears_can_be_used_and_one_that_goes_cannot(tmp_path: Path) -> None:
+    with pytest.raises(LookupError, match="no adapter"):
+        adapter_path(tmp_path, adapter_task_id("poet"))
+    save(tmp_path, "poet", "7")
+    assert adapter_path(tmp_path, adapter_task_id("poet")) == tmp_path / "poet"
+    assert adapter_path(tmp_path, 7) == tmp_path / "7"
+    (tmp_path / "poet" / "adapter_model.safetensors").unlink()
+    with pytest.raises(LookupError, match="no adapter"):
+        adapter_path(tmp_path, adapter_task_id("poet"))
+
+
+def test_two_adapters_of_one_number_are_neither(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, "poet", "bard")
+    monkeypatch.setattr(adapters, "adapter_task_id", lambda _: 5)
+    with pytest.raises(LookupError, match="the adapters bard, poet have the same number"):
+        adapter_path(tmp_path, 5)
+
+
+@pytest.mark.parametrize(
+    ("name", "number"), [("1", 1), ("2147483647", 2**31 - 1), ("poet", None), ("007", None)]
+)
+def test_numbers(name: str, number: int | None) -> None:
+    made = adapter_task_id(name)
+    assert 0 < made < 2**31
+    assert number in (None, made)
+
+
+@pytest.mark.parametrize("name", ["0", "2147483648", "9" * 40, "٣", "-1"])
+def test_what_is_no_task_id_is_a_name(name: str) -> None:
+    assert 0 < adapter_task_id(name) < 2**31
+
+
+def test_an_unknown_name_is_refused_with_those_that_are_there(tmp_path: Path) -> None:
+    with pytest.raises(InvalidParameter, match="'poet' does not exist; LORA_DIR has none"):
+        check_adapter("poet", tmp_path)
+    save(tmp_path, "bard", "poet")
+    check_adapter("poet", tmp_path)
+    check_adapter("", tmp_path)
+    check_adapter("any", None)
+    with pytest.raises(InvalidParameter, match="those of LORA_DIR are bard, poet"):
+        check_adapter("../bard", tmp_path)
+
+
+def test_what_an_engine_can_do_with_a_directory(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="no effect with ENGINE=transformers"):
+        check_adapters(tmp_path, "transformers")
+    with pytest.raises(ConfigurationError, match="is no directory"):
+        check_adapters(tmp_path / "nowhere", "vllm")
+    check_adapters(tmp_path, "vllm")
+    save(tmp_path, "7")
+    check_adapters(tmp_path, "tensorrtllm")
+    save(tmp_path, "poet")
+    check_adapters(tmp_path, "vllm")
+    with pytest.raises(ConfigurationError, match="poet: TensorRT-LLM wants adapters with numbers"):
+        check_adapters(tmp_path, "tensorrtllm")
