@@ -7,8 +7,9 @@ import pytest
 from cog_triton import adapters
 from cog_triton.adapters import adapter_names, adapter_path, check_adapter
 from cog_triton.errors import ConfigurationError, InvalidParameter
-from cog_triton.preparation import check_adapters
+from cog_triton.preparation import check_adapters, template_values
 from cog_triton.protocol import adapter_task_id
+from cog_triton.settings import read_settings
 
 
 def save(directory: Path, *names: str) -> None:
@@ -84,3 +85,14 @@ def test_what_an_engine_can_do_with_a_directory(tmp_path: Path) -> None:
     check_adapters(tmp_path, "vllm")
     with pytest.raises(ConfigurationError, match="poet: TensorRT-LLM wants adapters with numbers"):
         check_adapters(tmp_path, "tensorrtllm")
+
+
+def test_the_directory_reaches_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "adapters").mkdir()
+    settings = read_settings({"LORA_DIR": "adapters"})
+    values = template_values(settings, "vllm")["tensorrt_llm"]
+    assert values["lora_prefetch_dir"] == str(tmp_path.resolve() / "adapters")
+    assert "lora_prefetch_dir" not in template_values(read_settings({}), "vllm")["tensorrt_llm"]
+    with pytest.raises(ConfigurationError, match="LORA_DIR has no effect"):
+        template_values(settings, "simulated")

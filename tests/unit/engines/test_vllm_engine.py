@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import psutil  # type: ignore[import-untyped, unused-ignore]
 import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
 
 from cog_triton.engines.base import (
     EngineError,
@@ -19,6 +24,8 @@ from cog_triton.engines.base import (
 )
 from cog_triton.engines.create import create_engine
 from cog_triton.guide import Guide, GuideKind
+from cog_triton.protocol import adapter_task_id
+from cog_triton.text.tokenizer import load_tokenizer
 from tests.support import wait_until
 from tests.unit.engines.test_engines import (
     ENGINES,
@@ -27,18 +34,25 @@ from tests.unit.engines.test_engines import (
     TIMEOUT,
     Requests,
     Stream,
+    assert_greedy,
     request,
 )
+from tools.demo_model.corpus import PAIRS
 
 pytestmark = NEEDS_VLLM
 
 
 @pytest.fixture(scope="module")
-def llm(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Requests]:
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("adapters")
+
+
+@pytest.fixture(scope="module")
+def llm(demo_model: Path, adapters: Path) -> Iterator[Requests]:
     parameters = {
         **ENGINES["vllm"](demo_model),
         "guided_decoding_backend": "xgrammar",
-        "lora_prefetch_dir": str(tmp_path_factory.mktemp("adapters")),
+        "lora_prefetch_dir": str(adapters),
         "lora_cache_max_adapter_size": "8",
     }
     engine = create_engine(parameters)
@@ -47,6 +61,60 @@ def llm(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 RANDOM = SamplingParams(temperature=1.5, top_p=1.0, seed=7)
+
+
+def save_adapter(directory: Path, model: Any) -> None:
+    """Saves an adapter of a model's queries as PEFT does, and adds to the model what it would add."""
+    generator = torch.Generator().manual_seed(1)
+    weights: dict[str, torch.Tensor] = {}
+    for name, module in model.named_modules():
+        if name.endswith("q_proj"):
+            a = torch.randn(8, module.in_features, generator=generator)
+            b = torch.randn(module.out_features, 8, generator=generator) * 0.1
+            weights |= {
+                f"base_model.model.{name}.lora_{x}.weight": y for x, y in (("A", a), ("B", b))
+            }
+            module.weight.data += 2 * b @ a
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]}
+    directory.mkdir()
+    save_file(weights, directory / "adapter_model.safetensors")
+    (directory / "adapter_config.json").write_text(json.dumps({**config, "bias": "none"}))
+
+
+def test_an_adapter_that_appears_while_the_engine_runs(
+    llm: Requests, adapters: Path, demo_model: Path
+) -> None:
+    task_id = adapter_task_id("poet")
+    base = AutoModelForCausalLM.from_pretrained(demo_model, dtype="float32").eval()
+    prompt = load_tokenizer(str(demo_model))(PAIRS[0].question).input_ids
+    with pytest.raises(EngineError, match="there is no such adapter"):
+        llm.start(lora_task_id=task_id)
+
+    model = AutoModelForCausalLM.from_pretrained(demo_model, dtype="float32").eval()
+    save_adapter(adapters / "poet", model)
+    streams = [llm.start(prompt, lora_task_id=task_id * (i % 2)) for i in range(6)]
+    ids = [stream.wait().ids for stream in streams]
+
+    for i, output in enumerate(ids):
+        assert_greedy(model if i % 2 else base, prompt, output)
+    assert ids[0] != ids[1]
+
+
+def test_log_probs_have_the_most_likely_tokens(llm: Requests) -> None:
+    sampling = SamplingParams(temperature=1.5, top_p=1.0, min_p=0.02, seed=3)
+    values: dict[str, Any] = {"sampling": sampling, "return_log_probs": True}
+    stream = llm.start(max_tokens=20, top_log_probs=3, **values).wait()
+    top = [place for tokens in stream.all for place in tokens.top_log_probs]
+    assert [len(place) for place in top] == [3] * 20
+    for token, value, place in zip(stream.ids, stream.log_probs, top, strict=True):
+        assert place[0][1] >= place[1][1] >= place[2][1]
+        assert dict(place).get(token, value) == value
+
+
+def test_min_p_of_1_is_greedy(llm: Requests) -> None:
+    greedy = llm.ids(max_tokens=12)
+    assert llm.ids(max_tokens=12, sampling=RANDOM) != greedy
+    assert llm.ids(max_tokens=12, sampling=replace(RANDOM, min_p=1.0)) == greedy
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2**64 - 1])
