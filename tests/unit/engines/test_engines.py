@@ -566,13 +566,14 @@ SMALL_CONTEXT = 256
 class Crowded:
     """An engine whose KV cache holds little more than one sequence of its context."""
 
-    def __init__(self, model: Path) -> None:
+    def __init__(self, model: Path, **more: str) -> None:
         least = SMALL_CONTEXT + 2 * CPU_PAGE_TOKENS
         engine = create_engine(
             {
                 **ENGINES["transformers"](model),
                 "max_seq_len": str(SMALL_CONTEXT),
                 "max_tokens_in_paged_kv_cache": str(least),
+                **more,
             }
         )
         assert isinstance(engine, TransformersEngine)
@@ -617,6 +618,7 @@ def test_more_requests_than_the_cache_holds(
         {"input_ids": prompts[i] * 4, "sampling": s, "max_tokens": 150, "return_log_probs": True}
         for i, s in enumerate(samplings)
     ]
+    values[1]["top_log_probs"] = 1
     wanted = [llm.start(**one) for one in values]
     streams = [crowded.requests.start(**one) for one in values]
 
@@ -624,6 +626,7 @@ def test_more_requests_than_the_cache_holds(
         assert stream.wait().ids == other.wait().ids
         assert stream.log_probs == pytest.approx(other.log_probs, abs=2e-3)
         assert all(len(tokens.ids) == 1 for tokens in stream.all)
+    assert [len(tokens.top_log_probs) for tokens in streams[1].all] == [1] * len(streams[1].ids)
     assert crowded.resets > 0
     assert crowded.engine.active() == 0
 

@@ -18,7 +18,7 @@ from cog_triton.engines.structured_output import grammar
 from cog_triton.engines.transformers import TransformersEngine
 from cog_triton.guide import Guide, GuideKind, engine_guide
 from cog_triton.text.tokenizer import load_tokenizer
-from tests.unit.engines.test_engines import ENGINES, Requests, Stream
+from tests.unit.engines.test_engines import ENGINES, Crowded, Requests, Stream
 
 SCHEMA = {
     "type": "object",
@@ -130,6 +130,30 @@ def test_a_continuation_goes_on_in_its_guide(ask: Any, tokenizer: Any) -> None:
     other = tokenizer("no JSON", add_special_tokens=False).input_ids
     stream = ask(JSON_SCHEMA, prompt=[*prompt, *other], continued=len(other))
     assert "does not allow the output that is continued" in refusal(stream)
+
+
+def test_a_request_that_is_set_back_goes_on_in_its_guide(
+    demo_model: Path, tokenizer: Any, llm: Requests
+) -> None:
+    crowded = Crowded(demo_model, tokenizer_dir=str(demo_model))
+    prompt, end_id = tokenizer("What is a token?").input_ids * 4, tokenizer.eos_token_id
+    values: dict[str, Any] = {
+        "input_ids": prompt,
+        "guide": Guide(GuideKind.REGEX, "([a-z]{1,4}, )*[a-z]{1,4}[.]"),
+        "max_tokens": 150,
+        "end_id": end_id,
+        "logit_bias": {end_id: -30.0, tokenizer.convert_tokens_to_ids("."): -30.0},
+    }
+    samplings = [SamplingParams(top_p=1.0, seed=seed) for seed in range(5)]
+    streams = [crowded.requests.start(**values, sampling=s) for s in samplings]
+    wanted = [llm.start(**values, sampling=s) for s in samplings]
+
+    for stream, other in zip(streams, wanted, strict=True):
+        answer = tokenizer.decode(stream.wait().ids)
+        assert re.fullmatch("([a-z]{1,4}, )*[a-z]{0,4},? ?", answer)
+        assert stream.ids == other.wait().ids
+    assert crowded.resets > 0
+    crowded.engine.close()
 
 
 def test_the_guide_goes_before_bad_words_and_the_minimum(ask: Any, tokenizer: Any) -> None:
