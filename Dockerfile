@@ -3,6 +3,10 @@
 #     docker build -t cog-triton .
 #     cog build --dockerfile Dockerfile -t cog-triton
 #
+# With NVIDIA's image of tritonserver with vLLM instead, 0.27.1 in this release:
+#
+#     docker build --build-arg TRITON_IMAGE=nvcr.io/nvidia/tritonserver:26.08-vllm-python-py3 -t cog-triton .
+#
 # 26.07 is the last release with TensorRT-LLM 1.2, which is the last that runs TensorRT engines. TRITON_IMAGE
 # may name the image by its digest instead.
 ARG TRITON_VERSION=26.07
@@ -11,7 +15,7 @@ FROM ${TRITON_IMAGE}
 
 ARG TRITON_IMAGE
 LABEL org.opencontainers.image.title="cog-triton" \
-      org.opencontainers.image.description="A Cog predictor that runs Triton Inference Server with TensorRT-LLM" \
+      org.opencontainers.image.description="A Cog predictor that runs Triton Inference Server" \
       org.opencontainers.image.licenses="Apache-2.0" \
       org.opencontainers.image.base.name="${TRITON_IMAGE}"
 
@@ -23,7 +27,7 @@ RUN command -v python || ln -s "$(command -v python3)" /usr/local/bin/python
 RUN useradd --no-log-init --user-group --create-home --uid 10001 cog \
     && install --directory --owner=cog --group=cog /src /var/run/cog /home/cog/.cache
 
-# What TensorRT-LLM and PyTorch need constrains what pip may do: it adds packages, and fails rather than
+# What TensorRT-LLM or vLLM and PyTorch need constrains what pip may do: it adds packages, and fails rather than
 # change the ones that they were built and tested with. What it adds is locked, and checked against its hash.
 # See the scripts, also for protobuf and grpcio.
 COPY requirements/image.in requirements/image.txt \

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Prints pip's constraints for adding packages to an image that has TensorRT-LLM.
+"""Prints pip's constraints for adding packages to an image that has TensorRT-LLM or vLLM.
 
     python3 scripts/image_constraints.py > constraints.txt
     python3 scripts/image_constraints.py tensorrt_llm torch
 
-What the named packages (default: tensorrt_llm and torch) need, and what that needs in turn, keeps the
-version that is installed: TensorRT-LLM was built and tested with it. Of the rest, pip may choose.
+What the named packages (default: torch, and tensorrt_llm or vllm) need, and what that needs in turn, keeps
+the version that is installed: the engine was built and tested with it. Of the rest, pip may choose.
 
 protobuf and grpcio are the exceptions: they may move within what these packages ask for. tritonclient's
 generated code ties it to a range of each, and an image may have a newer one than that.
@@ -22,22 +22,29 @@ from collections.abc import Iterable, Mapping
 from pip._vendor.packaging.requirements import Requirement
 from pip._vendor.packaging.specifiers import SpecifierSet
 
-ROOTS = ("tensorrt_llm", "torch")
+ENGINES = ("tensorrt_llm", "vllm")
 ADJUSTABLE = ("grpcio", "protobuf")
 
 
 def main(argv: list[str] | None = None) -> int:
     """Prints the constraints; returns 1, with the reason, if a package is not installed."""
-    roots = (sys.argv[1:] if argv is None else argv) or ROOTS
+    roots = (sys.argv[1:] if argv is None else argv) or default_roots()
     try:
         lines = constraints(roots)
     except importlib.metadata.PackageNotFoundError as error:
         print(
-            f"{error.name} is not installed: is this an image with TensorRT-LLM?", file=sys.stderr
+            f"{error.name} is not installed: is this an image with TensorRT-LLM or vLLM?",
+            file=sys.stderr,
         )
         return 1
     print("\n".join(lines))
     return 0
+
+
+def default_roots() -> list[str]:
+    """The engine that is installed, or the first if none is, and PyTorch."""
+    engines = [name for name in ENGINES if installed(name)]
+    return [*(engines or ENGINES[:1]), "torch"]
 
 
 def constraints(roots: Iterable[str]) -> list[str]:

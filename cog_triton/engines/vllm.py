@@ -15,6 +15,7 @@ What differs from the embedded engine on transformers, by vLLM's nature:
   different sizes, which it does not promise.
 - It takes temperatures up to 2 and penalties from -2 to 2; others are refused in its words.
 - A bad word is looked for in the output alone: its beginning is not seen at the prompt's end.
+- On CPUs, vLLM 0.32 applies an adapter to the requests without one in the same batch, too.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ class VllmEngine(EventLoopEngine):
             Exception: whatever vLLM raises while it loads.
         """
         self._adapters = adapters
+        self._sound: set[int] = set()  # the adapters that could be loaded
         self._then: Callable[[], object] = lambda: None
         self._llm: Any = None
         super().__init__("vllm-engine")
@@ -172,12 +174,25 @@ class VllmEngine(EventLoopEngine):
     async def _tokens(self, running: Running) -> AsyncIterator[Tokens]:
         request = running.request
         sampling, lora = running.sampling
+        await self._check(lora)
         prompt = {"prompt_token_ids": request.input_ids}
         outputs = self._llm.generate(prompt, sampling, request.key, lora_request=lora)
         async for output in outputs:
             tokens = next_tokens(output.outputs[0], request, finished=output.finished)
             if tokens.ids or tokens.finished:
                 yield tokens
+
+    async def _check(self, lora: Any) -> None:
+        # One that it cannot load while it computes would end vLLM.
+        if lora is None or lora.lora_int_id in self._sound:
+            return
+        try:
+            await self._llm.add_lora(lora)
+        except Exception as error:
+            if self._is_fatal(error):
+                raise
+            raise EngineError(f"lora_task_id {lora.lora_int_id}: {error}") from error
+        self._sound.add(lora.lora_int_id)
 
     def _abort(self, running: Running) -> None:
         # The task's end has vLLM forget it, but for one that was ended between two of its steps.

@@ -22,6 +22,7 @@ from cog_triton.generation import Chunk, generate
 from cog_triton.request import Request
 from cog_triton.server.tritonserver import TritonServer
 from cog_triton.text.tokenizer import Tokenizer
+from tests.adapters import make_adapter
 from tests.integration.conftest import engine_counters, make_server, running, settings_for
 from tests.integration.test_generation import TRANSPORTS, collect, greedy, text, with_client
 from tests.integration.test_recovery import deployed, part
@@ -39,10 +40,16 @@ STREAMS, LENGTH = 16, 1900
 
 @pytest.fixture(scope="module")
 def server(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
-    """With vLLM, and grammars for the demo model's vocabulary."""
-    overrides: Any = {"tensorrt_llm": {"guided_decoding_backend": "xgrammar"}}
+    """With vLLM, grammars for the demo model's vocabulary, and the adapter 1."""
+    directory = tmp_path_factory.mktemp("vllm")
+    make_adapter(demo_model, directory / "adapters" / "1")
+    variables = {
+        "guided_decoding_backend": "xgrammar",
+        "lora_prefetch_dir": str(directory / "adapters"),
+        "lora_cache_max_adapter_size": "8",
+    }
     settings = settings_for(demo_model, ENGINE="vllm")
-    with running(make_server(settings, tmp_path_factory.mktemp("vllm"), overrides)) as server:
+    with running(make_server(settings, directory, {"tensorrt_llm": variables})) as server:
         yield server
 
 
@@ -159,6 +166,13 @@ def test_guided_decoding(server: TritonServer) -> None:
     reply = post(server, guided_decoding_guide_type="verse", guided_decoding_guide="a")
     assert reply.status_code == 400
     assert "guided_decoding_guide_type must be among" in reply.text
+
+
+def test_an_adapter(server: TritonServer) -> None:
+    assert text_of(server) != text_of(server, lora_task_id=1)
+    reply = post(server, lora_task_id=2)
+    assert reply.status_code == 400
+    assert "lora_task_id 2: there is no such adapter" in reply.text
 
 
 def vllm_processes(server: TritonServer) -> list[psutil.Process]:

@@ -713,6 +713,14 @@ def test_an_image_without_tensorrt_llm_is_refused(
     assert capsys.readouterr().out == "torch==1\n"
 
 
+def test_an_image_with_vllm_is_one_too(
+    only_packages: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    only_packages(vllm=["torch", "numba"], torch=[], numba=["numpy"], numpy=[], flask=[])
+    assert image_constraints.main([]) == 0
+    assert capsys.readouterr().out.split() == ["numba==1", "numpy==1", "torch==1", "vllm==1"]
+
+
 def test_the_server_starts_and_its_health_shows(container: Container) -> None:
     """Without a tritonserver setup must fail, and the container count as unhealthy."""
     variables = {

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
+import re
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,7 +14,6 @@ from typing import Any
 import psutil  # type: ignore[import-untyped, unused-ignore]
 import pytest
 import torch
-from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from cog_triton.engines.base import (
@@ -26,6 +25,7 @@ from cog_triton.engines.create import create_engine
 from cog_triton.guide import Guide, GuideKind
 from cog_triton.protocol import adapter_task_id
 from cog_triton.text.tokenizer import load_tokenizer
+from tests.adapters import make_adapter, merge
 from tests.support import wait_until
 from tests.unit.engines.test_engines import (
     ENGINES,
@@ -34,17 +34,19 @@ from tests.unit.engines.test_engines import (
     TIMEOUT,
     Requests,
     Stream,
-    assert_greedy,
     request,
 )
-from tools.demo_model.corpus import PAIRS
 
 pytestmark = NEEDS_VLLM
 
 
 @pytest.fixture(scope="module")
-def adapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("adapters")
+def adapters(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of two adapters, 1 and 2."""
+    directory = tmp_path_factory.mktemp("adapters")
+    for task_id in (1, 2):
+        make_adapter(demo_model, directory / str(task_id), seed=task_id)
+    return directory
 
 
 @pytest.fixture(scope="module")
@@ -60,44 +62,11 @@ def llm(demo_model: Path, adapters: Path) -> Iterator[Requests]:
     engine.close()
 
 
+SCHEMA = """{"type": "object", "properties": {"sky": {"enum": ["blue", "grey"]}},
+    "required": ["sky"], "additionalProperties": false}"""
+TAG = """{"type": "structural_tag", "format": {"type": "tag", "begin": "<a>",
+    "content": {"type": "regex", "pattern": "[0-9]{2}"}, "end": "</a>"}}"""
 RANDOM = SamplingParams(temperature=1.5, top_p=1.0, seed=7)
-
-
-def save_adapter(directory: Path, model: Any) -> None:
-    """Saves an adapter of a model's queries as PEFT does, and adds to the model what it would add."""
-    generator = torch.Generator().manual_seed(1)
-    weights: dict[str, torch.Tensor] = {}
-    for name, module in model.named_modules():
-        if name.endswith("q_proj"):
-            a = torch.randn(8, module.in_features, generator=generator)
-            b = torch.randn(module.out_features, 8, generator=generator) * 0.1
-            weights |= {
-                f"base_model.model.{name}.lora_{x}.weight": y for x, y in (("A", a), ("B", b))
-            }
-            module.weight.data += 2 * b @ a
-    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]}
-    directory.mkdir()
-    save_file(weights, directory / "adapter_model.safetensors")
-    (directory / "adapter_config.json").write_text(json.dumps({**config, "bias": "none"}))
-
-
-def test_an_adapter_that_appears_while_the_engine_runs(
-    llm: Requests, adapters: Path, demo_model: Path
-) -> None:
-    task_id = adapter_task_id("poet")
-    base = AutoModelForCausalLM.from_pretrained(demo_model, dtype="float32").eval()
-    prompt = load_tokenizer(str(demo_model))(PAIRS[0].question).input_ids
-    with pytest.raises(EngineError, match="there is no such adapter"):
-        llm.start(lora_task_id=task_id)
-
-    model = AutoModelForCausalLM.from_pretrained(demo_model, dtype="float32").eval()
-    save_adapter(adapters / "poet", model)
-    streams = [llm.start(prompt, lora_task_id=task_id * (i % 2)) for i in range(6)]
-    ids = [stream.wait().ids for stream in streams]
-
-    for i, output in enumerate(ids):
-        assert_greedy(model if i % 2 else base, prompt, output)
-    assert ids[0] != ids[1]
 
 
 def test_log_probs_have_the_most_likely_tokens(llm: Requests) -> None:
@@ -161,17 +130,80 @@ def test_a_greedy_continuation_is_the_rest(llm: Requests) -> None:
     assert llm.ids([*PROMPT, *whole[:15]], max_tokens=25, continued=15) == whole[15:]
 
 
-def test_a_guide(llm: Requests, demo_model: Path) -> None:
-    from cog_triton.text.tokenizer import load_tokenizer
-
+@pytest.mark.parametrize(
+    ("guide", "pattern"),
+    [
+        (Guide(GuideKind.REGEX, "(yes|no), [0-9]{3}"), "(yes|no), [0-9]{3}"),
+        (Guide(GuideKind.GRAMMAR, 'root ::= "a" ("b" | "cd") "e"'), "a(b|cd)e"),
+        (Guide(GuideKind.JSON_SCHEMA, SCHEMA), r'\{\s*"sky".*'),
+        (Guide(GuideKind.JSON), r"\s*\{.*"),
+        (Guide(GuideKind.STRUCTURAL_TAG, TAG), "<a>[0-9]{2}</a>"),
+    ],
+    ids=lambda value: value.kind.value if isinstance(value, Guide) else "",
+)
+def test_a_guide(llm: Requests, demo_model: Path, guide: Guide, pattern: str) -> None:
     tokenizer = load_tokenizer(str(demo_model))
-    guide = Guide(GuideKind.REGEX, "(yes|no), [0-9]{3}")
-    ids = llm.ids(max_tokens=30, end_id=tokenizer.eos_token_id, guide=guide)
+    ids = llm.ids(max_tokens=60, end_id=tokenizer.eos_token_id, guide=guide)
     text = tokenizer.decode(ids, skip_special_tokens=True)
-    assert text[:4] in ("yes,", "no, ")
-    assert text[-3:].isdigit()
+    assert re.fullmatch(pattern, text, re.DOTALL), text
+
+
+def test_an_answer_with_a_guide_is_not_continued(llm: Requests) -> None:
     with pytest.raises(EngineError, match="cannot be continued"):
-        llm.start(guide=guide, continued=2)
+        llm.start(guide=Guide(GuideKind.JSON), continued=2)
+
+
+def test_adapters_change_the_answers_as_if_they_were_merged(
+    llm: Requests, demo_model: Path, adapters: Path, tmp_path: Path
+) -> None:
+    tasks = [1, 2, 1]
+    plain = llm.ids(max_tokens=30)
+    # In one batch, with none without an adapter: those are wrong on CPUs.
+    streams = [llm.start(max_tokens=30, lora_task_id=task) for task in tasks]
+    answers = [stream.wait().ids for stream in streams]
+    models = [demo_model] + [
+        merge(demo_model, adapters / str(task), tmp_path / str(task)) for task in (1, 2)
+    ]
+    expected = [greedy_of(model) for model in models]
+    assert [plain, *answers] == [expected[task] for task in (0, *tasks)]
+    assert len({tuple(ids) for ids in expected}) == 3
+
+
+def test_an_adapter_that_comes_later_is_loaded(
+    llm: Requests, demo_model: Path, adapters: Path
+) -> None:
+    task_id = adapter_task_id("poet")
+    with pytest.raises(EngineError, match="there is no such adapter"):
+        llm.start(lora_task_id=task_id)
+    make_adapter(demo_model, adapters / "poet", seed=2)
+    assert llm.ids(max_tokens=30, lora_task_id=task_id) == llm.ids(max_tokens=30, lora_task_id=2)
+
+
+def test_an_adapter_that_is_broken_fails_its_request_alone(llm: Requests, adapters: Path) -> None:
+    (adapters / "8").mkdir()
+    (adapters / "8" / "adapter_config.json").write_text("{}")
+    stream = llm.start(lora_task_id=8)
+    while not (last := stream.next()).finished:
+        pass
+    assert last.error is not None
+    assert last.error.startswith("lora_task_id 8: ")
+    assert len(llm.ids()) == 8
+
+
+def greedy_of(model: Path) -> list[int]:
+    """What transformers' ``generate`` makes of the prompt."""
+
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    prompt = torch.tensor([PROMPT])
+    output = loaded.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=30,
+        do_sample=False,
+        eos_token_id=-1,
+        pad_token_id=0,
+    )
+    return [int(token) for token in output[0, len(PROMPT) :]]
 
 
 @pytest.mark.parametrize(
