@@ -33,6 +33,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+from cog_triton.engine_choice import VLLM_RELEASES
 from cog_triton.faces.cog.schema import openapi_schema
 from tests.support import QuietHandler, free_port, http_server, wait_until
 
@@ -40,6 +41,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CONTRACTS = ROOT / "tests" / "contracts"
 DOCKERFILE = ROOT / "Dockerfile"
 COG = yaml.safe_load((ROOT / "cog.yaml").read_text())
+COG_VLLM = yaml.safe_load((ROOT / "cog.vllm.yaml").read_text())
 # What NVIDIA's image brings; pip must not touch it. The versions are those that TensorRT-LLM 1.2.1 pins.
 BROUGHT = {"tensorrt_llm": "1.2.1", "torch": "2.9.1", "transformers": "4.57.3"}
 NEEDED = {
@@ -211,11 +213,12 @@ def test_what_is_copied_is_in_the_context() -> None:
 # cog.yaml
 
 
-def test_cog_yaml_fits_its_schema() -> None:
+@pytest.mark.parametrize("config", [COG, COG_VLLM], ids=["cog.yaml", "cog.vllm.yaml"])
+def test_cog_yaml_fits_its_schema(config: Any) -> None:
     jsonschema = pytest.importorskip("jsonschema", reason="pip install jsonschema")
     schema = json.loads((CONTRACTS / "cog_config_schema_v1.0.json").read_text())
     jsonschema.Draft7Validator.check_schema(schema)
-    jsonschema.Draft7Validator(schema).validate(COG)
+    jsonschema.Draft7Validator(schema).validate(config)
 
 
 @pytest.mark.parametrize("key", ["predict", "train"])
@@ -246,6 +249,19 @@ def test_both_images_run_the_same() -> None:
     (command,) = COG["build"]["run"]
     steps = [step.argument for step in STEPS if ".pth" in step.argument]
     assert steps == [re.sub("^python ", "python3 ", command)]
+
+
+def test_with_vllm_cogs_image_is_another_in_what_it_installs_alone() -> None:
+    assert {**COG_VLLM, "build": COG["build"]} == COG
+    ours, theirs = COG_VLLM["build"], COG["build"]
+    for key in ("gpu", "python_version", "sdk_version"):
+        assert ours[key] == theirs[key]
+    triton, importable = ours["run"]
+    assert [importable] == theirs["run"]
+    packages = shlex.split(triton)[-2:]
+    assert packages[0] == f"nvidia-pytriton=={pin('cog.txt', 'nvidia-pytriton')}"
+    assert Requirement(packages[1]) == requirements("cog.txt")["numpy"]
+    assert "--no-deps" in triton
 
 
 def test_the_python_of_cog_yaml_can_run_triton() -> None:
@@ -338,6 +354,19 @@ def test_cogs_image_gets_dependencies_of_the_project() -> None:
     assert pin("cog.txt", "torch") == BROUGHT["torch"]
     text = (ROOT / "requirements" / "cog.txt").read_text()
     assert re.findall(r"^-.*$", text, re.MULTILINE) == ["--extra-index-url https://pypi.nvidia.com"]
+
+
+def test_cogs_image_with_vllm_gets_the_same() -> None:
+    with_vllm, with_tensorrt_llm = requirements("cog_vllm.txt"), requirements("cog.txt")
+    apart = {"tensorrt_llm", "torch", "nvidia-pytriton", "numpy"}  # which a step installs
+    for name in with_tensorrt_llm.keys() - apart:
+        assert with_vllm[name].specifier == with_tensorrt_llm[name].specifier, name
+    assert Version(pin("cog_vllm.txt", "vllm")) in VLLM_RELEASES
+    # What tritonserver's wheel needs is there, since that is installed alone.
+    texts = importlib.metadata.requires("nvidia-pytriton") or []
+    needed = [Requirement(text) for text in texts if "extra ==" not in text]
+    indirect = {"grpcio", "numpy"}  # tritonclient's, and that step's
+    assert {r.name for r in needed} - indirect <= with_vllm.keys()
 
 
 def test_the_lock_fits_what_it_is_made_of() -> None:
