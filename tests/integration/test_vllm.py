@@ -43,7 +43,7 @@ def server(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     """With vLLM, grammars for the demo model's vocabulary, and the adapter 1."""
     directory = tmp_path_factory.mktemp("vllm")
     make_adapter(demo_model, directory / "adapters" / "1")
-    variables = {
+    variables: dict[str, object] = {
         "guided_decoding_backend": "xgrammar",
         "lora_prefetch_dir": str(directory / "adapters"),
         "lora_cache_max_adapter_size": "8",
