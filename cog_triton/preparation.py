@@ -15,6 +15,7 @@ from cog_triton.engine_choice import (
     choose_engine,
     look_around,
 )
+from cog_triton.engines.arguments import read_arguments
 from cog_triton.errors import ConfigurationError
 from cog_triton.repository.checks import read_config, unmet_needs
 from cog_triton.repository.overrides import load_overrides
@@ -146,8 +147,21 @@ def check_files(llm: Mapping[str, object]) -> None:
         ConfigurationError: naming the file.
     """
     model = Path(str(llm.get("model", "")))
-    if llm.get("engine") in ("transformers", "vllm") and model.is_dir() and str(model) != ".":
+    if llm.get("engine") not in ("transformers", "vllm") or str(model) == ".":
+        return
+    if model.is_dir() and not _has_load_format(llm):
         check_checkpoint(model)
+
+
+def _has_load_format(llm: Mapping[str, object]) -> bool:
+    """Whether vLLM is told to read the weights in a way of its own, or to make them up."""
+    file = llm.get("vllm_config")
+    if llm.get("engine") != "vllm" or not file:
+        return False
+    try:
+        return "load_format" in read_arguments(Path(str(file)), "vllm_config")
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(str(error)) from error
 
 
 def check_models(configs: Iterable[Path]) -> None:

@@ -112,6 +112,20 @@ def test_files_are_checked_of_the_engine_that_reads_them(tmp_path: Path) -> None
     check_files({"engine": "transformers"})
 
 
+def test_the_files_of_a_load_format_are_vllms_business(tmp_path: Path) -> None:
+    file = tmp_path / "vllm.yaml"
+    llm = {"engine": "vllm", "model": str(tmp_path), "vllm_config": str(file)}
+    with pytest.raises(ConfigurationError, match="No such file"):
+        check_files(llm)
+    file.write_text("max_model_len: 100\n")
+    with pytest.raises(ConfigurationError, match="holds no weights"):
+        check_files(llm)
+    file.write_text("load_format: dummy\n")
+    check_files(llm)
+    with pytest.raises(ConfigurationError, match="holds no weights"):
+        check_files({**llm, "engine": "transformers"})
+
+
 def test_an_engine_directory_goes_to_the_backend_with_its_own_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "tokenizer").mkdir()
     (tmp_path / "tokenizer" / "tokenizer_config.json").write_text("{}")

@@ -170,7 +170,9 @@ class Vllm(InProcess):
         return answer
 
     async def close(self) -> None:
-        await asyncio.to_thread(self._llm.shutdown)
+        # Not in a thread: its task on this loop would see the engine end, and say so.
+        self._llm.shutdown()
+        del self._llm  # else it is shut down once more, when the interpreter is half gone
 
 
 def load_for_batching(parameters: Mapping[str, str]) -> tuple[Any, int, Any]:
