@@ -38,7 +38,7 @@ NAMES = {
     "transformers": ("transformers", "engine", "stack", "serve"),
     "vllm": ("vllm", "engine", "stack"),
 }
-NOT_REPORTED = ("model_directory", "serve_python", "check", "artifact_dir")
+NOT_REPORTED = ("model_directory", "vllm_config", "serve_python", "check", "artifact_dir")
 
 
 def main(argv: list[str] | None = None) -> int:

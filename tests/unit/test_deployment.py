@@ -113,6 +113,7 @@ def test_files_are_checked_of_the_engine_that_reads_them(tmp_path: Path) -> None
 
 
 def test_the_files_of_a_load_format_are_vllms_business(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
     file = tmp_path / "vllm.yaml"
     llm = {"engine": "vllm", "model": str(tmp_path), "vllm_config": str(file)}
     with pytest.raises(ConfigurationError, match="No such file"):
