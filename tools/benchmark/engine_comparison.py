@@ -33,6 +33,7 @@ CONTESTANTS = {
     "vllm": {"vllm": "vllm", "engine": "engine", "stack": "generate"},
 }
 GPU_MEMORY = 0.9  # what vLLM takes of it by itself
+VLLM_SEQUENCES = 256  # that it computes together at most, unless more are asked for
 # What a target's tokens a second have to be of another's.
 RATES = {
     ("engine", "transformers"): 0.95,
@@ -94,7 +95,7 @@ class Setup:
 
     @property
     def _vllm_parameters(self) -> dict[str, str]:
-        parameters = {"max_batch_size": str(max(self.streams))}
+        parameters = {"max_batch_size": str(max(VLLM_SEQUENCES, *self.streams))}
         if self.device != "cpu":
             fraction = round(GPU_MEMORY / self.at_once, 2)
             parameters["kv_cache_free_gpu_mem_fraction"] = str(fraction)

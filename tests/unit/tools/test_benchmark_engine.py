@@ -214,9 +214,9 @@ def test_targets_of_vllm() -> None:
 
 def test_vllm_gets_its_file_and_a_share_of_the_gpu(tmp_path: Path) -> None:
     file = tmp_path / "vllm.yaml"
-    setup = Setup(tmp_path, tmp_path, "cuda", [1, 64], 8, 8, engine="vllm", vllm_config=file)
+    setup = Setup(tmp_path, tmp_path, "cuda", [1, 300], 8, 8, engine="vllm", vllm_config=file)
     assert setup.engine_parameters == {
-        "max_batch_size": "64",
+        "max_batch_size": "300",
         "kv_cache_free_gpu_mem_fraction": "0.9",
         "vllm_config": str(file),
     }
@@ -226,7 +226,7 @@ def test_vllm_gets_its_file_and_a_share_of_the_gpu(tmp_path: Path) -> None:
     assert settings["ENGINE"] == "vllm"
     assert "DEVICE" not in settings
     on_cpu = Setup(tmp_path, tmp_path, "cpu", [4], 8, 8, engine="vllm")
-    assert on_cpu.engine_parameters == {"max_batch_size": "4"}
+    assert on_cpu.engine_parameters == {"max_batch_size": "256"}
 
 
 def test_options_go_into_the_report_as_json(tmp_path: Path) -> None:
