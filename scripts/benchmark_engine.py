@@ -133,7 +133,9 @@ def run(options: argparse.Namespace, directory: Path, argv: list[str]) -> dict[s
     about = {
         "title": f"The engine {options.engine} beside its library",
         "command": shlex.join(["scripts/benchmark_engine.py", *argv]),
-        "options": reported(options),
+        "options": {
+            name: value for name, value in vars(options).items() if name not in NOT_REPORTED
+        },
         "skipped": skipped,
     }
     return publish(
@@ -189,15 +191,6 @@ def make(model: Path, options: argparse.Namespace) -> None:
     make_model(model, shape, dtype=dtype, device=device, seed=options.seed)
     if device.type == "cuda":
         torch.cuda.empty_cache()
-
-
-def reported(options: argparse.Namespace) -> dict[str, Any]:
-    """The options that belong into a report, as JSON has them."""
-    return {
-        name: str(value) if isinstance(value, Path) else value
-        for name, value in vars(options).items()
-        if name not in NOT_REPORTED
-    }
 
 
 def makes_weights_up(vllm_config: Path | None) -> bool:

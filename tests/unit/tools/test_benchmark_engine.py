@@ -229,12 +229,6 @@ def test_vllm_gets_its_file_and_a_share_of_the_gpu(tmp_path: Path) -> None:
     assert on_cpu.engine_parameters == {"max_batch_size": "256"}
 
 
-def test_options_go_into_the_report_as_json(tmp_path: Path) -> None:
-    file = tmp_path / "vllm.yaml"
-    options = benchmark_engine.parse(["--engine", "vllm", "--vllm-config", str(file)])
-    assert json.loads(json.dumps(benchmark_engine.reported(options)))["vllm_config"] == str(file)
-
-
 def test_weights_that_vllm_makes_up_are_not_written(tmp_path: Path) -> None:
     file = tmp_path / "vllm.yaml"
     file.write_text("load_format: dummy\n")
