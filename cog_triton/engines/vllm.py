@@ -47,6 +47,13 @@ from cog_triton.engines.vllm_requests import (
 
 logger = logging.getLogger(__name__)
 
+# Measured with vLLM 0.32: its kernels for CPUs index the adapters by -1 where a request has none, and so take
+# the last one.
+NO_ADAPTERS = (
+    "tensorrt_llm: lora_task_id is refused: vLLM's build for CPUs applies an adapter to the requests beside "
+    "it in the batch as well"
+)
+
 
 class VllmEngine(EventLoopEngine):
     """See the module's docstring."""
@@ -77,7 +84,7 @@ class VllmEngine(EventLoopEngine):
         self._vocabulary = int(config.get_vocab_size())
         features = {"embedding_bias", "min_p", "top_logprobs"}
         features |= {"guided_decoding"} if not config.skip_tokenizer_init else set()
-        features |= {"lora_task_id"} if adapters is not None else set()
+        features |= {"lora_task_id"} if adapters is not None and not _on_cpu() else set()
         self.features = frozenset(features)
 
     @classmethod
@@ -94,6 +101,8 @@ class VllmEngine(EventLoopEngine):
             logger.warning("tensorrt_llm: %s has no effect with the engine vllm", name)
         arguments = loading_arguments(parameters)
         adapters = parameters.get("lora_prefetch_dir")
+        if adapters and _on_cpu():
+            logger.warning(NO_ADAPTERS)
         try:
             return cls(arguments, Path(adapters) if adapters else None)
         except TypeError as error:  # an argument that its release does not know
@@ -219,13 +228,17 @@ def loading_arguments(parameters: Mapping[str, str]) -> dict[str, Any]:
     """
     arguments = engine_arguments(parameters)
     prepare()
+    if _on_cpu():
+        arguments = cpu_arguments(arguments)
+    return arguments if "dtype" in arguments else arguments | saved_dtype(arguments)
+
+
+def _on_cpu() -> bool:
     from vllm.platforms import (  # type: ignore[import-not-found, unused-ignore]
         current_platform,
     )
 
-    if current_platform.is_cpu():
-        arguments = cpu_arguments(arguments)
-    return arguments if "dtype" in arguments else arguments | saved_dtype(arguments)
+    return bool(current_platform.is_cpu())
 
 
 def _is_refusal(error: Exception) -> bool:
