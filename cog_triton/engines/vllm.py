@@ -47,11 +47,11 @@ from cog_triton.engines.vllm_requests import (
 
 logger = logging.getLogger(__name__)
 
-# Measured with vLLM 0.32: its kernels for CPUs index the adapters by -1 where a request has none, and so take
-# the last one.
+# Measured with vLLM 0.32: its kernels for CPUs index the adapters by -1 where a request has none, and so
+# take the last one.
 NO_ADAPTERS = (
-    "tensorrt_llm: lora_task_id is refused: vLLM's build for CPUs applies an adapter to the requests beside "
-    "it in the batch as well"
+    "tensorrt_llm: lora_task_id is refused: vLLM's build for CPUs applies an adapter to the requests "
+    "beside it in the batch as well"
 )
 
 
