@@ -16,6 +16,7 @@ SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 COMMANDS = {
     "predict": "run_prediction.py",
     "serve": "serve.py",
+    "openai": "serve_openai.py",
     "run": "run.py",
     "client": "client.py",
     "identity-test": "identity_test.py",

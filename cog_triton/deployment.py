@@ -93,9 +93,9 @@ class Deployment:
         self._streams = streams
         self._supervisor = supervisor
         self._admission = admission
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._opened = opened or contextlib.ExitStack()
-        self._context_length = context_length
+        self.context_length = context_length
         self._length_penalty = length_penalty
         self._own_preprocessing = own_preprocessing
 
@@ -157,7 +157,7 @@ class Deployment:
         It is to be sent with add_special_tokens False.
         """
         return render_chat(
-            self._tokenizer,
+            self.tokenizer,
             messages,
             tools=tools,
             kwargs=kwargs,
@@ -170,7 +170,9 @@ class Deployment:
         """The LoRA adapters that a request may name now."""
         return adapter_names(self.settings.lora_dir)
 
-    def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
+    def generate(
+        self, request: Request, request_id: str | None = None
+    ) -> AsyncGenerator[Chunk, None]:
         """Streams the answer to a request; see ``cog_triton.generation.generate``.
 
         Raises:
@@ -183,9 +185,10 @@ class Deployment:
         return generate(
             request,
             self._streams,
-            self._tokenizer,
+            self.tokenizer,
             admission=self._admission,
-            context_length=self._context_length,
+            context_length=self.context_length,
+            request_id=request_id,
         )
 
     def close(self) -> None:

@@ -58,6 +58,7 @@ async def generate(
     *,
     admission: Admission | None = None,
     context_length: int | None = None,
+    request_id: str | None = None,
 ) -> AsyncGenerator[Chunk, None]:
     """Streams the answer to a request.
 
@@ -65,6 +66,7 @@ async def generate(
         admission: gives it its turn; None lets it pass.
         context_length: the most tokens that prompt and output may have together; None if only the engine
             knows.
+        request_id: its name in Triton, of no other request that runs; None for a random one.
 
     Raises:
         CogTritonError: by what went wrong; see ``cog_triton.errors``.
@@ -76,7 +78,9 @@ async def generate(
     last_id: int | None = None
     output_tokens, input_tokens, keeps_end_token = 0, None, True
     stream = client.stream(
-        secrets.token_hex(8), triton_inputs(request), parameters=request_parameters(request)
+        request_id or secrets.token_hex(8),
+        triton_inputs(request),
+        parameters=request_parameters(request),
     )
     async with _turn(admission) as queued, stream as responses:
         async for response in responses:

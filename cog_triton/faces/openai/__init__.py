@@ -1,0 +1,17 @@
+"""OpenAI's HTTP API on a deployment: one router a file, all in the same ``generate()`` as the Cog face.
+
+    app.py         the application, of what is served
+    served.py      what is served: the models' names, the deployment behind them, the end
+    fields.py      the bodies of requests; sampling.py makes a ``Request`` of them
+    chat.py, completions.py, models.py, tokens.py, health.py
+                   the routers
+    answers.py     chunks to a response: as events or in one body, and the end of one whose client has gone
+    wire.py        bytes of events and bodies
+    errors.py      which status and body each error has
+    tools/         tool calls in a model's text
+    serving.py     a process, or several, that serve
+    attached.py    a Triton that runs already
+
+May import deployment, generation, client, request, text, errors and settings. After a change: pytest
+tests/unit/faces/openai tests/integration/test_openai.py
+"""

@@ -1,0 +1,69 @@
+"""The application: what is served, behind OpenAI's routes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+import cog_triton
+from cog_triton.errors import CogTritonError, shown
+from cog_triton.faces.openai import chat, completions, health, models, tokens
+from cog_triton.faces.openai.answers import error_response, told
+from cog_triton.faces.openai.errors import ApiError, invalid
+from cog_triton.faces.openai.middleware import BodyLimit, RequestIds
+from cog_triton.faces.openai.served import Served
+
+ROUTERS = (chat.router, completions.router, models.router, tokens.router, health.router)
+
+
+def create_app(served: Served) -> FastAPI:
+    """The application of what is served.
+
+    It starts and stops nothing; see ``serving``.
+    """
+    app = FastAPI(title="cog-triton", version=cog_triton.__version__, redoc_url=None)
+    app.state.served = served
+    for router in ROUTERS:
+        app.include_router(router)
+    # The last is the first that a request meets.
+    app.add_middleware(BodyLimit, most=served.settings.max_request_bytes)
+    app.add_middleware(RequestIds)
+    app.add_exception_handler(RequestValidationError, _answer_bad_body)
+    app.add_exception_handler(HTTPException, _answer_bad_path)
+    for kind in (ApiError, CogTritonError, Exception):
+        app.add_exception_handler(kind, _answer_error)
+    return app
+
+
+async def _answer_error(_: Request, error: Exception) -> Response:
+    return error_response(told(error))
+
+
+async def _answer_bad_path(request: Request, error: Any) -> Response:
+    where = f"{request.method} {shown(request.url.path)}"
+    code = "unknown_url" if error.status_code == 404 else None
+    text = f"Invalid URL ({where})" if error.status_code == 404 else f"{error.detail} ({where})"
+    return error_response(
+        ApiError(error.status_code, text, code=code, headers=dict(error.headers or {}))
+    )
+
+
+async def _answer_bad_body(_: Request, error: Any) -> Response:
+    """The first thing that is wrong with a body, in OpenAI's words' manner."""
+    problem = error.errors()[0]
+    place = [str(part) for part in problem["loc"] if part != "body"]
+    if problem["type"] == "json_invalid":
+        return error_response(invalid(f"the body is no JSON: {problem['ctx']['error']}"))
+    if not place:
+        return error_response(
+            invalid("the body must be a JSON object, sent with Content-Type: application/json")
+        )
+    if problem["type"] == "missing":
+        text = f"you must provide {'.'.join(place)}"
+        return error_response(invalid(text, place[0], "missing_required_parameter"))
+    text = f"{'.'.join(place)}: {problem['msg']}, not {shown(problem['input'])}"
+    return error_response(invalid(text, place[0], "invalid_type"))

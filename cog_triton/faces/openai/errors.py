@@ -1,0 +1,94 @@
+"""Which HTTP status and body an error has: those of OpenAI's API, so that its clients raise what they know."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from cog_triton.errors import (
+    CogTritonError,
+    PromptTooLong,
+    TritonOverloaded,
+    TritonUnavailable,
+    UserError,
+)
+
+INVALID = "invalid_request_error"
+RETRY_SECONDS = 5
+"""Told to who asks while there is no server to answer."""
+CLIENT_GONE = 499
+
+# First match wins: class, status, type, code. Where OpenAI has no code of its own, it is that of the error.
+_TABLE: tuple[tuple[type[CogTritonError], int, str, str | None], ...] = (
+    (PromptTooLong, 400, INVALID, "context_length_exceeded"),
+    (UserError, 400, INVALID, None),
+    (TritonOverloaded, 429, "requests", "rate_limit_exceeded"),
+    (TritonUnavailable, 503, "server_error", None),
+    (CogTritonError, 500, "server_error", None),
+)
+# The names that OpenAI's requests have for those in the texts of errors.
+_FIELDS = {"stop_sequences": "stop", "log_probs": "logprobs", "adapter": "model"}
+_FIRST_WORD = re.compile(r"[a-z]+(?:_[a-z]+)*")
+
+
+@dataclass
+class ApiError(Exception):
+    """What a client is told.
+
+    Attributes:
+        param: the field of the request that is at fault.
+        headers: of the response.
+    """
+
+    status: int
+    message: str
+    type: str = INVALID
+    param: str | None = None
+    code: str | None = None
+    headers: dict[str, str] = field(default_factory=dict)
+
+    def body(self) -> dict[str, Any]:
+        """As JSON's object."""
+        return {
+            "error": {
+                "message": self.message,
+                "type": self.type,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+
+def api_error(error: CogTritonError, fields: frozenset[str] = frozenset()) -> ApiError:
+    """What an error is to a client.
+
+    Args:
+        fields: names that a request may have; the error is about the one that its text begins with.
+    """
+    status, kind, code = next(
+        (status, kind, code) for group, status, kind, code in _TABLE if isinstance(error, group)
+    )
+    headers = {}
+    if isinstance(error, TritonOverloaded):
+        headers["Retry-After"] = str(max(1, round(error.retry_after)))
+    elif error.retryable:
+        headers["Retry-After"] = str(RETRY_SECONDS)
+    param = _param(error.message, fields) if status == 400 else None
+    return ApiError(status, error.message, kind, param, code or error.code, headers)
+
+
+def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """The request is at fault."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def internal_error() -> ApiError:
+    """For a fault that nobody foresaw; its text stays in the log."""
+    return ApiError(500, "an internal error; the server's log has more", "server_error")
+
+
+def _param(message: str, fields: frozenset[str]) -> str | None:
+    word = _FIRST_WORD.match(message)
+    name = _FIELDS.get(word[0], word[0]) if word else ""
+    return name if name in fields else None

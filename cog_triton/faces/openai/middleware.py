@@ -1,0 +1,75 @@
+"""What every request goes through: its id, and the bound on its body. Plain ASGI, without a task of its own."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from cog_triton.faces.openai.answers import error_response
+from cog_triton.faces.openai.errors import ApiError
+
+REQUEST_ID = b"x-request-id"
+_USABLE = re.compile(rb"[\w.:/+=@-]{1,128}")
+
+
+class RequestIds:
+    """Gives each request the id that its client gave it, or a new one, and says it in the response."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = header(scope, REQUEST_ID)
+        name = given if given and _USABLE.fullmatch(given) else secrets.token_hex(16).encode()
+        scope.setdefault("state", {})["request_id"] = name.decode()
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (REQUEST_ID, name)]
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)
+
+
+class BodyLimit:
+    """Answers a body of too many bytes with 413; one that does not say how many, once it has sent them."""
+
+    def __init__(self, app: ASGIApp, most: int) -> None:
+        self._app = app
+        self._most = most
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        length = header(scope, b"content-length") or b"0"
+        if length.isdigit() and int(length) > self._most:
+            await error_response(self._too_large())(scope, receive, send)
+            return
+        seen = 0
+
+        async def receive_counted() -> Message:
+            nonlocal seen
+            message = await receive()
+            seen += len(message.get("body", b""))
+            if seen > self._most:
+                raise self._too_large()
+            return message
+
+        await self._app(scope, receive_counted, send)
+
+    def _too_large(self) -> ApiError:
+        return ApiError(
+            413, f"the body must be of at most {self._most} bytes", code="request_too_large"
+        )
+
+
+def header(scope: Any, name: bytes) -> bytes | None:
+    """A header of a request, None without it."""
+    return next((value for key, value in scope["headers"] if key == name), None)

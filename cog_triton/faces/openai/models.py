@@ -1,0 +1,48 @@
+"""GET /v1/models and what else is said of them; /v1/embeddings, which there is not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+
+from cog_triton.faces.openai.dependencies import FromApp
+from cog_triton.faces.openai.errors import ApiError
+from cog_triton.faces.openai.served import OWNER, Served
+
+router = APIRouter()
+
+
+@router.get("/v1/models")
+async def models(served: FromApp) -> dict[str, Any]:
+    """The names under which the model is asked for."""
+    return {"object": "list", "data": [_card(served, name) for name in served.models]}
+
+
+@router.get("/v1/models/{name:path}")
+async def model(name: str, served: FromApp) -> dict[str, Any]:
+    """One of them."""
+    served.check_model(name)
+    return _card(served, name)
+
+
+@router.post("/v1/embeddings")
+async def embeddings(_: Request) -> None:
+    """Refused: a generative model in TensorRT-LLM's slot gives tokens, and no embeddings."""
+    raise ApiError(
+        501,
+        "embeddings are not served: the models here generate text, and the engine hands out no vectors",
+        code="not_implemented",
+    )
+
+
+def _card(served: Served, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": served.created,
+        "owned_by": OWNER,
+        "root": served.models[0],
+        "parent": None,
+        "max_model_len": served.backend.context_length,
+    }

@@ -1,0 +1,143 @@
+"""The fields of a body to a ``Request``."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from cog_triton.errors import shown
+from cog_triton.faces.openai.errors import invalid
+from cog_triton.faces.openai.fields import (
+    IGNORED,
+    REFUSED,
+    Body,
+    ResponseFormat,
+    Sampling,
+)
+from cog_triton.faces.openai.served import Served
+from cog_triton.guide import Guide, GuideKind
+from cog_triton.request import Request, new_seed
+
+SEEDS = 2**64
+UNKNOWN_CONTEXT = 2**20
+"""Tokens, where only the engine knows how many its context has; it cuts to them."""
+LONGEST_BIAS = 1024
+_GUIDED = ("guided_json", "guided_regex", "guided_grammar", "guided_choice")
+# Fields that a Request has under the same name; one that is not given is left to its default.
+_SAME = (
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "length_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "min_tokens",
+    "ignore_eos",
+)
+
+
+def sampling(body: Sampling) -> dict[str, Any]:
+    """The arguments of a ``Request`` that do not depend on what is completed.
+
+    Raises:
+        ApiError: a field asks for what cannot be had.
+    """
+    values = {name: getattr(body, name) for name in _SAME}
+    given = {name: value for name, value in values.items() if value is not None}
+    return {
+        **given,
+        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "top_p": 1.0 if body.top_p is None else body.top_p,
+        "seed": new_seed() if body.seed is None else body.seed % SEEDS,
+        "stop_sequences": _stops(body.stop),
+        "bad_words": tuple(body.bad_words or ()),
+        "logit_bias": logit_bias(body.logit_bias or {}),
+        "guide": guide(body),
+    }
+
+
+def longest_output(served: Served) -> int:
+    """Where a chat gives no number, the most tokens that an answer may have: the context's rest, to which
+    the engine cuts it."""
+    return served.backend.context_length or UNKNOWN_CONTEXT
+
+
+def with_seed(request: Request, number: int) -> dict[str, Any]:
+    """What the next answer to the same request differs in."""
+    return {"seed": (request.seed + number) % SEEDS}
+
+
+def check_fields(body: Body) -> dict[str, str]:
+    """Refuses known fields that no engine honours; the headers that name unknown ones.
+
+    Raises:
+        ApiError: naming the field.
+    """
+    unknown = []
+    for name in body.unknown():
+        value = getattr(body, name)
+        if name not in REFUSED:
+            unknown += [name] if name not in IGNORED else []
+        elif value is not None and value not in REFUSED[name]:
+            raise invalid(f"{name} is not supported", name, "unsupported_parameter")
+    if not unknown:
+        return {}
+    # A header takes neither line feeds nor quotes, and no long list.
+    names = ", ".join("".join(filter(str.isidentifier, name))[:40] or "?" for name in unknown[:10])
+    return {"Warning": f'199 cog-triton "ignored fields: {names.encode("ascii", "replace").decode()}"'}
+
+
+def logit_bias(given: dict[str, float]) -> tuple[tuple[int, float], ...]:
+    """Token ids, and what is added to their logits.
+
+    Raises:
+        ApiError: a key is no token id, a value is out of its range, or there are too many.
+    """
+    if len(given) > LONGEST_BIAS:
+        raise invalid(f"logit_bias must have at most {LONGEST_BIAS} tokens", "logit_bias")
+    for token, bias in given.items():
+        if not token.isdecimal():
+            raise invalid(f"logit_bias must have token ids for keys, not {shown(token)}", "logit_bias")
+        if not -100 <= bias <= 100:
+            raise invalid(f"logit_bias must be between -100 and 100, not {bias}", "logit_bias")
+    return tuple((int(token), bias) for token, bias in given.items())
+
+
+def guide(body: Sampling) -> Guide | None:
+    """What the output has to be, if a field says so.
+
+    Raises:
+        ApiError: more than one does, or a schema is missing.
+    """
+    named = [name for name in _GUIDED if getattr(body, name) is not None]
+    formatted = _of_format(body.response_format) if body.response_format else None
+    if len(named) + (formatted is not None) > 1:
+        named += ["response_format"] if formatted else []
+        raise invalid(f"{' and '.join(named)} contradict; give one of them", named[0])
+    return _guided(body, named[0]) if named else formatted
+
+
+def _of_format(format: ResponseFormat) -> Guide | None:
+    if format.type == "text":
+        return None
+    if format.type == "json_object":
+        return Guide(GuideKind.JSON)
+    if format.json_schema is None or format.json_schema.schema_ is None:
+        raise invalid("response_format must have json_schema.schema", "response_format")
+    return Guide(GuideKind.JSON_SCHEMA, json.dumps(format.json_schema.schema_))
+
+
+def _guided(body: Sampling, name: str) -> Guide:
+    value = getattr(body, name)
+    text = value if isinstance(value, str) else json.dumps(value)
+    kinds = {
+        "guided_json": GuideKind.JSON_SCHEMA,
+        "guided_regex": GuideKind.REGEX,
+        "guided_grammar": GuideKind.GRAMMAR,
+        "guided_choice": GuideKind.CHOICE,
+    }
+    return Guide(kinds[name], text)
+
+
+def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
+    return (stop,) if isinstance(stop, str) else tuple(stop or ())

@@ -1,0 +1,148 @@
+"""One process that serves, from its start to its end; with several, the first runs Triton."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import signal
+import socket
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import uvicorn
+
+from cog_triton.errors import ConfigurationError
+from cog_triton.faces.openai.app import create_app
+from cog_triton.faces.openai.served import Backend, Served
+from cog_triton.faces.terminal.interrupt import end_at_once_on_signals
+from cog_triton.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+KEEP_ALIVE_SECONDS = 75
+"""For which a connection without a request is kept: longer than most clients keep theirs."""
+BACKLOG = 1024
+_ENDING = (signal.SIGINT, signal.SIGTERM)
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a face listens."""
+
+    host: str
+    port: int
+
+    @property
+    def url(self) -> str:
+        host = self.host.replace("0.0.0.0", "127.0.0.1")
+        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+
+
+def model_names(settings: Settings) -> tuple[str, ...]:
+    """The name of the model of these settings: a hub's id as it is, a directory by its last part."""
+    source = settings.weights or settings.model
+    if settings.engine_dir is not None and not settings.weights:
+        source = str(settings.engine_dir)
+    local = Path(source).exists() or "://" in source or source.startswith(("/", "."))
+    return (Path(source.rstrip("/")).name.split(".tar")[0] if local else source,)
+
+
+def bound(address: Address) -> socket.socket:
+    """A socket at an address, which does not listen yet.
+
+    Raises:
+        ConfigurationError: it is taken, or not this machine's.
+    """
+    listener = socket.socket(socket.AF_INET6 if ":" in address.host else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((address.host, address.port))
+    except OSError as error:
+        listener.close()
+        reason = f"{address.host}, port {address.port}: {error.strerror}"
+        raise ConfigurationError(reason) from None
+    return listener
+
+
+async def serve(
+    start: Callable[[], Awaitable[Backend]],
+    models: tuple[str, ...],
+    listener: socket.socket,
+    ready: Callable[[], object],
+) -> None:
+    """Serves until a signal comes: those that run get their time then, and no more are taken.
+
+    A signal before all has started, or a second one, ends all at once.
+
+    Args:
+        start: what is to be served.
+        ready: is called when requests can come.
+
+    Raises:
+        ConfigurationError: it could not be started, or nothing can listen.
+    """
+    backend = await start()
+    try:
+        served = Served(backend, models)
+        # What is alive now stays so: a full collection would go through all of it.
+        gc.collect()
+        gc.freeze()
+        server = Server(uvicorn.Config(create_app(served), **OPTIONS))
+        with told_to_end() as told:
+            listener.listen(BACKLOG)
+            running = asyncio.create_task(server.serve(sockets=[listener]))
+            ending = asyncio.create_task(told.wait())
+            ready()
+            await asyncio.wait([running, ending], return_when=asyncio.FIRST_COMPLETED)
+            ending.cancel()
+            if told.is_set():
+                logger.info("stopping: %d requests run", served.running)
+                await served.drain()
+            server.should_exit = True
+            await running
+    finally:
+        await backend.stop()
+
+
+OPTIONS = {
+    "loop": "none",  # it runs in the one that is there
+    "http": "httptools",
+    "ws": "none",
+    "lifespan": "off",
+    "access_log": False,
+    "log_config": None,
+    "server_header": False,
+    "date_header": True,
+    "timeout_keep_alive": KEEP_ALIVE_SECONDS,
+    "timeout_graceful_shutdown": 1,  # those that run have had their time
+}
+
+
+class Server(uvicorn.Server):
+    """Uvicorn's, which leaves signals to ``serve``."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@contextlib.contextmanager
+def told_to_end() -> Iterator[asyncio.Event]:
+    """An event that the first signal sets; a second one ends the process at once."""
+    loop, told = asyncio.get_running_loop(), asyncio.Event()
+
+    def tell() -> None:
+        told.set()
+        for number in _ENDING:
+            loop.remove_signal_handler(number)
+        end_at_once_on_signals()
+
+    for number in _ENDING:
+        loop.add_signal_handler(number, tell)
+    try:
+        yield told
+    finally:
+        end_at_once_on_signals()

@@ -1,0 +1,68 @@
+"""POST /tokenize and /detokenize, in the form of vLLM's."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from fastapi import APIRouter
+
+from cog_triton.faces.openai.dependencies import FromApp
+from cog_triton.faces.openai.errors import invalid
+from cog_triton.faces.openai.fields import DetokenizeBody, TokenizeBody
+from cog_triton.faces.openai.prompts import chat_prompt
+from cog_triton.faces.openai.served import Served
+
+router = APIRouter()
+LONG_TEXT = 20_000
+"""Characters above which a text is tokenized beside the event loop."""
+
+
+@router.post("/tokenize")
+async def tokenize(body: TokenizeBody, served: FromApp) -> dict[str, Any]:
+    """The token ids of a prompt, or of messages as the model sees them."""
+    if body.model is not None:
+        served.check_model(body.model)
+    text, special = _text(body, served)
+    served.backend.limits.check("the prompt", len(text))
+    tokenizer = served.backend.tokenizer
+
+    def encode() -> list[int]:
+        ids: list[int] = tokenizer(text, add_special_tokens=special).input_ids
+        return ids
+
+    tokens = encode() if len(text) < LONG_TEXT else await asyncio.to_thread(encode)
+    texts = tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
+    return {
+        "count": len(tokens),
+        "max_model_len": served.backend.context_length,
+        "tokens": tokens,
+        "token_strs": texts,
+    }
+
+
+@router.post("/detokenize")
+async def detokenize(body: DetokenizeBody, served: FromApp) -> dict[str, Any]:
+    """The text of token ids, special ones included."""
+    if body.model is not None:
+        served.check_model(body.model)
+    size = len(served.backend.tokenizer)
+    if any(not 0 <= token < size for token in body.tokens):
+        raise invalid(f"tokens must be between 0 and {size - 1}", "tokens")
+    return {"prompt": served.backend.tokenizer.decode(body.tokens)}
+
+
+def _text(body: TokenizeBody, served: Served) -> tuple[str, bool]:
+    """What is tokenized, and whether the tokens that begin a text are added to it."""
+    if (body.prompt is None) == (body.messages is None):
+        raise invalid("either prompt or messages must be given", "prompt")
+    if body.prompt is not None:
+        return body.prompt, body.add_special_tokens is not False
+    text = chat_prompt(
+        served.backend,
+        body.messages or [],
+        body.tools or [],
+        body.chat_template_kwargs,
+        body.add_generation_prompt,
+    )
+    return text, bool(body.add_special_tokens)

@@ -1,0 +1,162 @@
+"""Where a model's text has its calls: one description a format, and one parser for all."""
+
+from __future__ import annotations
+
+import secrets
+import string
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from cog_triton.faces.openai.tools.events import Event, Text, held_length, joined
+from cog_triton.faces.openai.tools.json_call import JsonCall
+
+_LETTERS = string.ascii_letters + string.digits
+
+
+@dataclass(frozen=True)
+class Format:
+    """How a family of models writes calls.
+
+    Attributes:
+        opening: before calls; one that the tokenizer takes for special does not come as text.
+        closing: behind each of them.
+        starts: what a text that is all calls begins with, without its white space.
+        arguments: the name that they have in a call.
+        short_ids: whether a call's id has nine letters, as Mistral's templates want it.
+    """
+
+    name: str
+    opening: str
+    closing: str = ""
+    starts: tuple[str, ...] = ()
+    arguments: str = "arguments"
+    short_ids: bool = False
+
+    def new_id(self) -> str:
+        """An id of a call."""
+        if self.short_ids:
+            return "".join(secrets.choice(_LETTERS) for _ in range(9))
+        return f"call_{''.join(secrets.choice(_LETTERS) for _ in range(24))}"
+
+
+HERMES = Format("hermes", "<tool_call>", "</tool_call>")
+MISTRAL = Format("mistral", "[TOOL_CALLS]", starts=('[{"name":',), short_ids=True)
+LLAMA = Format(
+    "llama3",
+    "<|python_tag|>",
+    starts=('{"name":', '{"type":"function","name":', '{"function":'),
+    arguments="parameters",
+)
+FORMATS = (HERMES, MISTRAL, LLAMA)
+_SIGNS = {"hermes": "<tool_call>", "mistral": "[TOOL_CALLS]", "llama3": '"parameters":'}
+
+
+def format_of(template: str) -> Format | None:
+    """The format that a chat template tells its model of, None if it takes no tools."""
+    if "tools" not in template:
+        return None
+    return next((known for known in FORMATS if _SIGNS[known.name] in template), HERMES)
+
+
+class CallParser:
+    """Reads calls, and the text around them, a character at a time. See ``Parser``.
+
+    Attributes:
+        called: whether there was a call.
+    """
+
+    def __init__(
+        self, known: Format, *, guided: bool = False, new_id: Callable[[], str] | None = None
+    ) -> None:
+        """At the beginning of a text.
+
+        Args:
+            guided: whether the text is nothing but calls, because a guide allows nothing else.
+        """
+        self._format = known
+        self._new_id = new_id or known.new_id
+        self._state = self._calls if guided else self._beginning
+        self._held = ""
+        self._space = ""  # behind the text, which is part of it if more follows
+        self._call: JsonCall | None = None
+        self._count = 0
+        self.called = False
+
+    def feed(self, text: str) -> list[Event]:
+        """See ``Parser``."""
+        return joined(event for char in text for event in self._state(char))
+
+    def flush(self) -> list[Event]:
+        """See ``Parser``."""
+        rest = self._call.flush() if self._call else []
+        held, self._held = self._held, ""
+        rest += self._text(held)
+        if self._space and not self.called:
+            rest.append(Text(self._space))
+        return joined(rest)
+
+    def _beginning(self, char: str) -> list[Event]:
+        """As long as the text may be all calls."""
+        self._held += char
+        squeezed = "".join(self._held.split())
+        if any(start == squeezed for start in self._format.starts):
+            self._state = self._calls
+        elif any(start.startswith(squeezed) for start in self._format.starts):
+            return []
+        else:
+            self._state = self._outside
+        held, self._held = self._held, ""
+        return [event for char in held for event in self._state(char)]
+
+    def _outside(self, char: str) -> list[Event]:
+        self._held += char
+        opening = self._format.opening
+        if self._held.endswith(opening):
+            text, self._held = self._held[: -len(opening)], ""
+            self._state = self._calls
+            events = self._text(text)
+            self._space = ""
+            return events
+        cut = len(self._held) - held_length(self._held, opening)
+        text, self._held = self._held[:cut], self._held[cut:]
+        return self._text(text)
+
+    def _calls(self, char: str) -> list[Event]:
+        """Between calls, and in one."""
+        if self._call is not None:
+            return self._in_call(char)
+        self._held += char
+        if char == "{" and len(self._held) == 1:
+            self._held = ""
+            self._call = JsonCall(self._count, self._new_id())
+            return self._in_call(char)
+        if self._held == self._format.closing:
+            self._held, self._state = "", self._outside
+        elif self._format.closing.startswith(self._held):
+            pass
+        elif char.isspace() or char in "[],;":
+            self._held = ""
+        else:
+            held, self._held, self._state = self._held, "", self._outside
+            return [event for char in held for event in self._outside(char)]
+        return []
+
+    def _in_call(self, char: str) -> list[Event]:
+        assert self._call is not None
+        events = self._call.feed(char)
+        if self._call.begun and not self.called:
+            self.called = True
+        if self._call.done:
+            self._count += self._call.begun
+            self._call = None
+        return events
+
+    def _text(self, text: str) -> list[Event]:
+        """Text, but for the white space at its end."""
+        shown = text.rstrip()
+        if not shown:
+            self._space += text
+            return []
+        events: list[Event] = [Text(self._space + shown)]
+        self._space = text[len(shown) :]
+        return events

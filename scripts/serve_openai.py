@@ -1,0 +1,83 @@
+#!/usr/bin/env python3
+"""Serves OpenAI's API with Triton behind it. It starts Triton, or uses one that runs already.
+
+    python scripts/serve_openai.py --port 3000
+    python scripts/serve_openai.py --host 0.0.0.0 --port 3000 --triton-endpoint http://localhost:8001
+
+The first Ctrl-C lets running requests end, for at most DRAIN_SECONDS; the second stops at once. The
+settings are in docs/configuration.md, the API in docs/openai.md.
+"""
+
+from __future__ import annotations
+
+import signal
+
+if __name__ == "__main__":  # a Ctrl-C in the imports below is no reason for a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+import argparse
+import os
+import sys
+
+import _checkout  # noqa: F401
+
+from cog_triton.faces.terminal.interrupt import end_at_once_on_signals
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Serves until it is told to stop; returns the exit status."""
+    end_at_once_on_signals()  # what is imported next takes its time
+    arguments = parse(argv)
+    if arguments.verbose:
+        os.environ["LOG_LEVEL"] = "debug"
+    from cog_triton.errors import CogTritonError
+    from cog_triton.faces.openai.processes import Options, run
+
+    options = Options(
+        arguments.host,
+        arguments.port,
+        tuple(arguments.model or ()),
+        arguments.triton_endpoint,
+        arguments.triton_model,
+        arguments.tokenizer,
+        arguments.workers,
+    )
+    try:
+        return run(options)
+    except CogTritonError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The command's arguments."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--host", default=os.environ.get("HOST", "127.0.0.1"))
+    port = int(os.environ.get("PORT") or 3000)
+    parser.add_argument("--port", type=int, default=port, help="default: PORT, or 3000")
+    parser.add_argument(
+        "--model",
+        action="append",
+        metavar="NAME",
+        help="name of the model in requests; more of them are further names",
+    )
+    parser.add_argument(
+        "--triton-endpoint",
+        metavar="URL",
+        help="gRPC endpoint of a Triton that runs; without it, one is started",
+    )
+    parser.add_argument(
+        "--triton-model", default="ensemble", help="of that Triton, where it has no ensemble_ids"
+    )
+    parser.add_argument(
+        "--tokenizer", help="directory or id of the tokenizer; default: TOKENIZER, or MODEL's"
+    )
+    parser.add_argument(
+        "--workers", type=int, default=1, help="processes that answer, if one core is not enough"
+    )
+    parser.add_argument("-v", "--verbose", action="store_true", help="LOG_LEVEL=debug")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
