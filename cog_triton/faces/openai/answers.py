@@ -1,5 +1,8 @@
-"""Chunks to a response: as events while they come, or in one body. One task has all of a request, so that
-the end of its client, which cancels that task, ends the request in the engine."""
+"""Chunks to a response: as events while they come, or in one body.
+
+One task has all of a request, so that the end of its client, which cancels that task, ends the request in
+the engine.
+"""
 
 from __future__ import annotations
 

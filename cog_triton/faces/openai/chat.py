@@ -110,9 +110,7 @@ def _tool_format(body: ChatBody, template: str) -> Format | None:
     return known
 
 
-def _parser(
-    body: ChatBody, request: Request, known: Format | None, template: str
-) -> Parser | None:
+def _parser(body: ChatBody, request: Request, known: Format | None, template: str) -> Parser | None:
     """What reads an answer's text; None if all of it is content."""
     calls = CallParser(known, guided=is_enforced(body)) if known else None
     if thinks(template) and request.guide is None:

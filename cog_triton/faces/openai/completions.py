@@ -65,7 +65,9 @@ def completion_requests(body: CompletionBody, served: Served) -> list[Request]:
         ApiError, UserError: the body asks for what cannot be had.
     """
     if body.echo and body.logprobs is not None:
-        raise invalid("logprobs of a prompt's tokens are not to be had, so not with echo", "logprobs")
+        raise invalid(
+            "logprobs of a prompt's tokens are not to be had, so not with echo", "logprobs"
+        )
     prompts = _prompts(body.prompt)
     if len(prompts) * body.choices > MOST_ANSWERS:
         raise invalid(f"prompt and n must ask for at most {MOST_ANSWERS} answers", "prompt")
@@ -89,7 +91,7 @@ def _prompts(given: str | list[str] | list[int] | list[list[int]]) -> Sequence[s
         return [given]
     if not given:
         raise invalid("prompt must not be an empty list", "prompt")
-    return [given] if isinstance(given[0], int) else given  # type: ignore[list-item, return-value]
+    return [given] if isinstance(given[0], int) else given
 
 
 def _shown(request: Request, tokenizer: Tokenizer) -> str:

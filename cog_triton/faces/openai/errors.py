@@ -1,4 +1,4 @@
-"""Which HTTP status and body an error has: those of OpenAI's API, so that its clients raise what they know."""
+"""Which HTTP status and body an error has: those of OpenAI's API, whose clients know them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The bodies of requests, as OpenAI's reference has them, and what vLLM's users add.
 
-None stands for a field that was not given. Values are checked by type here, and by range where a ``Request``
-is made of them.
+None stands for a field that was not given. Values are checked by type here, and by range where a
+``Request`` is made of them.
 """
 
 from __future__ import annotations

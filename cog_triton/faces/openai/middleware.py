@@ -1,4 +1,4 @@
-"""What every request goes through: its id, and the bound on its body. Plain ASGI, without a task of its own."""
+"""What every request goes through: its id, and the bound on its body. Plain ASGI, without tasks."""
 
 from __future__ import annotations
 

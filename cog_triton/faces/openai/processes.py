@@ -10,7 +10,7 @@ from cog_triton.deployment import Deployment
 from cog_triton.faces.openai.served import Backend
 from cog_triton.faces.openai.serving import Address, bound, model_names, serve
 from cog_triton.server.log import log_to
-from cog_triton.settings import Settings, read_settings
+from cog_triton.settings import read_settings
 
 
 @dataclass(frozen=True)

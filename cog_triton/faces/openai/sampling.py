@@ -84,7 +84,9 @@ def check_fields(body: Body) -> dict[str, str]:
         return {}
     # A header takes neither line feeds nor quotes, and no long list.
     names = ", ".join("".join(filter(str.isidentifier, name))[:40] or "?" for name in unknown[:10])
-    return {"Warning": f'199 cog-triton "ignored fields: {names.encode("ascii", "replace").decode()}"'}
+    return {
+        "Warning": f'199 cog-triton "ignored fields: {names.encode("ascii", "replace").decode()}"'
+    }
 
 
 def logit_bias(given: dict[str, float]) -> tuple[tuple[int, float], ...]:
@@ -97,7 +99,9 @@ def logit_bias(given: dict[str, float]) -> tuple[tuple[int, float], ...]:
         raise invalid(f"logit_bias must have at most {LONGEST_BIAS} tokens", "logit_bias")
     for token, bias in given.items():
         if not token.isdecimal():
-            raise invalid(f"logit_bias must have token ids for keys, not {shown(token)}", "logit_bias")
+            raise invalid(
+                f"logit_bias must have token ids for keys, not {shown(token)}", "logit_bias"
+            )
         if not -100 <= bias <= 100:
             raise invalid(f"logit_bias must be between -100 and 100, not {bias}", "logit_bias")
     return tuple((int(token), bias) for token, bias in given.items())

@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from cog_triton.faces.openai.errors import RETRY_SECONDS, ApiError
 from cog_triton.generation import Chunk
@@ -71,7 +71,7 @@ class Served:
         """Seconds since 1970."""
         return int(time.time())
 
-    def token_ids(self) -> dict[str, int | None]:
+    def token_ids(self) -> dict[str, Any]:
         """The end and padding tokens that the settings name, as arguments of a request."""
         return {"end_id": self.settings.end_id, "pad_id": self.settings.pad_id}
 

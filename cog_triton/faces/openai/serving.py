@@ -11,6 +11,7 @@ import socket
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 
@@ -107,7 +108,7 @@ async def serve(
         await backend.stop()
 
 
-OPTIONS = {
+OPTIONS: dict[str, Any] = {
     "loop": "none",  # it runs in the one that is there
     "http": "httptools",
     "ws": "none",

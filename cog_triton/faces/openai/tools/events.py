@@ -60,7 +60,11 @@ def joined(events: Iterable[Event]) -> list[Event]:
     result: list[Event] = []
     for event in events:
         last = result[-1] if result else None
-        if isinstance(event, Arguments) and isinstance(last, Arguments) and last.index == event.index:
+        if (
+            isinstance(event, Arguments)
+            and isinstance(last, Arguments)
+            and last.index == event.index
+        ):
             result[-1] = Arguments(event.index, last.text + event.text)
         elif isinstance(event, Text) and isinstance(last, Text):
             result[-1] = Text(last.text + event.text)

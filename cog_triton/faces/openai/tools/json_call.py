@@ -36,10 +36,8 @@ class JsonCall:
         """Takes the object's next character."""
         self._raw += char
         before = self._depth
-        if self._string is not None:
-            events = self._in_string(char)
-        else:
-            events = self._outside_strings(char)
+        read = self._outside_strings if self._string is None else self._in_string
+        events = read(char)
         # What is inside of the arguments' brackets, and these.
         if self._key in ARGUMENTS and max(before, self._depth) > 1:
             events = [*events, *self._argument(char)]

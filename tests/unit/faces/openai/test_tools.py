@@ -1,0 +1,260 @@
+"""Tool calls and thoughts in a model's text: the same events, however the text is cut."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Sequence
+
+import jsonschema
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cog_triton.faces.openai.errors import ApiError
+from cog_triton.faces.openai.fields import ChatBody
+from cog_triton.faces.openai.reasoning import ReasoningParser, thinks
+from cog_triton.faces.openai.tools.choice import call_guide, is_enforced, offered_tools
+from cog_triton.faces.openai.tools.events import (
+    Arguments,
+    CallStart,
+    Event,
+    Parser,
+    Reasoning,
+    Text,
+    joined,
+)
+from cog_triton.faces.openai.tools.formats import (
+    HERMES,
+    LLAMA,
+    MISTRAL,
+    CallParser,
+    Format,
+    format_of,
+)
+
+WEATHER = '{"city": "Paris, {Texas}", "days": [1, 2]}'
+
+
+def parser(known: Format, *, guided: bool = False) -> CallParser:
+    numbers = itertools.count()
+    return CallParser(known, guided=guided, new_id=lambda: f"id{next(numbers)}")
+
+
+def read(reader: Parser, pieces: Sequence[str]) -> list[Event]:
+    events = [event for piece in pieces for event in reader.feed(piece)]
+    return joined([*events, *reader.flush()])
+
+
+def call(index: int, name: str, arguments: str) -> list[Event]:
+    return [CallStart(index, f"id{index}", name), Arguments(index, arguments)]
+
+
+TWO = [*call(0, "weather", WEATHER), *call(1, "time", "{}")]
+CASES: list[tuple[Format, str, list[Event]]] = [
+    (HERMES, "Just text, <tool or not.\n", [Text("Just text, <tool or not.\n")]),
+    (
+        HERMES,
+        f'Let me see.\n\n<tool_call>\n{{"name": "weather", "arguments": {WEATHER}}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>\n',
+        [Text("Let me see."), *TWO],
+    ),
+    (HERMES, '<tool_call>{"arguments": {"a": "}"}, "name": "f"}', call(0, "f", '{"a": "}"}')),
+    (HERMES, '<tool_call>{"name": "f"}</tool_call>', call(0, "f", "{}")),
+    (HERMES, '<tool_call>{"a": 1}</tool_call> so', [Text('{"a": 1} so')]),
+    (HERMES, "<tool_call>nothing", [Text("nothing")]),
+    (
+        HERMES,
+        '<tool_call>{"name": "f", "arguments": {"a": "b',
+        [CallStart(0, "id0", "f"), Arguments(0, '{"a": "b')],
+    ),
+    (
+        MISTRAL,
+        f'[TOOL_CALLS] [{{"name": "weather", "arguments": {WEATHER}}}, '
+        '{"name": "time", "arguments": {}}]',
+        TWO,
+    ),
+    # The marker is a special token, which does not come as text.
+    (MISTRAL, f'[{{"name": "weather", "arguments": {WEATHER}}}]', call(0, "weather", WEATHER)),
+    (MISTRAL, '[{"city": "Paris"}] is a list', [Text('[{"city": "Paris"}] is a list')]),
+    (MISTRAL, "[", [Text("[")]),
+    (
+        LLAMA,
+        f'{{"name": "weather", "parameters": {WEATHER}}}; {{"name": "time", "parameters": {{}}}}',
+        TWO,
+    ),
+    (
+        LLAMA,
+        f' {{"type": "function", "name": "weather", "parameters": {WEATHER}}}',
+        call(0, "weather", WEATHER),
+    ),
+    (
+        LLAMA,
+        f'<|python_tag|>{{"name": "weather", "parameters": {WEATHER}}}',
+        call(0, "weather", WEATHER),
+    ),
+    (LLAMA, '{"answer": 42}', [Text('{"answer": 42}')]),
+    (LLAMA, 'In {"name": "x"} there is', [Text('In {"name": "x"} there is')]),
+    (
+        LLAMA,
+        '{"name": "f", "parameters": "{\\"a\\": \\"\\u00e9\\"}"}',
+        call(0, "f", '{"a": "\u00e9"}'),
+    ),
+]
+
+
+@pytest.mark.parametrize(("known", "text", "events"), CASES, ids=[case[1][:40] for case in CASES])
+def test_a_text_and_its_calls(known: Format, text: str, events: list[Event]) -> None:
+    assert read(parser(known), [text]) == events
+    assert read(parser(known), list(text)) == events
+
+
+def test_a_guided_text_is_all_calls() -> None:
+    text = f'[{{"name": "weather", "arguments": {WEATHER}}}, {{"name": "time", "arguments": {{}}}}]'
+    assert read(parser(HERMES, guided=True), list(text)) == TWO
+    one = f'{{"name": "weather", "parameters": {WEATHER}}}'
+    assert read(parser(LLAMA, guided=True), [one]) == call(0, "weather", WEATHER)
+
+
+def test_a_calls_name_comes_before_its_arguments_are_complete() -> None:
+    reader = parser(HERMES)
+    assert reader.feed('<tool_call>{"name": "f", "arg') == [CallStart(0, "id0", "f")]
+    assert reader.feed('uments": {"a": 1') == [Arguments(0, '{"a": 1')]
+
+
+def cuts(text: str) -> st.SearchStrategy[list[str]]:
+    places = st.lists(st.integers(0, len(text)), max_size=12).map(lambda p: sorted({0, *p}))
+    return places.map(
+        lambda starts: [text[a:b] for a, b in itertools.pairwise([*starts, len(text)])]
+    )
+
+
+PIECES = st.sampled_from(
+    [
+        *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "<think>", "</think>"),
+        *('{"name": "f"', ', "arguments": {"a": [1, "}"]}', ', "parameters": {}', "}", "{", "["),
+        *("]", ";", " ", "\n", "text", "<", "\\", '"', "é"),
+    ]
+)
+TEXTS = st.lists(PIECES, max_size=12).map("".join)
+PARSERS: dict[str, Callable[[], Parser]] = {
+    "hermes": lambda: parser(HERMES),
+    "mistral": lambda: parser(MISTRAL),
+    "llama3": lambda: parser(LLAMA),
+    "guided": lambda: parser(LLAMA, guided=True),
+    "thinking": lambda: ReasoningParser("", None),
+    "thinking and calls": lambda: ReasoningParser("<think>\n", parser(HERMES)),
+}
+
+
+@pytest.mark.parametrize("make", PARSERS.values(), ids=PARSERS)
+@given(data=st.data(), text=TEXTS)
+def test_the_cuts_of_a_text_change_nothing(
+    make: Callable[[], Parser], data: st.DataObject, text: str
+) -> None:
+    whole = read(make(), [text])
+    assert read(make(), data.draw(cuts(text))) == whole
+    assert read(make(), list(text)) == whole
+
+
+@given(value=st.recursive(st.text() | st.integers(), lambda v: st.dictionaries(st.text(), v)))
+def test_arguments_come_as_they_were_written(value: object) -> None:
+    arguments = json.dumps({"value": value})
+    text = f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>'
+    assert read(parser(HERMES), list(text)) == call(0, "f", arguments)
+
+
+THOUGHTS: list[tuple[str, str, list[Event]]] = [
+    ("", "<think>\nHm.\n</think>\n\nYes.", [Reasoning("Hm."), Text("Yes.")]),
+    ("<|assistant|><think>\n", "Hm. </think>Yes.", [Reasoning("Hm."), Text("Yes.")]),
+    ("", "Yes, <think>", [Text("Yes, <think>")]),
+    ("", "<think>cut off </thi", [Reasoning("cut off </thi")]),
+    ("", "<think>\n\n</think>\n\nYes.", [Text("Yes.")]),
+    ("", " <", [Text(" <")]),
+]
+
+
+@pytest.mark.parametrize(("prompt", "text", "events"), THOUGHTS)
+def test_thoughts_are_told_from_the_answer(prompt: str, text: str, events: list[Event]) -> None:
+    assert read(ReasoningParser(prompt, None), [text]) == events
+    assert read(ReasoningParser(prompt, None), list(text)) == events
+
+
+def test_calls_behind_thoughts() -> None:
+    text = '<think>Hm.</think>\n<tool_call>{"name": "f"}</tool_call>'
+    events = [Reasoning("Hm."), *call(0, "f", "{}")]
+    assert read(ReasoningParser("", parser(HERMES)), list(text)) == events
+
+
+def test_the_format_is_that_of_the_chat_template() -> None:
+    assert format_of("{{ messages }}") is None
+    assert format_of("{% if tools %}<tool_call>{% endif %}") is HERMES
+    assert format_of("{{ tools }}[AVAILABLE_TOOLS] [TOOL_CALLS]") is MISTRAL
+    assert format_of('{{ tools }}{"name": f, "parameters": {}}') is LLAMA
+    assert thinks("{{ '<think>' }} </think>")
+    assert not thinks("{{ messages }}")
+
+
+def test_an_id_is_what_the_models_template_takes() -> None:
+    assert len(MISTRAL.new_id()) == 9
+    assert HERMES.new_id().startswith("call_")
+    assert HERMES.new_id() != HERMES.new_id()
+
+
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": parameters}}
+    for name, parameters in (
+        (
+            "weather",
+            {
+                "type": "object",
+                "properties": {"city": {"$ref": "#/$defs/City"}},
+                "required": ["city"],
+                "$defs": {"City": {"type": "string"}},
+            },
+        ),
+        ("time", None),
+    )
+]
+
+
+def body(**fields: object) -> ChatBody:
+    messages = [{"role": "user", "content": "Hello"}]
+    return ChatBody.model_validate({"model": "m", "messages": messages, **fields})
+
+
+def valid(schema: str, value: object) -> bool:
+    return bool(jsonschema.Draft202012Validator(json.loads(schema)).is_valid(value))
+
+
+def test_a_required_call_is_one_of_the_tools() -> None:
+    schema = call_guide(body(tools=TOOLS, tool_choice="required"), HERMES).text
+    weather = {"name": "weather", "arguments": {"city": "Paris"}}
+    time = {"name": "time", "arguments": {}}
+    assert valid(schema, [weather])
+    assert valid(schema, [weather, time])
+    for wrong in ([], weather, [{"name": "other", "arguments": {}}], [{"name": "weather"}]):
+        assert not valid(schema, wrong)
+    assert not valid(schema, [{"name": "weather", "arguments": {"city": 1}}])
+    alone = body(tools=TOOLS, tool_choice="required", parallel_tool_calls=False)
+    assert not valid(call_guide(alone, HERMES).text, [weather, time])
+
+
+def test_a_named_call_is_that_tool_with_the_names_of_the_models_format() -> None:
+    named = {"type": "function", "function": {"name": "weather"}}
+    schema = call_guide(body(tools=TOOLS, tool_choice=named), LLAMA).text
+    assert valid(schema, {"name": "weather", "parameters": {"city": "Paris"}})
+    assert not valid(schema, {"name": "time", "parameters": {}})
+
+
+def test_which_tools_are_offered() -> None:
+    assert len(offered_tools(body(tools=TOOLS))) == 2
+    assert offered_tools(body(tools=TOOLS, tool_choice="none")) == []
+    assert offered_tools(body()) == offered_tools(body(tool_choice="none")) == []
+    assert not is_enforced(body(tools=TOOLS, tool_choice="auto"))
+    other = {"type": "function", "function": {"name": "other"}}
+    for wrong in (body(tool_choice="required"), body(tools=TOOLS, tool_choice=other)):
+        assert is_enforced(wrong)
+        with pytest.raises(ApiError, match="tool_choice") as raised:
+            offered_tools(wrong)
+        assert raised.value.param == "tool_choice"
