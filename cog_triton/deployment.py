@@ -115,7 +115,7 @@ class Deployment:
         values = template_values(settings, engine, num_return_sequences=not misplaced)
         check_files(values["tensorrt_llm"])
         # The tokenizer takes as long to load as Triton takes to start: do both at once.
-        loading = asyncio.create_task(asyncio.to_thread(_load_tokenizer, settings))
+        loading = asyncio.create_task(asyncio.to_thread(tokenizer_of, settings))
         supervisor = Supervisor(
             lives(settings, values, loading),
             RestartPolicy(settings.restarts, settings.restart_window),
@@ -353,7 +353,12 @@ def create_client(settings: Settings, server: TritonServer) -> TritonClient:
     return GrpcClient(server.endpoints.grpc, response_timeout=settings.response_timeout)
 
 
-def _load_tokenizer(settings: Settings) -> Tokenizer:
+def tokenizer_of(settings: Settings) -> Tokenizer:
+    """The tokenizer that the settings name; to be called once in a process that runs no model itself.
+
+    Raises:
+        ConfigurationError: it cannot be loaded.
+    """
     without_torch()
     with _timed("tokenizer loaded"):
         tokenizer = load_tokenizer(

@@ -25,9 +25,11 @@ from cog_triton.faces.terminal.interrupt import end_at_once_on_signals
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Serves until it is told to stop; returns the exit status."""
+    """Serves until it is told to stop; returns the exit status, 130 after Ctrl-C."""
     end_at_once_on_signals()  # what is imported next takes its time
     arguments = parse(argv)
+    # Else gRPC says of each process that is started that it cannot prepare for it.
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     if arguments.verbose:
         os.environ["LOG_LEVEL"] = "debug"
     from cog_triton.errors import CogTritonError
@@ -52,9 +54,9 @@ def main(argv: list[str] | None = None) -> int:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The command's arguments."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--host", default=os.environ.get("HOST", "127.0.0.1"))
+    parser.add_argument("-H", "--host", default=os.environ.get("HOST", "127.0.0.1"))
     port = int(os.environ.get("PORT") or 3000)
-    parser.add_argument("--port", type=int, default=port, help="default: PORT, or 3000")
+    parser.add_argument("-p", "--port", type=int, default=port, help="default: PORT, or 3000")
     parser.add_argument(
         "--model",
         action="append",
@@ -62,7 +64,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="name of the model in requests; more of them are further names",
     )
     parser.add_argument(
-        "--triton-endpoint",
+        *("-t", "--triton-endpoint"),
         metavar="URL",
         help="gRPC endpoint of a Triton that runs; without it, one is started",
     )

@@ -73,8 +73,10 @@ async def serve(
     models: tuple[str, ...],
     listener: socket.socket,
     ready: Callable[[], object],
-) -> None:
+) -> int:
     """Serves until a signal comes: those that run get their time then, and no more are taken.
+
+    Returns the exit status, 130 after Ctrl-C.
 
     A signal before all has started, or a second one, ends all at once.
 
@@ -95,15 +97,14 @@ async def serve(
         with told_to_end() as told:
             listener.listen(BACKLOG)
             running = asyncio.create_task(server.serve(sockets=[listener]))
-            ending = asyncio.create_task(told.wait())
             ready()
-            await asyncio.wait([running, ending], return_when=asyncio.FIRST_COMPLETED)
-            ending.cancel()
-            if told.is_set():
+            await asyncio.wait([running, told], return_when=asyncio.FIRST_COMPLETED)
+            if told.done():
                 logger.info("stopping: %d requests run", served.running)
                 await served.drain()
             server.should_exit = True
             await running
+            return exit_status(told)
     finally:
         await backend.stop()
 
@@ -114,6 +115,7 @@ OPTIONS: dict[str, Any] = {
     "ws": "none",
     "lifespan": "off",
     "access_log": False,
+    "log_level": "warning",
     "log_config": None,
     "server_header": False,
     "date_header": True,
@@ -131,19 +133,27 @@ class Server(uvicorn.Server):
 
 
 @contextlib.contextmanager
-def told_to_end() -> Iterator[asyncio.Event]:
-    """An event that the first signal sets; a second one ends the process at once."""
-    loop, told = asyncio.get_running_loop(), asyncio.Event()
+def told_to_end() -> Iterator[asyncio.Future[int]]:
+    """What is done with the number of the first signal; a second one ends the process at once."""
+    loop = asyncio.get_running_loop()
+    told: asyncio.Future[int] = loop.create_future()
 
-    def tell() -> None:
-        told.set()
+    def tell(number: int) -> None:
+        told.set_result(number)
         for number in _ENDING:
             loop.remove_signal_handler(number)
         end_at_once_on_signals()
 
     for number in _ENDING:
-        loop.add_signal_handler(number, tell)
+        loop.add_signal_handler(number, tell, number)
     try:
         yield told
     finally:
         end_at_once_on_signals()
+
+
+def exit_status(told: asyncio.Future[int]) -> int:
+    """0 after SIGTERM, 130 after Ctrl-C, 1 if nobody asked for the end."""
+    if not told.done():
+        return 1
+    return 128 + signal.SIGINT if told.result() == signal.SIGINT else 0

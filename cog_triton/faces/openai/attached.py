@@ -1,0 +1,223 @@
+"""A Triton that runs already, here or on another machine, reached by its gRPC port."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+import grpc
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+from cog_triton.admission import Admission, Bounds
+from cog_triton.client.grpc_transport import CHANNEL_OPTIONS, GrpcClient
+from cog_triton.client.resume import ResumingClient
+from cog_triton.client.stream import TritonClient
+from cog_triton.errors import ConfigurationError, TritonUnavailable
+from cog_triton.faces.openai.text_ensemble import TextClient, generate_text
+from cog_triton.generation import Chunk, generate
+from cog_triton.protocol import IDS_ENSEMBLE
+from cog_triton.request import Request
+from cog_triton.settings import Settings
+from cog_triton.text.tokenizer import Tokenizer, text_limits
+
+POLL_SECONDS = 0.1
+ASK_SECONDS = 2.0
+STOPPING = "the server is being stopped; send the request again"
+
+
+class Attached:
+    """See ``served.Backend``. The life of that Triton is its owner's."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        tokenizer: Tokenizer,
+        triton: RunningTriton,
+        *,
+        length: int | None = None,
+        inputs: Mapping[str, bool] | None = None,
+    ) -> None:
+        """For one that is ready.
+
+        Args:
+            length: most tokens of prompt and output together; None if only the engine knows.
+            inputs: of an ensemble without ids, and whether each of them may be left out; None for
+                one of ours.
+        """
+        self.settings = settings
+        self.tokenizer = tokenizer
+        self.context_length = length
+        self.limits = text_limits(tokenizer, self.context_length)
+        self._triton = triton
+        self._inputs = inputs
+        self._text_client = TextClient(triton.address, triton.model, settings.response_timeout)
+        self._clients = ReconnectingClients(triton, settings)
+        self._streams = ResumingClient(
+            self._clients, attempts=settings.resume_attempts, end_id=tokenizer.eos_token_id
+        )
+        self._admission = Admission(
+            Bounds(settings.max_running, settings.max_waiting, settings.queue_timeout)
+        )
+
+    @classmethod
+    async def connect(
+        cls, settings: Settings, tokenizer: Tokenizer, triton: RunningTriton, length: int | None
+    ) -> Attached:
+        """Waits for a Triton that may still be starting, and looks at what it has.
+
+        Raises:
+            ConfigurationError: it is not ready within TRITON_START_TIMEOUT, or has no such model.
+        """
+        await triton.wait(settings.start_timeout)
+        inputs = None if await triton.has(IDS_ENSEMBLE) else await triton.inputs()
+        return cls(settings, tokenizer, triton, length=length, inputs=inputs)
+
+    def generate(
+        self, request: Request, request_id: str | None = None
+    ) -> AsyncGenerator[Chunk, None]:
+        """See ``Backend``."""
+        if self._inputs is not None:
+            return generate_text(
+                request,
+                self._text_client,
+                self._inputs,
+                self.tokenizer,
+                admission=self._admission,
+                request_id=request_id,
+            )
+        return generate(
+            request,
+            self._streams,
+            self.tokenizer,
+            admission=self._admission,
+            context_length=self.context_length,
+            request_id=request_id,
+        )
+
+    def close(self) -> None:
+        """See ``Backend``."""
+        self._admission.close(STOPPING)
+
+    async def healthy(self) -> bool:
+        """See ``Backend``."""
+        return not self._admission.closed and await self._triton.ready()
+
+    async def stop(self) -> None:
+        """Closes the connections."""
+        self.close()
+        await self._clients.aclose()
+        await self._text_client.aclose()
+        await self._triton.aclose()
+
+
+class RunningTriton:
+    """What a Triton says of itself.
+
+    Attributes:
+        address: host:port of its gRPC endpoint.
+        model: takes texts and gives them, where there is no ensemble of ours.
+    """
+
+    def __init__(self, address: str, model: str) -> None:
+        self.address = address
+        self.model = model
+        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+
+    async def ready(self) -> bool:
+        """Whether every model is."""
+        with contextlib.suppress(grpc.RpcError):
+            reply = await self._ask("ServerReady", service_pb2.ServerReadyRequest())
+            return bool(reply.ready)
+        return False
+
+    async def wait(self, seconds: float) -> None:
+        """Returns when it is ready.
+
+        Raises:
+            ConfigurationError: not within so many seconds.
+        """
+        deadline = time.monotonic() + seconds
+        while not await self.ready():
+            if time.monotonic() > deadline:
+                raise ConfigurationError(f"no Triton is ready at {self.address} (gRPC)")
+            await asyncio.sleep(POLL_SECONDS)
+
+    async def has(self, model: str) -> bool:
+        """Whether it has a model, which is ready."""
+        with contextlib.suppress(grpc.RpcError):
+            reply = await self._ask("ModelReady", service_pb2.ModelReadyRequest(name=model))
+            return bool(reply.ready)
+        return False
+
+    async def inputs(self) -> dict[str, bool]:
+        """The inputs of its model, and whether each may be left out.
+
+        Raises:
+            ConfigurationError: there is no such model.
+        """
+        try:
+            reply = await self._ask("ModelConfig", service_pb2.ModelConfigRequest(name=self.model))
+        except grpc.RpcError as error:
+            raise ConfigurationError(
+                f"the Triton at {self.address} has neither {IDS_ENSEMBLE} nor {self.model}: "
+                f"{error.details()}"
+            ) from None
+        return {tensor.name: tensor.optional for tensor in reply.config.input}
+
+    async def aclose(self) -> None:
+        """Closes the connection."""
+        await self._channel.close()
+
+    async def _ask(self, method: str, request: Any) -> Any:
+        return await getattr(self._stub, method)(request, timeout=ASK_SECONDS)
+
+
+class ReconnectingClients:
+    """The clients of a Triton that may go and come back; see ``cog_triton.client.resume.Clients``."""
+
+    def __init__(self, triton: RunningTriton, settings: Settings) -> None:
+        """Connects to nothing yet."""
+        self._triton = triton
+        self._settings = settings
+        self._present = self._connected()
+        self._lock = asyncio.Lock()
+
+    async def client(self, failed: TritonClient | None) -> TritonClient:
+        """The present client, or a new one once the server is ready again."""
+        async with self._lock:
+            if failed is not None and self._present is failed:
+                try:
+                    await self._triton.wait(self._settings.resume_timeout)
+                except ConfigurationError as error:
+                    raise TritonUnavailable(error.message) from None
+                self._present = self._connected()
+                await failed.aclose()  # the others on it go on with the new one as well
+        return self._present
+
+    async def aclose(self) -> None:
+        """Closes the connection."""
+        await self._present.aclose()
+
+    def _connected(self) -> GrpcClient:
+        timeout = self._settings.response_timeout
+        return GrpcClient(self._triton.address, response_timeout=timeout)
+
+
+def address_of(endpoint: str) -> str:
+    """The host:port of a URL, or of itself.
+
+    Raises:
+        ConfigurationError: there is none in it.
+    """
+    parts = urlsplit(endpoint if "://" in endpoint else f"grpc://{endpoint}")
+    if not parts.hostname or not parts.port or parts.scheme not in ("http", "grpc"):
+        raise ConfigurationError(
+            f"--triton-endpoint {endpoint} must be a URL such as http://localhost:8001, with the port of "
+            "Triton's gRPC endpoint"
+        )
+    return parts.netloc

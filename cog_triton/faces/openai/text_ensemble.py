@@ -1,0 +1,158 @@
+"""Ensembles that give text and no ids: NVIDIA's own, of any age. ``generate_text`` is their ``generate``.
+
+Such an ensemble decodes each response alone, so spaces and characters of several tokens may be lost on its
+side, and how many tokens there were is counted here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cog_triton import protocol
+from cog_triton.admission import Admission
+from cog_triton.client.grpc_transport import (
+    GrpcClient,
+    Message,
+    infer_request,
+    stream_messages,
+)
+from cog_triton.client.stream import STOP_PERIODS, Arrivals
+from cog_triton.errors import InvalidParameter, TritonMalformedEvent
+from cog_triton.generation import Chunk, FinishReason
+from cog_triton.request import Request, request_parameters, triton_inputs
+from cog_triton.text.stop_sequences import StopSequences
+from cog_triton.text.tokenizer import Tokenizer
+
+OLD_NAMES = {"seed": "random_seed", "min_tokens": "min_length"}
+NOT_NEEDED = ("return_num_input_tokens",)
+WORDS = ("bad_words", "stop_words")
+"""Which old ensembles demand."""
+
+
+class TextClient(GrpcClient):
+    """Streams the texts of such an ensemble."""
+
+    def __init__(self, address: str, model: str, response_timeout: float) -> None:
+        super().__init__(address, response_timeout=response_timeout)
+        self._model = model
+
+    async def texts(
+        self, request_id: str, inputs: Mapping[str, npt.NDArray[Any]]
+    ) -> AsyncGenerator[str, None]:
+        """The pieces of text as they come. Closing it early stops the request in the engine."""
+        request = infer_request(self._model, request_id, inputs, ("text_output",))
+        messages = stream_messages(self._channel, request)
+        arrivals = Arrivals(messages, self._response_timeout)
+        try:
+            while arrived := await arrivals.take():
+                yield "".join(map(_text, arrived))
+        finally:
+            if arrivals.ended:
+                await arrivals.close()
+            else:
+                task = asyncio.create_task(self._stop_messages(request_id, arrivals))
+                self._stopping.add(task)
+                task.add_done_callback(self._stopping.discard)
+
+    async def _stop_messages(self, request_id: str, arrivals: Arrivals[Message]) -> None:
+        try:
+            for seconds in STOP_PERIODS:
+                await self._stop_problem(request_id)
+                if await arrivals.ends_within(seconds):
+                    return
+        finally:
+            await arrivals.close()
+
+
+async def generate_text(
+    request: Request,
+    client: TextClient,
+    known: Mapping[str, bool],
+    tokenizer: Tokenizer,
+    *,
+    admission: Admission,
+    request_id: str | None = None,
+) -> AsyncGenerator[Chunk, None]:
+    """Streams the answer to a request; see ``cog_triton.generation.generate``.
+
+    Args:
+        known: the ensemble's inputs, and whether each may be left out.
+
+    Raises:
+        CogTritonError: InvalidParameter names what the ensemble has no input for.
+    """
+    inputs = adapted(with_own_text(request, tokenizer), known)
+    stops = StopSequences(request.stop_sequences)
+    whole: list[str] = []
+    input_tokens = len(tokenizer(inputs["text_input"].item().decode()).input_ids)
+    texts = client.texts(request_id or secrets.token_hex(8), inputs)
+    async with admission.place() as queued, contextlib.aclosing(texts):
+        async for piece in texts:
+            whole.append(piece)
+            text = stops.feed(piece)
+            if stops.matched is not None:
+                break
+            # An event has a token, mostly; the last chunk counts them.
+            yield Chunk(text, len(whole), input_tokens)
+            text = ""
+    text = stops.flush() if stops.matched is None else text
+    tokens = len(tokenizer("".join(whole), add_special_tokens=False).input_ids)
+    ended = stops.matched is not None or tokens < request.max_tokens
+    reason: FinishReason = "stop" if ended else "length"
+    yield Chunk(text, tokens, input_tokens, reason, queued, stop_sequence=stops.matched)
+
+
+def with_own_text(request: Request, tokenizer: Tokenizer) -> dict[str, npt.NDArray[Any]]:
+    """The inputs of a request whose prompt is a text, without what its preprocessing will add to it.
+
+    Raises:
+        InvalidParameter: it has what only our own preprocessing knows.
+    """
+    parameters = request_parameters(request)
+    special = parameters.pop(protocol.ADD_SPECIAL_TOKENS, True)
+    for name in parameters:
+        raise InvalidParameter(f"{name} is not known to the ensemble of this Triton")
+    inputs = triton_inputs(request)
+    begin = getattr(tokenizer, "bos_token", None) or ""
+    if not special and begin and request.prompt.startswith(begin):
+        inputs["text_input"] = np.array([[request.prompt[len(begin) :].encode()]], np.object_)
+    return inputs
+
+
+def adapted(
+    inputs: Mapping[str, npt.NDArray[Any]], known: Mapping[str, bool]
+) -> dict[str, npt.NDArray[Any]]:
+    """The inputs under the names that an ensemble has for them, with the words that it demands.
+
+    Raises:
+        InvalidParameter: it has none for one of them.
+    """
+    result: dict[str, npt.NDArray[Any]] = {
+        name: np.array([[b""]], np.object_)
+        for name in WORDS
+        if not known.get(name, True) and name not in inputs
+    }
+    for name, value in inputs.items():
+        target = name if name in known else OLD_NAMES.get(name, name)
+        if target in known:
+            result[target] = value
+        elif name not in NOT_NEEDED:
+            raise InvalidParameter(f"{name} is no input of this Triton's ensemble")
+    return result
+
+
+def _text(message: Message) -> str:
+    if not message.tensors:
+        return ""
+    try:
+        values = message.tensors["text_output"].reshape(-1)
+    except KeyError:
+        raise TritonMalformedEvent("a response of the ensemble has no text_output") from None
+    return values[0].decode(errors="replace") if values.size else ""
