@@ -14,7 +14,7 @@ from cog_triton.errors import CogTritonError, shown
 from cog_triton.faces.openai import chat, completions, health, models, tokens
 from cog_triton.faces.openai.answers import error_response, told
 from cog_triton.faces.openai.errors import ApiError, invalid
-from cog_triton.faces.openai.middleware import BodyLimit, RequestIds
+from cog_triton.faces.openai.middleware import BodyLimit, RequestIds, too_large
 from cog_triton.faces.openai.served import Served
 
 ROUTERS = (chat.router, completions.router, models.router, tokens.router, health.router)
@@ -44,6 +44,8 @@ async def _answer_error(_: Request, error: Exception) -> Response:
 
 
 async def _answer_bad_path(request: Request, error: Any) -> Response:
+    if error.status_code == 413:
+        return error_response(too_large(error.detail))
     where = f"{request.method} {shown(request.url.path)}"
     code = "unknown_url" if error.status_code == 404 else None
     text = f"Invalid URL ({where})" if error.status_code == 404 else f"{error.detail} ({where})"

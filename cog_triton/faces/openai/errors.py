@@ -29,7 +29,7 @@ _TABLE: tuple[tuple[type[CogTritonError], int, str, str | None], ...] = (
 )
 # The names that OpenAI's requests have for those in the texts of errors.
 _FIELDS = {"stop_sequences": "stop", "log_probs": "logprobs", "adapter": "model"}
-_FIRST_WORD = re.compile(r"[a-z]+(?:_[a-z]+)*")
+_NAMES = (re.compile(r"^([a-z_]+)"), re.compile(r"does not support ([a-z_]+)"))
 
 
 @dataclass
@@ -64,7 +64,7 @@ def api_error(error: CogTritonError, fields: frozenset[str] = frozenset()) -> Ap
     """What an error is to a client.
 
     Args:
-        fields: names that a request may have; the error is about the one that its text begins with.
+        fields: names that a request may have; the error is about the one that its text names.
     """
     status, kind, code = next(
         (status, kind, code) for group, status, kind, code in _TABLE if isinstance(error, group)
@@ -89,6 +89,9 @@ def internal_error() -> ApiError:
 
 
 def _param(message: str, fields: frozenset[str]) -> str | None:
-    word = _FIRST_WORD.match(message)
-    name = _FIELDS.get(word[0], word[0]) if word else ""
-    return name if name in fields else None
+    for pattern in _NAMES:
+        if named := pattern.search(message):
+            name = _FIELDS.get(named[1], named[1])
+            if name in fields:
+                return name
+    return None

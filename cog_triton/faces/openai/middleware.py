@@ -6,6 +6,7 @@ import re
 import secrets
 from typing import Any
 
+from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cog_triton.faces.openai.answers import error_response
@@ -43,6 +44,7 @@ class BodyLimit:
     def __init__(self, app: ASGIApp, most: int) -> None:
         self._app = app
         self._most = most
+        self._text = f"the body must be of at most {most} bytes"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -50,7 +52,7 @@ class BodyLimit:
             return
         length = header(scope, b"content-length") or b"0"
         if length.isdigit() and int(length) > self._most:
-            await error_response(self._too_large())(scope, receive, send)
+            await error_response(too_large(self._text))(scope, receive, send)
             return
         seen = 0
 
@@ -59,15 +61,15 @@ class BodyLimit:
             message = await receive()
             seen += len(message.get("body", b""))
             if seen > self._most:
-                raise self._too_large()
+                raise HTTPException(413, self._text)
             return message
 
         await self._app(scope, receive_counted, send)
 
-    def _too_large(self) -> ApiError:
-        return ApiError(
-            413, f"the body must be of at most {self._most} bytes", code="request_too_large"
-        )
+
+def too_large(text: str) -> ApiError:
+    """What is said to a body of too many bytes."""
+    return ApiError(413, text, code="request_too_large")
 
 
 def header(scope: Any, name: bytes) -> bytes | None:
