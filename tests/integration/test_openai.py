@@ -105,8 +105,11 @@ def test_several_answers_differ_and_are_those_of_the_seeds_after_the_first(
     client: openai.OpenAI,
 ) -> None:
     fields: dict[str, Any] = {
-        "model": "demo", "prompt": "What is machine", "max_tokens": 20,
-        "temperature": 2.0, "extra_body": {"ignore_eos": True},
+        "model": "demo",
+        "prompt": "What is machine",
+        "max_tokens": 20,
+        "temperature": 2.0,
+        "extra_body": {"ignore_eos": True},
     }
     three = client.completions.create(**fields, n=3, seed=5)
     assert [choice.index for choice in three.choices] == [0, 1, 2]

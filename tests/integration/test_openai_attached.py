@@ -1,0 +1,180 @@
+"""The OpenAI face on a Triton that runs already, on an old ensemble, and in several processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from google.protobuf import text_format
+
+from cog_triton.protocol import IDS_ENSEMBLE
+from cog_triton.repository.checks import read_config
+from cog_triton.server.tritonserver import TritonServer
+from tests.integration.conftest import (
+    engine_counters,
+    make_server,
+    running,
+    settings_for,
+)
+from tests.openai_server import OpenAIServer, contents
+from tests.support import alive, children, wait_until
+
+ANSWER = "Machine learning is"
+CHAT: dict[str, Any] = {"temperature": 0, "max_tokens": 12}
+NEW_INPUTS = {"seed", "min_tokens", "return_num_input_tokens", "return_num_output_tokens"}
+
+
+def attached(triton: TritonServer, model: Path, log: Path, *arguments: str) -> OpenAIServer:
+    endpoint = f"http://{triton.endpoints.grpc}"
+    names = ("--triton-endpoint", endpoint, "--tokenizer", str(model), "--model", "demo")
+    return OpenAIServer({}, log, *names, *arguments)
+
+
+def text_of(server: OpenAIServer, **fields: Any) -> str:
+    with server.stream(**{**CHAT, **fields}) as events:
+        return contents(events)
+
+
+def test_a_triton_that_runs_already(triton: TritonServer, demo_model: Path, tmp_path: Path) -> None:
+    with attached(triton, demo_model, tmp_path / "log") as server:
+        assert text_of(server).startswith(ANSWER)
+        assert server.chat(**CHAT).json()["usage"]["completion_tokens"] == 12
+        seeds = [text_of(server, temperature=1.5, seed=seed) for seed in (3, 3)]
+        assert seeds[0] == seeds[1]
+        assert server.get("/health/ready").status_code == 200
+        assert server.stop() == 0
+    assert alive(triton._process.pid)  # type: ignore[union-attr]
+
+
+def test_an_endpoint_that_is_none(tmp_path: Path) -> None:
+    for endpoint, text in (("localhost", "must be a URL"), ("http://x:1", "no Triton is ready")):
+        face = OpenAIServer(
+            {"TRITON_START_TIMEOUT": "0.5"}, tmp_path / "log", "--triton-endpoint", endpoint
+        )
+        with pytest.raises(AssertionError, match=text), face:
+            pass
+
+
+@pytest.fixture(scope="module")
+def old_triton(
+    demo_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[TritonServer]:
+    """A Triton whose ensemble is as that of TensorRT-LLM was before May 2025: old names of inputs."""
+    directory = tmp_path_factory.mktemp("old")
+    settings = settings_for(demo_model, ENGINE="simulated", SIMULATED_INTER_TOKEN_MS="5")
+    server = make_server(settings, directory)
+    repository = directory / "repository"
+    os.rename(repository / IDS_ENSEMBLE, directory / IDS_ENSEMBLE)
+    file = repository / "ensemble" / "config.pbtxt"
+    config = read_config(file)
+    kept = [tensor for tensor in config.input if tensor.name not in NEW_INPUTS]
+    del config.input[:]
+    config.input.extend(kept)
+    for step in config.ensemble_scheduling.step:
+        for key in [key for key, value in step.input_map.items() if value in NEW_INPUTS]:
+            del step.input_map[key]
+    for tensor in config.input:
+        if tensor.name in ("bad_words", "stop_words"):
+            tensor.optional = False
+    file.write_text(text_format.MessageToString(config))
+    with running(server) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def old_face(
+    old_triton: TritonServer, demo_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[OpenAIServer]:
+    log = tmp_path_factory.mktemp("old_face") / "log"
+    with attached(old_triton, demo_model, log) as server:
+        yield server
+
+
+def test_an_old_ensemble_streams_its_text(old_face: OpenAIServer) -> None:
+    reply = old_face.chat(max_tokens=20, seed=1, min_tokens=2).json()
+    text = reply["choices"][0]["message"]["content"]
+    assert text
+    assert reply["usage"]["completion_tokens"] == pytest.approx(20, abs=4)
+    assert text_of(old_face, max_tokens=20) == text
+    stopped = old_face.chat(max_tokens=40, stop=text[10:14]).json()["choices"][0]
+    assert stopped["finish_reason"] == "stop"
+    assert stopped["message"]["content"] == text[: text.index(text[10:14])]
+
+
+def test_what_an_old_ensemble_does_not_know_is_named(old_face: OpenAIServer) -> None:
+    for fields, name in (
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"min_p": 0.1}, "min_p"),
+        ({"prompt": [1, 2]}, "prompt"),
+    ):
+        reply = old_face.complete(**fields)
+        assert reply.status_code == 400
+        assert reply.json()["error"]["message"].startswith(name)
+
+
+def test_a_client_that_goes_away_ends_its_request_in_an_old_ensemble(
+    old_face: OpenAIServer, old_triton: TritonServer
+) -> None:
+    engine = engine_counters(old_triton)
+    with old_face.stream(max_tokens=50_000) as events:
+        next(events)
+        wait_until(lambda: engine["active"] == 1, 10, "the request")
+    wait_until(lambda: engine["active"] == 0, 10, "its end")
+
+
+@pytest.fixture
+def several(demo_model: Path, tmp_path: Path) -> Iterator[OpenAIServer]:
+    """Two processes that answer, and one that runs Triton."""
+    environment = {"MODEL": str(demo_model), "ENGINE": "simulated"}
+    with OpenAIServer(
+        {**environment, "SIMULATED_INTER_TOKEN_MS": "20", "TRITON_RESTARTS": "3"},
+        tmp_path / "log",
+        *("--workers", "2"),
+    ) as server:
+        yield server
+
+
+def workers(server: OpenAIServer) -> list[int]:
+    """Ids of the processes that answer."""
+    commands = {
+        pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children(server.process.pid)
+    }
+    return [pid for pid, command in commands.items() if b"openai.worker" in command]
+
+
+def test_several_processes_answer_and_end_in_order(several: OpenAIServer) -> None:
+    below = children(several.process.pid)
+    assert len(workers(several)) == 2
+    assert {several.chat(max_tokens=3).status_code for _ in range(8)} == {200}
+    with several.stream(max_tokens=50) as events:
+        next(events)
+        several.process.send_signal(signal.SIGTERM)
+        *_, last, done = events
+    assert (last["choices"][0]["finish_reason"], done) == ("length", "[DONE]")
+    assert several.process.wait(timeout=60) == 0
+    assert not [pid for pid in below if alive(pid)]
+
+
+def test_the_end_of_a_worker_is_the_end_of_all(several: OpenAIServer) -> None:
+    below = children(several.process.pid)
+    os.kill(workers(several)[0], signal.SIGKILL)
+    assert several.process.wait(timeout=60) == 1
+    assert not [pid for pid in below if alive(pid)]
+    assert "a worker ended" in several.log.read_text()
+
+
+def test_an_answer_goes_on_after_tritons_end(several: OpenAIServer) -> None:
+    whole = several.chat(max_tokens=100, seed=1).json()["choices"][0]["message"]["content"]
+    with several.stream(max_tokens=100, seed=1) as events:
+        next(events)
+        (server,) = (
+            pid
+            for pid in children(several.process.pid)
+            if Path(f"/proc/{pid}/comm").read_text().startswith("tritonserver")
+        )
+        os.kill(server, signal.SIGKILL)
+        assert contents(events) == whole
