@@ -1,0 +1,172 @@
+"""Structured output, enforced calls and log probabilities by the OpenAI face, on the embedded engine."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from pydantic import BaseModel
+
+from tests.openai_server import MESSAGES, OpenAIServer
+
+TEMPLATE = """{{ bos_token }}{% if tools %}<tool_call>{{ tools | tojson }}{% endif %}
+{%- for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] }}{% endfor %}
+{%- if add_generation_prompt %}<|assistant|>{% endif %}"""
+
+
+class Verdict(BaseModel):
+    sure: bool
+    grade: int
+
+
+TOOLS: Any = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "parameters": {
+                "type": "object",
+                "properties": {"on": {"type": "boolean"}},
+                "required": ["on"],
+                "additionalProperties": False,
+            },
+        },
+    }
+    for name in ("light", "heat")
+]
+
+
+@pytest.fixture(scope="module")
+def server(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAIServer]:
+    """With the demo model, whose template takes tools here."""
+    directory = tmp_path_factory.mktemp("structured")
+    shutil.copytree(demo_model, directory / "demo")
+    (directory / "demo" / "chat_template.jinja").write_text(TEMPLATE)
+    environment = {"MODEL": str(directory / "demo"), "ENGINE": "transformers"}
+    with OpenAIServer(environment, directory / "log") as server:
+        yield server
+
+
+@pytest.fixture
+def client(server: OpenAIServer) -> Iterator[openai.OpenAI]:
+    http = httpx.Client(trust_env=False)
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", http_client=http) as client:
+        yield client
+
+
+def content(reply: httpx.Response) -> str:
+    assert reply.status_code == 200, reply.text
+    return str(reply.json()["choices"][0]["message"]["content"])
+
+
+def test_a_pydantic_model_is_what_comes_back(client: openai.OpenAI) -> None:
+    messages: Any = MESSAGES
+    for seed in range(3):
+        answer = client.chat.completions.parse(
+            model="demo", messages=messages, response_format=Verdict, seed=seed, max_tokens=200
+        )
+        assert isinstance(answer.choices[0].message.parsed, Verdict)
+
+
+def test_json_of_any_kind(server: OpenAIServer) -> None:
+    reply = server.chat(response_format={"type": "json_object"}, max_tokens=400, seed=1)
+    if reply.json()["choices"][0]["finish_reason"] == "stop":
+        assert isinstance(json.loads(content(reply)), dict)
+    else:
+        assert content(reply).lstrip().startswith("{")
+
+
+def test_what_vllms_users_write(server: OpenAIServer) -> None:
+    assert content(server.chat(guided_choice=["red", "blue"])) in ("red", "blue")
+    assert re.fullmatch(r"\d{3}-[ab]", content(server.chat(guided_regex=r"\d{3}-[ab]")))
+    grammar = 'root ::= "yes" | "no"'
+    assert content(server.chat(guided_grammar=grammar)) in ("yes", "no")
+    schema = {"type": "integer", "minimum": 0, "maximum": 9}
+    assert json.loads(content(server.chat(guided_json=schema))) in range(10)
+
+
+def test_a_bad_schema_is_refused_with_its_reason(server: OpenAIServer) -> None:
+    for fields in ({"guided_regex": "("}, {"guided_json": {"type": "nothing"}}):
+        reply = server.chat(**fields)
+        assert reply.status_code == 400, reply.text
+        assert reply.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_a_required_call_is_made(client: openai.OpenAI) -> None:
+    messages: Any = MESSAGES
+    answer = client.chat.completions.create(
+        model="demo", messages=messages, tools=TOOLS, tool_choice="required", max_tokens=300,
+        parallel_tool_calls=False,
+    )  # fmt: skip
+    (choice,) = answer.choices
+    assert choice.finish_reason == "tool_calls"
+    (call,) = choice.message.tool_calls or ()
+    function = call.function  # type: ignore[union-attr]
+    assert function.name in ("light", "heat")
+    assert [*json.loads(function.arguments)] == ["on"]
+    assert choice.message.content is None
+
+
+def test_a_named_call_is_that_one(client: openai.OpenAI) -> None:
+    named: Any = {"type": "function", "function": {"name": "heat"}}
+    messages: Any = MESSAGES
+    with client.chat.completions.stream(
+        model="demo", messages=messages, tools=TOOLS, tool_choice=named, max_tokens=100
+    ) as stream:
+        final = stream.get_final_completion()
+    (call,) = final.choices[0].message.tool_calls or ()
+    assert call.function.name == "heat"
+    assert final.choices[0].finish_reason == "stop"
+
+
+def test_log_probabilities_of_a_chat(client: openai.OpenAI) -> None:
+    fields: dict[str, Any] = {
+        "model": "demo", "messages": MESSAGES, "temperature": 0, "max_tokens": 6,
+        "logprobs": True, "top_logprobs": 3,
+    }  # fmt: skip
+    (choice,) = client.chat.completions.create(**fields).choices
+    assert choice.logprobs is not None
+    tokens = choice.logprobs.content or []
+    assert len(tokens) == 6
+    assert "".join(token.token for token in tokens) == choice.message.content
+    for token in tokens:
+        assert len(token.top_logprobs) == 3
+        # Greedy: the most likely token is the one that was taken.
+        assert token.top_logprobs[0].token == token.token
+        assert token.logprob <= 0
+        assert sum(math.exp(top.logprob) for top in token.top_logprobs) <= 1.0001
+        assert bytes(token.bytes or []).decode() == token.token
+    streamed = [
+        token
+        for chunk in client.chat.completions.create(**fields, stream=True)
+        for token in (chunk.choices[0].logprobs.content or [] if chunk.choices[0].logprobs else [])
+    ]
+    assert [t.token for t in streamed] == [t.token for t in tokens]
+
+
+def test_log_probabilities_of_a_text(client: openai.OpenAI) -> None:
+    answer = client.completions.create(
+        model="demo", prompt="What is machine", temperature=0, max_tokens=4, logprobs=2
+    )
+    log_probs = answer.choices[0].logprobs
+    assert log_probs is not None
+    assert "".join(log_probs.tokens or []) == answer.choices[0].text
+    assert log_probs.text_offset is not None
+    assert log_probs.text_offset[0] == 0
+    assert [len(top) for top in log_probs.top_logprobs or []] == [2] * 4
+
+
+def test_a_bias_forces_a_token(server: OpenAIServer) -> None:
+    (token,) = server.post("/tokenize", {"prompt": "a", "add_special_tokens": False}).json()[
+        "tokens"
+    ][-1:]
+    reply = server.complete(logit_bias={str(token): 100}, max_tokens=4, temperature=0)
+    assert reply.json()["choices"][0]["text"].strip() == "aaaa"
