@@ -16,7 +16,7 @@ import httpx
 
 from tests.support import ROOT, START_TIMEOUT, EngineCounters, free_port, wait_until
 
-MESSAGES = [{"role": "user", "content": "What is machine learning?"}]
+MESSAGES: Any = [{"role": "user", "content": "What is machine learning?"}]
 
 
 class OpenAIServer:

@@ -42,7 +42,7 @@ def paced(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 @pytest.fixture
 def client(server: OpenAIServer) -> Iterator[openai.OpenAI]:
-    http = httpx.Client(trust_env=False)
+    http = openai.DefaultHttpxClient(trust_env=False)
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", http_client=http) as client:
         yield client
 
@@ -154,7 +154,7 @@ def test_echo_and_stop(client: openai.OpenAI) -> None:
 
 def test_an_asynchronous_client_has_many_at_once(server: OpenAIServer) -> None:
     async def ask() -> list[str | None]:
-        http = httpx.AsyncClient(trust_env=False)
+        http = openai.DefaultAsyncHttpxClient(trust_env=False)
         async with openai.AsyncOpenAI(
             base_url=f"{server.url}/v1", api_key="none", http_client=http
         ) as client:
@@ -444,7 +444,7 @@ def caller(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         "ENGINE": "simulated",
         "SIMULATED_TEXT": text + "</s>",
     }
-    http = httpx.Client(trust_env=False)
+    http = openai.DefaultHttpxClient(trust_env=False)
     with (
         OpenAIServer(environment, directory / "log") as server,
         openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", http_client=http) as client,
@@ -468,10 +468,10 @@ def test_a_call_of_a_tool(caller: openai.OpenAI) -> None:
     (choice,) = caller.chat.completions.create(**asked).choices
     assert choice.finish_reason == "tool_calls"
     assert choice.message.tool_calls is not None
-    function = choice.message.tool_calls[0].function  # type: ignore[union-attr]
+    function = choice.message.tool_calls[0].function
     assert (function.name, json.loads(function.arguments)) == ("weather", {"city": "Paris"})
     assert choice.message.content == "Let me see."
-    assert choice.message.reasoning_content == "Hm."  # type: ignore[attr-defined]
+    assert choice.message.reasoning_content == "Hm."
 
 
 def test_a_streamed_call_of_a_tool(caller: openai.OpenAI) -> None:
@@ -482,7 +482,7 @@ def test_a_streamed_call_of_a_tool(caller: openai.OpenAI) -> None:
     assert "tool_calls.function.arguments.delta" in kinds
     assert final.choices[0].message.content == "Let me see."
     assert final.choices[0].finish_reason == "tool_calls"
-    (call,) = final.choices[0].message.tool_calls or ()
+    (call,) = final.choices[0].message.tool_calls or []
     assert json.loads(call.function.arguments) == {"city": "Paris"}
 
 

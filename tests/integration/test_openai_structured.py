@@ -57,7 +57,7 @@ def server(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @pytest.fixture
 def client(server: OpenAIServer) -> Iterator[openai.OpenAI]:
-    http = httpx.Client(trust_env=False)
+    http = openai.DefaultHttpxClient(trust_env=False)
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", http_client=http) as client:
         yield client
 
@@ -68,10 +68,9 @@ def content(reply: httpx.Response) -> str:
 
 
 def test_a_pydantic_model_is_what_comes_back(client: openai.OpenAI) -> None:
-    messages: Any = MESSAGES
     for seed in range(3):
         answer = client.chat.completions.parse(
-            model="demo", messages=messages, response_format=Verdict, seed=seed, max_tokens=200
+            model="demo", messages=MESSAGES, response_format=Verdict, seed=seed, max_tokens=200
         )
         assert isinstance(answer.choices[0].message.parsed, Verdict)
 
@@ -101,14 +100,13 @@ def test_a_bad_schema_is_refused_with_its_reason(server: OpenAIServer) -> None:
 
 
 def test_a_required_call_is_made(client: openai.OpenAI) -> None:
-    messages: Any = MESSAGES
     answer = client.chat.completions.create(
-        model="demo", messages=messages, tools=TOOLS, tool_choice="required", max_tokens=300,
+        model="demo", messages=MESSAGES, tools=TOOLS, tool_choice="required", max_tokens=300,
         parallel_tool_calls=False,
     )  # fmt: skip
     (choice,) = answer.choices
     assert choice.finish_reason == "tool_calls"
-    (call,) = choice.message.tool_calls or ()
+    (call,) = choice.message.tool_calls or []
     function = call.function  # type: ignore[union-attr]
     assert function.name in ("light", "heat")
     assert [*json.loads(function.arguments)] == ["on"]
@@ -117,12 +115,11 @@ def test_a_required_call_is_made(client: openai.OpenAI) -> None:
 
 def test_a_named_call_is_that_one(client: openai.OpenAI) -> None:
     named: Any = {"type": "function", "function": {"name": "heat"}}
-    messages: Any = MESSAGES
     with client.chat.completions.stream(
-        model="demo", messages=messages, tools=TOOLS, tool_choice=named, max_tokens=100
+        model="demo", messages=MESSAGES, tools=TOOLS, tool_choice=named, max_tokens=100
     ) as stream:
         final = stream.get_final_completion()
-    (call,) = final.choices[0].message.tool_calls or ()
+    (call,) = final.choices[0].message.tool_calls or []
     assert call.function.name == "heat"
     assert final.choices[0].finish_reason == "stop"
 

@@ -112,9 +112,7 @@ class SoakedDeployment(Deployment):
         """The answer to a case, with its ids."""
         ids: list[int] = []
         streams = Recording(self._streams, ids)
-        answer = generate(
-            case.request, streams, self._tokenizer, context_length=self._context_length
-        )
+        answer = generate(case.request, streams, self.tokenizer, context_length=self.context_length)
         async with aclosing(answer) as chunks:
             async for chunk in chunks:
                 new = tuple(ids)

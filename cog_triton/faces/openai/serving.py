@@ -98,7 +98,8 @@ async def serve(
             listener.listen(BACKLOG)
             running = asyncio.create_task(server.serve(sockets=[listener]))
             ready()
-            await asyncio.wait([running, told], return_when=asyncio.FIRST_COMPLETED)
+            first: list[asyncio.Future[Any]] = [running, told]
+            await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
             if told.done():
                 logger.info("stopping: %d requests run", served.running)
                 await served.drain()

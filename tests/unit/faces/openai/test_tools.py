@@ -6,7 +6,7 @@ import itertools
 import json
 from collections.abc import Callable, Sequence
 
-import jsonschema
+import jsonschema  # type: ignore[import-untyped]
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

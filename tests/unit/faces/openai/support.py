@@ -1,0 +1,113 @@
+"""A backend that answers with what it is told to."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import httpx
+
+from cog_triton.errors import TritonUnavailable
+from cog_triton.faces.openai.app import create_app
+from cog_triton.faces.openai.served import Served
+from cog_triton.generation import Chunk
+from cog_triton.limits import TextLimits
+from cog_triton.request import Request
+from cog_triton.settings import read_settings
+
+LAST = Chunk("", 2, 3, "stop")
+CHUNKS = (Chunk("a", 1, 3), Chunk("b", 2, 3), LAST)
+MESSAGES = [{"role": "user", "content": "Hello"}]
+
+
+class Tokenizer:
+    """As much of one as the face uses; a character is a token."""
+
+    bos_token = "<s>"
+    chat_template = "a template"
+
+    def __call__(self, text: str, *, add_special_tokens: bool = True) -> Any:
+        ids = [0] * add_special_tokens + [ord(char) for char in text]
+        return type("Encoding", (), {"input_ids": ids})
+
+    def __len__(self) -> int:
+        return 0x110000
+
+    def apply_chat_template(self, messages: list[dict[str, Any]], **_: Any) -> str:
+        return "".join(f"<{m['role']}>{m['content']}" for m in messages)
+
+    def decode(self, ids: list[int], **_: Any) -> str:
+        return "".join(map(chr, ids))
+
+
+class Backend:
+    """See ``served.Backend``.
+
+    Attributes:
+        asked: the requests that came, with their names.
+        open: how many of them are being answered.
+        wait: is waited for before each chunk but the first.
+    """
+
+    def __init__(self, *chunks: Chunk | Exception, **environment: str) -> None:
+        self.settings = read_settings(environment)
+        self.limits = TextLimits()
+        self.tokenizer: Any = Tokenizer()
+        self.context_length: int | None = 64
+        self.asked: list[tuple[Request, str | None]] = []
+        self.open = 0
+        self.is_healthy = True
+        self.wait: asyncio.Event | None = None
+        self._chunks = chunks
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    async def generate(
+        self, request: Request, request_id: str | None = None
+    ) -> AsyncGenerator[Chunk, None]:
+        self.asked.append((request, request_id))
+        self.open += 1
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        try:
+            for number, chunk in enumerate(self._chunks):
+                if self.wait is not None and number:
+                    await self.wait.wait()
+                if isinstance(chunk, Exception):
+                    raise chunk
+                yield chunk
+        finally:
+            self._tasks.discard(task)
+            self.open -= 1
+
+    def close(self) -> None:
+        self._chunks = (TritonUnavailable("send the request again"),)
+        if self.wait is not None:
+            self.wait.set()
+
+    async def healthy(self) -> bool:
+        return self.is_healthy
+
+    async def stop(self) -> None:
+        pass
+
+
+def served(backend: Backend) -> Served:
+    return Served(backend, ("m", "other"), created=1)
+
+
+def ask(backend: Backend, method: str, path: str, **options: Any) -> httpx.Response:
+    """One request to the application of a backend, in this process."""
+
+    async def send() -> httpx.Response:
+        transport = httpx.ASGITransport(create_app(served(backend)), raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return await client.request(method, path, **options)
+
+    return asyncio.run(send())
+
+
+def chat(backend: Backend, **fields: Any) -> httpx.Response:
+    body = {"model": "m", "messages": MESSAGES, **fields}
+    return ask(backend, "POST", "/v1/chat/completions", json=body)

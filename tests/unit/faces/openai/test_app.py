@@ -1,0 +1,244 @@
+"""The application on a backend that answers with what it is told to: routes, bytes, errors, ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from cog_triton import errors
+from cog_triton.faces.openai.answers import merged
+from cog_triton.faces.openai.app import create_app
+from cog_triton.faces.openai.errors import api_error
+from cog_triton.faces.openai.fields import FIELDS
+from cog_triton.generation import Chunk
+from cog_triton.protocol import TokenLogProb
+from tests.unit.faces.openai.support import (
+    CHUNKS,
+    LAST,
+    MESSAGES,
+    Backend,
+    ask,
+    chat,
+    served,
+)
+
+
+def events(text: str) -> list[Any]:
+    *lines, end = text.split("\n\n")
+    assert end == ""
+    assert all(line.startswith("data: ") for line in lines)
+    data = [line.removeprefix("data: ") for line in lines]
+    assert data.pop() == "[DONE]"
+    return [json.loads(one) for one in data]
+
+
+def test_the_usage_comes_last_and_is_null_before() -> None:
+    reply = chat(Backend(*CHUNKS), stream=True, stream_options={"include_usage": True})
+    *others, last = events(reply.text)
+    assert [event["usage"] for event in others] == [None] * 4
+    assert last["choices"] == []
+    assert last["usage"] == {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+    assert "usage" not in events(chat(Backend(*CHUNKS), stream=True).text)[0]
+
+
+def test_a_chunk_without_text_is_no_event() -> None:
+    reply = chat(Backend(Chunk("", 1, 3), Chunk("b", 2, 3, "length")), stream=True)
+    assert [event["choices"][0]["delta"] for event in events(reply.text)] == [
+        {"role": "assistant", "content": "", "refusal": None},
+        {"content": "b"},
+        {},
+    ]
+
+
+def test_text_is_escaped_as_json_wants_it() -> None:
+    text = 'a"\\\n\x00é\U0001f680\u2028'
+    reply = chat(Backend(Chunk(text, 1, 3), LAST), stream=True)
+    assert events(reply.text)[1]["choices"][0]["delta"] == {"content": text}
+    body = {"model": "m", "prompt": "x", "stream": True}
+    reply = ask(Backend(Chunk(text, 1, 3), LAST), "POST", "/v1/completions", json=body)
+    assert events(reply.text)[0]["choices"][0]["text"] == text
+
+
+def test_a_request_is_named_in_triton_by_its_id() -> None:
+    backend = Backend(*CHUNKS)
+    body = {"model": "m", "prompt": ["x", "y"], "n": 2}
+    reply = ask(backend, "POST", "/v1/completions", json=body, headers={"x-request-id": "mine"})
+    assert reply.headers["x-request-id"] == "mine"
+    names = [str(name) for _, name in backend.asked]
+    assert len(set(names)) == 4
+    assert all(name.startswith("mine-") for name in names)
+
+
+def test_what_is_asked_for_under_another_name_is_answered_under_it() -> None:
+    assert chat(Backend(*CHUNKS), model="other").json()["model"] == "other"
+    names = [card["id"] for card in ask(Backend(), "GET", "/v1/models").json()["data"]]
+    assert names == ["m", "other"]
+    assert ask(Backend(), "GET", "/v1/models/m").json()["max_model_len"] == 64
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_error_before_the_first_chunk_has_a_status(stream: bool) -> None:
+    for error, status, kind, code in (
+        (errors.PromptTooLong("x"), 400, "invalid_request_error", "context_length_exceeded"),
+        (errors.InvalidParameter("x"), 400, "invalid_request_error", "E1103"),
+        (errors.TritonOverloaded("x"), 429, "requests", "rate_limit_exceeded"),
+        (errors.TritonUnavailable("x"), 503, "server_error", "E2105"),
+        (errors.TritonTimeout("x"), 500, "server_error", "E2101"),
+    ):
+        reply = chat(Backend(error), stream=stream)
+        assert reply.status_code == status
+        assert reply.json() == {
+            "error": {"message": "x", "type": kind, "param": None, "code": code}
+        }
+    assert (
+        chat(Backend(errors.TritonOverloaded("x", retry_after=7.2))).headers["retry-after"] == "7"
+    )
+
+
+def test_an_error_that_nobody_foresaw_keeps_its_text(caplog: pytest.LogCaptureFixture) -> None:
+    for backend in (Backend(ValueError("secret")), Backend(CHUNKS[0], ValueError("secret"))):
+        reply = chat(backend, stream=True)
+        assert "internal error" in reply.text
+        assert "secret" not in reply.text
+    assert "secret" in caplog.text
+
+
+def test_an_error_behind_the_first_chunk_is_an_event() -> None:
+    for answers in (1, 2):
+        backend = Backend(CHUNKS[0], errors.TritonUnavailable("gone"))
+        reply = chat(backend, stream=True, n=answers)
+        assert reply.status_code == 200
+        last = events(reply.text)[-1]
+        assert last["error"]["code"] == "E2105"
+        assert backend.open == 0
+    assert chat(Backend(CHUNKS[0], errors.TritonUnavailable("gone"))).status_code == 503
+
+
+def test_every_error_of_the_package_has_a_status() -> None:
+    kinds = [errors.CogTritonError]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    for kind in kinds:
+        told = api_error(kind("x"), FIELDS)
+        assert told.status == 400 or not issubclass(kind, errors.UserError)
+        assert ("Retry-After" in told.headers) == kind.retryable
+
+
+def test_the_field_at_fault_is_that_of_the_text() -> None:
+    def param(text: str) -> str | None:
+        return api_error(errors.InvalidParameter(text), FIELDS).param
+
+    assert param("top_k must be at least -1, not -2") == "top_k"
+    assert param("stop_sequences must be at most 64") == "stop"
+    assert param("TensorRT-LLM's C++ backend does not support min_p") == "min_p"
+    assert param("the model is what it is") is None
+
+
+async def _call(app: Any, body: dict[str, Any], gone: asyncio.Event) -> list[dict[str, Any]]:
+    """The messages that the application sends to a client that goes away at an event."""
+    sent: list[dict[str, Any]] = []
+    first = [{"type": "http.request", "body": json.dumps(body).encode()}]
+
+    async def receive() -> dict[str, Any]:
+        if first:
+            return first.pop()
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+        if message["type"] == "http.response.body":
+            gone.set()
+
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/chat/completions",
+        "query_string": b"",
+        "headers": [(b"content-type", b"application/json")],
+        "asgi": {"version": "3.0"},
+    }
+    await app(scope, receive, send)
+    return sent
+
+
+@pytest.mark.parametrize("answers", [1, 3])
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_away_closes_its_answers(stream: bool, answers: int) -> None:
+    async def run() -> list[dict[str, Any]]:
+        backend = Backend(*CHUNKS)
+        backend.wait, gone = asyncio.Event(), asyncio.Event()
+        body = {"model": "m", "messages": MESSAGES, "stream": stream, "n": answers}
+        if not stream:
+            asyncio.get_running_loop().call_later(0.01, gone.set)
+        sent = await _call(create_app(served(backend)), body, gone)
+        assert (len(backend.asked), backend.open) == (answers, 0)
+        return sent
+
+    sent = asyncio.run(run())
+    assert sent[0]["status"] == (200 if stream else 499)
+
+
+def test_draining_lets_answers_end_and_takes_no_more() -> None:
+    async def run() -> None:
+        backend = Backend(*CHUNKS, DRAIN_SECONDS="30")
+        backend.wait = asyncio.Event()
+        state = served(backend)
+        app = create_app(state)
+        body = {"model": "m", "messages": MESSAGES}
+        running = asyncio.create_task(_call(app, body, asyncio.Event()))
+        while not backend.open:
+            await asyncio.sleep(0)
+        draining = asyncio.create_task(state.drain())
+        await asyncio.sleep(0)
+        refused = await _call(app, body, asyncio.Event())
+        assert refused[0]["status"] == 503
+        assert not draining.done()
+        backend.wait.set()
+        await draining
+        assert (await running)[0]["status"] == 200
+
+    asyncio.run(run())
+
+
+def test_health_says_whether_requests_may_come() -> None:
+    backend = Backend()
+    assert ask(backend, "GET", "/health/ready").json() == {"status": "ready"}
+    backend.is_healthy = False
+    assert ask(backend, "GET", "/health").status_code == 503
+    assert ask(backend, "GET", "/health/live").status_code == 200
+
+
+def test_several_sources_are_one_with_their_numbers() -> None:
+    async def run() -> list[tuple[int, str]]:
+        backend = Backend(*CHUNKS)
+        sources = [backend.generate(None) for _ in range(3)]  # type: ignore[arg-type]
+        return [(number, chunk.text) async for number, chunk in merged(sources)]
+
+    found = asyncio.run(run())
+    for number in range(3):
+        assert [text for n, text in found if n == number] == ["a", "b", ""]
+
+
+def test_log_probabilities_stand_beside_their_text() -> None:
+    token = TokenLogProb(ord("a"), -0.5, ((ord("a"), -0.5), (ord("b"), -1.5)))
+    chunks = (Chunk("", 1, 3, ids=(97,), log_probs=(token,)), LAST)
+    entry = {"token": "a", "logprob": -0.5, "bytes": [97]}
+    other = {"token": "b", "logprob": -1.5, "bytes": [98]}
+    content = [{**entry, "top_logprobs": [entry, other]}]
+    fields = {"logprobs": True, "top_logprobs": 2}
+    whole = chat(Backend(*chunks), **fields).json()["choices"][0]
+    assert whole["logprobs"] == {"content": content, "refusal": None}
+    streamed = events(chat(Backend(*chunks), **fields, stream=True).text)[1]["choices"][0]
+    assert streamed["logprobs"] == {"content": content, "refusal": None}
+    body = {"model": "m", "prompt": "x", "logprobs": 2}
+    reply = ask(Backend(*chunks), "POST", "/v1/completions", json=body).json()
+    assert reply["choices"][0]["logprobs"] == {
+        "tokens": ["a"],
+        "token_logprobs": [-0.5],
+        "top_logprobs": [{"a": -0.5, "b": -1.5}],
+        "text_offset": [0],
+    }

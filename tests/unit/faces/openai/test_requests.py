@@ -1,0 +1,148 @@
+"""Bodies to requests."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from cog_triton.faces.openai.chat import chat_request
+from cog_triton.faces.openai.completions import completion_requests
+from cog_triton.faces.openai.errors import ApiError
+from cog_triton.faces.openai.fields import ChatBody, CompletionBody
+from cog_triton.faces.openai.sampling import UNKNOWN_CONTEXT, check_fields
+from cog_triton.faces.openai.tools.formats import HERMES
+from cog_triton.guide import Guide, GuideKind
+from cog_triton.request import Request
+from tests.unit.faces.openai.support import MESSAGES, Backend, served
+
+
+def of_chat(backend: Backend | None = None, **fields: Any) -> Request:
+    body = {"model": "m", "messages": MESSAGES, "seed": 0, **fields}
+    return chat_request(ChatBody.model_validate(body), served(backend or Backend()), None)
+
+
+def of_text(**fields: Any) -> list[Request]:
+    body = {"model": "m", "prompt": "Hello", "seed": 0, **fields}
+    return completion_requests(CompletionBody.model_validate(body), served(Backend()))
+
+
+def test_openais_defaults() -> None:
+    assert of_chat() == Request(
+        prompt="<user>Hello",
+        seed=0,
+        max_tokens=64,
+        temperature=1.0,
+        top_p=1.0,
+        add_special_tokens=False,
+    )
+    expected = Request(prompt="Hello", seed=0, max_tokens=16, temperature=1.0, top_p=1.0)
+    assert of_text() == [expected]
+    unlimited = Backend()
+    unlimited.context_length = None
+    assert of_chat(unlimited).max_tokens == UNKNOWN_CONTEXT
+
+
+def test_every_field_has_its_place() -> None:
+    request = of_chat(
+        max_completion_tokens=9,
+        max_tokens=5,
+        temperature=0.5,
+        top_p=0.25,
+        stop="x",
+        logit_bias={"7": -1.5},
+        presence_penalty=0.5,
+        frequency_penalty=0.75,
+        top_k=4,
+        min_p=0.125,
+        repetition_penalty=1.5,
+        min_tokens=2,
+        ignore_eos=True,
+        bad_words=["bad"],
+        logprobs=True,
+        top_logprobs=3,
+        guided_regex="a+",
+    )
+    assert request == Request(
+        prompt="<user>Hello",
+        seed=0,
+        max_tokens=9,
+        temperature=0.5,
+        top_p=0.25,
+        stop_sequences=("x",),
+        logit_bias=((7, -1.5),),
+        presence_penalty=0.5,
+        frequency_penalty=0.75,
+        top_k=4,
+        min_p=0.125,
+        repetition_penalty=1.5,
+        min_tokens=2,
+        ignore_eos=True,
+        bad_words=("bad",),
+        log_probs=3,
+        guide=Guide(GuideKind.REGEX, "a+"),
+        add_special_tokens=False,
+    )
+
+
+def test_the_settings_end_token_is_that_of_every_request() -> None:
+    assert of_chat(Backend(END_ID="7", PAD_ID="8")).end_id == 7
+    assert of_chat(Backend(END_ID="7", PAD_ID="8")).pad_id == 8
+
+
+def test_a_seed_may_be_negative_and_counts_up() -> None:
+    assert [request.seed for request in of_text(seed=-1, n=2)] == [2**64 - 1, 0]
+    prompts = of_text(prompt=[[1, 2], [3]], n=2, seed=5)
+    assert [(request.prompt_ids, request.seed) for request in prompts] == [
+        *(((1, 2), 5), ((1, 2), 6), ((3,), 5), ((3,), 6)),
+    ]
+
+
+def test_logprobs_without_alternatives() -> None:
+    assert of_chat(logprobs=True).log_probs == 0
+    assert of_chat(logprobs=False, top_logprobs=3).log_probs is None
+    assert of_text(logprobs=0)[0].log_probs == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "guide"),
+    [
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, Guide(GuideKind.JSON)),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"a": 1}}}},
+            Guide(GuideKind.JSON_SCHEMA, '{"a": 1}'),
+        ),
+        ({"guided_json": {"a": 1}}, Guide(GuideKind.JSON_SCHEMA, '{"a": 1}')),
+        ({"guided_json": '{"a":1}'}, Guide(GuideKind.JSON_SCHEMA, '{"a":1}')),
+        ({"guided_grammar": "root ::= x"}, Guide(GuideKind.GRAMMAR, "root ::= x")),
+        ({"guided_choice": ["a", "b"]}, Guide(GuideKind.CHOICE, '["a", "b"]')),
+    ],
+)
+def test_structured_output(fields: dict[str, Any], guide: Guide | None) -> None:
+    assert of_chat(**fields).guide == guide
+
+
+def test_an_enforced_call_is_a_guide() -> None:
+    tool = {"type": "function", "function": {"name": "f"}}
+    body = {"model": "m", "messages": MESSAGES, "tools": [tool], "tool_choice": "required"}
+    request = chat_request(ChatBody.model_validate(body), served(Backend()), HERMES)
+    assert request.guide is not None
+    assert json.loads(request.guide.text)["items"]["properties"]["name"] == {"const": "f"}
+    both = ChatBody.model_validate({**body, "response_format": {"type": "json_object"}})
+    with pytest.raises(ApiError, match="contradict"):
+        chat_request(both, served(Backend()), HERMES)
+
+
+def test_unknown_fields_are_named_and_known_ones_refused() -> None:
+    def checked(**fields: Any) -> dict[str, str]:
+        return check_fields(ChatBody.model_validate({"model": "m", "messages": MESSAGES, **fields}))
+
+    assert checked(store=True, stop_token_ids=[], modalities=["text"]) == {}
+    warning = checked(zebra=1, **{'a"\r\nb': 2, "é" * 50: 3})["Warning"]
+    assert warning == f'199 cog-triton "ignored fields: ab, zebra, {"?" * 40}"'
+    for name, value in (("stop_token_ids", [3]), ("functions", [{}]), ("modalities", ["audio"])):
+        with pytest.raises(ApiError) as raised:
+            checked(**{name: value})
+        assert (raised.value.status, raised.value.param) == (400, name)
