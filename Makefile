@@ -22,7 +22,7 @@ VLLM_ANSWERS := $(addprefix tests/integration/test_generation.py::, \
 		test_a_seed_is_drawn_logged_and_gives_the_same_text_again \
 		test_streamed_chunks_join_to_the_answer test_template_system_prompt_and_stop_sequences)
 
-.PHONY: setup predict serve test test-unit test-vllm bench soak lint fix docs lock audit clean
+.PHONY: setup predict serve openai test test-unit test-vllm bench soak lint fix docs lock audit clean
 
 setup: $(STAMP)
 
@@ -44,6 +44,10 @@ predict: models/demo/config.json
 
 serve: models/demo/config.json
 	@trap : INT; PORT=$(PORT) $(BIN)/python scripts/serve.py || test $$? = 130
+
+openai: PORT = 3000
+openai: models/demo/config.json
+	@trap : INT; PORT=$(PORT) $(BIN)/python scripts/serve_openai.py || test $$? = 130
 
 # A file of tests stays in one process, which starts the servers that its tests share.
 test: models/demo/config.json
