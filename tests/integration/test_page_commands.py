@@ -25,12 +25,13 @@ from tests.support import ROOT, START_TIMEOUT, free_port, wait_until
 
 PORTS = {
     "PORT": 5000,
+    "OPENAI_PORT": 3000,
     "TRITON_HTTP_PORT": 8000,
     "TRITON_GRPC_PORT": 8001,
     "TRITON_METRICS_PORT": 8002,
 }
 SERVES = re.compile(
-    r"make serve|cog-triton (serve|launch)|scripts/(serve|launch_triton_server)\.py"
+    r"make (serve|openai)|cog-triton (serve|openai|launch)|scripts/(serve|serve_openai|launch_triton_server)\.py"
 )
 SERVE = "make serve"
 COMMAND_SECONDS = 300
@@ -39,7 +40,7 @@ NOT_COPIED = shutil.ignore_patterns(
 )
 # What is exported, and the working directory; the ports are the server's.
 KEEP = """{{
-export -p | grep -vE ' (MAKEFLAGS|PORT|TRITON_[A-Z]+_PORT)='
+export -p | grep -vE ' (MAKEFLAGS|PORT|OPENAI_PORT|TRITON_[A-Z]+_PORT)='
 printf 'cd %q\\n' "$PWD"
 }} > {}"""
 # A command that curl reports nothing of would pass whatever the server answered.
@@ -115,6 +116,8 @@ class Terminal:
                 start_new_session=True,
             )
         url = "http://127.0.0.1:{PORT}/health-check"
+        if "openai" in command:
+            url = "http://127.0.0.1:{OPENAI_PORT}/health/ready"
         if "launch" in command:
             url = "http://127.0.0.1:{TRITON_HTTP_PORT}/v2/health/ready"
         wait_until(lambda: self._answers(url.format(**self._environment)), START_TIMEOUT, command)

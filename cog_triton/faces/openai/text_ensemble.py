@@ -17,13 +17,14 @@ import numpy.typing as npt
 
 from cog_triton import protocol
 from cog_triton.admission import Admission
+from cog_triton.client.arrivals import Arrivals
 from cog_triton.client.grpc_transport import (
     GrpcClient,
     Message,
     infer_request,
     stream_messages,
 )
-from cog_triton.client.stream import STOP_PERIODS, Arrivals
+from cog_triton.client.stream import STOP_PERIODS
 from cog_triton.errors import InvalidParameter, TritonMalformedEvent
 from cog_triton.generation import Chunk, FinishReason
 from cog_triton.request import Request, request_parameters, triton_inputs
