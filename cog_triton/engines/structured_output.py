@@ -143,14 +143,14 @@ class StructuredOutput:
 def _set_end(sequence: Guided, row: npt.NDArray[np.uint32], others: Sequence[int]) -> None:
     """Allows the end token where the guide may end, and no other; everything after an error."""
     matcher = sequence.matcher
-    if matcher.is_error():
-        sequence.error = f"guided_decoding_guide: {_one_line(matcher.get_error())}"
-        row[:] = 0xFFFFFFFF
-        return
     for token in (*others, sequence.end_id):
         row[token // WORD] &= ~np.uint32(1 << token % WORD)
     if matcher.is_accepting():
         row[sequence.end_id // WORD] |= np.uint32(1 << sequence.end_id % WORD)
+    if matcher.is_error() or not row.any():
+        reason = _one_line(matcher.get_error()) or "no token can follow"
+        sequence.error = f"guided_decoding_guide: {reason}"
+        row[:] = 0xFFFFFFFF
 
 
 def grammar(guide: Guide) -> str:

@@ -183,6 +183,16 @@ def test_what_is_no_guide_is_refused_before_anything_is_generated(
     assert re.search(reason, refusal(ask(guide)))
 
 
+def test_an_end_token_that_is_text_is_the_end_alone(ask: Any, tokenizer: Any) -> None:
+    guide = Guide(GuideKind.REGEX, "[0-9]{3}")
+    five = tokenizer.convert_tokens_to_ids("5")
+    ids = ask(guide, end_id=five, logit_bias={five: 50.0}).wait().ids
+    assert ids[-1] == five
+    assert re.fullmatch("[0-46-9]{3}", tokenizer.decode(ids[:-1]))
+    stream = ask(Guide(GuideKind.REGEX, "5"), end_id=five)
+    assert "no token can follow" in refusal(stream)
+
+
 def test_a_guide_needs_an_end(ask: Any) -> None:
     assert "does not go with ignore_eos or end_id -1" in refusal(ask(JSON_SCHEMA, end_id=None))
 
