@@ -257,10 +257,7 @@ class Schedule:
 
 
 class SimulatedEngine(Engine):
-    """Runs a schedule by the clock; see the module's docstring.
-
-    Parameters of sampling change nothing, since every token is certain.
-    """
+    """Runs a schedule by the clock; see the module's docstring. Every token is certain."""
 
     features = frozenset({"min_p", "top_logprobs"})
 
