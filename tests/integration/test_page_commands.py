@@ -31,7 +31,8 @@ PORTS = {
     "TRITON_METRICS_PORT": 8002,
 }
 SERVES = re.compile(
-    r"make (serve|openai)|cog-triton (serve|openai|launch)|scripts/(serve|serve_openai|launch_triton_server)\.py"
+    r"make (serve|openai)|cog-triton (serve|openai|launch)"
+    r"|scripts/(serve|serve_openai|launch_triton_server)\.py"
 )
 SERVE = "make serve"
 COMMAND_SECONDS = 300

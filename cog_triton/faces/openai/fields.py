@@ -55,8 +55,13 @@ class JsonSchema(Body):
 
 
 class ResponseFormat(Body):
-    type: Literal["text", "json_object", "json_schema"]
+    """Of OpenAI's API the first three types; the others, with their fields, are trtllm-serve's."""
+
+    type: Literal["text", "json_object", "json_schema", "json", "regex", "ebnf"]
     json_schema: JsonSchema | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    regex: str | None = None
+    ebnf: str | None = None
 
 
 class Sampling(Body):

@@ -126,9 +126,20 @@ def _of_format(format: ResponseFormat) -> Guide | None:
         return None
     if format.type == "json_object":
         return Guide(GuideKind.JSON)
-    if format.json_schema is None or format.json_schema.schema_ is None:
-        raise invalid("response_format must have json_schema.schema", "response_format")
-    return Guide(GuideKind.JSON_SCHEMA, json.dumps(format.json_schema.schema_))
+    schema = format.json_schema.schema_ if format.json_schema else None
+    place, kind, text = {
+        "json_schema": ("json_schema.schema", GuideKind.JSON_SCHEMA, _json(schema)),
+        "json": ("schema", GuideKind.JSON_SCHEMA, _json(format.schema_)),
+        "regex": ("regex", GuideKind.REGEX, format.regex),
+        "ebnf": ("ebnf", GuideKind.GRAMMAR, format.ebnf),
+    }[format.type]
+    if text is None:
+        raise invalid(f"response_format must have {place}", "response_format")
+    return Guide(kind, text)
+
+
+def _json(schema: dict[str, Any] | None) -> str | None:
+    return None if schema is None else json.dumps(schema)
 
 
 def _guided(body: Sampling, name: str) -> Guide:

@@ -114,6 +114,12 @@ def test_logprobs_without_alternatives() -> None:
             {"response_format": {"type": "json_schema", "json_schema": {"schema": {"a": 1}}}},
             Guide(GuideKind.JSON_SCHEMA, '{"a": 1}'),
         ),
+        (
+            {"response_format": {"type": "json", "schema": {"a": 1}}},
+            Guide(GuideKind.JSON_SCHEMA, '{"a": 1}'),
+        ),
+        ({"response_format": {"type": "regex", "regex": "a+"}}, Guide(GuideKind.REGEX, "a+")),
+        ({"response_format": {"type": "ebnf", "ebnf": "x"}}, Guide(GuideKind.GRAMMAR, "x")),
         ({"guided_json": {"a": 1}}, Guide(GuideKind.JSON_SCHEMA, '{"a": 1}')),
         ({"guided_json": '{"a":1}'}, Guide(GuideKind.JSON_SCHEMA, '{"a":1}')),
         ({"guided_grammar": "root ::= x"}, Guide(GuideKind.GRAMMAR, "root ::= x")),
@@ -122,6 +128,13 @@ def test_logprobs_without_alternatives() -> None:
 )
 def test_structured_output(fields: dict[str, Any], guide: Guide | None) -> None:
     assert of_chat(**fields).guide == guide
+
+
+@pytest.mark.parametrize("kind", ["json_schema", "json", "regex", "ebnf"])
+def test_a_format_without_its_text_is_refused(kind: str) -> None:
+    with pytest.raises(ApiError, match="response_format must have") as raised:
+        of_chat(response_format={"type": kind})
+    assert raised.value.param == "response_format"
 
 
 def test_an_enforced_call_is_a_guide() -> None:
