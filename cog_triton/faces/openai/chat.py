@@ -37,7 +37,6 @@ _MARK = "\x00text\x00"
 @router.post("/v1/chat/completions")
 async def chat_completions(body: ChatBody, served: FromApp, request_id: RequestId) -> Answering:
     """Answers messages, in one body or as events."""
-    served.check_model(body.model)
     headers = check_fields(body)
     template = template_text(served.backend.tokenizer)
     known = _tool_format(body, template)
@@ -90,6 +89,7 @@ def chat_request(body: ChatBody, served: Served, known: Format | None) -> Reques
     return Request(
         prompt=prompt,
         add_special_tokens=False,
+        adapter=served.adapter(body.model),
         max_tokens=longest_output(served) if given is None else given,
         log_probs=(body.top_logprobs or 0) if body.logprobs else None,
         **served.token_ids(),

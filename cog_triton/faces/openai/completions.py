@@ -31,7 +31,6 @@ _MARK = "\x00text\x00"
 @router.post("/v1/completions")
 async def completions(body: CompletionBody, served: FromApp, request_id: RequestId) -> Answering:
     """Completes prompts, in one body or as events."""
-    served.check_model(body.model)
     headers = check_fields(body)
     requests = completion_requests(body, served)
     head = Head(
@@ -74,6 +73,7 @@ def completion_requests(body: CompletionBody, served: Served) -> list[Request]:
     values = {
         "max_tokens": DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
         "log_probs": body.logprobs,
+        "adapter": served.adapter(body.model),
         **served.token_ids(),
         **sampling(body),
     }

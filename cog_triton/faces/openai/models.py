@@ -15,14 +15,17 @@ router = APIRouter()
 
 @router.get("/v1/models")
 async def models(served: FromApp) -> dict[str, Any]:
-    """The names under which the model is asked for."""
-    return {"object": "list", "data": [_card(served, name) for name in served.models]}
+    """The names under which the model is asked for, and those of its LoRA adapters."""
+    return {
+        "object": "list",
+        "data": [_card(served, name) for name in (*served.models, *served.adapters)],
+    }
 
 
 @router.get("/v1/models/{name:path}")
 async def model(name: str, served: FromApp) -> dict[str, Any]:
     """One of them."""
-    served.check_model(name)
+    served.adapter(name)
     return _card(served, name)
 
 
@@ -42,7 +45,7 @@ def _card(served: Served, name: str) -> dict[str, Any]:
         "object": "model",
         "created": served.created,
         "owned_by": OWNER,
-        "root": served.models[0],
-        "parent": None,
+        "root": served.models[0] if name in served.models else name,
+        "parent": None if name in served.models else served.models[0],
         "max_model_len": served.backend.context_length,
     }

@@ -10,6 +10,8 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from cog_triton.adapters import adapter_names
+from cog_triton.errors import shown
 from cog_triton.faces.openai.errors import RETRY_SECONDS, ApiError
 from cog_triton.generation import Chunk
 from cog_triton.limits import TextLimits
@@ -89,19 +91,28 @@ class Served:
             for number, request in enumerate(requests)
         ]
 
-    def check_model(self, name: str) -> None:
-        """Refuses a name under which nothing is served.
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """The LoRA adapters that are there now, each a model by its own name."""
+        return adapter_names(self.settings.lora_dir)
+
+    def adapter(self, name: str) -> str:
+        """The adapter that a model's name asks for; empty for the model itself.
 
         Raises:
-            ApiError: 404.
+            ApiError: 404, nothing is served under that name.
         """
-        if name not in self.models:
-            raise ApiError(
-                404,
-                f"The model `{name}` does not exist; there is {', '.join(self.models)}",
-                param="model",
-                code="model_not_found",
-            )
+        if name in self.models:
+            return ""
+        if name in (adapters := self.adapters):
+            return name
+        raise ApiError(
+            404,
+            f"The model `{shown(name)}` does not exist; there is "
+            f"{', '.join([*self.models, *adapters])}",
+            param="model",
+            code="model_not_found",
+        )
 
     @contextlib.contextmanager
     def answering(self) -> Iterator[None]:

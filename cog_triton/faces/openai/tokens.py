@@ -22,7 +22,7 @@ LONG_TEXT = 20_000
 async def tokenize(body: TokenizeBody, served: FromApp) -> dict[str, Any]:
     """The token ids of a prompt, or of messages as the model sees them."""
     if body.model is not None:
-        served.check_model(body.model)
+        served.adapter(body.model)
     text, special = _text(body, served)
     served.backend.limits.check("the prompt", len(text))
     tokenizer = served.backend.tokenizer
@@ -45,7 +45,7 @@ async def tokenize(body: TokenizeBody, served: FromApp) -> dict[str, Any]:
 async def detokenize(body: DetokenizeBody, served: FromApp) -> dict[str, Any]:
     """The text of token ids, special ones included."""
     if body.model is not None:
-        served.check_model(body.model)
+        served.adapter(body.model)
     size = len(served.backend.tokenizer)
     if any(not 0 <= token < size for token in body.tokens):
         raise invalid(f"tokens must be between 0 and {size - 1}", "tokens")

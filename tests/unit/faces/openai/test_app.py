@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -77,6 +78,27 @@ def test_what_is_asked_for_under_another_name_is_answered_under_it() -> None:
     names = [card["id"] for card in ask(Backend(), "GET", "/v1/models").json()["data"]]
     assert names == ["m", "other"]
     assert ask(Backend(), "GET", "/v1/models/m").json()["max_model_len"] == 64
+
+
+def test_an_adapter_is_a_model_as_soon_as_it_is_there(tmp_path: Path) -> None:
+    backend = Backend(*CHUNKS, LORA_DIR=str(tmp_path))
+    assert chat(backend, model="french").status_code == 404
+    (tmp_path / "french").mkdir()
+    for file in ("adapter_config.json", "adapter_model.safetensors"):
+        (tmp_path / "french" / file).touch()
+    for path, fields in (
+        ("/v1/chat/completions", {"messages": MESSAGES}),
+        ("/v1/completions", {"prompt": "x"}),
+    ):
+        body = {"model": "french", **fields}
+        assert ask(backend, "POST", path, json=body).json()["model"] == "french"
+        assert backend.asked[-1][0].adapter == "french"
+    card = ask(backend, "GET", "/v1/models/french").json()
+    assert (card["root"], card["parent"]) == ("french", "m")
+    names = [card["id"] for card in ask(backend, "GET", "/v1/models").json()["data"]]
+    assert names == ["m", "other", "french"]
+    chat(backend)
+    assert backend.asked[-1][0].adapter == ""
 
 
 @pytest.mark.parametrize("stream", [False, True])
