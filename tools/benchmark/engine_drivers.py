@@ -182,7 +182,7 @@ def load_for_batching(parameters: Mapping[str, str]) -> tuple[Any, int, Any]:
     loaded: list[tuple[Any, int, Any]] = []
 
     class NotStarted(TransformersEngine):
-        def __init__(self, model: Any, *, context_length: int, batching: Any) -> None:
+        def __init__(self, model: Any, *, context_length: int, batching: Any, **_: Any) -> None:
             loaded.append((model, context_length, batching))
 
     NotStarted.from_parameters(parameters)
