@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 import grpc
 import numpy as np
 import numpy.typing as npt
+from google.protobuf.message import DecodeError
 from tritonclient.grpc import (
     InferInput,
     InferRequestedOutput,
@@ -19,9 +21,12 @@ from tritonclient.grpc import (
 )
 from tritonclient.utils import np_to_triton_dtype
 
+from cog_triton.client.arrivals import CLOSED, Arrivals
+from cog_triton.client.http2 import Connection, connect
 from cog_triton.client.stream import (
     Inputs,
     Response,
+    ResponseStream,
     TritonClient,
     check_total,
     checked_ids,
@@ -29,7 +34,12 @@ from cog_triton.client.stream import (
     log_probs,
     wanted_log_probs,
 )
-from cog_triton.errors import TritonMalformedEvent, TritonUnavailable, TritonUnknownError
+from cog_triton.errors import (
+    CogTritonError,
+    TritonMalformedEvent,
+    TritonUnavailable,
+    TritonUnknownError,
+)
 from cog_triton.protocol import (
     CHECKED_IDS,
     CONTINUED,
@@ -42,6 +52,8 @@ from cog_triton.protocol import (
     ids_text,
     stop_inputs,
 )
+
+METHOD = "/inference.GRPCInferenceService/ModelStreamInfer"
 
 CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", -1),
@@ -63,7 +75,7 @@ CONNECTION_CODES = (
 
 
 class GrpcClient(TritonClient):
-    """See ``TritonClient``."""
+    """See ``TritonClient``. Each request is a stream of one connection, which is made when it is needed."""
 
     def __init__(self, address: str, *, response_timeout: float) -> None:
         """Connects to nothing yet.
@@ -72,36 +84,106 @@ class GrpcClient(TritonClient):
             address: host:port of Triton's gRPC endpoint.
         """
         super().__init__(response_timeout=response_timeout)
-        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+        self._address = address
+        self._connection: Connection | None = None
+        self._connecting = asyncio.Lock()
+        self._disconnected = False
 
-    async def _responses(
+    async def _begin(
         self, request_id: str, inputs: Inputs, continued: Sequence[int], parameters: Parameters
-    ) -> AsyncGenerator[Response, None]:
+    ) -> ResponseStream:
         top = wanted_log_probs(inputs, parameters)
         outputs = OUTPUTS if top is None else (*OUTPUTS, LOG_PROBS)
         request = infer_request(IDS_ENSEMBLE, request_id, inputs, outputs)
         set_parameters(request, {**parameters, CHECKED_IDS: True})
         if continued:
             set_parameters(request, {CONTINUED: ids_text(continued)})
-        place = 0
-        async with contextlib.aclosing(_answers(self._stub, request)) as answers:
-            async for answer in answers:
-                response = parse_response(answer, place, top)
-                place += len(response.ids)
-                yield response
+        connection = await self._connected()
+        responses = ResponseStream(None, self._response_timeout)
+        answer = Answer(responses, top)
+        stream = connection.open(METHOD, request.SerializeToString(), answer.add, answer.end)
+        responses.drop = stream.cancel
+        return responses
 
     async def _send_stop(self, request_id: str) -> None:
-        call = self._stub.ModelStreamInfer(timeout=self._response_timeout)
-        with _mapped_errors():
-            await call.write(infer_request(ENGINE, request_id, stop_inputs(), ()))
-            await call.done_writing()
-            async for message in call:
-                if message.error_message:
-                    raise error_from_text(message.error_message)
+        request = infer_request(ENGINE, request_id, stop_inputs(), ())
+        connection = await self._connected()
+        arrivals: Arrivals[bytes] = Arrivals(None, None)
+        stream = connection.open(
+            METHOD,
+            request.SerializeToString(),
+            arrivals.add,
+            lambda error: arrivals.end(None if error is None else TritonUnavailable(error)),
+        )
+        try:
+            while messages := await arrivals.take():
+                for message in messages:
+                    infer_response(message)
+        finally:
+            stream.cancel()
+
+    async def _connected(self) -> Connection:
+        async with self._connecting:
+            if self._disconnected:
+                raise TritonUnavailable(CLOSED)
+            if self._connection is None or not self._connection.usable:
+                try:
+                    self._connection = await connect(self._address)
+                except OSError as error:
+                    raise TritonUnavailable(f"Triton cannot be reached: {error}") from None
+            return self._connection
 
     async def _disconnect(self) -> None:
-        await self._channel.close()
+        async with self._connecting:
+            self._disconnected = True
+            if self._connection is not None:
+                self._connection.close(CLOSED)
+
+
+class Answer:
+    """The messages that answer a request, on their way to its responses."""
+
+    def __init__(self, responses: ResponseStream, top: int | None) -> None:
+        """Begins at the first id.
+
+        Args:
+            top: see ``wanted_log_probs``.
+        """
+        self._responses = responses
+        self._top = top
+        self._place = 0
+
+    def add(self, message: bytes) -> None:
+        """Takes in a message. What comes after the last one, or after one that is no good, is dropped."""
+        if self._responses.ended:
+            return
+        try:
+            response = parse_response(infer_response(message), self._place, self._top)
+        except CogTritonError as error:
+            self._responses.end(error)
+            return
+        self._place += len(response.ids)
+        self._responses.add(response)
+        if response.final:
+            self._responses.end()
+
+    def end(self, error: str | None) -> None:
+        """No message will come any more; without an error, Triton ended the stream."""
+        problem = error or "Triton closed the stream before the last response"
+        self._responses.end(TritonUnavailable(problem))
+
+
+def infer_response(message: bytes) -> service_pb2.ModelInferResponse:
+    """The response in a message of a stream.
+
+    Raises:
+        CogTritonError: it is an error, or cannot be read.
+    """
+    try:
+        answer = service_pb2.ModelStreamInferResponse.FromString(message)
+    except DecodeError:
+        raise TritonMalformedEvent("Triton sent a message that cannot be read") from None
+    return _checked(answer)
 
 
 @dataclass(frozen=True)

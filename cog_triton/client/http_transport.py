@@ -19,6 +19,7 @@ from cog_triton.client.server_sent_events import EventParser
 from cog_triton.client.stream import (
     Inputs,
     Response,
+    ResponseStream,
     TritonClient,
     check_total,
     checked_ids,
@@ -73,6 +74,12 @@ class HttpClient(TritonClient):
             # Silence is bounded by ResponseStream.
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
         )
+
+    async def _begin(
+        self, request_id: str, inputs: Inputs, continued: Sequence[int], parameters: Parameters
+    ) -> ResponseStream:
+        responses = self._responses(request_id, inputs, continued, parameters)
+        return ResponseStream(responses, self._response_timeout)
 
     async def _responses(
         self, request_id: str, inputs: Inputs, continued: Sequence[int], parameters: Parameters

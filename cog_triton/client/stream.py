@@ -7,7 +7,7 @@ import contextlib
 import logging
 import re
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -156,13 +156,12 @@ class TritonClient(ABC):
             parameters: sent beside the inputs, see ``cog_triton.protocol``.
 
         Raises:
-            TritonUnavailable: the client has been closed.
+            TritonUnavailable: the client has been closed, or there is no connection.
             CogTritonError: from the iterator.
         """
         if self._closed:
             raise TritonUnavailable(CLOSED)
-        responses = self._responses(request_id, inputs, continued, parameters)
-        stream = ResponseStream(responses, self._response_timeout)
+        stream = await self._begin(request_id, inputs, continued, parameters)
         if self._stall_timeout is not None:
             stream.watch(self._stall_timeout, self._last_heard)
         self._running.add(stream)
@@ -238,10 +237,10 @@ class TritonClient(ABC):
         return ""
 
     @abstractmethod
-    def _responses(
+    async def _begin(
         self, request_id: str, inputs: Inputs, continued: Sequence[int], parameters: Parameters
-    ) -> AsyncGenerator[Response, None]:
-        """The request's responses, the last one final; raises CogTritonError."""
+    ) -> ResponseStream:
+        """Sends a request; its responses, the last one final. CogTritonError may come of both."""
 
     @abstractmethod
     async def _send_stop(self, request_id: str) -> None:
@@ -275,7 +274,7 @@ class ResponseStream(Arrivals[Response]):
             self._error = TritonMalformedEvent(
                 f"Triton's stream stood still for {timeout:g} s while others went on"
             )
-            self._wake.set()
+            self._wake()
         elif not self.ended:
             seconds = max(timeout - silence, timeout / 4)
             self._watch = self._loop.call_later(seconds, self.watch, timeout, others)

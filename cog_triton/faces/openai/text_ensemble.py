@@ -12,6 +12,7 @@ import secrets
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
+import grpc
 import numpy as np
 import numpy.typing as npt
 
@@ -19,6 +20,7 @@ from cog_triton import protocol
 from cog_triton.admission import Admission
 from cog_triton.client.arrivals import Arrivals
 from cog_triton.client.grpc_transport import (
+    CHANNEL_OPTIONS,
     GrpcClient,
     Message,
     infer_request,
@@ -43,6 +45,7 @@ class TextClient(GrpcClient):
     def __init__(self, address: str, model: str, response_timeout: float) -> None:
         super().__init__(address, response_timeout=response_timeout)
         self._model = model
+        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
 
     async def texts(
         self, request_id: str, inputs: Mapping[str, npt.NDArray[Any]]
@@ -61,6 +64,10 @@ class TextClient(GrpcClient):
                 task = asyncio.create_task(self._stop_messages(request_id, arrivals))
                 self._stopping.add(task)
                 task.add_done_callback(self._stopping.discard)
+
+    async def _disconnect(self) -> None:
+        await super()._disconnect()
+        await self._channel.close()
 
     async def _stop_messages(self, request_id: str, arrivals: Arrivals[Message]) -> None:
         try:

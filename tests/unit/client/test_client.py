@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from abc import abstractmethod
 from array import array
 from collections.abc import AsyncGenerator
 from typing import Any
@@ -15,8 +16,8 @@ from tritonclient.grpc import service_pb2
 from cog_triton.client.arrivals import Arrivals
 from cog_triton.client.grpc_transport import (
     GrpcClient,
-    _checked,
     infer_request,
+    infer_response,
     parse_response,
     set_parameters,
 )
@@ -101,7 +102,7 @@ def test_a_grpc_response_without_its_ids() -> None:
 
 def test_a_grpc_message_that_cannot_be_read() -> None:
     with pytest.raises(TritonMalformedEvent, match="cannot be read"):
-        _checked(None)  # which is what grpc.aio hands over then
+        infer_response(b"\xff")
 
 
 def checked(*ids: int, place: int) -> list[int]:
@@ -287,7 +288,19 @@ def test_http_replies_that_end_in_an_error() -> None:
     assert http_error("<html>", "text/html", 502).startswith(TritonMalformedJSON.code)
 
 
-class Scripted(TritonClient):
+class Generated(TritonClient):
+    """A client whose transport is a generator."""
+
+    async def _begin(self, *request: Any) -> ResponseStream:
+        return ResponseStream(self._responses(*request), self._response_timeout)
+
+    @abstractmethod
+    def _responses(
+        self, request_id: str, inputs: object, continued: object
+    ) -> AsyncGenerator[Response, None]: ...
+
+
+class Scripted(Generated):
     """A client whose transport is a list of responses that wait for an event at the end."""
 
     def __init__(
@@ -513,7 +526,7 @@ def test_a_stop_that_fails_is_sent_again() -> None:
     assert asyncio.run(main()) == ["id", "id"]
 
 
-class Silent(TritonClient):
+class Silent(Generated):
     """One response to each request, and silence after it, whatever becomes of the connection."""
 
     async def _responses(self, *_: object) -> AsyncGenerator[Response, None]:

@@ -1,0 +1,242 @@
+"""A connection to a gRPC server for streams of one request each, on the event loop itself.
+
+gRPC's own client for asyncio takes a step of a thread, a wake-up of the event loop and a future for each
+message of each stream. Tokens come as many small messages on many streams: here all that have arrived are
+handed over in one step. h2 speaks the protocol.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import Callable, Iterable
+from urllib.parse import unquote
+
+from h2.config import H2Configuration
+from h2.connection import H2Connection
+from h2.errors import ErrorCodes
+from h2.events import (
+    ConnectionTerminated,
+    DataReceived,
+    Event,
+    RemoteSettingsChanged,
+    ResponseReceived,
+    StreamEnded,
+    StreamReset,
+    TrailersReceived,
+    WindowUpdated,
+)
+from h2.exceptions import H2Error, ProtocolError
+from h2.settings import SettingCodes, Settings
+
+CONNECT_SECONDS = 10.0
+
+_MESSAGE = struct.Struct(">BL")  # of gRPC: whether it is compressed, its length
+_FIRST_WINDOW = 65_535
+_LARGEST_WINDOW = 2**31 - 1
+_SETTINGS = {SettingCodes.ENABLE_PUSH: 0, SettingCodes.INITIAL_WINDOW_SIZE: _LARGEST_WINDOW}
+
+
+class Stream:
+    """A request, and the messages that come in answer to it."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        number: int,
+        body: bytes,
+        on_message: Callable[[bytes], object],
+        on_end: Callable[[str | None], object],
+    ) -> None:
+        self.number = number
+        self.unsent = memoryview(body)
+        self.status: str | None = None  # of gRPC, unless it is OK
+        self.end = on_end
+        self._connection = connection
+        self._on_message = on_message
+        self._partial = b""
+
+    def cancel(self) -> None:
+        """Tells the peer that nobody listens any more, and calls back no more."""
+        self._connection.cancel(self)
+
+    def feed(self, data: bytes) -> None:
+        """Takes in a part of the answer."""
+        data = self._partial + data if self._partial else data
+        at, size = 0, len(data)
+        while size - at >= _MESSAGE.size:
+            compressed, length = _MESSAGE.unpack_from(data, at)
+            if compressed:
+                raise ProtocolError("a compressed message")
+            end = at + _MESSAGE.size + length
+            if end > size:
+                break
+            self._on_message(data[at + _MESSAGE.size : end])
+            at = end
+        self._partial = data[at:]
+
+
+class Connection(asyncio.Protocol):
+    """One connection. To be used from its event loop."""
+
+    def __init__(self, authority: str) -> None:
+        """Becomes usable as it is connected; see ``connect``."""
+        self._authority = authority
+        # The headers that are sent are ours, and in order.
+        self._h2 = H2Connection(
+            H2Configuration(validate_outbound_headers=False, normalize_outbound_headers=False)
+        )
+        self._streams: dict[int, Stream] = {}
+        self._taken = 0  # bytes received that the peer has not been told of
+        self._closed: str | None = None
+
+    @property
+    def usable(self) -> bool:
+        """Whether a stream can be opened."""
+        return self._closed is None
+
+    def open(
+        self,
+        path: str,
+        message: bytes,
+        on_message: Callable[[bytes], object],
+        on_end: Callable[[str | None], object],
+    ) -> Stream:
+        """Sends a request of one message.
+
+        Args:
+            on_message: is called with each message of the answer.
+            on_end: is called when nothing more will come, with None if the peer ended the answer well.
+
+        Raises:
+            OSError: the peer takes no more streams.
+        """
+        try:
+            number = self._h2.get_next_available_stream_id()
+            self._h2.send_headers(number, _headers(self._authority, path))
+        except H2Error as error:
+            raise OSError(str(error)) from None
+        body = _MESSAGE.pack(0, len(message)) + message
+        stream = self._streams[number] = Stream(self, number, body, on_message, on_end)
+        self._send_body(stream)
+        self._flush()
+        return stream
+
+    def cancel(self, stream: Stream) -> None:
+        """See ``Stream.cancel``."""
+        if self._streams.pop(stream.number, None) is not None:
+            self._h2.reset_stream(stream.number, ErrorCodes.CANCEL)
+            self._flush()
+
+    def close(self, reason: str) -> None:
+        """Ends the connection, and with it all streams."""
+        if self._closed is None:
+            self._closed = reason
+            self._transport.abort()
+        streams, self._streams = self._streams, {}
+        for stream in streams.values():
+            stream.end(reason)
+
+    # What the event loop calls
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self._h2.local_settings = Settings(initial_values=_SETTINGS)
+        self._h2.initiate_connection()
+        self._h2.increment_flow_control_window(_LARGEST_WINDOW - _FIRST_WINDOW)
+        self._flush()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.close(f"the connection was lost: {exc}" if exc else "Triton closed the connection")
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            self._handle(self._h2.receive_data(data))
+        except ProtocolError as error:
+            self.close(f"Triton's answer cannot be read: {error}")
+            return
+        self._flush()
+
+    def _handle(self, events: Iterable[Event]) -> None:
+        for event in events:
+            if isinstance(event, DataReceived):
+                self._data(event)
+            elif isinstance(event, StreamEnded):
+                self._end(event.stream_id, None)
+            elif isinstance(event, StreamReset):
+                self._end(event.stream_id, f"Triton reset the stream: error {event.error_code!s}")
+            elif isinstance(event, (ResponseReceived, TrailersReceived)):
+                self._note_status(event)
+            elif isinstance(event, (WindowUpdated, RemoteSettingsChanged)):
+                self._send_bodies()
+            elif isinstance(event, ConnectionTerminated):
+                self.close("Triton closes the connection")
+
+    def _data(self, event: DataReceived) -> None:
+        stream = self._streams.get(event.stream_id)
+        if stream is not None:  # else it has been cancelled
+            stream.feed(event.data)
+        self._taken += event.flow_controlled_length
+        if self._taken > _LARGEST_WINDOW // 2:
+            self._h2.increment_flow_control_window(self._taken)
+            self._taken = 0
+
+    def _note_status(self, event: ResponseReceived | TrailersReceived) -> None:
+        """gRPC says in the headers of an answer or after it what became of it."""
+        headers, stream = dict(event.headers), self._streams.get(event.stream_id)
+        status = headers.get(b"grpc-status", b"0").decode()
+        if stream is not None and status != "0":
+            message = unquote(headers.get(b"grpc-message", b"").decode(errors="replace"))
+            stream.status = message or f"gRPC's status {status}"
+
+    def _end(self, number: int, error: str | None) -> None:
+        stream = self._streams.pop(number, None)
+        if stream is not None:
+            stream.end(error or stream.status)
+
+    def _send_bodies(self) -> None:
+        for stream in self._streams.values():
+            if stream.unsent:
+                self._send_body(stream)
+
+    def _send_body(self, stream: Stream) -> None:
+        """Sends as much of a request as the peer takes now."""
+        while stream.unsent:
+            window = self._h2.local_flow_control_window(stream.number)
+            size = min(window, self._h2.max_outbound_frame_size)
+            if size <= 0:
+                return
+            part, stream.unsent = stream.unsent[:size], stream.unsent[size:]
+            self._h2.send_data(stream.number, part, end_stream=not stream.unsent)
+
+    def _flush(self) -> None:
+        if data := self._h2.data_to_send():
+            self._transport.write(data)
+
+
+async def connect(address: str) -> Connection:
+    """A connection to host:port.
+
+    Raises:
+        OSError: there is none, or none in time.
+    """
+    host, _, port = address.rpartition(":")
+    loop = asyncio.get_running_loop()
+    connecting = loop.create_connection(lambda: Connection(address), host.strip("[]"), int(port))
+    try:
+        _, connection = await asyncio.wait_for(connecting, CONNECT_SECONDS)
+    except asyncio.TimeoutError:  # is an OSError from Python 3.11 on
+        raise OSError(f"no connection in {CONNECT_SECONDS:g} s") from None
+    return connection
+
+
+def _headers(authority: str, path: str) -> list[tuple[str, str]]:
+    return [
+        (":method", "POST"),
+        (":scheme", "http"),
+        (":path", path),
+        (":authority", authority),
+        ("te", "trailers"),
+        ("content-type", "application/grpc"),
+    ]
