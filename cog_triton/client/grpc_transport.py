@@ -272,8 +272,8 @@ def parse_response(
         TritonMalformedEvent: an output that was asked for is missing, or the stream is not whole up
             to here.
     """
-    names = (output.name for output in response.outputs)
-    raw = dict(zip(names, response.raw_output_contents, strict=False))
+    contents = zip(response.outputs, response.raw_output_contents, strict=False)
+    raw = {output.name: content for output, content in contents}
     prompt, total = raw.get("num_input_tokens"), raw.get("num_output_tokens")
     input_tokens, final = _int32(prompt) if prompt else None, _is_final(response)
     try:
