@@ -19,10 +19,12 @@ from starlette.types import Receive, Scope, Send
 
 from cog_triton.errors import CogTritonError
 from cog_triton.faces.openai.errors import CLIENT_GONE, ApiError, api_error, internal_error
-from cog_triton.faces.openai.fields import FIELDS
+from cog_triton.faces.openai.fields import FIELDS, Sampling
+from cog_triton.faces.openai.sampling import check_fields
 from cog_triton.faces.openai.served import Served
 from cog_triton.faces.openai.wire import DONE, Head, dumps, event, usage
 from cog_triton.generation import Chunk
+from cog_triton.request import Request
 
 logger = logging.getLogger(__name__)
 
@@ -118,6 +120,33 @@ class Answer:
             return
         total = self.head.event([], self.counts.usage()) if self.head.usage else b""
         yield total + DONE
+
+
+def answering(
+    body: Sampling,
+    served: Served,
+    head: Head,
+    requests: Sequence[Request],
+    choices: Sequence[Choice],
+    request_id: str,
+) -> Answering:
+    """The response to a body.
+
+    Args:
+        requests: in the order of the choices: all to the first prompt, all to the second.
+
+    Raises:
+        ApiError: the body has a field that no engine honours.
+    """
+    answer = Answer(
+        served,
+        head,
+        lambda: served.generate(requests, request_id),
+        choices,
+        Counts(body.choices),
+        check_fields(body),
+    )
+    return Answering(answer, stream=bool(body.stream))
 
 
 class Answering(Response):

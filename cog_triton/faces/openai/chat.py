@@ -7,14 +7,14 @@ from typing import Any
 
 from fastapi import APIRouter
 
-from cog_triton.faces.openai.answers import Answer, Answering, Counts
+from cog_triton.faces.openai.answers import Answering, answering
 from cog_triton.faces.openai.dependencies import FromApp, RequestId
 from cog_triton.faces.openai.errors import invalid
 from cog_triton.faces.openai.fields import ChatBody, NamedTool
 from cog_triton.faces.openai.log_probs import chat_log_probs
 from cog_triton.faces.openai.prompts import chat_prompt, template_text
 from cog_triton.faces.openai.reasoning import ReasoningParser, thinks
-from cog_triton.faces.openai.sampling import check_fields, longest_output, sampling, with_seed
+from cog_triton.faces.openai.sampling import longest_output, sampling, with_seed
 from cog_triton.faces.openai.served import Served
 from cog_triton.faces.openai.tools.choice import call_guide, is_enforced, offered_tools
 from cog_triton.faces.openai.tools.events import (
@@ -37,7 +37,6 @@ _MARK = "\x00text\x00"
 @router.post("/v1/chat/completions")
 async def chat_completions(body: ChatBody, served: FromApp, request_id: RequestId) -> Answering:
     """Answers messages, in one body or as events."""
-    headers = check_fields(body)
     template = template_text(served.backend.tokenizer)
     known = _tool_format(body, template)
     request = chat_request(body, served, known)
@@ -49,22 +48,19 @@ async def chat_completions(body: ChatBody, served: FromApp, request_id: RequestI
         body.model,
         body.include_usage,
     )
+    named = isinstance(body.tool_choice, NamedTool)
     choices = [
-        ChatChoice(number, head, served.backend.tokenizer, _parser(body, request, known, template))
+        ChatChoice(
+            number,
+            head,
+            served.backend.tokenizer,
+            _parser(body, request, known, template),
+            named=named,
+        )
         for number in range(body.choices)
     ]
-    for choice in choices:
-        choice.named = isinstance(body.tool_choice, NamedTool)
     requests = [replace(request, **with_seed(request, n)) for n in range(body.choices)]
-    answer = Answer(
-        served,
-        head,
-        lambda: served.generate(requests, request_id),
-        choices,
-        Counts(body.choices),
-        headers,
-    )
-    return Answering(answer, stream=bool(body.stream))
+    return answering(body, served, head, requests, choices, request_id)
 
 
 def chat_request(body: ChatBody, served: Served, known: Format | None) -> Request:
@@ -121,15 +117,29 @@ def _parser(body: ChatBody, request: Request, known: Format | None, template: st
 class ChatChoice:
     """One answer: see ``answers.Choice``."""
 
-    def __init__(self, index: int, head: Head, tokenizer: Tokenizer, parser: Parser | None) -> None:
-        self.named = False
+    def __init__(
+        self,
+        index: int,
+        head: Head,
+        tokenizer: Tokenizer,
+        parser: Parser | None,
+        *,
+        named: bool = False,
+    ) -> None:
+        """Nothing has come yet.
+
+        Args:
+            parser: reads the text; None if all of it is content.
+            named: whether a call was forced by its name.
+        """
+        self._named = named
         self._index = index
         self._head = head
         self._tokenizer = tokenizer
         self._parser = parser
         self._around = head.around(self._choice({"content": _MARK}), _MARK)
         self._called = False
-        self._message = Message()
+        self._message = WholeMessage()
 
     def begin(self) -> bytes:
         """See ``Choice``."""
@@ -187,7 +197,7 @@ class ChatChoice:
 
     def _finish_reason(self, chunk: Chunk) -> str | None:
         # Of a call that was forced by its name, OpenAI says stop.
-        if self._called and chunk.finish_reason == "stop" and not self.named:
+        if self._called and chunk.finish_reason == "stop" and not self._named:
             return "tool_calls"
         return chunk.finish_reason
 
@@ -202,7 +212,7 @@ class ChatChoice:
         }
 
 
-class Message:
+class WholeMessage:
     """A whole message, as its events make it."""
 
     def __init__(self) -> None:
