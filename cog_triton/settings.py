@@ -180,6 +180,8 @@ class Settings(BaseModel):
     busy_timeout: float = Field(900.0, gt=0)
     """Seconds for which every slot may be taken, without a prediction that begins, streams or ends, until
     /health/ready answers 503; longer than a request may last that does not stream."""
+    chat_page: bool = True
+    """The OpenAI face has a page to chat with the model at /."""
     log_performance_metrics: bool = False
     """Log the performance metrics of every prediction, whatever its input says."""
 

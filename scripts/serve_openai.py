@@ -32,6 +32,8 @@ def main(argv: list[str] | None = None) -> int:
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     if arguments.verbose:
         os.environ["LOG_LEVEL"] = "debug"
+    if arguments.no_page:
+        os.environ["CHAT_PAGE"] = "false"
     from cog_triton.errors import CogTritonError
     from cog_triton.faces.openai.processes import Options, run
 
@@ -77,6 +79,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--workers", type=int, default=1, help="processes that answer, if one core is not enough"
     )
+    parser.add_argument("--no-page", action="store_true", help="no chat page at /: CHAT_PAGE=false")
     parser.add_argument("-v", "--verbose", action="store_true", help="LOG_LEVEL=debug")
     return parser.parse_args(argv)
 

@@ -5,6 +5,7 @@
     fields.py      the bodies of requests; sampling.py makes a ``Request`` of them
     chat.py, completions.py, models.py, tokens.py, health.py
                    the routers
+    page.py        the chat page at /, which is page.html
     answers.py     chunks to a response: as events or in one body, and the end of one whose client has gone
     wire.py        bytes of events and bodies
     errors.py      which status and body each error has

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 import cog_triton
 from cog_triton.errors import CogTritonError, shown
-from cog_triton.faces.openai import chat, completions, health, models, tokens
+from cog_triton.faces.openai import chat, completions, health, models, page, tokens
 from cog_triton.faces.openai.answers import error_response, told
 from cog_triton.faces.openai.errors import ApiError, invalid
 from cog_triton.faces.openai.middleware import BodyLimit, RequestIds, too_large
@@ -29,6 +29,8 @@ def create_app(served: Served) -> FastAPI:
     app.state.served = served
     for router in ROUTERS:
         app.include_router(router)
+    if served.settings.chat_page:
+        app.include_router(page.router)
     # The last is the first that a request meets.
     app.add_middleware(BodyLimit, most=served.settings.max_request_bytes)
     app.add_middleware(RequestIds)
