@@ -68,7 +68,8 @@ def test_an_installation_has_every_data_file() -> None:
     files = {
         str(file.relative_to(ROOT))
         for folder in ("cog_triton", "tools")
-        for file in (ROOT / folder).rglob("*.yaml")
+        for kind in ("*.yaml", "*.html")
+        for file in (ROOT / folder).rglob(kind)
     }
-    assert "cog_triton/repository/variables.yaml" in files
+    assert {"cog_triton/repository/variables.yaml", "cog_triton/faces/openai/page.html"} <= files
     assert files <= set(run.stdout.split())

@@ -1,0 +1,445 @@
+"""The chat page in headless Chromium, on real servers; a browser that reaches nothing but them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jsonschema  # type: ignore[import-untyped, unused-ignore]
+import pytest
+from tokenizers import Tokenizer
+
+from tests.browser import HOSTILE, QUESTION, Tab, chromium
+from tests.openai_server import OpenAIServer
+from tests.support import wait_until
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
+ANSWER = "Machine learning is a way of building programs"
+
+CALL = '{"name": "weather", "arguments": {"city": "Paris <b>"}}'
+SIMULATED_TEXT = f"<think>Hm, <b>hm</b>.</think>\n\n{HOSTILE}\n<tool_call>{CALL}</tool_call></s>"
+# For the format of its calls, and so that the prompt is the last message alone.
+TEMPLATE = "{{ messages[-1]['content'] }}{# tools <tool_call> <think></think> #}"
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as browser:
+        yield browser
+
+
+@pytest.fixture(scope="module")
+def demo(
+    demo_model: Path, engine_name: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[OpenAIServer]:
+    """With the demo model."""
+    environment = {"MODEL": str(demo_model), "ENGINE": engine_name}
+    with OpenAIServer(environment, tmp_path_factory.mktemp("demo") / "log") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def simulated(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAIServer]:
+    """A model that thinks, says what is hostile to a page, and calls a tool; 2 ms a token."""
+    environment = {
+        "MODEL": str(demo_model),
+        "ENGINE": "simulated",
+        "SIMULATED_INTER_TOKEN_MS": "2",
+        "SIMULATED_TEXT": SIMULATED_TEXT,
+        "CHAT_TEMPLATE": TEMPLATE,
+    }
+    with OpenAIServer(environment, tmp_path_factory.mktemp("simulated") / "log") as server:
+        yield server
+
+
+@pytest.fixture
+def tab(request: pytest.FixtureRequest, browser: Browser) -> Iterator[Tab]:
+    """The page of the demo model's server, or the one that a test names; at the end it has asked for
+    nothing else, and nothing was wrong with it."""
+    server = request.getfixturevalue(getattr(request, "param", "demo"))
+    context = browser.new_context(viewport={"width": 1200, "height": 800})
+    tab = Tab(context.new_page())
+    try:
+        tab.open(server.url)
+        yield tab
+        assert tab.complaints == []
+        assert {url for url in tab.urls if not url.startswith((server.url, "data:"))} == set()
+    finally:
+        context.close()
+
+
+on_simulated = pytest.mark.parametrize("tab", ["simulated"], indirect=True)
+
+
+@pytest.fixture(scope="module")
+def opening(demo_model: Path) -> str:
+    """A message upon which the simulated engine begins at the beginning of its text."""
+    tokenizer = Tokenizer.from_file(str(demo_model / "tokenizer.json"))
+
+    def ids(text: str) -> list[int]:
+        return list(tokenizer.encode(text, add_special_tokens=False).ids)
+
+    length = len(ids(SIMULATED_TEXT))
+    words = re.findall(
+        r"\w+", "What is a KV cache and why do we need gradient descent in deep learning"
+    )
+    texts = map(" ".join, itertools.product(words, repeat=4))
+    return next(text for text in texts if sum(ids(text)) % length == 0)
+
+
+# Answers
+
+
+def test_an_answer_streams_and_is_measured(tab: Tab, demo: OpenAIServer) -> None:
+    tab.set(Temperature=0)
+    tab.ask()
+    assert tab.text().startswith(ANSWER)
+    ttft, rate, tokens, reason = tab.facts()[:4]
+    assert ttft.startswith("TTFT ")
+    assert rate.endswith(" tokens/s")
+    usage = demo.chat(temperature=0).json()["usage"]
+    assert tokens == f"{usage['prompt_tokens']} tokens in, {usage['completion_tokens']} tokens out"
+    assert reason == "stop"
+    assert tab.page.locator("#facts").inner_text() == "context of 2,048 tokens"
+
+
+def test_what_is_not_set_is_not_sent(tab: Tab) -> None:
+    tab.ask()
+    assert tab.bodies == [
+        {
+            "model": "demo",
+            "messages": [{"role": "user", "content": QUESTION}],
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+    ]
+
+
+def test_every_setting_is_sent(tab: Tab) -> None:
+    tab.set(
+        Temperature=0.5, Top_p=0.9, Top_k=40, Max_tokens=7, Seed=3, System_prompt="Be brief.",
+        Repetition_penalty=1.1, Presence_penalty=0.2, Frequency_penalty=-0.2,
+        Stop_sequences="END\n\\n\\n\n", Further_fields={"min_p": 0.1},
+    )  # fmt: skip
+    tab.ask()
+    (body,) = tab.bodies
+    assert body.pop("messages")[0] == {"role": "system", "content": "Be brief."}
+    assert body == {
+        "model": "demo",
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 40,
+        "max_tokens": 7,
+        "seed": 3,
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.2,
+        "frequency_penalty": -0.2,
+        "stop": ["END", "\n\n"],
+        "min_p": 0.1,
+    }
+    assert "7 tokens out" in tab.facts()[2]
+
+
+def test_a_conversation_grows_is_asked_again_and_cleared(tab: Tab) -> None:
+    tab.set(Temperature=0, Max_tokens=3)
+    tab.ask("Hello")
+    first = {"role": "assistant", "content": tab.bodies[0] and tab.text()}
+    tab.ask("Thanks")
+    history = [{"role": "user", "content": "Hello"}, first, {"role": "user", "content": "Thanks"}]
+    assert tab.bodies[1]["messages"] == history
+    tab.page.get_by_role("button", name="Regenerate").click()
+    tab.ended()
+    assert tab.bodies[2] == tab.bodies[1]
+    assert tab.page.locator("article").count() == 2
+    tab.page.get_by_role("button", name="New chat").click()
+    assert tab.page.locator("article").count() == 0
+    tab.ask("Hello")
+    assert tab.bodies[3] == tab.bodies[0]
+
+
+def test_the_keys(tab: Tab) -> None:
+    prompt = tab.page.get_by_label("Message")
+    prompt.press("Enter")  # nothing to send
+    prompt.type("a")
+    prompt.press("Shift+Enter")
+    prompt.type("b")
+    prompt.press("Enter")
+    tab.ended()
+    assert [body["messages"][0]["content"] for body in tab.bodies] == ["a\nb"]
+    assert prompt.input_value() == ""
+
+
+@on_simulated
+@pytest.mark.parametrize("by", ["button", "Escape"])
+def test_a_stop_ends_the_request_in_the_engine(tab: Tab, simulated: OpenAIServer, by: str) -> None:
+    stopped = simulated.engine["stopped"]
+    tab.set(Max_tokens=1900, Further_fields={"ignore_eos": True})
+    tab.send("Go")
+    tab.page.locator("article .text > *").first.wait_for()  # some of it has come, and it goes on
+    stop = tab.page.get_by_role("button", name="Stop")
+    stop.click() if by == "button" else tab.page.keyboard.press("Escape")
+    tab.ended()
+    assert tab.facts()[1] == "stopped"
+    assert tab.text()
+    wait_until(lambda: simulated.engine["active"] == 0, 10, "the end of the request")
+    assert simulated.engine["stopped"] == stopped + 1
+    assert stop.is_hidden()
+
+
+@on_simulated
+def test_thoughts_are_folded_and_calls_are_shown(tab: Tab, opening: str) -> None:
+    tab.set(Further_fields={"tools": TOOLS})
+    tab.ask(opening)
+    thoughts = tab.page.locator("article details")
+    assert thoughts.inner_text().startswith("Thought for ")
+    assert thoughts.get_attribute("open") is None
+    thoughts.locator("summary").click()
+    assert thoughts.locator("div").inner_text() == "Hm, <b>hm</b>."
+    assert tab.facts()[3] == "tool_calls"
+    call = tab.page.locator(".call")
+    assert call.locator("figcaption").inner_text().startswith("call of weather")
+    assert json.loads(call.locator("code").inner_text()) == {"city": "Paris <b>"}
+    # What is written next is the call's result.
+    assert tab.page.get_by_placeholder("Result of weather").is_visible()
+    tab.ask("21 degrees")
+    *_, answer, result = tab.bodies[1]["messages"]
+    assert [function["function"]["name"] for function in answer["tool_calls"]] == ["weather"]
+    assert result == {
+        "role": "tool",
+        "tool_call_id": answer["tool_calls"][0]["id"],
+        "content": "21 degrees",
+    }
+
+
+# The schema box
+
+
+def test_an_answer_to_a_schema(tab: Tab) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"a": {"enum": ["x", "y"]}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    tab.set(Temperature=0, JSON_schema=schema)
+    tab.ask()
+    jsonschema.validate(json.loads(tab.page.locator("article code").inner_text()), schema)
+    (body,) = tab.bodies
+    assert body["response_format"] == {
+        "type": "json_schema",
+        "json_schema": {"name": "answer", "schema": schema, "strict": True},
+    }
+
+
+@pytest.mark.parametrize("text", ['{"type": "object",', "[1]", "null"])
+def test_a_schema_that_is_no_json_is_told_at_once(tab: Tab, text: str) -> None:
+    problem = tab.page.locator("#schema-problem")
+    tab.set(JSON_schema=text)
+    assert problem.inner_text().startswith("Not JSON: ")
+    tab.send()
+    assert tab.page.locator("#schema").evaluate("box => box === document.activeElement")
+    assert tab.bodies == []
+    tab.set(JSON_schema="")
+    assert problem.is_hidden()
+
+
+# Errors
+
+
+def test_an_error_is_shown_and_leaves_the_conversation(tab: Tab, demo: OpenAIServer) -> None:
+    tab.set(Further_fields={"logit_bias": {"<b>": 1}})
+    tab.ask("Hello")
+    error = tab.page.get_by_role("alert").filter(has_text="logit_bias must have token ids")
+    assert error.locator("small").inner_text().startswith("400 · invalid_request_error · ")
+    assert error.locator("small").inner_text().endswith("param: logit_bias")
+    assert error.locator("b").count() == 0
+    (name,) = tab.page.locator("article .id").all_inner_texts()
+    reply = demo.get("/v1/models", headers={"x-request-id": name})
+    assert reply.headers["x-request-id"] == name
+    tab.set(Further_fields="")
+    tab.ask()
+    assert tab.bodies[1]["messages"] == [{"role": "user", "content": QUESTION}]
+
+
+def test_a_schema_that_the_server_refuses(tab: Tab) -> None:
+    tab.set(JSON_schema={"type": "nonsense"})
+    tab.ask()
+    assert tab.page.locator("article .error small").inner_text().startswith("400 · ")
+
+
+def test_behind_a_path_of_a_proxy(tab: Tab, demo: OpenAIServer) -> None:
+    def proxy(route: Any) -> None:
+        route.continue_(url=route.request.url.replace("/deep/", "/"))
+
+    tab.page.route(f"{demo.url}/deep/**", proxy)
+    tab.urls.clear()
+    tab.page.goto(f"{demo.url}/deep/")
+    tab.page.get_by_role("heading", name="Ask demo").wait_for()
+    tab.ask()
+    assert all(url.startswith((f"{demo.url}/deep/", "data:")) for url in tab.urls)
+    assert tab.text()
+
+
+def test_a_key_is_asked_for(tab: Tab) -> None:
+    told = {
+        "error": {
+            "message": "no such key",
+            "type": "invalid_request_error",
+            "code": "invalid_api_key",
+        }
+    }
+
+    def check(route: Any) -> None:
+        if route.request.headers.get("authorization") == "Bearer sk-1":
+            route.continue_()
+        else:
+            route.fulfill(status=401, json=told)
+
+    tab.page.route("**/v1/**", check)
+    tab.page.get_by_role("button", name="Close the settings").click()
+    tab.page.reload()
+    tab.page.get_by_role("alert").filter(has_text="no such key").wait_for()
+    tab.set(API_key="sk-1")
+    tab.page.get_by_label("API key").blur()
+    tab.page.get_by_role("heading", name="Ask demo").wait_for()
+    tab.ask()
+    assert tab.text()
+
+
+def test_a_server_that_is_gone(tab: Tab) -> None:
+    tab.page.route("**/v1/chat/completions", lambda route: route.abort("connectionrefused"))
+    tab.ask()
+    assert "cannot be reached" in tab.page.locator("article .error").inner_text()
+
+
+def test_an_error_in_mid_stream(browser: Browser, demo_model: Path, tmp_path: Path) -> None:
+    environment = {
+        "MODEL": str(demo_model),
+        "ENGINE": "simulated",
+        "SIMULATED_INTER_TOKEN_MS": "20",
+        "SIMULATED_FAILURE_RATE": "1",
+    }
+    with OpenAIServer(environment, tmp_path / "log") as server, browser.new_page() as page:
+        tab = Tab(page)
+        tab.open(server.url)
+        tab.set(Max_tokens=50)
+        tab.ask()
+        error = page.locator("article .error")
+        assert error.inner_text().startswith("a simulated failure after")
+        assert "server_error" in error.locator("small").inner_text()
+        assert tab.text()
+
+
+# What a page must not do
+
+
+@on_simulated
+def test_what_a_model_says_is_never_html(tab: Tab, opening: str) -> None:
+    tab.set(System_prompt=HOSTILE)
+    tab.ask(HOSTILE)
+    tab.ask(opening)
+    assert tab.page.evaluate("window.hit") is None
+    assert "<img src=x onerror=" in tab.text()
+    made = tab.page.locator("#log").evaluate(
+        "log => [...new Set([...log.querySelectorAll('*')].map((node) => node.localName))]"
+    )
+    assert not {"img", "script", "svg", "iframe", "b", "i"} & set(made)
+    links = tab.page.locator("#log a").evaluate_all("all => all.map((link) => link.href)")
+    assert links
+    assert all(link.startswith("https://example.org/") for link in links)
+    handlers = "all => all.some((n) => [...n.attributes].some((a) => a.name.startsWith('on')))"
+    assert not tab.page.locator("#log *").evaluate_all(handlers)
+
+
+def test_the_browser_refuses_what_a_page_must_not_do(browser: Browser, demo: OpenAIServer) -> None:
+    with browser.new_page() as page:
+        page.goto(demo.url)
+        page.evaluate(
+            """() => {
+                window.refused = [];
+                document.onsecuritypolicyviolation = (event) => refused.push(event.effectiveDirective);
+                try { document.body.innerHTML = "<b>" } catch { }
+                document.body.setAttribute("style", "color: red");
+                new Image().src = "/v1/models";
+                fetch("http://127.0.0.1:1/").catch(() => { });
+            }"""
+        )
+        page.wait_for_function("refused.length >= 4")
+        assert set(page.evaluate("refused")) == {
+            *("require-trusted-types-for", "style-src-attr", "img-src", "connect-src"),
+        }
+
+
+def test_a_key_stays_in_the_tab(tab: Tab) -> None:
+    sent = []
+    tab.page.on("request", lambda request: sent.append(request.headers.get("authorization")))
+    tab.set(API_key="sk-1")
+    tab.ask()
+    assert sent[-1] == "Bearer sk-1"
+    tab.page.reload()
+    tab.page.get_by_role("heading", name="Ask demo").wait_for()
+    assert sent[-1] == "Bearer sk-1"
+    assert tab.page.evaluate("[localStorage.length, document.cookie]") == [0, ""]
+    assert tab.page.context.cookies() == []
+
+
+# How it looks
+
+
+def test_copies(tab: Tab) -> None:
+    tab.set(Temperature=0, Max_tokens=4, System_prompt="It's")
+    tab.ask()
+    copied, commands = tab.page.get_by_label("System prompt"), []
+    for old in (False, True):  # without the clipboard, as a browser is over plain HTTP
+        if old:
+            tab.page.evaluate("Object.defineProperty(navigator, 'clipboard', {value: undefined})")
+        for button, text in (("Copy", tab.text()), ("curl", r"It'\''s")):
+            tab.page.locator("article footer").get_by_text(button, exact=True).click()
+            tab.page.get_by_text("Copied").wait_for()
+            copied.fill("")
+            copied.press("Control+v")
+            assert text in copied.input_value()
+            commands.append(copied.input_value())
+            tab.page.get_by_text("Copied").wait_for(state="detached")
+    run = subprocess.run(["bash", "-c", commands[-1]], capture_output=True, text=True)
+    assert run.stdout.endswith("data: [DONE]\n\n"), run.stderr
+
+
+def test_a_narrow_screen(tab: Tab) -> None:
+    tab.page.set_viewport_size({"width": 360, "height": 640})
+    tab.page.reload()
+    settings = tab.page.get_by_role("complementary", name="Settings")
+    assert settings.is_hidden()
+    tab.ask()
+    width = "document.documentElement.scrollWidth"
+    assert tab.page.evaluate(width) == 360
+    tab.page.get_by_role("button", name="Settings").click()
+    assert settings.is_visible()
+    tab.page.keyboard.press("Escape")
+    assert settings.is_hidden()
+
+
+def test_every_control_has_a_name(tab: Tab) -> None:
+    tab.ask()
+    nameless = tab.page.locator("button, input, select, textarea").evaluate_all(
+        """all => all.filter((node) => !(node.labels?.length || node.ariaLabel || node.innerText.trim()))
+            .map((node) => node.outerHTML)"""
+    )
+    assert nameless == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_light_and_dark(tab: Tab, scheme: Any) -> None:
+    tab.page.emulate_media(color_scheme=scheme)
+    color = tab.page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert color == {"light": "rgb(255, 255, 255)", "dark": "rgb(23, 24, 27)"}[scheme]
