@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import struct
 from collections.abc import Callable, Iterable
+from typing import cast
 from urllib.parse import unquote
 
 from h2.config import H2Configuration
@@ -140,8 +141,8 @@ class Connection(asyncio.Protocol):
     # What the event loop calls
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        # uvloop's is of no class of asyncio's.
+        self._transport = cast(asyncio.Transport, transport)
         self._h2.local_settings = Settings(initial_values=_SETTINGS)
         self._h2.initiate_connection()
         self._h2.increment_flow_control_window(_LARGEST_WINDOW - _FIRST_WINDOW)

@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc
 import pytest
+import uvloop
 from h2.config import H2Configuration
 from h2.connection import H2Connection
 from h2.errors import ErrorCodes
@@ -68,15 +69,22 @@ async def all_of(arrivals: Arrivals[bytes]) -> list[bytes]:
     return taken
 
 
-def run(test: Callable[[grpc.aio.Server, Connection], Awaitable[None]]) -> None:
+def run(
+    test: Callable[[grpc.aio.Server, Connection], Awaitable[None]],
+    runner: Callable[..., None] = asyncio.run,
+) -> None:
     async def main() -> None:
         async with serving() as (server, connection):
             await test(server, connection)
 
-    asyncio.run(asyncio.wait_for(main(), 30))
+    async def bounded() -> None:
+        await asyncio.wait_for(main(), 30)
+
+    runner(bounded())
 
 
-def test_many_streams_at_once_large_and_small_and_empty() -> None:
+@pytest.mark.parametrize("runner", [asyncio.run, uvloop.run])
+def test_many_streams_at_once_large_and_small_and_empty(runner: Callable[..., None]) -> None:
     """More than may be sent or received unasked, so that both sides have to grant more."""
 
     async def test(_: grpc.aio.Server, connection: Connection) -> None:
@@ -85,7 +93,7 @@ def test_many_streams_at_once_large_and_small_and_empty() -> None:
         received = await asyncio.gather(*map(all_of, answers))
         assert received == [[message, b"last"] for message in sent]
 
-    run(test)
+    run(test, runner)
 
 
 def test_a_cancelled_stream_calls_back_no_more_and_the_others_go_on() -> None:
