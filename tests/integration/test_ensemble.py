@@ -163,7 +163,7 @@ def test_the_prompt_comes_back_when_asked_for(triton: TritonServer) -> None:
         ({"beam_width": 0}, "beam_width must be at least 1"),
         ({"seed": 5, "random_seed": 6}, "two names of one input and must be the same"),
         ({"min_tokens": 6}, "min_tokens must be at most max_tokens (5), not 6"),
-        ({"guided_decoding_guide_type": "json"}, "does not support guided_decoding_guide_type"),
+        ({"lora_task_id": 5}, "does not support lora_task_id"),
         ({"top_p": 1.5}, "top_p must be between 0 and 1"),
         ({"temperature": -1.0}, "temperature must be at least 0"),
         ({"max_tokens": 0}, "max_tokens must be at least 1"),

@@ -76,7 +76,7 @@ ID_MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"request_output_len": -9}, "max_tokens must be at least 1"),
     ({"stop": True}, "needs the id of the request"),
     ({"repetition_penalty": 0.0}, "repetition_penalty must be greater than 0"),
-    ({"embedding_bias": [1.0]}, "does not support embedding_bias"),
+    ({"lora_task_id": 5}, "does not support lora_task_id"),
 ]
 
 
