@@ -7,7 +7,7 @@ import contextvars
 import gc
 import time
 from collections.abc import AsyncGenerator, Generator
-from typing import Optional
+from typing import Any, Optional
 
 import cog
 from cog import BaseRunner, ConcatenateIterator, Input
@@ -40,8 +40,11 @@ class Predictor(BaseRunner):
         validate_template(settings.prompt_template)
         check_stop_sequences(parse_stop_sequences(settings.stop_sequences))
         end_with_parent()
+        beside = _openai(settings)
         self.deployment = await Deployment.start(settings)
-        last_call.listen(self.deployment.close)
+        if beside is not None:
+            beside.serve(self.deployment)
+        last_call.listen(self.deployment.close, beside and beside.drain)
         # What is alive now stays so: a full collection would go through all of it.
         gc.collect()
         gc.freeze()
@@ -302,6 +305,15 @@ async def _texts(
         measurements.add(chunk)
         if chunk.text:
             yield chunk.text
+
+
+def _openai(settings: Settings) -> Any:
+    """The OpenAI face, if it is to run beside this one."""
+    if settings.openai_port is None:
+        return None
+    from cog_triton.faces.openai.beside import Beside
+
+    return Beside(settings, settings.openai_port, last_call.tell_busy)
 
 
 def _refuse(why: str, **inputs: object) -> None:

@@ -146,6 +146,11 @@ class Settings(BaseModel):
     predictor_metrics_port: Port | None = None
     """Where the predictor's own metrics can be read in Prometheus' format: queue, waiting times, restarts;
     nowhere when unset. It listens on the address of TRITON_HOST."""
+    openai_port: Port | None = None
+    """Where the predictor serves OpenAI's API beside Cog's, on the same Triton; nowhere when unset. 0 picks
+    a free port, which the log names."""
+    openai_host: str = "127.0.0.1"
+    """Address that it listens on."""
     log_verbose: int = Field(0, alias="TRITON_LOG_VERBOSE", ge=0)
     """Triton's --log-verbose."""
     model_repository: Path = Field(Path("triton_model_repo"), alias="TRITON_MODEL_REPO")

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -73,18 +73,22 @@ class OpenAIServer:
     def complete(self, **fields: Any) -> httpx.Response:
         return self.post("/v1/completions", {"model": "demo", "prompt": "Hello", **fields})
 
-    @contextmanager
-    def stream(self, **fields: Any) -> Iterator[Iterator[Any]]:
-        """The events of a chat; each as its object, and the text [DONE]."""
-        body = {"model": "demo", "messages": MESSAGES, "stream": True, **fields}
-        url = f"{self.url}/v1/chat/completions"
-        with httpx.stream("POST", url, json=body, trust_env=False, timeout=60) as reply:
-            assert reply.status_code == 200, reply.read()
-            yield (_event(line) for line in reply.iter_lines() if line)
+    def stream(self, **fields: Any) -> AbstractContextManager[Iterator[Any]]:
+        return streamed_chat(self.url, **fields)
 
     def _is_ready(self) -> bool:
         assert self.process.poll() is None, self.log.read_text()[-3000:]
         return "ready: http" in self.log.read_text()
+
+
+@contextmanager
+def streamed_chat(url: str, **fields: Any) -> Iterator[Iterator[Any]]:
+    """The events of a chat; each as its object, and the text [DONE]."""
+    body = {"model": "demo", "messages": MESSAGES, "stream": True, **fields}
+    url = f"{url}/v1/chat/completions"
+    with httpx.stream("POST", url, json=body, trust_env=False, timeout=60) as reply:
+        assert reply.status_code == 200, reply.read()
+        yield (_event(line) for line in reply.iter_lines() if line)
 
 
 def _event(line: str) -> Any:

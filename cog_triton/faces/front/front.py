@@ -19,6 +19,7 @@ from typing import Any
 
 import uvloop
 
+from cog_triton.faces.cog.last_call import Line
 from cog_triton.faces.front import health, rules
 from cog_triton.faces.front.connection import Client, Upstream
 from cog_triton.faces.front.predictions import Predictions
@@ -43,14 +44,14 @@ class Front:
         limits: Limits,
         predictions: Predictions,
         worker_ended: Callable[[], bool],
-        last_call: Callable[[], None],
+        line: Line,
     ) -> None:
         """
         Args:
             listener: bound to the public address; listens from when Cog's server does.
             predictions: those that pass here.
             worker_ended: whether the predictor's process was there and is not any more.
-            last_call: tells the predictor to end what runs.
+            line: to the predictor, which may answer requests that do not pass here.
         """
         self.limits = limits
         self.clients: set[Client] = set()
@@ -60,7 +61,7 @@ class Front:
         self._listener = listener
         self._predictions = predictions
         self._worker_ended = worker_ended
-        self._last_call = last_call
+        self._line = line
         self._tasks: set[asyncio.Task[Any]] = set()
         self._progress = time.monotonic()
         self._busy_since: float | None = None
@@ -82,6 +83,7 @@ class Front:
     async def _serve(self, port: Callable[[], int | None], stop: int) -> None:
         loop = asyncio.get_running_loop()
         loop.add_reader(stop, self._stop_by_signal, stop)
+        loop.add_reader(self._line.fileno(), self._hear)
         self._predictions.keep_sweeping()
         while not self.port:
             await asyncio.sleep(_POLL_SECONDS)
@@ -148,8 +150,7 @@ class Front:
     def prediction_ended(self, identifier: str, status: int | None) -> None:
         self._predictions.end(identifier, status)
         self._progress = time.monotonic()
-        if not self._predictions.running:
-            self._idle.set()
+        self._note_idle()
 
     async def health(self, client: Client, path: str) -> None:
         """Answers a health route."""
@@ -172,10 +173,11 @@ class Front:
     async def _drain(self) -> None:
         """Lets running predictions end, for a bounded time, and then Cog's server."""
         self.draining = True
+        self._line.drain()
         await self._idle_within(self.limits.drain_seconds)
-        if left := len(self._predictions.running):
-            self._warn(left)
-            self._last_call()
+        if self._busy:
+            self._warn(len(self._predictions.running))
+            self._line.last_call()
             await self._idle_within(_LAST_SECONDS)
         if self._predictions.running:
             for client in list(self.clients):
@@ -185,15 +187,30 @@ class Front:
         if await self._ask("POST", "/shutdown") is None:
             os._exit(0)  # it does not serve yet, or not any more
 
+    @property
+    def _busy(self) -> bool:
+        """Whether predictions run, or what the predictor answers beside them."""
+        return bool(self._predictions.running) or self._line.busy
+
+    def _hear(self) -> None:
+        self._line.hear()
+        self._note_idle()
+
+    def _note_idle(self) -> None:
+        if not self._busy:
+            self._idle.set()
+
     async def _idle_within(self, seconds: float) -> None:
-        """Waits until no prediction runs, for a bounded time."""
+        """Waits until nothing runs, for a bounded time."""
         self._idle.clear()
-        if self._predictions.running:
+        if self._busy:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._idle.wait(), seconds)
 
     def _warn(self, left: int) -> None:
-        what = "1 prediction" if left == 1 else f"{left} predictions"
+        beside = ["requests of another face"] if self._line.busy else []
+        predictions = ["1 prediction" if left == 1 else f"{left} predictions"] if left else []
+        what = " and ".join(predictions + beside)
         text = f"{what} did not end in {self.limits.drain_seconds:g} s: stopped at once"
         print(warning(text), file=sys.stderr, flush=True)
 

@@ -12,6 +12,7 @@
     tools/         tool calls in a model's text
     serving.py     a process, or several, that serve
     attached.py    a Triton that runs already
+    beside.py      in the predictor, beside Cog's face
 
 May import deployment, generation, client, request, text, errors and settings. After a change: pytest
 tests/unit/faces/openai tests/integration/test_openai.py

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -56,6 +56,7 @@ class Served:
         created: seconds since 1970.
         draining: whether it takes no new requests.
         running: requests that are being answered.
+        busy: is told whether there are any, each time that changes.
     """
 
     backend: Backend
@@ -63,6 +64,7 @@ class Served:
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
     running: int = 0
+    busy: Callable[[bool], object] = lambda _: None
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -129,12 +131,15 @@ class Served:
                 headers={"Retry-After": str(RETRY_SECONDS)},
             )
         self.running += 1
+        if self.running == 1:
+            self.busy(True)
         try:
             yield
         finally:
             self.running -= 1
             if not self.running:
                 self._idle.set()
+                self.busy(False)
 
     async def drain(self) -> None:
         """Lets requests that run end, for DRAIN_SECONDS, and then ends them with an error."""
