@@ -42,16 +42,19 @@ RUN python3 /tmp/image/image_constraints.py > /tmp/image/constraints.txt \
 # server has what it lacks (see cog_triton/faces/cog/server.py).
 RUN python3 -c "import pathlib, sysconfig; pathlib.Path(sysconfig.get_path('purelib'), 'cog_triton.pth').write_text('/src\nimport sys; \'cog.server.http\' in sys.orig_argv and __import__(\'cog_triton.faces.cog.server\').faces.cog.server.prepare()')"
 
-# Cog's server on one thread: with more, it refuses requests although slots are free. See docs/cog.md.
+# Cog's server on one thread: with more, it refuses requests although slots are free. See docs/cog.md. What
+# OPENAI_PORT opens can be reached from without, as Cog's port can.
 ENV COG_PREDICT_TYPE_STUB=predict.py:Predictor \
     COG_TRAIN_TYPE_STUB=train.py:train \
     COG_MAX_CONCURRENCY=512 \
     HOME=/home/cog \
+    OPENAI_HOST=0.0.0.0 \
     PORT=5000 \
     PYTHONUNBUFFERED=1 \
     TOKIO_WORKER_THREADS=1
 WORKDIR /src
-EXPOSE 5000
+# The second is that of OpenAI's API, where OPENAI_PORT=3000 asks for it.
+EXPOSE 5000 3000
 STOPSIGNAL SIGTERM
 # Whether predictions may be sent to it. A model may take minutes to load, in which nothing is wrong.
 HEALTHCHECK --interval=10s --timeout=5s --start-period=10m --retries=3 \

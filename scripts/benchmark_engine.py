@@ -36,7 +36,7 @@ from _checkout import ROOT
 
 NAMES = {
     "transformers": ("transformers", "engine", "stack", "serve"),
-    "vllm": ("vllm", "engine", "stack"),
+    "vllm": ("vllm", "engine", "stack", "openai", "vllm-serve"),
 }
 NOT_REPORTED = ("model_directory", "vllm_config", "serve_python", "check", "artifact_dir")
 

@@ -35,6 +35,7 @@ from packaging.version import Version
 
 from cog_triton.engine_choice import VLLM_RELEASES
 from cog_triton.faces.cog.schema import openapi_schema
+from cog_triton.settings import read_settings
 from tests.support import QuietHandler, free_port, http_server, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -139,10 +140,18 @@ def test_the_container_starts_and_stops_cogs_server() -> None:
     assert json.loads(only("CMD").argument) == ["python3", "-m", "cog.server.http"]
     assert only("STOPSIGNAL").argument == "SIGTERM"
     assert only("WORKDIR").argument == "/src"
-    assert only("EXPOSE").argument == environment()["PORT"]
+    assert only("EXPOSE").argument.split()[0] == environment()["PORT"]
     names = [step.name for step in STEPS]
     # NVIDIA's entrypoint is not replaced, and ADD would unpack and download.
     assert not {"ENTRYPOINT", "ADD"} & set(names)
+
+
+def test_compose_publishes_what_the_container_exposes() -> None:
+    compose = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text())
+    service = compose["services"]["cog-triton"]
+    published = [port.split(":")[-1] for port in service["ports"]]
+    assert published == only("EXPOSE").argument.split()
+    assert read_settings(service["environment"]).openai_port == int(published[1])
 
 
 def test_what_changes_most_is_copied_last() -> None:
@@ -241,7 +250,8 @@ def test_both_images_run_the_same() -> None:
     assert variables["COG_MAX_CONCURRENCY"] == str(COG["concurrency"]["max"])
     assert variables["COG_MAX_CONCURRENCY"] == serve.MAX_CONCURRENCY
     # One thread of Cog's server, everywhere: it refuses no request while a slot is free then.
-    assert COG["environment"] == ["TOKIO_WORKER_THREADS=1"]
+    assert COG["environment"] == ["TOKIO_WORKER_THREADS=1", "OPENAI_HOST=0.0.0.0"]
+    assert variables["OPENAI_HOST"] == "0.0.0.0"
     assert variables["TOKIO_WORKER_THREADS"] == "1"
     assert serve.environment({})["TOKIO_WORKER_THREADS"] == "1"
     assert serve.environment({"TOKIO_WORKER_THREADS": "4"})["TOKIO_WORKER_THREADS"] == "4"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tools.benchmark.driver import Driver
 from tools.benchmark.engine_drivers import InProcess, RawEngine, Transformers, Vllm
 from tools.benchmark.http_drivers import CogJson, CogSse, Serve, TritonHttp
+from tools.benchmark.openai_drivers import OpenAiSse, OpenAiText, VllmServe
 from tools.benchmark.triton_drivers import (
     Generate,
     GenerateHttp,
@@ -16,6 +17,8 @@ from tools.benchmark.triton_drivers import (
 DRIVERS: dict[str, type[Driver]] = {
     "cog-sse": CogSse,
     "cog-json": CogJson,
+    "openai-sse": OpenAiSse,
+    "openai-text": OpenAiText,
     "generate": Generate,
     "generate-http": GenerateHttp,
     "triton-grpc": TritonGrpc,
@@ -25,6 +28,7 @@ DRIVERS: dict[str, type[Driver]] = {
     "engine": RawEngine,
     "transformers": Transformers,
     "vllm": Vllm,
+    "vllm-serve": VllmServe,
     "serve": Serve,
 }
 

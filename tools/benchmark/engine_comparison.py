@@ -2,8 +2,9 @@
 
 The targets run the same requests on the same model in the same batches: the library called directly, which
 is the ceiling (transformers' continuous batching, which streams nothing, or vLLM's AsyncLLM); the engine of
-this package without Triton; the stack, which is ``generate()`` on a tritonserver with that engine; and with
-the engine on transformers ``transformers serve``.
+this package without Triton; the stack, which is ``generate()`` on a tritonserver with that engine; with the
+engine on transformers ``transformers serve``; and with vLLM the OpenAI face beside ``vllm serve``, both of
+which stream text completions.
 """
 
 from __future__ import annotations
@@ -30,7 +31,13 @@ CONTESTANTS = {
         "stack": "generate",
         "serve": "serve",
     },
-    "vllm": {"vllm": "vllm", "engine": "engine", "stack": "generate"},
+    "vllm": {
+        "vllm": "vllm",
+        "engine": "engine",
+        "stack": "generate",
+        "openai": "openai-text",
+        "vllm-serve": "vllm-serve",
+    },
 }
 GPU_MEMORY = 0.9  # what vLLM takes of it by itself
 VLLM_SEQUENCES = 256  # that it computes together at most, unless more are asked for
@@ -41,6 +48,7 @@ RATES = {
     ("generate", "engine"): 0.95,
     ("generate", "serve"): 1.0,
     ("generate", "vllm"): 0.95,
+    ("openai-text", "vllm-serve"): 1.0,
 }
 # vLLM keeps two cores busy while it waits for its own processes.
 RATES_ON_CPU = {("generate", "vllm"): 0.9}

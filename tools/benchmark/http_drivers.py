@@ -11,6 +11,7 @@ from cog_triton.client.http_transport import json_value
 from tools.benchmark.driver import Answer, Context, Driver, Failed, ensemble_inputs
 from tools.benchmark.http import Event, Piece, Pool, events, parse_reply
 from tools.benchmark.load import Planned
+from tools.benchmark.vocabulary import Vocabulary
 
 
 class HttpDriver(Driver):
@@ -46,22 +47,12 @@ class CogJson(HttpDriver):
 
     def parse(self, pieces: list[Piece]) -> Answer:
         reply = parse_reply(pieces)
-        prediction = _object(reply.text)
+        prediction = json_object(reply.text)
         if reply.status != 200 or prediction.get("status") != "succeeded":
-            raise Failed(_error_of(prediction, reply.status))
+            raise Failed(error_of(prediction, reply.status))
         text = "".join(prediction["output"])
-        return self._counted([(pieces[-1][0], text)], prediction["metrics"])
-
-    def _counted(self, texts: list[tuple[float, str]], metrics: Mapping[str, Any]) -> Answer:
-        # A server that gives no metrics is measured by its text.
-        answer = Answer(counted="output_token_count" in metrics)
-        counts = self._context.vocabulary.count([text for _, text in texts])
-        for (at, _), tokens in zip(texts, counts, strict=True):
-            answer.add(at, tokens)
-        answer.total = int(metrics.get("output_token_count", answer.total))
-        if len(texts) == 1 and answer.counted:
-            answer.tokens = [answer.total]
-        return answer
+        total = prediction["metrics"].get("output_token_count")
+        return counted(self._context.vocabulary, [(pieces[-1][0], text)], total)
 
 
 class CogSse(CogJson):
@@ -73,7 +64,7 @@ class CogSse(CogJson):
         texts: list[tuple[float, str]] = []
         metrics: dict[str, Any] = {}
         status = "no event completed"
-        for event in _stream(pieces):
+        for event in stream_of(pieces):
             data = json.loads(event.data)
             if event.name == "output" and data["chunk"]:
                 texts.append((event.at, data["chunk"]))
@@ -82,10 +73,10 @@ class CogSse(CogJson):
             elif event.name in ("completed", "error"):
                 status = data.get("status") or "failed"
                 if status != "succeeded":
-                    raise Failed(_error_of(data))
+                    raise Failed(error_of(data))
         if status != "succeeded":
             raise Failed(status)
-        return self._counted(texts, metrics)
+        return counted(self._context.vocabulary, texts, metrics.get("output_token_count"))
 
 
 class TritonHttp(HttpDriver):
@@ -103,8 +94,8 @@ class TritonHttp(HttpDriver):
 
     def parse(self, pieces: list[Piece]) -> Answer:
         answer = Answer()
-        for event in _stream(pieces):
-            data = _object(event.data)
+        for event in stream_of(pieces):
+            data = json_object(event.data)
             if "error" in data:
                 raise Failed(str(data["error"]))
             if tokens := int(data["sequence_length"]):
@@ -142,6 +133,22 @@ class Serve(HttpDriver):
         return completion((event.at, event.data) for event in events(reply.body))
 
 
+def counted(vocabulary: Vocabulary, texts: list[tuple[float, str]], total: Any) -> Answer:
+    """The answer that texts make, with their times.
+
+    Args:
+        total: tokens that the server counted; None if it did not, so that its text is measured.
+    """
+    answer = Answer(counted=total is not None)
+    counts = vocabulary.count([text for _, text in texts])
+    for (at, _), tokens in zip(texts, counts, strict=True):
+        answer.add(at, tokens)
+    answer.total = answer.total if total is None else int(total)
+    if len(texts) == 1 and answer.counted:
+        answer.tokens = [answer.total]
+    return answer
+
+
 def completion(parts: Iterable[tuple[float, str]]) -> Answer:
     """The answer that the events of a completion make: one with text is one token.
 
@@ -152,7 +159,7 @@ def completion(parts: Iterable[tuple[float, str]]) -> Answer:
     for at, data in parts:
         if data == "[DONE]":
             break
-        event = _object(data)
+        event = json_object(data)
         if "error" in event:
             raise Failed(str(event["error"]))
         if event["choices"][0]["text"]:
@@ -163,7 +170,7 @@ def completion(parts: Iterable[tuple[float, str]]) -> Answer:
     return answer
 
 
-def _stream(pieces: list[Piece]) -> Iterator[Event]:
+def stream_of(pieces: list[Piece]) -> Iterator[Event]:
     """The events of a streamed reply.
 
     Raises:
@@ -171,11 +178,16 @@ def _stream(pieces: list[Piece]) -> Iterator[Event]:
     """
     reply = parse_reply(pieces)
     if reply.status != 200:
-        raise Failed(_error_of(_object(reply.text), reply.status))
+        raise Failed(error_of(json_object(reply.text), reply.status))
     return events(reply.body)
 
 
-def _object(text: str) -> dict[str, Any]:
+def json_object(text: str) -> dict[str, Any]:
+    """What a reply says.
+
+    Raises:
+        Failed: it is no JSON object.
+    """
     try:
         value = json.loads(text)
     except ValueError:
@@ -185,6 +197,7 @@ def _object(text: str) -> dict[str, Any]:
     return value
 
 
-def _error_of(answer: Mapping[str, Any], status: int = 200) -> str:
+def error_of(answer: Mapping[str, Any], status: int = 200) -> str:
+    """The text of an error."""
     text = answer.get("error") or answer.get("detail") or "no reason given"
     return str(text) if status == 200 else f"HTTP {status}: {text}"

@@ -49,6 +49,10 @@ def role_of(command: list[str]) -> str:
         return LOAD_GENERATOR
     if "cog.server.http" in line or "cog_triton.faces.cog.server" in line:
         return "cog"
+    if "serve_openai.py" in line or "cog_triton.faces.openai.worker" in line:
+        return "openai"
+    if "vllm.entrypoints" in line or "VLLM::" in line:
+        return "vllm-serve"
     if "transformers.cli.transformers serve" in line:
         return "serve"
     if "coglet.server._run_worker" in line:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from cog_triton.server.tritonserver import TritonServer
 from cog_triton.settings import Settings, read_settings
 from tools.benchmark.engine_drivers import load_for_batching
 from tools.benchmark.measure import BenchmarkError, Running
+from tools.benchmark.openai_drivers import MODEL
 from tools.benchmark.processes import descendant_with, free_port
 
 STOP_SECONDS = 60.0
@@ -55,6 +57,10 @@ def started(
     """
     if kind == "cog":
         return cog_server(environment, directory / "cog.log")
+    if kind == "openai":
+        return openai_server(environment, directory / "openai.log")
+    if kind == "vllm-serve":
+        return vllm_serve(environment, directory / "vllm-serve.log")
     if kind == "triton":
         return triton_server(environment)
     if kind == "serve":
@@ -89,6 +95,66 @@ def cog_server(environment: Mapping[str, str], log: Path) -> Iterator[Running]:
             http=f"{settings.host}:{http}",
             pids=(process.pid,),
         )
+
+
+@contextmanager
+def openai_server(environment: Mapping[str, str], log: Path) -> Iterator[Running]:
+    """The OpenAI face, as ``make openai`` runs it in one process, and the Triton of its own.
+
+    Args:
+        environment: the whole environment of the server.
+        log: file for what the server prints.
+
+    Raises:
+        BenchmarkError: it could not be set up, with the end of its log.
+    """
+    settings = read_settings(environment)
+    port = free_port()
+    script = str(PACKAGE_ROOT / "scripts" / "serve_openai.py")
+    command = [sys.executable, script, "--host", "127.0.0.1", "--port", str(port)]
+    given = {**environment, **ANY_PORTS}
+    with _process([*command, "--model", MODEL], given, log) as process:
+        name = "the OpenAI face"
+        _wait(name, process, lambda: _is_healthy(port), log, settings.start_timeout)
+        tokenizer = with_files(settings).tokenizer_dir
+        yield Running(tokenizer, url=f"http://127.0.0.1:{port}", pids=(process.pid,))
+
+
+@contextmanager
+def vllm_serve(environment: Mapping[str, str], log: Path) -> Iterator[Running]:
+    """``vllm serve`` with the arguments of the engine.
+
+    Raises:
+        BenchmarkError: it could not be started, with the end of its log.
+    """
+    from cog_triton.engines.vllm import loading_arguments
+
+    with engine_alone({**environment, "ENGINE": "vllm"}) as running:
+        port = free_port()
+        command = vllm_command(loading_arguments(running.engine), port)
+        with _process(command, {**os.environ, "HF_HUB_OFFLINE": "1"}, log) as process:
+            _wait("vllm serve", process, lambda: _is_healthy(port), log, SERVE_START_SECONDS)
+            yield replace(running, url=f"http://127.0.0.1:{port}", pids=(process.pid,))
+
+
+def vllm_command(arguments: Mapping[str, Any], port: int) -> list[str]:
+    """The command line of ``vllm serve``, in this Python.
+
+    Args:
+        arguments: of vLLM's AsyncEngineArgs; the server has its own way with texts.
+    """
+    given = {k: v for k, v in arguments.items() if k != "skip_tokenizer_init" and v is not None}
+    options = [option for name, value in given.items() for option in _vllm_option(name, value)]
+    program = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    address = ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", MODEL]
+    return [*program, *address, "--uvicorn-log-level", "warning", *options]
+
+
+def _vllm_option(name: str, value: Any) -> list[str]:
+    option = name.replace("_", "-")
+    if isinstance(value, bool):
+        return [f"--{option}" if value else f"--no-{option}"]
+    return [f"--{option}", json.dumps(value) if isinstance(value, (dict, list)) else str(value)]
 
 
 @contextmanager

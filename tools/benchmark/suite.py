@@ -24,6 +24,7 @@ from cog_triton.server.installation import PACKAGE_ROOT
 from cog_triton.server.tritonserver import TritonServer
 from cog_triton.settings import read_settings
 from tools.benchmark.checks import Check, at_least, at_most
+from tools.benchmark.faces import measure_faces
 from tools.benchmark.load import WORDS, Length, Load
 from tools.benchmark.measure import BenchmarkError, Running, measure
 from tools.benchmark.one_token import TEXT, one_token_engine
@@ -61,7 +62,17 @@ def run_suite(environment: Environment, progress: Progress) -> Findings:
     """
     results: list[Result] = []
     checks: list[Check] = []
-    for part in (each_token, pace, whole_answers, long_outputs, long_prompts, start_times, imports):
+    parts = (
+        each_token,
+        pace,
+        faces,
+        whole_answers,
+        long_outputs,
+        long_prompts,
+        start_times,
+        imports,
+    )
+    for part in parts:
         progress(f"measuring {part.__name__} ...")
         measured, found = part(environment)
         results += measured
@@ -129,6 +140,14 @@ def whole_answers(environment: Environment) -> Findings:
             at_most("processes other than the engine that loaded torch", torch, 0),
         ],
     )
+
+
+def faces(environment: Environment) -> Findings:
+    """OpenAI's API beside Cog's, with each token by itself and with whole answers."""
+    with _classic(environment) as classic:
+        each, each_checks = measure_faces("one token a response", classic, 128)
+    whole, whole_checks = measure_faces("whole answers", {**environment, **FREE}, 500)
+    return [*each, *whole], [*each_checks, *whole_checks]
 
 
 def long_outputs(environment: Environment) -> Findings:

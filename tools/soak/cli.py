@@ -14,13 +14,14 @@ from typing import Any
 
 from cog_triton.settings import read_settings
 from tools.benchmark.machine import machine, reported_settings, server_environment, versions
+from tools.soak.faces import CHAT_TEMPLATE
 from tools.soak.judge import judge
 from tools.soak.page import render
 from tools.soak.phase import Load, PhaseReport, answers, run_phase
 from tools.soak.plan import KINDS, POOL, Phase, engines_here, phases, pool
 from tools.soak.report import as_json, figures, terminal
 
-PACE = {"SIMULATED_INTER_TOKEN_MS": "30"}
+DEFAULTS = {"SIMULATED_INTER_TOKEN_MS": "30", "CHAT_TEMPLATE": CHAT_TEMPLATE}
 # A kill every few seconds is more than anybody's policy allows for.
 CHAOS = {"TRITON_RESTARTS": "1000000", "RESUME_ATTEMPTS": "100", "RESUME_TIMEOUT": "120"}
 
@@ -39,7 +40,7 @@ def run(argv: Sequence[str] | None = None) -> bool:
     arguments = parse(argv)
     chaos = arguments.chaos or arguments.kills is not None
     given = server_environment(arguments.settings)
-    environment = {**PACE, **(CHAOS if chaos else {}), **given}
+    environment = {**DEFAULTS, **(CHAOS if chaos else {}), **given}
     for engine in arguments.engine:  # a mistake in them comes before anything is started
         read_settings({**environment, "ENGINE": engine})
     directory = arguments.artifact_dir

@@ -33,9 +33,18 @@ import aiohttp
 from cog_triton.client.grpc_transport import GrpcClient
 from cog_triton.client.http_transport import HttpClient
 from cog_triton.settings import read_settings
+from tools.benchmark.processes import free_port
 from tools.benchmark.servers import ANY_PORTS, cog_server
 from tools.soak.expected import Expected
-from tools.soak.faces import CogJson, CogSse, Face, Generate, SoakedDeployment, TritonIds
+from tools.soak.faces import (
+    CogJson,
+    CogSse,
+    Face,
+    Generate,
+    OpenAiChat,
+    SoakedDeployment,
+    TritonIds,
+)
 from tools.soak.plan import Case
 from tools.soak.streams import SILENCE_SECONDS, Streams
 
@@ -151,14 +160,17 @@ async def _server(spec: Spec) -> AsyncIterator[tuple[list[Face], Healthy]]:
             stack.push_async_callback(deployment.stop)
             yield [Generate(deployment)], deployment.healthy
             return
-        running = stack.enter_context(cog_server(spec.environment, Path(spec.log)))
+        openai = f"http://127.0.0.1:{(port := free_port())}"
+        environment = {**spec.environment, "OPENAI_PORT": str(port), "OPENAI_HOST": "127.0.0.1"}
+        running = stack.enter_context(cog_server(environment, Path(spec.log)))
         session = await stack.enter_async_context(_session())
         http = spec.transport == "http"
         client = (HttpClient if http else GrpcClient)(
             running.http if http else running.grpc, response_timeout=SILENCE_SECONDS
         )
         stack.push_async_callback(client.aclose)
-        faces = [CogSse(session, running.url), CogJson(session, running.url)]
+        chat = OpenAiChat(session, openai, await _model(session, openai))
+        faces = [CogSse(session, running.url), CogJson(session, running.url), chat]
         yield [*faces, TritonIds(client, spec.transport)], lambda: _health(session, running.url)
 
 
@@ -166,6 +178,12 @@ def _session() -> aiohttp.ClientSession:
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
     )
+
+
+async def _model(session: aiohttp.ClientSession, url: str) -> str:
+    """The name under which the OpenAI face has its model."""
+    async with session.get(f"{url}/v1/models") as reply:
+        return str((await reply.json())["data"][0]["id"])
 
 
 async def _health(session: aiohttp.ClientSession, url: str) -> bool:

@@ -554,6 +554,8 @@ def test_the_csv_has_a_row_for_each_result() -> None:
         ("/v/python -m cog_triton.faces.cog.server --host 127.0.0.1", "cog"),
         ("python -c import coglet; coglet.server._run_worker()", "predictor"),
         ("/v/python -m tools.benchmark.worker", "load-generator"),
+        ("/v/python /x/scripts/serve_openai.py --port 1", "openai"),
+        ("/v/python -m vllm.entrypoints.openai.api_server --port 1", "vllm-serve"),
         ("/v/python -m transformers.cli.transformers serve /m --port 1", "serve"),
         ("", "other"),
     ],

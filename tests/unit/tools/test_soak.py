@@ -16,10 +16,23 @@ from typing import Any
 import pytest
 import soak
 
+from cog_triton.text.chat import render_chat, set_chat_template
+from cog_triton.text.tokenizer import load_tokenizer
 from tests.support import ROOT
 from tools.soak.chaos import Kill, Killer, Recovery, choose, crashes, recovery
 from tools.soak.expected import Difference, Expected, compare
-from tools.soak.faces import AskError, Face, Piece, check_status, code_of, sse_piece
+from tools.soak.faces import (
+    CHAT_TEMPLATE,
+    AskError,
+    Face,
+    Piece,
+    chat_body,
+    chat_piece,
+    check_status,
+    code_of,
+    openai_error,
+    sse_piece,
+)
 from tools.soak.judge import Figures, Tally, judge, percentile, recovery_table
 from tools.soak.page import figure_over_time, render
 from tools.soak.phase import PhaseReport, leftovers
@@ -244,6 +257,28 @@ def test_events_of_cog_are_pieces_or_errors() -> None:
     assert (failed.value.code, failed.value.retryable) == ("E2105", True)
     with pytest.raises(AskError, match="cancelled"):
         check_status({"status": "canceled"})
+
+
+def test_events_of_openai_are_pieces_or_errors() -> None:
+    delta = {"choices": [{"delta": {"content": "a"}}], "usage": None}
+    assert chat_piece(json.dumps(delta).encode()) == Piece("a")
+    assert chat_piece(b'{"choices": [{"delta": {}}]}') is None
+    assert chat_piece(b'{"choices": [], "usage": {"completion_tokens": 7}}') == Piece("", 7)
+    with pytest.raises(AskError) as failed:
+        chat_piece(b'{"error": {"message": "gone", "code": "E2105"}}')
+    assert (failed.value.code, failed.value.retryable) == ("E2105", True)
+    full = b'{"error": {"message": "full", "code": "rate_limit_exceeded"}}'
+    assert openai_error(full, 429).retryable
+    assert openai_error(b"Bad gateway", 502).code == "HTTP 502"
+
+
+def test_a_chat_has_the_tokens_of_its_prompt(demo_model: Path) -> None:
+    tokenizer = load_tokenizer(str(demo_model))
+    set_chat_template(tokenizer, CHAT_TEMPLATE)
+    case = pool(1, 0)[0]
+    text = render_chat(tokenizer, chat_body(case, "demo")["messages"])
+    alone = tokenizer.encode(case.prompt)
+    assert tokenizer.encode(text, add_special_tokens=False) == alone
 
 
 def test_the_code_of_an_error_is_in_its_text() -> None:
