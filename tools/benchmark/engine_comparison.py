@@ -18,6 +18,7 @@ import yaml
 
 from tools.benchmark.checks import Check, at_least, at_most
 from tools.benchmark.load import Length, Load
+from tools.benchmark.machine import server_environment
 from tools.benchmark.measure import Running
 from tools.benchmark.report import Result
 from tools.benchmark.servers import started
@@ -164,9 +165,9 @@ def compare(
 
     def start(kind: str, cleanup: ExitStack) -> Running:
         progress(f"starting {kind} ...")
-        return cleanup.enter_context(
-            started(kind, settings, directory, serve_python, **setup.alone)
-        )
+        # What runs in processes of its own needs the rest of the environment as well.
+        given = {**server_environment(()), **settings} if kind == "openai" else settings
+        return cleanup.enter_context(started(kind, given, directory, serve_python, **setup.alone))
 
     targets = [CONTESTANTS[setup.engine][name] for name in contestants]
     return run_loads(targets, targets, setup.loads, start, progress)
