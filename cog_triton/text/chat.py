@@ -135,6 +135,8 @@ def _check(
         _check_content(f"messages[{place}].content", message.get("content"))
     if not all(isinstance(tool, Mapping) for tool in tools):
         raise InvalidParameter("tools must be objects")
+    if not kwargs:
+        return
     # What it takes is not the template's: a user's own template among it.
     taken = inspect.signature(tokenizer.apply_chat_template).parameters.keys() | {"messages"}
     if own := sorted(taken & kwargs.keys()):
