@@ -18,6 +18,12 @@ Examples:
         echo "load_format: dummy" > dummy.yaml
         python scripts/benchmark_engine.py --engine vllm --vllm-config dummy.yaml --shape 8b \\
             --dtype bfloat16 --device cuda --streams 1 16 64 256 --output-tokens 128 --repeat 3
+
+    The OpenAI face beside vLLM's own server, which stream text completions of the same model:
+
+        python scripts/benchmark_engine.py --engine vllm --contestants openai vllm-serve \\
+            --vllm-config dummy.yaml --shape 8b --dtype bfloat16 --device cuda --streams 64 256 \\
+            --output-tokens 128 --repeat 3
 """
 
 from __future__ import annotations

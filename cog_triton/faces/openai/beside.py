@@ -53,7 +53,9 @@ class Beside:
         try:
             self._listener.listen(BACKLOG)
         except OSError as error:
-            raise ConfigurationError(f"OPENAI_PORT: {host}, port {port}: {error.strerror}") from None
+            raise ConfigurationError(
+                f"OPENAI_PORT: {host}, port {port}: {error.strerror}"
+            ) from None
         self._served = Served(backend, self._models, busy=self._busy)
         server = Server(uvicorn.Config(create_app(self._served), **OPTIONS))
         self._running = asyncio.create_task(server.serve(sockets=[self._listener]))
