@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from cog_triton.adapters import adapter_names, check_adapter
-from cog_triton.admission import Admission, Bounds
+from cog_triton.admission import Admission, Bounds, Share
 from cog_triton.client.resume import ResumingClient, Streams
 from cog_triton.client.stream import TritonClient
 from cog_triton.context_length import context_length
@@ -92,7 +92,7 @@ class Deployment:
         self.limits = text_limits(tokenizer, context_length)
         self._streams = streams
         self._supervisor = supervisor
-        self._admission = admission
+        self.admission = admission
         self.tokenizer = tokenizer
         self._opened = opened or contextlib.ExitStack()
         self.context_length = context_length
@@ -171,7 +171,7 @@ class Deployment:
         return adapter_names(self.settings.lora_dir)
 
     def generate(
-        self, request: Request, request_id: str | None = None
+        self, request: Request, request_id: str | None = None, share: Share | None = None
     ) -> AsyncGenerator[Chunk, None]:
         """Streams the answer to a request; see ``cog_triton.generation.generate``.
 
@@ -186,19 +186,20 @@ class Deployment:
             request,
             self._streams,
             self.tokenizer,
-            admission=self._admission,
+            admission=self.admission,
             context_length=self.context_length,
             request_id=request_id,
+            share=share,
         )
 
     def close(self) -> None:
         """Ends all requests with an error that asks to send them again, and takes no more."""
-        self._admission.close("the server is being stopped; send the request again")
+        self.admission.close("the server is being stopped; send the request again")
 
     async def healthy(self) -> bool:
         """Whether a request that comes now would be answered."""
         life = self._supervisor.life
-        return not self._admission.closed and life is not None and await life.healthy()
+        return not self.admission.closed and life is not None and await life.healthy()
 
     async def stop(self) -> None:
         """Stops everything that ``start`` started."""
@@ -318,14 +319,13 @@ def _admission(
         ConfigurationError: nothing can listen on the port of those.
     """
     bounds = Bounds(settings.max_running, settings.max_waiting, settings.queue_timeout)
-    if settings.predictor_metrics_port is None:
-        return Admission(bounds)
-    from cog_triton.metrics import Metrics
+    admission = Admission(bounds)
+    if settings.predictor_metrics_port is not None:
+        from cog_triton.metrics import Metrics
 
-    metrics = Metrics()
-    admission = Admission(bounds, observe=metrics.observe)
-    metrics.watch(admission, lambda: supervisor.restarts)
-    opened.enter_context(metrics.served(settings.host, settings.predictor_metrics_port))
+        metrics = Metrics()
+        metrics.watch(admission, lambda: supervisor.restarts)
+        opened.enter_context(metrics.served(settings.host, settings.predictor_metrics_port))
     return admission
 
 

@@ -13,7 +13,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Literal
 
-from cog_triton.admission import Admission
+from cog_triton.admission import Admission, Place, Share
 from cog_triton.client.resume import Streams
 from cog_triton.protocol import TokenLogProb
 from cog_triton.request import Request, effective_end_id, request_parameters, triton_inputs
@@ -59,6 +59,7 @@ async def generate(
     admission: Admission | None = None,
     context_length: int | None = None,
     request_id: str | None = None,
+    share: Share | None = None,
 ) -> AsyncGenerator[Chunk, None]:
     """Streams the answer to a request.
 
@@ -67,6 +68,7 @@ async def generate(
         context_length: the most tokens that prompt and output may have together; None if only the engine
             knows.
         request_id: its name in Triton, of no other request that runs; None for a random one.
+        share: whose it is, at the admission.
 
     Raises:
         CogTritonError: by what went wrong; see ``cog_triton.errors``.
@@ -82,10 +84,11 @@ async def generate(
         triton_inputs(request),
         parameters=request_parameters(request),
     )
-    async with _turn(admission) as queued, stream as responses:
+    async with turn(admission, share) as place, stream as responses:
         async for response in responses:
             output_tokens += len(response.ids)
             input_tokens = response.input_tokens or input_tokens
+            place.used = output_tokens + (input_tokens or 0)
             last_id = response.ids[-1] if response.ids else last_id
             ids, log_probs = tuple(response.ids), tuple(response.log_probs)
             keeps_end_token = keeps_end_token and response.keeps_end_token
@@ -103,8 +106,13 @@ async def generate(
     by_end_token = last_id == end_id if keeps_end_token else not full
     ended = stops.matched is not None or by_end_token
     reason: FinishReason = "stop" if ended else "length"
-    yield Chunk(text, output_tokens, input_tokens, reason, queued, ids, log_probs, stops.matched)
+    yield Chunk(
+        text, output_tokens, input_tokens, reason, place.waited, ids, log_probs, stops.matched
+    )
 
 
-def _turn(admission: Admission | None) -> AbstractAsyncContextManager[float]:
-    return contextlib.nullcontext(0.0) if admission is None else admission.place()
+def turn(admission: Admission | None, share: Share | None) -> AbstractAsyncContextManager[Place]:
+    """A request's place; without an admission it has one at once."""
+    if admission is None:
+        return contextlib.nullcontext(Place())
+    return admission.place(share=share or Share())

@@ -18,7 +18,7 @@ SECONDS = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80)
 
 
 class Metrics:
-    """The figures of one deployment; ``observe`` is for ``Admission``."""
+    """The figures of one deployment."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -42,7 +42,8 @@ class Metrics:
             self._queued.observe(seconds)
 
     def watch(self, admission: Admission, restarts: Callable[[], int]) -> None:
-        """Adds what is asked for when somebody looks."""
+        """Counts what an admission does, and adds what is asked for when somebody looks."""
+        admission.observers.append(self.observe)
         gauges: list[tuple[str, str, Callable[[], float]]] = [
             ("requests_running", "Requests that have a place.", lambda: admission.running),
             ("requests_waiting", "Requests that wait for one.", lambda: admission.waiting),

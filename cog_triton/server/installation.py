@@ -19,7 +19,7 @@ CONTAINER_ROOT = Path("/opt/tritonserver")
 STUB = "triton_python_backend_stub"
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 
-_SECRET = re.compile(r"_(TOKEN|API_KEY|ACCESS_KEY|SECRET|PASSWORD)$", re.IGNORECASE)
+_SECRET = re.compile(r"_(TOKEN|API_KEYS?|ACCESS_KEY|SECRET|PASSWORD)$", re.IGNORECASE)
 _SOURCES = ("COG_WEIGHTS", "MODEL", "TOKENIZER")  # a URL has a signature or a password at times
 
 

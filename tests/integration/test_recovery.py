@@ -148,7 +148,7 @@ def test_a_restart_while_requests_wait_and_are_cancelled_loses_no_place(demo_mod
             ends = await asyncio.wait_for(asyncio.gather(*running, return_exceptions=True), SECONDS)
             whole = [end for end in ends if not isinstance(end, asyncio.CancelledError)]
             assert whole == [undisturbed] * 6
-            assert (deployment._admission.running, deployment._admission.waiting) == (0, 0)
+            assert (deployment.admission.running, deployment.admission.waiting) == (0, 0)
             assert deployment._supervisor.restarts == 1
 
     asyncio.run(test())

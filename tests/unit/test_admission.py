@@ -115,7 +115,8 @@ def test_the_time_to_come_again(waiting: int, ends: list[float], seconds: float)
 def test_a_wait_has_an_end() -> None:
     async def test() -> None:
         seen: list[str] = []
-        queue = admission(seconds=0.01, observe=lambda *told: seen.append(told[0]))
+        queue = admission(seconds=0.01)
+        queue.observers.append(lambda *told: seen.append(told[0]))
         guests = Guests(queue)
         await guests.come("a", "b")
         with pytest.raises(TritonOverloaded, match=r"no place became free in 0.01 s.*try again"):
@@ -191,10 +192,8 @@ def test_waiting_times_are_seen() -> None:
     async def test() -> None:
         seen: list[tuple[str, float]] = []
         now = iter([0.0, 1.0, 4.0])  # b begins to wait; a leaves; b has a place
-        queue = admission(
-            observe=lambda outcome, seconds: seen.append((outcome, seconds)),
-            clock=lambda: next(now),
-        )
+        queue = admission(clock=lambda: next(now))
+        queue.observers.append(lambda outcome, seconds: seen.append((outcome, seconds)))
         guests = Guests(queue)
         await guests.come("a", "b")
         await guests.leave("a")

@@ -16,7 +16,7 @@ from cog_triton.metrics import Metrics
 def test_they_tell_of_the_queue() -> None:
     async def test() -> str:
         metrics = Metrics()
-        admission = Admission(Bounds(1, 0, 1.0), observe=metrics.observe)
+        admission = Admission(Bounds(1, 0, 1.0))
         metrics.watch(admission, lambda: 3)
         with metrics.served("127.0.0.1", 0) as port:
             async with admission.place(), httpx.AsyncClient(trust_env=False) as client:

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from cog_triton.admission import Admission, Bounds
+from cog_triton.admission import Admission, Bounds, Share
 from cog_triton.client.grpc_transport import CHANNEL_OPTIONS, GrpcClient
 from cog_triton.client.resume import ResumingClient
 from cog_triton.client.stream import TritonClient
@@ -59,7 +59,7 @@ class Attached:
         self._streams = ResumingClient(
             self._clients, attempts=settings.resume_attempts, end_id=tokenizer.eos_token_id
         )
-        self._admission = Admission(
+        self.admission = Admission(
             Bounds(settings.max_running, settings.max_waiting, settings.queue_timeout)
         )
 
@@ -77,7 +77,7 @@ class Attached:
         return cls(settings, tokenizer, triton, length=length, inputs=inputs)
 
     def generate(
-        self, request: Request, request_id: str | None = None
+        self, request: Request, request_id: str | None = None, share: Share | None = None
     ) -> AsyncGenerator[Chunk, None]:
         """See ``Backend``."""
         if self._inputs is not None:
@@ -86,25 +86,32 @@ class Attached:
                 self._text_client,
                 self._inputs,
                 self.tokenizer,
-                admission=self._admission,
+                admission=self.admission,
                 request_id=request_id,
+                share=share,
             )
         return generate(
             request,
             self._streams,
             self.tokenizer,
-            admission=self._admission,
+            admission=self.admission,
             context_length=self.context_length,
             request_id=request_id,
+            share=share,
         )
+
+    @property
+    def restarts(self) -> int:
+        """See ``Backend``."""
+        return 0
 
     def close(self) -> None:
         """See ``Backend``."""
-        self._admission.close(STOPPING)
+        self.admission.close(STOPPING)
 
     async def healthy(self) -> bool:
         """See ``Backend``."""
-        return not self._admission.closed and await self._triton.ready()
+        return not self.admission.closed and await self._triton.ready()
 
     async def stop(self) -> None:
         """Closes the connections."""

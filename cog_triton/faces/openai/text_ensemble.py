@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cog_triton import protocol
-from cog_triton.admission import Admission
+from cog_triton.admission import Admission, Share
 from cog_triton.client.arrivals import Arrivals
 from cog_triton.client.grpc_transport import (
     CHANNEL_OPTIONS,
@@ -28,7 +28,7 @@ from cog_triton.client.grpc_transport import (
 )
 from cog_triton.client.stream import STOP_PERIODS
 from cog_triton.errors import InvalidParameter, TritonMalformedEvent
-from cog_triton.generation import Chunk, FinishReason
+from cog_triton.generation import Chunk, FinishReason, turn
 from cog_triton.request import Request, request_parameters, triton_inputs
 from cog_triton.text.stop_sequences import StopSequences
 from cog_triton.text.tokenizer import Tokenizer
@@ -87,6 +87,7 @@ async def generate_text(
     *,
     admission: Admission,
     request_id: str | None = None,
+    share: Share | None = None,
 ) -> AsyncGenerator[Chunk, None]:
     """Streams the answer to a request; see ``cog_triton.generation.generate``.
 
@@ -101,9 +102,10 @@ async def generate_text(
     whole: list[str] = []
     input_tokens = len(tokenizer(inputs["text_input"].item().decode()).input_ids)
     texts = client.texts(request_id or secrets.token_hex(8), inputs)
-    async with admission.place() as queued, contextlib.aclosing(texts):
+    async with turn(admission, share) as place, contextlib.aclosing(texts):
         async for piece in texts:
             whole.append(piece)
+            place.used = input_tokens + len(whole)
             text = stops.feed(piece)
             if stops.matched is not None:
                 break
@@ -114,7 +116,7 @@ async def generate_text(
     tokens = len(tokenizer("".join(whole), add_special_tokens=False).input_ids)
     ended = stops.matched is not None or tokens < request.max_tokens
     reason: FinishReason = "stop" if ended else "length"
-    yield Chunk(text, tokens, input_tokens, reason, queued, stop_sequence=stops.matched)
+    yield Chunk(text, tokens, input_tokens, reason, place.waited, stop_sequence=stops.matched)
 
 
 def with_own_text(request: Request, tokenizer: Tokenizer) -> dict[str, npt.NDArray[Any]]:

@@ -1,0 +1,175 @@
+"""Places by weight: a simulated engine whose clock is an event list, so that every figure is exact."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import random
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import pytest
+
+from cog_triton.admission import Admission, Bounds, Share
+from cog_triton.errors import TritonOverloaded
+from tests.unit.test_admission import settle
+
+PREFILL, STEP = 0.05, 0.01
+"""Seconds to the first token, and between two tokens, of a request that runs."""
+
+
+@dataclass
+class Clock:
+    """Simulated seconds; those that sleep are woken in order, each when all others have had their say."""
+
+    now: float = 0.0
+    _sleepers: list[tuple[float, int, asyncio.Future[None]]] = field(default_factory=list)
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
+
+    async def sleep(self, seconds: float) -> None:
+        woken = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._sleepers, (self.now + seconds, next(self._numbers), woken))
+        await woken
+
+    async def run(self, until: float) -> None:
+        await settle()
+        while self._sleepers[0][0] <= until:
+            self.now, _, woken = heapq.heappop(self._sleepers)
+            woken.set_result(None)
+            await settle()
+
+
+@dataclass
+class Traffic:
+    """Streams that send one request after another.
+
+    Attributes:
+        tokens: that each flow has had.
+        first_tokens: seconds from a request to its first token.
+    """
+
+    admission: Admission
+    clock: Clock
+    fair: bool = True
+    tokens: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    first_tokens: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+
+    async def stream(
+        self, flow: str, length: Callable[[], int], *, weight: float = 1.0, expected: float = 100
+    ) -> None:
+        share = Share(flow, weight, expected) if self.fair else Share()
+        while True:
+            came, tokens = self.clock.now, length()
+            async with self.admission.place(share=share) as place:
+                await self.clock.sleep(PREFILL)
+                self.first_tokens[flow].append(self.clock.now - came)
+                await self.clock.sleep(STEP * tokens)
+                place.used = tokens
+                self.tokens[flow] += tokens
+
+
+async def run(
+    streams: Callable[[Traffic], list[asyncio.Task[None]]],
+    *,
+    places: int,
+    seconds: float,
+    fair: bool = True,
+) -> Traffic:
+    clock = Clock()
+    traffic = Traffic(Admission(Bounds(places, 1000, 1e9), clock=lambda: clock.now), clock, fair)
+    tasks = streams(traffic)
+    await clock.run(seconds)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    return traffic
+
+
+def p99(values: list[float]) -> float:
+    return sorted(values)[int(0.99 * len(values))]
+
+
+def hog_and_light(light: int, hog: int) -> Callable[[Traffic], list[asyncio.Task[None]]]:
+    dice = random.Random(1)
+
+    def streams(traffic: Traffic) -> list[asyncio.Task[None]]:
+        lengths = [("light", lambda: 20)] * light + [("hog", lambda: dice.randint(50, 200))] * hog
+        return [asyncio.create_task(traffic.stream(*one)) for one in lengths]
+
+    return streams
+
+
+@pytest.mark.parametrize("places", [32, 64])
+def test_a_hog_does_not_starve_a_light_one(places: int) -> None:
+    async def test() -> None:
+        alone = await run(hog_and_light(1, 0), places=places, seconds=60)
+        fair = await run(hog_and_light(1, 80), places=places, seconds=60)
+        unfair = await run(hog_and_light(1, 80), places=places, seconds=60, fair=False)
+        assert p99(fair.first_tokens["light"]) <= 2 * p99(alone.first_tokens["light"])
+        assert p99(unfair.first_tokens["light"]) > 4 * p99(alone.first_tokens["light"])
+        assert sum(fair.tokens.values()) >= 0.95 * sum(unfair.tokens.values())
+
+    asyncio.run(test())
+
+
+def test_tokens_go_by_weight_whatever_was_expected() -> None:
+    async def test() -> None:
+        def streams(traffic: Traffic) -> list[asyncio.Task[None]]:
+            flows = [("a", 1.0, 40), ("b", 1.0, 160), ("c", 2.0, 40)]
+            return [
+                asyncio.create_task(traffic.stream(name, lambda n=n: n, weight=weight))  # type: ignore[misc]
+                for name, weight, n in flows
+                for _ in range(20)
+            ]
+
+        tokens = (await run(streams, places=8, seconds=300)).tokens
+        assert tokens["b"] == pytest.approx(tokens["a"], rel=0.1)
+        assert tokens["c"] == pytest.approx(2 * tokens["a"], rel=0.1)
+
+    asyncio.run(test())
+
+
+def test_who_was_away_has_nothing_saved() -> None:
+    async def test() -> list[str]:
+        queue, order = Admission(Bounds(1, 99, 60)), []
+
+        async def ask(flow: str) -> None:
+            async with queue.place(share=Share(flow, cost=10)):
+                order.append(flow)
+                await asyncio.sleep(0)
+
+        await asyncio.gather(*(ask("a") for _ in range(5)))
+        await asyncio.gather(*(ask(flow) for flow in "aaabbb"))
+        return order[5:]
+
+    assert asyncio.run(test()) == ["a", "b", "a", "b", "a", "b"]
+
+
+def test_a_full_queue_makes_room_for_a_flow_that_has_less_in_it() -> None:
+    async def test() -> None:
+        queue = Admission(Bounds(1, 3, 60))
+        ended = asyncio.Event()
+
+        async def ask(flow: str) -> str:
+            try:
+                async with queue.place(share=Share(flow)):
+                    await ended.wait()
+            except TritonOverloaded as refused:
+                return refused.message
+            return "admitted"
+
+        hogs = [asyncio.create_task(ask("hog")) for _ in range(5)]
+        await settle()
+        assert hogs[4].done()
+        assert hogs[4].result().startswith("1 requests run and 3 wait")
+        light = [asyncio.create_task(ask("light")) for _ in range(2)]
+        await settle()
+        assert hogs[3].result().startswith("3 requests wait, most of them yours")
+        assert light[1].done()  # the two would have as many as the hog
+        ended.set()
+        assert await asyncio.gather(*hogs[:3], light[0]) == ["admitted"] * 4
+        assert (queue.running, queue.waiting) == (0, 0)
+
+    asyncio.run(test())
