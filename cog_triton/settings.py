@@ -114,7 +114,8 @@ class Settings(BaseModel):
     logging, model-repository, model-config, statistics, metadata."""
     passed_secrets: str = Field("", alias="TRITON_SECRETS", pattern=r"^\w*(,\w+)*$")
     """Names, with commas between, of variables that tritonserver and its models get although they are kept
-    from them otherwise: those that end in _TOKEN, _API_KEY, _ACCESS_KEY, _SECRET or _PASSWORD."""
+    from them otherwise: those that end in _TOKEN, _API_KEY, _API_KEYS, _ACCESS_KEY, _SECRET or
+    _PASSWORD."""
     start_timeout: float = Field(300.0, alias="TRITON_START_TIMEOUT", gt=0)
     """Seconds that every model may take, together, to become ready. A start after a failure gets ten times
     what the longest start took, if that is less, but at least 60."""
@@ -151,6 +152,20 @@ class Settings(BaseModel):
     a free port, which the log names."""
     openai_host: str = "127.0.0.1"
     """Address that it listens on."""
+    openai_api_keys: SecretStr | None = None
+    """API keys of the OpenAI face, with commas or line feeds between: each the key, or sha256: and the 64
+    hexadecimal digits of its hash. With no keys, here or in a file, anybody may ask."""
+    openai_api_keys_file: Path | None = None
+    """File of API keys with names, weights and limits, one a line; it is read again when it changes. See
+    docs/openai.md."""
+    open_metrics: bool = Field(False, alias="OPENAI_OPEN_METRICS")
+    """Give /metrics of the OpenAI face to those who have no API key, too."""
+    allowed_origins: str = Field("", alias="OPENAI_ALLOWED_ORIGINS")
+    """Origins, with commas between, whose pages a browser lets read the OpenAI face's answers (CORS); * is
+    all."""
+    otel_endpoint: str | None = Field(None, alias="OTEL_EXPORTER_OTLP_ENDPOINT")
+    """Where the OpenAI face sends a span of each request, by OTLP over HTTP; needs the extra otel.
+    OpenTelemetry's other variables hold as well."""
     log_verbose: int = Field(0, alias="TRITON_LOG_VERBOSE", ge=0)
     """Triton's --log-verbose."""
     model_repository: Path = Field(Path("triton_model_repo"), alias="TRITON_MODEL_REPO")

@@ -18,6 +18,7 @@ if __name__ == "__main__":  # a Ctrl-C in the imports below is no reason for a t
 import argparse
 import os
 import sys
+from pathlib import Path
 
 import _checkout  # noqa: F401
 
@@ -45,6 +46,8 @@ def main(argv: list[str] | None = None) -> int:
         arguments.triton_model,
         arguments.tokenizer,
         arguments.workers,
+        arguments.api_keys_file,
+        arguments.allowed_origins,
     )
     try:
         return run(options)
@@ -80,6 +83,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--workers", type=int, default=1, help="processes that answer, if one core is not enough"
     )
     parser.add_argument("--no-page", action="store_true", help="no chat page at /: CHAT_PAGE=false")
+    parser.add_argument(
+        "--api-keys-file", type=Path, help="API keys, one a line; default: OPENAI_API_KEYS_FILE"
+    )
+    parser.add_argument(
+        "--allowed-origins", metavar="ORIGIN,…", help="for CORS; default: OPENAI_ALLOWED_ORIGINS"
+    )
     parser.add_argument("-v", "--verbose", action="store_true", help="LOG_LEVEL=debug")
     return parser.parse_args(argv)
 

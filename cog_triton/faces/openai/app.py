@@ -11,13 +11,21 @@ from starlette.responses import Response
 
 import cog_triton
 from cog_triton.errors import CogTritonError, shown
-from cog_triton.faces.openai import chat, completions, health, models, page, tokens
+from cog_triton.faces.openai import chat, completions, health, metrics, models, page, tokens
 from cog_triton.faces.openai.answers import error_response, told
 from cog_triton.faces.openai.errors import ApiError, invalid
 from cog_triton.faces.openai.middleware import BodyLimit, RequestIds, too_large
+from cog_triton.faces.openai.operation import add_operation
 from cog_triton.faces.openai.served import Served
 
-ROUTERS = (chat.router, completions.router, models.router, tokens.router, health.router)
+ROUTERS = (
+    chat.router,
+    completions.router,
+    models.router,
+    tokens.router,
+    health.router,
+    metrics.router,
+)
 
 
 def create_app(served: Served) -> FastAPI:
@@ -33,6 +41,7 @@ def create_app(served: Served) -> FastAPI:
         app.include_router(page.router)
     # The last is the first that a request meets.
     app.add_middleware(BodyLimit, most=served.settings.max_request_bytes)
+    add_operation(app, served)
     app.add_middleware(RequestIds)
     app.add_exception_handler(RequestValidationError, _answer_bad_body)
     app.add_exception_handler(HTTPException, _answer_bad_path)

@@ -100,11 +100,6 @@ class Attached:
             share=share,
         )
 
-    @property
-    def restarts(self) -> int:
-        """See ``Backend``."""
-        return 0
-
     def close(self) -> None:
         """See ``Backend``."""
         self.admission.close(STOPPING)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
 import os
 import socket
 import sys
+import tempfile
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import uvloop
 
@@ -19,7 +22,8 @@ from cog_triton.context_length import context_length
 from cog_triton.deployment import Deployment, tokenizer_of
 from cog_triton.errors import ConfigurationError
 from cog_triton.faces.openai.attached import Attached, RunningTriton, address_of
-from cog_triton.faces.openai.served import LAST_SECONDS, Backend
+from cog_triton.faces.openai.operation import configured_keys
+from cog_triton.faces.openai.served import LAST_SECONDS, Backend, Part
 from cog_triton.faces.openai.serving import (
     BACKLOG,
     Address,
@@ -48,6 +52,7 @@ class Options:
         triton_model: of that Triton, where it has no ensemble that returns ids.
         tokenizer: a directory or an id; None for that of the settings.
         workers: processes that answer.
+        api_keys_file: None for that of the settings, as below.
     """
 
     host: str
@@ -57,6 +62,8 @@ class Options:
     triton_model: str = "ensemble"
     tokenizer: str | None = None
     workers: int = 1
+    api_keys_file: Path | None = None
+    allowed_origins: str | None = None
 
 
 @dataclass(frozen=True)
@@ -66,6 +73,7 @@ class Worker:
     Attributes:
         listener: descriptor of the socket that they share.
         ready: descriptor to write to when requests can come.
+        metrics: directory for the figures of all.
         settings: those that differ from the environment's.
     """
 
@@ -75,6 +83,8 @@ class Worker:
     endpoint: str
     triton_model: str
     context_length: int | None
+    processes: int
+    metrics: str
     settings: Mapping[str, object]
 
 
@@ -84,8 +94,9 @@ def run(options: Options) -> int:
     Raises:
         CogTritonError: the settings are wrong, or something could not be started.
     """
-    settings = with_tokenizer(read_settings(), options.tokenizer)
+    settings = with_options(read_settings(), options)
     log_to(settings.log_level)
+    configured_keys(settings)  # what is wrong with them comes before a download
     address = Address(options.host, options.port)
     listener = bound(address)
 
@@ -101,7 +112,9 @@ def run(options: Options) -> int:
 def run_worker(told: str) -> None:
     """Serves as one of several, on a Triton that the first runs."""
     worker = Worker(**json.loads(told))
-    settings = read_settings().model_copy(update=worker.settings)
+    settings = Settings.model_validate(
+        {**read_settings().model_dump(exclude_unset=True), **worker.settings}
+    )
     log_to(settings.log_level)
     end_with_parent()
 
@@ -111,12 +124,19 @@ def run_worker(told: str) -> None:
         return await Attached.connect(settings, tokenizer, triton, worker.context_length)
 
     listener = socket.socket(fileno=worker.listener)
-    uvloop.run(serve(start, tuple(worker.models), listener, lambda: os.write(worker.ready, b".")))
+    part = Part(worker.processes, worker.metrics)
+    ready = functools.partial(os.write, worker.ready, b".")
+    uvloop.run(serve(start, tuple(worker.models), listener, ready, part))
 
 
-def with_tokenizer(settings: Settings, name: str | None) -> Settings:
-    """The settings with the tokenizer of the command line, if it names one."""
-    return settings if name is None else settings.model_copy(update={"tokenizer": name})
+def with_options(settings: Settings, options: Options) -> Settings:
+    """The settings with what the command line says of them."""
+    given = {
+        "tokenizer": options.tokenizer,
+        "openai_api_keys_file": options.api_keys_file,
+        "allowed_origins": options.allowed_origins,
+    }
+    return settings.model_copy(update={k: v for k, v in given.items() if v is not None})
 
 
 def _names(options: Options, settings: Settings) -> tuple[str, ...]:
@@ -149,26 +169,39 @@ async def _serve_with_workers(
         endpoint = f"{settings.host.replace('0.0.0.0', '127.0.0.1')}:{port}"
     try:
         length = deployment.context_length if deployment else _context_length(settings)
-        return await _run_workers(
-            [_told(options, settings, endpoint, length)] * options.workers,
-            listener,
-            settings.drain_seconds,
-            ready,
-        )
+        with tempfile.TemporaryDirectory(prefix="cog-triton-metrics-") as metrics:
+            told = _told(options, settings, endpoint, length, metrics)
+            workers = [told] * options.workers
+            return await _run_workers(workers, listener, settings.drain_seconds, ready)
     finally:
         if deployment is not None:
             await deployment.stop()
 
 
-def _told(options: Options, settings: Settings, endpoint: str, length: int | None) -> Worker:
+def _told(
+    options: Options, settings: Settings, endpoint: str, length: int | None, metrics: str
+) -> Worker:
     """What each worker is told; the queue is shared out among them."""
+    file = settings.openai_api_keys_file
     share = {
         "max_running": -(-settings.max_running // options.workers),
         "max_waiting": -(-settings.max_waiting // options.workers),
         "tokenizer": settings.tokenizer_dir,
+        "allowed_origins": settings.allowed_origins,
+        "openai_api_keys_file": str(file) if file else None,
     }
     names = options.models or _names(options, settings)
-    return Worker(-1, -1, names, address_of(endpoint), options.triton_model, length, share)
+    return Worker(
+        -1,
+        -1,
+        names,
+        address_of(endpoint),
+        options.triton_model,
+        length,
+        options.workers,
+        metrics,
+        share,
+    )
 
 
 def _context_length(settings: Settings) -> int | None:
@@ -211,6 +244,7 @@ async def _spawn(worker: Worker, listener: int, ready: int) -> asyncio.subproces
         sys.executable,
         *("-m", "cog_triton.faces.openai.worker", json.dumps(dataclasses.asdict(told))),
         pass_fds=(listener, ready),
+        env={**os.environ, "PROMETHEUS_MULTIPROC_DIR": worker.metrics},
         start_new_session=True,  # Ctrl-C reaches the first process alone, which passes it on
     )
 

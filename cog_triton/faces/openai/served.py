@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from cog_triton.adapters import adapter_names
+from cog_triton.admission import Admission, Share
 from cog_triton.errors import shown
+from cog_triton.faces.openai.calls import current, observed
 from cog_triton.faces.openai.errors import RETRY_SECONDS, ApiError
 from cog_triton.generation import Chunk
 from cog_triton.limits import TextLimits
@@ -31,9 +33,10 @@ class Backend(Protocol):
     limits: TextLimits
     tokenizer: Tokenizer
     context_length: int | None
+    admission: Admission
 
     def generate(
-        self, request: Request, request_id: str | None = None
+        self, request: Request, request_id: str | None = None, share: Share | None = None
     ) -> AsyncGenerator[Chunk, None]:
         """Streams the answer to a request; see ``cog_triton.generation.generate``."""
 
@@ -47,6 +50,22 @@ class Backend(Protocol):
         """Stops what was started."""
 
 
+@dataclass(frozen=True)
+class Part:
+    """Which part of the face a process is.
+
+    Attributes:
+        processes: that answer.
+        metrics: the directory in which they have their figures; None for a single one.
+    """
+
+    processes: int = 1
+    metrics: str | None = None
+
+
+ALONE = Part()
+
+
 @dataclass
 class Served:
     """The state of one application.
@@ -57,6 +76,7 @@ class Served:
         draining: whether it takes no new requests.
         running: requests that are being answered.
         busy: is told whether there are any, each time that changes.
+        part: of all processes that answer.
     """
 
     backend: Backend
@@ -65,6 +85,7 @@ class Served:
     draining: bool = False
     running: int = 0
     busy: Callable[[bool], object] = lambda _: None
+    part: Part = ALONE
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -87,10 +108,11 @@ class Served:
         Args:
             request_id: the client's, which may come again: so more is put behind it.
         """
-        name = f"{request_id}-{secrets.token_hex(4)}"
+        name, call = f"{request_id}-{secrets.token_hex(4)}", current()
+        names = [f"{name}-{number}" if number else name for number in range(len(requests))]
         return [
-            self.backend.generate(request, f"{name}-{number}" if number else name)
-            for number, request in enumerate(requests)
+            observed(self.backend.generate(request, name, call.share(request)), call)
+            for name, request in zip(names, requests, strict=True)
         ]
 
     @property
@@ -104,10 +126,10 @@ class Served:
         Raises:
             ApiError: 404, nothing is served under that name.
         """
-        if name in self.models:
-            return ""
-        if name in (adapters := self.adapters):
-            return name
+        adapters = self.adapters
+        if name in self.models or name in adapters:
+            current().model = name
+            return "" if name in self.models else name
         raise ApiError(
             404,
             f"The model `{shown(name)}` does not exist; there is "

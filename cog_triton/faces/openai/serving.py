@@ -17,7 +17,7 @@ import uvicorn
 
 from cog_triton.errors import ConfigurationError
 from cog_triton.faces.openai.app import create_app
-from cog_triton.faces.openai.served import Backend, Served
+from cog_triton.faces.openai.served import ALONE, Backend, Part, Served
 from cog_triton.faces.terminal.interrupt import end_at_once_on_signals
 from cog_triton.settings import Settings
 
@@ -73,6 +73,7 @@ async def serve(
     models: tuple[str, ...],
     listener: socket.socket,
     ready: Callable[[], object],
+    part: Part = ALONE,
 ) -> int:
     """Serves until a signal comes: those that run get their time then, and no more are taken.
 
@@ -89,14 +90,16 @@ async def serve(
     """
     backend = await start()
     try:
-        served = Served(backend, models)
+        served = Served(backend, models, part=part)
+        app = create_app(served)
         # What is alive now stays so: a full collection would go through all of it.
         gc.collect()
         gc.freeze()
-        server = Server(uvicorn.Config(create_app(served), **OPTIONS))
+        server = Server(uvicorn.Config(app, **OPTIONS))
         with told_to_end() as told:
             listener.listen(BACKLOG)
             running = asyncio.create_task(server.serve(sockets=[listener]))
+            refreshing = asyncio.create_task(app.state.figures.keep_fresh())
             ready()
             first: list[asyncio.Future[Any]] = [running, told]
             await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
@@ -105,6 +108,7 @@ async def serve(
                 await served.drain()
             server.should_exit = True
             await running
+            refreshing.cancel()
             return exit_status(told)
     finally:
         await backend.stop()

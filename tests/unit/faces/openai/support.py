@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 
+from cog_triton.admission import Admission, Bounds, Share
 from cog_triton.errors import TritonUnavailable
 from cog_triton.faces.openai.app import create_app
 from cog_triton.faces.openai.served import Served
@@ -56,6 +57,8 @@ class Backend:
         self.tokenizer: Any = Tokenizer()
         self.context_length: int | None = 64
         self.asked: list[tuple[Request, str | None]] = []
+        self.shares: list[Share | None] = []
+        self.admission = Admission(Bounds(9, 9, 60))
         self.open = 0
         self.is_healthy = True
         self.wait: asyncio.Event | None = None
@@ -63,9 +66,10 @@ class Backend:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def generate(
-        self, request: Request, request_id: str | None = None
+        self, request: Request, request_id: str | None = None, share: Share | None = None
     ) -> AsyncGenerator[Chunk, None]:
         self.asked.append((request, request_id))
+        self.shares.append(share)
         self.open += 1
         task = asyncio.current_task()
         assert task is not None

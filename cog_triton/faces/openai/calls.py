@@ -1,0 +1,98 @@
+"""One request of a client, as those who run the server see it: whose it is, what came of it, and when.
+
+The middleware begins it; what answers notes in it what the middleware cannot see. It is found by the
+context, so that no route has to hand it on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+from cog_triton.admission import Share
+from cog_triton.errors import CogTritonError
+from cog_triton.faces.openai.keys import ANYBODY, Key
+from cog_triton.generation import Chunk
+from cog_triton.request import Request
+
+EXPECTED_TOKENS = 256
+"""Of an answer that may be longer, until it is known how long it is."""
+CHARACTERS_PER_TOKEN = 4
+
+
+@dataclass
+class Call:
+    """What is known of a request so far.
+
+    Attributes:
+        began: in seconds of ``time.monotonic``.
+        model: as the client names it; "" as long as it has named none that there is.
+        first_token: seconds from the beginning; None as long as there is none.
+        queued: seconds for which the longest of its answers waited for its turn.
+        finish_reasons: of its answers.
+        error: code of the error that ended it; "" if there was none, or none with a code.
+        status: of the response.
+        gap: is told the seconds between two pieces of an answer.
+    """
+
+    id: str
+    path: str
+    key: Key = ANYBODY
+    began: float = field(default_factory=time.monotonic)
+    model: str = ""
+    input_tokens: int = 0
+    output_tokens: int = 0
+    first_token: float | None = None
+    queued: float = 0.0
+    finish_reasons: list[str] = field(default_factory=list)
+    error: str = ""
+    status: int = 0
+    gap: Callable[[float], object] = lambda _: None
+
+    def seconds(self) -> float:
+        """Since it began."""
+        return time.monotonic() - self.began
+
+    def share(self, request: Request) -> Share:
+        """Whose a request to the engine is, and the tokens that it is expected to take."""
+        prompt = len(request.prompt_ids) or len(request.prompt) // CHARACTERS_PER_TOKEN
+        expected = prompt + min(request.max_tokens, EXPECTED_TOKENS)
+        return Share(self.key.name, self.key.weight, float(expected))
+
+
+CURRENT: ContextVar[Call | None] = ContextVar("call", default=None)
+
+
+def current() -> Call:
+    """The request that is being answered; one of nobody's where there is none."""
+    return CURRENT.get() or Call("", "")
+
+
+async def observed(chunks: AsyncGenerator[Chunk, None], call: Call) -> AsyncGenerator[Chunk, None]:
+    """The chunks of one answer, of which the call takes note."""
+    last, chunk, reason = 0.0, None, "abort"
+    try:
+        async with contextlib.aclosing(chunks):
+            async for chunk in chunks:
+                if chunk.ids or chunk.text:
+                    now = time.monotonic()
+                    if last:
+                        call.gap(now - last)
+                    elif call.first_token is None:
+                        call.first_token = now - call.began
+                    last = now
+                reason = chunk.finish_reason or reason
+                yield chunk
+    except Exception as error:
+        reason = "error"
+        call.error = error.code if isinstance(error, CogTritonError) else "internal"
+        raise
+    finally:
+        call.finish_reasons.append(reason)
+        if chunk is not None:
+            call.output_tokens += chunk.output_tokens
+            call.input_tokens += chunk.input_tokens or 0
+            call.queued = max(call.queued, chunk.queued)

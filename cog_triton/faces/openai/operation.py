@@ -1,0 +1,188 @@
+"""What those who run the server want of every request: its key asked for, its limits kept, its end told of.
+
+Plain ASGI, without tasks. ``Calls`` is around ``Access``, so that refusals are counted as well.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from urllib.parse import quote
+
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from cog_triton.errors import shown
+from cog_triton.faces.openai.answers import error_response
+from cog_triton.faces.openai.calls import CURRENT, Call, current
+from cog_triton.faces.openai.errors import ApiError
+from cog_triton.faces.openai.keys import Key, Keys, keys_of
+from cog_triton.faces.openai.metrics import Figures
+from cog_triton.faces.openai.quotas import Quotas
+from cog_triton.faces.openai.served import Served
+from cog_triton.faces.openai.tracing import tracing
+from cog_triton.settings import Settings
+
+logger = logging.getLogger(__name__)
+OPEN = frozenset({"/", "/health", "/health/live", "/health/ready"})
+"""Paths that need no key: a page without any content of the model's, and what orchestrators ask."""
+METRICS = "/metrics"
+Ended = Callable[[Call, Headers], object]
+
+
+def add_operation(app: Starlette, served: Served) -> None:
+    """Puts around an application what the settings ask for.
+
+    Raises:
+        ConfigurationError: the API keys are wrong.
+    """
+    settings, part = served.settings, served.part
+    if (keys := configured_keys(settings)) is not None:
+        quotas = Quotas(part.processes)
+        app.add_middleware(Access, keys=keys, quotas=quotas, open_metrics=settings.open_metrics)
+    if origins := list(filter(None, settings.allowed_origins.replace(",", " ").split())):
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["*"],
+        )
+    figures = Figures(served.models[0], served.backend.admission, part.metrics)
+    app.state.figures = figures
+    ended = [figures.ended, log_call, tracing(settings.otel_endpoint)]
+    app.add_middleware(Calls, gap=figures.gap, ended=[tell for tell in ended if tell is not None])
+
+
+def configured_keys(settings: Settings) -> Keys | None:
+    """The API keys of the settings; None if there are none.
+
+    Raises:
+        ConfigurationError: they are wrong.
+    """
+    listed = settings.openai_api_keys.get_secret_value() if settings.openai_api_keys else ""
+    return keys_of(listed, settings.openai_api_keys_file)
+
+
+class Calls:
+    """Has a ``Call`` of each request, and tells of it at its end."""
+
+    def __init__(self, app: ASGIApp, gap: Callable[[float], object], ended: list[Ended]) -> None:
+        """
+        Args:
+            gap: see ``Call``.
+            ended: are told of each call that has ended, and the headers of its request.
+        """
+        self._app = app
+        self._gap = gap
+        self._ended = ended
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        call = Call(scope["state"]["request_id"], scope["path"], gap=self._gap)
+
+        async def send_noted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                call.status = message["status"]
+            await send(message)
+
+        token = CURRENT.set(call)
+        try:
+            await self._app(scope, receive, send_noted)
+        except Exception:
+            call.status = call.status or 500
+            raise
+        finally:
+            CURRENT.reset(token)
+            for tell in self._ended:
+                tell(call, Headers(scope=scope))
+
+
+class Access:
+    """Lets in who has a key, as often as the key may."""
+
+    def __init__(self, app: ASGIApp, keys: Keys, quotas: Quotas, *, open_metrics: bool) -> None:
+        self._app = app
+        self._keys = keys
+        self._quotas = quotas
+        self._open = OPEN | {METRICS} if open_metrics else OPEN
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in self._open:
+            await self._app(scope, receive, send)
+            return
+        call = current()
+        try:
+            call.key = self._key(Headers(scope=scope))
+        except ApiError as error:
+            await error_response(error)(scope, receive, send)
+            return
+        if scope["method"] == "POST":
+            await self._limited(call, scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    def _key(self, headers: Headers) -> Key:
+        """Whose a request is.
+
+        Raises:
+            ApiError: 401.
+        """
+        presented = presented_key(headers)
+        key = self._keys.find(presented) if presented else None
+        if key is not None:
+            return key
+        raise ApiError(
+            401,
+            "Incorrect API key provided"
+            if presented
+            else "You did not provide an API key: it goes into the header Authorization, as "
+            "Bearer YOUR_KEY",
+            code="invalid_api_key",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
+
+    async def _limited(self, call: Call, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_with_limits(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                limits = self._quotas.headers(call.key)
+                message["headers"] = [*message["headers"], *limits]
+            await send(message)
+
+        try:
+            self._quotas.enter(call.key)
+        except ApiError as error:
+            await error_response(error)(scope, receive, send_with_limits)
+            return
+        try:
+            await self._app(scope, receive, send_with_limits)
+        finally:
+            self._quotas.leave(call.key, call.input_tokens + call.output_tokens)
+
+
+def presented_key(headers: Headers) -> str:
+    """The key of a request, by OpenAI's header or Anthropic's; "" if it has none."""
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+
+
+def log_call(call: Call, _: Headers) -> None:
+    """A line of the log for each request, without anything of its text."""
+    level = logging.DEBUG if call.path in OPEN or call.path == METRICS else logging.INFO
+    logger.log(
+        level,
+        "%s %s %d key=%s model=%s tokens=%d+%d %.0f ms%s",
+        call.id,
+        shown(quote(call.path)),
+        call.status,
+        call.key.name or "-",
+        call.model or "-",
+        call.input_tokens,
+        call.output_tokens,
+        call.seconds() * 1000,
+        f" {call.error}" if call.error else "",
+    )

@@ -1,0 +1,143 @@
+"""API keys and what each may have, without a server."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+import pytest
+
+from cog_triton.errors import ConfigurationError
+from cog_triton.faces.openai.errors import ApiError
+from cog_triton.faces.openai.keys import RELOAD_SECONDS, Key, Keys, digest_of, keys_of, parsed_keys
+from cog_triton.faces.openai.quotas import Quotas
+
+HASH = hashlib.sha256(b"sk-a").hexdigest()
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_file_has_names_keys_or_hashes_and_limits() -> None:
+    text = (
+        f"# team keys\n\na sha256:{HASH} weight=2 max_running=3\nb.c sk-b tokens_per_minute=1e4\n"
+    )
+    assert parsed_keys(text, "f") == (
+        Key("a", digest_of("sk-a"), 2.0, max_running=3.0),
+        Key("b.c", digest_of("sk-b"), tokens_per_minute=10_000.0),
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ("sk-secret", "a name of letters.* are needed"),
+        ("a/b sk-secret", "a name of letters"),
+        ("a sk-secret weight=0", "weight must be a number above 0, not 0"),
+        ("a sk-secret weight=nan", "weight must be"),
+        ("a sk-secret sk-secret", "behind the key may be weight, "),
+    ],
+)
+def test_a_line_that_is_wrong_is_named_without_its_key(line: str, text: str) -> None:
+    with pytest.raises(ConfigurationError, match=rf"f, line 2: {text}") as raised:
+        parsed_keys(f"# x\n{line}", "f")
+    assert "sk-secret" not in str(raised.value)
+
+
+def test_keys_of_the_environment_are_named_after_their_hashes() -> None:
+    keys = keys_of(f"sk-a, sk-b\nsha256:{hashlib.sha256(b'sk-c').hexdigest()}", None)
+    assert keys is not None
+    assert keys.find("sk-a") == Key(f"key-{HASH[:8]}", digest_of("sk-a"))
+    assert keys.find("sk-b")
+    assert keys.find("sk-c")
+    assert keys.find("sk-d") is None
+    assert keys.find(f"sha256:{HASH}") is None  # who reads the hash cannot ask with it
+    assert keys_of("", None) is None
+
+
+def test_what_makes_no_keys_is_refused(tmp_path: Path) -> None:
+    empty = tmp_path / "keys"
+    empty.write_text("# none\n")
+    for file, text in ((tmp_path / "none", "OPENAI_API_KEYS_FILE: .*No such"), (empty, "are none")):
+        with pytest.raises(ConfigurationError, match=text):
+            keys_of("", file)
+    empty.write_text("a sk-a\na sk-b\n")
+    with pytest.raises(ConfigurationError, match="a is there twice"):
+        keys_of("", empty)
+
+
+def test_a_file_that_changes_is_read_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file, clock = tmp_path / "keys", Clock()
+
+    def write(text: str) -> None:
+        (tmp_path / "new").write_text(text)
+        os.replace(tmp_path / "new", file)
+        clock.now += RELOAD_SECONDS
+
+    write("a sk-a")
+    keys = Keys([], file, clock=clock)
+    write("a sk-b weight=3")
+    assert keys.find("sk-a") is None
+    assert keys.find("sk-b") == Key("a", digest_of("sk-b"), 3.0)
+    write("a sk-c weight=much")
+    assert keys.find("sk-c") is None
+    assert keys.find("sk-b")
+    assert "line 1: weight must be a number above 0, not much; the keys from before" in caplog.text
+    assert "sk-" not in caplog.text
+
+
+def test_so_many_requests_at_once() -> None:
+    quotas, key = Quotas(), Key("a", b"", max_running=2)
+    quotas.enter(key)
+    quotas.enter(key)
+    with pytest.raises(ApiError, match="2 running requests are the most") as refused:
+        quotas.enter(key)
+    assert (refused.value.status, refused.value.code) == (429, "rate_limit_exceeded")
+    quotas.enter(Key("b", b"", max_running=1))
+    quotas.leave(key, 0)
+    quotas.enter(key)
+
+
+def test_so_many_requests_and_tokens_a_minute() -> None:
+    clock = Clock()
+    quotas, key = Quotas(clock=clock), Key("a", b"", requests_per_minute=6, tokens_per_minute=60)
+    for _ in range(3):
+        quotas.enter(key)
+    quotas.leave(key, 80)
+    assert dict(quotas.headers(key)) == {
+        b"x-ratelimit-limit-requests": b"6",
+        b"x-ratelimit-remaining-requests": b"3",
+        b"x-ratelimit-reset-requests": b"30.000s",
+        b"x-ratelimit-limit-tokens": b"60",
+        b"x-ratelimit-remaining-tokens": b"0",
+        b"x-ratelimit-reset-tokens": b"80.000s",
+    }
+    with pytest.raises(ApiError, match="60 tokens a minute are the most; try again in 21 s") as at:
+        quotas.enter(key)
+    assert (at.value.type, at.value.headers) == ("tokens", {"Retry-After": "21"})
+    clock.now += 21
+    for _ in range(5):  # two came in that time
+        quotas.enter(key)
+    with pytest.raises(ApiError, match="6 requests a minute") as at:
+        quotas.enter(key)
+    assert at.value.type == "requests"
+    assert quotas.headers(Key("b", b"")) == []
+
+
+def test_several_processes_share_the_limits() -> None:
+    quotas, key = Quotas(4), Key("a", b"", max_running=6, requests_per_minute=40)
+    for _ in range(2):
+        quotas.enter(key)
+    with pytest.raises(ApiError, match="2 running"):
+        quotas.enter(key)
+    assert (b"x-ratelimit-limit-requests", b"10") in quotas.headers(key)
