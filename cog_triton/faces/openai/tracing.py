@@ -30,14 +30,14 @@ def tracing(endpoint: str | None) -> Callable[[Call, Headers], object] | None:
         return None
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.resources import OTELResourceDetector, Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
         logger.warning("no traces: %s (pip install cog-triton[otel])", error)
         return None
-    # OTEL_SERVICE_NAME goes first.
-    provider = TracerProvider(resource=Resource({"service.name": SERVICE}).merge(Resource.create()))
+    named = Resource({"service.name": SERVICE}).merge(OTELResourceDetector().detect())
+    provider = TracerProvider(resource=named)
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
     return Spans(provider.get_tracer("cog_triton")).ended
 
