@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import shutil
+import ssl
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -12,8 +15,9 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.integration.test_proxy import NGINX, PLAIN, nginx, openssl
 from tests.openai_server import MESSAGES, OpenAIServer
-from tests.support import children, wait_until
+from tests.support import ROOT, children, free_port, wait_until
 
 CHAT = "/v1/chat/completions"
 KEYS = """\
@@ -147,6 +151,43 @@ def test_figures_of_several_processes_are_one(demo_model: Path, tmp_path: Path) 
             assert seen['cog_triton_requests_total{outcome="admitted"}'] == 10
             assert seen['vllm:num_requests_running{model_name="demo"}'] == 0
             assert seen['cog_triton_errors_total{code="",status="404"}'] == 1
+
+
+@pytest.fixture(scope="module")
+def proxy(keyed: OpenAIServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    """deploy/openai/nginx.conf before the face."""
+    if NGINX is None or shutil.which("openssl") is None:
+        pytest.skip("no nginx or no openssl: apt-get install nginx-light openssl")
+    directory, port = tmp_path_factory.mktemp("nginx"), free_port()
+    openssl("req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", directory=directory)
+    text = (ROOT / "deploy" / "openai" / "nginx.conf").read_text()
+    for there, here in [
+        ("listen 443 ssl", f"listen 127.0.0.1:{port} ssl"),
+        ("/etc/nginx/cog-triton", str(directory)),
+        ("http://127.0.0.1:3000", keyed.url),
+    ]:
+        assert there in text
+        text = text.replace(there, here)
+    (directory / "cog-triton.conf").write_text(text)
+    user = "user root;" if os.geteuid() == 0 else ""
+    (directory / "nginx.conf").write_text(PLAIN.format(directory=directory, user=user))
+    trusted = ssl.create_default_context(cafile=str(directory / "certificate.pem"))
+    url = f"https://localhost:{port}"
+    with nginx(directory), httpx.Client(base_url=url, verify=trusted, trust_env=False) as client:
+        yield client
+
+
+def test_a_stream_through_nginx(proxy: httpx.Client, keyed: OpenAIServer) -> None:
+    fields = body(stream=True, max_tokens=2000, ignore_eos=True)
+    with proxy.stream("POST", CHAT, json=fields, **bearer("sk-env")) as reply:  # type: ignore[arg-type]
+        assert reply.status_code == 200
+        lines = reply.iter_lines()
+        assert [next(lines)[:5] for _ in range(3)] == ["data:", "", "data:"]
+        wait_until(lambda: keyed.engine["active"] == 1, 10, "the request, which runs on")
+    wait_until(lambda: keyed.engine["active"] == 0, 10, "the end of what nobody reads")
+    assert proxy.post(CHAT, json=body()).status_code == 401
+    assert proxy.get("/health/ready").status_code == 200
+    assert [proxy.get(path).status_code for path in ("/metrics", "/docs", "/")] == [404] * 3
 
 
 class Collector(BaseHTTPRequestHandler):
