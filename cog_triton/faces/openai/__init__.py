@@ -9,11 +9,13 @@
     answers.py     chunks to a response: as events or in one body, and the end of one whose client has gone
     wire.py        bytes of events and bodies
     errors.py      which status and body each error has
+    operation.py   what is around the routes: keys.py and quotas.py let in, calls.py has what is seen of a
+                   request, and metrics.py, tracing.py and the log are told of it at its end
     tools/         tool calls in a model's text
     serving.py     a process, or several, that serve
     attached.py    a Triton that runs already
     beside.py      in the predictor, beside Cog's face
 
-May import deployment, generation, client, request, text, errors and settings. After a change: pytest
-tests/unit/faces/openai tests/integration/test_openai.py
+May import deployment, metrics, admission, generation, client, request, text, errors and settings. After a
+change: pytest tests/unit/faces/openai tests/integration/test_openai*.py
 """
