@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -196,3 +197,15 @@ def test_a_span_says_what_a_call_was() -> None:
     }
     assert attributes(Call("id", "/v1/completions", model="m", status=429))["error.type"] == "429"
     assert tracing(None) is None
+
+
+def test_without_its_packages_there_are_no_spans(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
+    monkeypatch.delitem(
+        sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", raising=False
+    )
+    assert tracing("http://127.0.0.1:9") is None
+    assert "no traces: " in caplog.text
+    assert "pip install cog-triton[otel]" in caplog.text
