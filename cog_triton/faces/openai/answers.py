@@ -18,13 +18,18 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from cog_triton.errors import CogTritonError
-from cog_triton.faces.openai.errors import CLIENT_GONE, ApiError, api_error, internal_error
-from cog_triton.faces.openai.fields import FIELDS, Sampling
-from cog_triton.faces.openai.sampling import check_fields
+from cog_triton.faces.openai.errors import (
+    CLIENT_GONE,
+    MESSAGES_PATH,
+    ApiError,
+    api_error,
+    internal_error,
+    message_error,
+)
+from cog_triton.faces.openai.fields import FIELDS
 from cog_triton.faces.openai.served import Served
-from cog_triton.faces.openai.wire import DONE, Head, dumps, event, usage
+from cog_triton.faces.openai.wire import dumps
 from cog_triton.generation import Chunk
-from cog_triton.request import Request
 
 logger = logging.getLogger(__name__)
 
@@ -36,42 +41,26 @@ EVENT_STREAM = [
 ]
 
 
-class Choice(Protocol):
-    """What becomes of one answer's chunks."""
+class Writer(Protocol):
+    """What becomes of the chunks of a response's answers, in the form of one API."""
 
-    def begin(self) -> bytes:
-        """The events before the first chunk."""
+    def begin(self, chunk: Chunk) -> bytes:
+        """The events before those of the first chunk, which is handed over to look at."""
 
-    def events(self, chunk: Chunk) -> bytes:
-        """The events of a chunk."""
+    def events(self, number: int, chunk: Chunk) -> bytes:
+        """The events of the next chunk of the answer of that number."""
 
-    def add(self, chunk: Chunk) -> None:
-        """Takes a chunk in; the other way of giving an answer."""
+    def end(self) -> bytes:
+        """The events behind those of the last chunk."""
 
-    def body(self) -> dict[str, Any]:
-        """The whole answer, of the chunks taken in."""
-
-
-@dataclass
-class Counts:
-    """Tokens of the answers to one request.
-
-    Attributes:
-        prompts: tokens of each prompt, by the number of its first choice.
-        outputs: by the number of the choice.
-    """
-
-    choices: int
-    prompts: dict[int, int] = field(default_factory=dict)
-    outputs: dict[int, int] = field(default_factory=dict)
+    def failed(self, error: ApiError) -> bytes:
+        """The last events of a response that fails."""
 
     def add(self, number: int, chunk: Chunk) -> None:
-        self.outputs[number] = chunk.output_tokens
-        if chunk.input_tokens is not None:
-            self.prompts[number // self.choices] = chunk.input_tokens
+        """Takes a chunk in; the other way of giving a response."""
 
-    def usage(self) -> dict[str, Any]:
-        return usage(sum(self.prompts.values()), sum(self.outputs.values()))
+    def body(self) -> dict[str, Any]:
+        """The whole response, of the chunks taken in."""
 
 
 @dataclass(frozen=True)
@@ -79,26 +68,21 @@ class Answer:
     """One response to be made.
 
     Attributes:
-        start: begins the choices' chunks, in their order.
-        counts: how many choices a prompt has.
+        start: begins the answers' chunks, in their order.
         headers: of the response.
     """
 
     served: Served
-    head: Head
+    writer: Writer
     start: Callable[[], Sequence[Chunks]]
-    choices: Sequence[Choice]
-    counts: Counts
     headers: Mapping[str, str] = field(default_factory=dict)
 
     async def whole(self) -> bytes:
         """The body of the whole response."""
         async with contextlib.aclosing(merged(self.start())) as chunks:
             async for number, chunk in chunks:
-                self.counts.add(number, chunk)
-                self.choices[number].add(chunk)
-        bodies = [choice.body() for choice in self.choices]
-        return dumps(self.head.body(bodies, self.counts.usage()))
+                self.writer.add(number, chunk)
+        return dumps(self.writer.body())
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The events, from the first chunk on: before it, an error is one of the whole response."""
@@ -106,47 +90,16 @@ class Answer:
         try:
             async with contextlib.aclosing(merged(self.start())) as chunks:
                 async for number, chunk in chunks:
-                    self.counts.add(number, chunk)
-                    events = self.choices[number].events(chunk)
-                    if not begun:
-                        begun = True
-                        events = b"".join(choice.begin() for choice in self.choices) + events
-                    if events:
+                    beginning = b"" if begun else self.writer.begin(chunk)
+                    begun = True
+                    if events := beginning + self.writer.events(number, chunk):
                         yield events
         except Exception as error:
             if not begun:
                 raise
-            yield event(told(error).body()) + DONE
+            yield self.writer.failed(told(error))
             return
-        total = self.head.event([], self.counts.usage()) if self.head.usage else b""
-        yield total + DONE
-
-
-def answering(
-    body: Sampling,
-    served: Served,
-    head: Head,
-    requests: Sequence[Request],
-    choices: Sequence[Choice],
-    request_id: str,
-) -> Answering:
-    """The response to a body.
-
-    Args:
-        requests: in the order of the choices: all to the first prompt, all to the second.
-
-    Raises:
-        ApiError: the body has a field that no engine honours.
-    """
-    answer = Answer(
-        served,
-        head,
-        lambda: served.generate(requests, request_id),
-        choices,
-        Counts(body.choices),
-        check_fields(body),
-    )
-    return Answering(answer, stream=bool(body.stream))
+        yield self.writer.end()
 
 
 class Answering(Response):
@@ -264,6 +217,20 @@ def told(error: Exception) -> ApiError:
     return internal_error()
 
 
+class ErrorResponse(Response):
+    """The response that is an error, in the words of the API whose route was asked."""
+
+    def __init__(self, error: ApiError) -> None:
+        super().__init__(status_code=error.status)
+        self._error = error
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        error = self._error
+        of_messages = scope["path"].startswith(MESSAGES_PATH)
+        body = message_error(error) if of_messages else error.body()
+        await JSONResponse(body, error.status, error.headers)(scope, receive, send)
+
+
 def error_response(error: ApiError) -> Response:
     """The response that is an error."""
-    return JSONResponse(error.body(), error.status, error.headers)
+    return ErrorResponse(error)

@@ -7,27 +7,21 @@ from typing import Any
 
 from fastapi import APIRouter
 
-from cog_triton.faces.openai.answers import Answering, answering
+from cog_triton.faces.openai.answers import Answer, Answering
+from cog_triton.faces.openai.choices import Choices, Counts
 from cog_triton.faces.openai.dependencies import FromApp, RequestId
-from cog_triton.faces.openai.errors import invalid
-from cog_triton.faces.openai.fields import ChatBody, NamedTool
+from cog_triton.faces.openai.fields import ChatBody
 from cog_triton.faces.openai.log_probs import chat_log_probs
-from cog_triton.faces.openai.prompts import chat_prompt, template_text
-from cog_triton.faces.openai.reasoning import ReasoningParser, thinks
-from cog_triton.faces.openai.sampling import longest_output, sampling, with_seed
-from cog_triton.faces.openai.served import Served
-from cog_triton.faces.openai.tools.choice import call_guide, is_enforced, offered_tools
+from cog_triton.faces.openai.sampling import check_fields, with_seed
 from cog_triton.faces.openai.tools.events import (
     CallStart,
     Event,
-    Parser,
     Reasoning,
     Text,
 )
-from cog_triton.faces.openai.tools.formats import CallParser, Format, format_of
+from cog_triton.faces.openai.turns import Reader, chat_turn
 from cog_triton.faces.openai.wire import Head, dumps, new_id
 from cog_triton.generation import Chunk
-from cog_triton.request import Request
 from cog_triton.text.tokenizer import Tokenizer
 
 router = APIRouter()
@@ -37,9 +31,8 @@ _MARK = "\x00text\x00"
 @router.post("/v1/chat/completions")
 async def chat_completions(body: ChatBody, served: FromApp, request_id: RequestId) -> Answering:
     """Answers messages, in one body or as events."""
-    template = template_text(served.backend.tokenizer)
-    known = _tool_format(body, template)
-    request = chat_request(body, served, known)
+    headers = check_fields(body)
+    turn = chat_turn(body, served)
     head = Head(
         new_id("chatcmpl-"),
         "chat.completion",
@@ -48,98 +41,33 @@ async def chat_completions(body: ChatBody, served: FromApp, request_id: RequestI
         body.model,
         body.include_usage,
     )
-    named = isinstance(body.tool_choice, NamedTool)
     choices = [
-        ChatChoice(
-            number,
-            head,
-            served.backend.tokenizer,
-            _parser(body, request, known, template),
-            named=named,
-        )
+        ChatChoice(number, head, served.backend.tokenizer, turn.reader(), named=turn.named)
         for number in range(body.choices)
     ]
-    requests = [replace(request, **with_seed(request, n)) for n in range(body.choices)]
-    return answering(body, served, head, requests, choices, request_id)
-
-
-def chat_request(body: ChatBody, served: Served, known: Format | None) -> Request:
-    """The request for the first answer.
-
-    Raises:
-        ApiError, UserError: the body asks for what cannot be had.
-    """
-    values = sampling(body)
-    if known is not None and is_enforced(body):
-        if values["guide"] is not None:
-            raise invalid("tool_choice and another guide contradict", "tool_choice")
-        values["guide"] = call_guide(body, known)
-    prompt = chat_prompt(
-        served.backend,
-        body.messages,
-        offered_tools(body),
-        body.chat_template_kwargs,
-        body.add_generation_prompt,
+    requests = [replace(turn.request, **with_seed(turn.request, n)) for n in range(body.choices)]
+    answer = Answer(
+        served,
+        Choices(head, choices, Counts(body.choices)),
+        lambda: served.generate(requests, request_id),
+        headers,
     )
-    given = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    return Request(
-        prompt=prompt,
-        add_special_tokens=False,
-        adapter=served.adapter(body.model),
-        max_tokens=longest_output(served) if given is None else given,
-        log_probs=(body.top_logprobs or 0) if body.logprobs else None,
-        **served.token_ids(),
-        **values,
-    )
-
-
-def _tool_format(body: ChatBody, template: str) -> Format | None:
-    """How the model writes calls, None if it is not offered tools.
-
-    Raises:
-        ApiError: it is offered some, and its template takes none.
-    """
-    if not offered_tools(body):
-        return None
-    if (known := format_of(template)) is None:
-        raise invalid("tools: the chat template of this model takes none", "tools")
-    return known
-
-
-def _parser(body: ChatBody, request: Request, known: Format | None, template: str) -> Parser | None:
-    """What reads an answer's text; None if all of it is content."""
-    calls = CallParser(known, guided=is_enforced(body)) if known else None
-    if thinks(template) and request.guide is None:
-        return ReasoningParser(request.prompt, calls)
-    return calls
+    return Answering(answer, stream=bool(body.stream))
 
 
 class ChatChoice:
-    """One answer: see ``answers.Choice``."""
+    """One answer: see ``choices.Choice``."""
 
     def __init__(
-        self,
-        index: int,
-        head: Head,
-        tokenizer: Tokenizer,
-        parser: Parser | None,
-        *,
-        named: bool = False,
+        self, index: int, head: Head, tokenizer: Tokenizer, reader: Reader, *, named: bool
     ) -> None:
-        """Nothing has come yet.
-
-        Args:
-            parser: reads the text; None if all of it is content.
-            named: whether a call was forced by its name.
-        """
-        self._named = named
         self._index = index
         self._head = head
         self._tokenizer = tokenizer
-        self._parser = parser
+        self._reader = reader
+        self._named = named
         self._around = head.around(self._choice({"content": _MARK}), _MARK)
-        self._called = False
-        self._message = WholeMessage()
+        self._message = Message()
 
     def begin(self) -> bytes:
         """See ``Choice``."""
@@ -149,7 +77,7 @@ class ChatChoice:
 
     def events(self, chunk: Chunk) -> bytes:
         """See ``Choice``."""
-        if self._parser is None and not chunk.log_probs:
+        if self._reader.plain and not chunk.log_probs:
             before, behind = self._around
             text = before + dumps(chunk.text) + behind if chunk.text else b""
         else:
@@ -160,7 +88,7 @@ class ChatChoice:
 
     def add(self, chunk: Chunk) -> None:
         """See ``Choice``."""
-        for event in self._parse(chunk):
+        for event in self._reader.read(chunk):
             self._message.add(event)
         self._message.log_probs += chat_log_probs(self._tokenizer, chunk.log_probs)
         if chunk.finish_reason is not None:
@@ -176,7 +104,7 @@ class ChatChoice:
         }
 
     def _parsed_events(self, chunk: Chunk) -> list[bytes]:
-        deltas = [_delta(event) for event in self._parse(chunk)]
+        deltas = [_delta(event) for event in self._reader.read(chunk)]
         log_probs = _log_probs(chat_log_probs(self._tokenizer, chunk.log_probs))
         if log_probs and not deltas:
             deltas = [{"content": ""}]
@@ -186,18 +114,9 @@ class ChatChoice:
             for number, delta in enumerate(deltas)
         ]
 
-    def _parse(self, chunk: Chunk) -> list[Event]:
-        if self._parser is None:
-            return [Text(chunk.text)] if chunk.text else []
-        events = self._parser.feed(chunk.text)
-        if chunk.finish_reason is not None:
-            events += self._parser.flush()
-        self._called = self._called or any(isinstance(event, CallStart) for event in events)
-        return events
-
     def _finish_reason(self, chunk: Chunk) -> str | None:
         # Of a call that was forced by its name, OpenAI says stop.
-        if self._called and chunk.finish_reason == "stop" and not self._named:
+        if self._reader.called and chunk.finish_reason == "stop" and not self._named:
             return "tool_calls"
         return chunk.finish_reason
 
@@ -212,7 +131,7 @@ class ChatChoice:
         }
 
 
-class WholeMessage:
+class Message:
     """A whole message, as its events make it."""
 
     def __init__(self) -> None:

@@ -29,6 +29,20 @@ _TABLE: tuple[tuple[type[CogTritonError], int, str, str | None], ...] = (
 )
 # The names that OpenAI's requests have for those in the texts of errors.
 _FIELDS = {"stop_sequences": "stop", "log_probs": "logprobs", "adapter": "model"}
+MESSAGES_PATH = "/v1/messages"
+"""The routes of Anthropic's API begin with it; their errors are of its form."""
+_MESSAGE_TYPES = {
+    400: INVALID,
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: INVALID,
+    413: "request_too_large",
+    415: INVALID,
+    422: INVALID,
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 _NAMES = (re.compile(r"^([a-z_]+)"), re.compile(r"does not support ([a-z_]+)"))
 
 
@@ -76,6 +90,12 @@ def api_error(error: CogTritonError, fields: frozenset[str] = frozenset()) -> Ap
         headers["Retry-After"] = str(RETRY_SECONDS)
     param = _param(error.message, fields) if status == 400 else None
     return ApiError(status, error.message, kind, param, code or error.code, headers)
+
+
+def message_error(error: ApiError) -> dict[str, Any]:
+    """An error in the form of Anthropic's API."""
+    kind = _MESSAGE_TYPES.get(error.status, "api_error")
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:

@@ -17,6 +17,11 @@ def event(value: Any) -> bytes:
     return b"data: " + dumps(value) + b"\n\n"
 
 
+def typed_event(value: dict[str, Any]) -> bytes:
+    """A server-sent event under the name that is its type, as newer APIs have them."""
+    return b"event: " + value["type"].encode() + b"\n" + event(value)
+
+
 def new_id(prefix: str) -> str:
     """An id of a response or a call."""
     return prefix + secrets.token_hex(12)

@@ -1,0 +1,85 @@
+"""Responses that are a list of choices: those of chats and of text completions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from cog_triton.faces.openai.errors import ApiError
+from cog_triton.faces.openai.wire import DONE, Head, event, usage
+from cog_triton.generation import Chunk
+
+
+class Choice(Protocol):
+    """What becomes of one answer's chunks."""
+
+    def begin(self) -> bytes:
+        """The events before the first chunk."""
+
+    def events(self, chunk: Chunk) -> bytes:
+        """The events of a chunk."""
+
+    def add(self, chunk: Chunk) -> None:
+        """Takes a chunk in; the other way of giving an answer."""
+
+    def body(self) -> dict[str, Any]:
+        """The whole answer, of the chunks taken in."""
+
+
+@dataclass
+class Counts:
+    """Tokens of the answers to one request.
+
+    Attributes:
+        choices: how many a prompt has.
+        prompts: tokens of each prompt, by the number of its first choice.
+        outputs: by the number of the choice.
+    """
+
+    choices: int
+    prompts: dict[int, int] = field(default_factory=dict)
+    outputs: dict[int, int] = field(default_factory=dict)
+
+    def add(self, number: int, chunk: Chunk) -> None:
+        self.outputs[number] = chunk.output_tokens
+        if chunk.input_tokens is not None:
+            self.prompts[number // self.choices] = chunk.input_tokens
+
+    def usage(self) -> dict[str, Any]:
+        return usage(sum(self.prompts.values()), sum(self.outputs.values()))
+
+
+@dataclass(frozen=True)
+class Choices:
+    """See ``answers.Writer``."""
+
+    head: Head
+    choices: Sequence[Choice]
+    counts: Counts
+
+    def begin(self, _: Chunk) -> bytes:
+        """See ``Writer``."""
+        return b"".join(choice.begin() for choice in self.choices)
+
+    def events(self, number: int, chunk: Chunk) -> bytes:
+        """See ``Writer``."""
+        self.counts.add(number, chunk)
+        return self.choices[number].events(chunk)
+
+    def end(self) -> bytes:
+        """See ``Writer``."""
+        return (self.head.event([], self.counts.usage()) if self.head.usage else b"") + DONE
+
+    def failed(self, error: ApiError) -> bytes:
+        """See ``Writer``."""
+        return event(error.body()) + DONE
+
+    def add(self, number: int, chunk: Chunk) -> None:
+        """See ``Writer``."""
+        self.counts.add(number, chunk)
+        self.choices[number].add(chunk)
+
+    def body(self) -> dict[str, Any]:
+        """See ``Writer``."""
+        return self.head.body([choice.body() for choice in self.choices], self.counts.usage())
