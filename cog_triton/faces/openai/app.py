@@ -14,13 +14,17 @@ from cog_triton.errors import CogTritonError, shown
 from cog_triton.faces.openai import chat, completions, health, metrics, models, page, tokens
 from cog_triton.faces.openai.answers import error_response, told
 from cog_triton.faces.openai.errors import ApiError, invalid
+from cog_triton.faces.openai.messages import route as messages
 from cog_triton.faces.openai.middleware import BodyLimit, RequestIds, too_large
 from cog_triton.faces.openai.operation import add_operation
+from cog_triton.faces.openai.responses import route as responses
 from cog_triton.faces.openai.served import Served
 
 ROUTERS = (
     chat.router,
     completions.router,
+    responses.router,
+    messages.router,
     models.router,
     tokens.router,
     health.router,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from cog_triton.errors import shown
@@ -67,8 +68,16 @@ def with_seed(request: Request, number: int) -> dict[str, Any]:
     return {"seed": (request.seed + number) % SEEDS}
 
 
-def check_fields(body: Body) -> dict[str, str]:
+def check_fields(
+    body: Body,
+    refused: Mapping[str, tuple[Any, ...]] = REFUSED,
+    ignored: Collection[str] = IGNORED,
+) -> dict[str, str]:
     """Refuses known fields that no engine honours; the headers that name unknown ones.
+
+    Args:
+        refused: with the values that ask for nothing.
+        ignored: are no news.
 
     Raises:
         ApiError: naming the field.
@@ -76,9 +85,9 @@ def check_fields(body: Body) -> dict[str, str]:
     unknown = []
     for name in body.unknown():
         value = getattr(body, name)
-        if name not in REFUSED:
-            unknown += [name] if name not in IGNORED else []
-        elif value is not None and value not in REFUSED[name]:
+        if name not in refused:
+            unknown += [name] if name not in ignored else []
+        elif value is not None and value not in refused[name]:
             raise invalid(f"{name} is not supported", name, "unsupported_parameter")
     if not unknown:
         return {}

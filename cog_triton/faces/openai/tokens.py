@@ -24,6 +24,27 @@ async def tokenize(body: TokenizeBody, served: FromApp) -> dict[str, Any]:
     if body.model is not None:
         served.adapter(body.model)
     text, special = _text(body, served)
+    tokens = await token_ids(served, text, special=special)
+    names = None
+    if body.return_token_strs:
+        names = served.backend.tokenizer.convert_ids_to_tokens(tokens)
+    return {
+        "count": len(tokens),
+        "max_model_len": served.backend.context_length,
+        "tokens": tokens,
+        "token_strs": names,
+    }
+
+
+async def token_ids(served: Served, text: str, *, special: bool) -> list[int]:
+    """The token ids of a text.
+
+    Args:
+        special: whether the tokens that begin a text are added.
+
+    Raises:
+        PromptTooLong: it has more characters than the limits allow.
+    """
     served.backend.limits.check("the prompt", len(text))
     tokenizer = served.backend.tokenizer
 
@@ -31,14 +52,7 @@ async def tokenize(body: TokenizeBody, served: FromApp) -> dict[str, Any]:
         ids: list[int] = tokenizer(text, add_special_tokens=special).input_ids
         return ids
 
-    tokens = encode() if len(text) < LONG_TEXT else await asyncio.to_thread(encode)
-    texts = tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
-    return {
-        "count": len(tokens),
-        "max_model_len": served.backend.context_length,
-        "tokens": tokens,
-        "token_strs": texts,
-    }
+    return encode() if len(text) < LONG_TEXT else await asyncio.to_thread(encode)
 
 
 @router.post("/detokenize")

@@ -19,7 +19,7 @@ def event(value: Any) -> bytes:
 
 def typed_event(value: dict[str, Any]) -> bytes:
     """A server-sent event under the name that is its type, as newer APIs have them."""
-    return b"event: " + value["type"].encode() + b"\n" + event(value)
+    return f"event: {value['type']}\n".encode() + event(value)
 
 
 def new_id(prefix: str) -> str:

@@ -1,0 +1,37 @@
+"""The routes of Anthropic's API."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+
+from cog_triton.faces.openai.answers import Answer, Answering
+from cog_triton.faces.openai.dependencies import FromApp, RequestId
+from cog_triton.faces.openai.messages.fields import IGNORED, REFUSED, CountBody, MessagesBody
+from cog_triton.faces.openai.messages.inputs import chat_body
+from cog_triton.faces.openai.messages.writer import MessageWriter
+from cog_triton.faces.openai.sampling import check_fields
+from cog_triton.faces.openai.tokens import token_ids
+from cog_triton.faces.openai.turns import body_prompt, chat_turn
+from cog_triton.faces.openai.wire import new_id
+
+router = APIRouter()
+
+
+@router.post("/v1/messages")
+async def messages(body: MessagesBody, served: FromApp, request_id: RequestId) -> Answering:
+    """Answers messages, in one body or as typed events."""
+    served.check_model(body.model)
+    headers = check_fields(body, REFUSED, IGNORED)
+    turn = chat_turn(chat_body(body), served)
+    reader = turn.reader(lambda: new_id("toolu_"))
+    writer = MessageWriter(body.model, reader, enforced=turn.enforced)
+    answer = Answer(served, writer, lambda: served.generate([turn.request], request_id), headers)
+    return Answering(answer, stream=bool(body.stream))
+
+
+@router.post("/v1/messages/count_tokens")
+async def count_tokens(body: CountBody, served: FromApp) -> dict[str, int]:
+    """How many tokens messages are, as the model sees them."""
+    served.check_model(body.model)
+    prompt = body_prompt(chat_body(body), served)
+    return {"input_tokens": len(await token_ids(served, prompt, special=False))}
