@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from tests.openai_server import MESSAGES, OpenAIServer
-
-TEMPLATE = """{{ bos_token }}{% if tools %}<tool_call>{{ tools | tojson }}{% endif %}
-{%- for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] }}{% endfor %}
-{%- if add_generation_prompt %}<|assistant|>{% endif %}"""
+from tests.openai_server import MESSAGES, OpenAIServer, demo_with_tools
 
 
 class Verdict(BaseModel):
@@ -48,9 +43,7 @@ TOOLS: Any = [
 def server(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAIServer]:
     """With the demo model, whose template takes tools here."""
     directory = tmp_path_factory.mktemp("structured")
-    shutil.copytree(demo_model, directory / "demo")
-    (directory / "demo" / "chat_template.jinja").write_text(TEMPLATE)
-    environment = {"MODEL": str(directory / "demo"), "ENGINE": "transformers"}
+    environment = {"MODEL": str(demo_with_tools(demo_model, directory)), "ENGINE": "transformers"}
     with OpenAIServer(environment, directory / "log") as server:
         yield server
 

@@ -94,7 +94,7 @@ class ResponseWriter:
         thought = len(self._tokenizer(text, add_special_tokens=False).input_ids) if text else 0
         return {
             "input_tokens": given,
-            "input_tokens_details": {"cached_tokens": 0},
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
             "output_tokens": made,
             "output_tokens_details": {"reasoning_tokens": min(thought, made)},
             "total_tokens": given + made,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -115,3 +116,39 @@ def ask(backend: Backend, method: str, path: str, **options: Any) -> httpx.Respo
 def chat(backend: Backend, **fields: Any) -> httpx.Response:
     body = {"model": "m", "messages": MESSAGES, **fields}
     return ask(backend, "POST", "/v1/chat/completions", json=body)
+
+
+class TalkativeTokenizer(Tokenizer):
+    """Its template has all that the face looks for."""
+
+    chat_template = "tools <tool_call> </think>"
+
+
+THOUGHT_TEXT_AND_CALL = (
+    Chunk("<think>Let me", 2, 3),
+    Chunk(" see</think>\n\n", 4, 3),
+    Chunk("Well.", 5, 3),
+    Chunk('\n<tool_call>{"name": "f", "arguments": {"a"', 9, 3),
+    Chunk(": 1}}</tool_call>", 12, 3),
+    Chunk("", 13, 3, "stop"),
+)
+
+
+def talkative(*chunks: Chunk | Exception) -> Backend:
+    """A backend of a model that thinks and calls."""
+    backend = Backend(*(chunks or THOUGHT_TEXT_AND_CALL))
+    backend.tokenizer = TalkativeTokenizer()
+    return backend
+
+
+def typed_events(text: str) -> list[tuple[str, Any]]:
+    """The events of a newer API: their names, and their objects."""
+    *blocks, end = text.split("\n\n")
+    assert end == ""
+    events = []
+    for block in blocks:
+        name, data = block.split("\n")
+        value = json.loads(data.removeprefix("data: "))
+        assert name == f"event: {value['type']}"
+        events.append((value["type"], value))
+    return events
