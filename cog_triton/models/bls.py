@@ -22,15 +22,24 @@ import numpy as np
 import numpy.typing as npt
 
 from cog_triton.models.model_calls import (
+    NO_PARAMETERS,
     Client,
     Llm,
     ModelError,
     Models,
+    Parameters,
     batch_size,
     flag,
     index,
     largest,
     renamed,
+)
+from cog_triton.protocol import (
+    ADD_SPECIAL_TOKENS,
+    LOGIT_BIAS,
+    MIN_P,
+    PROMPT_IDS,
+    TOP_LOG_PROBS,
 )
 from cog_triton.text.detokenizer import CONTEXT_TOKENS
 
@@ -119,6 +128,8 @@ PASSED_ON = (
     "num_input_tokens",
     "num_output_tokens",
 )
+PARAMETERS = frozenset({PROMPT_IDS, ADD_SPECIAL_TOKENS, LOGIT_BIAS, MIN_P, TOP_LOG_PROBS})
+"""Of a request, that are handed down, as an ensemble hands down all of them."""
 _UNSUPPORTED_PARAMETERS = {
     "tensorrt_llm_draft_model_name": "speculative decoding with a draft model",
     "multimodal_encoders_name": "encoding images",
@@ -149,7 +160,10 @@ class Bls:
         self._decoupled = decoupled
 
     def answer(
-        self, request_id: str, inputs: Mapping[str, Array]
+        self,
+        request_id: str,
+        inputs: Mapping[str, Array],
+        parameters: Parameters = NO_PARAMETERS,
     ) -> Generator[tuple[dict[str, Array], bool], None, None]:
         """The tensors of each response to a request, and whether it is known to be the last one.
 
@@ -158,15 +172,19 @@ class Bls:
 
         Args:
             request_id: the id by which tensorrt_llm is to know the request.
+            parameters: of the request, which preprocessing and tensorrt_llm are to know too.
 
         Raises:
             ModelError: a model failed, or the request cannot be served.
         """
         check_request(inputs, decoupled=self._decoupled)
-        prompts = self._models.call("preprocessing", request_id, renamed(inputs, TO_PREPROCESSING))
+        # Not those by which a client asks for token ids in place of what postprocessing reads.
+        passed = {name: value for name, value in parameters.items() if name in PARAMETERS}
+        to_preprocessing = renamed(inputs, TO_PREPROCESSING)
+        prompts = self._models.call("preprocessing", request_id, to_preprocessing, passed)
         prompts = {**renamed(prompts, FROM_PREPROCESSING), **renamed(inputs, TO_TENSORRT_LLM)}
         text = _Text(self._models, request_id, accumulate=self._accumulate)
-        with closing(self._llm.responses(request_id, prompts)) as responses:
+        with closing(self._llm.responses(request_id, prompts, passed)) as responses:
             for tensors, final, last in responses:
                 yield response_tensors(tensors, text.add(tensors, final=final)), last
         for rest in text.rest():

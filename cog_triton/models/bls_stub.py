@@ -8,7 +8,7 @@ from contextlib import closing
 from typing import Any
 
 from cog_triton.models import stub
-from cog_triton.models.model_calls import Client, ModelError
+from cog_triton.models.model_calls import NO_PARAMETERS, Client, ModelError, Parameters
 from cog_triton.models.stub import Array
 
 
@@ -73,23 +73,38 @@ class StubModels:
         """
         self._pb_utils = pb_utils
 
-    def call(self, model: str, request_id: str, inputs: Mapping[str, Array]) -> dict[str, Array]:
-        outcome = self._outcome(self._request(model, request_id, inputs).exec())
+    def call(
+        self,
+        model: str,
+        request_id: str,
+        inputs: Mapping[str, Array],
+        parameters: Parameters = NO_PARAMETERS,
+    ) -> dict[str, Array]:
+        request = self._request(model, request_id, inputs, parameters)
+        outcome = self._outcome(request.exec())
         if isinstance(outcome, ModelError):
             raise outcome
         return outcome
 
     def stream(
-        self, model: str, request_id: str, inputs: Mapping[str, Array]
+        self,
+        model: str,
+        request_id: str,
+        inputs: Mapping[str, Array],
+        parameters: Parameters = NO_PARAMETERS,
     ) -> Iterator[dict[str, Array] | ModelError]:
-        return map(self._outcome, self._request(model, request_id, inputs).exec(decoupled=True))
+        request = self._request(model, request_id, inputs, parameters)
+        return map(self._outcome, request.exec(decoupled=True))
 
-    def _request(self, model: str, request_id: str, inputs: Mapping[str, Array]) -> Any:
+    def _request(
+        self, model: str, request_id: str, inputs: Mapping[str, Array], parameters: Parameters
+    ) -> Any:
         return self._pb_utils.InferenceRequest(
             model_name=model,
             request_id=request_id,
             inputs=[self._pb_utils.Tensor(*item) for item in inputs.items()],
             requested_output_names=[],  # all that there are
+            parameters=dict(parameters),
         )
 
     def _outcome(self, response: Any) -> dict[str, Array] | ModelError:

@@ -16,6 +16,9 @@ import numpy.typing as npt
 from cog_triton.protocol import stop_inputs
 
 Array = npt.NDArray[Any]
+Parameters = Mapping[str, str | int | bool]
+"""Of a request, which are no tensors."""
+NO_PARAMETERS: Parameters = {}
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +42,13 @@ class ModelError(Exception):
 class Models(Protocol):
     """The other models of the server. Methods may be called from any thread."""
 
-    def call(self, model: str, request_id: str, inputs: Mapping[str, Array]) -> dict[str, Array]:
+    def call(
+        self,
+        model: str,
+        request_id: str,
+        inputs: Mapping[str, Array],
+        parameters: Parameters = NO_PARAMETERS,
+    ) -> dict[str, Array]:
         """The one response of a model that is not decoupled.
 
         Raises:
@@ -47,7 +56,11 @@ class Models(Protocol):
         """
 
     def stream(
-        self, model: str, request_id: str, inputs: Mapping[str, Array]
+        self,
+        model: str,
+        request_id: str,
+        inputs: Mapping[str, Array],
+        parameters: Parameters = NO_PARAMETERS,
     ) -> Iterator[dict[str, Array] | ModelError]:
         """All responses of a model, decoupled or not, as they come. It waits for the first one.
 
@@ -65,7 +78,10 @@ class Llm:
         self._starting = threading.BoundedSemaphore(STARTING_AT_ONCE)
 
     def responses(
-        self, request_id: str, inputs: Mapping[str, Array]
+        self,
+        request_id: str,
+        inputs: Mapping[str, Array],
+        parameters: Parameters = NO_PARAMETERS,
     ) -> Generator[tuple[dict[str, Array], bool, bool], None, None]:
         """Each response with ids, whether it is known to be its sequence's last, and the request's.
 
@@ -79,7 +95,7 @@ class Llm:
         unfinished = batch_size(inputs) * largest(inputs, "num_return_sequences")
         try:
             with self._starting:
-                replies = self._models.stream(self._name, request_id, inputs)
+                replies = self._models.stream(self._name, request_id, inputs, parameters)
             for reply in replies:
                 final = isinstance(reply, ModelError) or whole or flag(reply, "is_final")
                 unfinished -= final

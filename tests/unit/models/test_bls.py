@@ -29,7 +29,14 @@ from cog_triton.models.bls import (
     check_request,
 )
 from cog_triton.models.bls_stub import StubModels, answer_in_threads
-from cog_triton.models.model_calls import Client, ModelError, Models, request_key
+from cog_triton.models.model_calls import (
+    NO_PARAMETERS,
+    Client,
+    ModelError,
+    Models,
+    Parameters,
+    request_key,
+)
 from cog_triton.models.postprocessing import Postprocessor
 from cog_triton.repository.fill import fill_model, fill_repository
 from cog_triton.text.tokenizer import Tokenizer, load_tokenizer
@@ -47,22 +54,37 @@ class FakeModels(Models):
         self._postprocessor = Postprocessor(tokenizer)
         self._replies = replies
         self.prompts: list[tuple[str, str, Mapping[str, Array]]] = []
+        self.parameters: list[Parameters] = []
         self.stopped: list[str] = []
         self.failure: ModelError | None = None
 
-    def call(self, model: str, request_id: str, inputs: Mapping[str, Array]) -> dict[str, Array]:
+    def call(
+        self,
+        model: str,
+        request_id: str,
+        inputs: Mapping[str, Array],
+        parameters: Parameters = NO_PARAMETERS,
+    ) -> dict[str, Array]:
         if model == "preprocessing":
+            self.parameters.append(parameters)
             self.prompts.append((model, request_id, inputs))
             return {"INPUT_ID": np.ones((len(inputs["QUERY"]), 3), np.int32)}
         if self.failure is not None:
             raise self.failure
         return {"OUTPUT": self._postprocessor(inputs)}
 
-    def stream(self, model: str, request_id: str, inputs: Mapping[str, Array]) -> Iterator[Any]:
+    def stream(
+        self,
+        model: str,
+        request_id: str,
+        inputs: Mapping[str, Array],
+        parameters: Parameters = NO_PARAMETERS,
+    ) -> Iterator[Any]:
         if "stop" in inputs:
             self.stopped.append(request_id)
             return iter([{}])
         self.prompts.append((model, request_id, inputs))
+        self.parameters.append(parameters)
         return iter(self._replies)
 
 
@@ -138,7 +160,9 @@ def test_a_long_text_is_never_decoded_again(tokenizer: Tokenizer) -> None:
     lengths = []
     decode = models.call
 
-    def call(model: str, request_id: str, inputs: Mapping[str, Array]) -> dict[str, Array]:
+    def call(
+        model: str, request_id: str, inputs: Mapping[str, Array], _: Parameters = NO_PARAMETERS
+    ) -> dict[str, Array]:
         lengths.append(sum(array.size for array in inputs.values()))
         return decode(model, request_id, inputs)
 
@@ -146,6 +170,12 @@ def test_a_long_text_is_never_decoded_again(tokenizer: Tokenizer) -> None:
     received = texts(Bls(models, accumulate=True).answer("1", request()))
     assert received[-1] == TEXT * 3
     assert max(lengths) < 25
+
+
+def test_parameters_are_handed_down_but_for_those_about_ids(tokenizer: Tokenizer) -> None:
+    models = FakeModels(tokenizer, [reply([5])])
+    list(Bls(models).answer("1", request(), {"min_p": "0.1", "ids_only": True}))
+    assert models.parameters == [{"min_p": "0.1"}] * 2
 
 
 def test_the_sequences_of_a_batch_are_told_apart(tokenizer: Tokenizer) -> None:

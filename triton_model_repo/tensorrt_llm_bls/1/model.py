@@ -43,11 +43,19 @@ class TritonPythonModel:
         names = frozenset(request.requested_output_names())
         request_id = request_key(bls_id(request))
         with self._watch.over(client, partial(self._bls.stop, request_id)):
-            send_all(pb_utils, client, self._bls.answer(request_id, inputs), names)
+            answer = self._bls.answer(request_id, inputs, bls_parameters(request))
+            send_all(pb_utils, client, answer, names)
 
 
 def bls_id(request: Any) -> str:
     try:
         return stub.request_id(request)
+    except ValueError as error:
+        raise ModelError(str(error)) from None
+
+
+def bls_parameters(request: Any) -> dict[str, Any]:
+    try:
+        return dict(json.loads(stub.parameters_text(request) or "{}"))
     except ValueError as error:
         raise ModelError(str(error)) from None

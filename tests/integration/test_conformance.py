@@ -1,0 +1,253 @@
+"""One prompt and seed by every door to one Triton: one answer; docs/conformance.md has the table."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import tritonclient.grpc.aio as grpcclient
+
+from cog_triton.protocol import ADD_SPECIAL_TOKENS
+from cog_triton.text.tokenizer import Tokenizer
+from tests.openai_server import MESSAGES, OpenAIServer
+from tests.support import ROOT, CogServer, free_port
+
+PAGE = ROOT / "docs" / "conformance.md"
+QUESTION = str(MESSAGES[0]["content"])
+TYPES = {int: ("INT32", np.int32), float: ("FP32", np.float32), str: ("BYTES", np.object_)}
+NONE = "–"
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is asked by each door.
+
+    Attributes:
+        fields: sampling parameters, whose names are the same everywhere.
+        is_chat: whether the question goes through the model's chat template.
+    """
+
+    fields: Mapping[str, Any]
+    is_chat: bool = False
+
+
+GREEDY: dict[str, Any] = {"top_k": 1, "top_p": 1.0, "temperature": 1.0, "seed": 0, "max_tokens": 30}
+SAMPLED: dict[str, Any] = {
+    "temperature": 4.0,
+    "top_p": 0.99,
+    "top_k": 40,
+    "seed": 7,
+    "max_tokens": 40,
+    "repetition_penalty": 1.2,
+}
+PLAIN = {name: SAMPLED[name] for name in ("temperature", "top_p", "top_k", "seed", "max_tokens")}
+CASES = {
+    "a prompt, greedy": Case(GREEDY),
+    "a prompt, sampled": Case(SAMPLED),
+    "a chat, sampled": Case(PLAIN, is_chat=True),
+}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """As much as a door tells."""
+
+    text: str
+    tokens: int | None = None
+    ids: tuple[int, ...] | None = None
+    pieces: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Doors:
+    """Two faces on one Triton."""
+
+    cog: CogServer
+    openai: OpenAIServer
+    http: str
+    grpc: str
+    tokenizer: Tokenizer
+
+    def text(self, case: Case) -> str:
+        """The text that the model sees."""
+        if not case.is_chat:
+            return QUESTION
+        return str(
+            self.tokenizer.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
+        )
+
+
+@pytest.fixture(scope="module")
+def doors(
+    demo_model: Path, tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Doors]:
+    directory = tmp_path_factory.mktemp("doors")
+    config = directory / "config.yaml"
+    config.write_text("server:\n  tensorrt_llm_bls:\n")
+    http, grpc = free_port(), free_port()
+    environment = {
+        "MODEL": str(demo_model),
+        "ENGINE": "transformers",
+        "COG_TRITON_CONFIG": str(config),
+        "TRITON_HTTP_PORT": str(http),
+        "TRITON_GRPC_PORT": str(grpc),
+    }
+    attached = ("--triton-endpoint", f"http://127.0.0.1:{grpc}", "--tokenizer", str(demo_model))
+    with ExitStack() as stack:
+        cog = stack.enter_context(CogServer(environment, directory / "cog"))
+        assert cog.wait_until_set_up()["status"] == "READY", cog.log.read_text()
+        face = OpenAIServer({}, directory / "openai", *attached, "--model", "demo")
+        openai = stack.enter_context(face)
+        yield Doors(cog, openai, f"127.0.0.1:{http}", f"127.0.0.1:{grpc}", tokenizer)
+
+
+def kserve_grpc(doors: Doors, case: Case) -> Answer:
+    """The ensemble, by NVIDIA's client."""
+
+    async def requests() -> AsyncIterator[dict[str, Any]]:
+        tensors = []
+        for name, value in {"text_input": doors.text(case), **case.fields}.items():
+            kind, dtype = TYPES[type(value)]
+            kind, dtype = ("UINT64", np.uint64) if name == "seed" else (kind, dtype)
+            tensor = grpcclient.InferInput(name, [1, 1], kind)
+            tensor.set_data_from_numpy(np.array([[value]], dtype))
+            tensors.append(tensor)
+        parameters = {ADD_SPECIAL_TOKENS: not case.is_chat}
+        yield {"model_name": "ensemble", "inputs": tensors, "parameters": parameters}
+
+    async def run() -> Answer:
+        async with grpcclient.InferenceServerClient(doors.grpc) as client:
+            async for result, error in client.stream_infer(requests()):
+                assert error is None, error
+                ids = tuple(result.as_numpy("output_ids").reshape(-1).tolist())
+                return Answer(result.as_numpy("text_output")[0].decode(), len(ids), ids)
+        raise AssertionError("no response")
+
+    return asyncio.run(run())
+
+
+def generate(doors: Doors, model: str, case: Case) -> dict[str, Any]:
+    body = {"text_input": doors.text(case), **case.fields, ADD_SPECIAL_TOKENS: not case.is_chat}
+    url = f"http://{doors.http}/v2/models/{model}/generate"
+    reply = httpx.post(url, json=body, trust_env=False, timeout=60)
+    assert reply.status_code == 200, reply.text
+    return dict(reply.json())
+
+
+def kserve_http(doors: Doors, case: Case) -> Answer:
+    reply = generate(doors, "ensemble", case)
+    return Answer(reply["text_output"], len(reply["output_ids"]), tuple(reply["output_ids"]))
+
+
+def bls(doors: Doors, case: Case) -> Answer:
+    return Answer(generate(doors, "tensorrt_llm_bls", case)["text_output"])
+
+
+def cog(doors: Doors, case: Case) -> Answer:
+    question = {"messages": json.dumps(MESSAGES)} if case.is_chat else {"prompt": QUESTION}
+    reply = doors.cog.predict(**question, **case.fields)
+    assert reply["status"] == "succeeded", reply
+    return Answer("".join(reply["output"]), reply["metrics"]["output_token_count"])
+
+
+def completions(doors: Doors, case: Case) -> Answer:
+    prompt: Any = doors.text(case)
+    if case.is_chat:
+        prompt = doors.openai.post("/tokenize", {"messages": MESSAGES}).json()["tokens"]
+    body = doors.openai.complete(prompt=prompt, logprobs=0, **case.fields).json()
+    (choice,) = body["choices"]
+    pieces = tuple(choice["logprobs"]["tokens"])
+    return Answer(choice["text"], body["usage"]["completion_tokens"], pieces=pieces)
+
+
+def chat(doors: Doors, case: Case) -> Answer:
+    body = doors.openai.chat(logprobs=True, **case.fields).json()
+    (choice,) = body["choices"]
+    pieces = tuple(entry["token"] for entry in choice["logprobs"]["content"])
+    tokens = body["usage"]["completion_tokens"]
+    return Answer(choice["message"]["content"], tokens, pieces=pieces)
+
+
+def responses(doors: Doors, case: Case) -> Answer:
+    fields = {**case.fields, "max_output_tokens": case.fields["max_tokens"]}
+    del fields["max_tokens"]
+    include = ["message.output_text.logprobs"]
+    asked = {"model": "demo", "input": QUESTION, "include": include, **fields}
+    body = doors.openai.post("/v1/responses", asked).json()
+    (part,) = body["output"][0]["content"]
+    pieces = tuple(entry["token"] for entry in part["logprobs"])
+    return Answer(part["text"], body["usage"]["output_tokens"], pieces=pieces)
+
+
+def messages(doors: Doors, case: Case) -> Answer:
+    asked = {"model": "demo", "messages": MESSAGES, **case.fields}
+    body = doors.openai.post("/v1/messages", asked).json()
+    return Answer(body["content"][0]["text"], body["usage"]["output_tokens"])
+
+
+FACES: dict[str, tuple[Callable[[Doors, Case], Answer], str]] = {
+    "KServe v2 over gRPC, `ensemble`": (kserve_grpc, "both"),
+    "KServe v2 over HTTP, `ensemble`": (kserve_http, "both"),
+    "KServe v2 over HTTP, `tensorrt_llm_bls`": (bls, "both"),
+    "Cog, `/predictions`": (cog, "both"),
+    "OpenAI, `/v1/completions`": (completions, "both"),
+    "OpenAI, `/v1/chat/completions`": (chat, "chat"),
+    "OpenAI, `/v1/responses`": (responses, "chat"),
+    "Anthropic, `/v1/messages`": (messages, "chat"),
+}
+
+
+def verdict(doors: Doors, answer: Answer, first: Answer) -> str:
+    """What of an answer is the same as of the first one; an answer that differs is an error."""
+    assert first.ids is not None
+    assert answer.text == first.text
+    assert answer.tokens in (first.tokens, None)
+    if answer.ids is not None:
+        assert answer.ids == first.ids
+        return "ids"
+    if answer.pieces is not None:
+        assert answer.pieces == tuple(
+            doors.tokenizer.decode([token], skip_special_tokens=False) for token in first.ids
+        )
+        return "text, token by token"
+    return "text" if answer.tokens is None else "text, number of tokens"
+
+
+def table(doors: Doors) -> str:
+    """A row for each door, a column for each case: in what they agree."""
+    asked = [kserve_grpc(doors, case) for case in CASES.values()]
+    rows = [["Door", *CASES], ["---"] * (len(CASES) + 1)]
+    for name, (ask, kinds) in FACES.items():
+        cells = [
+            verdict(doors, ask(doors, case), first) if kinds == "both" or case.is_chat else NONE
+            for case, first in zip(CASES.values(), asked, strict=True)
+        ]
+        rows.append([name, *cells])
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def test_every_door_gives_the_same_answer_and_the_page_says_so(
+    doors: Doors, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = table(doors)
+    with capsys.disabled():
+        print(f"\n{made}")
+    held = re.search(r"<!-- table:begin -->\n(.*?)<!-- table:end -->", PAGE.read_text(), re.DOTALL)
+    assert held is not None
+    assert held[1] == made
+
+
+def test_another_seed_is_another_answer(doors: Doors) -> None:
+    case = Case({**SAMPLED, "seed": 8})
+    (other,) = {ask(doors, case).text for ask in (kserve_grpc, cog, completions)}
+    known = [kserve_grpc(doors, case).text for case in CASES.values()]
+    assert len({other, *known}) == 1 + len(known)
