@@ -16,6 +16,7 @@ from cog_triton.faces.openai.answers import error_response, told
 from cog_triton.faces.openai.errors import ApiError, invalid
 from cog_triton.faces.openai.messages import route as messages
 from cog_triton.faces.openai.middleware import BodyLimit, RequestIds, too_large
+from cog_triton.faces.openai.openapi import ERRORS, MESSAGE_ERRORS
 from cog_triton.faces.openai.operation import add_operation
 from cog_triton.faces.openai.responses import route as responses
 from cog_triton.faces.openai.served import Served
@@ -40,7 +41,8 @@ def create_app(served: Served) -> FastAPI:
     app = FastAPI(title="cog-triton", version=cog_triton.__version__, redoc_url=None)
     app.state.served = served
     for router in ROUTERS:
-        app.include_router(router)
+        of_messages = router is messages.router
+        app.include_router(router, responses=MESSAGE_ERRORS if of_messages else ERRORS)
     if served.settings.chat_page:
         app.include_router(page.router)
     # The last is the first that a request meets.

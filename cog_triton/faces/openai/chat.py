@@ -12,6 +12,7 @@ from cog_triton.faces.openai.choices import Choices, Counts
 from cog_triton.faces.openai.dependencies import FromApp, RequestId
 from cog_triton.faces.openai.fields import ChatBody
 from cog_triton.faces.openai.log_probs import chat_log_probs
+from cog_triton.faces.openai.openapi import STREAMED
 from cog_triton.faces.openai.sampling import check_fields, with_seed
 from cog_triton.faces.openai.tools.events import (
     CallStart,
@@ -28,7 +29,7 @@ router = APIRouter()
 _MARK = "\x00text\x00"
 
 
-@router.post("/v1/chat/completions")
+@router.post("/v1/chat/completions", responses=STREAMED)
 async def chat_completions(body: ChatBody, served: FromApp, request_id: RequestId) -> Answering:
     """Answers messages, in one body or as events."""
     headers = check_fields(body)

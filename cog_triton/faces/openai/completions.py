@@ -14,6 +14,7 @@ from cog_triton.faces.openai.dependencies import FromApp, RequestId
 from cog_triton.faces.openai.errors import invalid
 from cog_triton.faces.openai.fields import CompletionBody
 from cog_triton.faces.openai.log_probs import text_log_probs
+from cog_triton.faces.openai.openapi import STREAMED
 from cog_triton.faces.openai.sampling import check_fields, sampling, with_seed
 from cog_triton.faces.openai.served import Served
 from cog_triton.faces.openai.wire import Head, dumps, new_id
@@ -29,7 +30,7 @@ MOST_ANSWERS = 1024
 _MARK = "\x00text\x00"
 
 
-@router.post("/v1/completions")
+@router.post("/v1/completions", responses=STREAMED)
 async def completions(body: CompletionBody, served: FromApp, request_id: RequestId) -> Answering:
     """Completes prompts, in one body or as events."""
     headers = check_fields(body)

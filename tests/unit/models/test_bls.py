@@ -161,10 +161,13 @@ def test_a_long_text_is_never_decoded_again(tokenizer: Tokenizer) -> None:
     decode = models.call
 
     def call(
-        model: str, request_id: str, inputs: Mapping[str, Array], _: Parameters = NO_PARAMETERS
+        model: str,
+        request_id: str,
+        inputs: Mapping[str, Array],
+        parameters: Parameters = NO_PARAMETERS,
     ) -> dict[str, Array]:
         lengths.append(sum(array.size for array in inputs.values()))
-        return decode(model, request_id, inputs)
+        return decode(model, request_id, inputs, parameters)
 
     models.call = call  # type: ignore[method-assign]
     received = texts(Bls(models, accumulate=True).answer("1", request()))

@@ -9,6 +9,7 @@ from cog_triton.faces.openai.dependencies import FromApp, RequestId
 from cog_triton.faces.openai.messages.fields import IGNORED, REFUSED, CountBody, MessagesBody
 from cog_triton.faces.openai.messages.inputs import chat_body
 from cog_triton.faces.openai.messages.writer import MessageWriter
+from cog_triton.faces.openai.openapi import STREAMED
 from cog_triton.faces.openai.sampling import check_fields
 from cog_triton.faces.openai.tokens import token_ids
 from cog_triton.faces.openai.turns import body_prompt, chat_turn
@@ -17,7 +18,7 @@ from cog_triton.faces.openai.wire import new_id
 router = APIRouter()
 
 
-@router.post("/v1/messages")
+@router.post("/v1/messages", responses=STREAMED)
 async def messages(body: MessagesBody, served: FromApp, request_id: RequestId) -> Answering:
     """Answers messages, in one body or as typed events."""
     served.check_model(body.model)

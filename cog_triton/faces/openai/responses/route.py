@@ -6,6 +6,7 @@ from fastapi import APIRouter
 
 from cog_triton.faces.openai.answers import Answer, Answering
 from cog_triton.faces.openai.dependencies import FromApp, RequestId
+from cog_triton.faces.openai.openapi import STREAMED
 from cog_triton.faces.openai.responses.fields import IGNORED, REFUSED, ResponsesBody
 from cog_triton.faces.openai.responses.inputs import chat_body
 from cog_triton.faces.openai.responses.writer import ResponseWriter
@@ -15,7 +16,7 @@ from cog_triton.faces.openai.turns import chat_turn
 router = APIRouter()
 
 
-@router.post("/v1/responses")
+@router.post("/v1/responses", responses=STREAMED)
 async def responses(body: ResponsesBody, served: FromApp, request_id: RequestId) -> Answering:
     """Answers an input, in one body or as typed events. Nothing is stored."""
     served.check_model(body.model)

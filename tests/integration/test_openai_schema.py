@@ -1,0 +1,77 @@
+"""What the OpenAI face's own schema promises, held to it by schemathesis on a real server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from tests.openai_server import OpenAIServer
+
+schemathesis = pytest.importorskip("schemathesis", reason="schemathesis needs Python 3.11")
+checks = pytest.importorskip("schemathesis.checks")
+openapi = pytest.importorskip("schemathesis.specs.openapi.checks")
+
+EXAMPLES = 12
+"""Of each operation."""
+LEFT_OUT = ("/v1/embeddings",)  # 501 by design
+
+
+@pytest.fixture(scope="module")
+def server(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAIServer]:
+    """With the simulated engine."""
+    log = tmp_path_factory.mktemp("schema") / "log"
+    environment = {"MODEL": str(demo_model), "ENGINE": "simulated", "MAX_SEQUENCE_LENGTH": "64"}
+    with OpenAIServer(environment, log) as server:
+        yield server
+    assert "Traceback" not in log.read_text()
+
+
+def operations(schema: Any) -> Iterator[Any]:
+    for result in schema.get_all_operations():
+        operation = result.ok()
+        if operation.path not in LEFT_OUT:
+            yield operation
+
+
+def check(server: OpenAIServer, operation: Any) -> None:
+    """Sends what the schema allows to one operation, and looks at what comes back."""
+    promises = [
+        checks.not_a_server_error,
+        openapi.status_code_conformance,
+        openapi.content_type_conformance,
+        openapi.response_schema_conformance,
+    ]
+
+    @settings(
+        max_examples=EXAMPLES,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(operation.as_strategy())
+    def conforms(case: Any) -> None:
+        if isinstance(case.body, dict) and "model" in case.body:
+            case.body["model"] = "demo"  # what is behind the name is to be tried
+        case.call_and_validate(base_url=server.url, checks=promises)
+
+    conforms()
+
+
+def test_whatever_the_schema_allows_gets_what_it_promises(server: OpenAIServer) -> None:
+    described = server.get("/openapi.json").json()
+    for operation in operations(schemathesis.openapi.from_dict(described)):
+        check(server, operation)
+
+
+def test_every_operation_tells_its_errors(server: OpenAIServer) -> None:
+    described = server.get("/openapi.json").json()["paths"]
+    assert {"/v1/chat/completions", "/v1/responses", "/v1/messages"} <= set(described)
+    for path, methods in described.items():
+        for operation in methods.values():
+            assert {"200", "4XX", "5XX"} <= set(operation["responses"]), path
+            assert "422" not in operation["responses"], path
