@@ -56,6 +56,10 @@ def create_app(served: Served) -> FastAPI:
     return app
 
 
+# OpenAI's, of requests that reach no route.
+_PATH_CODES = {404: "unknown_url", 405: "method_not_supported"}
+
+
 async def _answer_error(_: Request, error: Exception) -> Response:
     return error_response(told(error))
 
@@ -64,15 +68,19 @@ async def _answer_bad_path(request: Request, error: Any) -> Response:
     if error.status_code == 413:
         return error_response(too_large(error.detail))
     where = f"{request.method} {shown(request.url.path)}"
-    code = "unknown_url" if error.status_code == 404 else None
+    code = _PATH_CODES.get(error.status_code)
     text = f"Invalid URL ({where})" if error.status_code == 404 else f"{error.detail} ({where})"
     return error_response(
         ApiError(error.status_code, text, code=code, headers=dict(error.headers or {}))
     )
 
 
-async def _answer_bad_body(_: Request, error: Any) -> Response:
+async def _answer_bad_body(request: Request, error: Any) -> Response:
     """The first thing that is wrong with a body, in OpenAI's words' manner."""
+    kind = request.headers.get("content-type", "")
+    if kind and "json" not in kind:
+        text = f"the body must be sent with Content-Type: application/json, not {shown(kind)}"
+        return error_response(ApiError(415, text, code="unsupported_content_type"))
     problem = error.errors()[0]
     place = [str(part) for part in problem["loc"] if part != "body"]
     if problem["type"] == "json_invalid":

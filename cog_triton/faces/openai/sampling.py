@@ -43,6 +43,8 @@ def sampling(body: Sampling) -> dict[str, Any]:
     Raises:
         ApiError: a field asks for what cannot be had.
     """
+    if body.stream_options and not body.stream:
+        raise invalid("stream_options is only allowed when stream is true", "stream_options")
     values = {name: getattr(body, name) for name in _SAME}
     given = {name: value for name, value in values.items() if value is not None}
     return {

@@ -76,6 +76,8 @@ def chat_request(body: ChatBody, served: Served, known: Format | None) -> Reques
         ApiError, UserError: the body asks for what cannot be had.
     """
     values = sampling(body)
+    if body.top_logprobs and not body.logprobs:
+        raise invalid("top_logprobs is only allowed when logprobs is true", "top_logprobs")
     if known is not None and is_enforced(body):
         if values["guide"] is not None:
             raise invalid("tool_choice and another guide contradict", "tool_choice")

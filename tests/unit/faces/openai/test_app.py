@@ -149,6 +149,47 @@ def test_every_error_of_the_package_has_a_status() -> None:
         assert ("Retry-After" in told.headers) == kind.retryable
 
 
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": [{"content": "x"}]}, "messages"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
+        ({"max_completion_tokens": 0}, "max_tokens"),
+        ({"n": 0}, "n"),
+    ],
+)
+def test_what_openai_refuses_is_refused(fields: dict[str, Any], param: str | None) -> None:
+    reply = chat(Backend(*CHUNKS), **fields)
+    assert reply.status_code == 400
+    assert reply.json()["error"]["type"] == "invalid_request_error"
+    assert reply.json()["error"]["param"] == param
+
+
+def test_requests_that_reach_no_route() -> None:
+    reply = ask(Backend(), "GET", "/v1/completions")
+    assert (reply.status_code, reply.headers["allow"]) == (405, "POST")
+    assert reply.json()["error"]["code"] == "method_not_supported"
+    assert ask(Backend(), "GET", "/v1/none").json()["error"]["code"] == "unknown_url"
+    plain = {"content": "{}", "headers": {"content-type": "text/plain"}}
+    for path in ("/v1/completions", "/v1/responses", "/v1/messages"):
+        assert ask(Backend(), "POST", path, **plain).status_code == 415
+    told = ask(Backend(), "POST", "/v1/completions", **plain).json()["error"]
+    assert told["code"] == "unsupported_content_type"
+
+
+def test_answers_of_a_stream_keep_their_numbers() -> None:
+    reply = chat(Backend(*CHUNKS), n=3, stream=True)
+    choices = [event["choices"][0] for event in events(reply.text)]
+    for number in range(3):
+        own = [choice for choice in choices if choice["index"] == number]
+        assert [choice["delta"].get("content") for choice in own] == ["", "a", "b", None]
+        assert [choice["finish_reason"] for choice in own] == [None, None, None, "stop"]
+    assert [choice["index"] for choice in choices[:3]] == [0, 1, 2]
+
+
 def test_the_field_at_fault_is_that_of_the_text() -> None:
     def param(text: str) -> str | None:
         return api_error(errors.InvalidParameter(text), FIELDS).param

@@ -101,7 +101,6 @@ def test_a_seed_may_be_negative_and_counts_up() -> None:
 
 def test_logprobs_without_alternatives() -> None:
     assert of_chat(logprobs=True).log_probs == 0
-    assert of_chat(logprobs=False, top_logprobs=3).log_probs is None
     assert of_text(logprobs=0)[0].log_probs == 0
 
 
