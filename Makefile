@@ -12,6 +12,8 @@ KILLS ?=
 BIN := .venv/bin
 STAMP := .venv/.installed
 VLLM_STAMP := .venv-vllm/.installed
+CLIENTS_STAMP := .venv-clients/.installed
+GUIDELLM := guidellm>=0.8,<0.9
 # Tests of whole answers, which hold with any engine.
 VLLM_ANSWERS := $(addprefix tests/integration/test_generation.py::, \
 		test_sixteen_streams_at_once_do_not_mix test_both_transports_give_the_same_sampled_text \
@@ -22,7 +24,7 @@ VLLM_ANSWERS := $(addprefix tests/integration/test_generation.py::, \
 		test_a_seed_is_drawn_logged_and_gives_the_same_text_again \
 		test_streamed_chunks_join_to_the_answer test_template_system_prompt_and_stop_sequences)
 
-.PHONY: setup predict serve openai test test-unit test-vllm bench soak lint fix docs lock audit clean
+.PHONY: setup predict serve openai test test-unit test-clients test-vllm bench soak lint fix docs lock audit clean
 
 setup: $(STAMP)
 
@@ -32,6 +34,11 @@ $(STAMP): pyproject.toml
 
 $(VLLM_STAMP): pyproject.toml scripts/setup_vllm.py
 	@$(PYTHON) scripts/setup_vllm.py
+	@touch $@
+
+$(CLIENTS_STAMP): $(STAMP)
+	$(BIN)/uv venv -q --clear --python $(BIN)/python .venv-clients
+	$(BIN)/uv pip install -q --python .venv-clients/bin/python "$(GUIDELLM)"
 	@touch $@
 
 models/demo/config.json: $(STAMP) $(wildcard tools/demo_model/*.py tools/demo_model/*.yaml)
@@ -56,6 +63,12 @@ test: models/demo/config.json
 # The fast half, on all cores, but for the few that take seconds.
 test-unit: models/demo/config.json
 	$(BIN)/python -m pytest -q -n auto -m "not slow" tests/unit
+
+# The OpenAI face and clients that others wrote; with GuideLLM, whose NumPy is a newer one, so it has an
+# environment of its own.
+test-clients: $(CLIENTS_STAMP) models/demo/config.json
+	$(BIN)/python -m pytest -q -rs tests/integration/test_openai_clients.py \
+		tests/integration/test_openai_schema.py tests/integration/test_guidellm.py
 
 # The tests of whole answers with ENGINE=vllm, on vLLM's build for CPUs, in an environment of its own.
 test-vllm: $(VLLM_STAMP) models/demo/config.json
