@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
+
+import orjson
 
 from cog_triton.faces.openai.errors import ApiError, message_error
 from cog_triton.faces.openai.tools.events import CallStart, Event, Reasoning, Text
@@ -141,7 +142,7 @@ class MessageWriter:
 def _input(text: str) -> dict[str, Any]:
     """The arguments of a call; none where they were cut off."""
     try:
-        value = json.loads(text)
+        value = orjson.loads(text)  # what it reads can be written again
     except ValueError:
         return {}
     return value if isinstance(value, dict) else {}

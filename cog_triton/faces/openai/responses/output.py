@@ -119,8 +119,8 @@ class Output:
         """What is said of the next events of an answer, whose tokens have these log probabilities."""
         self._log_probs += log_probs
         said = [told for event in events for told in self._take(event)]
-        if events and not isinstance(events[-1], Text):
-            self._log_probs = []  # theirs is no output text
+        if self._kind() not in (None, MESSAGE):
+            self._log_probs = []  # those of thoughts and calls are no output text's
         return said
 
     def close(self, status: str) -> list[dict[str, Any]]:

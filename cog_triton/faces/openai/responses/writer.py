@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from cog_triton.faces.openai.errors import ApiError
+from cog_triton.faces.openai.errors import ApiError, invalid
 from cog_triton.faces.openai.log_probs import chat_log_probs
 from cog_triton.faces.openai.responses.fields import ResponsesBody
 from cog_triton.faces.openai.responses.output import Output
 from cog_triton.faces.openai.turns import Reader
-from cog_triton.faces.openai.wire import new_id, typed_event
+from cog_triton.faces.openai.wire import dumps, new_id, typed_event
 from cog_triton.generation import Chunk
 from cog_triton.text.tokenizer import Tokenizer
 
@@ -23,9 +23,18 @@ class ResponseWriter:
     def __init__(
         self, body: ResponsesBody, reader: Reader, tokenizer: Tokenizer, created: int
     ) -> None:
+        """At the beginning.
+
+        Raises:
+            ApiError: the body has what a response cannot say again.
+        """
         self._reader = reader
         self._tokenizer = tokenizer
         self._fields = head_fields(body, created)
+        try:
+            dumps(self._fields)
+        except TypeError as error:  # half of a surrogate pair, or a number of more than 64 bits
+            raise invalid(f"the request has what cannot be given back: {error}") from None
         self._output = Output()
         self._status = "in_progress"
         self._error: dict[str, str] | None = None

@@ -157,6 +157,21 @@ def test_a_whole_message() -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        (r'{"a": "\ud800"}', {}),
+        ('{"a": ', {}),
+        ('{"a": 98765432109876543210}', {"a": 98765432109876543210}),
+    ],
+)
+def test_arguments_that_are_no_object_are_none(text: str, arguments: dict[str, Any]) -> None:
+    call = f'<tool_call>{{"name": "f", "arguments": {text}'
+    backend = talkative(Chunk(call, 5, 3), Chunk("", 5, 3, "length"))
+    (block,) = say(backend, tools=TOOLS).json()["content"]
+    assert block["input"] == pytest.approx(arguments)
+
+
+@pytest.mark.parametrize(
     ("last", "reason", "sequence"),
     [
         (Chunk("", 2, 3, "stop"), "end_turn", None),

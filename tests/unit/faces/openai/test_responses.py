@@ -48,6 +48,8 @@ def test_an_input_becomes_messages() -> None:
         {"type": "function_call_output", "call_id": "c1", "output": "one"},
         {"type": "message", "role": "assistant", "content": "B"},
         {"type": "message", "role": "assistant", "content": "C"},
+        {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "So"}]},
+        {"type": "message", "role": "assistant", "content": "D"},
     ]
 
     def call(name: str, arguments: str) -> dict[str, Any]:
@@ -69,6 +71,7 @@ def test_an_input_becomes_messages() -> None:
         {"role": "tool", "tool_call_id": "c1", "content": "one"},
         {"role": "assistant", "content": "B"},
         {"role": "assistant", "content": "C"},
+        {"role": "assistant", "content": "D", "reasoning_content": "So"},
     ]
 
 
@@ -198,6 +201,29 @@ def test_log_probabilities_stand_beside_the_text() -> None:
     assert item["content"][0]["logprobs"] == [entry]
     events = dict(typed_events(respond(Backend(*chunks), **fields, stream=True).text))
     assert events["response.output_text.delta"]["logprobs"] == [entry]
+
+
+def test_log_probabilities_of_thoughts_are_left_out() -> None:
+    def tokens(text: str) -> tuple[TokenLogProb, ...]:
+        return tuple(TokenLogProb(ord(char), -0.5) for char in text)
+
+    texts = ("<think>", "a", "</think>", "b")
+    chunks = [Chunk(text, 1, 3, log_probs=tokens(text)) for text in texts]
+    backend = talkative(*chunks, Chunk("", 4, 3, "stop"))
+    fields: dict[str, Any] = {"include": ["message.output_text.logprobs"]}
+    _, message = respond(backend, **fields).json()["output"]
+    assert [entry["token"] for entry in message["content"][0]["logprobs"]] == ["b"]
+
+
+def test_what_cannot_be_text_is_a_users_mistake() -> None:
+    body = (
+        r'{"model": "m", "input": "x", "tool_choice": "none", "tools": [{"type": "function", '
+        + (r'"name": "f", "parameters": {"a": "\ud800"}}]}')
+    )
+    headers = {"content-type": "application/json"}
+    reply = ask(Backend(*CHUNKS), "POST", "/v1/responses", content=body, headers=headers)
+    assert reply.status_code == 400
+    assert "surrogates" in reply.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("cut", [False, True])
