@@ -50,7 +50,7 @@ class NamedTool(Body):
 class JsonSchema(Body):
     name: str | None = None
     description: str | None = None
-    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
     strict: bool | None = None
 
 
@@ -59,7 +59,7 @@ class ResponseFormat(Body):
 
     type: Literal["text", "json_object", "json_schema", "json", "regex", "ebnf"]
     json_schema: JsonSchema | None = None
-    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
     regex: str | None = None
     ebnf: str | None = None
 

@@ -20,8 +20,7 @@ router = APIRouter()
 
 @router.post("/v1/messages", responses=STREAMED)
 async def messages(body: MessagesBody, served: FromApp, request_id: RequestId) -> Answering:
-    """Answers messages, in one body or as typed events."""
-    served.check_model(body.model)
+    served.adapter(body.model)
     headers = check_fields(body, REFUSED, IGNORED)
     turn = chat_turn(chat_body(body), served)
     reader = turn.reader(lambda: new_id("toolu_"))
@@ -33,6 +32,6 @@ async def messages(body: MessagesBody, served: FromApp, request_id: RequestId) -
 @router.post("/v1/messages/count_tokens")
 async def count_tokens(body: CountBody, served: FromApp) -> dict[str, int]:
     """How many tokens messages are, as the model sees them."""
-    served.check_model(body.model)
+    served.adapter(body.model)
     prompt = body_prompt(chat_body(body), served)
     return {"input_tokens": len(await token_ids(served, prompt, special=False))}

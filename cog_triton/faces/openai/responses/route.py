@@ -19,7 +19,6 @@ router = APIRouter()
 @router.post("/v1/responses", responses=STREAMED)
 async def responses(body: ResponsesBody, served: FromApp, request_id: RequestId) -> Answering:
     """Answers an input, in one body or as typed events. Nothing is stored."""
-    served.check_model(body.model)
     headers = check_fields(body, REFUSED, IGNORED)
     turn = chat_turn(chat_body(body), served)
     writer = ResponseWriter(body, turn.reader(), served.backend.tokenizer, served.now())
