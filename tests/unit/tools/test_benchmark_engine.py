@@ -234,7 +234,7 @@ def test_weights_that_vllm_makes_up_are_not_written(tmp_path: Path) -> None:
     file.write_text("load_format: dummy\n")
     arguments = ["--engine", "vllm", "--shape", "tiny", "--dtype", "bfloat16"]
     options = benchmark_engine.parse([*arguments, "--vllm-config", str(file)])
-    assert options.contestants == ("vllm", "engine", "stack")
+    assert options.contestants == benchmark_engine.NAMES["vllm"]
     benchmark_engine.make(tmp_path / "model", options)
     assert is_made(tmp_path / "model")
     assert not list(tmp_path.glob("**/*.safetensors"))
