@@ -51,8 +51,10 @@ def role_of(command: list[str]) -> str:
         return "cog"
     if "serve_openai.py" in line or "cog_triton.faces.openai.worker" in line:
         return "openai"
-    if "vllm.entrypoints" in line or "VLLM::" in line:
+    if "vllm.entrypoints" in line:
         return "vllm-serve"
+    if "VLLM::" in line:  # the engine of whatever serves it
+        return "vllm-engine"
     if "transformers.cli.transformers serve" in line:
         return "serve"
     if "coglet.server._run_worker" in line:

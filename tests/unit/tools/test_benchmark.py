@@ -556,6 +556,7 @@ def test_the_csv_has_a_row_for_each_result() -> None:
         ("/v/python -m tools.benchmark.worker", "load-generator"),
         ("/v/python /x/scripts/serve_openai.py --port 1", "openai"),
         ("/v/python -m vllm.entrypoints.openai.api_server --port 1", "vllm-serve"),
+        ("VLLM::EngineCore", "vllm-engine"),
         ("/v/python -m transformers.cli.transformers serve /m --port 1", "serve"),
         ("", "other"),
     ],
