@@ -20,7 +20,7 @@ from cog_triton.client.resume import ResumingClient, Streams
 from cog_triton.client.stream import TritonClient
 from cog_triton.context_length import context_length
 from cog_triton.engine_choice import EngineName, misplaces_parameters
-from cog_triton.engine_support import check_supported
+from cog_triton.engine_support import check_supported, with_own_beginning
 from cog_triton.errors import (
     ConfigurationError,
     TritonPortTaken,
@@ -178,6 +178,8 @@ class Deployment:
         Raises:
             InvalidParameter: at once, where something of it would have no effect.
         """
+        if not self._own_preprocessing:
+            request = with_own_beginning(request, self.tokenizer)
         check_supported(request, self.engine, own_preprocessing=self._own_preprocessing)
         check_adapter(request.adapter, self.settings.lora_dir)
         if not self._length_penalty:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast, get_args
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from cog_triton.admission import Admission, Bounds
 from cog_triton.deployment import Deployment, chat_template, own_preprocessing, start_timeout
 from cog_triton.engine_choice import EngineName
-from cog_triton.engine_support import check_supported
+from cog_triton.engine_support import check_supported, with_own_beginning
 from cog_triton.errors import ConfigurationError, InvalidParameter, PromptTooLong, TritonUnavailable
 from cog_triton.preparation import (
     check_files,
@@ -287,6 +288,15 @@ def test_what_another_preprocessing_would_ignore_is_refused(name: str, value: ob
         check_supported(request(**{name: value}), "transformers", own_preprocessing=False)
     check_supported(request(**{name: value}), "transformers", own_preprocessing=True)
     check_supported(request(), "tensorrtllm", own_preprocessing=False)
+
+
+def test_another_preprocessing_adds_the_beginning_of_a_chat_itself() -> None:
+    tokenizer = SimpleNamespace(bos_token="<s>")
+    chat = request(prompt="<s>[INST] <s>a", add_special_tokens=False)
+    assert with_own_beginning(chat, tokenizer) == request(prompt="[INST] <s>a")
+    assert with_own_beginning(chat, SimpleNamespace(bos_token=None)).prompt == chat.prompt
+    raw = request(prompt="<s>a")
+    assert with_own_beginning(raw, tokenizer) is raw
 
 
 def test_preprocessing_is_known_by_its_code(tmp_path: Path) -> None:

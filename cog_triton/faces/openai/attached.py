@@ -16,10 +16,12 @@ from cog_triton.admission import Admission, Bounds, Share
 from cog_triton.client.grpc_transport import CHANNEL_OPTIONS, GrpcClient
 from cog_triton.client.resume import ResumingClient
 from cog_triton.client.stream import TritonClient
+from cog_triton.engine_choice import EngineName
+from cog_triton.engine_support import check_supported
 from cog_triton.errors import ConfigurationError, TritonUnavailable
 from cog_triton.faces.openai.text_ensemble import TextClient, generate_text
 from cog_triton.generation import Chunk, generate
-from cog_triton.protocol import IDS_ENSEMBLE
+from cog_triton.protocol import ENGINE, IDS_ENSEMBLE
 from cog_triton.request import Request
 from cog_triton.settings import Settings
 from cog_triton.text.tokenizer import Tokenizer, text_limits
@@ -40,6 +42,7 @@ class Attached:
         *,
         length: int | None = None,
         inputs: Mapping[str, bool] | None = None,
+        engine: EngineName | None = None,
     ) -> None:
         """For one that is ready.
 
@@ -47,8 +50,10 @@ class Attached:
             length: most tokens of prompt and output together; None if only the engine knows.
             inputs: of an ensemble without ids, and whether each of them may be left out; None for
                 one of ours.
+            engine: see ``check_supported``.
         """
         self.settings = settings
+        self._engine = engine
         self.tokenizer = tokenizer
         self.context_length = length
         self.limits = text_limits(tokenizer, self.context_length)
@@ -74,12 +79,18 @@ class Attached:
         """
         await triton.wait(settings.start_timeout)
         inputs = None if await triton.has(IDS_ENSEMBLE) else await triton.inputs()
-        return cls(settings, tokenizer, triton, length=length, inputs=inputs)
+        engine = await triton.engine()
+        return cls(settings, tokenizer, triton, length=length, inputs=inputs, engine=engine)
 
     def generate(
         self, request: Request, request_id: str | None = None, share: Share | None = None
     ) -> AsyncGenerator[Chunk, None]:
-        """See ``Backend``."""
+        """See ``Backend``.
+
+        Raises:
+            InvalidParameter: at once, where something of it would have no effect.
+        """
+        check_supported(request, self._engine, own_preprocessing=True)
         if self._inputs is not None:
             return generate_text(
                 request,
@@ -170,6 +181,13 @@ class RunningTriton:
                 f"{error.details()}"
             ) from None
         return {tensor.name: tensor.optional for tensor in reply.config.input}
+
+    async def engine(self) -> EngineName | None:
+        """Its engine, if that is TensorRT-LLM's C++ backend; those in Python refuse what they cannot do."""
+        with contextlib.suppress(grpc.RpcError):  # there is no model of that name
+            reply = await self._ask("ModelConfig", service_pb2.ModelConfigRequest(name=ENGINE))
+            return "tensorrtllm" if reply.config.backend == "tensorrtllm" else None
+        return None
 
     async def aclose(self) -> None:
         """Closes the connection."""

@@ -27,6 +27,7 @@ from cog_triton.client.grpc_transport import (
     stream_messages,
 )
 from cog_triton.client.stream import STOP_PERIODS
+from cog_triton.engine_support import with_own_beginning
 from cog_triton.errors import InvalidParameter, TritonMalformedEvent
 from cog_triton.generation import Chunk, FinishReason, turn
 from cog_triton.request import Request, request_parameters, triton_inputs
@@ -125,15 +126,12 @@ def with_own_text(request: Request, tokenizer: Tokenizer) -> dict[str, npt.NDArr
     Raises:
         InvalidParameter: it has what only our own preprocessing knows.
     """
+    request = with_own_beginning(request, tokenizer)
     parameters = request_parameters(request)
-    special = parameters.pop(protocol.ADD_SPECIAL_TOKENS, True)
+    parameters.pop(protocol.ADD_SPECIAL_TOKENS, None)  # which it does
     for name in parameters:
         raise InvalidParameter(f"{name} is not known to the ensemble of this Triton")
-    inputs = triton_inputs(request)
-    begin = getattr(tokenizer, "bos_token", None) or ""
-    if not special and begin and request.prompt.startswith(begin):
-        inputs["text_input"] = np.array([[request.prompt[len(begin) :].encode()]], np.object_)
-    return inputs
+    return triton_inputs(request)
 
 
 def adapted(
