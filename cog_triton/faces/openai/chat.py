@@ -7,13 +7,13 @@ from typing import Any
 
 from fastapi import APIRouter
 
-from cog_triton.faces.openai.answers import Answer, Answering
-from cog_triton.faces.openai.choices import Choices, Counts
+from cog_triton.faces.openai.answers import Answering
+from cog_triton.faces.openai.choices import answering
 from cog_triton.faces.openai.dependencies import FromApp, RequestId
 from cog_triton.faces.openai.fields import ChatBody
 from cog_triton.faces.openai.log_probs import chat_log_probs
 from cog_triton.faces.openai.openapi import STREAMED
-from cog_triton.faces.openai.sampling import check_fields, with_seed
+from cog_triton.faces.openai.sampling import with_seed
 from cog_triton.faces.openai.tools.events import (
     CallStart,
     Event,
@@ -32,7 +32,6 @@ _MARK = "\x00text\x00"
 @router.post("/v1/chat/completions", responses=STREAMED)
 async def chat_completions(body: ChatBody, served: FromApp, request_id: RequestId) -> Answering:
     """Answers messages, in one body or as events."""
-    headers = check_fields(body)
     turn = chat_turn(body, served)
     head = Head(
         new_id("chatcmpl-"),
@@ -47,13 +46,7 @@ async def chat_completions(body: ChatBody, served: FromApp, request_id: RequestI
         for number in range(body.choices)
     ]
     requests = [replace(turn.request, **with_seed(turn.request, n)) for n in range(body.choices)]
-    answer = Answer(
-        served,
-        Choices(head, choices, Counts(body.choices)),
-        lambda: served.generate(requests, request_id),
-        headers,
-    )
-    return Answering(answer, stream=bool(body.stream))
+    return answering(body, served, head, requests, choices, request_id)
 
 
 class ChatChoice:

@@ -6,9 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from cog_triton.faces.openai.answers import Answer, Answering
 from cog_triton.faces.openai.errors import ApiError
+from cog_triton.faces.openai.fields import Sampling
+from cog_triton.faces.openai.sampling import check_fields
+from cog_triton.faces.openai.served import Served
 from cog_triton.faces.openai.wire import DONE, Head, event, usage
 from cog_triton.generation import Chunk
+from cog_triton.request import Request
 
 
 class Choice(Protocol):
@@ -83,3 +88,28 @@ class Choices:
     def body(self) -> dict[str, Any]:
         """See ``Writer``."""
         return self.head.body([choice.body() for choice in self.choices], self.counts.usage())
+
+
+def answering(
+    body: Sampling,
+    served: Served,
+    head: Head,
+    requests: Sequence[Request],
+    choices: Sequence[Choice],
+    request_id: str,
+) -> Answering:
+    """The response to a body.
+
+    Args:
+        requests: in the order of the choices: all to the first prompt, all to the second.
+
+    Raises:
+        ApiError: the body has a field that no engine honours.
+    """
+    answer = Answer(
+        served,
+        Choices(head, choices, Counts(body.choices)),
+        lambda: served.generate(requests, request_id),
+        check_fields(body),
+    )
+    return Answering(answer, stream=bool(body.stream))

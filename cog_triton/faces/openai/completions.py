@@ -8,14 +8,14 @@ from typing import Any
 
 from fastapi import APIRouter
 
-from cog_triton.faces.openai.answers import Answer, Answering
-from cog_triton.faces.openai.choices import Choices, Counts
+from cog_triton.faces.openai.answers import Answering
+from cog_triton.faces.openai.choices import answering
 from cog_triton.faces.openai.dependencies import FromApp, RequestId
 from cog_triton.faces.openai.errors import invalid
 from cog_triton.faces.openai.fields import CompletionBody
 from cog_triton.faces.openai.log_probs import text_log_probs
 from cog_triton.faces.openai.openapi import STREAMED
-from cog_triton.faces.openai.sampling import check_fields, sampling, with_seed
+from cog_triton.faces.openai.sampling import sampling, with_seed
 from cog_triton.faces.openai.served import Served
 from cog_triton.faces.openai.wire import Head, dumps, new_id
 from cog_triton.generation import Chunk
@@ -33,7 +33,6 @@ _MARK = "\x00text\x00"
 @router.post("/v1/completions", responses=STREAMED)
 async def completions(body: CompletionBody, served: FromApp, request_id: RequestId) -> Answering:
     """Completes prompts, in one body or as events."""
-    headers = check_fields(body)
     requests = completion_requests(body, served)
     head = Head(
         new_id("cmpl-"),
@@ -48,13 +47,7 @@ async def completions(body: CompletionBody, served: FromApp, request_id: Request
         TextChoice(number, head, tokenizer, _shown(request, tokenizer) if body.echo else "")
         for number, request in enumerate(requests)
     ]
-    answer = Answer(
-        served,
-        Choices(head, choices, Counts(body.choices)),
-        lambda: served.generate(requests, request_id),
-        headers,
-    )
-    return Answering(answer, stream=bool(body.stream))
+    return answering(body, served, head, requests, choices, request_id)
 
 
 def completion_requests(body: CompletionBody, served: Served) -> list[Request]:
