@@ -201,7 +201,6 @@ async def statuses_at_once(server: CogServer, count: int) -> list[str]:
 @pytest.mark.parametrize(
     ("inputs", "field"),
     [
-        ({}, "prompt"),
         ({"prompt": 5}, "prompt"),
         ({"prompt": "Hi", "max_tokens": 0}, "max_tokens"),
         ({"prompt": "Hi", "max_tokens": "many"}, "max_tokens"),
@@ -226,6 +225,7 @@ def test_an_input_out_of_range_is_a_422(
 @pytest.mark.parametrize(
     ("inputs", "code"),
     [
+        ({}, "E1001 PromptRequired"),  # messages may stand in its place
         ({"prompt": ""}, "E1001 PromptRequired"),
         ({"prompt": "word " * 5000}, "E1002 PromptTooLong"),
         ({"prompt": "Hi", "prompt_template": "no place"}, "E1003 BadPromptTemplate"),
