@@ -265,7 +265,6 @@ def test_langchain_invokes_and_streams(chain: ChatOpenAI) -> None:
     assert whole.response_metadata["finish_reason"] == "stop"
     pieces = [chunk.text for chunk in chain.stream(turns)]
     assert "".join(pieces) == whole.text
-    assert len([piece for piece in pieces if piece]) > 1
     assert asyncio.run(chain.ainvoke(turns)).text == whole.text
 
 
