@@ -188,6 +188,7 @@ def test_an_adapter_that_comes_later_is_loaded(
 def test_an_adapter_that_is_broken_fails_its_request_alone(llm: Requests, adapters: Path) -> None:
     (adapters / "8").mkdir()
     (adapters / "8" / "adapter_config.json").write_text("{}")
+    (adapters / "8" / "adapter_model.safetensors").write_bytes(b"no weights")
     stream = llm.start(lora_task_id=8)
     while not (last := stream.next()).finished:
         pass
