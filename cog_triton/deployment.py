@@ -54,8 +54,7 @@ logger = logging.getLogger(__name__)
 PORT_CHOICES = 3
 RESTART_SECONDS = 60.0
 RESTART_FACTOR = 10.0  # on the longest start so far
-EXIT_STATUS = 70
-"""Of a process that ends because its tritonserver has been given up: EX_SOFTWARE of sysexits.h."""
+EXIT_STATUS = 70  # EX_SOFTWARE of sysexits.h: its tritonserver has been given up
 
 
 class Deployment:
@@ -230,8 +229,7 @@ def lives(
 ) -> Callable[[], Awaitable[TritonLife]]:
     """What begins one life after another; arguments as for ``begin_life``.
 
-    Each gets as long to become ready as those before it give reason for: once in a while a stub hangs as
-    it starts (seen once in 200 starts, with Triton 2.51, on a machine that was overloaded).
+    Each gets as long as those before it give reason for: a stub may hang as it starts (seen once in 200).
     """
     taken: list[float] = []
 
@@ -333,7 +331,7 @@ def _admission(
 
 def own_preprocessing(settings: Settings) -> bool:
     """Whether preprocessing is this project's, which reads a request's parameters, and not NVIDIA's."""
-    model = settings.model_repository / "preprocessing" / "1" / "model.py"
+    model = settings.model_repository / "preprocessing/1/model.py"
     return model.is_file() and "cog_triton.models.preprocessing" in model.read_text()
 
 
