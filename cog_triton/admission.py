@@ -23,6 +23,8 @@ from cog_triton.errors import CogTritonError, TritonOverloaded, TritonUnavailabl
 
 Outcome = Literal["admitted", "full", "late", "closed"]
 
+STOPPING = "the server is being stopped; send the request again"
+"""What ``close`` is told when the process ends."""
 _RATE_SAMPLES = 64
 LONGEST_RETRY_SECONDS = 60.0
 KEPT_SHARE = 20

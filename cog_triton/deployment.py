@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from cog_triton.adapters import adapter_names, check_adapter
-from cog_triton.admission import Admission, Bounds, Share
+from cog_triton.admission import STOPPING, Admission, Bounds, Share
 from cog_triton.client.resume import ResumingClient, Streams
 from cog_triton.client.stream import TritonClient
 from cog_triton.context_length import context_length
@@ -195,7 +195,7 @@ class Deployment:
 
     def close(self) -> None:
         """Ends all requests with an error that asks to send them again, and takes no more."""
-        self.admission.close("the server is being stopped; send the request again")
+        self.admission.close(STOPPING)
 
     async def healthy(self) -> bool:
         """Whether a request that comes now would be answered."""

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from cog_triton.admission import Admission, Bounds, Share
+from cog_triton.admission import STOPPING, Admission, Bounds, Share
 from cog_triton.client.grpc_transport import CHANNEL_OPTIONS, GrpcClient
 from cog_triton.client.resume import ResumingClient
 from cog_triton.client.stream import TritonClient
@@ -28,7 +28,6 @@ from cog_triton.text.tokenizer import Tokenizer, text_limits
 
 POLL_SECONDS = 0.1
 ASK_SECONDS = 2.0
-STOPPING = "the server is being stopped; send the request again"
 
 
 class Attached:
