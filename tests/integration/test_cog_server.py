@@ -427,6 +427,7 @@ def test_what_does_not_end_in_time_may_be_sent_again(demo_model: Path, tmp_path:
         waiting = pool.submit(server.predict, prompt="Hi", max_tokens=2000)
         with server.stream(prompt="Hi", max_tokens=2000) as events:
             assert next(name for name, _ in events if name == "output")
+            wait_until(lambda: server.engine["active"] == 2, 10, "both requests")
             server.process.send_signal(signal.SIGTERM)
             last = list(events)[-1]
         assert last[0] == "completed"

@@ -159,9 +159,11 @@ def test_a_response_is_parsed_to_a_model(client: openai.OpenAI) -> None:
 
 
 def test_a_response_that_calls_and_the_turn_after_it(client: openai.OpenAI) -> None:
-    fields: dict[str, Any] = {"model": "demo", "tools": OPENAI_TOOLS, "max_output_tokens": 100}
+    fields: dict[str, Any] = {"model": "demo", "tools": OPENAI_TOOLS, "temperature": 0}
     named: Any = {"type": "function", "name": "heat"}
-    response = client.responses.create(**fields, input=QUESTION, tool_choice=named)
+    response = client.responses.create(
+        **fields, input=QUESTION, tool_choice=named, max_output_tokens=300
+    )
     (call,) = response.output
     assert call.type == "function_call"
     assert (call.name, [*json.loads(call.arguments)]) == ("heat", ["on"])
@@ -228,6 +230,7 @@ def test_a_message_that_calls_and_the_turn_after_it(claude: anthropic.Anthropic)
         messages=MESSAGES,
         tools=ANTHROPIC_TOOLS,
         tool_choice={"type": "any", "disable_parallel_tool_use": True},
+        extra_body={"temperature": 0},
     ) as stream:
         message = stream.get_final_message()
     (call,) = message.content

@@ -94,7 +94,7 @@ def test_a_bad_schema_is_refused_with_its_reason(server: OpenAIServer) -> None:
 
 def test_a_required_call_is_made(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(
-        model="demo", messages=MESSAGES, tools=TOOLS, tool_choice="required", max_tokens=300,
+        model="demo", messages=MESSAGES, tools=TOOLS, tool_choice="required", max_tokens=300, seed=1,
         parallel_tool_calls=False,
     )  # fmt: skip
     (choice,) = answer.choices
@@ -109,7 +109,7 @@ def test_a_required_call_is_made(client: openai.OpenAI) -> None:
 def test_a_named_call_is_that_one(client: openai.OpenAI) -> None:
     named: Any = {"type": "function", "function": {"name": "heat"}}
     with client.chat.completions.stream(
-        model="demo", messages=MESSAGES, tools=TOOLS, tool_choice=named, max_tokens=100
+        model="demo", messages=MESSAGES, tools=TOOLS, tool_choice=named, max_tokens=300, seed=1
     ) as stream:
         final = stream.get_final_completion()
     (call,) = final.choices[0].message.tool_calls or []
