@@ -34,19 +34,25 @@ class TritonPythonModel:
         # Tokenizers let other threads run meanwhile.
         self._long = ThreadPoolExecutor(1, thread_name_prefix="long-prompts")
 
-    def execute(self, requests: list[Any]) -> None:
-        for request in requests:
-            inputs = stub.arrays(request.inputs())
-            if text_bytes(inputs) > LONG_BYTES:
-                self._long.submit(self._respond, request, inputs)
-            else:
-                self._respond(request, inputs)
+    def execute(self, requests: list[Any]) -> list[Any]:
+        """The responses of a batch in one message, which costs less than a message each.
+
+        None stands for a long prompt's, which is sent when it is ready.
+        """
+        return [self._response_now(request) for request in requests]
 
     def finalize(self) -> None:
         self._long.shutdown()
         stub.forget_requests()
 
-    def _respond(self, request: Any, inputs: dict[str, stub.Array]) -> None:
+    def _response_now(self, request: Any) -> Any:
+        inputs = stub.arrays(request.inputs())
+        if text_bytes(inputs) <= LONG_BYTES:
+            return self._response(request, inputs)
+        self._long.submit(self._send, request, inputs)
+        return None
+
+    def _send(self, request: Any, inputs: dict[str, stub.Array]) -> None:
         request.get_response_sender().send(
             self._response(request, inputs), flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
         )
