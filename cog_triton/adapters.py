@@ -49,10 +49,10 @@ def check_adapter(name: str, directory: Path | None) -> None:
 def _adapters(directory: Path | None) -> list[Path]:
     if directory is None or not directory.is_dir():
         return []
-    return sorted(path for path in directory.iterdir() if _is_whole(path))
+    return sorted(path for path in directory.iterdir() if is_whole(path))
 
 
-def _is_whole(path: Path) -> bool:
+def is_whole(path: Path) -> bool:
     """Whether an adapter's files are there; what is being copied often has a name with a dot before it."""
     hidden = path.name.startswith(".")
     return not hidden and (path / CONFIG).is_file() and any((path / w).is_file() for w in WEIGHTS)

@@ -29,6 +29,7 @@ COMMANDS = {
     "bench-engine": "benchmark_engine.py",
     "soak": "soak.py",
     "demo-model": "make_demo_model.py",
+    "adapter": "adapter.py",
     "make-schema": "make_schema.py",
     "image-constraints": "image_constraints.py",
 }

@@ -69,7 +69,7 @@ def _with_tokenizer(settings: Settings) -> Settings:
     name = settings.tokenizer_dir
     if Path(name).is_dir():
         return settings
-    from cog_triton.weights.hub import fetch_tokenizer, is_hub_id  # as in _fetch
+    from cog_triton.weights.hub import fetch_tokenizer, is_hub_id  # as in fetched
 
     if not is_hub_id(name):
         return settings
@@ -78,11 +78,11 @@ def _with_tokenizer(settings: Settings) -> Settings:
 
 def _with_model(settings: Settings) -> Settings:
     if settings.weights is not None:
-        return placed(settings, _fetch(settings, settings.weights))
+        return placed(settings, fetched(settings, settings.weights, settings.weights_checksum))
     if settings.engine_dir is not None or Path(settings.model).is_dir():
         return settings
     check_model(settings)
-    return placed(settings, _fetch(settings, settings.model))
+    return placed(settings, fetched(settings, settings.model, settings.weights_checksum))
 
 
 def placed(settings: Settings, directory: Path) -> Settings:
@@ -213,13 +213,18 @@ def check_model(settings: Settings) -> None:
         raise ConfigurationError(f"MODEL={settings.model} does not exist{hint}")
 
 
-def _fetch(settings: Settings, source: str) -> Path:
+def fetched(settings: Settings, source: str, checksum: str | None = None) -> Path:
+    """The local directory of what a source names; see ``cog_triton.weights.fetch``.
+
+    Raises:
+        ConfigurationError: there is nothing to return, with the reason and what to do.
+    """
     from cog_triton.weights import fetch  # brings httpx and more, which few setups need
 
     return fetch(
         source,
         cache=settings.weights_cache.expanduser(),
-        checksum=settings.weights_checksum,
+        checksum=checksum,
         token=_token(settings),
     )
 
