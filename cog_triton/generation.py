@@ -10,11 +10,12 @@ import contextlib
 import secrets
 from collections.abc import AsyncGenerator
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from cog_triton.admission import Admission, Place, Share
 from cog_triton.client.resume import Streams
+from cog_triton.client.stream import Response
 from cog_triton.protocol import TokenLogProb
 from cog_triton.request import Request, effective_end_id, request_parameters, triton_inputs
 from cog_triton.text.detokenizer import IncrementalDetokenizer
@@ -39,6 +40,8 @@ class Chunk:
             character, or with what could become a stop sequence.
         log_probs: one per id if they were asked for, else empty.
         stop_sequence: on the last chunk, the one that ended the answer; None if none did.
+        stop_token: on the last chunk, the one of the request's stop_token_ids that ended the answer. It is
+            counted, and among the ids, as an end token is.
     """
 
     text: str
@@ -49,6 +52,7 @@ class Chunk:
     ids: tuple[int, ...] = ()
     log_probs: tuple[TokenLogProb, ...] = ()
     stop_sequence: str | None = None
+    stop_token: int | None = None
 
 
 async def generate(
@@ -74,8 +78,9 @@ async def generate(
         CogTritonError: by what went wrong; see ``cog_triton.errors``.
     """
     text_limits(tokenizer, context_length).check("the prompt", len(request.prompt))
-    detokenizer = IncrementalDetokenizer(tokenizer)
+    detokenizer = IncrementalDetokenizer(tokenizer, shown=request.shown_tokens)
     stops = StopSequences(request.stop_sequences)
+    stop_ids, stop_token = frozenset(request.stop_token_ids), None
     end_id = effective_end_id(request, tokenizer.eos_token_id)
     last_id: int | None = None
     output_tokens, input_tokens, keeps_end_token = 0, None, True
@@ -85,18 +90,19 @@ async def generate(
         parameters=request_parameters(request),
     )
     async with turn(admission, share) as place, stream as responses:
-        async for response in responses:
+        async for arrived in responses:
+            response, new_ids, stop_token = until_token(arrived, stop_ids)
             output_tokens += len(response.ids)
             input_tokens = response.input_tokens or input_tokens
             place.used = output_tokens + (input_tokens or 0)
             last_id = response.ids[-1] if response.ids else last_id
             ids, log_probs = tuple(response.ids), tuple(response.log_probs)
             keeps_end_token = keeps_end_token and response.keeps_end_token
-            text = stops.feed(detokenizer.decode(response.ids))
-            if response.final or stops.matched is not None:
+            text = stops.feed(detokenizer.decode(new_ids))
+            if response.final or stops.matched is not None or stop_token is not None:
                 break
             yield Chunk(text, output_tokens, input_tokens, ids=ids, log_probs=log_probs)
-    # Here the request has been stopped in the engine if a stop sequence ended it.
+    # Here the request has been stopped in the engine if a stop sequence or a stop token ended it.
     if stops.matched is None:
         text += stops.feed(detokenizer.flush()) + stops.flush()
     full = output_tokens >= request.max_tokens or (
@@ -104,11 +110,25 @@ async def generate(
     )
     # Where the engine leaves the end token out, an answer that was not cut off ended with it.
     by_end_token = last_id == end_id if keeps_end_token else not full
-    ended = stops.matched is not None or by_end_token
+    stop_token = stop_token if stops.matched is None else None
+    ended = stops.matched is not None or stop_token is not None or by_end_token
     reason: FinishReason = "stop" if ended else "length"
-    yield Chunk(
-        text, output_tokens, input_tokens, reason, place.waited, ids, log_probs, stops.matched
-    )
+    told = Chunk(text, output_tokens, input_tokens, reason, place.waited, ids, log_probs)
+    yield replace(told, stop_sequence=stops.matched, stop_token=stop_token)
+
+
+def until_token(
+    response: Response, stops: frozenset[int]
+) -> tuple[Response, list[int], int | None]:
+    """A response up to the first of some tokens, that one included; the ids before it; and the token.
+
+    Without such a token all of the response, all ids, and None.
+    """
+    place = next((place for place, token in enumerate(response.ids) if token in stops), None)
+    if place is None:
+        return response, response.ids, None
+    ids, log_probs = response.ids[: place + 1], response.log_probs[: place + 1]
+    return replace(response, ids=ids, log_probs=log_probs), ids[:-1], ids[-1]
 
 
 def turn(admission: Admission | None, share: Share | None) -> AbstractAsyncContextManager[Place]:

@@ -74,6 +74,8 @@ class Request:
         ignore_eos: no token ends the output, whatever end_id is.
         log_probs: None for none; k for those of the chosen tokens, and of the k most likely at each place.
         guide: what the output has to be; None for anything.
+        stop_token_ids: tokens that end the output, of whose text they are no part.
+        shown_tokens: special tokens, by their texts, that the output's text is to have; it has no others.
         adapter: name of the LoRA adapter that changes the model; empty for none.
     """
 
@@ -100,6 +102,8 @@ class Request:
     log_probs: int | None = None
     guide: Guide | None = None
     adapter: str = ""
+    stop_token_ids: tuple[int, ...] = ()
+    shown_tokens: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuses values that no engine could honour.
@@ -149,6 +153,12 @@ class Request:
             )
         if self.prompt_ids and not 0 <= min(self.prompt_ids) <= max(self.prompt_ids) <= MAX_INT32:
             raise InvalidParameter(f"prompt_ids must be between 0 and {MAX_INT32}")
+        if len(self.stop_token_ids) > WORDS:
+            raise InvalidParameter(
+                f"stop_token_ids must be at most {WORDS}, not {len(self.stop_token_ids)}"
+            )
+        for token in self.stop_token_ids:
+            _check("stop_token_ids", token, lambda v: 0 <= v <= MAX_INT32, "of token ids")
         if len(self.logit_bias) > WORDS:
             raise InvalidParameter(
                 f"logit_bias must be at most {WORDS}, not {len(self.logit_bias)}"

@@ -80,8 +80,20 @@ class IncrementalDetokenizer:
     most and the byte-fallback run at the end.
     """
 
-    def __init__(self, tokenizer: TokenDecoder, *, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self,
+        tokenizer: TokenDecoder,
+        *,
+        skip_special_tokens: bool = True,
+        shown: Sequence[str] = (),
+    ) -> None:
+        """At the beginning of a text.
+
+        Args:
+            shown: texts of special tokens that are not skipped. What is between them is decoded by itself.
+        """
         self._decoder = _decoder(tokenizer, skip_special_tokens)
+        self._shown = self._decoder.hidden_ids(shown)
         self._start_over()
 
     def decode(self, ids: Sequence[int], *, final: bool = False) -> str:
@@ -89,6 +101,8 @@ class IncrementalDetokenizer:
 
         With ``final`` nothing is held back, and the next call begins another text.
         """
+        if not self._shown.keys().isdisjoint(ids):
+            return self._decode_around(ids, final=final)
         if not final:
             return self._advance(self._closed_by(list(ids)))
         delta = self._advance([*self._open_run, *ids], final=True)
@@ -98,6 +112,15 @@ class IncrementalDetokenizer:
     def flush(self) -> str:
         """Return the rest of the text. The next `decode` begins another text."""
         return self.decode((), final=True)
+
+    def _decode_around(self, ids: Sequence[int], *, final: bool) -> str:
+        """Decode ids among which are special tokens that are shown: each ends a text."""
+        texts, start = [], 0
+        for place, token_id in enumerate(ids):
+            if token_id in self._shown:
+                texts += [self.decode(ids[start:place], final=True), self._shown[token_id]]
+                start = place + 1
+        return "".join(texts) + self.decode(ids[start:], final=final)
 
     def _start_over(self) -> None:
         self._window: list[int] = []
@@ -223,6 +246,7 @@ class _Decoder:
     """A tokenizer, the way in which it is to decode, and what can be asked about single ids."""
 
     def __init__(self, tokenizer: TokenDecoder, skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
         self._decode = _decode_function(tokenizer)
         self._skip_special_tokens = skip_special_tokens
         self._to_tokens: Callable[[list[int]], list[str | None]] | None = getattr(
@@ -238,6 +262,18 @@ class _Decoder:
         """The last ``at_most`` ids that are not skipped, in order."""
         visible = (token_id for token_id in reversed(ids) if not self._is_skipped(token_id))
         return list(islice(visible, at_most))[::-1]
+
+    def hidden_ids(self, texts: Sequence[str]) -> dict[int, str]:
+        """The ids of tokens with these texts, as far as they are hidden."""
+        names: Any = getattr(self._tokenizer, "convert_tokens_to_ids", lambda _: None)
+        ids = {text: names(text) for text in texts}
+        return {
+            token_id: text
+            for text, token_id in ids.items()
+            if token_id is not None
+            and self._decode([token_id], False).strip() == text
+            and self._is_hidden(token_id)
+        }
 
     def open_run_start(self, ids: list[int]) -> int:
         """Where the byte-fallback run starts that the next id may extend; ``len(ids)`` if none."""

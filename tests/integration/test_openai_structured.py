@@ -15,6 +15,7 @@ import pytest
 from pydantic import BaseModel
 
 from tests.openai_server import MESSAGES, OpenAIServer, demo_with_tools
+from tests.support import wait_until
 
 
 class Verdict(BaseModel):
@@ -152,6 +153,23 @@ def test_log_probabilities_of_a_text(client: openai.OpenAI) -> None:
     assert log_probs.text_offset is not None
     assert log_probs.text_offset[0] == 0
     assert [len(top) for top in log_probs.top_logprobs or []] == [2] * 4
+
+
+def test_a_token_of_the_request_ends_the_answer(server: OpenAIServer) -> None:
+    """And frees its place in the engine, which would have gone on."""
+    fields: dict[str, Any] = {"temperature": 0, "logprobs": 0, "ignore_eos": True}
+    whole = server.complete(**fields, max_tokens=8).json()["choices"][0]
+    ids = server.post("/tokenize", {"prompt": whole["text"], "add_special_tokens": False}).json()[
+        "tokens"
+    ]
+    stopped = server.engine["stopped"]
+    reply = server.complete(**fields, max_tokens=200, stop_token_ids=[ids[3]]).json()
+    (choice,) = reply["choices"]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", ids[3])
+    cut = ids.index(ids[3])
+    assert choice["text"] == "".join(whole["logprobs"]["tokens"][:cut])
+    assert reply["usage"]["completion_tokens"] == cut + 1
+    wait_until(lambda: server.engine["stopped"] > stopped, 10, "the end of the request")
 
 
 def test_a_bias_forces_a_token(server: OpenAIServer) -> None:

@@ -123,6 +123,59 @@ def test_the_last_chunk_names_the_stop_sequence(tokenizer: Any) -> None:
     assert chunks[-1].finish_reason == "stop"
 
 
+@pytest.mark.parametrize("together", [True, False])
+def test_a_stop_token_ends_the_answer_and_is_no_part_of_its_text(
+    tokenizer: Any, together: bool
+) -> None:
+    ids = tokenizer("one two three", add_special_tokens=False).input_ids
+    likely = [TokenLogProb(token, -1.0, ()) for token in ids]
+    responses = [
+        Response([token], 2, False, True, [told]) for token, told in zip(ids, likely, strict=True)
+    ]
+    if together:
+        responses = [Response(ids, 2, False, True, likely)]
+    end = next(
+        place for place, token in enumerate(ids) if "two" in tokenizer.decode(ids[: place + 1])
+    )
+    client = Client(*responses, Response([], None, True))
+    chunks = run(
+        tokenizer, client, context_length=100, stop_token_ids=(ids[end], 10**9), log_probs=0
+    )
+    assert "".join(chunk.text for chunk in chunks) == tokenizer.decode(ids[:end])
+    assert [token for chunk in chunks for token in chunk.ids] == ids[: end + 1]
+    assert [token for chunk in chunks for token in chunk.log_probs] == likely[: end + 1]
+    assert [chunk.stop_token for chunk in chunks] == [None] * (len(chunks) - 1) + [ids[end]]
+    assert (chunks[-1].finish_reason, chunks[-1].output_tokens) == ("stop", end + 1)
+
+
+def test_a_stop_sequence_before_a_stop_token_is_what_ended_the_answer(tokenizer: Any) -> None:
+    ids = tokenizer("one two three", add_special_tokens=False).input_ids
+    client = Client(Response(ids, 2, True))
+    (chunk,) = run(
+        tokenizer, client, context_length=100, stop_token_ids=(ids[-1],), stop_sequences=("one",)
+    )
+    assert (chunk.text, chunk.stop_sequence, chunk.stop_token) == ("", "one", None)
+
+
+@pytest.mark.parametrize("size", [1, 2, 100])
+def test_special_tokens_are_text_where_the_request_wants_them(tokenizer: Any, size: int) -> None:
+    mark = tokenizer.eos_token
+    before, behind = (tokenizer(text, add_special_tokens=False).input_ids for text in ("a b", "c"))
+    ids = [*before, tokenizer.eos_token_id, *behind, tokenizer.eos_token_id, *behind]
+    responses = [Response(ids[n : n + size], 2, False) for n in range(0, len(ids), size)]
+    for shown, text in (((), "a bcc"), ((mark, "<no token>"), f"a b{mark}c{mark}c")):
+        client = Client(*responses, Response([], None, True))
+        chunks = run(
+            tokenizer,
+            client,
+            context_length=100,
+            max_tokens=20,
+            ignore_eos=True,
+            shown_tokens=shown,
+        )
+        assert "".join(chunk.text for chunk in chunks) == text
+
+
 def test_without_an_end_token_an_answer_ends_at_its_limit(tokenizer: Any) -> None:
     client = Client(Response([5, tokenizer.eos_token_id], 2, True))
     chunks = run(tokenizer, client, context_length=100, max_tokens=2, ignore_eos=True)

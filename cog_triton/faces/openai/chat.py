@@ -21,7 +21,7 @@ from cog_triton.faces.openai.tools.events import (
     Text,
 )
 from cog_triton.faces.openai.turns import Reader, chat_turn
-from cog_triton.faces.openai.wire import Head, dumps, new_id
+from cog_triton.faces.openai.wire import Head, dumps, new_id, stop_reason
 from cog_triton.generation import Chunk
 from cog_triton.text.tokenizer import Tokenizer
 
@@ -78,7 +78,8 @@ class ChatChoice:
             text = b"".join(self._parsed_events(chunk))
         if chunk.finish_reason is None:
             return text
-        return text + self._head.event([self._choice({}, None, self._finish_reason(chunk))])
+        last = self._choice({}, None, self._finish_reason(chunk))
+        return text + self._head.event([{**last, **stop_reason(chunk.stop_token)}])
 
     def add(self, chunk: Chunk) -> None:
         """See ``Choice``."""
@@ -87,6 +88,7 @@ class ChatChoice:
         self._message.log_probs += chat_log_probs(self._tokenizer, chunk.log_probs)
         if chunk.finish_reason is not None:
             self._message.finish_reason = self._finish_reason(chunk)
+            self._message.stop_token = chunk.stop_token
 
     def body(self) -> dict[str, Any]:
         """See ``Choice``."""
@@ -95,6 +97,7 @@ class ChatChoice:
             "message": self._message.body(),
             "logprobs": _log_probs(self._message.log_probs),
             "finish_reason": self._message.finish_reason,
+            **stop_reason(self._message.stop_token),
         }
 
     def _parsed_events(self, chunk: Chunk) -> list[bytes]:
@@ -131,6 +134,7 @@ class Message:
     def __init__(self) -> None:
         self.log_probs: list[dict[str, Any]] = []
         self.finish_reason: str | None = None
+        self.stop_token: int | None = None
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._calls: list[dict[str, Any]] = []

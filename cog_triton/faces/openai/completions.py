@@ -17,7 +17,7 @@ from cog_triton.faces.openai.log_probs import text_log_probs
 from cog_triton.faces.openai.openapi import STREAMED
 from cog_triton.faces.openai.sampling import sampling, with_seed
 from cog_triton.faces.openai.served import Served
-from cog_triton.faces.openai.wire import Head, dumps, new_id
+from cog_triton.faces.openai.wire import Head, dumps, new_id, stop_reason
 from cog_triton.generation import Chunk
 from cog_triton.protocol import TokenLogProb
 from cog_triton.request import Request
@@ -105,6 +105,7 @@ class TextChoice:
         self._offset = len(echo)
         self._tokens: list[TokenLogProb] = []
         self._finish_reason: str | None = None
+        self._stop_token: int | None = None
         self._around = head.around(self._choice(_MARK), _MARK)
 
     def begin(self) -> bytes:
@@ -117,9 +118,9 @@ class TextChoice:
         if chunk.log_probs:
             log_probs = text_log_probs(self._tokenizer, chunk.log_probs, self._offset)
             self._offset += sum(map(len, log_probs["tokens"]))
-            return self._head.event([self._choice(chunk.text, log_probs, chunk.finish_reason)])
+            return self._event(chunk, log_probs)
         if chunk.finish_reason is not None:
-            return self._head.event([self._choice(chunk.text, None, chunk.finish_reason)])
+            return self._event(chunk, None)
         before, behind = self._around
         return before + dumps(chunk.text) + behind if chunk.text else b""
 
@@ -127,14 +128,19 @@ class TextChoice:
         """See ``Choice``."""
         self._texts.append(chunk.text)
         self._tokens += chunk.log_probs
-        self._finish_reason = chunk.finish_reason
+        self._finish_reason, self._stop_token = chunk.finish_reason, chunk.stop_token
 
     def body(self) -> dict[str, Any]:
         """See ``Choice``."""
         log_probs = None
         if self._tokens:
             log_probs = text_log_probs(self._tokenizer, self._tokens, self._offset)
-        return self._choice("".join(self._texts), log_probs, self._finish_reason)
+        whole = self._choice("".join(self._texts), log_probs, self._finish_reason)
+        return {**whole, **stop_reason(self._stop_token)}
+
+    def _event(self, chunk: Chunk, log_probs: Any) -> bytes:
+        choice = self._choice(chunk.text, log_probs, chunk.finish_reason)
+        return self._head.event([{**choice, **stop_reason(chunk.stop_token)}])
 
     def _choice(
         self, text: str, log_probs: Any = None, finish_reason: str | None = None

@@ -88,6 +88,7 @@ class Sampling(Body):
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     bad_words: list[str] | None = None
+    stop_token_ids: list[int] | None = None
     response_format: ResponseFormat | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
@@ -163,7 +164,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "prediction": (),
     "web_search_options": (),
-    "stop_token_ids": ([],),
     "use_beam_search": (False,),
     "prompt_logprobs": (0,),
 }

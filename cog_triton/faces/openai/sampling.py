@@ -54,6 +54,7 @@ def sampling(body: Sampling) -> dict[str, Any]:
         "seed": new_seed() if body.seed is None else body.seed % SEEDS,
         "stop_sequences": _stops(body.stop),
         "bad_words": tuple(body.bad_words or ()),
+        "stop_token_ids": tuple(body.stop_token_ids or ()),
         "logit_bias": logit_bias(body.logit_bias or {}),
         "guide": guide(body),
     }

@@ -129,6 +129,10 @@ def with_own_text(request: Request, tokenizer: Tokenizer) -> dict[str, npt.NDArr
     request = with_own_beginning(request, tokenizer)
     parameters = request_parameters(request)
     parameters.pop(protocol.ADD_SPECIAL_TOKENS, None)  # which it does
+    if request.stop_token_ids:
+        raise InvalidParameter(
+            "stop_token_ids must be empty: the ensemble of this Triton gives text"
+        )
     for name in parameters:
         raise InvalidParameter(f"{name} is not known to the ensemble of this Triton")
     return triton_inputs(request)

@@ -13,7 +13,7 @@ from cog_triton.faces.openai.sampling import longest_output, sampling
 from cog_triton.faces.openai.served import Served
 from cog_triton.faces.openai.tools.choice import call_guide, is_enforced, offered_tools
 from cog_triton.faces.openai.tools.events import CallStart, Event, Parser, Text
-from cog_triton.faces.openai.tools.formats import CallParser, Format, format_of
+from cog_triton.faces.openai.tools.formats import Format, call_parser, format_of
 from cog_triton.generation import Chunk
 from cog_triton.request import Request
 
@@ -45,7 +45,7 @@ class Turn:
         calls: Parser | None = None
         if self.known is not None:
             new_id = None if self.known.short_ids else new_call_id
-            calls = CallParser(self.known, guided=self.enforced, new_id=new_id)
+            calls = call_parser(self.known, guided=self.enforced, new_id=new_id)
         if self.thinks:
             return Reader(ReasoningParser(self.request.prompt, calls))
         return Reader(calls)
@@ -90,6 +90,7 @@ def chat_request(body: ChatBody, served: Served, known: Format | None) -> Reques
         adapter=served.adapter(body.model),
         max_tokens=longest_output(served) if given is None else given,
         log_probs=(body.top_logprobs or 0) if body.logprobs else None,
+        shown_tokens=known.marks if known else (),
         **served.token_ids(),
         **values,
     )

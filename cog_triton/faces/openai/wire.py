@@ -72,6 +72,11 @@ class Head:
         }
 
 
+def stop_reason(token: int | None) -> dict[str, int]:
+    """What vLLM says of a token of ``stop_token_ids`` that ended an answer; nothing without one."""
+    return {} if token is None else {"stop_reason": token}
+
+
 def usage(prompt: int, output: int) -> dict[str, Any]:
     """Counts of tokens, as both kinds of completions have them."""
     return {

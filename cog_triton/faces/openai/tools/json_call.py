@@ -1,4 +1,8 @@
-"""One call as a JSON object, read a character at a time: {"name": "f", "arguments": {...}}."""
+"""Calls whose arguments are JSON, read a character at a time.
+
+``JsonCall`` is one object, {"name": "f", "arguments": {...}}; of ``NamedCall`` the name is known, and only
+the arguments are to come.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,60 @@ import json
 from cog_triton.faces.openai.tools.events import Arguments, CallStart, Event, Text
 
 ARGUMENTS = ("arguments", "parameters")
+
+
+class Brackets:
+    """Where in a JSON text its reader is.
+
+    Attributes:
+        depth: in how many brackets.
+        in_string: whether in a string.
+    """
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.in_string = False
+        self._escaped = False
+
+    def feed(self, char: str) -> None:
+        """Takes the text's next character."""
+        if self.in_string:
+            if self._escaped or char == "\\":
+                self._escaped = not self._escaped
+            elif char == '"':
+                self.in_string = False
+        elif char == '"':
+            self.in_string = True
+        elif char in "{[":
+            self.depth += 1
+        elif char in "}]":
+            self.depth -= 1
+
+
+class NamedCall:
+    """Reads the arguments of a call that has begun: one object.
+
+    Attributes:
+        done: whether it has ended.
+        begun: as of ``JsonCall``.
+    """
+
+    begun = True
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+        self._brackets = Brackets()
+        self.done = False
+
+    def feed(self, char: str) -> list[Event]:
+        """Takes the object's next character."""
+        self._brackets.feed(char)
+        self.done = self._brackets.depth == 0
+        return [Arguments(self._index, char)]
+
+    def flush(self) -> list[Event]:
+        """What is to be said of an object that was cut off."""
+        return []
 
 
 class JsonCall:
@@ -23,9 +81,8 @@ class JsonCall:
         self._index = index
         self._id = call_id
         self._raw = ""
-        self._depth = 0
-        self._string: int | None = None  # where the one begins that has not ended
-        self._escaped = False
+        self._brackets = Brackets()
+        self._string = 0  # where the last one of the outermost object begins
         self._key: str | None = None  # of the value that comes, in the outermost object
         self._waiting = ""  # arguments that came before the name
         self._sent = False
@@ -35,35 +92,25 @@ class JsonCall:
     def feed(self, char: str) -> list[Event]:
         """Takes the object's next character."""
         self._raw += char
-        before = self._depth
-        read = self._outside_strings if self._string is None else self._in_string
-        events = read(char)
+        depth, in_string = self._brackets.depth, self._brackets.in_string
+        self._brackets.feed(char)
+        events = self._outermost(char, in_string) if depth == 1 else []
         # What is inside of the arguments' brackets, and these.
-        if self._key in ARGUMENTS and max(before, self._depth) > 1:
+        if self._key in ARGUMENTS and max(depth, self._brackets.depth) > 1:
             events = [*events, *self._argument(char)]
-        return [*events, *self._end()] if self._depth == 0 else events
+        return [*events, *self._end()] if self._brackets.depth == 0 else events
 
     def flush(self) -> list[Event]:
         """What is to be said of an object that was cut off."""
         return [] if self.begun else [Text(self._raw)]
 
-    def _in_string(self, char: str) -> list[Event]:
-        if self._escaped or char == "\\":
-            self._escaped = not self._escaped
-        elif char == '"':
-            text, self._string = self._raw[self._string :], None
-            if self._depth == 1:
-                return self._string_ended(_decoded(text))
-        return []
-
-    def _outside_strings(self, char: str) -> list[Event]:
-        if char == '"':
+    def _outermost(self, char: str, in_string: bool) -> list[Event]:
+        """Keys, and values that are texts."""
+        if in_string and not self._brackets.in_string:
+            return self._string_ended(_decoded(self._raw[self._string :]))
+        if not in_string and self._brackets.in_string:
             self._string = len(self._raw) - 1
-        elif char in "{[":
-            self._depth += 1
-        elif char in "}]":
-            self._depth -= 1
-        elif char == "," and self._depth == 1:
+        elif not in_string and char == ",":
             self._key = None
         return []
 

@@ -54,6 +54,24 @@ def test_a_chunk_without_text_is_no_event() -> None:
     ]
 
 
+STOPPED = (Chunk("a", 1, 3), Chunk("", 2, 3, "stop", stop_token=0))
+
+
+@pytest.mark.parametrize(
+    ("path", "prompt"),
+    [("/v1/chat/completions", {"messages": MESSAGES}), ("/v1/completions", {"prompt": "x"})],
+)
+def test_the_token_that_ended_an_answer_is_told(path: str, prompt: dict[str, Any]) -> None:
+    body = {"model": "m", "stop_token_ids": [0], **prompt}
+    (choice,) = ask(Backend(*STOPPED), "POST", path, json=body).json()["choices"]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", 0)
+    streamed = events(ask(Backend(*STOPPED), "POST", path, json={**body, "stream": True}).text)
+    reasons = [event["choices"][0].get("stop_reason") for event in streamed]
+    assert reasons == [None] * (len(streamed) - 1) + [0]
+    (choice,) = ask(Backend(*CHUNKS), "POST", path, json=body).json()["choices"]
+    assert "stop_reason" not in choice
+
+
 def test_text_is_escaped_as_json_wants_it() -> None:
     text = 'a"\\\n\x00é\U0001f680\u2028'
     reply = chat(Backend(Chunk(text, 1, 3), LAST), stream=True)

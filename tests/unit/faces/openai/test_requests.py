@@ -60,6 +60,7 @@ def test_every_field_has_its_place() -> None:
         min_tokens=2,
         ignore_eos=True,
         bad_words=["bad"],
+        stop_token_ids=[5, 7],
         logprobs=True,
         top_logprobs=3,
         guided_regex="a+",
@@ -80,6 +81,7 @@ def test_every_field_has_its_place() -> None:
         min_tokens=2,
         ignore_eos=True,
         bad_words=("bad",),
+        stop_token_ids=(5, 7),
         log_probs=3,
         guide=Guide(GuideKind.REGEX, "a+"),
         add_special_tokens=False,
@@ -142,6 +144,7 @@ def test_an_enforced_call_is_a_guide() -> None:
     request = chat_request(ChatBody.model_validate(body), served(Backend()), HERMES)
     assert request.guide is not None
     assert json.loads(request.guide.text)["items"]["properties"]["name"] == {"const": "f"}
+    assert request.shown_tokens == ("<tool_call>", "</tool_call>")
     both = ChatBody.model_validate({**body, "response_format": {"type": "json_object"}})
     with pytest.raises(ApiError, match="contradict"):
         chat_request(both, served(Backend()), HERMES)
@@ -151,10 +154,10 @@ def test_unknown_fields_are_named_and_known_ones_refused() -> None:
     def checked(**fields: Any) -> dict[str, str]:
         return check_fields(ChatBody.model_validate({"model": "m", "messages": MESSAGES, **fields}))
 
-    assert checked(store=True, stop_token_ids=[], modalities=["text"]) == {}
+    assert checked(store=True, best_of=1, modalities=["text"]) == {}
     warning = checked(zebra=1, **{'a"\r\nb': 2, "é" * 50: 3})["Warning"]
     assert warning == f'199 cog-triton "ignored fields: ab, zebra, {"?" * 40}"'
-    for name, value in (("stop_token_ids", [3]), ("functions", [{}]), ("modalities", ["audio"])):
+    for name, value in (("best_of", 3), ("functions", [{}]), ("modalities", ["audio"])):
         with pytest.raises(ApiError) as raised:
             checked(**{name: value})
         assert (raised.value.status, raised.value.param) == (400, name)

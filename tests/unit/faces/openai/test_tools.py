@@ -28,10 +28,12 @@ from cog_triton.faces.openai.tools.formats import (
     HERMES,
     LLAMA,
     MISTRAL,
+    PYTHON,
     CallParser,
     Format,
     format_of,
 )
+from cog_triton.faces.openai.tools.python_calls import PythonCallParser
 
 WEATHER = '{"city": "Paris, {Texas}", "days": [1, 2]}'
 
@@ -39,6 +41,11 @@ WEATHER = '{"city": "Paris, {Texas}", "days": [1, 2]}'
 def parser(known: Format, *, guided: bool = False) -> CallParser:
     numbers = itertools.count()
     return CallParser(known, guided=guided, new_id=lambda: f"id{next(numbers)}")
+
+
+def python_parser() -> PythonCallParser:
+    numbers = itertools.count()
+    return PythonCallParser(lambda: f"id{next(numbers)}")
 
 
 def read(reader: Parser, pieces: Sequence[str]) -> list[Event]:
@@ -78,6 +85,27 @@ CASES: list[tuple[Format, str, list[Event]]] = [
     (MISTRAL, f'[{{"name": "weather", "arguments": {WEATHER}}}]', call(0, "weather", WEATHER)),
     (MISTRAL, '[{"city": "Paris"}] is a list', [Text('[{"city": "Paris"}] is a list')]),
     (MISTRAL, "[", [Text("[")]),
+    # Mistral's newer form: names, ids of the model's own, and arguments alone.
+    (
+        MISTRAL,
+        f"Let me see.[TOOL_CALLS]weather[ARGS]{WEATHER}[TOOL_CALLS]time[ARGS]{{}}",
+        [Text("Let me see."), *TWO],
+    ),
+    (
+        MISTRAL,
+        f"[TOOL_CALLS]weather[CALL_ID]abc123xyz[ARGS]{WEATHER}",
+        [CallStart(0, "abc123xyz", "weather"), Arguments(0, WEATHER)],
+    ),
+    (
+        MISTRAL,
+        '[TOOL_CALLS]get-w.2{"a": "}"}time{}',
+        [*call(0, "get-w.2", '{"a": "}"}'), *call(1, "time", "{}")],
+    ),
+    (MISTRAL, '[TOOL_CALLS]f[ARGS]{"a": "b', [CallStart(0, "id0", "f"), Arguments(0, '{"a": "b')]),
+    (MISTRAL, "[TOOL_CALLS]nothing of it {}", [Text("nothing of it {}")]),
+    (MISTRAL, "[TOOL_CALLS]f[ARGS]", [Text("f[ARGS]")]),
+    (MISTRAL, "[TOOL_CALLS]f[ARGS]{} and so", [*call(0, "f", "{}"), Text("and so")]),
+    (MISTRAL, "weather[ARGS]{}", [Text("weather[ARGS]{}")]),
     (
         LLAMA,
         f'{{"name": "weather", "parameters": {WEATHER}}}; {{"name": "time", "parameters": {{}}}}',
@@ -109,6 +137,113 @@ def test_a_text_and_its_calls(known: Format, text: str, events: list[Event]) -> 
     assert read(parser(known), list(text)) == events
 
 
+PYTHON_CALLS: list[tuple[str, list[Event]]] = [
+    ("[time()]", call(0, "time", "{}")),
+    (
+        ' [ weather( city = "Paris, {Texas})]" , days=[1, 2], now=True), a.time ( )]\n',
+        [
+            *call(0, "weather", '{"city": "Paris, {Texas})]", "days": [1, 2], "now": true}'),
+            *call(1, "a.time", "{}"),
+        ],
+    ),
+    (
+        "[f(a='it\\'s', b=-1.5, c={'d': None, 'e': (1, 2)}, f=true, g=null,)]",
+        call(
+            0,
+            "f",
+            '{"a": "it\'s", "b": -1.5, "c": {"d": null, "e": [1, 2]}, "f": true, "g": null}',
+        ),
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "events"), PYTHON_CALLS)
+def test_calls_written_as_python(text: str, events: list[Event]) -> None:
+    assert read(python_parser(), [text]) == read(python_parser(), list(text)) == events
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(
+            "",
+            "  ",
+            "[",
+            "[]",
+            "[1, 2]",
+            "[a link](http://x)",
+            "[f](x)",
+            "[f(x)]",
+            "[f(1)]",
+            "f(a=1)",
+        ),
+        *("[f(a=b)]", "[f(a=1+x)]", "[f(**{})]", "[f(a=g())]", "[f(a={1})]", "[f(a=b'x')]"),
+        *(
+            "[f(a=1e999)]",
+            "[f(a=)]",
+            "[f(a=1)",
+            "[f(a='x",
+            "[f(a=1)] is a call",
+            "[f(), ]",
+            "[f(a=1}]",
+        ),
+        *("[f()]\n\n[g()]", "Call [f()]", "[for(a=1)]", "[f(a=1)]]", "[the (old) man]"),
+        f"[f(a={'(' * 5000}{')' * 5000})]",
+        f"[f(a={'9' * 5000})]",
+    ],
+)
+def test_what_is_no_python_call_is_text(text: str) -> None:
+    expected = [Text(text)] if text else []
+    assert read(python_parser(), [text]) == read(python_parser(), list(text)) == expected
+
+
+def test_text_is_held_back_only_while_it_may_be_a_call() -> None:
+    reader = python_parser()
+    assert reader.feed("[see") == []
+    assert reader.feed(" the") == [Text("[see the")]
+    assert reader.feed("[f()]") == [Text("[f()]")]
+    assert reader.flush() == []
+
+
+@given(
+    calls=st.lists(
+        st.tuples(
+            st.sampled_from(["f", "get_weather", "a.b"]),
+            st.dictionaries(
+                st.sampled_from(["a", "b_1", "city"]),
+                st.recursive(
+                    st.text(st.characters(exclude_categories=["Cs"]))
+                    | st.integers()
+                    | st.booleans()
+                    | st.none()
+                    | st.floats(allow_nan=False, allow_infinity=False),
+                    lambda v: (
+                        st.lists(v, max_size=3)
+                        | st.dictionaries(st.text(max_size=3), v, max_size=3)
+                    ),
+                    max_leaves=5,
+                ),
+            ),
+        ),
+        min_size=1,
+        max_size=3,
+    ),
+    data=st.data(),
+)
+def test_python_calls_come_as_they_were_meant(
+    calls: list[tuple[str, dict[str, object]]], data: st.DataObject
+) -> None:
+    written = [
+        f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
+        for name, arguments in calls
+    ]
+    text = f"[{', '.join(written)}]"
+    events = read(python_parser(), data.draw(cuts(text)))
+    starts = [event.name for event in events if isinstance(event, CallStart)]
+    values = [json.loads(event.text) for event in events if isinstance(event, Arguments)]
+    assert list(zip(starts, values, strict=True)) == calls
+
+
 def test_a_guided_text_is_all_calls() -> None:
     text = f'[{{"name": "weather", "arguments": {WEATHER}}}, {{"name": "time", "arguments": {{}}}}]'
     assert read(parser(HERMES, guided=True), list(text)) == TWO
@@ -132,6 +267,7 @@ def cuts(text: str) -> st.SearchStrategy[list[str]]:
 PIECES = st.sampled_from(
     [
         *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "<think>", "</think>"),
+        *("[ARGS]", "[CALL_ID]", "abc123xyz", "[f(", "a=", "'", ")", ",", "g()"),
         *('{"name": "f"', ', "arguments": {"a": [1, "}"]}', ', "parameters": {}', "}", "{", "["),
         *("]", ";", " ", "\n", "text", "<", "\\", '"', "é"),
     ]
@@ -141,6 +277,7 @@ PARSERS: dict[str, Callable[[], Parser]] = {
     "hermes": lambda: parser(HERMES),
     "mistral": lambda: parser(MISTRAL),
     "llama3": lambda: parser(LLAMA),
+    "python": python_parser,
     "guided": lambda: parser(LLAMA, guided=True),
     "thinking": lambda: ReasoningParser("", None),
     "thinking and calls": lambda: ReasoningParser("<think>\n", parser(HERMES)),
@@ -190,6 +327,7 @@ def test_the_format_is_that_of_the_chat_template() -> None:
     assert format_of("{{ messages }}") is None
     assert format_of("{% if tools %}<tool_call>{% endif %}") is HERMES
     assert format_of("{{ tools }}[AVAILABLE_TOOLS] [TOOL_CALLS]") is MISTRAL
+    assert format_of("{{ tools }}[func_name1(params_name1=params_value1)]") is PYTHON
     assert format_of('{{ tools }}{"name": f, "parameters": {}}') is LLAMA
     assert thinks("{{ '<think>' }} </think>")
     assert not thinks("{{ messages }}")
