@@ -193,7 +193,7 @@ def error(reply: httpx.Response) -> dict[str, Any]:
         ({"logit_bias": {"1": 200}}, "logit_bias", "between -100 and 100"),
         ({"suffix": "!"}, "suffix", "suffix is not supported"),
         ({"best_of": 3}, "best_of", "best_of is not supported"),
-        ({"logprobs": 1, "echo": True}, "logprobs", "not with echo"),
+        ({"logprobs": 1, "echo": True}, "logprobs", "with echo"),
         ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_regex", "contradict"),
         ({"prompt": []}, "prompt", "empty list"),
         ({"prompt": [[999_999]]}, None, ""),

@@ -193,6 +193,7 @@ def test_a_message(claude: anthropic.Anthropic, client: openai.OpenAI) -> None:
     message = claude.messages.create(
         model="demo", max_tokens=8, messages=MESSAGES, extra_body={"temperature": 0}
     )
+    assert message._request_id
     (block,) = message.content
     assert block.type == "text"
     assert block.text.startswith(ANSWER)
@@ -252,6 +253,8 @@ def test_anthropics_errors(claude: anthropic.Anthropic) -> None:
     with pytest.raises(anthropic.BadRequestError) as raised:
         claude.messages.create(model="demo", max_tokens=0, messages=MESSAGES)
     assert "max_tokens must be at least 1" in str(raised.value)
+    assert raised.value.request_id
+    assert raised.value.body["request_id"] == raised.value.request_id  # type: ignore[index]
     with pytest.raises(anthropic.NotFoundError):
         claude.messages.create(model="other", max_tokens=5, messages=MESSAGES)
 

@@ -227,7 +227,8 @@ class ErrorResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         error = self._error
         of_messages = scope["path"].startswith(MESSAGES_PATH)
-        body = message_error(error) if of_messages else error.body()
+        request_id = scope["state"]["request_id"]
+        body = message_error(error, request_id) if of_messages else error.body()
         await JSONResponse(body, error.status, error.headers)(scope, receive, send)
 
 

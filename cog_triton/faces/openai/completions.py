@@ -58,7 +58,9 @@ def completion_requests(body: CompletionBody, served: Served) -> list[Request]:
     """
     if body.echo and body.logprobs is not None:
         raise invalid(
-            "logprobs of a prompt's tokens are not to be had, so not with echo", "logprobs"
+            "logprobs with echo asks for log probabilities of the prompt's tokens, which no engine here "
+            "gives; leave out one of the two",
+            "logprobs",
         )
     prompts = _prompts(body.prompt)
     if len(prompts) * body.choices > MOST_ANSWERS:

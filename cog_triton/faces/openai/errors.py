@@ -92,10 +92,15 @@ def api_error(error: CogTritonError, fields: frozenset[str] = frozenset()) -> Ap
     return ApiError(status, error.message, kind, param, code or error.code, headers)
 
 
-def message_error(error: ApiError) -> dict[str, Any]:
-    """An error in the form of Anthropic's API."""
+def message_error(error: ApiError, request_id: str | None = None) -> dict[str, Any]:
+    """An error in the form of Anthropic's API.
+
+    Args:
+        request_id: None in a stream, whose errors have none.
+    """
     kind = _MESSAGE_TYPES.get(error.status, "api_error")
-    return {"type": "error", "error": {"type": kind, "message": error.message}}
+    told = {"type": "error", "error": {"type": kind, "message": error.message}}
+    return told if request_id is None else {**told, "request_id": request_id}
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:

@@ -10,9 +10,10 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cog_triton.faces.openai.answers import error_response
-from cog_triton.faces.openai.errors import ApiError
+from cog_triton.faces.openai.errors import MESSAGES_PATH, ApiError
 
 REQUEST_ID = b"x-request-id"
+ANTHROPICS_REQUEST_ID = b"request-id"
 _USABLE = re.compile(rb"[\w.:/+=@-]{1,128}")
 
 
@@ -30,9 +31,13 @@ class RequestIds:
         name = given if given and _USABLE.fullmatch(given) else secrets.token_hex(16).encode()
         scope.setdefault("state", {})["request_id"] = name.decode()
 
+        said = [(REQUEST_ID, name)]
+        if scope["path"].startswith(MESSAGES_PATH):
+            said.append((ANTHROPICS_REQUEST_ID, name))
+
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message["headers"], (REQUEST_ID, name)]
+                message["headers"] = [*message["headers"], *said]
             await send(message)
 
         await self._app(scope, receive, send_with_id)

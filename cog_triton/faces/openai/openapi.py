@@ -27,7 +27,7 @@ ERRORS = _errors(
 )
 MESSAGE_ERRORS = _errors(
     "An error of Anthropic's form",
-    _object(type={"const": "error"}, error=_object(type=_TEXT, message=_TEXT)),
+    _object(type={"const": "error"}, error=_object(type=_TEXT, message=_TEXT), request_id=_TEXT),
 )
 STREAMED: dict[int | str, dict[str, Any]] = {
     200: {

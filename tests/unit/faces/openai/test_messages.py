@@ -109,7 +109,7 @@ def test_a_users_mistake_is_named(fields: dict[str, Any], text: str) -> None:
     reply = say(Backend(*CHUNKS), **fields)
     assert reply.status_code == 400
     told = reply.json()
-    assert [*told] == ["type", "error"]
+    assert [*told] == ["type", "error", "request_id"]
     assert (told["type"], told["error"]["type"]) == ("error", "invalid_request_error")
     assert text in told["error"]["message"]
 
@@ -123,12 +123,27 @@ def test_errors_have_anthropics_form() -> None:
     ):
         reply = say(Backend(error), stream=True)
         assert reply.status_code == status
-        assert reply.json() == {"type": "error", "error": {"type": kind, "message": "x"}}
+        assert reply.json() == {
+            "type": "error",
+            "error": {"type": kind, "message": "x"},
+            "request_id": reply.headers["request-id"],
+        }
     assert say(Backend(), model="none").json()["error"]["type"] == "not_found_error"
     for path in ("/v1/messages", "/v1/messages/nothing"):
         assert ask(Backend(), "GET", path).json()["type"] == "error"
     last = typed_events(say(Backend(CHUNKS[0], errors.TritonTimeout("x")), stream=True).text)[-1]
     assert last == ("error", {"type": "error", "error": {"type": "api_error", "message": "x"}})
+
+
+def test_a_request_has_its_id_in_anthropics_header_too() -> None:
+    fields = {"model": "m", "max_tokens": 9, "messages": MESSAGES}
+    for more in ({}, {"stream": True}, {"model": "none"}):
+        headers = {"x-request-id": "mine"}
+        reply = ask(
+            Backend(*CHUNKS), "POST", "/v1/messages", json={**fields, **more}, headers=headers
+        )
+        assert reply.headers["request-id"] == reply.headers["x-request-id"] == "mine"
+    assert "request-id" not in ask(Backend(), "GET", "/v1/models").headers
 
 
 def test_a_whole_message() -> None:

@@ -107,6 +107,8 @@ def test_the_other_fields_of_a_chat() -> None:
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"include": ["file_search_call.results"]}, "include"),
         ({"input": []}, "input"),
+        ({"instructions": [{"role": "system", "content": "Be brief."}]}, "instructions"),
+        ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input"),
         ({"input": [{"type": "function_call", "name": "f"}]}, "input"),
         ({"input": [{"role": "tool", "content": "x"}]}, "input"),
