@@ -32,6 +32,8 @@ class Guide:
     text: str = ""
 
 
+_HALF_PAIR = re.compile(r"[\ud800-\udfff]")
+"""JSON can have halves of surrogate pairs, which are no text."""
 _SPECIAL = re.compile(r"[\\^$.|?*+()\[\]{}/]")
 """What regular expressions of any kind take for more than itself; re.escape knows Python's alone."""
 
@@ -54,11 +56,11 @@ def choices(guide: Guide) -> list[str]:
     """The texts of a guide of kind CHOICE, one of which the output has to be.
 
     Raises:
-        ValueError: its text is no JSON list of texts, or one of them is empty.
+        ValueError: its text is no JSON list of texts, or one of them is empty or no Unicode.
     """
     texts = _parsed(guide.text)
     if not isinstance(texts, list) or not texts or not all(map(_is_text, texts)):
-        raise ValueError("choice must be a JSON list of texts, none of them empty")
+        raise ValueError("choice must be a JSON list of texts in Unicode, none of them empty")
     return texts
 
 
@@ -81,7 +83,7 @@ def _parsed(text: str) -> Any:
 
 
 def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and value != ""
+    return isinstance(value, str) and value != "" and not _HALF_PAIR.search(value)
 
 
 def _escaped(text: str) -> str:

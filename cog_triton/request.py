@@ -119,8 +119,9 @@ class Request:
         guide = self.guide.text if self.guide else ""
         check_texts("guide", (guide,), 1, GUIDE_CHARACTERS)
         texts = {"prompt": (self.prompt,), "adapter": (self.adapter,), "guide": (guide,)}
-        for name, values in {**texts, "bad_words": self.bad_words}.items():
-            if not all(map(_is_unicode, values)):
+        words = {"bad_words": self.bad_words, "stop_sequences": self.stop_sequences}
+        for name, values in {**texts, **words}.items():
+            if not all(map(is_unicode, values)):
                 raise InvalidParameter(
                     f"{name} must be valid Unicode; half of a surrogate pair is not"
                 )
@@ -291,7 +292,8 @@ def _guide_inputs(guide: Guide | None) -> dict[str, npt.NDArray[Any]]:
     return {name: _text(text) for name, text in texts.items() if text}
 
 
-def _is_unicode(text: str) -> bool:
+def is_unicode(text: str) -> bool:
+    """Whether a text can be written as bytes: JSON can have halves of surrogate pairs, which cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -43,6 +43,7 @@ def test_choices_keep_their_order() -> None:
         (choice(), "choice must be a JSON list of texts"),
         (choice("a", ""), "none of them empty"),
         (choice("a", 5), "choice must be a JSON list of texts"),
+        (choice("a", "\ud800"), "texts in Unicode"),
         (Guide(GuideKind.CHOICE, '{"a": 1}'), "choice must be a JSON list of texts"),
     ],
 )

@@ -15,7 +15,7 @@ from cog_triton.faces.openai import chat, completions, health, metrics, models, 
 from cog_triton.faces.openai.answers import error_response, told
 from cog_triton.faces.openai.errors import ApiError, invalid
 from cog_triton.faces.openai.messages import route as messages
-from cog_triton.faces.openai.middleware import BodyLimit, RequestIds, too_large
+from cog_triton.faces.openai.middleware import BodyLimit, RequestIds, id_headers, too_large
 from cog_triton.faces.openai.openapi import ERRORS, MESSAGE_ERRORS
 from cog_triton.faces.openai.operation import add_operation
 from cog_triton.faces.openai.responses import route as responses
@@ -38,7 +38,12 @@ def create_app(served: Served) -> FastAPI:
 
     It starts and stops nothing; see ``serving``.
     """
-    app = FastAPI(title="cog-triton", version=cog_triton.__version__, redoc_url=None)
+    app = FastAPI(
+        title="cog-triton",
+        version=cog_triton.__version__,
+        redoc_url=None,
+        redirect_slashes=False,  # it would name an address that clients behind a proxy cannot reach
+    )
     app.state.served = served
     for router in ROUTERS:
         of_messages = router is messages.router
@@ -51,8 +56,9 @@ def create_app(served: Served) -> FastAPI:
     app.add_middleware(RequestIds)
     app.add_exception_handler(RequestValidationError, _answer_bad_body)
     app.add_exception_handler(HTTPException, _answer_bad_path)
-    for kind in (ApiError, CogTritonError, Exception):
+    for kind in (ApiError, CogTritonError):
         app.add_exception_handler(kind, _answer_error)
+    app.add_exception_handler(Exception, _answer_fault)
     return app
 
 
@@ -64,15 +70,32 @@ async def _answer_error(_: Request, error: Exception) -> Response:
     return error_response(told(error))
 
 
+async def _answer_fault(request: Request, error: Exception) -> Response:
+    """The answer to what nobody foresaw, which goes past the middleware that says the request's id."""
+    fault = told(error)
+    fault.headers.update(id_headers(request.scope))
+    return error_response(fault)
+
+
 async def _answer_bad_path(request: Request, error: Any) -> Response:
     if error.status_code == 413:
         return error_response(too_large(error.detail))
+    if error.status_code == 400:  # FastAPI's, of a body that its reader gave up on
+        return error_response(_unreadable(request))
     where = f"{request.method} {shown(request.url.path)}"
     code = _PATH_CODES.get(error.status_code)
     text = f"Invalid URL ({where})" if error.status_code == 404 else f"{error.detail} ({where})"
     return error_response(
         ApiError(error.status_code, text, code=code, headers=dict(error.headers or {}))
     )
+
+
+def _unreadable(request: Request) -> ApiError:
+    coding = request.headers.get("content-encoding", "identity")
+    if coding != "identity":
+        text = f"the body must be sent without a Content-Encoding, not as {shown(coding)}"
+        return ApiError(415, text, code="unsupported_content_encoding")
+    return invalid("the body is no JSON: it is not UTF-8, or nested too deep")
 
 
 async def _answer_bad_body(request: Request, error: Any) -> Response:

@@ -53,6 +53,8 @@ class ApiError(Exception):
     Attributes:
         param: the field of the request that is at fault.
         headers: of the response.
+
+    Its texts may have some of the request in them; what of that is no Unicode becomes a question mark.
     """
 
     status: int
@@ -61,6 +63,10 @@ class ApiError(Exception):
     param: str | None = None
     code: str | None = None
     headers: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.message = _unicode(self.message)
+        self.param = self.param and _unicode(self.param)
 
     def body(self) -> dict[str, Any]:
         """As JSON's object."""
@@ -111,6 +117,10 @@ def invalid(message: str, param: str | None = None, code: str | None = None) -> 
 def internal_error() -> ApiError:
     """For a fault that nobody foresaw; its text stays in the log."""
     return ApiError(500, "an internal error; the server's log has more", "server_error")
+
+
+def _unicode(text: str) -> str:
+    return text.encode(errors="replace").decode()
 
 
 def _param(message: str, fields: frozenset[str]) -> str | None:

@@ -108,7 +108,7 @@ class Sampling(Body):
 class Message(Body):
     """What it may have is up to the chat template."""
 
-    role: str
+    role: str = Field(min_length=1)
     content: Any = None
 
 

@@ -12,8 +12,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from cog_triton.faces.openai.answers import error_response
 from cog_triton.faces.openai.errors import MESSAGES_PATH, ApiError
 
-REQUEST_ID = b"x-request-id"
-ANTHROPICS_REQUEST_ID = b"request-id"
+REQUEST_ID = "x-request-id"
+ANTHROPICS_REQUEST_ID = "request-id"
 _USABLE = re.compile(rb"[\w.:/+=@-]{1,128}")
 
 
@@ -27,20 +27,26 @@ class RequestIds:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = header(scope, REQUEST_ID)
+        given = header(scope, REQUEST_ID.encode())
         name = given if given and _USABLE.fullmatch(given) else secrets.token_hex(16).encode()
         scope.setdefault("state", {})["request_id"] = name.decode()
 
-        said = [(REQUEST_ID, name)]
-        if scope["path"].startswith(MESSAGES_PATH):
-            said.append((ANTHROPICS_REQUEST_ID, name))
-
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
+                said = [(key.encode(), value.encode()) for key, value in id_headers(scope).items()]
                 message["headers"] = [*message["headers"], *said]
             await send(message)
 
         await self._app(scope, receive, send_with_id)
+
+
+def id_headers(scope: Scope) -> dict[str, str]:
+    """The headers of a response that say the id of its request."""
+    name = scope["state"]["request_id"]
+    headers = {REQUEST_ID: name}
+    if scope["path"].startswith(MESSAGES_PATH):
+        headers[ANTHROPICS_REQUEST_ID] = name
+    return headers
 
 
 class BodyLimit:

@@ -12,6 +12,7 @@ from cog_triton.faces.openai.errors import invalid
 from cog_triton.faces.openai.fields import DetokenizeBody, TokenizeBody
 from cog_triton.faces.openai.prompts import chat_prompt
 from cog_triton.faces.openai.served import Served
+from cog_triton.request import is_unicode
 
 router = APIRouter()
 LONG_TEXT = 20_000
@@ -44,7 +45,10 @@ async def token_ids(served: Served, text: str, *, special: bool) -> list[int]:
 
     Raises:
         PromptTooLong: it has more characters than the limits allow.
+        ApiError: it is no Unicode.
     """
+    if not is_unicode(text):
+        raise invalid("the prompt must be valid Unicode; half of a surrogate pair is not")
     served.backend.limits.check("the prompt", len(text))
     tokenizer = served.backend.tokenizer
 

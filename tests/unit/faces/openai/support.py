@@ -43,6 +43,14 @@ class Tokenizer:
         return "".join(map(chr, ids))
 
 
+class StrictTokenizer(Tokenizer):
+    """Takes what is Unicode alone, as those of Hugging Face do."""
+
+    def __call__(self, text: str, *, add_special_tokens: bool = True) -> Any:
+        text.encode()
+        return super().__call__(text, add_special_tokens=add_special_tokens)
+
+
 class Backend:
     """See ``served.Backend``.
 

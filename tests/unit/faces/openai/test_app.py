@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from tests.unit.faces.openai.support import (
     LAST,
     MESSAGES,
     Backend,
+    StrictTokenizer,
     ask,
     chat,
     served,
@@ -196,6 +198,73 @@ def test_requests_that_reach_no_route() -> None:
         assert ask(Backend(), "POST", path, **plain).status_code == 415
     told = ask(Backend(), "POST", "/v1/completions", **plain).json()["error"]
     assert told["code"] == "unsupported_content_type"
+
+
+HALF = r"\ud800"  # of a surrogate pair: valid as JSON, and no text
+JSON_TYPE = {"content-type": "application/json"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        ("/v1/chat/completions", {"model": HALF, "messages": MESSAGES}, 404),
+        ("/v1/chat/completions", {"model": "m", "messages": [HALF]}, 400),
+        (
+            "/v1/chat/completions",
+            {"model": "m", "messages": MESSAGES, "logit_bias": {HALF: 1}},
+            400,
+        ),
+        ("/v1/completions", {"model": "m", "prompt": HALF}, 400),
+        ("/v1/completions", {"model": "m", "prompt": "x", "stop": HALF}, 400),
+        ("/v1/completions", {"model": "m", "prompt": "x", HALF: 1}, 400),
+        ("/v1/responses", {"model": HALF, "input": "x"}, 404),
+        ("/v1/messages", {"model": HALF, "max_tokens": 1, "messages": MESSAGES}, 404),
+        ("/v1/messages/count_tokens", {"model": "m", "system": HALF, "messages": MESSAGES}, 400),
+        ("/tokenize", {"prompt": HALF}, 400),
+    ],
+)
+def test_what_is_no_text_is_a_users_mistake(path: str, body: dict[str, Any], status: int) -> None:
+    content = json.dumps(body).replace(json.dumps(HALF), f'"{HALF}"')
+    backend = Backend(*CHUNKS)
+    backend.tokenizer = StrictTokenizer()
+    reply = ask(backend, "POST", path, content=content, headers=JSON_TYPE)
+    assert reply.status_code == status, reply.text
+    assert reply.json()["error"]["message"]
+
+
+def test_bodies_that_cannot_be_read() -> None:
+    deep = b"[" * 10_000
+    for content in (deep, deep + b"]" * 10_000, b'{"model": "\xff"}', b"{", b"5", b"\x00"):
+        reply = ask(Backend(), "POST", "/v1/completions", content=content, headers=JSON_TYPE)
+        assert reply.status_code == 400
+        assert "body" in reply.json()["error"]["message"]
+    headers = {**JSON_TYPE, "content-encoding": "gzip"}
+    reply = ask(Backend(), "POST", "/v1/completions", content=gzip.compress(b"{}"), headers=headers)
+    assert (reply.status_code, reply.json()["error"]["code"]) == (
+        415,
+        "unsupported_content_encoding",
+    )
+
+
+def test_a_path_with_a_slash_at_its_end_is_another_one() -> None:
+    """A redirection would go by the address that a proxy has this server under."""
+    for path in ("/v1/completions/", "/v1/completions//"):
+        assert ask(Backend(), "POST", path, json={}).json()["error"]["code"] == "unknown_url"
+
+
+def test_a_role_must_not_be_empty() -> None:
+    reply = chat(Backend(*CHUNKS), messages=[{"role": "", "content": "x"}])
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "messages")
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages"])
+def test_a_fault_has_the_requests_id_too(path: str) -> None:
+    body = {"model": "m", "prompt": "x", "messages": MESSAGES, "max_tokens": 1}
+    reply = ask(
+        Backend(RuntimeError("x")), "POST", path, json=body, headers={"x-request-id": "mine"}
+    )
+    assert (reply.status_code, reply.headers["x-request-id"]) == (500, "mine")
+    assert reply.headers.get("request-id") == ("mine" if path == "/v1/messages" else None)
 
 
 def test_answers_of_a_stream_keep_their_numbers() -> None:
