@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import openai
 import pytest
 
 from cog_triton.preparation import Values, merge, resolve_engine, template_values
@@ -14,6 +15,7 @@ from cog_triton.server.command import Launch
 from cog_triton.server.tritonserver import TritonServer
 from cog_triton.settings import Settings, read_settings
 from cog_triton.text.tokenizer import Tokenizer, load_tokenizer
+from tests.openai_server import OpenAIServer
 from tests.support import CogServer, EngineCounters
 
 ANY_PORTS = {"TRITON_HTTP_PORT": "0", "TRITON_GRPC_PORT": "0", "TRITON_METRICS_PORT": "0"}
@@ -108,3 +110,11 @@ def paced_cog_server(
 
 def engine_counters(server: TritonServer) -> EngineCounters:
     return EngineCounters(server.endpoints.metrics)
+
+
+@pytest.fixture
+def client(server: OpenAIServer) -> Iterator[openai.OpenAI]:
+    """PyPI's, of the OpenAI face that a module's tests have as their server."""
+    http = openai.DefaultHttpxClient(trust_env=False)
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", http_client=http) as client:
+        yield client

@@ -40,13 +40,6 @@ def paced(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         yield server
 
 
-@pytest.fixture
-def client(server: OpenAIServer) -> Iterator[openai.OpenAI]:
-    http = openai.DefaultHttpxClient(trust_env=False)
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", http_client=http) as client:
-        yield client
-
-
 # PyPI's client
 
 

@@ -61,13 +61,6 @@ def server(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 @pytest.fixture
-def client(server: OpenAIServer) -> Iterator[openai.OpenAI]:
-    http = openai.DefaultHttpxClient(trust_env=False)
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", http_client=http) as client:
-        yield client
-
-
-@pytest.fixture
 def claude(server: OpenAIServer) -> Iterator[anthropic.Anthropic]:
     http = anthropic.DefaultHttpxClient(trust_env=False)
     with anthropic.Anthropic(base_url=server.url, api_key="none", http_client=http) as client:

@@ -49,13 +49,6 @@ def server(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         yield server
 
 
-@pytest.fixture
-def client(server: OpenAIServer) -> Iterator[openai.OpenAI]:
-    http = openai.DefaultHttpxClient(trust_env=False)
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", http_client=http) as client:
-        yield client
-
-
 def content(reply: httpx.Response) -> str:
     assert reply.status_code == 200, reply.text
     return str(reply.json()["choices"][0]["message"]["content"])

@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import APIRouter
 
 from cog_triton.faces.openai.answers import Answering
-from cog_triton.faces.openai.choices import answering
+from cog_triton.faces.openai.choices import answering, head_of
 from cog_triton.faces.openai.dependencies import FromApp, RequestId
 from cog_triton.faces.openai.fields import ChatBody
 from cog_triton.faces.openai.log_probs import chat_log_probs
@@ -21,7 +21,7 @@ from cog_triton.faces.openai.tools.events import (
     Text,
 )
 from cog_triton.faces.openai.turns import Reader, chat_turn
-from cog_triton.faces.openai.wire import Head, dumps, new_id, stop_reason
+from cog_triton.faces.openai.wire import Head, dumps, stop_reason
 from cog_triton.generation import Chunk
 from cog_triton.text.tokenizer import Tokenizer
 
@@ -33,14 +33,7 @@ _MARK = "\x00text\x00"
 async def chat_completions(body: ChatBody, served: FromApp, request_id: RequestId) -> Answering:
     """Answers messages, in one body or as events."""
     turn = chat_turn(body, served)
-    head = Head(
-        new_id("chatcmpl-"),
-        "chat.completion",
-        "chat.completion.chunk",
-        served.now(),
-        body.model,
-        body.include_usage,
-    )
+    head = head_of(body, served, "chatcmpl-", "chat.completion", "chat.completion.chunk")
     choices = [
         ChatChoice(number, head, served.backend.tokenizer, turn.reader(), named=turn.named)
         for number in range(body.choices)

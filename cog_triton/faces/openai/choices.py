@@ -11,7 +11,7 @@ from cog_triton.faces.openai.errors import ApiError
 from cog_triton.faces.openai.fields import Sampling
 from cog_triton.faces.openai.sampling import check_fields
 from cog_triton.faces.openai.served import Served
-from cog_triton.faces.openai.wire import DONE, Head, event, usage
+from cog_triton.faces.openai.wire import DONE, Head, event, new_id, usage
 from cog_triton.generation import Chunk
 from cog_triton.request import Request
 
@@ -88,6 +88,11 @@ class Choices:
     def body(self) -> dict[str, Any]:
         """See ``Writer``."""
         return self.head.body([choice.body() for choice in self.choices], self.counts.usage())
+
+
+def head_of(body: Sampling, served: Served, prefix: str, kind: str, chunk: str) -> Head:
+    """The head of the response to a body, whose id begins with a prefix; see ``Head`` for the rest."""
+    return Head(new_id(prefix), kind, chunk, served.now(), body.model, body.include_usage)
 
 
 def answering(

@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import APIRouter
 
 from cog_triton.faces.openai.answers import Answering
-from cog_triton.faces.openai.choices import answering
+from cog_triton.faces.openai.choices import answering, head_of
 from cog_triton.faces.openai.dependencies import FromApp, RequestId
 from cog_triton.faces.openai.errors import invalid
 from cog_triton.faces.openai.fields import CompletionBody
@@ -17,7 +17,7 @@ from cog_triton.faces.openai.log_probs import text_log_probs
 from cog_triton.faces.openai.openapi import STREAMED
 from cog_triton.faces.openai.sampling import sampling, with_seed
 from cog_triton.faces.openai.served import Served
-from cog_triton.faces.openai.wire import Head, dumps, new_id, stop_reason
+from cog_triton.faces.openai.wire import Head, dumps, stop_reason
 from cog_triton.generation import Chunk
 from cog_triton.protocol import TokenLogProb
 from cog_triton.request import Request
@@ -34,14 +34,7 @@ _MARK = "\x00text\x00"
 async def completions(body: CompletionBody, served: FromApp, request_id: RequestId) -> Answering:
     """Completes prompts, in one body or as events."""
     requests = completion_requests(body, served)
-    head = Head(
-        new_id("cmpl-"),
-        "text_completion",
-        "text_completion",
-        served.now(),
-        body.model,
-        body.include_usage,
-    )
+    head = head_of(body, served, "cmpl-", "text_completion", "text_completion")
     tokenizer = served.backend.tokenizer
     choices = [
         TextChoice(number, head, tokenizer, _shown(request, tokenizer) if body.echo else "")
