@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from cog_triton.errors import shown
 from cog_triton.faces.openai.errors import invalid
 from cog_triton.faces.openai.fields import ChatBody, NamedTool, Tool
 from cog_triton.faces.openai.tools.formats import Format
@@ -38,7 +39,11 @@ def is_enforced(body: ChatBody) -> bool:
 
 
 def call_guide(body: ChatBody, known: Format) -> Guide:
-    """The JSON schema of the calls that the answer has to be: a list of them, or one of a named tool."""
+    """The JSON schema of the calls that the answer has to be: a list of them, or one of a named tool.
+
+    Raises:
+        ApiError: the definitions of the tools' schemas cannot stand together.
+    """
     tools, definitions = body.tools or [], dict[str, Any]()
     if isinstance(body.tool_choice, NamedTool):
         name = body.tool_choice.function.name
@@ -57,7 +62,12 @@ def call_guide(body: ChatBody, known: Format) -> Guide:
 def _call(tool: Tool, arguments: str, definitions: dict[str, Any]) -> dict[str, Any]:
     """The schema of one tool's call; what its parameters refer to moves to ``definitions``."""
     parameters = dict(tool.function.parameters or {"type": "object", "properties": {}})
-    definitions.update(parameters.pop("$defs", {}))
+    own = parameters.pop("$defs", {})
+    if not isinstance(own, dict):
+        raise invalid(f"tools: $defs of {tool.function.name} must be an object", "tools")
+    for name, definition in own.items():
+        if definitions.setdefault(name, definition) != definition:
+            raise invalid(f"tools: $defs have two different {shown(name)}", "tools")
     return {
         "type": "object",
         "properties": {"name": {"const": tool.function.name}, arguments: parameters},

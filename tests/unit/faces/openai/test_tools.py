@@ -385,6 +385,19 @@ def test_a_named_call_is_that_tool_with_the_names_of_the_models_format() -> None
     assert not valid(schema, {"name": "time", "parameters": {}})
 
 
+@pytest.mark.parametrize(
+    ("definitions", "why"),
+    [(5, "must be an object"), ({"City": {"type": "integer"}}, "two different")],
+)
+def test_definitions_that_cannot_stand_together(definitions: object, why: str) -> None:
+    function = {"name": "other", "parameters": {"$defs": definitions}}
+    tools = [TOOLS[0], {"type": "function", "function": function}]
+    with pytest.raises(ApiError, match=why) as raised:
+        call_guide(body(tools=tools, tool_choice="required"), HERMES)
+    assert raised.value.param == "tools"
+    call_guide(body(tools=[TOOLS[0], TOOLS[0]], tool_choice="required"), HERMES)
+
+
 def test_which_tools_are_offered() -> None:
     assert len(offered_tools(body(tools=TOOLS))) == 2
     assert offered_tools(body(tools=TOOLS, tool_choice="none")) == []
