@@ -124,9 +124,9 @@ def until_token(
 
     Without such a token all of the response, all ids, and None.
     """
-    place = next((place for place, token in enumerate(response.ids) if token in stops), None)
-    if place is None:
+    if stops.isdisjoint(response.ids):
         return response, response.ids, None
+    place = next(place for place, token in enumerate(response.ids) if token in stops)
     ids, log_probs = response.ids[: place + 1], response.log_probs[: place + 1]
     return replace(response, ids=ids, log_probs=log_probs), ids[:-1], ids[-1]
 

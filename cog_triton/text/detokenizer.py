@@ -101,7 +101,7 @@ class IncrementalDetokenizer:
 
         With ``final`` nothing is held back, and the next call begins another text.
         """
-        if not self._shown.keys().isdisjoint(ids):
+        if self._shown and not self._shown.keys().isdisjoint(ids):
             return self._decode_around(ids, final=final)
         if not final:
             return self._advance(self._closed_by(list(ids)))

@@ -110,6 +110,7 @@ def test_what_an_old_ensemble_does_not_know_is_named(old_face: OpenAIServer) -> 
         ({"logit_bias": {"5": 1}}, "logit_bias"),
         ({"min_p": 0.1}, "min_p"),
         ({"prompt": [1, 2]}, "prompt"),
+        ({"stop_token_ids": [5]}, "stop_token_ids"),
     ):
         reply = old_face.complete(**fields)
         assert reply.status_code == 400

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import jsonschema  # type: ignore[import-untyped]
 import pytest
@@ -34,6 +35,8 @@ from cog_triton.faces.openai.tools.formats import (
     format_of,
 )
 from cog_triton.faces.openai.tools.python_calls import PythonCallParser
+from cog_triton.text.detokenizer import IncrementalDetokenizer
+from cog_triton.text.tokenizer import load_tokenizer
 
 WEATHER = '{"city": "Paris, {Texas}", "days": [1, 2]}'
 
@@ -242,6 +245,23 @@ def test_python_calls_come_as_they_were_meant(
     starts = [event.name for event in events if isinstance(event, CallStart)]
     values = [json.loads(event.text) for event in events if isinstance(event, Arguments)]
     assert list(zip(starts, values, strict=True)) == calls
+
+
+def test_marks_that_are_special_tokens_are_read(demo_model: Path) -> None:
+    """As Mistral's tokenizers have them: what skips special tokens loses them."""
+    tokenizer = load_tokenizer(str(demo_model))
+    tokenizer.add_special_tokens({"additional_special_tokens": list(MISTRAL.marks)})
+    text = f"Well.[TOOL_CALLS]weather[ARGS]{WEATHER}[TOOL_CALLS]time[CALL_ID]abc123xyz[ARGS]{{}}"
+    ids = [*tokenizer(text, add_special_tokens=False).input_ids, tokenizer.eos_token_id]
+    detokenizer = IncrementalDetokenizer(tokenizer, shown=MISTRAL.marks)
+    pieces = [detokenizer.decode([token]) for token in ids] + [detokenizer.flush()]
+    assert read(parser(MISTRAL), pieces) == [
+        Text("Well."),
+        *call(0, "weather", WEATHER),
+        CallStart(1, "abc123xyz", "time"),
+        Arguments(1, "{}"),
+    ]
+    assert "[ARGS]" not in IncrementalDetokenizer(tokenizer).decode(ids, final=True)
 
 
 def test_a_guided_text_is_all_calls() -> None:
