@@ -23,6 +23,7 @@ from tests.unit.faces.openai.support import (
     MESSAGES,
     Backend,
     StrictTokenizer,
+    Tokenizer,
     ask,
     chat,
     served,
@@ -265,6 +266,28 @@ def test_a_fault_has_the_requests_id_too(path: str) -> None:
     )
     assert (reply.status_code, reply.headers["x-request-id"]) == (500, "mine")
     assert reply.headers.get("request-id") == ("mine" if path == "/v1/messages" else None)
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("tools [TOOL_CALLS]", '[TOOL_CALLS]f[ARGS]{"a": 1}'),
+        ("tools [func_name1(params_name1=params_value1)]", "[f(a=1)]"),
+    ],
+)
+def test_calls_are_read_as_the_template_has_them(template: str, text: str) -> None:
+    backend = Backend(*(Chunk(char, 1, 3) for char in text), LAST)
+    backend.tokenizer = Tokenizer()
+    backend.tokenizer.chat_template = template
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    (choice,) = chat(backend, tools=tools).json()["choices"]
+    (call,) = choice["message"]["tool_calls"]
+    assert (call["function"], choice["finish_reason"]) == (
+        {"name": "f", "arguments": '{"a": 1}'},
+        "tool_calls",
+    )
+    *_, last = events(chat(backend, tools=tools, stream=True).text)
+    assert last["choices"][0]["finish_reason"] == "tool_calls"
 
 
 def test_answers_of_a_stream_keep_their_numbers() -> None:

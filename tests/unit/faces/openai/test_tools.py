@@ -32,6 +32,7 @@ from cog_triton.faces.openai.tools.formats import (
     PYTHON,
     CallParser,
     Format,
+    call_parser,
     format_of,
 )
 from cog_triton.faces.openai.tools.python_calls import PythonCallParser
@@ -269,6 +270,12 @@ def test_a_guided_text_is_all_calls() -> None:
     assert read(parser(HERMES, guided=True), list(text)) == TWO
     one = f'{{"name": "weather", "parameters": {WEATHER}}}'
     assert read(parser(LLAMA, guided=True), [one]) == call(0, "weather", WEATHER)
+    for known in (MISTRAL, PYTHON):  # the guide is JSON whatever the model writes by itself
+        events = read(call_parser(known, guided=True, new_id=lambda: "id0"), list(text))
+        assert [event.name for event in events if isinstance(event, CallStart)] == [
+            "weather",
+            "time",
+        ]
 
 
 def test_a_calls_name_comes_before_its_arguments_are_complete() -> None:
