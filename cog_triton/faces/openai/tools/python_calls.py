@@ -15,7 +15,8 @@ from typing import Any
 
 from cog_triton.faces.openai.tools.events import Arguments, CallStart, Event, Text
 
-_NAME = re.compile(r"[A-Za-z_][\w.]*\s*")
+# Bounded, because with each character those before it are looked at again.
+_NAME = re.compile(r"[A-Za-z_][\w.]{0,255}\s{0,8}")
 _JSON_NAMES = {"true": True, "false": False, "null": None}
 _NO_CALLS = (SyntaxError, ValueError, TypeError, RecursionError, MemoryError)
 
