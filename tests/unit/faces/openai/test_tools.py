@@ -8,10 +8,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jsonschema  # type: ignore[import-untyped]
+import llguidance
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cog_triton.engines.structured_output import grammar
 from cog_triton.faces.openai.errors import ApiError
 from cog_triton.faces.openai.fields import ChatBody
 from cog_triton.faces.openai.reasoning import ReasoningParser, thinks
@@ -412,17 +414,38 @@ def test_a_named_call_is_that_tool_with_the_names_of_the_models_format() -> None
     assert not valid(schema, {"name": "time", "parameters": {}})
 
 
-@pytest.mark.parametrize(
-    ("definitions", "why"),
-    [(5, "must be an object"), ({"City": {"type": "integer"}}, "two different")],
-)
-def test_definitions_that_cannot_stand_together(definitions: object, why: str) -> None:
-    function = {"name": "other", "parameters": {"$defs": definitions}}
-    tools = [TOOLS[0], {"type": "function", "function": function}]
-    with pytest.raises(ApiError, match=why) as raised:
-        call_guide(body(tools=tools, tool_choice="required"), HERMES)
+@pytest.mark.parametrize("place", ["$defs", "definitions"])
+def test_tools_whose_schemas_refer_to_parts_of_themselves(place: str) -> None:
+    tree = {
+        "type": "object",
+        "properties": {"size": {"$ref": f"#/{place}/City"}, "below": {"$ref": "#"}},
+        "additionalProperties": False,
+        place: {"City": {"type": "integer"}},
+    }
+    other = {"type": "function", "function": {"name": "other", "parameters": tree}}
+    guide = call_guide(body(tools=[TOOLS[0], other], tool_choice="required"), HERMES)
+
+    def call(name: str, arguments: object) -> list[dict[str, object]]:
+        return [{"name": name, "arguments": arguments}]
+
+    assert valid(guide.text, call("weather", {"city": "Paris"}))
+    assert valid(guide.text, call("other", {"size": 3, "below": {"size": 4}}))
+    assert not valid(guide.text, call("other", {"size": "Paris"}))
+    assert not valid(guide.text, call("other", {"below": {"size": "Paris"}}))
+    assert llguidance.LLMatcher.validate_grammar(grammar(guide)) == ""  # the embedded engine takes them
+
+
+def test_a_schema_that_is_nested_too_deep() -> None:
+    schema: dict[str, object] = {}
+    for _ in range(5000):
+        schema = {"properties": {"a": schema}}
+    tools = [TOOLS[0], {"type": "function", "function": {"name": "deep"}}]
+    asked = body(tools=tools, tool_choice="required")
+    assert asked.tools
+    asked.tools[1].function.parameters = schema
+    with pytest.raises(ApiError, match="nested too deep") as raised:
+        call_guide(asked, HERMES)
     assert raised.value.param == "tools"
-    call_guide(body(tools=[TOOLS[0], TOOLS[0]], tool_choice="required"), HERMES)
 
 
 def test_which_tools_are_offered() -> None:
