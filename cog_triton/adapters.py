@@ -1,4 +1,4 @@
-"""LoRA adapters by name: directories beside each other, as PEFT saves them.
+"""LoRA adapters by name: directories beside each other, as PEFT saves them, or converted for TensorRT-LLM.
 
 They are looked for anew each time, so that one that appears while the server runs can be used at once. A
 request names its adapter to the engine by a number, TensorRT-LLM's ``lora_task_id``; see
@@ -14,6 +14,8 @@ from cog_triton.protocol import adapter_task_id
 
 CONFIG = "adapter_config.json"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+CONVERTED = ("model.lora_weights.npy", "model.lora_config.npy")
+"""What NVIDIA's hf_lora_convert.py makes of those; see ``cog_triton.adapter_tensors``."""
 
 
 def adapter_names(directory: Path | None) -> tuple[str, ...]:
@@ -54,5 +56,9 @@ def _adapters(directory: Path | None) -> list[Path]:
 
 def is_whole(path: Path) -> bool:
     """Whether an adapter's files are there; what is being copied often has a name with a dot before it."""
-    hidden = path.name.startswith(".")
-    return not hidden and (path / CONFIG).is_file() and any((path / w).is_file() for w in WEIGHTS)
+    if path.name.startswith("."):
+        return False
+    converted = all((path / name).is_file() for name in CONVERTED)
+    return converted or (
+        (path / CONFIG).is_file() and any((path / name).is_file() for name in WEIGHTS)
+    )

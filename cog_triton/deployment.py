@@ -32,6 +32,7 @@ from cog_triton.generation import Chunk, generate
 from cog_triton.life import TritonLife
 from cog_triton.preparation import (
     Values,
+    adapter_tensors,
     check_files,
     machine,
     read_overrides,
@@ -46,7 +47,7 @@ from cog_triton.server.guard import process_name
 from cog_triton.server.supervisor import NOTICE_SECONDS, RestartPolicy, Supervisor
 from cog_triton.server.tritonserver import TritonServer
 from cog_triton.settings import Settings
-from cog_triton.text.chat import Message, render_chat, set_chat_template
+from cog_triton.text.chat import Message, chat_template, render_chat, set_chat_template
 from cog_triton.text.tokenizer import Tokenizer, load_tokenizer, text_limits, without_torch
 
 logger = logging.getLogger(__name__)
@@ -132,6 +133,7 @@ class Deployment:
                 # NVIDIA's would begin anew.
                 attempts=settings.resume_attempts if own_preprocessing(settings) else 0,
                 end_id=tokenizer.eos_token_id,
+                adapters=adapter_tensors(settings, engine),
             ),
             supervisor,
             admission,
@@ -367,20 +369,6 @@ def tokenizer_of(settings: Settings) -> Tokenizer:
     if settings.chat_template is not None:
         set_chat_template(tokenizer, chat_template(settings.chat_template))
     return tokenizer
-
-
-def chat_template(setting: str) -> str:
-    """The template that CHAT_TEMPLATE is or names.
-
-    Raises:
-        ConfigurationError: the file cannot be read.
-    """
-    if "{" in setting:
-        return setting
-    try:
-        return Path(setting).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"CHAT_TEMPLATE={setting} cannot be read: {error}") from None
 
 
 @contextlib.contextmanager

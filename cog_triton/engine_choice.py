@@ -15,6 +15,7 @@ import safetensors
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
+from cog_triton.adapter_tensors import DTYPES
 from cog_triton.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
@@ -195,6 +196,29 @@ def read_engine_config(engine_dir: Path) -> dict[str, Any]:
     if not _has_engine(engine_dir):
         raise ConfigurationError(f"ENGINE_DIR={engine_dir} has no rank*.engine file")
     return _read_json(engine_dir / "config.json")
+
+
+def adapter_dtype(engine_dir: Path) -> str:
+    """The data type that an engine has, and that the weights of its LoRA adapters must have.
+
+    Raises:
+        ConfigurationError: it was built without adapters, or for others.
+    """
+    config = read_engine_config(engine_dir)
+    dtype = str(config.get("pretrained_config", {}).get("dtype"))
+    plugin = config.get("build_config", {}).get("plugin_config", {}).get("lora_plugin")
+    if plugin is None:
+        raise ConfigurationError(
+            f"the engine in {engine_dir} would ignore the adapters of LORA_DIR: it was built without "
+            "lora_plugin"
+        )
+    # TensorRT-LLM answers without the adapter then, and does not say so (tensorrtllm_backend issue 791).
+    if plugin not in ("auto", dtype) or dtype not in DTYPES:
+        raise ConfigurationError(
+            f"the engine in {engine_dir} is {dtype}, and its lora_plugin {plugin}: they must be the same, "
+            f"one of {', '.join(DTYPES)}"
+        )
+    return dtype
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from cog_triton.adapter_tensors import AdapterTensors
 from cog_triton.context_length import context_length
 from cog_triton.engine_choice import (
     EngineName,
     Machine,
+    adapter_dtype,
     check_checkpoint,
     check_engine,
     check_vllm,
@@ -110,6 +112,7 @@ def template_values(
     if settings.trust_remote_code:
         tokenizer["trust_remote_code"] = True
     llm = {**tokenizer, **_engine_values(settings, engine)}
+    adapters = adapter_tensors(settings, engine)
     limit = context_length({**llm, **overrides.get("tensorrt_llm", {})})
     values: Values = {
         "ensemble": {},
@@ -117,9 +120,11 @@ def template_values(
         "postprocessing": dict(tokenizer),
         "tensorrt_llm": llm,
     }
-    if not num_return_sequences:
-        for model in ("ensemble", "tensorrt_llm"):
+    for model in ("ensemble", "tensorrt_llm"):
+        if not num_return_sequences:
             values[model]["num_return_sequences"] = False
+        if adapters is not None:
+            values[model]["lora_weights_data_type"] = adapters.triton_dtype
     return merge(values, overrides)
 
 
@@ -245,13 +250,24 @@ def check_adapters(directory: Path, engine: EngineName) -> None:
         )
     if not directory.is_dir():
         raise ConfigurationError(f"LORA_DIR={directory} is no directory")
-    if engine == "tensorrtllm":
-        # It takes the names for task ids.
-        for path in sorted(directory.iterdir()):
-            if not path.name.isdigit():
-                raise ConfigurationError(
-                    f"{path}: TensorRT-LLM wants adapters with numbers as names"
-                )
+
+
+def adapter_tensors(settings: Settings, engine: EngineName) -> AdapterTensors | None:
+    """The adapters of LORA_DIR for TensorRT-LLM's C++ backend, which gets them with requests.
+
+    Returns:
+        None for an engine that reads them itself, and where there are none.
+
+    Raises:
+        ConfigurationError: the engine cannot use them, or the transport cannot send them.
+    """
+    if engine != "tensorrtllm" or settings.lora_dir is None or settings.engine_dir is None:
+        return None
+    if settings.transport == "http":
+        raise ConfigurationError(
+            "LORA_DIR with ENGINE=tensorrtllm needs TRANSPORT=grpc: Triton takes no 16-bit numbers as JSON"
+        )
+    return AdapterTensors(settings.lora_dir, adapter_dtype(settings.engine_dir))
 
 
 def _engine_values(settings: Settings, engine: EngineName) -> dict[str, object]:
@@ -259,7 +275,9 @@ def _engine_values(settings: Settings, engine: EngineName) -> dict[str, object]:
     predictors: dict[str, object] = {"exclude_input_in_output": True}
     if settings.lora_dir is not None:
         check_adapters(settings.lora_dir, engine)
-        predictors["lora_prefetch_dir"] = settings.absolute_lora_dir
+        # TensorRT-LLM would look there for numbers as names, in its own form alone.
+        if engine != "tensorrtllm":
+            predictors["lora_prefetch_dir"] = settings.absolute_lora_dir
     if engine == "tensorrtllm":
         return {
             **predictors,

@@ -21,6 +21,7 @@ from tritonclient.grpc import (
 )
 from tritonclient.utils import np_to_triton_dtype
 
+from cog_triton.adapter_tensors import BFLOAT16
 from cog_triton.client.arrivals import CLOSED, Arrivals
 from cog_triton.client.http2 import Connection, connect
 from cog_triton.client.stream import (
@@ -240,6 +241,10 @@ def infer_request(
     """The request as a message; with no outputs named, all are asked for."""
     request = service_pb2.ModelInferRequest(model_name=model, id=request_id)
     for name, value in inputs.items():
+        if value.dtype == BFLOAT16:
+            request.inputs.add(name=name, datatype="BF16", shape=value.shape)
+            request.raw_input_contents.append(value.tobytes())
+            continue
         tensor = InferInput(name, list(value.shape), np_to_triton_dtype(value.dtype))
         tensor.set_data_from_numpy(value)
         request.inputs.append(tensor._get_tensor())

@@ -210,6 +210,7 @@ class Connection(asyncio.Protocol):
                 return
             part, stream.unsent = stream.unsent[:size], stream.unsent[size:]
             self._h2.send_data(stream.number, part, end_stream=not stream.unsent)
+        stream.unsent = memoryview(b"")  # an empty rest would keep the whole, an adapter perhaps
 
     def _flush(self) -> None:
         if data := self._h2.data_to_send():

@@ -12,8 +12,16 @@ from typing import Protocol
 
 import numpy as np
 
-from cog_triton.client.stream import BROKEN, Inputs, Response, TritonClient
+from cog_triton.adapter_tensors import AdapterTensors
+from cog_triton.client.stream import (
+    BROKEN,
+    AdapterNotCached,
+    Inputs,
+    Response,
+    TritonClient,
+)
 from cog_triton.errors import (
+    InvalidParameter,
     PromptTooLong,
     ServerError,
     TritonUnavailable,
@@ -51,7 +59,9 @@ class Clients(Protocol):
 class ResumingClient:
     """Runs requests on one life of the server after another, as far as one request goes.
 
-    It does the same, on the life that goes on, where a connection broke or a stream is not whole.
+    It does the same, on the life that goes on, where a connection broke or a stream is not whole. And to
+    TensorRT-LLM, which is first asked for an adapter by its number alone, it sends the request with the
+    adapter when that is not there, so that nobody has to know what the engine has.
 
     A sampled token depends on the seed, its place and what is before it, so on the embedded engines an
     answer goes on as if nothing had happened. TensorRT-LLM keeps what was delivered and generates
@@ -61,13 +71,22 @@ class ResumingClient:
         retries: how often a request was tried again.
     """
 
-    def __init__(self, clients: Clients, *, attempts: int, end_id: int | None) -> None:
+    def __init__(
+        self,
+        clients: Clients,
+        *,
+        attempts: int,
+        end_id: int | None,
+        adapters: AdapterTensors | None = None,
+    ) -> None:
         """Connects to nothing.
 
         Args:
             attempts: how often one request is tried again at most.
             end_id: the token that ends an answer, of requests that name none.
+            adapters: of TensorRT-LLM's C++ backend; None for engines that read them themselves.
         """
+        self._adapters = adapters
         self._clients = clients
         self._attempts = attempts
         self._end_id = end_id
@@ -90,8 +109,8 @@ class ResumingClient:
         for attempt in range(self._attempts + 1):
             try:
                 name = f"{request_id}-{attempt}" if attempt else request_id
-                stream = client.stream(name, progress.inputs(), progress.ids, parameters)
-                async with stream as responses:
+                answer = self._answer(client, name, progress, parameters)
+                async with contextlib.aclosing(answer) as responses:
                     async for response in responses:
                         yield progress.add(response)
                 return
@@ -113,6 +132,27 @@ class ResumingClient:
                     error,
                 )
         yield Response([], None, final=True, keeps_end_token=progress.keeps_end_token)
+
+    async def _answer(
+        self, client: TritonClient, name: str, progress: Progress, parameters: Parameters
+    ) -> AsyncGenerator[Response, None]:
+        """The responses to one attempt."""
+        inputs = progress.inputs()
+        try:
+            async with client.stream(name, inputs, progress.ids, parameters) as responses:
+                async for response in responses:
+                    yield response
+            return
+        except AdapterNotCached as error:
+            if self._adapters is None:
+                raise InvalidParameter(error.message) from None
+        # Another name: a stop that comes now is to find this one, and not the one that has failed.
+        whole = await self._adapters.added(inputs)
+        stream = client.stream(f"{name}-adapter", whole, progress.ids, parameters)
+        del whole  # which may be large
+        async with stream as responses:
+            async for response in responses:
+                yield response
 
     async def _next(self, client: TritonClient, error: ServerError) -> TritonClient:
         """What to try again on after an error; a server that sent something is there."""

@@ -50,6 +50,10 @@ BROKEN = (TritonUnavailable, TritonMalformedEvent, TritonMalformedJSON)
 and the engine may go on."""
 
 
+class AdapterNotCached(InvalidParameter):
+    """TensorRT-LLM has not been given the request's adapter, or has evicted it: send it once more."""
+
+
 @dataclass(frozen=True)
 class Response:
     """What has arrived for a request since the last response was taken.
@@ -162,6 +166,7 @@ class TritonClient(ABC):
         if self._closed:
             raise TritonUnavailable(CLOSED)
         stream = await self._begin(request_id, inputs, continued, parameters)
+        del inputs  # they may have the weights of an adapter, and the stream may be long
         if self._stall_timeout is not None:
             stream.watch(self._stall_timeout, self._last_heard)
         self._running.add(stream)
@@ -311,11 +316,13 @@ def _joined(responses: list[Response]) -> Response:
 _ERRORS: tuple[tuple[str, type[CogTritonError]], ...] = (
     (r"exceeds maximum input length|sequence length is potentially greater", PromptTooLong),
     (r"prompt has no tokens", PromptRequired),
-    (r"[Mm]aximum queue size", TritonOverloaded),
+    (r"[Mm]aximum queue size|PEFT Cache is full", TritonOverloaded),
+    (r"LoRA task \d+ not found in cache", AdapterNotCached),
     (r"is not within acceptable range", InvalidParameter),
     (
         r"must be (at least|at most|greater|between|as many|the same|among|in [\[(])|does not support"
-        r"|needs decoupled_mode|lora_task_id|guided_decoding_guide",
+        r"|needs decoupled_mode|lora_task_id|guided_decoding_guide"
+        r"|lora module \S+ not enabled|low_rank must be|Expected layerId|few values for",
         InvalidParameter,
     ),
     (

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from jinja2.exceptions import TemplateError, TemplateSyntaxError
@@ -80,6 +81,20 @@ def render_chat(
         raise PromptRequired("the chat template makes an empty prompt of the messages")
     limits.check("the prompt in its chat template", len(prompt))
     return prompt
+
+
+def chat_template(setting: str) -> str:
+    """The template that CHAT_TEMPLATE is or names.
+
+    Raises:
+        ConfigurationError: the file cannot be read.
+    """
+    if "{" in setting:
+        return setting
+    try:
+        return Path(setting).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"CHAT_TEMPLATE={setting} cannot be read: {error}") from None
 
 
 def set_chat_template(tokenizer: Tokenizer, template: str) -> None:

@@ -12,6 +12,7 @@
 #include <thread>
 
 #include "generation.h"
+#include "lora.h"
 #include "metrics.h"
 #include "parameters.h"
 #include "ranks.h"
@@ -31,6 +32,7 @@ struct Behaviour {
   std::chrono::duration<double, std::milli> prefill{0};
   bool final_alone = false;  // the last response never has a token
   bool final_on_token = false;  // it has one whenever there is one
+  size_t lora_places = 8;  // adapters that the cache has room for
 
   // From the model's parameters, or else from environment variables with the same names in capitals.
   static Behaviour read(const Json& config)
@@ -49,6 +51,8 @@ struct Behaviour {
     Behaviour behaviour;
     behaviour.inter_token = milliseconds("stand_in_inter_token_ms");
     behaviour.prefill = milliseconds("stand_in_prefill_ms");
+    const std::string places = setting("stand_in_lora_places");
+    behaviour.lora_places = places.empty() ? 8 : std::stoul(places);
     const std::string final = setting("stand_in_final");
     behaviour.final_alone = final == "alone";
     behaviour.final_on_token = final == "on_last_token";
@@ -113,6 +117,7 @@ class Instance {
       : instance_(instance),
         model_(ModelConfig::read(config)),
         behaviour_(Behaviour::read(config)),
+        adapters_(behaviour_.lora_places),
         ranks_(model_.engine.world_size)
   {
     const std::string engine =
@@ -249,11 +254,15 @@ class Instance {
         running.request.exclude_input = true;
       }
       validate(running.request, model_);
+      // An engine without the plugin takes no notice of adapters.
+      if (model_.engine.lora && running.request.lora.task_id)
+        running.request.shift = adapters_.shift(running.request.lora, model_.engine);
+      running.request.lora = {};
+    } catch (const NotCached& error) {
+      send_failure(running, error.what());
+      return false;
     } catch (const std::exception& error) {
-      send_error(running, format("Executor failed process requestId %llu due to the following error: "
-                                 "Encountered an error when fetching new request: ",
-                                 static_cast<unsigned long long>(running.number)) +
-                              error.what());
+      send_failure(running, std::string("Encountered an error when fetching new request: ") + error.what());
       return false;
     }
     for (int beam = 0; beam < running.request.beam_width; ++beam)
@@ -307,6 +316,13 @@ class Instance {
     }
     send(running, response, final, error);
     return !final;
+  }
+
+  void send_failure(Running& running, const std::string& error)
+  {
+    send_error(running, format("Executor failed process requestId %llu due to the following error: ",
+                               static_cast<unsigned long long>(running.number)) +
+                            error);
   }
 
   void send_error(Running& running, const std::string& error)
@@ -470,6 +486,7 @@ class Instance {
   TRITONBACKEND_ModelInstance* instance_;
   ModelConfig model_;
   Behaviour behaviour_;
+  LoraCache adapters_;  // of the engine's thread
   Ranks ranks_;
   std::unique_ptr<Gauges> requests_, blocks_, counts_;
   std::mutex mutex_;

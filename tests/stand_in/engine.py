@@ -9,11 +9,14 @@ from typing import Any
 VOCAB_SIZE = 1024  # the demo model's
 
 
-def make_engine(directory: Path, *, world_size: int = 1, **build: Any) -> Path:
+def make_engine(
+    directory: Path, *, world_size: int = 1, dtype: str = "float16", **build: Any
+) -> Path:
     """An engine directory with everything but weights.
 
     Args:
         world_size: GPUs that it is for.
+        dtype: of its weights.
         build: members of config.json's build_config in place of those here.
     """
     directory.mkdir(parents=True)
@@ -21,6 +24,8 @@ def make_engine(directory: Path, *, world_size: int = 1, **build: Any) -> Path:
         "version": "1.2.1",
         "pretrained_config": {
             "architecture": "LlamaForCausalLM",
+            "dtype": dtype,
+            "num_hidden_layers": 4,
             "vocab_size": VOCAB_SIZE,
             "mapping": {"world_size": world_size, "tp_size": world_size, "pp_size": 1},
         },

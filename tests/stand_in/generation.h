@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "lora.h"
 #include "parameters.h"
 
 using Ids = std::vector<int32_t>;
@@ -22,6 +23,8 @@ struct Generation {
   uint64_t seed = 0;
   std::optional<int32_t> end_id;
   std::vector<Ids> stop_words, bad_words;
+  LoraTensors lora;
+  int shift = 0;  // by the adapter
   bool streaming = false;
   bool exclude_input = false;
   bool return_log_probs = false;
@@ -30,7 +33,7 @@ struct Generation {
 };
 
 // The sequence of one beam: the prompt's ids over and over, from the seed-th on; the b-th beam begins b
-// further. An id that would end a bad word is left out, and so is the end id before min_tokens.
+// further. An adapter adds its shift to each. An id that would end a bad word is left out, and so is the end id before min_tokens.
 class Sequence {
  public:
   Sequence(const Generation& request, int beam, int vocab_size)
@@ -47,7 +50,7 @@ class Sequence {
   {
     const size_t cycle = request_.prompt.size();
     for (size_t tried = 0; tried < cycle && !finished_; ++tried) {
-      const int32_t id = request_.prompt[position_++ % cycle] % vocab_size_;
+      const int32_t id = (request_.prompt[position_++ % cycle] + request_.shift) % vocab_size_;
       if (id == request_.end_id) {
         finished_ = int(ids_.size()) >= request_.min_tokens;
         continue;

@@ -10,6 +10,7 @@
 #include <functional>
 #include <limits>
 #include <optional>
+#include <set>
 #include <sstream>
 #include <stdexcept>
 #include <string>
@@ -131,6 +132,10 @@ struct EngineConfig {
   bool context_logits = false;
   bool generation_logits = false;
   bool lora = false;
+  std::string data_type;
+  int layers = 0;
+  int max_lora_rank = 0;
+  std::set<std::string> lora_modules;
 
   static EngineConfig read(const std::filesystem::path& directory)
   {
@@ -154,6 +159,11 @@ struct EngineConfig {
     engine.context_logits = build["gather_context_logits"].as_bool(false);
     engine.generation_logits = build["gather_generation_logits"].as_bool(false);
     engine.lora = !plugins["lora_plugin"].is_null();
+    engine.data_type = model["dtype"].as_text();
+    engine.layers = int(model["num_hidden_layers"].as_integer(0));
+    engine.max_lora_rank = int(build["lora_config"]["max_lora_rank"].as_integer(64));
+    for (const Json& module : build["lora_config"]["lora_target_modules"].items())
+      engine.lora_modules.insert(module.as_text());
     return engine;
   }
 

@@ -10,6 +10,7 @@
 
 #include "generation.h"
 #include "parameters.h"
+#include "tensor.h"
 #include "triton.h"
 
 // Turns an error of Triton's into an exception.
@@ -28,28 +29,6 @@ inline void ignore(TRITONSERVER_Error* error)
   log_line("ERROR", TRITONSERVER_ErrorMessage(error));
   TRITONSERVER_ErrorDelete(error);
 }
-
-struct Tensor {
-  std::vector<int64_t> shape;
-  std::string data;
-
-  // Row b of the batch, with a batch of one.
-  Tensor row(int64_t b) const
-  {
-    const size_t bytes = data.size() / size_t(shape.at(0));
-    Tensor part{shape, data.substr(size_t(b) * bytes, bytes)};
-    part.shape[0] = 1;
-    return part;
-  }
-
-  template <typename Value>
-  std::vector<Value> values() const
-  {
-    std::vector<Value> list(data.size() / sizeof(Value));
-    std::memcpy(list.data(), data.data(), list.size() * sizeof(Value));
-    return list;
-  }
-};
 
 using Tensors = std::map<std::string, Tensor>;
 
@@ -109,9 +88,10 @@ inline Tensors read_tensors(TRITONBACKEND_Request* request)
     require(TRITONBACKEND_RequestInputByIndex(request, i, &input));
     const char* name = nullptr;
     const int64_t* shape = nullptr;
+    TRITONSERVER_DataType type = TRITONSERVER_TYPE_INVALID;
     uint32_t dims = 0, buffers = 0;
-    require(TRITONBACKEND_InputProperties(input, &name, nullptr, &shape, &dims, nullptr, &buffers));
-    tensors[name] = {{shape, shape + dims}, input_data(input, buffers)};
+    require(TRITONBACKEND_InputProperties(input, &name, &type, &shape, &dims, nullptr, &buffers));
+    tensors[name] = {{shape, shape + dims}, input_data(input, buffers), type};
   }
   return tensors;
 }
@@ -174,6 +154,12 @@ inline void check_sampling(const Tensors& tensors)
   at_least("repetition_penalty", "repetitionpenalty.value() > 0.f", true);
 }
 
+inline std::optional<Tensor> optional_tensor(const Tensors& tensors, const std::string& name)
+{
+  const auto tensor = tensors.find(name);
+  return tensor == tensors.end() ? std::nullopt : std::optional<Tensor>(tensor->second);
+}
+
 inline Generation read_generation(const Tensors& tensors, bool streaming, bool exclude_input)
 {
   Generation request;
@@ -196,6 +182,9 @@ inline Generation read_generation(const Tensors& tensors, bool streaming, bool e
   request.return_context_logits = single<bool>(tensors, "return_context_logits").value_or(false);
   request.return_generation_logits =
       single<bool>(tensors, "return_generation_logits").value_or(false);
+  request.lora.task_id = single<uint64_t>(tensors, "lora_task_id");
+  request.lora.weights = optional_tensor(tensors, "lora_weights");
+  request.lora.config = optional_tensor(tensors, "lora_config");
   check(!request.prompt.empty(), "!mInputTokenIds.empty()");
   check(request.max_tokens > 0, "mMaxNewTokens > 0");
   return request;

@@ -6,12 +6,17 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Mapping
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
+from tritonclient.grpc.model_config_pb2 import (  # type: ignore[import-untyped, unused-ignore]
+    DataType,
+)
 
+from cog_triton.adapter_tensors import TRITON_DTYPES, AdapterTensors
 from cog_triton.admission import STOPPING, Admission, Bounds, Share
 from cog_triton.client.grpc_transport import CHANNEL_OPTIONS, GrpcClient
 from cog_triton.client.resume import ResumingClient
@@ -42,6 +47,7 @@ class Attached:
         length: int | None = None,
         inputs: Mapping[str, bool] | None = None,
         engine: EngineName | None = None,
+        adapters: AdapterTensors | None = None,
     ) -> None:
         """For one that is ready.
 
@@ -50,6 +56,7 @@ class Attached:
             inputs: of an ensemble without ids, and whether each of them may be left out; None for
                 one of ours.
             engine: see ``check_supported``.
+            adapters: of TensorRT-LLM's C++ backend; see ``ResumingClient``.
         """
         self.settings = settings
         self._engine = engine
@@ -58,10 +65,15 @@ class Attached:
         self.limits = text_limits(tokenizer, self.context_length)
         self._triton = triton
         self._inputs = inputs
-        self._text_client = TextClient(triton.address, triton.model, settings.response_timeout)
+        self._text_client = TextClient(
+            triton.address, triton.model, settings.response_timeout, adapters
+        )
         self._clients = ReconnectingClients(triton, settings)
         self._streams = ResumingClient(
-            self._clients, attempts=settings.resume_attempts, end_id=tokenizer.eos_token_id
+            self._clients,
+            attempts=settings.resume_attempts,
+            end_id=tokenizer.eos_token_id,
+            adapters=adapters,
         )
         self.admission = Admission(
             Bounds(settings.max_running, settings.max_waiting, settings.queue_timeout)
@@ -78,8 +90,15 @@ class Attached:
         """
         await triton.wait(settings.start_timeout)
         inputs = None if await triton.has(IDS_ENSEMBLE) else await triton.inputs()
-        engine = await triton.engine()
-        return cls(settings, tokenizer, triton, length=length, inputs=inputs, engine=engine)
+        return cls(
+            settings,
+            tokenizer,
+            triton,
+            length=length,
+            inputs=inputs,
+            engine=await triton.engine(),
+            adapters=await triton.adapters(settings.lora_dir),
+        )
 
     def generate(
         self, request: Request, request_id: str | None = None, share: Share | None = None
@@ -187,6 +206,15 @@ class RunningTriton:
             reply = await self._ask("ModelConfig", service_pb2.ModelConfigRequest(name=ENGINE))
             return "tensorrtllm" if reply.config.backend == "tensorrtllm" else None
         return None
+
+    async def adapters(self, directory: Path | None) -> AdapterTensors | None:
+        """Those of a directory for TensorRT-LLM's C++ backend; None for another engine."""
+        if directory is None or await self.engine() is None:
+            return None
+        reply = await self._ask("ModelConfig", service_pb2.ModelConfigRequest(name=ENGINE))
+        kinds = {t.name: DataType.Name(t.data_type) for t in reply.config.input}
+        dtypes = {kind: dtype for dtype, kind in TRITON_DTYPES.items()}
+        return AdapterTensors(directory, dtypes.get(kinds.get("lora_weights", ""), "float16"))
 
     async def aclose(self) -> None:
         """Closes the connection."""

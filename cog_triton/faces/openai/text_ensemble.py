@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cog_triton import protocol
+from cog_triton.adapter_tensors import AdapterTensors
 from cog_triton.admission import Admission, Share
 from cog_triton.client.arrivals import Arrivals
 from cog_triton.client.grpc_transport import (
@@ -26,7 +27,7 @@ from cog_triton.client.grpc_transport import (
     infer_request,
     stream_messages,
 )
-from cog_triton.client.stream import STOP_PERIODS
+from cog_triton.client.stream import STOP_PERIODS, AdapterNotCached
 from cog_triton.engine_support import with_own_beginning
 from cog_triton.errors import InvalidParameter, TritonMalformedEvent
 from cog_triton.generation import Chunk, FinishReason, turn
@@ -43,15 +44,41 @@ WORDS = ("bad_words", "stop_words")
 class TextClient(GrpcClient):
     """Streams the texts of such an ensemble."""
 
-    def __init__(self, address: str, model: str, response_timeout: float) -> None:
+    def __init__(
+        self,
+        address: str,
+        model: str,
+        response_timeout: float,
+        adapters: AdapterTensors | None = None,
+    ) -> None:
         super().__init__(address, response_timeout=response_timeout)
         self._model = model
+        self._adapters = adapters
         self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
 
     async def texts(
         self, request_id: str, inputs: Mapping[str, npt.NDArray[Any]]
     ) -> AsyncGenerator[str, None]:
-        """The pieces of text as they come. Closing it early stops the request in the engine."""
+        """The pieces of text as they come. Closing it early stops the request in the engine.
+
+        As with ``ResumingClient``, TensorRT-LLM is sent an adapter that it does not have.
+        """
+        try:
+            async with contextlib.aclosing(self._texts(request_id, inputs)) as texts:
+                async for text in texts:
+                    yield text
+            return
+        except AdapterNotCached as error:
+            if self._adapters is None:
+                raise InvalidParameter(error.message) from None
+        whole = self._texts(f"{request_id}-adapter", await self._adapters.added(inputs))
+        async with contextlib.aclosing(whole) as texts:
+            async for text in texts:
+                yield text
+
+    async def _texts(
+        self, request_id: str, inputs: Mapping[str, npt.NDArray[Any]]
+    ) -> AsyncGenerator[str, None]:
         request = infer_request(self._model, request_id, inputs, ("text_output",))
         messages = stream_messages(self._channel, request)
         arrivals = Arrivals(messages, self._response_timeout)

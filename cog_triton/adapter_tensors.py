@@ -1,0 +1,243 @@
+"""A LoRA adapter as TensorRT-LLM's C++ backend takes it beside a request: two tensors.
+
+For m adapted modules, of which the largest has D values:
+
+- ``lora_config``, int32 [1, m, 3]: the number of the kind of module, the layer, the rank;
+- ``lora_weights``, of the engine's data type, [1, m, D]: the rows of A, [rank, inputs], then those of
+  B, [outputs, rank], which has the scaling in it; zeros fill the rest.
+
+NVIDIA's ``hf_lora_convert.py`` writes them as two files. What PEFT saves is converted here. The format is
+read off that script and TensorRT-LLM's documentation; with a real engine it is unchecked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import safetensors
+
+from cog_triton.adapters import CONFIG, CONVERTED, WEIGHTS, adapter_path
+from cog_triton.errors import InvalidParameter
+
+Array = npt.NDArray[Any]
+
+BFLOAT16 = np.dtype("V2")
+"""NumPy has none; this is what NVIDIA's script writes for it."""
+DTYPES: Mapping[str, np.dtype[Any]] = {
+    "float16": np.dtype(np.float16),
+    "bfloat16": BFLOAT16,
+    "float32": np.dtype(np.float32),
+}
+"""Of engines that can have adapters."""
+TRITON_DTYPES = {"float16": "TYPE_FP16", "bfloat16": "TYPE_BF16", "float32": "TYPE_FP32"}
+"""Those, as a model's configuration has them."""
+
+# A module of Hugging Face's models → TensorRT-LLM's number of its kind.
+_KINDS = {
+    "qkv_proj": 0,
+    "q_proj": 1,
+    "k_proj": 2,
+    "v_proj": 3,
+    "o_proj": 4,
+    "dense": 4,
+    "gate_proj": 5,
+    "gate_up_proj": 5,
+    "down_proj": 6,
+    "up_proj": 7,
+}
+_NAME = re.compile(r"(?:.+\.)?layers\.(\d+)\.(?:self_attn|mlp)\.(\w+)\.lora_([AB])\.weight")
+# Of adapter_config.json, what would change the weights in a way that those tensors cannot say.
+_NOT_CONVERTED = ("use_dora", "alpha_pattern", "modules_to_save", "layer_replication", "lora_bias")
+_STORED = {"F16": np.float16, "F32": np.float32, "F64": np.float64}
+
+
+@dataclass(frozen=True)
+class AdapterTensors:
+    """The adapters of a directory, for the inputs of requests.
+
+    Attributes:
+        directory: see ``cog_triton.adapters``.
+        dtype: the engine's, one of ``DTYPES``.
+    """
+
+    directory: Path
+    dtype: str
+
+    @property
+    def triton_dtype(self) -> str:
+        """As a model's configuration has it."""
+        return TRITON_DTYPES[self.dtype]
+
+    async def added(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        """A request's inputs with the tensors of the adapter that its ``lora_task_id`` names.
+
+        Raises:
+            InvalidParameter: there is no such adapter, or it cannot be used.
+        """
+        task_id = int(inputs["lora_task_id"].flat[0])
+        return {**inputs, **await asyncio.to_thread(self._read, task_id)}
+
+    def _read(self, task_id: int) -> dict[str, Array]:
+        try:
+            path = adapter_path(self.directory, task_id)
+            return read_adapter(path, self.dtype)
+        except LookupError as error:
+            raise InvalidParameter(f"lora_task_id {task_id}: {error}") from None
+        except (OSError, ValueError) as error:
+            raise InvalidParameter(f"adapter {path.name!r} cannot be used: {error}") from None
+
+
+def read_adapter(directory: Path, dtype: str) -> dict[str, Array]:
+    """The inputs ``lora_weights`` and ``lora_config`` of an adapter, in either of its two forms.
+
+    Raises:
+        ValueError: the adapter is broken, or is none that TensorRT-LLM can apply.
+        OSError: a file cannot be read.
+    """
+    if all((directory / name).is_file() for name in CONVERTED):
+        weights, rows = (np.load(directory / name, allow_pickle=False) for name in CONVERTED)
+        return _inputs(weights, _checked_rows(rows), dtype)
+    if not (directory / WEIGHTS[0]).is_file():
+        raise ValueError(f"it has no {WEIGHTS[0]}, and {WEIGHTS[1]} is not read: it may run code")
+    weights, rows = converted(_config(directory / CONFIG), _load(directory / WEIGHTS[0]))
+    return _inputs(_cast(weights, dtype), rows, dtype)
+
+
+def converted(config: Any, tensors: Mapping[str, Array]) -> tuple[Array, Array]:
+    """What PEFT saves as the weights, float32 [m, D], and the rows of the configuration, int32 [m, 3].
+
+    Args:
+        config: of adapter_config.json.
+        tensors: by PEFT's names, float32.
+
+    Raises:
+        ValueError: naming what of it is missing, of a wrong shape, or not supported.
+    """
+    alpha, by_root = _checked_config(config)
+    modules: dict[tuple[int, str], dict[str, Array]] = {}
+    for name, tensor in tensors.items():
+        match = _NAME.fullmatch(name)
+        if match is None or match[2] not in _KINDS:
+            raise ValueError(f"TensorRT-LLM has no place for its tensor {name}")
+        modules.setdefault((int(match[1]), match[2]), {})[match[3]] = tensor
+    if not modules:
+        raise ValueError("it has no weights")
+    rows, values = [], []
+    for (layer, module), parts in sorted(modules.items()):
+        a, b = _checked_parts(f"layers.{layer} {module}", parts)
+        scaling = alpha / (math.sqrt(len(a)) if by_root else len(a))
+        if module == "gate_up_proj":  # TensorRT-LLM has the two the other way round
+            b = np.concatenate(np.split(b, 2)[::-1])
+        rows.append((_KINDS[module], layer, len(a)))
+        values.append(np.concatenate([a.ravel(), (b * np.float32(scaling)).ravel()]))
+    return _padded(values), np.array(rows, np.int32)
+
+
+def _checked_config(config: Any) -> tuple[float, bool]:
+    """Alpha, and whether it is divided by the root of the rank."""
+    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+        raise ValueError(f"{CONFIG} is not that of a LoRA adapter")
+    if unsupported := [name for name in _NOT_CONVERTED if config.get(name)]:
+        raise ValueError(f"TensorRT-LLM does not support {', '.join(unsupported)} of {CONFIG}")
+    if config.get("bias", "none") != "none":
+        raise ValueError(f"TensorRT-LLM does not support bias {config['bias']} of {CONFIG}")
+    alpha = config.get("lora_alpha")
+    if not isinstance(alpha, (int, float)):
+        raise ValueError(f"{CONFIG} has no lora_alpha")
+    return float(alpha), bool(config.get("use_rslora"))
+
+
+def _checked_parts(name: str, parts: Mapping[str, Array]) -> tuple[Array, Array]:
+    """A, [rank, inputs], and B, [outputs, rank], of a module."""
+    if missing := {"A", "B"} - parts.keys():
+        raise ValueError(f"{name} has no lora_{missing.pop()}")
+    a, b = parts["A"], parts["B"]
+    if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1] or not a.size * b.size:
+        raise ValueError(f"{name} has lora_A of {a.shape} and lora_B of {b.shape}")
+    return a, b
+
+
+def _padded(values: list[Array]) -> Array:
+    weights = np.zeros((len(values), max(map(len, values))), np.float32)
+    for row, flat in zip(weights, values, strict=True):
+        row[: len(flat)] = flat
+    return weights
+
+
+def _checked_rows(rows: Array) -> Array:
+    """Those of a converted adapter in the form that the ensemble has, without the column for DoRA."""
+    if rows.ndim < 2 or rows.shape[-1] not in (3, 4):
+        raise ValueError(f"{CONVERTED[1]} has the shape {rows.shape}")
+    if rows.shape[-1] == 4 and rows[..., 3].any():
+        raise ValueError("TensorRT-LLM's input has no place for DoRA")
+    return rows[..., :3].astype(np.int32)
+
+
+def _inputs(weights: Array, rows: Array, dtype: str) -> dict[str, Array]:
+    if weights.dtype != DTYPES[dtype]:
+        raise ValueError(f"its weights are {_name(weights.dtype)}, and the engine's are {dtype}")
+    modules, width = rows.size // 3, weights.shape[-1]
+    if not modules or weights.size != modules * width:
+        raise ValueError(f"its weights have the shape {weights.shape}, for {modules} modules")
+    return {
+        "lora_weights": np.ascontiguousarray(weights).reshape(1, modules, width),
+        "lora_config": np.ascontiguousarray(rows).reshape(1, modules, 3),
+    }
+
+
+def _name(dtype: np.dtype[Any]) -> str:
+    return next((name for name, known in DTYPES.items() if known == dtype), str(dtype))
+
+
+def _cast(weights: Array, dtype: str) -> Array:
+    """float32 as another type, rounded to the nearest, halfway to the even one.
+
+    Raises:
+        ValueError: a number is none in that type.
+    """
+    if dtype == "bfloat16":
+        bits = weights.view(np.uint32)
+        finite = bool(np.isfinite(weights).all())
+        result = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16).view(BFLOAT16)
+    else:
+        with np.errstate(over="ignore"):
+            result = weights.astype(DTYPES[dtype])
+        finite = bool(np.isfinite(result).all())
+    if not finite:
+        raise ValueError(f"one of its weights is no finite {dtype}")
+    return result
+
+
+def _config(file: Path) -> Any:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file.name} is no JSON: {error}") from None
+
+
+def _load(file: Path) -> dict[str, Array]:
+    """The tensors of a file as float32. (safetensors' own loader for NumPy does not read bfloat16.)"""
+    try:
+        entries = safetensors.deserialize(file.read_bytes())  # type: ignore[no-untyped-call]
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"{file.name} is damaged or incomplete: {error}") from None
+    return {name: _float32(name, **entry) for name, entry in entries}
+
+
+def _float32(name: str, *, dtype: str, shape: list[int], data: bytes) -> Array:
+    if dtype == "BF16":
+        values = (np.frombuffer(data, np.uint16).astype(np.uint32) << 16).view(np.float32)
+    elif dtype in _STORED:
+        values = np.frombuffer(data, _STORED[dtype]).astype(np.float32)
+    else:
+        raise ValueError(f"its tensor {name} is {dtype}, which is not read")
+    return values.reshape(shape)
