@@ -89,9 +89,10 @@ class AdapterTensors:
     def _read(self, task_id: int) -> dict[str, Array]:
         try:
             path = adapter_path(self.directory, task_id)
-            return read_adapter(path, self.dtype)
         except LookupError as error:
             raise InvalidParameter(f"lora_task_id {task_id}: {error}") from None
+        try:
+            return read_adapter(path, self.dtype)
         except (OSError, ValueError) as error:
             raise InvalidParameter(f"adapter {path.name!r} cannot be used: {error}") from None
 
@@ -135,8 +136,6 @@ def converted(config: Any, tensors: Mapping[str, Array]) -> tuple[Array, Array]:
     for (layer, module), parts in sorted(modules.items()):
         a, b = _checked_parts(f"layers.{layer} {module}", parts)
         scaling = alpha / (math.sqrt(len(a)) if by_root else len(a))
-        if module == "gate_up_proj":  # TensorRT-LLM has the two the other way round
-            b = np.concatenate(np.split(b, 2)[::-1])
         rows.append((_KINDS[module], layer, len(a)))
         values.append(np.concatenate([a.ravel(), (b * np.float32(scaling)).ravel()]))
     return _padded(values), np.array(rows, np.int32)
@@ -157,12 +156,16 @@ def _checked_config(config: Any) -> tuple[float, bool]:
 
 
 def _checked_parts(name: str, parts: Mapping[str, Array]) -> tuple[Array, Array]:
-    """A, [rank, inputs], and B, [outputs, rank], of a module."""
+    """A, [rank, inputs], and B, [outputs, rank], of a module, in TensorRT-LLM's order."""
     if missing := {"A", "B"} - parts.keys():
         raise ValueError(f"{name} has no lora_{missing.pop()}")
     a, b = parts["A"], parts["B"]
     if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1] or not a.size * b.size:
         raise ValueError(f"{name} has lora_A of {a.shape} and lora_B of {b.shape}")
+    if "gate_up_proj" in name:  # TensorRT-LLM has the two halves the other way round
+        if len(b) % 2:
+            raise ValueError(f"{name} cannot be halved, with {len(b)} outputs")
+        b = np.concatenate([b[len(b) // 2 :], b[: len(b) // 2]])
     return a, b
 
 

@@ -11,6 +11,7 @@ import os
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -100,13 +101,12 @@ def test_an_adapter_is_sent_when_the_engine_does_not_have_it(
         async with deployed(demo_model, tmp_path) as deployment:
             poet = make_adapter(demo_model, adapters / "poet", seed=1)
             convert(make_adapter(demo_model, tmp_path / "7", seed=2), adapters / "7")
-            address, refused = metrics_address(deployment), 0
+            refused = partial(count, metrics_address(deployment), "failed")
             # The third evicts the first, which is sent once more then.
-            for name, misses in (("poet", 1), ("poet", 0), ("7", 1), ("poet", 1), ("", 0)):
+            for name, misses in (("poet", 1), ("poet", 1), ("7", 2), ("poet", 3), ("", 3)):
                 expected = shifted(adapters / name if name else None)
                 assert await answer(deployment, request(name)) == expected, name
-                refused += misses
-                wait_until(lambda: count(address, "failed") == refused, 10, f"misses {refused}")
+                wait_until(lambda misses=misses: refused() == misses, 10, f"{misses} misses")
             assert shifted(poet) != shifted(adapters / "7") != shifted(None)
             together = [answer(deployment, request(name)) for name in ("poet", "", "7") * 4]
             for name, ids in zip(

@@ -3,13 +3,21 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tritonclient.grpc.model_config_pb2 import (  # type: ignore[import-untyped, unused-ignore]
+    DataType,
+)
 
 from cog_triton import adapters
+from cog_triton.adapter_tensors import AdapterTensors
 from cog_triton.adapters import adapter_names, adapter_path, check_adapter
+from cog_triton.engine_choice import adapter_dtype
 from cog_triton.errors import ConfigurationError, InvalidParameter
-from cog_triton.preparation import check_adapters, template_values
+from cog_triton.preparation import adapter_tensors, check_adapters, template_values
 from cog_triton.protocol import adapter_task_id
+from cog_triton.repository.checks import read_config
+from cog_triton.repository.fill import fill_repository
 from cog_triton.settings import read_settings
+from tests.stand_in.engine import make_engine
 
 
 def save(directory: Path, *names: str) -> None:
@@ -25,6 +33,11 @@ def test_adapters_are_the_directories_that_are_whole(tmp_path: Path) -> None:
     (tmp_path / "half" / "adapter_config.json").touch()
     (tmp_path / "README").touch()
     assert adapter_names(tmp_path) == ("7", "poet")
+    (tmp_path / "converted").mkdir()
+    (tmp_path / "converted" / "model.lora_weights.npy").touch()
+    assert "converted" not in adapter_names(tmp_path)
+    (tmp_path / "converted" / "model.lora_config.npy").touch()
+    assert "converted" in adapter_names(tmp_path)
     assert adapter_names(tmp_path / "nowhere") == adapter_names(None) == ()
 
 
@@ -79,12 +92,7 @@ def test_what_an_engine_can_do_with_a_directory(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="is no directory"):
         check_adapters(tmp_path / "nowhere", "vllm")
     check_adapters(tmp_path, "vllm")
-    save(tmp_path, "7")
     check_adapters(tmp_path, "tensorrtllm")
-    save(tmp_path, "poet")
-    check_adapters(tmp_path, "vllm")
-    with pytest.raises(ConfigurationError, match="poet: TensorRT-LLM wants adapters with numbers"):
-        check_adapters(tmp_path, "tensorrtllm")
 
 
 def test_the_directory_reaches_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,3 +104,49 @@ def test_the_directory_reaches_the_engine(tmp_path: Path, monkeypatch: pytest.Mo
     assert "lora_prefetch_dir" not in template_values(read_settings({}), "vllm")["tensorrt_llm"]
     with pytest.raises(ConfigurationError, match="LORA_DIR has no effect"):
         template_values(settings, "simulated")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "plugin", "kind"),
+    [("float16", "auto", "TYPE_FP16"), ("bfloat16", "bfloat16", "TYPE_BF16")],
+)
+def test_tensorrt_llm_gets_adapters_with_requests(
+    tmp_path: Path, dtype: str, plugin: str, kind: str
+) -> None:
+    """It would look for numbers as names in a directory of its own."""
+    engine = make_engine(tmp_path / "engine", dtype=dtype, plugin_config={"lora_plugin": plugin})
+    settings = read_settings({"LORA_DIR": str(tmp_path), "ENGINE_DIR": str(engine)})
+    assert adapter_tensors(settings, "tensorrtllm") == AdapterTensors(tmp_path, dtype)
+    assert adapter_tensors(settings, "vllm") is None
+    values = template_values(settings, "tensorrtllm")
+    assert "lora_prefetch_dir" not in values["tensorrt_llm"]
+    fill_repository(settings.model_repository, tmp_path / "repository", values)
+    for model in ("ensemble", "ensemble_ids", "tensorrt_llm"):
+        config = read_config(tmp_path / "repository" / model / "config.pbtxt")
+        (tensor,) = [tensor for tensor in config.input if tensor.name == "lora_weights"]
+        assert DataType.Name(tensor.data_type) == kind
+
+
+@pytest.mark.parametrize(
+    ("dtype", "plugin", "message"),
+    [
+        ("float16", None, "was built without lora_plugin"),
+        ("bfloat16", "float16", "is bfloat16, and its lora_plugin float16: they must be the same"),
+        ("fp8", "auto", "is fp8"),
+    ],
+)
+def test_an_engine_that_cannot_have_adapters(
+    tmp_path: Path, dtype: str, plugin: str | None, message: str
+) -> None:
+    engine = make_engine(tmp_path / "engine", dtype=dtype, plugin_config={"lora_plugin": plugin})
+    with pytest.raises(ConfigurationError, match=message):
+        adapter_dtype(engine)
+
+
+def test_http_cannot_carry_an_adapter(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path / "engine", plugin_config={"lora_plugin": "auto"})
+    settings = read_settings(
+        {"LORA_DIR": str(tmp_path), "ENGINE_DIR": str(engine), "TRANSPORT": "http"}
+    )
+    with pytest.raises(ConfigurationError, match="needs TRANSPORT=grpc"):
+        template_values(settings, "tensorrtllm")

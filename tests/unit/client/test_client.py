@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from tritonclient.grpc import service_pb2
 
+from cog_triton.adapter_tensors import BFLOAT16
 from cog_triton.client.arrivals import Arrivals
 from cog_triton.client.grpc_transport import (
     GrpcClient,
@@ -23,6 +24,7 @@ from cog_triton.client.grpc_transport import (
 )
 from cog_triton.client.http_transport import HttpClient, parse_event
 from cog_triton.client.stream import (
+    AdapterNotCached,
     Response,
     ResponseStream,
     TritonClient,
@@ -49,6 +51,13 @@ from cog_triton.protocol import LOG_PROBS, TokenLogProb, checksum, packed_log_pr
     ("text", "error"),
     [
         ("Prompt length (9) exceeds maximum input length (8).", PromptTooLong),
+        ("LoRA task 5 not found in cache. Please send LoRA weights with request", AdapterNotCached),
+        ("PEFT Cache is full. Could not store taskId=5", TritonOverloaded),
+        ("Assertion failed: lora module attn_q not enabled for this model", InvalidParameter),
+        (
+            "Invalid low_rank (64). low_rank must be smaller than mMaxLowRank (8)",
+            InvalidParameter,
+        ),
         ("Request sequence length is potentially greater than max input length.", PromptTooLong),
         ("Maximum queue size of 5 has been reached, please try again later", TritonOverloaded),
         ("Exceeds maximum queue size", TritonOverloaded),
@@ -563,3 +572,11 @@ def test_a_client_that_is_closed_begins_no_stream(transport: Any) -> None:
                 pass
 
     asyncio.run(test())
+
+
+def test_numbers_that_numpy_has_no_type_for() -> None:
+    weights = np.arange(6, dtype=np.uint16).reshape(1, 2, 3)
+    message = infer_request("m", "id", {"lora_weights": weights.view(BFLOAT16)}, ())
+    (tensor,) = message.inputs
+    assert (tensor.name, tensor.datatype, list(tensor.shape)) == ("lora_weights", "BF16", [1, 2, 3])
+    assert list(message.raw_input_contents) == [weights.tobytes()]

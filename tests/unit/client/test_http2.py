@@ -96,6 +96,18 @@ def test_many_streams_at_once_large_and_small_and_empty(runner: Callable[..., No
     run(test, runner)
 
 
+def test_what_was_sent_is_let_go() -> None:
+    """It may be an adapter of many megabytes, and its answer may take minutes."""
+
+    async def test(_: grpc.aio.Server, connection: Connection) -> None:
+        stream, arrivals = ask(connection, "wait", LARGE)
+        assert await arrivals.take() == [b"begun"]
+        assert stream.unsent.obj == b""
+        await arrivals.close()
+
+    run(test)
+
+
 def test_a_cancelled_stream_calls_back_no_more_and_the_others_go_on() -> None:
     async def test(_: grpc.aio.Server, connection: Connection) -> None:
         stream, arrivals = ask(connection, "wait", b"")

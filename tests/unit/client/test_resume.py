@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import pytest
 
+from cog_triton.adapter_tensors import AdapterTensors
 from cog_triton.client.resume import ResumingClient
-from cog_triton.client.stream import Inputs, Response, TritonClient
+from cog_triton.client.stream import AdapterNotCached, Inputs, Response, TritonClient
 from cog_triton.errors import (
     CogTritonError,
+    InvalidParameter,
     PromptTooLong,
     TritonMalformedEvent,
     TritonMalformedJSON,
@@ -76,11 +79,25 @@ def inputs(**values: int) -> Inputs:
     return {name: np.array([[value]], np.int32) for name, value in values.items()}
 
 
+class OneAdapter(AdapterTensors):
+    async def added(self, inputs: Inputs) -> dict[str, Any]:
+        return {**inputs, "lora_weights": np.array([[1]])}
+
+
+ADAPTER = OneAdapter(Path("adapters"), "float16")
+
+
 def run(
-    client: ScriptedClient, given: Inputs, attempts: int = 3, servers: OneClient | None = None
+    client: ScriptedClient,
+    given: Inputs,
+    attempts: int = 3,
+    servers: OneClient | None = None,
+    adapters: AdapterTensors | None = None,
 ) -> list[Response]:
     async def responses() -> list[Response]:
-        resuming = ResumingClient(servers or OneClient(client), attempts=attempts, end_id=END)
+        resuming = ResumingClient(
+            servers or OneClient(client), attempts=attempts, end_id=END, adapters=adapters
+        )
         async with resuming.stream("id", given, parameters={"logit_bias": "{}"}) as stream:
             return [response async for response in stream]
 
@@ -210,3 +227,37 @@ def test_a_cancel_between_two_lives_of_the_server_ends_the_wait() -> None:
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
     asyncio.run(test())
+
+
+MISSING = AdapterNotCached("LoRA task 5 not found in cache. Please send LoRA weights with request")
+
+
+def test_an_adapter_that_the_engine_does_not_have_is_sent() -> None:
+    """Of all attempts to go on as well, which are not used up by it."""
+    client = ScriptedClient(
+        [MISSING],
+        [tokens(1, prompt=5), GONE],
+        [MISSING],
+        [tokens(2, prompt=6, final=True)],
+    )
+    given = inputs(max_tokens=8, lora_task_id=5)
+    responses = run(client, given, attempts=1, adapters=ADAPTER)
+    assert [response.ids for response in responses] == [[1], [2]]
+    alone = {"max_tokens": 8, "lora_task_id": 5}
+    rest = {"max_tokens": 7, "lora_task_id": 5}
+    assert client.given == [
+        ("id", alone, []),
+        ("id-adapter", {**alone, "lora_weights": 1}, []),
+        ("id-1", rest, [1]),
+        ("id-1-adapter", {**rest, "lora_weights": 1}, [1]),
+    ]
+
+
+def test_an_adapter_that_nobody_can_send() -> None:
+    client = ScriptedClient([MISSING])
+    with pytest.raises(InvalidParameter, match="LoRA task 5 not found in cache") as caught:
+        run(client, inputs(max_tokens=8, lora_task_id=5))
+    assert type(caught.value) is InvalidParameter
+    client = ScriptedClient([MISSING], [MISSING])
+    with pytest.raises(InvalidParameter, match="LoRA task 5 not found in cache"):
+        run(client, inputs(max_tokens=8, lora_task_id=5), adapters=ADAPTER)

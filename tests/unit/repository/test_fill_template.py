@@ -257,8 +257,8 @@ def test_any_text_is_parsed_or_refused(text: str) -> None:
         (
             "ensemble",
             "foo:4",
-            "unknown variable; known are decoding_context, logits_datatype, num_return_sequences, "
-            "triton_max_batch_size",
+            "unknown variable; known are decoding_context, logits_datatype, "
+            "lora_weights_data_type, num_return_sequences, triton_max_batch_size",
         ),
         ("ensemble", "triton_max_batch_size:many", "expected an integer of at least 1, got 'many'"),
         ("ensemble", "triton_max_batch_size", "expected name:value, got 'triton_max_batch_size'"),

@@ -1,0 +1,226 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save, save_file
+
+from cog_triton.adapter_tensors import (
+    BFLOAT16,
+    AdapterTensors,
+    Array,
+    converted,
+    read_adapter,
+)
+from cog_triton.errors import InvalidParameter
+from cog_triton.protocol import adapter_task_id
+from tests.adapters import make_adapter, merge
+
+LAYER = "base_model.model.model.layers.3"
+CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 8}
+
+
+def module(name: str, rank: int = 2, inputs: int = 3, outputs: int = 4) -> dict[str, Array]:
+    """A module's tensors by PEFT's names, of numbers that are all different."""
+    a = np.arange(rank * inputs, dtype=np.float32).reshape(rank, inputs)
+    b = 100 + np.arange(outputs * rank, dtype=np.float32).reshape(outputs, rank)
+    return {f"{LAYER}.{name}.lora_A.weight": a, f"{LAYER}.{name}.lora_B.weight": b}
+
+
+Q, DOWN = module("self_attn.q_proj"), module("mlp.down_proj", rank=1)
+
+
+def test_the_tensors_of_an_adapter() -> None:
+    """A row a module: A, B times alpha / rank, and zeros; beside it the kind, the layer and the rank."""
+    weights, rows = converted(CONFIG, {**Q, **DOWN})
+    assert rows.tolist() == [[6, 3, 1], [1, 3, 2]]
+    assert rows.dtype == np.int32
+    down = [0, 1, 2, *(8 * v for v in (100, 101, 102, 103))]
+    q = [0, 1, 2, 3, 4, 5, *(4 * v for v in range(100, 108))]
+    assert weights.tolist() == [[*down, *[0] * (len(q) - len(down))], q]
+    by_root, _ = converted({**CONFIG, "use_rslora": True}, Q)
+    assert by_root[0, 6:].tolist() == pytest.approx([8 / math.sqrt(2) * v for v in range(100, 108)])
+
+
+def test_the_halves_of_a_fused_projection_change_places() -> None:
+    weights, rows = converted({**CONFIG, "lora_alpha": 2}, module("mlp.gate_up_proj"))
+    assert rows.tolist() == [[5, 3, 2]]
+    assert weights[0, 6:].tolist() == [104, 105, 106, 107, 100, 101, 102, 103]
+
+
+def test_they_make_of_the_model_what_the_adapter_does(demo_model: Path, tmp_path: Path) -> None:
+    """B x A, added to a module's weights, is what PEFT's own way of merging makes of them."""
+    adapter = make_adapter(demo_model, tmp_path / "poet")
+    base = load_file(demo_model / "model.safetensors")
+    merged = load_file(merge(demo_model, adapter, tmp_path / "merged") / "model.safetensors")
+    tensors = read_adapter(adapter, "float32")
+    names = {1: "q_proj", 2: "k_proj", 3: "v_proj", 4: "o_proj"}
+    rows = zip(tensors["lora_config"][0].tolist(), tensors["lora_weights"][0], strict=True)
+    changed = set()
+    for (kind, layer, rank), values in rows:
+        name = f"model.layers.{layer}.self_attn.{names[kind]}.weight"
+        outputs, inputs = base[name].shape
+        a = values[: rank * inputs].reshape(rank, inputs)
+        b = values[rank * inputs : rank * (inputs + outputs)].reshape(outputs, rank)
+        np.testing.assert_allclose(base[name] + b @ a, merged[name], atol=1e-5)
+        changed.add(name)
+    assert changed == {n for n in base if not np.array_equal(base[n], merged[n])}
+
+
+def saved(directory: Path, tensors: dict[str, Array], **config: Any) -> Path:
+    directory.mkdir()
+    (directory / "adapter_config.json").write_text(json.dumps({**CONFIG, **config}))
+    save_file(tensors, directory / "adapter_model.safetensors")
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("dtype", "numbers"),
+    [("float16", np.dtype("f2")), ("bfloat16", BFLOAT16), ("float32", np.dtype("f4"))],
+)
+def test_the_types(tmp_path: Path, dtype: str, numbers: np.dtype[Any]) -> None:
+    tensors = read_adapter(saved(tmp_path / "a", Q), dtype)
+    assert {name: (v.shape, v.dtype) for name, v in tensors.items()} == {
+        "lora_weights": ((1, 1, 14), numbers),
+        "lora_config": ((1, 1, 3), np.dtype("i4")),
+    }
+
+
+def test_bfloat16_is_rounded_to_the_nearest_and_read_as_it_is(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    from safetensors.torch import save_file as save_torch
+
+    values = torch.randn(2, 300, generator=torch.Generator().manual_seed(0))
+    values[0, :3] = torch.tensor([1.00390625, 1.01171875, -1.00390625])  # halfway
+    named = {name: values if "_A" in name else values.T.contiguous() for name in Q}
+    config = {"lora_alpha": 2}
+    read = read_adapter(
+        saved(tmp_path / "a", {n: v.numpy() for n, v in named.items()}, **config), "bfloat16"
+    )
+    bits = values.to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
+    assert read["lora_weights"].view(np.uint16)[0, 0, :600].tolist() == bits.ravel().tolist()
+    rounded = {name: v.to(torch.bfloat16) for name, v in named.items()}
+    saved(tmp_path / "b", Q, **config)
+    save_torch(rounded, tmp_path / "b" / "adapter_model.safetensors")
+    again = read_adapter(tmp_path / "b", "bfloat16")
+    assert again["lora_weights"].tobytes() == read["lora_weights"].tobytes()
+
+
+@pytest.mark.parametrize(
+    ("tensors", "config", "message"),
+    [
+        ({}, {}, "it has no weights"),
+        (dict(list(Q.items())[:1]), {}, "layers.3 q_proj has no lora_B"),
+        (
+            {**Q, f"{LAYER}.self_attn.q_proj.lora_B.weight": np.ones((4, 5), np.float32)},
+            {},
+            r"q_proj has lora_A of \(2, 3\) and lora_B of \(4, 5\)",
+        ),
+        (module("mlp.gate_up_proj", outputs=5), {}, "layers.3 gate_up_proj cannot be halved"),
+        (
+            {**Q, f"{LAYER}.self_attn.q_proj.lora_magnitude_vector": np.ones(4, np.float32)},
+            {},
+            "no place for its tensor .*lora_magnitude_vector",
+        ),
+        (module("mlp.experts.0.w1"), {}, "no place for its tensor .*experts"),
+        (Q, {"use_dora": True}, "does not support use_dora"),
+        (Q, {"alpha_pattern": {"q_proj": 4}}, "does not support alpha_pattern"),
+        (Q, {"bias": "all"}, "does not support bias all"),
+        (Q, {"peft_type": "IA3"}, "is not that of a LoRA adapter"),
+        (Q, {"lora_alpha": None}, "has no lora_alpha"),
+    ],
+)
+def test_what_is_broken_or_cannot_be_said(
+    tensors: dict[str, Array], config: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        converted({**CONFIG, **config}, tensors)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    adapter = saved(tmp_path / "a", Q)
+    (adapter / "adapter_model.safetensors").write_bytes(save(Q)[:-1])
+    with pytest.raises(ValueError, match="is damaged or incomplete"):
+        read_adapter(adapter, "float16")
+    (adapter / "adapter_config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"adapter_config\.json is no JSON"):
+        read_adapter(adapter, "float16")
+    (adapter / "adapter_model.safetensors").rename(adapter / "adapter_model.bin")
+    with pytest.raises(ValueError, match="it may run code"):
+        read_adapter(adapter, "float16")
+
+
+@pytest.mark.parametrize(("value", "dtype"), [(7e4, "float16"), (math.inf, "bfloat16")])
+def test_a_weight_that_is_no_number_of_the_type(tmp_path: Path, value: float, dtype: str) -> None:
+    adapter = saved(tmp_path / "a", {name: np.full_like(v, value) for name, v in DOWN.items()})
+    with pytest.raises(ValueError, match=f"no finite {dtype}"):
+        read_adapter(adapter, dtype)
+
+
+# What NVIDIA's script writes
+
+
+def by_script(directory: Path, weights: Array, rows: Array) -> Path:
+    directory.mkdir(exist_ok=True)
+    np.save(directory / "model.lora_weights.npy", weights)
+    np.save(directory / "model.lora_config.npy", rows)
+    return directory
+
+
+def test_files_of_the_script(tmp_path: Path) -> None:
+    weights, rows = np.ones((1, 2, 5), np.float16), np.ones((1, 2, 3), np.int32)
+    tensors = read_adapter(by_script(tmp_path / "a", weights, rows), "float16")
+    assert np.array_equal(tensors["lora_weights"], weights)
+    assert np.array_equal(tensors["lora_config"], rows)
+    with_dora = np.concatenate([rows, np.zeros((1, 2, 1), np.int32)], axis=2)
+    tensors = read_adapter(by_script(tmp_path / "a", weights, with_dora), "float16")
+    assert np.array_equal(tensors["lora_config"], rows)
+    half = weights.view(BFLOAT16)
+    assert (
+        read_adapter(by_script(tmp_path / "b", half, rows), "bfloat16")["lora_weights"].dtype
+        == "V2"
+    )
+
+
+@pytest.mark.parametrize(
+    ("weights", "rows", "message"),
+    [
+        (
+            np.ones((1, 2, 5), np.float32),
+            np.ones((1, 2, 3)),
+            "are float32, and the engine's are float16",
+        ),
+        (np.ones((1, 2, 5), np.float16), np.ones((1, 3, 3)), r"shape \(1, 2, 5\), for 3 modules"),
+        (np.ones((1, 2, 5), np.float16), np.ones((1, 2, 2)), r"has the shape \(1, 2, 2\)"),
+        (np.ones((1, 2, 5), np.float16), np.ones((1, 2, 4)), "no place for DoRA"),
+    ],
+)
+def test_files_of_the_script_that_cannot_be_used(
+    tmp_path: Path, weights: Array, rows: Array, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_adapter(by_script(tmp_path / "a", weights, rows), "float16")
+
+
+# Those of a directory, for requests
+
+
+def test_the_inputs_of_a_request(tmp_path: Path) -> None:
+    saved(tmp_path / "poet", Q)
+    saved(tmp_path / "broken", dict(list(Q.items())[:1]))
+    adapters = AdapterTensors(tmp_path, "float16")
+
+    def added(name: str) -> dict[str, Array]:
+        task_id = np.array([[adapter_task_id(name)]], np.uint64)
+        return asyncio.run(adapters.added({"lora_task_id": task_id}))
+
+    assert added("poet").keys() == {"lora_task_id", "lora_weights", "lora_config"}
+    with pytest.raises(InvalidParameter, match=r"adapter 'broken' cannot be used: .* has no lora_"):
+        added("broken")
+    with pytest.raises(InvalidParameter, match=r"lora_task_id \d+: no adapter"):
+        added("bard")
