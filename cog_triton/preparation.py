@@ -27,7 +27,7 @@ from cog_triton.settings import Settings
 
 Values = dict[str, dict[str, object]]
 
-ADAPTERS = ("vllm", "tensorrtllm")
+ADAPTERS = ("vllm", "llmapi", "tensorrtllm")
 """Engines that can use LoRA adapters."""
 
 
@@ -246,7 +246,7 @@ def check_adapters(directory: Path, engine: EngineName) -> None:
     """
     if engine not in ADAPTERS:
         raise ConfigurationError(
-            f"LORA_DIR has no effect with ENGINE={engine}: {' and '.join(ADAPTERS)} have adapters"
+            f"LORA_DIR has no effect with ENGINE={engine}: {', '.join(ADAPTERS)} have adapters"
         )
     if not directory.is_dir():
         raise ConfigurationError(f"LORA_DIR={directory} is no directory")

@@ -15,6 +15,9 @@ for 1.x, and never on the real one. So everything is unchecked there, and first 
 - that the sections of the YAML file become the objects that the LLM wants (``speculative_config``
   above all), by the library's own function, and that a scheduling policy is accepted as text;
 - what the samplers honour, see ``llm_api_sampler``;
+- that ``tensorrt_llm.executor.request.LoRARequest`` and the LLM's ``lora_config`` are what 1.0 to 1.3
+  have by these names, that an adapter changes the requests that name it alone, and that one which
+  cannot be loaded fails its requests and not the LLM;
 - that log probabilities are those of the unchanged distribution, and that the one of the chosen token
   is always among them: a request that asked for them fails if it is not;
 - whether the end token is part of the output: some samplers leave it out, so it is added then;
@@ -32,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from cog_triton import remote_code
+from cog_triton.adapters import CONFIG
 from cog_triton.engines.base import EngineError, GenerationRequest, Tokens
 from cog_triton.engines.event_loop import EventLoopEngine, Running
 from cog_triton.engines.llm_api_arguments import (
@@ -39,6 +43,7 @@ from cog_triton.engines.llm_api_arguments import (
     llm_arguments,
     merged,
     read_llm_api_config,
+    with_objects,
     without_effect,
 )
 from cog_triton.engines.llm_api_requests import (
@@ -48,6 +53,7 @@ from cog_triton.engines.llm_api_requests import (
     sampling_arguments,
 )
 from cog_triton.engines.llm_api_sampler import Sampler, sampler_of, sampling_defaults
+from cog_triton.engines.vllm_requests import adapter
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +68,7 @@ class TensorrtLlmEngine(EventLoopEngine):
         *,
         context_length: int,
         sampler: Sampler,
+        adapters: Path | None = None,
     ) -> None:
         """Takes over a loaded LLM.
 
@@ -70,7 +77,10 @@ class TensorrtLlmEngine(EventLoopEngine):
             sampling_params: ``tensorrt_llm.SamplingParams``.
             context_length: most tokens that prompt and output may have together.
             sampler: what the LLM samples with; requests for what it would ignore are refused.
+            adapters: the directory of LoRA adapters.
         """
+        self.features = frozenset() if adapters is None else frozenset({"lora_task_id"})
+        self._adapters = adapters
         self._llm = llm
         self._sampler = sampler
         self._sampling_params = sampling_params
@@ -101,9 +111,10 @@ class TensorrtLlmEngine(EventLoopEngine):
             arguments = merged(arguments, read_llm_api_config(Path(path)), path, convert)
         if "model" not in arguments:
             raise ValueError("tensorrt_llm: model: the engine llmapi needs it")
-        kv_cache = arguments.get("kv_cache_config")
-        if isinstance(kv_cache, dict):
-            arguments = {**arguments, "kv_cache_config": KvCacheConfig(**kv_cache)}
+        kinds = {"kv_cache_config": KvCacheConfig}
+        if hasattr(llm_args, "LoraConfig"):  # in the module that uses it; its own has changed
+            kinds["lora_config"] = llm_args.LoraConfig
+        arguments = with_objects(arguments, kinds)
         known = getattr(getattr(llm_args, "TorchLlmArgs", None), "model_fields", {})
         arguments = {**sampling_defaults(known, arguments), **arguments}
         sampler = sampler_of(str(getattr(tensorrt_llm, "__version__", "unknown")), arguments)
@@ -112,7 +123,14 @@ class TensorrtLlmEngine(EventLoopEngine):
         llm = _load(tensorrt_llm.LLM, arguments)
         try:
             length = context_length(arguments, llm)
-            return cls(llm, tensorrt_llm.SamplingParams, context_length=length, sampler=sampler)
+            adapters = parameters.get("lora_prefetch_dir")
+            return cls(
+                llm,
+                tensorrt_llm.SamplingParams,
+                context_length=length,
+                sampler=sampler,
+                adapters=Path(adapters) if adapters else None,
+            )
         except BaseException:
             llm.shutdown()
             raise
@@ -124,14 +142,28 @@ class TensorrtLlmEngine(EventLoopEngine):
     def _prepared(self, request: GenerationRequest) -> Any:
         self._sampler.check(request.sampling)
         try:
-            return self._sampling_params(**sampling_arguments(request))
+            sampling = self._sampling_params(**sampling_arguments(request))
+            return sampling, self._adapter(request.lora_task_id)
         except (ValueError, TypeError) as error:
             raise EngineError(str(error)) from error
 
+    def _adapter(self, task_id: int) -> Any:
+        if not task_id:
+            return None
+        from tensorrt_llm.executor.request import (  # type: ignore[import-not-found, import-untyped, unused-ignore]
+            LoRARequest,
+        )
+
+        path = adapter(task_id, self._adapters)
+        if not (path / CONFIG).is_file():
+            raise EngineError(f"lora_task_id {task_id}: {path} has no {CONFIG}")
+        return LoRARequest(path.name, task_id, str(path))
+
     async def _tokens(self, running: Running) -> AsyncIterator[Tokens]:
         request = running.request
+        sampling, lora = running.sampling
         running.output = self._llm.generate_async(
-            inputs=request.input_ids, sampling_params=running.sampling, streaming=True
+            inputs=request.input_ids, sampling_params=sampling, lora_request=lora, streaming=True
         )
         async for update in running.output:
             yield next_tokens(update.outputs[0], request, running.last_id, finished=update.finished)

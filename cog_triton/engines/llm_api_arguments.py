@@ -54,8 +54,6 @@ _KV_CACHE: dict[str, tuple[str, Parse]] = {
 
 _NO_ARGUMENT = (
     *CPP_BACKENDS,
-    "lora_cache_max_adapter_size",
-    "lora_prefetch_dir",
     "vllm_config",
 )
 
@@ -63,7 +61,8 @@ _NO_ARGUMENT = (
 def llm_arguments(parameters: Mapping[str, str]) -> dict[str, Any]:
     """The arguments of ``tensorrt_llm.LLM`` that the tensorrt_llm model's parameters stand for.
 
-    What is unset, or set to what the LLM does anyway, is left out. ``kv_cache_config`` is a dict.
+    What is unset, or set to what the LLM does anyway, is left out. ``kv_cache_config`` and
+    ``lora_config`` are dicts.
 
     Raises:
         ValueError: a value is not valid.
@@ -74,6 +73,9 @@ def llm_arguments(parameters: Mapping[str, str]) -> dict[str, Any]:
         arguments["kv_cache_config"] = kv_cache
     if given.get("batch_scheduler_policy") == "max_utilization":
         arguments["scheduler_config"] = {"capacity_scheduler_policy": "MAX_UTILIZATION"}
+    if "lora_prefetch_dir" in given:
+        rank = parsed({"lora_cache_max_adapter_size": ("max_lora_rank", int)}, given)
+        arguments |= {"enable_lora": True, "lora_config": rank}
     if backend := given.get("guided_decoding_backend"):
         # It compiles grammars for a vocabulary.
         tokenizer = given.get("tokenizer_dir") or given.get("model")
@@ -110,6 +112,20 @@ def merged(
         return convert(dict(arguments), extra, source)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{CONFIG} {source}: {type(error).__name__}: {error}") from error
+
+
+def with_objects(
+    arguments: Mapping[str, Any], kinds: Mapping[str, Callable[..., Any]]
+) -> dict[str, Any]:
+    """The arguments with an object for each section that is still a dict.
+
+    Args:
+        kinds: what makes it, by the section's name.
+    """
+    return {
+        name: kinds[name](**value) if name in kinds and isinstance(value, dict) else value
+        for name, value in arguments.items()
+    }
 
 
 def read_llm_api_config(path: Path) -> dict[str, Any]:

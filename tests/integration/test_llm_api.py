@@ -14,6 +14,7 @@ from cog_triton.errors import InvalidParameter, PromptTooLong, TritonStartError
 from cog_triton.generation import Chunk, generate
 from cog_triton.server.tritonserver import TritonServer
 from cog_triton.text.tokenizer import Tokenizer
+from tests.adapters import make_adapter
 from tests.integration.conftest import engine_counters, make_server, running, settings_for
 from tests.integration.test_generation import TRANSPORTS, collect, greedy, text, with_client
 from tests.support import ROOT, wait_until
@@ -41,9 +42,9 @@ def llm_api_triton(
     directory = tmp_path_factory.mktemp("llm_api")
     config = directory / "config.yaml"
     config.write_text(f"server: {{tensorrt_llm: {{args: {{max_num_tokens: {MAX_NUM_TOKENS}}}}}}}\n")
-    with running(
-        make_llm_api_server(demo_model, directory, COG_TRITON_CONFIG=str(config))
-    ) as server:
+    make_adapter(demo_model, directory / "adapters" / "poet")
+    settings = {"COG_TRITON_CONFIG": str(config), "LORA_DIR": str(directory / "adapters")}
+    with running(make_llm_api_server(demo_model, directory, **settings)) as server:
         yield server
 
 
@@ -115,6 +116,16 @@ def test_a_penalty_that_the_sampler_would_ignore(
     message = r"^E1103 .*TensorRT-LLM 1\.2\.1 does not support presence_penalty.*sampler_type"
     with pytest.raises(InvalidParameter, match=message):
         with_client("grpc", llm_api_triton, lambda c: collect(request, c, tokenizer))
+
+
+def test_an_adapter(llm_api_triton: TritonServer, tokenizer: Tokenizer) -> None:
+    def ask(adapter: str) -> str:
+        request = greedy(QUESTION, adapter=adapter, max_tokens=100)
+        return text(with_client("grpc", llm_api_triton, lambda c: collect(request, c, tokenizer)))
+
+    assert ask("poet") == ask("poet") != ask("") == ANSWER
+    with pytest.raises(InvalidParameter, match=r"lora_task_id \d+: there is no such adapter"):
+        ask("bard")
 
 
 def test_a_load_that_fails_says_why(demo_model: Path, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from .llm_args import LlmArgs, args_of
-from .model import Model
+from .model import VOCABULARY, Model
 from .samplers import honoured
 from .sampling_params import SamplingParams
 
@@ -121,6 +121,7 @@ class _Sequence:
     output: RequestOutput
     sampling: SamplingParams
     interval: int
+    adapter: list[int]
     ids: list[int] = field(default_factory=list)
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     sent: int = 0
@@ -186,12 +187,10 @@ class LLM:
     ) -> RequestOutput:
         if self._is_shut_down:
             raise RuntimeError("LLM is shutting down")
-        if (
-            lora_request is not None
-            or prompt_adapter_request is not None
-            or isinstance(inputs, str)
-        ):
+        if prompt_adapter_request is not None or isinstance(inputs, str):
             raise NotImplementedError("the fake takes token ids alone")
+        if lora_request is not None and self._args.lora_config is None:
+            raise ValueError("LoRA is not enabled")
         sampling = honoured(sampling_params or SamplingParams(), self._args, self._version)
         if sampling.end_id is None and not self._has_tokenizer:
             raise ValueError("end_id is needed, there is no tokenizer to take it from")
@@ -199,7 +198,8 @@ class LLM:
         output = RequestOutput(next(self._ids), inputs, self._abort)
         interval = self._args.stream_interval if streaming else NO_LIMIT
         with self._changed:
-            self._sequences[output.request_id] = _Sequence(output, sampling, interval)
+            adapter = [] if lora_request is None else [lora_request.lora_int_id % VOCABULARY]
+            self._sequences[output.request_id] = _Sequence(output, sampling, interval, adapter)
             self._changed.notify()
         return output
 
@@ -247,7 +247,8 @@ class LLM:
     def _step(self, sequence: _Sequence) -> None:
         if self._args.model == "silent" or self._fail(sequence):
             return
-        prompt, sampling = sequence.output.prompt_token_ids, sequence.sampling
+        # An adapter's answer is that to a prompt that begins with its number.
+        prompt, sampling = sequence.adapter + sequence.output.prompt_token_ids, sequence.sampling
         token, log_prob = self._model.next_token(prompt, sequence.ids, sampling)
         sequence.ids.append(token)
         if sampling.logprobs:

@@ -242,6 +242,12 @@ BARE = {"model": "m", "skip_tokenizer_init": True}
                 }
             },
         ),
+        ({"lora_prefetch_dir": "/a"}, {"enable_lora": True, "lora_config": {}}),
+        (
+            {"lora_prefetch_dir": "/a", "lora_cache_max_adapter_size": "16"},
+            {"enable_lora": True, "lora_config": {"max_lora_rank": 16}},
+        ),
+        ({"lora_cache_max_adapter_size": "16"}, {}),
         # The predictor's own, and those of the other engines.
         ({"engine": "llmapi", "device": "auto", "simulated_prefill_ms": "0.0"}, {}),
         ({"tokenizer_dir": "t", "exclude_input_in_output": "true"}, {}),
@@ -324,7 +330,7 @@ def test_every_variable_is_an_argument_or_said_to_have_no_effect() -> None:
     names = {keys.get(name, name) for name in quoted if not name.startswith("simulated_")}
     assert quoted <= table.keys()
     known = {*engine._ARGUMENTS, *engine._KV_CACHE, *engine._NO_ARGUMENT}
-    assert names - known == apart
+    assert names - known == apart | {"lora_cache_max_adapter_size", "lora_prefetch_dir"}
 
 
 # The YAML file
@@ -780,6 +786,34 @@ def test_a_seed_decides_what_is_sampled(
     engine = make()
     texts = [ids(run(engine, request(sampling={"top_p": 1.0, "seed": seed}))) for seed in (1, 2, 1)]
     assert texts[0] == texts[2] != texts[1]
+
+
+def test_an_adapter_changes_the_requests_that_name_it(make: Make, tmp_path: Path) -> None:
+    """The fake answers as it does to a prompt that begins with the adapter's number."""
+    engine = make(lora_prefetch_dir=str(tmp_path), lora_cache_max_adapter_size="16")
+    assert engine._llm._args.lora_config.max_lora_rank == 16
+    assert engine.features == {"lora_task_id"}
+    assert not make().features
+    for file in ("adapter_config.json", "adapter_model.safetensors"):
+        (tmp_path / "7").mkdir(exist_ok=True)
+        (tmp_path / "7" / file).touch()
+    changed = ids(run(engine, request(lora_task_id=7)))
+    assert changed == ids(run(engine, request(input_ids=[7, 5, 6, 7])))
+    assert changed != ids(run(engine, request()))
+    with pytest.raises(EngineError, match="lora_task_id 8: there is no such adapter"):
+        engine.submit(request(lora_task_id=8), Sink())
+    (tmp_path / "8").mkdir()
+    for file in ("model.lora_config.npy", "model.lora_weights.npy"):
+        (tmp_path / "8" / file).touch()
+    with pytest.raises(EngineError, match=r"lora_task_id 8: .*/8 has no adapter_config\.json"):
+        engine.submit(request(lora_task_id=8), Sink())
+
+
+def test_the_file_says_more_of_adapters(make: Make, tmp_path: Path) -> None:
+    file = tmp_path / "llm.yaml"
+    file.write_text("lora_config: {max_lora_rank: 32}")
+    engine = make(lora_prefetch_dir=str(tmp_path), llm_api_config=str(file))
+    assert engine._llm._args.lora_config.max_lora_rank == 32
 
 
 def test_log_probabilities(make: Make) -> None:

@@ -1,0 +1,3 @@
+from .request import LoRARequest
+
+__all__ = ["LoRARequest"]
