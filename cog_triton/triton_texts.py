@@ -18,6 +18,8 @@ IN_USE = "already in use"
 """What tritonserver says of a port, before it ends."""
 ANSWERED = "Found 0 model versions that have in-flight inferences"
 """What tritonserver says when it was told to stop and has answered every request."""
+NOT_CACHED = r"LoRA task \d+ not found in cache"
+"""What TensorRT-LLM says of an adapter that it has not been given, or has evicted."""
 READ = 20_000
 """Characters that are read of a text, which may have a whole request in it."""
 

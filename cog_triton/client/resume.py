@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import re
 from array import array
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AbstractAsyncContextManager
@@ -15,7 +16,6 @@ import numpy as np
 from cog_triton.adapter_tensors import AdapterTensors
 from cog_triton.client.stream import (
     BROKEN,
-    AdapterNotCached,
     Inputs,
     Response,
     TritonClient,
@@ -28,6 +28,7 @@ from cog_triton.errors import (
     TritonUnknownError,
 )
 from cog_triton.protocol import NO_PARAMETERS, Parameters
+from cog_triton.triton_texts import NOT_CACHED
 
 logger = logging.getLogger(__name__)
 
@@ -143,9 +144,9 @@ class ResumingClient:
                 async for response in responses:
                     yield response
             return
-        except AdapterNotCached as error:
-            if self._adapters is None:
-                raise InvalidParameter(error.message) from None
+        except InvalidParameter as error:
+            if self._adapters is None or not re.search(NOT_CACHED, error.message):
+                raise
         # Another name: a stop that comes now is to find this one, and not the one that has failed.
         whole = await self._adapters.added(inputs)
         stream = client.stream(f"{name}-adapter", whole, progress.ids, parameters)

@@ -34,7 +34,7 @@ from cog_triton.protocol import (
     TokenLogProb,
     unpacked_log_probs,
 )
-from cog_triton.triton_texts import READ, cause
+from cog_triton.triton_texts import NOT_CACHED, READ, cause
 
 logger = logging.getLogger(__name__)
 
@@ -48,10 +48,6 @@ STOP_SECONDS = 5.0  # that one of them may take
 BROKEN = (TritonUnavailable, TritonMalformedEvent, TritonMalformedJSON)
 """Of a stream that ended too early, or of which something was lost or damaged. What came before is right,
 and the engine may go on."""
-
-
-class AdapterNotCached(InvalidParameter):
-    """TensorRT-LLM has not been given the request's adapter, or has evicted it: send it once more."""
 
 
 @dataclass(frozen=True)
@@ -317,12 +313,11 @@ _ERRORS: tuple[tuple[str, type[CogTritonError]], ...] = (
     (r"exceeds maximum input length|sequence length is potentially greater", PromptTooLong),
     (r"prompt has no tokens", PromptRequired),
     (r"[Mm]aximum queue size|PEFT Cache is full", TritonOverloaded),
-    (r"LoRA task \d+ not found in cache", AdapterNotCached),
     (r"is not within acceptable range", InvalidParameter),
     (
         r"must be (at least|at most|greater|between|as many|the same|among|in [\[(])|does not support"
         r"|needs decoupled_mode|lora_task_id|guided_decoding_guide"
-        r"|lora module \S+ not enabled|low_rank must be|Expected layerId|few values for",
+        rf"|{NOT_CACHED}|lora module \S+ not enabled|low_rank must be|Expected layerId|few values for",
         InvalidParameter,
     ),
     (

@@ -11,7 +11,6 @@ import os
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +83,11 @@ def metrics_address(deployment: Deployment) -> str:
     return life.server.endpoints.metrics
 
 
+def wait_for_refusals(metrics: str, number: int) -> None:
+    """Waits until the stand-in has refused so many requests in all."""
+    wait_until(lambda: count(metrics, "failed") == number, 10, f"{number} requests refused")
+
+
 def convert(adapter: Path, directory: Path) -> None:
     """Writes an adapter as NVIDIA's script does."""
     directory.mkdir()
@@ -101,12 +105,11 @@ def test_an_adapter_is_sent_when_the_engine_does_not_have_it(
         async with deployed(demo_model, tmp_path) as deployment:
             poet = make_adapter(demo_model, adapters / "poet", seed=1)
             convert(make_adapter(demo_model, tmp_path / "7", seed=2), adapters / "7")
-            refused = partial(count, metrics_address(deployment), "failed")
             # The third evicts the first, which is sent once more then.
             for name, misses in (("poet", 1), ("poet", 1), ("7", 2), ("poet", 3), ("", 3)):
                 expected = shifted(adapters / name if name else None)
                 assert await answer(deployment, request(name)) == expected, name
-                wait_until(lambda misses=misses: refused() == misses, 10, f"{misses} misses")
+                wait_for_refusals(metrics_address(deployment), misses)
             assert shifted(poet) != shifted(adapters / "7") != shifted(None)
             together = [answer(deployment, request(name)) for name in ("poet", "", "7") * 4]
             for name, ids in zip(
@@ -204,6 +207,4 @@ def test_the_openai_face_on_a_triton_that_runs_already(
                 for model in ("demo", "poet", "poet")
             )
             assert changed == again != plain
-            wait_until(
-                lambda: count(triton.endpoints.metrics, "failed") == 1, 10, "the refused request"
-            )
+            wait_for_refusals(triton.endpoints.metrics, 1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import secrets
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any
@@ -27,13 +28,14 @@ from cog_triton.client.grpc_transport import (
     infer_request,
     stream_messages,
 )
-from cog_triton.client.stream import STOP_PERIODS, AdapterNotCached
+from cog_triton.client.stream import STOP_PERIODS
 from cog_triton.engine_support import with_own_beginning
 from cog_triton.errors import InvalidParameter, TritonMalformedEvent
 from cog_triton.generation import Chunk, FinishReason, turn
 from cog_triton.request import Request, request_parameters, triton_inputs
 from cog_triton.text.stop_sequences import StopSequences
 from cog_triton.text.tokenizer import Tokenizer
+from cog_triton.triton_texts import NOT_CACHED
 
 OLD_NAMES = {"seed": "random_seed", "min_tokens": "min_length"}
 NOT_NEEDED = ("return_num_input_tokens",)
@@ -68,9 +70,9 @@ class TextClient(GrpcClient):
                 async for text in texts:
                     yield text
             return
-        except AdapterNotCached as error:
-            if self._adapters is None:
-                raise InvalidParameter(error.message) from None
+        except InvalidParameter as error:
+            if self._adapters is None or not re.search(NOT_CACHED, error.message):
+                raise
         whole = self._texts(f"{request_id}-adapter", await self._adapters.added(inputs))
         async with contextlib.aclosing(whole) as texts:
             async for text in texts:

@@ -24,7 +24,6 @@ from cog_triton.client.grpc_transport import (
 )
 from cog_triton.client.http_transport import HttpClient, parse_event
 from cog_triton.client.stream import (
-    AdapterNotCached,
     Response,
     ResponseStream,
     TritonClient,
@@ -51,7 +50,7 @@ from cog_triton.protocol import LOG_PROBS, TokenLogProb, checksum, packed_log_pr
     ("text", "error"),
     [
         ("Prompt length (9) exceeds maximum input length (8).", PromptTooLong),
-        ("LoRA task 5 not found in cache. Please send LoRA weights with request", AdapterNotCached),
+        ("LoRA task 5 not found in cache. Please send LoRA weights with request", InvalidParameter),
         ("PEFT Cache is full. Could not store taskId=5", TritonOverloaded),
         ("Assertion failed: lora module attn_q not enabled for this model", InvalidParameter),
         (

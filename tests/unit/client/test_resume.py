@@ -13,7 +13,7 @@ import pytest
 
 from cog_triton.adapter_tensors import AdapterTensors
 from cog_triton.client.resume import ResumingClient
-from cog_triton.client.stream import AdapterNotCached, Inputs, Response, TritonClient
+from cog_triton.client.stream import Inputs, Response, TritonClient
 from cog_triton.errors import (
     CogTritonError,
     InvalidParameter,
@@ -229,7 +229,7 @@ def test_a_cancel_between_two_lives_of_the_server_ends_the_wait() -> None:
     asyncio.run(test())
 
 
-MISSING = AdapterNotCached("LoRA task 5 not found in cache. Please send LoRA weights with request")
+MISSING = InvalidParameter("LoRA task 5 not found in cache. Please send LoRA weights with request")
 
 
 def test_an_adapter_that_the_engine_does_not_have_is_sent() -> None:
@@ -255,9 +255,8 @@ def test_an_adapter_that_the_engine_does_not_have_is_sent() -> None:
 
 def test_an_adapter_that_nobody_can_send() -> None:
     client = ScriptedClient([MISSING])
-    with pytest.raises(InvalidParameter, match="LoRA task 5 not found in cache") as caught:
+    with pytest.raises(InvalidParameter, match="LoRA task 5 not found in cache"):
         run(client, inputs(max_tokens=8, lora_task_id=5))
-    assert type(caught.value) is InvalidParameter
     client = ScriptedClient([MISSING], [MISSING])
     with pytest.raises(InvalidParameter, match="LoRA task 5 not found in cache"):
         run(client, inputs(max_tokens=8, lora_task_id=5), adapters=ADAPTER)
