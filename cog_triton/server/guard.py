@@ -313,23 +313,40 @@ def _stop(
     """Ends the server; returns whether it had answered every request when it was killed.
 
     Triton 2.51 begins to unload the models of an ensemble a second later, when it looks again. Nothing is
-    in them to lose, and what they hold is the kernel's to take back or ``run``'s to remove.
+    in them to lose, and what they hold is the kernel's to take back or ``run``'s to remove. A starter that
+    has ended, as Cog's worker does at once, cannot say when that is: the end of the last stub does. After
+    it, Triton looks again a second later, and may count a model for seconds that is gone.
 
     Args:
-        starter: where it says by ``KILL`` that every request has been answered; None if it does not.
+        starter: where it says by ``KILL`` that every request has been answered; None if it does not, and
+            the server ends by itself.
     """
-    watched = [os.pidfd_open(server.pid), *([] if starter is None else [starter])]
+    watched = {os.pidfd_open(server.pid)}
+    stubs: set[int] = set()
+    if starter is not None:
+        stubs = _opened(_stubs())
+        watched |= {starter, *stubs}
     server.send_signal(name)
     deadline = time.monotonic() + timeout
     answered = False
     while (left := deadline - time.monotonic()) > 0 and server.poll() is None:
-        if starter in select.select(watched, [], [], left)[0]:
-            watched.remove(starter)
-            answered = os.read(starter, 1) == KILL
-            if answered:
-                deadline = min(deadline, time.monotonic() + LAST_BYTES_SECONDS)
+        ready = set(select.select([*watched], [], [], left)[0])
+        watched -= ready
+        told = starter is not None and starter in ready and os.read(starter, 1) == KILL
+        if told or (stubs & ready and not stubs & watched):
+            answered = True
+            deadline = min(deadline, time.monotonic() + LAST_BYTES_SECONDS)
     server.kill()
     return answered
+
+
+def _opened(stubs: list[_Stub]) -> set[int]:
+    """What becomes readable when each of them ends."""
+    opened = set()
+    for stub in stubs:
+        with contextlib.suppress(ProcessLookupError):  # it has ended since
+            opened.add(os.pidfd_open(stub.pid))
+    return opened
 
 
 def _children() -> list[int]:

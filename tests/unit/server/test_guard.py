@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,19 @@ print(SharedMemory(create=True, size=64).name, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
+# What stays for good, but stops its stub when it is told to stop.
+LINGERING = """
+import signal, subprocess, sys
+stub = subprocess.Popen(sys.argv[1:])
+def stop(*_):
+    stub.terminate()
+    stub.wait()
+signal.signal(signal.SIGTERM, stop)
+print("ready", flush=True)
+while True:
+    signal.pause()
+"""
+
 
 def test_shared_memory_of_pythons_goes_with_the_server() -> None:
     command = [sys.executable, guard.__file__, "server", "", "1", "", sys.executable, "-c", SERVER]
@@ -27,3 +41,25 @@ def test_shared_memory_of_pythons_goes_with_the_server() -> None:
         assert process.wait(60) == 128 + 9
     assert name.startswith("psm_")
     assert not Path("/dev/shm", name).exists()
+
+
+def test_a_server_whose_stubs_have_ended_is_not_waited_for(tmp_path: Path) -> None:
+    stub = tmp_path / guard.STUB
+    os.symlink(sys.executable, stub)
+    model = tmp_path / "preprocessing" / "1" / "model.py"
+    model.parent.mkdir(parents=True)
+    model.write_text("import signal; signal.pause()")
+    server = [sys.executable, "-c", LINGERING, str(stub), str(model)]
+    with subprocess.Popen(
+        [sys.executable, guard.__file__, "server", "", "3600", "", *server],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        process.stdin.close()  # as when the starter has ended, and cannot say what Triton has logged
+        try:
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
