@@ -3,11 +3,13 @@
 PYTHON ?= python3
 PORT ?= 5000
 PROMPT ?= What is machine learning?
-# Of make soak: minutes of load; CHAOS=1 kills parts of the servers, and so does KILLS, so many times.
+# Of make soak: minutes of load; CHAOS=1 kills parts of the servers, and so does KILLS, so many times;
+# FACE is one of the servers: deployment, cog, openai or attached.
 MINUTES ?= 10
 STREAMS ?= 64
 CHAOS ?=
 KILLS ?=
+FACE ?= all
 
 BIN := .venv/bin
 STAMP := .venv/.installed
@@ -80,7 +82,7 @@ bench: models/demo/config.json
 
 soak: models/demo/config.json
 	@$(BIN)/python scripts/soak.py --minutes $(MINUTES) --streams $(STREAMS) \
-		$(if $(filter-out 0,$(CHAOS)),--chaos) $(if $(KILLS),--kills $(KILLS))
+		$(if $(filter-out 0,$(CHAOS)),--chaos) $(if $(KILLS),--kills $(KILLS)) $(if $(filter-out all,$(FACE)),--kind $(FACE))
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from google.protobuf import text_format
 
@@ -160,12 +161,36 @@ def test_several_processes_answer_and_end_in_order(several: OpenAIServer) -> Non
     assert not [pid for pid in below if alive(pid)]
 
 
-def test_the_end_of_a_worker_is_the_end_of_all(several: OpenAIServer) -> None:
-    below = children(several.process.pid)
-    os.kill(workers(several)[0], signal.SIGKILL)
-    assert several.process.wait(timeout=60) == 1
-    assert not [pid for pid in below if alive(pid)]
-    assert "a worker ended" in several.log.read_text()
+def test_another_takes_the_place_of_a_worker_that_ends(several: OpenAIServer) -> None:
+    killed, kept = workers(several)
+    os.kill(killed, signal.SIGKILL)
+    wait_until(lambda: len(set(workers(several)) - {killed}) == 2, 60, "another worker")
+    other = (set(workers(several)) - {killed, kept}).pop()
+    os.kill(kept, signal.SIGSTOP)  # so that the other has to answer
+    try:
+        wait_until(lambda: answers(several), 60, "an answer")
+    finally:
+        os.kill(kept, signal.SIGCONT)
+    assert "another takes its place" in several.log.read_text()
+    assert several.stop() == 0
+    assert not alive(other)
+
+
+def answers(server: OpenAIServer) -> bool:
+    body = {"model": "demo", "prompt": "Hello", "max_tokens": 3}
+    try:
+        reply = httpx.post(f"{server.url}/v1/completions", json=body, timeout=2, trust_env=False)
+    except httpx.TransportError:  # the one that stands still has it, until it goes on
+        return False
+    return reply.status_code == 200
+
+
+def test_workers_that_cannot_start_are_the_end_of_all(tmp_path: Path) -> None:
+    nowhere = ("--triton-endpoint", "http://127.0.0.1:1", "--workers", "2")
+    face = OpenAIServer({"TRITON_START_TIMEOUT": "0.5"}, tmp_path / "log", *nowhere)
+    with pytest.raises(AssertionError, match="before it was ready"), face:
+        pass
+    assert face.process.wait(timeout=60) != 0
 
 
 def test_an_answer_goes_on_after_tritons_end(several: OpenAIServer) -> None:

@@ -33,7 +33,7 @@ class Running:
     Attributes:
         tokenizer: directory or Hugging Face id of the tokenizer.
         url: of the Cog server, or of transformers'.
-        grpc, http: host:port of Triton's endpoints.
+        grpc, http, metrics: host:port of Triton's endpoints.
         engine: parameters of the tensorrt_llm model, for an engine in the load generator.
         pids: of the servers, whose descendants are watched with them.
     """
@@ -42,6 +42,7 @@ class Running:
     url: str = ""
     grpc: str = ""
     http: str = ""
+    metrics: str = ""
     engine: Mapping[str, str] = field(default_factory=dict)
     pids: tuple[int, ...] = ()
 

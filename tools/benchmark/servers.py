@@ -82,10 +82,10 @@ def cog_server(environment: Mapping[str, str], log: Path) -> Iterator[Running]:
         BenchmarkError: it could not be set up, with the end of its log.
     """
     settings = read_settings(environment)
-    port, grpc, http = (free_port() for _ in range(3))
-    ports = {"PORT": port, "TRITON_GRPC_PORT": grpc, "TRITON_HTTP_PORT": http}
+    port, grpc, http, metrics = (free_port() for _ in range(4))
+    triton = {"TRITON_GRPC_PORT": grpc, "TRITON_HTTP_PORT": http, "TRITON_METRICS_PORT": metrics}
     command = [sys.executable, str(PACKAGE_ROOT / "scripts" / "serve.py")]
-    given = {**environment, **ANY_PORTS, **{name: str(value) for name, value in ports.items()}}
+    given = {**environment, "PORT": str(port), **{name: str(at) for name, at in triton.items()}}
     with _process(command, given, log) as process:
         _wait_until_set_up(process, port, log, settings.start_timeout)
         yield Running(
@@ -93,31 +93,38 @@ def cog_server(environment: Mapping[str, str], log: Path) -> Iterator[Running]:
             url=f"http://127.0.0.1:{port}",
             grpc=f"{settings.host}:{grpc}",
             http=f"{settings.host}:{http}",
+            metrics=f"{settings.host}:{metrics}",
             pids=(process.pid,),
         )
 
 
 @contextmanager
-def openai_server(environment: Mapping[str, str], log: Path) -> Iterator[Running]:
-    """The OpenAI face, as ``make openai`` runs it in one process, and the Triton of its own.
+def openai_server(environment: Mapping[str, str], log: Path, *arguments: str) -> Iterator[Running]:
+    """The OpenAI face, as ``make openai`` runs it, and the Triton of its own.
 
     Args:
         environment: the whole environment of the server.
         log: file for what the server prints.
+        arguments: of the command.
 
     Raises:
         BenchmarkError: it could not be set up, with the end of its log.
     """
     settings = read_settings(environment)
-    port = free_port()
+    port, metrics = free_port(), free_port()
     script = str(PACKAGE_ROOT / "scripts" / "serve_openai.py")
     command = [sys.executable, script, "--host", "127.0.0.1", "--port", str(port)]
-    given = {**environment, **ANY_PORTS}
-    with _process([*command, "--model", MODEL], given, log) as process:
+    given = {**environment, **ANY_PORTS, "TRITON_METRICS_PORT": str(metrics)}
+    with _process([*command, "--model", MODEL, *arguments], given, log) as process:
         name = "the OpenAI face"
         _wait(name, process, lambda: _is_healthy(port), log, settings.start_timeout)
         tokenizer = with_files(settings).tokenizer_dir
-        yield Running(tokenizer, url=f"http://127.0.0.1:{port}", pids=(process.pid,))
+        yield Running(
+            tokenizer,
+            url=f"http://127.0.0.1:{port}",
+            metrics=f"{settings.host}:{metrics}",
+            pids=(process.pid,),
+        )
 
 
 @contextmanager

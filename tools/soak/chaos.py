@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
 
-from tools.soak.watch import GUARD, MOMENT, Part
+from tools.soak.watch import FACE, GUARD, MOMENT, Part
 
-VICTIMS = ("tritonserver", "stub", GUARD)
+VICTIMS = ("tritonserver", "stub", GUARD, FACE)
 HASTY_SHARE = 0.15  # of the kills, which do not wait until the server is back from the last one
 LONGEST_HASTE = 10.0  # seconds after the last kill
 
@@ -21,7 +21,8 @@ class Kill:
     """A part that was killed.
 
     Attributes:
-        life: the start of the server's guard, which names the life that ended.
+        life: the start of the server's guard, which names the life that ended; of a process of the OpenAI
+            face, its own.
     """
 
     at: float
@@ -35,7 +36,7 @@ class Recovery:
     """What followed a kill, in seconds after it; None for what has not been seen.
 
     Attributes:
-        started: the next server's guard.
+        started: the next server's guard, or the next process of the OpenAI face.
         healthy: the first answer to the question for health that says yes.
         token: the first token of any stream from a later server.
         hasty: whether another part was killed before.
@@ -83,7 +84,8 @@ class Killer:
             os.kill(victim.pid, signal.SIGKILL)
         except ProcessLookupError:
             return None
-        kill = Kill(now, victim.role, victim.pid, max(guard.started for guard in guards))
+        life = max(part.started for part in ([victim] if victim.role == FACE else guards))
+        kill = Kill(now, victim.role, victim.pid, life)
         self.kills.append(kill)
         if self.random.random() < HASTY_SHARE:
             self._next = now + self.random.random() * LONGEST_HASTE
@@ -108,11 +110,11 @@ def recovery(
 ) -> Recovery:
     """What followed a kill.
 
-    What comes before the next server's guard has started, or a moment after, is from the one that was
+    What comes before the next of its kind has started, or a moment after, is from the one that was
     killed: tokens are under way for as long as nobody reads them.
 
     Args:
-        births: the starts of all guards, in order.
+        births: the starts of all guards, or processes of the OpenAI face, in order.
         tokens: when tokens came, in order.
         polls: of the health: when asked, when answered, and the answer; in order.
     """

@@ -14,8 +14,8 @@ from typing import Any
 
 from cog_triton.settings import read_settings
 from tools.benchmark.machine import machine, reported_settings, server_environment, versions
-from tools.soak.faces import CHAT_TEMPLATE
 from tools.soak.judge import judge
+from tools.soak.openai_faces import CHAT_TEMPLATE
 from tools.soak.page import render
 from tools.soak.phase import Load, PhaseReport, answers, run_phase
 from tools.soak.plan import KINDS, POOL, Phase, engines_here, phases, pool
@@ -98,13 +98,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--minutes", type=_positive, default=10.0, help="of load, in all; default: 10")
-    add("--chaos", action="store_true", help="kill tritonserver, its guard and stubs at random")
+    add("--chaos", action="store_true", help="kill parts of the servers at random")
     add("--kills", type=int, metavar="N", help="go on until N parts were killed, not by the minute")
     add("--streams", type=int, default=64, metavar="N", help="requests in flight; default: 64")
     add("--engine", nargs="+", default=engines_here(), help=f"default: {' '.join(engines_here())}")
-    add(
-        "--kind", nargs="+", choices=KINDS, default=list(KINDS), help="which servers; default: both"
-    )
+    add("--kind", nargs="+", choices=KINDS, default=list(KINDS), help="which servers; default: all")
     add("--seed", type=int, default=0, help="of everything random; default: 0")
     add("--settings", nargs="+", default=[], metavar="KEY=VALUE", help="of the servers")
     add("--artifact-dir", type=Path, default=Path("artifacts/soak"), metavar="DIR")

@@ -25,8 +25,8 @@ from cog_triton.request import triton_inputs
 from tools.soak.plan import Case
 
 RETRYABLE = ("E2105", "E2106")
-CHAT_TEMPLATE = "{{ bos_token }}{{ messages[0]['content'] }}"
-"""Makes of a chat the same tokens as the prompt by itself has, so that the answers are the same."""
+CUT = "cut off"
+"""The code of an answer whose connection was lost before its end."""
 CANCELED = "canceled"
 _CODE = re.compile(r"\bE\d{4}\b")
 
@@ -65,13 +65,13 @@ class Face(ABC):
     Attributes:
         name: in reports.
         has_text, has_ids: what its pieces have.
-        resumes: whether an answer outlives a server.
+        breaks: codes of errors that end an answer with the server, or the part of it, that gave it.
     """
 
     name: str
     has_text = True
     has_ids = False
-    resumes = True
+    breaks: frozenset[str] = frozenset()
 
     @abstractmethod
     def ask(self, case: Case, request_id: str) -> AsyncGenerator[Piece, None]:
@@ -149,7 +149,7 @@ class TritonIds(Face):
 
     has_text = False
     has_ids = True
-    resumes = False
+    breaks = frozenset(RETRYABLE)
 
     def __init__(self, client: TritonClient, transport: str) -> None:
         self.name = f"Triton {transport}"
@@ -202,7 +202,7 @@ class CogSse(CogFace):
                             return
         except (aiohttp.ClientError, OSError) as error:
             raise AskError(type(error).__name__, str(error)) from error
-        raise AskError("cut off", "the stream ended without its last event")
+        raise AskError(CUT, "the stream ended without its last event")
 
 
 class CogJson(CogFace):
@@ -220,68 +220,6 @@ class CogJson(CogFace):
         check_status(prediction)
         tokens = int(prediction["metrics"].get("output_token_count", 0))
         yield Piece("".join(prediction["output"]), tokens)
-
-
-class OpenAiChat(Face):
-    """POST /v1/chat/completions, streamed. Its server's chat template is ``CHAT_TEMPLATE``."""
-
-    name = "OpenAI SSE"
-
-    def __init__(self, session: aiohttp.ClientSession, url: str, model: str) -> None:
-        self._session = session
-        self._url = f"{url}/v1/chat/completions"
-        self._model = model
-
-    async def ask(self, case: Case, request_id: str) -> AsyncGenerator[Piece, None]:
-        parser = EventParser()
-        body = chat_body(case, self._model)
-        headers = {"X-Request-Id": request_id}
-        try:
-            async with self._session.post(self._url, json=body, headers=headers) as reply:
-                if reply.status != 200:
-                    raise openai_error(await reply.read(), reply.status)
-                async for data in reply.content.iter_any():
-                    for _, event in parser.feed(data):
-                        if event.strip() == b"[DONE]":
-                            return
-                        if piece := chat_piece(event):
-                            yield piece
-        except (aiohttp.ClientError, OSError) as error:
-            raise AskError(type(error).__name__, str(error)) from error
-        raise AskError("cut off", "the stream ended without its last event")
-
-
-def chat_body(case: Case, model: str) -> dict[str, Any]:
-    """The body of a chat that asks for a case."""
-    inputs = {name: value for name, value in case.inputs.items() if name != "prompt"}
-    messages = [{"role": "user", "content": case.prompt}]
-    options = {"stream": True, "stream_options": {"include_usage": True}}
-    return {"model": model, "messages": messages, **options, **inputs}
-
-
-def chat_piece(event: bytes) -> Piece | None:
-    """What an event of a chat adds to the answer, if it does.
-
-    Raises:
-        AskError: it is an error.
-    """
-    data = json.loads(event)
-    if "error" in data:
-        raise openai_error(event, 200)
-    if usage := data.get("usage"):
-        return Piece("", int(usage["completion_tokens"]))
-    text = data["choices"][0]["delta"].get("content") if data["choices"] else None
-    return Piece(text) if text else None
-
-
-def openai_error(body: bytes, status: int) -> AskError:
-    """The error that a body or an event of OpenAI's API is."""
-    try:
-        error = json.loads(body)["error"]
-    except (ValueError, KeyError, TypeError):
-        return AskError(f"HTTP {status}", body[:300].decode(errors="replace"))
-    code = {"rate_limit_exceeded": "E2106"}.get(error["code"], error["code"])
-    return AskError(code or f"HTTP {status}", str(error["message"]))
 
 
 def sse_piece(name: str, data: dict[str, Any]) -> Piece | None:

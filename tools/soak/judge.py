@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from tools.benchmark.checks import Check, at_least, at_most
 from tools.soak.chaos import Recovery
-from tools.soak.faces import RETRYABLE
+from tools.soak.faces import CUT, RETRYABLE
 from tools.soak.streams import Outcome
-from tools.soak.watch import Growth
+from tools.soak.watch import FACE, Growth
 
 MOST_GROWTH = 5.0  # %
 NO_GROWTH_MB = 2.0  # what an allocator keeps or gives back; no leak shows in so little
@@ -23,6 +23,7 @@ class Tally:
     """What came of the requests of a phase, counted as they end.
 
     Attributes:
+        cut: those of the broken whose connection was lost.
         errors: of requests that failed in the end, by code.
         retries: errors after which a client sent a request again, by code.
         notes: of each request with an answer that is lost or wrong, or that failed: the request, and why.
@@ -32,6 +33,7 @@ class Tally:
     whole: int = 0
     left: int = 0
     broken: int = 0
+    cut: int = 0
     tokens: int = 0
     lost: int = 0
     wrong: int = 0
@@ -45,6 +47,7 @@ class Tally:
         self.whole += outcome.end == "whole"
         self.left += outcome.end == "left"
         self.broken += outcome.end == "broken"
+        self.cut += outcome.end == "broken" and outcome.code == CUT
         self.tokens += outcome.tokens
         self.lost += outcome.lost
         self.wrong += outcome.wrong
@@ -55,11 +58,16 @@ class Tally:
         if outcome.end == "failed" or outcome.lost or outcome.wrong:
             self.notes.append({**vars(outcome)})
 
-    def without_kills(self) -> None:
-        """Counts what broke with a server as failed: nobody had killed one."""
-        if self.broken:
-            self.errors["broken"] += self.broken
-        self.broken = 0
+    def excuse(self, killed: Collection[str]) -> None:
+        """Counts as failed what broke though nobody had killed what it could break with.
+
+        Args:
+            killed: the roles of what was killed.
+        """
+        failed = self.broken if not killed else self.cut if FACE not in killed else 0
+        if failed:
+            self.errors["broken"] += failed
+            self.broken -= failed
 
     def __add__(self, other: Tally) -> Tally:
         values = {name: getattr(self, name) + getattr(other, name) for name in vars(self)}

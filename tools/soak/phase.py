@@ -28,7 +28,7 @@ from tools.soak.faces import id_prefix
 from tools.soak.judge import LEAST_SECONDS, Tally
 from tools.soak.plan import Case, Phase
 from tools.soak.streams import SILENCE_SECONDS, Outcome
-from tools.soak.watch import Growth, Sample, Shared, Watch, growths
+from tools.soak.watch import FACE, GUARD, Growth, Sample, Shared, Watch, growths
 from tools.soak.worker import Spec
 
 LOOK_SECONDS = 0.25
@@ -95,6 +95,7 @@ class Worker:
         self.ready: float | None = None
         self.done: float | None = None
         self.expected: list[Expected] = []
+        self.unfinished: list[str] = []
         self._messages: queue.SimpleQueue[str] = queue.SimpleQueue()
         with log.open("wb") as file:
             self._process = subprocess.Popen(
@@ -151,6 +152,8 @@ class Worker:
             self.rate.append((value[0], value[1]))
         elif name == "health":
             self.polls.append((value[0], value[1], value[2]))
+        elif name == "unfinished":
+            self.unfinished.append(value)
         elif name == "expected":
             self.expected = [Expected(text, tuple(ids)) for text, ids in value]
         else:  # ready, done
@@ -269,7 +272,7 @@ def _is_back(worker: Worker, watch: Watch, killer: Killer | None) -> bool:
 
 
 def _recovery(worker: Worker, watch: Watch, kills: Sequence[Kill], index: int) -> Recovery:
-    births = [start for start, _ in watch.lives()]
+    births = [start for start, _ in watch.lives(FACE if kills[index].role == FACE else GUARD)]
     return recovery(kills, index, births, worker.tokens, worker.polls)
 
 
@@ -296,19 +299,23 @@ def _finish(
     worker.take()
     kills = killer.kills if killer else []
     done = worker.done or time.monotonic()
-    lives = [(start, end if end and end <= done else None) for start, end in watch.lives()]
+    lives = {
+        role: [(start, end if end and end <= done else None) for start, end in watch.lives(role)]
+        for role in (GUARD, FACE)
+    }
     texts = [log.read_text(errors="replace") for log in logs if log.is_file()]
     report.tally = worker.tally
-    if not kills:
-        report.tally.without_kills()
+    report.unfinished += worker.unfinished
+    report.tally.excuse({kill.role for kill in kills})
     report.kills = kills
     report.recoveries = [_recovery(worker, watch, kills, index) for index in range(len(kills))]
-    report.restarts = max(0, len(lives) - 1)
+    report.restarts = max(0, len(lives[GUARD]) - 1)
     report.resumed = len({name for text in texts for name in _RESUMED.findall(text)})
     report.growths = growths(watch, worker.tokens, done, LEAST_SECONDS)
     report.crashes += [
-        f"a server ended {end - report.began:.1f} s after the start"
-        for end in crashes(lives, kills)
+        f"{what} ended {end - report.began:.1f} s after the start"
+        for role, what in ((GUARD, "a server"), (FACE, "a process of the OpenAI face"))
+        for end in crashes(lives[role], kills)
     ]
     for text in texts:
         for sign in _SIGNS.findall(text):

@@ -12,9 +12,11 @@ from cog_triton.request import Request
 from tools.benchmark.load import WORDS
 
 ENGINES = ("simulated", "transformers")
-KINDS = ("deployment", "cog")
 TRANSPORTS = ("grpc", "http")
+KINDS = {"deployment": TRANSPORTS, "cog": TRANSPORTS, "openai": ("grpc",), "attached": ("grpc",)}
+"""The servers, and how each can reach Triton: processes that share one do so over gRPC."""
 SHORTEST_PHASE = 30.0  # seconds: a kill in a phase is to be recovered from before its end
+JUDGED_PHASE = 65.0  # seconds, in which a leak of memory shows as well
 POOL = 64
 MOST_TOKENS = 160
 
@@ -74,7 +76,9 @@ class Phase:
     """One server, and the load on it.
 
     Attributes:
-        kind: ``deployment`` for generate() in the worker, ``cog`` for Cog's server and the Triton in it.
+        kind: ``deployment`` for generate() in the worker, ``cog`` for Cog's server, the OpenAI face beside
+            it and the Triton in it, ``openai`` for that face in several processes with a Triton of its own,
+            ``attached`` for several on the Triton of another.
         seconds: for which new requests are sent; 0 if ``kills`` ends it.
         kills: after so many; None for none of a set number.
     """
@@ -94,10 +98,13 @@ def phases(
 ) -> list[Phase]:
     """What a soak goes through: as many servers as have time enough, and the time shared among them.
 
-    The first few take turns with the kinds and the transports, so that a short soak has them all.
+    The first few take turns with the engines, so that a short soak has all kinds and engines.
     """
     all_of_them = list(_combinations(engines, kinds))
-    most = len(all_of_them) if kills is not None else max(1, int(seconds // SHORTEST_PHASE))
+    briefly = min(len(kinds), int(seconds // SHORTEST_PHASE))
+    most = max(1, briefly, int(seconds // JUDGED_PHASE))
+    if kills is not None:
+        most = len(all_of_them)
     chosen = all_of_them[: min(most, len(all_of_them), kills or len(all_of_them))]
     count = len(chosen)
     if kills is None:
@@ -107,11 +114,12 @@ def phases(
 
 
 def _combinations(engines: Sequence[str], kinds: Sequence[str]) -> Iterable[tuple[str, str, str]]:
-    for turn in range(len(TRANSPORTS)):
-        for number, engine in enumerate(engines):
+    for transport in range(len(TRANSPORTS)):
+        for turn in range(len(engines)):
             for place, kind in enumerate(kinds):
-                transport = TRANSPORTS[(turn + number + place) % len(TRANSPORTS)]
-                yield engine, kind, transport
+                if transport < len(transports := KINDS[kind]):
+                    chosen = transports[(transport + turn + place) % len(transports)]
+                    yield engines[(turn + place) % len(engines)], kind, chosen
 
 
 def engines_here() -> list[str]:

@@ -11,7 +11,7 @@ from random import Random
 from typing import Any
 
 from tools.soak.expected import Difference, Expected, compare
-from tools.soak.faces import CANCELED, RETRYABLE, AskError, Face, new_id
+from tools.soak.faces import CANCELED, AskError, Face, new_id
 from tools.soak.plan import Case
 
 LEFT_SHARE = 0.2  # of the requests, which their client cancels or leaves
@@ -30,11 +30,11 @@ class Outcome:
     """What came of one request.
 
     Attributes:
-        end: ``whole``, ``left`` by its client, ``broken`` with the server on a face that does not resume,
-            or ``failed``.
+        end: ``whole``, ``left`` by its client, ``broken`` with the server or the process that gave it, or
+            ``failed``.
         tokens: that came.
         lost, wrong: see ``Difference``.
-        code: of the error it failed with in the end.
+        code: of the error that it broke or failed with in the end.
         tried: the codes of errors after which it was sent again, as they came.
         note: the beginning of what was expected and what came, where they differ, or the error's text.
     """
@@ -148,8 +148,8 @@ class Streams:
             try:
                 end = await self._ask(attempt, departure)
             except AskError as error:
-                if error.code in RETRYABLE and not face.resumes:
-                    end = "broken"
+                if error.code in face.breaks:
+                    end, code = "broken", error.code
                     await asyncio.sleep(FIRST_PAUSE)
                 elif error.retryable and len(tried) + 1 < ATTEMPTS:
                     tried.append(error.code)

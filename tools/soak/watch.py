@@ -20,7 +20,7 @@ import psutil  # type: ignore[import-untyped, unused-ignore]
 from tools.benchmark.processes import MEGABYTE, role_of, tree
 
 SHARED_MEMORY = Path("/dev/shm")
-GUARD, WORKER, SERVE = "guard", "worker", "serve.py"
+GUARD, WORKER, SERVE, FACE = "guard", "worker", "serve.py", "face"
 MOMENT = 0.5  # seconds, in which no server starts: tokens of the last may be under way so long
 STUB = "triton_python_backend_stub"
 _ERRORS = (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess, OSError)
@@ -110,10 +110,10 @@ class Watch:
         """The parts that run."""
         return [p for key, p in self.parts.items() if key not in self.ended and p.alive]
 
-    def lives(self) -> list[tuple[float, float | None]]:
-        """The lives of the server: when each one's guard started, and when it was missed, in order."""
-        guards = sorted(key for key, part in self.parts.items() if part.role == GUARD)
-        return sorted((self.parts[key].started, self.ended.get(key)) for key in guards)
+    def lives(self, role: str = GUARD) -> list[tuple[float, float | None]]:
+        """When each of a role started and was missed, in order; the lives of a server are its guards'."""
+        keys = sorted(key for key, part in self.parts.items() if part.role == role)
+        return sorted((self.parts[key].started, self.ended.get(key)) for key in keys)
 
     def regions(self) -> Iterator[Path]:
         """The regions of /dev/shm whose server a watched process started."""
@@ -144,6 +144,8 @@ def role_of_part(command: list[str]) -> str:
     """What a process is, by its command line: a role of the benchmark's, or one that only a soak tells."""
     if any(argument.endswith("server/guard.py") for argument in command):
         return GUARD
+    if "cog_triton.faces.openai.worker" in command:
+        return FACE
     if any(argument.endswith("scripts/serve.py") for argument in command):
         return SERVE
     return WORKER if "tools.soak.worker" in command else role_of(command)

@@ -9,6 +9,7 @@ goes to standard error. On standard output come, with times of ``time.monotonic(
     {"expected": [[text, ids], …]}      the answers, if they were asked for instead of a load
     {"outcome": {…}}                    of a request, see ``streams.Outcome``
     {"tokens": [time, number]}          that came within TICK of that time, on all streams
+    {"unfinished": text}                what still runs after that
     {"health": [begun, ended, healthy]} an answer to the question
     {"done": time}                      every stream has ended
 """
@@ -22,36 +23,21 @@ import json
 import logging
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import aiohttp
-
-from cog_triton.client.grpc_transport import GrpcClient
-from cog_triton.client.http_transport import HttpClient
-from cog_triton.settings import read_settings
-from tools.benchmark.processes import free_port
-from tools.benchmark.servers import ANY_PORTS, cog_server
 from tools.soak.expected import Expected
-from tools.soak.faces import (
-    CogJson,
-    CogSse,
-    Face,
-    Generate,
-    OpenAiChat,
-    SoakedDeployment,
-    TritonIds,
-)
+from tools.soak.faces import Face
 from tools.soak.plan import Case
-from tools.soak.streams import SILENCE_SECONDS, Streams
+from tools.soak.servers import SERVERS, Healthy, Place
+from tools.soak.streams import Streams
 
 TICK = 0.05
 POLL_SECONDS = 0.25
 STUCK = 40.0  # seconds after the end of the load, when it is told where the last streams are
-HEALTHY = ("READY", "BUSY")
+IDLE_SECONDS = 30.0  # for which the engine may go on with what nobody waits for any more
 
 
 @dataclass(frozen=True)
@@ -111,28 +97,32 @@ class Output:
         self._tokens = 0
 
 
-Healthy = Callable[[], Awaitable[bool]]
-
-
 async def work(spec: Spec, emit: Output) -> None:
     """Does what a worker is to do.
 
     Raises:
         CogTritonError, BenchmarkError: the server could not be set up.
     """
-    async with _server(spec) as (faces, healthy):
+    place = Place(spec.transport, spec.environment, Path(spec.log))
+    async with SERVERS[spec.kind](place) as server:
         if not spec.expected:
-            emit({"expected": await answers(faces[0], spec.cases)})
+            emit({"expected": await answers(server.faces[0], spec.cases)})
             return
-        streams = Streams(faces, spec.cases, spec.expected, emit, spec.seed)
+        streams = Streams(server.faces, spec.cases, spec.expected, emit, spec.seed)
         stop = asyncio.create_task(_end_of_input())
         stop.add_done_callback(lambda _: streams.stop())
         stop.add_done_callback(lambda _: asyncio.get_running_loop().call_later(STUCK, tell_stuck))
-        polling = asyncio.create_task(_poll(healthy, emit))
+        polling = asyncio.create_task(_poll(server.healthy, emit))
         emit({"ready": time.monotonic()})
         await streams.run(spec.streams)
         polling.cancel()
         emit.flush()
+        if still := await server.busy_after(IDLE_SECONDS):
+            emit(
+                {
+                    "unfinished": f"{still:g} requests still ran in the engine {IDLE_SECONDS:g} s later"
+                }
+            )
         emit({"done": time.monotonic()})
 
 
@@ -148,50 +138,6 @@ async def answers(face: Face, cases: tuple[Case, ...]) -> list[tuple[str, list[i
         return text, ids
 
     return await asyncio.gather(*map(answer, cases))
-
-
-@asynccontextmanager
-async def _server(spec: Spec) -> AsyncIterator[tuple[list[Face], Healthy]]:
-    async with AsyncExitStack() as stack:
-        if spec.kind == "deployment":
-            settings = read_settings({**spec.environment, **ANY_PORTS})
-            deployment = await SoakedDeployment.start(settings)
-            assert isinstance(deployment, SoakedDeployment)
-            stack.push_async_callback(deployment.stop)
-            yield [Generate(deployment)], deployment.healthy
-            return
-        openai = f"http://127.0.0.1:{(port := free_port())}"
-        environment = {**spec.environment, "OPENAI_PORT": str(port), "OPENAI_HOST": "127.0.0.1"}
-        running = stack.enter_context(cog_server(environment, Path(spec.log)))
-        session = await stack.enter_async_context(_session())
-        http = spec.transport == "http"
-        client = (HttpClient if http else GrpcClient)(
-            running.http if http else running.grpc, response_timeout=SILENCE_SECONDS
-        )
-        stack.push_async_callback(client.aclose)
-        chat = OpenAiChat(session, openai, await _model(session, openai))
-        faces = [CogSse(session, running.url), CogJson(session, running.url), chat]
-        yield [*faces, TritonIds(client, spec.transport)], lambda: _health(session, running.url)
-
-
-def _session() -> aiohttp.ClientSession:
-    return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
-    )
-
-
-async def _model(session: aiohttp.ClientSession, url: str) -> str:
-    """The name under which the OpenAI face has its model."""
-    async with session.get(f"{url}/v1/models") as reply:
-        return str((await reply.json())["data"][0]["id"])
-
-
-async def _health(session: aiohttp.ClientSession, url: str) -> bool:
-    try:
-        async with session.get(f"{url}/health-check") as reply:
-            return (await reply.json())["status"] in HEALTHY
-    except aiohttp.ClientError:
-        return False
 
 
 async def _poll(healthy: Healthy, emit: Output) -> None:

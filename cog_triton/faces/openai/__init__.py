@@ -17,7 +17,7 @@
     operation.py   what is around the routes: keys.py and quotas.py let in, calls.py has what is seen of a
                    request, and metrics.py, tracing.py and the log are told of it at its end
     tools/         tool calls in a model's text
-    serving.py     a process, or several, that serve
+    serving.py     a process that serves; processes.py the command's, workers.py several that share a socket
     attached.py    a Triton that runs already
     beside.py      in the predictor, beside Cog's face
 

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import dataclasses
 import functools
 import json
 import logging
 import os
 import socket
-import sys
 import tempfile
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import uvloop
 
@@ -33,6 +31,7 @@ from cog_triton.faces.openai.serving import (
     serve,
     told_to_end,
 )
+from cog_triton.faces.openai.workers import Worker, Workers, share
 from cog_triton.parent import end_with_parent
 from cog_triton.server.log import log_to
 from cog_triton.settings import Settings, read_settings
@@ -64,28 +63,6 @@ class Options:
     workers: int = 1
     api_keys_file: Path | None = None
     allowed_origins: str | None = None
-
-
-@dataclass(frozen=True)
-class Worker:
-    """What one of several processes is told.
-
-    Attributes:
-        listener: descriptor of the socket that they share.
-        ready: descriptor to write to when requests can come.
-        metrics: directory for the figures of all.
-        settings: those that differ from the environment's.
-    """
-
-    listener: int
-    ready: int
-    models: tuple[str, ...]
-    endpoint: str
-    triton_model: str
-    context_length: int | None
-    processes: int
-    metrics: str
-    settings: Mapping[str, object]
 
 
 def run(options: Options) -> int:
@@ -162,7 +139,7 @@ async def _serve_with_workers(
     deployment, endpoint = None, options.endpoint
     if endpoint is None:
         # One port for all lives of the server: the workers are not told of another.
-        port = settings.grpc_port or _free_port(settings.host)
+        port = settings.grpc_port or free_port(settings.host)
         settings = settings.model_copy(update={"grpc_port": port})
         deployment = await Deployment.start(settings)
         settings = deployment.settings
@@ -170,38 +147,21 @@ async def _serve_with_workers(
     try:
         length = deployment.context_length if deployment else _context_length(settings)
         with tempfile.TemporaryDirectory(prefix="cog-triton-metrics-") as metrics:
-            told = _told(options, settings, endpoint, length, metrics)
-            workers = [told] * options.workers
-            return await _run_workers(workers, listener, settings.drain_seconds, ready)
+            worker = Worker(
+                models=options.models or _names(options, settings),
+                endpoint=address_of(endpoint),
+                triton_model=options.triton_model,
+                context_length=length,
+                processes=options.workers,
+                metrics=metrics,
+                settings=share(settings, options.workers),
+                listener=listener.fileno(),
+            )
+            listener.listen(BACKLOG)
+            return await _run_until_told(Workers(worker), settings.drain_seconds, ready)
     finally:
         if deployment is not None:
             await deployment.stop()
-
-
-def _told(
-    options: Options, settings: Settings, endpoint: str, length: int | None, metrics: str
-) -> Worker:
-    """What each worker is told; the queue is shared out among them."""
-    file = settings.openai_api_keys_file
-    share = {
-        "max_running": -(-settings.max_running // options.workers),
-        "max_waiting": -(-settings.max_waiting // options.workers),
-        "tokenizer": settings.tokenizer_dir,
-        "allowed_origins": settings.allowed_origins,
-        "openai_api_keys_file": str(file) if file else None,
-    }
-    names = options.models or _names(options, settings)
-    return Worker(
-        -1,
-        -1,
-        names,
-        address_of(endpoint),
-        options.triton_model,
-        length,
-        options.workers,
-        metrics,
-        share,
-    )
 
 
 def _context_length(settings: Settings) -> int | None:
@@ -210,57 +170,27 @@ def _context_length(settings: Settings) -> int | None:
     return context_length({"model": model, "max_seq_len": limit})
 
 
-async def _run_workers(
-    workers: list[Worker],
-    listener: socket.socket,
-    drain_seconds: float,
-    ready: Callable[[], object],
+async def _run_until_told(
+    workers: Workers, drain_seconds: float, ready: Callable[[], object]
 ) -> int:
-    """Runs workers until a signal comes, or one of them ends; returns the exit status."""
-    listener.listen(BACKLOG)
-    said, say = os.pipe()
+    """Runs workers until a signal comes, or one cannot start; returns the exit status."""
     with told_to_end() as told:
-        processes = [await _spawn(worker, listener.fileno(), say) for worker in workers]
-        os.close(say)
-        ends = [asyncio.create_task(process.wait()) for process in processes]
-        telling = asyncio.create_task(_all_ready(said, len(workers), ready))
-        await asyncio.wait([*ends, told], return_when=asyncio.FIRST_COMPLETED)
-        if not told.done():
-            logger.error("a worker ended: all are stopped")
-        for process in processes:
-            if process.returncode is None:
-                process.terminate()
-        await asyncio.wait(ends, timeout=drain_seconds + LAST_SECONDS + MARGIN_SECONDS)
-        for process in processes:
-            if process.returncode is None:
-                process.kill()
-        telling.cancel()
+        running = asyncio.create_task(workers.run(ready))
+        first: list[asyncio.Future[Any]] = [running, told]
+        await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+        workers.stop()
+        await asyncio.wait([running], timeout=drain_seconds + LAST_SECONDS + MARGIN_SECONDS)
+        workers.kill()
+        await running
         return exit_status(told)
 
 
-async def _spawn(worker: Worker, listener: int, ready: int) -> asyncio.subprocess.Process:
-    told = dataclasses.replace(worker, listener=listener, ready=ready)
-    return await asyncio.create_subprocess_exec(
-        sys.executable,
-        *("-m", "cog_triton.faces.openai.worker", json.dumps(dataclasses.asdict(told))),
-        pass_fds=(listener, ready),
-        env={**os.environ, "PROMETHEUS_MULTIPROC_DIR": worker.metrics},
-        start_new_session=True,  # Ctrl-C reaches the first process alone, which passes it on
-    )
+def free_port(host: str) -> int:
+    """A port of an address that nobody listens on.
 
-
-async def _all_ready(said: int, count: int, ready: Callable[[], object]) -> None:
-    """Calls ``ready`` when each worker has said that it is."""
-    loop = asyncio.get_running_loop()
-    reader = asyncio.StreamReader()
-    with os.fdopen(said, "rb") as pipe:
-        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
-        with contextlib.suppress(asyncio.IncompleteReadError):  # they have ended
-            await reader.readexactly(count)
-            ready()
-
-
-def _free_port(host: str) -> int:
+    Raises:
+        ConfigurationError: it is not this machine's.
+    """
     with socket.socket() as listener:
         try:
             listener.bind((host, 0))

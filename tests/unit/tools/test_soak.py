@@ -22,21 +22,26 @@ from tests.support import ROOT
 from tools.soak.chaos import Kill, Killer, Recovery, choose, crashes, recovery
 from tools.soak.expected import Difference, Expected, compare
 from tools.soak.faces import (
-    CHAT_TEMPLATE,
+    CUT,
     AskError,
     Face,
     Piece,
-    chat_body,
-    chat_piece,
     check_status,
     code_of,
-    openai_error,
     sse_piece,
 )
 from tools.soak.judge import Figures, Tally, judge, percentile, recovery_table
+from tools.soak.openai_faces import (
+    CHAT_TEMPLATE,
+    chat_body,
+    chat_piece,
+    of_flood,
+    openai_error,
+    refusal,
+)
 from tools.soak.page import figure_over_time, render
 from tools.soak.phase import PhaseReport, leftovers
-from tools.soak.plan import Case, Phase, phases, pool
+from tools.soak.plan import KINDS, Case, Phase, phases, pool
 from tools.soak.report import as_json, figures, rate, terminal
 from tools.soak.streams import Answer, Departure, Outcome, Streams, difference
 from tools.soak.watch import Growth, Part, Sample, Shared, Watch, ends, growths, role_of_part
@@ -215,13 +220,25 @@ def test_on_a_face_that_does_not_resume_a_stream_breaks_with_its_server(
 ) -> None:
     monkeypatch.setattr("tools.soak.streams.FIRST_PAUSE", 0)
     face = Scripted([PIECES[0], AskError("E2105", "gone")])
-    face.resumes = False
+    face.breaks = frozenset({"E2105"})
     broken = outcome_of(face)
     assert (broken.end, broken.lost) == ("broken", 0)
     assert missed(Figures(tally(broken))) == []
     undisturbed = tally(broken)
-    undisturbed.without_kills()
+    undisturbed.excuse([])
     assert missed(Figures(undisturbed)) == ["requests that failed"]
+
+
+def test_a_connection_breaks_with_the_process_that_had_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tools.soak.streams.FIRST_PAUSE", 0)
+    face = Scripted([PIECES[0], AskError(CUT, "gone")])
+    face.breaks = frozenset({CUT})
+    counted = tally(outcome_of(face))
+    assert (counted.broken, counted.cut) == (1, 1)
+    counted.excuse(["tritonserver", "face"])
+    assert missed(Figures(counted)) == []
+    counted.excuse(["tritonserver"])
+    assert missed(Figures(counted)) == ["requests that failed"]
 
 
 def test_another_error_is_not_tried_again() -> None:
@@ -270,6 +287,23 @@ def test_events_of_openai_are_pieces_or_errors() -> None:
     full = b'{"error": {"message": "full", "code": "rate_limit_exceeded"}}'
     assert openai_error(full, 429).retryable
     assert openai_error(b"Bad gateway", 502).code == "HTTP 502"
+    assert refusal(429, {"Retry-After": "3"}, full).code == "E2106"
+    assert refusal(429, {}, full).code == "no Retry-After"
+    assert refusal(500, {}, b"").code == "HTTP 500"
+
+
+def test_a_flood_has_one_answer_and_errors_that_may_be_tried_again() -> None:
+    full, piece = AskError("E2106", "full"), Piece("a", 1)
+    assert of_flood([full, piece, piece]) == piece
+    floods: list[tuple[list[Piece | AskError], str]] = [
+        ([full, full], "E2106"),
+        ([piece, Piece("b", 1)], "answers differ"),
+        ([piece, full, AskError("HTTP 500", "")], "HTTP 500"),
+    ]
+    for answers, code in floods:
+        with pytest.raises(AskError) as failed:
+            of_flood(answers)
+        assert failed.value.code == code
 
 
 def test_a_chat_has_the_tokens_of_its_prompt(demo_model: Path) -> None:
@@ -290,16 +324,18 @@ def test_the_code_of_an_error_is_in_its_text() -> None:
 
 
 def test_phases_share_the_time_and_take_turns() -> None:
-    short = phases(["simulated", "transformers"], ["deployment", "cog"], 120)
+    both = ["simulated", "transformers"]
+    short = phases(both, list(KINDS), 120)
     assert short == [
         Phase("simulated", "deployment", "grpc", 30),
-        Phase("simulated", "cog", "http", 30),
-        Phase("transformers", "deployment", "http", 30),
-        Phase("transformers", "cog", "grpc", 30),
+        Phase("transformers", "cog", "http", 30),
+        Phase("simulated", "openai", "grpc", 30),
+        Phase("transformers", "attached", "grpc", 30),
     ]
-    long = phases(["simulated", "transformers"], ["deployment", "cog"], 2400)
-    assert len(set(long)) == 8
-    assert {phase.seconds for phase in long} == {300}
+    assert len(set(phases(both, list(KINDS), 600))) == 9
+    long = phases(both, list(KINDS), 2400)
+    assert len(set(long)) == 12
+    assert {phase.seconds for phase in long} == {200}
     assert [phase.seconds for phase in phases(["simulated"], ["cog"], 6)] == [6]
 
 
@@ -322,10 +358,10 @@ SERVER = Part(4, 100, "tritonserver")
 
 
 def test_every_kind_of_part_is_killed_and_nothing_else() -> None:
-    parts = [GUARD, SERVER, *STUBS, Part(5, 100, "predictor")]
+    parts = [GUARD, SERVER, *STUBS, Part(5, 100, "predictor"), Part(6, 100, "face")]
     random = Random(0)
     chosen = [choose(parts, random) for _ in range(200)]
-    assert {part.pid for part in chosen if part} == {1, 2, 3, 4}
+    assert {part.pid for part in chosen if part} == {1, 2, 3, 4, 6}
     assert choose([], random) is None
 
 
@@ -345,6 +381,17 @@ def test_a_kill_is_of_a_process() -> None:
     assert kill == Kill(7, "guard", victim.pid, 1.0)
     assert killer.kill(7, []) is None
     assert killer.kills == [kill]
+
+
+def test_a_process_of_the_openai_face_has_a_life_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    face = Part(6, 300, "face")
+    monkeypatch.setattr("tools.soak.chaos.choose", lambda *_: face)
+    monkeypatch.setattr("os.kill", lambda *_: None)
+    kill = Killer(Random(0), pause=2).kill(7, [GUARD, face])
+    assert kill == Kill(7, "face", 6, 3.0)
+    assert crashes([(1.0, 10.0)], [kill]) == [10.0]
 
 
 def test_recovery_counts_from_the_next_servers_start() -> None:
@@ -400,6 +447,7 @@ def test_a_watch_sees_the_process_its_children_and_their_end() -> None:
 def test_roles() -> None:
     assert role_of_part(["python", "/x/cog_triton/server/guard.py", "server"]) == "guard"
     assert role_of_part(["python", "-m", "tools.soak.worker"]) == "worker"
+    assert role_of_part(["python", "-m", "cog_triton.faces.openai.worker", "{}"]) == "face"
     assert role_of_part(["tritonserver", "--model-repository=x"]) == "tritonserver"
 
 
