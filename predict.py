@@ -40,7 +40,7 @@ class Predictor(BaseRunner):
         validate_template(settings.prompt_template)
         check_stop_sequences(parse_stop_sequences(settings.stop_sequences))
         end_with_parent()
-        beside = _openai(settings)
+        beside, settings = _openai(settings)
         self.deployment = await Deployment.start(settings)
         if beside is not None:
             beside.serve(self.deployment)
@@ -307,13 +307,17 @@ async def _texts(
             yield chunk.text
 
 
-def _openai(settings: Settings) -> Any:
-    """The OpenAI face, if it is to run beside this one."""
-    if settings.openai_port is None:
-        return None
+def _openai(settings: Settings) -> tuple[Any, Settings]:
+    """The OpenAI face, if it is to run beside this one, and the settings that both need."""
+    port = settings.openai_port
+    if port is None:
+        return None, settings
     from cog_triton.faces.openai.beside import Beside
+    from cog_triton.faces.openai.workers import with_one_port
 
-    return Beside(settings, settings.openai_port, last_call.tell_busy)
+    if settings.openai_workers > 1:
+        settings = with_one_port(settings)
+    return Beside(settings, port, last_call.tell_busy), settings
 
 
 def _refuse(why: str, **inputs: object) -> None:

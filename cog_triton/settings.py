@@ -152,6 +152,9 @@ class Settings(BaseModel):
     a free port, which the log names."""
     openai_host: str = "127.0.0.1"
     """Address that it listens on."""
+    openai_workers: int = Field(1, ge=1)
+    """Processes that answer there: 1 is the predictor itself, more are of their own, if one core is not
+    enough. They share MAX_RUNNING and MAX_WAITING among them, beside the predictor's own."""
     openai_api_keys: SecretStr | None = None
     """API keys of the OpenAI face, with commas or line feeds between: each the key, or sha256: and the 64
     hexadecimal digits of its hash. With no keys, here or in a file, anybody may ask."""

@@ -80,7 +80,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--tokenizer", help="directory or id of the tokenizer; default: TOKENIZER, or MODEL's"
     )
     parser.add_argument(
-        "--workers", type=int, default=1, help="processes that answer, if one core is not enough"
+        "--workers",
+        type=int,
+        default=int(os.environ.get("OPENAI_WORKERS") or 1),
+        help="processes that answer, if one core is not enough; default: OPENAI_WORKERS, or 1",
     )
     parser.add_argument("--no-page", action="store_true", help="no chat page at /: CHAT_PAGE=false")
     parser.add_argument(

@@ -86,3 +86,22 @@ def test_a_port_that_is_taken_is_named(demo_model: Path, tmp_path: Path) -> None
             assert server.process.wait(60) != 0
     taken = f"OPENAI_PORT: 127.0.0.1, port {port}: Address already in use"
     assert taken in server.log.read_text()
+
+
+def test_the_face_in_processes_of_its_own(demo_model: Path, tmp_path: Path) -> None:
+    several = {"OPENAI_WORKERS": "2", "TRITON_GRPC_PORT": "0"}
+    with both(demo_model, tmp_path, **several) as (server, url):
+        wait_until(lambda: "processes are ready" in server.log.read_text(), 60, "two processes")
+        answer = chat(url, seed=7).json()["choices"][0]["message"]["content"]
+        prediction = server.predict(messages=json.dumps(MESSAGES), seed=7, max_tokens=12)
+        assert answer == "".join(prediction["output"]) != ""
+        family = children(server.process.pid)
+        commands = [" ".join(psutil.Process(pid).cmdline()) for pid in family]
+        assert sum("openai.worker" in command for command in commands) == 2
+        with streamed_chat(url, max_tokens=200, min_tokens=200) as events:
+            next(events)
+            server.process.send_signal(signal.SIGTERM)
+            *_, last, done = events
+        assert (last["choices"][0]["finish_reason"], done) == ("length", "[DONE]")
+        assert server.process.wait(60) == 0
+        wait_until(lambda: not any(map(alive, family)), 20, "the end of all processes")

@@ -18,9 +18,9 @@ from tools.soak.plan import Case
 
 CHAT_TEMPLATE = "{{ bos_token }}{{ messages[0]['content'] }}"
 """Makes of a chat the same tokens as the prompt by itself has, so that the answers are the same."""
-FLOOD = 60
-FLOOD_SECONDS = 5.0  # from the end of one to the next, at least
-PATIENCE = 10.0  # seconds, after which the clients of a flood leave: it holds the places of others
+FLOOD_TOKENS = 20  # of an answer that many ask for at once, at most
+FLOOD_SECONDS = 10.0  # from the end of one flood to the next, at least
+PATIENCE = 5.0  # seconds, after which the clients of a flood leave: it holds the places of others
 AGAIN = (429, 503)  # statuses that say when to ask again
 
 
@@ -81,20 +81,33 @@ class OpenAiFlood(OpenAi):
     """Answered as a whole: now and then by many requests at once, more than may run and wait."""
 
     name = "OpenAI JSON"
-    _next = 0.0
+
+    def __init__(
+        self, session: aiohttp.ClientSession, url: str, model: str, *, several: bool, flood: int
+    ) -> None:
+        """
+        Args:
+            flood: so many requests.
+        """
+        super().__init__(session, url, model, several=several)
+        self._flood = flood
+        self._next = 0.0
 
     async def ask(self, case: Case, request_id: str) -> AsyncGenerator[Piece, None]:
-        if time.monotonic() < self._next:
+        if time.monotonic() < self._next or case.max_tokens > FLOOD_TOKENS:
             yield of_flood([await self._answer(case, request_id)])
             return
         self._next = math.inf
-        names = [f"{request_id}-{number}" for number in range(FLOOD)]
-        answers = asyncio.gather(*(self._answer(case, name) for name in names))
+        names = [f"{request_id}-{number}" for number in range(self._flood)]
+        asked = [asyncio.create_task(self._answer(case, name)) for name in names]
         try:
-            yield of_flood(await asyncio.wait_for(answers, PATIENCE))
-        except asyncio.TimeoutError:
-            raise AskError(CANCELED, "the flood was left") from None
+            if (await asyncio.wait(asked, timeout=PATIENCE))[1]:
+                raise AskError(CANCELED, "the flood was left")
+            yield of_flood([task.result() for task in asked])
         finally:
+            for task in asked:
+                task.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
             self._next = time.monotonic() + FLOOD_SECONDS
 
     async def _answer(self, case: Case, request_id: str) -> Piece | AskError:

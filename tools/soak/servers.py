@@ -15,7 +15,6 @@ import aiohttp
 from cog_triton.client.grpc_transport import GrpcClient
 from cog_triton.client.http_transport import HttpClient
 from cog_triton.settings import Settings, read_settings
-from tools.benchmark.measure import Running
 from tools.benchmark.processes import free_port
 from tools.benchmark.servers import ANY_PORTS, cog_server, openai_server
 from tools.soak.faces import CogJson, CogSse, Face, Generate, SoakedDeployment, TritonIds
@@ -26,8 +25,6 @@ Healthy = Callable[[], Awaitable[bool]]
 HEALTHY = ("READY", "BUSY")
 POLL_SECONDS = 0.1
 SEVERAL = ("--workers", "2")
-# A flood and 64 streams are more than this, so that 429 comes.
-QUEUE = {"MAX_RUNNING": "64", "MAX_WAITING": "48"}
 # So that one of them is told to come again, and the next one resumes.
 IMPATIENT = {"RESUME_TIMEOUT": "1"}
 _ACTIVE = re.compile(r"^cog_triton_engine_active_requests(?:{.*})? (\S+)$", re.MULTILINE)
@@ -41,11 +38,23 @@ class Place:
         transport: to Triton.
         environment: of the server.
         log: for what it prints.
+        streams: that are put on it.
     """
 
     transport: str
     environment: Mapping[str, str]
     log: Path
+    streams: int
+
+    @property
+    def flood(self) -> int:
+        """So many requests that, with the streams, there is no place for all."""
+        return 4 * self.streams
+
+    @property
+    def queue(self) -> dict[str, str]:
+        """Settings: each of two processes has places for all streams and some of a flood."""
+        return {"MAX_RUNNING": str(self.streams), "MAX_WAITING": str(2 * self.streams)}
 
     def settings(self, **ports: int) -> Settings:
         """Those of a deployment in this process."""
@@ -111,11 +120,11 @@ async def cog(place: Place) -> AsyncIterator[Server]:
 @asynccontextmanager
 async def openai(place: Place) -> AsyncIterator[Server]:
     """The OpenAI face in several processes, and the Triton of its own."""
-    environment = {**place.environment, **QUEUE}
+    environment = {**place.environment, **place.queue}
     async with AsyncExitStack() as stack:
         running = stack.enter_context(openai_server(environment, place.log, *SEVERAL))
         session = await stack.enter_async_context(_session())
-        yield await _openai_server(session, running, running.metrics)
+        yield await _openai_server(session, running.url, running.metrics, place.flood)
 
 
 @asynccontextmanager
@@ -123,13 +132,13 @@ async def attached(place: Place) -> AsyncIterator[Server]:
     """The OpenAI face in several processes on a Triton that somebody else starts again: this process."""
     async with AsyncExitStack() as stack:
         _, settings = await stack.enter_async_context(_deployed(place))
-        environment = {**place.environment, **QUEUE, **IMPATIENT}
+        environment = {**place.environment, **place.queue, **IMPATIENT}
         endpoint = f"http://{settings.host}:{settings.grpc_port}"
         there = ("--triton-endpoint", endpoint, *SEVERAL)
         running = stack.enter_context(openai_server(environment, place.log, *there))
         session = await stack.enter_async_context(_session())
         metrics = f"{settings.host}:{settings.metrics_port}"
-        yield await _openai_server(session, running, metrics)
+        yield await _openai_server(session, running.url, metrics, place.flood)
 
 
 SERVERS: Mapping[str, Callable[[Place], AbstractAsyncContextManager[Server]]] = {
@@ -153,10 +162,15 @@ async def _deployed(place: Place) -> AsyncIterator[tuple[SoakedDeployment, Setti
         await running.stop()
 
 
-async def _openai_server(session: aiohttp.ClientSession, running: Running, metrics: str) -> Server:
-    of = (session, running.url, await _model(session, running.url))
-    faces: list[Face] = [OpenAiChat(*of, several=True), OpenAiFlood(*of, several=True)]
-    return Server(faces, lambda: _openai_is_ready(session, running.url), metrics)
+async def _openai_server(
+    session: aiohttp.ClientSession, url: str, metrics: str, flood: int
+) -> Server:
+    of = (session, url, await _model(session, url))
+    faces: list[Face] = [
+        OpenAiChat(*of, several=True),
+        OpenAiFlood(*of, several=True, flood=flood),
+    ]
+    return Server(faces, lambda: _openai_is_ready(session, url), metrics)
 
 
 def _session() -> aiohttp.ClientSession:

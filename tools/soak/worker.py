@@ -103,7 +103,7 @@ async def work(spec: Spec, emit: Output) -> None:
     Raises:
         CogTritonError, BenchmarkError: the server could not be set up.
     """
-    place = Place(spec.transport, spec.environment, Path(spec.log))
+    place = Place(spec.transport, spec.environment, Path(spec.log), spec.streams)
     async with SERVERS[spec.kind](place) as server:
         if not spec.expected:
             emit({"expected": await answers(server.faces[0], spec.cases)})

@@ -1,16 +1,21 @@
-"""The face beside Cog's, in the predictor: its deployment, its queue, its event loop and its end."""
+"""The face beside Cog's, in the predictor: its deployment, its queue, its event loop and its end.
+
+With OPENAI_WORKERS above 1 it has processes of its own, which share its port and the predictor's Triton.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Coroutine
 
 import uvicorn
 
+from cog_triton.deployment import Deployment
 from cog_triton.errors import ConfigurationError
 from cog_triton.faces.openai.app import create_app
-from cog_triton.faces.openai.served import Backend, Served
+from cog_triton.faces.openai.served import Served
 from cog_triton.faces.openai.serving import (
     BACKLOG,
     OPTIONS,
@@ -19,6 +24,7 @@ from cog_triton.faces.openai.serving import (
     bound,
     model_names,
 )
+from cog_triton.faces.openai.workers import Workers, worker_on
 from cog_triton.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -43,7 +49,7 @@ class Beside:
         except ConfigurationError as error:
             raise ConfigurationError(f"OPENAI_PORT: {error.message}") from None
 
-    def serve(self, backend: Backend) -> None:
+    def serve(self, deployment: Deployment) -> None:
         """Answers from now on.
 
         Raises:
@@ -56,11 +62,31 @@ class Beside:
             raise ConfigurationError(
                 f"OPENAI_PORT: {host}, port {port}: {error.strerror}"
             ) from None
-        self._served = Served(backend, self._models, busy=self._busy)
-        server = Server(uvicorn.Config(create_app(self._served), **OPTIONS))
-        self._running = asyncio.create_task(server.serve(sockets=[self._listener]))
+        several = deployment.settings.openai_workers > 1
+        run = self._in_workers(deployment) if several else self._here(deployment)
+        self._running = asyncio.create_task(run)
         logger.info("OpenAI's API: %s", Address(host, port).url)
 
     def drain(self) -> None:
         """Takes no new requests; those that run go on."""
-        self._served.draining = True
+        self._drain()
+
+    def _here(self, deployment: Deployment) -> Coroutine[None, None, None]:
+        served = Served(deployment, self._models, busy=self._busy)
+
+        def drain() -> None:
+            served.draining = True
+
+        self._drain = drain
+        server = Server(uvicorn.Config(create_app(served), **OPTIONS))
+        return server.serve(sockets=[self._listener])
+
+    async def _in_workers(self, deployment: Deployment) -> None:
+        """Counts as busy until they have ended: they end when nothing runs in them any more."""
+        with tempfile.TemporaryDirectory(prefix="cog-triton-metrics-") as metrics:
+            listener = self._listener.fileno()
+            workers = Workers(worker_on(deployment, self._models, metrics, listener))
+            self._drain = workers.stop
+            self._busy(True)
+            await workers.run(lambda: logger.info("OpenAI's API: its processes are ready"))
+        self._busy(False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import json
 import logging
@@ -18,7 +19,6 @@ import uvloop
 
 from cog_triton.context_length import context_length
 from cog_triton.deployment import Deployment, tokenizer_of
-from cog_triton.errors import ConfigurationError
 from cog_triton.faces.openai.attached import Attached, RunningTriton, address_of
 from cog_triton.faces.openai.operation import configured_keys
 from cog_triton.faces.openai.served import LAST_SECONDS, Backend, Part
@@ -31,7 +31,13 @@ from cog_triton.faces.openai.serving import (
     serve,
     told_to_end,
 )
-from cog_triton.faces.openai.workers import Worker, Workers, share
+from cog_triton.faces.openai.workers import (
+    Worker,
+    Workers,
+    share,
+    with_one_port,
+    worker_on,
+)
 from cog_triton.parent import end_with_parent
 from cog_triton.server.log import log_to
 from cog_triton.settings import Settings, read_settings
@@ -136,32 +142,27 @@ async def _serve_with_workers(
     options: Options, settings: Settings, listener: socket.socket, ready: Callable[[], object]
 ) -> int:
     """Runs Triton here, and what answers in processes that end with this one."""
-    deployment, endpoint = None, options.endpoint
-    if endpoint is None:
-        # One port for all lives of the server: the workers are not told of another.
-        port = settings.grpc_port or free_port(settings.host)
-        settings = settings.model_copy(update={"grpc_port": port})
-        deployment = await Deployment.start(settings)
-        settings = deployment.settings
-        endpoint = f"{settings.host.replace('0.0.0.0', '127.0.0.1')}:{port}"
-    try:
-        length = deployment.context_length if deployment else _context_length(settings)
-        with tempfile.TemporaryDirectory(prefix="cog-triton-metrics-") as metrics:
+    names = options.models or _names(options, settings)
+    settings = settings.model_copy(update={"openai_workers": options.workers})
+    async with contextlib.AsyncExitStack() as stack:
+        metrics = stack.enter_context(tempfile.TemporaryDirectory(prefix="cog-triton-metrics-"))
+        if options.endpoint is None:
+            deployment = await Deployment.start(with_one_port(settings))
+            stack.push_async_callback(deployment.stop)
+            worker = worker_on(deployment, names, metrics, listener.fileno())
+        else:
             worker = Worker(
-                models=options.models or _names(options, settings),
-                endpoint=address_of(endpoint),
+                models=names,
+                endpoint=address_of(options.endpoint),
                 triton_model=options.triton_model,
-                context_length=length,
+                context_length=_context_length(settings),
                 processes=options.workers,
                 metrics=metrics,
                 settings=share(settings, options.workers),
                 listener=listener.fileno(),
             )
-            listener.listen(BACKLOG)
-            return await _run_until_told(Workers(worker), settings.drain_seconds, ready)
-    finally:
-        if deployment is not None:
-            await deployment.stop()
+        listener.listen(BACKLOG)
+        return await _run_until_told(Workers(worker), settings.drain_seconds, ready)
 
 
 def _context_length(settings: Settings) -> int | None:
@@ -183,17 +184,3 @@ async def _run_until_told(
         workers.kill()
         await running
         return exit_status(told)
-
-
-def free_port(host: str) -> int:
-    """A port of an address that nobody listens on.
-
-    Raises:
-        ConfigurationError: it is not this machine's.
-    """
-    with socket.socket() as listener:
-        try:
-            listener.bind((host, 0))
-        except OSError as error:
-            raise ConfigurationError(f"TRITON_HOST={host}: {error.strerror}") from None
-        return int(listener.getsockname()[1])

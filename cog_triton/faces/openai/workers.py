@@ -8,12 +8,15 @@ import dataclasses
 import json
 import logging
 import os
+import socket
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from prometheus_client.multiprocess import mark_process_dead
 
+from cog_triton.deployment import Deployment
+from cog_triton.errors import ConfigurationError
 from cog_triton.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -54,6 +57,38 @@ def share(settings: Settings, processes: int) -> dict[str, object]:
         "allowed_origins": settings.allowed_origins,
         "openai_api_keys_file": str(file) if file else None,
     }
+
+
+def worker_on(
+    deployment: Deployment, models: tuple[str, ...], metrics: str, listener: int
+) -> Worker:
+    """A worker on the Triton of a deployment, whose gRPC port is the same in all of its lives."""
+    settings = deployment.settings
+    return Worker(
+        models=models,
+        endpoint=f"{settings.host.replace('0.0.0.0', '127.0.0.1')}:{settings.grpc_port}",
+        triton_model="ensemble",
+        context_length=deployment.context_length,
+        processes=settings.openai_workers,
+        metrics=metrics,
+        settings=share(settings, settings.openai_workers),
+        listener=listener,
+    )
+
+
+def with_one_port(settings: Settings) -> Settings:
+    """The settings with a gRPC port for all lives of Triton: workers are not told of another."""
+    port = settings.grpc_port or _free_port(settings.host)
+    return settings.model_copy(update={"grpc_port": port})
+
+
+def _free_port(host: str) -> int:
+    with socket.socket() as listener:
+        try:
+            listener.bind((host, 0))
+        except OSError as error:
+            raise ConfigurationError(f"TRITON_HOST={host}: {error.strerror}") from None
+        return int(listener.getsockname()[1])
 
 
 class Workers:
