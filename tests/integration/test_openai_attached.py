@@ -22,17 +22,19 @@ from tests.integration.conftest import (
     settings_for,
 )
 from tests.openai_server import OpenAIServer, contents
-from tests.support import alive, children, wait_until
+from tests.support import alive, children, free_port, wait_until
 
 ANSWER = "Machine learning is"
 CHAT: dict[str, Any] = {"temperature": 0, "max_tokens": 12}
 NEW_INPUTS = {"seed", "min_tokens", "return_num_input_tokens", "return_num_output_tokens"}
 
 
-def attached(triton: TritonServer, model: Path, log: Path, *arguments: str) -> OpenAIServer:
+def attached(
+    triton: TritonServer, model: Path, log: Path, *arguments: str, **environment: str
+) -> OpenAIServer:
     endpoint = f"http://{triton.endpoints.grpc}"
     names = ("--triton-endpoint", endpoint, "--tokenizer", str(model), "--model", "demo")
-    return OpenAIServer({}, log, *names, *arguments)
+    return OpenAIServer(environment, log, *names, *arguments)
 
 
 def text_of(server: OpenAIServer, **fields: Any) -> str:
@@ -204,3 +206,24 @@ def test_an_answer_goes_on_after_tritons_end(several: OpenAIServer) -> None:
         )
         os.kill(server, signal.SIGKILL)
         assert contents(events) == whole
+
+
+def test_a_triton_that_goes_and_comes_back(demo_model: Path, tmp_path: Path) -> None:
+    pace = {"ENGINE": "simulated", "SIMULATED_INTER_TOKEN_MS": "20"}
+    settings = settings_for(demo_model, **pace, TRITON_GRPC_PORT=str(free_port()))
+    for life in ("first", "second"):
+        (tmp_path / life).mkdir()
+    with running(make_server(settings, tmp_path / "first")) as first:
+        face = attached(first, demo_model, tmp_path / "log", RESUME_TIMEOUT="0.2")
+        with face as server, server.stream(max_tokens=2000, min_tokens=2000) as events:
+            next(events)
+            first.kill()
+            *_, failed, done = events
+            assert (failed["error"]["code"], done) == ("E2105", "[DONE]")
+            reply = server.chat(**CHAT)
+            assert (reply.status_code, reply.json()["error"]["code"]) == (503, "E2105")
+            assert int(reply.headers["Retry-After"]) > 0
+            assert server.get("/health/ready").status_code == 503
+            with running(make_server(settings, tmp_path / "second")):
+                assert server.chat(**CHAT).status_code == 200
+                assert server.get("/health/ready").status_code == 200
