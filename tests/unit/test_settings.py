@@ -84,7 +84,7 @@ def test_every_setting_is_described_and_nothing_else_reads_the_environment() -> 
     assert sorted(file for file in readers if not own.match(file)) == [
         "cog_triton/engines/vllm_processes.py",
         "cog_triton/faces/cog/last_call.py",
-        "cog_triton/faces/openai/processes.py",
+        "cog_triton/faces/openai/workers.py",
         "cog_triton/server/mpi_job.py",
         "cog_triton/server/tritonserver.py",
         "cog_triton/settings.py",
