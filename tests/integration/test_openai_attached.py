@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil  # type: ignore[import-untyped, unused-ignore]
 import pytest
 from google.protobuf import text_format
 
@@ -168,6 +169,8 @@ def test_another_takes_the_place_of_a_worker_that_ends(several: OpenAIServer) ->
     os.kill(killed, signal.SIGKILL)
     wait_until(lambda: len(set(workers(several)) - {killed}) == 2, 60, "another worker")
     other = (set(workers(several)) - {killed, kept}).pop()
+    figures = Path(psutil.Process(kept).environ()["PROMETHEUS_MULTIPROC_DIR"])
+    assert not list(figures.glob(f"gauge_live*_{killed}.db"))
     os.kill(kept, signal.SIGSTOP)  # so that the other has to answer
     try:
         wait_until(lambda: answers(several), 60, "an answer")

@@ -15,6 +15,7 @@ import uvicorn
 from cog_triton.deployment import Deployment
 from cog_triton.errors import ConfigurationError
 from cog_triton.faces.openai.app import create_app
+from cog_triton.faces.openai.operation import configured_keys
 from cog_triton.faces.openai.served import Served
 from cog_triton.faces.openai.serving import (
     BACKLOG,
@@ -40,8 +41,9 @@ class Beside:
             busy: is told whether requests run, each time that changes.
 
         Raises:
-            ConfigurationError: the port is taken.
+            ConfigurationError: the port is taken, or the API keys are wrong.
         """
+        configured_keys(settings)
         self._models = model_names(settings)
         self._busy = busy
         try:
@@ -89,4 +91,5 @@ class Beside:
             self._drain = workers.stop
             self._busy(True)
             await workers.run(lambda: logger.info("OpenAI's API: its processes are ready"))
+        self._listener.close()  # nobody answers there any more
         self._busy(False)
