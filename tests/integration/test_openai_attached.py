@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -229,4 +230,5 @@ def test_a_triton_that_goes_and_comes_back(demo_model: Path, tmp_path: Path) -> 
             assert server.get("/health/ready").status_code == 503
             with running(make_server(settings, tmp_path / "second")):
                 assert server.chat(**CHAT).status_code == 200
-                assert server.get("/health/ready").status_code == 200
+                ready = partial(server.get, "/health/ready")
+                wait_until(lambda: ready().status_code == 200, 10, "the face to be ready")

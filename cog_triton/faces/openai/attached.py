@@ -33,6 +33,12 @@ from cog_triton.text.tokenizer import Tokenizer, text_limits
 
 POLL_SECONDS = 0.1
 ASK_SECONDS = 2.0
+# By itself gRPC waits longer after each attempt, up to two minutes: for so long a Triton that is back would
+# not be seen, and the face not be ready.
+RECONNECT_OPTIONS = (
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 500),
+)
 
 
 class Attached:
@@ -156,7 +162,8 @@ class RunningTriton:
     def __init__(self, address: str, model: str) -> None:
         self.address = address
         self.model = model
-        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        options = [*CHANNEL_OPTIONS, *RECONNECT_OPTIONS]
+        self._channel = grpc.aio.insecure_channel(address, options=options)
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
 
     async def ready(self) -> bool:
