@@ -39,7 +39,7 @@ GONE_SECONDS = 5.0  # from a server's end until nothing of it is there
 COGLET = Path("/tmp/coglet/predictions")  # of every Cog server of the machine, whatever TMPDIR is
 CACHES = ("torchinductor_",)  # PyTorch's, one a user, which its next process uses
 PAUSE = 6.0  # most seconds between a recovery and the next kill
-_RESUMED = re.compile(r"request (\w+)(?:-\d+)? is tried again after \d+ tokens")
+_RESUMED = re.compile(r"request ([\w-]+?)(?:-\d{1,3})? is tried again after \d+ tokens")
 _SIGNS = re.compile(r"Traceback|Signal \(\d+\)|terminate called|did not stop|could not be stopped")
 
 

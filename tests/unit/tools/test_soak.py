@@ -40,7 +40,7 @@ from tools.soak.openai_faces import (
     refusal,
 )
 from tools.soak.page import figure_over_time, render
-from tools.soak.phase import PhaseReport, leftovers
+from tools.soak.phase import _RESUMED, PhaseReport, leftovers
 from tools.soak.plan import KINDS, Case, Phase, phases, pool
 from tools.soak.report import as_json, figures, rate, terminal
 from tools.soak.streams import Answer, Departure, Outcome, Streams, difference
@@ -477,6 +477,12 @@ def test_what_is_left_is_named_and_removed(tmp_path: Path, monkeypatch: pytest.M
 
 
 # What is said
+
+
+def test_a_request_that_was_resumed_is_told_by_its_name() -> None:
+    names = ("e431a49a", "e431a49a-2", "soak1x94-3c3fb669", "soak1x94-3c3fb669-1")
+    log = "\n".join(f"request {name} is tried again after 4 tokens: why" for name in names)
+    assert set(_RESUMED.findall(log)) == {"e431a49a", "soak1x94-3c3fb669"}
 
 
 def test_a_spec_travels() -> None:
