@@ -50,7 +50,7 @@ def test_the_openai_face_with_a_triton_of_its_own_and_of_another(
     report = soak(demo_model, tmp_path, "openai", "attached")
     assert [phase["kind"] for phase in report["phases"]] == ["openai", "attached"]
     for phase in report["phases"]:
-        assert phase["kills"] == 1
+        assert phase["kills"] >= 1  # more where one comes in haste
         assert {"OpenAI SSE", "OpenAI JSON"} == set(phase["faces"])
         assert phase["whole"] > 0
         assert {"openai", "face", "guard", "tritonserver"} <= set(phase["usage"])
