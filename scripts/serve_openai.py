@@ -82,7 +82,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--workers",
         type=int,
-        default=int(os.environ.get("OPENAI_WORKERS") or 1),
         help="processes that answer, if one core is not enough; default: OPENAI_WORKERS, or 1",
     )
     parser.add_argument("--no-page", action="store_true", help="no chat page at /: CHAT_PAGE=false")

@@ -56,7 +56,7 @@ class Options:
         endpoint: of a Triton that runs; None to start one.
         triton_model: of that Triton, where it has no ensemble that returns ids.
         tokenizer: a directory or an id; None for that of the settings.
-        workers: processes that answer.
+        workers: processes that answer; OPENAI_WORKERS if None.
         api_keys_file: None for that of the settings, as below.
     """
 
@@ -66,7 +66,7 @@ class Options:
     endpoint: str | None = None
     triton_model: str = "ensemble"
     tokenizer: str | None = None
-    workers: int = 1
+    workers: int | None = None
     api_keys_file: Path | None = None
     allowed_origins: str | None = None
 
@@ -86,7 +86,7 @@ def run(options: Options) -> int:
     def ready() -> None:
         print(f"ready: {address.url}", flush=True)
 
-    if options.workers > 1:
+    if settings.openai_workers > 1:
         return uvloop.run(_serve_with_workers(options, settings, listener, ready))
     names = options.models or _names(options, settings)
     return uvloop.run(serve(_start(options, settings), names, listener, ready))
@@ -118,6 +118,7 @@ def with_options(settings: Settings, options: Options) -> Settings:
         "tokenizer": options.tokenizer,
         "openai_api_keys_file": options.api_keys_file,
         "allowed_origins": options.allowed_origins,
+        "openai_workers": options.workers,
     }
     return settings.model_copy(update={k: v for k, v in given.items() if v is not None})
 
@@ -143,7 +144,6 @@ async def _serve_with_workers(
 ) -> int:
     """Runs Triton here, and what answers in processes that end with this one."""
     names = options.models or _names(options, settings)
-    settings = settings.model_copy(update={"openai_workers": options.workers})
     async with contextlib.AsyncExitStack() as stack:
         metrics = stack.enter_context(tempfile.TemporaryDirectory(prefix="cog-triton-metrics-"))
         if options.endpoint is None:
@@ -156,9 +156,9 @@ async def _serve_with_workers(
                 endpoint=address_of(options.endpoint),
                 triton_model=options.triton_model,
                 context_length=_context_length(settings),
-                processes=options.workers,
+                processes=settings.openai_workers,
                 metrics=metrics,
-                settings=share(settings, options.workers),
+                settings=share(settings, settings.openai_workers),
                 listener=listener.fileno(),
             )
         listener.listen(BACKLOG)

@@ -432,7 +432,9 @@ def test_tools_whose_schemas_refer_to_parts_of_themselves(place: str) -> None:
     assert valid(guide.text, call("other", {"size": 3, "below": {"size": 4}}))
     assert not valid(guide.text, call("other", {"size": "Paris"}))
     assert not valid(guide.text, call("other", {"below": {"size": "Paris"}}))
-    assert llguidance.LLMatcher.validate_grammar(grammar(guide)) == ""  # the embedded engine takes them
+    assert (
+        llguidance.LLMatcher.validate_grammar(grammar(guide)) == ""
+    )  # the embedded engine takes them
 
 
 def test_a_schema_that_is_nested_too_deep() -> None:
