@@ -29,7 +29,7 @@ def adapter_path(directory: Path, task_id: int) -> Path:
     Raises:
         LookupError: there is none, or more than one, of that number.
     """
-    paths = [path for path in _adapters(directory) if adapter_task_id(path.name) == task_id]
+    paths = _adapters(directory, task_id)
     if len(paths) != 1:
         names = ", ".join(path.name for path in paths)
         raise LookupError(f"the adapters {names} have the same number" if names else "no adapter")
@@ -48,10 +48,14 @@ def check_adapter(name: str, directory: Path | None) -> None:
     raise InvalidParameter(f"adapter {name!r} does not exist; {known}")
 
 
-def _adapters(directory: Path | None) -> list[Path]:
+def _adapters(directory: Path | None, task_id: int | None = None) -> list[Path]:
+    """The adapters that are whole, of one number if it is given: only those are looked into."""
     if directory is None or not directory.is_dir():
         return []
-    return sorted(path for path in directory.iterdir() if is_whole(path))
+    paths = directory.iterdir()
+    if task_id is not None:
+        paths = (path for path in paths if adapter_task_id(path.name) == task_id)
+    return sorted(path for path in paths if is_whole(path))
 
 
 def is_whole(path: Path) -> bool:

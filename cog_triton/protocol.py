@@ -151,7 +151,7 @@ def adapter_task_id(name: str) -> int:
     """
     if name.isascii() and name.isdigit() and name[0] != "0" and int(name[:11]) < 2**31:
         return int(name)
-    digest = hashlib.blake2b(name.encode(), digest_size=4).digest()
+    digest = hashlib.blake2b(name.encode(errors="surrogateescape"), digest_size=4).digest()
     return int.from_bytes(digest, "little") >> 1 or 1
 
 

@@ -11,22 +11,16 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError, Future
-from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
-from transformers.generation.continuous_batching.continuous_api import OutputRouter
-from transformers.generation.continuous_batching.requests import (
-    GenerationOutput,
-    RequestState,
-    RequestStatus,
-)
+from transformers.generation.continuous_batching.requests import RequestState
 from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, FIFOScheduler
 
 from cog_triton import remote_code
@@ -40,7 +34,10 @@ from cog_triton.engines.base import (
     check_ids,
     stopped_text,
 )
+from cog_triton.engines.lora import CACHE_BYTES, Adapters
 from cog_triton.engines.structured_output import Guided, StructuredOutput
+from cog_triton.engines.transformers_cache import keep_adapters_apart
+from cog_triton.engines.transformers_router import Router
 from cog_triton.engines.transformers_rows import Row
 from cog_triton.engines.transformers_runner import RowParameters, Runner, vocabulary_of
 from cog_triton.text.tokenizer import load_tokenizer
@@ -67,6 +64,8 @@ class TransformersEngine(Engine):
         context_length: int,
         batching: ContinuousBatchingConfig,
         load_tokenizer: Callable[[], Any] | None = None,
+        adapters: Path | None = None,
+        adapter_cache_bytes: int = CACHE_BYTES,
     ) -> None:
         """Starts generating on a loaded model.
 
@@ -76,6 +75,8 @@ class TransformersEngine(Engine):
             batching: transformers' configuration.
             load_tokenizer: a fast tokenizer of transformers, for structured output; without it there is
                 none.
+            adapters: the directory of LoRA adapters; without it there are none.
+            adapter_cache_bytes: those in the model have at most so many together.
         """
         self._context_length = context_length
         self._vocabulary = vocabulary_of(model)
@@ -83,15 +84,24 @@ class TransformersEngine(Engine):
             GenerationConfig(do_sample=False, eos_token_id=-1, max_new_tokens=context_length),
             batching,
         )
-        self._router = manager.output_router = _Router(manager.cancel_request)
+        self._router = manager.output_router = Router(manager.cancel_request)
         self._structured_output = None
         if load_tokenizer is not None:
             self._structured_output = StructuredOutput(load_tokenizer, self._vocabulary)
             self.features |= {"guided_decoding"}
-        manager.logit_processor = parameters = RowParameters(model, self._structured_output)
+        self._adapters = lora = None
+        if adapters is not None:
+            used = self._router.adapters
+            self._adapters = Adapters(model, adapters, used, adapter_cache_bytes)
+            self._router.on_end = self._adapters.tidy
+            self.features |= {"lora_task_id"}
+            lora = self._adapters.layers
+        manager.logit_processor = parameters = RowParameters(model, self._structured_output, lora)
         processor = manager._create_batch_processor()
+        keep_adapters_apart(processor.cache, self._router.row)
         processor.model_runner = Runner(
             parameters=parameters,
+            lora=lora,
             logit_processor=parameters,
             cb_config=processor.cb_config,
             cache=processor.cache,
@@ -129,6 +139,8 @@ class TransformersEngine(Engine):
             load_tokenizer=partial(load_tokenizer, tokenizer_dir, trust_remote_code=trusted)
             if tokenizer_dir
             else None,
+            adapters=Path(adapters) if (adapters := parameters.get("lora_prefetch_dir")) else None,
+            adapter_cache_bytes=int(parameters.get("lora_cache_host_memory_bytes", CACHE_BYTES)),
         )
 
     @property
@@ -137,22 +149,52 @@ class TransformersEngine(Engine):
 
     def submit(self, request: GenerationRequest, sink: Sink) -> None:
         check_ids(request, self._vocabulary)
-        if request.guide is not None and self._structured_output is None:
-            raise EngineError("the embedded engine does not support guided_decoding_guide")
         row = Row(request)
-        if request.guide is None or self._structured_output is None:
-            self._router.open(row, sink)
-            self._add(row)
-            return
-        output = request.input_ids[len(request.input_ids) - request.continued :]
-        guided = self._structured_output.begin(request.guide, request.end_id, output)
         self._router.open(row, sink)
-        guided.add_done_callback(partial(self._add_guided, row, sink))
-
-    def _add_guided(self, row: Row, sink: Sink, guided: Future[Guided]) -> None:
-        """Called when a guide has been compiled, on the thread that did it."""
         try:
-            row.guided = guided.result()
+            guided, loaded = self._guided(request), self._loaded(row)
+            if guided is None and loaded is None:
+                self._add(row)
+        except EngineError:
+            self._router.forget(request.key)
+            raise
+        if guided is not None or loaded is not None:
+            self._add_later(row, sink, guided, loaded)
+
+    def _guided(self, request: GenerationRequest) -> Future[Guided] | None:
+        if request.guide is None:
+            return None
+        if self._structured_output is None:
+            raise EngineError("the embedded engine does not support guided_decoding_guide")
+        output = request.input_ids[len(request.input_ids) - request.continued :]
+        return self._structured_output.begin(request.guide, request.end_id, output)
+
+    def _loaded(self, row: Row) -> Future[None] | None:
+        """Gives a request its adapter; the future is of one that has to be loaded first."""
+        if not row.request.lora_task_id:
+            return None
+        if self._adapters is None:
+            raise EngineError("the embedded engine does not support lora_task_id without LORA_DIR")
+        return None if self._adapters.assign(row) else self._adapters.load(row)
+
+    def _add_later(
+        self,
+        row: Row,
+        sink: Sink,
+        guided: Future[Guided] | None,
+        loaded: Future[None] | None,
+        _: object = None,
+    ) -> None:
+        """Adds a request when its guide is compiled and its adapter loaded, on the thread that did it."""
+        for future in (guided, loaded):
+            if future is not None and not future.done():
+                future.add_done_callback(partial(self._add_later, row, sink, guided, loaded))
+                return
+        try:
+            if loaded is not None:
+                loaded.result()
+            if guided is not None:
+                row.guided = guided.result()
             if self._router.knows(row.request.key):
                 self._add(row)
         except (EngineError, CancelledError) as error:
@@ -185,8 +227,9 @@ class TransformersEngine(Engine):
 
     def close(self) -> None:
         self._manager.stop(block=True, hard_stop=True)
-        if self._structured_output is not None:
-            self._structured_output.close()
+        for part in (self._structured_output, self._adapters):
+            if part is not None:
+                part.close()
 
 
 def load_model(
@@ -283,72 +326,6 @@ class _Scheduler(FIFOScheduler):
 
 
 SCHEDULER_MAPPING[SCHEDULER] = _Scheduler
-
-
-@dataclass
-class _Reader:
-    """Who gets the tokens of a request, and how many it has had."""
-
-    row: Row
-    sink: Sink
-    had: int = 0
-
-    def next_tokens(self, output: GenerationOutput) -> Tokens:
-        """What is new in an output, which holds all tokens so far."""
-        if self.row.error is not None:
-            return Tokens([], finished=True, error=self.row.error, refused=True)
-        # Transformers fails no request alone, but all of them when its loop ends.
-        error = stopped_text(output.error) if output.status == RequestStatus.FAILED else None
-        had, self.had = self.had, len(output.generated_tokens)
-        top, self.row.top_log_probs = self.row.top_log_probs, []
-        return Tokens(
-            output.generated_tokens[had:],
-            output.logprobs[had:] if self.row.request.return_log_probs else [],
-            output.is_finished(),
-            error,
-            top_log_probs=top,
-        )
-
-
-class _Router(OutputRouter):
-    """Hands each request's new tokens to its sink, on the generation thread."""
-
-    def __init__(self, cancel: Callable[[str], None]) -> None:
-        super().__init__()
-        self._cancel = cancel
-        self._readers: dict[str, _Reader] = {}
-        self._readers_lock = threading.Lock()
-
-    def open(self, row: Row, sink: Sink) -> None:
-        with self._readers_lock:
-            self._readers[row.request.key] = _Reader(row, sink)
-
-    def knows(self, key: str) -> bool:
-        return key in self._readers
-
-    def forget(self, key: str) -> bool:
-        with self._readers_lock:
-            return self._readers.pop(key, None) is not None
-
-    def active(self) -> int:
-        return len(self._readers)
-
-    def deliver_batch(self, outputs: list[GenerationOutput]) -> None:
-        for output in outputs:
-            self.deliver(output)
-
-    def deliver(self, output: GenerationOutput) -> None:
-        key, finished = output.request_id, output.is_finished()
-        with self._readers_lock:
-            reader = self._readers.pop(key, None) if finished else self._readers.get(key)
-        if reader is not None:
-            tokens = reader.next_tokens(output)
-            if tokens.finished and not finished and self.forget(key):
-                self._cancel(key)
-            reader.sink(tokens)
-        elif not finished:
-            # Transformers drops a cancellation that overtakes its request, so it is repeated.
-            self._cancel(key)
 
 
 def _device(name: str) -> torch.device:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from cog_triton.engines.base import LEAST_LOG_PROB, GenerationRequest, TopLogProbs
+from cog_triton.engines.lora_layers import LoadedAdapter
 from cog_triton.engines.structured_output import Guided, Masks, StructuredOutput
 from cog_triton.engines.token_sampling import History, choose, penalize
 
@@ -27,6 +28,7 @@ class Row:
 
     request: GenerationRequest
     guided: Guided | None = None
+    adapter: LoadedAdapter | None = None
     output: list[int] = field(default_factory=list)
     new: list[int] = field(default_factory=list)
     top_log_probs: list[TopLogProbs] = field(default_factory=list)
@@ -39,6 +41,8 @@ class Row:
     @property
     def error(self) -> str | None:
         """Why the request cannot go on."""
+        if self.adapter is not None and self.adapter.problem is not None:
+            return f"lora_task_id {self.request.lora_task_id}: {self.adapter.problem}"
         return self.guided.error if self.guided else None
 
     @cached_property

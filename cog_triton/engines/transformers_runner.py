@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from transformers.generation.continuous_batching.model_runner import ModelRunner
 from transformers.generation.continuous_batching.requests import FutureRequestState
 
+from cog_triton.engines.lora_layers import LoraLayers
 from cog_triton.engines.structured_output import StructuredOutput
 from cog_triton.engines.transformers_rows import Allowed, Rows, next_tokens, note_top_log_probs
 
@@ -21,10 +23,13 @@ class RowParameters:
     tensors_required = 0
     do_processing = False
 
-    def __init__(self, model: Any, structured_output: StructuredOutput | None) -> None:
+    def __init__(
+        self, model: Any, structured_output: StructuredOutput | None, lora: LoraLayers | None
+    ) -> None:
         self._vocabulary = vocabulary_of(model)
         self._device = model.device
         self._structured_output = structured_output
+        self._lora = lora
         self.rows: Rows = []
         self.allowed = Allowed((), None)
 
@@ -49,15 +54,30 @@ class RowParameters:
             earlier = state.initial_tokens[len(row.request.input_ids) :]
             row.extend(earlier + state.generated_tokens, self._device, self._vocabulary)
         self.allowed = Allowed(self.rows, self._structured_output)
+        if self._lora is not None:
+            self._lora.begin_step(
+                [
+                    (future.state.logit_processor_kwargs["row"].adapter, future.query_length)
+                    for future in requests_in_batch
+                ]
+            )
         return arg_storage
 
 
 class Runner(ModelRunner):
     """Transformers' model runner with this package's sampling."""
 
-    def __init__(self, *, parameters: RowParameters, **kwargs: Any) -> None:
+    def __init__(
+        self, *, parameters: RowParameters, lora: LoraLayers | None, **kwargs: Any
+    ) -> None:
         super().__init__(**kwargs)
         self._parameters = parameters
+        self._lock = nullcontext() if lora is None else lora.lock
+
+    def compute_batch(self, model: Any, batch_data: dict[str, Any]) -> None:
+        """One step, in which no layer changes."""
+        with self._lock:
+            super().compute_batch(model, batch_data)
 
     def _sample(self, scores: torch.Tensor, output_ids: torch.Tensor) -> None:
         """The end of a step: chooses the next tokens from the logits, shape [1, rows, vocabulary]."""

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from cog_triton import remote_code
+from cog_triton.engines.adapter_versions import current_version
 from cog_triton.engines.base import EngineError, GenerationRequest, Tokens, check_ids
 from cog_triton.engines.event_loop import EventLoopEngine, Running
 from cog_triton.engines.vllm_arguments import (
@@ -39,7 +40,7 @@ from cog_triton.engines.vllm_arguments import (
 )
 from cog_triton.engines.vllm_processes import prepare
 from cog_triton.engines.vllm_requests import (
-    adapter,
+    LoraNumbers,
     guide_arguments,
     next_tokens,
     sampling_arguments,
@@ -69,7 +70,8 @@ class VllmEngine(EventLoopEngine):
             Exception: whatever vLLM raises while it loads.
         """
         self._adapters = adapters
-        self._sound: set[int] = set()  # the adapters that could be loaded
+        self._lora_numbers = LoraNumbers()
+        self._sound: set[int] = set()  # the adapters that could be loaded, by these numbers
         self._then: Callable[[], object] = lambda: None
         self._llm: Any = None
         super().__init__("vllm-engine")
@@ -151,8 +153,10 @@ class VllmEngine(EventLoopEngine):
             return None
         from vllm.lora.request import LoRARequest  # type: ignore[import-not-found, unused-ignore]
 
-        path = adapter(task_id, self._adapters)
-        return LoRARequest(path.name, task_id, str(path))
+        version = current_version(task_id, self._adapters)
+        number = self._lora_numbers.number(version)
+        # By the name it tells whose blocks of the KV cache it may share.
+        return LoRARequest(f"{version.name}:{number}", number, str(version.path))
 
     def _shut_down(self) -> None:
         if self._llm is not None:
@@ -183,7 +187,7 @@ class VllmEngine(EventLoopEngine):
     async def _tokens(self, running: Running) -> AsyncIterator[Tokens]:
         request = running.request
         sampling, lora = running.sampling
-        await self._check(lora)
+        await self._check(lora, request.lora_task_id)
         prompt = {"prompt_token_ids": request.input_ids}
         outputs = self._llm.generate(prompt, sampling, request.key, lora_request=lora)
         async for output in outputs:
@@ -191,7 +195,7 @@ class VllmEngine(EventLoopEngine):
             if tokens.ids or tokens.finished:
                 yield tokens
 
-    async def _check(self, lora: Any) -> None:
+    async def _check(self, lora: Any, task_id: int) -> None:
         # One that it cannot load while it computes would end vLLM.
         if lora is None or lora.lora_int_id in self._sound:
             return
@@ -200,7 +204,7 @@ class VllmEngine(EventLoopEngine):
         except Exception as error:
             if self._is_fatal(error):
                 raise
-            raise EngineError(f"lora_task_id {lora.lora_int_id}: {error}") from error
+            raise EngineError(f"lora_task_id {task_id}: {error}") from error
         self._sound.add(lora.lora_int_id)
 
     def _abort(self, running: Running) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+from itertools import count
 from pathlib import Path
 from typing import Any
 
-from cog_triton.adapters import adapter_path
+from cog_triton.engines.adapter_versions import AdapterVersion
 from cog_triton.engines.base import (
     LEAST_LOG_PROB,
     EngineError,
@@ -70,18 +72,21 @@ def guide_arguments(guide: Guide) -> dict[str, Any]:
     return {names[guide.kind]: guide.text}
 
 
-def adapter(task_id: int, directory: Path | None) -> Path:
-    """The directory of a LoRA adapter; see ``cog_triton.adapters``.
+class LoraNumbers:
+    """By which vLLM tells adapters apart: an adapter whose files are replaced gets another one."""
 
-    Raises:
-        EngineError: there is none.
-    """
-    if directory is None:
-        raise EngineError("lora_task_id needs lora_prefetch_dir, the directory of the adapters")
-    try:
-        return adapter_path(directory, task_id)
-    except LookupError as error:
-        raise EngineError(f"lora_task_id {task_id}: there is no such adapter: {error}") from None
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._count = count(1)
+        self._latest: dict[Path, tuple[AdapterVersion, int]] = {}
+
+    def number(self, version: AdapterVersion) -> int:
+        """The number of one version of an adapter, above 0."""
+        with self._lock:
+            latest = self._latest.get(version.path)
+            if latest is None or latest[0] != version:
+                latest = self._latest[version.path] = (version, next(self._count))
+            return latest[1]
 
 
 def next_tokens(output: Any, request: GenerationRequest, *, finished: bool) -> Tokens:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from cog_triton.engines import vllm_arguments
+from cog_triton.engines.adapter_versions import current_version
 from cog_triton.engines.base import (
     LEAST_LOG_PROB,
     EngineError,
@@ -28,7 +29,7 @@ from cog_triton.engines.vllm_arguments import (
 )
 from cog_triton.engines.vllm_processes import interpreter
 from cog_triton.engines.vllm_requests import (
-    adapter,
+    LoraNumbers,
     guide_arguments,
     next_tokens,
     sampling_arguments,
@@ -230,17 +231,18 @@ def test_guides(guide: Guide, arguments: dict[str, Any]) -> None:
     assert guide_arguments(guide) == arguments
 
 
-def test_an_adapter_is_found_by_its_task_id(tmp_path: Path) -> None:
+def test_vllm_knows_an_adapter_whose_files_are_replaced_by_another_number(tmp_path: Path) -> None:
     for name in ("3", "poet"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "adapter_config.json").touch()
-        (tmp_path / name / "adapter_model.safetensors").touch()
-    assert adapter(3, tmp_path) == tmp_path / "3"
-    assert adapter(adapter_task_id("poet"), tmp_path) == tmp_path / "poet"
-    with pytest.raises(EngineError, match="lora_task_id 4: there is no such adapter"):
-        adapter(4, tmp_path)
-    with pytest.raises(EngineError, match="needs lora_prefetch_dir"):
-        adapter(3, None)
+        write_adapter(tmp_path / name)
+    numbers = LoraNumbers()
+    first = numbers.number(current_version(3, tmp_path))
+    other = numbers.number(current_version(adapter_task_id("poet"), tmp_path))
+    assert numbers.number(current_version(3, tmp_path)) == first
+    (tmp_path / "3" / "adapter_model.safetensors").write_bytes(b"other weights")
+    second = numbers.number(current_version(3, tmp_path))
+    assert numbers.number(current_version(3, tmp_path)) == second
+    assert len({first, other, second}) == 3
+    assert min(first, other, second) > 0
 
 
 def test_tokens() -> None:
