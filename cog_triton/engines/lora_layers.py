@@ -95,7 +95,9 @@ class LoraLayers:
 
         config = PeftConfig.from_pretrained(str(directory))
         if not isinstance(config, LoraConfig):
-            raise ValueError(f"it is no LoRA adapter, but of PEFT's type {config.peft_type}")
+            raise ValueError(
+                f"it is no LoRA adapter: its peft_type is {getattr(config.peft_type, 'value', None)}"
+            )
         check_config(config.to_dict(), LoraConfig().to_dict())
         config.inference_mode, config.init_lora_weights = True, True
         tensors = load_peft_weights(str(directory), device="cpu")
@@ -115,11 +117,11 @@ class LoraLayers:
         with self.lock:
             try:
                 self._inject(adapter.label, weights)
+                self._take_over()
             except Exception:
+                self._take_over()
                 self._delete(adapter.label)
                 raise
-            finally:
-                self._take_over()
         return adapter
 
     def remove(self, adapter: LoadedAdapter) -> None:
@@ -161,7 +163,9 @@ class LoraLayers:
         if not isinstance(layer, (torch.nn.Linear, Conv1D, Linear)):
             raise ValueError(f"{name} is no linear layer")
         if layer is self._model.get_output_embeddings():
-            raise ValueError(f"{name} is the model's last layer, which adapters may not change here")
+            raise ValueError(
+                f"{name} is the model's last layer, which adapters may not change here"
+            )
 
     def _inject(self, label: str, weights: AdapterWeights) -> None:
         from peft import inject_adapter_in_model
@@ -180,26 +184,31 @@ class LoraLayers:
         from peft.tuners.tuners_utils import delete_adapter
 
         delete_adapter(self._model, label, "lora_")
-        # PEFT takes it for the model's own, and warns at the next one.
-        self._model.__dict__.pop("peft_config", None)
 
     def _take_over(self) -> None:
         """Leaves PEFT's layers to the hooks."""
         from peft.tuners.lora import LoraLayer
 
-        self._model.__dict__.pop("peft_config", None)
+        self._model.__dict__.pop("peft_config", None)  # of which PEFT warns at the next adapter
         for name, layer in self._model.named_modules():
-            if isinstance(layer, LoraLayer) and not layer.disable_adapters:
+            if not isinstance(layer, LoraLayer):
+                continue
+            layer.set_adapter([])
+            if not layer.disable_adapters:
                 layer.enable_adapters(False)
                 layer.register_forward_hook(partial(self._add, name))
 
-    def _add(self, name: str, layer: Any, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
+    def _add(
+        self, name: str, layer: Any, inputs: tuple[torch.Tensor], output: torch.Tensor
+    ) -> None:
         """Adds what the adapters of this step change in a layer's output, shape [..., features]."""
         if not self._places:
             return
         rows, out = inputs[0].flatten(0, -2), output.flatten(0, -2)
         for adapter, places in self._places:
-            if adapter.label not in layer.lora_A:  # of other layers, or removed from under who is gone
+            if (
+                adapter.label not in layer.lora_A
+            ):  # of other layers, or removed from under who is gone
                 continue
             if len(rows) != self._tokens:
                 adapter.problem = f"{name} does not see each token once"

@@ -10,7 +10,7 @@ from tritonclient.grpc.model_config_pb2 import (  # type: ignore[import-untyped,
 from cog_triton import adapters
 from cog_triton.adapter_tensors import AdapterTensors
 from cog_triton.adapters import adapter_names, adapter_path, check_adapter
-from cog_triton.engine_choice import adapter_dtype
+from cog_triton.engine_choice import EngineName, adapter_dtype
 from cog_triton.errors import ConfigurationError, InvalidParameter
 from cog_triton.preparation import adapter_tensors, check_adapters, template_values
 from cog_triton.protocol import adapter_task_id
@@ -87,21 +87,26 @@ def test_an_unknown_name_is_refused_with_those_that_are_there(tmp_path: Path) ->
 
 
 def test_what_an_engine_can_do_with_a_directory(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="no effect with ENGINE=transformers"):
-        check_adapters(tmp_path, "transformers")
+    for engine in ("simulated", "llmapi"):
+        with pytest.raises(ConfigurationError, match=f"no effect with ENGINE={engine}: transf"):
+            check_adapters(tmp_path, engine)
+    check_adapters(tmp_path, "transformers")
     with pytest.raises(ConfigurationError, match="is no directory"):
         check_adapters(tmp_path / "nowhere", "vllm")
     check_adapters(tmp_path, "vllm")
     check_adapters(tmp_path, "tensorrtllm")
 
 
-def test_the_directory_reaches_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("engine", ["vllm", "transformers"])
+def test_the_directory_reaches_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: EngineName
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "adapters").mkdir()
     settings = read_settings({"LORA_DIR": "adapters"})
-    values = template_values(settings, "vllm")["tensorrt_llm"]
+    values = template_values(settings, engine)["tensorrt_llm"]
     assert values["lora_prefetch_dir"] == str(tmp_path.resolve() / "adapters")
-    assert "lora_prefetch_dir" not in template_values(read_settings({}), "vllm")["tensorrt_llm"]
+    assert "lora_prefetch_dir" not in template_values(read_settings({}), engine)["tensorrt_llm"]
     with pytest.raises(ConfigurationError, match="LORA_DIR has no effect"):
         template_values(settings, "simulated")
 

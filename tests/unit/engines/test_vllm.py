@@ -233,7 +233,9 @@ def test_guides(guide: Guide, arguments: dict[str, Any]) -> None:
 
 def test_vllm_knows_an_adapter_whose_files_are_replaced_by_another_number(tmp_path: Path) -> None:
     for name in ("3", "poet"):
-        write_adapter(tmp_path / name)
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_config.json").touch()
+        (tmp_path / name / "adapter_model.safetensors").touch()
     numbers = LoraNumbers()
     first = numbers.number(current_version(3, tmp_path))
     other = numbers.number(current_version(adapter_task_id("poet"), tmp_path))
