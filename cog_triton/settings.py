@@ -61,8 +61,8 @@ class Settings(BaseModel):
     """GPUs that the C++ backend's engine was built for, one MPI rank each."""
     lora_dir: Path | None = None
     """Directory of LoRA adapters, each in a directory of its own name, as PEFT saves it; one that appears
-    while the server runs can be used at once. For the engines vllm, llmapi and tensorrtllm; the latter
-    takes those that NVIDIA's hf_lora_convert.py made, too."""
+    while the server runs can be used at once. For all engines but simulated; tensorrtllm takes those that
+    NVIDIA's hf_lora_convert.py made, too."""
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
     """Device of the transformers engine: auto, cpu, cuda or cuda:N."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
 
@@ -17,6 +16,8 @@ def load(model: Path) -> Any:
 
 def make_varied_adapter(model: Path, directory: Path) -> None:
     """One of PEFT's own making, of all layers but the last, with ranks, scales and biases of their own."""
+    from peft import LoraConfig, get_peft_model  # not in every environment of the tests
+
     torch.manual_seed(3)
     config = LoraConfig(
         r=3,
@@ -40,6 +41,8 @@ class Reference:
 
     def __init__(self, model: Path, adapters: Path) -> None:
         """With the adapters poet and bard of a directory."""
+        from peft import PeftModel
+
         self._model = PeftModel.from_pretrained(load(model), str(adapters / "poet"), "poet")
         self._model.load_adapter(str(adapters / "bard"), "bard")
         self._model.eval()

@@ -312,7 +312,7 @@ def _joined(responses: list[Response]) -> Response:
 _ERRORS: tuple[tuple[str, type[CogTritonError]], ...] = (
     (r"exceeds maximum input length|sequence length is potentially greater", PromptTooLong),
     (r"prompt has no tokens", PromptRequired),
-    (r"[Mm]aximum queue size|PEFT Cache is full", TritonOverloaded),
+    (r"[Mm]aximum queue size|(PEFT C|LoRA c)ache is full", TritonOverloaded),
     (r"is not within acceptable range", InvalidParameter),
     (
         r"must be (at least|at most|greater|between|as many|the same|among|in [\[(])|does not support"

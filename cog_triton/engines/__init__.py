@@ -4,7 +4,10 @@
     create.py          the one that a configuration names
     serving.py         between Triton's requests and an engine
     transformers.py    transformers' continuous batching; _runner.py is one step of it, _rows.py its
-                       requests
+                       requests, _router.py the way of their tokens, _cache.py what they share
+    lora.py            which adapters are in its model; lora_layers.py how they are applied
+    adapter_versions.py
+                       an adapter's files, and whether they are still the same
     attention.py       its attention; token_sampling.py its sampling
     structured_output.py
                        what guides allow; guide_check.py tries them out in a process of its own
@@ -13,7 +16,8 @@
     event_loop.py      what both are: coroutines on a thread of their own; arguments.py: so are these
     simulated.py       tokens without a model
 
-May import ``remote_code``, and of ``text`` how many tokens of context a detokenizer needs; the simulated
-engine, which has no model, tokenizes a text to answer with, and structured output reads the vocabulary.
+May import ``remote_code`` and ``adapters``, and of ``text`` how many tokens of context a detokenizer needs;
+the simulated engine, which has no model, tokenizes a text to answer with, and structured output reads the
+vocabulary.
 After a change: pytest tests/unit/engines
 """

@@ -60,6 +60,7 @@ from cog_triton.protocol import LOG_PROBS, TokenLogProb, checksum, packed_log_pr
         ("Request sequence length is potentially greater than max input length.", PromptTooLong),
         ("Maximum queue size of 5 has been reached, please try again later", TritonOverloaded),
         ("Exceeds maximum queue size", TritonOverloaded),
+        ("the LoRA cache is full: adapter a does not fit beside those in use", TritonOverloaded),
         ("EndId (99) is not within acceptable range [-1, 5)", InvalidParameter),
         ("in ensemble 'ensemble', top_p must be between 0 and 1, not 2.0", InvalidParameter),
         (

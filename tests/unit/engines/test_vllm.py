@@ -20,6 +20,7 @@ from cog_triton.engines.base import (
     SamplingParams,
     Tokens,
 )
+from cog_triton.engines.vllm import VllmEngine
 from cog_triton.engines.vllm_arguments import (
     CPU_CACHE_BYTES,
     cpu_arguments,
@@ -231,20 +232,41 @@ def test_guides(guide: Guide, arguments: dict[str, Any]) -> None:
     assert guide_arguments(guide) == arguments
 
 
-def test_vllm_knows_an_adapter_whose_files_are_replaced_by_another_number(tmp_path: Path) -> None:
+def save_adapter(directory: Path, weights: str = "") -> None:
+    directory.mkdir(exist_ok=True)
+    (directory / "adapter_config.json").touch()
+    (directory / "adapter_model.safetensors").write_text(weights)
+
+
+def test_an_adapter_whose_files_are_replaced_gets_another_number(tmp_path: Path) -> None:
     for name in ("3", "poet"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "adapter_config.json").touch()
-        (tmp_path / name / "adapter_model.safetensors").touch()
+        save_adapter(tmp_path / name)
     numbers = LoraNumbers()
     first = numbers.number(current_version(3, tmp_path))
     other = numbers.number(current_version(adapter_task_id("poet"), tmp_path))
     assert numbers.number(current_version(3, tmp_path)) == first
-    (tmp_path / "3" / "adapter_model.safetensors").write_bytes(b"other weights")
+    save_adapter(tmp_path / "3", "other")
     second = numbers.number(current_version(3, tmp_path))
     assert numbers.number(current_version(3, tmp_path)) == second
     assert len({first, other, second}) == 3
     assert min(first, other, second) > 0
+
+
+def test_vllm_is_told_another_adapter_when_the_files_are_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = SimpleNamespace(LoRARequest=lambda *arguments: arguments)
+    monkeypatch.setitem(sys.modules, "vllm.lora.request", fake)  # type: ignore[arg-type]
+    engine = VllmEngine.__new__(VllmEngine)
+    engine._adapters, engine._lora_numbers = tmp_path, LoraNumbers()
+    save_adapter(tmp_path / "poet")
+    task_id = adapter_task_id("poet")
+    assert engine._adapter(0) is None
+    before = engine._adapter(task_id)
+    assert engine._adapter(task_id) == before == ("poet:1", 1, str(tmp_path / "poet"))
+    save_adapter(tmp_path / "poet", "other")
+    # Its blocks of the KV cache it tells apart by the name.
+    assert engine._adapter(task_id) == ("poet:2", 2, str(tmp_path / "poet"))
 
 
 def test_tokens() -> None:

@@ -185,6 +185,17 @@ def test_an_adapter_that_comes_later_is_loaded(
     assert llm.ids(max_tokens=30, lora_task_id=task_id) == llm.ids(max_tokens=30, lora_task_id=2)
 
 
+def test_an_adapter_whose_files_are_replaced_is_loaded_anew(
+    llm: Requests, demo_model: Path, adapters: Path, tmp_path: Path
+) -> None:
+    make_adapter(demo_model, adapters / "5", seed=5)
+    before = llm.ids(max_tokens=30, lora_task_id=5)
+    other = make_adapter(demo_model, tmp_path / "other", seed=6)
+    merged = merge(demo_model, other, tmp_path / "merged")
+    (other / "adapter_model.safetensors").replace(adapters / "5" / "adapter_model.safetensors")
+    assert llm.ids(max_tokens=30, lora_task_id=5) == greedy_of(merged) != before
+
+
 def test_an_adapter_that_is_broken_fails_its_request_alone(llm: Requests, adapters: Path) -> None:
     (adapters / "8").mkdir()
     (adapters / "8" / "adapter_config.json").write_text("{}")
