@@ -17,7 +17,7 @@ from typing import Any
 
 from cog_triton.engines.adapter_versions import AdapterVersion, current_version
 from cog_triton.engines.base import EngineError, EngineUnavailable, stopped_text
-from cog_triton.engines.lora_layers import AdapterWeights, LoadedAdapter, LoraLayers
+from cog_triton.engines.lora_layers import LoadedAdapter, LoraLayers
 from cog_triton.engines.transformers_rows import Row
 
 logger = logging.getLogger(__name__)
@@ -100,9 +100,9 @@ class Adapters:
         self._forget_stale()
         version = current_version(row.request.lora_task_id, self._directory)
         try:
-            weights = self.layers.read(version.path)
-            self._make_room(version.name, weights)
-            adapter = self.layers.put(weights)
+            adapter = self.layers.read(version.path)
+            self._make_room(version.name, adapter.size)
+            self.layers.put(adapter)
         except EngineError:
             raise
         except Exception as error:  # whatever an adapter's files may cause
@@ -111,12 +111,12 @@ class Adapters:
             self._loaded[version] = row.adapter = adapter
         logger.info("adapter %s loaded: %d bytes", version.name, adapter.size)
 
-    def _make_room(self, name: str, weights: AdapterWeights) -> None:
-        if weights.size > self._cache_bytes:
+    def _make_room(self, name: str, size: int) -> None:
+        if size > self._cache_bytes:
             raise ValueError(
-                f"it has {weights.size} bytes, and lora_cache_host_memory_bytes is {self._cache_bytes}"
+                f"it has {size} bytes, and lora_cache_host_memory_bytes is {self._cache_bytes}"
             )
-        while self._size() + weights.size > self._cache_bytes:
+        while self._size() + size > self._cache_bytes:
             if not self._forget_first(lambda _: True):
                 raise EngineUnavailable(
                     f"the LoRA cache is full: adapter {name} does not fit beside those in use; "

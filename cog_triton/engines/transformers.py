@@ -190,18 +190,21 @@ class TransformersEngine(Engine):
             if future is not None and not future.done():
                 future.add_done_callback(partial(self._add_later, row, sink, guided, loaded))
                 return
+        key = row.request.key
         try:
             if loaded is not None:
                 loaded.result()
             if guided is not None:
                 row.guided = guided.result()
-            if self._router.knows(row.request.key):
-                self._add(row)
         except (EngineError, CancelledError) as error:
-            if self._router.forget(row.request.key):
-                refused = not isinstance(error, (EngineUnavailable, CancelledError))
-                text = str(error) or stopped_text(None)
-                sink(Tokens([], finished=True, error=text, refused=refused))
+            if self._router.forget(key):
+                sink(_failure(error))
+            return
+        if self._router.knows(key):
+            try:
+                self._add(row)
+            except EngineUnavailable as error:
+                sink(_failure(error))
 
     def _add(self, row: Row) -> None:
         request = row.request
@@ -326,6 +329,11 @@ class _Scheduler(FIFOScheduler):
 
 
 SCHEDULER_MAPPING[SCHEDULER] = _Scheduler
+
+
+def _failure(error: BaseException) -> Tokens:
+    refused = not isinstance(error, (EngineUnavailable, CancelledError))
+    return Tokens([], finished=True, error=str(error) or stopped_text(None), refused=refused)
 
 
 def _device(name: str) -> torch.device:
