@@ -256,7 +256,7 @@ def test_vllm_is_told_another_adapter_when_the_files_are_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake = SimpleNamespace(LoRARequest=lambda *arguments: arguments)
-    monkeypatch.setitem(sys.modules, "vllm.lora.request", fake)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "vllm.lora.request", fake)
     engine = VllmEngine.__new__(VllmEngine)
     engine._adapters, engine._lora_numbers = tmp_path, LoraNumbers()
     save_adapter(tmp_path / "poet")
