@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 import subprocess
@@ -150,6 +151,54 @@ def test_an_answer_with_an_adapter_can_have_a_guide(demo_model: Path, adapters: 
             text = tokenizer.decode(ids, skip_special_tokens=True)
             assert text.startswith(("yes, ", "no, "))
             assert len(text.partition(", ")[2]) == 3
+
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 200,
+    "max_position_embeddings": 128,
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "layers"),
+    [
+        ("gpt2", {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 200}, "all-linear"),
+        ("qwen2", SMALL, "all-linear"),
+        ("phi3", {**SMALL, "pad_token_id": 0}, "all-linear"),
+        ("mixtral", {**SMALL, "num_local_experts": 4}, ["q_proj", "o_proj"]),
+    ],
+)
+def test_models_of_other_kinds_are_changed_as_peft_does(
+    tmp_path: Path, kind: str, config: dict[str, Any], layers: str | list[str]
+) -> None:
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **config)).eval()
+    lora = LoraLayers(copy.deepcopy(model))
+    settings = {
+        "target_modules": layers,
+        "fan_in_fan_out": kind == "gpt2",
+    }  # its layers lie the other way
+    peft = get_peft_model(model, LoraConfig(r=4, init_lora_weights=False, **settings)).eval()
+    peft.save_pretrained(tmp_path)
+    adapter = lora.read(tmp_path)
+    lora.put(adapter)
+    ids = torch.arange(9).unsqueeze(0)
+    with torch.no_grad():
+        lora.begin_step([(adapter, 9)])
+        changed = lora._model(ids).logits
+        assert torch.allclose(changed, peft(ids).logits, atol=1e-5)
+        lora.begin_step([(None, 9)])
+        with peft.disable_adapter():
+            plain = peft(ids).logits
+        assert torch.allclose(lora._model(ids).logits, plain, atol=1e-5)
+    assert not torch.allclose(changed, plain, atol=1e-2)
 
 
 # While the engine runs
