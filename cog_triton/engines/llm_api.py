@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from cog_triton import remote_code
-from cog_triton.adapters import CONFIG
+from cog_triton.engines.adapter_versions import LoraRequests
 from cog_triton.engines.base import EngineError, GenerationRequest, Tokens
 from cog_triton.engines.event_loop import EventLoopEngine, Running
 from cog_triton.engines.llm_api_arguments import (
@@ -53,7 +53,6 @@ from cog_triton.engines.llm_api_requests import (
     sampling_arguments,
 )
 from cog_triton.engines.llm_api_sampler import Sampler, sampler_of, sampling_defaults
-from cog_triton.engines.vllm_requests import adapter
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +79,7 @@ class TensorrtLlmEngine(EventLoopEngine):
             adapters: the directory of LoRA adapters.
         """
         self.features = frozenset() if adapters is None else frozenset({"lora_task_id"})
-        self._adapters = adapters
+        self._adapters = LoraRequests(adapters)
         self._llm = llm
         self._sampler = sampler
         self._sampling_params = sampling_params
@@ -154,10 +153,7 @@ class TensorrtLlmEngine(EventLoopEngine):
             LoRARequest,
         )
 
-        path = adapter(task_id, self._adapters)
-        if not (path / CONFIG).is_file():
-            raise EngineError(f"lora_task_id {task_id}: {path} has no {CONFIG}")
-        return LoRARequest(path.name, task_id, str(path))
+        return self._adapters.of(task_id, LoRARequest)
 
     async def _tokens(self, running: Running) -> AsyncIterator[Tokens]:
         request = running.request

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from cog_triton import remote_code
-from cog_triton.engines.adapter_versions import current_version
+from cog_triton.engines.adapter_versions import LoraRequests
 from cog_triton.engines.base import EngineError, GenerationRequest, Tokens, check_ids
 from cog_triton.engines.event_loop import EventLoopEngine, Running
 from cog_triton.engines.vllm_arguments import (
@@ -40,7 +40,6 @@ from cog_triton.engines.vllm_arguments import (
 )
 from cog_triton.engines.vllm_processes import prepare
 from cog_triton.engines.vllm_requests import (
-    LoraNumbers,
     guide_arguments,
     next_tokens,
     sampling_arguments,
@@ -69,8 +68,7 @@ class VllmEngine(EventLoopEngine):
         Raises:
             Exception: whatever vLLM raises while it loads.
         """
-        self._adapters = adapters
-        self._lora_numbers = LoraNumbers()
+        self._adapters = LoraRequests(adapters)
         self._sound: set[int] = set()  # the adapters that could be loaded, by these numbers
         self._then: Callable[[], object] = lambda: None
         self._llm: Any = None
@@ -153,10 +151,7 @@ class VllmEngine(EventLoopEngine):
             return None
         from vllm.lora.request import LoRARequest  # type: ignore[import-not-found, unused-ignore]
 
-        version = current_version(task_id, self._adapters)
-        number = self._lora_numbers.number(version)
-        # By the name it tells whose blocks of the KV cache it may share.
-        return LoRARequest(f"{version.name}:{number}", number, str(version.path))
+        return self._adapters.of(task_id, LoRARequest)
 
     def _shut_down(self) -> None:
         if self._llm is not None:

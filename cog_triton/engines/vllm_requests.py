@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import threading
-from itertools import count
-from pathlib import Path
 from typing import Any
 
-from cog_triton.engines.adapter_versions import AdapterVersion
 from cog_triton.engines.base import (
     LEAST_LOG_PROB,
     EngineError,
@@ -70,23 +66,6 @@ def guide_arguments(guide: Guide) -> dict[str, Any]:
         GuideKind.STRUCTURAL_TAG: "structural_tag",
     }
     return {names[guide.kind]: guide.text}
-
-
-class LoraNumbers:
-    """By which vLLM tells adapters apart: an adapter whose files are replaced gets another one."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._count = count(1)
-        self._latest: dict[Path, tuple[AdapterVersion, int]] = {}
-
-    def number(self, version: AdapterVersion) -> int:
-        """The number of one version of an adapter, above 0."""
-        with self._lock:
-            latest = self._latest.get(version.path)
-            if latest is None or latest[0] != version:
-                latest = self._latest[version.path] = (version, next(self._count))
-            return latest[1]
 
 
 def next_tokens(output: Any, request: GenerationRequest, *, finished: bool) -> Tokens:

@@ -87,7 +87,7 @@ def test_an_unknown_name_is_refused_with_those_that_are_there(tmp_path: Path) ->
 
 
 def test_what_an_engine_can_do_with_a_directory(tmp_path: Path) -> None:
-    for engine in ("simulated", "llmapi"):
+    for engine in ("simulated",):
         with pytest.raises(ConfigurationError, match=f"no effect with ENGINE={engine}: transf"):
             check_adapters(tmp_path, engine)
     check_adapters(tmp_path, "transformers")

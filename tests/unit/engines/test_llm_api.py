@@ -798,8 +798,11 @@ def test_an_adapter_changes_the_requests_that_name_it(make: Make, tmp_path: Path
         (tmp_path / "7").mkdir(exist_ok=True)
         (tmp_path / "7" / file).touch()
     changed = ids(run(engine, request(lora_task_id=7)))
-    assert changed == ids(run(engine, request(input_ids=[7, 5, 6, 7])))
+    assert changed == ids(run(engine, request(input_ids=[1, 5, 6, 7])))
     assert changed != ids(run(engine, request()))
+    (tmp_path / "7" / "adapter_model.safetensors").write_text("replaced")
+    replaced = ids(run(engine, request(lora_task_id=7)))
+    assert replaced == ids(run(engine, request(input_ids=[2, 5, 6, 7]))) != changed
     with pytest.raises(EngineError, match="lora_task_id 8: there is no such adapter"):
         engine.submit(request(lora_task_id=8), Sink())
     (tmp_path / "8").mkdir()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from cog_triton.engines import vllm_arguments
-from cog_triton.engines.adapter_versions import current_version
+from cog_triton.engines.adapter_versions import LoraRequests
 from cog_triton.engines.base import (
     LEAST_LOG_PROB,
     EngineError,
@@ -30,7 +30,6 @@ from cog_triton.engines.vllm_arguments import (
 )
 from cog_triton.engines.vllm_processes import interpreter
 from cog_triton.engines.vllm_requests import (
-    LoraNumbers,
     guide_arguments,
     next_tokens,
     sampling_arguments,
@@ -241,13 +240,18 @@ def save_adapter(directory: Path, weights: str = "") -> None:
 def test_an_adapter_whose_files_are_replaced_gets_another_number(tmp_path: Path) -> None:
     for name in ("3", "poet"):
         save_adapter(tmp_path / name)
-    numbers = LoraNumbers()
-    first = numbers.number(current_version(3, tmp_path))
-    other = numbers.number(current_version(adapter_task_id("poet"), tmp_path))
-    assert numbers.number(current_version(3, tmp_path)) == first
+    requests = LoraRequests(tmp_path)
+
+    def number(name: str) -> int:
+        told: tuple[str, int, str] = requests.of(adapter_task_id(name), lambda *values: values)
+        assert told == (f"{name}:{told[1]}", told[1], str(tmp_path / name))
+        return told[1]
+
+    first, other = number("3"), number("poet")
+    assert number("3") == first
     save_adapter(tmp_path / "3", "other")
-    second = numbers.number(current_version(3, tmp_path))
-    assert numbers.number(current_version(3, tmp_path)) == second
+    second = number("3")
+    assert number("3") == second
     assert len({first, other, second}) == 3
     assert min(first, other, second) > 0
 
@@ -258,7 +262,7 @@ def test_vllm_is_told_another_adapter_when_the_files_are_replaced(
     fake = SimpleNamespace(LoRARequest=lambda *arguments: arguments)
     monkeypatch.setitem(sys.modules, "vllm.lora.request", fake)
     engine = VllmEngine.__new__(VllmEngine)
-    engine._adapters, engine._lora_numbers = tmp_path, LoraNumbers()
+    engine._adapters = LoraRequests(tmp_path)
     save_adapter(tmp_path / "poet")
     task_id = adapter_task_id("poet")
     assert engine._adapter(0) is None
