@@ -27,7 +27,7 @@ from cog_triton.settings import Settings
 
 Values = dict[str, dict[str, object]]
 
-ADAPTERS = ("transformers", "vllm", "llmapi", "tensorrtllm")
+ADAPTERS: tuple[EngineName, ...] = ("transformers", "vllm", "llmapi", "tensorrtllm")
 """Engines that can use LoRA adapters."""
 
 
