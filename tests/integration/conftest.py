@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import openai
 import pytest
 
 from cog_triton.preparation import Values, merge, resolve_engine, template_values
@@ -17,6 +17,9 @@ from cog_triton.settings import Settings, read_settings
 from cog_triton.text.tokenizer import Tokenizer, load_tokenizer
 from tests.openai_server import OpenAIServer
 from tests.support import CogServer, EngineCounters
+
+if TYPE_CHECKING:
+    import openai
 
 ANY_PORTS = {"TRITON_HTTP_PORT": "0", "TRITON_GRPC_PORT": "0", "TRITON_METRICS_PORT": "0"}
 PACE_MS = 20.0
@@ -115,6 +118,8 @@ def engine_counters(server: TritonServer) -> EngineCounters:
 @pytest.fixture
 def client(server: OpenAIServer) -> Iterator[openai.OpenAI]:
     """PyPI's, of the OpenAI face that a module's tests have as their server."""
+    import openai  # not in every environment of the tests
+
     http = openai.DefaultHttpxClient(trust_env=False)
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", http_client=http) as client:
         yield client

@@ -28,7 +28,7 @@ SUBSET = (
     "tests/integration/test_filled_by_hand.py",
     "tests/integration/test_outputs.py",
 )
-NOT_NEEDED = {"torch"}
+NOT_NEEDED = {"torch", "peft"}  # the second brings the first
 # There is no wheel of NumPy 1 for Python 3.13. Compiled like this it takes a minute, and else five.
 COMPILED = ("3.13",)
 QUICKLY = tuple(
