@@ -38,7 +38,7 @@ from cog_triton.engines.vllm_arguments import (
     saved_dtype,
     without_effect,
 )
-from cog_triton.engines.vllm_processes import prepare
+from cog_triton.engines.vllm_processes import let_others_go_first, prepare
 from cog_triton.engines.vllm_requests import (
     guide_arguments,
     next_tokens,
@@ -170,6 +170,8 @@ class VllmEngine(EventLoopEngine):
         self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
         for process in set(multiprocessing.active_children()) - before:
             self._loop.add_reader(process.sentinel, self._ended, process)
+            if process.pid is not None and _on_cpu():
+                let_others_go_first(process.pid)
 
     def _ended(self, process: Any) -> None:
         self._loop.remove_reader(process.sentinel)

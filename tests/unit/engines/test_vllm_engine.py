@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import re
 import threading
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from cog_triton.engines.base import (
     SamplingParams,
 )
 from cog_triton.engines.create import create_engine
+from cog_triton.engines.vllm_processes import LEAST_PRIORITY
 from cog_triton.guide import Guide, GuideKind
 from cog_triton.protocol import adapter_task_id
 from cog_triton.text.tokenizer import load_tokenizer
@@ -264,6 +266,8 @@ def test_a_process_of_its_that_is_killed_ends_the_engine(which: str, demo_model:
         cores = {process.pid for process in multiprocessing.active_children()}
         core = next(p for p in mine if p.pid in cores)
         worker = next(p for p in core.children() if "resource_tracker" not in str(p.cmdline()))
+        threads = [thread.id for process in (core, worker) for thread in process.threads()]
+        assert {os.getpriority(os.PRIO_PROCESS, thread) for thread in threads} == {LEAST_PRIORITY}
         (core if which == "EngineCore" else worker).kill()
 
         while not (last := stream.next()).finished:
