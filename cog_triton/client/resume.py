@@ -14,12 +14,7 @@ from typing import Protocol
 import numpy as np
 
 from cog_triton.adapter_tensors import AdapterTensors
-from cog_triton.client.stream import (
-    BROKEN,
-    Inputs,
-    Response,
-    TritonClient,
-)
+from cog_triton.client.stream import BROKEN, Inputs, Response, TritonClient
 from cog_triton.errors import (
     InvalidParameter,
     PromptTooLong,
@@ -110,8 +105,7 @@ class ResumingClient:
         for attempt in range(self._attempts + 1):
             try:
                 name = f"{request_id}-{attempt}" if attempt else request_id
-                answer = self._answer(client, name, progress, parameters)
-                async with contextlib.aclosing(answer) as responses:
+                async with self._stream(client, name, progress, parameters) as responses:
                     async for response in responses:
                         yield progress.add(response)
                 return
@@ -134,10 +128,24 @@ class ResumingClient:
                 )
         yield Response([], None, final=True, keeps_end_token=progress.keeps_end_token)
 
-    async def _answer(
+    def _stream(
         self, client: TritonClient, name: str, progress: Progress, parameters: Parameters
-    ) -> AsyncGenerator[Response, None]:
+    ) -> AbstractAsyncContextManager[AsyncIterator[Response]]:
         """The responses to one attempt."""
+        if self._adapters is None:  # each generator between costs time with each token
+            return client.stream(name, progress.inputs(), progress.ids, parameters)
+        return contextlib.aclosing(
+            self._with_adapter(self._adapters, client, name, progress, parameters)
+        )
+
+    async def _with_adapter(
+        self,
+        adapters: AdapterTensors,
+        client: TritonClient,
+        name: str,
+        progress: Progress,
+        parameters: Parameters,
+    ) -> AsyncGenerator[Response, None]:
         inputs = progress.inputs()
         try:
             async with client.stream(name, inputs, progress.ids, parameters) as responses:
@@ -145,10 +153,10 @@ class ResumingClient:
                     yield response
             return
         except InvalidParameter as error:
-            if self._adapters is None or not re.search(NOT_CACHED, error.message):
+            if not re.search(NOT_CACHED, error.message):
                 raise
         # Another name: a stop that comes now is to find this one, and not the one that has failed.
-        whole = await self._adapters.added(inputs)
+        whole = await adapters.added(inputs)
         stream = client.stream(f"{name}-adapter", whole, progress.ids, parameters)
         del whole  # which may be large
         async with stream as responses:
