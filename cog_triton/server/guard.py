@@ -318,14 +318,11 @@ def _stop(
     it, Triton looks again a second later, and may count a model for seconds that is gone.
 
     Args:
-        starter: where it says by ``KILL`` that every request has been answered; None if it does not, and
-            the server ends by itself.
+        starter: where it says by ``KILL`` that every request has been answered; None for a rank or a group,
+            which has until ``timeout`` for its goodbye.
     """
-    watched = {os.pidfd_open(server.pid)}
-    stubs: set[int] = set()
-    if starter is not None:
-        stubs = _opened(_stubs())
-        watched |= {starter, *stubs}
+    stubs = _opened(_stubs())
+    watched = {os.pidfd_open(server.pid), *stubs, *(() if starter is None else (starter,))}
     server.send_signal(name)
     deadline = time.monotonic() + timeout
     answered = False
@@ -335,9 +332,11 @@ def _stop(
         told = starter is not None and starter in ready and os.read(starter, 1) == KILL
         if told or (stubs & ready and not stubs & watched):
             answered = True
-            deadline = min(deadline, time.monotonic() + LAST_BYTES_SECONDS)
+            if starter is not None:
+                deadline = min(deadline, time.monotonic() + LAST_BYTES_SECONDS)
+    alive = server.poll() is None
     server.kill()
-    return answered
+    return answered and (alive or starter is not None)
 
 
 def _opened(stubs: list[_Stub]) -> set[int]:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from cog_triton.server import guard
@@ -43,23 +46,36 @@ def test_shared_memory_of_pythons_goes_with_the_server() -> None:
     assert not Path("/dev/shm", name).exists()
 
 
-def test_a_server_whose_stubs_have_ended_is_not_waited_for(tmp_path: Path) -> None:
-    stub = tmp_path / guard.STUB
+@contextmanager
+def lingering(directory: Path, role: str, timeout: str) -> Iterator[subprocess.Popen[bytes]]:
+    """The guard of such a server, which is ready."""
+    stub = directory / guard.STUB
     os.symlink(sys.executable, stub)
-    model = tmp_path / "preprocessing" / "1" / "model.py"
+    model = directory / "preprocessing" / "1" / "model.py"
     model.parent.mkdir(parents=True)
     model.write_text("import signal; signal.pause()")
     server = [sys.executable, "-c", LINGERING, str(stub), str(model)]
     with subprocess.Popen(
-        [sys.executable, guard.__file__, "server", "", "3600", "", *server],
+        [sys.executable, guard.__file__, role, "", timeout, "", *server],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     ) as process:
-        assert process.stdin is not None
         assert process.stdout is not None
-        assert process.stdout.readline() == b"ready\n"
-        process.stdin.close()  # as when the starter has ended, and cannot say what Triton has logged
         try:
-            assert process.wait(60) == 0
+            assert process.stdout.readline() == b"ready\n"
+            yield process
         finally:
             process.kill()
+
+
+def test_a_server_whose_stubs_have_ended_is_not_waited_for(tmp_path: Path) -> None:
+    with lingering(tmp_path, "server", "3600") as process:
+        assert process.stdin is not None
+        process.stdin.close()  # as when the starter has ended, and cannot say what Triton has logged
+        assert process.wait(60) == 0
+
+
+def test_a_rank_whose_stubs_have_ended_has_its_time_and_ends_well(tmp_path: Path) -> None:
+    with lingering(tmp_path, "0", "1") as process:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
