@@ -42,6 +42,15 @@ def shortened(text: str, limit: int) -> str:
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
 
 
+def is_unicode(text: str) -> bool:
+    """Whether a text can be written as bytes: JSON can have halves of surrogate pairs, which cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def shown(value: object) -> str:
     """A value of a request, as the text of an error shows it."""
     if isinstance(value, int) and value.bit_length() > 4 * SHOWN_CHARACTERS:

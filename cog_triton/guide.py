@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from cog_triton.errors import is_unicode
+
 
 class GuideKind(str, Enum):
     """What a guide is written in; the values, CHOICE apart, are those of ``guided_decoding_guide_type``."""
@@ -32,8 +34,6 @@ class Guide:
     text: str = ""
 
 
-_HALF_PAIR = re.compile(r"[\ud800-\udfff]")
-"""JSON can have halves of surrogate pairs, which are no text."""
 _SPECIAL = re.compile(r"[\\^$.|?*+()\[\]{}/]")
 """What regular expressions of any kind take for more than itself; re.escape knows Python's alone."""
 
@@ -83,7 +83,7 @@ def _parsed(text: str) -> Any:
 
 
 def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and value != "" and not _HALF_PAIR.search(value)
+    return isinstance(value, str) and value != "" and is_unicode(value)
 
 
 def _escaped(text: str) -> str:

@@ -18,6 +18,7 @@ from cog_triton.errors import (
     InvalidParameter,
     PromptRequired,
     PromptTooLong,
+    is_unicode,
     shown,
 )
 from cog_triton.guide import Guide, check_guide, engine_guide
@@ -290,15 +291,6 @@ def _guide_inputs(guide: Guide | None) -> dict[str, npt.NDArray[Any]]:
     told = engine_guide(guide)
     texts = {"guided_decoding_guide_type": told.kind.value, "guided_decoding_guide": told.text}
     return {name: _text(text) for name, text in texts.items() if text}
-
-
-def is_unicode(text: str) -> bool:
-    """Whether a text can be written as bytes: JSON can have halves of surrogate pairs, which cannot."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _fits_int32(value: int) -> bool:

@@ -7,12 +7,12 @@ from typing import Any
 
 from fastapi import APIRouter
 
+from cog_triton.errors import is_unicode
 from cog_triton.faces.openai.dependencies import FromApp
 from cog_triton.faces.openai.errors import invalid
 from cog_triton.faces.openai.fields import DetokenizeBody, TokenizeBody
 from cog_triton.faces.openai.prompts import chat_prompt
 from cog_triton.faces.openai.served import Served
-from cog_triton.request import is_unicode
 
 router = APIRouter()
 LONG_TEXT = 20_000
