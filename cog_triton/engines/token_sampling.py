@@ -1,7 +1,8 @@
 """Chooses the next tokens of a batch, each row by its own parameters.
 
 The noise of a row is a hash of its seed, its position and the token id, so a request with a seed
-gives the same text whatever else is in the batch, on a CPU and on a GPU.
+gives the same text whatever else is in the batch, on a CPU and on a GPU, as long as the logits are the
+same: they are rounded as the batch's size has it, which may choose between two that are as good as equal.
 """
 
 from __future__ import annotations
