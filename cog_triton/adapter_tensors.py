@@ -16,10 +16,11 @@ import asyncio
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -27,8 +28,12 @@ import safetensors
 
 from cog_triton.adapters import CONFIG, CONVERTED, WEIGHTS, adapter_path
 from cog_triton.errors import InvalidParameter
+from cog_triton.triton_texts import NOT_CACHED
 
 Array = npt.NDArray[Any]
+Inputs = Mapping[str, Array]
+T = TypeVar("T")
+Send = Callable[[str, Inputs], AbstractAsyncContextManager[AsyncIterator[T]]]
 
 BFLOAT16 = np.dtype("V2")
 """NumPy has none; this is what NVIDIA's script writes for it."""
@@ -76,6 +81,26 @@ class AdapterTensors:
     def triton_dtype(self) -> str:
         """As a model's configuration has it."""
         return TRITON_DTYPES[self.dtype]
+
+    async def stream(self, send: Send[T], name: str, inputs: Inputs) -> AsyncGenerator[T, None]:
+        """The responses to a request, sent as it is, and once more with its adapter if that is not there.
+
+        Args:
+            send: what sends a request of a name.
+            name: the second one has another, so that a stop that comes then finds it.
+        """
+        try:
+            async with send(name, inputs) as responses:
+                async for response in responses:
+                    yield response
+            return
+        except InvalidParameter as error:
+            if not re.search(NOT_CACHED, error.message):
+                raise
+        # It is kept nowhere here: an adapter may be large.
+        async with send(f"{name}-adapter", await self.added(inputs)) as responses:
+            async for response in responses:
+                yield response
 
     async def added(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
         """A request's inputs with the tensors of the adapter that its ``lora_task_id`` names.

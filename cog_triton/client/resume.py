@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import re
 from array import array
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AbstractAsyncContextManager
@@ -16,14 +15,12 @@ import numpy as np
 from cog_triton.adapter_tensors import AdapterTensors
 from cog_triton.client.stream import BROKEN, Inputs, Response, TritonClient
 from cog_triton.errors import (
-    InvalidParameter,
     PromptTooLong,
     ServerError,
     TritonUnavailable,
     TritonUnknownError,
 )
 from cog_triton.protocol import NO_PARAMETERS, Parameters
-from cog_triton.triton_texts import NOT_CACHED
 
 logger = logging.getLogger(__name__)
 
@@ -132,36 +129,14 @@ class ResumingClient:
         self, client: TritonClient, name: str, progress: Progress, parameters: Parameters
     ) -> AbstractAsyncContextManager[AsyncIterator[Response]]:
         """The responses to one attempt."""
-        if self._adapters is None:  # each generator between costs time with each token
-            return client.stream(name, progress.inputs(), progress.ids, parameters)
-        return contextlib.aclosing(
-            self._with_adapter(self._adapters, client, name, progress, parameters)
-        )
-
-    async def _with_adapter(
-        self,
-        adapters: AdapterTensors,
-        client: TritonClient,
-        name: str,
-        progress: Progress,
-        parameters: Parameters,
-    ) -> AsyncGenerator[Response, None]:
         inputs = progress.inputs()
-        try:
-            async with client.stream(name, inputs, progress.ids, parameters) as responses:
-                async for response in responses:
-                    yield response
-            return
-        except InvalidParameter as error:
-            if not re.search(NOT_CACHED, error.message):
-                raise
-        # Another name: a stop that comes now is to find this one, and not the one that has failed.
-        whole = await adapters.added(inputs)
-        stream = client.stream(f"{name}-adapter", whole, progress.ids, parameters)
-        del whole  # which may be large
-        async with stream as responses:
-            async for response in responses:
-                yield response
+        if self._adapters is None:  # each generator between costs time with each token
+            return client.stream(name, inputs, progress.ids, parameters)
+
+        def send(name: str, inputs: Inputs) -> AbstractAsyncContextManager[AsyncIterator[Response]]:
+            return client.stream(name, inputs, progress.ids, parameters)
+
+        return contextlib.aclosing(self._adapters.stream(send, name, inputs))
 
     async def _next(self, client: TritonClient, error: ServerError) -> TritonClient:
         """What to try again on after an error; a server that sent something is there."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
 import secrets
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any
@@ -28,14 +27,13 @@ from cog_triton.client.grpc_transport import (
     infer_request,
     stream_messages,
 )
-from cog_triton.client.stream import STOP_PERIODS
+from cog_triton.client.stream import STOP_PERIODS, Inputs
 from cog_triton.engine_support import with_own_beginning
 from cog_triton.errors import InvalidParameter, TritonMalformedEvent
 from cog_triton.generation import Chunk, FinishReason, turn
 from cog_triton.request import Request, request_parameters, triton_inputs
 from cog_triton.text.stop_sequences import StopSequences
 from cog_triton.text.tokenizer import Tokenizer
-from cog_triton.triton_texts import NOT_CACHED
 
 OLD_NAMES = {"seed": "random_seed", "min_tokens": "min_length"}
 NOT_NEEDED = ("return_num_input_tokens",)
@@ -58,29 +56,18 @@ class TextClient(GrpcClient):
         self._adapters = adapters
         self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
 
-    async def texts(
-        self, request_id: str, inputs: Mapping[str, npt.NDArray[Any]]
-    ) -> AsyncGenerator[str, None]:
+    def texts(self, request_id: str, inputs: Inputs) -> AsyncGenerator[str, None]:
         """The pieces of text as they come. Closing it early stops the request in the engine.
 
         As with ``ResumingClient``, TensorRT-LLM is sent an adapter that it does not have.
         """
-        try:
-            async with contextlib.aclosing(self._texts(request_id, inputs)) as texts:
-                async for text in texts:
-                    yield text
-            return
-        except InvalidParameter as error:
-            if self._adapters is None or not re.search(NOT_CACHED, error.message):
-                raise
-        whole = self._texts(f"{request_id}-adapter", await self._adapters.added(inputs))
-        async with contextlib.aclosing(whole) as texts:
-            async for text in texts:
-                yield text
+        if self._adapters is None:
+            return self._texts(request_id, inputs)
+        return self._adapters.stream(
+            lambda *sent: contextlib.aclosing(self._texts(*sent)), request_id, inputs
+        )
 
-    async def _texts(
-        self, request_id: str, inputs: Mapping[str, npt.NDArray[Any]]
-    ) -> AsyncGenerator[str, None]:
+    async def _texts(self, request_id: str, inputs: Inputs) -> AsyncGenerator[str, None]:
         request = infer_request(self._model, request_id, inputs, ("text_output",))
         messages = stream_messages(self._channel, request)
         arrivals = Arrivals(messages, self._response_timeout)
