@@ -40,7 +40,11 @@ def check_supported(
     if engine == "tensorrtllm":
         _refuse(
             "TensorRT-LLM's C++ backend",
-            {"min_p": request.min_p, "top_logprobs": request.log_probs},
+            {
+                "min_p": request.min_p,
+                "top_logprobs": request.log_probs,
+                "prompt_logprobs": request.prompt_log_probs,
+            },
         )
     if not own_preprocessing:
         asked = {

@@ -39,6 +39,7 @@ class Chunk:
         ids: the tokens since the chunk before. The text may lag behind them: it may end within a
             character, or with what could become a stop sequence.
         log_probs: one per id if they were asked for, else empty.
+        prompt_log_probs: on the first chunk, one per token of the prompt if they were asked for.
         stop_sequence: on the last chunk, the one that ended the answer; None if none did.
         stop_token: on the last chunk, the one of the request's stop_token_ids that ended the answer. It is
             counted, and among the ids, as an end token is.
@@ -53,6 +54,7 @@ class Chunk:
     log_probs: tuple[TokenLogProb, ...] = ()
     stop_sequence: str | None = None
     stop_token: int | None = None
+    prompt_log_probs: tuple[TokenLogProb, ...] = ()
 
 
 async def generate(
@@ -96,12 +98,12 @@ async def generate(
             input_tokens = response.input_tokens or input_tokens
             place.used = output_tokens + (input_tokens or 0)
             last_id = response.ids[-1] if response.ids else last_id
-            ids, log_probs = tuple(response.ids), tuple(response.log_probs)
             keeps_end_token = keeps_end_token and response.keeps_end_token
             text = stops.feed(detokenizer.decode(new_ids))
+            told = chunk_of(response, text, output_tokens, input_tokens)
             if response.final or stops.matched is not None or stop_token is not None:
                 break
-            yield Chunk(text, output_tokens, input_tokens, ids=ids, log_probs=log_probs)
+            yield told
     # Here the request has been stopped in the engine if a stop sequence or a stop token ended it.
     if stops.matched is None:
         text += stops.feed(detokenizer.flush()) + stops.flush()
@@ -113,8 +115,20 @@ async def generate(
     stop_token = stop_token if stops.matched is None else None
     ended = stops.matched is not None or stop_token is not None or by_end_token
     reason: FinishReason = "stop" if ended else "length"
-    told = Chunk(text, output_tokens, input_tokens, reason, place.waited, ids, log_probs)
-    yield replace(told, stop_sequence=stops.matched, stop_token=stop_token)
+    told = replace(told, text=text, queued=place.waited, stop_sequence=stops.matched)
+    yield replace(told, finish_reason=reason, stop_token=stop_token)
+
+
+def chunk_of(response: Response, text: str, output_tokens: int, input_tokens: int | None) -> Chunk:
+    """What a response brings."""
+    return Chunk(
+        text,
+        output_tokens,
+        input_tokens,
+        ids=tuple(response.ids),
+        log_probs=tuple(response.log_probs),
+        prompt_log_probs=tuple(response.prompt_log_probs),
+    )
 
 
 def until_token(

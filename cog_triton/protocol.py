@@ -69,6 +69,10 @@ MIN_P = "min_p"
 TOP_LOG_PROBS = "top_logprobs"
 """The same: an integer k; with return_log_probs, LOG_PROBS has the k most likely tokens as well."""
 
+PROMPT_LOG_PROBS = "prompt_logprobs"
+"""The same: a boolean; with return_log_probs, the first response's LOG_PROBS begins with those of the
+prompt's tokens, see ``packed_prompt_log_probs``."""
+
 Parameters = Mapping[str, str | int | bool]
 """Parameters of a request, of the types that both of Triton's endpoints take."""
 
@@ -142,6 +146,37 @@ def unpacked_log_probs(
         )
         for token, row in zip(ids, rows, strict=True)
     ]
+
+
+def packed_prompt_log_probs(
+    places: Sequence[Sequence[tuple[int, float]]], top: int
+) -> npt.NDArray[Any]:
+    """What stands before ``packed_log_probs`` of the first response, [prompt * (3 + 2 * top)].
+
+    Args:
+        places: at each of the prompt's, its token with its log probability, and the ``top`` most likely
+            ones with theirs. The first token's is 0: there is nothing that it could follow.
+    """
+    tokens = [TokenLogProb(*place[0], tuple(place)) for place in places]
+    return packed_log_probs(tokens, 1 + top)
+
+
+def unpacked_prompt_log_probs(
+    values: npt.NDArray[Any], generated: int, top: int
+) -> list[TokenLogProb]:
+    """The prompt's tokens and their log probabilities; none if they were not asked for.
+
+    Args:
+        values: of the response, with those of its ``generated`` ids.
+
+    Raises:
+        ValueError: they do not come out even.
+    """
+    width = 1 + 2 * (1 + top)
+    rows = values[: max(0, len(values) - generated * (1 + 2 * top))].reshape(-1, width)
+    ids = rows[:, 1].astype(np.int64).tolist()
+    told = unpacked_log_probs(ids, rows.ravel(), 1 + top)
+    return [TokenLogProb(token.id, token.log_prob, token.top[1:]) for token in told]
 
 
 def adapter_task_id(name: str) -> int:

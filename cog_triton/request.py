@@ -74,6 +74,7 @@ class Request:
         logit_bias: token ids, and what is added to their logits.
         ignore_eos: no token ends the output, whatever end_id is.
         log_probs: None for none; k for those of the chosen tokens, and of the k most likely at each place.
+        prompt_log_probs: whether log_probs are told of the prompt's tokens as well.
         guide: what the output has to be; None for anything.
         stop_token_ids: tokens that end the output, of whose text they are no part.
         shown_tokens: special tokens, by their texts, that the output's text is to have; it has no others.
@@ -105,6 +106,7 @@ class Request:
     adapter: str = ""
     stop_token_ids: tuple[int, ...] = ()
     shown_tokens: tuple[str, ...] = ()
+    prompt_log_probs: bool = False
 
     def __post_init__(self) -> None:
         """Refuses values that no engine could honour.
@@ -257,6 +259,7 @@ def request_parameters(request: Request) -> dict[str, str | int | bool]:
         protocol.LOGIT_BIAS: json.dumps(dict(request.logit_bias)) if request.logit_bias else None,
         protocol.MIN_P: repr(float(request.min_p)) if request.min_p else None,
         protocol.TOP_LOG_PROBS: request.log_probs or None,
+        protocol.PROMPT_LOG_PROBS: request.prompt_log_probs or None,
     }
     return {name: value for name, value in values.items() if value is not None}
 

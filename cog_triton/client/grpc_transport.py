@@ -33,6 +33,7 @@ from cog_triton.client.stream import (
     checked_ids,
     error_from_text,
     log_probs,
+    prompt_log_probs,
     wanted_log_probs,
 )
 from cog_triton.errors import (
@@ -292,9 +293,11 @@ def parse_response(
     new = checked_ids(ids.tolist(), checksum(raw["output_ids"][4:], place), place)
     if final:
         check_total(place + len(new), _int32(total) if total else None)
-    return Response(
-        new, input_tokens, final, log_probs=log_probs(new, _float32(raw.get(LOG_PROBS)), top)
-    )
+    if top is None:
+        return Response(new, input_tokens, final)
+    values = _float32(raw.get(LOG_PROBS))
+    likely, before = log_probs(new, values, top), prompt_log_probs(new, values, top)
+    return Response(new, input_tokens, final, log_probs=likely, prompt_log_probs=before)
 
 
 def _is_final(response: service_pb2.ModelInferResponse) -> bool:

@@ -25,6 +25,7 @@ from cog_triton.client.stream import (
     checked_ids,
     error_from_text,
     log_probs,
+    prompt_log_probs,
     wanted_log_probs,
 )
 from cog_triton.errors import (
@@ -195,8 +196,9 @@ def parse_event(event: Mapping[str, Any], place: int = 0, top: int | None = None
     new = checked_ids(ids, checksum(array("i", ids[1:]), place), place)
     if total is not None:
         check_total(place + len(new), total)
-    likely = log_probs(new, _floats(event.get(LOG_PROBS)), top)
-    return Response(new, prompt, final=total is not None, log_probs=likely)
+    values = _floats(event.get(LOG_PROBS))
+    likely, before = log_probs(new, values, top), prompt_log_probs(new, values, top)
+    return Response(new, prompt, final=total is not None, log_probs=likely, prompt_log_probs=before)
 
 
 def _floats(value: Any) -> npt.NDArray[Any] | None:

@@ -33,6 +33,7 @@ from cog_triton.protocol import (
     Parameters,
     TokenLogProb,
     unpacked_log_probs,
+    unpacked_prompt_log_probs,
 )
 from cog_triton.triton_texts import NOT_CACHED, READ, cause
 
@@ -61,6 +62,7 @@ class Response:
         keeps_end_token: whether an end token would be among the ids. The embedded engines leave it in,
             TensorRT-LLM's C++ backend leaves it out.
         log_probs: one per id if they were asked for, else empty.
+        prompt_log_probs: of the first response, one per token of the prompt if they were asked for.
     """
 
     ids: list[int]
@@ -68,6 +70,7 @@ class Response:
     final: bool
     keeps_end_token: bool = field(default=True, compare=False)
     log_probs: list[TokenLogProb] = field(default_factory=list)
+    prompt_log_probs: list[TokenLogProb] = field(default_factory=list)
 
 
 def wanted_log_probs(inputs: Inputs, parameters: Parameters) -> int | None:
@@ -94,6 +97,18 @@ def log_probs(
         return unpacked_log_probs(ids, np.zeros(0) if values is None else values, top)
     except ValueError:
         raise TritonMalformedEvent("a response lacks the log probabilities of its ids") from None
+
+
+def prompt_log_probs(
+    ids: list[int], values: npt.NDArray[Any] | None, top: int | None
+) -> list[TokenLogProb]:
+    """Those of the prompt's tokens, which stand before a first response's; see ``log_probs``."""
+    if top is None or values is None:
+        return []
+    try:
+        return unpacked_prompt_log_probs(values, len(ids), top)
+    except ValueError:
+        raise TritonMalformedEvent("a response has a part of log probabilities") from None
 
 
 def checked_ids(sent: list[int], expected: int, place: int) -> list[int]:
@@ -305,6 +320,7 @@ def _joined(responses: list[Response]) -> Response:
         responses[-1].final,
         keeps_end_token,
         [log_prob for response in responses for log_prob in response.log_probs],
+        [log_prob for response in responses for log_prob in response.prompt_log_probs],
     )
 
 

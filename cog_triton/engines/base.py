@@ -100,6 +100,7 @@ class GenerationRequest:
         stop_words: sequences of token ids that end the output and stay part of it.
         continued: so many of ``input_ids``, the last, are output of an earlier attempt at the request.
         top_log_probs: how many of the most likely tokens are told at each place.
+        prompt_log_probs: whether those of the prompt's tokens are told as well.
         logit_bias: is added to the logits of these tokens.
         guide: what the output has to be; None for anything.
         lora_task_id: the adapter that the model is changed by; 0 for none.
@@ -113,6 +114,7 @@ class GenerationRequest:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     return_log_probs: bool = False
     top_log_probs: int = 0
+    prompt_log_probs: bool = False
     continued: int = 0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     guide: Guide | None = None
@@ -132,6 +134,8 @@ class Tokens:
         refused: whether that is the request's fault.
         top_log_probs: at each id's place the most likely tokens under that distribution, as many as were
             asked for; empty unless asked for.
+        prompt_log_probs: with the first tokens, if asked for: at each of the prompt's places its own token,
+            and then the most likely ones. The first place has its token alone, with 0.
     """
 
     ids: list[int]
@@ -140,6 +144,7 @@ class Tokens:
     error: str | None = None
     refused: bool = False
     top_log_probs: list[TopLogProbs] = field(default_factory=list)
+    prompt_log_probs: list[TopLogProbs] = field(default_factory=list)
 
 
 def check_ids(request: GenerationRequest, vocabulary: int) -> None:

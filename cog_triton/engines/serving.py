@@ -60,6 +60,7 @@ class Output:
         error: why the sequence failed; it is final then.
         refused: whether that is the request's fault.
         top_log_probs: the most likely tokens at the place of each generated id, if asked for.
+        prompt_log_probs: of the first response, if asked for; see ``Tokens``.
         times: of a final response, unless the sequence had no token.
     """
 
@@ -73,6 +74,7 @@ class Output:
     times: Times | None = field(default=None, compare=False)
     refused: bool = False
     top_log_probs: list[TopLogProbs] = field(default_factory=list)
+    prompt_log_probs: list[TopLogProbs] = field(default_factory=list)
 
 
 Send = Callable[[Output], None]
@@ -132,6 +134,7 @@ class _Sequence:
     ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     top_log_probs: list[TopLogProbs] = field(default_factory=list)
+    prompt_log_probs: list[TopLogProbs] = field(default_factory=list)
     tail: list[int] = field(default_factory=list)  # the last ids generated, for stop words
     context: list[int] = field(default_factory=list)  # the last ids sent
     cum_log_prob: float = 0.0
@@ -154,6 +157,7 @@ class _Sequence:
         self.ids += ids
         self.log_probs += tokens.log_probs[: len(ids)]
         self.top_log_probs += tokens.top_log_probs[: len(ids)]
+        self.prompt_log_probs += tokens.prompt_log_probs
         self.generated += len(ids)
         if ids:
             self.last_token = time.monotonic_ns()
@@ -169,6 +173,7 @@ class _Sequence:
         ids, self.ids = self.ids[:end], self.ids[end:]
         log_probs, self.log_probs = self.log_probs[:end], self.log_probs[end:]
         top_log_probs, self.top_log_probs = self.top_log_probs[:end], self.top_log_probs[end:]
+        prompt_log_probs, self.prompt_log_probs = self.prompt_log_probs, []
         self.taken += len(ids)
         last = self.ended and not self.ids
         context, self.context = self.context, (self.context + ids)[-CONTEXT_TOKENS:]
@@ -186,6 +191,7 @@ class _Sequence:
             self._times() if last else None,
             self.refused,
             top_log_probs,
+            prompt_log_probs,
         )
 
     def _times(self) -> Times | None:

@@ -55,7 +55,7 @@ SCHEDULER = "cog-triton"  # transformers finds it by this name
 class TransformersEngine(Engine):
     """See the module's docstring."""
 
-    features = frozenset({"embedding_bias", "min_p", "top_logprobs"})
+    features = frozenset({"embedding_bias", "min_p", "prompt_logprobs", "top_logprobs"})
 
     def __init__(
         self,

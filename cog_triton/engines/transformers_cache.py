@@ -41,7 +41,8 @@ def keep_adapters_apart(cache: Any, row_of: Callable[[str], Row | None]) -> None
 
     def search_prefix_match(request_id: str, prompt_ids: list[int]) -> int:
         row = row_of(request_id)
-        if row is None:
+        # A prompt whose log probabilities are asked for goes through the model, all of it.
+        if row is None or row.request.prompt_log_probs:
             return 0
         return int(search(request_id, marks.marked(prompt_ids, row.adapter)))
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from transformers.generation.continuous_batching.continuous_api import OutputRouter
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
-from cog_triton.engines.base import Sink, Tokens, stopped_text
+from cog_triton.engines.base import Sink, Tokens, TopLogProbs, stopped_text
 from cog_triton.engines.lora_layers import LoadedAdapter
 from cog_triton.engines.transformers_rows import Row
 
@@ -30,12 +30,16 @@ class Reader:
         error = stopped_text(output.error) if output.status == RequestStatus.FAILED else None
         had, self.had = self.had, len(output.generated_tokens)
         top, self.row.top_log_probs = self.row.top_log_probs, []
+        prompt: list[TopLogProbs] = []
+        if not had:
+            prompt, self.row.prompt_log_probs = self.row.prompt_log_probs, []
         return Tokens(
             output.generated_tokens[had:],
             output.logprobs[had:] if self.row.request.return_log_probs else [],
             output.is_finished(),
             error,
             top_log_probs=top,
+            prompt_log_probs=prompt,
         )
 
 

@@ -15,6 +15,8 @@ from cog_triton.engines.lora_layers import LoadedAdapter
 from cog_triton.engines.structured_output import Guided, Masks, StructuredOutput
 from cog_triton.engines.token_sampling import History, choose, penalize
 
+PART = 256  # rows of logits whose probabilities are worked out at once
+
 
 @dataclass(eq=False)
 class Row:
@@ -24,6 +26,7 @@ class Row:
         output: what it has generated so far.
         new: of that, what it had not before the last step.
         top_log_probs: of tokens that have not been handed on yet.
+        prompt_log_probs: as far as the prompt has been through the model; see ``Tokens``.
     """
 
     request: GenerationRequest
@@ -32,6 +35,7 @@ class Row:
     output: list[int] = field(default_factory=list)
     new: list[int] = field(default_factory=list)
     top_log_probs: list[TopLogProbs] = field(default_factory=list)
+    prompt_log_probs: list[TopLogProbs] = field(default_factory=list)
     history: History | None = None
 
     def __deepcopy__(self, _: Any) -> Row:
@@ -87,6 +91,9 @@ class Row:
 
 
 Rows = Sequence[tuple[Row, int]]  # and the position of the next token
+Prompts = list[
+    tuple[Row, slice, int]
+]  # a part of its prompt: where it is in a step, and in the prompt
 
 
 class Allowed:
@@ -124,6 +131,33 @@ def next_tokens(logits: torch.Tensor, rows: Rows, allowed: Allowed) -> torch.Ten
         logits = own
     samplings = [row.request.sampling for row, _ in rows]
     return choose(logits, samplings, [position for _, position in rows])
+
+
+def note_prompts(prompts: Prompts, _: object, __: object, output: Any) -> None:
+    """The end of a forward pass that made the logits of all tokens: rows keep those of their prompts."""
+    for row, places, start in prompts:
+        _note_prompt(output.logits[0, places], row, start)
+
+
+def _note_prompt(logits: torch.Tensor, row: Row, start: int) -> None:
+    """Has a row keep the log probabilities of its prompt's tokens, as far as they are new.
+
+    Args:
+        logits: [tokens, vocabulary], behind the prompt's tokens from the place ``start`` on.
+    """
+    ids, known = row.request.input_ids, row.prompt_log_probs
+    if not known:
+        known.append(((ids[0], 0.0),))
+    begin = len(known) - 1 - start
+    for part in torch.split(logits[begin : len(ids) - 1 - start], PART):
+        told = part.float().log_softmax(-1).clamp_(min=LEAST_LOG_PROB)
+        own = ids[len(known) : len(known) + len(told)]
+        values = told.gather(1, torch.tensor(own, device=told.device).unsqueeze(-1)).squeeze(-1)
+        top = told.topk(min(row.request.top_log_probs, told.shape[-1]))
+        for token, value, others, theirs in zip(
+            own, values.tolist(), top.indices.tolist(), top.values.tolist(), strict=True
+        ):
+            known.append(((token, value), *zip(others, theirs, strict=True)))
 
 
 def note_top_log_probs(logits: torch.Tensor, totals: torch.Tensor, rows: Rows) -> None:

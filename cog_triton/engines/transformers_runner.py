@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,15 @@ from transformers.generation.continuous_batching.requests import FutureRequestSt
 
 from cog_triton.engines.lora_layers import LoraLayers
 from cog_triton.engines.structured_output import StructuredOutput
-from cog_triton.engines.transformers_rows import Allowed, Rows, next_tokens, note_top_log_probs
+from cog_triton.engines.transformers_rows import (
+    Allowed,
+    Prompts,
+    Row,
+    Rows,
+    next_tokens,
+    note_prompts,
+    note_top_log_probs,
+)
 
 
 class RowParameters:
@@ -31,6 +40,7 @@ class RowParameters:
         self._structured_output = structured_output
         self._lora = lora
         self.rows: Rows = []
+        self.prompts: Prompts = []
         self.allowed = Allowed((), None)
 
     def check_kwargs(self, kwargs: dict[str, Any]) -> None:
@@ -61,7 +71,20 @@ class RowParameters:
                     for future in requests_in_batch
                 ]
             )
+        self.prompts = _asked(requests_in_batch)
         return arg_storage
+
+
+def _asked(batch: list[FutureRequestState]) -> Prompts:
+    """The parts of prompts in a step whose tokens' log probabilities are asked for."""
+    prompts, at = [], 0
+    for future in batch:
+        row: Row = future.state.logit_processor_kwargs["row"]
+        end, start = at + future.query_length, future.state.position_offset - future.query_length
+        if row.request.prompt_log_probs and start < len(row.request.input_ids):
+            prompts.append((row, slice(at, end), start))
+        at = end
+    return prompts
 
 
 class Runner(ModelRunner):
@@ -76,8 +99,18 @@ class Runner(ModelRunner):
 
     def compute_batch(self, model: Any, batch_data: dict[str, Any]) -> None:
         """One step, in which no layer changes."""
-        with self._lock:
+        prompts = self._parameters.prompts
+        noting = (
+            model.register_forward_hook(partial(note_prompts, prompts))
+            if prompts
+            else nullcontext()
+        )
+        with self._lock, noting:
             super().compute_batch(model, batch_data)
+
+    def supports_logits_to_keep(self, model: Any) -> bool:
+        """Whether the model makes the last tokens' logits alone: not where a prompt's are asked for."""
+        return not self._parameters.prompts and super().supports_logits_to_keep(model)
 
     def _sample(self, scores: torch.Tensor, output_ids: torch.Tensor) -> None:
         """The end of a step: chooses the next tokens from the logits, shape [1, rows, vocabulary]."""

@@ -25,12 +25,13 @@ import contextlib
 import logging
 import multiprocessing
 from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from cog_triton import remote_code
 from cog_triton.engines.adapter_versions import LoraRequests
-from cog_triton.engines.base import EngineError, GenerationRequest, Tokens, check_ids
+from cog_triton.engines.base import EngineError, GenerationRequest, Tokens, TopLogProbs, check_ids
 from cog_triton.engines.event_loop import EventLoopEngine, Running
 from cog_triton.engines.vllm_arguments import (
     cpu_arguments,
@@ -42,6 +43,7 @@ from cog_triton.engines.vllm_processes import let_others_go_first, prepare
 from cog_triton.engines.vllm_requests import (
     guide_arguments,
     next_tokens,
+    prompt_log_probs,
     sampling_arguments,
 )
 
@@ -82,7 +84,7 @@ class VllmEngine(EventLoopEngine):
         config = llm.model_config
         self._context_length = int(config.max_model_len)
         self._vocabulary = int(config.get_vocab_size())
-        features = {"embedding_bias", "min_p", "top_logprobs"}
+        features = {"embedding_bias", "min_p", "prompt_logprobs", "top_logprobs"}
         features |= {"guided_decoding"} if not config.skip_tokenizer_init else set()
         features |= {"lora_task_id"} if adapters is not None and not _on_cpu() else set()
         self.features = frozenset(features)
@@ -187,8 +189,12 @@ class VllmEngine(EventLoopEngine):
         await self._check(lora, request.lora_task_id)
         prompt = {"prompt_token_ids": request.input_ids}
         outputs = self._llm.generate(prompt, sampling, request.key, lora_request=lora)
+        told: list[TopLogProbs] = []
         async for output in outputs:
             tokens = next_tokens(output.outputs[0], request, finished=output.finished)
+            if request.prompt_log_probs and not told and tokens.ids:
+                told = prompt_log_probs(output.prompt_logprobs, request)
+                tokens = replace(tokens, prompt_log_probs=told)
             if tokens.ids or tokens.finished:
                 yield tokens
 

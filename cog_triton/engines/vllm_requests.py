@@ -39,6 +39,8 @@ def sampling_arguments(request: GenerationRequest) -> dict[str, Any]:
         arguments["logit_bias"] = dict(request.logit_bias)
     if request.return_log_probs:
         arguments["logprobs"] = request.top_log_probs  # with 0 of the chosen tokens alone
+    if request.prompt_log_probs:
+        arguments["prompt_logprobs"] = request.top_log_probs
     return arguments
 
 
@@ -97,6 +99,23 @@ def _top_log_probs(entries: Any, count: int) -> list[TopLogProbs]:
             for token, value in sorted(entry.items(), key=lambda item: -item[1].logprob)
         )[:count]
         for entry in entries or ()
+    ]
+
+
+def prompt_log_probs(entries: Any, request: GenerationRequest) -> list[TopLogProbs]:
+    """At each of the prompt's places its token, and then the most likely ones.
+
+    Args:
+        entries: vLLM's, None at the first place.
+    """
+    ids, count = request.input_ids, request.top_log_probs
+    top = _top_log_probs(entries[1:], count) if count else [()] * (len(ids) - 1)
+    return [
+        ((ids[0], 0.0),),
+        *(
+            ((token, _log_prob(entry[token])), *others)
+            for token, entry, others in zip(ids[1:], entries[1:], top, strict=True)
+        ),
     ]
 
 

@@ -22,7 +22,15 @@ from cog_triton.engines.base import (
 from cog_triton.engines.serving import Output, Times, words_from_list
 from cog_triton.guide import Guide, GuideKind, engine_guide
 from cog_triton.limits import GUIDE_CHARACTERS, TOP_LOG_PROBS, WORD_IDS
-from cog_triton.protocol import LOG_PROBS, MIN_P, TokenLogProb, checksum, packed_log_probs
+from cog_triton.protocol import (
+    LOG_PROBS,
+    MIN_P,
+    PROMPT_LOG_PROBS,
+    TokenLogProb,
+    checksum,
+    packed_log_probs,
+    packed_prompt_log_probs,
+)
 from cog_triton.protocol import TOP_LOG_PROBS as TOP_LOG_PROBS_NAME
 
 Array = npt.NDArray[Any]
@@ -69,7 +77,7 @@ _FEATURES = {
     "guided_decoding": ("guided_decoding_guide", "guided_decoding_guide_type"),
     "lora_task_id": ("lora_task_id",),
 }
-_PARAMETERS = (MIN_P, TOP_LOG_PROBS_NAME)
+_PARAMETERS = (MIN_P, TOP_LOG_PROBS_NAME, PROMPT_LOG_PROBS)
 
 
 def generation_requests(
@@ -83,7 +91,7 @@ def generation_requests(
     Args:
         continued: so many of the input ids, the last of each sequence, are output already.
         features: what the engine honours besides, see ``Engine.features``.
-        parameters: of the request, which are no tensors; others than min_p and top_logprobs are not read.
+        parameters: of the request, which are no tensors; of those that the engine may honour besides.
 
     Raises:
         EngineError: an input is missing, out of range, or not supported by the embedded engines.
@@ -173,14 +181,17 @@ def response_tensors(
 
 
 def _log_probs(output: Output, top: int) -> Array:
-    """The log probabilities of the generated ids, shape [1, 1, values]."""
+    """The log probabilities of the generated ids, behind any of the prompt's, shape [1, 1, values]."""
     if not output.log_probs:
         # As TensorRT-LLM has it, zeros stand for what was not asked for.
         return np.zeros((1, 1, len(output.ids)), np.float32)
     generated = output.ids[len(output.ids) - len(output.log_probs) :]
     places = output.top_log_probs or [()] * len(generated)
     tokens = map(TokenLogProb, generated, output.log_probs, places)
-    return packed_log_probs(list(tokens), top).reshape(1, 1, -1)
+    values = packed_log_probs(list(tokens), top)
+    if output.prompt_log_probs:
+        values = np.append(packed_prompt_log_probs(output.prompt_log_probs, top), values)
+    return values.reshape(1, 1, -1)
 
 
 def _checked(output: Output) -> Array:
@@ -269,7 +280,7 @@ def _generation_request(
     length = scalar("input_lengths", width)
     if not 0 <= length <= width:
         raise EngineError(f"input_lengths must be between 0 and {width}, not {length}")
-    end_id = scalar("end_id", -1)
+    end_id, log_probs = scalar("end_id", -1), bool(scalar("return_log_probs", False))
     return GenerationRequest(
         key="",
         input_ids=inputs["input_ids"][i, :length].tolist(),
@@ -288,8 +299,10 @@ def _generation_request(
             min_tokens=min_tokens,
             bad_words=words("bad_words_list"),
         ),
-        return_log_probs=bool(scalar("return_log_probs", False)),
-        top_log_probs=top_log_probs(parameters) if scalar("return_log_probs", False) else 0,
+        return_log_probs=log_probs,
+        top_log_probs=top_log_probs(parameters) if log_probs else 0,
+        # Whoever goes on with an answer has had them.
+        prompt_log_probs=log_probs and bool(parameters.get(PROMPT_LOG_PROBS)) and not continued,
         continued=min(continued, length),
         logit_bias=_logit_bias(inputs, i),
         guide=_guide(inputs, i),

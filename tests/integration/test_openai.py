@@ -13,6 +13,8 @@ from typing import Any
 import httpx
 import openai
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from tests.openai_server import MESSAGES, OpenAIServer, contents
 from tests.support import alive, children, wait_until
@@ -145,6 +147,60 @@ def test_echo_and_stop(client: openai.OpenAI) -> None:
     assert "".join(pieces) == echoed.choices[0].text
 
 
+@pytest.mark.parametrize("logprobs", [None, 0])
+def test_echo_alone(client: openai.OpenAI, tokenizer: Any, logprobs: int | None) -> None:
+    fields: dict[str, Any] = {"model": "demo", "prompt": "What is machine learning?"}
+    fields |= {"max_tokens": 0, "echo": True, "logprobs": logprobs}
+    whole = client.completions.create(**fields).choices[0]
+    assert (whole.text, whole.finish_reason) == (fields["prompt"], "length")
+    chunks = [
+        c for chunk in client.completions.create(**fields, stream=True) for c in chunk.choices
+    ]
+    assert "".join(chunk.text for chunk in chunks) == whole.text
+    assert chunks[-1].finish_reason == "length"
+    if logprobs is None:
+        assert whole.logprobs is None
+    else:
+        ids = tokenizer(fields["prompt"]).input_ids
+        assert whole.logprobs.tokens == [tokenizer.decode([token]) for token in ids]
+        assert chunks[0].logprobs.token_logprobs == whole.logprobs.token_logprobs
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_echo_with_log_probabilities(
+    client: openai.OpenAI, demo_model: Path, tokenizer: Any, stream: bool
+) -> None:
+    """As harnesses ask for them that compare how likely a model finds given texts."""
+    prompt = "What is machine learning?" * 40  # more tokens than one step of the engine takes
+    fields: dict[str, Any] = {"model": "demo", "prompt": prompt, "temperature": 0}
+    fields |= {"max_tokens": 3, "logprobs": 2, "echo": True}
+    if stream:
+        chunks = [
+            c for chunk in client.completions.create(**fields, stream=True) for c in chunk.choices
+        ]
+        text = "".join(chunk.text for chunk in chunks)
+        parts = [chunk.logprobs.model_dump() for chunk in chunks if chunk.logprobs]
+        told = {name: [v for part in parts for v in part[name]] for name in parts[0]}
+    else:
+        (choice,) = client.completions.create(**fields).choices
+        text, told = choice.text, choice.logprobs.model_dump()
+
+    ids = tokenizer(prompt).input_ids
+    model = AutoModelForCausalLM.from_pretrained(demo_model).eval()
+    with torch.no_grad():
+        expected = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+    values, most = told["token_logprobs"], told["top_logprobs"]
+    wanted = [expected[i, token].item() for i, token in enumerate(ids[1:])]
+    assert text.startswith(prompt)
+    assert len(values) == len(most) == len(told["tokens"]) == len(ids) + 3
+    assert values[0] is most[0] is None
+    assert values[1 : len(ids)] == pytest.approx(wanted, abs=2e-3)
+    for place, row in zip(most[1 : len(ids)], expected, strict=False):
+        assert max(place.values()) == pytest.approx(row.max().item(), abs=2e-3)
+    for token, offset in zip(told["tokens"], told["text_offset"], strict=True):
+        assert token in tokenizer.all_special_tokens or text[offset:].startswith(token)
+
+
 def test_an_asynchronous_client_has_many_at_once(server: OpenAIServer) -> None:
     async def ask() -> list[str | None]:
         http = openai.DefaultAsyncHttpxClient(trust_env=False)
@@ -186,7 +242,6 @@ def error(reply: httpx.Response) -> dict[str, Any]:
         ({"logit_bias": {"1": 200}}, "logit_bias", "between -100 and 100"),
         ({"suffix": "!"}, "suffix", "suffix is not supported"),
         ({"best_of": 3}, "best_of", "best_of is not supported"),
-        ({"logprobs": 1, "echo": True}, "logprobs", "with echo"),
         ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_regex", "contradict"),
         ({"prompt": []}, "prompt", "empty list"),
         ({"prompt": [[999_999]]}, None, ""),

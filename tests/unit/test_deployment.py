@@ -269,6 +269,7 @@ def request(**values: Any) -> Request:
     [
         ({"min_p": 0.1}, "min_p"),
         ({"log_probs": 2, "min_p": 0.1}, "min_p, top_logprobs"),
+        ({"log_probs": 0, "prompt_log_probs": True}, "prompt_logprobs"),
     ],
 )
 def test_what_tensorrt_llms_backend_would_ignore_is_refused(

@@ -100,6 +100,19 @@ def test_a_prompt_of_too_many_characters_goes_nowhere(tokenizer: Any) -> None:
     assert client.asked == 1
 
 
+@pytest.mark.parametrize("stop", ["", "one"])
+def test_the_first_chunk_has_the_prompts_log_probabilities(tokenizer: Any, stop: str) -> None:
+    ids = tokenizer("one two", add_special_tokens=False).input_ids
+    told = [TokenLogProb(3, 0.0), TokenLogProb(4, -1.0)]
+    client = Client(
+        Response(ids[:2], 2, False, prompt_log_probs=told), Response(ids[2:], None, True)
+    )
+    stops = (stop,) if stop else ()
+    chunks = run(tokenizer, client, context_length=100, log_probs=0, stop_sequences=stops)
+    assert list(chunks[0].prompt_log_probs) == told
+    assert not any(chunk.prompt_log_probs for chunk in chunks[1:])
+
+
 def test_chunks_have_the_ids_and_their_log_probabilities(tokenizer: Any) -> None:
     ids = tokenizer("one two", add_special_tokens=False).input_ids
     likely = [TokenLogProb(token, -1.0, ((9, -0.5),)) for token in ids]

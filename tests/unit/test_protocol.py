@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from array import array
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,7 +15,9 @@ from cog_triton.protocol import (
     continued_ids,
     ids_text,
     packed_log_probs,
+    packed_prompt_log_probs,
     unpacked_log_probs,
+    unpacked_prompt_log_probs,
 )
 
 LIKELY = [
@@ -63,6 +66,21 @@ def test_a_checksum_tells_ids_and_places_apart() -> None:
 def test_log_probabilities_come_back(top: int) -> None:
     wanted = [TokenLogProb(t.id, t.log_prob, t.top[:top]) for t in LIKELY]
     assert unpacked_log_probs(IDS, packed_log_probs(LIKELY, top), top) == wanted
+
+
+@pytest.mark.parametrize("top", [0, 2])
+@pytest.mark.parametrize("generated", [0, 3])
+def test_the_prompts_log_probabilities_stand_before_the_others(top: int, generated: int) -> None:
+    places = [((4, 0.0),), *(((t.id, t.log_prob), *t.top[:top]) for t in LIKELY)]
+    others = LIKELY[:generated]
+    values = np.append(packed_prompt_log_probs(places, top), packed_log_probs(others, top))
+    wanted = [TokenLogProb(4, 0.0), *(replace(t, top=t.top[:top]) for t in LIKELY)]
+    assert unpacked_prompt_log_probs(values, generated, top) == wanted
+    assert unpacked_prompt_log_probs(packed_log_probs(others, top), generated, top) == []
+    told = unpacked_log_probs(IDS[:generated], values, top)
+    assert told == [replace(t, top=t.top[:top]) for t in others]
+    with pytest.raises(ValueError, match="reshape"):
+        unpacked_prompt_log_probs(values[1:], generated, top)
 
 
 def test_without_alternatives_log_probabilities_are_in_tensorrt_llms_form() -> None:

@@ -28,7 +28,12 @@ _TABLE: tuple[tuple[type[CogTritonError], int, str, str | None], ...] = (
     (CogTritonError, 500, "server_error", None),
 )
 # The names that OpenAI's requests have for those in the texts of errors.
-_FIELDS = {"stop_sequences": "stop", "log_probs": "logprobs", "adapter": "model"}
+_FIELDS = {
+    "stop_sequences": "stop",
+    "log_probs": "logprobs",
+    "prompt_logprobs": "echo",
+    "adapter": "model",
+}
 MESSAGES_PATH = "/v1/messages"
 """The routes of Anthropic's API begin with it; their errors are of its form."""
 _MESSAGE_TYPES = {

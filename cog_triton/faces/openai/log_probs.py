@@ -26,8 +26,9 @@ def text_log_probs(
     """A text completion's ``logprobs``.
 
     Args:
-        offset: characters of the text before these tokens.
+        offset: characters of the text before these tokens. Special ones among them take none.
     """
+    special = frozenset(tokenizer.all_special_ids)
     result: dict[str, list[Any]] = {
         "tokens": [],
         "token_logprobs": [],
@@ -41,7 +42,7 @@ def text_log_probs(
         result["token_logprobs"].append(token.log_prob)
         result["top_logprobs"].append(top or None)
         result["text_offset"].append(offset)
-        offset += len(text)
+        offset += 0 if token.id in special else len(text)
     return result
 
 

@@ -43,7 +43,13 @@ from cog_triton.errors import (
     TritonUnavailable,
     TritonUnknownError,
 )
-from cog_triton.protocol import LOG_PROBS, TokenLogProb, checksum, packed_log_probs
+from cog_triton.protocol import (
+    LOG_PROBS,
+    TokenLogProb,
+    checksum,
+    packed_log_probs,
+    packed_prompt_log_probs,
+)
 
 
 @pytest.mark.parametrize(
@@ -180,6 +186,33 @@ def test_log_probabilities_of_a_response(transport: str, keeps_end_token: bool) 
         given = {name: v for name, v in {**tensors, **short}.items() if v is not None}
         with pytest.raises(TritonMalformedEvent, match="lacks the log probabilities"):
             parsed(given, 2)
+
+
+@pytest.mark.parametrize("transport", ["grpc", "http"])
+def test_log_probabilities_of_a_prompt(transport: str) -> None:
+    places = [((3, 0.0),), ((4, -1.0), (8, -0.5), (4, -1.0))]
+    values = np.append(packed_prompt_log_probs(places, 2), packed_log_probs(LIKELY, 2))
+
+    def parsed(values: Any) -> Response:
+        ids = np.array([[checked(5, 6, place=0)]], np.int32)
+        if transport == "grpc":
+            response = grpc_response(output_ids=ids, **{LOG_PROBS: values})
+            response.parameters["triton_final_response"].bool_param = False
+            return parse_response(response, 0, 2)
+        event = {"output_ids": ids.ravel().tolist(), LOG_PROBS: values.tolist()}
+        return parse_event(event, 0, 2)
+
+    first = parsed(values)
+    assert first.log_probs == LIKELY
+    assert first.prompt_log_probs == [
+        TokenLogProb(3, 0.0),
+        TokenLogProb(4, -1.0, ((8, -0.5), (4, -1.0))),
+    ]
+    assert _joined([first, parsed(packed_log_probs(LIKELY, 2))]).prompt_log_probs == (
+        first.prompt_log_probs
+    )
+    with pytest.raises(TritonMalformedEvent, match="a part of log probabilities"):
+        parsed(values[1:])
 
 
 def test_log_probabilities_that_arrived_together_are_joined() -> None:

@@ -631,6 +631,20 @@ def test_more_requests_than_the_cache_holds(
     assert crowded.engine.active() == 0
 
 
+def test_a_prompt_that_goes_through_the_model_twice_is_told_of_once(
+    crowded: Crowded, prompts: list[list[int]]
+) -> None:
+    asked = [one * 3 for one in prompts[:4]]
+    streams = [
+        crowded.requests.start(one, max_tokens=150, return_log_probs=True, prompt_log_probs=True)
+        for one in asked
+    ]
+    for one, stream in zip(asked, streams, strict=True):
+        told = [place for tokens in stream.wait().all for place in tokens.prompt_log_probs]
+        assert [place[0][0] for place in told] == one
+    assert crowded.resets > 0
+
+
 def test_an_abort_lets_in_what_waits_for_room(crowded: Crowded, prompts: list[list[int]]) -> None:
     keys: dict[str, Stream] = {}
     kept = threading.Event()
@@ -799,6 +813,36 @@ def test_log_probs_have_the_most_likely_tokens_of_the_unchanged_distribution(
     assert [logits[i, t].item() for i, t in enumerate(stream.ids)] == pytest.approx(
         stream.log_probs, abs=1e-3
     )
+
+
+@pytest.mark.parametrize("length", [1, CPU_PAGE_TOKENS, 700])
+def test_log_probs_of_the_prompt_are_those_of_the_models_distribution(
+    llm: Requests, reference: Any, prompts: list[list[int]], length: int
+) -> None:
+    """In pieces, beside other requests, and where others have had the same beginning."""
+    prompt = ([token for one in prompts for token in one] * 9)[:length]
+    llm.ids(prompt)
+    others = [llm.start(one, max_tokens=60, return_log_probs=True) for one in prompts[:3]]
+    asking: dict[str, Any] = {"return_log_probs": True, "top_log_probs": 2}
+    streams = [llm.start(prompt, prompt_log_probs=True, **asking) for _ in range(2)]
+    without = llm.start(prompt, **asking).wait()
+
+    expected = reference(torch.tensor([prompt])).logits[0].float().log_softmax(-1)
+    most = expected.topk(2).values
+    for stream in streams:
+        told = stream.wait().all[0].prompt_log_probs
+        assert [place[0][0] for place in told] == prompt
+        assert told[0][1:] == ()
+        for i, ((token, value), *top) in enumerate(told[1:]):
+            assert value == pytest.approx(expected[i, token].item(), abs=2e-3)
+            assert [v for _, v in top] == pytest.approx(most[i].tolist(), abs=2e-3)
+            assert dict(top).get(token, value) == value
+        assert not any(tokens.prompt_log_probs for tokens in stream.all[1:])
+        assert stream.ids == without.ids
+    assert not any(tokens.prompt_log_probs for tokens in without.all)
+    for one, other in zip(prompts, others, strict=False):
+        assert_greedy(reference, one, other.wait().ids)
+        assert len(other.log_probs) == 60
 
 
 def test_a_bias_is_added_to_the_logits(

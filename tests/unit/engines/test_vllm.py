@@ -32,6 +32,7 @@ from cog_triton.engines.vllm_processes import interpreter
 from cog_triton.engines.vllm_requests import (
     guide_arguments,
     next_tokens,
+    prompt_log_probs,
     sampling_arguments,
 )
 from cog_triton.guide import Guide, GuideKind
@@ -299,6 +300,21 @@ def test_the_most_likely_tokens() -> None:
         [-4.0, 0.0],
         top_log_probs=[((1, -0.1), (2, -2.0)), ((6, 0.0), (1, LEAST_LOG_PROB))],
     )
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_the_prompts_log_probabilities(count: int) -> None:
+    def entry(**values: float) -> dict[int, Any]:
+        return {int(k[1:]): SimpleNamespace(logprob=v) for k, v in values.items()}
+
+    one = GenerationRequest(
+        "a", [5, 6, 7], 8, return_log_probs=True, top_log_probs=count, prompt_log_probs=True
+    )
+    told = prompt_log_probs([None, entry(t6=-4.0, t1=-0.1), entry(t7=-0.5)], one)
+    assert sampling_arguments(one)["prompt_logprobs"] == count
+    assert [place[0] for place in told] == [(5, 0.0), (6, -4.0), (7, -0.5)]
+    assert [place[1:] for place in told[1:]] == [((1, -0.1),)[:count], ((7, -0.5),)[:count]]
+    assert told[0][1:] == ()
 
 
 def test_every_variable_is_an_argument_or_said_to_have_no_effect() -> None:

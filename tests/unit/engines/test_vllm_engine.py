@@ -88,6 +88,20 @@ def test_log_probs_have_the_most_likely_tokens(llm: Requests) -> None:
         assert dict(place).get(token, value) == value
 
 
+def test_log_probs_of_the_prompt(llm: Requests) -> None:
+    """They are those that its tokens have when they are generated. The prefix cache has them not."""
+    prompt = [*PROMPT, *llm.ids(max_tokens=8)]
+    made = llm.start(max_tokens=8, return_log_probs=True).wait()
+    for top in (2, 0):
+        values: dict[str, Any] = {"return_log_probs": True, "top_log_probs": top}
+        stream = llm.start(prompt, prompt_log_probs=True, **values).wait()
+        told = stream.all[0].prompt_log_probs
+        assert [place[0][0] for place in told] == prompt
+        assert [len(place) for place in told] == [1, *[1 + top] * (len(prompt) - 1)]
+        assert [place[0][1] for place in told[-8:]] == pytest.approx(made.log_probs, abs=2e-2)
+        assert not any(tokens.prompt_log_probs for tokens in stream.all[1:])
+
+
 def test_min_p_of_1_is_greedy(llm: Requests) -> None:
     greedy = llm.ids(max_tokens=12)
     assert llm.ids(max_tokens=12, sampling=RANDOM) != greedy

@@ -18,7 +18,12 @@ from cog_triton.engines.serving import Output
 from cog_triton.guide import Guide, GuideKind
 from cog_triton.limits import GUIDE_CHARACTERS, WORD_IDS
 from cog_triton.models.tensors import generation_requests, placeholders, response_tensors
-from cog_triton.protocol import TokenLogProb, checksum, unpacked_log_probs
+from cog_triton.protocol import (
+    TokenLogProb,
+    checksum,
+    unpacked_log_probs,
+    unpacked_prompt_log_probs,
+)
 
 Array = npt.NDArray[Any]
 
@@ -448,6 +453,31 @@ def test_log_probabilities_with_the_most_likely_tokens() -> None:
     assert (checked["output_log_probs"] == whole["output_log_probs"]).all()
     none = response_tensors(0, output(), inputs(), ids_only=True, top=2)
     assert none.keys() == {"output_ids"}
+
+
+def test_the_prompts_log_probabilities_stand_before_those_of_the_first_ids() -> None:
+    places = [((1, 0.0),), ((2, -0.75), (3, -0.5))]
+    made = output(prompt_log_probs=places, top_log_probs=[(), ()])
+    given = inputs(return_log_probs=True)
+    values = response_tensors(0, made, given, ids_only=True, top=1)["output_log_probs"].ravel()
+    assert unpacked_prompt_log_probs(values, 2, 1) == [
+        TokenLogProb(1, 0.0),
+        TokenLogProb(2, -0.75, ((3, -0.5),)),
+    ]
+    assert [token.log_prob for token in unpacked_log_probs([11, 12], values, 1)] == [-0.5, -0.25]
+
+
+def test_who_goes_on_with_an_answer_is_not_told_of_the_prompt_again() -> None:
+    parameters, features = {"prompt_logprobs": True}, {"prompt_logprobs"}
+    given = inputs(return_log_probs=True)
+    (made,) = generation_requests(given, 0, features, parameters)
+    assert made.prompt_log_probs
+    (continued,) = generation_requests(given, 1, features, parameters)
+    assert not continued.prompt_log_probs
+    (without,) = generation_requests(inputs(), 0, features, parameters)
+    assert not without.prompt_log_probs
+    with pytest.raises(EngineError, match="does not support prompt_logprobs"):
+        generation_requests(given, parameters=parameters)
 
 
 def test_parameters_of_a_request() -> None:

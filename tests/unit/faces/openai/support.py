@@ -27,6 +27,7 @@ class Tokenizer:
     """As much of one as the face uses; a character is a token."""
 
     bos_token = "<s>"
+    all_special_ids = (0,)
     chat_template = "a template"
 
     def __call__(self, text: str, *, add_special_tokens: bool = True) -> Any:
