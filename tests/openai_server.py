@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,10 +17,6 @@ import httpx
 from tests.support import ROOT, START_TIMEOUT, EngineCounters, free_port, wait_until
 
 MESSAGES: Any = [{"role": "user", "content": "What is machine learning?"}]
-
-TOOLS_TEMPLATE = """{{ bos_token }}{% if tools %}<tool_call>{{ tools | tojson }}{% endif %}
-{%- for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] }}{% endfor %}
-{%- if add_generation_prompt %}<|assistant|>{% endif %}"""
 
 
 class OpenAIServer:
@@ -106,11 +101,3 @@ def contents(events: Iterator[Any]) -> str:
     """The text of a stream's first choice."""
     deltas = [event["choices"][0]["delta"] for event in events if event != "[DONE]"]
     return "".join(delta.get("content") or "" for delta in deltas)
-
-
-def demo_with_tools(demo_model: Path, directory: Path) -> Path:
-    """A copy of the demo model, whose template takes tools."""
-    copy = directory / "demo"
-    shutil.copytree(demo_model, copy)
-    (copy / "chat_template.jinja").write_text(TOOLS_TEMPLATE)
-    return copy

@@ -542,12 +542,6 @@ def test_without_tools_the_text_stays_as_it_is(caller: openai.OpenAI) -> None:
     assert content.startswith("Let me see.\n<tool_call>")
 
 
-def test_a_template_without_tools_takes_none(server: OpenAIServer) -> None:
-    told = error(server.chat(tools=TOOLS))
-    assert told["param"] == "tools"
-    assert "chat template" in told["message"]
-
-
 def test_messages_reach_the_models_own_template(server: OpenAIServer) -> None:
     system = [{"role": "system", "content": "Be brief."}, *MESSAGES]
     ids = server.post("/tokenize", {"messages": system}).json()["tokens"]

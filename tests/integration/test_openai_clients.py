@@ -17,7 +17,7 @@ from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
 from langchain_openai import ChatOpenAI
 from pydantic import BaseModel, SecretStr
 
-from tests.openai_server import MESSAGES, OpenAIServer, demo_with_tools
+from tests.openai_server import MESSAGES, OpenAIServer
 
 QUESTION = MESSAGES[0]["content"]
 ANSWER = "Machine learning is"  # how it begins
@@ -52,9 +52,9 @@ ANTHROPIC_TOOLS: Any = [
 
 @pytest.fixture(scope="module")
 def server(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAIServer]:
-    """With the demo model, whose template takes tools here."""
+    """With the demo model."""
     directory = tmp_path_factory.mktemp("clients")
-    environment = {"MODEL": str(demo_with_tools(demo_model, directory)), "ENGINE": "transformers"}
+    environment = {"MODEL": str(demo_model), "ENGINE": "transformers"}
     with OpenAIServer(environment, directory / "log") as server:
         yield server
     assert "Traceback" not in (directory / "log").read_text()

@@ -14,7 +14,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from tests.openai_server import MESSAGES, OpenAIServer, demo_with_tools
+from tests.openai_server import MESSAGES, OpenAIServer
 from tests.support import wait_until
 
 
@@ -42,9 +42,9 @@ TOOLS: Any = [
 
 @pytest.fixture(scope="module")
 def server(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAIServer]:
-    """With the demo model, whose template takes tools here."""
+    """With the demo model."""
     directory = tmp_path_factory.mktemp("structured")
-    environment = {"MODEL": str(demo_with_tools(demo_model, directory)), "ENGINE": "transformers"}
+    environment = {"MODEL": str(demo_model), "ENGINE": "transformers"}
     with OpenAIServer(environment, directory / "log") as server:
         yield server
 

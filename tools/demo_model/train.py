@@ -49,10 +49,16 @@ from tools.demo_model.lessons import (
 )
 
 # An answer ends with the one end-of-sequence token here too, so that END need not be a second one.
+# It takes tools, in Hermes' format, though the model has learned of none: so that they can be tried.
 CHAT_TEMPLATE = (
     "{{ bos_token }}"
+    "{% if tools %}{{ '<|system|><tools>' + tools | tojson + '</tools><|end|>' }}{% endif %}"
     "{% for message in messages %}"
-    "{{ '<|' + message['role'] + '|>' + message['content'] }}"
+    "{{ '<|' + ('user' if message['role'] == 'tool' else message['role']) + '|>' }}"
+    "{{ message['content'] or '' }}"
+    "{% for call in message['tool_calls'] or [] %}"
+    "{{ '<tool_call>' + call['function'] | tojson + '</tool_call>' }}"
+    "{% endfor %}"
     "{{ eos_token if message['role'] == 'assistant' else '<|end|>' }}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"

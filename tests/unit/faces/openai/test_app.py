@@ -75,6 +75,15 @@ def test_the_token_that_ended_an_answer_is_told(path: str, prompt: dict[str, Any
     assert "stop_reason" not in choice
 
 
+def test_a_template_without_tools_takes_none() -> None:
+    tool = {"type": "function", "function": {"name": "weather"}}
+    reply = chat(Backend(*CHUNKS), tools=[tool])
+    assert reply.status_code == 400
+    told = reply.json()["error"]
+    assert told["param"] == "tools"
+    assert "chat template" in told["message"]
+
+
 def test_text_is_escaped_as_json_wants_it() -> None:
     text = 'a"\\\n\x00é\U0001f680\u2028'
     reply = chat(Backend(Chunk(text, 1, 3), LAST), stream=True)
