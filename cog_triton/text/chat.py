@@ -200,11 +200,17 @@ def _plain(message: Message) -> dict[str, Any]:
 
 
 def _call(call: Any) -> Any:
-    """A tool call whose arguments, which OpenAI's API has as the text of a JSON object, are that object."""
+    """A tool call whose arguments, which OpenAI's API has as the text of a JSON object, are that object.
+
+    What a model wrote that is none, or that was cut off, comes back as well: it stays a text.
+    """
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return call
-    arguments = parse_object("the arguments of a tool call", function["arguments"] or "{}")
+    try:
+        arguments = parse_object("arguments", function["arguments"] or "{}")
+    except InvalidParameter:
+        return call
     return {**call, "function": {**function, "arguments": arguments}}
 
 

@@ -119,13 +119,18 @@ def logit_bias(given: dict[str, float]) -> tuple[tuple[int, float], ...]:
     return tuple((int(token), bias) for token, bias in given.items())
 
 
+def guided_fields(body: Sampling) -> list[str]:
+    """The fields beyond OpenAI's that a body has for structured output."""
+    return [name for name in _GUIDED if getattr(body, name) is not None]
+
+
 def guide(body: Sampling) -> Guide | None:
     """What the output has to be, if a field says so.
 
     Raises:
         ApiError: more than one does, or a schema is missing.
     """
-    named = [name for name in _GUIDED if getattr(body, name) is not None]
+    named = guided_fields(body)
     formatted = _of_format(body.response_format) if body.response_format else None
     if len(named) + (formatted is not None) > 1:
         named += ["response_format"] if formatted else []

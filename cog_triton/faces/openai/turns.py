@@ -9,7 +9,7 @@ from cog_triton.faces.openai.errors import invalid
 from cog_triton.faces.openai.fields import ChatBody, NamedTool
 from cog_triton.faces.openai.prompts import chat_prompt, template_text
 from cog_triton.faces.openai.reasoning import ReasoningParser, thinks
-from cog_triton.faces.openai.sampling import longest_output, sampling
+from cog_triton.faces.openai.sampling import guided_fields, longest_output, sampling
 from cog_triton.faces.openai.served import Served
 from cog_triton.faces.openai.tools.choice import call_guide, is_enforced, offered_tools
 from cog_triton.faces.openai.tools.events import CallStart, Event, Parser, Text
@@ -79,8 +79,9 @@ def chat_request(body: ChatBody, served: Served, known: Format | None) -> Reques
     if body.top_logprobs and not body.logprobs:
         raise invalid("top_logprobs is only allowed when logprobs is true", "top_logprobs")
     if known is not None and is_enforced(body):
-        if values["guide"] is not None:
-            raise invalid("tool_choice and another guide contradict", "tool_choice")
+        # A response_format is that of a text, of which there will be none.
+        for name in guided_fields(body):
+            raise invalid(f"tool_choice and {name} contradict", "tool_choice")
         values["guide"] = call_guide(body, known)
     prompt = body_prompt(body, served)
     given = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens

@@ -145,8 +145,11 @@ def test_an_enforced_call_is_a_guide() -> None:
     assert request.guide is not None
     assert json.loads(request.guide.text)["items"]["properties"]["name"] == {"const": "f"}
     assert request.shown_tokens == ("<tool_call>", "</tool_call>")
-    both = ChatBody.model_validate({**body, "response_format": {"type": "json_object"}})
-    with pytest.raises(ApiError, match="contradict"):
+    # Of a text, of which there is none.
+    formatted = ChatBody.model_validate({**body, "response_format": {"type": "json_object"}})
+    assert chat_request(formatted, served(Backend()), HERMES).guide == request.guide
+    both = ChatBody.model_validate({**body, "guided_regex": "a"})
+    with pytest.raises(ApiError, match="tool_choice and guided_regex contradict"):
         chat_request(both, served(Backend()), HERMES)
 
 
