@@ -26,6 +26,7 @@ from llguidance.hf import from_tokenizer
 
 from cog_triton.engines.base import EngineError, EngineUnavailable, stopped_text
 from cog_triton.engines.guide_check import LIMITS, GuideCheck
+from cog_triton.engines.listed_properties import without_others
 from cog_triton.guide import Guide, GuideKind
 
 Masks = npt.NDArray[np.int32]  # [sequences, words]: a bit for each token, the lowest first
@@ -162,7 +163,8 @@ def grammar(guide: Guide) -> str:
     matcher = llguidance.LLMatcher
     try:
         if guide.kind in (GuideKind.JSON, GuideKind.JSON_SCHEMA):
-            schema = guide.text if guide.kind is GuideKind.JSON_SCHEMA else '{"type": "object"}'
+            json_schema = guide.kind is GuideKind.JSON_SCHEMA
+            schema = without_others(guide.text) if json_schema else '{"type": "object"}'
             return matcher.grammar_from_json_schema(
                 schema, overrides={"whitespace_pattern": WHITESPACE}
             )

@@ -80,6 +80,16 @@ def refusal(stream: Stream) -> str:
     return str(tokens.error)
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_an_object_has_no_properties_but_those_listed(ask: Any, tokenizer: Any, seed: int) -> None:
+    """As most clients send their schemas, without additionalProperties."""
+    schema = {name: value for name, value in SCHEMA.items() if name != "additionalProperties"}
+    guide = Guide(GuideKind.JSON_SCHEMA, json.dumps(schema))
+    stream = ask(guide, seed=seed, max_tokens=300).wait()
+    answer = tokenizer.decode(stream.ids, skip_special_tokens=True)
+    assert list(json.loads(answer)) == ["name", "count", "colours"]
+
+
 def test_sampled_answers_are_of_the_schema_and_leave_others_alone(ask: Any, tokenizer: Any) -> None:
     alone = [ask(seed=seed).wait().ids for seed in range(8)]
 
