@@ -120,6 +120,7 @@ class CallParser:
         """
         self._format = known
         self._new_id = new_id or known.new_id
+        self._guided = guided
         self._state = self._calls if guided else self._beginning
         self._opening = "" if guided else known.opening
         self._held = ""
@@ -139,7 +140,8 @@ class CallParser:
         rest += self._text(held)
         if self._space and not self.called:
             rest.append(Text(self._space))
-        return joined(rest)
+        # Of a text that is all calls, what was cut off is the beginning of one.
+        return [] if self._guided else joined(rest)
 
     def _beginning(self, char: str) -> list[Event]:
         """As long as the text may be all calls."""

@@ -280,6 +280,14 @@ def test_a_guided_text_is_all_calls() -> None:
         ]
 
 
+@pytest.mark.parametrize("known", [HERMES, LLAMA, MISTRAL, PYTHON])
+def test_a_guided_text_that_is_cut_off_is_no_text(known: Format) -> None:
+    text = f'[{{"name": "weather", "arguments": {WEATHER}}}, {{"name": "time", "arguments": {{}}}}]'
+    for end in range(len(text)):
+        events = read(call_parser(known, guided=True), [text[:end]])
+        assert not [event for event in events if isinstance(event, Text)], text[:end]
+
+
 def test_a_calls_name_comes_before_its_arguments_are_complete() -> None:
     reader = parser(HERMES)
     assert reader.feed('<tool_call>{"name": "f", "arg') == [CallStart(0, "id0", "f")]
