@@ -64,6 +64,16 @@ class ResponseFormat(Body):
     ebnf: str | None = None
 
 
+class StructuredOutputs(Body):
+    """vLLM's, of which one is given."""
+
+    json_: dict[str, Any] | str | None = Field(default=None, alias="json")
+    regex: str | None = None
+    grammar: str | None = None
+    choice: list[str] | None = None
+    json_object: bool | None = None
+
+
 class Sampling(Body):
     """What chat and text completions share."""
 
@@ -90,6 +100,7 @@ class Sampling(Body):
     bad_words: list[str] | None = None
     stop_token_ids: list[int] | None = None
     response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
     guided_grammar: str | None = None

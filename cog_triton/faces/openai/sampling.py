@@ -23,7 +23,12 @@ SEEDS = 2**64
 UNKNOWN_CONTEXT = 2**20
 """Tokens, where only the engine knows how many its context has; it cuts to them."""
 LONGEST_BIAS = 1024
-_GUIDED = ("guided_json", "guided_regex", "guided_grammar", "guided_choice")
+_KINDS = {
+    "json": GuideKind.JSON_SCHEMA,
+    "regex": GuideKind.REGEX,
+    "grammar": GuideKind.GRAMMAR,
+    "choice": GuideKind.CHOICE,
+}
 # Fields that a Request has under the same name; one that is not given is left to its default.
 _SAME = (
     "top_k",
@@ -119,9 +124,34 @@ def logit_bias(given: dict[str, float]) -> tuple[tuple[int, float], ...]:
     return tuple((int(token), bias) for token, bias in given.items())
 
 
-def guided_fields(body: Sampling) -> list[str]:
-    """The fields beyond OpenAI's that a body has for structured output."""
-    return [name for name in _GUIDED if getattr(body, name) is not None]
+def guides(body: Sampling) -> dict[str, Guide]:
+    """What fields beyond OpenAI's say that the output has to be, by their names.
+
+    Raises:
+        ApiError: one of them says something that cannot be had, or nothing.
+    """
+    values = {name: getattr(body, f"guided_{name}") for name in _KINDS}
+    found = {
+        f"guided_{name}": _guide(name, value) for name, value in values.items() if value is not None
+    }
+    if body.structured_outputs is None:
+        return found
+    given = body.structured_outputs.model_dump(by_alias=True)
+    given = {
+        name: value for name, value in given.items() if value is not None and value is not False
+    }
+    if not given:
+        raise invalid("structured_outputs must say what the output has to be", "structured_outputs")
+    return found | {f"structured_outputs.{name}": _guide(name, given[name]) for name in given}
+
+
+def _guide(name: str, value: Any) -> Guide:
+    if name == "json_object":
+        return Guide(GuideKind.JSON)
+    if name not in _KINDS:
+        code = "unsupported_parameter"
+        raise invalid(f"structured_outputs.{name} is not supported", "structured_outputs", code)
+    return Guide(_KINDS[name], value if isinstance(value, str) else json.dumps(value))
 
 
 def guide(body: Sampling) -> Guide | None:
@@ -130,12 +160,12 @@ def guide(body: Sampling) -> Guide | None:
     Raises:
         ApiError: more than one does, or a schema is missing.
     """
-    named = guided_fields(body)
-    formatted = _of_format(body.response_format) if body.response_format else None
-    if len(named) + (formatted is not None) > 1:
-        named += ["response_format"] if formatted else []
-        raise invalid(f"{' and '.join(named)} contradict; give one of them", named[0])
-    return _guided(body, named[0]) if named else formatted
+    found = guides(body)
+    if body.response_format and (formatted := _of_format(body.response_format)):
+        found["response_format"] = formatted
+    if len(found) > 1:
+        raise invalid(f"{' and '.join(found)} contradict; give one of them", next(iter(found)))
+    return next(iter(found.values()), None)
 
 
 def _of_format(format: ResponseFormat) -> Guide | None:
@@ -157,18 +187,6 @@ def _of_format(format: ResponseFormat) -> Guide | None:
 
 def _json(schema: dict[str, Any] | None) -> str | None:
     return None if schema is None else json.dumps(schema)
-
-
-def _guided(body: Sampling, name: str) -> Guide:
-    value = getattr(body, name)
-    text = value if isinstance(value, str) else json.dumps(value)
-    kinds = {
-        "guided_json": GuideKind.JSON_SCHEMA,
-        "guided_regex": GuideKind.REGEX,
-        "guided_grammar": GuideKind.GRAMMAR,
-        "guided_choice": GuideKind.CHOICE,
-    }
-    return Guide(kinds[name], text)
 
 
 def _stops(stop: str | list[str] | None) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from cog_triton.faces.openai.errors import invalid
 from cog_triton.faces.openai.fields import ChatBody, NamedTool
 from cog_triton.faces.openai.prompts import chat_prompt, template_text
 from cog_triton.faces.openai.reasoning import ReasoningParser, thinks
-from cog_triton.faces.openai.sampling import guided_fields, longest_output, sampling
+from cog_triton.faces.openai.sampling import guides, longest_output, sampling
 from cog_triton.faces.openai.served import Served
 from cog_triton.faces.openai.tools.choice import call_guide, is_enforced, offered_tools
 from cog_triton.faces.openai.tools.events import CallStart, Event, Parser, Text
@@ -80,7 +80,7 @@ def chat_request(body: ChatBody, served: Served, known: Format | None) -> Reques
         raise invalid("top_logprobs is only allowed when logprobs is true", "top_logprobs")
     if known is not None and is_enforced(body):
         # A response_format is that of a text, of which there will be none.
-        for name in guided_fields(body):
+        for name in guides(body):
             raise invalid(f"tool_choice and {name} contradict", "tool_choice")
         values["guide"] = call_guide(body, known)
     prompt = body_prompt(body, served)

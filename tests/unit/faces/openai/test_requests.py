@@ -121,6 +121,13 @@ def test_logprobs_without_alternatives() -> None:
         ),
         ({"response_format": {"type": "regex", "regex": "a+"}}, Guide(GuideKind.REGEX, "a+")),
         ({"response_format": {"type": "ebnf", "ebnf": "x"}}, Guide(GuideKind.GRAMMAR, "x")),
+        ({"structured_outputs": {"json": {}}}, Guide(GuideKind.JSON_SCHEMA, "{}")),
+        ({"structured_outputs": {"regex": "a+", "json": None}}, Guide(GuideKind.REGEX, "a+")),
+        ({"structured_outputs": {"choice": ["a"]}}, Guide(GuideKind.CHOICE, '["a"]')),
+        (
+            {"structured_outputs": {"json_object": True, "disable_any_whitespace": False}},
+            Guide(GuideKind.JSON),
+        ),
         ({"guided_json": {"a": 1}}, Guide(GuideKind.JSON_SCHEMA, '{"a": 1}')),
         ({"guided_json": '{"a":1}'}, Guide(GuideKind.JSON_SCHEMA, '{"a":1}')),
         ({"guided_grammar": "root ::= x"}, Guide(GuideKind.GRAMMAR, "root ::= x")),
@@ -129,6 +136,22 @@ def test_logprobs_without_alternatives() -> None:
 )
 def test_structured_output(fields: dict[str, Any], guide: Guide | None) -> None:
     assert of_chat(**fields).guide == guide
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, "must say what"),
+        ({"json_object": False}, "must say what"),
+        ({"regex": "a", "whitespace_pattern": " "}, "whitespace_pattern is not supported"),
+        ({"structural_tag": "{}"}, "structural_tag is not supported"),
+        ({"regex": "a", "choice": ["a"]}, r"regex and structured_outputs.choice contradict"),
+    ],
+)
+def test_structured_outputs_that_cannot_be_had(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ApiError, match=f"structured_outputs.*{message}") as raised:
+        of_chat(structured_outputs=given)
+    assert str(raised.value.param).startswith("structured_outputs")
 
 
 @pytest.mark.parametrize("kind", ["json_schema", "json", "regex", "ebnf"])
