@@ -16,8 +16,17 @@ _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _ONES = ("items", "additionalProperties")
 # With these a part of a schema tells a part of an object, or what it must not be: each of them has to stay
 # open for the others.
-_PARTED = {"not", "if", "oneOf", "dependentSchemas", "dependencies", "unevaluatedProperties"}
-_BESIDE = {"$ref", "allOf", "anyOf"}
+_PARTED = {
+    "not",
+    "if",
+    "oneOf",
+    "dependentSchemas",
+    "dependentRequired",
+    "dependencies",
+    "unevaluatedProperties",
+}
+_ELSEWHERE = {"$ref", "allOf", "anyOf"}
+_OBJECT = {"properties", "patternProperties", "additionalProperties", "required", "minProperties"}
 
 
 def without_others(text: str) -> str:
@@ -55,8 +64,8 @@ def _schemas(root: Any) -> Iterator[dict[str, Any]]:
 
 
 def _is_parted(node: dict[str, Any]) -> bool:
-    beside = "properties" in node and not _BESIDE.isdisjoint(node)
-    return beside or not _PARTED.isdisjoint(node) or len(node.get("allOf", ())) > 1
+    both = not _ELSEWHERE.isdisjoint(node) and not _OBJECT.isdisjoint(node)
+    return both or not _PARTED.isdisjoint(node) or len(node.get("allOf", ())) > 1
 
 
 def _may_be_closed(node: dict[str, Any]) -> bool:

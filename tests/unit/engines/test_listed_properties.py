@@ -62,6 +62,8 @@ def test_objects_in_objects() -> None:
         {"allOf": [CITY, {"properties": {"country": {"type": "string"}}}]},
         {**CITY, "anyOf": [{"properties": {"country": {}}}]},
         {**CITY, "$ref": "#/$defs/Other", "$defs": {"Other": CITY}},
+        {"anyOf": [CITY], "required": ["country"]},
+        {**CITY, "dependentRequired": {"name": ["country"]}},
         {"oneOf": [CITY, {"properties": {"country": {}}}]},
         {"type": "array", "items": {**CITY, "not": {"properties": {"size": {"const": 1}}}}},
         {**CITY, "if": {"properties": {"size": {"const": 1}}}, "then": {"required": ["country"]}},
