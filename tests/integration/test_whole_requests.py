@@ -60,6 +60,28 @@ def test_log_probabilities_with_alternatives(
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
+def test_log_probabilities_of_a_prompt_and_its_answer_are_one_texts(
+    triton: TritonServer, transport: str, tokenizer: Tokenizer
+) -> None:
+    """An answer's tokens are as likely when they are a prompt's."""
+
+    def ask(**values: Any) -> tuple[list[TokenLogProb], list[TokenLogProb]]:
+        request = greedy("", log_probs=1, prompt_log_probs=True, **values)
+        chunks = with_client(transport, triton, lambda c: collect(request, c, tokenizer))
+        assert not any(chunk.prompt_log_probs for chunk in chunks[1:])
+        return list(chunks[0].prompt_log_probs), [p for c in chunks for p in c.log_probs]
+
+    ids = tuple(tokenizer(QUESTION).input_ids)
+    prompt, answer = ask(prompt_ids=ids)
+    assert [place.id for place in prompt] == [*ids]
+    again, _ = ask(prompt_ids=(*ids, *(place.id for place in answer)), max_tokens=1)
+    assert [place.id for place in again] == [*ids, *(place.id for place in answer)]
+    for one, other in zip([*prompt, *answer], again, strict=True):
+        assert one.log_prob == pytest.approx(other.log_prob, abs=1e-3)
+        assert [token for token, _ in one.top] == [token for token, _ in other.top]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_structured_output(triton: TritonServer, transport: str, tokenizer: Tokenizer) -> None:
     def ask(guide: Guide, seed: int, **values: Any) -> tuple[str, str | None]:
         request = Request(QUESTION, seed, temperature=1.5, top_p=1.0, guide=guide, **values)
