@@ -91,9 +91,8 @@ class Row:
 
 
 Rows = Sequence[tuple[Row, int]]  # and the position of the next token
-Prompts = list[
-    tuple[Row, slice, int]
-]  # a part of its prompt: where it is in a step, and in the prompt
+# Parts of prompts: whose, where in a step, and the place in the prompt.
+Prompts = list[tuple[Row, slice, int]]
 
 
 class Allowed:

@@ -79,11 +79,13 @@ def _asked(batch: list[FutureRequestState]) -> Prompts:
     """The parts of prompts in a step whose tokens' log probabilities are asked for."""
     prompts, at = [], 0
     for future in batch:
-        row: Row = future.state.logit_processor_kwargs["row"]
-        end, start = at + future.query_length, future.state.position_offset - future.query_length
-        if row.request.prompt_log_probs and start < len(row.request.input_ids):
-            prompts.append((row, slice(at, end), start))
-        at = end
+        state, length = future.state, future.query_length
+        row: Row = state.logit_processor_kwargs["row"]
+        tokens = len(state.initial_tokens) + len(state.generated_tokens)
+        # After the first token of the output they have been told.
+        if row.request.prompt_log_probs and tokens == len(row.request.input_ids):
+            prompts.append((row, slice(at, at + length), state.position_offset - length))
+        at += length
     return prompts
 
 
