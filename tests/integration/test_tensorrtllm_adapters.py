@@ -11,6 +11,7 @@ import os
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from cog_triton.protocol import IDS_ENSEMBLE
 from cog_triton.request import Request
 from tests.adapters import make_adapter
 from tests.integration.conftest import make_server, running, settings_for
-from tests.integration.test_recovery import part
+from tests.integration.test_recovery import once, part
 from tests.integration.test_tensorrtllm_predictor import count
 from tests.openai_server import OpenAIServer
 from tests.stand_in.engine import VOCAB_SIZE
@@ -131,11 +132,13 @@ def test_after_a_restart_it_is_sent_again(
             poet = make_adapter(demo_model, tmp_path / "adapters" / "poet")
             life = deployment._supervisor.life
             assert life is not None
+            triton = part(life.server.shm_prefix, "tritonserver")
+            kill = once(partial(os.kill, triton, signal.SIGKILL))
             ids: list[int] = []
             async for chunk in deployment.generate(request("poet")):
                 ids += chunk.ids
-                if len(ids) == 5:
-                    os.kill(part(life.server.shm_prefix, "tritonserver"), signal.SIGKILL)
+                if len(ids) >= 5:
+                    kill()
             assert deployment._supervisor.restarts == 1
             # The stand-in begins the prompt anew, of which the delivered ids are the end.
             assert ids[:5] == shifted(poet, count=5)
