@@ -113,7 +113,8 @@ class Watch:
     def lives(self, role: str = GUARD) -> list[tuple[float, float | None]]:
         """When each of a role started and was missed, in order; the lives of a server are its guards'."""
         keys = sorted(key for key, part in self.parts.items() if part.role == role)
-        return sorted((self.parts[key].started, self.ended.get(key)) for key in keys)
+        lives = [(self.parts[key].started, self.ended.get(key)) for key in keys]
+        return sorted(lives, key=lambda life: life[0])
 
     def regions(self) -> Iterator[Path]:
         """The regions of /dev/shm whose server a watched process started."""

@@ -444,6 +444,17 @@ def test_a_watch_sees_the_process_its_children_and_their_end() -> None:
     assert watch.by_role()["other"][0].descriptors > 0
 
 
+def test_lives_that_began_in_the_same_tick() -> None:
+    """As those of a face's processes, of which one is killed."""
+    watch = Watch(1)
+    for key in ((7, 100), (8, 100), (9, 50)):
+        watch.parts[key] = Part(*key, "face")
+    watch.ended[(7, 100)] = 2.0
+    lives = watch.lives("face")
+    assert [start for start, _ in lives] == sorted(start for start, _ in lives)
+    assert [end for _, end in lives] == [None, 2.0, None]
+
+
 def test_roles() -> None:
     assert role_of_part(["python", "/x/cog_triton/server/guard.py", "server"]) == "guard"
     assert role_of_part(["python", "-m", "tools.soak.worker"]) == "worker"
