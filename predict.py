@@ -99,7 +99,7 @@ class Predictor(BaseRunner):
             description="Above 0 makes tokens that the output already has less likely.", default=0.0
         ),
         seed: Optional[int] = Input(  # noqa: UP045
-            description="The same seed and inputs give the same output. Unset for a random seed.",
+            description="The same seed and inputs give the same output, but for rounding. Drawn if unset.",
             ge=0,
             default=None,
         ),
