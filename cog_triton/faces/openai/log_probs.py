@@ -37,7 +37,10 @@ def text_log_probs(
     }
     for token in tokens:
         text = token_text(tokenizer, token.id)
-        top = {token_text(tokenizer, other): value for other, value in token.top}
+        top: dict[str, float] = {}
+        for other, value in token.top:
+            # Parts of characters all have one text, under which the likeliest is told.
+            top.setdefault(token_text(tokenizer, other), value)
         result["tokens"].append(text)
         result["token_logprobs"].append(token.log_prob)
         result["top_logprobs"].append(top or None)

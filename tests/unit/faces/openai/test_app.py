@@ -15,6 +15,7 @@ from cog_triton.faces.openai.answers import merged
 from cog_triton.faces.openai.app import create_app
 from cog_triton.faces.openai.errors import api_error
 from cog_triton.faces.openai.fields import FIELDS
+from cog_triton.faces.openai.log_probs import text_log_probs
 from cog_triton.generation import Chunk
 from cog_triton.protocol import TokenLogProb
 from tests.unit.faces.openai.support import (
@@ -82,6 +83,16 @@ def test_a_template_without_tools_takes_none() -> None:
     told = reply.json()["error"]
     assert told["param"] == "tools"
     assert "chat template" in told["message"]
+
+
+def test_of_alternatives_with_one_text_the_likeliest_is_told() -> None:
+    class Bytes(Tokenizer):
+        def decode(self, ids: list[int], **_: Any) -> str:
+            return "\ufffd" if ids[0] > 200 else super().decode(ids)
+
+    token = TokenLogProb(201, -0.5, ((201, -0.5), (97, -1.0), (202, -3.0)))
+    told = text_log_probs(Bytes(), [token], 0)
+    assert told["top_logprobs"] == [{"\ufffd": -0.5, "a": -1.0}]
 
 
 def test_text_is_escaped_as_json_wants_it() -> None:
