@@ -102,7 +102,7 @@ class AdapterTensors:
             async for response in responses:
                 yield response
 
-    async def added(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+    async def added(self, inputs: Inputs) -> dict[str, Array]:
         """A request's inputs with the tensors of the adapter that its ``lora_task_id`` names.
 
         Raises:

@@ -81,9 +81,9 @@ def _asked(batch: list[FutureRequestState]) -> Prompts:
     for future in batch:
         state, length = future.state, future.query_length
         row: Row = state.logit_processor_kwargs["row"]
-        tokens = len(state.initial_tokens) + len(state.generated_tokens)
-        # After the first token of the output they have been told.
-        if row.request.prompt_log_probs and tokens == len(row.request.input_ids):
+        # After the first token of the output, which a reset puts behind the prompt, they have been told.
+        asked = row.request.prompt_log_probs and not state.generated_tokens
+        if asked and len(state.initial_tokens) == len(row.request.input_ids):
             prompts.append((row, slice(at, at + length), state.position_offset - length))
         at += length
     return prompts
