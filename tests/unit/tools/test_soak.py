@@ -18,7 +18,7 @@ import soak
 
 from cog_triton.text.chat import render_chat, set_chat_template
 from cog_triton.text.tokenizer import load_tokenizer
-from tests.support import ROOT
+from tests.support import ROOT, wait_until
 from tools.soak.chaos import Kill, Killer, Recovery, choose, crashes, recovery
 from tools.soak.expected import Difference, Expected, compare
 from tools.soak.faces import (
@@ -432,10 +432,20 @@ def test_percentile(share: float, value: float) -> None:
 # What is seen of processes
 
 
+def sample(watch: Watch, pid: int) -> None:
+    """Has a process seen, which has no command for a moment while it begins."""
+
+    def seen() -> bool:
+        watch.sample(1.0)
+        return any(key[0] == pid for key in watch.parts)
+
+    wait_until(seen, 10, "the process")
+
+
 def test_a_watch_sees_the_process_its_children_and_their_end() -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     watch = Watch(os.getpid())
-    watch.sample(1.0)
+    sample(watch, child.pid)
     assert child.pid in {part.pid for part in watch.alive()}
     child.communicate()
     watch.sample(2.0)
@@ -465,7 +475,7 @@ def test_roles() -> None:
 def test_what_is_left_is_named_and_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     watch = Watch(child.pid)
-    watch.sample(1.0)
+    sample(watch, child.pid)
     (key,) = watch.parts
     region = Path("/dev/shm") / f"cog_triton_{key[0]}_{key[1]}_test"
     region.touch()
