@@ -1,8 +1,8 @@
 """The queue in front of the engine: so many requests run, so many wait for a place, in order and in time.
 
-It is part of the one path that every face uses. Places go to the lowest rank first. Within a rank they go
-to the flows (those of API keys, say) so that each gets tokens by its weight: start-time fair queueing.
-Within a flow they go to who came first, which with one rank and one flow is the order of arrival.
+It is part of the one path that every face uses. Places go to the flows (those of API keys, say) so that
+each gets tokens by its weight: start-time fair queueing. Within a flow they go by priority, and then to who
+came first, which with one priority and one flow is the order of arrival.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ STOPPING = "the server is being stopped; send the request again"
 """What ``close`` is told when the process ends."""
 _RATE_SAMPLES = 64
 LONGEST_RETRY_SECONDS = 60.0
+MOST_AHEAD = 256
+"""Flows without requests that are remembered, those that ended last."""
 KEPT_SHARE = 20
-"""Where requests of several flows come, one place in so many is kept for flows that have few."""
+"""Where several flows have requests, one place in so many is kept for flows that have few."""
 
 
 @dataclass(frozen=True)
@@ -54,11 +56,13 @@ class Share:
         flow: whose requests share places as one; "" where nobody is told apart.
         weight: a flow of weight 2 gets twice the tokens of one of weight 1, while both wait.
         cost: tokens that the request is expected to take.
+        priority: among the requests of the flow; lower ones come first.
     """
 
     flow: str = ""
     weight: float = 1.0
     cost: float = 1.0
+    priority: int = 0
 
 
 @dataclass
@@ -78,7 +82,7 @@ class Place:
 class _Ticket:
     """One that waits; in the order in which those of one flow get their places."""
 
-    rank: float
+    priority: int
     number: int
     share: Share = field(compare=False)
     turn: asyncio.Future[None] = field(compare=False)
@@ -86,7 +90,7 @@ class _Ticket:
 
 @dataclass
 class _Flow:
-    """The requests of one.
+    """The requests of one that run or wait.
 
     Attributes:
         start: virtual time at which its next request starts: tokens by weight.
@@ -117,7 +121,10 @@ class Admission:
         self.observers: list[Callable[[Outcome, float], object]] = []
         self._clock = clock
         self._numbers = itertools.count()
-        self._flows: dict[str, _Flow] = {}
+        self._flows: dict[str, _Flow] = {}  # those with requests that run or wait
+        self._ahead: dict[
+            str, float
+        ] = {}  # starts of idle ones that have had more than their share
         self._now = 0.0  # virtual time: the start of the request that got the last place
         self._ends: deque[float] = deque(maxlen=_RATE_SAMPLES)  # while somebody waited
         self._tasks: set[asyncio.Task[object]] = set()
@@ -135,26 +142,34 @@ class Admission:
         return self._closed is not None
 
     @contextlib.asynccontextmanager
-    async def place(self, rank: float = 0.0, share: Share = Share()) -> AsyncIterator[Place]:
+    async def place(self, share: Share = Share()) -> AsyncIterator[Place]:
         """A place, once it is this request's turn.
 
         To be entered and left in one task.
 
         Args:
-            rank: lower ones come first.
-            share: of whom; within a rank each flow gets its part.
+            share: of whom; each flow gets its part.
 
         Raises:
             TritonOverloaded: too many wait, or the wait was too long; it says when to try again.
             TritonUnavailable: ``close`` was called, before or while the place was held.
         """
-        flow = self._flows.setdefault(share.flow, _Flow())
-        place = Place(await self._enter(rank, share, flow))
+        start = self._ahead.pop(share.flow, 0.0)
+        flow = self._flows.setdefault(share.flow, _Flow(start))
+        try:
+            place = Place(await self._enter(share, flow))
+            async with self._held(share, flow, place):
+                yield place
+        finally:
+            self._forget_idle(share.flow, flow)
+
+    @contextlib.asynccontextmanager
+    async def _held(self, share: Share, flow: _Flow, place: Place) -> AsyncIterator[None]:
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
         try:
-            yield place
+            yield
         except asyncio.CancelledError:
             if task in self._tasks:  # it is not ``close`` that cancelled it
                 raise
@@ -167,6 +182,18 @@ class Admission:
                 flow.start += (place.used - share.cost) / share.weight
             self._leave(flow)
 
+    def _forget_idle(self, name: str, flow: _Flow) -> None:
+        """Drop a flow without requests; of one that is ahead of the others, remember how far."""
+        if flow.running or flow.waiting or self._flows.get(name) is not flow:
+            return
+        del self._flows[name]
+        if not self._flows:
+            self._ahead.clear()
+        elif flow.start > self._now:
+            self._ahead[name] = flow.start
+            if len(self._ahead) > MOST_AHEAD:
+                del self._ahead[next(iter(self._ahead))]
+
     def close(self, reason: str) -> None:
         """Ends all that run or wait, and lets nobody in any more: each gets TritonUnavailable."""
         self._closed = reason
@@ -176,7 +203,7 @@ class Admission:
         while self._tasks:
             self._tasks.pop().cancel()
 
-    async def _enter(self, rank: float, share: Share, flow: _Flow) -> float:
+    async def _enter(self, share: Share, flow: _Flow) -> float:
         """Waits for a place, and takes it."""
         self._check_open(flow)
         if not flow.waiting:  # who was away has nothing saved
@@ -187,7 +214,7 @@ class Admission:
             return 0.0
         began = self._clock()
         try:
-            await self._turn(rank, share, flow)
+            await self._turn(share, flow)
         except CogTritonError as error:
             late = isinstance(error, TritonOverloaded)
             self._observe("late" if late else "closed", self._clock() - began)
@@ -234,10 +261,10 @@ class Admission:
         self._now = max(flow.start, self._now)
         flow.start += share.cost / share.weight
 
-    async def _turn(self, rank: float, share: Share, flow: _Flow) -> None:
+    async def _turn(self, share: Share, flow: _Flow) -> None:
         """Waits until a place has been given."""
         loop = asyncio.get_running_loop()
-        ticket = _Ticket(rank, next(self._numbers), share, loop.create_future())
+        ticket = _Ticket(share.priority, next(self._numbers), share, loop.create_future())
         bisect.insort(flow.waiting, ticket)
         timer = loop.call_later(self._bounds.seconds, self._expire, ticket.turn)
         try:
@@ -273,11 +300,7 @@ class Admission:
     def _next(self) -> _Flow | None:
         """Whose turn it is, if there is a place for it."""
         flows = [flow for flow in self._flows.values() if flow.waiting and self._has_place(flow)]
-        return min(flows, key=self._order, default=None)
-
-    def _order(self, flow: _Flow) -> tuple[float, float, int]:
-        first = flow.waiting[0]
-        return first.rank, flow.start, first.number
+        return min(flows, key=lambda flow: (flow.start, flow.waiting[0].number), default=None)
 
     def _overloaded(self, what: str) -> TritonOverloaded:
         seconds = retry_seconds(self.waiting, self._ends)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cog_triton.admission import Admission, Bounds, retry_seconds
+from cog_triton.admission import Admission, Bounds, Share, retry_seconds
 from cog_triton.errors import TritonOverloaded, TritonUnavailable
 
 
@@ -22,10 +22,10 @@ class Guests:
         self.tasks: dict[str, asyncio.Task[Any]] = {}
         self.admitted: list[str] = []
 
-    async def come(self, *names: str, rank: float = 0.0) -> None:
+    async def come(self, *names: str, priority: int = 0) -> None:
         for name in names:
             self._leave[name] = asyncio.Event()
-            self.tasks[name] = asyncio.create_task(self._stay(name, rank))
+            self.tasks[name] = asyncio.create_task(self._stay(name, priority))
         await settle()
 
     async def leave(self, name: str) -> None:
@@ -33,8 +33,8 @@ class Guests:
         await self.tasks[name]
         await settle()
 
-    async def _stay(self, name: str, rank: float) -> None:
-        async with self._admission.place(rank):
+    async def _stay(self, name: str, priority: int) -> None:
+        async with self._admission.place(Share(priority=priority)):
             self.admitted.append(name)
             await self._leave[name].wait()
 
@@ -65,12 +65,12 @@ def test_places_go_to_those_that_came_first() -> None:
     asyncio.run(test())
 
 
-def test_a_lower_rank_comes_first() -> None:
+def test_a_lower_priority_comes_first() -> None:
     async def test() -> None:
         guests = Guests(admission())
         await guests.come("a")
-        await guests.come("b", "c", rank=2)
-        await guests.come("d", rank=1)
+        await guests.come("b", "c", priority=2)
+        await guests.come("d", priority=1)
         for name in ("a", "d", "b", "c"):
             await guests.leave(name)
         assert guests.admitted == ["a", "d", "b", "c"]
@@ -211,7 +211,7 @@ def test_no_place_is_lost_in_a_storm_of_cancels(seed: int) -> None:
 
     async def stay() -> None:
         nonlocal most
-        async with queue.place(dice.choice([0, 1])):
+        async with queue.place(Share(priority=dice.choice([0, 1]))):
             most = max(most, queue.running)
             await asyncio.sleep(dice.choice([0, 0.001]))
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import heapq
 import itertools
 import random
+import tracemalloc
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 
+from cog_triton import admission
 from cog_triton.admission import Admission, Bounds, Share
 from cog_triton.errors import TritonOverloaded
 from tests.unit.test_admission import settle
@@ -171,5 +175,67 @@ def test_a_full_queue_makes_room_for_a_flow_that_has_less_in_it() -> None:
         ended.set()
         assert await asyncio.gather(*hogs[:3], light[0]) == ["admitted"] * 4
         assert (queue.running, queue.waiting) == (0, 0)
+
+    asyncio.run(test())
+
+
+def test_a_flow_that_has_ended_keeps_no_places_from_the_others() -> None:
+    async def test() -> None:
+        queue = Admission(Bounds(40, 100, 60))
+        async with queue.place(share=Share("second")):
+            pass
+        ended = asyncio.Event()
+
+        async def ask() -> None:
+            async with queue.place(share=Share("first")):
+                await ended.wait()
+
+        tasks = [asyncio.create_task(ask()) for _ in range(50)]
+        await settle()
+        assert (queue.running, queue.waiting) == (40, 10)
+        ended.set()
+        await asyncio.gather(*tasks)
+
+    asyncio.run(test())
+
+
+def test_flows_that_have_ended_take_no_memory() -> None:
+    async def test() -> None:
+        queue = Admission(Bounds(2, 3, 60))
+        ended = asyncio.Event()
+
+        async def ask(flow: str) -> None:
+            with contextlib.suppress(TritonOverloaded):
+                async with queue.place(share=Share(flow)):
+                    await ended.wait()
+
+        async def storm(flows: int) -> int:
+            tracemalloc.start()
+            for number in range(flows):
+                await asyncio.gather(*(ask(f"{number}-{flow}") for flow in range(9)))
+            taken = tracemalloc.take_snapshot()
+            tracemalloc.stop()
+            own = taken.filter_traces([tracemalloc.Filter(True, admission.__file__)])
+            return sum(trace.size for trace in own.traces)
+
+        async with queue.place(share=Share("busy")):
+            ended.set()
+            assert await storm(500) < 100_000
+        assert await storm(500) < 10_000
+
+    asyncio.run(test())
+
+
+def test_a_flow_that_asks_one_by_one_pays_for_what_it_had() -> None:
+    async def test() -> None:
+        def streams(traffic: Traffic) -> list[asyncio.Task[None]]:
+            return [
+                asyncio.create_task(traffic.stream(flow, partial(int, tokens), expected=10))
+                for flow, tokens, many in (("one by one", 1000, 1), ("many", 100, 20))
+                for _ in range(many)
+            ]
+
+        tokens = (await run(streams, places=1, seconds=600)).tokens
+        assert tokens["one by one"] == pytest.approx(tokens["many"], rel=0.1)
 
     asyncio.run(test())
