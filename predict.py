@@ -19,7 +19,7 @@ from cog_triton.generation import Chunk
 from cog_triton.json_inputs import parse_list, parse_object
 from cog_triton.limits import check_stop_sequences
 from cog_triton.parent import end_with_parent
-from cog_triton.request import Request, new_seed, resolve_max_tokens, resolve_min_tokens
+from cog_triton.request import Request, resolve_max_tokens, resolve_min_tokens, resolve_seed
 from cog_triton.request_inputs import choose_guide, parse_logit_bias
 from cog_triton.server.log import log_to
 from cog_triton.settings import Settings, read_settings
@@ -99,8 +99,10 @@ class Predictor(BaseRunner):
             description="Above 0 makes tokens that the output already has less likely.", default=0.0
         ),
         seed: Optional[int] = Input(  # noqa: UP045
-            description="The same seed and inputs give the same output, but for rounding. Drawn if unset.",
-            ge=0,
+            description="The same seed and inputs give the same output, but for rounding. Drawn if "
+            "unset or -1.",
+            ge=-1,
+            le=18446744073709551615,
             default=None,
         ),
         prompt_template: str = Input(
@@ -201,7 +203,7 @@ class Predictor(BaseRunner):
                 json_schema=json_schema, regex=regex, grammar=grammar, choice=choice
             ),
             adapter=lora,
-            seed=new_seed() if seed is None else seed,
+            seed=resolve_seed(seed),
             stop_sequences=parse_stop_sequences(
                 settings.stop_sequences if stop_sequences is None else stop_sequences
             ),

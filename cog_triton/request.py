@@ -35,6 +35,7 @@ from cog_triton.limits import (
 
 DEFAULT_MAX_TOKENS = 512
 MAX_SEED = 2**64 - 1
+ANY_SEED = -1
 MAX_INT32 = 2**31 - 1
 MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
@@ -66,7 +67,7 @@ class Request:
         top_p: nucleus sampling; 1 is no limit.
         top_k: 0 or -1 is no limit.
         length_penalty: has an effect in beam search only.
-        seed: 64 bits; see ``new_seed``.
+        seed: 64 bits; see ``resolve_seed``.
         stop_sequences: texts that end the output and are no part of it.
         bad_words: texts whose token ids are never made one after the other.
         end_id, pad_id: token ids that override the tokenizer's.
@@ -177,9 +178,12 @@ class Request:
         return self.temperature == 0
 
 
-def new_seed() -> int:
-    """A seed for a request that names none; 31 bits, so that any JSON client reads it back whole."""
-    return secrets.randbelow(2**31)
+def resolve_seed(seed: int | None) -> int:
+    """The seed, or a drawn one in place of None and ANY_SEED.
+
+    A drawn seed has 31 bits, so that any JSON client reads it back whole.
+    """
+    return secrets.randbelow(2**31) if seed in (None, ANY_SEED) else seed
 
 
 def resolve_max_tokens(max_tokens: int, max_new_tokens: int | None) -> int:

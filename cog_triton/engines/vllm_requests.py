@@ -14,7 +14,7 @@ from cog_triton.engines.base import (
 )
 from cog_triton.guide import Guide, GuideKind
 
-SEEDS = 2**64
+SEEDS = 2**63  # of an int64 that is not negative: others end vLLM's runner
 
 
 def sampling_arguments(request: GenerationRequest) -> dict[str, Any]:

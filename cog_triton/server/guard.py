@@ -13,10 +13,11 @@ parent-death signal cannot do this: it is lost when the thread that forked ends,
 grandchildren, and it leaves /dev/shm behind.
 
 The starter may write there, too: ``STOP``, which is the same as closing it, ``KILL`` for a server that
-hangs or, after a stop, has nothing left to do, and ``WATCH`` once every model is ready.
-From then on the end of a stub ends the server as well: Triton 2.51 does not notice it, says that it is
-ready, and keeps the stub's requests for good. A stub that ends with status 0 was told to, by a
-server that unloads its model.
+hangs or, after a stop, has nothing left to do, and ``WATCH`` once every model is ready: no stub is
+started after that, so the guard no longer looks for new ones.
+The end of a stub ends the server as well, from the stub's first moment on. Triton 2.51 does not notice it:
+it waits forever for a stub that is killed as it starts, and keeps the requests of one that is killed
+later. A stub that ends with status 0 was told to, by a server that unloads its model.
 
 A rank above 0 begins with SIGTERM ignored. TensorRT-LLM's waits for rank 0 from its start on, before
 tritonserver handles the signal, and ends when rank 0 has ended. The signal would kill it at once, and the
@@ -50,7 +51,13 @@ SHARED_MEMORY = Path("/dev/shm")
 RANK_ENDED = "tritonserver of rank {rank} ended without being told to, with status {status}"
 STUB_ENDED = "the process of model {model} ended without being told to, with status {status}"
 STUB = "triton_python_backend_stub"
+SERVER = "tritonserver"
+UNKNOWN = "(unknown)"
 STOP, WATCH, KILL = b"s", b"w", b"k"
+LOOK_SECONDS = {"server": 0.2, "group": 0.2, "follower": 1.0}
+"""Between two looks for new stubs, by role. The guard of the group looks for those of its ranks."""
+REAP_SECONDS = 0.1
+"""In which Triton takes the exit status of a stub that it ended itself."""
 TRACKER_SECONDS = 5.0
 LAST_BYTES_SECONDS = 0.2
 """For which a server that has answered every request may still write what it answered."""
@@ -86,7 +93,7 @@ def run(role: str, prefix: str, stop_timeout: float, directory: str, command: li
         preexec_fn=_become_follower if follows else _die_with_guard,
     )
     try:
-        ended = _ended_before(stops, server, orphaned)
+        ended = _ended_before(stops, server, orphaned, LOOK_SECONDS.get(role))
         if not ended:
             name = _GROUP_STOP if role == "group" else signal.SIGTERM
             # A rank still has to say goodbye to the others when its models have ended.
@@ -227,25 +234,29 @@ def _become_follower() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # outlasts the exec, until there is a handler
 
 
-def _ended_before(stops: list[int], server: subprocess.Popen[bytes], orphaned: list[int]) -> bool:
+def _ended_before(
+    stops: list[int],
+    server: subprocess.Popen[bytes],
+    orphaned: list[int],
+    look_seconds: float | None,
+) -> bool:
     """Waits for the end of the server or a stop; tells whether it was the former.
 
     Args:
         orphaned: becomes readable when a rank ends whose guard was killed, and which is this process's
             child since. Its stubs are killed then: while they hold its pipes, mpirun waits.
+        look_seconds: between two looks for new stubs; None for none.
     """
     process = os.pidfd_open(server.pid)
     stubs: dict[int, _Stub] = {}
     while True:
-        ready = set(select.select([process, *stops, *orphaned, *stubs], [], [])[0])
-        if ready & set(stops):
-            what = _told(ready)
-            if what in (b"", STOP):
-                return False
-            if what == KILL:
-                server.kill()
-                continue
-            stubs = {os.pidfd_open(stub.pid): stub for stub in _stubs()}
+        waited_for = [process, *stops, *orphaned, *stubs]
+        ready = set(select.select(waited_for, [], [], look_seconds)[0])
+        told = _told(ready) if ready & set(stops) else None
+        if told in (b"", STOP):
+            return False
+        if told == KILL:
+            server.kill()
         elif process in ready:
             return True
         elif ready & set(orphaned):
@@ -255,6 +266,11 @@ def _ended_before(stops: list[int], server: subprocess.Popen[bytes], orphaned: l
             os.close(descriptor)
             if _report_end(stubs.pop(descriptor)):
                 server.kill()
+        if told == WATCH or not ready:
+            known = {stub.pid for stub in stubs.values()}
+            stubs |= _opened([stub for stub in _stubs() if stub.pid not in known])
+        if told == WATCH:
+            look_seconds = None
 
 
 def _told(ready: set[int]) -> bytes:
@@ -265,6 +281,7 @@ def _told(ready: set[int]) -> bytes:
 
 def _report_end(stub: _Stub) -> bool:
     """Says that a stub has ended, and returns whether it did so without being told to."""
+    time.sleep(REAP_SECONDS)
     try:
         # Its exit status is the last field while tritonserver, its parent, has not asked for it. It
         # asks when it has told the stub to end.
@@ -286,7 +303,7 @@ def _stubs() -> list[_Stub]:
     return [
         _Stub(pid, parent, model)
         for pid, parent in parents.items()
-        if os.getpid() in _ancestors(pid, parents) and (model := _model_of(pid))
+        if os.getpid() in _ancestors(pid, parents) and (model := _model_of(pid, parent))
     ]
 
 
@@ -295,16 +312,24 @@ def _ancestors(pid: int, parents: dict[int, int]) -> Iterator[int]:
         yield pid
 
 
-def _model_of(pid: int) -> str | None:
+def _model_of(pid: int, parent: int) -> str | None:
     """The model whose stub a process is; None if it is none."""
     with contextlib.suppress(OSError):
         process = Path("/proc", str(pid))
+        name = _name_of(pid)
         # Fifteen characters of the name are all that the kernel keeps.
-        if (process / "comm").read_text().strip() == STUB[:15]:
+        if name == STUB[:15]:
             arguments = (process / "cmdline").read_text(errors="replace").split("\0")
             # The file in the directory of the model's version. One that has ended has no arguments.
-            return Path(arguments[1]).parent.parent.name if arguments[1:] else "(unknown)"
+            return Path(arguments[1]).parent.parent.name if arguments[1:] else UNKNOWN
+        # A stub that was killed between its fork and its exec.
+        if name == _name_of(parent) == SERVER and _stat(pid)[0] == "Z":
+            return UNKNOWN
     return None
+
+
+def _name_of(pid: int) -> str:
+    return Path("/proc", str(pid), "comm").read_text().strip()
 
 
 def _stop(
@@ -321,7 +346,7 @@ def _stop(
         starter: where it says by ``KILL`` that every request has been answered; None for a rank or a group,
             which has until ``timeout`` for its goodbye.
     """
-    stubs = _opened(_stubs())
+    stubs = set(_opened(_stubs()))
     watched = {os.pidfd_open(server.pid), *stubs, *(() if starter is None else (starter,))}
     server.send_signal(name)
     deadline = time.monotonic() + timeout
@@ -339,12 +364,12 @@ def _stop(
     return answered and (alive or starter is not None)
 
 
-def _opened(stubs: list[_Stub]) -> set[int]:
-    """What becomes readable when each of them ends."""
-    opened = set()
+def _opened(stubs: list[_Stub]) -> dict[int, _Stub]:
+    """The stubs by what becomes readable when each of them ends."""
+    opened = {}
     for stub in stubs:
         with contextlib.suppress(ProcessLookupError):  # it has ended since
-            opened.add(os.pidfd_open(stub.pid))
+            opened[os.pidfd_open(stub.pid)] = stub
     return opened
 
 

@@ -120,7 +120,7 @@ class ServerLog:
             status: the exit status, None for a server that runs.
         """
         first = what + self.end(status)
-        if self._stub is not None:  # which says it all
+        if self._stub is not None and not self._failures:  # which says it all
             return first
         return "\n".join([first, *(self._causes(status) or self._last_lines())])
 

@@ -210,7 +210,8 @@ async def statuses_at_once(server: CogServer, count: int) -> list[str]:
         ({"prompt": "Hi", "top_p": 1.1}, "top_p"),
         ({"prompt": "Hi", "top_k": -2}, "top_k"),
         ({"prompt": "Hi", "length_penalty": 6}, "length_penalty"),
-        ({"prompt": "Hi", "seed": -1}, "seed"),
+        ({"prompt": "Hi", "seed": -2}, "seed"),
+        ({"prompt": "Hi", "seed": 2**64}, "seed"),
         ({"prompt": "Hi", "max_new_tokens": 0}, "max_new_tokens"),
     ],
 )

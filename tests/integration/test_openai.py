@@ -244,6 +244,8 @@ def error(reply: httpx.Response) -> dict[str, Any]:
         ({"best_of": 3}, "best_of", "best_of is not supported"),
         ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_regex", "contradict"),
         ({"prompt": []}, "prompt", "empty list"),
+        ({"seed": -2}, "seed", "between 0 and"),
+        ({"seed": 2**64}, "seed", "between 0 and"),
         ({"prompt": [[999_999]]}, None, ""),
         ({"prompt": None}, "prompt", ""),
     ],

@@ -17,7 +17,7 @@ import pytest
 import tritonclient.grpc
 
 from cog_triton.errors import ConfigurationError, TritonStartError
-from cog_triton.server import leftovers
+from cog_triton.server import guard, leftovers
 from cog_triton.server.command import Launch
 from cog_triton.server.tritonserver import TritonServer
 from tests.integration.conftest import ANY_PORTS, make_server, running, settings_for
@@ -146,6 +146,25 @@ def test_a_killed_stub_ends_the_server_which_names_the_model(
     server.stop()
 
 
+def test_a_stub_that_is_killed_as_it_appears_ends_the_start(
+    demo_model: Path, tmp_path: Path
+) -> None:
+    server = make_server(settings_for(demo_model, TRITON_START_TIMEOUT="60"), tmp_path)
+    stub = tmp_path / "backends" / "python" / guard.STUB
+
+    def kill_the_first() -> None:
+        pids = wait_until(lambda: processes(f"{stub} "), 60, "the start of a stub")
+        os.kill(pids[0], signal.SIGKILL)
+
+    killer = threading.Thread(target=kill_the_first)
+    killer.start()
+    with pytest.raises(TritonStartError, match=r"the process of model .* ended by signal 9"):
+        server.start()
+    killer.join()
+    assert not regions(server)
+    assert not processes(server.shm_prefix)
+
+
 def test_a_model_that_is_unloaded_does_not_end_the_server(demo_model: Path, tmp_path: Path) -> None:
     repository = tmp_path / "repository"
     settings = settings_for(demo_model, ENGINE="simulated")
@@ -153,9 +172,9 @@ def test_a_model_that_is_unloaded_does_not_end_the_server(demo_model: Path, tmp_
     server.start()
     url = f"http://{server.endpoints.http}/v2/repository/models/preprocessing"
     (stub,) = processes(f"{repository}/preprocessing/1/model.py {server.shm_prefix}")
-    assert httpx.post(f"{url}/unload", trust_env=False).status_code == 200
+    assert httpx.post(f"{url}/unload", timeout=60, trust_env=False).status_code == 200
     wait_until(lambda: not alive(stub), 20, "the end of the stub")
-    assert httpx.post(f"{url}/load", trust_env=False).status_code == 200
+    assert httpx.post(f"{url}/load", timeout=60, trust_env=False).status_code == 200
     assert server.is_ready()
     server.stop()
 
@@ -190,10 +209,10 @@ def test_no_process_of_the_server_has_a_secret(
     )
     with running(make_server(settings, tmp_path)) as server:
         pids = processes(server.shm_prefix)
-        (guard,) = [pid for pid in pids if "guard.py" in command_line(pid)]
-        started = children(guard)
+        (own_guard,) = [pid for pid in pids if "guard.py" in command_line(pid)]
+        started = children(own_guard)
         assert len(started) == 4  # tritonserver and three stubs
-        for pid in (guard, *started):
+        for pid in (own_guard, *started):
             environ = Path("/proc", str(pid), "environ").read_text()
             assert environ.count(secret) == 1
             assert f"PASSED_ON_TOKEN={secret}-PASSED_ON_TOKEN" in environ
@@ -290,8 +309,8 @@ def test_a_killed_guard_leaves_nothing(demo_model: Path, tmp_path: Path) -> None
     server = make_server(settings_for(demo_model, ENGINE="simulated"), runtime, temporary=True)
     server.start()
     started = processes(server.shm_prefix)
-    (guard,) = [pid for pid in processes("guard.py") if pid in started]
-    os.kill(guard, signal.SIGKILL)
+    (own_guard,) = [pid for pid in processes("guard.py") if pid in started]
+    os.kill(own_guard, signal.SIGKILL)
     wait_until(lambda: not [pid for pid in started if alive(pid)], 2, "the end of all of it")
     server.wait()
     assert not regions(server)

@@ -15,7 +15,6 @@ import pytest
 
 from cog_triton.errors import TritonStartError
 from cog_triton.server.command import Endpoints
-from cog_triton.triton_texts import ENDED
 from tests.integration.conftest import ANY_PORTS, make_server, settings_for
 from tests.support import ROOT, free_port
 
@@ -148,7 +147,8 @@ def test_of_a_model_whose_process_is_killed(demo_model: Path, tmp_path: Path) ->
     given = {"MODEL": str(demo_model), "TRITON_MODEL_REPO": str(templates), "ENGINE": "simulated"}
     status, said = run("run_prediction.py", **given)
     assert status == 1
-    assert is_told_once(said, f"model tensorrt_llm: {ENDED}"), said
+    cause = "the process of model tensorrt_llm ended by signal 9 (SIGKILL)"
+    assert is_told_once(said, cause), said
 
 
 def test_of_a_port_that_is_taken_after_it_was_chosen(

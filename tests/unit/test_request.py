@@ -17,16 +17,17 @@ from cog_triton.errors import (
 from cog_triton.guide import Guide, GuideKind
 from cog_triton.protocol import adapter_task_id, ids_text
 from cog_triton.request import (
+    ANY_SEED,
     DEFAULT_MAX_TOKENS,
     MAX_INT32,
     MAX_SEED,
     NO_TOKEN,
     Request,
     effective_end_id,
-    new_seed,
     request_parameters,
     resolve_max_tokens,
     resolve_min_tokens,
+    resolve_seed,
     triton_inputs,
 )
 
@@ -355,8 +356,9 @@ def test_seeds(seed: int) -> None:
     assert array.tolist() == [[seed]]
 
 
-def test_new_seeds_are_valid_and_differ() -> None:
-    seeds = [new_seed() for _ in range(20)]
+@pytest.mark.parametrize("none", [None, ANY_SEED])
+def test_seeds_that_are_drawn_are_valid_and_differ(none: int | None) -> None:
+    seeds = [resolve_seed(none) for _ in range(20)]
     assert len(set(seeds)) > 10
     assert all(0 <= seed < 2**31 for seed in seeds)
 

@@ -84,8 +84,10 @@ def _property(field: Any) -> dict[str, Any]:
         "x-order": field.order,
     }
     limits = {"minimum": field.ge, "maximum": field.le}
-    whole = field.type.primitive.name == "INTEGER"
-    schema.update({name: int(v) if whole else v for name, v in limits.items() if v is not None})
+    if field.type.primitive.name == "INTEGER":
+        # Cog makes a float of a limit, which rounds the largest integer of its server up.
+        limits = {name: v if v is None else min(int(v), 2**64 - 1) for name, v in limits.items()}
+    schema.update({name: v for name, v in limits.items() if v is not None})
     if field.description:
         schema["description"] = field.description
     if field.default is not None:

@@ -85,7 +85,7 @@ class Sampling(Body):
     top_p: float | None = None
     n: int | None = Field(None, ge=1, le=128)
     stop: str | list[str] | None = None
-    seed: int | None = Field(None, ge=-(2**63), lt=2**64)
+    seed: int | None = None
     logit_bias: dict[str, float] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None

@@ -17,9 +17,8 @@ from cog_triton.faces.openai.fields import (
 )
 from cog_triton.faces.openai.served import Served
 from cog_triton.guide import Guide, GuideKind
-from cog_triton.request import Request, new_seed
+from cog_triton.request import MAX_SEED, Request, resolve_seed
 
-SEEDS = 2**64
 UNKNOWN_CONTEXT = 2**20
 """Tokens, where only the engine knows how many its context has; it cuts to them."""
 LONGEST_BIAS = 1024
@@ -56,7 +55,7 @@ def sampling(body: Sampling) -> dict[str, Any]:
         **given,
         "temperature": 1.0 if body.temperature is None else body.temperature,
         "top_p": 1.0 if body.top_p is None else body.top_p,
-        "seed": new_seed() if body.seed is None else body.seed % SEEDS,
+        "seed": resolve_seed(body.seed),
         "stop_sequences": _stops(body.stop),
         "bad_words": tuple(body.bad_words or ()),
         "stop_token_ids": tuple(body.stop_token_ids or ()),
@@ -73,7 +72,7 @@ def longest_output(served: Served) -> int:
 
 def with_seed(request: Request, number: int) -> dict[str, Any]:
     """What the next answer to the same request differs in."""
-    return {"seed": (request.seed + number) % SEEDS}
+    return {"seed": (request.seed + number) % (MAX_SEED + 1)}
 
 
 def check_fields(

@@ -203,6 +203,7 @@ def test_the_minimum_is_cut_with_the_maximum() -> None:
 
 def test_a_continuation_has_noise_of_its_own() -> None:
     assert sampling(continued=3, top_p=0.9, seed=2**64 - 1)["seed"] == 2
+    assert sampling(top_p=0.9, seed=2**63)["seed"] == 0  # more than an int64 ends vLLM's runner
 
 
 def test_what_else_a_request_has() -> None:

@@ -10,6 +10,8 @@ import make_schema
 import pytest
 from _checkout import ROOT
 
+from cog_triton.request import MAX_SEED
+
 
 @pytest.fixture(scope="module")
 def schema(tmp_path_factory: pytest.TempPathFactory) -> Any:
@@ -52,7 +54,7 @@ def test_inputs_defaults_and_limits_are_cog_tritons(schema: Any) -> None:
         "stop_sequences": ("string", None, None, None),
         "length_penalty": ("number", 1.0, 0, 5),
         "presence_penalty": ("number", 0.0, None, None),
-        "seed": ("integer", None, 0, None),
+        "seed": ("integer", None, -1, MAX_SEED),
         "prompt_template": ("string", "{prompt}", None, None),
         "log_performance_metrics": ("boolean", False, None, None),
         "max_new_tokens": ("integer", None, 1, None),

@@ -79,7 +79,7 @@ class MessagesBody(CountBody):
     top_p: float | None = None
     top_k: int | None = None
     # Beyond Anthropic's:
-    seed: int | None = Field(None, ge=-(2**63), lt=2**64)
+    seed: int | None = None
     min_p: float | None = None
 
 

@@ -74,7 +74,7 @@ class ResponsesBody(Body):
     metadata: dict[str, str] | None = None
     user: str | None = None
     # Beyond OpenAI's:
-    seed: int | None = Field(None, ge=-(2**63), lt=2**64)
+    seed: int | None = None
     top_k: int | None = None
     min_p: float | None = None
     stop: str | list[str] | None = None

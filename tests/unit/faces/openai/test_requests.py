@@ -93,8 +93,8 @@ def test_the_settings_end_token_is_that_of_every_request() -> None:
     assert of_chat(Backend(END_ID="7", PAD_ID="8")).pad_id == 8
 
 
-def test_a_seed_may_be_negative_and_counts_up() -> None:
-    assert [request.seed for request in of_text(seed=-1, n=2)] == [2**64 - 1, 0]
+def test_a_seed_counts_up() -> None:
+    assert [request.seed for request in of_text(seed=2**64 - 1, n=2)] == [2**64 - 1, 0]
     prompts = of_text(prompt=[[1, 2], [3]], n=2, seed=5)
     assert [(request.prompt_ids, request.seed) for request in prompts] == [
         *(((1, 2), 5), ((1, 2), 6), ((3,), 5), ((3,), 6)),
