@@ -6,7 +6,7 @@
 import contextvars
 import gc
 import time
-from collections.abc import AsyncGenerator, Generator
+from collections.abc import AsyncGenerator, Callable, Generator
 from typing import Any, Optional
 
 import cog
@@ -14,7 +14,7 @@ from cog import BaseRunner, ConcatenateIterator, Input
 
 from cog_triton.deployment import Deployment
 from cog_triton.errors import InvalidParameter
-from cog_triton.faces.cog import last_call, live_stream
+from cog_triton.faces.cog import control, live_stream
 from cog_triton.generation import Chunk
 from cog_triton.json_inputs import parse_list, parse_object
 from cog_triton.limits import check_stop_sequences
@@ -44,7 +44,14 @@ class Predictor(BaseRunner):
         self.deployment = await Deployment.start(settings)
         if beside is not None:
             beside.serve(self.deployment)
-        last_call.listen(self.deployment.close, beside and beside.drain)
+        handlers: dict[str, Callable[..., object]] = {
+            "cancel": live_stream.cancel,
+            "forget": live_stream.forget,
+            "stop": self.deployment.close,
+        }
+        if beside is not None:
+            handlers["drain"] = beside.drain
+        control.listen(handlers, inputs=("prompt", "messages"))
         # What is alive now stays so: a full collection would go through all of it.
         gc.collect()
         gc.freeze()
@@ -319,7 +326,11 @@ def _openai(settings: Settings) -> tuple[Any, Settings]:
 
     if settings.openai_workers > 1:
         settings = with_one_port(settings)
-    return Beside(settings, port, last_call.tell_busy), settings
+
+    def tell(busy: bool) -> None:
+        control.tell("busy" if busy else "idle")
+
+    return Beside(settings, port, tell), settings
 
 
 def _refuse(why: str, **inputs: object) -> None:

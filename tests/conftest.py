@@ -56,3 +56,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--engine", default="auto", help="ENGINE of the servers with the demo model (auto)"
     )
+    parser.addoption(
+        "--cancels", type=int, default=60, help="cancels by each door in test_cancels.py (60)"
+    )
+
+
+@pytest.fixture(scope="session")
+def cancels(request: pytest.FixtureRequest) -> int:
+    """The number of cancels of a storm: --cancels."""
+    return int(request.config.getoption("--cancels"))

@@ -59,7 +59,6 @@ def test_a_chat_is_the_prompt_that_the_models_template_makes_of_it(
 @pytest.mark.parametrize(
     ("inputs", "why"),
     [
-        ({}, "E1001 PromptRequired"),
         ({"messages": "[]"}, "E1001 PromptRequired"),
         ({"messages": "{}"}, "E1103 InvalidParameter: messages must be a JSON list"),
         ({"messages": "[{}]", "prompt": "Hi"}, "prompt and messages exclude each other"),
@@ -73,6 +72,23 @@ def test_inputs_that_are_refused(cog_server: CogServer, inputs: dict[str, Any], 
     body = cog_server.predict(**inputs)
     assert body["status"] == "failed"
     assert why in body["error"]
+
+
+@pytest.mark.parametrize("body", [{}, {"input": {}}, {"input": {"prompt": None, "seed": 1}}])
+def test_without_a_prompt_it_does_not_begin(cog_server: CogServer, body: dict[str, Any]) -> None:
+    reply = httpx.post(f"{cog_server.url}/predictions", json=body, trust_env=False)
+    assert reply.status_code == 422
+    (problem,) = reply.json()["detail"]
+    assert problem["loc"] == ["body", "input", "prompt"]
+    assert problem["msg"] == "E1001 PromptRequired: prompt or messages is required"
+
+
+def test_null_is_an_input_that_is_not_given(cog_server: CogServer) -> None:
+    names = ("seed", "stop_sequences", "min_tokens", "messages", "temperature", "lora", "unknown")
+    inputs = dict.fromkeys(names)
+    body = cog_server.predict(prompt=QUESTION, max_tokens=5, **inputs)
+    assert body["status"] == "succeeded", body
+    assert body["metrics"]["output_token_count"] == 5
 
 
 def test_structured_output(cog_server: CogServer) -> None:
@@ -226,7 +242,6 @@ def test_an_input_out_of_range_is_a_422(
 @pytest.mark.parametrize(
     ("inputs", "code"),
     [
-        ({}, "E1001 PromptRequired"),  # messages may stand in its place
         ({"prompt": ""}, "E1001 PromptRequired"),
         ({"prompt": "word " * 5000}, "E1002 PromptTooLong"),
         ({"prompt": "Hi", "prompt_template": "no place"}, "E1003 BadPromptTemplate"),
@@ -311,11 +326,7 @@ def test_cancelling_by_post_stops_the_engine(paced_cog_server: CogServer) -> Non
 def test_a_cancel_right_after_an_asynchronous_start_stops_the_engine(
     paced_cog_server: CogServer,
 ) -> None:
-    """Before, while and just after the prediction's generator begins.
-
-    Cog 0.23 drops a cancel that overtakes the prediction on its way to the worker (docs/cog.md), so it
-    is sent until Cog says that there is no such prediction any more.
-    """
+    """Before, while and just after the prediction's generator begins."""
     generated = paced_cog_server.engine["generated"]
     with httpx.Client(base_url=paced_cog_server.url, trust_env=False) as client:
         for attempt in range(20):

@@ -78,12 +78,12 @@ def test_every_setting_is_described_and_nothing_else_reads_the_environment() -> 
         if re.search(r"os\.(environ|getenv)", file.read_text())
     ]
     # processes.py, tritonserver.py and mpi_job.py hand their environment on and read no setting from it,
-    # last_call.py names a descriptor, and vllm_processes.py writes what vLLM reads there. The tools are
+    # control.py names a descriptor, and vllm_processes.py writes what vLLM reads there. The tools are
     # commands of their own.
     own = re.compile("tools/")
     assert sorted(file for file in readers if not own.match(file)) == [
         "cog_triton/engines/vllm_processes.py",
-        "cog_triton/faces/cog/last_call.py",
+        "cog_triton/faces/cog/control.py",
         "cog_triton/faces/openai/workers.py",
         "cog_triton/server/mpi_job.py",
         "cog_triton/server/tritonserver.py",

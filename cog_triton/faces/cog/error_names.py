@@ -6,9 +6,6 @@ that begins with that name would have it twice. To be deleted when Cog writes th
 
 from __future__ import annotations
 
-from collections.abc import Coroutine
-from typing import Any
-
 
 def name_once(error: BaseException) -> BaseException:
     """The same error; one whose text begins with its class's name (``E1001 PromptRequired: …``) has the
@@ -17,12 +14,3 @@ def name_once(error: BaseException) -> BaseException:
     if type(error).__name__ in head.split():
         error.__class__ = type(head, (type(error),), {"__str__": lambda _: text})
     return error
-
-
-async def naming_once(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Runs a coroutine, whose error has its name once."""
-    try:
-        return await coroutine
-    except Exception as error:
-        name_once(error)
-        raise

@@ -7,6 +7,10 @@ its coroutine returned long ago. But coglet starts each prediction by looking up
 ``asyncio.run_coroutine_threadsafe`` and cancels by calling ``cancel`` on the future it got, so
 ``install`` gives it one that tells ``live``. That is an internal of coglet: without it, predictions
 still stream and finish.
+
+coglet drops a cancel that reaches its worker before the prediction, and one that comes while it prepares
+the call makes the prediction fail. So the front sends cancels by the control channel to ``cancel``, which
+keeps those that come early.
 """
 
 from __future__ import annotations
@@ -23,12 +27,14 @@ from typing import Any
 
 from coglet import CancelationException
 
-from cog_triton.faces.cog.error_names import name_once, naming_once
+from cog_triton.faces.cog import control
+from cog_triton.faces.cog.error_names import name_once
 
 _cancellation: contextvars.ContextVar[_Cancellation | None] = contextvars.ContextVar(
     "cancellation", default=None
 )
 _End = BaseException | None
+_IDENTIFIER = "_coglet_prediction_id"  # coglet's variable, which it does not publish
 
 
 class _Cancellation:
@@ -67,7 +73,7 @@ def install() -> None:
         # The loop copies this thread's context for the coroutine while ``original`` runs.
         token = _cancellation.set(cancellation)
         try:
-            future = original(naming_once(coroutine), loop)
+            future = original(_begun(coroutine), loop)
         finally:
             _cancellation.reset(token)
         # A strong reference would be a cycle, which keeps the result of a future that coglet drops, and
@@ -84,6 +90,26 @@ def install() -> None:
 
     run_coroutine_threadsafe.tells_live = True  # type: ignore[attr-defined]
     asyncio.run_coroutine_threadsafe = run_coroutine_threadsafe  # type: ignore[assignment]
+
+
+_lock = threading.Lock()
+_running: dict[Callable[[], None], str] = {}
+_cancelled_early: set[str] = set()
+
+
+def cancel(identifier: str) -> None:
+    """Cancel the predictions with this id, or the next that begins."""
+    with _lock:
+        found = [cancel for cancel, running in _running.items() if running == identifier]
+        if not found:
+            _cancelled_early.add(identifier)
+    for cancel_one in found:
+        cancel_one()
+
+
+def forget(identifier: str) -> None:
+    """Drop a cancel that came after the prediction's end."""
+    _cancelled_early.discard(identifier)
 
 
 def live(source: AsyncGenerator[str, None]) -> Generator[str, None, None]:
@@ -103,6 +129,13 @@ def live(source: AsyncGenerator[str, None]) -> Generator[str, None, None]:
     cancellation = _cancellation.get()
     if cancellation is not None:
         cancellation.tell(cancel)
+    identifier = _identifier()
+    with _lock:
+        _running[cancel] = identifier
+        cancelled = identifier in _cancelled_early
+        _cancelled_early.discard(identifier)
+    if cancelled:
+        cancel()
     texts = _drain(items, cancel)
     next(texts)
     return texts
@@ -111,6 +144,28 @@ def live(source: AsyncGenerator[str, None]) -> Generator[str, None, None]:
 def is_cancellation(error: BaseException) -> bool:
     """Whether an error is how a cancelled prediction ends."""
     return isinstance(error, (CancelationException, GeneratorExit))
+
+
+async def _begun(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """Run a prediction's coroutine; its error names its class once."""
+    try:
+        return await coroutine
+    except BaseException as error:
+        _ended(_identifier())
+        if isinstance(error, Exception):
+            name_once(error)
+        raise
+
+
+def _ended(identifier: str) -> None:
+    if identifier:
+        control.tell("ended", identifier)
+
+
+def _identifier() -> str:
+    """Return the id of the prediction in whose context this runs; empty if there is none."""
+    context = contextvars.copy_context()
+    return next((context[var] for var in context if var.name == _IDENTIFIER), "")
 
 
 async def _pump(source: AsyncGenerator[str, None], items: queue.SimpleQueue[str | _End]) -> None:
@@ -152,3 +207,6 @@ def _drain(
                 return
     finally:
         cancel()
+        with _lock:
+            identifier = _running.pop(cancel)
+        _ended(identifier)

@@ -57,15 +57,16 @@ class FrontedServer:
         Raises:
             OSError: nothing can listen on the address.
         """
-        from cog_triton.faces.cog import last_call, no_delay, worker
+        from cog_triton.faces.cog import control, no_delay, worker
         from cog_triton.faces.front.front import Front
         from cog_triton.faces.front.predictions import Predictions
 
         _allow_open_files()
         stop = _told_to_stop(not await_explicit_shutdown)
-        predictions = Predictions()
         listener = _bound(host, port)
-        front = Front(listener, _limits(), predictions, worker.ended.is_set, last_call.offer())
+        channel = control.offer()
+        predictions = Predictions(channel.send)
+        front = Front(listener, _limits(), predictions, worker.ended.is_set, channel)
         worker.end_with_worker(lambda: front.port)
         listening = no_delay.listening_port
         threading.Thread(

@@ -56,7 +56,7 @@ class Client(asyncio.Protocol):
         if self._task is not None:
             self._task.cancel()
         if self._upstream is not None:
-            self._upstream.abort()
+            self._upstream.abandon()
 
     def data_received(self, data: bytes) -> None:
         if self._closing:
@@ -166,9 +166,12 @@ class Client(asyncio.Protocol):
             self.answer(200, {})
             return
         try:
-            passage = rules.check(item, self._front.draining)
+            passage = rules.check(item, self._front.draining, self._front.inputs)
         except Refusal as refusal:
             self.answer(refusal.status, {"detail": refusal.detail}, refusal.retry_after)
+            return
+        if passage.cancels is not None and self._front.predictions.cancel(passage.cancels):
+            self.answer(200, {})
             return
         self._predicting = passage.prediction is not None
         if self._front.upstreams:
@@ -231,10 +234,12 @@ class Upstream(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         client = self._client
-        if client is None:
-            self.transport.abort()
-            return
         self.end.feed(data)
+        if client is None:
+            if self.prediction is None or self.end.whole:
+                self._prediction_ended(self.end.status)
+                self.transport.abort()
+            return
         if self.head is None:
             self._read_head(client, data)
         else:
@@ -254,6 +259,14 @@ class Upstream(asyncio.Protocol):
             client.answer(502, {"detail": "Cog's server closed the connection without an answer"})
         else:
             client.answered(keep=False)
+
+    def abandon(self) -> None:
+        """Cancel the prediction, whose client has gone, and wait for its end."""
+        if self.prediction is None or not self._front.predictions.cancel(self.prediction):
+            self.abort()
+            return
+        self._client = None
+        self.transport.resume_reading()
 
     def abort(self) -> None:
         """Closes the connection, upon which Cog's server cancels the prediction."""

@@ -19,7 +19,7 @@ from typing import Any
 
 import uvloop
 
-from cog_triton.faces.cog.last_call import Line
+from cog_triton.faces.cog.control import Control
 from cog_triton.faces.front import health, rules
 from cog_triton.faces.front.connection import Client, Upstream
 from cog_triton.faces.front.predictions import Predictions
@@ -44,14 +44,14 @@ class Front:
         limits: Limits,
         predictions: Predictions,
         worker_ended: Callable[[], bool],
-        line: Line,
+        control: Control,
     ) -> None:
         """
         Args:
             listener: bound to the public address; listens from when Cog's server does.
             predictions: those that pass here.
             worker_ended: whether the predictor's process was there and is not any more.
-            line: to the predictor, which may answer requests that do not pass here.
+            control: to the predictor, which may answer requests that do not pass here.
         """
         self.limits = limits
         self.clients: set[Client] = set()
@@ -59,9 +59,11 @@ class Front:
         self.draining = False
         self.retry_after = max(1, math.ceil(limits.drain_seconds))
         self._listener = listener
-        self._predictions = predictions
+        self.predictions = predictions
+        self.inputs: list[str] = []  # a prediction needs one of them
         self._worker_ended = worker_ended
-        self._line = line
+        self._control = control
+        self._others_run = False  # requests that did not pass here
         self._tasks: set[asyncio.Task[Any]] = set()
         self._progress = time.monotonic()
         self._busy_since: float | None = None
@@ -83,8 +85,8 @@ class Front:
     async def _serve(self, port: Callable[[], int | None], stop: int) -> None:
         loop = asyncio.get_running_loop()
         loop.add_reader(stop, self._stop_by_signal, stop)
-        loop.add_reader(self._line.fileno(), self._hear)
-        self._predictions.keep_sweeping()
+        loop.add_reader(self._control.fileno(), self._receive)
+        self.predictions.keep_sweeping()
         while not self.port:
             await asyncio.sleep(_POLL_SECONDS)
             self.port = port() or 0
@@ -145,10 +147,10 @@ class Front:
         self._progress = time.monotonic()
 
     def prediction_began(self, identifier: str) -> None:
-        self._predictions.begin(identifier)
+        self.predictions.begin(identifier)
 
     def prediction_ended(self, identifier: str, status: int | None) -> None:
-        self._predictions.end(identifier, status)
+        self.predictions.end(identifier, status)
         self._progress = time.monotonic()
         self._note_idle()
 
@@ -173,13 +175,13 @@ class Front:
     async def _drain(self) -> None:
         """Lets running predictions end, for a bounded time, and then Cog's server."""
         self.draining = True
-        self._line.drain()
+        self._control.send("drain")
         await self._idle_within(self.limits.drain_seconds)
         if self._busy:
-            self._warn(len(self._predictions.running))
-            self._line.last_call()
+            self._warn(len(self.predictions.running) + len(self.predictions.background))
+            self._control.send("stop")
             await self._idle_within(_LAST_SECONDS)
-        if self._predictions.running:
+        if self.predictions.running:
             for client in list(self.clients):
                 client.end_prediction("E2105 TritonUnavailable: the server is being stopped")
             await asyncio.sleep(_CANCEL_SECONDS)
@@ -190,10 +192,19 @@ class Front:
     @property
     def _busy(self) -> bool:
         """Whether predictions run, or what the predictor answers beside them."""
-        return bool(self._predictions.running) or self._line.busy
+        predictions = self.predictions
+        return bool(predictions.running or predictions.background) or self._others_run
 
-    def _hear(self) -> None:
-        self._line.hear()
+    def _receive(self) -> None:
+        for kind, *words in self._control.receive():
+            if kind == "hello":
+                self.predictions.listening, self.inputs = True, words
+            elif kind in ("busy", "idle"):
+                self._others_run = kind == "busy"
+            elif kind == "ended":
+                self.predictions.over(*words)
+            else:
+                asyncio.get_running_loop().remove_reader(self._control.fileno())
         self._note_idle()
 
     def _note_idle(self) -> None:
@@ -208,7 +219,7 @@ class Front:
                 await asyncio.wait_for(self._idle.wait(), seconds)
 
     def _warn(self, left: int) -> None:
-        beside = ["requests of another face"] if self._line.busy else []
+        beside = ["requests of another face"] if self._others_run else []
         predictions = ["1 prediction" if left == 1 else f"{left} predictions"] if left else []
         what = " and ".join(predictions + beside)
         text = f"{what} did not end in {self.limits.drain_seconds:g} s: stopped at once"

@@ -166,11 +166,12 @@ def head_problem(
 def for_cog(request: Request, passage: Passage) -> bytes:
     """A request as Cog's server gets it."""
     headers = [pair for pair in request.headers if pair[0] not in _OF_THE_CONNECTION]
-    if request.body or request.method in ("POST", "PUT", "PATCH"):
-        headers.append((b"content-length", b"%d" % len(request.body)))
+    body = request.body if passage.body is None else passage.body
+    if body or request.method in ("POST", "PUT", "PATCH"):
+        headers.append((b"content-length", b"%d" % len(body)))
     target = passage.target.encode("latin-1")
     head = head_bytes(passage.method.encode(), target, request.version.encode(), headers)
-    return head + request.body
+    return head + body
 
 
 def head_bytes(
@@ -243,6 +244,10 @@ class ResponseEnd:
 
     def on_message_complete(self) -> None:
         self.whole = True
+
+    @property
+    def status(self) -> int:
+        return int(self._parser.get_status_code())
 
     @property
     def between_events(self) -> bool:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import re
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
 from urllib.parse import unquote
 
+import orjson
+
 LIVE = "/health/live"
 READY = "/health/ready"
 SHUTDOWN = "/shutdown"
-_IDENTIFIER = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,127}", re.ASCII)
+IDENTIFIER = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,127}", re.ASCII)
 _IDENTIFIER_RULE = "1 to 128 letters, digits, '_', '-' and '.', and no '.' in front"
 _COLLECTIONS = ("predictions", "trainings")
 
@@ -78,20 +81,26 @@ class Passage:
     Attributes:
         method, target: its first line.
         prediction: the id of the prediction that it starts; None if it starts none.
+        cancels: the id of the prediction that it cancels.
+        body: its body, if that is another one.
     """
 
     method: str
     target: str
     prediction: str | None = None
+    cancels: str | None = None
+    body: bytes | None = field(default=None, repr=False)
 
 
-def check(request: Request, draining: bool = False) -> Passage:
+def check(request: Request, draining: bool = False, inputs: Sequence[str] = ()) -> Passage:
     """How a request goes on to Cog's server.
 
-    A prediction without an id gets one here, by which its end and its directory are known.
+    A prediction without an id gets one here, by which its end and its directory are known. Inputs that are
+    null are left out: for Cog's server null is not a value of an optional input.
 
     Args:
         draining: no new predictions are taken.
+        inputs: one of these has to be there.
 
     Raises:
         Refusal: it does not.
@@ -102,19 +111,23 @@ def check(request: Request, draining: bool = False) -> Passage:
         return unchanged
     if identifier is not None:
         check_identifier(identifier, ["path", "prediction_id"])
+        if collection == "predictions" and rest == ["cancel"] and request.method == "POST":
+            return Passage(request.method, request.target, cancels=identifier)
     starts = not rest and request.method == ("POST" if identifier is None else "PUT")
     if not starts:
         return unchanged
     if draining:
         raise Refusal(503, "the server is stopping and takes no new predictions", retry_after=5)
+    fields = fields_of(request.body)
+    body = without_nulls(fields, inputs) if collection == "predictions" else None
     if identifier is not None:
-        return Passage(request.method, request.target, identifier)
-    if (given := identifier_in(request.body)) is not None:
+        return Passage(request.method, request.target, identifier, body=body)
+    if isinstance(given := fields.get("id"), str):
         check_identifier(given, ["body", "id"])
-        return Passage(request.method, request.target, given)
+        return Passage(request.method, request.target, given, body=body)
     drawn = uuid.uuid4().hex
     query = request.target[len(request.path) :]
-    return Passage("PUT", f"/{collection}/{drawn}{query}", drawn)
+    return Passage("PUT", f"/{collection}/{drawn}{query}", drawn, body=body)
 
 
 def check_identifier(identifier: str, place: list[str]) -> None:
@@ -123,27 +136,40 @@ def check_identifier(identifier: str, place: list[str]) -> None:
     Raises:
         Refusal: with the form of Cog's own errors of validation.
     """
-    if not _IDENTIFIER.fullmatch(identifier):
+    if not IDENTIFIER.fullmatch(identifier):
         problem = {"loc": place, "msg": f"must be {_IDENTIFIER_RULE}", "type": "value_error"}
         raise Refusal(422, [problem])
 
 
-def identifier_in(body: bytes) -> str | None:
-    """The id that the body of a new prediction names; None for none.
+def fields_of(body: bytes) -> dict[str, Any]:
+    """Parse the body of a new prediction.
 
     Raises:
-        Refusal: that cannot be told.
+        Refusal: it is not JSON. What is not an object is left to Cog's server.
     """
-    # A name may be written with escapes. Without either, there is no need to look at a large body.
-    if b'"id"' not in body and b"\\u006" not in body:
-        return None
     try:
-        # Python refuses numbers of thousands of digits, which Cog's server does not.
-        fields = json.loads(body.decode(), parse_int=_nothing, parse_float=_nothing)
-    except (ValueError, RecursionError) as error:
-        raise Refusal(400, f"the body is no valid JSON: {str(error)[:200]}") from None
-    identifier = fields.get("id") if isinstance(fields, dict) else None
-    return identifier if isinstance(identifier, str) else None
+        fields = orjson.loads(body or b"{}")
+    except orjson.JSONDecodeError as error:
+        raise Refusal(400, f"the body is not valid JSON: {str(error)[:200]}") from None
+    return fields if isinstance(fields, dict) else {}
+
+
+def without_nulls(fields: dict[str, Any], inputs: Sequence[str]) -> bytes | None:
+    """Return a prediction's body without inputs that are null; None if there are none.
+
+    Raises:
+        Refusal: it has none of the ``inputs`` that a prediction needs.
+    """
+    given = fields.get("input")
+    given = given if isinstance(given, dict) else {}
+    left = {name: value for name, value in given.items() if value is not None}
+    if inputs and not any(name in left for name in inputs):
+        text = f"E1001 PromptRequired: {' or '.join(inputs)} is required"
+        raise Refusal(
+            422,
+            [{"loc": ["body", "input", inputs[0]], "msg": text, "type": "value_error.missing"}],
+        )
+    return orjson.dumps({**fields, "input": left}) if len(left) < len(given) else None
 
 
 def reply(
@@ -164,10 +190,6 @@ def reply(
     lines += [f"retry-after: {retry_after}"] if retry_after is not None else []
     lines += ["connection: close"] if close else []
     return "\r\n".join([*lines, "", "" if head_only else body]).encode()
-
-
-def _nothing(_: str) -> None:
-    """In place of a number."""
 
 
 def _parts(path: str) -> tuple[str | None, str | None, list[str]]:

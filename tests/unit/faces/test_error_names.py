@@ -1,11 +1,7 @@
 from __future__ import annotations
 
-import asyncio
-
-import pytest
-
-from cog_triton.errors import CogTritonError, PromptRequired
-from cog_triton.faces.cog.error_names import name_once, naming_once
+from cog_triton.errors import PromptRequired
+from cog_triton.faces.cog.error_names import name_once
 
 
 def as_cog_shows(error: BaseException) -> str:
@@ -23,12 +19,3 @@ def test_an_error_names_itself_once_and_is_the_same_error() -> None:
 
 def test_other_errors_are_left_as_they_are() -> None:
     assert as_cog_shows(name_once(ValueError("no: ValueError"))) == "ValueError: no: ValueError"
-
-
-def test_the_error_of_a_coroutine() -> None:
-    async def fail() -> None:
-        raise PromptRequired("none")
-
-    with pytest.raises(CogTritonError) as caught:
-        asyncio.run(naming_once(fail()))
-    assert as_cog_shows(caught.value) == "E1001 PromptRequired: none"

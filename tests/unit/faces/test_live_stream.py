@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import threading
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator
 from concurrent.futures import Future
@@ -11,7 +12,8 @@ from typing import Any
 import pytest
 from coglet import CancelationException
 
-from cog_triton.faces.cog import live_stream
+from cog_triton.errors import CogTritonError, PromptRequired
+from cog_triton.faces.cog import control, live_stream
 
 
 @pytest.fixture
@@ -121,3 +123,70 @@ def test_installing_twice_wraps_once() -> None:
     wrapped = asyncio.run_coroutine_threadsafe
     live_stream.install()
     assert asyncio.run_coroutine_threadsafe is wrapped
+
+
+# As coglet does, in the context of a prediction
+
+
+IDENTIFIER: contextvars.ContextVar[str] = contextvars.ContextVar("_coglet_prediction_id")
+
+
+async def in_prediction(identifier: str, coroutine: Any) -> Any:
+    IDENTIFIER.set(identifier)
+    return await coroutine
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
+    messages: list[tuple[str, ...]] = []
+    monkeypatch.setattr(control, "tell", lambda *words: messages.append(words))
+    return messages
+
+
+def test_a_cancel_by_id_ends_that_prediction_only(
+    run: Callable[[Any], Future[Any]], told: list[tuple[str, ...]]
+) -> None:
+    source, other = Source(), Source()
+    pieces = run(in_prediction("x", source.predict())).result()
+    others = run(in_prediction("y", other.predict())).result()
+    live_stream.cancel("x")
+    with pytest.raises(CancelationException):
+        next(pieces)
+    source.let.release()
+    assert told == [("ended", "x")]
+    other.let.release()
+    assert next(others) == "0 "
+    others.close()
+    other.let.release()
+    assert told == [("ended", "x"), ("ended", "y")]
+
+
+def test_a_cancel_that_comes_before_its_prediction(
+    run: Callable[[Any], Future[Any]], told: list[tuple[str, ...]]
+) -> None:
+    live_stream.cancel("early")
+    live_stream.cancel("late")
+    live_stream.forget("late")
+    source = Source()
+    with pytest.raises(CancelationException):
+        next(run(in_prediction("early", source.predict())).result())
+    source.let.release()
+    for identifier in ("early", "late"):  # the cancel was for one prediction
+        again = Source()
+        pieces = run(in_prediction(identifier, again.predict(1))).result()
+        again.let.release()
+        assert list(pieces) == ["0 "]
+    assert told == [("ended", "early"), ("ended", "early"), ("ended", "late")]
+
+
+def test_a_prediction_that_is_refused_has_ended_and_names_its_error_once(
+    run: Callable[[Any], Future[Any]], told: list[tuple[str, ...]]
+) -> None:
+    async def refuse() -> None:
+        raise PromptRequired("none")
+
+    with pytest.raises(CogTritonError) as caught:
+        run(in_prediction("x", refuse())).result()
+    error = caught.value
+    assert f"{type(error).__qualname__}: {error}" == "E1001 PromptRequired: none"
+    assert told == [("ended", "x")]
