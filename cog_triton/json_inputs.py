@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from cog_triton.errors import InvalidParameter
+from cog_triton.limits import check_json
 
 
 def parse_list(name: str, text: str) -> list[dict[str, Any]]:
@@ -33,6 +34,7 @@ def parse_object(name: str, text: str) -> dict[str, Any]:
 
 
 def _parsed(name: str, text: str) -> Any:
+    check_json(name, text)
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:

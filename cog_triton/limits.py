@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from cog_triton.errors import InvalidParameter, PromptTooLong
 
@@ -46,6 +48,10 @@ NAME_CHARACTERS = 256
 
 TOP_LOG_PROBS = 20
 """Alternatives that log probabilities may have at each place: the most that OpenAI's API has."""
+
+JSON_STRINGS, JSON_CONTAINERS, JSON_VALUES, JSON_DEPTH = 2**17, 2**16, 2**20, 128
+"""Of one JSON text: its strings, names among them; its objects and lists; its values, by their commas; and
+how deep it is nested. So much is parsed in less than 0.1 s."""
 
 WORD_IDS = 4 * WORDS_BYTES
 """Of one such list as token ids: a byte is one at most, and each word is there twice."""
@@ -97,3 +103,24 @@ def check_texts(name: str, texts: Sequence[str], count: int, characters: int) ->
         raise InvalidParameter(
             f"{name} must be of at most {characters} characters each, not {longest}"
         )
+
+
+def check_json(name: str, text: str) -> None:
+    """Refuse a JSON text of too many values, which are counted without being made.
+
+    Raises:
+        InvalidParameter: naming the text and the limit.
+    """
+    quoted = text.replace("\\\\", "").replace('\\"', "") if "\\" in text else text
+    counts = {"strings": (quoted.count('"') // 2, JSON_STRINGS)}
+    if counts["strings"][0] <= JSON_STRINGS:
+        outside = "".join(quoted.split('"')[::2])
+        containers = outside.count("{") + outside.count("[")
+        counts["objects and lists"] = (containers, JSON_CONTAINERS)
+        counts["values"] = (outside.count(","), JSON_VALUES)
+        if JSON_DEPTH < containers <= JSON_CONTAINERS:
+            steps = (1 if mark in "{[" else -1 for mark in re.findall(r"[{}\[\]]", outside))
+            counts["levels of nesting"] = (max(accumulate(steps)), JSON_DEPTH)
+    for what, (count, most) in counts.items():
+        if count > most:
+            raise InvalidParameter(f"{name} must have at most {most} {what}")

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from cog_triton.errors import InvalidParameter, PromptTooLong
+from cog_triton.json_inputs import parse_list, parse_object
 from cog_triton.limits import MOST_CHARACTERS, UNKNOWN_CHARACTERS, check_texts
 from cog_triton.text.tokenizer import load_tokenizer, max_characters, text_limits
 
@@ -46,3 +47,10 @@ def test_a_list_of_texts_has_a_length_and_so_has_each() -> None:
         check_texts("stop_sequences", ["a", "b", "c"], 2, 2)
     with pytest.raises(InvalidParameter, match="at most 2 characters each, not 3"):
         check_texts("stop_sequences", ["a", "bcd"], 2, 2)
+
+
+def test_inputs_that_are_json_have_a_bound() -> None:
+    with pytest.raises(InvalidParameter, match="messages must have at most 131072 strings"):
+        parse_list("messages", '[{"role": "user"}' + ', {"role": "user"}' * 70_000 + "]")
+    with pytest.raises(InvalidParameter, match="kwargs must have at most 128 levels"):
+        parse_object("kwargs", '{"a":' * 200)

@@ -18,6 +18,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from cog_triton.errors import CogTritonError
+from cog_triton.faces.openai.calls import current
 from cog_triton.faces.openai.errors import (
     CLIENT_GONE,
     MESSAGES_PATH,
@@ -212,7 +213,7 @@ def told(error: Exception) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, CogTritonError):
-        return api_error(error, FIELDS)
+        return api_error(error, FIELDS, current().names)
     logger.error("an answer failed", exc_info=error)
     return internal_error()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -13,7 +12,7 @@ import cog_triton
 from cog_triton.errors import CogTritonError, shown
 from cog_triton.faces.openai import chat, completions, health, metrics, models, page, tokens
 from cog_triton.faces.openai.answers import error_response, told
-from cog_triton.faces.openai.errors import ApiError, invalid
+from cog_triton.faces.openai.errors import ApiError
 from cog_triton.faces.openai.messages import route as messages
 from cog_triton.faces.openai.middleware import BodyLimit, RequestIds, id_headers, too_large
 from cog_triton.faces.openai.openapi import ERRORS, MESSAGE_ERRORS
@@ -54,7 +53,6 @@ def create_app(served: Served) -> FastAPI:
     app.add_middleware(BodyLimit, most=served.settings.max_request_bytes)
     add_operation(app, served)
     app.add_middleware(RequestIds)
-    app.add_exception_handler(RequestValidationError, _answer_bad_body)
     app.add_exception_handler(HTTPException, _answer_bad_path)
     for kind in (ApiError, CogTritonError):
         app.add_exception_handler(kind, _answer_error)
@@ -80,40 +78,9 @@ async def _answer_fault(request: Request, error: Exception) -> Response:
 async def _answer_bad_path(request: Request, error: Any) -> Response:
     if error.status_code == 413:
         return error_response(too_large(error.detail))
-    if error.status_code == 400:  # FastAPI's, of a body that its reader gave up on
-        return error_response(_unreadable(request))
     where = f"{request.method} {shown(request.url.path)}"
     code = _PATH_CODES.get(error.status_code)
     text = f"Invalid URL ({where})" if error.status_code == 404 else f"{error.detail} ({where})"
     return error_response(
         ApiError(error.status_code, text, code=code, headers=dict(error.headers or {}))
     )
-
-
-def _unreadable(request: Request) -> ApiError:
-    coding = request.headers.get("content-encoding", "identity")
-    if coding != "identity":
-        text = f"the body must be sent without a Content-Encoding, not as {shown(coding)}"
-        return ApiError(415, text, code="unsupported_content_encoding")
-    return invalid("the body is no JSON: it is not UTF-8, or nested too deep")
-
-
-async def _answer_bad_body(request: Request, error: Any) -> Response:
-    """The first thing that is wrong with a body, in OpenAI's words' manner."""
-    kind = request.headers.get("content-type", "")
-    if kind and "json" not in kind:
-        text = f"the body must be sent with Content-Type: application/json, not {shown(kind)}"
-        return error_response(ApiError(415, text, code="unsupported_content_type"))
-    problem = error.errors()[0]
-    place = [str(part) for part in problem["loc"] if part != "body"]
-    if problem["type"] == "json_invalid":
-        return error_response(invalid(f"the body is no JSON: {problem['ctx']['error']}"))
-    if not place:
-        return error_response(
-            invalid("the body must be a JSON object, sent with Content-Type: application/json")
-        )
-    if problem["type"] == "missing":
-        text = f"you must provide {'.'.join(place)}"
-        return error_response(invalid(text, place[0], "missing_required_parameter"))
-    text = f"{'.'.join(place)}: {problem['msg']}, not {shown(problem['input'])}"
-    return error_response(invalid(text, place[0], "invalid_type"))

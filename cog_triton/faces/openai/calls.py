@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
@@ -36,6 +36,8 @@ class Call:
         error: code of the error that ended it; "" if there was none, or none with a code.
         status: of the response.
         gap: is told the seconds between two pieces of an answer.
+        large: whether its body is so large that it is prepared in a thread.
+        names: of fields of its body, by those that a ``Request`` has for them.
     """
 
     id: str
@@ -51,6 +53,8 @@ class Call:
     error: str = ""
     status: int = 0
     gap: Callable[[float], object] = lambda _: None
+    large: bool = False
+    names: Mapping[str, str] = field(default_factory=dict)
 
     def seconds(self) -> float:
         """Since it began."""

@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import APIRouter
 
 from cog_triton.faces.openai.answers import Answering
+from cog_triton.faces.openai.bodies import BodyRoute, off_loop
 from cog_triton.faces.openai.choices import answering, head_of
 from cog_triton.faces.openai.dependencies import FromApp, RequestId
 from cog_triton.faces.openai.fields import ChatBody
@@ -25,14 +26,14 @@ from cog_triton.faces.openai.wire import Head, dumps, stop_reason
 from cog_triton.generation import Chunk
 from cog_triton.text.tokenizer import Tokenizer
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 _MARK = "\x00text\x00"
 
 
 @router.post("/v1/chat/completions", responses=STREAMED)
 async def chat_completions(body: ChatBody, served: FromApp, request_id: RequestId) -> Answering:
     """Answers messages, in one body or as events."""
-    turn = chat_turn(body, served)
+    turn = await off_loop(chat_turn, body, served)
     head = head_of(body, served, "chatcmpl-", "chat.completion", "chat.completion.chunk")
     choices = [
         ChatChoice(number, head, served.backend.tokenizer, turn.reader(), named=turn.named)

@@ -9,10 +9,11 @@ from typing import Any
 from fastapi import APIRouter
 
 from cog_triton.faces.openai.answers import Answering
+from cog_triton.faces.openai.bodies import BodyRoute, off_loop
 from cog_triton.faces.openai.choices import answering, head_of
 from cog_triton.faces.openai.dependencies import FromApp, RequestId
 from cog_triton.faces.openai.errors import invalid
-from cog_triton.faces.openai.fields import CompletionBody
+from cog_triton.faces.openai.fields import MOST_ANSWERS, CompletionBody
 from cog_triton.faces.openai.log_probs import text_log_probs
 from cog_triton.faces.openai.openapi import STREAMED
 from cog_triton.faces.openai.sampling import sampling, with_seed
@@ -23,17 +24,15 @@ from cog_triton.protocol import TokenLogProb
 from cog_triton.request import Request
 from cog_triton.text.tokenizer import Tokenizer
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 DEFAULT_MAX_TOKENS = 16
-MOST_ANSWERS = 1024
-"""Of the prompts of one request together."""
 _MARK = "\x00text\x00"
 
 
 @router.post("/v1/completions", responses=STREAMED)
 async def completions(body: CompletionBody, served: FromApp, request_id: RequestId) -> Answering:
     """Completes prompts, in one body or as events."""
-    requests = completion_requests(body, served)
+    requests = await off_loop(completion_requests, body, served)
     head = head_of(body, served, "cmpl-", "text_completion", "text_completion")
     tokenizer = served.backend.tokenizer
     choices = [

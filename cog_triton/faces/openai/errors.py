@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from cog_triton.errors import (
+    ChatTemplateError,
     CogTritonError,
+    PromptRequired,
     PromptTooLong,
     TritonOverloaded,
     TritonUnavailable,
@@ -49,6 +52,8 @@ _MESSAGE_TYPES = {
     503: "overloaded_error",
 }
 _NAMES = (re.compile(r"^([a-z_]+)"), re.compile(r"does not support ([a-z_]+)"))
+_GUIDE = re.compile(r"\bguide\b|guided_decoding|^a JSON schema|^choice must")
+_OF_PROMPT = (PromptTooLong, PromptRequired, ChatTemplateError)
 
 
 @dataclass
@@ -85,11 +90,16 @@ class ApiError(Exception):
         }
 
 
-def api_error(error: CogTritonError, fields: frozenset[str] = frozenset()) -> ApiError:
-    """What an error is to a client.
+def api_error(
+    error: CogTritonError,
+    fields: frozenset[str] = frozenset(),
+    names: Mapping[str, str] | None = None,
+) -> ApiError:
+    """The error as a client reads it.
 
     Args:
         fields: names that a request may have; the error is about the one that its text names.
+        names: see ``Body.names``.
     """
     status, kind, code = next(
         (status, kind, code) for group, status, kind, code in _TABLE if isinstance(error, group)
@@ -99,7 +109,7 @@ def api_error(error: CogTritonError, fields: frozenset[str] = frozenset()) -> Ap
         headers["Retry-After"] = str(max(1, round(error.retry_after)))
     elif error.retryable:
         headers["Retry-After"] = str(RETRY_SECONDS)
-    param = _param(error.message, fields) if status == 400 else None
+    param = _param(error, fields, names or {}) if status == 400 else None
     return ApiError(status, error.message, kind, param, code or error.code, headers)
 
 
@@ -128,10 +138,16 @@ def _unicode(text: str) -> str:
     return text.encode(errors="replace").decode()
 
 
-def _param(message: str, fields: frozenset[str]) -> str | None:
+def _param(error: CogTritonError, fields: frozenset[str], names: Mapping[str, str]) -> str | None:
+    if isinstance(error, _OF_PROMPT):
+        return names.get("prompt")
+    if _GUIDE.search(error.message) and "guide" in names:
+        return names["guide"]
     for pattern in _NAMES:
-        if named := pattern.search(message):
+        if named := pattern.search(error.message):
             name = _FIELDS.get(named[1], named[1])
+            if name in names:
+                return names[name]
             if name in fields:
                 return name
     return None

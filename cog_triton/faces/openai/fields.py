@@ -6,9 +6,24 @@ None stands for a field that was not given. Values are checked by type here, and
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+
+from cog_triton.limits import MESSAGES
+from cog_triton.request import MAX_INT32
+
+MOST_ANSWERS = 1024
+"""Of the prompts of one request together."""
+Temperature = Annotated[float, Field(le=2)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+OutputTokens = Annotated[int, Field(ge=1, le=MAX_INT32)]
+Name = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_.-]+$")]
+"""Of a function."""
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+"""Of reasoning."""
+Bounded = Field(max_length=MESSAGES, fail_fast=True)
+"""Of a list of objects."""
 
 
 class Body(BaseModel):
@@ -20,6 +35,10 @@ class Body(BaseModel):
         """Names of fields that this server does not know."""
         return sorted(self.__pydantic_extra__ or {})
 
+    def names(self) -> dict[str, str]:
+        """Its fields by the names that a ``Request`` has for them, for what an error says."""
+        return {}
+
 
 class StreamOptions(Body):
     include_usage: bool | None = None
@@ -27,7 +46,7 @@ class StreamOptions(Body):
 
 
 class Function(Body):
-    name: str = Field(min_length=1, max_length=64)
+    name: Name
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -45,6 +64,21 @@ class NamedFunction(Body):
 class NamedTool(Body):
     type: Literal["function"]
     function: NamedFunction
+
+
+class AllowedToolNames(Body):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1), Bounded]
+
+
+class AllowedTools(Body):
+    """Of the tools, those that may be called."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedToolNames
+
+
+ToolChoice = Annotated[NamedTool | AllowedTools, Field(discriminator="type")]
 
 
 class JsonSchema(Body):
@@ -81,14 +115,14 @@ class Sampling(Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None
-    temperature: float | None = None
+    temperature: Temperature | None = None
     top_p: float | None = None
     n: int | None = Field(None, ge=1, le=128)
     stop: str | list[str] | None = None
     seed: int | None = None
     logit_bias: dict[str, float] | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
     user: str | None = None
     # Beyond OpenAI's:
     top_k: int | None = None
@@ -115,32 +149,58 @@ class Sampling(Body):
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
+    def names(self) -> dict[str, str]:
+        guided = [name for name in GUIDES if getattr(self, name) is not None]
+        return {"prompt": "prompt", "guide": guided[0] if guided else "response_format"}
+
+
+GUIDES = (
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_grammar",
+    "guided_choice",
+)
+
 
 class Message(Body):
-    """What it may have is up to the chat template."""
+    """What else it may have is up to the chat template."""
 
     role: str = Field(min_length=1)
     content: Any = None
+    refusal: str | None = None
+    tool_call_id: str | None = None
 
 
 class ChatBody(Sampling):
     """The body of /v1/chat/completions."""
 
-    messages: list[Message] = Field(min_length=1)
-    max_completion_tokens: int | None = None
+    messages: Annotated[list[Message], Field(min_length=1), Bounded]
+    max_completion_tokens: OutputTokens | None = None
+    reasoning_effort: Effort | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    tools: list[Tool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tools: Annotated[list[Tool], Bounded] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
+
+    def names(self) -> dict[str, str]:
+        names = {**super().names(), "prompt": "messages"}
+        if self.max_completion_tokens is not None:
+            names["max_tokens"] = "max_completion_tokens"
+        return names
+
+
+Ids = Annotated[list[int], Field(fail_fast=True)]
+Answers = Field(max_length=MOST_ANSWERS, fail_fast=True)
 
 
 class CompletionBody(Sampling):
     """The body of /v1/completions."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | Annotated[list[str], Answers] | Ids | Annotated[list[Ids], Answers]
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=20)
 
@@ -150,19 +210,22 @@ class TokenizeBody(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = None
-    tools: list[Tool] | None = None
+    messages: Annotated[list[Message], Bounded] | None = None
+    tools: Annotated[list[Tool], Bounded] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
+
+    def names(self) -> dict[str, str]:
+        return {"prompt": "messages" if self.prompt is None else "prompt"}
 
 
 class DetokenizeBody(Body):
     """The body of /detokenize."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: Ids
 
 
 # Fields of OpenAI's reference that ask for what no engine here does, with the values that ask for nothing.

@@ -21,6 +21,7 @@ async def live() -> dict[str, Any]:
 
 @router.get("/health/ready")
 @router.get("/health")
+@router.get("/ping")
 async def ready(served: FromApp) -> JSONResponse:
     """Whether requests may be sent here."""
     if served.draining:

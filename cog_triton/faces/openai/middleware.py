@@ -30,6 +30,8 @@ class RequestIds:
         given = header(scope, REQUEST_ID.encode())
         name = given if given and _USABLE.fullmatch(given) else secrets.token_hex(16).encode()
         scope.setdefault("state", {})["request_id"] = name.decode()
+        if scope["method"] == "HEAD":  # uvicorn, which has the scope itself, sends no body
+            scope = {**scope, "method": "GET"}
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":

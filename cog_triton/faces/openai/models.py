@@ -32,11 +32,8 @@ async def model(name: str, served: FromApp) -> dict[str, Any]:
 @router.post("/v1/embeddings")
 async def embeddings(_: Request) -> None:
     """Refused: a generative model in TensorRT-LLM's slot gives tokens, and no embeddings."""
-    raise ApiError(
-        501,
-        "embeddings are not served: the models here generate text, and the engine hands out no vectors",
-        code="not_implemented",
-    )
+    text = "embeddings are not served: the models here generate text, and engines give no vectors"
+    raise ApiError(404, text, code="unknown_url")  # clients would send a 501 again
 
 
 def _card(served: Served, name: str) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from cog_triton.faces.openai.tracing import tracing
 from cog_triton.settings import Settings
 
 logger = logging.getLogger(__name__)
-OPEN = frozenset({"/", "/health", "/health/live", "/health/ready"})
+OPEN = frozenset({"/", "/ping", "/health", "/health/live", "/health/ready"})
 """Paths that need no key: a page without any content of the model's, and what orchestrators ask."""
 METRICS = "/metrics"
 Ended = Callable[[Call, Headers], object]
@@ -165,9 +165,11 @@ class Access:
 
 
 def presented_key(headers: Headers) -> str:
-    """The key of a request, by OpenAI's header or Anthropic's; "" if it has none."""
+    """The key of a request, by the header of OpenAI, Anthropic or Azure; "" if it has none."""
     scheme, _, key = headers.get("authorization", "").partition(" ")
-    return key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+    if scheme.lower() == "bearer":
+        return key.strip()
+    return headers.get("x-api-key") or headers.get("api-key", "")
 
 
 def log_call(call: Call, _: Headers) -> None:

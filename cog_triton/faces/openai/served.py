@@ -138,6 +138,18 @@ class Served:
             code="model_not_found",
         )
 
+    def only_model(self) -> str:
+        """The model's name, for a request that names none.
+
+        Raises:
+            ApiError: there are adapters, so that it has to name one.
+        """
+        if self.adapters:
+            names = ", ".join([*self.models, *self.adapters])
+            text = f"you must provide model: one of {names}"
+            raise ApiError(400, text, param="model", code="missing_required_parameter")
+        return self.models[0]
+
     @contextlib.contextmanager
     def answering(self) -> Iterator[None]:
         """Counts a request meanwhile.

@@ -8,13 +8,14 @@ from typing import Any
 from fastapi import APIRouter
 
 from cog_triton.errors import is_unicode
+from cog_triton.faces.openai.bodies import BodyRoute, off_loop
 from cog_triton.faces.openai.dependencies import FromApp
 from cog_triton.faces.openai.errors import invalid
 from cog_triton.faces.openai.fields import DetokenizeBody, TokenizeBody
 from cog_triton.faces.openai.prompts import chat_prompt
 from cog_triton.faces.openai.served import Served
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 LONG_TEXT = 20_000
 """Characters above which a text is tokenized beside the event loop."""
 
@@ -24,7 +25,7 @@ async def tokenize(body: TokenizeBody, served: FromApp) -> dict[str, Any]:
     """The token ids of a prompt, or of messages as the model sees them."""
     if body.model is not None:
         served.adapter(body.model)
-    text, special = _text(body, served)
+    text, special = await off_loop(_text, body, served)
     tokens = await token_ids(served, text, special=special)
     names = None
     if body.return_token_strs:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from cog_triton.faces.openai.errors import invalid
 from cog_triton.faces.openai.fields import ChatBody, NamedTool
-from cog_triton.faces.openai.prompts import chat_prompt, template_text
+from cog_triton.faces.openai.prompts import chat_prompt, effort_switches, template_text
 from cog_triton.faces.openai.reasoning import ReasoningParser, thinks
 from cog_triton.faces.openai.sampling import guides, longest_output, sampling
 from cog_triton.faces.openai.served import Served
@@ -99,11 +99,12 @@ def chat_request(body: ChatBody, served: Served, known: Format | None) -> Reques
 
 def body_prompt(body: ChatBody, served: Served) -> str:
     """The text that the model sees of a body."""
+    switches = effort_switches(body.reasoning_effort, served.backend.tokenizer)
     return chat_prompt(
         served.backend,
         body.messages,
         offered_tools(body),
-        body.chat_template_kwargs,
+        switches | (body.chat_template_kwargs or {}),
         body.add_generation_prompt,
     )
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from cog_triton.faces.openai.fields import Body
+from cog_triton.faces.openai.fields import Body, Bounded, Name, Temperature
 
 
 class Block(Body):
@@ -19,18 +19,18 @@ class Block(Body):
     name: str | None = None
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
-    content: str | list[Block] | None = None
+    content: str | Annotated[list[Block], Bounded] | None = None
     is_error: bool | None = None
 
 
 class TurnMessage(Body):
     role: Literal["user", "assistant"]
-    content: str | list[Block]
+    content: str | Annotated[list[Block], Bounded]
 
 
 class CustomTool(Body):
     type: Literal["custom"] | None = None
-    name: str = Field(min_length=1, max_length=64)
+    name: Name
     description: str | None = None
     input_schema: dict[str, Any]
 
@@ -59,9 +59,9 @@ class CountBody(Body):
     """The body of /v1/messages/count_tokens."""
 
     model: str
-    messages: list[TurnMessage] = Field(min_length=1)
-    system: str | list[Block] | None = None
-    tools: list[CustomTool] | None = None
+    messages: Annotated[list[TurnMessage], Field(min_length=1), Bounded]
+    system: str | Annotated[list[Block], Bounded] | None = None
+    tools: Annotated[list[CustomTool], Bounded] | None = None
     tool_choice: Choice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -75,7 +75,7 @@ class MessagesBody(CountBody):
     max_tokens: int
     stop_sequences: list[str] | None = None
     stream: bool | None = None
-    temperature: float | None = None
+    temperature: Temperature | None = None
     top_p: float | None = None
     top_k: int | None = None
     # Beyond Anthropic's:
@@ -87,8 +87,8 @@ class MessagesBody(CountBody):
 REFUSED: dict[str, tuple[Any, ...]] = {
     "container": (),
     "mcp_servers": ([],),
-    "context_management": (),
 }
 IGNORED = frozenset(
     {"metadata", "service_tier", "cache_control", "inference_geo", "speed", "diagnostics"}
+    | {"context_management"}
 )

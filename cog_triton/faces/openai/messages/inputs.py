@@ -27,9 +27,8 @@ from cog_triton.faces.openai.messages.fields import (
     Thinking,
     TurnMessage,
 )
+from cog_triton.faces.openai.prompts import THINKING_SWITCH
 
-THINKING_SWITCH = "enable_thinking"
-"""What templates call it."""
 _CHOICES: dict[str, Any] = {"auto": "auto", "any": "required", "none": "none"}
 _SAME = ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens")
 
@@ -76,10 +75,12 @@ def _users(message: TurnMessage, place: str) -> list[dict[str, Any]]:
         return [{"role": "user", "content": message.content}]
     results = [block for block in message.content if block.type == "tool_result"]
     rest = [block for block in message.content if block.type != "tool_result"]
+    if not all(block.tool_use_id for block in results):
+        raise invalid(f"{place}: a tool_result must have a tool_use_id")
     told = [
         {
             "role": "tool",
-            "tool_call_id": block.tool_use_id or "",
+            "tool_call_id": block.tool_use_id,
             "content": _text(block.content, f"{place}: tool_result"),
         }
         for block in results

@@ -5,6 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter
 
 from cog_triton.faces.openai.answers import Answer, Answering
+from cog_triton.faces.openai.bodies import BodyRoute, off_loop
 from cog_triton.faces.openai.dependencies import FromApp, RequestId
 from cog_triton.faces.openai.messages.fields import IGNORED, REFUSED, CountBody, MessagesBody
 from cog_triton.faces.openai.messages.inputs import chat_body
@@ -15,14 +16,14 @@ from cog_triton.faces.openai.tokens import token_ids
 from cog_triton.faces.openai.turns import body_prompt, chat_turn
 from cog_triton.faces.openai.wire import new_id
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 
 
 @router.post("/v1/messages", responses=STREAMED)
 async def messages(body: MessagesBody, served: FromApp, request_id: RequestId) -> Answering:
     served.adapter(body.model)
     headers = check_fields(body, REFUSED, IGNORED)
-    turn = chat_turn(chat_body(body), served)
+    turn = await off_loop(lambda: chat_turn(chat_body(body), served))
     reader = turn.reader(lambda: new_id("toolu_"))
     writer = MessageWriter(body.model, reader, enforced=turn.enforced)
     answer = Answer(served, writer, lambda: served.generate([turn.request], request_id), headers)
@@ -33,5 +34,5 @@ async def messages(body: MessagesBody, served: FromApp, request_id: RequestId) -
 async def count_tokens(body: CountBody, served: FromApp) -> dict[str, int]:
     """How many tokens messages are, as the model sees them."""
     served.adapter(body.model)
-    prompt = body_prompt(chat_body(body), served)
+    prompt = await off_loop(lambda: body_prompt(chat_body(body), served))
     return {"input_tokens": len(await token_ids(served, prompt, special=False))}

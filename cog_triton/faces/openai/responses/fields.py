@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from cog_triton.faces.openai.fields import Body
+from cog_triton.faces.openai.fields import (
+    Body,
+    Bounded,
+    Effort,
+    Name,
+    OutputTokens,
+    Temperature,
+)
 
 
 class FunctionTool(Body):
     type: Literal["function"]
-    name: str = Field(min_length=1, max_length=64)
+    name: Name
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -20,6 +27,19 @@ class FunctionTool(Body):
 class NamedTool(Body):
     type: Literal["function"]
     name: str
+
+
+class AllowedTools(Body):
+    """Of the tools, those that may be called."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1), Bounded]
+
+
+class Reasoning(Body):
+    effort: Effort | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
 
 
 class TextFormat(Body):
@@ -48,28 +68,33 @@ class Item(Body):
     type: str | None = None
     id: str | None = None
     role: Literal["user", "assistant", "system", "developer"] | None = None
-    content: str | list[Part] | None = None
+    content: str | Annotated[list[Part], Bounded] | None = None
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
-    output: str | list[Part] | None = None
+    output: str | Annotated[list[Part], Bounded] | None = None
 
 
 class ResponsesBody(Body):
     """The body of /v1/responses."""
 
     model: str
-    input: str | list[Item]
+    input: str | Annotated[list[Item], Bounded]
     instructions: str | None = None
     stream: bool | None = None
-    max_output_tokens: int | None = Field(None, ge=1)
-    temperature: float | None = None
+    max_output_tokens: OutputTokens | None = None
+    temperature: Temperature | None = None
+    reasoning: Reasoning | None = None
     top_p: float | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     include: list[str] | None = None
     text: TextOptions | None = None
-    tools: list[FunctionTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tools: Annotated[list[FunctionTool], Bounded] | None = None
+    tool_choice: (
+        Literal["none", "auto", "required"]
+        | Annotated[NamedTool | AllowedTools, Field(discriminator="type")]
+        | None
+    ) = None
     parallel_tool_calls: bool | None = None
     metadata: dict[str, str] | None = None
     user: str | None = None
@@ -79,6 +104,9 @@ class ResponsesBody(Body):
     min_p: float | None = None
     stop: str | list[str] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+    def names(self) -> dict[str, str]:
+        return {"prompt": "input", "max_tokens": "max_output_tokens", "guide": "text.format"}
 
 
 # Those that ask for what is not done here, with the values that ask for nothing.
@@ -90,7 +118,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "prompt": (),
     "truncation": ("disabled",),
     "max_tool_calls": (),
-    "reasoning": ({}, {"effort": None}, {"effort": None, "summary": None}),
 }
 IGNORED = frozenset(
     {"service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}

@@ -7,6 +7,7 @@ from typing import Any
 from cog_triton.errors import shown
 from cog_triton.faces.openai.errors import invalid
 from cog_triton.faces.openai.fields import (
+    AllowedToolNames,
     ChatBody,
     Function,
     JsonSchema,
@@ -15,10 +16,12 @@ from cog_triton.faces.openai.fields import (
     ResponseFormat,
     Tool,
 )
+from cog_triton.faces.openai.fields import AllowedTools as ChatAllowedTools
 from cog_triton.faces.openai.fields import NamedTool as ChatNamedTool
 from cog_triton.faces.openai.responses.fields import (
     INCLUDED,
     LOG_PROBS,
+    AllowedTools,
     FunctionTool,
     Item,
     NamedTool,
@@ -55,14 +58,6 @@ def chat_body(body: ResponsesBody) -> ChatBody:
     messages = chat_messages(body)
     if not messages:
         raise invalid("input must not be empty", "input")
-    choice = body.tool_choice
-    if isinstance(choice, NamedTool):
-        named = NamedFunction(name=choice.name)
-        return _chat(body, messages, ChatNamedTool(type="function", function=named))
-    return _chat(body, messages, choice)
-
-
-def _chat(body: ResponsesBody, messages: list[dict[str, Any]], choice: Any) -> ChatBody:
     format = body.text.format if body.text else None
     return ChatBody(
         messages=[Message.model_validate(message) for message in messages],
@@ -70,9 +65,19 @@ def _chat(body: ResponsesBody, messages: list[dict[str, Any]], choice: Any) -> C
         logprobs=asks_log_probs(body),
         response_format=_format(format) if format else None,
         tools=[_tool(tool) for tool in body.tools or []],
-        tool_choice=choice,
+        tool_choice=_choice(body.tool_choice),
+        reasoning_effort=body.reasoning.effort if body.reasoning else None,
         **{name: getattr(body, name) for name in _SAME},
     )
+
+
+def _choice(choice: Any) -> Any:
+    if isinstance(choice, AllowedTools):
+        names = AllowedToolNames(mode=choice.mode, tools=[_choice(tool) for tool in choice.tools])
+        return ChatAllowedTools(type="allowed_tools", allowed_tools=names)
+    if isinstance(choice, NamedTool):
+        return ChatNamedTool(type="function", function=NamedFunction(name=choice.name))
+    return choice
 
 
 def asks_log_probs(body: ResponsesBody) -> bool:

@@ -129,7 +129,9 @@ def head_fields(body: ResponsesBody, created: int) -> dict[str, Any]:
         "output": [],
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": None,
-        "reasoning": {"effort": None, "summary": None},
+        "reasoning": body.reasoning.model_dump()
+        if body.reasoning
+        else {"effort": None, "summary": None},
         "service_tier": "default",
         "store": False,
         "temperature": 1.0 if body.temperature is None else body.temperature,

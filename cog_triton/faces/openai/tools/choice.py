@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from cog_triton.faces.openai.errors import invalid
-from cog_triton.faces.openai.fields import ChatBody, NamedTool, Tool
+from cog_triton.faces.openai.fields import AllowedTools, ChatBody, NamedTool, Tool
 from cog_triton.faces.openai.tools.formats import Format
 from cog_triton.guide import Guide, GuideKind
 
@@ -16,7 +16,7 @@ def offered_tools(body: ChatBody) -> list[Tool]:
     """The tools that the model is told of.
 
     Raises:
-        ApiError: a tool is to be called, and there is none of that name, or none at all.
+        ApiError: a tool may be called, and there is none of that name, or none at all.
     """
     tools, choice = body.tools or [], body.tool_choice
     if choice in (None, "auto") or (choice == "none" and not tools):
@@ -25,16 +25,28 @@ def offered_tools(body: ChatBody) -> list[Tool]:
         return []
     if not tools:
         raise invalid("tool_choice is only allowed when tools are given", "tool_choice")
-    if isinstance(choice, NamedTool):
-        named = [tool for tool in tools if tool.function.name == choice.function.name]
-        if not named:
-            raise invalid(f"tool_choice names no tool: {choice.function.name}", "tool_choice")
+    names = {tool.function.name for tool in tools}
+    for name in named_tools(choice):
+        if name not in names:
+            raise invalid(f"tool_choice names no tool: {name}", "tool_choice")
+    if isinstance(choice, AllowedTools):
+        return [tool for tool in tools if tool.function.name in named_tools(choice)]
     return tools
+
+
+def named_tools(choice: Any) -> list[str]:
+    """The tools that a choice names."""
+    if isinstance(choice, AllowedTools):
+        return [tool.function.name for tool in choice.allowed_tools.tools]
+    return [choice.function.name] if isinstance(choice, NamedTool) else []
 
 
 def is_enforced(body: ChatBody) -> bool:
     """Whether the answer has to be a call."""
-    return body.tool_choice == "required" or isinstance(body.tool_choice, NamedTool)
+    choice = body.tool_choice
+    if isinstance(choice, AllowedTools):
+        return choice.allowed_tools.mode == "required"
+    return choice == "required" or isinstance(choice, NamedTool)
 
 
 def call_guide(body: ChatBody, known: Format) -> Guide:
@@ -43,10 +55,9 @@ def call_guide(body: ChatBody, known: Format) -> Guide:
     Raises:
         ApiError: the schema of a tool's parameters is nested too deep.
     """
-    tools, definitions = body.tools or [], dict[str, Any]()
-    if isinstance(body.tool_choice, NamedTool):
-        name = body.tool_choice.function.name
-        tools = [tool for tool in tools if tool.function.name == name]
+    tools, definitions = offered_tools(body), dict[str, Any]()
+    if names := named_tools(body.tool_choice):
+        tools = [tool for tool in tools if tool.function.name in names]
     try:
         calls = _any([_call(tool, known.arguments, definitions) for tool in tools])
         if not isinstance(body.tool_choice, NamedTool):

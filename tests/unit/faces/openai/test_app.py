@@ -145,7 +145,6 @@ def test_an_adapter_is_a_model_as_soon_as_it_is_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_error_before_the_first_chunk_has_a_status(stream: bool) -> None:
     for error, status, kind, code in (
-        (errors.PromptTooLong("x"), 400, "invalid_request_error", "context_length_exceeded"),
         (errors.InvalidParameter("x"), 400, "invalid_request_error", "E1103"),
         (errors.TritonOverloaded("x"), 429, "requests", "rate_limit_exceeded"),
         (errors.TritonUnavailable("x"), 503, "server_error", "E2105"),
@@ -194,11 +193,11 @@ def test_every_error_of_the_package_has_a_status() -> None:
     ("fields", "param"),
     [
         ({"messages": []}, "messages"),
-        ({"messages": [{"content": "x"}]}, "messages"),
+        ({"messages": [{"content": "x"}]}, "messages[0].role"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
-        ({"max_completion_tokens": 0}, "max_tokens"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
         ({"n": 0}, "n"),
     ],
 )
@@ -275,7 +274,7 @@ def test_a_path_with_a_slash_at_its_end_is_another_one() -> None:
 
 def test_a_role_must_not_be_empty() -> None:
     reply = chat(Backend(*CHUNKS), messages=[{"role": "", "content": "x"}])
-    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "messages")
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "messages[0].role")
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages"])
@@ -435,3 +434,126 @@ def test_log_probabilities_stand_beside_their_text() -> None:
         "top_logprobs": [{"a": -0.5, "b": -1.5}],
         "text_offset": [0],
     }
+
+
+@pytest.mark.parametrize(
+    ("template", "effort", "switches"),
+    [
+        ("{{ reasoning_effort }}", "low", {"reasoning_effort": "low"}),
+        (
+            "{% if enable_thinking is defined and not enable_thinking %}",
+            "none",
+            {"enable_thinking": False},
+        ),
+        (
+            "{% if enable_thinking is defined and not enable_thinking %}",
+            "high",
+            {"enable_thinking": True},
+        ),
+        ("{% if not thinking is defined %}", "none", {"thinking": False}),
+        ("{{ messages }} thinking of it", "high", {}),
+    ],
+)
+def test_an_effort_is_the_templates_switch(
+    template: str, effort: str, switches: dict[str, Any]
+) -> None:
+    given: list[dict[str, Any]] = []
+
+    class Switched(Tokenizer):
+        chat_template = template
+
+        def apply_chat_template(self, messages: list[dict[str, Any]], **options: Any) -> str:
+            given.append(options)
+            return super().apply_chat_template(messages)
+
+    backend = Backend(*CHUNKS)
+    backend.tokenizer = Switched()
+    body = {"model": "m", "input": "x", "reasoning": {"effort": effort, "summary": "auto"}}
+    reply = ask(backend, "POST", "/v1/responses", json=body)
+    assert reply.json()["reasoning"] == {"effort": effort, "summary": "auto"}
+    assert "warning" not in reply.headers
+    assert chat(backend, reasoning_effort=effort).status_code == 200
+    asked = [options for options in given if "tools" in options]
+    names = ("reasoning_effort", "enable_thinking", "thinking")
+    found = [{name: options[name] for name in names if name in options} for options in asked[-2:]]
+    assert found == [switches, switches]
+    chat(backend, reasoning_effort=effort, chat_template_kwargs={"enable_thinking": None})
+    assert given[-1]["enable_thinking"] is None
+
+
+TOOLS = [{"type": "function", "function": {"name": name}} for name in ("f", "g", "h")]
+
+
+def _named(*names: str) -> list[dict[str, Any]]:
+    return [{"type": "function", "function": {"name": name}} for name in names]
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
+def test_only_allowed_tools_are_offered(path: str, mode: str) -> None:
+    class Offered(Tokenizer):
+        chat_template = "tools <tool_call>"
+
+        def apply_chat_template(self, *_: Any, tools: Any = None, **__: Any) -> str:
+            return " ".join(tool["function"]["name"] for tool in tools or ())
+
+    backend = Backend(*CHUNKS)
+    backend.tokenizer = Offered()
+    if path == "/v1/responses":
+        flat = [{"type": "function", "name": name} for name in ("f", "h")]
+        choice: dict[str, Any] = {"type": "allowed_tools", "mode": mode, "tools": flat}
+        tools = [{"type": "function", "name": name} for name in ("f", "g", "h")]
+        fields: dict[str, Any] = {"input": "x", "tools": tools}
+    else:
+        allowed = {"mode": mode, "tools": _named("f", "h")}
+        choice = {"type": "allowed_tools", "allowed_tools": allowed}
+        fields = {"messages": MESSAGES, "tools": TOOLS}
+    body = {"model": "m", **fields, "tool_choice": choice}
+    reply = ask(backend, "POST", path, json=body)
+    assert reply.status_code == 200, reply.text
+    request, _ = backend.asked[-1]
+    assert request.prompt == "f h"
+    if mode == "auto":
+        assert request.guide is None
+    else:
+        assert request.guide is not None
+        calls = json.loads(request.guide.text)["items"]["anyOf"]
+        assert [call["properties"]["name"]["const"] for call in calls] == ["f", "h"]
+    if path == "/v1/responses":
+        assert reply.json()["tool_choice"] == choice
+        choice["tools"] = [{"type": "function", "name": "none"}]
+    else:
+        choice["allowed_tools"]["tools"] = _named("none")
+    told = ask(backend, "POST", path, json=body).json()["error"]
+    assert (told["param"], "names no tool: none" in told["message"]) == ("tool_choice", True)
+
+
+@pytest.mark.parametrize(
+    "refused",
+    [
+        {"content": None, "refusal": "I must not."},
+        {"content": [{"type": "refusal", "refusal": "I must not."}]},
+    ],
+)
+def test_a_refusal_is_text_to_the_model(refused: dict[str, Any]) -> None:
+    backend = Backend(*CHUNKS)
+    turns = [*MESSAGES, {"role": "assistant", **refused}, *MESSAGES]
+    assert chat(backend, messages=turns).status_code == 200
+    assert "<assistant>I must not.<user>" in backend.asked[0][0].prompt
+
+
+def test_a_role_of_the_templates_own() -> None:
+    backend = Backend(*CHUNKS)
+    backend.tokenizer = Tokenizer()
+    backend.tokenizer.chat_template = "{% if message.role == 'ipython' %}"
+    assert chat(backend, messages=[{"role": "ipython", "content": "x"}]).status_code == 200
+
+
+def test_what_probes_ask() -> None:
+    for path in ("/", "/health", "/health/ready", "/ping", "/v1/models"):
+        assert ask(Backend(), "HEAD", path).status_code == 200, path
+        assert ask(Backend(), "GET", path).status_code == 200, path
+    assert ask(Backend(), "HEAD", "/v1/completions").status_code == 405
+    reply = ask(Backend(), "POST", "/v1/embeddings", json={"model": "m", "input": "x"})
+    assert (reply.status_code, reply.headers.get("x-should-retry")) == (404, None)
+    assert "embeddings are not served" in reply.json()["error"]["message"]

@@ -101,6 +101,11 @@ def test_the_other_fields_of_a_chat() -> None:
         ({"messages": [*MESSAGES, {"role": "assistant", "content": "I"}]}, "not continued"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "type image is not"),
         ({"container": "c"}, "container is not supported"),
+        ({"tools": [{"name": "two words", "input_schema": {}}]}, "tools[0].name"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]},
+            "must have a tool_use_id",
+        ),
         ({"tools": TOOLS}, "takes none"),
         ({"temperature": -1}, "temperature"),
     ],
@@ -243,3 +248,9 @@ def test_anthropics_client_puts_the_stream_together() -> None:
     assert (thought.thinking, text.text, call.input) == ("Let me see", "Well.", {"a": 1})
     assert message.stop_reason == "tool_use"
     assert message.usage.output_tokens == 13
+
+
+def test_context_management_is_passed_over() -> None:
+    edits = {"edits": [{"type": "clear_tool_uses_20250919"}]}
+    reply = say(Backend(*CHUNKS), context_management=edits)
+    assert (reply.status_code, reply.headers.get("warning")) == (200, None)

@@ -34,6 +34,8 @@ def bearer(key: str) -> dict[str, str]:
         (bearer("sk-a"), 200),
         ({"authorization": "bearer  sk-a"}, 200),
         ({"x-api-key": "sk-a"}, 200),
+        ({"api-key": "sk-a"}, 200),
+        ({"api-key": "sk-b"}, 401),
         (bearer("sk-b"), 401),
         (bearer(""), 401),
         ({"Authorization": "Basic sk-a"}, 401),

@@ -10,7 +10,7 @@ from pathlib import Path
 import jsonschema  # type: ignore[import-untyped]
 import llguidance
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cog_triton.engines.structured_output import grammar
@@ -211,6 +211,7 @@ def test_text_is_held_back_only_while_it_may_be_a_call() -> None:
     assert reader.flush() == []
 
 
+@settings(deadline=None)
 @given(
     calls=st.lists(
         st.tuples(
@@ -322,6 +323,7 @@ PARSERS: dict[str, Callable[[], Parser]] = {
 
 
 @pytest.mark.parametrize("make", PARSERS.values(), ids=PARSERS)
+@settings(deadline=None)
 @given(data=st.data(), text=TEXTS)
 def test_the_cuts_of_a_text_change_nothing(
     make: Callable[[], Parser], data: st.DataObject, text: str
@@ -331,6 +333,7 @@ def test_the_cuts_of_a_text_change_nothing(
     assert read(make(), list(text)) == whole
 
 
+@settings(deadline=None)
 @given(value=st.recursive(st.text() | st.integers(), lambda v: st.dictionaries(st.text(), v)))
 def test_arguments_come_as_they_were_written(value: object) -> None:
     arguments = json.dumps({"value": value})

@@ -1,0 +1,183 @@
+"""Bodies of requests: counted, parsed and validated, off the event loop where they are large."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, ParamSpec, TypeVar
+
+from fastapi import Request
+from fastapi.routing import APIRoute
+from pydantic import ValidationError
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+
+from cog_triton.errors import InvalidParameter, shown
+from cog_triton.faces.openai.calls import current
+from cog_triton.faces.openai.errors import CLIENT_GONE, ApiError, invalid
+from cog_triton.faces.openai.fields import Body
+from cog_triton.faces.openai.served import Served
+from cog_triton.limits import check_json
+
+LARGE_BODY = 2**16
+"""Bytes from which a request is prepared in a thread: below, that takes a few milliseconds."""
+_JSON_TYPE = re.compile(r"application/(\S+\+)?json\b", re.IGNORECASE)
+# OpenAI's codes by pydantic's types of errors; {} is integer or decimal.
+_CODES = {
+    "missing": "missing_required_parameter",
+    "literal_error": "invalid_value",
+    "union_tag_invalid": "invalid_value",
+    "string_pattern_mismatch": "invalid_value",
+    "greater_than_equal": "{}_below_min_value",
+    "greater_than": "{}_below_min_value",
+    "less_than_equal": "{}_above_max_value",
+    "less_than": "{}_above_max_value",
+    "too_short": "empty_array",
+    "too_long": "array_above_max_length",
+    "string_too_short": "empty_string",
+    "string_too_long": "string_above_max_length",
+}
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+class BodyRoute(APIRoute):
+    """A route whose body is validated before FastAPI's own reader, which blocks the event loop."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handler = super().get_route_handler()
+        if self.body_field is None:
+            return handler
+        model = self.body_field.field_info.annotation
+        assert isinstance(model, type)
+        assert issubclass(model, Body)
+
+        async def handle(request: Request) -> Response:
+            try:
+                raw = await request.body()
+            except ClientDisconnect:
+                return Response(status_code=CLIENT_GONE)  # for the log; nobody reads it
+            check_headers(request.headers)
+            current().large = len(raw) >= LARGE_BODY
+            body = await off_loop(validated, raw, model, request.app.state.served)
+            current().names = body.names()
+            return await handler(ValidatedRequest(request, body))
+
+        return handle
+
+
+class ValidatedRequest(Request):
+    """A request whose JSON is a model already, which pydantic takes as it is."""
+
+    def __init__(self, request: Request, body: Body) -> None:
+        super().__init__(request.scope, request.receive)
+        self._validated = body
+
+    async def body(self) -> bytes:
+        return b"{}"  # not empty, so that FastAPI asks for the JSON
+
+    async def json(self) -> Body:
+        return self._validated
+
+
+async def off_loop(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+    """Call a function that prepares the current request, in a thread if its body is large."""
+    if current().large:
+        return await asyncio.to_thread(function, *args, **kwargs)
+    return function(*args, **kwargs)
+
+
+def check_headers(headers: Mapping[str, str]) -> None:
+    """Refuse a body that is not sent as JSON.
+
+    Raises:
+        ApiError: 415, or 400 without a type.
+    """
+    coding = headers.get("content-encoding", "identity")
+    if coding != "identity":
+        text = f"the body must be sent without a Content-Encoding, not as {shown(coding)}"
+        raise ApiError(415, text, code="unsupported_content_encoding")
+    kind = headers.get("content-type", "")
+    if _JSON_TYPE.match(kind):
+        return
+    if not kind:
+        raise invalid("the body must be a JSON object, sent with Content-Type: application/json")
+    text = f"the body must be sent with Content-Type: application/json, not {shown(kind)}"
+    raise ApiError(415, text, code="unsupported_content_type")
+
+
+def validated(raw: bytes, model: type[Body], served: Served) -> Body:
+    """Parse and validate a body. Without a ``model``, it asks for the only one that is served.
+
+    Raises:
+        ApiError: naming the first field that is at fault.
+    """
+    value = parsed(raw)
+    if not isinstance(value, dict):
+        raise invalid("the body must be a JSON object, sent with Content-Type: application/json")
+    if "model" in model.model_fields and value.get("model") is None:
+        value["model"] = served.only_model()
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        raise body_error(error, value) from None
+
+
+def parsed(raw: bytes) -> Any:
+    """Parse JSON, refusing what has more values than a request may have before they are made.
+
+    Raises:
+        ApiError: it is not JSON, or too much of it.
+    """
+    if not raw:
+        raise invalid("the body must be a JSON object, and it is empty")
+    try:
+        text = raw.decode(json.detect_encoding(raw))
+        check_json("the body", text)
+        return json.loads(text)
+    except InvalidParameter as error:
+        raise invalid(error.message) from None
+    except json.JSONDecodeError as error:
+        raise invalid(f"the body is no JSON: {error.msg}, at character {error.pos}") from None
+    except UnicodeDecodeError:
+        raise invalid("the body is no JSON: it is not UTF-8") from None
+    except (ValueError, RecursionError) as error:
+        raise invalid(f"the body is no JSON: {error}") from None
+
+
+def body_error(error: ValidationError, value: Any) -> ApiError:
+    """The first of the most specific problems of a body, in the manner of OpenAI's errors."""
+    found = error.errors(include_url=False)
+    if not found[0]["loc"]:
+        return invalid(f"the name of a field of the body: {found[0]['msg']}")
+    problems = [(_place(problem, value), problem) for problem in found]
+    # Of a field with several types, each that does not fit has a problem.
+    place, problem = max(
+        problems, key=lambda found: (not found[1]["type"].endswith("_type"), len(found[0]))
+    )
+    where = place[0] + "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in place[1:])
+    if problem["type"] == "missing":
+        return invalid(f"you must provide {where}", where, _CODES["missing"])
+    given = problem["input"]
+    number = "integer" if isinstance(given, int) else "decimal"
+    code = _CODES.get(problem["type"], "invalid_type").format(number)
+    kinds: dict[type, str] = {dict: "an object", list: "a list"}
+    text = f"{where}: {problem['msg']}, not {kinds.get(type(given)) or shown(given)}"
+    if problem["type"] == "too_long":
+        text = f"{where} must have at most {problem['ctx']['max_length']} items"
+    return invalid(text, where, code)
+
+
+def _place(problem: Any, value: Any) -> list[Any]:
+    """Where in the body a problem is: pydantic's path has names of types in it, which the body has not."""
+    place: list[Any] = []
+    *path, last = problem["loc"]
+    for step in path if problem["type"] == "missing" else (*path, last):
+        try:
+            value = value[step]
+        except (TypeError, LookupError):
+            continue
+        place.append(step)
+    return [*place, last] if problem["type"] == "missing" or not place else place
