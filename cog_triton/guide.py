@@ -38,6 +38,12 @@ _SPECIAL = re.compile(r"[\\^$.|?*+()\[\]{}/]")
 """What regular expressions of any kind take for more than itself; re.escape knows Python's alone."""
 
 
+_TOKENS = re.compile(r"\\.|\[\^?|.", re.DOTALL)
+_ASCII = {"d": "0-9", "w": "A-Za-z0-9_", "s": r" \t\n\r\f\v"}
+# With these letters a backslash means the same to every engine, or is refused by name.
+_ESCAPES = frozenset("nrtfvxupPbB0")
+
+
 def check_guide(guide: Guide) -> None:
     """Refuses a guide that is wrong whatever the engine is.
 
@@ -48,8 +54,7 @@ def check_guide(guide: Guide) -> None:
         raise ValueError(f"a guide of kind {guide.kind.value} must have a text")
     if guide.kind is GuideKind.JSON_SCHEMA and not isinstance(_parsed(guide.text), dict):
         raise ValueError("a JSON schema must be an object")
-    if guide.kind is GuideKind.CHOICE:
-        choices(guide)
+    engine_guide(guide)
 
 
 def choices(guide: Guide) -> list[str]:
@@ -65,14 +70,39 @@ def choices(guide: Guide) -> list[str]:
 
 
 def engine_guide(guide: Guide) -> Guide:
-    """The guide as engines know it: a choice is a regular expression, which all of them take.
+    """The guide as engines know it: a choice is a regular expression, and its classes are ASCII.
 
     Raises:
-        ValueError: as ``choices``.
+        ValueError: as ``choices`` and ``ascii_classes``.
     """
+    if guide.kind is GuideKind.REGEX:
+        return Guide(guide.kind, ascii_classes(guide.text))
     if guide.kind is not GuideKind.CHOICE:
         return guide
     return Guide(GuideKind.REGEX, "|".join(map(_escaped, choices(guide))))
+
+
+def ascii_classes(expression: str) -> str:
+    """Spell out \\d, \\w and \\s as Python's re has them with ASCII; engines differ in what they match.
+
+    Raises:
+        ValueError: a backslash before a letter or digit that engines take differently.
+    """
+    parts, in_class, first = [], False, False
+    for token in _TOKENS.findall(expression):
+        letter = token[1:] if token[0] == "\\" else ""
+        if letter in _ASCII:
+            token = _ASCII[letter] if in_class else f"[{_ASCII[letter]}]"
+        elif letter.lower() in _ASCII:  # in a class, engines' own: there is no other way to say it
+            token = token if in_class else f"[^{_ASCII[letter.lower()]}]"
+        elif letter.isascii() and letter.isalnum() and letter not in _ESCAPES:
+            raise ValueError(f"{token} is not supported in a regular expression")
+        if token[0] == "[" and not letter and not in_class:
+            in_class = first = True
+        else:
+            in_class, first = in_class and (token != "]" or first), False
+        parts.append(token)
+    return "".join(parts)
 
 
 def _parsed(text: str) -> Any:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import resource
 import select
 import subprocess
 import sys
+import time
 from typing import Any
 
 import llguidance
@@ -19,7 +21,8 @@ import llguidance
 from cog_triton.engines.vllm_processes import python
 from cog_triton.parent import end_with_parent
 
-SECONDS = 2.0  # a guide of the most characters that anyone is known to use takes a third of one
+SECONDS = 2  # of a processor; the longest guides that are known to be used take a third of one
+PATIENCE = 20.0  # seconds, on a busy machine
 MEMORY = 2 << 30
 
 # Of one guide, so that nobody's holds up the others: fuel burns at 50,000 units a millisecond while a guide
@@ -48,10 +51,10 @@ class GuideCheck:
                 encoding="ascii",
             )
             self._ask(self._process, "", seconds=60)  # while it starts
-        answer = self._ask(self._process, grammar, SECONDS)
+        answer = self._ask(self._process, grammar, PATIENCE)
         if answer is None:
             self.close()
-            return f"it takes more than {SECONDS:g} s to compile, or too much memory"
+            return f"it takes more than {SECONDS} s to compile, or too much memory"
         return answer
 
     def close(self) -> None:
@@ -90,6 +93,8 @@ def main() -> None:
     for line in sys.stdin:
         grammar, problem = json.loads(line), ""
         if grammar:
+            spent = math.ceil(time.process_time())
+            resource.setrlimit(resource.RLIMIT_CPU, (spent + SECONDS, resource.RLIM_INFINITY))
             matcher = llguidance.LLMatcher(tokenizer, grammar, limits=LIMITS, log_level=0)
             if not matcher.is_error():
                 matcher.compute_bitmask()

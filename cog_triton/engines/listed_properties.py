@@ -11,6 +11,8 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from cog_triton.guide import ascii_classes
+
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _ONES = ("items", "additionalProperties")
@@ -37,10 +39,12 @@ def without_others(text: str) -> str:
     try:
         schema = json.loads(text)
         nodes = list(_schemas(schema))
-        if any(_is_parted(node) for node in nodes):
-            return text
         for node in nodes:
-            if _may_be_closed(node):
+            if isinstance(node.get("pattern"), str):
+                node["pattern"] = ascii_classes(node["pattern"])
+        whole = not any(_is_parted(node) for node in nodes)
+        for node in nodes:
+            if whole and _may_be_closed(node):
                 node["additionalProperties"] = False
         return json.dumps(schema, allow_nan=False)
     except (ValueError, TypeError):

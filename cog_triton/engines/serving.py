@@ -37,12 +37,12 @@ class Times:
 
     Attributes:
         arrival: it was handed over by Triton.
-        first_token, last_token: the engine handed over its first and its last token.
+        first_token, last_token: the engine handed over its first and its last token; 0 before that.
     """
 
-    arrival: int
-    first_token: int
-    last_token: int
+    arrival: int = 0
+    first_token: int = 0
+    last_token: int = 0
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,6 @@ class Output:
         refused: whether that is the request's fault.
         top_log_probs: the most likely tokens at the place of each generated id, if asked for.
         prompt_log_probs: of the first response, if asked for; see ``Tokens``.
-        times: of a final response, unless the sequence had no token.
     """
 
     ids: list[int]
@@ -71,7 +70,7 @@ class Output:
     generated: int
     final: bool
     error: str | None = None
-    times: Times | None = field(default=None, compare=False)
+    times: Times = field(default=Times(), compare=False)
     refused: bool = False
     top_log_probs: list[TopLogProbs] = field(default_factory=list)
     prompt_log_probs: list[TopLogProbs] = field(default_factory=list)
@@ -145,7 +144,7 @@ class _Sequence:
     refused: bool = False
     queued: bool = False
     arrival: int = field(default_factory=time.monotonic_ns)
-    first_token: int | None = None
+    first_token: int = 0
     last_token: int = 0
 
     def add(self, tokens: Tokens) -> bool:
@@ -161,8 +160,7 @@ class _Sequence:
         self.generated += len(ids)
         if ids:
             self.last_token = time.monotonic_ns()
-            if self.first_token is None:
-                self.first_token = self.last_token
+            self.first_token = self.first_token or self.last_token
         self.error, self.refused = tokens.error, tokens.refused
         self.ended = tokens.finished or stop is not None
         return stop is not None
@@ -188,16 +186,11 @@ class _Sequence:
             self.taken,
             last,
             self.error if last else None,
-            self._times() if last else None,
+            Times(self.arrival, self.first_token, self.last_token if last else 0),
             self.refused,
             top_log_probs,
             prompt_log_probs,
         )
-
-    def _times(self) -> Times | None:
-        if self.first_token is None:
-            return None
-        return Times(self.arrival, self.first_token, self.last_token)
 
     def _stop_word_end(self, ids: list[int]) -> int | None:
         """How many of ``ids`` there are up to the end of the first stop word."""

@@ -82,8 +82,10 @@ def _said_arguments(given: Mapping[str, str]) -> dict[str, Any]:
     if backend := given.get("guided_decoding_backend"):
         # It compiles grammars for a vocabulary.
         tokenizer = given.get("tokenizer_dir") or given.get("model")
-        guided = {"structured_outputs_config": {"backend": backend}, "tokenizer": tokenizer}
-        return {**arguments, **guided}
+        # Some models go on with white space until max_tokens. The other backends have no such argument.
+        compact = {"disable_any_whitespace": True} if backend in ("xgrammar", "guidance") else {}
+        guided = {"structured_outputs_config": {"backend": backend, **compact}}
+        return {**arguments, **guided, "tokenizer": tokenizer}
     return {**arguments, "skip_tokenizer_init": True}
 
 

@@ -175,7 +175,7 @@ def response_tensors(
         tensors["num_input_tokens"] = _num_input_tokens(index, inputs)
     if _flag(inputs, "return_num_output_tokens"):
         tensors["num_output_tokens"] = np.array([[output.generated]], np.int32)
-    if output.final and output.times is not None and _flag(inputs, "return_perf_metrics"):
+    if _flag(inputs, "return_perf_metrics"):
         tensors |= _perf_metrics(output.times)
     return tensors
 
@@ -202,11 +202,11 @@ def _checked(output: Output) -> Array:
 
 
 def _perf_metrics(times: Times) -> dict[str, Array]:
-    """What is known of the metrics that TensorRT-LLM's backend sends with the last response, [1, 1].
+    """The metrics that TensorRT-LLM's backend sends with every response, as far as known, [1, 1].
 
-    Times are the monotonic clock's, and nothing is drafted. Clients read all of the metrics: zeros stand
-    for what only an engine's insides know, when it first scheduled the request and which blocks of its KV
-    cache it took.
+    Times are of the monotonic clock; as there, the last token's is 0 before it came. Clients read all of
+    the metrics: zeros stand for what only the engine's internals know (when it first scheduled the
+    request, which blocks of its KV cache it took), and nothing is drafted.
     """
     known = {
         "arrival_time_ns": times.arrival,

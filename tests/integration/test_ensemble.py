@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import tritonclient.grpc.aio as grpcclient
+from tritonclient.utils import np_to_triton_dtype
 
 from cog_triton.protocol import ids_text
 from cog_triton.server.tritonserver import TritonServer
@@ -196,13 +197,7 @@ async def infer(
     async def requests() -> AsyncIterator[dict[str, Any]]:
         tensors = []
         for name, value in inputs.items():
-            kind = grpcclient.InferInput(
-                name,
-                value.shape,
-                "INT32"
-                if value.dtype == np.int32
-                else ("BOOL" if value.dtype == np.bool_ else "BYTES"),
-            )
+            kind = grpcclient.InferInput(name, value.shape, np_to_triton_dtype(value.dtype))
             kind.set_data_from_numpy(value)
             tensors.append(kind)
         wanted = [grpcclient.InferRequestedOutput(name) for name in outputs or []]
@@ -255,6 +250,40 @@ def test_perf_metrics(triton: TritonServer) -> None:
     assert before < times[0] < times[1] <= times[2] < time.monotonic_ns()
     assert reply["total_draft_tokens"] == reply["total_accepted_draft_tokens"] == 0
     assert "first_token_time_ns" not in generate(triton, text_input=QUESTION, max_tokens=20)
+
+
+def test_perf_metrics_are_in_every_response_of_a_stream(triton: TritonServer) -> None:
+    """As with TensorRT-LLM's backend: its clients read them of each, and the last token's time is
+    known at the end only."""
+    body = {"text_input": QUESTION, "max_tokens": 20, "return_perf_metrics": True}
+    responses = generate_stream(triton, **body)
+    assert len(responses) > 1
+    first = {(r["arrival_time_ns"], r["first_token_time_ns"]) for r in responses}
+    assert len(first) == 1
+    *others, last = [response["last_token_time_ns"] for response in responses]
+    assert set(others) == {0}
+    assert last >= responses[0]["first_token_time_ns"] > 0
+    assert all("acceptance_rate" in response for response in responses)
+
+
+def test_postprocessing_passes_log_probabilities_and_logits_through(triton: TritonServer) -> None:
+    """end_to_end_test.py of NVIDIA's v0.8 to v0.13 gives it all of them, and compares what comes back."""
+    made = {
+        "CUM_LOG_PROBS": np.array([[-1.5]], np.float32),
+        "OUTPUT_LOG_PROBS": np.array([[[-0.5, -1.0]]], np.float32),
+        "CONTEXT_LOGITS": np.zeros((1, 1, 1), np.float32),
+        "GENERATION_LOGITS": np.arange(6, dtype=np.float32).reshape(1, 1, 2, 3),
+    }
+    tokens = {
+        "TOKENS_BATCH": np.array([[[70, 71]]], np.int32),
+        "SEQUENCE_LENGTH": np.array([[2]], np.int32),
+    }
+    outputs = ["OUTPUT", *(f"OUT_{name}" for name in made)]
+    (response,) = asyncio.run(infer(triton, tokens | made, outputs, "postprocessing"))
+    (alone,) = asyncio.run(infer(triton, tokens, ["OUTPUT"], "postprocessing"))
+    assert response["OUTPUT"] == alone["OUTPUT"]
+    for name, value in made.items():
+        assert np.array_equal(response[f"OUT_{name}"], value)
 
 
 def test_a_long_prompt_keeps_nobody_waiting(paced_triton: TritonServer) -> None:

@@ -26,7 +26,33 @@ def test_engines_get_a_choice_as_a_regular_expression() -> None:
 @pytest.mark.parametrize("kind", [kind for kind in GuideKind if kind is not GuideKind.CHOICE])
 def test_engines_get_other_guides_as_they_are(kind: GuideKind) -> None:
     guide = Guide(kind, "{}")
-    assert engine_guide(guide) is guide
+    assert engine_guide(guide) == guide
+
+
+@pytest.mark.parametrize(
+    ("expression", "sent"),
+    [
+        (r"\d{3}-\w", r"[0-9]{3}-[A-Za-z0-9_]"),
+        (r"[\d-]+\s", r"[0-9-]+[ \t\n\r\f\v]"),
+        (r"\D\W\S", r"[^0-9][^A-Za-z0-9_][^ \t\n\r\f\v]"),
+        (r"[]\d][^]\w]\d", r"[]0-9][^]A-Za-z0-9_][0-9]"),
+        (r"\\d\[\d\]\p{Lu}[\W]\u00e9", r"\\d\[[0-9]\]\p{Lu}[\W]\u00e9"),
+    ],
+)
+def test_classes_of_an_expression_are_ascii_for_every_engine(expression: str, sent: str) -> None:
+    assert engine_guide(Guide(GuideKind.REGEX, expression)).text == sent
+    assert engine_guide(Guide(GuideKind.REGEX, sent)).text == sent
+
+
+@pytest.mark.parametrize(
+    ("characters", "expression"),
+    [("07٣", r"\d"), ("aZ_9é", r"\w"), (" \t\n\r\f\v\xa0\x1c", r"\s"), ("a٣7", r"\D")],
+)
+def test_classes_are_those_of_pythons_re_with_ascii(characters: str, expression: str) -> None:
+    sent = engine_guide(Guide(GuideKind.REGEX, expression)).text
+    for character in characters:
+        wanted = re.fullmatch(expression, character, re.ASCII)
+        assert bool(re.fullmatch(sent, character)) is bool(wanted)
 
 
 def test_choices_keep_their_order() -> None:
@@ -37,6 +63,8 @@ def test_choices_keep_their_order() -> None:
     ("guide", "why"),
     [
         (Guide(GuideKind.REGEX), "of kind regex must have a text"),
+        (Guide(GuideKind.REGEX, r"a\Z"), r"\\Z is not supported in a regular expression"),
+        (Guide(GuideKind.REGEX, r"(a)\1"), r"\\1 is not supported"),
         (Guide(GuideKind.JSON_SCHEMA, "{"), "the guide is no JSON: "),
         (Guide(GuideKind.JSON_SCHEMA, "[" * 100_000), "the guide is no JSON: "),
         (Guide(GuideKind.JSON_SCHEMA, "[]"), "a JSON schema must be an object"),

@@ -117,9 +117,44 @@ def test_every_kind_of_guide(ask: Any, tokenizer: Any, guide: Guide, pattern: st
         assert re.fullmatch(pattern, answer)
 
 
+@pytest.mark.parametrize(
+    "guide",
+    [JSON_SCHEMA, Guide(GuideKind.JSON), Guide(GuideKind.JSON_SCHEMA, '{"type": "array"}')],
+)
+def test_white_space_does_not_take_the_answer(ask: Any, tokenizer: Any, guide: Guide) -> None:
+    """Of a model that would write nothing else."""
+    blank = {i: 60.0 for word, i in tokenizer.get_vocab().items() if not word.strip("ĠĊĉč▁ ")}
+    assert len(blank) > 1
+    end = {tokenizer.convert_tokens_to_ids(c): 20.0 for c in "}]"}
+    answer = text(ask(guide, logit_bias={**end, **blank}), tokenizer)
+    assert not re.search(r"\s\s", re.sub('"[^"]*"', '""', answer))
+    json.loads(answer)
+
+
+@pytest.mark.parametrize(
+    ("expression", "wanted", "other"),
+    [(r"\d{4}", r"[0-9]{4}", "٣"), (r"\w{4}", "[a-zA-Z0-9_]{4}", "é"), (r"\p{Lu}{2}", None, "a")],
+)
+def test_classes_of_expressions(
+    ask: Any, tokenizer: Any, expression: str, wanted: str | None, other: str
+) -> None:
+    """ASCII, as Python's re has them with that flag; Unicode's by name."""
+    wish = dict.fromkeys(tokenizer(other, add_special_tokens=False).input_ids, 50.0)
+    stream = ask(engine_guide(Guide(GuideKind.REGEX, expression)), logit_bias=wish)
+    answer = text(stream, tokenizer)
+    assert answer.isupper() if wanted is None else re.fullmatch(wanted, answer)
+
+
+def test_patterns_of_a_schema_are_ascii_as_well(ask: Any, tokenizer: Any) -> None:
+    wish = dict.fromkeys(tokenizer("٣", add_special_tokens=False).input_ids, 50.0)
+    schema = {"type": "string", "pattern": r"^\d{3}$"}
+    guide = Guide(GuideKind.JSON_SCHEMA, json.dumps(schema))
+    assert re.fullmatch('"[0-9]{3}"', text(ask(guide, logit_bias=wish), tokenizer))
+
+
 def test_any_json_object(ask: Any, tokenizer: Any) -> None:
-    # The model is no writer of JSON: it is led to an early end.
-    end = {tokenizer.convert_tokens_to_ids("}"): 8.0}
+    # The model does not write JSON: it is led to an early end.
+    end = {tokenizer.convert_tokens_to_ids(c): 8.0 for c in '"}'}
     answer = text(ask(Guide(GuideKind.JSON), logit_bias=end, max_tokens=400), tokenizer)
     assert isinstance(json.loads(answer), dict)
 

@@ -99,7 +99,7 @@ def test_guided_decoding_needs_a_tokenizer() -> None:
         **ALWAYS,
         "model": "/m",
         "tokenizer": "/t",
-        "structured_outputs_config": {"backend": "xgrammar"},
+        "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
     }
 
 

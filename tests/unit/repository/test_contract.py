@@ -44,6 +44,13 @@ MULTIMODAL = {
 }
 MULTIMODAL_PARAMETERS = {"gpt_model_path", "max_num_images", "multimodal_model_path"}
 
+# Through NVIDIA's postprocessing up to v0.13; the contract is of a later release.
+PASSED_THROUGH = {
+    "CUM_LOG_PROBS": [-1],
+    "OUTPUT_LOG_PROBS": [-1, -1],
+    "CONTEXT_LOGITS": [-1, -1],
+    "GENERATION_LOGITS": [-1, -1, -1],
+}
 ADDED: dict[tuple[str, str], dict[str, tuple[str, list[int], bool]]] = {
     ("ensemble", "input"): {
         "random_seed": ("UINT64", [1], True),
@@ -71,10 +78,12 @@ ADDED: dict[tuple[str, str], dict[str, tuple[str, list[int], bool]]] = {
     ("postprocessing", "input"): {
         "CONTEXT_IDS": ("INT32", [-1], True),
         "IS_FINAL": ("BOOL", [1], True),
+        **{name: ("FP32", dims, True) for name, dims in PASSED_THROUGH.items()},
     },
     ("postprocessing", "output"): {
         "OUT_TOKENS_BATCH": ("INT32", [-1, -1], False),
         "OUT_SEQUENCE_LENGTH": ("INT32", [-1], False),
+        **{f"OUT_{name}": ("FP32", dims, False) for name, dims in PASSED_THROUGH.items()},
     },
     ("tensorrt_llm_bls", "input"): {
         "random_seed": ("UINT64", [1], True),
