@@ -20,7 +20,7 @@ from cog_triton.engine_choice import (
 from cog_triton.engines.arguments import read_arguments
 from cog_triton.errors import ConfigurationError
 from cog_triton.repository.checks import read_config, unmet_needs
-from cog_triton.repository.overrides import load_overrides
+from cog_triton.repository.variables import load_overrides
 from cog_triton.server.installation import locate
 from cog_triton.server.log import GPU
 from cog_triton.settings import Settings

@@ -29,7 +29,8 @@ from pathlib import Path
 import _checkout  # noqa: F401
 
 from cog_triton.errors import ConfigurationError, TemplateError
-from cog_triton.repository.fill import fill_model, model_of, read_template
+from cog_triton.repository.fill import fill_model, read_template
+from cog_triton.repository.variables import VARIABLES
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -59,7 +60,7 @@ def fill(file: Path, substitutions: dict[str, str]) -> str:
     template = read_template(file)
     if "${" not in template:
         raise TemplateError(f"{file}: no ${{…}} in it, it was filled already")
-    return fill_model(model_of(template, file), template, substitutions)
+    return fill_model(_model_of(template, file), template, substitutions)
 
 
 def parse_substitutions(arguments: list[str]) -> dict[str, str]:
@@ -98,6 +99,18 @@ def replace(file: Path, text: str) -> None:
     except BaseException:
         os.unlink(name)
         raise
+
+
+def _model_of(template: str, path: Path) -> str:
+    """Return the model that a template belongs to: its ``name``, else the directory that it is in."""
+    candidates: list[str] = re.findall(r'^name\s*:\s*"([^"]*)"', template, re.MULTILINE)[:1]
+    candidates.append(path.resolve().parent.name)
+    for candidate in candidates:
+        if candidate in VARIABLES:
+            return candidate
+    raise TemplateError(
+        f"{path}: no model is called {' or '.join(candidates)}; known are {', '.join(sorted(VARIABLES))}"
+    )
 
 
 def _split(text: str, separator: str, most: int = 0) -> list[str]:

@@ -18,7 +18,6 @@ from cog_triton.repository.variables import (
     IGNORED,
     RENAMED,
     RENAMED_VALUES,
-    REQUIRED,
     VARIABLES,
     Variable,
 )
@@ -66,8 +65,8 @@ def variables() -> str:
         + table(
             ["Variable", "Type", "Default", "Description"],
             (
-                [f"`{v.name}`", type_of(v), default_of(v), v.description]
-                for v in model_variables.values()
+                [f"`{name}`", type_of(v), default_of(v), v.description]
+                for name, v in model_variables.items()
             ),
         )
         for model, model_variables in VARIABLES.items()
@@ -88,9 +87,9 @@ def old_names() -> str:
         for old, new in values.items()
     ]
     rows += [
-        [model, f"`{variable.name}`", f"no effect: {variable.description}"]
+        [model, f"`{name}`", f"no effect: {variable.description}"]
         for model, ignored in IGNORED.items()
-        for variable in ignored.values()
+        for name, variable in ignored.items()
     ]
     return table(["Model", "Old name or value", "What happens"], rows)
 
@@ -120,7 +119,7 @@ def type_of(variable: Variable) -> str:
 
 def default_of(variable: Variable) -> str:
     """The default column."""
-    if variable.default is REQUIRED:
+    if variable.required:
         return "**required**"
     text = variable.render()
     return "unset" if text is None else f"`{text}`" if text else "empty"

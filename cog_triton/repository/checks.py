@@ -1,4 +1,4 @@
-"""What Triton or an engine would refuse of filled configurations; a problem is a line with its model."""
+"""Problems of filled configurations that Triton or an engine would fail on: lines, each with its model."""
 
 from __future__ import annotations
 
@@ -7,41 +7,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from google.protobuf import text_format  # type: ignore[import-untyped, unused-ignore]
-from tritonclient.grpc.model_config_pb2 import (  # type: ignore[import-untyped, unused-ignore]
-    ModelConfig,
-)
+from google.protobuf import text_format
+from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from cog_triton.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
 
-_NEEDS = {
-    "transformers": "model",
-    "llmapi": "model",
-    "vllm": "model",
-    "simulated": "tokenizer_dir",
-}
-
-
-def check_streaming(repository: Path) -> None:
-    """Finds what would let Triton start and then refuse every request of the predictor, which streams.
-
-    Args:
-        repository: is filled.
-
-    Raises:
-        ConfigurationError: its tensorrt_llm is not decoupled.
-    """
-    config = read_config(repository / "tensorrt_llm" / "config.pbtxt")
-    if not config.model_transaction_policy.decoupled:
-        raise ConfigurationError(
-            "tensorrt_llm: decoupled_mode is false, but the predictor streams, which needs true"
-        )
+_NEEDS = {"transformers": "model", "llmapi": "model", "vllm": "model", "simulated": "tokenizer_dir"}
 
 
 def read_config(file: Path) -> Any:
-    """The ModelConfig in a filled config.pbtxt.
+    """Return the ModelConfig in a filled config.pbtxt.
 
     Raises:
         ConfigurationError: it cannot be read or parsed.
@@ -54,30 +31,50 @@ def read_config(file: Path) -> Any:
         raise ConfigurationError(f"{file}: {error}") from None
 
 
-def unmet_needs(model: str, config: Any) -> list[str]:
-    """What the backend or the embedded engine that ``config`` chooses cannot load without."""
-    given = {key for key, parameter in config.parameters.items() if parameter.string_value}
-    if config.backend == "tensorrtllm":
-        met = given & {"gpt_model_path", "encoder_model_path"}
-        return [] if met else [f"{model}: engine_dir: triton_backend tensorrtllm needs it"]
-    if "engine" not in given:
-        return []
-    if "gpt_model_path" in given:
-        logger.warning("%s: engine_dir has no effect with triton_backend python", model)
-    engine = config.parameters["engine"].string_value
-    need = _NEEDS.get(engine)
-    return [] if need in {None, *given} else [f"{model}: {need}: the {engine} engine needs it"]
+def check_streaming(repository: Path) -> None:
+    """Raise ConfigurationError for a repository in which the predictor cannot stream."""
+    config = read_config(repository / "tensorrt_llm" / "config.pbtxt")
+    if not config.model_transaction_policy.decoupled:
+        raise ConfigurationError(
+            "tensorrt_llm: decoupled_mode is false, but the predictor streams, which needs true"
+        )
 
 
-def warn_of_refusals(model: str, config: Any) -> None:
-    """Warns of requests that TensorRT-LLM's C++ backend will refuse because of the configuration.
+def problems_of(model: str, configs: Mapping[str, Any], directory: Path) -> list[str]:
+    """Return the problems of one model of a repository.
 
-    No error: shorter requests and those that do not stream are served, and guides have this.
+    Args:
+        configs: the ModelConfig of every model; None for one that could not be filled.
+        directory: the model's, with its versions.
     """
-    values = {key: parameter.string_value for key, parameter in config.parameters.items()}
+    config = configs[model]
+    problems = unmet_needs(model, config)
+    for step in config.ensemble_scheduling.step:
+        problems += _step_problems(model, step, configs)
+    # Triton does not fail on this: it waits permanently for the model's process, which has ended.
+    if config.backend == "python" and not any(directory.glob("*/model.py")):
+        problems.append(f"{model}: no version of it has a model.py")
+    return problems
+
+
+def unmet_needs(model: str, config: Any) -> list[str]:
+    """Return what the chosen backend or embedded engine lacks to load; warn of what will not work."""
+    values = {key: p.string_value for key, p in config.parameters.items() if p.string_value}
+    if config.backend == "tensorrtllm":
+        _warn_of_refused_streams(model, config, values)
+        met = values.keys() & {"gpt_model_path", "encoder_model_path"}
+        return [] if met else [f"{model}: engine_dir: triton_backend tensorrtllm needs it"]
+    engine = values.get("engine", "")
+    if engine and "gpt_model_path" in values:
+        logger.warning("%s: engine_dir has no effect with triton_backend python", model)
+    need = _NEEDS.get(engine)
+    return [] if need in {None, *values} else [f"{model}: {need}: the {engine} engine needs it"]
+
+
+def _warn_of_refused_streams(model: str, config: Any, values: Mapping[str, str]) -> None:
+    # Not an error: shorter requests and those that do not stream are served.
     if (
-        config.backend == "tensorrtllm"
-        and config.model_transaction_policy.decoupled
+        config.model_transaction_policy.decoupled
         and values.get("batch_scheduler_policy") == "max_utilization"
         and values.get("enable_chunked_context") != "true"
     ):
@@ -90,41 +87,20 @@ def warn_of_refusals(model: str, config: Any) -> None:
         )
 
 
-def missing_code(model: str, config: Any, directory: Path) -> list[str]:
-    """That a Python model has no code in any of its versions."""
-    # Triton does not fail on this: it waits for the model's process, which has gone, for good.
-    if config.backend != "python" or any(directory.glob("*/model.py")):
-        return []
-    return [f"{model}: no version of it has a model.py"]
-
-
-def ensemble_problems(model: str, configs: Mapping[str, Any]) -> list[str]:
-    """What Triton would refuse of the ensemble ``model``; nothing of a model that is none."""
-    return [
-        problem
-        for step in configs[model].ensemble_scheduling.step
-        for problem in _step_problems(model, step, configs)
-    ]
-
-
 def _step_problems(model: str, step: Any, configs: Mapping[str, Any]) -> list[str]:
-    """What Triton would refuse of one step of the ensemble ``model``."""
-    name, config = step.model_name, configs[model]
+    name, most = step.model_name, configs[model].max_batch_size
     if name not in configs:
         return [f"{model}: step {name}: no such model in the repository"]
-    inner = configs[name]
-    if inner is None:  # its own problems come first
+    if (inner := configs[name]) is None:
         return []
     problems = []
-    if inner.max_batch_size < config.max_batch_size:
+    if inner.max_batch_size < most:
         problems.append(
             f"{name}: triton_max_batch_size: {inner.max_batch_size} is less than the "
-            f"{config.max_batch_size} of {model}, which has it as a step; give both the same"
+            f"{most} of {model}, which has it as a step; give both the same"
         )
-    for kind, mapped, tensors in (
-        ("input", step.input_map, inner.input),
-        ("output", step.output_map, inner.output),
-    ):
+    sides = ("input", step.input_map, inner.input), ("output", step.output_map, inner.output)
+    for kind, mapped, tensors in sides:
         for tensor in sorted(mapped.keys() - {t.name for t in tensors}) if tensors else ():
             problems.append(f"{model}: step {name} has no {kind} {tensor}")
     return problems

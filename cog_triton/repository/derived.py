@@ -1,4 +1,4 @@
-"""The models that no template stands for, made of those that were filled.
+"""Models that no template stands for, made of the filled ones.
 
 ``ensemble_ids`` is the ensemble without its last step, for clients that turn token ids into text
 themselves. Over gRPC such a client could name the outputs that it wants, but Triton still walks through
@@ -10,10 +10,10 @@ has what it saves.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from copy import deepcopy
 from typing import Any
 
-from tritonclient.grpc.model_config_pb2 import (  # type: ignore[import-untyped, unused-ignore]
+from tritonclient.grpc.model_config_pb2 import (
     TYPE_BOOL,
     TYPE_FP32,
     TYPE_INT32,
@@ -22,55 +22,10 @@ from tritonclient.grpc.model_config_pb2 import (  # type: ignore[import-untyped,
 
 from cog_triton.protocol import CONTEXT_MODEL, DIMS, IDS_ENSEMBLE, LOG_PROBS, OUTPUTS
 
-# TensorRT-LLM's C++ backend answers with an error to who leaves one of these out.
+# TensorRT-LLM's C++ backend answers with an error if one of these is left out.
 _NEEDED = {"output_ids", "sequence_length"}
-
-
-def ids_ensemble(ensemble: Any) -> Any | None:
-    """An ensemble that makes ``OUTPUTS`` and ``LOG_PROBS`` alone; None if no step of this one makes ids.
-
-    Args:
-        ensemble: its ModelConfig, which is left as it is.
-    """
-    steps = list(ensemble.ensemble_scheduling.step)
-    makers = [step for step in steps if step.output_map.keys() >= _NEEDED]
-    if not makers:
-        return None
-    names = [name for name in (*OUTPUTS, LOG_PROBS) if name in makers[0].output_map]
-    kept = _up_to(steps, makers[0])
-    needed = {tensor for step in kept for tensor in step.input_map.values()}
-    result = type(ensemble)()
-    result.CopyFrom(ensemble)
-    result.name = IDS_ENSEMBLE
-    result.ClearField("input")
-    result.input.extend(tensor for tensor in ensemble.input if tensor.name in needed)
-    result.ClearField("output")
-    for name in names:
-        data_type = TYPE_FP32 if name == LOG_PROBS else TYPE_INT32
-        result.output.add(name=name, data_type=data_type, dims=DIMS.get(name, [-1, -1]))
-    result.ensemble_scheduling.ClearField("step")
-    for step in kept:
-        copy = result.ensemble_scheduling.step.add()
-        copy.CopyFrom(step)
-        copy.output_map.clear()
-        copy.output_map.update(
-            {name: name for name in names}
-            if step is makers[0]
-            else {key: name for key, name in step.output_map.items() if name in needed}
-        )
-    return result
-
-
-def _up_to(steps: list[Any], last: Any) -> list[Any]:
-    """``last`` and the steps that it needs, in order."""
-    needed = set(last.input_map.values())
-    kept = [last]
-    for step in reversed(steps[: steps.index(last)]):
-        if not needed.isdisjoint(step.output_map.values()):
-            needed |= set(step.input_map.values())
-            kept.insert(0, step)
-    return kept
-
+# As tensorrt_llm, the ensemble and postprocessing call the tensors.
+_CONTEXT = [("context_ids", "_CONTEXT_IDS", "CONTEXT_IDS"), ("is_final", "_IS_FINAL", "IS_FINAL")]
 
 CONTEXT_MODEL_CODE = """\
 from cog_triton.models.context_model import TritonPythonModel
@@ -78,51 +33,63 @@ from cog_triton.models.context_model import TritonPythonModel
 __all__ = ["TritonPythonModel"]
 """
 
-_CONTEXT = {"context_ids": ("_CONTEXT_IDS", "CONTEXT_IDS"), "is_final": ("_IS_FINAL", "IS_FINAL")}
 
-
-def with_context(configs: Mapping[str, Any]) -> tuple[Any, Any] | None:
-    """The ensemble that goes by way of this model, and this model's configuration.
+def add_derived(configs: dict[str, Any], *, context: bool) -> None:
+    """Add the derived models to the ModelConfigs of a repository, where its models allow them.
 
     Args:
-        configs: the ModelConfig of each model; they are left as they are.
-
-    Returns:
-        None where it is not needed or cannot be had: not before a backend in Python, which says itself
-        what went before, nor without decoupling, where a response holds a whole text, nor with other
-        models than this project's.
+        context: put ``tensorrt_llm_context`` between the ensemble and the C++ backend.
     """
-    ensemble, llm, post = map(configs.get, ("ensemble", "tensorrt_llm", "postprocessing"))
-    if ensemble is None or llm is None or post is None:
-        return None
-    decoupled = llm.model_transaction_policy.decoupled
-    if llm.backend != "tensorrtllm" or not decoupled or not _reads_context(post):
-        return None
-    return _by_way_of_context(ensemble), _relay(llm)
-
-
-def _reads_context(postprocessing: Any) -> bool:
-    names = {tensor.name for tensor in postprocessing.input}
-    return all(name in names for _, name in _CONTEXT.values())
-
-
-def _by_way_of_context(ensemble: Any) -> Any:
-    result = type(ensemble)()
-    result.CopyFrom(ensemble)
-    for step in result.ensemble_scheduling.step:
-        for output, (tensor, name) in _CONTEXT.items():
-            if step.model_name == "tensorrt_llm":
-                step.output_map[output] = tensor
-            elif step.model_name == "postprocessing":
-                step.input_map[name] = tensor
+    if (ensemble := configs.get("ensemble")) is None:
+        return
+    if (ids := ids_ensemble(ensemble)) is not None:
+        configs[IDS_ENSEMBLE] = ids
+    if not context or not _reads_context(configs):
+        return
+    configs[CONTEXT_MODEL] = _relay(configs["tensorrt_llm"])
+    for step in ensemble.ensemble_scheduling.step:
         if step.model_name == "tensorrt_llm":
             step.model_name = CONTEXT_MODEL
+            step.output_map.update({key: tensor for key, tensor, _ in _CONTEXT})
+        elif step.model_name == "postprocessing":
+            step.input_map.update({name: tensor for _, tensor, name in _CONTEXT})
+
+
+def ids_ensemble(ensemble: Any) -> Any | None:
+    """Return an ensemble that makes only ``OUTPUTS`` and ``LOG_PROBS``; None if no step makes ids."""
+    result = deepcopy(ensemble)
+    steps = result.ensemble_scheduling.step
+    maker = next((n for n, step in enumerate(steps) if step.output_map.keys() >= _NEEDED), None)
+    if maker is None:
+        return None
+    del steps[maker + 1 :]
+    needed = {tensor for step in steps for tensor in step.input_map.values()}
+    ids = {n: n for n in (*OUTPUTS, LOG_PROBS) if n in steps[maker].output_map}
+    for step in steps:
+        made = {key: tensor for key, tensor in step.output_map.items() if tensor in needed}
+        step.output_map.clear()
+        step.output_map.update(ids if step == steps[maker] else made)
+    result.name = IDS_ENSEMBLE
+    result.ClearField("input")
+    result.input.extend(tensor for tensor in ensemble.input if tensor.name in needed)
+    result.ClearField("output")
+    for name in ids:
+        data_type = TYPE_FP32 if name == LOG_PROBS else TYPE_INT32
+        result.output.add(name=name, data_type=data_type, dims=DIMS.get(name, [-1, -1]))
     return result
 
 
+def _reads_context(configs: dict[str, Any]) -> bool:
+    # A backend in Python returns the context itself; without decoupling a response holds a whole text.
+    llm, post = configs.get("tensorrt_llm"), configs.get("postprocessing")
+    if llm is None or post is None or llm.backend != "tensorrtllm":
+        return False
+    inputs = {tensor.name for tensor in post.input}
+    return llm.model_transaction_policy.decoupled and all(name in inputs for *_, name in _CONTEXT)
+
+
 def _relay(llm: Any) -> Any:
-    result = type(llm)()
-    result.CopyFrom(llm)
+    result = deepcopy(llm)
     result.name, result.backend = CONTEXT_MODEL, "python"
     for part in ("parameters", "dynamic_batching", "instance_group"):
         result.ClearField(part)

@@ -12,8 +12,7 @@ import yaml  # type: ignore[import-untyped, unused-ignore]
 from cog_triton import settings
 from cog_triton.errors import TemplateError
 from cog_triton.repository.fill import fill_repository
-from cog_triton.repository.overrides import load_overrides
-from cog_triton.repository.variables import IGNORED, RENAMED, VARIABLES
+from cog_triton.repository.variables import IGNORED, RENAMED, VARIABLES, load_overrides
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "configuration.md"

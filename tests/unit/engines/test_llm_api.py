@@ -280,13 +280,12 @@ def every_parameter() -> dict[str, str]:
         "path": "any",
         "integer list": [64],
     }
-    table = VARIABLES["tensorrt_llm"].values()
-    values = {v.name: v.choices[-1] if v.choices else examples.get(v.kind) for v in table}
-    return {
-        variable.name: text
-        for variable in table
-        if (text := variable.render(values[variable.name])) is not None
+    table = VARIABLES["tensorrt_llm"]
+    texts = {
+        name: v.render(v.choices[-1] if v.choices else examples.get(v.kind))
+        for name, v in table.items()
     }
+    return {name: text for name, text in texts.items() if text is not None}
 
 
 def test_no_argument_is_outside_of_the_contract() -> None:

@@ -126,9 +126,9 @@ def configs(backend: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 
 def example_values(model: str) -> dict[str, object]:
     return {
-        v.name: v.choices[0] if v.choices else EXAMPLES[v.kind]
-        for v in known(model).values()
-        if v.kind not in ("data type", "switch") and v.name != "triton_max_batch_size"
+        name: v.choices[0] if v.choices else EXAMPLES[v.kind]
+        for name, v in known(model).items()
+        if v.kind not in ("data type", "switch") and name != "triton_max_batch_size"
     }
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
@@ -17,9 +18,7 @@ from tritonclient.grpc.model_config_pb2 import (  # type: ignore[import-untyped,
 
 from cog_triton.errors import ConfigurationError, TemplateError
 from cog_triton.repository.fill import fill_model, fill_repository
-from cog_triton.repository.overrides import load_overrides
-from cog_triton.repository.template import render
-from cog_triton.repository.variables import IGNORED, REQUIRED, VARIABLES, Variable, known
+from cog_triton.repository.variables import IGNORED, VARIABLES, Variable, known, load_overrides
 
 TEMPLATES = Path(__file__).resolve().parents[3] / "triton_model_repo"
 TOKENIZER: dict[str, object] = {"tokenizer_dir": "/models/demo"}
@@ -29,14 +28,13 @@ VALID: dict[str, dict[str, object]] = {
     "tensorrt_llm": {"model": "/models/demo"},
 }
 
-SIZE = Variable("size", "integer", 4, "", minimum=1, maximum=10)
-MUST = Variable("must", "text", REQUIRED, "")
-TABLE = {
-    "name": Variable("name", "text", None, ""),
-    "size": SIZE,
-    "must": MUST,
-    "on": Variable("on", "switch", None, ""),
-}
+
+def variable(kind: str, default: Any = None, **limits: Any) -> Variable:
+    return Variable(kind=kind, default=default, description="", **limits)
+
+
+SIZE = variable("integer", 4, minimum=1, maximum=10)
+MUST = variable("text", required=True)
 
 
 def parse(text: str) -> Any:
@@ -75,7 +73,7 @@ def source(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("variable", "value", "expected"),
+    ("kind", "value", "expected"),
     [
         (SIZE, None, "4"),
         (SIZE, "", "4"),
@@ -83,43 +81,43 @@ def source(tmp_path: Path) -> Path:
         (SIZE, "7", "7"),
         (SIZE, " 7\n", "7"),
         (SIZE, "+7", "7"),
-        (Variable("v", "integer", None, ""), None, None),
-        (Variable("v", "integer", None, ""), "", None),
-        (Variable("v", "integer", None, ""), "-3", "-3"),
-        (Variable("v", "float", None, "", minimum=0, maximum=1), "0.90", "0.9"),
-        (Variable("v", "float", None, "", minimum=0, maximum=1), 1, "1.0"),
-        (Variable("v", "float", None, "", minimum=0, maximum=1), "0", "0.0"),
+        (variable("integer"), None, None),
+        (variable("integer"), "", None),
+        (variable("integer"), "-3", "-3"),
+        (variable("float", minimum=0, maximum=1), "0.90", "0.9"),
+        (variable("float", minimum=0, maximum=1), 1, "1.0"),
+        (variable("float", minimum=0, maximum=1), "0", "0.0"),
         *(
-            (Variable("v", "boolean", None, ""), value, "true")
+            (variable("boolean"), value, "true")
             for value in (True, "True", "true", "TRUE", "1", 1, "yes", " true ")
         ),
         *(
-            (Variable("v", "boolean", True, ""), value, "false")
+            (variable("boolean", True), value, "false")
             for value in (False, "False", "false", "0", 0, "no")
         ),
-        (Variable("v", "switch", None, ""), "True", "true"),
-        (Variable("v", "switch", None, ""), False, None),
-        (Variable("v", "text", None, ""), " as it is ", " as it is "),
-        (Variable("v", "text", "", ""), None, ""),
-        (Variable("v", "path", None, ""), "meta-llama/Llama-2-7b", "meta-llama/Llama-2-7b"),
-        (Variable("v", "path", None, ""), Path("/a/b"), "/a/b"),
-        (Variable("v", "data type", None, ""), "TYPE_FP16", "TYPE_FP16"),
-        (Variable("v", "data type", None, ""), "BF16", "TYPE_BF16"),
-        (Variable("v", "integer list", None, ""), "0,1, 2", "0,1,2"),
-        (Variable("v", "integer list", None, ""), "0,1;2,3", "0,1;2,3"),
-        (Variable("v", "integer list", None, ""), [0, 1], "0,1"),
-        (Variable("v", "integer list", None, ""), 2560, "2560"),
-        (Variable("v", "choice", "a", "", choices=("a", "b")), "b", "b"),
+        (variable("switch"), "True", "true"),
+        (variable("switch"), False, None),
+        (variable("text"), " as it is ", " as it is "),
+        (variable("text", ""), None, ""),
+        (variable("path"), "meta-llama/Llama-2-7b", "meta-llama/Llama-2-7b"),
+        (variable("path"), Path("/a/b"), "/a/b"),
+        (variable("data type"), "TYPE_FP16", "TYPE_FP16"),
+        (variable("data type"), "BF16", "TYPE_BF16"),
+        (variable("integer list"), "0,1, 2", "0,1,2"),
+        (variable("integer list"), "0,1;2,3", "0,1;2,3"),
+        (variable("integer list"), [0, 1], "0,1"),
+        (variable("integer list"), 2560, "2560"),
+        (variable("choice", "a", choices=("a", "b")), "b", "b"),
     ],
 )
 def test_a_value_is_spelled_as_triton_reads_it(
-    variable: Variable, value: object, expected: str | None
+    kind: Variable, value: object, expected: str | None
 ) -> None:
-    assert variable.render(value) == expected
+    assert kind.render(value) == expected
 
 
 @pytest.mark.parametrize(
-    ("variable", "value", "message"),
+    ("kind", "value", "message"),
     [
         (MUST, None, "required, text, in quotes"),
         (MUST, "", "required, text, in quotes"),
@@ -131,36 +129,36 @@ def test_a_value_is_spelled_as_triton_reads_it(
         (SIZE, 0, "expected an integer from 1 to 10, got 0"),
         (SIZE, 11, "expected an integer from 1 to 10, got 11"),
         (SIZE, [4], "expected an integer from 1 to 10, got [4]"),
-        (Variable("v", "integer", None, "", minimum=1), 0, "an integer of at least 1, got 0"),
-        (Variable("v", "float", None, ""), "nan", "expected a number, got 'nan'"),
-        (Variable("v", "float", None, ""), "inf", "expected a number, got 'inf'"),
-        (Variable("v", "float", None, ""), False, "expected a number, got False"),
-        (Variable("v", "float", None, ""), {}, "expected a number, got {}"),
-        (Variable("v", "boolean", None, ""), "maybe", "expected true or false, got 'maybe'"),
-        (Variable("v", "boolean", None, ""), 2, "expected true or false, got 2"),
-        (Variable("v", "text", None, ""), 7, "expected text, in quotes, got 7"),
-        (Variable("v", "path", None, ""), True, "expected a path, got True"),
-        (Variable("v", "path", None, ""), "\udc80", "expected a path, got '\\udc80'"),
-        (Variable("v", "path", None, ""), "${HOME}/a", "still to be expanded, '${HOME}/a'"),
-        (Variable("v", "integer", None, ""), "${N}", "still to be expanded, '${N}'"),
-        (Variable("v", "data type", None, ""), "float", "such as TYPE_FP32, got 'float'"),
-        (Variable("v", "integer list", None, ""), "0,x", "separated by commas, got '0,x'"),
-        (Variable("v", "integer list", None, ""), "0,", "separated by commas, got '0,'"),
-        (Variable("v", "integer list", None, ""), True, "separated by commas, got True"),
-        (Variable("v", "choice", "a", "", choices=("a", "b")), "c", "one of a, b, got 'c'"),
+        (variable("integer", minimum=1), 0, "an integer of at least 1, got 0"),
+        (variable("float"), "nan", "expected a number, got 'nan'"),
+        (variable("float"), "inf", "expected a number, got 'inf'"),
+        (variable("float"), False, "expected a number, got False"),
+        (variable("float"), {}, "expected a number, got {}"),
+        (variable("boolean"), "maybe", "expected true or false, got 'maybe'"),
+        (variable("boolean"), 2, "expected true or false, got 2"),
+        (variable("text"), 7, "expected text, in quotes, got 7"),
+        (variable("path"), True, "expected a path, got True"),
+        (variable("path"), "\udc80", "expected a path, got '\\udc80'"),
+        (variable("path"), "${HOME}/a", "still to be expanded, '${HOME}/a'"),
+        (variable("integer"), "${N}", "still to be expanded, '${N}'"),
+        (variable("data type"), "float", "such as TYPE_FP32, got 'float'"),
+        (variable("integer list"), "0,x", "separated by commas, got '0,x'"),
+        (variable("integer list"), "0,", "separated by commas, got '0,'"),
+        (variable("integer list"), True, "separated by commas, got True"),
+        (variable("choice", "a", choices=("a", "b")), "c", "one of a, b, got 'c'"),
     ],
 )
-def test_a_value_that_is_not_valid(variable: Variable, value: object, message: str) -> None:
+def test_a_value_that_is_not_valid(kind: Variable, value: object, message: str) -> None:
     with pytest.raises(ValueError) as raised:  # noqa: PT011
-        variable.render(value)
+        kind.render(value)
     assert message in str(raised.value)
 
 
 @pytest.mark.parametrize("model", [*VARIABLES])
 def test_every_default_is_a_valid_value(model: str) -> None:
-    for variable in known(model).values():
-        if variable.default is not REQUIRED:
-            variable.render()
+    for found in known(model).values():
+        if not found.required:
+            found.render()
 
 
 @pytest.mark.parametrize("model", [*IGNORED])
@@ -170,93 +168,87 @@ def test_no_name_is_both_current_and_ignored(model: str) -> None:
 
 # One template
 
+PARAMETER = 'parameters { key: "k" value { string_value: "${model}" } }'
+
 
 @pytest.mark.parametrize(
     ("template", "values", "expected"),
     [
-        ("a: ${size}\n", {}, "a: 4\n"),
-        ("a: ${size} b: [ ${size} ]\n", {"size": "5"}, "a: 5 b: [ 5 ]\n"),
-        ('a: "${name}"\n', {"name": 'x"\\\n'}, 'a: "x\\"\\\\\\n"\n'),
-        ("a: '${name}'\n", {"name": "it's"}, "a: 'it\\'s'\n"),
-        ('a: "b/${name}/c"\n', {"name": "x"}, 'a: "b/x/c"\n'),
-        ("a: ${name}\n", {"name": '"x"'}, 'a: "x"\n'),
+        ("max_batch_size: ${triton_max_batch_size}\n", {}, "max_batch_size: 64"),
+        ("max_batch_size: ${triton_max_batch_size}", {"triton_max_batch_size": "8"}, "max_batch_size: 8"),
+        (
+            "dynamic_batching { preferred_batch_size: [ ${max_queue_size}, ${max_queue_size} ] }",
+            {"max_queue_size": 5},
+            "dynamic_batching { preferred_batch_size: [ 5, 5 ] }",
+        ),
+        ('backend: "b/${model}/c"\n', {"model": "x"}, 'backend: "b/x/c"'),
         # An unset variable takes its line along.
-        ('a: 1\nb: "${name}"\nc: 2\n', {}, "a: 1\nc: 2\n"),
-        ('a: 1\nb: "${name}"', {}, "a: 1\n"),
-        ('b: "${name}" c: ${size}\nd: ${size}', {}, "d: 4"),
-        ("a: 1 # ${on}\nb: 2 # ${size}\n", {}, "b: 2 # 4\n"),
-        ("a: 1 # ${on}\n", {"on": "True"}, "a: 1 # true\n"),
-        ("a: 1 # ${on}\n", {"on": False}, ""),
-        # Or the block of parameters that it stands in, however that is written.
-        ('parameters { key: "a" value { string_value: "${name}" } }\nb: 1\n', {}, "b: 1\n"),
+        ('platform: "p"\nbackend: "${model}"\nmax_batch_size: 2', {}, 'platform: "p" max_batch_size: 2'),
+        ('backend: "${model}" max_batch_size: 1\nplatform: "p"', {}, 'platform: "p"'),
+        ("max_batch_size: 1 # ${trust_remote_code}\n", {}, ""),
+        ("max_batch_size: 1 # ${trust_remote_code}\n", {"trust_remote_code": "no"}, ""),
+        ("max_batch_size: 1 # ${trust_remote_code}\n", {"trust_remote_code": "True"}, "max_batch_size: 1"),
+        # Or the parameter whose value it is, however that is written.
+        (PARAMETER, {"model": "m"}, 'parameters { key: "k" value { string_value: "m" } }'),
+        (f'{PARAMETER} backend: "b"\n', {}, 'backend: "b"'),
         (
-            'b: 1\nparameters: {\n  key: "a"\n  value: {\n    string_value: "${name}"\n  }\n}\n'
-            "c: 2\n",
+            'backend: "b"\nparameters: {\n key: "a"\n value: {\n string_value : "x/${model}"\n }\n}\n',
             {},
-            "b: 1\nc: 2\n",
+            'backend: "b"',
         ),
+        ("parameters\n{\n  key: 'a' value { string_value: '${model}' }\n},  # why", {}, ""),
+        # But not one that is empty by itself or by its default.
         (
-            'parameters\n{\n  key: "${size}" value { string_value: "${name}" }\n},  # why\nc: 2',
+            'parameters { key: "a" value { string_value: "" } }\n'
+            'parameters { key: "b" value { string_value: "${guided_decoding_backend}" } }',
             {},
-            "c: 2",
+            'parameters { key: "a" value {} } parameters { key: "b" value {} }',
         ),
-        (
-            'a: 1 parameters { value { string_value: "${name}" } } b: 2\n',
-            {},
-            "a: 1  b: 2\n",
-        ),
-        ('a: 1 parameters { value { string_value: "${name}" } }\nb: 2\n', {}, "a: 1 \nb: 2\n"),
-        (
-            'parameters { key: "}" value {\n string_value: "${name}" # }\n } }\nb: ${size}\n',
-            {},
-            "b: 4\n",
-        ),
-        (
-            'parameters { key: "a" value { string_value: "${size}" } }\n'
-            'parameters { key: "b" value { string_value: "${name}" } }\n',
-            {},
-            'parameters { key: "a" value { string_value: "4" } }\n',
-        ),
-        # An apostrophe in a comment opens no string.
-        ('# it\'s\na: "${name}"\n', {"name": '"'}, '# it\'s\na: "\\""\n'),
-        # What was put in is not looked at again.
-        ('a: "${name}" b: ${size}\n', {"name": "$", "size": 1}, 'a: "$" b: 1\n'),
+        # A value is not read as a variable again.
+        ('backend: "${model}{model}"', {"model": "$"}, 'backend: "${model}"'),
     ],
-)
-def test_render(template: str, values: dict[str, object], expected: str) -> None:
-    assert render(template, TABLE, values, source="t") == expected
+)  # fmt: skip
+def test_a_filled_template(template: str, values: dict[str, object], expected: str) -> None:
+    assert parse(fill_model("tensorrt_llm", template, values)) == parse(expected)
 
 
 @pytest.mark.parametrize(
     ("template", "values", "lines"),
     [
-        ("${must}", {}, ["t: must: required, text, in quotes"]),
-        ("a", {"nme": 1}, ["t: nme: unknown variable; did you mean name?"]),
-        ("a", {"zzz": 1}, ["t: zzz: unknown variable; known are must, name, on, size"]),
+        ('a: "${tokenizer_dir}"', {}, ["tokenizer_dir: required, a path"]),
         (
-            "${siz}",
-            {},
-            ["t: siz: the template uses it, but there is no such variable; did you mean size?"],
+            "",
+            {"tokeniser_dir": 1},
+            ["tokeniser_dir: unknown variable; did you mean tokenizer_dir?"],
         ),
-        ("a\n${no-name}", {}, ['t: line 2: a "${" that does not begin a variable']),
-        ("${", {}, ['t: line 1: a "${" that does not begin a variable']),
         (
-            "${must} ${size}",
-            {"size": 0, "other": 1},
+            "${skip_tokens}",
+            {},
             [
-                "t: other: unknown variable; known are must, name, on, size",
-                "t: must: required, text, in quotes",
-                "t: size: expected an integer from 1 to 10, got 0",
+                "${skip_tokens}: the template uses it, but there is no such variable; did you mean "
+                "skip_special_tokens?"
+            ],
+        ),
+        ("a\n${no-name}", {}, ["${no-name}: the template uses it, but there is no such variable"]),
+        ("${", {}, ["${}: the template uses it, but there is no such variable"]),
+        (
+            "${tokenizer_dir} ${triton_max_batch_size}",
+            {"triton_max_batch_size": 0, "other": 1},
+            [
+                "other: unknown variable",
+                "tokenizer_dir: required, a path",
+                "triton_max_batch_size: expected an integer of at least 1, got 0",
             ],
         ),
     ],
 )
-def test_render_reports_every_problem_at_once(
+def test_every_problem_of_a_template_is_reported_at_once(
     template: str, values: dict[str, object], lines: list[str]
 ) -> None:
     with pytest.raises(TemplateError) as raised:
-        render(template, TABLE, values, source="t")
-    assert raised.value.message.split("\n  ")[1:] == lines
+        fill_model("postprocessing", template, values)
+    found = [line.partition("; known are")[0] for line in raised.value.message.split("\n  ")[1:]]
+    assert found == [f"postprocessing: {line}" for line in lines]
     assert str(raised.value).startswith("E3002 TemplateError: ")
 
 
@@ -266,30 +258,25 @@ def test_render_reports_every_problem_at_once(
 @example("1\x0012", '"')
 def test_any_text_survives_in_a_string(text: str, quote: str) -> None:
     assume("${" not in text)
-    template = f"parameters {{ key: 'k' value {{ string_value: {quote}${{name}}{quote} }} }}"
-    filled = render(template, TABLE, {"name": text}, source="t")
-    assert parameters(parse(filled)) == {"k": text}
-    assert "\n" not in filled
+    template = PARAMETER.replace('"${model}"', f"{quote}${{model}}{quote}")
+    assert parameters(parse(fill_model("tensorrt_llm", template, {"model": text}))) == {"k": text}
 
 
 @given(st.text(alphabet="abc\"\\'{}#$ \n", max_size=40))
-def test_render_never_fails_but_in_its_own_way(template: str) -> None:
-    try:
-        render(template + "${size}", TABLE, {}, source="t")
-    except TemplateError:
-        assert "${" in template
+def test_a_template_is_filled_or_refused(template: str) -> None:
+    with contextlib.suppress(TemplateError):
+        parse(fill_model("ensemble", template + "${triton_max_batch_size}", {}))
 
 
-def test_fill_model_names_the_line_that_does_not_parse() -> None:
-    with pytest.raises(TemplateError) as raised:
-        fill_model("ensemble", 'name: "ensemble"\nmax_batch_siz: ${triton_max_batch_size}\n', {})
-    assert "ensemble: line 2 of the filled config.pbtxt: " in str(raised.value)
-    assert "max_batch_siz: 64" in str(raised.value)
+def test_the_line_that_does_not_parse_is_named() -> None:
+    template = "# ${decoding_context}\nmax_batch_siz: ${triton_max_batch_size}\n"
+    with pytest.raises(TemplateError, match=r"ensemble: config\.pbtxt:2:\d+ : .*max_batch_siz"):
+        fill_model("ensemble", template, {})
 
 
 @pytest.mark.parametrize("text", ["max_batch_size:\n", "input {\n", 'name: "\\377"\n', "a: [1,"])
-def test_fill_model_on_other_texts_that_do_not_parse(text: str) -> None:
-    with pytest.raises(TemplateError, match="ensemble: line "):
+def test_other_texts_that_do_not_parse(text: str) -> None:
+    with pytest.raises(TemplateError, match=r"ensemble: config\.pbtxt:"):
         fill_model("ensemble", text, {})
 
 
@@ -678,29 +665,28 @@ def test_a_destination_that_holds_something_is_refused(kind: str, tmp_path: Path
             {"gpt_model_type": "V1"},
             "gpt_model_type",
             "V1",
-            "tensorrt_llm: gpt_model_type is called batching_strategy now",
+            None,
         ),
         (
             "tensorrt_llm",
             {"batch_scheduler_policy": "guaranteed_completion"},
             "batch_scheduler_policy",
             "guaranteed_no_evict",
-            "tensorrt_llm: batch_scheduler_policy guaranteed_completion is called "
-            "guaranteed_no_evict now",
+            None,
         ),
         (
             "tensorrt_llm",
             {"encoder_model_path": "/e"},
             "encoder_model_path",
             "/e",
-            "tensorrt_llm: encoder_model_path is called encoder_engine_dir now",
+            None,
         ),
         (
             "tensorrt_llm",
             {"encoder_model_path": "/e", "encoder_engine_dir": "/e"},
             "encoder_model_path",
             "/e",
-            "tensorrt_llm: encoder_model_path is called encoder_engine_dir now",
+            None,
         ),
         (
             "tensorrt_llm",
@@ -733,18 +719,18 @@ def test_a_destination_that_holds_something_is_refused(kind: str, tmp_path: Path
         ),
     ],
 )
-def test_old_names_are_accepted_with_one_warning(
+def test_old_names_are_accepted_with_a_warning_of_those_without_effect(
     model: str,
     values: dict[str, object],
     key: str,
     value: str | None,
-    warning: str,
+    warning: str | None,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     fill_repository(TEMPLATES, tmp_path, merged({model: values}))
     assert parameters(config(tmp_path, model)).get(key) == value
-    assert caplog.messages == [warning]
+    assert caplog.messages == ([warning] if warning else [])
 
 
 @pytest.mark.parametrize(
@@ -752,7 +738,7 @@ def test_old_names_are_accepted_with_one_warning(
     [
         {"decoupled": False},
         {"decoupled": False, "decoupled_mode": ""},
-        {"decoupled": False, "decoupled_mode": "false"},
+        {"decoupled": False, "decoupled_mode": "0"},
         {"decoupled": "", "decoupled_mode": "false"},
     ],
 )
@@ -825,10 +811,10 @@ def test_load_overrides(text: str, expected: object, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a: [", "c.yaml, line 1: not valid YAML: "),
-        ("a: 1\nb: c: d\n", "c.yaml, line 2: not valid YAML: "),
-        ("a: \x00", "c.yaml, byte 4: not valid YAML: "),
-        ("a: !!python/object:os.system {}", "c.yaml, line 1: not valid YAML: "),
+        ("a: [", "c.yaml: not valid YAML: "),
+        ("a: 1\nb: c: d\n", "c.yaml: not valid YAML: "),
+        ("a: \x00", "c.yaml: not valid YAML: "),
+        ("a: !!python/object:os.system {}", "c.yaml: not valid YAML: "),
         ("- 1", "c.yaml: the file: expected a mapping, got [1]"),
         ("server: 1", "c.yaml: server: expected a mapping, got 1"),
         ("instantiate: {server: []}", "c.yaml: instantiate.server: expected a mapping, got []"),
@@ -859,11 +845,11 @@ def test_a_file_that_cannot_be_read_is_named_with_the_place(tmp_path: Path) -> N
     for path, message in (
         (absent, f"{absent} cannot be read: No such file or directory"),
         (tmp_path, f"{tmp_path} cannot be read: Is a directory"),
-        (binary, f"{binary}, byte 9: not valid YAML: invalid start byte"),
+        (binary, f"{binary}: not valid YAML: unacceptable character"),
     ):
         with pytest.raises(ConfigurationError) as raised:
             load_overrides(path)
-        assert raised.value.message == message
+        assert raised.value.message.startswith(message)
 
 
 def test_models_beside_server_are_warned_about(

@@ -8,16 +8,15 @@ from cog_triton.repository.variables import (
     OPTIONAL_MODELS,
     RENAMED,
     RENAMED_VALUES,
-    REQUIRED,
     VARIABLES,
     Variable,
     known,
 )
 
 EVERY = [
-    pytest.param(variable, id=f"{model}-{variable.name}")
+    pytest.param(variable, id=f"{model}-{name}")
     for model in VARIABLES
-    for variable in known(model).values()
+    for name, variable in known(model).items()
 ]
 
 
@@ -49,5 +48,5 @@ def test_variables_of_several_models_are_the_same_in_each() -> None:
     size = VARIABLES["ensemble"]["triton_max_batch_size"]
     assert (size.kind, size.default, size.minimum) == ("integer", 64, 1)
     assert all(VARIABLES[model]["triton_max_batch_size"] == size for model in VARIABLES)
-    assert VARIABLES["preprocessing"]["tokenizer_dir"].default is REQUIRED
+    assert VARIABLES["preprocessing"]["tokenizer_dir"].required
     assert VARIABLES["tensorrt_llm"]["tokenizer_dir"].default == ""

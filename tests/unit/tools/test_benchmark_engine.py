@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from cog_triton.engines.transformers import load_model
-from cog_triton.repository.overrides import load_overrides
+from cog_triton.repository.variables import load_overrides
 from cog_triton.text.tokenizer import load_tokenizer
 from tools.benchmark.driver import Failed
 from tools.benchmark.engine_comparison import Setup, environment, promises
