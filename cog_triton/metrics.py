@@ -6,12 +6,15 @@ Triton's metrics, on its own port, tell of the engine; these tell of what stands
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, make_asgi_app
 
 from cog_triton.admission import Admission, Outcome
 from cog_triton.errors import ConfigurationError
+from cog_triton.web.limits import Limits
+from cog_triton.web.server import Config, Server, bound
 
 SECONDS = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80)
 """Upper bounds of the classes of waiting times; the first holds those that did not wait."""
@@ -60,14 +63,19 @@ class Metrics:
             ConfigurationError: nothing can listen there.
         """
         try:
-            server, thread = start_http_server(port, host, self.registry)
+            listener = bound(host, port)
+            listener.listen()
         except OSError as error:
             raise ConfigurationError(
                 f"PREDICTOR_METRICS_PORT={port}: cannot listen on {host}:{port} ({error.strerror})"
             ) from None
+        server = Server(
+            Config(make_asgi_app(self.registry), Limits(body_bytes=0, request_seconds=10.0))
+        )
+        thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
+        thread.start()
         try:
-            yield server.server_port
+            yield listener.getsockname()[1]
         finally:
-            server.shutdown()
-            server.server_close()
+            server.should_exit = True
             thread.join()

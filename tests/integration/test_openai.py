@@ -6,6 +6,7 @@ import asyncio
 import json
 import shutil
 import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -276,6 +277,15 @@ def test_bodies_that_are_no_requests(server: OpenAIServer) -> None:
         assert reply.status_code == 400
         assert text in error(reply)["message"]
     assert server.post("/v1/completions", {"prompt": "x"}).json()["model"] == "demo"
+
+
+def test_the_command_of_the_ready_line(server: OpenAIServer) -> None:
+    ready, command = server.log.read_text().partition("ready: ")[2].splitlines()[:2]
+    page = f"{server.url}/"
+    assert ready == f"{server.url}, with a page to chat at {page} (Ctrl-C stops it); try"
+    assert "<title>" in httpx.get(page, trust_env=False).text
+    answer = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+    assert json.loads(answer.stdout)["choices"][0]["text"]
 
 
 def test_a_body_that_is_too_large(server: OpenAIServer) -> None:

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any, cast
 from cog_triton.faces.front import rules
 from cog_triton.faces.front.http1 import (
     CONTINUE,
-    HEAD_END,
     RequestReader,
     ResponseEnd,
     ResponseHead,
     for_cog,
     response_head,
 )
-from cog_triton.faces.front.rules import Passage, Refusal, Request
+from cog_triton.faces.front.rules import Passage, Request
+from cog_triton.web.limits import HEAD_END, Refusal, json_response
 
 if TYPE_CHECKING:
     from cog_triton.faces.front.front import Front
@@ -124,7 +124,7 @@ class Client(asyncio.Protocol):
         """Answers the current request with JSON of the front's own."""
         close = not self._request.keep_alive or self._front.draining
         head_only = self._request.method == "HEAD"
-        reply = rules.reply(status, body, retry_after, close=close, head_only=head_only)
+        reply = json_response(status, body, retry_after, close=close, head_only=head_only)
         self.transport.write(reply)
         self.answered(not close)
 
@@ -197,7 +197,9 @@ class Client(asyncio.Protocol):
         """Answers what cannot be followed by another request on this connection."""
         self._closing = True
         body = {"detail": refusal.detail}
-        reply = rules.reply(refusal.status, body, refusal.retry_after, close=True, head_only=False)
+        reply = json_response(
+            refusal.status, body, refusal.retry_after, close=True, head_only=False
+        )
         self.transport.write(reply)
         self._front.linger(self)
 

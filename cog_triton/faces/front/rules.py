@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import re
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from http import HTTPStatus
 from typing import Any
 from urllib.parse import unquote
 
 import orjson
+
+from cog_triton.web import limits
+from cog_triton.web.limits import Refusal
 
 LIVE = "/health/live"
 READY = "/health/ready"
@@ -22,36 +23,16 @@ _COLLECTIONS = ("predictions", "trainings")
 
 
 @dataclass(frozen=True)
-class Limits:
-    """What is allowed.
+class Limits(limits.Limits):
+    """Limits of requests, and of times beside them.
 
     Attributes:
-        body_bytes: of a request's body, decoded.
-        head_bytes: of its first line and headers.
-        request_seconds: from its first byte to its last.
-        idle_seconds: that a connection may be without a request.
         drain_seconds: that running predictions get when the process is told to stop.
         busy_seconds: for which all slots may be taken without anything coming of it.
     """
 
-    body_bytes: int = 16 << 20
-    head_bytes: int = 32 << 10
-    request_seconds: float = 60.0
-    idle_seconds: float = 75.0
     drain_seconds: float = 30.0
     busy_seconds: float = 900.0
-
-
-class Refusal(Exception):
-    """A request that Cog's server does not get to see, and what is answered."""
-
-    size = 0  # it has no body
-
-    def __init__(self, status: int, detail: Any, *, retry_after: int | None = None) -> None:
-        super().__init__(status, detail)
-        self.status = status
-        self.detail = detail
-        self.retry_after = retry_after
 
 
 @dataclass(frozen=True)
@@ -170,26 +151,6 @@ def without_nulls(fields: dict[str, Any], inputs: Sequence[str]) -> bytes | None
             [{"loc": ["body", "input", inputs[0]], "msg": text, "type": "value_error.missing"}],
         )
     return orjson.dumps({**fields, "input": left}) if len(left) < len(given) else None
-
-
-def reply(
-    status: int,
-    fields: dict[str, Any],
-    retry_after: int | None = None,
-    *,
-    close: bool,
-    head_only: bool,
-) -> bytes:
-    """A response with a body of JSON, as bytes."""
-    body = json.dumps(fields)
-    lines = [
-        f"HTTP/1.1 {status} {HTTPStatus(status).phrase}",
-        "content-type: application/json",
-        f"content-length: {len(body)}",
-    ]
-    lines += [f"retry-after: {retry_after}"] if retry_after is not None else []
-    lines += ["connection: close"] if close else []
-    return "\r\n".join([*lines, "", "" if head_only else body]).encode()
 
 
 def _parts(path: str) -> tuple[str | None, str | None, list[str]]:

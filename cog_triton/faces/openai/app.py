@@ -14,7 +14,7 @@ from cog_triton.faces.openai import chat, completions, health, metrics, models, 
 from cog_triton.faces.openai.answers import error_response, told
 from cog_triton.faces.openai.errors import ApiError
 from cog_triton.faces.openai.messages import route as messages
-from cog_triton.faces.openai.middleware import BodyLimit, RequestIds, id_headers, too_large
+from cog_triton.faces.openai.middleware import RequestIds, id_headers
 from cog_triton.faces.openai.openapi import ERRORS, MESSAGE_ERRORS
 from cog_triton.faces.openai.operation import add_operation
 from cog_triton.faces.openai.responses import route as responses
@@ -50,7 +50,6 @@ def create_app(served: Served) -> FastAPI:
     if served.settings.chat_page:
         app.include_router(page.router)
     # The last is the first that a request meets.
-    app.add_middleware(BodyLimit, most=served.settings.max_request_bytes)
     add_operation(app, served)
     app.add_middleware(RequestIds)
     app.add_exception_handler(HTTPException, _answer_bad_path)
@@ -76,8 +75,6 @@ async def _answer_fault(request: Request, error: Exception) -> Response:
 
 
 async def _answer_bad_path(request: Request, error: Any) -> Response:
-    if error.status_code == 413:
-        return error_response(too_large(error.detail))
     where = f"{request.method} {shown(request.url.path)}"
     code = _PATH_CODES.get(error.status_code)
     text = f"Invalid URL ({where})" if error.status_code == 404 else f"{error.detail} ({where})"

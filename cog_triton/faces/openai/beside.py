@@ -10,23 +10,20 @@ import logging
 import tempfile
 from collections.abc import Callable, Coroutine
 
-import uvicorn
-
 from cog_triton.deployment import Deployment
 from cog_triton.errors import ConfigurationError
 from cog_triton.faces.openai.app import create_app
 from cog_triton.faces.openai.operation import configured_keys
 from cog_triton.faces.openai.served import Served
 from cog_triton.faces.openai.serving import (
-    BACKLOG,
-    OPTIONS,
     Address,
-    Server,
     bound,
+    config_of,
     model_names,
 )
 from cog_triton.faces.openai.workers import Workers, worker_on
 from cog_triton.settings import Settings
+from cog_triton.web.server import BACKLOG, Server
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +77,7 @@ class Beside:
             served.draining = True
 
         self._drain = drain
-        server = Server(uvicorn.Config(create_app(served), **OPTIONS))
+        server = Server(config_of(create_app(served), served.settings))
         return server.serve(sockets=[self._listener])
 
     async def _in_workers(self, deployment: Deployment) -> None:

@@ -1,4 +1,4 @@
-"""What every request goes through: its id, and the bound on its body. Plain ASGI, without tasks."""
+"""The id of every request. Plain ASGI, without tasks."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ import re
 import secrets
 from typing import Any
 
-from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cog_triton.faces.openai.answers import error_response
-from cog_triton.faces.openai.errors import MESSAGES_PATH, ApiError
+from cog_triton.faces.openai.errors import MESSAGES_PATH
 
 REQUEST_ID = "x-request-id"
 ANTHROPICS_REQUEST_ID = "request-id"
@@ -49,40 +47,6 @@ def id_headers(scope: Scope) -> dict[str, str]:
     if scope["path"].startswith(MESSAGES_PATH):
         headers[ANTHROPICS_REQUEST_ID] = name
     return headers
-
-
-class BodyLimit:
-    """Answers a body of too many bytes with 413; one that does not say how many, once it has sent them."""
-
-    def __init__(self, app: ASGIApp, most: int) -> None:
-        self._app = app
-        self._most = most
-        self._text = f"the body must be of at most {most} bytes"
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        length = header(scope, b"content-length") or b"0"
-        if length.isdigit() and int(length) > self._most:
-            await error_response(too_large(self._text))(scope, receive, send)
-            return
-        seen = 0
-
-        async def receive_counted() -> Message:
-            nonlocal seen
-            message = await receive()
-            seen += len(message.get("body", b""))
-            if seen > self._most:
-                raise HTTPException(413, self._text)
-            return message
-
-        await self._app(scope, receive_counted, send)
-
-
-def too_large(text: str) -> ApiError:
-    """What is said to a body of too many bytes."""
-    return ApiError(413, text, code="request_too_large")
 
 
 def header(scope: Any, name: bytes) -> bytes | None:

@@ -8,6 +8,7 @@ import functools
 import json
 import logging
 import os
+import shlex
 import socket
 import tempfile
 from collections.abc import Awaitable, Callable
@@ -23,7 +24,6 @@ from cog_triton.faces.openai.attached import Attached, RunningTriton, address_of
 from cog_triton.faces.openai.operation import configured_keys
 from cog_triton.faces.openai.served import LAST_SECONDS, Backend, Part
 from cog_triton.faces.openai.serving import (
-    BACKLOG,
     Address,
     bound,
     exit_status,
@@ -41,6 +41,7 @@ from cog_triton.faces.openai.workers import (
 from cog_triton.parent import end_with_parent
 from cog_triton.server.log import log_to
 from cog_triton.settings import Settings, read_settings
+from cog_triton.web.server import BACKLOG
 
 logger = logging.getLogger(__name__)
 MARGIN_SECONDS = 3.0
@@ -83,13 +84,26 @@ def run(options: Options) -> int:
     address = Address(options.host, options.port)
     listener = bound(address)
 
+    names = options.models or _names(options, settings)
+
     def ready() -> None:
-        print(f"ready: {address.url}", flush=True)
+        print(invitation(settings, names[0], address.url), flush=True)
 
     if settings.openai_workers > 1:
         return uvloop.run(_serve_with_workers(options, settings, listener, ready))
-    names = options.models or _names(options, settings)
     return uvloop.run(serve(_start(options, settings), names, listener, ready))
+
+
+def invitation(settings: Settings, model: str, url: str) -> str:
+    """Return the text that is printed when requests can come: the page, and a command to try."""
+    page = f", with a page to chat at {url}/" if settings.chat_page else ""
+    key = ' -H "Authorization: Bearer $OPENAI_API_KEY"' if configured_keys(settings) else ""
+    body = json.dumps({"model": model, "prompt": "What is machine learning?", "max_tokens": 64})
+    return (
+        f"ready: {url}{page} (Ctrl-C stops it); try\n"
+        f"  curl -s {url}/v1/completions -H 'Content-Type: application/json'{key} "
+        f"-d {shlex.quote(body)}"
+    )
 
 
 def run_worker(told: str) -> None:

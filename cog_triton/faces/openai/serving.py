@@ -13,19 +13,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import uvicorn
-
 from cog_triton.errors import ConfigurationError
 from cog_triton.faces.openai.app import create_app
+from cog_triton.faces.openai.errors import MESSAGES_PATH, ApiError, message_error
 from cog_triton.faces.openai.served import ALONE, Backend, Part, Served
 from cog_triton.faces.terminal.interrupt import end_at_once_on_signals
 from cog_triton.settings import Settings
+from cog_triton.web import server as web
+from cog_triton.web.limits import Limits, Refusal
+from cog_triton.web.server import Config
 
 logger = logging.getLogger(__name__)
 
-KEEP_ALIVE_SECONDS = 75
-"""For which a connection without a request is kept: longer than most clients keep theirs."""
-BACKLOG = 1024
 _ENDING = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -57,15 +56,10 @@ def bound(address: Address) -> socket.socket:
     Raises:
         ConfigurationError: it is taken, or not this machine's.
     """
-    listener = socket.socket(socket.AF_INET6 if ":" in address.host else socket.AF_INET)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind((address.host, address.port))
+        return web.bound(address.host, address.port)
     except OSError as error:
-        listener.close()
-        reason = f"{address.host}, port {address.port}: {error.strerror}"
-        raise ConfigurationError(reason) from None
-    return listener
+        raise ConfigurationError(str(error.strerror)) from None
 
 
 async def serve(
@@ -95,9 +89,9 @@ async def serve(
         # What is alive now stays so: a full collection would go through all of it.
         gc.collect()
         gc.freeze()
-        server = Server(uvicorn.Config(app, **OPTIONS))
+        server = web.Server(config_of(app, served.settings))
         with told_to_end() as told:
-            listener.listen(BACKLOG)
+            listener.listen(web.BACKLOG)
             running = asyncio.create_task(server.serve(sockets=[listener]))
             refreshing = asyncio.create_task(app.state.figures.keep_fresh())
             ready()
@@ -114,27 +108,19 @@ async def serve(
         await backend.stop()
 
 
-OPTIONS: dict[str, Any] = {
-    "loop": "none",  # it runs in the one that is there
-    "http": "httptools",
-    "ws": "none",
-    "lifespan": "off",
-    "access_log": False,
-    "log_level": "warning",
-    "log_config": None,
-    "server_header": False,
-    "date_header": True,
-    "timeout_keep_alive": KEEP_ALIVE_SECONDS,
-    "timeout_graceful_shutdown": 1,  # those that run have had their time
-}
+def config_of(app: Any, settings: Settings) -> Config:
+    """Uvicorn's configuration for an application of these settings."""
+    limits = Limits(settings.max_request_bytes, request_seconds=settings.receive_timeout)
+    return Config(app, limits, refusal_body)
 
 
-class Server(uvicorn.Server):
-    """Uvicorn's, which leaves signals to ``serve``."""
+def refusal_body(refusal: Refusal, target: str) -> dict[str, Any]:
+    """The body of a request that never reached the application."""
+    error = ApiError(refusal.status, refusal.detail, code=_REFUSAL_CODES.get(refusal.status))
+    return message_error(error) if target.startswith(MESSAGES_PATH) else error.body()
 
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
+
+_REFUSAL_CODES = {413: "request_too_large", 415: "unsupported_content_encoding"}
 
 
 @contextlib.contextmanager

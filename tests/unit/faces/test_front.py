@@ -25,12 +25,12 @@ from cog_triton.faces.front.predictions import UNSEEN_SECONDS, Journal, Predicti
 from cog_triton.faces.front.rules import (
     Limits,
     Passage,
-    Refusal,
     Request,
     check,
     check_identifier,
     fields_of,
 )
+from cog_triton.web.limits import Refusal
 
 LIMITS = Limits(body_bytes=100, head_bytes=1000)
 

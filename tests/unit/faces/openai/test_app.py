@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -258,12 +257,6 @@ def test_bodies_that_cannot_be_read() -> None:
         reply = ask(Backend(), "POST", "/v1/completions", content=content, headers=JSON_TYPE)
         assert reply.status_code == 400
         assert "body" in reply.json()["error"]["message"]
-    headers = {**JSON_TYPE, "content-encoding": "gzip"}
-    reply = ask(Backend(), "POST", "/v1/completions", content=gzip.compress(b"{}"), headers=headers)
-    assert (reply.status_code, reply.json()["error"]["code"]) == (
-        415,
-        "unsupported_content_encoding",
-    )
 
 
 def test_a_path_with_a_slash_at_its_end_is_another_one() -> None:

@@ -15,8 +15,10 @@ from cog_triton.admission import Share
 from cog_triton.errors import TritonOverloaded, TritonTimeout
 from cog_triton.faces.openai.app import create_app
 from cog_triton.faces.openai.calls import Call
+from cog_triton.faces.openai.processes import invitation
 from cog_triton.faces.openai.tracing import attributes, tracing
 from cog_triton.generation import Chunk
+from cog_triton.settings import read_settings
 from tests.unit.faces.openai.support import CHUNKS, MESSAGES, Backend, ask, served
 
 KEYED = {"OPENAI_API_KEYS": "sk-a"}
@@ -211,3 +213,14 @@ def test_without_its_packages_there_are_no_spans(
     assert tracing("http://127.0.0.1:9") is None
     assert "no traces: " in caplog.text
     assert "pip install cog-triton[otel]" in caplog.text
+
+
+def test_the_ready_line_asks_for_a_key_where_one_is_needed() -> None:
+    def text(**environment: str) -> str:
+        return invitation(read_settings(environment), "m", "http://x:1")
+
+    assert "page to chat at http://x:1/" in text()
+    assert "Bearer" not in text()
+    assert "page" not in text(CHAT_PAGE="false")
+    assert '-H "Authorization: Bearer $OPENAI_API_KEY" -d ' in text(OPENAI_API_KEYS="secret")
+    assert "secret" not in text(OPENAI_API_KEYS="secret")

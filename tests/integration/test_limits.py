@@ -1,0 +1,236 @@
+"""The limits of requests on every port that this project opens, by the bytes of a connection."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped, unused-ignore]
+import pytest
+
+from tests.openai_server import OpenAIServer
+from tests.support import CogServer, free_port, wait_until
+
+BODY_BYTES = 100_000
+FACES = ("front", "beside", "alone", "attached", "workers", "beside in workers")
+PORTS = (*FACES, "metrics")
+SIMULATED = {
+    "ENGINE": "simulated",
+    "MAX_REQUEST_BYTES": str(BODY_BYTES),
+    "RECEIVE_TIMEOUT": "1",
+    "DRAIN_SECONDS": "1",
+}
+MB = 1 << 20
+LINES = b"X-A-Header: %s\r\n" % (b"x" * 100) * 1000
+
+
+@dataclass(frozen=True)
+class Port:
+    number: int
+    server: psutil.Process
+
+    def memory(self) -> int:
+        """Bytes of the processes that answer, and of those that they started."""
+        family = [self.server, *self.server.children(recursive=True)]
+        return sum(process.memory_info().rss for process in family)
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.number), timeout=60)
+
+
+@pytest.fixture(scope="module")
+def ports(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Port]]:
+    directory = tmp_path_factory.mktemp("limits")
+    given = {"MODEL": str(demo_model), **SIMULATED}
+    numbers = {name: free_port() for name in ("beside", "metrics", "grpc", "beside in workers")}
+    names = ("--tokenizer", str(demo_model), "--model", "demo")
+    attached = ("--triton-endpoint", f"http://127.0.0.1:{numbers['grpc']}", *names)
+    with ExitStack() as stack:
+        cog = stack.enter_context(
+            CogServer(
+                {
+                    **given,
+                    "OPENAI_PORT": str(numbers["beside"]),
+                    "PREDICTOR_METRICS_PORT": str(numbers["metrics"]),
+                    "TRITON_GRPC_PORT": str(numbers["grpc"]),
+                },
+                directory / "cog",
+            )
+        )
+        both = stack.enter_context(
+            CogServer(
+                {
+                    **given,
+                    "OPENAI_PORT": str(numbers["beside in workers"]),
+                    "OPENAI_WORKERS": "2",
+                },
+                directory / "both",
+            )
+        )
+        for server in (cog, both):
+            assert server.wait_until_set_up()["status"] == "READY"
+        log = directory / "both"
+        wait_until(lambda: "processes are ready" in log.read_text(), 60, "the workers")
+        alone = stack.enter_context(OpenAIServer(given, directory / "alone"))
+        one = stack.enter_context(OpenAIServer(SIMULATED, directory / "attached", *attached))
+        several = stack.enter_context(
+            OpenAIServer(SIMULATED, directory / "workers", *attached, "--workers", "2")
+        )
+        yield {
+            "front": Port(cog.port, psutil.Process(cog.process.pid)),
+            "beside": Port(numbers["beside"], psutil.Process(cog.process.pid)),
+            "metrics": Port(numbers["metrics"], psutil.Process(cog.process.pid)),
+            "beside in workers": Port(
+                numbers["beside in workers"], psutil.Process(both.process.pid)
+            ),
+            "alone": Port(alone.port, psutil.Process(alone.process.pid)),
+            "attached": Port(one.port, psutil.Process(one.process.pid)),
+            "workers": Port(several.port, psutil.Process(several.process.pid)),
+        }
+
+
+def answer(connection: socket.socket) -> bytes:
+    """All that comes until the server closes the connection."""
+    reply = b""
+    try:
+        while part := connection.recv(1 << 16):
+            reply += part
+    except ConnectionResetError:
+        pass
+    return reply
+
+
+def status_of(reply: bytes) -> int:
+    assert reply.startswith(b"HTTP/1.1 "), reply
+    return int(reply[9:12])
+
+
+def post(*lines: bytes, body: bytes = b"") -> bytes:
+    head = (b"POST /v1/completions HTTP/1.1", b"Host: x", b"Content-Type: application/json")
+    return b"\r\n".join((*head, *lines, b"", body))
+
+
+CHUNKED = b"Transfer-Encoding: chunked"
+REQUEST = json.dumps({"model": "demo", "prompt": "Hello", "input": {}}).encode()
+LENGTH = b"Content-Length: %d" % len(REQUEST)
+REFUSED = [
+    (b"GET /" + b"a" * 40_000 + b" HTTP/1.1\r\n\r\n", 431),
+    (b"GET / HTTP/1.1\r\nX: " + b"a" * 40_000 + b"\r\n\r\n", 431),
+    (b"GET / HTTP/1.1\r\n" + LINES[:40_000] + b"\r\n\r\n", 431),
+    (b"GET / HTTP/1.1\r\n" + b"a:\r\n" * 10_000 + b"\r\n", 431),
+    (post(CHUNKED, body=b"0\r\n" + LINES + b"\r\n\r\n"), 431),
+    (post(b"Content-Length: %d" % (BODY_BYTES + 1)), 413),
+    (post(CHUNKED, body=b"%x\r\n" % (BODY_BYTES + 1) + b" " * (BODY_BYTES + 1)), 413),
+    (post(CHUNKED, body=b"5000\r\n%s\r\n" % (b" " * 0x5000) * 6), 413),
+    (post(LENGTH, b"Content-Encoding: gzip", body=REQUEST), 415),
+    (post(LENGTH, b"content-encoding: br", body=REQUEST), 415),
+    (post(b"Content-Encoding: gzip", CHUNKED, body=b"0\r\n\r\n"), 415),
+    (
+        post(
+            b"Content-Encoding: GZIP",
+            b"Content-Length: %d" % len(gzip.compress(REQUEST)),
+            body=gzip.compress(REQUEST),
+        ),
+        415,
+    ),
+    (post(b"Content-Length: 2", CHUNKED, body=b"{}"), 400),
+    (post(b"Content-Length: 2", b"Content-Length: 3", body=b"{}"), 400),
+    (post(b"Transfer-Encoding: gzip, chunked"), 501),
+    (post(b"Transfer-Encoding : chunked"), 400),
+    (b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n", 400),
+    (b"GET / HTTP/1.1\r\nX: a\r\n b\r\n\r\n", 400),
+    (b"GET http://a/ HTTP/1.1\r\n\r\n", 400),
+    (b"GET /#a HTTP/1.1\r\n\r\n", 400),
+    (b"GET / HTTP/2.0\r\n\r\n", 505),
+    (b"PRI * HTTP/2.0\r\n\r\n", 400),
+    (b"\x16\x03\x01\x02\x00", 400),
+]
+
+
+@pytest.mark.parametrize("name", PORTS)
+def test_what_is_refused_ends_the_connection(ports: dict[str, Port], name: str) -> None:
+    with ExitStack() as stack:
+        connections = [stack.enter_context(ports[name].connect()) for _ in REFUSED]
+        for connection, (sent, _) in zip(connections, REFUSED, strict=True):
+            connection.sendall(sent)
+        replies = list(map(answer, connections))
+    for (sent, status), reply in zip(REFUSED, replies, strict=True):
+        if name == "metrics" and b"chunked\r\n\r\n" in sent:
+            assert status_of(reply) in (status, 413), sent[:200]  # it takes no body
+        else:
+            assert status_of(reply) == status or sent.startswith(b"PRI"), (sent[:200], reply)
+        head, _, body = reply.partition(b"\r\n\r\n")
+        assert b"connection: close" in head.lower()
+        assert json.loads(body).keys() == (
+            {"detail"} if name in ("front", "metrics") else {"error"}
+        )
+
+
+@pytest.mark.parametrize("name", PORTS)
+def test_what_is_within_the_limits_is_answered(ports: dict[str, Port], name: str) -> None:
+    """Several requests of a connection, the last of which is refused, in their order."""
+    get = b"GET /health HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 20_000 + b"\r\n\r\n"
+    with ports[name].connect() as connection:
+        connection.sendall(get + get + b"GET /#a HTTP/1.1\r\n\r\n")
+        reply = answer(connection)
+    statuses = [int(part[:3]) for part in reply.split(b"HTTP/1.1 ")[1:]]
+    assert statuses == [404 if name == "front" else 200] * 2 + [400]
+
+
+@pytest.mark.parametrize("name", [name for name in FACES if name != "front"])
+def test_a_chunked_body_with_trailers_and_an_upgrade(ports: dict[str, Port], name: str) -> None:
+    chunks = b"".join(b"1;extension=x\r\n%c\r\n" % byte for byte in REQUEST)
+    body = chunks + b"0\r\nX-Trailer: x\r\n\r\n"
+    with ports[name].connect() as connection:
+        connection.sendall(post(CHUNKED, b"Connection: Upgrade, close", b"Upgrade: h2c", body=body))
+        assert status_of(answer(connection)) == 200
+
+
+@pytest.mark.parametrize("name", PORTS)
+@pytest.mark.parametrize(
+    ("begin", "piece"),
+    [
+        (b"GET / HTTP/1.1\r\n", LINES),
+        (b"GET / HTTP/1.1\r\nX: ", b"a" * len(LINES)),
+        (b"GET /", b"a" * len(LINES)),
+        (post(CHUNKED, body=b"1\r\n \r\n0\r\n"), LINES),
+    ],
+    ids=["headers", "header", "target", "trailers"],
+)
+def test_floods_do_not_grow_the_server(
+    ports: dict[str, Port], name: str, begin: bytes, piece: bytes
+) -> None:
+    port = ports[name]
+    before = port.memory()
+    with ExitStack() as stack:
+        connections = [stack.enter_context(port.connect()) for _ in range(6)]
+        for connection in connections:
+            try:
+                connection.sendall(begin)
+                for _ in range(5 * MB // len(piece)):
+                    connection.sendall(piece)
+            except (BrokenPipeError, ConnectionResetError):
+                pass
+        assert port.memory() - before < 15 * MB  # of 30 that were sent
+
+
+@pytest.mark.parametrize("name", PORTS)
+def test_slow_senders_are_closed(ports: dict[str, Port], name: str) -> None:
+    halves = [
+        b"G",
+        b"GET / HTTP/1.1\r\nHost: x\r\n",
+        post(b"Content-Length: 9", body=b"{"),
+        post(CHUNKED, body=b"1\r\n{\r\n"),
+        post(CHUNKED, body=b"1\r\n{\r\n0\r\nX: "),
+    ]
+    with ExitStack() as stack:
+        connections = [stack.enter_context(ports[name].connect()) for _ in halves]
+        for connection, half in zip(connections, halves, strict=True):
+            connection.sendall(half)
+        for connection in connections:
+            assert status_of(answer(connection)) in (408, 413 if name == "metrics" else 408)
