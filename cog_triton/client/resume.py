@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import logging
@@ -23,6 +24,8 @@ from cog_triton.errors import (
 from cog_triton.protocol import NO_PARAMETERS, Parameters
 
 logger = logging.getLogger(__name__)
+
+TWO_ENDED = "two servers ended as they began this request, which is not tried again"
 
 
 class Streams(Protocol):
@@ -60,6 +63,9 @@ class ResumingClient:
     answer goes on as if nothing had happened. TensorRT-LLM keeps what was delivered and generates
     another end: it knows nothing of ``continued``, and for it those ids are the prompt's.
 
+    A request without a response when its server ended may have ended it. It is tried once more, while no
+    other request begins; see ``Trials``.
+
     Attributes:
         retries: how often a request was tried again.
     """
@@ -83,6 +89,7 @@ class ResumingClient:
         self._clients = clients
         self._attempts = attempts
         self._end_id = end_id
+        self._trials = Trials()
         self.retries = 0
 
     @contextlib.asynccontextmanager
@@ -98,31 +105,41 @@ class ResumingClient:
         self, request_id: str, inputs: Inputs, parameters: Parameters
     ) -> AsyncGenerator[Response, None]:
         progress = Progress(inputs, self._end_id)
-        client = await self._clients.client(None)
+        suspect = False
         for attempt in range(self._attempts + 1):
-            try:
-                name = f"{request_id}-{attempt}" if attempt else request_id
-                async with self._stream(client, name, progress, parameters) as responses:
-                    async for response in responses:
-                        yield progress.add(response)
-                return
-            except PromptTooLong:
-                if not progress.ids:
-                    raise
-                break  # the context was full
-            except BROKEN as error:
-                if progress.complete:
-                    break  # no server is needed for the end
-                if attempt == self._attempts:
-                    raise
-                client = await self._next(client, error)
-                self.retries += 1
-                logger.warning(
-                    "request %s is tried again after %d tokens: %s",
-                    request_id,
-                    len(progress.ids),
-                    error,
-                )
+            name = f"{request_id}-{attempt}" if attempt else request_id
+            answered = False
+            async with self._trials.trial(alone=suspect) as trial:
+                client = await self._clients.client(None)
+                try:
+                    async with self._stream(client, name, progress, parameters) as responses:
+                        async for response in responses:
+                            if not answered:
+                                answered = True
+                                trial.close()
+                            yield progress.add(response)
+                    return
+                except PromptTooLong:
+                    if not progress.ids:
+                        raise
+                    break  # the context was full
+                except BROKEN as error:
+                    if progress.complete:
+                        break  # no server is needed for the end
+                    if attempt == self._attempts:
+                        raise
+                    # In the trial: no other begins on a server whose end is not noticed yet.
+                    ended = await self._next(client, error) is not client
+                    if ended and suspect and not answered:
+                        raise TritonUnavailable(TWO_ENDED) from error
+                    suspect = not answered and (ended or suspect)
+                    self.retries += 1
+                    logger.warning(
+                        "request %s is tried again after %d tokens: %s",
+                        request_id,
+                        len(progress.ids),
+                        error,
+                    )
         yield Response([], None, final=True, keeps_end_token=progress.keeps_end_token)
 
     def _stream(
@@ -142,6 +159,40 @@ class ResumingClient:
         """What to try again on after an error; a server that sent something is there."""
         gone = isinstance(error, TritonUnavailable)
         return await self._clients.client(client) if gone else client
+
+
+class Trials:
+    """Requests from their start to their first response: many at once, or one that may end its server.
+
+    If the server ends in the trial of that one, it is certain which request ended it.
+    """
+
+    def __init__(self) -> None:
+        self._running = 0
+        self._suspects = 0  # that wait or run
+        self._changed = asyncio.Event()
+
+    @contextlib.asynccontextmanager
+    async def trial(self, *, alone: bool) -> AsyncIterator[contextlib.ExitStack]:
+        """Begin a trial once it may begin.
+
+        It ends with the context, or when what this yields is closed.
+        """
+        with contextlib.ExitStack() as ends:
+            if alone:
+                self._count(suspects=1)
+                ends.callback(self._count, suspects=-1)
+            while self._running if alone else self._suspects:
+                await self._changed.wait()
+            self._count(running=1)
+            ends.callback(self._count, running=-1)
+            yield ends
+
+    def _count(self, *, running: int = 0, suspects: int = 0) -> None:
+        self._running += running
+        self._suspects += suspects
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
 
 
 class Progress:

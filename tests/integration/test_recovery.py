@@ -186,6 +186,36 @@ def test_a_restart_while_requests_wait_and_are_cancelled_loses_no_place(demo_mod
     asyncio.run(test())
 
 
+POISON = 666
+
+
+def test_a_request_that_ends_its_servers_fails_and_others_go_on(
+    demo_model: Path, tmp_path: Path
+) -> None:
+    templates = tmp_path / "templates"
+    shutil.copytree(ROOT / "triton_model_repo", templates)
+    code = templates / "tensorrt_llm" / "1" / "model.py"
+    place = "        streaming = bool("
+    dies = f"        if generations[0].sampling.seed == {POISON}:\n            end_at_once()\n"
+    code.write_text(code.read_text().replace(place, dies + place, 1))
+
+    async def test() -> None:
+        environment = {"ENGINE": "simulated", "TRITON_MODEL_REPO": str(templates)}
+        async with deployed(demo_model, **environment) as deployment:
+            undisturbed = await answers(deployment)
+            poison: list[asyncio.Task[Any]] = []
+            send = once(lambda: poison.append(asyncio.create_task(answer(deployment, poisonous))))
+            running = [answer(deployment, request(i), send) for i in range(STREAMS)]
+            assert await asyncio.wait_for(asyncio.gather(*running), SECONDS) == undisturbed
+            with pytest.raises(TritonUnavailable, match="two servers ended"):
+                await asyncio.wait_for(poison[0], SECONDS)
+            assert deployment._supervisor.restarts == 2
+            assert await answers(deployment) == undisturbed
+
+    poisonous = dataclasses.replace(request(0), seed=POISON)
+    asyncio.run(test())
+
+
 def test_requests_that_are_not_resumed_fail_at_once_and_may_be_sent_again(
     demo_model: Path,
 ) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from cog_triton.adapter_tensors import AdapterTensors
-from cog_triton.client.resume import ResumingClient
+from cog_triton.client.resume import TWO_ENDED, ResumingClient, Trials
 from cog_triton.client.stream import Inputs, Response, TritonClient
 from cog_triton.errors import (
     CogTritonError,
@@ -260,3 +260,85 @@ def test_an_adapter_that_nobody_can_send() -> None:
     client = ScriptedClient([MISSING], [MISSING])
     with pytest.raises(InvalidParameter, match="LoRA task 5 not found in cache"):
         run(client, inputs(max_tokens=8, lora_task_id=5), adapters=ADAPTER)
+
+
+class Engines:
+    """Servers of which each ends when a poisonous request begins; and the clients of them."""
+
+    def __init__(self, poison: int) -> None:
+        self._poison = poison
+        self.ended: list[asyncio.Event] = []
+        self._present = self._start()
+
+    def _start(self) -> TritonClient:
+        self.ended.append(asyncio.Event())
+        return cast(TritonClient, EndingClient(self.ended[-1], self._poison))
+
+    async def client(self, failed: TritonClient | None) -> TritonClient:
+        if failed is self._present:
+            await self.ended[-1].wait()
+            self._present = self._start()
+        return self._present
+
+
+class EndingClient:
+    """A server's client: each request gets four tokens, and those that run end with the server."""
+
+    def __init__(self, ended: asyncio.Event, poison: int) -> None:
+        self._ended, self._poison = ended, poison
+
+    @asynccontextmanager
+    async def stream(
+        self, _: str, inputs: Inputs, continued: Sequence[int] = (), parameters: object = None
+    ) -> AsyncIterator[Any]:
+        assert parameters == {}
+
+        async def responses() -> AsyncIterator[Response]:
+            for token in range(len(continued), 4):
+                await asyncio.sleep(0)  # others go on
+                if int(inputs["seed"].flat[0]) == self._poison and token == 2:
+                    self._ended.set()
+                if self._ended.is_set():
+                    raise GONE
+                yield tokens(token, final=token == 3)
+
+        yield responses()
+
+
+def test_a_request_that_ends_its_servers_is_not_tried_a_third_time_and_others_go_on() -> None:
+    servers = Engines(poison=7)
+
+    async def ids(resuming: ResumingClient, seed: int) -> list[int]:
+        given = inputs(max_tokens=8, seed=seed)
+        async with resuming.stream(f"id-{seed}", given) as stream:
+            return [token async for response in stream for token in response.ids]
+
+    async def test() -> list[Any]:
+        resuming = ResumingClient(servers, attempts=9, end_id=END)
+        running = [asyncio.create_task(ids(resuming, seed)) for seed in range(20)]
+        answers = await asyncio.gather(*running, return_exceptions=True)
+        # It takes no part in what comes later.
+        assert await asyncio.wait_for(ids(resuming, 30), 10) == [0, 1, 2, 3]
+        return answers
+
+    answers = asyncio.run(test())
+    poisoned = answers.pop(7)
+    assert isinstance(poisoned, TritonUnavailable)
+    assert TWO_ENDED in str(poisoned)
+    assert answers == [[0, 1, 2, 3]] * 19
+    # The first server ends after its first tokens, the next two with it alone.
+    assert len(servers.ended) == 4
+
+
+def test_a_suspect_that_is_cancelled_while_it_waits_holds_no_other_up() -> None:
+    async def test() -> None:
+        trials = Trials()
+        async with trials.trial(alone=False):
+            suspect = asyncio.create_task(trials.trial(alone=True).__aenter__())
+            await asyncio.sleep(0)
+            suspect.cancel()
+            await asyncio.wait([suspect])
+            async with trials.trial(alone=False):
+                pass
+
+    asyncio.run(asyncio.wait_for(test(), 10))
