@@ -283,7 +283,10 @@ async def _begin_life(
         try:
             runtime = _runtime_directory(settings, cleanup)
             repository = runtime / "repository"
-            fill_repository(settings.model_repository, repository, values)
+            with contextlib.ExitStack() as partial:
+                partial.callback(shutil.rmtree, runtime, ignore_errors=True)
+                fill_repository(settings.model_repository, repository, values)
+                partial.pop_all()
         except OSError as error:
             raise ConfigurationError(file_problem(error)) from error
         check_streaming(repository)

@@ -114,8 +114,8 @@ class Settings(BaseModel):
     logging, model-repository, model-config, statistics, metadata."""
     passed_secrets: str = Field("", alias="TRITON_SECRETS", pattern=r"^\w*(,\w+)*$")
     """Names, with commas between, of variables that tritonserver and its models get although they are kept
-    from them otherwise: those that end in _TOKEN, _API_KEY, _API_KEYS, _ACCESS_KEY, _SECRET or
-    _PASSWORD."""
+    from them otherwise: those that end in _TOKEN, _KEY, _KEYS, _SECRET or PASSWORD, and those that end
+    in _URL or _DSN and have a password."""
     start_timeout: float = Field(300.0, alias="TRITON_START_TIMEOUT", gt=0)
     """Seconds that every model may take, together, to become ready. A start after a failure gets ten times
     what the longest start took, if that is less, but at least 60."""

@@ -19,7 +19,10 @@ CONTAINER_ROOT = Path("/opt/tritonserver")
 STUB = "triton_python_backend_stub"
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 
-_SECRET = re.compile(r"_(TOKEN|API_KEYS?|ACCESS_KEY|SECRET|PASSWORD)$", re.IGNORECASE)
+_SECRET = re.compile(r"(_TOKEN|_KEYS?|_SECRET|PASSWORD)$", re.IGNORECASE)
+_ADDRESS = re.compile(r"_(URL|DSN)$", re.IGNORECASE)
+_PASSWORD = re.compile(r"(//|^)[^/@\s:]*:[^/@\s]+@|\bpassword=", re.IGNORECASE)
+_NEEDED = "TLLM_SPAWN_PROXY_PROCESS_IPC_HMAC_KEY"  # between TensorRT-LLM's own processes
 _SOURCES = ("COG_WEIGHTS", "MODEL", "TOKENIZER")  # a URL has a signature or a password at times
 
 
@@ -167,4 +170,8 @@ def environment(
 
 def is_secret(name: str, value: str) -> bool:
     """Whether an environment variable is kept from tritonserver, which needs none: files are here."""
-    return bool(_SECRET.search(name)) or (name in _SOURCES and "://" in value)
+    return (
+        (bool(_SECRET.search(name)) and name != _NEEDED)
+        or (bool(_ADDRESS.search(name)) and bool(_PASSWORD.search(value)))
+        or (name in _SOURCES and "://" in value)
+    )

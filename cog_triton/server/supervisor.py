@@ -6,6 +6,7 @@ It knows nothing of tritonserver: a life is what ``begin`` returns.
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 import logging
 import time
@@ -20,6 +21,7 @@ logger = logging.getLogger("tritonserver")
 
 FIRST_PAUSE = 0.5
 LONGEST_PAUSE = 30.0
+ROOM_PAUSE = 5.0  # while a disk is full
 NOTICE_SECONDS = 2.0
 """In which the end of a server is noticed."""
 
@@ -64,6 +66,12 @@ class RestartPolicy:
 def pause(failed_starts: int) -> float:
     """Seconds before the next start: none after a life, ever longer after starts that failed."""
     return min(FIRST_PAUSE * 2.0 ** (failed_starts - 1), LONGEST_PAUSE) if failed_starts else 0.0
+
+
+def lacks_room(error: CogTritonError) -> bool:
+    """Return whether a server did not start because a disk is full."""
+    cause = error.__cause__
+    return isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 class Supervisor(Generic[L]):
@@ -162,19 +170,22 @@ class Supervisor(Generic[L]):
 
     async def _restart(self, ends: deque[float], reason: str) -> L | None:
         """The next life; None if the policy allows no more."""
+        full = False
         for failed_starts in itertools.count():
             now = self._clock()
             ends.append(now)
             if not self._policy.allows(ends, now):
                 break
-            seconds = pause(failed_starts)
+            seconds = min(pause(failed_starts), ROOM_PAUSE) if full else pause(failed_starts)
             logger.warning("starting Triton again%s", f" in {seconds:g} s" if seconds else "")
             await asyncio.sleep(seconds)
             try:
                 return await self._begin()
             except CogTritonError as error:
-                reason = str(error)
+                reason, full = str(error), lacks_room(error)
                 logger.error("%s", reason)
+                if full:  # it is not the server's fault, and ends when there is room
+                    ends.pop()
         self._give_up(reason)
         return None
 

@@ -115,14 +115,19 @@ class TritonServer:
         leftovers.sweep()
         try:
             server, backends = assemble(installation, self._runtime)
+            self._spawn(
+                command(
+                    server,
+                    self._repository,
+                    backends,
+                    self.endpoints,
+                    self.shm_prefix,
+                    self._settings,
+                ),
+                environ,
+            )
         except OSError as error:  # the disk is full, say
             raise ConfigurationError(file_problem(error)) from error
-        self._spawn(
-            command(
-                server, self._repository, backends, self.endpoints, self.shm_prefix, self._settings
-            ),
-            environ,
-        )
         try:
             self._wait_until_ready()
         except BaseException:

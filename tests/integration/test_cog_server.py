@@ -382,6 +382,20 @@ def test_the_worker_killed_takes_triton_and_its_stubs_along(
         wait_until(lambda: not [pid for pid in tree if alive(pid)], 20, "the end of Triton")
 
 
+def test_a_worker_that_is_killed_as_it_appears_takes_the_server_along(
+    demo_model: Path, tmp_path: Path
+) -> None:
+    with CogServer({"MODEL": str(demo_model), "ENGINE": "simulated"}, tmp_path / "log") as server:
+
+        def worker() -> list[int]:
+            started = children(server.process.pid)
+            return [pid for pid in processes("coglet.server._run_worker") if pid in started]
+
+        os.kill(wait_until(worker, 60, "the start of the worker")[0], signal.SIGKILL)
+        assert server.process.wait(60) != 0
+    assert "the predictor's process has ended" in server.log.read_text()
+
+
 @pytest.mark.parametrize(
     ("environment", "reason"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import os
@@ -11,7 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -301,6 +302,44 @@ asyncio.run(main())
     )
     assert process.returncode == EXIT_STATUS
     assert process.stderr.strip().splitlines()[-1].startswith("exiting: tritonserver died")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of a few megabytes."""
+    directory = tmp_path / "disk"
+    directory.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=32m", "tmpfs", str(directory)]
+    if os.geteuid() or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("this user may mount no file system")
+    try:
+        yield directory
+    finally:
+        subprocess.run(["umount", "-l", str(directory)], check=True)
+
+
+def test_a_runtime_directory_that_was_full_recovers_when_there_is_room(
+    demo_model: Path, small_disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """However long it was full: that is no end of a server."""
+
+    async def test() -> None:
+        environment = {"RUNTIME_DIR": str(small_disk), "TRITON_RESTARTS": "1"}
+        async with deployed(demo_model, ENGINE="simulated", **environment) as deployment:
+            life = deployment._supervisor.life
+            ballast = small_disk / "ballast"
+            with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
+                while True:
+                    file.write(bytes(4096))
+            os.kill(*victim(deployment, "tritonserver", signal.SIGKILL))
+            while caplog.text.count("No space left on device") < 3:
+                await asyncio.sleep(0.05)  # nothing signals it
+            assert not await deployment.healthy()
+            ballast.unlink()
+            await asyncio.wait_for(next_life(deployment, life), SECONDS)
+            assert (await answer(deployment, request(1)))[1][0] == TOKENS
+
+    asyncio.run(test())
 
 
 def test_a_server_that_dies_at_the_first_request_says_why_at_the_start(

@@ -7,8 +7,10 @@ container finds a process that runs. To be deleted when Cog starts a worker agai
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import resource
 import select
 import sys
 import threading
@@ -20,7 +22,7 @@ from pathlib import Path
 EXIT_STATUS = 70
 """EX_SOFTWARE of sysexits.h."""
 _WORKER = b"coglet.server._run_worker"
-_POLL_SECONDS = 0.5
+_POLL_SECONDS = 0.1
 _GRACE_SECONDS = 1.0  # a server that was told to stop ends by itself
 _ASK_SECONDS = 2.0
 
@@ -41,9 +43,13 @@ def end_with_worker(port: Callable[[], int]) -> None:
 
 
 def _watch(port: Callable[[], int]) -> None:
-    while (worker := _worker()) is None:
+    before = _faults_of_ended_children()
+    # A worker that is killed as it appears may be gone before it is seen.
+    while (worker := _worker()) is None and _faults_of_ended_children() == before:
         time.sleep(_POLL_SECONDS)
-    select.select([os.pidfd_open(worker)], [], [])
+    if worker is not None:
+        with contextlib.suppress(ProcessLookupError):
+            select.select([os.pidfd_open(worker)], [], [])
     ended.set()
     time.sleep(_GRACE_SECONDS)
     if _status(port()) == "SETUP_FAILED":
@@ -57,10 +63,16 @@ def _watch(port: Callable[[], int]) -> None:
 def _worker() -> int | None:
     """The process id of this process's worker; None before there is one."""
     for thread in os.listdir("/proc/self/task"):
-        for pid in Path("/proc/self/task", thread, "children").read_text().split():
-            if _WORKER in Path("/proc", pid, "cmdline").read_bytes():
-                return int(pid)
+        with contextlib.suppress(OSError):  # the thread or the child has ended
+            for pid in Path("/proc/self/task", thread, "children").read_text().split():
+                if _WORKER in Path("/proc", pid, "cmdline").read_bytes():
+                    return int(pid)
     return None
+
+
+def _faults_of_ended_children() -> int:
+    """Return a number that grows with each child that has ended and been waited for."""
+    return resource.getrusage(resource.RUSAGE_CHILDREN).ru_minflt
 
 
 def _status(port: int) -> str | None:

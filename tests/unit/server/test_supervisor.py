@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections import deque
 from collections.abc import Awaitable, Callable
 
 import pytest
 
-from cog_triton.errors import TritonStartError, TritonUnavailable
+from cog_triton.errors import ConfigurationError, TritonStartError, TritonUnavailable
 from cog_triton.server import supervisor as module
 from cog_triton.server.supervisor import RestartPolicy, Supervisor, pause
 
@@ -149,6 +150,37 @@ def test_pauses_grow_with_failed_starts_alone(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(module, "FIRST_PAUSE", 0.5)
     assert [pause(n) for n in range(5)] == [0, 0.5, 1, 2, 4]
     assert pause(50) == module.LONGEST_PAUSE
+
+
+def test_a_full_disk_is_waited_for_and_no_end_of_the_server(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pauses: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+
+    class NoRoom(Lives):
+        async def __call__(self) -> FakeLife:
+            if 1 <= self.attempts < 30:
+                self.attempts += 1
+                raise ConfigurationError("/run: full") from OSError(errno.ENOSPC, "full")
+            return await super().__call__()
+
+    async def test() -> None:
+        lives = NoRoom()
+        supervisor = Supervisor(lives, RestartPolicy(2, 60))
+        await supervisor.start()
+        first = supervisor.life
+        lives.begun[0].end.set()
+        monkeypatch.setattr(asyncio, "sleep", sleep)
+        assert await supervisor.after(first, 10) is lives.begun[1]
+        monkeypatch.undo()
+        await supervisor.stop()
+
+    monkeypatch.setattr(module, "FIRST_PAUSE", 0.5)
+    run(test)
+    assert pauses == [0, 0.5, 1, 2, 4, *[5] * 25]
 
 
 @pytest.mark.parametrize("steps", range(12))

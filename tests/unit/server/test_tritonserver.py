@@ -119,6 +119,12 @@ SECRETS = {
     "OPENAI_API_KEY": "a",
     "AWS_SECRET_ACCESS_KEY": "a",
     "db_password": "a",
+    "PGPASSWORD": "a",
+    "SSH_PRIVATE_KEY": "a",
+    "DATABASE_URL": "postgresql://user:a@db/name",
+    "REDIS_URL": "redis://:a@cache:6379/0",
+    "MYSQL_DSN": "user:a@tcp(db:3306)/name",
+    "PG_DSN": "host=db password=a",
     "CLIENT_SECRET": "a",
     "COG_WEIGHTS": "https://example.com/model.tar?signature=a",
     "MODEL": "https://user:a@example.com/model.tar",
@@ -128,6 +134,8 @@ NO_SECRETS = {
     "HF_HOME": "/cache",
     "HF_TOKEN_PATH": "/cache/token",
     "TOKENIZERS_PARALLELISM": "0",
+    "HUB_URL": "https://example.com:8080/models@1",
+    "ALERTS_URL": "https://user@example.com",
     "TLLM_SPAWN_PROXY_PROCESS_IPC_HMAC_KEY": "a",  # TensorRT-LLM's own, between its processes
 }
 
