@@ -11,9 +11,9 @@ from cog_triton.faces.openai.prompts import chat_prompt, effort_switches, templa
 from cog_triton.faces.openai.reasoning import ReasoningParser, thinks
 from cog_triton.faces.openai.sampling import guides, longest_output, sampling
 from cog_triton.faces.openai.served import Served
+from cog_triton.faces.openai.tools.calls import Format, call_parser, format_of
 from cog_triton.faces.openai.tools.choice import call_guide, is_enforced, offered_tools
 from cog_triton.faces.openai.tools.events import CallStart, Event, Parser, Text
-from cog_triton.faces.openai.tools.formats import Format, call_parser, format_of
 from cog_triton.generation import Chunk
 from cog_triton.request import Request
 

@@ -11,7 +11,7 @@ from cog_triton.faces.openai.completions import completion_requests
 from cog_triton.faces.openai.errors import ApiError
 from cog_triton.faces.openai.fields import ChatBody, CompletionBody
 from cog_triton.faces.openai.sampling import UNKNOWN_CONTEXT, check_fields
-from cog_triton.faces.openai.tools.formats import HERMES
+from cog_triton.faces.openai.tools.calls import HERMES
 from cog_triton.faces.openai.turns import chat_request
 from cog_triton.guide import Guide, GuideKind
 from cog_triton.request import Request
