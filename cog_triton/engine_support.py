@@ -44,6 +44,7 @@ def check_supported(
                 "min_p": request.min_p,
                 "top_logprobs": request.log_probs,
                 "prompt_logprobs": request.prompt_log_probs,
+                "allowed_token_ids": request.allowed_token_ids,
             },
         )
     if not own_preprocessing:

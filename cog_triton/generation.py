@@ -80,39 +80,39 @@ async def generate(
         CogTritonError: by what went wrong; see ``cog_triton.errors``.
     """
     text_limits(tokenizer, context_length).check("the prompt", len(request.prompt))
-    detokenizer = IncrementalDetokenizer(tokenizer, shown=request.shown_tokens)
-    stops = StopSequences(request.stop_sequences)
+    detokenizer, stops = new_detokenizer(request, tokenizer), StopSequences(request.stop_sequences)
     stop_ids, stop_token = frozenset(request.stop_token_ids), None
     end_id = effective_end_id(request, tokenizer.eos_token_id)
-    last_id: int | None = None
-    output_tokens, input_tokens, keeps_end_token = 0, None, True
-    stream = client.stream(
-        request_id or secrets.token_hex(8),
-        triton_inputs(request),
-        parameters=request_parameters(request),
-    )
+    ids: list[int] = []  # of the whole output
+    input_tokens, keeps_end_token = None, True
+    inputs, parameters = triton_inputs(request), request_parameters(request)
+    stream = client.stream(request_id or secrets.token_hex(8), inputs, parameters=parameters)
     async with turn(admission, share) as place, stream as responses:
         async for arrived in responses:
-            response, new_ids, stop_token = until_token(arrived, stop_ids)
-            output_tokens += len(response.ids)
-            input_tokens = response.input_tokens or input_tokens
-            place.used = output_tokens + (input_tokens or 0)
-            last_id = response.ids[-1] if response.ids else last_id
-            keeps_end_token = keeps_end_token and response.keeps_end_token
+            response, stop_token = until_token(arrived, stop_ids)
+            new_ids = shown_ids(request, response.ids, stop_token, end_id)
             text = stops.feed(detokenizer.decode(new_ids))
-            told = chunk_of(response, text, output_tokens, input_tokens)
+            if stops.matched is not None:
+                response = first_tokens(response, tokens_to_stop(request, tokenizer, ids, new_ids))
+            ids += response.ids
+            input_tokens = response.input_tokens or input_tokens
+            place.used = len(ids) + (input_tokens or 0)
+            keeps_end_token = keeps_end_token and response.keeps_end_token
+            told = chunk_of(response, text, len(ids), input_tokens)
             if response.final or stops.matched is not None or stop_token is not None:
                 break
             yield told
     # Here the request has been stopped in the engine if a stop sequence or a stop token ended it.
     if stops.matched is None:
         text += stops.feed(detokenizer.flush()) + stops.flush()
-    full = output_tokens >= request.max_tokens or (
-        context_length is not None and (input_tokens or 0) + output_tokens >= context_length
+    full = len(ids) >= request.max_tokens or (
+        context_length is not None and (input_tokens or 0) + len(ids) >= context_length
     )
     # Where the engine leaves the end token out, an answer that was not cut off ended with it.
-    by_end_token = last_id == end_id if keeps_end_token else not full
+    by_end_token = ids[-1:] == [end_id] if keeps_end_token else not full
     stop_token = stop_token if stops.matched is None else None
+    if request.include_stop:
+        text += stops.matched or ""
     ended = stops.matched is not None or stop_token is not None or by_end_token
     reason: FinishReason = "stop" if ended else "length"
     told = replace(told, text=text, queued=place.waited, stop_sequence=stops.matched)
@@ -131,18 +131,48 @@ def chunk_of(response: Response, text: str, output_tokens: int, input_tokens: in
     )
 
 
-def until_token(
-    response: Response, stops: frozenset[int]
-) -> tuple[Response, list[int], int | None]:
-    """A response up to the first of some tokens, that one included; the ids before it; and the token.
+def new_detokenizer(request: Request, tokenizer: Tokenizer) -> IncrementalDetokenizer:
+    return IncrementalDetokenizer(
+        tokenizer, skip_special_tokens=request.skip_special_tokens, shown=request.shown_tokens
+    )
 
-    Without such a token all of the response, all ids, and None.
-    """
+
+def until_token(response: Response, stops: frozenset[int]) -> tuple[Response, int | None]:
+    """Truncate a response behind its first stop token. Returns the response and that token, or None."""
     if stops.isdisjoint(response.ids):
-        return response, response.ids, None
-    place = next(place for place, token in enumerate(response.ids) if token in stops)
-    ids, log_probs = response.ids[: place + 1], response.log_probs[: place + 1]
-    return replace(response, ids=ids, log_probs=log_probs), ids[:-1], ids[-1]
+        return response, None
+    count = next(count for count, token in enumerate(response.ids, 1) if token in stops)
+    return first_tokens(response, count), response.ids[count - 1]
+
+
+def first_tokens(response: Response, count: int) -> Response:
+    return replace(response, ids=response.ids[:count], log_probs=response.log_probs[:count])
+
+
+def shown_ids(request: Request, ids: list[int], stop_token: int | None, end_id: int) -> list[int]:
+    """The ids whose text is in the output: without the token that ended it, unless that is wanted."""
+    if not ids or request.include_stop:
+        return ids
+    ended = stop_token is not None or (not request.skip_special_tokens and ids[-1] == end_id)
+    return ids[:-1] if ended else ids
+
+
+def tokens_to_stop(
+    request: Request, tokenizer: Tokenizer, before: list[int], new: list[int]
+) -> int:
+    """Count the new ids up to the one that completed a stop sequence, which all of them have.
+
+    The engine ran on meanwhile, by as many tokens as it had time for.
+    """
+    if len(new) == 1:
+        return 1
+    detokenizer, stops = new_detokenizer(request, tokenizer), StopSequences(request.stop_sequences)
+    stops.feed(detokenizer.decode(before))
+    for count, token in enumerate(new, 1):
+        stops.feed(detokenizer.decode([token]))
+        if stops.matched is not None:
+            return count
+    return len(new)
 
 
 def turn(admission: Admission | None, share: Share | None) -> AbstractAsyncContextManager[Place]:

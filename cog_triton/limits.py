@@ -46,6 +46,9 @@ GUIDE_CHARACTERS = 2**17
 NAME_CHARACTERS = 256
 """Of an adapter's name."""
 
+ALLOWED_IDS = 2**18
+"""Token ids of which an output may be: about as many as the largest vocabularies have."""
+
 TOP_LOG_PROBS = 20
 """Alternatives that log probabilities may have at each place: the most that OpenAI's API has."""
 

@@ -73,6 +73,9 @@ PROMPT_LOG_PROBS = "prompt_logprobs"
 """The same: a boolean; with return_log_probs, the first response's LOG_PROBS begins with those of the
 prompt's tokens, see ``packed_prompt_log_probs``."""
 
+ALLOWED_IDS = "allowed_token_ids"
+"""The same: token ids, the only ones that are generated; see ``ids_text``."""
+
 Parameters = Mapping[str, str | int | bool]
 """Parameters of a request, of the types that both of Triton's endpoints take."""
 

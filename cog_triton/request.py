@@ -23,6 +23,7 @@ from cog_triton.errors import (
 )
 from cog_triton.guide import Guide, check_guide, engine_guide
 from cog_triton.limits import (
+    ALLOWED_IDS,
     GUIDE_CHARACTERS,
     MOST_CHARACTERS,
     NAME_CHARACTERS,
@@ -80,6 +81,10 @@ class Request:
         stop_token_ids: tokens that end the output, of whose text they are no part.
         shown_tokens: special tokens, by their texts, that the output's text is to have; it has no others.
         adapter: name of the LoRA adapter that changes the model; empty for none.
+        include_stop: whether the stop sequence or token that ends the output is part of its text.
+        skip_special_tokens: whether special tokens are left out of the output's text.
+        allowed_token_ids: the only tokens of which the output may be; empty for all.
+        priority: of requests that wait for their turn, lower ones come first.
     """
 
     prompt: str
@@ -108,6 +113,10 @@ class Request:
     stop_token_ids: tuple[int, ...] = ()
     shown_tokens: tuple[str, ...] = ()
     prompt_log_probs: bool = False
+    include_stop: bool = False
+    skip_special_tokens: bool = True
+    allowed_token_ids: tuple[int, ...] = ()
+    priority: int = 0
 
     def __post_init__(self) -> None:
         """Refuses values that no engine could honour.
@@ -162,8 +171,13 @@ class Request:
             raise InvalidParameter(
                 f"stop_token_ids must be at most {WORDS}, not {len(self.stop_token_ids)}"
             )
-        for token in self.stop_token_ids:
-            _check("stop_token_ids", token, lambda v: 0 <= v <= MAX_INT32, "of token ids")
+        if len(self.allowed_token_ids) > ALLOWED_IDS:
+            raise InvalidParameter(
+                f"allowed_token_ids must be at most {ALLOWED_IDS}, not {len(self.allowed_token_ids)}"
+            )
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            for token in getattr(self, name):
+                _check(name, token, lambda v: 0 <= v <= MAX_INT32, "of token ids")
         if len(self.logit_bias) > WORDS:
             raise InvalidParameter(
                 f"logit_bias must be at most {WORDS}, not {len(self.logit_bias)}"
@@ -264,6 +278,7 @@ def request_parameters(request: Request) -> dict[str, str | int | bool]:
         protocol.MIN_P: repr(float(request.min_p)) if request.min_p else None,
         protocol.TOP_LOG_PROBS: request.log_probs or None,
         protocol.PROMPT_LOG_PROBS: request.prompt_log_probs or None,
+        protocol.ALLOWED_IDS: protocol.ids_text(request.allowed_token_ids) or None,
     }
     return {name: value for name, value in values.items() if value is not None}
 

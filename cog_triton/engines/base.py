@@ -102,6 +102,7 @@ class GenerationRequest:
         top_log_probs: how many of the most likely tokens are told at each place.
         prompt_log_probs: whether those of the prompt's tokens are told as well.
         logit_bias: is added to the logits of these tokens.
+        allowed_ids: the only tokens that are chosen; empty for all.
         guide: what the output has to be; None for anything.
         lora_task_id: the adapter that the model is changed by; 0 for none.
     """
@@ -117,6 +118,7 @@ class GenerationRequest:
     prompt_log_probs: bool = False
     continued: int = 0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_ids: tuple[int, ...] = ()
     guide: Guide | None = None
     lora_task_id: int = 0
 
@@ -158,7 +160,11 @@ def check_ids(request: GenerationRequest, vocabulary: int) -> None:
         raise EngineError(
             f"EndId ({request.end_id}) is not within acceptable range [-1, {vocabulary})."
         )
-    ids = list(chain(request.input_ids, request.logit_bias, *request.sampling.bad_words))
+    ids = list(
+        chain(
+            request.input_ids, request.logit_bias, request.allowed_ids, *request.sampling.bad_words
+        )
+    )
     if min(ids) < 0 or max(ids) >= vocabulary:
         raise EngineError(f"token ids must be between 0 and {vocabulary - 1}")
 

@@ -55,7 +55,9 @@ SCHEDULER = "cog-triton"  # transformers finds it by this name
 class TransformersEngine(Engine):
     """See the module's docstring."""
 
-    features = frozenset({"embedding_bias", "min_p", "prompt_logprobs", "top_logprobs"})
+    features = frozenset(
+        {"allowed_token_ids", "embedding_bias", "min_p", "prompt_logprobs", "top_logprobs"}
+    )
 
     def __init__(
         self,

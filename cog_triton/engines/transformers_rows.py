@@ -53,7 +53,8 @@ class Row:
     def changes_logits(self) -> bool:
         """Whether its logits are not used as they are."""
         request = self.request
-        return not request.sampling.plain or bool(request.logit_bias) or self.guided is not None
+        given = request.logit_bias or request.allowed_ids or self.guided is not None
+        return bool(given) or not request.sampling.plain
 
     def extend(self, output: list[int], device: torch.device, vocabulary: int) -> None:
         """Takes in all that has been generated so far."""
@@ -68,13 +69,18 @@ class Row:
     def changed(self, logits: torch.Tensor, allowed: torch.Tensor | None) -> torch.Tensor:
         """The logits that are sampled from, shape [vocabulary]."""
         own = self._biased(logits)
+        if self.request.allowed_ids:
+            only = torch.zeros_like(logits, dtype=torch.bool)
+            only[self._allowed_ids.to(logits.device)] = True
+            if allowed is None or (only & allowed).any():  # else the guide goes first
+                allowed = only if allowed is None else only & allowed
         if self.history is not None:
             own = penalize(own, self.request.sampling, self.history, self.request.end_id)
         if allowed is None:
             return own
         own = own.masked_fill(~allowed, -torch.inf)
         if self.history is not None and not own.isfinite().any():
-            # Bad words or the minimum length leave nothing of what the guide allows, which goes first.
+            # Bad words or the minimum length leave nothing of what is allowed, which goes first.
             return logits.masked_fill(~allowed, -torch.inf)
         return own
 
@@ -83,6 +89,10 @@ class Row:
             return logits
         ids, values = self._bias
         return logits.index_add(0, ids.to(logits.device), values.to(logits.device))
+
+    @cached_property
+    def _allowed_ids(self) -> torch.Tensor:
+        return torch.tensor(list(self.request.allowed_ids))
 
     @cached_property
     def _bias(self) -> tuple[torch.Tensor, torch.Tensor]:

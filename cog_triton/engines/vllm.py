@@ -84,7 +84,13 @@ class VllmEngine(EventLoopEngine):
         config = llm.model_config
         self._context_length = int(config.max_model_len)
         self._vocabulary = int(config.get_vocab_size())
-        features = {"embedding_bias", "min_p", "prompt_logprobs", "top_logprobs"}
+        features = {
+            "allowed_token_ids",
+            "embedding_bias",
+            "min_p",
+            "prompt_logprobs",
+            "top_logprobs",
+        }
         features |= {"guided_decoding"} if not config.skip_tokenizer_init else set()
         features |= {"lora_task_id"} if adapters is not None and not _on_cpu() else set()
         self.features = frozenset(features)

@@ -37,6 +37,8 @@ def sampling_arguments(request: GenerationRequest) -> dict[str, Any]:
         arguments["stop_token_ids"] = [request.end_id]
     if request.logit_bias:
         arguments["logit_bias"] = dict(request.logit_bias)
+    if request.allowed_ids:
+        arguments["allowed_token_ids"] = list(request.allowed_ids)
     if request.return_log_probs:
         arguments["logprobs"] = request.top_log_probs  # with 0 of the chosen tokens alone
     if request.prompt_log_probs:

@@ -23,11 +23,13 @@ from cog_triton.engines.serving import Output, Times, words_from_list
 from cog_triton.guide import Guide, GuideKind, engine_guide
 from cog_triton.limits import GUIDE_CHARACTERS, TOP_LOG_PROBS, WORD_IDS
 from cog_triton.protocol import (
+    ALLOWED_IDS,
     LOG_PROBS,
     MIN_P,
     PROMPT_LOG_PROBS,
     TokenLogProb,
     checksum,
+    ids_parameter,
     packed_log_probs,
     packed_prompt_log_probs,
 )
@@ -77,7 +79,7 @@ _FEATURES = {
     "guided_decoding": ("guided_decoding_guide", "guided_decoding_guide_type"),
     "lora_task_id": ("lora_task_id",),
 }
-_PARAMETERS = (MIN_P, TOP_LOG_PROBS_NAME, PROMPT_LOG_PROBS)
+_PARAMETERS = (MIN_P, TOP_LOG_PROBS_NAME, PROMPT_LOG_PROBS, ALLOWED_IDS)
 
 
 def generation_requests(
@@ -305,9 +307,17 @@ def _generation_request(
         prompt_log_probs=log_probs and bool(parameters.get(PROMPT_LOG_PROBS)) and not continued,
         continued=min(continued, length),
         logit_bias=_logit_bias(inputs, i),
+        allowed_ids=_allowed_ids(parameters),
         guide=_guide(inputs, i),
         lora_task_id=scalar("lora_task_id", 0),
     )
+
+
+def _allowed_ids(parameters: Mapping[str, Any]) -> tuple[int, ...]:
+    try:
+        return tuple(ids_parameter(parameters, ALLOWED_IDS))
+    except ValueError as error:
+        raise EngineError(str(error)) from None
 
 
 def _logit_bias(inputs: Mapping[str, Array], i: int) -> dict[int, float]:

@@ -40,6 +40,7 @@ def render_chat(
     *,
     tools: Sequence[Mapping[str, Any]] = (),
     add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
     kwargs: Mapping[str, Any] | None = None,
     limits: TextLimits = _LIMITS,
 ) -> str:
@@ -51,6 +52,7 @@ def render_chat(
         messages: each with a role and, mostly, a content: a text, or a list of parts of type text.
         tools: functions that the model may call, in OpenAI's form.
         add_generation_prompt: whether the prompt ends with what begins an answer.
+        continue_final_message: whether it ends within the last message, which the model continues.
         kwargs: the template's own switches.
 
     Raises:
@@ -71,8 +73,10 @@ def render_chat(
     options = {
         **kwargs,
         "tools": list(tools) or None,
-        "add_generation_prompt": add_generation_prompt,
+        "add_generation_prompt": add_generation_prompt and not continue_final_message,
     }
+    if continue_final_message:
+        options["continue_final_message"] = True
     try:
         prompt = _rendered(tokenizer, template, turns, options)
     except (TemplateError, TypeError, ValueError, KeyError, RecursionError) as error:

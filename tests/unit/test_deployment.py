@@ -270,6 +270,7 @@ def request(**values: Any) -> Request:
         ({"min_p": 0.1}, "min_p"),
         ({"log_probs": 2, "min_p": 0.1}, "min_p, top_logprobs"),
         ({"log_probs": 0, "prompt_log_probs": True}, "prompt_logprobs"),
+        ({"allowed_token_ids": (1,)}, "allowed_token_ids"),
     ],
 )
 def test_what_tensorrt_llms_backend_would_ignore_is_refused(

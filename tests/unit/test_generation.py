@@ -199,3 +199,50 @@ def test_what_goes_beside_the_inputs(tokenizer: Any) -> None:
     client = Client(Response([5], 2, True))
     run(tokenizer, client, context_length=100, min_p=0.25)
     assert client.parameters == {"min_p": "0.25"}
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 3, 7, 100])
+def test_an_answer_is_counted_up_to_the_token_that_completed_the_stop(
+    tokenizer: Any, pieces: int
+) -> None:
+    """However far the engine ran on, and however its responses were put together."""
+    ids = tokenizer("one two three four five six seven", add_special_tokens=False).input_ids
+    likely = [TokenLogProb(token, -1.0, ()) for token in ids]
+    client = Client(
+        *(
+            Response(ids[i : i + pieces], 2, False, True, likely[i : i + pieces])
+            for i in range(0, len(ids), pieces)
+        ),
+        Response([], None, True),
+    )
+    chunks = run(tokenizer, client, context_length=None, log_probs=0, stop_sequences=("hr", "x"))
+    texts = [tokenizer.decode(ids[: count + 1]) for count in range(len(ids))]
+    expected = next(count for count, text in enumerate(texts, 1) if "hr" in text)
+    assert "".join(chunk.text for chunk in chunks) == "one two t"
+    assert chunks[-1].output_tokens == expected
+    assert [token for chunk in chunks for token in chunk.ids] == ids[:expected]
+    assert [token for chunk in chunks for token in chunk.log_probs] == likely[:expected]
+
+
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("include", [True, False])
+def test_the_stop_is_part_of_the_text_on_request(
+    tokenizer: Any, include: bool, together: bool
+) -> None:
+    ids = tokenizer("one two three", add_special_tokens=False).input_ids
+    end = tokenizer.eos_token_id
+
+    def text(ids: list[int], **values: Any) -> str:
+        pieces = [ids] if together else [[token] for token in ids]
+        client = Client(*(Response(piece, 2, False) for piece in pieces), Response([], None, True))
+        chunks = run(tokenizer, client, context_length=None, include_stop=include, **values)
+        assert chunks[-1].finish_reason == "stop"
+        return "".join(chunk.text for chunk in chunks)
+
+    assert text(ids, stop_sequences=("two",)) == ("one two" if include else "one ")
+    stop_id = ids[-1]
+    whole = tokenizer.decode(ids if include else ids[:-1])
+    assert text([*ids, end], stop_token_ids=(stop_id,)) == whole
+    shown_end = tokenizer.decode([*ids, end]) if include else tokenizer.decode(ids)
+    assert text([*ids, end], skip_special_tokens=False) == shown_end
+    assert text([*ids, end]) == tokenizer.decode(ids)

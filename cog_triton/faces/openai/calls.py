@@ -64,7 +64,7 @@ class Call:
         """Whose a request to the engine is, and the tokens that it is expected to take."""
         prompt = len(request.prompt_ids) or len(request.prompt) // CHARACTERS_PER_TOKEN
         expected = prompt + min(request.max_tokens, EXPECTED_TOKENS)
-        return Share(self.key.name, self.key.weight, float(expected))
+        return Share(self.key.name, self.key.weight, float(expected), request.priority)
 
 
 CURRENT: ContextVar[Call | None] = ContextVar("call", default=None)

@@ -11,7 +11,7 @@ from cog_triton.faces.openai.errors import ApiError
 from cog_triton.faces.openai.fields import Sampling
 from cog_triton.faces.openai.sampling import check_fields
 from cog_triton.faces.openai.served import Served
-from cog_triton.faces.openai.wire import DONE, Head, event, new_id, usage
+from cog_triton.faces.openai.wire import DONE, Head, dumps, event, new_id, usage
 from cog_triton.generation import Chunk
 from cog_triton.request import Request
 
@@ -30,6 +30,9 @@ class Choice(Protocol):
 
     def body(self) -> dict[str, Any]:
         """The whole answer, of the chunks taken in."""
+
+    def prompt(self) -> dict[str, Any]:
+        """Fields of the whole response that are about the answer's prompt."""
 
 
 @dataclass
@@ -51,6 +54,10 @@ class Counts:
         if chunk.input_tokens is not None:
             self.prompts[number // self.choices] = chunk.input_tokens
 
+    def usage_of(self, number: int) -> dict[str, Any]:
+        """That of one choice so far."""
+        return usage(self.prompts.get(number // self.choices, 0), self.outputs.get(number, 0))
+
     def usage(self) -> dict[str, Any]:
         return usage(sum(self.prompts.values()), sum(self.outputs.values()))
 
@@ -62,15 +69,27 @@ class Choices:
     head: Head
     choices: Sequence[Choice]
     counts: Counts
+    continuous_usage: bool = False
 
-    def begin(self, _: Chunk) -> bytes:
+    def begin(self, chunk: Chunk) -> bytes:
         """See ``Writer``."""
-        return b"".join(choice.begin() for choice in self.choices)
+        if chunk.input_tokens is not None:
+            self.counts.prompts[0] = chunk.input_tokens
+        return b"".join(
+            self._with_usage(number, choice.begin()) for number, choice in enumerate(self.choices)
+        )
 
     def events(self, number: int, chunk: Chunk) -> bytes:
         """See ``Writer``."""
         self.counts.add(number, chunk)
-        return self.choices[number].events(chunk)
+        return self._with_usage(number, self.choices[number].events(chunk))
+
+    def _with_usage(self, number: int, events: bytes) -> bytes:
+        if not self.continuous_usage:
+            return events
+        # Each event ends with the null that stands for its usage; a text has its quotes escaped.
+        counts = dumps(self.counts.usage_of(number))
+        return events.replace(b'"usage":null}\n\n', b'"usage":' + counts + b"}\n\n")
 
     def end(self) -> bytes:
         """See ``Writer``."""
@@ -87,7 +106,8 @@ class Choices:
 
     def body(self) -> dict[str, Any]:
         """See ``Writer``."""
-        return self.head.body([choice.body() for choice in self.choices], self.counts.usage())
+        whole = self.head.body([choice.body() for choice in self.choices], self.counts.usage())
+        return whole | self.choices[0].prompt()
 
 
 def head_of(body: Sampling, served: Served, prefix: str, kind: str, chunk: str) -> Head:
@@ -113,7 +133,7 @@ def answering(
     """
     answer = Answer(
         served,
-        Choices(head, choices, Counts(body.choices)),
+        Choices(head, choices, Counts(body.choices), body.continuous_usage),
         lambda: served.generate(requests, request_id),
         check_fields(body),
     )

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from cog_triton.limits import MESSAGES
+from cog_triton.limits import MESSAGES, TOP_LOG_PROBS
 from cog_triton.request import MAX_INT32
 
 MOST_ANSWERS = 1024
@@ -22,6 +22,7 @@ Name = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_.
 """Of a function."""
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 """Of reasoning."""
+Ids = Annotated[list[int], Field(fail_fast=True)]
 Bounded = Field(max_length=MESSAGES, fail_fast=True)
 """Of a list of objects."""
 
@@ -43,6 +44,7 @@ class Body(BaseModel):
 class StreamOptions(Body):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class Function(Body):
@@ -133,6 +135,15 @@ class Sampling(Body):
     ignore_eos: bool | None = None
     bad_words: list[str] | None = None
     stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    allowed_token_ids: Annotated[Ids, Field(min_length=1)] | None = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = Field(None, ge=-1)
+    truncation_side: Literal["left", "right"] | None = None
+    prompt_logprobs: int | None = Field(None, ge=0, le=TOP_LOG_PROBS)
+    return_token_ids: bool | None = None
+    priority: int | None = Field(None, ge=-(2**63), lt=2**63)
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | str | None = None
@@ -148,6 +159,13 @@ class Sampling(Body):
     @property
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether every event has the usage so far."""
+        return self.include_usage and bool(
+            self.stream_options and self.stream_options.continuous_usage_stats
+        )
 
     def names(self) -> dict[str, str]:
         guided = [name for name in GUIDES if getattr(self, name) is not None]
@@ -179,12 +197,19 @@ class ChatBody(Sampling):
     max_completion_tokens: OutputTokens | None = None
     reasoning_effort: Effort | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=20)
+    top_logprobs: int | None = Field(None, ge=0, le=TOP_LOG_PROBS)
     tools: Annotated[list[Tool], Bounded] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    echo: bool | None = None
+
+    @property
+    def wanted_log_probs(self) -> int | None:
+        """How many alternatives the tokens of the answer have; None without log probabilities."""
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     def names(self) -> dict[str, str]:
         names = {**super().names(), "prompt": "messages"}
@@ -193,7 +218,6 @@ class ChatBody(Sampling):
         return names
 
 
-Ids = Annotated[list[int], Field(fail_fast=True)]
 Answers = Field(max_length=MOST_ANSWERS, fail_fast=True)
 
 
@@ -202,7 +226,12 @@ class CompletionBody(Sampling):
 
     prompt: str | Annotated[list[str], Answers] | Ids | Annotated[list[Ids], Answers]
     echo: bool | None = None
-    logprobs: int | None = Field(None, ge=0, le=20)
+    logprobs: int | None = Field(None, ge=0, le=TOP_LOG_PROBS)
+
+    @property
+    def wanted_log_probs(self) -> int | None:
+        """How many alternatives the tokens of the answer have; None without log probabilities."""
+        return self.logprobs
 
 
 class TokenizeBody(Body):
@@ -214,6 +243,7 @@ class TokenizeBody(Body):
     tools: Annotated[list[Tool], Bounded] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
 
@@ -239,7 +269,19 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "prediction": (),
     "web_search_options": (),
     "use_beam_search": (False,),
-    "prompt_logprobs": (0,),
+    # vLLM's:
+    "chat_template": (),
+    "documents": ([],),
+    "include_reasoning": (True,),
+    "logits_processors": ([],),
+    "logprob_token_ids": (),
+    "prompt_embeds": (),
+    "repetition_detection": (),
+    "return_tokens_as_token_ids": (False,),
+    "spaces_between_special_tokens": (True,),
+    "thinking_token_budget": (-1,),
+    "vllm_xargs": ({},),
+    "watermarking": (False,),
 }
 # Those that change no answer, and are no news.
 IGNORED = frozenset({"metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"})

@@ -25,18 +25,26 @@ def chat_prompt(
     tools: Sequence[Tool],
     options: Mapping[str, Any] | None,
     add_generation_prompt: bool | None,
+    continue_final_message: bool | None = None,
 ) -> str:
     """Render the text that the model sees; see ``render_chat``.
 
     Raises:
-        ApiError: a message has a role that nobody knows, or lacks what its role must have.
+        ApiError: a message has a role that nobody knows, or lacks what its role must have; or an answer
+            cannot both be begun and be continued.
     """
+    if continue_final_message and add_generation_prompt:
+        raise invalid(
+            "continue_final_message and add_generation_prompt contradict; give one of them",
+            "continue_final_message",
+        )
     template = template_text(backend.tokenizer)
     return render_chat(
         backend.tokenizer,
         [_plain(message, f"messages[{n}]", template) for n, message in enumerate(messages)],
         tools=[tool.model_dump(exclude_none=True) for tool in tools],
         add_generation_prompt=add_generation_prompt is not False,
+        continue_final_message=bool(continue_final_message),
         kwargs=options,
         limits=backend.limits,
     )

@@ -12,6 +12,8 @@ from cog_triton.faces.openai.fields import (
     IGNORED,
     REFUSED,
     Body,
+    ChatBody,
+    CompletionBody,
     ResponseFormat,
     Sampling,
 )
@@ -38,6 +40,8 @@ _SAME = (
     "frequency_penalty",
     "min_tokens",
     "ignore_eos",
+    "skip_special_tokens",
+    "priority",
 )
 
 
@@ -49,6 +53,8 @@ def sampling(body: Sampling) -> dict[str, Any]:
     """
     if body.stream_options and not body.stream:
         raise invalid("stream_options is only allowed when stream is true", "stream_options")
+    if body.prompt_logprobs is not None and body.stream:
+        raise invalid("prompt_logprobs is not allowed when stream is true", "prompt_logprobs")
     values = {name: getattr(body, name) for name in _SAME}
     given = {name: value for name, value in values.items() if value is not None}
     return {
@@ -59,9 +65,22 @@ def sampling(body: Sampling) -> dict[str, Any]:
         "stop_sequences": _stops(body.stop),
         "bad_words": tuple(body.bad_words or ()),
         "stop_token_ids": tuple(body.stop_token_ids or ()),
+        "include_stop": bool(body.include_stop_str_in_output),
+        "allowed_token_ids": tuple(body.allowed_token_ids or ()),
         "logit_bias": logit_bias(body.logit_bias or {}),
         "guide": guide(body),
     }
+
+
+def log_probs(body: ChatBody | CompletionBody, *, echo: bool = False) -> dict[str, Any]:
+    """The arguments of a ``Request`` for the log probabilities that a body asks for.
+
+    Args:
+        echo: whether the prompt's tokens have them as those of the answer do.
+    """
+    asked = [n for n in (body.wanted_log_probs, body.prompt_logprobs) if n is not None]
+    of_prompt = body.prompt_logprobs is not None or (echo and bool(asked))
+    return {"log_probs": max(asked, default=None), "prompt_log_probs": of_prompt}
 
 
 def longest_output(served: Served) -> int:

@@ -117,6 +117,7 @@ async def generate_text(
     inputs = adapted(with_own_text(request, tokenizer), known)
     stops = StopSequences(request.stop_sequences)
     whole: list[str] = []
+    delivered = ""
     input_tokens = len(tokenizer(inputs["text_input"].item().decode()).input_ids)
     texts = client.texts(request_id or secrets.token_hex(8), inputs)
     async with turn(admission, share) as place, contextlib.aclosing(texts):
@@ -124,13 +125,18 @@ async def generate_text(
             whole.append(piece)
             place.used = input_tokens + len(whole)
             text = stops.feed(piece)
+            delivered += text
             if stops.matched is not None:
                 break
             # An event has a token, mostly; the last chunk counts them.
             yield Chunk(text, len(whole), input_tokens)
             text = ""
     text = stops.flush() if stops.matched is None else text
-    tokens = len(tokenizer("".join(whole), add_special_tokens=False).input_ids)
+    # Up to the stop: how much came after it is chance.
+    counted = "".join(whole) if stops.matched is None else delivered + stops.matched
+    tokens = len(tokenizer(counted, add_special_tokens=False).input_ids)
+    if request.include_stop:
+        text += stops.matched or ""
     ended = stops.matched is not None or tokens < request.max_tokens
     reason: FinishReason = "stop" if ended else "length"
     yield Chunk(text, tokens, input_tokens, reason, place.waited, stop_sequence=stops.matched)
@@ -148,6 +154,10 @@ def with_own_text(request: Request, tokenizer: Tokenizer) -> dict[str, npt.NDArr
     if request.stop_token_ids:
         raise InvalidParameter(
             "stop_token_ids must be empty: the ensemble of this Triton gives text"
+        )
+    if not request.skip_special_tokens:
+        raise InvalidParameter(
+            "skip_special_tokens must be true: the ensemble of this Triton gives text without them"
         )
     for name in parameters:
         raise InvalidParameter(f"{name} is not known to the ensemble of this Triton")

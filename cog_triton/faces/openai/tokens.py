@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter
@@ -11,9 +13,11 @@ from cog_triton.errors import is_unicode
 from cog_triton.faces.openai.bodies import BodyRoute, off_loop
 from cog_triton.faces.openai.dependencies import FromApp
 from cog_triton.faces.openai.errors import invalid
-from cog_triton.faces.openai.fields import DetokenizeBody, TokenizeBody
+from cog_triton.faces.openai.fields import DetokenizeBody, Sampling, TokenizeBody
 from cog_triton.faces.openai.prompts import chat_prompt
 from cog_triton.faces.openai.served import Served
+from cog_triton.limits import UNKNOWN_TOKENS
+from cog_triton.request import Request
 
 router = APIRouter(route_class=BodyRoute)
 LONG_TEXT = 20_000
@@ -60,6 +64,38 @@ async def token_ids(served: Served, text: str, *, special: bool) -> list[int]:
     return encode() if len(text) < LONG_TEXT else await asyncio.to_thread(encode)
 
 
+async def with_ids(requests: Sequence[Request], body: Sampling, served: Served) -> list[Request]:
+    """The requests with their prompts as token ids, where a body asks for these or for a part of them."""
+    if not body.return_token_ids and body.truncate_prompt_tokens is None:
+        return list(requests)
+    ids: dict[tuple[str, tuple[int, ...]], tuple[int, ...]] = {}
+    for request in requests:
+        if (prompt := (request.prompt, request.prompt_ids)) not in ids:
+            ids[prompt] = await _prompt_ids(request, body, served)
+    cut = {} if body.truncate_prompt_tokens is None else {"prompt": ""}
+    return [replace(one, prompt_ids=ids[one.prompt, one.prompt_ids], **cut) for one in requests]
+
+
+async def _prompt_ids(request: Request, body: Sampling, served: Served) -> tuple[int, ...]:
+    ids, special = list(request.prompt_ids), request.add_special_tokens is not False
+    beginning: list[int] = []
+    if not ids:
+        ids = await token_ids(served, request.prompt, special=special)
+        beginning = await token_ids(served, "", special=special)
+    if (most := body.truncate_prompt_tokens) is None:
+        return tuple(ids)
+    if most == -1:
+        context = served.backend.context_length or UNKNOWN_TOKENS
+        output = request.max_tokens if request.max_tokens < context else 1
+        most = context - output
+    # The tokens that begin a text stay.
+    kept = beginning[:most] if ids[: len(beginning)] == beginning else []
+    rest, most = ids[len(kept) :], most - len(kept)
+    if len(rest) > most:
+        rest = rest[:most] if body.truncation_side == "right" else rest[len(rest) - most :]
+    return (*kept, *rest)
+
+
 @router.post("/detokenize")
 async def detokenize(body: DetokenizeBody, served: FromApp) -> dict[str, Any]:
     """The text of token ids, special ones included."""
@@ -83,5 +119,6 @@ def _text(body: TokenizeBody, served: Served) -> tuple[str, bool]:
         body.tools or [],
         body.chat_template_kwargs,
         body.add_generation_prompt,
+        body.continue_final_message,
     )
     return text, bool(body.add_special_tokens)

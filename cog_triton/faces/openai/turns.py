@@ -9,7 +9,7 @@ from cog_triton.faces.openai.errors import invalid
 from cog_triton.faces.openai.fields import ChatBody, NamedTool
 from cog_triton.faces.openai.prompts import chat_prompt, effort_switches, template_text
 from cog_triton.faces.openai.reasoning import ReasoningParser, thinks
-from cog_triton.faces.openai.sampling import guides, longest_output, sampling
+from cog_triton.faces.openai.sampling import guides, log_probs, longest_output, sampling
 from cog_triton.faces.openai.served import Served
 from cog_triton.faces.openai.tools.calls import Format, call_parser, format_of
 from cog_triton.faces.openai.tools.choice import call_guide, is_enforced, offered_tools
@@ -87,10 +87,10 @@ def chat_request(body: ChatBody, served: Served, known: Format | None) -> Reques
     given = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     return Request(
         prompt=prompt,
-        add_special_tokens=False,
+        add_special_tokens=bool(body.add_special_tokens),
         adapter=served.adapter(body.model),
         max_tokens=longest_output(served) if given is None else given,
-        log_probs=(body.top_logprobs or 0) if body.logprobs else None,
+        **log_probs(body),
         shown_tokens=known.marks if known else (),
         **served.token_ids(),
         **values,
@@ -106,6 +106,7 @@ def body_prompt(body: ChatBody, served: Served) -> str:
         offered_tools(body),
         switches | (body.chat_template_kwargs or {}),
         body.add_generation_prompt,
+        body.continue_final_message,
     )
 
 

@@ -48,9 +48,11 @@ class Head:
         """The whole response."""
         return {**self._fields(self.kind), "choices": choices, "usage": usage}
 
-    def event(self, choices: list[Any], usage: dict[str, Any] | None = None) -> bytes:
+    def event(
+        self, choices: list[Any], usage: dict[str, Any] | None = None, **fields: Any
+    ) -> bytes:
         """One event."""
-        value = {**self._fields(self.chunk), "choices": choices}
+        value = {**self._fields(self.chunk), "choices": choices, **fields}
         return event({**value, "usage": usage} if self.usage else value)
 
     def around(self, choice: dict[str, Any], mark: str) -> tuple[bytes, bytes]:

@@ -860,6 +860,18 @@ def test_a_bias_is_added_to_the_logits(
     assert llm.ids(prompts[0], max_tokens=5, logit_bias={7: 1000.0}) == [7] * 5
 
 
+@pytest.mark.parametrize("seed", [1, 2])
+def test_only_allowed_tokens_are_chosen(llm: Requests, prompts: list[list[int]], seed: int) -> None:
+    sampled = SamplingParams(temperature=5.0, top_p=1.0, seed=seed)
+    for sampling in (SamplingParams(), sampled, replace(sampled, frequency_penalty=1.0)):
+        ids = llm.ids(prompts[0], max_tokens=30, allowed_ids=(264, 270), sampling=sampling)
+        assert len(ids) == 30
+        assert {*ids} <= {264, 270}
+    assert {*ids} == {264, 270}
+    with pytest.raises(EngineError, match="token ids must be between 0 and"):
+        llm.ids(prompts[0], allowed_ids=(10**6,))
+
+
 def test_without_an_end_token_the_minimum_and_the_maximum_are_as_before(
     llm: Requests, prompts: list[list[int]]
 ) -> None:

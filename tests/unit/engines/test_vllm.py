@@ -208,7 +208,9 @@ def test_a_continuation_has_noise_of_its_own() -> None:
 
 def test_what_else_a_request_has() -> None:
     arguments = sampling_arguments(
-        GenerationRequest("a", [5], 8, end_id=2, return_log_probs=True, logit_bias={4: -1.5})
+        GenerationRequest(
+            "a", [5], 8, end_id=2, return_log_probs=True, logit_bias={4: -1.5}, allowed_ids=(4, 2)
+        )
     )
     assert arguments == {
         **PLAIN,
@@ -216,6 +218,7 @@ def test_what_else_a_request_has() -> None:
         "stop_token_ids": [2],
         "logprobs": 0,
         "logit_bias": {4: -1.5},
+        "allowed_token_ids": [4, 2],
     }
 
 

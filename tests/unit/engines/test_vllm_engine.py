@@ -131,6 +131,12 @@ def test_a_bias_of_logits(llm: Requests) -> None:
     assert llm.ids(max_tokens=5, logit_bias={77: 100.0}) == [77] * 5
 
 
+def test_only_allowed_tokens_are_chosen(llm: Requests) -> None:
+    assert llm.ids(max_tokens=9, allowed_ids=(77,)) == [77] * 9
+    sampling = SamplingParams(temperature=5.0, top_p=1.0, seed=1)
+    assert set(llm.ids(max_tokens=30, allowed_ids=(77, 78), sampling=sampling)) == {77, 78}
+
+
 def test_the_end_token_waits_for_the_minimum(llm: Requests) -> None:
     plain = llm.ids(max_tokens=20)
     params = SamplingParams(min_tokens=15)

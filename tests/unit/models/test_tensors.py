@@ -21,6 +21,7 @@ from cog_triton.models.tensors import generation_requests, placeholders, respons
 from cog_triton.protocol import (
     TokenLogProb,
     checksum,
+    ids_text,
     unpacked_log_probs,
     unpacked_prompt_log_probs,
 )
@@ -545,3 +546,13 @@ def test_each_prompt_of_a_batch_has_its_index_and_length() -> None:
         tensors = response_tensors(index, output(), given)
         assert tensors["batch_index"].tolist() == [[index]]
         assert tensors["num_input_tokens"].tolist() == [[length]]
+
+
+def test_only_allowed_token_ids_are_taken_where_the_engine_does() -> None:
+    parameters = {"allowed_token_ids": ids_text([5, 7])}
+    (request,) = generation_requests(inputs(), 0, {"allowed_token_ids"}, parameters)
+    assert request.allowed_ids == (5, 7)
+    with pytest.raises(EngineError, match="does not support allowed_token_ids"):
+        generation_requests(inputs(), 0, (), parameters)
+    with pytest.raises(EngineError, match="allowed_token_ids must be 32-bit integers in base64"):
+        generation_requests(inputs(), 0, {"allowed_token_ids"}, {"allowed_token_ids": "x"})

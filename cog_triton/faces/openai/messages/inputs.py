@@ -39,8 +39,12 @@ def chat_body(body: CountBody) -> ChatBody:
     Raises:
         ApiError: it asks for what cannot be had.
     """
-    if body.messages[-1].role != "user":
-        raise invalid("messages: the last one must be the user's; an answer is not continued")
+    messages = chat_messages(body)
+    continued = body.messages[-1].role == "assistant"
+    if continued and (messages[-1].get("tool_calls") or not messages[-1]["content"].strip()):
+        raise invalid(
+            "messages: the last one has no text that an answer could continue", "messages"
+        )
     choice, config = body.tool_choice, body.output_config
     sampling: dict[str, Any] = {}
     if isinstance(body, MessagesBody):
@@ -48,7 +52,8 @@ def chat_body(body: CountBody) -> ChatBody:
         sampling["stop"] = body.stop_sequences
     return ChatBody(
         model=body.model,
-        messages=[Message.model_validate(message) for message in chat_messages(body)],
+        messages=[Message.model_validate(message) for message in messages],
+        continue_final_message=continued,
         tools=[_tool(tool) for tool in body.tools or []],
         tool_choice=_choice(choice) if choice else None,
         parallel_tool_calls=not (choice and choice.disable_parallel_tool_use),

@@ -98,7 +98,7 @@ def test_the_other_fields_of_a_chat() -> None:
         ({"max_tokens": None}, "max_tokens"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "system", "content": "x"}]}, "role"),
-        ({"messages": [*MESSAGES, {"role": "assistant", "content": "I"}]}, "not continued"),
+        ({"messages": [*MESSAGES, {"role": "assistant", "content": " "}]}, "has no text"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "type image is not"),
         ({"container": "c"}, "container is not supported"),
         ({"tools": [{"name": "two words", "input_schema": {}}]}, "tools[0].name"),
