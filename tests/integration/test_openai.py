@@ -567,3 +567,43 @@ def test_messages_reach_the_models_own_template(server: OpenAIServer) -> None:
 def contents_of(server: OpenAIServer, messages: Any) -> str:
     with server.stream(messages=messages, temperature=0, max_tokens=12) as events:
         return contents(events)
+
+
+def test_vllms_fields_on_an_engine(client: openai.OpenAI, tokenizer: Any) -> None:
+    allowed = tokenizer(" the model", add_special_tokens=False).input_ids
+    fields: dict[str, Any] = {"model": "demo", "prompt": "What is machine learning?"}
+    extra: dict[str, Any] = {"allowed_token_ids": allowed, "return_token_ids": True}
+    extra |= {"truncate_prompt_tokens": 4, "prompt_logprobs": 1, "priority": -1}
+    (choice,) = client.completions.create(**fields, max_tokens=8, extra_body=extra).choices
+    told = choice.model_dump()
+    assert len(told["token_ids"]) == 8
+    assert {*told["token_ids"]} <= {*allowed}
+    assert len(told["prompt_token_ids"]) == len(told["prompt_logprobs"]) == 4
+    for token, entry in zip(told["prompt_token_ids"][1:], told["prompt_logprobs"][1:], strict=True):
+        assert entry[str(token)]["decoded_token"] == tokenizer.decode([token])
+
+    question = {"role": "user", "content": "What is machine learning?"}
+    whole = client.chat.completions.create(model="demo", messages=[question], temperature=0)
+    text = whole.choices[0].message.content or ""
+    begun: Any = {"role": "assistant", "content": text[: text.index(" way")]}
+    continued = client.chat.completions.create(
+        model="demo",
+        messages=[question, begun],
+        temperature=0,
+        extra_body={"continue_final_message": True, "echo": True},
+    )
+    assert continued.choices[0].message.content == text
+    stopped = client.chat.completions.create(
+        model="demo",
+        messages=[question],
+        temperature=0,
+        stop=text[40:44],
+        extra_body={"include_stop_str_in_output": True, "return_token_ids": True},
+    )
+    answer = stopped.choices[0].message.content or ""
+    assert answer.endswith(text[40:44])
+    assert stopped.usage is not None
+    ids = stopped.choices[0].model_dump()["token_ids"]
+    assert stopped.usage.completion_tokens == len(ids)
+    assert answer in tokenizer.decode(ids)
+    assert answer not in tokenizer.decode(ids[:-1])
