@@ -72,8 +72,11 @@ async def with_ids(requests: Sequence[Request], body: Sampling, served: Served) 
     for request in requests:
         if (prompt := (request.prompt, request.prompt_ids)) not in ids:
             ids[prompt] = await _prompt_ids(request, body, served)
-    cut = {} if body.truncate_prompt_tokens is None else {"prompt": ""}
-    return [replace(one, prompt_ids=ids[one.prompt, one.prompt_ids], **cut) for one in requests]
+    cut = body.truncate_prompt_tokens is not None
+    return [
+        replace(one, prompt="" if cut else one.prompt, prompt_ids=ids[one.prompt, one.prompt_ids])
+        for one in requests
+    ]
 
 
 async def _prompt_ids(request: Request, body: Sampling, served: Served) -> tuple[int, ...]:
