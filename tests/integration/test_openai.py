@@ -582,7 +582,7 @@ def test_vllms_fields_on_an_engine(client: openai.OpenAI, tokenizer: Any) -> Non
     for token, entry in zip(told["prompt_token_ids"][1:], told["prompt_logprobs"][1:], strict=True):
         assert entry[str(token)]["decoded_token"] == tokenizer.decode([token])
 
-    question = {"role": "user", "content": "What is machine learning?"}
+    question: Any = {"role": "user", "content": "What is machine learning?"}
     whole = client.chat.completions.create(model="demo", messages=[question], temperature=0)
     text = whole.choices[0].message.content or ""
     begun: Any = {"role": "assistant", "content": text[: text.index(" way")]}
