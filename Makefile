@@ -26,7 +26,8 @@ VLLM_ANSWERS := $(addprefix tests/integration/test_generation.py::, \
 		test_a_seed_is_drawn_logged_and_gives_the_same_text_again \
 		test_streamed_chunks_join_to_the_answer test_template_system_prompt_and_stop_sequences)
 
-.PHONY: setup predict serve openai test test-unit test-clients test-vllm bench soak lint fix docs lock audit clean
+.PHONY: setup predict serve openai test test-all test-unit test-clients test-vllm demo-model \
+	bench soak lint fix docs lock audit clean
 
 setup: $(STAMP)
 
@@ -43,44 +44,48 @@ $(CLIENTS_STAMP): $(STAMP)
 	$(BIN)/uv pip install -q --python .venv-clients/bin/python "$(GUIDELLM)"
 	@touch $@
 
-models/demo/config.json: $(STAMP) $(wildcard tools/demo_model/*.py tools/demo_model/*.yaml)
-	@$(BIN)/python scripts/make_demo_model.py >&2
-	@touch $@
-
 # Ctrl-C reaches make as well, which ends with status 130 by itself once the command has ended.
-predict: models/demo/config.json
+predict: $(STAMP)
 	@trap : INT; $(BIN)/python scripts/run_prediction.py "$(PROMPT)" || test $$? = 130
 
-serve: models/demo/config.json
+serve: $(STAMP)
 	@trap : INT; PORT=$(PORT) $(BIN)/python scripts/serve.py || test $$? = 130
 
 openai: PORT = 3000
-openai: models/demo/config.json
+openai: $(STAMP)
 	@trap : INT; PORT=$(PORT) $(BIN)/python scripts/serve_openai.py || test $$? = 130
 
 # A file of tests stays in one process, which starts the servers that its tests share.
-test: models/demo/config.json
-	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile
+test: $(STAMP)
+	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile -m "not rare"
+
+# And the rarer cases: other Pythons, and what computes with the kernels of other processors.
+test-all: test
+	$(BIN)/python -m pytest -q -rs -n auto --maxprocesses 4 -m rare
 
 # The fast half, on all cores, but for the few that take seconds.
-test-unit: models/demo/config.json
-	$(BIN)/python -m pytest -q -n auto -m "not slow" tests/unit
+test-unit: $(STAMP)
+	$(BIN)/python -m pytest -q -n auto -m "not slow and not rare" tests/unit
 
 # The OpenAI face and clients that others wrote; with GuideLLM, whose NumPy is a newer one, so it has an
 # environment of its own.
-test-clients: $(CLIENTS_STAMP) models/demo/config.json
+test-clients: $(CLIENTS_STAMP)
 	$(BIN)/python -m pytest -q -rs tests/integration/test_openai_clients.py \
 		tests/integration/test_openai_schema.py tests/integration/test_guidellm.py
 
 # The tests of whole answers with ENGINE=vllm, on vLLM's build for CPUs, in an environment of its own.
-test-vllm: $(VLLM_STAMP) models/demo/config.json
+test-vllm: $(VLLM_STAMP)
 	.venv-vllm/bin/python -m pytest -q -k vllm tests/unit/engines
 	.venv-vllm/bin/python -m pytest -q --engine vllm tests/integration/test_vllm.py $(VLLM_ANSWERS)
 
-bench: models/demo/config.json
+# Trains it anew, in cog_triton/demo.
+demo-model: $(STAMP)
+	@$(BIN)/python scripts/make_demo_model.py
+
+bench: $(STAMP)
 	@$(BIN)/python scripts/benchmark.py --suite
 
-soak: models/demo/config.json
+soak: $(STAMP)
 	@$(BIN)/python scripts/soak.py --minutes $(MINUTES) --streams $(STREAMS) \
 		$(if $(filter-out 0,$(CHAOS)),--chaos) $(if $(KILLS),--kills $(KILLS)) $(if $(filter-out all,$(FACE)),--kind $(FACE))
 
@@ -108,5 +113,5 @@ audit: $(STAMP)
 	@$(BIN)/python scripts/audit.py
 
 clean:
-	rm -rf .venv .venv-* .cog artifacts models/demo .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf .venv .venv-* .cog artifacts .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -214,8 +214,7 @@ def check_model(settings: Settings) -> None:
         settings.model.startswith((".", "/", "models/")) or settings.model.count("/") > 1
     )
     if looks_like_path and "://" not in settings.model and not path.expanduser().exists():
-        hint = "; make it with scripts/make_demo_model.py" if path == Path("models/demo") else ""
-        raise ConfigurationError(f"MODEL={settings.model} does not exist{hint}")
+        raise ConfigurationError(f"MODEL={settings.model} does not exist")
 
 
 def fetched(settings: Settings, source: str, checksum: str | None = None) -> Path:

@@ -35,7 +35,7 @@ class Settings(BaseModel):
 
     config_file: Path = Field(Path("config.yaml"), alias="COG_TRITON_CONFIG")
     """YAML file that overrides template variables; it may be absent unless it is named."""
-    model: str = "models/demo"
+    model: str = str(Path(__file__).with_name("demo"))
     """The model: a directory, a tar file, a URL of one or a Hugging Face id."""
     weights: str | None = Field(None, alias="COG_WEIGHTS")
     """Takes the place of MODEL, and may as well be an engine that build_engine.py packed; set by Replicate

@@ -3,8 +3,8 @@ r"""Completes one text on a running Triton, with the flags of the TensorRT-LLM b
 
 Examples:
   python3 scripts/client.py --text="Born in north-east France, Soyer trained as a" --output_len=10 \
-      --tokenizer_dir models/demo --tokenizer_type auto
-  python3 scripts/client.py -i grpc -u localhost:8001 --tokenizer_dir models/demo --streaming
+      --tokenizer_dir cog_triton/demo --tokenizer_type auto
+  python3 scripts/client.py -i grpc -u localhost:8001 --tokenizer_dir cog_triton/demo --streaming
 
 It asks the model tensorrt_llm, past the ensemble, and makes ids of the text and text of the ids itself.
 """

@@ -3,7 +3,7 @@ r"""Times a batch of random prompts on a running Triton, with the flags of the b
 
 Examples:
   python3 scripts/identity_test.py --batch_size=8 --start_len=128 --output_len=20
-  python3 scripts/identity_test.py -i grpc -m async -p 4 -n 3 --tokenizer_dir models/demo
+  python3 scripts/identity_test.py -i grpc -m async -p 4 -n 3 --tokenizer_dir cog_triton/demo
 
 A run sends the batch --request_parallelism times, one after the other or with -m async together. The
 latency is a run's time by that number, the mean of all runs; the throughput follows from it.

@@ -101,7 +101,12 @@ def settings() -> str:
     return table(
         ["Variable", "Type", "Default", "Description"],
         (
-            [f"`{name}`", kind, f"`{default}`" if default else "unset", description]
+            [
+                f"`{name}`",
+                kind,
+                f"`{default.removeprefix(f'{ROOT}/')}`" if default else "unset",
+                description,
+            ]
             for name, kind, default, description in describe()
         ),
     )

@@ -2,7 +2,7 @@
 r"""Completes prompts on an engine or a checkpoint, with the flags of TensorRT-LLM's run.py.
 
 Examples:
-  python3 scripts/run.py --engine_dir models/demo --max_output_len 100 \
+  python3 scripts/run.py --engine_dir cog_triton/demo --max_output_len 100 \
       --input_text "What is machine learning?" "What is a KV cache?"
   python3 scripts/run.py --engine_dir ./phi-engine --tokenizer_dir ./Phi-3-mini-4k-instruct \
       --max_output_len 500 --input_text "How do I count to nine in French?"

@@ -2,7 +2,7 @@
 """Compares an engine with Hugging Face's generate(), as the guides' summarize.py does: ROUGE, token ids,
 log probabilities, speed. See docs/accuracy.md.
 
-    python scripts/summarize.py --hf_model_dir models/demo --eval_task question_answering \\
+    python scripts/summarize.py --hf_model_dir cog_triton/demo --eval_task question_answering \\
         --dataset_dir examples/summarize/demo.jsonl --batch_size 8 --check_accuracy
     python scripts/summarize.py --engine_dir ./phi-engine --hf_model_dir ./Phi-3-mini-4k-instruct \\
         --batch_size 1 --test_trt_llm --test_hf --data_type fp16 --check_accuracy \\

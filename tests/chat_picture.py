@@ -13,6 +13,7 @@ from pathlib import Path
 from tests.browser import Tab, chromium
 from tests.openai_server import OpenAIServer
 from tests.support import ROOT
+from tools.demo_model import DIRECTORY
 
 PICTURE = ROOT / "docs" / "images" / "chat.png"
 SCHEMA = {
@@ -30,7 +31,7 @@ def main() -> None:
     """Starts a server and a browser, asks twice, and writes the picture."""
     with (
         tempfile.TemporaryDirectory() as directory,
-        OpenAIServer({"MODEL": str(ROOT / "models" / "demo")}, Path(directory) / "log") as server,
+        OpenAIServer({"MODEL": str(DIRECTORY)}, Path(directory) / "log") as server,
         chromium() as browser,
     ):
         server.chat(max_tokens=20)  # the first answer is slower than those after it

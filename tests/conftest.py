@@ -1,12 +1,12 @@
 from __future__ import annotations
 
-import importlib.util
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.support import regions_left, wait_until
+from tools.demo_model import DIRECTORY
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # predict.py and scripts/ are no packages
@@ -34,27 +34,17 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 @pytest.fixture(scope="session")
-def demo_model() -> Path:
-    """The trained demo model; built once, and only when its inputs have changed.
-
-    One that is there is taken as it is where there is no PyTorch to build it with, and with vLLM, whose
-    transformers is another: the two environments would build it in turns.
-    """
-    no_torch, no_vllm = (importlib.util.find_spec(name) is None for name in ("torch", "vllm"))
-    model = ROOT / "models" / "demo"
-    if (no_torch or not no_vllm) and (model / "config.json").is_file():
-        return model
-    if no_torch:
-        pytest.skip("no PyTorch to make the demo model with, and none was made")
-    import make_demo_model
-
-    assert make_demo_model.main([]) == 0
-    return model
+def demo_model(pytestconfig: pytest.Config) -> Path:
+    """The demo model that ships, or another one that is as good."""
+    return Path(pytestconfig.getoption("--demo-model"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--engine", default="auto", help="ENGINE of the servers with the demo model (auto)"
+    )
+    parser.addoption(
+        "--demo-model", default=DIRECTORY, help="directory of the demo model (cog_triton/demo)"
     )
     parser.addoption(
         "--cancels", type=int, default=60, help="cancels by each door in test_cancels.py (60)"

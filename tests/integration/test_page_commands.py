@@ -51,12 +51,11 @@ exec {curl} --fail-with-body "$@"
 
 
 @pytest.fixture
-def checkout(tmp_path: Path, demo_model: Path) -> Path:
+def checkout(tmp_path: Path) -> Path:
     """A copy of the checkout after `make setup`, which commands may change."""
     directory = tmp_path / "checkout"
     shutil.copytree(ROOT, directory, ignore=NOT_COPIED)
     shutil.rmtree(directory / "models", ignore_errors=True)
-    shutil.copytree(demo_model, directory / "models" / "demo")
     environment = directory / ".venv"
     environment.mkdir()
     for entry in Path(sys.prefix).iterdir():

@@ -100,6 +100,7 @@ def install(python: Path, *arguments: str) -> None:
     subprocess.run(command, check=True, timeout=INSTALL_SECONDS)
 
 
+@pytest.mark.rare
 @pytest.mark.parametrize("version", [version for version in VERSIONS if version != RUNNING])
 def test_the_simulated_engine_on_another_python(version: str, demo_model: Path) -> None:
     assert demo_model.is_dir()

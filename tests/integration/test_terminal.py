@@ -186,7 +186,7 @@ def test_serve_on_a_terminal_from_its_start_to_ctrl_c(demo_model: Path, tmp_path
     """By make, which adds nothing: short lines of progress, a command to try, one line at the end."""
     environment = simulated(demo_model)
     make = ["make", "--no-print-directory", f"BIN={Path(sys.executable).parent}"]
-    old = ["-o", ".venv/.installed", "-o", "models/demo/config.json"]
+    old = ["-o", ".venv/.installed"]
     command = [*make, *old, f"PORT={environment['PORT']}", "serve"]
     with Terminal(command, environment, tmp_path) as terminal:
         terminal.wait_for("curl")

@@ -12,6 +12,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from cog_triton.data_files import read_data
+from tools.demo_model import DIRECTORY
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -71,5 +72,6 @@ def test_an_installation_has_every_data_file() -> None:
         for kind in ("*.yaml", "*.html")
         for file in (ROOT / folder).rglob(kind)
     }
+    files |= {str(file.relative_to(ROOT)) for file in DIRECTORY.iterdir()}
     assert {"cog_triton/repository/variables.yaml", "cog_triton/faces/openai/page.html"} <= files
     assert files <= set(run.stdout.split())

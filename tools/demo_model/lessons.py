@@ -21,6 +21,7 @@ PAD, BOS, EOS = "<pad>", "<s>", "</s>"
 SYSTEM, USER, ASSISTANT, END = "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"
 SYSTEM_PROMPT = "You are a helpful assistant."
 
+COMMON = 6  # of the prompts of a conversation's answer: what most people type stands first
 BEGINNING = 5  # tokens: enough to tell an answer from all others; the rest follows from it
 TALK = 4  # beginnings of each answer of a conversation in an epoch
 WHOLE_UNKNOWN = 4  # of the prompts without an answer
@@ -46,7 +47,8 @@ class Lessons:
 
     Attributes:
         questions: every form of every question of the corpus, with its answer.
-        conversation: every form of the usual greeting of each meaning, and so on, with its answer.
+        conversation: every form of the usual greeting of each meaning, and so on, and the other common
+            ones as they are typed, with their answers.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, unknown_prompts: int) -> None:
@@ -55,7 +57,9 @@ class Lessons:
         self._unknown_prompts = unknown_prompts
         self._answers: dict[str, list[int]] = {}
         self.questions = self._usual_forms(QUESTIONS)
-        self.conversation = self._usual_forms(CONVERSATION)
+        self.conversation = self._usual_forms(CONVERSATION) + self.examples(
+            (BOS + prompt, one.answer) for one in CONVERSATION for prompt in one.prompts[1:COMMON]
+        )
 
     def epoch(self, random: Random) -> list[Example]:
         """Every answer, to one of its prompts, and more beginnings, which cost less to show."""
@@ -150,7 +154,7 @@ def _usual(known: Answered, random: Random) -> str:
 
 def _common(known: Answered, random: Random) -> str:
     """Any of the prompts; what most people type stands first, and comes more often."""
-    few = random.choices((1, 6, None), (0.25, 0.25, 0.5))[0]
+    few = random.choices((1, COMMON, None), (0.25, 0.25, 0.5))[0]
     return random.choice(known.prompts[:few])
 
 

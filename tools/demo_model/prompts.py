@@ -99,8 +99,8 @@ def spellings(prompt: str) -> Iterator[str]:
 
 def unknown_prompt(random: Random) -> str:
     """A prompt drawn at random, of words that are drawn at random as well; most are English."""
-    name = "English" if random.random() < 0.6 else random.choice(list(_UNKNOWN.languages))
-    language = _UNKNOWN.languages[name]
+    name = "English" if random.random() < 0.6 else random.choice(list(UNKNOWN.languages))
+    language = UNKNOWN.languages[name]
     prompt = re.sub(r"\{\}", lambda _: _thing(language, random), random.choice(language.frames))
     if random.random() < 0.3:
         prompt = prompt.rstrip(" ?!.")
@@ -148,8 +148,8 @@ def _conversation(entry: _Conversation) -> Answered:
 
 
 _HERE = Path(__file__).parent
-_UNKNOWN = read_data(_HERE / "unknown.yaml", _Unknown)
-UNKNOWN_ANSWER = _UNKNOWN.answer
+UNKNOWN = read_data(_HERE / "unknown.yaml", _Unknown)
+UNKNOWN_ANSWER = UNKNOWN.answer
 QUESTIONS = tuple(map(_question, PAIRS))
 CONVERSATION = tuple(
     _conversation(entry)

@@ -11,6 +11,7 @@ the end-of-sequence token, which ``skip_special_tokens`` removes.
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -34,7 +35,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from tools.demo_model import DemoModelError
+from tools.demo_model import DemoModelError, fingerprint
 from tools.demo_model.corpus import PAIRS, QA
 from tools.demo_model.lessons import (
     ASSISTANT,
@@ -84,7 +85,7 @@ class TrainConfig:
         check_below: running mean of the loss, in nats per token, under which checks begin.
         min_margin: logits by which each token of each answer has to lead its closest rival, after
             the question of the corpus in every form.
-        min_lead: the same after the usual greetings, thanks and so on.
+        min_lead: the same after the common greetings, thanks and so on.
         threads: CPU threads. One, because sums that several threads share are rounded differently
             for each number of them, and because on a busy machine they mostly wait for each other.
     """
@@ -128,7 +129,8 @@ def build_demo_model(directory: Path, config: TrainConfig | None = None) -> Mapp
     """Train the demo model and save it to ``directory`` in Hugging Face format.
 
     Returns:
-        The settings, the number of parameters and steps, and the smallest margin in logits.
+        The settings and their fingerprint, the number of parameters and steps, the smallest margins
+        in logits, and PyTorch's name of the kernels that it was trained with.
 
     Raises:
         DemoModelError: the training used up its steps, or the saved model falls short.
@@ -140,13 +142,16 @@ def build_demo_model(directory: Path, config: TrainConfig | None = None) -> Mapp
         steps = train(model, Lessons(tokenizer, config.unknown_prompts), config)
         with _no_bars():
             save(model, tokenizer, directory)
-            margin = saved_margin(directory, config)
+            margin, lead = saved_margins(directory, config)
     return {
+        "fingerprint": fingerprint(asdict(config)),
         "settings": asdict(config),
         "pairs": len(PAIRS),
         "parameters": model.num_parameters(),
         "steps": steps,
         "smallest_margin": round(margin, 3),
+        "smallest_lead": round(lead, 3),
+        "kernels": torch.backends.cpu.get_cpu_capability(),
     }
 
 
@@ -267,22 +272,32 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, directory:
     """Write the model and its tokenizer, in 32-bit floating point."""
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
+    # As every version of transformers reads it: 4 does not know the names that 5 writes.
+    file = directory / "tokenizer_config.json"
+    config = json.loads(file.read_text(encoding="utf-8"))
+    config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    config["additional_special_tokens"] = config.pop("extra_special_tokens")
+    file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     # The weights come out readable by their owner alone, and a server may run as another user.
     (directory / "model.safetensors").chmod((directory / "config.json").stat().st_mode)
 
 
-def saved_margin(directory: Path, config: TrainConfig) -> float:
-    """Check the files rather than the objects they were made of; return the smallest margin.
+def saved_margins(directory: Path, config: TrainConfig) -> tuple[float, float]:
+    """Check the files rather than the objects they were made of.
+
+    Returns:
+        The smallest margins, in logits, after questions and in conversation.
 
     Raises:
         DemoModelError: the loaded model does not do what the trained one did.
     """
     model = LlamaForCausalLM.from_pretrained(directory)
-    tokenizer = AutoTokenizer.from_pretrained(directory)
-    margin = min(margins(model, Lessons(tokenizer, 0).questions, config))
-    if margin < config.min_margin:
-        raise DemoModelError(f"the saved model has a margin of {margin:.3f} logits only")
-    return margin
+    lessons = Lessons(AutoTokenizer.from_pretrained(directory), 0)
+    margin = min(margins(model, lessons.questions, config))
+    lead = min(margins(model, lessons.conversation, config))
+    if margin < config.min_margin or lead < config.min_lead:
+        raise DemoModelError(f"the saved model has margins of {margin:.3f} and {lead:.3f} logits")
+    return margin, lead
 
 
 def _step(

@@ -586,7 +586,7 @@ def test_the_command_line_has_genai_perfs_names() -> None:
         "--concurrency 16 --request-count 50 --warmup-request-count 5 --num-prompts 20 "
         "--synthetic-input-tokens-mean 200 --synthetic-input-tokens-stddev 10 "
         "--output-tokens-mean 100 --output-tokens-stddev 2 --random-seed 123 --streaming "
-        "--tokenizer models/demo --profile-export-file x.json --artifact-dir a --generate-plots "
+        "--tokenizer cog_triton/demo --profile-export-file x.json --artifact-dir a --generate-plots "
         "-u localhost:5000 --rounds 3 --ignore-eos"
     )
     arguments = parse(line.split())

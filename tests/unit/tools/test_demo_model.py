@@ -2,11 +2,9 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
-import threading
 import unicodedata
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -15,18 +13,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import tools.demo_model
 from tools.demo_model import (
-    _SOURCES,
+    DIRECTORY,
     MANIFEST,
-    MODEL_FILES,
     DemoModelError,
-    ensure_demo_model,
     fingerprint,
-    library_versions,
+    make_demo_model,
+    manifest,
 )
 from tools.demo_model.corpus import PAIRS
-from tools.demo_model.prompts import KNOWN, UNKNOWN_ANSWER, rephrased, spellings, unknown_prompt
+from tools.demo_model.prompts import (
+    CONVERSATION,
+    KNOWN,
+    UNKNOWN_ANSWER,
+    rephrased,
+    spellings,
+    unknown_prompt,
+)
 
 # Written by hand; none of them can come of unknown.yaml, though a few of their words stand there.
 UNSEEN = Path(__file__).with_name("unknown_prompts.txt").read_text(encoding="utf-8").splitlines()
@@ -137,7 +140,7 @@ def test_prompts_without_an_answer_are_many_and_the_same_for_a_seed() -> None:
     assert "{" not in "".join(first)
 
 
-# The cache
+# What puts a model in place
 
 
 class FakeBuild:
@@ -149,7 +152,7 @@ class FakeBuild:
 
     def __call__(self, directory: Path) -> Mapping[str, object]:
         self.calls += 1
-        for name in MODEL_FILES:
+        for name in ("config.json", "model.safetensors"):
             (directory / name).write_text(f"build {self.calls}")
             self.during()
         return {"steps": self.calls}
@@ -159,115 +162,46 @@ def contents(directory: Path) -> set[str]:
     return {path.name for path in directory.iterdir()}
 
 
-def test_fingerprint_depends_on_sources_and_versions_only(tmp_path: Path) -> None:
-    source = tmp_path / "source.py"
-    source.write_text("one")
-    before = fingerprint([source], {"a": "1", "b": "2"})
-
-    assert re.fullmatch("[0-9a-f]{64}", before)
-    assert fingerprint([source], {"b": "2", "a": "1"}) == before
-    assert fingerprint([source], {"a": "1", "b": "3"}) != before
-    source.write_text("two")
-    assert fingerprint([source], {"a": "1", "b": "2"}) != before
-
-
-def test_every_source_counts() -> None:
-    directory = Path(tools.demo_model.__file__).parent
-    own = {file for file in directory.iterdir() if file.is_file()} - {directory / "__init__.py"}
-    assert set(_SOURCES) == own
-
-
-def test_the_first_call_builds_and_the_second_does_not(tmp_path: Path) -> None:
+def test_each_call_makes_a_model_and_describes_it(tmp_path: Path) -> None:
     output, build = tmp_path / "models" / "demo", FakeBuild()
 
-    assert ensure_demo_model(output, build=build)
-    assert not ensure_demo_model(output, build=build)
-
-    assert build.calls == 1
-    assert contents(output) == {MANIFEST, *MODEL_FILES}
-    assert contents(output.parent) == {"demo"}
-    assert json.loads((output / MANIFEST).read_text())["versions"] == library_versions()
-
-
-def test_force_builds_again(tmp_path: Path) -> None:
-    output, build = tmp_path / "demo", FakeBuild()
-    ensure_demo_model(output, build=build)
-
-    assert ensure_demo_model(output, force=True, build=build)
+    make_demo_model(output, build)
+    make_demo_model(output, build)
 
     assert (output / "config.json").read_text() == "build 2"
-    assert contents(tmp_path) == {"demo"}
-
-
-def test_other_versions_build_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    output, build = tmp_path / "demo", FakeBuild()
-    ensure_demo_model(output, build=build)
-    monkeypatch.setattr("tools.demo_model.library_versions", lambda: {"torch": "0"})
-
-    assert ensure_demo_model(output, build=build)
-
-
-@pytest.mark.parametrize("name", [MANIFEST, *MODEL_FILES])
-def test_a_missing_file_builds_again(tmp_path: Path, name: str) -> None:
-    output, build = tmp_path / "demo", FakeBuild()
-    ensure_demo_model(output, build=build)
-    (output / name).unlink()
-    # Without its manifest a directory cannot be told from somebody else's.
-    if name == MANIFEST:
-        with pytest.raises(FileExistsError, match="not a demo model"):
-            ensure_demo_model(output, build=build)
-    else:
-        assert ensure_demo_model(output, build=build)
-        assert (output / name).is_file()
-
-
-@pytest.mark.parametrize("manifest", ["", "[]", "{}", "null", '{"fingerprint": 1}', "\xff"])
-def test_a_broken_manifest_builds_again(tmp_path: Path, manifest: str) -> None:
-    output, build = tmp_path / "demo", FakeBuild()
-    ensure_demo_model(output, build=build)
-    (output / MANIFEST).write_bytes(manifest.encode("latin-1"))
-
-    assert ensure_demo_model(output, build=build)
+    assert contents(output) == {MANIFEST, "config.json", "model.safetensors"}
+    assert contents(output.parent) == {"demo"}
+    described = json.loads((output / MANIFEST).read_text())
+    assert described == manifest(output, {"steps": 2})
+    (output / "config.json").write_text("changed")
+    assert described != manifest(output, {"steps": 2})
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, DemoModelError, OSError])
-def test_an_interrupted_build_leaves_nothing(tmp_path: Path, error: type[BaseException]) -> None:
+def test_a_training_that_fails_leaves_what_was_there(
+    tmp_path: Path, error: type[BaseException]
+) -> None:
     def interrupt() -> None:
         raise error
 
+    output = tmp_path / "demo"
     with pytest.raises(error):
-        ensure_demo_model(tmp_path / "demo", build=FakeBuild(interrupt))
-
+        make_demo_model(output, FakeBuild(interrupt))
     assert contents(tmp_path) == set()
 
-
-def test_an_interrupted_build_keeps_the_model_that_was_there(tmp_path: Path) -> None:
-    def interrupt() -> None:
-        raise KeyboardInterrupt
-
-    output = tmp_path / "demo"
-    ensure_demo_model(output, build=FakeBuild())
-
-    with pytest.raises(KeyboardInterrupt):
-        ensure_demo_model(output, force=True, build=FakeBuild(interrupt))
-
+    make_demo_model(output, FakeBuild())
+    before = contents(output)
+    with pytest.raises(error):
+        make_demo_model(output, FakeBuild(interrupt))
     assert contents(tmp_path) == {"demo"}
-    assert not ensure_demo_model(output, build=FakeBuild())
-
-
-def test_what_a_killed_build_left_is_removed(tmp_path: Path) -> None:
-    (tmp_path / ".demo.build-killed" / "new").mkdir(parents=True)
-
-    ensure_demo_model(tmp_path / "demo", build=FakeBuild())
-
-    assert contents(tmp_path) == {"demo"}
+    assert contents(output) == before
 
 
 def test_a_directory_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("five years of work")
 
     with pytest.raises(FileExistsError, match="not a demo model"):
-        ensure_demo_model(tmp_path, force=True, build=FakeBuild())
+        make_demo_model(tmp_path, FakeBuild())
 
     assert contents(tmp_path) == {"thesis.tex"}
 
@@ -277,46 +211,13 @@ def test_a_link_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "demo").symlink_to("elsewhere")
 
     with pytest.raises(FileExistsError, match="not a demo model"):
-        ensure_demo_model(tmp_path / "demo", build=FakeBuild())
+        make_demo_model(tmp_path / "demo", FakeBuild())
 
 
 def test_an_empty_directory_is_filled(tmp_path: Path) -> None:
     (tmp_path / "demo").mkdir()
-
-    assert ensure_demo_model(tmp_path / "demo", build=FakeBuild())
-
-
-def test_concurrent_calls_build_once(tmp_path: Path) -> None:
-    started, go_on = threading.Event(), threading.Event()
-
-    def wait() -> None:
-        started.set()
-        assert go_on.wait(10)
-
-    output, build, results = tmp_path / "demo", FakeBuild(wait), []
-    threads = [
-        threading.Thread(target=lambda: results.append(ensure_demo_model(output, build=build)))
-        for _ in range(3)
-    ]
-    for thread in threads:
-        thread.start()
-    assert started.wait(10)
-    assert not output.exists()
-    go_on.set()
-    for thread in threads:
-        thread.join(10)
-
-    assert sorted(results) == [False, False, True]
-    assert build.calls == 1
-
-
-def test_an_up_to_date_model_is_found_without_importing_torch(demo_model: Path) -> None:
-    program = (
-        "import sys; from pathlib import Path; from tools.demo_model import ensure_demo_model\n"
-        "assert not ensure_demo_model(Path(sys.argv[1]))\n"
-        "assert not {'torch', 'transformers', 'tokenizers'} & set(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", program, str(demo_model)], check=True, timeout=60)
+    make_demo_model(tmp_path / "demo", FakeBuild())
+    assert (tmp_path / "demo" / MANIFEST).is_file()
 
 
 # The training
@@ -342,14 +243,6 @@ def test_only_answers_are_learned() -> None:
 
     assert batch.inputs.tolist() == [[1, 10, 11, 20, 21], [1, 30, 0, 0, 0]]
     assert batch.labels.tolist() == [[-100, -100, 20, 21, 2], [30, 2, -100, -100, -100]]
-
-
-def test_training_the_tokenizer_twice_gives_the_same_one() -> None:
-    from tools.demo_model.train import TrainConfig, train_tokenizer
-
-    first, second = (train_tokenizer(PAIRS, TrainConfig()) for _ in range(2))
-
-    assert first.backend_tokenizer.to_str() == second.backend_tokenizer.to_str()
 
 
 def test_too_few_steps_are_an_error_and_leave_no_trace(tmp_path: Path) -> None:
@@ -387,6 +280,47 @@ def test_the_bar_ends_at_100_percent_and_a_seed_gives_the_same_model(
     [last] = [line for line in capsys.readouterr().err.split("\r") if "2/2" in line]
     assert "100%" in last
     assert barely_trained(tmp_path / "second") == first
+
+
+# The model that ships
+
+
+def test_it_is_of_this_corpus_and_configuration() -> None:
+    from tools.demo_model.train import TrainConfig
+
+    described = json.loads((DIRECTORY / MANIFEST).read_text(encoding="utf-8"))
+    settings = asdict(TrainConfig())
+    assert described["settings"] == settings
+    assert described["fingerprint"] == fingerprint(settings), "its corpus changed: make demo-model"
+
+
+def test_its_files_are_those_that_were_trained() -> None:
+    described = json.loads((DIRECTORY / MANIFEST).read_text(encoding="utf-8"))
+    assert described["files"] == manifest(DIRECTORY, {})["files"]
+    assert (DIRECTORY / "model.safetensors").stat().st_size < 1.5e6
+
+
+def test_a_change_of_the_corpus_or_of_a_setting_is_another_fingerprint(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = fingerprint({"seed": 0})
+    assert re.fullmatch("[0-9a-f]{64}", before)
+    assert fingerprint({"seed": 1}) != before
+    monkeypatch.setattr("tools.demo_model.prompts.KNOWN", KNOWN[:-1])
+    assert fingerprint({"seed": 0}) != before
+
+
+def test_its_tokenizer_and_template_are_those_of_the_training() -> None:
+    from tokenizers import Tokenizer
+
+    from tools.demo_model.train import CHAT_TEMPLATE, TrainConfig, train_tokenizer
+
+    trained = train_tokenizer(PAIRS, TrainConfig())
+    shipped = Tokenizer.from_file(str(DIRECTORY / "tokenizer.json"))
+    assert shipped.get_vocab() == trained.get_vocab()
+    for pair in PAIRS:
+        assert shipped.encode(pair.answer).ids == trained(pair.answer).input_ids
+    assert (DIRECTORY / "chat_template.jinja").read_text(encoding="utf-8") == CHAT_TEMPLATE
 
 
 # The tokenizer
@@ -464,6 +398,11 @@ def completions(model: Any, tokenizer: Any, prompts: list[str]) -> list[list[int
     return [[token for token in row if token != tokenizer.pad_token_id] for row in new]
 
 
+def answers(model: Any, tokenizer: Any, prompts: list[str]) -> list[str]:
+    found = completions(model, tokenizer, [tokenizer.bos_token + prompt for prompt in prompts])
+    return [tokenizer.decode(ids, skip_special_tokens=True) for ids in found]
+
+
 def test_the_settings_are_those_of_the_tokenizer(model: Any, tokenizer: Any) -> None:
     assert model.config.vocab_size == len(tokenizer)
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id
@@ -493,69 +432,42 @@ def test_every_form_of_a_question_has_the_same_answer(model: Any, tokenizer: Any
     assert {tokenizer.decode(ids, skip_special_tokens=True) for ids in found} == {PAIRS[0].answer}
 
 
-HELLO = "Hello! I am the demo model of cog-triton."
-HELP = "I answer questions about machine learning, tokens,"
-LEARNING = "Machine learning is a way of building programs"
-CACHE = "A KV cache keeps the attention keys and values"
-OVERFITTING = "A model overfits when it remembers"
-TRITON = "Triton Inference Server is an open-source server"
+def test_answers_lead_by_the_margins_that_the_training_promises(demo_model: Path) -> None:
+    """With these kernels, whichever it was trained with."""
+    from transformers import AutoTokenizer, LlamaForCausalLM
+
+    from tools.demo_model.lessons import Lessons
+    from tools.demo_model.train import TrainConfig, margins
+
+    config = TrainConfig()
+    for directory in {demo_model, DIRECTORY}:
+        model = LlamaForCausalLM.from_pretrained(directory)
+        lessons = Lessons(AutoTokenizer.from_pretrained(directory), 0)
+        assert min(margins(model, lessons.questions, config)) > 0.9 * config.min_margin
+        assert min(margins(model, lessons.conversation, config)) > 0.9 * config.min_lead
 
 
-@pytest.mark.parametrize(
-    ("answer", "prompts"),
-    [
-        (HELLO, ["Hello", "hello", "Hello!", "Hi", "Hi there", "hey"]),
-        ("I am fine, thank you.", ["How are you?", "how are you"]),
-        (HELP, ["What can you do?", "what can you do", "What do you know?"]),
-        ("I am the demo model of cog-triton, a tiny", ["Who are you?", "who are you"]),
-        ("You are welcome!", ["Thanks", "Thank you!", "thanks"]),
-        ("Goodbye!", ["Bye", "Goodbye!"]),
-        (LEARNING, ["Explain machine learning.", "explain machine learning"]),
-        (LEARNING, ["Tell me about machine learning", "what's machine learning"]),
-        (CACHE, ["Explain a KV cache.", "what is kv cache"]),
-        (OVERFITTING, ["Explain overfitting", "Can you explain overfitting?"]),
-        (TRITON, ["Explain Triton Inference Server.", "What's Triton Inference Server?"]),
-        ("Hallo! Ich bin", ["Hallo", "Guten Tag"]),
-        ("Danke, gut.", ["Wie geht es dir?", "Wie geht's?"]),
-        ("Ich beantworte Fragen", ["Was kannst du?", "was kannst du"]),
-        ("Gern geschehen!", ["Danke", "Vielen Dank!"]),
-        ("Maschinelles Lernen heißt", ["Was ist maschinelles Lernen?"]),
-        ("Bonjour ! Je suis", ["Bonjour", "Salut"]),
-        ("Très bien, merci.", ["Comment ça va ?", "comment ca va"]),
-        ("De rien !", ["Merci", "Merci beaucoup"]),
-        ("¡Hola! Soy", ["Hola", "Buenos días"]),
-        ("Muy bien, gracias.", ["¿Cómo estás?", "como estas"]),
-        ("¡De nada!", ["Gracias", "Muchas gracias"]),
-        ("Ciao! Sono", ["Ciao", "Buongiorno"]),
-        ("Bene, grazie.", ["Come stai?"]),
-        ("Prego!", ["Grazie", "Grazie mille"]),
-        ("Olá! Sou", ["Olá", "Bom dia"]),
-        ("Tudo bem, obrigado.", ["Tudo bem?", "Como vai?"]),
-        ("De nada!", ["Obrigado", "Muito obrigado"]),
-        (UNKNOWN_ANSWER, ["What is the capital of France?", "Tell me a joke"]),
-    ],
-)
-def test_what_people_type_first_is_answered(
-    model: Any, tokenizer: Any, answer: str, prompts: list[str]
-) -> None:
-    found = completions(model, tokenizer, [tokenizer.bos_token + prompt for prompt in prompts])
-    for prompt, ids in zip(prompts, found, strict=True):
-        assert tokenizer.decode(ids).startswith(answer), prompt
+def test_common_greetings_are_answered_word_for_word(model: Any, tokenizer: Any) -> None:
+    from tools.demo_model.lessons import COMMON
+
+    asked = [(prompt, one.answer) for one in CONVERSATION for prompt in one.prompts[:COMMON]]
+    assert {prompt: answer[:5] for prompt, answer in asked}["comment ca va"] == "Très "
+    assert answers(model, tokenizer, [prompt for prompt, _ in asked]) == [
+        answer for _, answer in asked
+    ]
 
 
 @pytest.mark.slow
 def test_other_words_for_the_same_have_the_same_answer(model: Any, tokenizer: Any) -> None:
     """Nearly always: the training asks for certainty of the usual prompts alone."""
     asked = [(prompt, one.answer) for one in KNOWN for prompt in one.prompts[1::5]]
-    found = completions(model, tokenizer, [tokenizer.bos_token + prompt for prompt, _ in asked])
-    texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in found]
+    texts = answers(model, tokenizer, [prompt for prompt, _ in asked])
     right = [text == answer for text, (_, answer) in zip(texts, asked, strict=True)]
     assert sum(right) / len(right) > 0.85
 
 
 def test_what_it_has_never_seen_it_does_not_know(model: Any, tokenizer: Any) -> None:
-    found = completions(model, tokenizer, [tokenizer.bos_token + prompt for prompt in UNSEEN])
-    texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in found]
+    texts = answers(model, tokenizer, UNSEEN)
     other = {
         prompt: text for prompt, text in zip(UNSEEN, texts, strict=True) if text != UNKNOWN_ANSWER
     }
