@@ -16,11 +16,10 @@ from cog_triton.deployment import Deployment
 from cog_triton.errors import InvalidParameter
 from cog_triton.faces.cog import control, live_stream
 from cog_triton.generation import Chunk
-from cog_triton.json_inputs import parse_list, parse_object
-from cog_triton.limits import check_stop_sequences
 from cog_triton.parent import end_with_parent
-from cog_triton.request import Request, resolve_max_tokens, resolve_min_tokens, resolve_seed
-from cog_triton.request_inputs import choose_guide, parse_logit_bias
+from cog_triton.request.inputs import choose_guide, parse_list, parse_logit_bias, parse_object
+from cog_triton.request.limits import check_stop_sequences
+from cog_triton.request.request import Request, resolve_max_tokens, resolve_min_tokens, resolve_seed
 from cog_triton.server.log import log_to
 from cog_triton.settings import Settings, read_settings
 from cog_triton.text.prompts import format_prompt, validate_template

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from cog_triton.adapters import CONFIG, WEIGHTS, is_whole
 from cog_triton.errors import ConfigurationError
-from cog_triton.limits import NAME_CHARACTERS
+from cog_triton.request.limits import NAME_CHARACTERS
 
 
 def place_adapter(name: str, files: Path, directory: Path) -> None:

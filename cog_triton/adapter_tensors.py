@@ -27,8 +27,7 @@ import numpy.typing as npt
 import safetensors
 
 from cog_triton.adapters import CONFIG, CONVERTED, WEIGHTS, adapter_path
-from cog_triton.errors import InvalidParameter
-from cog_triton.triton_texts import NOT_CACHED
+from cog_triton.errors import NOT_CACHED, InvalidParameter
 
 Array = npt.NDArray[Any]
 Inputs = Mapping[str, Array]

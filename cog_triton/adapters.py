@@ -2,7 +2,7 @@
 
 They are looked for anew each time, so that one that appears while the server runs can be used at once. A
 request names its adapter to the engine by a number, TensorRT-LLM's ``lora_task_id``; see
-``protocol.adapter_task_id``.
+``wire.adapter_task_id``.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from cog_triton.errors import InvalidParameter
-from cog_triton.protocol import adapter_task_id
+from cog_triton.wire import adapter_task_id
 
 CONFIG = "adapter_config.json"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from cog_triton.adapters import adapter_names, check_adapter
-from cog_triton.admission import STOPPING, Admission, Bounds, Share
 from cog_triton.client.resume import ResumingClient, Streams
 from cog_triton.client.stream import TritonClient
 from cog_triton.context_length import context_length
@@ -42,7 +41,8 @@ from cog_triton.preparation import (
 )
 from cog_triton.repository.checks import check_streaming
 from cog_triton.repository.fill import fill_repository
-from cog_triton.request import Request
+from cog_triton.request.admission import STOPPING, Admission, Bounds, Share
+from cog_triton.request.request import Request
 from cog_triton.server.guard import process_name
 from cog_triton.server.supervisor import NOTICE_SECONDS, RestartPolicy, Supervisor
 from cog_triton.server.tritonserver import TritonServer

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from cog_triton.engine_choice import EngineName
 from cog_triton.errors import InvalidParameter
-from cog_triton.request import Request
+from cog_triton.request.request import Request
 from cog_triton.text.tokenizer import Tokenizer
 
 

@@ -13,14 +13,14 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from cog_triton.admission import Admission, Place, Share
 from cog_triton.client.resume import Streams
 from cog_triton.client.stream import Response
-from cog_triton.protocol import TokenLogProb
-from cog_triton.request import Request, effective_end_id, request_parameters, triton_inputs
+from cog_triton.request.admission import Admission, Place, Share
+from cog_triton.request.request import Request, effective_end_id, request_parameters, triton_inputs
 from cog_triton.text.detokenizer import IncrementalDetokenizer
 from cog_triton.text.stop_sequences import StopSequences
 from cog_triton.text.tokenizer import Tokenizer, text_limits
+from cog_triton.wire import TokenLogProb
 
 FinishReason = Literal["stop", "length"]
 

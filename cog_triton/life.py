@@ -11,7 +11,7 @@ import time
 from cog_triton.client.stream import TritonClient
 from cog_triton.errors import ConfigurationError, UserError
 from cog_triton.generation import generate
-from cog_triton.request import Request
+from cog_triton.request.request import Request
 from cog_triton.server.tritonserver import TritonServer
 from cog_triton.text.tokenizer import Tokenizer
 

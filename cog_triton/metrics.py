@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, make_asgi_app
 
-from cog_triton.admission import Admission, Outcome
 from cog_triton.errors import ConfigurationError
+from cog_triton.request.admission import Admission, Outcome
 from cog_triton.web.limits import Limits
 from cog_triton.web.server import Config, Server, bound
 

@@ -28,7 +28,7 @@ import _checkout  # noqa: F401
 
 from cog_triton.deployment import Deployment
 from cog_triton.errors import CogTritonError
-from cog_triton.request import Request
+from cog_triton.request.request import Request
 from cog_triton.settings import read_settings
 from cog_triton.text.tokenizer import Tokenizer, load_tokenizer, without_torch
 

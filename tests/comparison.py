@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from cog_triton.client.resume import Streams
 from cog_triton.errors import CogTritonError
-from cog_triton.request import Request, triton_inputs
+from cog_triton.request.request import Request, triton_inputs
 
 
 @dataclass

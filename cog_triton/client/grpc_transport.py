@@ -42,7 +42,7 @@ from cog_triton.errors import (
     TritonUnavailable,
     TritonUnknownError,
 )
-from cog_triton.protocol import (
+from cog_triton.wire import (
     CHECKED_IDS,
     CONTINUED,
     ENGINE,

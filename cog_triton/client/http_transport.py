@@ -34,7 +34,7 @@ from cog_triton.errors import (
     TritonMalformedJSON,
     TritonUnavailable,
 )
-from cog_triton.protocol import (
+from cog_triton.wire import (
     CHECKED_IDS,
     CONTINUED,
     ENGINE,

@@ -21,7 +21,7 @@ from cog_triton.errors import (
     TritonUnavailable,
     TritonUnknownError,
 )
-from cog_triton.protocol import NO_PARAMETERS, Parameters
+from cog_triton.wire import NO_PARAMETERS, Parameters
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class Streams(Protocol):
         """The responses to a request, in order; leaving the context stops it in the engine.
 
         Args:
-            parameters: sent beside the inputs, see ``cog_triton.protocol``.
+            parameters: sent beside the inputs, see ``cog_triton.wire``.
         """
 
 

@@ -16,6 +16,8 @@ import numpy.typing as npt
 
 from cog_triton.client.arrivals import CLOSED, Arrivals
 from cog_triton.errors import (
+    NOT_CACHED,
+    READ,
     CogTritonError,
     InvalidParameter,
     PromptRequired,
@@ -26,8 +28,9 @@ from cog_triton.errors import (
     TritonTokenizerError,
     TritonUnavailable,
     TritonUnknownError,
+    cause,
 )
-from cog_triton.protocol import (
+from cog_triton.wire import (
     NO_PARAMETERS,
     TOP_LOG_PROBS,
     Parameters,
@@ -35,7 +38,6 @@ from cog_triton.protocol import (
     unpacked_log_probs,
     unpacked_prompt_log_probs,
 )
-from cog_triton.triton_texts import NOT_CACHED, READ, cause
 
 logger = logging.getLogger(__name__)
 
@@ -168,7 +170,7 @@ class TritonClient(ABC):
 
         Args:
             continued: ids of the output that an earlier attempt has delivered, to go on from.
-            parameters: sent beside the inputs, see ``cog_triton.protocol``.
+            parameters: sent beside the inputs, see ``cog_triton.wire``.
 
         Raises:
             TritonUnavailable: the client has been closed, or there is no connection.

@@ -25,7 +25,7 @@ from cog_triton.client.grpc_transport import (
 )
 from cog_triton.client.http_transport import HttpClient, parse_event
 from cog_triton.errors import TritonMalformedEvent
-from cog_triton.protocol import ENGINE
+from cog_triton.wire import ENGINE
 
 OUTPUTS = ("output_ids", "sequence_length", "batch_index")
 RESPONSE_SECONDS = 600.0

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 
-from cog_triton.guide import Guide
+from cog_triton.request.guide import Guide
 
 LEAST_LOG_PROB = -9999.0
 """Stands for the logarithm of 0, which JSON has no number for."""

@@ -27,7 +27,7 @@ from llguidance.hf import from_tokenizer
 from cog_triton.engines.base import EngineError, EngineUnavailable, stopped_text
 from cog_triton.engines.guide_check import LIMITS, GuideCheck
 from cog_triton.engines.listed_properties import without_others
-from cog_triton.guide import Guide, GuideKind
+from cog_triton.request.guide import Guide, GuideKind
 
 Masks = npt.NDArray[np.int32]  # [sequences, words]: a bit for each token, the lowest first
 

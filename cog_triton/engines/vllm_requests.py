@@ -12,7 +12,7 @@ from cog_triton.engines.base import (
     Tokens,
     TopLogProbs,
 )
-from cog_triton.guide import Guide, GuideKind
+from cog_triton.request.guide import Guide, GuideKind
 
 SEEDS = 2**63  # of an int64 that is not negative: others end vLLM's runner
 

@@ -34,14 +34,14 @@ from cog_triton.models.model_calls import (
     largest,
     renamed,
 )
-from cog_triton.protocol import (
+from cog_triton.text.detokenizer import CONTEXT_TOKENS
+from cog_triton.wire import (
     ADD_SPECIAL_TOKENS,
     LOGIT_BIAS,
     MIN_P,
     PROMPT_IDS,
     TOP_LOG_PROBS,
 )
-from cog_triton.text.detokenizer import CONTEXT_TOKENS
 
 Array = npt.NDArray[Any]
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import numpy.typing as npt
 
-from cog_triton.protocol import stop_inputs
+from cog_triton.wire import stop_inputs
 
 Array = npt.NDArray[Any]
 Parameters = Mapping[str, str | int | bool]

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cog_triton.limits import UNKNOWN_TOKENS, WORDS, WORDS_BYTES
-from cog_triton.protocol import (
+from cog_triton.request.limits import UNKNOWN_TOKENS, WORDS, WORDS_BYTES
+from cog_triton.text.tokenizer import Tokenizer, text_limits
+from cog_triton.wire import (
     ADD_SPECIAL_TOKENS,
     CONTINUED,
     LOGIT_BIAS,
@@ -19,7 +20,6 @@ from cog_triton.protocol import (
     ids_parameter,
     parse_biases,
 )
-from cog_triton.text.tokenizer import Tokenizer, text_limits
 
 Array = npt.NDArray[Any]
 
@@ -28,7 +28,7 @@ _MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
 @dataclass(frozen=True)
 class Asked:
-    """What the parameters of a request ask of preprocessing; see ``cog_triton.protocol``.
+    """What the parameters of a request ask of preprocessing; see ``cog_triton.wire``.
 
     Attributes:
         continued: ids of the output that an earlier attempt at it has delivered, which the engine is to go

@@ -20,9 +20,9 @@ from cog_triton.engines.base import (
     SamplingParams,
 )
 from cog_triton.engines.serving import Output, Times, words_from_list
-from cog_triton.guide import Guide, GuideKind, engine_guide
-from cog_triton.limits import GUIDE_CHARACTERS, TOP_LOG_PROBS, WORD_IDS
-from cog_triton.protocol import (
+from cog_triton.request.guide import Guide, GuideKind, engine_guide
+from cog_triton.request.limits import GUIDE_CHARACTERS, TOP_LOG_PROBS, WORD_IDS
+from cog_triton.wire import (
     ALLOWED_IDS,
     LOG_PROBS,
     MIN_P,
@@ -33,7 +33,7 @@ from cog_triton.protocol import (
     packed_log_probs,
     packed_prompt_log_probs,
 )
-from cog_triton.protocol import TOP_LOG_PROBS as TOP_LOG_PROBS_NAME
+from cog_triton.wire import TOP_LOG_PROBS as TOP_LOG_PROBS_NAME
 
 Array = npt.NDArray[Any]
 

@@ -20,7 +20,7 @@ from tritonclient.grpc.model_config_pb2 import (
     ModelInstanceGroup,
 )
 
-from cog_triton.protocol import CONTEXT_MODEL, DIMS, IDS_ENSEMBLE, LOG_PROBS, OUTPUTS
+from cog_triton.wire import CONTEXT_MODEL, DIMS, IDS_ENSEMBLE, LOG_PROBS, OUTPUTS
 
 # TensorRT-LLM's C++ backend answers with an error if one of these is left out.
 _NEEDED = {"output_ids", "sequence_length"}

@@ -19,7 +19,6 @@ from google.protobuf import text_encoding, text_format  # type: ignore[attr-defi
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from cog_triton.errors import ConfigurationError, TemplateError
-from cog_triton.protocol import CONTEXT_MODEL
 from cog_triton.repository.checks import problems_of, unmet_needs
 from cog_triton.repository.derived import CONTEXT_MODEL_CODE, add_derived
 from cog_triton.repository.variables import (
@@ -29,6 +28,7 @@ from cog_triton.repository.variables import (
     RENAMED_VALUES,
     known,
 )
+from cog_triton.wire import CONTEXT_MODEL
 
 logger = logging.getLogger(__name__)
 

@@ -9,9 +9,8 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from cog_triton.errors import shortened
+from cog_triton.errors import LISTENS, cause, shortened
 from cog_triton.server.guard import RANK_ENDED, STUB_ENDED
-from cog_triton.triton_texts import LISTENS, cause
 
 GPU = Path("/dev/nvidiactl").exists()
 LOG_TAIL_LINES = 60

@@ -19,12 +19,13 @@ import time
 from pathlib import Path
 
 from cog_triton.errors import (
+    ANSWERED,
+    IN_USE,
     ConfigurationError,
     TritonPortTaken,
     TritonStartError,
     file_problem,
 )
-from cog_triton.protocol import ADDRESS_FILE, CONTEXT_MODEL
 from cog_triton.server import leftovers
 from cog_triton.server.command import (
     Endpoints,
@@ -41,7 +42,7 @@ from cog_triton.server.guard import KILL, STOP, WATCH, make_private, process_nam
 from cog_triton.server.installation import PACKAGE_ROOT, assemble, environment, locate
 from cog_triton.server.log import LoadTimes, ServerLog
 from cog_triton.settings import Settings
-from cog_triton.triton_texts import ANSWERED, IN_USE
+from cog_triton.wire import ADDRESS_FILE, CONTEXT_MODEL
 
 logger = logging.getLogger("tritonserver")
 _progress = logging.getLogger(__name__)

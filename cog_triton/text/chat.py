@@ -20,8 +20,8 @@ from cog_triton.errors import (
     PromptRequired,
     shown,
 )
-from cog_triton.json_inputs import parse_object
-from cog_triton.limits import MESSAGES, TextLimits
+from cog_triton.request.inputs import parse_object
+from cog_triton.request.limits import MESSAGES, TextLimits
 from cog_triton.text.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]

@@ -17,7 +17,7 @@ from cog_triton.errors import (
     PromptRequired,
     PromptTemplateError,
 )
-from cog_triton.limits import TEMPLATE_BRACES, TEMPLATE_CHARACTERS, TextLimits
+from cog_triton.request.limits import TEMPLATE_BRACES, TEMPLATE_CHARACTERS, TextLimits
 
 _PLACEHOLDERS = frozenset({"{prompt}", "{system_prompt}"})
 _LITERALS = {"{{": "{", "}}": "}"}

@@ -17,7 +17,7 @@ import re
 from collections.abc import Sequence
 
 from cog_triton.errors import InvalidParameter
-from cog_triton.limits import STOP_TEXT_CHARACTERS
+from cog_triton.request.limits import STOP_TEXT_CHARACTERS
 
 _PIECE = re.compile(r"(?:\\[\\,]|[^,])+")
 _ESCAPE = re.compile(r"\\([\\,])")

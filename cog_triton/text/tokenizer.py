@@ -17,7 +17,7 @@ from unittest import mock
 
 from cog_triton import remote_code
 from cog_triton.errors import ConfigurationError
-from cog_triton.limits import MOST_CHARACTERS, TextLimits
+from cog_triton.request.limits import MOST_CHARACTERS, TextLimits
 
 _FILES = ("tokenizer*", "vocab*", "*.model", "merges.txt", "tekken.json", "*.tiktoken")
 

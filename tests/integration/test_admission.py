@@ -13,7 +13,7 @@ import pytest
 
 from cog_triton.deployment import Deployment
 from cog_triton.errors import TritonUnavailable
-from cog_triton.request import Request
+from cog_triton.request.request import Request
 from tests.integration.conftest import settings_for
 from tests.support import CogServer, free_port, wait_until
 

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 import tritonclient.grpc.aio as grpcclient
 
-from cog_triton.protocol import ADD_SPECIAL_TOKENS
 from cog_triton.text.tokenizer import Tokenizer
+from cog_triton.wire import ADD_SPECIAL_TOKENS
 from tests.openai_server import MESSAGES, OpenAIServer
 from tests.support import ROOT, CogServer, free_port
 

@@ -17,7 +17,7 @@ from cog_triton.client.http_transport import HttpClient
 from cog_triton.client.stream import TritonClient
 from cog_triton.errors import PromptTooLong, TritonTimeout, TritonUnavailable
 from cog_triton.generation import Chunk, generate
-from cog_triton.request import Request
+from cog_triton.request.request import Request
 from cog_triton.server.tritonserver import TritonServer
 from cog_triton.text.tokenizer import Tokenizer
 from tests.integration.conftest import PACE_MS, engine_counters

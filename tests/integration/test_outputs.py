@@ -19,8 +19,8 @@ import pytest
 import tritonclient.grpc as grpcclient
 
 from cog_triton.preparation import Values
-from cog_triton.protocol import OUTPUTS
 from cog_triton.server.tritonserver import TritonServer
+from cog_triton.wire import OUTPUTS
 from tests.integration.conftest import make_server, running, settings_for
 from tests.stand_in.servers import environment
 

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 from cog_triton.deployment import EXIT_STATUS, Deployment
 from cog_triton.errors import TritonStartError, TritonUnavailable
 from cog_triton.life import TritonLife
-from cog_triton.request import Request
+from cog_triton.request.request import Request
 from cog_triton.server.command import choose_ports
 from cog_triton.server.tritonserver import TritonServer
 from tests.integration.conftest import ANY_PORTS, settings_for

@@ -12,7 +12,7 @@ import pytest
 
 from cog_triton.deployment import Deployment
 from cog_triton.errors import ConfigurationError, TritonStartError
-from cog_triton.request import Request
+from cog_triton.request.request import Request
 from cog_triton.settings import Settings
 from cog_triton.text.tokenizer import load_tokenizer
 from tests.integration.conftest import make_server, settings_for

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, LogitsProcessor
 
 from cog_triton.models.preprocessing import variants
-from cog_triton.request import Request
+from cog_triton.request.request import Request
 from cog_triton.server.tritonserver import TritonServer
 from cog_triton.text.tokenizer import Tokenizer
 from tests.integration.test_generation import (

@@ -22,7 +22,7 @@ from cog_triton.errors import (
     TritonUnknownError,
 )
 from cog_triton.generation import Chunk, generate
-from cog_triton.request import Request
+from cog_triton.request.request import Request
 from cog_triton.server.tritonserver import TritonServer
 from cog_triton.settings import Settings
 from cog_triton.text.tokenizer import Tokenizer

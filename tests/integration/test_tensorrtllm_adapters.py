@@ -21,8 +21,8 @@ import pytest
 from cog_triton.adapter_tensors import read_adapter
 from cog_triton.deployment import Deployment
 from cog_triton.errors import ConfigurationError, InvalidParameter
-from cog_triton.protocol import IDS_ENSEMBLE
-from cog_triton.request import Request
+from cog_triton.request.request import Request
+from cog_triton.wire import IDS_ENSEMBLE
 from tests.adapters import make_adapter
 from tests.integration.conftest import make_server, running, settings_for
 from tests.integration.test_recovery import once, part

@@ -21,7 +21,7 @@ from cog_triton.client.grpc_transport import infer_request
 from cog_triton.client.stream import error_from_text
 from cog_triton.errors import InvalidParameter, PromptTooLong, TritonOverloaded
 from cog_triton.models.preprocessing import word_list
-from cog_triton.protocol import stop_inputs
+from cog_triton.wire import stop_inputs
 from tests.stand_in.servers import OUTPUTS, Loader, ids, running_loader, tensors
 from tests.support import metrics, wait_until
 

@@ -23,10 +23,10 @@ import pytest
 from cog_triton.deployment import Deployment
 from cog_triton.errors import CogTritonError
 from cog_triton.generation import Chunk
-from cog_triton.guide import Guide, GuideKind
-from cog_triton.protocol import TokenLogProb
-from cog_triton.request import Request
+from cog_triton.request.guide import Guide, GuideKind
+from cog_triton.request.request import Request
 from cog_triton.text.tokenizer import Tokenizer
+from cog_triton.wire import TokenLogProb
 from tests.integration.conftest import make_server, settings_for
 from tests.stand_in.servers import MODEL, environment
 from tests.support import ROOT, CogServer, chunks, free_port, metrics, processes, wait_until

@@ -19,7 +19,7 @@ from cog_triton.client.stream import TritonClient
 from cog_triton.deployment import Deployment
 from cog_triton.errors import InvalidParameter
 from cog_triton.generation import Chunk, generate
-from cog_triton.request import Request
+from cog_triton.request.request import Request
 from cog_triton.server.tritonserver import TritonServer
 from cog_triton.text.tokenizer import Tokenizer
 from tests.adapters import make_adapter

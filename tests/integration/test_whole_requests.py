@@ -10,11 +10,11 @@ import jsonschema  # type: ignore[import-untyped, unused-ignore]
 import pytest
 
 from cog_triton.errors import InvalidParameter
-from cog_triton.guide import Guide, GuideKind
-from cog_triton.protocol import TokenLogProb
-from cog_triton.request import Request
+from cog_triton.request.guide import Guide, GuideKind
+from cog_triton.request.request import Request
 from cog_triton.server.tritonserver import TritonServer
 from cog_triton.text.tokenizer import Tokenizer
+from cog_triton.wire import TokenLogProb
 from tests.integration.test_generation import (
     ANSWER,
     QUESTION,

@@ -18,7 +18,7 @@ from cog_triton.adapter_tensors import (
     read_adapter,
 )
 from cog_triton.errors import InvalidParameter
-from cog_triton.protocol import adapter_task_id
+from cog_triton.wire import adapter_task_id
 from tests.adapters import make_adapter, merge
 
 LAYER = "base_model.model.model.layers.3"

@@ -13,10 +13,10 @@ from cog_triton.adapters import adapter_names, adapter_path, check_adapter
 from cog_triton.engine_choice import EngineName, adapter_dtype
 from cog_triton.errors import ConfigurationError, InvalidParameter
 from cog_triton.preparation import ADAPTERS, adapter_tensors, check_adapters, template_values
-from cog_triton.protocol import adapter_task_id
 from cog_triton.repository.checks import read_config
 from cog_triton.repository.fill import fill_repository
 from cog_triton.settings import read_settings
+from cog_triton.wire import adapter_task_id
 from tests.stand_in.engine import make_engine
 
 

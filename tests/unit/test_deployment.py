@@ -8,7 +8,6 @@ from typing import Any, cast, get_args
 
 import pytest
 
-from cog_triton.admission import Admission, Bounds
 from cog_triton.deployment import Deployment, own_preprocessing, start_timeout
 from cog_triton.engine_choice import EngineName
 from cog_triton.engine_support import check_supported, with_own_beginning
@@ -24,7 +23,8 @@ from cog_triton.preparation import (
     with_files,
 )
 from cog_triton.repository.variables import VARIABLES
-from cog_triton.request import Request
+from cog_triton.request.admission import Admission, Bounds
+from cog_triton.request.request import Request
 from cog_triton.settings import read_settings
 from cog_triton.text.chat import chat_template
 from cog_triton.text.tokenizer import load_tokenizer

@@ -10,7 +10,7 @@ from random import Random
 
 from cog_triton.client.stream import Inputs, Response
 from cog_triton.errors import TritonUnavailable
-from cog_triton.protocol import NO_PARAMETERS, Parameters
+from cog_triton.wire import NO_PARAMETERS, Parameters
 from tests.comparison import Outcome, compare, short_request
 from tests.faulty_proxy import HEAD, Faults, FaultyProxy, Plan, plan
 

@@ -13,9 +13,9 @@ import pytest
 from cog_triton.client.stream import Response
 from cog_triton.errors import PromptTooLong
 from cog_triton.generation import Chunk, generate
-from cog_triton.protocol import Parameters, TokenLogProb
-from cog_triton.request import Request
+from cog_triton.request.request import Request
 from cog_triton.text.tokenizer import load_tokenizer, max_characters
+from cog_triton.wire import Parameters, TokenLogProb
 
 
 class Client:

@@ -8,9 +8,9 @@ import socket
 import httpx
 import pytest
 
-from cog_triton.admission import Admission, Bounds
 from cog_triton.errors import ConfigurationError, TritonOverloaded
 from cog_triton.metrics import Metrics
+from cog_triton.request.admission import Admission, Bounds
 
 
 def test_they_tell_of_the_queue() -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from cog_triton.triton_texts import LONGEST, cause
+from cog_triton.errors import LONGEST, cause
 
 SAFETENSORS = (
     r"Internal: SafetensorError: Error while deserializing header: header too large\n\nAt:\n"

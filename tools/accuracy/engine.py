@@ -17,7 +17,7 @@ import httpx
 
 from cog_triton.client.stream import TritonClient
 from cog_triton.errors import TritonMalformedJSON, TritonUnavailable, TritonUnknownError
-from cog_triton.request import Request, triton_inputs
+from cog_triton.request.request import Request, triton_inputs
 from cog_triton.text.detokenizer import IncrementalDetokenizer
 from cog_triton.text.tokenizer import Tokenizer
 from tools.accuracy.metrics import until_end

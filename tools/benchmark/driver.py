@@ -104,7 +104,7 @@ class Driver(ABC):
 
 def sampling_request(request: Planned, context: Context) -> Any:
     """The request as the predictor would make it."""
-    from cog_triton.request import Request
+    from cog_triton.request.request import Request
 
     return Request(
         prompt=request.prompt,
@@ -118,7 +118,7 @@ def sampling_request(request: Planned, context: Context) -> Any:
 
 def ensemble_inputs(request: Planned, context: Context) -> dict[str, Any]:
     """The ensemble's inputs, the same as the predictor sends."""
-    from cog_triton.request import triton_inputs
+    from cog_triton.request.request import triton_inputs
 
     return triton_inputs(sampling_request(request, context))
 

@@ -20,8 +20,8 @@ from cog_triton.client.stream import Inputs, Response, TritonClient
 from cog_triton.deployment import Deployment
 from cog_triton.errors import CogTritonError
 from cog_triton.generation import generate
-from cog_triton.protocol import NO_PARAMETERS, Parameters
-from cog_triton.request import triton_inputs
+from cog_triton.request.request import triton_inputs
+from cog_triton.wire import NO_PARAMETERS, Parameters
 from tools.soak.plan import Case
 
 RETRYABLE = ("E2105", "E2106")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from cog_triton.request import Request
+from cog_triton.request.request import Request
 from tools.benchmark.load import WORDS
 
 ENGINES = ("simulated", "transformers")

@@ -17,7 +17,6 @@ from tritonclient.grpc.model_config_pb2 import (  # type: ignore[import-untyped,
 )
 
 from cog_triton.adapter_tensors import TRITON_DTYPES, AdapterTensors
-from cog_triton.admission import STOPPING, Admission, Bounds, Share
 from cog_triton.client.grpc_transport import CHANNEL_OPTIONS, GrpcClient
 from cog_triton.client.resume import ResumingClient
 from cog_triton.client.stream import TritonClient
@@ -26,10 +25,11 @@ from cog_triton.engine_support import check_supported
 from cog_triton.errors import ConfigurationError, TritonUnavailable
 from cog_triton.faces.openai.text_ensemble import TextClient, generate_text
 from cog_triton.generation import Chunk, generate
-from cog_triton.protocol import ENGINE, IDS_ENSEMBLE
-from cog_triton.request import Request
+from cog_triton.request.admission import STOPPING, Admission, Bounds, Share
+from cog_triton.request.request import Request
 from cog_triton.settings import Settings
 from cog_triton.text.tokenizer import Tokenizer, text_limits
+from cog_triton.wire import ENGINE, IDS_ENSEMBLE
 
 POLL_SECONDS = 0.1
 ASK_SECONDS = 2.0

@@ -19,7 +19,7 @@ from cog_triton.faces.openai.calls import current
 from cog_triton.faces.openai.errors import CLIENT_GONE, ApiError, invalid
 from cog_triton.faces.openai.fields import Body
 from cog_triton.faces.openai.served import Served
-from cog_triton.limits import check_json
+from cog_triton.request.limits import check_json
 
 LARGE_BODY = 2**16
 """Bytes from which a request is prepared in a thread: below, that takes a few milliseconds."""

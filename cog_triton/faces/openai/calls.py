@@ -12,11 +12,11 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
-from cog_triton.admission import Share
 from cog_triton.errors import CogTritonError
 from cog_triton.faces.openai.keys import ANYBODY, Key
 from cog_triton.generation import Chunk
-from cog_triton.request import Request
+from cog_triton.request.admission import Share
+from cog_triton.request.request import Request
 
 EXPECTED_TOKENS = 256
 """Of an answer that may be longer, until it is known how long it is."""

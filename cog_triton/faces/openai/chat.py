@@ -26,8 +26,8 @@ from cog_triton.faces.openai.tools.events import (
 from cog_triton.faces.openai.turns import Turn, chat_turn
 from cog_triton.faces.openai.wire import Head, dumps, stop_reason
 from cog_triton.generation import Chunk
-from cog_triton.protocol import TokenLogProb
 from cog_triton.text.tokenizer import Tokenizer
+from cog_triton.wire import TokenLogProb
 
 router = APIRouter(route_class=BodyRoute)
 _MARK = "\x00text\x00"

@@ -13,7 +13,7 @@ from cog_triton.faces.openai.sampling import check_fields
 from cog_triton.faces.openai.served import Served
 from cog_triton.faces.openai.wire import DONE, Head, dumps, event, new_id, usage
 from cog_triton.generation import Chunk
-from cog_triton.request import Request
+from cog_triton.request.request import Request
 
 
 class Choice(Protocol):

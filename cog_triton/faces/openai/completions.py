@@ -21,9 +21,9 @@ from cog_triton.faces.openai.served import Served
 from cog_triton.faces.openai.tokens import with_ids
 from cog_triton.faces.openai.wire import Head, dumps, stop_reason
 from cog_triton.generation import Chunk, FinishReason
-from cog_triton.protocol import TokenLogProb
-from cog_triton.request import Request
+from cog_triton.request.request import Request
 from cog_triton.text.tokenizer import Tokenizer
+from cog_triton.wire import TokenLogProb
 
 router = APIRouter(route_class=BodyRoute)
 DEFAULT_MAX_TOKENS = 16

@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from cog_triton.limits import MESSAGES, TOP_LOG_PROBS
-from cog_triton.request import MAX_INT32
+from cog_triton.request.limits import MESSAGES, TOP_LOG_PROBS
+from cog_triton.request.request import MAX_INT32
 
 MOST_ANSWERS = 1024
 """Of the prompts of one request together."""

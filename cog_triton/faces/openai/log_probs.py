@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from cog_triton.protocol import TokenLogProb
 from cog_triton.text.tokenizer import Tokenizer
+from cog_triton.wire import TokenLogProb
 
 
 def chat_log_probs(tokenizer: Tokenizer, tokens: Iterable[TokenLogProb]) -> list[dict[str, Any]]:

@@ -15,9 +15,9 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from starlette.datastructures import Headers
 from starlette.responses import Response
 
-from cog_triton.admission import Admission
 from cog_triton.faces.openai.calls import Call
 from cog_triton.metrics import Metrics
+from cog_triton.request.admission import Admission
 
 Bounds = tuple[float, ...]
 FIRST_TOKEN: Bounds = (

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from cog_triton.adapters import adapter_names
-from cog_triton.admission import Admission, Share
 from cog_triton.errors import shown
 from cog_triton.faces.openai.calls import current, observed
 from cog_triton.faces.openai.errors import RETRY_SECONDS, ApiError
 from cog_triton.generation import Chunk
-from cog_triton.limits import TextLimits
-from cog_triton.request import Request
+from cog_triton.request.admission import Admission, Share
+from cog_triton.request.limits import TextLimits
+from cog_triton.request.request import Request
 from cog_triton.settings import Settings
 from cog_triton.text.tokenizer import Tokenizer
 

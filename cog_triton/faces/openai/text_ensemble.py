@@ -16,9 +16,8 @@ import grpc
 import numpy as np
 import numpy.typing as npt
 
-from cog_triton import protocol
+from cog_triton import wire
 from cog_triton.adapter_tensors import AdapterTensors
-from cog_triton.admission import Admission, Share
 from cog_triton.client.arrivals import Arrivals
 from cog_triton.client.grpc_transport import (
     CHANNEL_OPTIONS,
@@ -31,7 +30,8 @@ from cog_triton.client.stream import STOP_PERIODS, Inputs
 from cog_triton.engine_support import with_own_beginning
 from cog_triton.errors import InvalidParameter, TritonMalformedEvent
 from cog_triton.generation import Chunk, FinishReason, turn
-from cog_triton.request import Request, request_parameters, triton_inputs
+from cog_triton.request.admission import Admission, Share
+from cog_triton.request.request import Request, request_parameters, triton_inputs
 from cog_triton.text.stop_sequences import StopSequences
 from cog_triton.text.tokenizer import Tokenizer
 
@@ -150,7 +150,7 @@ def with_own_text(request: Request, tokenizer: Tokenizer) -> dict[str, npt.NDArr
     """
     request = with_own_beginning(request, tokenizer)
     parameters = request_parameters(request)
-    parameters.pop(protocol.ADD_SPECIAL_TOKENS, None)  # which it does
+    parameters.pop(wire.ADD_SPECIAL_TOKENS, None)  # which it does
     if request.stop_token_ids:
         raise InvalidParameter(
             "stop_token_ids must be empty: the ensemble of this Triton gives text"

@@ -16,8 +16,8 @@ from cog_triton.faces.openai.errors import invalid
 from cog_triton.faces.openai.fields import DetokenizeBody, Sampling, TokenizeBody
 from cog_triton.faces.openai.prompts import chat_prompt
 from cog_triton.faces.openai.served import Served
-from cog_triton.limits import UNKNOWN_TOKENS
-from cog_triton.request import Request
+from cog_triton.request.limits import UNKNOWN_TOKENS
+from cog_triton.request.request import Request
 
 router = APIRouter(route_class=BodyRoute)
 LONG_TEXT = 20_000

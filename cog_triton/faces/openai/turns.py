@@ -15,7 +15,7 @@ from cog_triton.faces.openai.tools.calls import Format, call_parser, format_of
 from cog_triton.faces.openai.tools.choice import call_guide, is_enforced, offered_tools
 from cog_triton.faces.openai.tools.events import CallStart, Event, Parser, Text
 from cog_triton.generation import Chunk
-from cog_triton.request import Request
+from cog_triton.request.request import Request
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ from cog_triton.errors import (
     TritonUnavailable,
     TritonUnknownError,
 )
-from cog_triton.protocol import (
+from cog_triton.wire import (
     LOG_PROBS,
     TokenLogProb,
     checksum,

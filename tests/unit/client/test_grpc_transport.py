@@ -13,7 +13,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from cog_triton.client.grpc_transport import GrpcClient, _mapped_errors
 from cog_triton.errors import TritonUnavailable, TritonUnknownError
-from cog_triton.request import Request, triton_inputs
+from cog_triton.request.request import Request, triton_inputs
 from tests.support import free_port
 
 

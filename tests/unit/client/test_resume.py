@@ -24,7 +24,7 @@ from cog_triton.errors import (
     TritonUnavailable,
     TritonUnknownError,
 )
-from cog_triton.protocol import NO_PARAMETERS, Parameters
+from cog_triton.wire import NO_PARAMETERS, Parameters
 
 END = 9
 Script = list[Response | CogTritonError]

@@ -7,7 +7,7 @@ import pytest
 
 from cog_triton.engines.adapter_versions import AdapterVersion, current_version
 from cog_triton.engines.base import EngineError
-from cog_triton.protocol import adapter_task_id
+from cog_triton.wire import adapter_task_id
 
 
 @pytest.fixture

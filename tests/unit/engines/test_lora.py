@@ -21,9 +21,9 @@ from cog_triton.engines.create import create_engine
 from cog_triton.engines.lora_layers import LoraLayers
 from cog_triton.engines.transformers import CPU_PAGE_TOKENS
 from cog_triton.engines.transformers_rows import Row
-from cog_triton.guide import Guide, GuideKind
-from cog_triton.protocol import adapter_task_id
+from cog_triton.request.guide import Guide, GuideKind
 from cog_triton.text.tokenizer import load_tokenizer
+from cog_triton.wire import adapter_task_id
 from tests.adapters import make_adapter
 from tests.peft_reference import Reference, load, make_varied_adapter
 from tests.unit.engines.test_engines import ENGINES, PROMPT, Crowded, Requests, Stream

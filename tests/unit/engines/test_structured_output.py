@@ -16,7 +16,7 @@ from cog_triton.engines.create import create_engine
 from cog_triton.engines.guide_check import GuideCheck
 from cog_triton.engines.structured_output import grammar
 from cog_triton.engines.transformers import TransformersEngine
-from cog_triton.guide import Guide, GuideKind, engine_guide
+from cog_triton.request.guide import Guide, GuideKind, engine_guide
 from cog_triton.text.tokenizer import load_tokenizer
 from tests.unit.engines.test_engines import ENGINES, Crowded, Requests, Stream
 

@@ -35,8 +35,8 @@ from cog_triton.engines.vllm_requests import (
     prompt_log_probs,
     sampling_arguments,
 )
-from cog_triton.guide import Guide, GuideKind
-from cog_triton.protocol import adapter_task_id
+from cog_triton.request.guide import Guide, GuideKind
+from cog_triton.wire import adapter_task_id
 from tests.support import ROOT
 
 ALWAYS = {"disable_log_stats": True, "generation_config": "vllm"}

@@ -24,9 +24,9 @@ from cog_triton.engines.base import (
 )
 from cog_triton.engines.create import create_engine
 from cog_triton.engines.vllm_processes import LEAST_PRIORITY
-from cog_triton.guide import Guide, GuideKind
-from cog_triton.protocol import adapter_task_id
+from cog_triton.request.guide import Guide, GuideKind
 from cog_triton.text.tokenizer import load_tokenizer
+from cog_triton.wire import adapter_task_id
 from tests.adapters import make_adapter, merge
 from tests.support import wait_until
 from tests.unit.engines.test_engines import (

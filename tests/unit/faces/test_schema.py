@@ -10,7 +10,7 @@ import make_schema
 import pytest
 from _checkout import ROOT
 
-from cog_triton.request import MAX_SEED
+from cog_triton.request.request import MAX_SEED
 
 
 @pytest.fixture(scope="module")

@@ -10,10 +10,10 @@ import numpy.typing as npt
 import pytest
 
 from cog_triton.engines.serving import words_from_list
-from cog_triton.limits import UNKNOWN_CHARACTERS
 from cog_triton.models.preprocessing import Asked, Preprocessor, asked, variants, word_list
-from cog_triton.protocol import ADD_SPECIAL_TOKENS, CONTINUED, LOGIT_BIAS, PROMPT_IDS, ids_text
+from cog_triton.request.limits import UNKNOWN_CHARACTERS
 from cog_triton.text.tokenizer import load_tokenizer
+from cog_triton.wire import ADD_SPECIAL_TOKENS, CONTINUED, LOGIT_BIAS, PROMPT_IDS, ids_text
 
 Array = npt.NDArray[Any]
 

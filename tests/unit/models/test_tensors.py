@@ -15,10 +15,10 @@ from cog_triton.engines.base import (
     SamplingParams,
 )
 from cog_triton.engines.serving import Output
-from cog_triton.guide import Guide, GuideKind
-from cog_triton.limits import GUIDE_CHARACTERS, WORD_IDS
 from cog_triton.models.tensors import generation_requests, placeholders, response_tensors
-from cog_triton.protocol import (
+from cog_triton.request.guide import Guide, GuideKind
+from cog_triton.request.limits import GUIDE_CHARACTERS, WORD_IDS
+from cog_triton.wire import (
     TokenLogProb,
     checksum,
     ids_text,

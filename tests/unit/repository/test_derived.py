@@ -9,9 +9,9 @@ import pytest
 from google.protobuf import text_format
 from tritonclient.grpc.model_config_pb2 import TYPE_FP32, TYPE_INT32, ModelConfig
 
-from cog_triton.protocol import LOG_PROBS, OUTPUTS
 from cog_triton.repository.derived import ids_ensemble
 from cog_triton.repository.fill import fill_repository
+from cog_triton.wire import LOG_PROBS, OUTPUTS
 from tests.support import ROOT
 
 

@@ -15,7 +15,7 @@ from cog_triton.errors import (
     PromptRequired,
     PromptTooLong,
 )
-from cog_triton.limits import MESSAGES, TextLimits
+from cog_triton.request.limits import MESSAGES, TextLimits
 from cog_triton.text.chat import (
     merged_system,
     render_chat,

@@ -13,7 +13,7 @@ from cog_triton.errors import (
     PromptTemplateError,
     PromptTooLong,
 )
-from cog_triton.limits import TextLimits
+from cog_triton.request.limits import TextLimits
 from cog_triton.text.prompts import format_prompt, validate_template
 
 

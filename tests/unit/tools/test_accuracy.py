@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cog_triton.errors import TritonMalformedJSON, TritonUnavailable, TritonUnknownError
-from cog_triton.request import Request
+from cog_triton.request.request import Request
 from cog_triton.text.tokenizer import Tokenizer, load_tokenizer
 from tools.accuracy import cli, data, run
 from tools.accuracy.cli import REFUSED, REFUSED_SWITCHES, Options

@@ -26,7 +26,7 @@ from cog_triton.models.tensors import (
     top_log_probs,
 )
 from cog_triton.parent import end_with_parent
-from cog_triton.protocol import CHECKED_IDS, IDS_ONLY, continued_ids
+from cog_triton.wire import CHECKED_IDS, IDS_ONLY, continued_ids
 
 CANCELLATION_CHECK_SECONDS = (
     1.0  # asking Triton is a round trip: per token it halves the throughput

@@ -9,7 +9,7 @@ from typing import Any
 from cog_triton.faces.openai.errors import invalid
 from cog_triton.faces.openai.fields import AllowedTools, ChatBody, NamedTool, Tool
 from cog_triton.faces.openai.tools.calls import Format
-from cog_triton.guide import Guide, GuideKind
+from cog_triton.request.guide import Guide, GuideKind
 
 
 def offered_tools(body: ChatBody) -> list[Tool]:

@@ -9,13 +9,13 @@ from typing import Any
 
 import httpx
 
-from cog_triton.admission import Admission, Bounds, Share
 from cog_triton.errors import TritonUnavailable
 from cog_triton.faces.openai.app import create_app
 from cog_triton.faces.openai.served import Served
 from cog_triton.generation import Chunk
-from cog_triton.limits import TextLimits
-from cog_triton.request import Request
+from cog_triton.request.admission import Admission, Bounds, Share
+from cog_triton.request.limits import TextLimits
+from cog_triton.request.request import Request
 from cog_triton.settings import read_settings
 
 LAST = Chunk("", 2, 3, "stop")

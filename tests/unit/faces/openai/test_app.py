@@ -16,7 +16,7 @@ from cog_triton.faces.openai.errors import api_error
 from cog_triton.faces.openai.fields import FIELDS
 from cog_triton.faces.openai.log_probs import text_log_probs
 from cog_triton.generation import Chunk
-from cog_triton.protocol import TokenLogProb
+from cog_triton.wire import TokenLogProb
 from tests.unit.faces.openai.support import (
     CHUNKS,
     LAST,

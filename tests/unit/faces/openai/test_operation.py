@@ -11,13 +11,13 @@ from typing import Any
 import httpx
 import pytest
 
-from cog_triton.admission import Share
 from cog_triton.errors import TritonOverloaded, TritonTimeout
 from cog_triton.faces.openai.app import create_app
 from cog_triton.faces.openai.calls import Call
 from cog_triton.faces.openai.processes import invitation
 from cog_triton.faces.openai.tracing import attributes, tracing
 from cog_triton.generation import Chunk
+from cog_triton.request.admission import Share
 from cog_triton.settings import read_settings
 from tests.unit.faces.openai.support import CHUNKS, MESSAGES, Backend, ask, served
 

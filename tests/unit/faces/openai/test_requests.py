@@ -13,8 +13,8 @@ from cog_triton.faces.openai.fields import ChatBody, CompletionBody
 from cog_triton.faces.openai.sampling import UNKNOWN_CONTEXT, check_fields
 from cog_triton.faces.openai.tools.calls import HERMES
 from cog_triton.faces.openai.turns import chat_request
-from cog_triton.guide import Guide, GuideKind
-from cog_triton.request import Request
+from cog_triton.request.guide import Guide, GuideKind
+from cog_triton.request.request import Request
 from tests.unit.faces.openai.support import MESSAGES, Backend, served
 
 

@@ -16,7 +16,7 @@ from cog_triton.faces.openai.app import create_app
 from cog_triton.faces.openai.responses.fields import ResponsesBody
 from cog_triton.faces.openai.responses.inputs import chat_body, chat_messages
 from cog_triton.generation import Chunk
-from cog_triton.protocol import TokenLogProb
+from cog_triton.wire import TokenLogProb
 from tests.unit.faces.openai.support import (
     CHUNKS,
     Backend,

@@ -11,9 +11,9 @@ import pytest
 
 from cog_triton.faces.openai.fields import REFUSED
 from cog_triton.generation import Chunk
-from cog_triton.protocol import TokenLogProb
-from cog_triton.request import Request
+from cog_triton.request.request import Request
 from cog_triton.text.tokenizer import load_tokenizer
+from cog_triton.wire import TokenLogProb
 from tests.unit.faces.openai.support import MESSAGES, Backend, ask, chat
 
 A, B = ord("a"), ord("b")

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from cog_triton.admission import Admission, Bounds, Share, retry_seconds
 from cog_triton.errors import TritonOverloaded, TritonUnavailable
+from cog_triton.request.admission import Admission, Bounds, Share, retry_seconds
 
 
 class Guests:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cog_triton.protocol import (
+from cog_triton.wire import (
     CONTINUED,
     TokenLogProb,
     adapter_task_id,

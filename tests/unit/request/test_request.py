@@ -14,9 +14,8 @@ from cog_triton.errors import (
     PromptRequired,
     PromptTooLong,
 )
-from cog_triton.guide import Guide, GuideKind
-from cog_triton.protocol import adapter_task_id, ids_text
-from cog_triton.request import (
+from cog_triton.request.guide import Guide, GuideKind
+from cog_triton.request.request import (
     ANY_SEED,
     DEFAULT_MAX_TOKENS,
     MAX_INT32,
@@ -30,6 +29,7 @@ from cog_triton.request import (
     resolve_seed,
     triton_inputs,
 )
+from cog_triton.wire import adapter_task_id, ids_text
 
 INPUTS = {
     tensor["name"]: tensor

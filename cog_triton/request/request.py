@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cog_triton import protocol
+from cog_triton import wire
 from cog_triton.errors import (
     ConflictingMaxTokens,
     ConflictingMinTokens,
@@ -21,8 +21,8 @@ from cog_triton.errors import (
     is_unicode,
     shown,
 )
-from cog_triton.guide import Guide, check_guide, engine_guide
-from cog_triton.limits import (
+from cog_triton.request.guide import Guide, check_guide, engine_guide
+from cog_triton.request.limits import (
     ALLOWED_IDS,
     GUIDE_CHARACTERS,
     MOST_CHARACTERS,
@@ -261,7 +261,7 @@ def triton_inputs(request: Request) -> dict[str, npt.NDArray[Any]]:
         "end_id": None if end_id is None else _int32(end_id),
         "pad_id": None if request.pad_id is None else _int32(request.pad_id),
         "return_log_probs": None if request.log_probs is None else np.array([[True]]),
-        "lora_task_id": np.array([[protocol.adapter_task_id(request.adapter)]], np.uint64)
+        "lora_task_id": np.array([[wire.adapter_task_id(request.adapter)]], np.uint64)
         if request.adapter
         else None,
         **_guide_inputs(request.guide),
@@ -270,15 +270,15 @@ def triton_inputs(request: Request) -> dict[str, npt.NDArray[Any]]:
 
 
 def request_parameters(request: Request) -> dict[str, str | int | bool]:
-    """What the ensemble has no input for, and is sent as parameters of the request; see ``protocol``."""
+    """What the ensemble has no input for, and is sent as parameters of the request; see ``wire``."""
     values = {
-        protocol.PROMPT_IDS: protocol.ids_text(request.prompt_ids) or None,
-        protocol.ADD_SPECIAL_TOKENS: request.add_special_tokens,
-        protocol.LOGIT_BIAS: json.dumps(dict(request.logit_bias)) if request.logit_bias else None,
-        protocol.MIN_P: repr(float(request.min_p)) if request.min_p else None,
-        protocol.TOP_LOG_PROBS: request.log_probs or None,
-        protocol.PROMPT_LOG_PROBS: request.prompt_log_probs or None,
-        protocol.ALLOWED_IDS: protocol.ids_text(request.allowed_token_ids) or None,
+        wire.PROMPT_IDS: wire.ids_text(request.prompt_ids) or None,
+        wire.ADD_SPECIAL_TOKENS: request.add_special_tokens,
+        wire.LOGIT_BIAS: json.dumps(dict(request.logit_bias)) if request.logit_bias else None,
+        wire.MIN_P: repr(float(request.min_p)) if request.min_p else None,
+        wire.TOP_LOG_PROBS: request.log_probs or None,
+        wire.PROMPT_LOG_PROBS: request.prompt_log_probs or None,
+        wire.ALLOWED_IDS: wire.ids_text(request.allowed_token_ids) or None,
     }
     return {name: value for name, value in values.items() if value is not None}
 

@@ -3,9 +3,8 @@ from __future__ import annotations
 import pytest
 
 from cog_triton.errors import InvalidParameter
-from cog_triton.guide import Guide, GuideKind
-from cog_triton.json_inputs import parse_list, parse_object
-from cog_triton.request_inputs import choose_guide, parse_logit_bias
+from cog_triton.request.guide import Guide, GuideKind
+from cog_triton.request.inputs import choose_guide, parse_list, parse_logit_bias, parse_object
 
 
 def test_inputs_that_are_json() -> None:

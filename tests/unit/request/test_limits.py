@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from cog_triton.errors import InvalidParameter, PromptTooLong
-from cog_triton.json_inputs import parse_list, parse_object
-from cog_triton.limits import MOST_CHARACTERS, UNKNOWN_CHARACTERS, check_texts
+from cog_triton.request.inputs import parse_list, parse_object
+from cog_triton.request.limits import MOST_CHARACTERS, UNKNOWN_CHARACTERS, check_texts
 from cog_triton.text.tokenizer import load_tokenizer, max_characters, text_limits
 
 

@@ -15,10 +15,10 @@ from functools import partial
 
 import pytest
 
-from cog_triton import admission
-from cog_triton.admission import Admission, Bounds, Share
 from cog_triton.errors import TritonOverloaded
-from tests.unit.test_admission import settle
+from cog_triton.request import admission
+from cog_triton.request.admission import Admission, Bounds, Share
+from tests.unit.request.test_admission import settle
 
 PREFILL, STEP = 0.05, 0.01
 """Seconds to the first token, and between two tokens, of a request that runs."""

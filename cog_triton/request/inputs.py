@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 from cog_triton.errors import InvalidParameter
-from cog_triton.guide import Guide, GuideKind
-from cog_triton.protocol import parse_biases
+from cog_triton.request.guide import Guide, GuideKind
+from cog_triton.request.limits import check_json
+from cog_triton.wire import parse_biases
 
 
 def parse_logit_bias(text: str | None) -> tuple[tuple[int, float], ...]:
@@ -42,3 +46,35 @@ def choose_guide(
         kinds = " and ".join(guide.kind.value for guide in guides)
         raise InvalidParameter(f"{kinds} exclude each other: give one of them")
     return guides[0] if guides else None
+
+
+def parse_list(name: str, text: str) -> list[dict[str, Any]]:
+    """An input that is a JSON list of objects.
+
+    Raises:
+        InvalidParameter: it is something else.
+    """
+    values = _parsed(name, text)
+    if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
+        raise InvalidParameter(f"{name} must be a JSON list of objects")
+    return values
+
+
+def parse_object(name: str, text: str) -> dict[str, Any]:
+    """An input that is a JSON object.
+
+    Raises:
+        InvalidParameter: it is something else.
+    """
+    value = _parsed(name, text)
+    if not isinstance(value, dict):
+        raise InvalidParameter(f"{name} must be a JSON object")
+    return value
+
+
+def _parsed(name: str, text: str) -> Any:
+    check_json(name, text)
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidParameter(f"{name} must be JSON: {error}") from None

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from cog_triton.guide import Guide, GuideKind, check_guide, choices, engine_guide
+from cog_triton.request.guide import Guide, GuideKind, check_guide, choices, engine_guide
 
 AWKWARD = ["yes", "a.b*c", "x|y (z)", "[1]{2}^$", "back\\slash/", "ż\n-", 'quote "it"']
 
