@@ -36,7 +36,7 @@ from cog_triton.engines.event_loop import EventLoopEngine, Running
 from cog_triton.engines.vllm_arguments import (
     cpu_arguments,
     engine_arguments,
-    saved_dtype,
+    loading_dtype,
     without_effect,
 )
 from cog_triton.engines.vllm_processes import let_others_go_first, prepare
@@ -241,9 +241,10 @@ def loading_arguments(parameters: Mapping[str, str]) -> dict[str, Any]:
     """
     arguments = engine_arguments(parameters)
     prepare()
-    if _on_cpu():
+    on_cpu = _on_cpu()
+    if on_cpu:
         arguments = cpu_arguments(arguments)
-    return arguments if "dtype" in arguments else arguments | saved_dtype(arguments)
+    return arguments | loading_dtype(arguments, on_cpu=on_cpu)
 
 
 def _on_cpu() -> bool:

@@ -89,6 +89,25 @@ def _said_arguments(given: Mapping[str, str]) -> dict[str, Any]:
     return {**arguments, "skip_tokenizer_init": True}
 
 
+def loading_dtype(arguments: Mapping[str, Any], *, on_cpu: bool) -> dict[str, Any]:
+    """The data type of a model, unless vLLM finds the right one by itself.
+
+    vLLM applies adapters on GPUs in half precision only, and there halves float32 weights by itself.
+
+    Raises:
+        ValueError: adapters are to be applied in float32 on a GPU.
+        OSError: the model's configuration cannot be read.
+    """
+    if arguments.get("enable_lora") and not on_cpu:
+        if arguments.get("dtype") in ("float32", "float"):
+            raise ValueError(
+                "tensorrt_llm: dtype float32 does not go with lora_prefetch_dir: vLLM applies adapters on "
+                "a GPU in float16 or bfloat16 (auto takes one of them)"
+            )
+        return {}
+    return {} if "dtype" in arguments else saved_dtype(arguments)
+
+
 def saved_dtype(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The data type of a model that was saved in float32, which vLLM by itself would halve.
 

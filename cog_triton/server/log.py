@@ -25,6 +25,12 @@ _FAILURE = re.compile(r"Failed to create instance|failed to load|loading failed 
 _LOADING = re.compile(r'"loading: ([^:"]+):\d+"')
 _LOADED = re.compile(r"successfully loaded '([^']+)'")
 _FAILED_MODEL = re.compile(r"failed to load '([^']+)' version \d+: (.*)")
+# The last line of a traceback, as processes that vLLM starts log it: with their name before it.
+_CHILD_ERROR = re.compile(
+    r"^\([^)]* pid=\d+\)(?: [A-Z]+ [^]]*\])? ((?:\w+\.)*\w*(?:Error|Exception)\b.*)$"
+)
+# What the process that started them says then.
+_SEE_ABOVE = re.compile(r"root cause", re.IGNORECASE)
 _RANK_ENDED = re.compile(RANK_ENDED.format(rank=r"(\d+)", status=r"(-?\d+)"))
 _STUB_ENDED = re.compile(STUB_ENDED.format(model=r"(\S+)", status=r"(-?\d+)"))
 # What mpirun says of a rank whose guard was killed, and said nothing. The signal may be on the next line.
@@ -66,6 +72,7 @@ class ServerLog:
             lambda: deque(maxlen=LOG_TAIL_LINES)
         )
         self._failures: dict[str, str] = {}
+        self._child_error: str | None = None
         self._stub: tuple[str, int] | None = None  # model and status, of the first that ended
         self._loading: dict[str, None] = {}
         self._complaint: str | None = None  # the last error, which is why a server ends by itself
@@ -107,7 +114,10 @@ class ServerLog:
         elif loaded := _LOADED.search(line):
             self._loading.pop(loaded[1] + on_rank, None)
         elif failure := _FAILED_MODEL.search(line):
-            self._failures.setdefault(failure[1] + on_rank, cause(failure[2]))
+            elsewhere = self._child_error if _SEE_ABOVE.search(failure[2]) else None
+            self._failures.setdefault(failure[1] + on_rank, elsewhere or cause(failure[2]))
+        elif (error := _CHILD_ERROR.search(line)) and not _SEE_ABOVE.search(error[1]):
+            self._child_error = error[1]
 
     def reason(self, what: str, status: int | None = None) -> str:
         """What happened, with the rank it began with; then why, as the last of few lines.

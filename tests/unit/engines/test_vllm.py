@@ -25,7 +25,7 @@ from cog_triton.engines.vllm_arguments import (
     CPU_CACHE_BYTES,
     cpu_arguments,
     engine_arguments,
-    saved_dtype,
+    loading_dtype,
     without_effect,
 )
 from cog_triton.engines.vllm_processes import interpreter
@@ -163,7 +163,19 @@ def test_on_cpus() -> None:
 )
 def test_a_model_keeps_its_data_type(tmp_path: Path, config: str, dtype: dict[str, str]) -> None:
     (tmp_path / "config.json").write_text(config)
-    assert saved_dtype({"model": str(tmp_path)}) == dtype
+    assert loading_dtype({"model": str(tmp_path)}, on_cpu=False) == dtype
+    assert loading_dtype({"model": str(tmp_path), "dtype": "float32"}, on_cpu=False) == {}
+
+
+def test_adapters_on_a_gpu_are_applied_in_half_precision(tmp_path: Path) -> None:
+    """Which vLLM's own choice is; on CPUs float32 stays."""
+    (tmp_path / "config.json").write_text('{"dtype": "float32"}')
+    lora = {"model": str(tmp_path), "enable_lora": True}
+    assert loading_dtype(lora, on_cpu=False) == {}
+    assert loading_dtype(lora, on_cpu=True) == {"dtype": "float32"}
+    assert loading_dtype({**lora, "dtype": "bfloat16"}, on_cpu=False) == {}
+    with pytest.raises(ValueError, match="dtype float32 does not go with lora_prefetch_dir"):
+        loading_dtype({**lora, "dtype": "float32"}, on_cpu=False)
 
 
 def test_the_interpreter_is_of_this_version() -> None:

@@ -92,6 +92,28 @@ def test_a_line_with_a_request_in_it_is_cut() -> None:
     assert len(log.reason("tritonserver died", -11)) < 5_000
 
 
+def test_the_cause_is_that_of_the_process_that_failed() -> None:
+    """vLLM's engine core and its workers say why, and who started them says to look above."""
+    failed = (
+        "E1122 23:59:59.000000 1 model_lifecycle.cc:654] \"failed to load 'tensorrt_llm' version 1: "
+        "Internal: RuntimeError: Engine core initialization failed. See root cause above. Failed core "
+        'proc(s): {}"'
+    )
+    logged = "ERROR 11-22 23:59:58 [core.py:1136]"
+    log = ServerLog(1)
+    lines = [
+        "(Worker_TP1 pid=13) ERROR 11-22 23:59:57 [multiproc_executor.py:9]     raise ValueError(no)",
+        "(Worker_TP1 pid=13) ERROR 11-22 23:59:57 [multiproc_executor.py:9] ValueError: no memory",
+        f"(EngineCore pid=12) {logged} EngineCore failed to start.",
+        f"(EngineCore pid=12) {logged} Exception: WorkerProc initialization failed. See root cause.",
+        "(EngineCore pid=12) Exception: WorkerProc initialization failed. See root cause.",
+        failed,
+    ]
+    list(log.read(f"{line}\n".encode() for line in lines))
+    reason = log.reason("tritonserver did not start")
+    assert reason.splitlines()[-1] == "model tensorrt_llm: ValueError: no memory"
+
+
 def test_a_record_is_cut_and_keeps_its_trace() -> None:
     try:
         raise ValueError("y" * 4_000_000)
