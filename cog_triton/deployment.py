@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mappi
 from pathlib import Path
 from typing import Any
 
-from cog_triton.adapters import adapter_names, check_adapter
+from cog_triton.adapters.directory import adapter_names, check_adapter
 from cog_triton.client.resume import ResumingClient, Streams
 from cog_triton.client.stream import TritonClient
 from cog_triton.context_length import context_length

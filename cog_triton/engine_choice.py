@@ -15,7 +15,7 @@ import safetensors
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-from cog_triton.adapter_tensors import DTYPES
+from cog_triton.adapters.tensors import DTYPES
 from cog_triton.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)

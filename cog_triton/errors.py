@@ -224,6 +224,14 @@ class EngineBuildError(CogTritonError):
     code = "E3101"
 
 
+class EngineError(Exception):
+    """A request that an embedded engine refuses, or that failed in it; the text is for the client."""
+
+
+class EngineUnavailable(EngineError):
+    """The engine has stopped, or takes no more now: the request may be fine."""
+
+
 def file_problem(error: OSError) -> str:
     """The file that could not be read or written, and why, in a line."""
     if isinstance(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from cog_triton.adapter_tensors import AdapterTensors
+from cog_triton.adapters.tensors import AdapterTensors
 from cog_triton.context_length import context_length
 from cog_triton.engine_choice import (
     EngineName,

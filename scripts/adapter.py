@@ -22,8 +22,7 @@ from pathlib import Path
 
 import _checkout  # noqa: F401
 
-from cog_triton.adapter_files import place_adapter, remove_adapter
-from cog_triton.adapters import adapter_names
+from cog_triton.adapters.directory import adapter_names, place_adapter, remove_adapter
 from cog_triton.errors import ConfigurationError
 from cog_triton.preparation import fetched
 from cog_triton.settings import Settings, read_settings

@@ -21,7 +21,7 @@ from tritonclient.grpc import (
 )
 from tritonclient.utils import np_to_triton_dtype
 
-from cog_triton.adapter_tensors import BFLOAT16
+from cog_triton.adapters.tensors import BFLOAT16
 from cog_triton.client.arrivals import CLOSED, Arrivals
 from cog_triton.client.http2 import Connection, connect
 from cog_triton.client.stream import (

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
-from cog_triton.adapter_tensors import AdapterTensors
+from cog_triton.adapters.tensors import AdapterTensors
 from cog_triton.client.stream import BROKEN, Inputs, Response, TritonClient
 from cog_triton.errors import (
     PromptTooLong,

@@ -5,9 +5,6 @@
     serving.py         between Triton's requests and an engine
     transformers.py    transformers' continuous batching; _runner.py is one step of it, _rows.py its
                        requests, _router.py the way of their tokens, _cache.py what they share
-    lora.py            which adapters are in its model; lora_layers.py how they are applied
-    adapter_versions.py
-                       an adapter's files, and whether they are still the same
     attention.py       its attention; token_sampling.py its sampling
     structured_output.py
                        what guides allow; guide_check.py tries them out in a process of its own

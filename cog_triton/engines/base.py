@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 
+from cog_triton.errors import EngineError as EngineError
+from cog_triton.errors import EngineUnavailable as EngineUnavailable
 from cog_triton.request.guide import Guide
 
 LEAST_LOG_PROB = -9999.0
@@ -14,14 +16,6 @@ LEAST_LOG_PROB = -9999.0
 
 TopLogProbs = tuple[tuple[int, float], ...]
 """The most likely tokens at one place and their log probabilities, the most likely first."""
-
-
-class EngineError(Exception):
-    """A request that the engine refuses, or that failed in it; the text is for the client."""
-
-
-class EngineUnavailable(EngineError):
-    """The engine has stopped, or takes no more now: the request may be fine."""
 
 
 def stopped_text(reason: object) -> str:

@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from cog_triton import remote_code
-from cog_triton.engines.adapter_versions import LoraRequests
+from cog_triton.adapters.directory import LoraRequests
 from cog_triton.engines.base import EngineError, GenerationRequest, Tokens
 from cog_triton.engines.event_loop import EventLoopEngine, Running
 from cog_triton.engines.llm_api_arguments import (

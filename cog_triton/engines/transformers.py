@@ -24,6 +24,7 @@ from transformers.generation.continuous_batching.requests import RequestState
 from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, FIFOScheduler
 
 from cog_triton import remote_code
+from cog_triton.adapters.cache import CACHE_BYTES, Adapters
 from cog_triton.engines.base import (
     Engine,
     EngineError,
@@ -34,7 +35,6 @@ from cog_triton.engines.base import (
     check_ids,
     stopped_text,
 )
-from cog_triton.engines.lora import CACHE_BYTES, Adapters
 from cog_triton.engines.structured_output import Guided, StructuredOutput
 from cog_triton.engines.transformers_cache import keep_adapters_apart
 from cog_triton.engines.transformers_router import Router
@@ -177,7 +177,8 @@ class TransformersEngine(Engine):
             return None
         if self._adapters is None:
             raise EngineError("the embedded engine does not support lora_task_id without LORA_DIR")
-        return None if self._adapters.assign(row) else self._adapters.load(row)
+        task_id = row.request.lora_task_id
+        return None if self._adapters.assign(task_id, row) else self._adapters.load(task_id, row)
 
     def _add_later(
         self,

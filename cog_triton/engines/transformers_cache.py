@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
 
-from cog_triton.engines.lora_layers import LoadedAdapter
+from cog_triton.adapters.layers import LoadedAdapter
 from cog_triton.engines.transformers_rows import Row
 
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from transformers.generation.continuous_batching.continuous_api import OutputRouter
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
+from cog_triton.adapters.layers import LoadedAdapter
 from cog_triton.engines.base import Sink, Tokens, TopLogProbs, stopped_text
-from cog_triton.engines.lora_layers import LoadedAdapter
 from cog_triton.engines.transformers_rows import Row
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from cog_triton.adapters.layers import LoadedAdapter
 from cog_triton.engines.base import LEAST_LOG_PROB, GenerationRequest, TopLogProbs
-from cog_triton.engines.lora_layers import LoadedAdapter
 from cog_triton.engines.structured_output import Guided, Masks, StructuredOutput
 from cog_triton.engines.token_sampling import History, choose, penalize
 

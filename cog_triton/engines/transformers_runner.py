@@ -10,7 +10,7 @@ import torch
 from transformers.generation.continuous_batching.model_runner import ModelRunner
 from transformers.generation.continuous_batching.requests import FutureRequestState
 
-from cog_triton.engines.lora_layers import LoraLayers
+from cog_triton.adapters.layers import LoraLayers
 from cog_triton.engines.structured_output import StructuredOutput
 from cog_triton.engines.transformers_rows import (
     Allowed,

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from cog_triton import remote_code
-from cog_triton.engines.adapter_versions import LoraRequests
+from cog_triton.adapters.directory import LoraRequests
 from cog_triton.engines.base import EngineError, GenerationRequest, Tokens, TopLogProbs, check_ids
 from cog_triton.engines.event_loop import EventLoopEngine, Running
 from cog_triton.engines.vllm_arguments import (

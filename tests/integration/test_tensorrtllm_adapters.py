@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cog_triton.adapter_tensors import read_adapter
+from cog_triton.adapters.tensors import read_adapter
 from cog_triton.deployment import Deployment
 from cog_triton.errors import ConfigurationError, InvalidParameter
 from cog_triton.request.request import Request

@@ -16,7 +16,7 @@ from tritonclient.grpc.model_config_pb2 import (  # type: ignore[import-untyped,
     DataType,
 )
 
-from cog_triton.adapter_tensors import TRITON_DTYPES, AdapterTensors
+from cog_triton.adapters.tensors import TRITON_DTYPES, AdapterTensors
 from cog_triton.client.grpc_transport import CHANNEL_OPTIONS, GrpcClient
 from cog_triton.client.resume import ResumingClient
 from cog_triton.client.stream import TritonClient

@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from cog_triton.adapters import adapter_names
+from cog_triton.adapters.directory import adapter_names
 from cog_triton.errors import shown
 from cog_triton.faces.openai.calls import current, observed
 from cog_triton.faces.openai.errors import RETRY_SECONDS, ApiError

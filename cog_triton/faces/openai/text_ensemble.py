@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cog_triton import wire
-from cog_triton.adapter_tensors import AdapterTensors
+from cog_triton.adapters.tensors import AdapterTensors
 from cog_triton.client.arrivals import Arrivals
 from cog_triton.client.grpc_transport import (
     CHANNEL_OPTIONS,

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from tritonclient.grpc import service_pb2
 
-from cog_triton.adapter_tensors import BFLOAT16
+from cog_triton.adapters.tensors import BFLOAT16
 from cog_triton.client.arrivals import Arrivals
 from cog_triton.client.grpc_transport import (
     GrpcClient,

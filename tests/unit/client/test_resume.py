@@ -11,7 +11,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from cog_triton.adapter_tensors import AdapterTensors
+from cog_triton.adapters.tensors import AdapterTensors
 from cog_triton.client.resume import TWO_ENDED, ResumingClient, Trials
 from cog_triton.client.stream import Inputs, Response, TritonClient
 from cog_triton.errors import (

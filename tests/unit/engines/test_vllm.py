@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from cog_triton.adapters.directory import LoraRequests
 from cog_triton.engines import vllm_arguments
-from cog_triton.engines.adapter_versions import LoraRequests
 from cog_triton.engines.base import (
     LEAST_LOG_PROB,
     EngineError,

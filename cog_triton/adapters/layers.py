@@ -1,10 +1,9 @@
 """LoRA adapters in a running model, several in one batch.
 
-PEFT reads an adapter and says which layers it changes, of which ranks and how much: by a copy of the model
-that has no weights, so that the running one is left alone. Applied they are here. PEFT's own ways do not
-fit a batch in which the tokens of all requests stand behind each other in one row: an adapter is active
-there for a whole batch, or named for each of its rows. So a hook behind each layer adds what an adapter
-changes to the tokens of the requests that have it.
+PEFT reads an adapter into a copy of the model without weights, so that the running one is left alone, and
+says which layers it changes and how. They are applied here: in PEFT an adapter is active for a whole batch,
+or named for each of its rows, but here the tokens of all requests stand behind each other in one row. So a
+hook behind each layer adds the change to the tokens of the requests that have the adapter.
 """
 
 from __future__ import annotations
@@ -21,10 +20,9 @@ from typing import Any
 import torch
 from torch.nn.functional import linear
 
-PREFIX = "base_model.model."  # PEFT's, before the names of a model's layers
-LABEL = "default"  # of an adapter in the copy
+LABEL = "default"  # of the adapter in the copy
 
-# What a configuration may say beside its defaults: PEFT's layers do it, or it says nothing of the answers.
+# Fields of a configuration that PEFT's layers apply, or that do not change the output.
 UNDERSTOOD = frozenset(
     {
         *("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path"),
@@ -34,13 +32,13 @@ UNDERSTOOD = frozenset(
         *("fan_in_fan_out", "lora_bias", "init_lora_weights"),
     }
 )
-# Of how an adapter was begun; the other ways change the model's own weights, too.
-BEGINNINGS = (True, False, "gaussian", "orthogonal", "eva")
+# Of init_lora_weights; the others change the model's own weights, too.
+INITIALIZATIONS = (True, False, "gaussian", "orthogonal", "eva")
 
 
 @dataclass(frozen=True)
 class Change:
-    """What an adapter does to one layer, scaled.
+    """The change of one layer by an adapter, scaled.
 
     Attributes:
         down: shape [rank, inputs].
@@ -53,14 +51,8 @@ class Change:
     bias: torch.Tensor | None
 
     def of(self, rows: torch.Tensor) -> torch.Tensor:
-        """What is added to the layer's output for these inputs, shape [rows, inputs]."""
+        """Return the addition to the layer's output for inputs of the shape [rows, inputs]."""
         return linear(linear(rows.to(self.down.dtype), self.down), self.up, self.bias)
-
-    @property
-    def size(self) -> int:
-        """In bytes."""
-        bias = 0 if self.bias is None else self.bias.nbytes
-        return self.down.nbytes + self.up.nbytes + bias
 
 
 @dataclass(eq=False)
@@ -70,21 +62,25 @@ class LoadedAdapter:
     Attributes:
         number: never given to another one.
         changes: by the names of the layers.
-        size: in bytes.
-        problem: why it turned out to be of no use.
+        problem: the reason why it turned out not to be usable.
     """
 
     number: int
     changes: dict[str, Change]
-    size: int
     problem: str | None = None
+
+    @property
+    def size(self) -> int:
+        """In bytes."""
+        tensors = (t for change in self.changes.values() for t in vars(change).values())
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
 class LoraLayers:
     """The layers of one model that adapters change.
 
     Attributes:
-        lock: held by who computes with the model, and by who changes its hooks.
+        lock: held while the model computes, and while its hooks change.
     """
 
     def __init__(self, model: Any) -> None:
@@ -96,32 +92,21 @@ class LoraLayers:
         self._places: list[tuple[LoadedAdapter, torch.Tensor]] = []
 
     def read(self, directory: Path) -> LoadedAdapter:
-        """Reads an adapter; the model is left as it is.
+        """Read an adapter; the model is left as it is.
 
         Raises:
-            ImportError: there is no PEFT.
+            ImportError: PEFT is not installed.
             Exception: the adapter is not valid, or cannot be used with this model or in this way.
         """
-        from peft import LoraConfig, PeftConfig
-        from peft.utils import load_peft_weights
-
-        config = PeftConfig.from_pretrained(str(directory))
-        if not isinstance(config, LoraConfig):
-            kind = getattr(config.peft_type, "value", None)
-            raise ValueError(f"it is no LoRA adapter: its peft_type is {kind}")
-        check_config(config.to_dict(), LoraConfig().to_dict())
-        config.init_lora_weights = True
-        read = load_peft_weights(str(directory), device="cpu")
-        tensors = {name.removeprefix(PREFIX): tensor for name, tensor in read.items()}
-        layers = lora_layers(self._model, config)
-        check_tensors(tensors, expected_shapes(layers))
-        changes = {name: self._change(name, layer, tensors) for name, layer in layers.items()}
+        changes = {
+            name: self._change(name, layer)
+            for name, layer in _read_layers(self._model, directory).items()
+        }
         self._wait_for_device()
-        size = sum(change.size for change in changes.values())
-        return LoadedAdapter(next(self._numbers), changes, size)
+        return LoadedAdapter(next(self._numbers), changes)
 
     def put(self, adapter: LoadedAdapter) -> None:
-        """Readies the model for an adapter."""
+        """Hook the layers that an adapter changes."""
         with self.lock:
             for name in adapter.changes.keys() - self._hooked:
                 layer = self._model.get_submodule(name)
@@ -129,13 +114,13 @@ class LoraLayers:
                 self._hooked.add(name)
 
     def remove(self, adapter: LoadedAdapter) -> None:
-        """Frees an adapter's memory."""
+        """Free an adapter's memory."""
         with self.lock:
             self._wait_for_device()
             adapter.changes.clear()
 
     def begin_step(self, parts: Sequence[tuple[LoadedAdapter | None, int]]) -> None:
-        """Says who has which adapter in the next step: for each request of the batch, its tokens in it."""
+        """Set, for each request of the next step's batch, its adapter and number of tokens."""
         places: dict[LoadedAdapter, list[int]] = {}
         start = 0
         for adapter, length in parts:
@@ -146,24 +131,23 @@ class LoraLayers:
         device = self._model.device
         self._places = [(a, torch.tensor(places[a], device=device)) for a in places]
 
-    def _change(self, name: str, layer: Any, tensors: Mapping[str, torch.Tensor]) -> Change:
+    def _change(self, name: str, layer: Any) -> Change:
         def own(tensor: torch.Tensor) -> torch.Tensor:
-            moved = tensor.to(device=self._model.device, dtype=self._model.dtype)
+            moved = tensor.detach().to(device=self._model.device, dtype=self._model.dtype)
             # Attention multiplies what it masks by 0: such a value would spread over the whole batch.
             if not moved.isfinite().all():
                 raise ValueError(f"{name} has values that are not finite")
             return moved
 
-        scale = layer.scaling[LABEL]
-        bias = tensors.get(f"{name}.lora_B.bias")
+        scale, up = layer.scaling[LABEL], layer.lora_B[LABEL]
         return Change(
-            own(tensors[f"{name}.lora_A.weight"]),
-            own(tensors[f"{name}.lora_B.weight"].float() * scale),
-            None if bias is None else own(bias.float() * scale),
+            own(layer.lora_A[LABEL].weight),
+            own(up.weight.float() * scale),
+            None if up.bias is None else own(up.bias.float() * scale),
         )
 
     def _add(self, name: str, _: Any, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
-        """Adds what the adapters of this step change in a layer's output, shape [..., features]."""
+        """Add the changes of this step's adapters to a layer's output, shape [..., features]."""
         if not self._places:
             return
         rows, out = inputs[0].flatten(0, -2), output.flatten(0, -2)
@@ -182,15 +166,18 @@ class LoraLayers:
             torch.cuda.synchronize(self._model.device)
 
 
-def lora_layers(model: Any, config: Any) -> dict[str, Any]:
-    """PEFT's layers for an adapter in a copy of a model, by name; all without weights.
-
-    Raises:
-        ValueError: the adapter changes other layers than linear ones, or the last one; or none.
-    """
-    from peft import inject_adapter_in_model
+def _read_layers(model: Any, directory: Path) -> dict[str, Any]:
+    """Return PEFT's layers with an adapter's weights, by name, of a copy of the model without weights."""
+    from peft import LoraConfig, PeftConfig, inject_adapter_in_model
     from peft.tuners.lora import Linear, LoraLayer
+    from peft.utils import load_peft_weights
 
+    config = PeftConfig.from_pretrained(str(directory))
+    if not isinstance(config, LoraConfig):
+        kind = getattr(config.peft_type, "value", None)
+        raise ValueError(f"it is not a LoRA adapter: its peft_type is {kind}")
+    _check_config(config.to_dict(), LoraConfig().to_dict())
+    config.init_lora_weights = True
     with torch.device("meta"):
         twin = type(model)(copy.deepcopy(model.config))
         inject_adapter_in_model(config, twin, LABEL)
@@ -201,51 +188,27 @@ def lora_layers(model: Any, config: Any) -> dict[str, Any]:
                 f"{name} is the model's last layer, which adapters may not change here"
             )
         if type(layer) is not Linear:
-            raise ValueError(f"{name} is no linear layer")
+            raise ValueError(f"{name} is not a linear layer")
+    read = load_peft_weights(str(directory), device="cpu")
+    tensors = {name.removeprefix("base_model.model."): tensor for name, tensor in read.items()}
+    names = {n.replace(f".{LABEL}.", "."): n for n in twin.state_dict() if ".lora_" in n}
+    for name in names.keys() - tensors.keys():
+        raise ValueError(f"it has no weight {name}")
+    for name in tensors.keys() - names.keys():
+        raise ValueError(f"its configuration and this model have no weight {name}")
+    weights = {names[name]: tensor for name, tensor in tensors.items()}
+    twin.load_state_dict(weights, strict=False, assign=True)
     return layers
 
 
-def expected_shapes(layers: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """The weights that an adapter has to have."""
-    return {
-        f"{name}.{part}.{kind}": tuple(parameter.shape)
-        for name, layer in layers.items()
-        for part in ("lora_A", "lora_B")
-        for kind, parameter in getattr(layer, part)[LABEL].named_parameters()
-    }
-
-
-def check_tensors(
-    tensors: Mapping[str, torch.Tensor], expected: Mapping[str, tuple[int, ...]]
-) -> None:
-    """Whether an adapter's weights are those that its configuration gives it in this model.
-
-    Raises:
-        ValueError: naming one that is not.
-    """
-    for name, shape in expected.items():
-        if name not in tensors:
-            raise ValueError(f"it has no weight {name}")
-        if tuple(tensors[name].shape) != shape:
-            raise ValueError(
-                f"{name} has the shape {tuple(tensors[name].shape)}, and should have {shape}"
-            )
-    for name in tensors.keys() - expected.keys():
-        raise ValueError(f"its configuration and this model have no weight {name}")
-
-
-def check_config(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-    """Refuses what could not be applied to some requests of a batch alone.
-
-    Raises:
-        ValueError: the adapter needs that.
-    """
+def _check_config(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    """Raise ValueError for what cannot be applied to some requests of a batch only."""
     for name, value in config.items():
         if value and value != defaults.get(name) and name not in UNDERSTOOD:
             raise ValueError(f"{name}={value!r} is not supported beside other adapters in a batch")
-    beginning = config.get("init_lora_weights", True)
-    if beginning not in BEGINNINGS:
+    initialization = config.get("init_lora_weights", True)
+    if initialization not in INITIALIZATIONS:
         raise ValueError(
-            f"init_lora_weights={beginning!r} changes the model's own weights; "
+            f"init_lora_weights={initialization!r} changes the model's own weights; "
             "PEFT can save such an adapter as a plain one"
         )

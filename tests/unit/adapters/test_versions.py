@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from cog_triton.engines.adapter_versions import AdapterVersion, current_version
+from cog_triton.adapters.directory import AdapterVersion, current_version
 from cog_triton.engines.base import EngineError
 from cog_triton.wire import adapter_task_id
 
@@ -21,7 +21,7 @@ def adapters(tmp_path: Path) -> Path:
 
 def test_an_adapter_has_a_number(adapters: Path) -> None:
     assert current_version(3, adapters).path == adapters / "3"
-    assert current_version(adapter_task_id("poet"), adapters).name == "poet"
+    assert current_version(adapter_task_id("poet"), adapters).path.name == "poet"
     with pytest.raises(EngineError, match="lora_task_id 4: there is no such adapter"):
         current_version(4, adapters)
     with pytest.raises(EngineError, match="needs lora_prefetch_dir"):

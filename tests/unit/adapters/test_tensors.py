@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save, save_file
 
-from cog_triton.adapter_tensors import (
+from cog_triton.adapters.tensors import (
     BFLOAT16,
     AdapterTensors,
     Array,
@@ -148,7 +148,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is damaged or incomplete"):
         read_adapter(adapter, "float16")
     (adapter / "adapter_config.json").write_text("{")
-    with pytest.raises(ValueError, match=r"adapter_config\.json is no JSON"):
+    with pytest.raises(ValueError, match=r"adapter_config\.json is not JSON"):
         read_adapter(adapter, "float16")
     (adapter / "adapter_model.safetensors").rename(adapter / "adapter_model.bin")
     with pytest.raises(ValueError, match="it may run code"):
@@ -158,7 +158,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("value", "dtype"), [(7e4, "float16"), (math.inf, "bfloat16")])
 def test_a_weight_that_is_no_number_of_the_type(tmp_path: Path, value: float, dtype: str) -> None:
     adapter = saved(tmp_path / "a", {name: np.full_like(v, value) for name, v in DOWN.items()})
-    with pytest.raises(ValueError, match=f"no finite {dtype}"):
+    with pytest.raises(ValueError, match=f"not a finite {dtype}"):
         read_adapter(adapter, dtype)
 
 

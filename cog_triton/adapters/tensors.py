@@ -1,4 +1,4 @@
-"""A LoRA adapter as TensorRT-LLM's C++ backend takes it beside a request: two tensors.
+"""A LoRA adapter as TensorRT-LLM's C++ backend takes it with a request: two tensors.
 
 For m adapted modules, of which the largest has D values:
 
@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 import safetensors
 
-from cog_triton.adapters import CONFIG, CONVERTED, WEIGHTS, adapter_path
+from cog_triton.adapters.directory import CONFIG, CONVERTED, WEIGHTS, adapter_path
 from cog_triton.errors import NOT_CACHED, InvalidParameter
 
 Array = npt.NDArray[Any]
@@ -35,13 +35,13 @@ T = TypeVar("T")
 Send = Callable[[str, Inputs], AbstractAsyncContextManager[AsyncIterator[T]]]
 
 BFLOAT16 = np.dtype("V2")
-"""NumPy has none; this is what NVIDIA's script writes for it."""
+"""NumPy has none; NVIDIA's script writes this for it."""
 DTYPES: Mapping[str, np.dtype[Any]] = {
     "float16": np.dtype(np.float16),
     "bfloat16": BFLOAT16,
     "float32": np.dtype(np.float32),
 }
-"""Of engines that can have adapters."""
+"""Data types of engines that can have adapters."""
 TRITON_DTYPES = {"float16": "TYPE_FP16", "bfloat16": "TYPE_BF16", "float32": "TYPE_FP32"}
 """Those, as a model's configuration has them."""
 
@@ -59,7 +59,7 @@ _KINDS = {
     "up_proj": 7,
 }
 _NAME = re.compile(r"(?:.+\.)?layers\.(\d+)\.(?:self_attn|mlp)\.(\w+)\.lora_([AB])\.weight")
-# Of adapter_config.json, what would change the weights in a way that those tensors cannot say.
+# Fields of adapter_config.json that change the weights in a way that those tensors cannot express.
 _NOT_CONVERTED = ("use_dora", "alpha_pattern", "modules_to_save", "layer_replication", "lora_bias")
 _STORED = {"F16": np.float16, "F32": np.float32, "F64": np.float64}
 
@@ -69,7 +69,7 @@ class AdapterTensors:
     """The adapters of a directory, for the inputs of requests.
 
     Attributes:
-        directory: see ``cog_triton.adapters``.
+        directory: see ``cog_triton.adapters.directory``.
         dtype: the engine's, one of ``DTYPES``.
     """
 
@@ -78,14 +78,13 @@ class AdapterTensors:
 
     @property
     def triton_dtype(self) -> str:
-        """As a model's configuration has it."""
         return TRITON_DTYPES[self.dtype]
 
     async def stream(self, send: Send[T], name: str, inputs: Inputs) -> AsyncGenerator[T, None]:
-        """The responses to a request, sent as it is, and once more with its adapter if that is not there.
+        """Yield the responses to a request, which is sent again with its adapter if that is not cached.
 
         Args:
-            send: what sends a request of a name.
+            send: sends a request of a name.
             name: the second one has another, so that a stop that comes then finds it.
         """
         try:
@@ -96,13 +95,13 @@ class AdapterTensors:
         except InvalidParameter as error:
             if not re.search(NOT_CACHED, error.message):
                 raise
-        # It is kept nowhere here: an adapter may be large.
+        # It is not kept here: an adapter may be large.
         async with send(f"{name}-adapter", await self.added(inputs)) as responses:
             async for response in responses:
                 yield response
 
     async def added(self, inputs: Inputs) -> dict[str, Array]:
-        """A request's inputs with the tensors of the adapter that its ``lora_task_id`` names.
+        """Return a request's inputs with the tensors of the adapter that its ``lora_task_id`` names.
 
         Raises:
             InvalidParameter: there is no such adapter, or it cannot be used.
@@ -122,23 +121,46 @@ class AdapterTensors:
 
 
 def read_adapter(directory: Path, dtype: str) -> dict[str, Array]:
-    """The inputs ``lora_weights`` and ``lora_config`` of an adapter, in either of its two forms.
+    """Return the inputs ``lora_weights`` and ``lora_config`` of an adapter, in either of its two forms.
 
     Raises:
-        ValueError: the adapter is broken, or is none that TensorRT-LLM can apply.
+        ValueError: the adapter is broken, or TensorRT-LLM cannot apply it.
         OSError: a file cannot be read.
     """
     if all((directory / name).is_file() for name in CONVERTED):
         weights, rows = (np.load(directory / name, allow_pickle=False) for name in CONVERTED)
-        return _inputs(weights, _checked_rows(rows), dtype)
-    if not (directory / WEIGHTS[0]).is_file():
-        raise ValueError(f"it has no {WEIGHTS[0]}, and {WEIGHTS[1]} is not read: it may run code")
-    weights, rows = converted(_config(directory / CONFIG), _load(directory / WEIGHTS[0]))
-    return _inputs(_cast(weights, dtype), rows, dtype)
+        if rows.ndim < 2 or rows.shape[-1] not in (3, 4):
+            raise ValueError(f"{CONVERTED[1]} has the shape {rows.shape}")
+        if rows[..., 3:].any():  # a column of newer releases
+            raise ValueError("TensorRT-LLM's input has no place for DoRA")
+        rows = rows[..., :3].astype(np.int32)
+    else:
+        if not (directory / WEIGHTS[0]).is_file():
+            raise ValueError(
+                f"it has no {WEIGHTS[0]}, and {WEIGHTS[1]} is not read: it may run code"
+            )
+        try:
+            config = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{CONFIG} is not JSON: {error}") from None
+        weights, rows = converted(config, _load(directory / WEIGHTS[0]))
+        weights = _cast(weights, dtype)
+    if weights.dtype != DTYPES[dtype]:
+        name = next(
+            (name for name, known in DTYPES.items() if known == weights.dtype), weights.dtype
+        )
+        raise ValueError(f"its weights are {name}, and the engine's are {dtype}")
+    modules, width = rows.size // 3, weights.shape[-1]
+    if not modules or weights.size != modules * width:
+        raise ValueError(f"its weights have the shape {weights.shape}, for {modules} modules")
+    return {
+        "lora_weights": np.ascontiguousarray(weights).reshape(1, modules, width),
+        "lora_config": np.ascontiguousarray(rows).reshape(1, modules, 3),
+    }
 
 
 def converted(config: Any, tensors: Mapping[str, Array]) -> tuple[Array, Array]:
-    """What PEFT saves as the weights, float32 [m, D], and the rows of the configuration, int32 [m, 3].
+    """Return an adapter of PEFT as weights, float32 [m, D], and rows of the configuration, int32 [m, 3].
 
     Args:
         config: of adapter_config.json.
@@ -147,7 +169,7 @@ def converted(config: Any, tensors: Mapping[str, Array]) -> tuple[Array, Array]:
     Raises:
         ValueError: naming what of it is missing, of a wrong shape, or not supported.
     """
-    alpha, by_root = _checked_config(config)
+    alpha = _checked_alpha(config)
     modules: dict[tuple[int, str], dict[str, Array]] = {}
     for name, tensor in tensors.items():
         match = _NAME.fullmatch(name)
@@ -159,28 +181,31 @@ def converted(config: Any, tensors: Mapping[str, Array]) -> tuple[Array, Array]:
     rows, values = [], []
     for (layer, module), parts in sorted(modules.items()):
         a, b = _checked_parts(f"layers.{layer} {module}", parts)
-        scaling = alpha / (math.sqrt(len(a)) if by_root else len(a))
+        scaling = alpha / (math.sqrt(len(a)) if config.get("use_rslora") else len(a))
         rows.append((_KINDS[module], layer, len(a)))
         values.append(np.concatenate([a.ravel(), (b * np.float32(scaling)).ravel()]))
-    return _padded(values), np.array(rows, np.int32)
+    weights = np.zeros((len(values), max(map(len, values))), np.float32)
+    for row, flat in zip(weights, values, strict=True):
+        row[: len(flat)] = flat
+    return weights, np.array(rows, np.int32)
 
 
-def _checked_config(config: Any) -> tuple[float, bool]:
-    """Alpha, and whether it is divided by the root of the rank."""
+def _checked_alpha(config: Any) -> float:
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         raise ValueError(f"{CONFIG} is not that of a LoRA adapter")
-    if unsupported := [name for name in _NOT_CONVERTED if config.get(name)]:
-        raise ValueError(f"TensorRT-LLM does not support {', '.join(unsupported)} of {CONFIG}")
+    unsupported = [name for name in _NOT_CONVERTED if config.get(name)]
     if config.get("bias", "none") != "none":
-        raise ValueError(f"TensorRT-LLM does not support bias {config['bias']} of {CONFIG}")
+        unsupported.append(f"bias {config['bias']}")
+    if unsupported:
+        raise ValueError(f"TensorRT-LLM does not support {', '.join(unsupported)} of {CONFIG}")
     alpha = config.get("lora_alpha")
     if not isinstance(alpha, (int, float)):
         raise ValueError(f"{CONFIG} has no lora_alpha")
-    return float(alpha), bool(config.get("use_rslora"))
+    return float(alpha)
 
 
 def _checked_parts(name: str, parts: Mapping[str, Array]) -> tuple[Array, Array]:
-    """A, [rank, inputs], and B, [outputs, rank], of a module, in TensorRT-LLM's order."""
+    """Return A, [rank, inputs], and B, [outputs, rank], of a module, in TensorRT-LLM's order."""
     if missing := {"A", "B"} - parts.keys():
         raise ValueError(f"{name} has no lora_{missing.pop()}")
     a, b = parts["A"], parts["B"]
@@ -189,82 +214,39 @@ def _checked_parts(name: str, parts: Mapping[str, Array]) -> tuple[Array, Array]
     if "gate_up_proj" in name:  # TensorRT-LLM has the two halves the other way round
         if len(b) % 2:
             raise ValueError(f"{name} cannot be halved, with {len(b)} outputs")
-        b = np.concatenate([b[len(b) // 2 :], b[: len(b) // 2]])
+        b = np.roll(b, len(b) // 2, axis=0)
     return a, b
 
 
-def _padded(values: list[Array]) -> Array:
-    weights = np.zeros((len(values), max(map(len, values))), np.float32)
-    for row, flat in zip(weights, values, strict=True):
-        row[: len(flat)] = flat
-    return weights
-
-
-def _checked_rows(rows: Array) -> Array:
-    """Those of a converted adapter in the form that the ensemble has, without the column for DoRA."""
-    if rows.ndim < 2 or rows.shape[-1] not in (3, 4):
-        raise ValueError(f"{CONVERTED[1]} has the shape {rows.shape}")
-    if rows.shape[-1] == 4 and rows[..., 3].any():
-        raise ValueError("TensorRT-LLM's input has no place for DoRA")
-    return rows[..., :3].astype(np.int32)
-
-
-def _inputs(weights: Array, rows: Array, dtype: str) -> dict[str, Array]:
-    if weights.dtype != DTYPES[dtype]:
-        raise ValueError(f"its weights are {_name(weights.dtype)}, and the engine's are {dtype}")
-    modules, width = rows.size // 3, weights.shape[-1]
-    if not modules or weights.size != modules * width:
-        raise ValueError(f"its weights have the shape {weights.shape}, for {modules} modules")
-    return {
-        "lora_weights": np.ascontiguousarray(weights).reshape(1, modules, width),
-        "lora_config": np.ascontiguousarray(rows).reshape(1, modules, 3),
-    }
-
-
-def _name(dtype: np.dtype[Any]) -> str:
-    return next((name for name, known in DTYPES.items() if known == dtype), str(dtype))
-
-
 def _cast(weights: Array, dtype: str) -> Array:
-    """float32 as another type, rounded to the nearest, halfway to the even one.
-
-    Raises:
-        ValueError: a number is none in that type.
-    """
+    """Return float32 as another type, rounded to the nearest, halfway to the even one."""
     if dtype == "bfloat16":
         bits = weights.view(np.uint32)
-        finite = bool(np.isfinite(weights).all())
+        finite = np.isfinite(weights)
         result = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16).view(BFLOAT16)
     else:
         with np.errstate(over="ignore"):
             result = weights.astype(DTYPES[dtype])
-        finite = bool(np.isfinite(result).all())
-    if not finite:
-        raise ValueError(f"one of its weights is no finite {dtype}")
+        finite = np.isfinite(result)
+    if not finite.all():
+        raise ValueError(f"one of its weights is not a finite {dtype}")
     return result
 
 
-def _config(file: Path) -> Any:
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file.name} is no JSON: {error}") from None
-
-
 def _load(file: Path) -> dict[str, Array]:
-    """The tensors of a file as float32. (safetensors' own loader for NumPy does not read bfloat16.)"""
+    """Return the tensors of a file as float32. (safetensors' loader for NumPy does not read bfloat16.)"""
     try:
         entries = safetensors.deserialize(file.read_bytes())  # type: ignore[no-untyped-call]
     except safetensors.SafetensorError as error:
         raise ValueError(f"{file.name} is damaged or incomplete: {error}") from None
-    return {name: _float32(name, **entry) for name, entry in entries}
-
-
-def _float32(name: str, *, dtype: str, shape: list[int], data: bytes) -> Array:
-    if dtype == "BF16":
-        values = (np.frombuffer(data, np.uint16).astype(np.uint32) << 16).view(np.float32)
-    elif dtype in _STORED:
-        values = np.frombuffer(data, _STORED[dtype]).astype(np.float32)
-    else:
-        raise ValueError(f"its tensor {name} is {dtype}, which is not read")
-    return values.reshape(shape)
+    tensors = {}
+    for name, entry in entries:
+        dtype, data = entry["dtype"], entry["data"]
+        if dtype == "BF16":
+            values = (np.frombuffer(data, np.uint16).astype(np.uint32) << 16).view(np.float32)
+        elif dtype in _STORED:
+            values = np.frombuffer(data, _STORED[dtype]).astype(np.float32)
+        else:
+            raise ValueError(f"its tensor {name} is {dtype}, which is not read")
+        tensors[name] = values.reshape(entry["shape"])
+    return tensors

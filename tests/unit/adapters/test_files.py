@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cog_triton.adapter_files import place_adapter, remove_adapter
-from cog_triton.adapters import adapter_names
+from cog_triton.adapters.directory import adapter_names, place_adapter, remove_adapter
 from cog_triton.errors import ConfigurationError
 from tests.support import ROOT
 
@@ -71,7 +70,7 @@ def test_a_name_that_is_no_directorys_is_refused(name: str, tmp_path: Path) -> N
 
 
 def test_what_is_no_adapter_and_what_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="is no adapter: it needs "):
+    with pytest.raises(ConfigurationError, match="is not an adapter: it needs "):
         place_adapter("sql", tmp_path, tmp_path / "adapters")
     with pytest.raises(ConfigurationError, match="there is no adapter 'sql' in"):
         remove_adapter("sql", tmp_path)

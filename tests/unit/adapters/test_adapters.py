@@ -7,9 +7,9 @@ from tritonclient.grpc.model_config_pb2 import (  # type: ignore[import-untyped,
     DataType,
 )
 
-from cog_triton import adapters
-from cog_triton.adapter_tensors import AdapterTensors
-from cog_triton.adapters import adapter_names, adapter_path, check_adapter
+from cog_triton.adapters import directory as adapters
+from cog_triton.adapters.directory import adapter_names, adapter_path, check_adapter
+from cog_triton.adapters.tensors import AdapterTensors
 from cog_triton.engine_choice import EngineName, adapter_dtype
 from cog_triton.errors import ConfigurationError, InvalidParameter
 from cog_triton.preparation import ADAPTERS, adapter_tensors, check_adapters, template_values

@@ -1,0 +1,199 @@
+"""LoRA adapters by name: directories beside each other, as PEFT saves them, or converted for TensorRT-LLM.
+
+They are looked up for each request, so that one that appears while the server runs can be used at once.
+Names with a dot before them are passed over: an adapter is copied and deleted under such a name. A request
+names its adapter to the engine by a number, TensorRT-LLM's ``lora_task_id``; see
+``wire.adapter_task_id``.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from cog_triton.errors import ConfigurationError, EngineError, InvalidParameter
+from cog_triton.request.limits import NAME_CHARACTERS
+from cog_triton.wire import adapter_task_id
+
+CONFIG = "adapter_config.json"
+WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+CONVERTED = ("model.lora_weights.npy", "model.lora_config.npy")
+"""NVIDIA's hf_lora_convert.py makes these of an adapter; see ``cog_triton.adapters.tensors``."""
+
+
+def adapter_names(directory: Path | None) -> tuple[str, ...]:
+    """Return the names of the complete adapters, in order; none without a directory."""
+    if directory is None or not directory.is_dir():
+        return ()
+    return tuple(sorted(path.name for path in directory.iterdir() if _is_complete(path)))
+
+
+def adapter_path(directory: Path, task_id: int) -> Path:
+    """Return the directory of the adapter with a number.
+
+    Raises:
+        LookupError: there is none, or more than one.
+    """
+    names = [path.name for path in directory.iterdir()] if directory.is_dir() else []
+    paths = [directory / name for name in sorted(names) if adapter_task_id(name) == task_id]
+    paths = [path for path in paths if _is_complete(path)]
+    if len(paths) != 1:
+        found = ", ".join(path.name for path in paths)
+        raise LookupError(f"the adapters {found} have the same number" if found else "no adapter")
+    return paths[0]
+
+
+def check_adapter(name: str, directory: Path | None) -> None:
+    """Refuse the name of an adapter that does not exist; without a directory only the engine knows.
+
+    Raises:
+        InvalidParameter: naming those that exist.
+    """
+    if directory is None or not name or name in (names := adapter_names(directory)):
+        return
+    known = f"those of LORA_DIR are {', '.join(names)}" if names else "LORA_DIR has none"
+    raise InvalidParameter(f"adapter {name!r} does not exist; {known}")
+
+
+def place_adapter(name: str, files: Path, directory: Path) -> None:
+    """Copy an adapter's files to ``directory``/``name``, in place of one of that name.
+
+    Raises:
+        ConfigurationError: they are not an adapter's, or the name is not valid.
+        OSError: they cannot be copied; what was there before is still there.
+    """
+    _check_name(name)
+    if not _is_complete(files):
+        raise ConfigurationError(
+            f"{files} is not an adapter: it needs {CONFIG} and {' or '.join(WEIGHTS)}"
+        )
+    directory.mkdir(parents=True, exist_ok=True)
+    copy = directory / f".{name}.{os.getpid()}"
+    try:
+        shutil.copytree(files, copy)
+        with suppress(FileNotFoundError):
+            _delete(directory / name)
+        copy.rename(directory / name)
+    finally:
+        shutil.rmtree(copy, ignore_errors=True)
+
+
+def remove_adapter(name: str, directory: Path) -> None:
+    """Delete an adapter's files.
+
+    Raises:
+        ConfigurationError: there is none of that name.
+        OSError: they cannot be deleted.
+    """
+    _check_name(name)
+    try:
+        _delete(directory / name)
+    except FileNotFoundError:
+        raise ConfigurationError(f"there is no adapter {name!r} in {directory}") from None
+
+
+@dataclass(frozen=True)
+class AdapterVersion:
+    """An adapter's files at one time. What an engine keeps of an adapter, it keeps by version, so that
+    files replaced under the same name are read again.
+
+    Attributes:
+        stamps: of each file that PEFT saves, its time of change, size and inode; None where it is absent.
+    """
+
+    path: Path
+    stamps: tuple[tuple[int, int, int] | None, ...]
+
+    @classmethod
+    def of(cls, path: Path) -> AdapterVersion:
+        """Return the version that is there now."""
+        return cls(path, tuple(_stamp(path / name) for name in (CONFIG, *WEIGHTS)))
+
+    @property
+    def is_current(self) -> bool:
+        return AdapterVersion.of(self.path) == self
+
+
+def current_version(task_id: int, directory: Path | None) -> AdapterVersion:
+    """Return the adapter of a number, for an engine that reads PEFT's files.
+
+    Raises:
+        EngineError: there is none, or it has only TensorRT-LLM's form.
+    """
+    if directory is None:
+        raise EngineError("lora_task_id needs lora_prefetch_dir, the directory of the adapters")
+    try:
+        path = adapter_path(directory, task_id)
+    except LookupError as error:
+        raise EngineError(f"lora_task_id {task_id}: there is no such adapter: {error}") from None
+    if not (path / CONFIG).is_file():
+        raise EngineError(f"lora_task_id {task_id}: {path} has no {CONFIG}")
+    return AdapterVersion.of(path)
+
+
+class LoraRequests:
+    """Adapters as vLLM and the LLM API take them, which tell them apart by number and name.
+
+    Each version has its own. vLLM shares blocks of its KV cache by the name.
+    """
+
+    def __init__(self, directory: Path | None) -> None:
+        self._directory = directory
+        self._lock = threading.Lock()
+        self._count = count(1)
+        self._latest: dict[Path, tuple[AdapterVersion, int]] = {}
+
+    def of(self, task_id: int, kind: Callable[[str, int, str], Any]) -> Any:
+        """Return the adapter of a number as ``kind``, the engine's ``LoRARequest(name, number, path)``.
+
+        Raises:
+            EngineError: there is none.
+        """
+        version = current_version(task_id, self._directory)
+        path = version.path
+        with self._lock:
+            known, number = self._latest.get(path, (None, 0))
+            if known != version:
+                number = next(self._count)
+                self._latest[path] = (version, number)
+        return kind(f"{path.name}:{number}", number, str(path))
+
+
+def _is_complete(path: Path) -> bool:
+    if path.name.startswith("."):
+        return False
+    if all((path / name).is_file() for name in CONVERTED):
+        return True
+    return (path / CONFIG).is_file() and any((path / name).is_file() for name in WEIGHTS)
+
+
+def _check_name(name: str) -> None:
+    if not 0 < len(name) <= NAME_CHARACTERS or name.startswith(".") or Path(name).name != name:
+        raise ConfigurationError(
+            f"an adapter's name must be a directory's of at most {NAME_CHARACTERS} characters, with no "
+            f"dot before it, not {name!r}"
+        )
+
+
+def _delete(adapter: Path) -> None:
+    gone = adapter.with_name(f".{adapter.name}.{os.getpid()}.gone")
+    adapter.rename(gone)
+    if gone.is_symlink():
+        gone.unlink()
+    else:
+        shutil.rmtree(gone)
+
+
+def _stamp(file: Path) -> tuple[int, int, int] | None:
+    try:
+        status = file.stat()
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_size, status.st_ino
