@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 import pytest
 
-from cog_triton.faces.front import predictions
+from cog_triton.faces.cog import predictions
 from tests.support import ROOT, QuietHandler, free_port, http_server, wait_until
 
 SLOTS = 4

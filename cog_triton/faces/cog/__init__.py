@@ -1,5 +1,5 @@
-"""What Cog's server needs beyond its documentation. Each file says when it can be deleted.
+"""Cog's server with what it lacks: the front on the public port, and Replicate's HTTP API.
 
-May import nothing else of the package, but for ``server``, which puts the front before Cog's server. After
-a change: pytest tests/unit/faces tests/integration/test_cog_server.py tests/integration/test_front.py
+``live_stream`` and ``control`` also run in the predictor's process. Imports web, settings and errors. After
+a change: pytest tests/unit/faces tests/integration/test_front.py test_cog_server.py test_replicate.py
 """

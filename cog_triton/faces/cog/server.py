@@ -2,7 +2,10 @@
 
 Takes the options of ``python -m cog.server.http``. Where Cog writes the command, as in an image, a line in
 a .pth file calls ``prepare`` in the same process. Cog's server then listens on a free port of the loopback
-address, and the front (``cog_triton.faces.front``) on the public one.
+address, and the front on the public one.
+
+Measured with Cog 0.23.1, to be deleted when Cog does otherwise: its server leaves Nagle's algorithm on,
+which delays each small event by up to 40 ms.
 """
 
 from __future__ import annotations
@@ -17,18 +20,11 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-COG = "cog.server.http"
-OPEN_FILES = 16_384
-
-
-def main() -> None:
-    """Runs Cog's server in this process."""
-    prepare()
-    runpy.run_module(COG, run_name="__main__", alter_sys=True)
+_OPEN_FILES = 16_384
 
 
 def prepare() -> None:
-    """To be called in the process that Cog's server is about to run in."""
+    """Put the front before the server that Cog is about to run in this process."""
     import coglet
 
     module: Any = coglet
@@ -52,80 +48,56 @@ class FrontedServer:
         await_explicit_shutdown: bool = False,
         **options: Any,
     ) -> None:
-        """Serves until the process is told to stop, as the original does.
+        """Serve until the process is told to stop, as the original does.
 
         Raises:
             OSError: nothing can listen on the address.
         """
-        from cog_triton.faces.cog import control, no_delay, worker
-        from cog_triton.faces.front.front import Front
-        from cog_triton.faces.front.predictions import Predictions
+        from cog_triton.errors import ConfigurationError
+        from cog_triton.faces.cog.control import offer
+        from cog_triton.faces.cog.front import Front
+        from cog_triton.settings import read_settings
+        from cog_triton.web.server import bound
 
+        try:
+            settings = read_settings()
+        except ConfigurationError:  # which the predictor reports
+            settings = read_settings({})
         _allow_open_files()
-        stop = _told_to_stop(not await_explicit_shutdown)
-        listener = _bound(host, port)
-        channel = control.offer()
-        predictions = Predictions(channel.send)
-        front = Front(listener, _limits(), predictions, worker.ended.is_set, channel)
-        worker.end_with_worker(lambda: front.port)
-        listening = no_delay.listening_port
+        # The main thread is in Cog's server, which lets no handler of Python's run; Python writes the
+        # signal to this pipe all the same.
+        stop, writer = os.pipe()
+        os.set_blocking(writer, False)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        for number in (
+            (signal.SIGINT,) if await_explicit_shutdown else (signal.SIGINT, signal.SIGTERM)
+        ):
+            signal.signal(number, lambda *_: None)
+        front = Front(bound(host.strip("[]"), port), settings, offer())
         threading.Thread(
-            target=front.run, args=[listening, stop], name="front", daemon=True
+            target=front.run, args=[_port_without_delay, stop], name="front", daemon=True
         ).start()
         with _sigterm_kept():
             # Told so, it leaves SIGTERM to the front, and ends by its route /shutdown.
             self._server.serve(host="127.0.0.1", port=0, await_explicit_shutdown=True, **options)
-        predictions.remove_all()
+        front.predictions.remove_all()
 
 
-def _limits() -> Any:
-    """What the front allows, by the settings. If they are bad, the predictor says so."""
-    from cog_triton.errors import ConfigurationError
-    from cog_triton.faces.front.rules import Limits
-    from cog_triton.settings import read_settings
+def _allow_open_files() -> None:
+    """Let this process and its children open enough files, as far as the system allows it.
 
-    try:
-        settings = read_settings()
-    except ConfigurationError:
-        settings = read_settings({})
-    return Limits(
-        settings.max_request_bytes,
-        request_seconds=settings.receive_timeout,
-        drain_seconds=settings.drain_seconds,
-        busy_seconds=settings.busy_timeout,
-    )
-
-
-def _bound(host: str, port: int) -> socket.socket:
-    """A socket at an address, which does not listen yet."""
-    host = host.strip("[]")
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # its connections inherit it
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        raise OSError(error.errno, f"{host}, port {port}: {error.strerror}") from None
-    return listener
-
-
-def _told_to_stop(by_sigterm: bool) -> int:
-    """A descriptor that can be read when SIGTERM or SIGINT has come.
-
-    The main thread is in Cog's server, which lets no handler of Python's run; Python writes the signal to
-    this descriptor all the same.
+    The usual limit is 1,024. Cog's server takes a descriptor for each slot, used or not, and a request
+    takes three, two of them because of the front: 512 of each go beyond it.
     """
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    for number in (signal.SIGINT, signal.SIGTERM) if by_sigterm else (signal.SIGINT,):
-        signal.signal(number, lambda *_: None)
-    return reader
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if most == resource.RLIM_INFINITY else min(_OPEN_FILES, most)
+    if limit != resource.RLIM_INFINITY and limit < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
 @contextlib.contextmanager
 def _sigterm_kept() -> Iterator[None]:
-    """Keeps Cog's server from ignoring SIGTERM, by Python's ``signal``: its worker would inherit that."""
+    """Keep Cog's server from ignoring SIGTERM, by Python's ``signal``: its worker would inherit that."""
     module: Any = signal
     original = signal.signal
 
@@ -141,17 +113,23 @@ def _sigterm_kept() -> Iterator[None]:
         module.signal = original
 
 
-def _allow_open_files() -> None:
-    """Lets this process and its children open enough files, as far as the system allows it.
+def _port_without_delay() -> int | None:
+    """Turn Nagle's algorithm off where Cog's server listens; return the port, None if there is none yet.
 
-    The usual limit is 1,024. Cog's server takes a descriptor for each slot, used or not, and a request
-    takes three, two of them because of the front: 512 of each go beyond it.
+    Connections inherit TCP_NODELAY from the socket that they were accepted on.
     """
-    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = OPEN_FILES if most == resource.RLIM_INFINITY else min(OPEN_FILES, most)
-    if limit != resource.RLIM_INFINITY and limit < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            sock = socket.socket(fileno=int(name))
+            try:
+                if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                    return int(sock.getsockname()[1])
+            finally:
+                sock.detach()  # it is not ours to close
+    return None
 
 
 if __name__ == "__main__":
-    main()
+    prepare()
+    runpy.run_module("cog.server.http", run_name="__main__", alter_sys=True)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import IO
 
-from cog_triton.faces.front.rules import IDENTIFIER
+from cog_triton.faces.cog.rules import IDENTIFIER
 
 DIRECTORY = Path("/tmp/coglet/predictions")
 """Where coglet 0.23 makes them, whatever TMPDIR is."""
@@ -51,6 +51,9 @@ class Predictions:
         self._journal = Journal(directory.parent)
         # A heap: when each may be removed, its id, and whether with its files.
         self._ended: list[tuple[float, str, bool]] = []
+
+    def __len__(self) -> int:
+        return len(self.running) + len(self.background)
 
     def begin(self, identifier: str) -> None:
         self.running[identifier] += 1

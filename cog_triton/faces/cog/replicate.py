@@ -1,0 +1,317 @@
+"""Replicate's HTTP API for the one model that runs here, as Replicate's clients use it.
+
+A prediction is read from Cog's server as a stream of events, and kept for a while after its end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import email
+import json
+import re
+import time
+import uuid
+from collections.abc import AsyncIterator
+from datetime import datetime, timezone
+from importlib.metadata import version as installed
+from typing import TYPE_CHECKING, Any
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import JSONResponse, StreamingResponse
+from starlette.routing import Route, Router
+from starlette.types import Receive, Scope, Send
+
+from cog_triton.faces.cog import rules
+from cog_triton.web.limits import Refusal
+
+if TYPE_CHECKING:
+    from cog_triton.faces.cog.front import Front
+
+REPLICATE_PATHS = ("/v1/predictions", "/v1/models/", "/v1/deployments/", "/v1/files")
+KEPT = 1000  # predictions
+KEPT_BYTES = 64 << 20  # of their inputs and outputs
+_WAIT_SECONDS = 60.0  # of `Prefer: wait`, as Replicate's
+_CANCEL_SECONDS = 1.0  # in which a cancelled prediction ends
+_MODEL = "cog-triton/model"  # of a request that names a version only
+_VERSION = "hidden"  # as of Replicate's official models, which have one version
+_EVENTS = [(b"content-type", b"application/json"), (b"accept", b"text/event-stream")]
+_DATA_URL = re.compile(r"data:[\w.+/-]*(?:;[\w.+-]+=[\w.+-]+)*;base64,")
+
+
+class Prediction:
+    """A prediction in Replicate's form.
+
+    Attributes:
+        changed: is set, and another one put in its place, when something has come.
+        size: bytes of its input and output.
+        task: reads its events.
+    """
+
+    task: asyncio.Task[None]
+
+    def __init__(self, model: str, version: str, inputs: dict[str, Any], size: int) -> None:
+        self.fields: dict[str, Any] = (
+            {"id": uuid.uuid4().hex, "model": model, "version": version, "input": inputs}
+            | {"status": "starting", "output": None, "logs": "", "error": None, "metrics": {}}
+            | {"created_at": now(), "started_at": None, "completed_at": None}
+        )
+        self.changed = asyncio.Event()
+        self.size = size
+
+    @property
+    def id(self) -> str:
+        return str(self.fields["id"])
+
+    @property
+    def ended(self) -> bool:
+        return self.fields["completed_at"] is not None
+
+    def take(self, name: str, data: dict[str, Any]) -> None:
+        """Take an event of Cog's server."""
+        if name == "start":
+            self.fields.update(status="processing", started_at=now())
+        elif name == "output":
+            self.fields["output"] = self.fields["output"] or []
+            self.fields["output"].append(data["chunk"])
+            self.size += len(str(data["chunk"]))
+        elif name == "log":
+            self.fields["logs"] += data["data"]
+        elif name == "completed":
+            self.end(data["status"], data.get("error"), data.get("metrics"))
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+    def end(self, status: str, error: str | None = None, metrics: Any = None) -> None:
+        self.fields.update(status=status, error=error, metrics=metrics or {}, completed_at=now())
+        self.changed.set()
+
+    async def ended_within(self, seconds: float) -> bool:
+        async def wait() -> None:
+            while not self.ended:
+                await self.changed.wait()
+
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(wait(), seconds)
+        return self.ended
+
+    def view(self, request: Request, **fields: Any) -> dict[str, Any]:
+        """Return it as Replicate's API does."""
+        url = f"{base_url(request)}/v1/predictions/{self.id}"
+        urls = {"get": url, "cancel": f"{url}/cancel", "stream": f"{url}/stream"}
+        return {**self.fields, "urls": urls, **fields}
+
+    async def events(self) -> AsyncIterator[str]:
+        """Yield it as Replicate's server-sent events."""
+        sent = 0
+        while True:
+            changed = self.changed
+            for chunk in (self.fields["output"] or [])[sent:]:
+                sent += 1
+                yield event("output", sent, chunk)
+            if self.ended:
+                break
+            await changed.wait()
+        if self.fields["error"] is not None:
+            yield event("error", sent + 1, self.fields["error"])
+        reasons = {"failed": {"reason": "error"}, "canceled": {"reason": "canceled"}}
+        yield event("done", sent + 2, json.dumps(reasons.get(self.fields["status"], {})))
+
+
+class Replicate:
+    """The routes of the API, and the predictions that began there."""
+
+    def __init__(self, front: Front) -> None:
+        self._front = front
+        self._began = now()
+        self._predictions: dict[str, Prediction] = {}
+        one, model = "/v1/predictions/{id}", "/v1/models/{owner}/{name}"
+        deployment = "/v1/deployments/{owner}/{name}/predictions"
+        self._router = Router(
+            [
+                Route("/v1/predictions", self._create, methods=["POST"]),
+                Route(f"{model}/predictions", self._create, methods=["POST"]),
+                Route(deployment, self._create, methods=["POST"]),
+                Route("/v1/predictions", self._list),
+                Route(one, self._get),
+                Route(f"{one}/stream", self._stream),
+                Route(f"{one}/cancel", self._cancel, methods=["POST"]),
+                Route(model, self._model),
+                Route(f"{model}/versions", self._versions),
+                Route(f"{model}/versions/{{id}}", self._version),
+                Route("/v1/files", self._file, methods=["POST"]),
+            ]
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._router(scope, receive, send)
+        except Refusal as refusal:
+            detail = refusal.detail
+            if isinstance(detail, list):
+                detail = "; ".join(f"{'.'.join(one['loc'][1:])}: {one['msg']}" for one in detail)
+            title = "Input validation failed" if refusal.status == 422 else "Request failed"
+            body = {"title": title, "detail": detail, "status": refusal.status}
+            seconds = {409: 1}.get(refusal.status, refusal.retry_after)
+            headers = {} if seconds is None else {"retry-after": str(seconds)}
+            await JSONResponse(body, refusal.status, headers)(scope, receive, send)
+
+    async def _create(self, request: Request) -> JSONResponse:
+        body = await request.body()
+        fields, path = rules.fields_of(body), request.path_params
+        model, _, version = str(fields.get("version") or "").rpartition(":")
+        if "owner" in path:
+            model = f"{path['owner']}/{path['name']}"
+        elif "/" in version:
+            model, version = version, ""
+        given = fields.get("input") or {}
+        if not isinstance(given, dict):
+            raise rules.invalid(["body", "input"], "must be an object", "type_error")
+        inputs = {name: text_of_file(name, value) for name, value in given.items()}
+        prediction = Prediction(model or _MODEL, version or _VERSION, inputs, len(body))
+        passed = {name: value for name, value in fields.items() if name.startswith("webhook")}
+        if hook := passed.pop("webhook_completed", None):
+            passed = {"webhook": hook, "webhook_events_filter": ["completed"]}
+        body = orjson.dumps({**passed, "input": inputs})
+        passage = self._front.check("PUT", f"/predictions/{prediction.id}", body)
+        accepted = asyncio.get_running_loop().create_future()
+        prediction.task = asyncio.create_task(self._run(prediction, passage, accepted))
+        await accepted
+        self._keep(prediction)
+        prefer = re.search(r"\bwait\b(?:=(\d+))?", request.headers.get("prefer", ""))
+        if prefer and await prediction.ended_within(float(prefer[1] or _WAIT_SECONDS)):
+            return JSONResponse(prediction.view(request), 201)
+        # Replicate's client takes any other status for the end.
+        return JSONResponse(prediction.view(request, status="starting"), 201)
+
+    async def _run(
+        self, prediction: Prediction, passage: rules.Passage, accepted: asyncio.Future[None]
+    ) -> None:
+        try:
+            async with self._front.exchange(passage, _EVENTS) as reply:
+                if reply.status != 200:
+                    problem = orjson.loads(await reply.reader.read())
+                    raise Refusal(reply.status, problem.get("detail") or problem.get("error"))
+                accepted.set_result(None)
+                async for name, data in events_of(reply.reader):
+                    prediction.take(name, data)
+                    self._front.progress = time.monotonic()
+        except Refusal as refusal:
+            accepted.set_exception(refusal)
+        except asyncio.CancelledError:
+            prediction.end("canceled")
+        if not prediction.ended:
+            prediction.end("failed", "E2105 TritonUnavailable: the server is being stopped")
+
+    def _keep(self, prediction: Prediction) -> None:
+        """Keep a prediction; drop the oldest that have ended, if there are too many."""
+        self._predictions[prediction.id] = prediction
+        size = sum(kept.size for kept in self._predictions.values())
+        for old in [kept for kept in self._predictions.values() if kept.ended]:
+            if len(self._predictions) <= KEPT and size <= KEPT_BYTES:
+                break
+            size -= self._predictions.pop(old.id).size
+
+    def _find(self, request: Request) -> Prediction:
+        identifier = request.path_params["id"]
+        if (prediction := self._predictions.get(identifier)) is None:
+            raise Refusal(404, f"there is no prediction {identifier!r}, or not any more")
+        return prediction
+
+    async def _list(self, request: Request) -> JSONResponse:
+        newest = [*self._predictions.values()][:-101:-1]
+        results = [prediction.view(request) for prediction in newest]
+        return JSONResponse({"previous": None, "next": None, "results": results})
+
+    async def _get(self, request: Request) -> JSONResponse:
+        return JSONResponse(self._find(request).view(request))
+
+    async def _stream(self, request: Request) -> StreamingResponse:
+        headers = {"cache-control": "no-store"}
+        events = self._find(request).events()
+        return StreamingResponse(events, headers=headers, media_type="text/event-stream")
+
+    async def _cancel(self, request: Request) -> JSONResponse:
+        prediction = self._find(request)
+        if not prediction.ended:
+            if not self._front.predictions.cancel(prediction.id):
+                prediction.task.cancel()
+            await prediction.ended_within(_CANCEL_SECONDS)
+        return JSONResponse(prediction.view(request))
+
+    async def _model(self, request: Request) -> JSONResponse:
+        owner, name = request.path_params["owner"], request.path_params["name"]
+        none = ("description", "github_url", "paper_url", "license_url", "cover_image_url")
+        model = (
+            dict.fromkeys((*none, "default_example"))
+            | {"owner": owner, "name": name, "url": f"{base_url(request)}/v1/models/{owner}/{name}"}
+            | {"visibility": "private", "run_count": len(self._predictions)}
+            | {"latest_version": await self._version_view(_VERSION)}
+        )
+        return JSONResponse(model)
+
+    async def _versions(self, _: Request) -> JSONResponse:
+        results = [await self._version_view(_VERSION)]
+        return JSONResponse({"previous": None, "next": None, "results": results})
+
+    async def _version(self, request: Request) -> JSONResponse:
+        return JSONResponse(await self._version_view(request.path_params["id"]))
+
+    async def _version_view(self, version: str) -> dict[str, Any]:
+        schema = await self._front.ask("GET", "/openapi.json")
+        cog = installed("cog")
+        view = {"id": version, "created_at": self._began, "cog_version": cog}
+        return {**view, "openapi_schema": schema}
+
+    async def _file(self, request: Request) -> JSONResponse:
+        """Answer with a data URL, which has the file: nothing is stored."""
+        kind = f"Content-Type: {request.headers.get('content-type', '')}\r\n\r\n".encode()
+        form = email.message_from_bytes(kind + await request.body())
+        for part in form.walk():
+            if part.get_param("name", header="content-disposition") == "content":
+                content, kind_of = part.get_payload(decode=True), part.get_content_type()
+                assert isinstance(content, bytes)
+                url = f"data:{kind_of};base64,{base64.b64encode(content).decode()}"
+                file = {"id": uuid.uuid4().hex, "name": part.get_filename(), "etag": ""}
+                about = {"content_type": kind_of, "size": len(content), "created_at": now()}
+                rest = {"checksums": {}, "metadata": {}, "expires_at": None, "urls": {"get": url}}
+                return JSONResponse(file | about | rest, 201)
+        raise rules.invalid(["body", "content"], "a file is required", "value_error.missing")
+
+
+def text_of_file(name: str, value: Any) -> Any:
+    """Return the text of a file that came as a data URL, and any other value as it is."""
+    if not isinstance(value, str) or not (start := _DATA_URL.match(value)):
+        return value
+    try:
+        return base64.b64decode(value[start.end() :], validate=True).decode()
+    except ValueError:
+        text = "the file must be text in UTF-8"
+        raise rules.invalid(["body", "input", name], text, "value_error") from None
+
+
+async def events_of(reader: asyncio.StreamReader) -> AsyncIterator[tuple[str, dict[str, Any]]]:
+    """Yield the server-sent events of Cog's server."""
+    unread = b""
+    while data := await reader.read(1 << 16):
+        *whole, unread = (unread + data).split(b"\n\n")
+        for lines in whole:
+            if lines.startswith(b"event: "):
+                name, _, text = lines.partition(b"\n")
+                yield name[len("event: ") :].decode(), orjson.loads(text[len("data: ") :])
+
+
+def event(name: str, number: int, text: str) -> str:
+    lines = "".join(f"data: {line}\n" for line in re.split(r"\r\n|\r|\n", text))
+    return f"event: {name}\nid: {number}\n{lines}\n"
+
+
+def base_url(request: Request) -> str:
+    scheme = request.headers.get("x-forwarded-proto", "http")
+    return f"{scheme}://{request.headers.get('host', 'localhost')}"
+
+
+def now() -> str:
+    return datetime.now(timezone.utc).isoformat().replace("+00:00", "Z")

@@ -1,0 +1,144 @@
+"""Replicate's client, unmodified, against this server."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support import CogServer, wait_until
+from tools.demo_model.corpus import PAIRS
+
+replicate = pytest.importorskip("replicate")
+
+QUESTION, ANSWER = PAIRS[0]
+INPUT = {"prompt": QUESTION, "temperature": 0, "seed": None}
+ENDLESS = {"prompt": QUESTION, "max_tokens": 5000}
+
+
+def client_of(server: CogServer) -> Any:
+    return replicate.Client(api_token="any", base_url=server.url, transport=httpx.HTTPTransport())
+
+
+@pytest.fixture
+def client(cog_server: CogServer) -> Any:
+    return client_of(cog_server)
+
+
+@pytest.mark.parametrize("wait", [True, False, 30])
+def test_run(client: Any, wait: Any) -> None:
+    client.poll_interval = 0.05
+    output = client.run("meta/meta-llama-3-8b-instruct", input=INPUT, wait=wait)
+    assert "".join(output) == ANSWER
+
+
+def test_run_of_a_version(client: Any) -> None:
+    """The client reads of the version's schema that the output is an iterator."""
+    output = client.run(
+        "owner/name:5c7d5dc6dd8bf75c1acaa8565735e7986bc5b66206b55cca93cb72c9bf15ccaa", INPUT
+    )
+    assert isinstance(output, Iterator)
+    assert "".join(output) == ANSWER
+
+
+def test_run_from_the_environment(cog_server: CogServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REPLICATE_BASE_URL", cog_server.url)
+    monkeypatch.setenv("NO_PROXY", "*")
+    assert "".join(replicate.Client().run("owner/name", input=INPUT)) == ANSWER
+
+
+def test_stream(client: Any) -> None:
+    for pair in [pair for pair in PAIRS if not pair.answer.isascii()][:3]:
+        events = list(client.stream("owner/name", input={**INPUT, "prompt": pair.question}))
+        assert "".join(map(str, events)) == pair.answer
+        assert [event.event.value for event in events][-1] == "done"
+
+
+def test_a_prediction_from_its_creation_on(client: Any) -> None:
+    created = client.predictions.create(model="owner/name", input=INPUT)
+    assert (created.status, created.model, created.version) == ("starting", "owner/name", "hidden")
+    assert created.input == INPUT
+    got = wait_until(
+        lambda: (found := client.predictions.get(created.id)).completed_at and found, 30, "its end"
+    )
+    assert (got.status, "".join(got.output), got.error) == ("succeeded", ANSWER, None)
+    assert got.created_at <= got.started_at <= got.completed_at
+    assert got.metrics["output_token_count"] > 0
+    assert "Random seed used" in got.logs
+    assert set(got.urls) == {"get", "cancel", "stream"}
+    assert "".join(str(event) for event in got.stream()) == ANSWER, "once more, from the start"
+    assert client.predictions.list().results[0].id == created.id
+    got.cancel()  # too late
+    assert got.status == "succeeded"
+    with pytest.raises(replicate.exceptions.ReplicateError, match="no prediction"):
+        client.predictions.get("nothing")
+
+
+def test_a_version_by_itself_or_in_a_reference(client: Any) -> None:
+    assert client.predictions.create(version="abc", input=INPUT).version == "abc"
+    created = client.predictions.create(version="owner/name:abc", input=INPUT)
+    assert (created.model, created.version) == ("owner/name", "abc")
+
+
+def test_cancel(paced_cog_server: CogServer) -> None:
+    client = client_of(paced_cog_server)
+    for attempt in range(3):
+        prediction = client.predictions.create(model="owner/name", input=ENDLESS)
+        if attempt:
+            next(iter(prediction.stream()))
+        prediction.cancel()
+        assert prediction.status == "canceled"
+        assert prediction.completed_at is not None
+    paced_cog_server.predict(prompt="Hi", max_tokens=2)
+    wait_until(lambda: paced_cog_server.engine["active"] == 0, 10, "the stop")
+
+
+def test_what_does_not_end_within_the_wait_is_starting_and_runs_on(
+    paced_cog_server: CogServer,
+) -> None:
+    client = client_of(paced_cog_server)
+    prediction = client.predictions.create("any", ENDLESS, wait=1)
+    assert prediction.status == "starting"
+    assert client.predictions.get(prediction.id).status == "processing"
+    prediction.cancel()
+
+
+@pytest.mark.parametrize(
+    ("inputs", "why"),
+    [
+        ({}, "E1001 PromptRequired: prompt or messages is required"),
+        ({"prompt": "Hi", "max_tokens": 0}, "input.max_tokens"),
+        ({"prompt": "data:application/octet-stream;base64,/w=="}, "the file must be text"),
+    ],
+)
+def test_inputs_that_are_refused(client: Any, inputs: dict[str, Any], why: str) -> None:
+    with pytest.raises(replicate.exceptions.ReplicateError, match=why) as error:
+        client.predictions.create(model="owner/name", input=inputs)
+    assert error.value.status == 422
+
+
+def test_a_prediction_that_fails(client: Any) -> None:
+    with pytest.raises(replicate.exceptions.ModelError, match="E1003"):
+        client.run("owner/name", input={"prompt": "Hi", "prompt_template": "no place"})
+    with pytest.raises(RuntimeError, match="E1003"):
+        list(client.stream("owner/name", input={"prompt": "Hi", "prompt_template": "no place"}))
+
+
+@pytest.mark.parametrize("strategy", ["base64", "url"])
+def test_a_file_is_its_text(client: Any, strategy: str) -> None:
+    file = io.BytesIO(QUESTION.encode())
+    output = client.run(
+        "owner/name", input={**INPUT, "prompt": file}, file_encoding_strategy=strategy
+    )
+    assert "".join(output) == ANSWER
+
+
+def test_the_model_and_its_version(client: Any) -> None:
+    model = client.models.get("owner/name")
+    assert (model.owner, model.name) == ("owner", "name")
+    (version,) = model.versions.list().results
+    assert "prompt" in version.openapi_schema["components"]["schemas"]["Input"]["properties"]
+    assert model.latest_version == version
