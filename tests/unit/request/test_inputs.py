@@ -11,7 +11,7 @@ def test_inputs_that_are_json() -> None:
     assert parse_list("messages", '[{"role": "user"}]') == [{"role": "user"}]
     assert parse_object("logit_bias", '{"5": 1}') == {"5": 1}
     for text in ("{", "5", "{}", '["x"]', "[" * 100_000):
-        with pytest.raises(InvalidParameter, match="messages must be"):
+        with pytest.raises(InvalidParameter, match=r"messages must (be|have at most)"):
             parse_list("messages", text)
     with pytest.raises(InvalidParameter, match="logit_bias must be a JSON object"):
         parse_object("logit_bias", "[]")
