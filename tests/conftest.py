@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import sys
 from pathlib import Path
 
@@ -11,6 +12,13 @@ from tools.demo_model import DIRECTORY
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # predict.py and scripts/ are no packages
 sys.path.insert(0, str(ROOT / "scripts"))
+
+# Machines are shared: no example fails for the time that it takes.
+with contextlib.suppress(ImportError):  # the environment of ENGINE=vllm has no Hypothesis
+    from hypothesis import settings
+
+    settings.register_profile("untimed", deadline=None)
+    settings.load_profile("untimed")
 
 REGIONS_BEFORE = pytest.StashKey[set[str]]()
 
