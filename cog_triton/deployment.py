@@ -41,7 +41,7 @@ from cog_triton.preparation import (
 )
 from cog_triton.repository.checks import check_streaming
 from cog_triton.repository.fill import fill_repository
-from cog_triton.request.admission import STOPPING, Admission, Bounds, Share
+from cog_triton.request.admission import STOPPING, Admission, Bounds, Tenant
 from cog_triton.request.request import Request
 from cog_triton.server.guard import process_name
 from cog_triton.server.supervisor import NOTICE_SECONDS, RestartPolicy, Supervisor
@@ -172,7 +172,7 @@ class Deployment:
         return adapter_names(self.settings.lora_dir)
 
     def generate(
-        self, request: Request, request_id: str | None = None, share: Share | None = None
+        self, request: Request, request_id: str | None = None, tenant: Tenant | None = None
     ) -> AsyncGenerator[Chunk, None]:
         """Streams the answer to a request; see ``cog_triton.generation.generate``.
 
@@ -192,7 +192,7 @@ class Deployment:
             admission=self.admission,
             context_length=self.context_length,
             request_id=request_id,
-            share=share,
+            tenant=tenant,
         )
 
     def close(self) -> None:

@@ -7,6 +7,7 @@ counts. Closing the generator early stops the request in the engine.
 from __future__ import annotations
 
 import contextlib
+import math
 import secrets
 from collections.abc import AsyncGenerator
 from contextlib import AbstractAsyncContextManager
@@ -15,7 +16,7 @@ from typing import Literal
 
 from cog_triton.client.resume import Streams
 from cog_triton.client.stream import Response
-from cog_triton.request.admission import Admission, Place, Share
+from cog_triton.request.admission import Admission, Slot, Tenant
 from cog_triton.request.request import Request, effective_end_id, request_parameters, triton_inputs
 from cog_triton.text.detokenizer import IncrementalDetokenizer
 from cog_triton.text.stop_sequences import StopSequences
@@ -30,19 +31,19 @@ class Chunk:
     """The next piece of an answer.
 
     Attributes:
-        text: may be empty: a chunk without text says how far the request has come.
+        text: may be empty, and lag behind the ids: it may end within a character, or before what could
+            become a stop sequence.
         output_tokens: tokens received so far.
         input_tokens: tokens of the prompt, if the engine says.
-        finish_reason: set on the last chunk alone: ``stop`` for an end token or a stop sequence,
-            ``length`` for max_tokens or the end of the context.
-        queued: seconds that the request waited for its turn; set on the last chunk alone.
-        ids: the tokens since the chunk before. The text may lag behind them: it may end within a
-            character, or with what could become a stop sequence.
-        log_probs: one per id if they were asked for, else empty.
-        prompt_log_probs: on the first chunk, one per token of the prompt if they were asked for.
-        stop_sequence: on the last chunk, the one that ended the answer; None if none did.
-        stop_token: on the last chunk, the one of the request's stop_token_ids that ended the answer. It is
+        finish_reason: of the last chunk: ``stop`` for an end token or a stop sequence, ``length`` for
+            max_tokens or the end of the context.
+        queued: of the last chunk, seconds in the queue.
+        ids: the tokens since the chunk before.
+        log_probs: one per id if they were asked for.
+        stop_sequence: of the last chunk, the one that ended the answer.
+        stop_token: of the last chunk, the one of the request's stop_token_ids that ended the answer. It is
             counted, and among the ids, as an end token is.
+        prompt_log_probs: of the first chunk, one per token of the prompt if they were asked for.
     """
 
     text: str
@@ -65,19 +66,18 @@ async def generate(
     admission: Admission | None = None,
     context_length: int | None = None,
     request_id: str | None = None,
-    share: Share | None = None,
+    tenant: Tenant | None = None,
 ) -> AsyncGenerator[Chunk, None]:
-    """Streams the answer to a request.
+    """Stream the answer to a request.
 
     Args:
-        admission: gives it its turn; None lets it pass.
-        context_length: the most tokens that prompt and output may have together; None if only the engine
-            knows.
-        request_id: its name in Triton, of no other request that runs; None for a random one.
-        share: whose it is, at the admission.
+        admission: the queue; None lets the request pass.
+        context_length: the most tokens of prompt and output together; None if only the engine knows.
+        request_id: a name in Triton that no other running request has; None for a random one.
+        tenant: whose it is, in the queue.
 
     Raises:
-        CogTritonError: by what went wrong; see ``cog_triton.errors``.
+        CogTritonError: see ``cog_triton.errors``.
     """
     text_limits(tokenizer, context_length).check("the prompt", len(request.prompt))
     detokenizer, stops = new_detokenizer(request, tokenizer), StopSequences(request.stop_sequences)
@@ -87,7 +87,7 @@ async def generate(
     input_tokens, keeps_end_token = None, True
     inputs, parameters = triton_inputs(request), request_parameters(request)
     stream = client.stream(request_id or secrets.token_hex(8), inputs, parameters=parameters)
-    async with turn(admission, share) as place, stream as responses:
+    async with acquire(admission, tenant) as slot, stream as responses:
         async for arrived in responses:
             response, stop_token = until_token(arrived, stop_ids)
             new_ids = shown_ids(request, response.ids, stop_token, end_id)
@@ -96,38 +96,33 @@ async def generate(
                 response = first_tokens(response, tokens_to_stop(request, tokenizer, ids, new_ids))
             ids += response.ids
             input_tokens = response.input_tokens or input_tokens
-            place.used = len(ids) + (input_tokens or 0)
+            slot.used = len(ids) + (input_tokens or 0)
             keeps_end_token = keeps_end_token and response.keeps_end_token
-            told = chunk_of(response, text, len(ids), input_tokens)
+            chunk = chunk_of(response, text, len(ids), input_tokens)
             if response.final or stops.matched is not None or stop_token is not None:
                 break
-            yield told
+            yield chunk
     # Here the request has been stopped in the engine if a stop sequence or a stop token ended it.
     if stops.matched is None:
         text += stops.feed(detokenizer.flush()) + stops.flush()
-    full = len(ids) >= request.max_tokens or (
-        context_length is not None and (input_tokens or 0) + len(ids) >= context_length
-    )
-    # Where the engine leaves the end token out, an answer that was not cut off ended with it.
-    by_end_token = ids[-1:] == [end_id] if keeps_end_token else not full
-    stop_token = stop_token if stops.matched is None else None
     if request.include_stop:
         text += stops.matched or ""
+    stop_token = stop_token if stops.matched is None else None
+    length = (input_tokens or 0) + len(ids)
+    full = len(ids) >= request.max_tokens or length >= (context_length or math.inf)
+    # Where the engine leaves the end token out, an answer that was not cut off ended with it.
+    by_end_token = ids[-1:] == [end_id] if keeps_end_token else not full
     ended = stops.matched is not None or stop_token is not None or by_end_token
     reason: FinishReason = "stop" if ended else "length"
-    told = replace(told, text=text, queued=place.waited, stop_sequence=stops.matched)
-    yield replace(told, finish_reason=reason, stop_token=stop_token)
+    chunk = replace(chunk, text=text, queued=slot.waited, stop_sequence=stops.matched)
+    yield replace(chunk, finish_reason=reason, stop_token=stop_token)
 
 
 def chunk_of(response: Response, text: str, output_tokens: int, input_tokens: int | None) -> Chunk:
-    """What a response brings."""
+    ids, log_probs = tuple(response.ids), tuple(response.log_probs)
+    prompt = tuple(response.prompt_log_probs)
     return Chunk(
-        text,
-        output_tokens,
-        input_tokens,
-        ids=tuple(response.ids),
-        log_probs=tuple(response.log_probs),
-        prompt_log_probs=tuple(response.prompt_log_probs),
+        text, output_tokens, input_tokens, ids=ids, log_probs=log_probs, prompt_log_probs=prompt
     )
 
 
@@ -175,8 +170,9 @@ def tokens_to_stop(
     return len(new)
 
 
-def turn(admission: Admission | None, share: Share | None) -> AbstractAsyncContextManager[Place]:
-    """A request's place; without an admission it has one at once."""
+def acquire(
+    admission: Admission | None, tenant: Tenant | None
+) -> AbstractAsyncContextManager[Slot]:
     if admission is None:
-        return contextlib.nullcontext(Place())
-    return admission.place(share=share or Share())
+        return contextlib.nullcontext(Slot())
+    return admission.acquire(tenant or Tenant())

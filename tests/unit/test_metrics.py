@@ -19,9 +19,9 @@ def test_they_tell_of_the_queue() -> None:
         admission = Admission(Bounds(1, 0, 1.0))
         metrics.watch(admission, lambda: 3)
         with metrics.served("127.0.0.1", 0) as port:
-            async with admission.place(), httpx.AsyncClient(trust_env=False) as client:
+            async with admission.acquire(), httpx.AsyncClient(trust_env=False) as client:
                 with pytest.raises(TritonOverloaded):
-                    await admission.place().__aenter__()
+                    await admission.acquire().__aenter__()
                 return (await client.get(f"http://127.0.0.1:{port}/metrics")).text
 
     lines = asyncio.run(test()).splitlines()

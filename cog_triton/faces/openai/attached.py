@@ -25,7 +25,7 @@ from cog_triton.engine_support import check_supported
 from cog_triton.errors import ConfigurationError, TritonUnavailable
 from cog_triton.faces.openai.text_ensemble import TextClient, generate_text
 from cog_triton.generation import Chunk, generate
-from cog_triton.request.admission import STOPPING, Admission, Bounds, Share
+from cog_triton.request.admission import STOPPING, Admission, Bounds, Tenant
 from cog_triton.request.request import Request
 from cog_triton.settings import Settings
 from cog_triton.text.tokenizer import Tokenizer, text_limits
@@ -107,7 +107,7 @@ class Attached:
         )
 
     def generate(
-        self, request: Request, request_id: str | None = None, share: Share | None = None
+        self, request: Request, request_id: str | None = None, tenant: Tenant | None = None
     ) -> AsyncGenerator[Chunk, None]:
         """See ``Backend``.
 
@@ -123,7 +123,7 @@ class Attached:
                 self.tokenizer,
                 admission=self.admission,
                 request_id=request_id,
-                share=share,
+                tenant=tenant,
             )
         return generate(
             request,
@@ -132,7 +132,7 @@ class Attached:
             admission=self.admission,
             context_length=self.context_length,
             request_id=request_id,
-            share=share,
+            tenant=tenant,
         )
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from cog_triton.errors import CogTritonError
 from cog_triton.faces.openai.keys import ANYBODY, Key
 from cog_triton.generation import Chunk
-from cog_triton.request.admission import Share
+from cog_triton.request.admission import Tenant
 from cog_triton.request.request import Request
 
 EXPECTED_TOKENS = 256
@@ -60,11 +60,11 @@ class Call:
         """Since it began."""
         return time.monotonic() - self.began
 
-    def share(self, request: Request) -> Share:
+    def tenant(self, request: Request) -> Tenant:
         """Whose a request to the engine is, and the tokens that it is expected to take."""
         prompt = len(request.prompt_ids) or len(request.prompt) // CHARACTERS_PER_TOKEN
         expected = prompt + min(request.max_tokens, EXPECTED_TOKENS)
-        return Share(self.key.name, self.key.weight, float(expected), request.priority)
+        return Tenant(self.key.name, self.key.weight, float(expected), request.priority)
 
 
 CURRENT: ContextVar[Call | None] = ContextVar("call", default=None)

@@ -15,7 +15,7 @@ from cog_triton.errors import shown
 from cog_triton.faces.openai.calls import current, observed
 from cog_triton.faces.openai.errors import RETRY_SECONDS, ApiError
 from cog_triton.generation import Chunk
-from cog_triton.request.admission import Admission, Share
+from cog_triton.request.admission import Admission, Tenant
 from cog_triton.request.limits import TextLimits
 from cog_triton.request.request import Request
 from cog_triton.settings import Settings
@@ -36,7 +36,7 @@ class Backend(Protocol):
     admission: Admission
 
     def generate(
-        self, request: Request, request_id: str | None = None, share: Share | None = None
+        self, request: Request, request_id: str | None = None, tenant: Tenant | None = None
     ) -> AsyncGenerator[Chunk, None]:
         """Streams the answer to a request; see ``cog_triton.generation.generate``."""
 
@@ -111,7 +111,7 @@ class Served:
         name, call = f"{request_id}-{secrets.token_hex(4)}", current()
         names = [f"{name}-{number}" if number else name for number in range(len(requests))]
         return [
-            observed(self.backend.generate(request, name, call.share(request)), call)
+            observed(self.backend.generate(request, name, call.tenant(request)), call)
             for name, request in zip(names, requests, strict=True)
         ]
 

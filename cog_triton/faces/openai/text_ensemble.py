@@ -29,8 +29,8 @@ from cog_triton.client.grpc_transport import (
 from cog_triton.client.stream import STOP_PERIODS, Inputs
 from cog_triton.engine_support import with_own_beginning
 from cog_triton.errors import InvalidParameter, TritonMalformedEvent
-from cog_triton.generation import Chunk, FinishReason, turn
-from cog_triton.request.admission import Admission, Share
+from cog_triton.generation import Chunk, FinishReason, acquire
+from cog_triton.request.admission import Admission, Tenant
 from cog_triton.request.request import Request, request_parameters, triton_inputs
 from cog_triton.text.stop_sequences import StopSequences
 from cog_triton.text.tokenizer import Tokenizer
@@ -104,7 +104,7 @@ async def generate_text(
     *,
     admission: Admission,
     request_id: str | None = None,
-    share: Share | None = None,
+    tenant: Tenant | None = None,
 ) -> AsyncGenerator[Chunk, None]:
     """Streams the answer to a request; see ``cog_triton.generation.generate``.
 
@@ -120,10 +120,10 @@ async def generate_text(
     delivered = ""
     input_tokens = len(tokenizer(inputs["text_input"].item().decode()).input_ids)
     texts = client.texts(request_id or secrets.token_hex(8), inputs)
-    async with turn(admission, share) as place, contextlib.aclosing(texts):
+    async with acquire(admission, tenant) as slot, contextlib.aclosing(texts):
         async for piece in texts:
             whole.append(piece)
-            place.used = input_tokens + len(whole)
+            slot.used = input_tokens + len(whole)
             text = stops.feed(piece)
             delivered += text
             if stops.matched is not None:
@@ -139,7 +139,7 @@ async def generate_text(
         text += stops.matched or ""
     ended = stops.matched is not None or tokens < request.max_tokens
     reason: FinishReason = "stop" if ended else "length"
-    yield Chunk(text, tokens, input_tokens, reason, place.waited, stop_sequence=stops.matched)
+    yield Chunk(text, tokens, input_tokens, reason, slot.waited, stop_sequence=stops.matched)
 
 
 def with_own_text(request: Request, tokenizer: Tokenizer) -> dict[str, npt.NDArray[Any]]:

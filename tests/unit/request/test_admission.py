@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cog_triton.errors import TritonOverloaded, TritonUnavailable
-from cog_triton.request.admission import Admission, Bounds, Share, retry_seconds
+from cog_triton.request.admission import Admission, Bounds, Tenant, retry_seconds
 
 
 class Guests:
@@ -34,7 +34,7 @@ class Guests:
         await settle()
 
     async def _stay(self, name: str, priority: int) -> None:
-        async with self._admission.place(Share(priority=priority)):
+        async with self._admission.acquire(Tenant(priority=priority)):
             self.admitted.append(name)
             await self._leave[name].wait()
 
@@ -147,7 +147,7 @@ def test_one_that_is_cancelled_as_its_turn_comes_passes_it_on() -> None:
     async def test() -> None:
         queue = admission()
         guests = Guests(queue)
-        async with queue.place():
+        async with queue.acquire():
             await guests.come("b", "c")
         guests.tasks["b"].cancel()  # which has its turn, and has not run since
         await settle()
@@ -211,7 +211,7 @@ def test_no_place_is_lost_in_a_storm_of_cancels(seed: int) -> None:
 
     async def stay() -> None:
         nonlocal most
-        async with queue.place(Share(priority=dice.choice([0, 1]))):
+        async with queue.acquire(Tenant(priority=dice.choice([0, 1]))):
             most = max(most, queue.running)
             await asyncio.sleep(dice.choice([0, 0.001]))
 

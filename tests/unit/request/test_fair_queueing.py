@@ -17,7 +17,7 @@ import pytest
 
 from cog_triton.errors import TritonOverloaded
 from cog_triton.request import admission
-from cog_triton.request.admission import Admission, Bounds, Share
+from cog_triton.request.admission import Admission, Bounds, Tenant
 from tests.unit.request.test_admission import settle
 
 PREFILL, STEP = 0.05, 0.01
@@ -63,14 +63,14 @@ class Traffic:
     async def stream(
         self, flow: str, length: Callable[[], int], *, weight: float = 1.0, expected: float = 100
     ) -> None:
-        share = Share(flow, weight, expected) if self.fair else Share()
+        tenant = Tenant(flow, weight, expected) if self.fair else Tenant()
         while True:
             came, tokens = self.clock.now, length()
-            async with self.admission.place(share=share) as place:
+            async with self.admission.acquire(tenant) as slot:
                 await self.clock.sleep(PREFILL)
                 self.first_tokens[flow].append(self.clock.now - came)
                 await self.clock.sleep(STEP * tokens)
-                place.used = tokens
+                slot.used = tokens
                 self.tokens[flow] += tokens
 
 
@@ -140,7 +140,7 @@ def test_who_was_away_has_nothing_saved() -> None:
         queue, order = Admission(Bounds(1, 99, 60)), []
 
         async def ask(flow: str) -> None:
-            async with queue.place(share=Share(flow, cost=10)):
+            async with queue.acquire(Tenant(flow, cost=10)):
                 order.append(flow)
                 await asyncio.sleep(0)
 
@@ -151,43 +151,15 @@ def test_who_was_away_has_nothing_saved() -> None:
     assert asyncio.run(test()) == ["a", "b", "a", "b", "a", "b"]
 
 
-def test_a_full_queue_makes_room_for_a_flow_that_has_less_in_it() -> None:
-    async def test() -> None:
-        queue = Admission(Bounds(1, 3, 60))
-        ended = asyncio.Event()
-
-        async def ask(flow: str) -> str:
-            try:
-                async with queue.place(share=Share(flow)):
-                    await ended.wait()
-            except TritonOverloaded as refused:
-                return refused.message
-            return "admitted"
-
-        hogs = [asyncio.create_task(ask("hog")) for _ in range(5)]
-        await settle()
-        assert hogs[4].done()
-        assert hogs[4].result().startswith("1 requests run and 3 wait")
-        light = [asyncio.create_task(ask("light")) for _ in range(2)]
-        await settle()
-        assert hogs[3].result().startswith("3 requests wait, most of them yours")
-        assert light[1].done()  # the two would have as many as the hog
-        ended.set()
-        assert await asyncio.gather(*hogs[:3], light[0]) == ["admitted"] * 4
-        assert (queue.running, queue.waiting) == (0, 0)
-
-    asyncio.run(test())
-
-
 def test_a_flow_that_has_ended_keeps_no_places_from_the_others() -> None:
     async def test() -> None:
         queue = Admission(Bounds(40, 100, 60))
-        async with queue.place(share=Share("second")):
+        async with queue.acquire(Tenant("second")):
             pass
         ended = asyncio.Event()
 
         async def ask() -> None:
-            async with queue.place(share=Share("first")):
+            async with queue.acquire(Tenant("first")):
                 await ended.wait()
 
         tasks = [asyncio.create_task(ask()) for _ in range(50)]
@@ -206,7 +178,7 @@ def test_flows_that_have_ended_take_no_memory() -> None:
 
         async def ask(flow: str) -> None:
             with contextlib.suppress(TritonOverloaded):
-                async with queue.place(share=Share(flow)):
+                async with queue.acquire(Tenant(flow)):
                     await ended.wait()
 
         async def storm(flows: int) -> int:
@@ -218,7 +190,7 @@ def test_flows_that_have_ended_take_no_memory() -> None:
             own = taken.filter_traces([tracemalloc.Filter(True, admission.__file__)])
             return sum(trace.size for trace in own.traces)
 
-        async with queue.place(share=Share("busy")):
+        async with queue.acquire(Tenant("busy")):
             ended.set()
             assert await storm(500) < 100_000
         assert await storm(500) < 10_000

@@ -13,7 +13,7 @@ from cog_triton.errors import TritonUnavailable
 from cog_triton.faces.openai.app import create_app
 from cog_triton.faces.openai.served import Served
 from cog_triton.generation import Chunk
-from cog_triton.request.admission import Admission, Bounds, Share
+from cog_triton.request.admission import Admission, Bounds, Tenant
 from cog_triton.request.limits import TextLimits
 from cog_triton.request.request import Request
 from cog_triton.settings import read_settings
@@ -67,7 +67,7 @@ class Backend:
         self.tokenizer: Any = Tokenizer()
         self.context_length: int | None = 64
         self.asked: list[tuple[Request, str | None]] = []
-        self.shares: list[Share | None] = []
+        self.tenants: list[Tenant | None] = []
         self.admission = Admission(Bounds(9, 9, 60))
         self.open = 0
         self.is_healthy = True
@@ -76,10 +76,10 @@ class Backend:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def generate(
-        self, request: Request, request_id: str | None = None, share: Share | None = None
+        self, request: Request, request_id: str | None = None, tenant: Tenant | None = None
     ) -> AsyncGenerator[Chunk, None]:
         self.asked.append((request, request_id))
-        self.shares.append(share)
+        self.tenants.append(tenant)
         self.open += 1
         task = asyncio.current_task()
         assert task is not None

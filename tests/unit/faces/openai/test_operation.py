@@ -17,7 +17,7 @@ from cog_triton.faces.openai.calls import Call
 from cog_triton.faces.openai.processes import invitation
 from cog_triton.faces.openai.tracing import attributes, tracing
 from cog_triton.generation import Chunk
-from cog_triton.request.admission import Share
+from cog_triton.request.admission import Tenant
 from cog_triton.settings import read_settings
 from tests.unit.faces.openai.support import CHUNKS, MESSAGES, Backend, ask, served
 
@@ -99,7 +99,7 @@ def test_a_key_has_its_share_and_its_limits(tmp_path: Path) -> None:
     assert replies[2].headers["retry-after"] == "30"
     assert replies[2].json()["error"]["code"] == "rate_limit_exceeded"
     prompt = len(backend.asked[0][0].prompt)
-    assert backend.shares[0] == Share("light", 4.0, prompt // 4 + 9)
+    assert backend.tenants[0] == Tenant("light", 4.0, prompt // 4 + 9)
 
 
 def test_browsers_are_told_what_they_may_read() -> None:

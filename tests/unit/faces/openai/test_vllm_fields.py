@@ -51,8 +51,8 @@ def test_what_goes_to_the_engine_as_it_is(send: Any) -> None:
     request = asked(send(backend, include_stop_str_in_output=True, **fields), backend)
     assert request.allowed_token_ids == (5, 7)
     assert (request.include_stop, request.skip_special_tokens) == (True, False)
-    assert backend.shares[-1] is not None
-    assert backend.shares[-1].priority == -3
+    assert backend.tenants[-1] is not None
+    assert backend.tenants[-1].priority == -3
     request = asked(send(backend), backend)
     assert request.allowed_token_ids == ()
     assert (request.include_stop, request.skip_special_tokens) == (False, True)
