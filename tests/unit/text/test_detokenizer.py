@@ -161,6 +161,7 @@ class Counting:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        self.added_tokens_decoder = tokenizer.added_tokens_decoder
         self.calls = 0
         self.decoded = 0
 
