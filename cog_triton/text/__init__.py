@@ -1,4 +1,5 @@
-"""Text and token ids: the tokenizer, prompt templates, the detokenizer, stop sequences. No I/O but loading.
+"""Text and token ids: the tokenizer, prompt templates, the detokenizer, stop sequences.
 
-May import ``errors`` and ``remote_code``. After a change: pytest tests/unit/text
+May import ``errors``, ``remote_code`` and ``request``. No I/O but loading. After a change:
+pytest tests/unit/text
 """

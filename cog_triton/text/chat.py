@@ -1,12 +1,9 @@
-"""Messages to a prompt, by the model's own chat template, which transformers renders in a sandbox.
-
-A template is the model's and may do with messages what it likes; what it refuses is the user's to know.
-"""
+"""Messages to a prompt, by the model's own chat template, which transformers renders in a sandbox."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -44,7 +41,7 @@ def render_chat(
     kwargs: Mapping[str, Any] | None = None,
     limits: TextLimits = _LIMITS,
 ) -> str:
-    """The prompt that messages make. It has the tokens that begin a text: the tokenizer must add none.
+    """Render messages to a prompt, with the tokens that begin a text: the tokenizer must add none.
 
     System messages at the beginning go into the first user's where the template has no place for them.
 
@@ -64,10 +61,12 @@ def render_chat(
     template = _template(tokenizer, tools=bool(tools))
     kwargs = dict(kwargs or {})
     _check(tokenizer, messages, tools, kwargs)
-    limits.check("the chat", sum(map(_characters, (messages, tools, kwargs))))
+    limits.check("the chat", _characters([messages, tools, kwargs]))
     turns = [_plain(message) for message in messages]
     if "developer" not in template:
-        turns = [_as_system(turn) for turn in turns]
+        turns = [
+            {**turn, "role": "system"} if turn["role"] == "developer" else turn for turn in turns
+        ]
     if turns[0]["role"] == "system" and not _has_system_role(tokenizer, template):
         turns = merged_system(turns)
     options = {
@@ -88,7 +87,7 @@ def render_chat(
 
 
 def chat_template(setting: str) -> str:
-    """The template that CHAT_TEMPLATE is or names.
+    """Return the template that CHAT_TEMPLATE is or names.
 
     Raises:
         ConfigurationError: the file cannot be read.
@@ -102,7 +101,7 @@ def chat_template(setting: str) -> str:
 
 
 def set_chat_template(tokenizer: Tokenizer, template: str) -> None:
-    """Gives a tokenizer a template, in place of its own.
+    """Give a tokenizer a template, in place of its own.
 
     Raises:
         ConfigurationError: it is not in Jinja's language.
@@ -117,7 +116,7 @@ def set_chat_template(tokenizer: Tokenizer, template: str) -> None:
 
 
 def merged_system(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """The messages, with the system messages at their beginning in the first of a user's after them."""
+    """Put the system messages at the beginning into the first user message after them."""
     first = next((i for i, m in enumerate(messages) if m["role"] != "system"), len(messages))
     texts, rest = [m["content"] for m in messages[:first]], [dict(m) for m in messages[first:]]
     for turn in rest:
@@ -128,7 +127,7 @@ def merged_system(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def _template(tokenizer: Tokenizer, *, tools: bool) -> str:
-    """The template for a chat; some models have another one for tools."""
+    # Some models have another one for tools.
     template = getattr(tokenizer, "chat_template", None)
     if isinstance(template, dict):
         names = ["tool_use", "default"] if tools else ["default"]
@@ -176,24 +175,21 @@ def _check_content(name: str, content: Any) -> None:
 
 
 def _characters(value: Any) -> int:
-    """Of all texts in a JSON value."""
-    return sum(map(len, _texts(value)))
-
-
-def _texts(value: Any) -> Iterator[str]:
-    waiting = [value]
+    """Count those of all texts in a JSON value, however deep it is."""
+    count, waiting = 0, [value]
     while waiting:
         item = waiting.pop()
         if isinstance(item, str):
-            yield item
+            count += len(item)
         elif isinstance(item, Mapping):
             waiting += [*item.keys(), *item.values()]
         elif isinstance(item, Sequence):
             waiting += item
+    return count
 
 
 def _plain(message: Message) -> dict[str, Any]:
-    """A message as templates know it: a content of text, and arguments of calls as objects."""
+    # As templates know messages: a content of text, and arguments of calls as objects.
     content = message.get("content")
     if isinstance(content, list):
         content = "\n".join(part["text"] for part in content)
@@ -204,10 +200,8 @@ def _plain(message: Message) -> dict[str, Any]:
 
 
 def _call(call: Any) -> Any:
-    """A tool call whose arguments, which OpenAI's API has as the text of a JSON object, are that object.
-
-    What a model wrote that is none, or that was cut off, comes back as well: it stays a text.
-    """
+    # OpenAI's API has arguments as the text of a JSON object. A text that a model wrote and that is not
+    # one, or was cut off, stays a text.
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return call
@@ -218,14 +212,8 @@ def _call(call: Any) -> Any:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def _as_system(turn: dict[str, Any]) -> dict[str, Any]:
-    """OpenAI's newer name of the system role, for templates that know the old one alone."""
-    return {**turn, "role": "system"} if turn["role"] == "developer" else turn
-
-
 @lru_cache(maxsize=8)
 def _has_system_role(tokenizer: Tokenizer, template: str) -> bool:
-    """Whether the text of a system message is in what the template makes."""
     turns = [{"role": "system", "content": _PROBE}, {"role": "user", "content": "Hello"}]
     try:
         return _PROBE in _rendered(tokenizer, template, turns, {"add_generation_prompt": True})

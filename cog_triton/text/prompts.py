@@ -1,15 +1,13 @@
 """Fills prompt templates.
 
 Templates are written for ``str.format``, but come with requests, so ``str.format`` must not see
-them: ``{prompt.__class__}`` would read attributes and ``{prompt:>9999999999}`` would take the
-memory.
+them: ``{prompt.__class__}`` would read attributes and ``{prompt:>9999999999}`` would take the memory.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
 
 from cog_triton.errors import (
     SHOWN_CHARACTERS,
@@ -19,8 +17,8 @@ from cog_triton.errors import (
 )
 from cog_triton.request.limits import TEMPLATE_BRACES, TEMPLATE_CHARACTERS, TextLimits
 
-_PLACEHOLDERS = frozenset({"{prompt}", "{system_prompt}"})
 _LITERALS = {"{{": "{", "}}": "}"}
+_KNOWN = {"{prompt}", "{system_prompt}", *_LITERALS}
 # From the left, and doubled braces before single ones, as str.format reads them: "{{{prompt}}}" is
 # a literal brace, a placeholder and a literal brace.
 _BRACES = re.compile(r"\{(?:\{|[^{}]*\})?|\}\}?")
@@ -38,38 +36,40 @@ def format_prompt(
 
     Raises:
         PromptRequired: the prompt is empty or None. One of whitespace only is a prompt.
-        PromptTooLong: the prompt, the system prompt or the result has too many characters; the result's
-            are counted before there is one.
+        PromptTooLong: the prompt, the system prompt or the result has too many characters.
         PromptTemplateError, BadPromptTemplate: see `validate_template`.
     """
     if not prompt:
         raise PromptRequired("A prompt is required, and it must not be empty.")
     limits.check("the prompt", len(prompt))
     limits.check("the system prompt", len(system_prompt))
-    fields = _fields(template)
+    fields = validate_template(template)
     fillings = {**_LITERALS, "{prompt}": prompt, "{system_prompt}": system_prompt}
+    # Counted before there is a result.
     grown = sum((len(fillings[text]) - len(text)) * count for text, count in fields.items())
     limits.check("the prompt in its template", len(template) + grown)
     return _BRACES.sub(lambda match: fillings[match[0]], template)
 
 
-def validate_template(template: str) -> None:
-    """Raise the error that `format_prompt` would raise with this template, whatever the prompt.
+def validate_template(template: str) -> Counter[str]:
+    """Count the placeholders and literal braces of a template.
 
     Raises:
-        PromptTemplateError: it has other placeholders, or single braces. Reported first, as they
-            often are what should have been ``{prompt}``.
+        PromptTemplateError: it has other placeholders, or single braces; or it is too long. Reported
+            first, as they often are what should have been ``{prompt}``.
         BadPromptTemplate: it has no ``{prompt}``.
     """
-    _fields(template)
-
-
-def _fields(template: str) -> Counter[str]:
-    """What a template has of placeholders and literal braces, and how often."""
-    _check_size(template)
+    braces = template.count("{") + template.count("}")
+    for what, number, most in (
+        ("characters", len(template), TEMPLATE_CHARACTERS),
+        ("braces", braces, TEMPLATE_BRACES),
+    ):
+        if number > most:
+            raise PromptTemplateError(
+                f"The prompt template has {number} {what}; {most} are the most."
+            )
     fields = Counter(match[0] for match in _BRACES.finditer(template))
-    unusable = [text for text in fields if text not in _PLACEHOLDERS and text not in _LITERALS]
-    if unusable:
+    if unusable := [text for text in fields if text not in _KNOWN]:
         raise PromptTemplateError(_describe(unusable))
     if "{prompt}" not in fields:
         raise BadPromptTemplate(
@@ -78,27 +78,16 @@ def _fields(template: str) -> Counter[str]:
     return fields
 
 
-def _check_size(template: str) -> None:
-    """Refuses a template that would take long to read; the braces of a long one are not even counted."""
-    _check_number("characters", len(template), TEMPLATE_CHARACTERS)
-    _check_number("braces", template.count("{") + template.count("}"), TEMPLATE_BRACES)
-
-
-def _check_number(what: str, number: int, most: int) -> None:
-    if number > most:
-        raise PromptTemplateError(f"The prompt template has {number} {what}; {most} are the most.")
-
-
-def _describe(unusable: Sequence[str]) -> str:
+def _describe(unusable: list[str]) -> str:
     unknown = [_shorten(text) for text in unusable if len(text) > 1]
     if (more := len(unknown) - _SHOWN_PLACEHOLDERS) > 0:
         unknown[_SHOWN_PLACEHOLDERS:] = [f"and {more} more"]
-    single = [text for text in unusable if len(text) == 1]
+    single = [repr(text) for text in unusable if len(text) == 1]
     problems = []
     if unknown:
         problems.append("unknown placeholders: " + ", ".join(unknown))
     if single:
-        problems.append("unbalanced braces: " + " and ".join(map(repr, single)))
+        problems.append("unbalanced braces: " + " and ".join(single))
     return (
         f"The prompt template has {' and '.join(problems)}. Only {{prompt}} and {{system_prompt}} "
         "are filled in; to have a brace in the text, double it: {{ for {, }} for }."

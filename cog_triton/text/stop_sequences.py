@@ -1,14 +1,8 @@
 """Ends a streamed text at the first stop sequence in it.
 
-Which match is first must not depend on how the text is cut into pieces. It is the match that is
-*complete* first, the longest one if several are complete at the same character: what an observer
-sees who reads the text a character at a time and stops as soon as it ends with a stop sequence.
-A match that begins earlier but ends later loses: with the stops "abcd" and "bc", "abcd" ends
-at "a".
-
-The search is a plain one: an end of the text that may begin a stop sequence is held back, and each
-piece is searched together with what was held back before it. No more than the longest stop sequence
-is ever looked at again.
+The first match is the one that is *complete* first, the longest one if several are complete at the
+same character, however the text is cut into pieces. A match that begins earlier but ends later loses:
+with the stops "abcd" and "bc", "abcd" ends at "a".
 """
 
 from __future__ import annotations
@@ -42,61 +36,40 @@ def parse_stop_sequences(text: str | None, name: str = "stop_sequences") -> tupl
 class StopSequences:
     """Passes a text through, up to the first stop sequence in it and without that one.
 
-    Stops are compared character by character (code points: no normalization, no case folding).
-    Empty ones are ignored; without any, all text passes at once.
+    Stops are compared by code points: no normalization, no case folding. Empty ones are ignored.
+
+    Attributes:
+        matched: the stop sequence that ended the text, None as long as none has.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = sorted(filter(None, stops), key=len, reverse=True)
-        self._by_first_character: dict[str, list[str]] = {}
-        for stop in self._stops:
-            self._by_first_character.setdefault(stop[0], []).append(stop)
+        self._first_characters = {stop[0] for stop in self._stops}
         self._held = ""
-        self._matched: str | None = None
-
-    @property
-    def matched(self) -> str | None:
-        """The stop sequence that ended the text, None as long as none has."""
-        return self._matched
+        self.matched: str | None = None
 
     def feed(self, text: str) -> str:
-        """Return what can be delivered now; nothing at all once a stop sequence has matched.
+        """Return the text that can be delivered now; none once a stop sequence has matched.
 
-        Held back is the longest end of the text that may still turn out to begin a stop sequence.
+        The longest end of the text that may still turn out to begin a stop sequence is held back.
         """
-        if self._matched is not None:
+        if self.matched is not None:
             return ""
-        if not self._held and self._by_first_character.keys().isdisjoint(text):
+        if not self._held and self._first_characters.isdisjoint(text):
             return text
-        text = self._held + text
-        self._matched = _first_match(text, self._stops)
-        if self._matched is not None:
-            self._held = ""
-            return text[: text.index(self._matched)]
-        start = self._held_start(text)
-        self._held = text[start:]
-        return text[:start]
+        text, self._held = self._held + text, ""
+        complete = {stop: text.index(stop) + len(stop) for stop in self._stops if stop in text}
+        if complete:
+            self.matched = min(complete, key=complete.__getitem__)
+            return text[: complete[self.matched] - len(self.matched)]
+        for start in range(max(0, len(text) - len(self._stops[0]) + 1), len(text)):
+            end = text[start:]
+            if end[0] in self._first_characters and any(s.startswith(end) for s in self._stops):
+                self._held = end
+                return text[:start]
+        return text
 
     def flush(self) -> str:
         """Return what was held back, at the end of the text; nothing after a match."""
         held, self._held = self._held, ""
         return held
-
-    def _held_start(self, text: str) -> int:
-        """Where the longest end of the text starts that begins a stop sequence."""
-        longest = len(self._stops[0])
-        for start in range(max(0, len(text) - longest + 1), len(text)):
-            stops = self._by_first_character.get(text[start])
-            if stops and _begins_any(stops, text[start:]):
-                return start
-        return len(text)
-
-
-def _first_match(text: str, stops: Sequence[str]) -> str | None:
-    """The stop sequence that is complete first; of several at one character, the first in ``stops``."""
-    matches = [stop for stop in stops if stop in text]
-    return min(matches, key=lambda stop: text.index(stop) + len(stop), default=None)
-
-
-def _begins_any(stops: Sequence[str], end: str) -> bool:
-    return any(stop.startswith(end) for stop in stops)

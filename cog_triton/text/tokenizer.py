@@ -6,51 +6,45 @@ tokenizes. The processes that never run a model call ``without_torch()`` first.
 
 from __future__ import annotations
 
-import importlib.util
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+import sys
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 from cog_triton import remote_code
 from cog_triton.errors import ConfigurationError
 from cog_triton.request.limits import MOST_CHARACTERS, TextLimits
 
 _FILES = ("tokenizer*", "vocab*", "*.model", "merges.txt", "tekken.json", "*.tiktoken")
+# 0.1 cannot be imported with protobuf 4 or later, and 0.2.3 needs protobuf 7.
+_SENTENCEPIECE = "sentencepiece>=0.2,<0.2.2"
 
 Tokenizer = Any  # transformers.PreTrainedTokenizerBase; the name would import transformers
 
 
-@contextmanager
-def _torch_hidden() -> Iterator[None]:
-    find_spec = importlib.util.find_spec
-
-    def find(name: str, package: str | None = None) -> Any:
-        return None if name.partition(".")[0] == "torch" else find_spec(name, package)
-
-    with mock.patch.object(importlib.util, "find_spec", find):
-        yield
-
-
 def without_torch() -> None:
-    """Makes transformers believe, for the life of this process, that torch is not installed.
+    """Make transformers believe, in this process, that torch is not installed.
 
-    It asks once and remembers the answer, so torch stays usable by everything else.
+    It looks once and remembers the answer, so torch stays usable by everything else.
     """
     # It would announce that models are not available, which is the point.
     logging.getLogger("transformers").addFilter(lambda record: "PyTorch" not in record.getMessage())
-    with _torch_hidden():
+    modules: dict[str, Any] = sys.modules
+    torch = {"torch": modules["torch"]} if "torch" in modules else {}
+    modules["torch"] = None
+    try:
+        from transformers import AutoTokenizer  # noqa: F401
         from transformers.utils import is_torch_available
 
         is_torch_available()
-        from transformers import AutoTokenizer  # noqa: F401
+    finally:
+        del modules["torch"]
+        modules.update(torch)
 
 
 def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Tokenizer:
-    """The tokenizer of a local directory or a Hugging Face id.
+    """Load the tokenizer of a local directory or a Hugging Face id.
 
     Args:
         trust_remote_code: whether Python code that the tokenizer brings may be run.
@@ -70,13 +64,21 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Tokenizer:
 
 
 def _why_not(name: str, error: Exception) -> str:
-    """Why there is no tokenizer to be had by a name."""
     directory = Path(name)
     if directory.is_dir() and not any(any(directory.glob(pattern)) for pattern in _FILES):
         return f"{name} holds no tokenizer: there is no tokenizer.json, tokenizer.model or the like"
     if not directory.is_dir() and name.startswith(("/", ".")):
         return f"no tokenizer could be loaded from {name!r}, which is no directory"
-    hint = "" if directory.is_dir() else " (it is no local directory, so it was taken as an id)"
+    if (directory / "tokenizer.model").is_file() and not (directory / "tokenizer.json").exists():
+        try:
+            from sentencepiece import sentencepiece_model_pb2  # noqa: F401
+        except Exception as problem:  # protobuf has several for versions that do not go together
+            return (
+                f"{name} has a tokenizer.model and no tokenizer.json, which takes sentencepiece and "
+                f"protobuf to read: {' '.join(str(problem).split())}. "
+                f"Install them with pip install '{_SENTENCEPIECE}' 'protobuf>=4.25'"
+            )
+    hint = "" if directory.is_dir() else " (it is not a local directory, so it was taken as an id)"
     return f"no tokenizer could be loaded from {name!r}{hint}: {' '.join(str(error).split())}"
 
 
@@ -86,22 +88,20 @@ def _longest_token(tokenizer: Tokenizer) -> int:
 
 
 def max_characters(tokenizer: Tokenizer, tokens: int) -> int:
-    """The most characters that a text of this many tokens can have.
+    """Return the most characters that a text of this many tokens can have.
 
-    No token stands for more than the vocabulary's longest has. (Byte-level vocabularies are written in one
-    character a byte, so that theirs are counted in bytes, which are at least as many.) A tokenizer that
-    takes many characters for one, all white space say, may get by with fewer tokens; a text that leans on
-    that is taken for too long.
+    No token stands for more than the vocabulary's longest has. (Byte-level vocabularies count bytes,
+    which are at least as many.) A tokenizer that takes many characters for one, all white space say,
+    may need fewer tokens; a text that relies on that is taken for too long.
     """
     return tokens * _longest_token(tokenizer)
 
 
 def text_limits(tokenizer: Tokenizer, context_length: int | None) -> TextLimits:
-    """How long a prompt may be before it is worth tokenizing.
+    """Return how long a prompt may be before it is worth tokenizing.
 
     Args:
-        context_length: the most tokens that prompt and output may have together; None if only the engine
-            knows.
+        context_length: the most tokens of prompt and output together; None if only the engine knows.
     """
     if context_length is None:
         return TextLimits()
@@ -127,7 +127,7 @@ def _load(name: str, *, trust_remote_code: bool) -> Tokenizer:
 
     options = {"trust_remote_code": trust_remote_code, "clean_up_tokenization_spaces": False}
     if int(transformers.__version__.partition(".")[0]) < 5:
-        # Version 4, which TensorRT-LLM 1.2 brings, does not know what version 5 saves.
+        # Version 4, which TensorRT-LLM 1.2 brings, does not know the names that version 5 saves.
         from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
         config = get_tokenizer_config(name)

@@ -1,0 +1,89 @@
+"""Tokenizers that have only a SentencePiece model, and loading without PyTorch."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cog_triton.errors import ConfigurationError
+from cog_triton.text.tokenizer import load_tokenizer
+from tests.support import ROOT
+
+
+@pytest.fixture(scope="module")
+def sentencepiece_only(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model directory of the kind of Llama 2's, with a tokenizer.model and no tokenizer.json."""
+    sentencepiece = pytest.importorskip("sentencepiece")
+    directory = tmp_path_factory.mktemp("model")
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([f"the quick brown fox jumps over lazy dog {i}" for i in range(50)]),
+        model_writer=model,
+        model_type="bpe",
+        vocab_size=320,
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        minloglevel=2,
+    )
+    (directory / "tokenizer.model").write_bytes(model.getvalue())
+    (directory / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    config = {"tokenizer_class": "LlamaTokenizer"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    return directory
+
+
+def test_a_sentencepiece_model_is_read(sentencepiece_only: Path) -> None:
+    tokenizer = load_tokenizer(str(sentencepiece_only))
+    ids = tokenizer("the quick fox é", add_special_tokens=False).input_ids
+    assert tokenizer.decode(ids) == "the quick fox é"
+    assert len(ids) < 12
+
+
+def test_without_sentencepiece_it_is_named(
+    sentencepiece_only: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [*sys.modules]:
+        if name.partition(".")[0] == "sentencepiece":
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "sentencepiece", None)
+    with pytest.raises(ConfigurationError, match=r"has a tokenizer\.model") as caught:
+        load_tokenizer(str(sentencepiece_only))
+    assert "import of sentencepiece halted" in str(caught.value)
+    assert "pip install 'sentencepiece>=0.2,<0.2.2' 'protobuf>=4.25'" in str(caught.value)
+
+
+def test_a_damaged_model_is_not_blamed_on_sentencepiece(tmp_path: Path) -> None:
+    pytest.importorskip("sentencepiece")
+    (tmp_path / "tokenizer.model").write_bytes(b"\x0e\x01not a model")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ConfigurationError, match="no tokenizer could be loaded") as caught:
+        load_tokenizer(str(tmp_path))
+    assert "pip install" not in str(caught.value)
+
+
+def test_torch_is_hidden_from_transformers_only(demo_model: Path) -> None:
+    program = (
+        "import sys\n"
+        "from cog_triton.text.tokenizer import load_tokenizer, without_torch\n"
+        "without_torch()\n"
+        "assert load_tokenizer(sys.argv[1])('Hello').input_ids\n"
+        "assert 'torch' not in sys.modules\n"
+        "from transformers.utils import is_torch_available\n"
+        "assert not is_torch_available()\n"
+        "import importlib.util; print(importlib.util.find_spec('torch') is not None)"
+    )
+    command = [sys.executable, "-c", program, str(demo_model)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str(importlib_finds("torch"))
+
+
+def importlib_finds(name: str) -> bool:
+    import importlib.util
+
+    return importlib.util.find_spec(name) is not None
