@@ -2,31 +2,31 @@
 
     CogTritonError
     ├── UserError                     the request is at fault, a retry unchanged will fail again
-    │   ├── PromptRequired            E1001
-    │   ├── PromptTooLong             E1002
-    │   ├── BadPromptTemplate         E1003
-    │   ├── PromptTemplateError       E1004
-    │   ├── ChatTemplateError         E1005
-    │   ├── ConflictingMinTokens      E1101
-    │   ├── ConflictingMaxTokens      E1102
-    │   └── InvalidParameter          E1103
+    │   ├── PromptRequired            E1001  no prompt, or an empty one
+    │   ├── PromptTooLong             E1002  more tokens than the engine accepts
+    │   ├── BadPromptTemplate         E1003  no place for the prompt in it
+    │   ├── PromptTemplateError       E1004  it cannot be filled
+    │   ├── ChatTemplateError         E1005  there is none, or it refuses the messages
+    │   ├── ConflictingMinTokens      E1101  min_tokens and min_new_tokens differ
+    │   ├── ConflictingMaxTokens      E1102  max_tokens and max_new_tokens differ
+    │   └── InvalidParameter          E1103  a parameter is out of its range, or two contradict
     ├── ServerError                   the deployment is at fault, the request may be fine
-    │   ├── TritonUnknownError        E2100
-    │   ├── TritonTimeout             E2101
-    │   ├── TritonTokenizerError      E2102
-    │   ├── TritonMalformedJSON       E2103
-    │   ├── TritonMalformedEvent      E2104
-    │   ├── TritonUnavailable         E2105
-    │   └── TritonOverloaded          E2106
-    ├── ConfigurationError            E3001: found while setting up, before any request
-    │   ├── TemplateError             E3002
-    │   └── TritonStartError          E3003
-    │       └── TritonPortTaken       E3004
-    └── EngineBuildError              E3101
+    │   ├── TritonUnknownError        E2100  an error of Triton's that is none of these
+    │   ├── TritonTimeout             E2101  nothing came for longer than the time limit
+    │   ├── TritonTokenizerError      E2102  pre- or postprocessing failed on valid input
+    │   ├── TritonMalformedJSON       E2103  a body or event over HTTP is not JSON
+    │   ├── TritonMalformedEvent      E2104  a response lacks an output or has a wrong one, or was lost
+    │   ├── TritonUnavailable         E2105  it died, or is not ready
+    │   └── TritonOverloaded          E2106  the queue, or the engine's own, is full
+    ├── ConfigurationError            E3001  settings, configuration file or model, before any request
+    │   ├── TemplateError             E3002  a configuration's template cannot be filled
+    │   └── TritonStartError          E3003  tritonserver died, or was not ready in time
+    │       └── TritonPortTaken       E3004  by another process, after it was chosen
+    └── EngineBuildError              E3101  a step of an engine's build failed
 
 Codes E1001 to E1102 and E2100 to E2104 are those of cog-triton, which its users' clients match on;
 the others are new. ``str(error)`` starts with the code, because Cog reports a failed prediction by
-that text alone.
+that text only.
 """
 
 from __future__ import annotations
@@ -34,17 +34,15 @@ from __future__ import annotations
 import re
 import shutil
 
-SHOWN_CHARACTERS = 60
-"""Of what a request brought, in the text of an error."""
+SHOWN_CHARACTERS = 60  # of a request's value, in the text of an error
 
 
 def shortened(text: str, limit: int) -> str:
-    """The text, cut to so many characters."""
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
 
 
 def is_unicode(text: str) -> bool:
-    """Whether a text can be written as bytes: JSON can have halves of surrogate pairs, which cannot."""
+    """Say whether a text can be written as bytes: JSON can have halves of surrogate pairs, which cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -53,7 +51,7 @@ def is_unicode(text: str) -> bool:
 
 
 def shown(value: object) -> str:
-    """A value of a request, as the text of an error shows it."""
+    """Return a value of a request as the text of an error has it."""
     if isinstance(value, int) and value.bit_length() > 4 * SHOWN_CHARACTERS:
         return f"a number of {value.bit_length()} bits"  # Python refuses to write the longest
     return shortened(str(value), SHOWN_CHARACTERS)
@@ -82,108 +80,72 @@ class CogTritonError(Exception):
 
 
 class UserError(CogTritonError):
-    """The request is at fault."""
-
     code = "E1000"
 
 
 class PromptRequired(UserError):
-    """No prompt, or an empty one."""
-
     code = "E1001"
 
 
 class PromptTooLong(UserError):
-    """The prompt has more tokens than the engine accepts."""
-
     code = "E1002"
 
 
 class BadPromptTemplate(UserError):
-    """The prompt template has no place for the prompt."""
-
     code = "E1003"
 
 
 class PromptTemplateError(UserError):
-    """The prompt template cannot be filled."""
-
     code = "E1004"
 
 
 class ChatTemplateError(UserError):
-    """The model has no chat template, or it refuses the messages."""
-
     code = "E1005"
 
 
 class ConflictingMinTokens(UserError):
-    """min_tokens and min_new_tokens were both given."""
-
     code = "E1101"
 
 
 class ConflictingMaxTokens(UserError):
-    """max_tokens and max_new_tokens were both given."""
-
     code = "E1102"
 
 
 class InvalidParameter(UserError):
-    """A sampling parameter is outside its range, or two of them contradict."""
-
     code = "E1103"
 
 
 class ServerError(CogTritonError):
-    """The deployment is at fault."""
-
     code = "E2000"
 
 
 class TritonUnknownError(ServerError):
-    """Triton answered with an error that is none of the known ones."""
-
     code = "E2100"
 
 
 class TritonTimeout(ServerError):
-    """Triton sent nothing for longer than the time limit."""
-
     code = "E2101"
 
 
 class TritonTokenizerError(ServerError):
-    """Preprocessing or postprocessing failed on valid input."""
-
     code = "E2102"
 
 
 class TritonMalformedJSON(ServerError):
-    """Triton's HTTP endpoint sent a body or an event that is not JSON."""
-
     code = "E2103"
 
 
 class TritonMalformedEvent(ServerError):
-    """A response lacks an output or has one of the wrong type or shape, or responses were lost."""
-
     code = "E2104"
 
 
 class TritonUnavailable(ServerError):
-    """Triton cannot be reached: it died, or it is not ready."""
-
     code = "E2105"
     retryable = True
 
 
 class TritonOverloaded(ServerError):
-    """The queue in front of the engine is full, or the engine's own.
-
-    Attributes:
-        retry_after: seconds after which there may be a place.
-    """
+    """There may be room after ``retry_after`` seconds."""
 
     code = "E2106"
     retryable = True
@@ -194,33 +156,23 @@ class TritonOverloaded(ServerError):
 
 
 class ConfigurationError(CogTritonError):
-    """The settings, the configuration file or the model is at fault."""
-
     code = "E3001"
     longest = 20_000  # with the last lines of a log
 
 
 class TemplateError(ConfigurationError):
-    """A config template cannot be filled."""
-
     code = "E3002"
 
 
 class TritonStartError(ConfigurationError):
-    """tritonserver died, or was not ready in time."""
-
     code = "E3003"
 
 
 class TritonPortTaken(TritonStartError):
-    """A port was free when it was chosen, and taken before tritonserver listened on it."""
-
     code = "E3004"
 
 
 class EngineBuildError(CogTritonError):
-    """A step of an engine's build failed."""
-
     code = "E3101"
 
 
@@ -233,53 +185,40 @@ class EngineUnavailable(EngineError):
 
 
 def file_problem(error: OSError) -> str:
-    """The file that could not be read or written, and why, in a line."""
-    if isinstance(
-        error, shutil.Error
-    ):  # of a directory's copy: source, destination and reason of each
+    """Name the file that could not be read or written, and why."""
+    if isinstance(error, shutil.Error):  # source, destination and reason of each file
         _, file, reason = error.args[0][0]
         return f"{file}: {reason}"
     name = error.filename2 or error.filename
     return f"{name}: {error.strerror}" if name else str(error)
 
 
-# What Triton's texts of errors say, without what it and its Python stubs put around that.
-#
-#     Internal: ValueError: no such model\n\nAt:\n  model.py(36): initialize    →  no such model
-#     in ensemble 'ensemble', Failed to process the request(s) for model instance 'preprocessing_0_0',
-#     message: no prompt                                                         →  no prompt
-#
-# A traceback is one of the stub's, or of TensorRT-LLM's C++ with an address a line.
+# Texts of Triton's
 
+LISTENS = "Started Metrics Service at"  # all ports, of which this is the last
+IN_USE = "already in use"  # of a port, before tritonserver ends
+ANSWERED = "Found 0 model versions that have in-flight inferences"  # while it stops
+NOT_CACHED = r"LoRA task \d+ not found in cache"  # an adapter that TensorRT-LLM lacks, or evicted
+READ = 20_000  # characters of a text, which may have a whole request in it
 LONGEST = 500
-LISTENS = "Started Metrics Service at"
-"""What tritonserver says when it listens on all of its ports, of which that one is the last."""
-IN_USE = "already in use"
-"""What tritonserver says of a port, before it ends."""
-ANSWERED = "Found 0 model versions that have in-flight inferences"
-"""What tritonserver says when it was told to stop and has answered every request."""
-NOT_CACHED = r"LoRA task \d+ not found in cache"
-"""What TensorRT-LLM says of an adapter that it has not been given, or has evicted."""
-READ = 20_000
-"""Characters that are read of a text, which may have a whole request in it."""
-
+ENDED = "its process ended without a word, as one does that the kernel kills for want of memory"
+_GONE = re.compile(r"Stub process '[^']*' is not healthy")
 _TRACEBACK = re.compile(r"\n+At:\n|\n+Traceback \(most recent call last\):|\n+\d+ +0x[0-9a-f]+ ")
 _AROUND = re.compile(
     r"in ensemble '[^']*', *"
     r"|Failed to process the request\(s\) for model (?:instance )?'[^']*', message: *"
     r"|(?:Internal|Invalid argument|Not found|Unavailable|Unsupported|Unknown)(?:: | - )"
-    # What Python is told to raise with a text of its own, and this package's errors, which have one.
+    # Python's, raised with a text, and this package's.
     r"|(?:EngineError|EngineUnavailable|OSError|RuntimeError|TritonModelException|ValueError): "
     r"|(?:\w+: )?E\d{4} \w+: "
 )
 
 
-_GONE = re.compile(r"Stub process '[^']*' is not healthy")
-ENDED = "its process ended without a word, as one does that the kernel kills for want of memory"
-
-
 def cause(text: str) -> str:
-    """What went wrong, in one line of at most ``LONGEST`` characters."""
+    """Return what went wrong in one line, without what Triton, its stubs and TensorRT-LLM put around it.
+
+    Internal: ValueError: no such model\\n\\nAt:\\n  model.py(36): initialize    →  no such model
+    """
     text = text[:READ]
     if _GONE.search(text):
         return ENDED
@@ -287,4 +226,4 @@ def cause(text: str) -> str:
     paragraph = " ".join(text.strip().split("\n\n")[0].split())
     while around := _AROUND.match(paragraph):
         paragraph = paragraph[around.end() :]
-    return paragraph if len(paragraph) <= LONGEST else f"{paragraph[: LONGEST - 1]}…"
+    return shortened(paragraph, LONGEST)

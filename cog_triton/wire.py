@@ -1,4 +1,4 @@
-"""What the client, the filled repository and the models inside Triton agree on: names and a request."""
+"""The wire between the client, the filled repository and the models inside Triton: names and forms."""
 
 from __future__ import annotations
 
@@ -15,17 +15,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+# Models
+
 ENGINE = "tensorrt_llm"
-"""The model that generates."""
-
-CONTEXT_MODEL = "tensorrt_llm_context"
-"""What stands between the ensemble and TensorRT-LLM's C++ backend; see ``cog_triton.models.context``."""
-
+CONTEXT_MODEL = "tensorrt_llm_context"  # see ``cog_triton.models.context``
+IDS_ENSEMBLE = "ensemble_ids"  # without its last step; see ``cog_triton.repository.derived``
 ADDRESS_FILE = "grpc_address"
-"""In that model's directory: host:port of the server's gRPC endpoint, written before the server starts."""
+"""In CONTEXT_MODEL's directory: host:port of the server's gRPC endpoint, written before it starts."""
 
-IDS_ENSEMBLE = "ensemble_ids"
-"""The ensemble without its last step; see ``cog_triton.repository.derived``."""
+# Outputs of ENGINE and IDS_ENSEMBLE
 
 DIMS = {
     "output_ids": [-1, -1],
@@ -33,48 +31,29 @@ DIMS = {
     "num_input_tokens": [1],
     "num_output_tokens": [1],
 }
-OUTPUTS = tuple(DIMS)
-"""Outputs of tensorrt_llm, INT32, which that ensemble has under the same names."""
+OUTPUTS = tuple(DIMS)  # INT32
+LOG_PROBS = "output_log_probs"  # FP32, [beams, values]; see ``packed_log_probs``
 
-LOG_PROBS = "output_log_probs"
-"""The same, FP32, [beams, values], for requests with return_log_probs; see ``packed_log_probs``."""
+# Parameters of a request, which are no tensors. The C++ backend takes no notice of them.
 
-IDS_ONLY = "ids_only"
-"""Parameter of a request (not a tensor) with which a client asks the embedded engines to answer with
-token ids alone. The C++ backend takes no notice of it."""
-
-CHECKED_IDS = "checked_ids"
-"""The same, and each response's ids stand behind a checksum; see ``checksum``. So a client notices at once
-if one was lost, came twice, or was damaged."""
-
+IDS_ONLY = "ids_only"  # answer with token ids only
+CHECKED_IDS = "checked_ids"  # the same, each response's ids behind a ``checksum``
 CONTINUED = "continued_ids"
-"""Parameter of a request: ids that an earlier attempt at it has delivered, see ``ids_text``.
-Preprocessing puts them behind the prompt's, and the embedded engines take them for output."""
-
-
-PROMPT_IDS = "prompt_ids"
-"""The same: the prompt as token ids, in place of the text, which is not read; see ``ids_text``."""
-
-ADD_SPECIAL_TOKENS = "add_special_tokens"
-"""The same: a boolean, whether the tokenizer adds the tokens that begin a text. A rendered chat template
-has them."""
-
-LOGIT_BIAS = "logit_bias"
-"""The same: a JSON object as text, of token ids and what is added to their logits, which preprocessing
-makes an embedding_bias of."""
-
-MIN_P = "min_p"
-"""The same: a number as text; tokens less likely than so many times the most likely one are not chosen."""
-
-TOP_LOG_PROBS = "top_logprobs"
-"""The same: an integer k; with return_log_probs, LOG_PROBS has the k most likely tokens as well."""
-
+"""``ids_text`` of what an earlier attempt has delivered. Preprocessing puts them behind the prompt's, and
+the embedded engines take them for output."""
+PROMPT_IDS = "prompt_ids"  # ``ids_text`` of the prompt, whose text is not read then
+ADD_SPECIAL_TOKENS = "add_special_tokens"  # a boolean; a rendered chat has those that begin a text
+LOGIT_BIAS = (
+    "logit_bias"  # a JSON object of ids and biases; preprocessing makes an embedding_bias of it
+)
+MIN_P = "min_p"  # a number as text
+TOP_LOG_PROBS = (
+    "top_logprobs"  # k: with return_log_probs, LOG_PROBS has the k likeliest tokens as well
+)
 PROMPT_LOG_PROBS = "prompt_logprobs"
-"""The same: a boolean; with return_log_probs, the first response's LOG_PROBS begins with those of the
-prompt's tokens, see ``packed_prompt_log_probs``."""
-
-ALLOWED_IDS = "allowed_token_ids"
-"""The same: token ids, the only ones that are generated; see ``ids_text``."""
+"""A boolean: with return_log_probs, the first response's LOG_PROBS begins with the prompt's tokens; see
+``packed_prompt_log_probs``."""
+ALLOWED_IDS = "allowed_token_ids"  # ``ids_text`` of the only tokens that are generated
 
 Parameters = Mapping[str, str | int | bool]
 """Parameters of a request, of the types that both of Triton's endpoints take."""
@@ -97,11 +76,7 @@ class TokenLogProb:
 
 
 def parse_biases(text: Any) -> dict[int, float]:
-    """The value of ``LOGIT_BIAS``.
-
-    Raises:
-        ValueError: it is something else.
-    """
+    """Parse the value of ``LOGIT_BIAS``; a ValueError says that it is something else."""
     try:
         return {int(token): float(bias) for token, bias in json.loads(text).items()}
     except (TypeError, ValueError, AttributeError, OverflowError, RecursionError):
@@ -109,7 +84,7 @@ def parse_biases(text: Any) -> dict[int, float]:
 
 
 def packed_log_probs(tokens: Sequence[TokenLogProb], top: int) -> npt.NDArray[Any]:
-    """The value of ``LOG_PROBS``, without batch and beams: float32, [tokens * (1 + 2 * top)].
+    """Make the value of ``LOG_PROBS``, without batch and beams: float32, [tokens * (1 + 2 * top)].
 
     Each token's log probability is followed by ``top`` ids, and by their log probabilities; -1 is no id.
     (A float32 holds ids up to 2**24 exactly.) With ``top`` 0 this is TensorRT-LLM's form.
@@ -126,7 +101,7 @@ def packed_log_probs(tokens: Sequence[TokenLogProb], top: int) -> npt.NDArray[An
 def unpacked_log_probs(
     ids: Sequence[int], values: npt.NDArray[Any], top: int
 ) -> list[TokenLogProb]:
-    """The log probabilities of a response's ids.
+    """Read the log probabilities of a response's ids.
 
     Args:
         values: of ``packed_log_probs``, of these ids and any before them. TensorRT-LLM sends those of all
@@ -154,7 +129,7 @@ def unpacked_log_probs(
 def packed_prompt_log_probs(
     places: Sequence[Sequence[tuple[int, float]]], top: int
 ) -> npt.NDArray[Any]:
-    """What stands before ``packed_log_probs`` of the first response, [prompt * (3 + 2 * top)].
+    """Make what precedes ``packed_log_probs`` in the first response, [prompt * (3 + 2 * top)].
 
     Args:
         places: at each of the prompt's, its token with its log probability, and the ``top`` most likely
@@ -167,7 +142,7 @@ def packed_prompt_log_probs(
 def unpacked_prompt_log_probs(
     values: npt.NDArray[Any], generated: int, top: int
 ) -> list[TokenLogProb]:
-    """The prompt's tokens and their log probabilities; none if they were not asked for.
+    """Read the prompt's tokens and their log probabilities; none if they were not asked for.
 
     Args:
         values: of the response, with those of its ``generated`` ids.
@@ -183,7 +158,7 @@ def unpacked_prompt_log_probs(
 
 
 def adapter_task_id(name: str) -> int:
-    """The lora_task_id of a LoRA adapter: of 31 bits, above 0, and the same wherever it is asked for.
+    """Return the lora_task_id of a LoRA adapter: of 31 bits, above 0, the same in every process.
 
     A name that is such a number stands for itself: TensorRT-LLM's adapters are named so.
     """
@@ -194,7 +169,7 @@ def adapter_task_id(name: str) -> int:
 
 
 def checksum(ids: bytes | memoryview | array[int], place: int) -> int:
-    """What stands before the ids of a response: a CRC-32 of them and of their place, as an int32.
+    """Return what precedes the ids of a response: a CRC-32 of them and of their place, as an int32.
 
     Args:
         ids: as int32, little-endian.
@@ -206,30 +181,19 @@ def checksum(ids: bytes | memoryview | array[int], place: int) -> int:
 
 
 def ids_text(ids: Sequence[int]) -> str:
-    """Token ids as a parameter of a request: as int32, little-endian, in base64."""
+    """Write token ids as a parameter of a request: int32, little-endian, in base64."""
     return base64.b64encode(np.array(ids, "<i4").tobytes()).decode()
 
 
 def continued_ids(parameters: str) -> list[int]:
-    """The ids that a request goes on from; empty for one that begins.
-
-    Args:
-        parameters: of the request, as the Python backend has them: a JSON object, or nothing.
-
-    Raises:
-        ValueError: there is something else under that name.
-    """
+    """Read ``CONTINUED`` of parameters as the Python backend has them: a JSON object, or nothing."""
     if CONTINUED not in parameters:  # nearly always, and without a parser
         return []
     return ids_parameter(json.loads(parameters), CONTINUED)
 
 
 def ids_parameter(parameters: Mapping[str, Any], name: str) -> list[int]:
-    """Token ids that are a parameter of a request; empty if there is none of that name.
-
-    Raises:
-        ValueError: it is something else.
-    """
+    """Read ``ids_text`` of a parameter; empty without it. A ValueError says that it is something else."""
     try:
         ids = np.frombuffer(base64.b64decode(parameters.get(name, ""), validate=True), "<i4")
     except (TypeError, ValueError):
@@ -240,7 +204,7 @@ def ids_parameter(parameters: Mapping[str, Any], name: str) -> list[int]:
 
 
 def stop_inputs() -> dict[str, npt.NDArray[Any]]:
-    """The engine's inputs for a stop request, shapes [batch = 1, 1].
+    """Make the engine's inputs for a stop request, shapes [batch = 1, 1].
 
     TensorRT-LLM reads only ``stop`` and the request's id. The others are there because Triton refuses
     a request without them.
