@@ -6,21 +6,16 @@ What is downloaded is complete or absent. What Hugging Face has goes into its ow
 URLs may carry secrets, in a password or a signature. Messages, logs and files have them without
 (``display_url``); only ``pget``, which knows no other way, gets one on its command line.
 
-    source.py        what a source is, and fetch(): the way of each kind
+    source.py        fetch(), which knows the kinds of sources
     hub.py           Hugging Face
-    cache.py         a tar file → its files in the cache, or those that are there already
-    record.py        what the cache knows about its files, as JSON
-    version.py       what tells one version of a file from another
-    download.py      a URL → a file: what is asked for, what an answer means, the tries
+    cache.py         a tar file to its files in the cache
+    download.py      a URL to a file: requests, answers, tries
     partial.py       a download under way
-    http_source.py   the HTTP client, its errors and its logs
-    pget.py          a faster download, if it is installed
-    progress.py      the progress bar
-    tar.py           unpacks a tar file that is whole
-    layout.py        which members of a tar file are safe
-    files.py         what is in a file or a directory
-    disk_space.py    a full disk
-    fetch_errors.py  errors between these modules
+    version.py       versions of a file
+    tar.py           unpacks a tar file that is whole and safe
+    files.py         files, records of them, full disks
+
+May import ``errors`` and ``locks``. After a change: pytest tests/unit/weights
 """
 
 from cog_triton.weights.source import fetch

@@ -29,11 +29,16 @@ from pydantic import BaseModel, ConfigDict
 
 from cog_triton.errors import ConfigurationError
 from cog_triton.locks import locked
-from cog_triton.weights.disk_space import full_disk, no_space_problem
-from cog_triton.weights.fetch_errors import NoSpace, Unreachable
-from cog_triton.weights.files import root_of, tally
-from cog_triton.weights.partial import Partial
-from cog_triton.weights.record import read_record, write_record
+from cog_triton.weights.files import (
+    NoSpace,
+    full_disk,
+    read_record,
+    root_of,
+    size_text,
+    tally,
+    write_record,
+)
+from cog_triton.weights.partial import Partial, Unreachable
 from cog_triton.weights.tar import unpack, unpacked_size
 from cog_triton.weights.version import Version
 
@@ -56,7 +61,7 @@ class Fetched(BaseModel):
 
 @dataclass(frozen=True)
 class Archive:
-    """A tar file that is there, and what is known about it."""
+    """A tar file that is there."""
 
     path: Path
     version: Version
@@ -71,7 +76,7 @@ def fetch_archive(
     expected: str | None,
     get: Callable[[Path, Version | None], Archive | None],
 ) -> Path:
-    """Returns the unpacked files of a tar file, those in the cache if ``get`` returns None."""
+    """Return the unpacked files of a tar file, those in the cache if ``get`` returns None."""
     key = hashlib.sha256(source.encode()).hexdigest()
     entry = cache.expanduser().absolute() / key
     entry.mkdir(parents=True, exist_ok=True)
@@ -101,15 +106,24 @@ def fetch_archive(
 
 @contextmanager
 def _room(entry: Path, shown: str) -> Iterator[None]:
-    """Makes a full disk less full, and an error that says how full it is."""
+    # A full disk: make room, and say how much there is.
     try:
         with full_disk(lambda: None):
             yield
     except NoSpace as problem:
         Partial(entry).discard()
         free = shutil.disk_usage(entry).free
-        message = no_space_problem(shown, entry.parent, problem.needed, free)
-        raise ConfigurationError(message) from None
+        raise ConfigurationError(
+            no_space_problem(shown, entry.parent, problem.needed, free)
+        ) from None
+
+
+def no_space_problem(shown: str, cache: Path, needed: int | None, free: int) -> str:
+    wanted = f"about {size_text(needed)}" if needed is not None else f"more than {size_text(free)}"
+    return (
+        f"no space left for {shown}: it needs {wanted} in {cache} while it is unpacked, and "
+        f"{size_text(free)} is free; free some, or move the cache"
+    )
 
 
 def _publish(archive: Archive, entry: Path, key: str, shown: str, expected: str | None) -> Path:

@@ -1,28 +1,26 @@
-"""Downloads the file of a URL: what is asked for, what the answer means, and how often it is tried."""
+"""Downloads the file of a URL by httpx, or by pget where it is installed."""
 
 from __future__ import annotations
 
 import logging
 import shutil
+import subprocess
+import sys
+import threading
 import uuid
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
 from typing import Literal, NoReturn
+from urllib.parse import unquote
 
 import httpx
 from tenacity import RetryCallState, Retrying, retry_if_exception_type, wait_exponential
+from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 
 from cog_triton.errors import ConfigurationError
-from cog_triton.weights import pget
-from cog_triton.weights.disk_space import full_disk
-from cog_triton.weights.fetch_errors import Interrupted, NoSpace, Unreachable
-from cog_triton.weights.http_source import (
-    HTTP_LOGGERS,
-    check_status,
-    http_errors,
-    open_client,
-    quiet,
-)
-from cog_triton.weights.partial import Partial
-from cog_triton.weights.progress import counted, progress_bar
+from cog_triton.weights.files import NoSpace, full_disk
+from cog_triton.weights.partial import Interrupted, Partial, Unreachable
 from cog_triton.weights.version import Version, same_version, version_of
 
 logger = logging.getLogger(__name__)
@@ -36,10 +34,20 @@ BACKOFF = 0.5
 MAX_BACKOFF = 30.0
 PROGRESS = 16 << 20
 """Bytes that must have come before failed tries are forgotten."""
+TIMEOUT = httpx.Timeout(60.0, connect=10.0)
+HTTP_LOGGERS = (
+    "httpx",
+    "httpcore.connection",
+    "httpcore.http11",
+    "httpcore.http2",
+    "httpcore.proxy",
+)
+
+_TRANSIENT = {408, 429, 500, 502, 503, 504}
 
 
 class Download:
-    """Brings a URL's file into ``partial``, unless it is still the version that is ``current``."""
+    """Bring a URL's file into ``partial``, unless it is still the version that is ``current``."""
 
     def __init__(
         self, url: str, shown: str, partial: Partial, current: Version | None, progress: bool
@@ -49,12 +57,12 @@ class Download:
         self._partial = partial
         self._current = current
         self._progress = progress
-        self._pget = pget.is_installed()
+        self._pget = shutil.which("pget") is not None
         self._answered = False
         self._counted_from = partial.size
 
     def run(self) -> bool:
-        """Returns whether there is a new file.
+        """Download; return whether there is a new file.
 
         Raises:
             ConfigurationError: the server refuses, or what it sends ends early again and again.
@@ -134,7 +142,7 @@ class Download:
         target = self._partial.path.with_name(f"pget-{uuid.uuid4().hex[:12]}")
         logger.info("downloading %s with pget", self._shown)
         try:
-            status = pget.run(self._url, target)
+            status = run_pget(self._url, target)
             if status != 0 or not target.is_file():
                 raise Interrupted(f"pget ended with status {status} and is left out")
             self._partial.adopt(target, version)
@@ -163,7 +171,7 @@ def _problem(state: RetryCallState) -> BaseException | None:
 
 
 def request_headers(partial: Partial, current: Version | None) -> dict[str, str]:
-    """The headers that ask for what is missing, and for nothing if nothing has changed."""
+    """Return the headers that ask for what is missing, and for nothing if nothing has changed."""
     if partial.complete:
         return {"If-None-Match": partial.version.etag} if partial.version.etag else {}
     if partial.size and partial.version.resume_with:
@@ -175,7 +183,7 @@ def request_headers(partial: Partial, current: Version | None) -> dict[str, str]
 def next_step(
     status: int, version: Version, start: int | None, partial: Partial, current: Version | None
 ) -> Literal["unchanged", "complete", "resume", "restart", "again"]:
-    """What a response says: the copy or the download is what the server has, or what comes now.
+    """Decide by a response: the copy or the download is what the server has, or what comes now.
 
     Args:
         status: one that ``check_status`` lets pass.
@@ -199,3 +207,102 @@ def next_step(
     if partial.complete and same_version(version, partial.version):
         return "complete"
     return "restart"
+
+
+def open_client() -> httpx.Client:
+    """Return a client that follows redirects, and takes a file as it is."""
+    # Compression would change the bytes that a range counts.
+    headers = {"User-Agent": "cog-triton", "Accept-Encoding": "identity"}
+    return httpx.Client(follow_redirects=True, timeout=TIMEOUT, headers=headers)
+
+
+@contextmanager
+def http_errors(shown: str) -> Iterator[None]:
+    """Map the errors of httpx. Their texts are used only where they cannot have a URL."""
+    try:
+        yield
+    except httpx.TimeoutException:
+        raise Interrupted("timed out") from None
+    except httpx.ConnectError as error:
+        raise Interrupted(str(error) or "no connection") from None
+    except httpx.UnsupportedProtocol:
+        raise ConfigurationError(f"{shown} redirects to something other than HTTP") from None
+    except httpx.TransportError:
+        raise Interrupted("the connection broke") from None
+    except httpx.TooManyRedirects:
+        raise ConfigurationError(f"{shown} redirects in a circle; check the URL") from None
+
+
+def check_status(status: int, shown: str) -> None:
+    """Accept a response that has or concerns the file.
+
+    Raises:
+        ConfigurationError: the server refuses.
+        Interrupted: it may not refuse the next time.
+    """
+    if status in (200, 206, 304, 416):
+        return
+    if status in _TRANSIENT:
+        raise Interrupted(f"HTTP {status}")
+    advice = {
+        401: "it asks for a login; put user:password@ before the host, or give a presigned URL",
+        403: "access is refused; a presigned URL may have expired, so make a new one",
+        404: "there is no such file; check the URL",
+        410: "the file is gone; check the URL",
+    }.get(status, "it sends no file; check the URL")
+    raise ConfigurationError(f"{shown} answered HTTP {status}: {advice}")
+
+
+@contextmanager
+def quiet(names: Iterable[str]) -> Iterator[None]:
+    """Silence these loggers in this thread: they log whole URLs, and headers."""
+    thread = threading.get_ident()
+
+    def elsewhere(record: logging.LogRecord) -> bool:
+        return record.thread != thread
+
+    loggers = [logging.getLogger(name) for name in names]
+    for each in loggers:
+        each.addFilter(elsewhere)
+    try:
+        yield
+    finally:
+        for each in loggers:
+            each.removeFilter(elsewhere)
+
+
+def progress_bar(shown: str, done: int, total: int | None, wanted: bool) -> tqdm:
+    # In a log file each refresh is a line of its own.
+    interval = 0.1 if sys.stderr.isatty() else 10.0
+    return tqdm(
+        desc=f"Downloading {unquote(PurePosixPath(shown).name)}",
+        initial=done,
+        total=total,
+        unit="B",
+        unit_scale=True,
+        mininterval=interval,
+        disable=not wanted,
+    )
+
+
+def counted(chunks: Iterable[bytes], bar: tqdm) -> Iterator[bytes]:
+    for chunk in chunks:
+        yield chunk
+        bar.update(len(chunk))
+
+
+def run_pget(url: str, target: Path) -> int:
+    """Download ``url`` to the file ``target``; return the exit status."""
+    # What it prints has the URL.
+    null = subprocess.DEVNULL
+    return subprocess.run(
+        pget_command(url, target), stdin=null, stdout=null, stderr=null, check=False
+    ).returncode
+
+
+def pget_command(url: str, target: Path) -> list[str]:
+    """Return the command of replicate/pget, which downloads over many connections at once.
+
+    Without its ``-x``: it would unpack whatever the archive says, wherever that says.
+    """
+    return ["pget", "--force", "--log-level", "error", url, str(target)]

@@ -9,25 +9,24 @@ from pathlib import Path
 from typing import cast
 
 from cog_triton.errors import ConfigurationError
-from cog_triton.weights.disk_space import is_full
-from cog_triton.weights.files import require_files
+from cog_triton.weights.files import is_full, require_files
 
 UNUSED_FORMATS = ("original/*", "*.gguf", "*.h5", "*.msgpack", "*.onnx")
 """Second copies of the weights that repositories on Hugging Face hold for programs other than ours."""
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
-"""What is left out when a tokenizer is all that is wanted."""
+"""Files that a tokenizer does not need."""
 
 _HUB_ID = re.compile(r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>\S+))?", re.ASCII)
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether this has the form of an id on Hugging Face, org/name or org/name@revision."""
+    """Return whether this has the form of an id on Hugging Face, org/name or org/name@revision."""
     return _HUB_ID.fullmatch(name) is not None
 
 
 def fetch_tokenizer(name: str, token: str | None) -> Path:
-    """The local directory of a tokenizer on Hugging Face; its model's weights are not fetched.
+    """Return the local directory of a tokenizer on Hugging Face; its model's weights are not fetched.
 
     Raises:
         ConfigurationError: there is nothing to return, with the reason and what to do.
@@ -66,7 +65,7 @@ def fetch_from_hub(
 
 
 def hub_problem(error: Exception, source: str) -> str:
-    """What an error of huggingface_hub means for ``source``, and what to do about it."""
+    """Describe an error of huggingface_hub, and what to do about it."""
     from huggingface_hub import errors
 
     status = getattr(getattr(error, "response", None), "status_code", None)

@@ -1,4 +1,4 @@
-"""A download under way, in two files that a later process goes on with."""
+"""A download under way, in two files that a later process continues."""
 
 from __future__ import annotations
 
@@ -8,15 +8,20 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from cog_triton.weights.disk_space import size_text
-from cog_triton.weights.fetch_errors import Interrupted
-from cog_triton.weights.files import hash_of
-from cog_triton.weights.record import read_record, write_record
+from cog_triton.weights.files import hash_of, read_record, size_text, write_record
 from cog_triton.weights.version import Version
 
 
+class Unreachable(Exception):
+    """The server did not answer; the text is a message for the user."""
+
+
+class Interrupted(Exception):
+    """A request came to nothing, and another may not."""
+
+
 class Notes(BaseModel):
-    """What is known about a download under way."""
+    """The record of a download under way."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -38,14 +43,14 @@ class Partial:
         self._digest: hashlib._Hash | None = None
 
     def restart(self, version: Version) -> None:
-        """Begins anew, with the first byte of ``version``."""
+        """Begin anew, with the first byte of ``version``."""
         self.discard()
         self.path.touch()
         self.version = version
         self._note()
 
     def receive(self, chunks: Iterable[bytes]) -> None:
-        """Appends what comes; what came before an error stays.
+        """Append what comes; what came before an error stays.
 
         Raises:
             Interrupted: that was not all.
@@ -59,7 +64,7 @@ class Partial:
         self._finish()
 
     def adopt(self, file: Path, version: Version) -> None:
-        """Takes a whole file that something else has downloaded.
+        """Take a whole file that something else has downloaded.
 
         Raises:
             Interrupted: it is not whole.
@@ -70,12 +75,11 @@ class Partial:
         self._finish()
 
     def sha256(self) -> str:
-        """The SHA-256 of what has come so far, in hexadecimal."""
+        """Return the SHA-256 of what has come so far, in hexadecimal."""
         self._digest = self._digest or hash_of(self.path)
         return self._digest.hexdigest()
 
     def discard(self) -> None:
-        """Removes it."""
         self.path.unlink(missing_ok=True)
         self._notes.unlink(missing_ok=True)
         self.version, self.size, self.complete, self._digest = Version(), 0, False, None

@@ -1,4 +1,4 @@
-"""What a source is: a directory, a tar file, a URL or a Hugging Face id; and the way of each."""
+"""fetch(): from a directory, a tar file, a URL or a Hugging Face id to a local directory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def fetch(
     token: str | None = None,
     progress: bool = True,
 ) -> Path:
-    """Returns a local directory with the files that ``source`` names.
+    """Return a local directory with the files that ``source`` names.
 
     A directory is returned as it is. A tar file (plain, or compressed with gzip, bzip2 or xz) is
     unpacked into the cache; if all of it is in one directory, that directory is returned. A tar file
@@ -68,7 +68,7 @@ def fetch(
 
 
 def parse_checksum(text: str) -> str:
-    """The 64 lower-case hexadecimal digits of "sha256:<digits>" or "<digits>".
+    """Return the 64 lower-case hexadecimal digits of "sha256:<digits>" or "<digits>".
 
     Raises:
         ConfigurationError: it is neither.
@@ -82,7 +82,7 @@ def parse_checksum(text: str) -> str:
 
 
 def local_path(source: str) -> Path:
-    """The path that ``source`` is, or names by a file: URL; nothing need be there.
+    """Return the path that ``source`` is, or names by a file: URL; nothing need be there.
 
     Raises:
         ConfigurationError: the URL has another scheme, or names another machine.
@@ -104,7 +104,7 @@ def local_path(source: str) -> Path:
 
 
 def display_url(url: str) -> str:
-    """``url`` without what may be secret: user, password, query and fragment."""
+    """Return ``url`` without what may be secret: user, password, query and fragment."""
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 

@@ -1,4 +1,4 @@
-"""What tells one version of a file from another, on a server or in the cache."""
+"""Versions of a file, on a server or in the cache."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Version(BaseModel):
-    """What tells one version of a file from another; see RFC 9110, section 8.8."""
+    """Validators of one version of a file; see RFC 9110, section 8.8."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -21,12 +21,12 @@ class Version(BaseModel):
 
     @property
     def comparable(self) -> bool:
-        """Whether there is anything to tell it by. A size says little: tar files are padded."""
+        """Return whether it can be told from others. A size says little: tar files are padded."""
         return self.etag is not None or self.last_modified is not None
 
 
 def same_version(first: Version, second: Version) -> bool:
-    """Whether they are surely of the same file: by ETag, else by Last-Modified and size."""
+    """Return whether they are surely of the same file: by ETag, else by Last-Modified and size."""
     if first.etag is not None or second.etag is not None:
         return _weak(first.etag) == _weak(second.etag)
     if first.last_modified is None:
@@ -39,7 +39,7 @@ def _weak(etag: str | None) -> str | None:
 
 
 def version_of(headers: Mapping[str, str], *, partial: bool) -> tuple[Version, int | None]:
-    """The version of the whole file that a response is about, and its first byte if it is a part."""
+    """Return the version of the whole file that a response is about, and its first byte if it is a part."""
     etag, modified = headers.get("ETag"), headers.get("Last-Modified")
     size, start = headers.get("Content-Length", ""), None
     if partial:

@@ -14,7 +14,7 @@ import pytest
 
 from cog_triton.errors import ConfigurationError
 from cog_triton.weights import fetch
-from cog_triton.weights.disk_space import no_space_problem
+from cog_triton.weights.cache import no_space_problem
 from tests.unit.weights.support import FILES, Site, contents, names_in, tar
 
 NO_SPACE = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -11,7 +11,7 @@ import pytest
 
 from cog_triton.errors import ConfigurationError
 from cog_triton.weights import fetch
-from cog_triton.weights.http_source import check_status, quiet
+from cog_triton.weights.download import check_status, quiet
 from tests.unit.weights.support import Site, marker, names_in
 
 # Errors
@@ -65,7 +65,7 @@ def test_a_refused_connection(cache: Path) -> None:
 
 
 def test_a_server_that_says_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cog_triton.weights.http_source.TIMEOUT", httpx.Timeout(0.02))
+    monkeypatch.setattr("cog_triton.weights.download.TIMEOUT", httpx.Timeout(0.02))
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
         with pytest.raises(ConfigurationError, match=r"cannot be reached \(timed out\)"):

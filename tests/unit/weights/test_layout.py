@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from cog_triton.errors import ConfigurationError
 from cog_triton.weights import fetch
-from cog_triton.weights.layout import Layout, UnsafeMember
-from cog_triton.weights.tar import unpack
+from cog_triton.weights.tar import Layout, UnsafeMember, unpack
 from tests.unit.weights.support import DIR, LNK, SYM, as_before_filters, entry, tar_of, unpacked
 
 UNSAFE: dict[str, tuple[list[Any], str]] = {

@@ -10,7 +10,7 @@ import pytest
 
 from cog_triton.errors import ConfigurationError
 from cog_triton.weights import fetch
-from cog_triton.weights.pget import command, run
+from cog_triton.weights.download import pget_command, run_pget
 from tests.unit.weights.support import FILES, OTHER, Site, contents, marker, names_in, tar
 
 PGET = """#!{python}
@@ -39,7 +39,7 @@ def pget(tmp_path: Path) -> Callable[..., Path]:
 
 
 def test_the_command_of_pget() -> None:
-    assert command("https://h/m.tar", Path("/c/m")) == [
+    assert pget_command("https://h/m.tar", Path("/c/m")) == [
         "pget", "--force", "--log-level", "error", "https://h/m.tar", "/c/m",
     ]  # fmt: skip
 
@@ -99,11 +99,11 @@ def test_a_file_that_changes_under_pget_is_fetched_again(
     site.serve()
 
     def change(url: str, target: Path) -> int:
-        status = run(url, target)
+        status = run_pget(url, target)
         site.serve(tar(OTHER), etag='"2"')
         return status
 
-    monkeypatch.setattr("cog_triton.weights.pget.run", change)
+    monkeypatch.setattr("cog_triton.weights.download.run_pget", change)
     assert contents(fetch(f"{site.url}/m.tar", cache=cache)) == OTHER
 
 
