@@ -1,5 +1,11 @@
 """One stream interface to a running Triton, and its two transports.
 
-May import ``errors``, and ``wire`` for the names of what it asks. ``token_ids`` is past the ensemble.
+    stream.py          the interface: a client, its streams, their responses, Triton's errors
+    grpc_transport.py  over gRPC, by http2.py
+    http_transport.py  over HTTP, by server_sent_events.py
+    resume.py          streams that continue on the restarted server
+    token_ids.py       batches of ids past the ensemble, for NVIDIA's small clients
+
+May import ``adapters``, ``errors``, ``protocol`` and ``triton_texts``.
 After a change: pytest tests/unit/client tests/integration/test_generation.py
 """

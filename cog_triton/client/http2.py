@@ -1,8 +1,8 @@
-"""A connection to a gRPC server for streams of one request each, on the event loop itself.
+"""A connection to a gRPC server for streams of one request each, on the event loop itself, by h2.
 
 gRPC's own client for asyncio takes a step of a thread, a wake-up of the event loop and a future for each
 message of each stream. Tokens come as many small messages on many streams: here all that have arrived are
-handed over in one step. h2 speaks the protocol.
+handed over in one step.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _SETTINGS = {SettingCodes.ENABLE_PUSH: 0, SettingCodes.INITIAL_WINDOW_SIZE: _LAR
 
 
 class Stream:
-    """A request, and the messages that come in answer to it."""
+    """A request and the messages of its response."""
 
     def __init__(
         self,
@@ -55,33 +55,40 @@ class Stream:
         self.end = on_end
         self._connection = connection
         self._on_message = on_message
-        self._partial = b""
+        self._partial = bytearray()  # of a message
+        self._needed = 0  # its size
 
     def cancel(self) -> None:
-        """Tells the peer that nobody listens any more, and calls back no more."""
+        """Reset the stream and call back no more."""
         self._connection.cancel(self)
 
     def feed(self, data: bytes) -> None:
-        """Takes in a part of the answer."""
-        data = self._partial + data if self._partial else data
+        """Take in a part of the response."""
+        if self._partial:
+            self._partial += data
+            if len(self._partial) < self._needed:  # logits may have hundreds of megabytes
+                return
+            data = bytes(self._partial)
         at, size = 0, len(data)
+        self._needed = _MESSAGE.size
         while size - at >= _MESSAGE.size:
             compressed, length = _MESSAGE.unpack_from(data, at)
             if compressed:
                 raise ProtocolError("a compressed message")
             end = at + _MESSAGE.size + length
             if end > size:
+                self._needed = end - at
                 break
             self._on_message(data[at + _MESSAGE.size : end])
             at = end
-        self._partial = data[at:]
+        self._partial = bytearray(data[at:])
 
 
 class Connection(asyncio.Protocol):
     """One connection. To be used from its event loop."""
 
     def __init__(self, authority: str) -> None:
-        """Becomes usable as it is connected; see ``connect``."""
+        """Usable once it is connected; see ``connect``."""
         self._authority = authority
         # The headers that are sent are ours, and in order.
         self._h2 = H2Connection(
@@ -103,18 +110,23 @@ class Connection(asyncio.Protocol):
         on_message: Callable[[bytes], object],
         on_end: Callable[[str | None], object],
     ) -> Stream:
-        """Sends a request of one message.
+        """Send a request of one message.
 
         Args:
-            on_message: is called with each message of the answer.
-            on_end: is called when nothing more will come, with None if the peer ended the answer well.
+            on_message: called with each message of the response.
+            on_end: called once after the last message, with None if the response ended without an error.
 
         Raises:
             OSError: the peer takes no more streams.
         """
+        headers = [
+            *((":method", "POST"), (":scheme", "http"), (":path", path)),
+            *((":authority", self._authority), ("te", "trailers")),
+            ("content-type", "application/grpc"),
+        ]
         try:
             number = self._h2.get_next_available_stream_id()
-            self._h2.send_headers(number, _headers(self._authority, path))
+            self._h2.send_headers(number, headers)
         except H2Error as error:
             raise OSError(str(error)) from None
         body = _MESSAGE.pack(0, len(message)) + message
@@ -124,13 +136,12 @@ class Connection(asyncio.Protocol):
         return stream
 
     def cancel(self, stream: Stream) -> None:
-        """See ``Stream.cancel``."""
         if self._streams.pop(stream.number, None) is not None:
             self._h2.reset_stream(stream.number, ErrorCodes.CANCEL)
             self._flush()
 
     def close(self, reason: str) -> None:
-        """Ends the connection, and with it all streams."""
+        """End the connection and all its streams."""
         if self._closed is None:
             self._closed = reason
             self._transport.abort()
@@ -168,9 +179,10 @@ class Connection(asyncio.Protocol):
             elif isinstance(event, StreamReset):
                 self._end(event.stream_id, f"Triton reset the stream: error {event.error_code!s}")
             elif isinstance(event, (ResponseReceived, TrailersReceived)):
-                self._note_status(event)
+                self._read_status(event)
             elif isinstance(event, (WindowUpdated, RemoteSettingsChanged)):
-                self._send_bodies()
+                for stream in self._streams.values():
+                    self._send_body(stream)
             elif isinstance(event, ConnectionTerminated):
                 self.close("Triton closes the connection")
 
@@ -183,8 +195,7 @@ class Connection(asyncio.Protocol):
             self._h2.increment_flow_control_window(self._taken)
             self._taken = 0
 
-    def _note_status(self, event: ResponseReceived | TrailersReceived) -> None:
-        """gRPC says in the headers of an answer or after it what became of it."""
+    def _read_status(self, event: ResponseReceived | TrailersReceived) -> None:
         headers, stream = dict(event.headers), self._streams.get(event.stream_id)
         status = headers.get(b"grpc-status", b"0").decode()
         if stream is not None and status != "0":
@@ -196,13 +207,8 @@ class Connection(asyncio.Protocol):
         if stream is not None:
             stream.end(error or stream.status)
 
-    def _send_bodies(self) -> None:
-        for stream in self._streams.values():
-            if stream.unsent:
-                self._send_body(stream)
-
     def _send_body(self, stream: Stream) -> None:
-        """Sends as much of a request as the peer takes now."""
+        """Send as much of a request as the peer takes now."""
         while stream.unsent:
             window = self._h2.local_flow_control_window(stream.number)
             size = min(window, self._h2.max_outbound_frame_size)
@@ -218,10 +224,10 @@ class Connection(asyncio.Protocol):
 
 
 async def connect(address: str) -> Connection:
-    """A connection to host:port.
+    """Connect to host:port.
 
     Raises:
-        OSError: there is none, or none in time.
+        OSError: it failed, or took too long.
     """
     host, _, port = address.rpartition(":")
     loop = asyncio.get_running_loop()
@@ -231,14 +237,3 @@ async def connect(address: str) -> Connection:
     except asyncio.TimeoutError:  # is an OSError from Python 3.11 on
         raise OSError(f"no connection in {CONNECT_SECONDS:g} s") from None
     return connection
-
-
-def _headers(authority: str, path: str) -> list[tuple[str, str]]:
-    return [
-        (":method", "POST"),
-        (":scheme", "http"),
-        (":path", path),
-        (":authority", authority),
-        ("te", "trailers"),
-        ("content-type", "application/grpc"),
-    ]

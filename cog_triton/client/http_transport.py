@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import json
-from array import array
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -15,6 +13,7 @@ import aiohttp
 import numpy as np
 import numpy.typing as npt
 
+from cog_triton.client.arrivals import CLOSED
 from cog_triton.client.server_sent_events import EventParser
 from cog_triton.client.stream import (
     Inputs,
@@ -22,14 +21,11 @@ from cog_triton.client.stream import (
     ResponseStream,
     TritonClient,
     check_total,
-    checked_ids,
+    checked_response,
     error_from_text,
-    log_probs,
-    prompt_log_probs,
     wanted_log_probs,
 )
 from cog_triton.errors import (
-    CogTritonError,
     TritonMalformedEvent,
     TritonMalformedJSON,
     TritonUnavailable,
@@ -41,16 +37,15 @@ from cog_triton.wire import (
     IDS_ENSEMBLE,
     LOG_PROBS,
     Parameters,
-    checksum,
     ids_text,
     stop_inputs,
 )
 
 CONNECT_SECONDS = 10.0
 STALL_SECONDS = 20.0
-"""Triton may also forget a stream in the middle; see ``TritonClient``."""
+"""Triton may lose the rest of a stream; see ``TritonClient``."""
 END_SECONDS = 1.0
-"""For which the end of a stream is awaited whose last event has come: Triton may forget it."""
+"""The wait for the end of a stream whose last event has come: Triton may lose that."""
 
 
 class HttpClient(TritonClient):
@@ -59,61 +54,78 @@ class HttpClient(TritonClient):
     def __init__(
         self, address: str, *, response_timeout: float, stall_timeout: float = STALL_SECONDS
     ) -> None:
-        """Connects to nothing yet.
+        """Connect to nothing yet.
 
         Args:
             address: host:port of Triton's HTTP endpoint.
         """
         super().__init__(response_timeout=response_timeout, stall_timeout=stall_timeout)
         self._models = f"http://{address}/v2/models"
+        self._readers: set[asyncio.Task[None]] = set()
 
     @cached_property
     def _session(self) -> aiohttp.ClientSession:
         # Belongs to the event loop that it is made in.
         return aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0),
-            # Silence is bounded by ResponseStream.
+            # ResponseStream limits silence.
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
         )
 
     async def _begin(
         self, request_id: str, inputs: Inputs, continued: Sequence[int], parameters: Parameters
     ) -> ResponseStream:
-        responses = self._responses(request_id, inputs, continued, parameters)
-        return ResponseStream(responses, self._response_timeout)
-
-    async def _responses(
-        self, request_id: str, inputs: Inputs, continued: Sequence[int], parameters: Parameters
-    ) -> AsyncGenerator[Response, None]:
-        """The responses, and an empty last one: the endpoint does not say which is the last."""
-        # What is no input of the model becomes a parameter of the request.
         top = wanted_log_probs(inputs, parameters)
         parameters = {**parameters, CHECKED_IDS: True}
         if continued:
             parameters = {**parameters, CONTINUED: ids_text(continued)}
-        place, response = 0, None
+        stream = ResponseStream(self._response_timeout)
         events = self.events(IDS_ENSEMBLE, request_id, inputs, parameters)
-        async with contextlib.aclosing(events):
-            async for event in events:
-                response = parse_event(event, place, top)
-                place += len(response.ids)
-                yield dataclasses.replace(response, final=False) if response.final else response
-                if response.final:
-                    await _end(events)
-                    break
-        if response is None:
-            raise TritonMalformedEvent("Triton ended the stream without a response")
-        # An engine that checks its ids says which response is the last; TensorRT-LLM's backend does not.
-        # Measured with Triton 2.51: it drops events when its HTTP threads get no processor.
-        if response.keeps_end_token and not response.final:
-            check_total(place, None)
-        yield Response([], None, final=True)
+        # A task, because a consumer that is cancelled while it reads would break the connection.
+        reader = asyncio.create_task(self._read(events, stream, top))
+        self._readers.add(reader)
+        reader.add_done_callback(self._readers.discard)
+        stream.drop = reader.cancel
+        return stream
+
+    async def _read(
+        self, events: AsyncGenerator[dict[str, Any], None], stream: ResponseStream, top: int | None
+    ) -> None:
+        place, response = 0, None
+        try:
+            async with contextlib.aclosing(events):
+                async for event in events:
+                    response = parse_event(event, place, top)
+                    place += len(response.ids)
+                    stream.add(response)
+                    if response.final:
+                        # Read on, because a connection serves the next request only after the end.
+                        stream.drop = lambda: None
+                        stream.end()
+                        await asyncio.wait_for(anext(events, None), END_SECONDS)
+                        return
+            if response is None:
+                raise TritonMalformedEvent("Triton ended the stream without a response")
+            # An embedded engine marks its last response; TensorRT-LLM's backend does not. Measured with
+            # Triton 2.51: it drops events when its HTTP threads get no processor.
+            if response.keeps_end_token:
+                check_total(place, None)
+            stream.add(Response([], None, final=True))
+            stream.end()
+        except asyncio.CancelledError:
+            stream.end(TritonUnavailable(CLOSED))
+            raise
+        except Exception as error:
+            stream.end(error)
 
     async def _send_stop(self, request_id: str) -> None:
         async for _ in self.events(ENGINE, request_id, stop_inputs()):
             pass
 
     async def _disconnect(self) -> None:
+        for reader in self._readers:
+            reader.cancel()
+        await asyncio.gather(*self._readers, return_exceptions=True)
         await self._session.close()
 
     async def events(
@@ -123,31 +135,30 @@ class HttpClient(TritonClient):
         inputs: Inputs,
         parameters: Mapping[str, Any] | None = None,
     ) -> AsyncGenerator[dict[str, Any], None]:
-        """The events of any model's generate_stream, as they come.
+        """Yield the events of any model's generate_stream.
 
         Raises:
             CogTritonError: Triton cannot be reached, or answered with an error.
         """
+        # Keys that are not inputs of the model become parameters of the request.
         tensors = {name: json_value(value) for name, value in inputs.items()}
         body = {"id": request_id, **tensors, **(parameters or {})}
-        url = f"{self._models}/{model}/generate_stream"
-        with _mapped_errors():
+        try:
+            url = f"{self._models}/{model}/generate_stream"
             async with self._session.post(url, json=body) as reply:
                 async for event in _parse_reply(reply):
                     # The HTTP status is fixed on the first event, so errors come in any.
                     if "error" in event:
                         raise error_from_text(str(event["error"]))
                     yield event
-
-
-async def _end(events: AsyncGenerator[dict[str, Any], None]) -> None:
-    """Waits for the end of a reply, so that its connection can serve the next request."""
-    with contextlib.suppress(asyncio.TimeoutError, CogTritonError, StopAsyncIteration):
-        await asyncio.wait_for(anext(events), END_SECONDS)
+        except (aiohttp.ClientError, OSError) as error:  # a time-out is either
+            raise TritonUnavailable(
+                f"Triton cannot be reached: {str(error) or repr(error)}"
+            ) from None
 
 
 async def _parse_reply(reply: aiohttp.ClientResponse) -> AsyncGenerator[dict[str, Any], None]:
-    """The JSON objects of a reply: its events, or a single plain object for an early error."""
+    """Yield the JSON objects of a reply: its events, or a single plain object for an early error."""
     if reply.content_type != "text/event-stream":
         body = await reply.read()
         if body or not reply.ok:
@@ -160,53 +171,47 @@ async def _parse_reply(reply: aiohttp.ClientResponse) -> AsyncGenerator[dict[str
 
 
 def _object(data: bytes) -> dict[str, Any]:
+    shown = repr(data[:200].decode(errors="replace"))
     try:
         value = json.loads(data)
     except ValueError as error:
-        raise TritonMalformedJSON(f"Triton sent {_shown(data)}: {error}") from None
+        raise TritonMalformedJSON(f"Triton sent {shown}: {error}") from None
     if not isinstance(value, dict):
-        raise TritonMalformedEvent(f"Triton sent {_shown(data)}, which is no object")
+        raise TritonMalformedEvent(f"Triton sent {shown}, which is not an object")
     return value
 
 
-def _shown(data: bytes) -> str:
-    return repr(data[:200].decode(errors="replace"))
-
-
 def parse_event(event: Mapping[str, Any], place: int = 0, top: int | None = None) -> Response:
-    """The response in an event of generate_stream; it is final if the event says so.
+    """Return the response in an event of generate_stream; it is final if the event has the total.
 
     Args:
         place: how many ids have come before it.
         top: see ``wanted_log_probs``.
 
     Raises:
-        TritonMalformedEvent: output_ids is missing, or it or sequence_length is of a wrong type, or the
-            stream is not whole up to here.
+        TritonMalformedEvent: an output is missing or of a wrong type, or the stream is not complete up to
+            here.
     """
-    prompt, total = event.get("num_input_tokens"), event.get("num_output_tokens")
+    embedded = "sequence_length" not in event
+    total = event.get("num_output_tokens") if embedded else None
+    values = event.get(LOG_PROBS)
     try:
-        ids = _flat(event["output_ids"])
-        if "sequence_length" in event:  # TensorRT-LLM's, which may be padded
-            new = ids[: _flat(event["sequence_length"])[0]]
-            likely = log_probs(new, _floats(event.get(LOG_PROBS)), top)
-            return Response(new, prompt, final=False, keeps_end_token=False, log_probs=likely)
+        return checked_response(
+            _integers(event["output_ids"]),
+            place,
+            length=None if embedded else _integers(event["sequence_length"])[0],
+            input_tokens=event.get("num_input_tokens"),
+            total=total,
+            final=total is not None,
+            log_probs=None if values is None else np.array(values, np.float32).ravel(),
+            top=top,
+        )
     except (KeyError, IndexError, TypeError) as error:
         raise TritonMalformedEvent(f"a response of the ensemble is malformed: {error!r}") from None
-    new = checked_ids(ids, checksum(array("i", ids[1:]), place), place)
-    if total is not None:
-        check_total(place + len(new), total)
-    values = _floats(event.get(LOG_PROBS))
-    likely, before = log_probs(new, values, top), prompt_log_probs(new, values, top)
-    return Response(new, prompt, final=total is not None, log_probs=likely, prompt_log_probs=before)
 
 
-def _floats(value: Any) -> npt.NDArray[Any] | None:
-    return None if value is None else np.array(value, np.float32).ravel()
-
-
-def _flat(value: Any) -> list[int]:
-    """A tensor's integers; Triton writes one of a single element as a scalar."""
+def _integers(value: Any) -> list[int]:
+    """Return a tensor's integers; Triton writes one of a single element as a scalar."""
     values = value if isinstance(value, list) else [value]
     if not all(type(item) is int and -(2**31) <= item < 2**31 for item in values):
         raise TypeError(f"{str(value)[:100]} is not of 32-bit integers")
@@ -214,14 +219,6 @@ def _flat(value: Any) -> list[int]:
 
 
 def json_value(value: npt.NDArray[Any]) -> Any:
-    """The element of a tensor, or the list of them, as Triton's generate endpoint takes it."""
+    """Return the element of a tensor, or the list of them, as Triton's generate endpoint takes it."""
     items = [item.decode() if isinstance(item, bytes) else item for item in value.ravel().tolist()]
     return items if len(items) > 1 else items[0]
-
-
-@contextlib.contextmanager
-def _mapped_errors() -> Iterator[None]:
-    try:
-        yield
-    except (aiohttp.ClientError, OSError) as error:  # a time-out is either
-        raise TritonUnavailable(f"Triton cannot be reached: {str(error) or repr(error)}") from None

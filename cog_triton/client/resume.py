@@ -1,4 +1,4 @@
-"""Streams that outlive a server or a connection: an answer goes on from what was delivered of it."""
+"""Streams that continue on the restarted server, after the tokens already delivered."""
 
 from __future__ import annotations
 
@@ -15,12 +15,7 @@ import numpy as np
 
 from cog_triton.adapters.tensors import AdapterTensors
 from cog_triton.client.stream import BROKEN, Inputs, Response, TritonClient
-from cog_triton.errors import (
-    PromptTooLong,
-    ServerError,
-    TritonUnavailable,
-    TritonUnknownError,
-)
+from cog_triton.errors import PromptTooLong, TritonUnavailable, TritonUnknownError
 from cog_triton.wire import NO_PARAMETERS, Parameters
 
 logger = logging.getLogger(__name__)
@@ -29,23 +24,23 @@ TWO_ENDED = "two servers ended as they began this request, which is not tried ag
 
 
 class Streams(Protocol):
-    """What runs a request: a client, or one that goes on with it in the next life of the server."""
+    """Runs requests."""
 
     def stream(
         self, request_id: str, inputs: Inputs, *, parameters: Parameters = NO_PARAMETERS
     ) -> AbstractAsyncContextManager[AsyncIterator[Response]]:
-        """The responses to a request, in order; leaving the context stops it in the engine.
+        """Yield the responses to a request, in order; leaving the context stops it in the engine.
 
         Args:
-            parameters: sent beside the inputs, see ``cog_triton.wire``.
+            parameters: sent with the inputs, see ``cog_triton.wire``.
         """
 
 
 class Clients(Protocol):
-    """The clients of a server's lives."""
+    """The clients of the running server and of those after it."""
 
     async def client(self, failed: TritonClient | None) -> TritonClient:
-        """The present one, or the next after one that failed.
+        """Return the present one, or the next after one that failed.
 
         Raises:
             TritonUnavailable: there is none any more, or none in time.
@@ -53,15 +48,14 @@ class Clients(Protocol):
 
 
 class ResumingClient:
-    """Runs requests on one life of the server after another, as far as one request goes.
+    """Retries a request on the restarted server, after the tokens already streamed.
 
-    It does the same, on the life that goes on, where a connection broke or a stream is not whole. And to
-    TensorRT-LLM, which is first asked for an adapter by its number alone, it sends the request with the
-    adapter when that is not there, so that nobody has to know what the engine has.
+    It does so on the same server where a connection broke or a stream is not complete. TensorRT-LLM is
+    first sent the number of an adapter, and the request again with the adapter if it lacks that.
 
-    A sampled token depends on the seed, its place and what is before it, so on the embedded engines an
-    answer goes on as if nothing had happened. TensorRT-LLM keeps what was delivered and generates
-    another end: it knows nothing of ``continued``, and for it those ids are the prompt's.
+    A sampled token depends on the seed, its place and the tokens before it, so on the embedded engines the
+    output is that of an undisturbed request. TensorRT-LLM takes the delivered tokens for the prompt's and
+    generates another end.
 
     A request without a response when its server ended may have ended it. It is tried once more, while no
     other request begins; see ``Trials``.
@@ -78,11 +72,11 @@ class ResumingClient:
         end_id: int | None,
         adapters: AdapterTensors | None = None,
     ) -> None:
-        """Connects to nothing.
+        """Connect to nothing.
 
         Args:
-            attempts: how often one request is tried again at most.
-            end_id: the token that ends an answer, of requests that name none.
+            attempts: the most retries of one request.
+            end_id: the token that ends an output, of requests that name none.
             adapters: of TensorRT-LLM's C++ backend; None for engines that read them themselves.
         """
         self._adapters = adapters
@@ -97,14 +91,14 @@ class ResumingClient:
         self, request_id: str, inputs: Inputs, *, parameters: Parameters = NO_PARAMETERS
     ) -> AsyncIterator[AsyncIterator[Response]]:
         """See ``Streams``."""
-        answer = self._responses(request_id, inputs, parameters)
-        async with contextlib.aclosing(answer) as responses:
+        progress = Progress(inputs, self._end_id)
+        responses = self._responses(request_id, progress, parameters)
+        async with contextlib.aclosing(responses):
             yield responses
 
     async def _responses(
-        self, request_id: str, inputs: Inputs, parameters: Parameters
+        self, request_id: str, progress: Progress, parameters: Parameters
     ) -> AsyncGenerator[Response, None]:
-        progress = Progress(inputs, self._end_id)
         suspect = False
         for attempt in range(self._attempts + 1):
             name = f"{request_id}-{attempt}" if attempt else request_id
@@ -129,7 +123,8 @@ class ResumingClient:
                     if attempt == self._attempts:
                         raise
                     # In the trial: no other begins on a server whose end is not noticed yet.
-                    ended = await self._next(client, error) is not client
+                    gone = isinstance(error, TritonUnavailable)
+                    ended = gone and await self._clients.client(client) is not client
                     if ended and suspect and not answered:
                         raise TritonUnavailable(TWO_ENDED) from error
                     suspect = not answered and (ended or suspect)
@@ -145,7 +140,6 @@ class ResumingClient:
     def _stream(
         self, client: TritonClient, name: str, progress: Progress, parameters: Parameters
     ) -> AbstractAsyncContextManager[AsyncIterator[Response]]:
-        """The responses to one attempt."""
         inputs = progress.inputs()
         if self._adapters is None:  # each generator between costs time with each token
             return client.stream(name, inputs, progress.ids, parameters)
@@ -154,11 +148,6 @@ class ResumingClient:
             return client.stream(name, inputs, progress.ids, parameters)
 
         return contextlib.aclosing(self._adapters.stream(send, name, inputs))
-
-    async def _next(self, client: TritonClient, error: ServerError) -> TritonClient:
-        """What to try again on after an error; a server that sent something is there."""
-        gone = isinstance(error, TritonUnavailable)
-        return await self._clients.client(client) if gone else client
 
 
 class Trials:
@@ -196,10 +185,10 @@ class Trials:
 
 
 class Progress:
-    """How far one request has come.
+    """The progress of one request.
 
     Attributes:
-        ids: what was delivered of its output.
+        ids: the delivered part of its output.
         keeps_end_token: as its responses have it.
     """
 
@@ -213,12 +202,12 @@ class Progress:
 
     @property
     def complete(self) -> bool:
-        """Whether there is nothing more to come, although no response has said so."""
+        """Whether the output is complete, although no response was marked as the last."""
         limit = int(self._inputs["max_tokens"].flat[0])
         return len(self.ids) >= limit or (bool(self.ids) and self.ids[-1] == self._end_id)
 
     def inputs(self) -> Inputs:
-        """The inputs of the next attempt, which counts on from the tokens that were delivered."""
+        """Return the inputs of the next attempt, with limits for the rest of the output."""
         self._continued = len(self.ids)
         if not self._continued:
             return self._inputs
@@ -230,16 +219,16 @@ class Progress:
         return {**self._inputs, **{name: n.astype(np.int32) for name, n in counts.items()}}
 
     def add(self, response: Response) -> Response:
-        """Takes in a response, and returns it as that of an undisturbed request.
+        """Add a response, and return it as that of an undisturbed request.
 
         Raises:
-            TritonUnknownError: the server began anew instead of going on: its preprocessing is not ours.
+            TritonUnknownError: the server began a new output: its preprocessing is not this package's.
         """
         tokens = response.input_tokens
         if tokens is not None and self._continued:
             tokens -= self._continued
             if tokens != self._prompt_tokens:
-                raise TritonUnknownError("the server cannot go on with an answer that it has begun")
+                raise TritonUnknownError("the server cannot continue an output that it has begun")
             response = dataclasses.replace(response, input_tokens=tokens)
         self._prompt_tokens = tokens or self._prompt_tokens
         self.ids.extend(response.ids)

@@ -1,4 +1,4 @@
-"""Token ids to the engine's model and back, past the ensemble: what NVIDIA's small clients do.
+"""Token ids to the engine's model and back, past the ensemble, as NVIDIA's small clients send them.
 
 Over gRPC a batch is one request. Over HTTP each of its sequences is one, sent together: Triton's generate
 endpoint takes no more.
@@ -8,21 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import grpc
 import numpy as np
 import numpy.typing as npt
 
-from cog_triton.client.grpc_transport import (
-    CHANNEL_OPTIONS,
-    Message,
-    infer_request,
-    stream_messages,
-)
+from cog_triton.client.grpc_transport import Channel, Message, infer_request, stream_messages
 from cog_triton.client.http_transport import HttpClient, parse_event
 from cog_triton.errors import TritonMalformedEvent
 from cog_triton.wire import ENGINE
@@ -40,7 +33,7 @@ class Batch:
 
     Attributes:
         prompts: all of the same length.
-        output_len: at most so many output tokens each.
+        output_len: the most output tokens of each.
         top_k: 1 is greedy.
         top_p: 0 is no limit.
         end_id: ends an output; None leaves it to the engine.
@@ -57,7 +50,7 @@ class Batch:
     streaming: bool = False
 
     def inputs(self) -> dict[str, npt.NDArray[Any]]:
-        """The engine's inputs, shapes [batch, tokens] and [batch, 1]."""
+        """Return the engine's inputs, shapes [batch, tokens] and [batch, 1]."""
         ids = np.array(self.prompts, np.int32)
         values: dict[str, Any] = {
             "input_lengths": np.int32(ids.shape[1]),
@@ -71,17 +64,18 @@ class Batch:
             "exclude_input_in_output": np.bool_(True),
         }
         given = {name: value for name, value in values.items() if value is not None}
-        return {
-            "input_ids": ids,
-            **{name: np.full((len(ids), 1), value) for name, value in given.items()},
-        }
+        tensors = {name: np.full((len(ids), 1), value) for name, value in given.items()}
+        return {"input_ids": ids, **tensors}
 
 
-class TokenClient(ABC):
-    """Completes batches of token ids. To be used from one event loop."""
+class TokenClient:
+    """Completes batches of token ids, over gRPC. To be used from one event loop."""
+
+    def __init__(self, address: str) -> None:
+        self._channel = Channel(address)
 
     async def complete(self, batch: Batch, emit: Emit = lambda *_: None) -> Rows:
-        """The new token ids of each sequence; of several beams, those of the first.
+        """Return the new token ids of each sequence; of several beams, those of the first.
 
         Args:
             emit: called with a sequence's index and its next ids as they come.
@@ -99,23 +93,9 @@ class TokenClient(ABC):
         await self._run(batch, add)
         return rows
 
-    @abstractmethod
     async def aclose(self) -> None:
-        """Closes the connections."""
-
-    @abstractmethod
-    async def _run(self, batch: Batch, emit: Emit) -> None:
-        """Sends a batch and hands on what comes."""
-
-
-class GrpcTokenClient(TokenClient):
-    """Over a gRPC stream, as Triton wants it of a decoupled model."""
-
-    def __init__(self, address: str) -> None:
-        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-
-    async def aclose(self) -> None:
-        await self._channel.close()
+        """Close the connections."""
+        await self._channel.aclose()
 
     async def _run(self, batch: Batch, emit: Emit) -> None:
         request = infer_request(ENGINE, secrets.token_hex(8), batch.inputs(), OUTPUTS)
@@ -125,7 +105,7 @@ class GrpcTokenClient(TokenClient):
 
 
 class HttpTokenClient(TokenClient):
-    """Over generate_stream, a sequence a request."""
+    """The same over generate_stream, a sequence a request."""
 
     def __init__(self, address: str) -> None:
         self._client = HttpClient(address, response_timeout=RESPONSE_SECONDS)
@@ -134,32 +114,29 @@ class HttpTokenClient(TokenClient):
         await self._client.aclose()
 
     async def _run(self, batch: Batch, emit: Emit) -> None:
-        await asyncio.gather(
-            *(self._row(row, batch.inputs(), emit) for row in range(len(batch.prompts)))
-        )
+        inputs = batch.inputs()
 
-    async def _row(self, row: int, inputs: dict[str, npt.NDArray[Any]], emit: Emit) -> None:
-        own = {name: value[row : row + 1] for name, value in inputs.items()}
-        async for event in self._client.events(ENGINE, secrets.token_hex(8), own):
-            emit(row, parse_event(event).ids)
+        async def run(row: int) -> None:
+            own = {name: value[row : row + 1] for name, value in inputs.items()}
+            async for event in self._client.events(ENGINE, secrets.token_hex(8), own):
+                emit(row, parse_event(event).ids)
+
+        await asyncio.gather(*map(run, range(len(batch.prompts))))
 
 
-CLIENTS: dict[str, type[GrpcTokenClient] | type[HttpTokenClient]] = {
-    "grpc": GrpcTokenClient,
-    "http": HttpTokenClient,
-}
+CLIENTS: dict[str, type[TokenClient]] = {"grpc": TokenClient, "http": HttpTokenClient}
 
 
 def random_prompts(
     batch_size: int, length: int, vocabulary: int, seed: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Prompts of random ids below ``vocabulary``; the same again with the same seed."""
+    """Return prompts of random ids below ``vocabulary``; the same again with the same seed."""
     ids = np.random.default_rng(seed).integers(0, vocabulary, (batch_size, length))
     return tuple(tuple(row) for row in ids.tolist())
 
 
 def _tokens(message: Message) -> tuple[int, list[int]]:
-    """Which sequence a response belongs to, and the new ids of its first beam."""
+    """Return the index of a response's sequence, and the new ids of its first beam."""
     try:
         ids = message.tensors["output_ids"].reshape(-1, message.tensors["output_ids"].shape[-1])[0]
         length = message.tensors["sequence_length"].flat[0]

@@ -7,15 +7,9 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import grpc
 import triton_python_backend_utils as pb_utils  # type: ignore[import-not-found]
 
-from cog_triton.client.arrivals import Arrivals
-from cog_triton.client.grpc_transport import (
-    CHANNEL_OPTIONS,
-    infer_request,
-    stream_messages,
-)
+from cog_triton.client.grpc_transport import Channel, infer_request, message_arrivals
 from cog_triton.errors import CogTritonError, InvalidParameter, UserError
 from cog_triton.models import stub
 from cog_triton.models.context import Contexts, Tensors, joined
@@ -28,9 +22,8 @@ class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         end_with_parent()
         # The server's own, which it wrote down before it started.
-        self._address = Path(args["model_repository"], ADDRESS_FILE).read_text()
+        self._channel = Channel(Path(args["model_repository"], ADDRESS_FILE).read_text())
         self._loop = asyncio.new_event_loop()
-        self._channel: Any = None
         threading.Thread(target=self._loop.run_forever, name="relay", daemon=True).start()
 
     def execute(self, requests: list[Any]) -> None:
@@ -46,8 +39,6 @@ class TritonPythonModel:
             request.get_response_sender(), pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
         )
         try:
-            if self._channel is None:
-                self._channel = grpc.aio.insecure_channel(self._address, options=CHANNEL_OPTIONS)
             await self._answer(request, client)
         except Exception as error:  # unanswered, the request would wait for good
             if not client.closed:
@@ -59,7 +50,7 @@ class TritonPythonModel:
         given = renamed(inputs, {name: name for name in inputs})
         message = infer_request(ENGINE, _id(request), given, ())
         contexts = Contexts(streaming=flag(inputs, "streaming"))
-        arrivals = Arrivals(stream_messages(self._channel, message), timeout=None)
+        arrivals = await message_arrivals(self._channel, message)
         try:
             while not client.closed:
                 arrived = await arrivals.take()
@@ -71,7 +62,7 @@ class TritonPythonModel:
                 if last and not client.closed:
                     client.send(None, last=True)
         finally:
-            await arrivals.close()
+            arrivals.close()
 
 
 def _id(request: Any) -> str:

@@ -148,11 +148,12 @@ def response_tensors(
         ids_only: make only output_ids, with num_input_tokens in the first response if it is wanted and
             num_output_tokens in the last, and output_log_probs if they are wanted. Each tensor costs tens
             of microseconds on its way through Triton.
-        checked: of those ids alone, begin output_ids with their checksum.
+        checked: begin output_ids with their checksum.
         top: how many of the most likely tokens output_log_probs tells at each place.
     """
-    output_ids = _checked(output) if checked else np.array([[output.ids]], np.int32)
-    output_ids = output_ids.reshape(1, 1, -1)
+    place = output.generated - len(output.ids)
+    ids = [checksum(output.ids, place), *output.ids] if checked else output.ids
+    output_ids = np.array(ids, np.int32).reshape(1, 1, -1)
     if ids_only:
         tensors: dict[str, Array] = {"output_ids": output_ids}
         first = output.generated <= len(output.ids)
@@ -194,13 +195,6 @@ def _log_probs(output: Output, top: int) -> Array:
     if output.prompt_log_probs:
         values = np.append(packed_prompt_log_probs(output.prompt_log_probs, top), values)
     return values.reshape(1, 1, -1)
-
-
-def _checked(output: Output) -> Array:
-    """The ids of a response behind their checksum, shape [1 + ids]."""
-    ids = np.array([0, *output.ids], "<i4")
-    ids[0] = checksum(ids[1:].data, output.generated - len(output.ids))
-    return ids
 
 
 def _perf_metrics(times: Times) -> dict[str, Array]:

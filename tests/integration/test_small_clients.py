@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 import subprocess
@@ -175,12 +176,10 @@ def tensor_fits(tensor: dict[str, Any], dims: list[int]) -> bool:
 
 def sequences(server: TritonServer, inputs: dict[str, Any]) -> list[int]:
     """The places in the batch that a whole answer came for."""
-    import grpc
-
-    from cog_triton.client.grpc_transport import infer_request, stream_messages
+    from cog_triton.client.grpc_transport import Channel, infer_request, stream_messages
 
     async def ask() -> list[int]:
-        async with grpc.aio.insecure_channel(server.endpoints.grpc) as channel:
+        async with contextlib.aclosing(Channel(server.endpoints.grpc)) as channel:
             request = infer_request("tensorrt_llm", "", inputs, ("sequence_length", "batch_index"))
             messages = [message.tensors async for message in stream_messages(channel, request)]
         return [int(tensors["batch_index"].item()) for tensors in messages if tensors]

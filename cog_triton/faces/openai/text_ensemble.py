@@ -6,27 +6,23 @@ side, and how many tokens there were is counted here.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import secrets
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
-import grpc
 import numpy as np
 import numpy.typing as npt
 
 from cog_triton import wire
 from cog_triton.adapters.tensors import AdapterTensors
-from cog_triton.client.arrivals import Arrivals
 from cog_triton.client.grpc_transport import (
-    CHANNEL_OPTIONS,
     GrpcClient,
     Message,
     infer_request,
-    stream_messages,
+    message_arrivals,
 )
-from cog_triton.client.stream import STOP_PERIODS, Inputs
+from cog_triton.client.stream import Inputs
 from cog_triton.engine_support import with_own_beginning
 from cog_triton.errors import InvalidParameter, TritonMalformedEvent
 from cog_triton.generation import Chunk, FinishReason, acquire
@@ -54,7 +50,6 @@ class TextClient(GrpcClient):
         super().__init__(address, response_timeout=response_timeout)
         self._model = model
         self._adapters = adapters
-        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
 
     def texts(self, request_id: str, inputs: Inputs) -> AsyncGenerator[str, None]:
         """The pieces of text as they come. Closing it early stops the request in the engine.
@@ -69,31 +64,15 @@ class TextClient(GrpcClient):
 
     async def _texts(self, request_id: str, inputs: Inputs) -> AsyncGenerator[str, None]:
         request = infer_request(self._model, request_id, inputs, ("text_output",))
-        messages = stream_messages(self._channel, request)
-        arrivals = Arrivals(messages, self._response_timeout)
+        arrivals = await message_arrivals(self.channel, request, self._response_timeout)
         try:
             while arrived := await arrivals.take():
                 yield "".join(map(_text, arrived))
         finally:
             if arrivals.ended:
-                await arrivals.close()
+                arrivals.close()
             else:
-                task = asyncio.create_task(self._stop_messages(request_id, arrivals))
-                self._stopping.add(task)
-                task.add_done_callback(self._stopping.discard)
-
-    async def _disconnect(self) -> None:
-        await super()._disconnect()
-        await self._channel.close()
-
-    async def _stop_messages(self, request_id: str, arrivals: Arrivals[Message]) -> None:
-        try:
-            for seconds in STOP_PERIODS:
-                await self._stop_problem(request_id)
-                if await arrivals.ends_within(seconds):
-                    return
-        finally:
-            await arrivals.close()
+                self.stop(request_id, arrivals)
 
 
 async def generate_text(

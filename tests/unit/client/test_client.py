@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from abc import abstractmethod
-from array import array
-from collections.abc import AsyncGenerator
 from typing import Any
 
 import numpy as np
@@ -17,8 +14,8 @@ from cog_triton.adapters.tensors import BFLOAT16
 from cog_triton.client.arrivals import Arrivals
 from cog_triton.client.grpc_transport import (
     GrpcClient,
+    _infer_response,
     infer_request,
-    infer_response,
     parse_response,
     set_parameters,
 )
@@ -117,12 +114,12 @@ def test_a_grpc_response_without_its_ids() -> None:
 
 def test_a_grpc_message_that_cannot_be_read() -> None:
     with pytest.raises(TritonMalformedEvent, match="cannot be read"):
-        infer_response(b"\xff")
+        _infer_response(b"\xff")
 
 
 def checked(*ids: int, place: int) -> list[int]:
     """The ids as an embedded engine sends them after ``place`` others."""
-    return [checksum(array("i", ids), place), *ids]
+    return [checksum(ids, place), *ids]
 
 
 def checked_grpc(ids: list[int], total: int | None = None) -> service_pb2.ModelInferResponse:
@@ -211,7 +208,7 @@ def test_log_probabilities_of_a_prompt(transport: str) -> None:
     assert _joined([first, parsed(packed_log_probs(LIKELY, 2))]).prompt_log_probs == (
         first.prompt_log_probs
     )
-    with pytest.raises(TritonMalformedEvent, match="a part of log probabilities"):
+    with pytest.raises(TritonMalformedEvent, match="lacks the log probabilities"):
         parsed(values[1:])
 
 
@@ -330,43 +327,37 @@ def test_http_replies_that_end_in_an_error() -> None:
     assert http_error("<html>", "text/html", 502).startswith(TritonMalformedJSON.code)
 
 
-class Generated(TritonClient):
-    """A client whose transport is a generator."""
-
-    async def _begin(self, *request: Any) -> ResponseStream:
-        return ResponseStream(self._responses(*request), self._response_timeout)
-
-    @abstractmethod
-    def _responses(
-        self, request_id: str, inputs: object, continued: object
-    ) -> AsyncGenerator[Response, None]: ...
-
-
-class Scripted(Generated):
-    """A client whose transport is a list of responses that wait for an event at the end."""
+class Scripted(TritonClient):
+    """A client whose transport is a list of responses and errors, which waits for a stop at the end."""
 
     def __init__(
         self,
-        responses: list[Response],
+        responses: list[Response | CogTritonError],
         response_timeout: float = 60,
         stall_timeout: float | None = None,
     ) -> None:
         super().__init__(response_timeout=response_timeout, stall_timeout=stall_timeout)
         self._script = responses
         self.stopped: list[str] = []
-        self.stop_seen = asyncio.Event()
+        self.begun: list[ResponseStream] = []
 
-    async def _responses(self, *_: object) -> AsyncGenerator[Response, None]:
-        for response in self._script:
-            yield response
-        if not (self._script and self._script[-1].final):
-            await self.stop_seen.wait()
-            yield Response([], None, final=True)
+    async def _begin(self, *_: object) -> ResponseStream:
+        stream = ResponseStream(self._response_timeout)
+        self.begun.append(stream)
+        for item in self._script:
+            if isinstance(item, CogTritonError):
+                stream.end(item)
+            else:
+                stream.add(item)
+                if item.final:
+                    stream.end()
+        return stream
 
     async def _send_stop(self, request_id: str) -> None:
         self.stopped.append(request_id)
         if len(self.stopped) == 2:  # the first overtook its request
-            self.stop_seen.set()
+            for stream in self.begun:
+                stream.end()
 
     async def _disconnect(self) -> None:
         pass
@@ -435,48 +426,41 @@ def test_silence_fails_the_request_and_stops_it() -> None:
 
 
 def test_a_stream_that_fails_raises_after_what_arrived() -> None:
-    async def source() -> AsyncGenerator[Response, None]:
-        yield Response([1], None, False)
-        raise TritonUnavailable("gone")
-
     async def main() -> None:
-        stream = ResponseStream(source(), 60)
+        stream = ResponseStream(60)
+        stream.add(Response([1], None, False))
+        stream.end(TritonUnavailable("gone"))
         assert await anext(stream) == Response([1], None, False)
         with pytest.raises(TritonUnavailable):
             await anext(stream)
-        await stream.close()
+        stream.close()
 
     asyncio.run(main())
 
 
 def test_an_error_that_arrives_with_something_comes_after_it() -> None:
-    """Both are there before anybody looks, and nothing more will wake who waits."""
-
-    async def source() -> AsyncGenerator[int, None]:
-        yield 1
-        yield 2
-        raise TritonOverloaded("no more")
+    """Both are there before the consumer looks, and nothing more will wake it."""
 
     async def main() -> None:
-        arrivals = Arrivals(source(), timeout=None)
+        arrivals: Arrivals[int] = Arrivals()
+        arrivals.add(1)
+        arrivals.add(2)
+        arrivals.end(TritonOverloaded("no more"))
         assert await arrivals.ends_within(5)
         assert await arrivals.take() == [1, 2]
         with pytest.raises(TritonOverloaded):
             await asyncio.wait_for(arrivals.take(), 5)
-        await arrivals.close()
 
     asyncio.run(main())
 
 
 def test_what_has_ended_hands_on_nothing() -> None:
-    async def source() -> AsyncGenerator[int, None]:
-        yield 1
-
     async def main() -> None:
-        arrivals = Arrivals(source(), timeout=None)
+        arrivals: Arrivals[int] = Arrivals()
+        arrivals.add(1)
         assert await arrivals.take() == [1]
+        arrivals.end()
         assert await asyncio.wait_for(arrivals.take(), 5) == []
-        await arrivals.close()
 
     asyncio.run(main())
 
@@ -506,7 +490,7 @@ def test_streams_that_are_silent_together_or_wait_for_their_first_token_are_let_
     async def main() -> None:
         client = Scripted([Response([1], None, False)], stall_timeout=0.01)
         waiting = Scripted([], stall_timeout=0.01)
-        waiting._heard = asyncio.get_running_loop().time() + 60  # another goes on
+        waiting._last_ended = asyncio.get_running_loop().time() + 60  # another goes on
         async with (
             client.stream("first", {}) as first,
             client.stream("second", {}) as second,
@@ -530,13 +514,8 @@ def test_streams_that_are_silent_together_or_wait_for_their_first_token_are_let_
     ],
 )
 def test_the_engine_is_told_of_a_stream_that_broke(error: CogTritonError, told: list[str]) -> None:
-    class Broken(Scripted):
-        async def _responses(self, *_: object) -> AsyncGenerator[Response, None]:
-            yield Response([1], None, False)
-            raise error
-
     async def main() -> list[str]:
-        client = Broken([])
+        client = Scripted([Response([1], None, False), error])
 
         async def consume() -> None:
             async with client.stream("id", {}) as responses:
@@ -568,23 +547,9 @@ def test_a_stop_that_fails_is_sent_again() -> None:
     assert asyncio.run(main()) == ["id", "id"]
 
 
-class Silent(Generated):
-    """One response to each request, and silence after it, whatever becomes of the connection."""
-
-    async def _responses(self, *_: object) -> AsyncGenerator[Response, None]:
-        yield Response([1], 1, final=False)
-        await asyncio.Event().wait()
-
-    async def _send_stop(self, request_id: str) -> None:
-        pass
-
-    async def _disconnect(self) -> None:
-        pass
-
-
 def test_closing_a_client_ends_the_streams_that_its_transport_forgets() -> None:
     async def test() -> None:
-        client = Silent(response_timeout=60)
+        client = Scripted([Response([1], 1, final=False)])
         async with client.stream("1", {}) as responses:
             await anext(responses)
             closing = asyncio.create_task(client.aclose())

@@ -11,8 +11,8 @@ import grpc
 import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from cog_triton.client.grpc_transport import GrpcClient, _mapped_errors
-from cog_triton.errors import TritonUnavailable, TritonUnknownError
+from cog_triton.client.grpc_transport import GrpcClient
+from cog_triton.errors import TritonUnavailable
 from cog_triton.request.request import Request, triton_inputs
 from tests.support import free_port
 
@@ -88,13 +88,3 @@ def test_a_stream_whose_client_is_closed_has_not_ended_well() -> None:
                 await asking
 
     asyncio.run(asyncio.wait_for(test(), 30))
-
-
-def test_a_connection_that_ends_as_the_request_is_written_is_a_server_that_is_gone() -> None:
-    nothing, code = grpc.aio.Metadata(), grpc.StatusCode
-    with pytest.raises(TritonUnavailable), _mapped_errors():
-        raise grpc.aio.AioRpcError(
-            code.INTERNAL, nothing, nothing, details="Internal error from Core"
-        )
-    with pytest.raises(TritonUnknownError), _mapped_errors():
-        raise grpc.aio.AioRpcError(code.INVALID_ARGUMENT, nothing, nothing, details="anything else")

@@ -52,7 +52,7 @@ async def serving() -> AsyncIterator[tuple[grpc.aio.Server, Connection]]:
 
 
 def ask(connection: Connection, method: str, message: bytes) -> tuple[Stream, Arrivals[bytes]]:
-    arrivals: Arrivals[bytes] = Arrivals(None, 20)
+    arrivals: Arrivals[bytes] = Arrivals(20)
     stream = connection.open(
         PATH.format(method),
         message,
@@ -103,7 +103,7 @@ def test_what_was_sent_is_let_go() -> None:
         stream, arrivals = ask(connection, "wait", LARGE)
         assert await arrivals.take() == [b"begun"]
         assert stream.unsent.obj == b""
-        await arrivals.close()
+        arrivals.close()
 
     run(test)
 
@@ -116,7 +116,7 @@ def test_a_cancelled_stream_calls_back_no_more_and_the_others_go_on() -> None:
         stream.cancel()
         assert await all_of(ask(connection, "echo", b"x")[1]) == [b"x", b"last"]
         assert not arrivals.ended
-        await arrivals.close()
+        arrivals.close()
 
     run(test)
 

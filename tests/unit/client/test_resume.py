@@ -193,7 +193,7 @@ def test_other_errors_are_the_requests_own() -> None:
 
 def test_a_server_that_begins_anew_is_not_believed() -> None:
     client = ScriptedClient([tokens(1, prompt=5), GONE], [tokens(1, prompt=5)])
-    with pytest.raises(TritonUnknownError, match="cannot go on"):
+    with pytest.raises(TritonUnknownError, match="cannot continue"):
         run(client, inputs(max_tokens=9))
     assert len(client.given) == 2
 
