@@ -49,6 +49,8 @@ CHANNEL_OPTIONS = (
 )
 """For gRPC's own client, which makes the calls that are not streams."""
 
+_DTYPES = {**dict.fromkeys(OUTPUTS, np.int32), LOG_PROBS: np.float32}
+
 T = TypeVar("T")
 
 
@@ -240,21 +242,15 @@ def parse_response(
         TritonMalformedEvent: an output is missing, or the stream is not complete up to here.
     """
     contents = zip(response.outputs, response.raw_output_contents, strict=False)
-    raw = {output.name: content for output, content in contents}
-    log_probs = None if top is None else raw.get(LOG_PROBS)
     try:
-        return checked_response(
-            np.frombuffer(raw["output_ids"], np.int32).tolist(),
-            place,
-            length=_int32(raw.get("sequence_length")),
-            input_tokens=_int32(raw.get("num_input_tokens")),
-            total=_int32(raw.get("num_output_tokens")),
-            final=is_final(response),
-            log_probs=None if log_probs is None else np.frombuffer(log_probs, np.float32),
-            top=top,
-        )
-    except (KeyError, ValueError):
-        raise TritonMalformedEvent("a response of the ensemble has no output_ids") from None
+        outputs = {
+            output.name: np.frombuffer(content, dtype).tolist()
+            for output, content in contents
+            if (dtype := _DTYPES.get(output.name)) is not None
+        }
+    except ValueError:
+        raise TritonMalformedEvent("a response of the ensemble is malformed") from None
+    return checked_response(outputs, place, top, final=is_final(response))
 
 
 def is_final(response: service_pb2.ModelInferResponse) -> bool:
@@ -276,7 +272,3 @@ def _message(response: service_pb2.ModelInferResponse) -> Message:
     result = InferResult(response)
     names = [output.name for output in response.outputs]
     return Message({name: result.as_numpy(name) for name in names}, is_final(response))
-
-
-def _int32(raw: bytes | None) -> int | None:
-    return int.from_bytes(raw[:4], "little", signed=True) if raw else None

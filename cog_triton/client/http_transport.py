@@ -10,7 +10,6 @@ from functools import cached_property
 from typing import Any
 
 import aiohttp
-import numpy as np
 import numpy.typing as npt
 
 from cog_triton.client.arrivals import CLOSED
@@ -36,6 +35,7 @@ from cog_triton.wire import (
     ENGINE,
     IDS_ENSEMBLE,
     LOG_PROBS,
+    OUTPUTS,
     Parameters,
     ids_text,
     stop_inputs,
@@ -192,30 +192,18 @@ def parse_event(event: Mapping[str, Any], place: int = 0, top: int | None = None
         TritonMalformedEvent: an output is missing or of a wrong type, or the stream is not complete up to
             here.
     """
-    embedded = "sequence_length" not in event
-    total = event.get("num_output_tokens") if embedded else None
-    values = event.get(LOG_PROBS)
-    try:
-        return checked_response(
-            _integers(event["output_ids"]),
-            place,
-            length=None if embedded else _integers(event["sequence_length"])[0],
-            input_tokens=event.get("num_input_tokens"),
-            total=total,
-            final=total is not None,
-            log_probs=None if values is None else np.array(values, np.float32).ravel(),
-            top=top,
-        )
-    except (KeyError, IndexError, TypeError) as error:
-        raise TritonMalformedEvent(f"a response of the ensemble is malformed: {error!r}") from None
-
-
-def _integers(value: Any) -> list[int]:
-    """Return a tensor's integers; Triton writes one of a single element as a scalar."""
-    values = value if isinstance(value, list) else [value]
-    if not all(type(item) is int and -(2**31) <= item < 2**31 for item in values):
-        raise TypeError(f"{str(value)[:100]} is not of 32-bit integers")
-    return values
+    outputs = {
+        # Triton writes a tensor of a single element as a scalar.
+        name: event[name] if isinstance(event[name], list) else [event[name]]
+        for name in (*OUTPUTS, LOG_PROBS)
+        if name in event
+    }
+    for name in OUTPUTS:
+        for item in outputs.get(name, ()):
+            if type(item) is not int or not -(2**31) <= item < 2**31:
+                text = f"{name}, {str(event[name])[:100]}, is not of 32-bit integers"
+                raise TritonMalformedEvent(f"a response of the ensemble is malformed: {text}")
+    return checked_response(outputs, place, top)
 
 
 def json_value(value: npt.NDArray[Any]) -> Any:

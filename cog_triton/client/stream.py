@@ -31,6 +31,7 @@ from cog_triton.errors import (
     cause,
 )
 from cog_triton.wire import (
+    LOG_PROBS,
     NO_PARAMETERS,
     TOP_LOG_PROBS,
     Parameters,
@@ -83,43 +84,42 @@ def wanted_log_probs(inputs: Inputs, parameters: Parameters) -> int | None:
 
 
 def checked_response(
-    ids: list[int],
-    place: int,
-    *,
-    length: int | None,
-    input_tokens: int | None,
-    total: int | None,
-    final: bool,
-    log_probs: npt.NDArray[Any] | None,
-    top: int | None,
+    outputs: Mapping[str, list[Any]], place: int, top: int | None, *, final: bool | None = None
 ) -> Response:
-    """Return the response of one set of outputs.
+    """Return the response of one set of outputs, each as a flat list.
 
     Args:
-        ids: output_ids; of the embedded engines, behind their checksum.
+        outputs: output_ids of the embedded engines stand behind their checksum. TensorRT-LLM's C++
+            backend sends sequence_length, because its ids may be padded.
         place: the number of ids received before.
-        length: sequence_length, which TensorRT-LLM's C++ backend sends with ids that may be padded.
-        total: num_output_tokens of the last response.
-        log_probs: as they were sent.
         top: see ``wanted_log_probs``.
+        final: None where only num_output_tokens marks the last response.
 
     Raises:
-        TritonMalformedEvent: the stream is not complete up to here, or log probabilities are missing.
+        TritonMalformedEvent: an output is missing, or the stream is not complete up to here.
     """
-    if length is None:
-        check, ids = ids[:1], ids[1:]
-        if check != [checksum(ids, place)]:
-            raise TritonMalformedEvent(
-                f"Triton's stream has a gap or an error after {place} tokens"
-            )
-        if final:
-            check_total(place + len(ids), total)
-    else:
-        ids = ids[:length]
-    embedded = length is None
+    total = outputs.get("num_output_tokens", [None])[0]
+    embedded = "sequence_length" not in outputs
+    if final is None:
+        final = embedded and total is not None
+    try:
+        ids = outputs["output_ids"]
+        if embedded:
+            check, ids = ids[:1], ids[1:]
+            if check != [checksum(ids, place)]:
+                raise TritonMalformedEvent(
+                    f"Triton's stream has a gap or an error after {place} tokens"
+                )
+            if final:
+                check_total(place + len(ids), total)
+        else:
+            ids = ids[: outputs["sequence_length"][0]]
+    except (KeyError, IndexError) as error:
+        raise TritonMalformedEvent(f"a response of the ensemble lacks {error}") from None
+    input_tokens = outputs.get("num_input_tokens", [None])[0]
     if top is None:
         return Response(ids, input_tokens, final, embedded)
-    values = np.zeros(0) if log_probs is None else log_probs
+    values = np.array(outputs.get(LOG_PROBS, ()), np.float32)
     try:
         own = unpacked_log_probs(ids, values, top) if ids else []
         prompts = unpacked_prompt_log_probs(values, len(ids), top) if embedded else []
