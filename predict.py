@@ -320,16 +320,15 @@ def _openai(settings: Settings) -> tuple[Any, Settings]:
     port = settings.openai_port
     if port is None:
         return None, settings
-    from cog_triton.faces.openai.beside import Beside
-    from cog_triton.faces.openai.workers import with_one_port
+    from cog_triton.faces.openai.command import Embedded
+    from cog_triton.faces.openai.workers import with_fixed_port
 
-    if settings.openai_workers > 1:
-        settings = with_one_port(settings)
+    settings = with_fixed_port(settings)
 
     def tell(busy: bool) -> None:
         control.tell("busy" if busy else "idle")
 
-    return Beside(settings, port, tell), settings
+    return Embedded(settings, port, tell), settings
 
 
 def _refuse(why: str, **inputs: object) -> None:

@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.no_page:
         os.environ["CHAT_PAGE"] = "false"
     from cog_triton.errors import CogTritonError
-    from cog_triton.faces.openai.processes import Options, run
+    from cog_triton.faces.openai.command import Options, run
 
     options = Options(
         arguments.host,

@@ -20,6 +20,7 @@ from cog_triton.adapters.tensors import TRITON_DTYPES, AdapterTensors
 from cog_triton.client.grpc_transport import CHANNEL_OPTIONS, GrpcClient
 from cog_triton.client.resume import ResumingClient
 from cog_triton.client.stream import TritonClient
+from cog_triton.deployment import tokenizer_of
 from cog_triton.engine_choice import EngineName
 from cog_triton.engine_support import check_supported
 from cog_triton.errors import ConfigurationError, TritonUnavailable
@@ -39,6 +40,32 @@ RECONNECT_OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 500),
 )
+
+
+async def attach(
+    settings: Settings, address: str, model: str, context_length: int | None
+) -> Attached:
+    """Wait for a Triton that may still be starting, and look at what it has.
+
+    Args:
+        address: host:port of its gRPC endpoint.
+        model: takes texts and gives them, where there is no ensemble of ours.
+
+    Raises:
+        ConfigurationError: it is not ready within TRITON_START_TIMEOUT, or has no such model.
+    """
+    tokenizer = await asyncio.to_thread(tokenizer_of, settings)
+    triton = RunningTriton(address, model)
+    await triton.wait(settings.start_timeout)
+    return Attached(
+        settings,
+        tokenizer,
+        triton,
+        length=context_length,
+        inputs=None if await triton.has(IDS_ENSEMBLE) else await triton.inputs(),
+        engine=await triton.engine(),
+        adapters=await triton.adapters(settings.lora_dir),
+    )
 
 
 class Attached:
@@ -83,27 +110,6 @@ class Attached:
         )
         self.admission = Admission(
             Bounds(settings.max_running, settings.max_waiting, settings.queue_timeout)
-        )
-
-    @classmethod
-    async def connect(
-        cls, settings: Settings, tokenizer: Tokenizer, triton: RunningTriton, length: int | None
-    ) -> Attached:
-        """Waits for a Triton that may still be starting, and looks at what it has.
-
-        Raises:
-            ConfigurationError: it is not ready within TRITON_START_TIMEOUT, or has no such model.
-        """
-        await triton.wait(settings.start_timeout)
-        inputs = None if await triton.has(IDS_ENSEMBLE) else await triton.inputs()
-        return cls(
-            settings,
-            tokenizer,
-            triton,
-            length=length,
-            inputs=inputs,
-            engine=await triton.engine(),
-            adapters=await triton.adapters(settings.lora_dir),
         )
 
     def generate(

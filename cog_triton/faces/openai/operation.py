@@ -38,9 +38,9 @@ def add_operation(app: Starlette, served: Served) -> None:
     Raises:
         ConfigurationError: the API keys are wrong.
     """
-    settings, part = served.settings, served.part
+    settings = served.settings
     if (keys := configured_keys(settings)) is not None:
-        quotas = Quotas(part.processes)
+        quotas = Quotas(served.processes)
         app.add_middleware(Access, keys=keys, quotas=quotas, open_metrics=settings.open_metrics)
     if origins := list(filter(None, settings.allowed_origins.replace(",", " ").split())):
         app.add_middleware(
@@ -50,7 +50,7 @@ def add_operation(app: Starlette, served: Served) -> None:
             allow_headers=["*"],
             expose_headers=["*"],
         )
-    figures = Figures(served.models[0], served.backend.admission, part.metrics)
+    figures = Figures(served.models[0], served.backend.admission, served.metrics_directory)
     app.state.figures = figures
     ended = [figures.ended, log_call, tracing(settings.otel_endpoint)]
     app.add_middleware(Calls, gap=figures.gap, ended=[tell for tell in ended if tell is not None])

@@ -50,22 +50,6 @@ class Backend(Protocol):
         """Stops what was started."""
 
 
-@dataclass(frozen=True)
-class Part:
-    """Which part of the face a process is.
-
-    Attributes:
-        processes: that answer.
-        metrics: the directory in which they have their figures; None for a single one.
-    """
-
-    processes: int = 1
-    metrics: str | None = None
-
-
-ALONE = Part()
-
-
 @dataclass
 class Served:
     """The state of one application.
@@ -75,8 +59,9 @@ class Served:
         created: seconds since 1970.
         draining: whether it takes no new requests.
         running: requests that are being answered.
-        busy: is told whether there are any, each time that changes.
-        part: of all processes that answer.
+        busy: called with True when there are some, and with False when there are none any more.
+        processes: that answer.
+        metrics_directory: in which they have their figures; None for a single one.
     """
 
     backend: Backend
@@ -85,7 +70,8 @@ class Served:
     draining: bool = False
     running: int = 0
     busy: Callable[[bool], object] = lambda _: None
-    part: Part = ALONE
+    processes: int = 1
+    metrics_directory: str | None = None
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property

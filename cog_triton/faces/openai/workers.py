@@ -1,38 +1,49 @@
-"""Processes that share a socket and answer: what each is told, and another in place of one that ends."""
+"""A server in several processes, which share a socket and a Triton.
+
+Each is ``python -m cog_triton.faces.openai.workers OPTIONS``. One that ends is replaced.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
 import os
 import socket
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import uvloop
 from prometheus_client.multiprocess import mark_process_dead
 
-from cog_triton.deployment import Deployment
 from cog_triton.errors import ConfigurationError
-from cog_triton.settings import Settings
+from cog_triton.faces.openai.attached import attach
+from cog_triton.faces.openai.served import Served
+from cog_triton.faces.openai.server import InProcess, run_until_signal
+from cog_triton.parent import end_with_parent
+from cog_triton.server.log import log_to
+from cog_triton.settings import Settings, read_settings
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Worker:
-    """What one of several processes is told.
+class WorkerOptions:
+    """The command line of a worker, as JSON.
 
     Attributes:
         models: names in requests.
         endpoint: host:port of Triton's gRPC.
         triton_model: of that Triton, where it has no ensemble that returns ids.
-        metrics: directory for the figures of all.
+        processes: number of workers.
         settings: those that differ from the environment's.
-        listener: descriptor of the socket that they share.
+        listener: descriptor of the socket that the workers share.
+        metrics: directory for the figures of all.
         ready: descriptor to write to when requests can come.
     """
 
@@ -41,145 +52,134 @@ class Worker:
     triton_model: str
     context_length: int | None
     processes: int
-    metrics: str
     settings: Mapping[str, object]
-    listener: int = -1
+    listener: int
+    metrics: str = ""
     ready: int = -1
 
 
-def share(settings: Settings, processes: int) -> dict[str, object]:
-    """The settings of each process: the queue is shared out among them."""
-    file = settings.openai_api_keys_file
-    return {
-        "max_running": -(-settings.max_running // processes),
-        "max_waiting": -(-settings.max_waiting // processes),
-        "tokenizer": settings.tokenizer_dir,
-        "allowed_origins": settings.allowed_origins,
-        "openai_api_keys_file": str(file) if file else None,
-    }
+def worker_options(
+    settings: Settings,
+    models: tuple[str, ...],
+    listener: socket.socket,
+    context_length: int | None,
+    endpoint: str | None = None,
+    triton_model: str = "ensemble",
+) -> WorkerOptions:
+    """Return the options of workers that share the settings' queue.
 
-
-def worker_on(
-    deployment: Deployment, models: tuple[str, ...], metrics: str, listener: int
-) -> Worker:
-    """A worker on the Triton of a deployment, whose gRPC port is the same in all of its lives."""
-    settings = deployment.settings
-    return Worker(
-        models=models,
-        endpoint=f"{settings.host.replace('0.0.0.0', '127.0.0.1')}:{settings.grpc_port}",
-        triton_model="ensemble",
-        context_length=deployment.context_length,
-        processes=settings.openai_workers,
-        metrics=metrics,
-        settings=share(settings, settings.openai_workers),
-        listener=listener,
+    Args:
+        endpoint: of another Triton than that of the settings, whose port has to be fixed.
+    """
+    processes, file = settings.openai_workers, settings.openai_api_keys_file
+    return WorkerOptions(
+        models,
+        endpoint or f"{settings.host.replace('0.0.0.0', '127.0.0.1')}:{settings.grpc_port}",
+        triton_model,
+        context_length,
+        processes,
+        {
+            "max_running": -(-settings.max_running // processes),
+            "max_waiting": -(-settings.max_waiting // processes),
+            "tokenizer": settings.tokenizer_dir,
+            "allowed_origins": settings.allowed_origins,
+            "openai_api_keys_file": str(file) if file else None,
+        },
+        listener.fileno(),
     )
 
 
-def with_one_port(settings: Settings) -> Settings:
-    """The settings with a gRPC port for all lives of Triton: workers are not told of another."""
-    port = settings.grpc_port or _free_port(settings.host)
-    return settings.model_copy(update={"grpc_port": port})
-
-
-def _free_port(host: str) -> int:
-    with socket.socket() as listener:
+def with_fixed_port(settings: Settings) -> Settings:
+    """Return the settings with a gRPC port that a restarted Triton has again, if there are workers."""
+    if settings.openai_workers == 1 or settings.grpc_port:
+        return settings
+    with socket.socket() as free:
         try:
-            listener.bind((host, 0))
+            free.bind((settings.host, 0))
         except OSError as error:
-            raise ConfigurationError(f"TRITON_HOST={host}: {error.strerror}") from None
-        return int(listener.getsockname()[1])
+            raise ConfigurationError(f"TRITON_HOST={settings.host}: {error.strerror}") from None
+        return settings.model_copy(update={"grpc_port": int(free.getsockname()[1])})
 
 
 class Workers:
-    """As many processes as a worker is told that there are, from ``run`` to their end."""
+    """See ``server.Server``. It ends when all workers were stopped, or one cannot start."""
 
-    def __init__(self, worker: Worker) -> None:
-        """Starts nothing yet."""
-        self._places = [_Place(worker) for _ in range(worker.processes)]
+    def __init__(self, options: WorkerOptions) -> None:
+        self._options = options
+        self._processes: set[asyncio.subprocess.Process] = set()
+        self._starting = options.processes
+        self._stopping = False
 
     async def run(self, ready: Callable[[], object]) -> None:
-        """Returns when all have been told to end and did, or when one cannot start.
-
-        Args:
-            ready: is called when every one is.
-        """
-        running = [asyncio.create_task(place.run()) for place in self._places]
-        telling = asyncio.create_task(self._tell(ready))
-        try:
+        with tempfile.TemporaryDirectory(prefix="cog-triton-metrics-") as metrics:
+            options = dataclasses.replace(self._options, metrics=metrics)
+            running = [
+                asyncio.create_task(self._keep_running(options, ready))
+                for _ in range(options.processes)
+            ]
             await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
             self.stop()
             await asyncio.gather(*running)
-        finally:
-            telling.cancel()
 
     def stop(self) -> None:
-        """Tells them to let what runs end, and then to end."""
-        for place in self._places:
-            place.stop()
+        if not self._stopping:  # a second signal would end at once what runs
+            self._stopping = True
+            for process in self._processes:
+                _signal(process.terminate)
+
+    drain = stop
 
     def kill(self) -> None:
-        """Ends them at once."""
-        for place in self._places:
-            place.kill()
+        for process in self._processes:
+            _signal(process.kill)
 
-    async def _tell(self, ready: Callable[[], object]) -> None:
-        for place in self._places:
-            await place.ready.wait()
-        ready()
-
-
-class _Place:
-    """Where a worker runs, and another after it."""
-
-    def __init__(self, worker: Worker) -> None:
-        self.ready = asyncio.Event()
-        self._worker = worker
-        self._stopping = False
-        self._process: asyncio.subprocess.Process | None = None
-
-    async def run(self) -> None:
-        """Runs one after the other; returns after one that was told to end, or cannot start."""
+    async def _keep_running(self, options: WorkerOptions, ready: Callable[[], object]) -> None:
+        """Run a worker, and another after each that ends."""
+        started = False
         while not self._stopping:
-            await self._run_one()
-            if self._stopping:
-                return
-            if not self.ready.is_set():
+            process, ready_pipe = await _spawn(options)
+            self._processes.add(process)
+            if self._stopping:  # meanwhile
+                _signal(process.terminate)
+            if await _first_byte(ready_pipe) and not started:
+                started = True
+                self._starting -= 1
+                if not self._starting:
+                    ready()
+            await process.wait()
+            self._processes.discard(process)
+            # Its gauges would be added to the others' otherwise.
+            mark_process_dead(process.pid, options.metrics)  # type: ignore[no-untyped-call]
+            if not self._stopping and not started:
                 logger.error("a worker ended before it was ready: all are stopped")
                 return
-            logger.error("a worker ended: another takes its place")
+            if not self._stopping:
+                logger.error("a worker ended: another takes its place")
 
-    def stop(self) -> None:
-        if not self._stopping:  # a second signal would end what runs at once
-            self._stopping = True
-            self._terminate()
 
-    def kill(self) -> None:
-        if self._process is not None and self._process.returncode is None:
-            self._process.kill()
+def _signal(send: Callable[[], None]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        send()
 
-    def _terminate(self) -> None:
-        if self._process is not None and self._process.returncode is None:
-            self._process.terminate()
 
-    async def _run_one(self) -> None:
-        """Runs a worker to its end."""
-        said, say = os.pipe()
-        try:
-            self._process = process = await _spawn(dataclasses.replace(self._worker, ready=say))
-        finally:
-            os.close(say)
-        if self._stopping:  # meanwhile
-            self._terminate()
-        if await _first_byte(said):
-            self.ready.set()
-        await process.wait()
-        # Else its figures of what runs and waits would be added to the others' for good.
-        mark_process_dead(process.pid, self._worker.metrics)  # type: ignore[no-untyped-call]
+async def _spawn(options: WorkerOptions) -> tuple[asyncio.subprocess.Process, int]:
+    """Start a worker; return it, and a descriptor to read a byte from when it is ready."""
+    readable, writable = os.pipe()
+    text = json.dumps(dataclasses.asdict(dataclasses.replace(options, ready=writable)))
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "cog_triton.faces.openai.workers", text),
+            pass_fds=(options.listener, writable),
+            env={**os.environ, "PROMETHEUS_MULTIPROC_DIR": options.metrics},
+            start_new_session=True,  # Ctrl-C reaches only the first process, which passes it on
+        )
+    finally:
+        os.close(writable)
+    return process, readable
 
 
 async def _first_byte(descriptor: int) -> bytes:
-    """What comes first from a pipe; nothing if it is closed before. Closes it."""
+    """Return the first byte of a pipe, empty if it is closed before; close it."""
     reader = asyncio.StreamReader()
     with os.fdopen(descriptor, "rb") as pipe:
         transport, _ = await asyncio.get_running_loop().connect_read_pipe(
@@ -189,11 +189,27 @@ async def _first_byte(descriptor: int) -> bytes:
             return await reader.read(1)
 
 
-async def _spawn(worker: Worker) -> asyncio.subprocess.Process:
-    return await asyncio.create_subprocess_exec(
-        sys.executable,
-        *("-m", "cog_triton.faces.openai.worker", json.dumps(dataclasses.asdict(worker))),
-        pass_fds=(worker.listener, worker.ready),
-        env={**os.environ, "PROMETHEUS_MULTIPROC_DIR": worker.metrics},
-        start_new_session=True,  # Ctrl-C reaches the first process alone, which passes it on
+async def _run_worker(options: WorkerOptions) -> None:
+    settings = Settings.model_validate(
+        {**read_settings().model_dump(exclude_unset=True), **options.settings}
     )
+    log_to(settings.log_level)
+    end_with_parent()
+    backend = await attach(settings, options.endpoint, options.triton_model, options.context_length)
+    try:
+        served = Served(
+            backend,
+            tuple(options.models),
+            processes=options.processes,
+            metrics_directory=options.metrics,
+        )
+        listener = socket.socket(fileno=options.listener)
+        ready = functools.partial(os.write, options.ready, b".")
+        server = InProcess(served, listener)
+        await run_until_signal(server, listener, settings.drain_seconds, ready)
+    finally:
+        await backend.stop()
+
+
+if __name__ == "__main__":
+    uvloop.run(_run_worker(WorkerOptions(**json.loads(sys.argv[1]))))

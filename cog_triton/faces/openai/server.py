@@ -1,0 +1,168 @@
+"""Serve an application in this process until a signal comes, and the end of that."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+from cog_triton.errors import ConfigurationError
+from cog_triton.faces.openai.app import create_app
+from cog_triton.faces.openai.errors import MESSAGES_PATH, ApiError, message_error
+from cog_triton.faces.openai.served import LAST_SECONDS, Served
+from cog_triton.faces.terminal.interrupt import end_at_once_on_signals
+from cog_triton.web import server as web
+from cog_triton.web.limits import Limits, Refusal
+
+logger = logging.getLogger(__name__)
+MARGIN_SECONDS = 3.0
+"""Beyond what a server may take to end."""
+_REFUSAL_CODES = {413: "request_too_large", 415: "unsupported_content_encoding"}
+
+
+class Server(Protocol):
+    """A server in this process, or in several others."""
+
+    async def run(self, ready: Callable[[], object]) -> None:
+        """Serve until stopped; call ``ready`` once requests can come."""
+
+    def drain(self) -> None:
+        """Refuse new requests."""
+
+    def stop(self) -> None:
+        """Drain, let requests end for DRAIN_SECONDS, and make ``run`` return."""
+
+    def kill(self) -> None:
+        """End at once."""
+
+
+class InProcess:
+    """A server on the event loop of its caller."""
+
+    def __init__(self, served: Served, listener: socket.socket) -> None:
+        """
+        Args:
+            listener: bound, and listening by the time of ``run``.
+        """
+        settings = served.settings
+        app = create_app(served)
+        limits = Limits(settings.max_request_bytes, request_seconds=settings.receive_timeout)
+        self._server = web.Server(web.Config(app, limits, refusal_body))
+        self._served, self._listener, self._figures = served, listener, app.state.figures
+        self._draining: asyncio.Task[None] | None = None
+
+    async def run(self, ready: Callable[[], object]) -> None:
+        refreshing = asyncio.create_task(self._figures.keep_fresh())
+        serving = asyncio.create_task(self._server.serve(sockets=[self._listener]))
+        ready()
+        await serving
+        refreshing.cancel()
+
+    def drain(self) -> None:
+        self._served.draining = True
+
+    def stop(self) -> None:
+        logger.info("stopping: %d requests run", self._served.running)
+        self._draining = asyncio.create_task(self._served.drain())
+        self._draining.add_done_callback(lambda _: self.kill())
+
+    def kill(self) -> None:
+        self._server.should_exit = True
+
+
+def refusal_body(refusal: Refusal, target: str) -> dict[str, Any]:
+    """Return the body of the response to a request that never reached the application."""
+    error = ApiError(refusal.status, refusal.detail, code=_REFUSAL_CODES.get(refusal.status))
+    return message_error(error) if target.startswith(MESSAGES_PATH) else error.body()
+
+
+async def run_until_signal(
+    server: Server,
+    listener: socket.socket,
+    drain_seconds: float,
+    ready: Callable[[], object],
+) -> int:
+    """Run a server until a signal comes; return the exit status.
+
+    That is 0 after SIGTERM, 130 after Ctrl-C, and 1 if the server ended by itself. A second signal
+    ends the process at once.
+
+    Raises:
+        ConfigurationError: nothing can listen.
+    """
+    gc.collect()
+    gc.freeze()  # what is alive now stays so: full collections need not go through it
+    with first_signal() as signalled:
+        listen(listener)
+        running = asyncio.create_task(server.run(ready))
+        first: list[asyncio.Future[Any]] = [running, signalled]
+        await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+        if not running.done():
+            server.stop()
+            await asyncio.wait([running], timeout=drain_seconds + LAST_SECONDS + MARGIN_SECONDS)
+            server.kill()
+        await running
+        if not signalled.done():
+            return 1
+        return 128 + signal.SIGINT if signalled.result() == signal.SIGINT else 0
+
+
+@contextlib.contextmanager
+def first_signal() -> Iterator[asyncio.Future[int]]:
+    """Yield a future of the first signal's number; a second signal ends the process at once."""
+    loop = asyncio.get_running_loop()
+    first: asyncio.Future[int] = loop.create_future()
+    ending = (signal.SIGINT, signal.SIGTERM)
+
+    def handle(number: int) -> None:
+        first.set_result(number)
+        for name in ending:
+            loop.remove_signal_handler(name)
+        end_at_once_on_signals()
+
+    for name in ending:
+        loop.add_signal_handler(name, handle, name)
+    try:
+        yield first
+    finally:
+        end_at_once_on_signals()
+
+
+def bind(host: str, port: int, setting: str = "") -> socket.socket:
+    """Return a socket that does not listen yet.
+
+    Args:
+        setting: names the port in an error.
+
+    Raises:
+        ConfigurationError: the address is taken, or not this machine's.
+    """
+    try:
+        return web.bound(host, port)
+    except OSError as error:
+        raise ConfigurationError(f"{setting}{error.strerror}") from None
+
+
+def listen(listener: socket.socket, setting: str = "") -> None:
+    """Listen.
+
+    Raises:
+        ConfigurationError: another process has taken the port meanwhile.
+    """
+    try:
+        listener.listen(web.BACKLOG)
+    except OSError as error:
+        host, port = listener.getsockname()[:2]
+        raise ConfigurationError(f"{setting}{host}, port {port}: {error.strerror}") from None
+
+
+def url_of(listener: socket.socket) -> str:
+    """Return the URL by which this machine reaches a socket."""
+    host, port = listener.getsockname()[:2]
+    host = host.replace("0.0.0.0", "127.0.0.1")
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
