@@ -10,13 +10,12 @@ from starlette.responses import Response
 
 import cog_triton
 from cog_triton.errors import CogTritonError, shown
-from cog_triton.faces.openai import chat, completions, health, metrics, models, page, tokens
+from cog_triton.faces.openai import chat, completions, metrics, models, page, tokens
 from cog_triton.faces.openai.answers import error_response, told
 from cog_triton.faces.openai.errors import ApiError
 from cog_triton.faces.openai.messages import route as messages
-from cog_triton.faces.openai.middleware import RequestIds, id_headers
 from cog_triton.faces.openai.openapi import ERRORS, MESSAGE_ERRORS
-from cog_triton.faces.openai.operation import add_operation
+from cog_triton.faces.openai.operation import add_operation, id_headers
 from cog_triton.faces.openai.responses import route as responses
 from cog_triton.faces.openai.served import Served
 
@@ -27,7 +26,6 @@ ROUTERS = (
     messages.router,
     models.router,
     tokens.router,
-    health.router,
     metrics.router,
 )
 
@@ -49,9 +47,7 @@ def create_app(served: Served) -> FastAPI:
         app.include_router(router, responses=MESSAGE_ERRORS if of_messages else ERRORS)
     if served.settings.chat_page:
         app.include_router(page.router)
-    # The last is the first that a request meets.
     add_operation(app, served)
-    app.add_middleware(RequestIds)
     app.add_exception_handler(HTTPException, _answer_bad_path)
     for kind in (ApiError, CogTritonError):
         app.add_exception_handler(kind, _answer_error)

@@ -1,6 +1,6 @@
-"""API keys: who may ask, and how much of the server is theirs. In memory there are only their hashes.
+"""API keys, which are kept as hashes only, and their limits.
 
-A list of keys has one a line: a name, the key or the hash of it, and what may be said of it:
+A list of keys has one a line: a name, the key or its hash, and options:
 
     NAME KEY [weight=2] [max_running=8] [requests_per_minute=60] [tokens_per_minute=20000]
 
@@ -12,31 +12,33 @@ from __future__ import annotations
 import hashlib
 import hmac
 import logging
+import math
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from cog_triton.errors import ConfigurationError, shown
+from cog_triton.faces.openai.errors import ApiError
 
 logger = logging.getLogger(__name__)
 RELOAD_SECONDS = 1.0
 """Between two looks at the file."""
+MINUTE = 60.0
 _HASH = re.compile(r"sha256:([0-9a-fA-F]{64})")
 _NAME = re.compile(r"[\w.@-]{1,64}")
-_NUMBERS = ("weight", "max_running", "requests_per_minute", "tokens_per_minute")
+_OPTIONS = ("weight", "max_running", "requests_per_minute", "tokens_per_minute")
 
 
 @dataclass(frozen=True)
 class Key:
-    """One API key.
+    """One API key. A limit that is None does not apply.
 
     Attributes:
-        name: is shown where the key must not be.
         digest: SHA-256 of the key.
         weight: of its tokens, where others wait as well.
-        max_running: requests at once; None for any number, as below.
+        max_running: requests at once.
     """
 
     name: str
@@ -48,7 +50,7 @@ class Key:
 
 
 ANYBODY = Key("", b"")
-"""Whose requests are where there are no keys."""
+"""Of every request where there are no keys."""
 
 
 class Keys:
@@ -61,20 +63,17 @@ class Keys:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Reads the file.
+        """Read the file.
 
         Raises:
-            ConfigurationError: it cannot be read, or has something else in it, or there are no keys.
+            ConfigurationError: it cannot be read, or has a mistake, or there are no keys.
         """
-        self._listed = tuple(listed)
-        self._file = file
-        self._clock = clock
-        self._looked = clock()
-        self._version = _version(file)
+        self._listed, self._file, self._clock = tuple(listed), file, clock
+        self._looked, self._version = clock(), _version(file)
         self._keys = self._read()
 
     def find(self, presented: str) -> Key | None:
-        """The key that this is; it takes as long whichever it is, or none."""
+        """Return the key that this is, in constant time."""
         self._reload()
         digest = digest_of(presented)
         matching = [key for key in self._keys if hmac.compare_digest(key.digest, digest)]
@@ -96,7 +95,6 @@ class Keys:
         return keys
 
     def _reload(self) -> None:
-        """Reads the file again if it has changed. One that is wrong is named, and passed over."""
         if self._file is None or self._clock() - self._looked < RELOAD_SECONDS:
             return
         self._looked = self._clock()
@@ -113,7 +111,7 @@ class Keys:
 
 
 def keys_of(listed: str, file: Path | None) -> Keys | None:
-    """The keys of the settings; None if there are none, so that anybody may ask.
+    """Return the keys of the settings; None if there are none, so that anybody may ask.
 
     Args:
         listed: keys with commas or line feeds between; each is named after its hash.
@@ -121,15 +119,16 @@ def keys_of(listed: str, file: Path | None) -> Keys | None:
     Raises:
         ConfigurationError: see ``Keys``.
     """
-    keys = [_listed_key(text) for text in re.split(r"[,\s]+", listed) if text]
+    digests = [_digest(text) for text in re.split(r"[,\s]+", listed) if text]
+    keys = [Key(f"key-{digest.hex()[:8]}", digest) for digest in digests]
     return Keys(keys, file) if keys or file is not None else None
 
 
 def parsed_keys(text: str, source: str) -> tuple[Key, ...]:
-    """The keys of a file's text.
+    """Return the keys of a file's text.
 
     Raises:
-        ConfigurationError: naming the line, but nothing of what is on it.
+        ConfigurationError: naming the line, but nothing of its text.
     """
     keys = []
     for number, line in enumerate(text.splitlines(), 1):
@@ -137,28 +136,25 @@ def parsed_keys(text: str, source: str) -> tuple[Key, ...]:
         if not words or words[0].startswith("#"):
             continue
         try:
-            keys.append(_key(words))
+            if len(words) < 2 or not _NAME.fullmatch(words[0]):
+                raise ValueError(
+                    "a name of letters, digits and ._@-, and a key or its hash are needed"
+                )
+            keys.append(Key(words[0], _digest(words[1]), **dict(map(_option, words[2:]))))
         except ValueError as error:
             raise ConfigurationError(f"{source}, line {number}: {error}") from None
     return tuple(keys)
 
 
 def digest_of(key: str) -> bytes:
-    """SHA-256 of a key."""
+    """Return the SHA-256 of a key."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
-def _key(words: Sequence[str]) -> Key:
-    if len(words) < 2 or not _NAME.fullmatch(words[0]):
-        raise ValueError("a name of letters, digits and ._@-, and a key or its hash are needed")
-    name, key, *rest = words
-    return Key(name, _digest(key), **dict(map(_number, rest)))
-
-
-def _number(word: str) -> tuple[str, float]:
+def _option(word: str) -> tuple[str, float]:
     name, _, text = word.partition("=")
-    if name not in _NUMBERS:
-        raise ValueError(f"behind the key may be {', '.join(_NUMBERS)}, each with = and a number")
+    if name not in _OPTIONS:
+        raise ValueError(f"behind the key may be {', '.join(_OPTIONS)}, each with = and a number")
     try:
         value = float(text)
     except ValueError:
@@ -166,11 +162,6 @@ def _number(word: str) -> tuple[str, float]:
     if not 0 < value < 1e12:
         raise ValueError(f"{name} must be a number above 0, not {shown(text)}")
     return name, value
-
-
-def _listed_key(text: str) -> Key:
-    digest = _digest(text)
-    return Key(f"key-{digest.hex()[:8]}", digest)
 
 
 def _digest(text: str) -> bytes:
@@ -184,3 +175,92 @@ def _version(file: Path | None) -> tuple[int, int, int] | None:
     except OSError:
         return None
     return (status.st_mtime_ns, status.st_ino, status.st_size) if status else None
+
+
+@dataclass
+class _Bucket:
+    """A limit a minute: full at first, filled evenly, below 0 where more was taken."""
+
+    size: float
+    level: float
+    seen: float
+
+    def wait(self, amount: float) -> float:
+        """Return the seconds until so much is in it."""
+        return max(0.0, (amount - self.level) * MINUTE / self.size)
+
+
+@dataclass
+class _Use:
+    running: int = 0
+    buckets: dict[str, _Bucket] = field(default_factory=dict)
+
+
+class Quotas:
+    """The use that keys have made of their limits, on one event loop.
+
+    Each of several processes counts for itself, and has its part of the limits.
+    """
+
+    def __init__(self, processes: int = 1, clock: Callable[[], float] = time.monotonic) -> None:
+        self._processes = processes
+        self._clock = clock
+        self._uses: dict[str, _Use] = {}
+
+    def enter(self, key: Key) -> None:
+        """Count a request that begins.
+
+        Raises:
+            ApiError: 429, the key's limit is reached; it says when to try again.
+        """
+        use = self._uses.setdefault(key.name, _Use())
+        most = math.inf if key.max_running is None else math.ceil(key.max_running / self._processes)
+        if use.running >= most:
+            raise _refusal("requests", f"{most} running requests", 1.0)
+        buckets = self._buckets(key, use)
+        for kind, bucket in buckets.items():
+            if seconds := bucket.wait(1.0):
+                raise _refusal(kind, f"{bucket.size:g} {kind} a minute", seconds)
+        if "requests" in buckets:
+            buckets["requests"].level -= 1
+        use.running += 1
+
+    def leave(self, key: Key, tokens: int) -> None:
+        """Count the end of a request that was let in, and the tokens that it took."""
+        use = self._uses[key.name]
+        use.running -= 1
+        if tokens and (bucket := self._buckets(key, use).get("tokens")):
+            bucket.level -= tokens
+
+    def headers(self, key: Key) -> list[tuple[bytes, bytes]]:
+        """Return OpenAI's headers of a key's limits; none where it has none."""
+        values = []
+        for kind, bucket in self._buckets(key, self._uses.get(key.name, _Use())).items():
+            values += [
+                (f"limit-{kind}", f"{bucket.size:.0f}"),
+                (f"remaining-{kind}", f"{max(0, math.floor(bucket.level))}"),
+                (f"reset-{kind}", f"{bucket.wait(bucket.size):.3f}s"),
+            ]
+        return [(f"x-ratelimit-{name}".encode(), value.encode()) for name, value in values]
+
+    def _buckets(self, key: Key, use: _Use) -> dict[str, _Bucket]:
+        """Return a key's buckets, filled up to now; their sizes may have changed."""
+        limits = {"requests": key.requests_per_minute, "tokens": key.tokens_per_minute}
+        sizes = {kind: max(1.0, limit / self._processes) for kind, limit in limits.items() if limit}
+        now = self._clock()
+        for kind, size in sizes.items():
+            bucket = use.buckets.setdefault(kind, _Bucket(size, size, now))
+            level = min(size, bucket.level + (now - bucket.seen) * size / MINUTE)
+            use.buckets[kind] = _Bucket(size, level, now)
+        return {kind: use.buckets[kind] for kind in sizes}
+
+
+def _refusal(kind: str, limit: str, seconds: float) -> ApiError:
+    retry = max(1, math.ceil(seconds))
+    return ApiError(
+        429,
+        f"Rate limit reached for this API key: {limit} are the most; try again in {retry} s",
+        kind,
+        code="rate_limit_exceeded",
+        headers={"Retry-After": str(retry)},
+    )

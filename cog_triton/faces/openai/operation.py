@@ -1,4 +1,4 @@
-"""What those who run the server want of every request: its key asked for, its limits kept, its end told of.
+"""Middleware around the routes: ids of requests, API keys and their limits, metrics, log, traces.
 
 Plain ASGI, without tasks. ``Calls`` is around ``Access``, so that refusals are counted as well.
 """
@@ -6,7 +6,9 @@ Plain ASGI, without tasks. ``Calls`` is around ``Access``, so that refusals are 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import re
+import secrets
+from collections.abc import Callable, Sequence
 from urllib.parse import quote
 
 from starlette.applications import Starlette
@@ -17,23 +19,28 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from cog_triton.errors import shown
 from cog_triton.faces.openai.answers import error_response
 from cog_triton.faces.openai.calls import CURRENT, Call, current
-from cog_triton.faces.openai.errors import ApiError
-from cog_triton.faces.openai.keys import Key, Keys, keys_of
+from cog_triton.faces.openai.errors import MESSAGES_PATH, ApiError
+from cog_triton.faces.openai.keys import Key, Keys, Quotas, keys_of
 from cog_triton.faces.openai.metrics import Figures
-from cog_triton.faces.openai.quotas import Quotas
 from cog_triton.faces.openai.served import Served
 from cog_triton.faces.openai.tracing import tracing
 from cog_triton.settings import Settings
 
 logger = logging.getLogger(__name__)
+REQUEST_ID = "x-request-id"
+ANTHROPICS_REQUEST_ID = "request-id"
+_USABLE_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 OPEN = frozenset({"/", "/ping", "/health", "/health/live", "/health/ready"})
 """Paths that need no key: a page without any content of the model's, and what orchestrators ask."""
 METRICS = "/metrics"
+_NO_KEY = (
+    "You did not provide an API key: it goes into the header Authorization, as Bearer YOUR_KEY"
+)
 Ended = Callable[[Call, Headers], object]
 
 
 def add_operation(app: Starlette, served: Served) -> None:
-    """Puts around an application what the settings ask for.
+    """Add the middleware that the settings ask for.
 
     Raises:
         ConfigurationError: the API keys are wrong.
@@ -52,12 +59,12 @@ def add_operation(app: Starlette, served: Served) -> None:
         )
     figures = Figures(served.models[0], served.backend.admission, served.metrics_directory)
     app.state.figures = figures
-    ended = [figures.ended, log_call, tracing(settings.otel_endpoint)]
-    app.add_middleware(Calls, gap=figures.gap, ended=[tell for tell in ended if tell is not None])
+    ended = filter(None, [figures.ended, log_call, tracing(settings.otel_endpoint)])
+    app.add_middleware(Calls, gap=figures.gap, ended=list(ended))
 
 
 def configured_keys(settings: Settings) -> Keys | None:
-    """The API keys of the settings; None if there are none.
+    """Return the API keys of the settings; None if there are none.
 
     Raises:
         ConfigurationError: they are wrong.
@@ -67,27 +74,35 @@ def configured_keys(settings: Settings) -> Keys | None:
 
 
 class Calls:
-    """Has a ``Call`` of each request, and tells of it at its end."""
+    """Give each request an id and a ``Call``, and report it at its end."""
 
-    def __init__(self, app: ASGIApp, gap: Callable[[float], object], ended: list[Ended]) -> None:
+    def __init__(
+        self, app: ASGIApp, gap: Callable[[float], object], ended: Sequence[Ended]
+    ) -> None:
         """
         Args:
             gap: see ``Call``.
-            ended: are told of each call that has ended, and the headers of its request.
+            ended: called with each call that has ended, and the headers of its request.
         """
-        self._app = app
-        self._gap = gap
-        self._ended = ended
+        self._app, self._gap, self._ended = app, gap, ended
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        call = Call(scope["state"]["request_id"], scope["path"], gap=self._gap)
+        headers = Headers(scope=scope)
+        given = headers.get(REQUEST_ID, "")
+        name = given if _USABLE_ID.fullmatch(given) else secrets.token_hex(16)
+        scope.setdefault("state", {})["request_id"] = name
+        if scope["method"] == "HEAD":  # uvicorn, which has the scope itself, sends no body
+            scope = {**scope, "method": "GET"}
+        call = Call(name, scope["path"], gap=self._gap)
 
         async def send_noted(message: Message) -> None:
             if message["type"] == "http.response.start":
                 call.status = message["status"]
+                ids = [(key.encode(), value.encode()) for key, value in id_headers(scope).items()]
+                message["headers"] = [*message["headers"], *ids]
             await send(message)
 
         token = CURRENT.set(call)
@@ -98,17 +113,22 @@ class Calls:
             raise
         finally:
             CURRENT.reset(token)
-            for tell in self._ended:
-                tell(call, Headers(scope=scope))
+            for report in self._ended:
+                report(call, headers)
+
+
+def id_headers(scope: Scope) -> dict[str, str]:
+    """Return the headers of a response that name its request's id."""
+    name = scope["state"]["request_id"]
+    of_messages = scope["path"].startswith(MESSAGES_PATH)
+    return {REQUEST_ID: name, **({ANTHROPICS_REQUEST_ID: name} if of_messages else {})}
 
 
 class Access:
-    """Lets in who has a key, as often as the key may."""
+    """Let in requests with a key, within the key's limits."""
 
     def __init__(self, app: ASGIApp, keys: Keys, quotas: Quotas, *, open_metrics: bool) -> None:
-        self._app = app
-        self._keys = keys
-        self._quotas = quotas
+        self._app, self._keys, self._quotas = app, keys, quotas
         self._open = OPEN | {METRICS} if open_metrics else OPEN
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -127,24 +147,13 @@ class Access:
             await self._app(scope, receive, send)
 
     def _key(self, headers: Headers) -> Key:
-        """Whose a request is.
-
-        Raises:
-            ApiError: 401.
-        """
         presented = presented_key(headers)
         key = self._keys.find(presented) if presented else None
         if key is not None:
             return key
-        raise ApiError(
-            401,
-            "Incorrect API key provided"
-            if presented
-            else "You did not provide an API key: it goes into the header Authorization, as "
-            "Bearer YOUR_KEY",
-            code="invalid_api_key",
-            headers={"WWW-Authenticate": "Bearer"},
-        )
+        text = "Incorrect API key provided" if presented else _NO_KEY
+        challenge = {"WWW-Authenticate": "Bearer"}
+        raise ApiError(401, text, code="invalid_api_key", headers=challenge)
 
     async def _limited(self, call: Call, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_with_limits(message: Message) -> None:
@@ -165,7 +174,7 @@ class Access:
 
 
 def presented_key(headers: Headers) -> str:
-    """The key of a request, by the header of OpenAI, Anthropic or Azure; "" if it has none."""
+    """Return the key of a request, by the header of OpenAI, Anthropic or Azure; "" without one."""
     scheme, _, key = headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer":
         return key.strip()
@@ -173,7 +182,7 @@ def presented_key(headers: Headers) -> str:
 
 
 def log_call(call: Call, _: Headers) -> None:
-    """A line of the log for each request, without anything of its text."""
+    """Log a line for a request, without anything of its text."""
     level = logging.DEBUG if call.path in OPEN or call.path == METRICS else logging.INFO
     logger.log(
         level,

@@ -10,8 +10,15 @@ import pytest
 
 from cog_triton.errors import ConfigurationError
 from cog_triton.faces.openai.errors import ApiError
-from cog_triton.faces.openai.keys import RELOAD_SECONDS, Key, Keys, digest_of, keys_of, parsed_keys
-from cog_triton.faces.openai.quotas import Quotas
+from cog_triton.faces.openai.keys import (
+    RELOAD_SECONDS,
+    Key,
+    Keys,
+    Quotas,
+    digest_of,
+    keys_of,
+    parsed_keys,
+)
 
 HASH = hashlib.sha256(b"sk-a").hexdigest()
 
