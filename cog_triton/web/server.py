@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import socket
 from collections.abc import Callable, Iterator
+from http import HTTPStatus
 from typing import Any, cast
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from cog_triton.web.limits import Limits, Refusal, RequestFilter, json_response
+from cog_triton.web.limits import HEAD_END, Limits, Refusal, RequestFilter
 
 BACKLOG = 1024
 LINGER_SECONDS = 1.0
@@ -121,7 +123,7 @@ class LimitedProtocol(HttpToolsProtocol):
         cycle = self.cycle if self._filter.in_body else None
         if cycle is None or not cycle.response_started:
             body = self._config.refusal_body(refusal, self._filter.target)
-            self.transport.write(json_response(refusal.status, body, close=True))
+            self.transport.write(_response(refusal.status, json.dumps(body).encode()))
         if cycle is not None:
             cycle.disconnected = True
             cycle.message_event.set()
@@ -146,6 +148,16 @@ class LimitedProtocol(HttpToolsProtocol):
         else:
             self._filter.refuse(Refusal(408, f"the request did not come within {seconds:g} s"))
             self._refuse()
+
+
+def _response(status: int, body: bytes) -> bytes:
+    lines = (
+        f"HTTP/1.1 {status} {HTTPStatus(status).phrase}",
+        "content-type: application/json",
+        f"content-length: {len(body)}",
+        "connection: close",
+    )
+    return "\r\n".join(lines).encode() + HEAD_END + body
 
 
 def bound(host: str, port: int) -> socket.socket:

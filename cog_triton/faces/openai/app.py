@@ -1,4 +1,4 @@
-"""The application: what is served, behind OpenAI's routes."""
+"""The application: OpenAI's routes, and errors in the form of its API."""
 
 from __future__ import annotations
 
@@ -31,10 +31,7 @@ ROUTERS = (
 
 
 def create_app(served: Served) -> FastAPI:
-    """The application of what is served.
-
-    It starts and stops nothing; see ``serving``.
-    """
+    """Return the application; it starts and stops nothing."""
     app = FastAPI(
         title="cog-triton",
         version=cog_triton.__version__,

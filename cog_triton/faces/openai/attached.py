@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -49,67 +50,83 @@ async def attach(
 
     Args:
         address: host:port of its gRPC endpoint.
-        model: takes texts and gives them, where there is no ensemble of ours.
+        model: takes texts and returns them, where there is no ensemble of ours.
 
     Raises:
         ConfigurationError: it is not ready within TRITON_START_TIMEOUT, or has no such model.
     """
     tokenizer = await asyncio.to_thread(tokenizer_of, settings)
-    triton = RunningTriton(address, model)
+    triton = RunningTriton(address)
     await triton.wait(settings.start_timeout)
+    text_client = inputs = None
+    engine = await triton.config(ENGINE)
+    adapters = adapters_of(engine, settings.lora_dir)
+    if await triton.config(IDS_ENSEMBLE) is None:
+        config = await triton.config(model)
+        if config is None:
+            text = f"the Triton at {address} has neither {IDS_ENSEMBLE} nor {model}"
+            raise ConfigurationError(text)
+        inputs = {tensor.name: tensor.optional for tensor in config.input}
+        text_client = TextClient(address, model, settings.response_timeout, adapters)
     return Attached(
         settings,
         tokenizer,
         triton,
-        length=context_length,
-        inputs=None if await triton.has(IDS_ENSEMBLE) else await triton.inputs(),
-        engine=await triton.engine(),
-        adapters=await triton.adapters(settings.lora_dir),
+        context_length,
+        text_client,
+        inputs,
+        engine_of(engine),
+        adapters,
     )
 
 
+def engine_of(config: Any) -> EngineName | None:
+    """Return TensorRT-LLM's C++ backend, if a model runs on it; engines in Python check requests."""
+    return "tensorrtllm" if config is not None and config.backend == "tensorrtllm" else None
+
+
+def adapters_of(config: Any, directory: Path | None) -> AdapterTensors | None:
+    """Return a directory's adapters as TensorRT-LLM's C++ backend takes them."""
+    if directory is None or engine_of(config) is None:
+        return None
+    kinds = {tensor.name: DataType.Name(tensor.data_type) for tensor in config.input}
+    dtypes = {kind: dtype for dtype, kind in TRITON_DTYPES.items()}
+    return AdapterTensors(directory, dtypes.get(kinds.get("lora_weights", ""), "float16"))
+
+
+@dataclass
 class Attached:
-    """See ``served.Backend``. The life of that Triton is its owner's."""
+    """See ``served.Backend``. That Triton's owner starts and stops it.
 
-    def __init__(
-        self,
-        settings: Settings,
-        tokenizer: Tokenizer,
-        triton: RunningTriton,
-        *,
-        length: int | None = None,
-        inputs: Mapping[str, bool] | None = None,
-        engine: EngineName | None = None,
-        adapters: AdapterTensors | None = None,
-    ) -> None:
-        """For one that is ready.
+    Attributes:
+        context_length: most tokens of prompt and output together; None if only the engine knows.
+        text_client: to an ensemble without ids; None for one of ours.
+        inputs: of that ensemble, and whether each of them may be left out.
+        engine: see ``check_supported``.
+        adapters: of TensorRT-LLM's C++ backend; see ``ResumingClient``.
+    """
 
-        Args:
-            length: most tokens of prompt and output together; None if only the engine knows.
-            inputs: of an ensemble without ids, and whether each of them may be left out; None for
-                one of ours.
-            engine: see ``check_supported``.
-            adapters: of TensorRT-LLM's C++ backend; see ``ResumingClient``.
-        """
-        self.settings = settings
-        self._engine = engine
-        self.tokenizer = tokenizer
-        self.context_length = length
-        self.limits = text_limits(tokenizer, self.context_length)
-        self._triton = triton
-        self._inputs = inputs
-        self._text_client = TextClient(
-            triton.address, triton.model, settings.response_timeout, adapters
-        )
-        self._clients = ReconnectingClients(triton, settings)
+    settings: Settings
+    tokenizer: Tokenizer
+    triton: RunningTriton
+    context_length: int | None
+    text_client: TextClient | None
+    inputs: Mapping[str, bool] | None
+    engine: EngineName | None
+    adapters: AdapterTensors | None
+
+    def __post_init__(self) -> None:
+        settings = self.settings
+        self.limits = text_limits(self.tokenizer, self.context_length)
+        bounds = Bounds(settings.max_running, settings.max_waiting, settings.queue_timeout)
+        self.admission = Admission(bounds)
+        self._client: TritonClient = self._connected()
+        self._reconnecting = asyncio.Lock()
         self._streams = ResumingClient(
-            self._clients,
+            self,
             attempts=settings.resume_attempts,
-            end_id=tokenizer.eos_token_id,
-            adapters=adapters,
-        )
-        self.admission = Admission(
-            Bounds(settings.max_running, settings.max_waiting, settings.queue_timeout)
+            end_id=self.tokenizer.eos_token_id,
+            adapters=self.adapters,
         )
 
     def generate(
@@ -120,12 +137,12 @@ class Attached:
         Raises:
             InvalidParameter: at once, where something of it would have no effect.
         """
-        check_supported(request, self._engine, own_preprocessing=True)
-        if self._inputs is not None:
+        check_supported(request, self.engine, own_preprocessing=True)
+        if self.text_client is not None and self.inputs is not None:
             return generate_text(
                 request,
-                self._text_client,
-                self._inputs,
+                self.text_client,
+                self.inputs,
                 self.tokenizer,
                 admission=self.admission,
                 request_id=request_id,
@@ -141,49 +158,60 @@ class Attached:
             tenant=tenant,
         )
 
+    async def client(self, failed: TritonClient | None) -> TritonClient:
+        """See ``cog_triton.client.resume.Clients``."""
+        async with self._reconnecting:
+            if failed is not None and self._client is failed:
+                try:
+                    await self.triton.wait(self.settings.resume_timeout)
+                except ConfigurationError as error:
+                    raise TritonUnavailable(error.message) from None
+                self._client = self._connected()
+                await failed.aclose()  # its other requests continue on the new one as well
+        return self._client
+
     def close(self) -> None:
         """See ``Backend``."""
         self.admission.close(STOPPING)
 
     async def healthy(self) -> bool:
         """See ``Backend``."""
-        return not self.admission.closed and await self._triton.ready()
+        return not self.admission.closed and await self.triton.ready()
 
     async def stop(self) -> None:
-        """Closes the connections."""
+        """Close the connections."""
         self.close()
-        await self._clients.aclose()
-        await self._text_client.aclose()
-        await self._triton.aclose()
+        await self._client.aclose()
+        if self.text_client is not None:
+            await self.text_client.aclose()
+        await self.triton.aclose()
+
+    def _connected(self) -> GrpcClient:
+        timeout = self.settings.response_timeout
+        return GrpcClient(self.triton.address, response_timeout=timeout)
 
 
 class RunningTriton:
-    """What a Triton says of itself.
+    """Questions to a Triton, by its gRPC endpoint's host:port."""
 
-    Attributes:
-        address: host:port of its gRPC endpoint.
-        model: takes texts and gives them, where there is no ensemble of ours.
-    """
-
-    def __init__(self, address: str, model: str) -> None:
+    def __init__(self, address: str) -> None:
         self.address = address
-        self.model = model
         options = [*CHANNEL_OPTIONS, *RECONNECT_OPTIONS]
         self._channel = grpc.aio.insecure_channel(address, options=options)
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
 
     async def ready(self) -> bool:
-        """Whether every model is."""
+        """Return whether every model is ready."""
         with contextlib.suppress(grpc.RpcError):
-            reply = await self._ask("ServerReady", service_pb2.ServerReadyRequest())
-            return bool(reply.ready)
+            request = service_pb2.ServerReadyRequest()
+            return bool((await self._stub.ServerReady(request, timeout=ASK_SECONDS)).ready)
         return False
 
     async def wait(self, seconds: float) -> None:
-        """Returns when it is ready.
+        """Wait until it is ready.
 
         Raises:
-            ConfigurationError: not within so many seconds.
+            ConfigurationError: it is not within so many seconds.
         """
         deadline = time.monotonic() + seconds
         while not await self.ready():
@@ -191,85 +219,19 @@ class RunningTriton:
                 raise ConfigurationError(f"no Triton is ready at {self.address} (gRPC)")
             await asyncio.sleep(POLL_SECONDS)
 
-    async def has(self, model: str) -> bool:
-        """Whether it has a model, which is ready."""
+    async def config(self, model: str) -> Any:
+        """Return the configuration of a model; None if there is no such model."""
         with contextlib.suppress(grpc.RpcError):
-            reply = await self._ask("ModelReady", service_pb2.ModelReadyRequest(name=model))
-            return bool(reply.ready)
-        return False
-
-    async def inputs(self) -> dict[str, bool]:
-        """The inputs of its model, and whether each may be left out.
-
-        Raises:
-            ConfigurationError: there is no such model.
-        """
-        try:
-            reply = await self._ask("ModelConfig", service_pb2.ModelConfigRequest(name=self.model))
-        except grpc.RpcError as error:
-            raise ConfigurationError(
-                f"the Triton at {self.address} has neither {IDS_ENSEMBLE} nor {self.model}: "
-                f"{error.details()}"
-            ) from None
-        return {tensor.name: tensor.optional for tensor in reply.config.input}
-
-    async def engine(self) -> EngineName | None:
-        """Its engine, if that is TensorRT-LLM's C++ backend; those in Python refuse what they cannot do."""
-        with contextlib.suppress(grpc.RpcError):  # there is no model of that name
-            reply = await self._ask("ModelConfig", service_pb2.ModelConfigRequest(name=ENGINE))
-            return "tensorrtllm" if reply.config.backend == "tensorrtllm" else None
+            request = service_pb2.ModelConfigRequest(name=model)
+            return (await self._stub.ModelConfig(request, timeout=ASK_SECONDS)).config
         return None
 
-    async def adapters(self, directory: Path | None) -> AdapterTensors | None:
-        """Those of a directory for TensorRT-LLM's C++ backend; None for another engine."""
-        if directory is None or await self.engine() is None:
-            return None
-        reply = await self._ask("ModelConfig", service_pb2.ModelConfigRequest(name=ENGINE))
-        kinds = {t.name: DataType.Name(t.data_type) for t in reply.config.input}
-        dtypes = {kind: dtype for dtype, kind in TRITON_DTYPES.items()}
-        return AdapterTensors(directory, dtypes.get(kinds.get("lora_weights", ""), "float16"))
-
     async def aclose(self) -> None:
-        """Closes the connection."""
         await self._channel.close()
-
-    async def _ask(self, method: str, request: Any) -> Any:
-        return await getattr(self._stub, method)(request, timeout=ASK_SECONDS)
-
-
-class ReconnectingClients:
-    """The clients of a Triton that may go and come back; see ``cog_triton.client.resume.Clients``."""
-
-    def __init__(self, triton: RunningTriton, settings: Settings) -> None:
-        """Connects to nothing yet."""
-        self._triton = triton
-        self._settings = settings
-        self._present = self._connected()
-        self._lock = asyncio.Lock()
-
-    async def client(self, failed: TritonClient | None) -> TritonClient:
-        """The present client, or a new one once the server is ready again."""
-        async with self._lock:
-            if failed is not None and self._present is failed:
-                try:
-                    await self._triton.wait(self._settings.resume_timeout)
-                except ConfigurationError as error:
-                    raise TritonUnavailable(error.message) from None
-                self._present = self._connected()
-                await failed.aclose()  # the others on it go on with the new one as well
-        return self._present
-
-    async def aclose(self) -> None:
-        """Closes the connection."""
-        await self._present.aclose()
-
-    def _connected(self) -> GrpcClient:
-        timeout = self._settings.response_timeout
-        return GrpcClient(self._triton.address, response_timeout=timeout)
 
 
 def address_of(endpoint: str) -> str:
-    """The host:port of a URL, or of itself.
+    """Return the host:port of a URL, or of itself.
 
     Raises:
         ConfigurationError: there is none in it.

@@ -1,7 +1,6 @@
-"""One request of a client, as those who run the server see it: whose it is, what came of it, and when.
+"""One request, as its metrics, log line and trace have it.
 
-The middleware begins it; what answers notes in it what the middleware cannot see. It is found by the
-context, so that no route has to hand it on.
+The middleware begins it; what answers adds what the middleware cannot see. It is found by the context.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from cog_triton.request.admission import Tenant
 from cog_triton.request.request import Request
 
 EXPECTED_TOKENS = 256
-"""Of an answer that may be longer, until it is known how long it is."""
+"""Of an answer that may be longer, before its length is known."""
 CHARACTERS_PER_TOKEN = 4
 
 
@@ -29,14 +28,14 @@ class Call:
 
     Attributes:
         began: in seconds of ``time.monotonic``.
-        model: as the client names it; "" as long as it has named none that there is.
-        first_token: seconds from the beginning; None as long as there is none.
-        queued: seconds for which the longest of its answers waited for its turn.
+        model: as the client names it; "" before it has named one that is served.
+        first_token: seconds from the beginning.
+        queued: seconds that the longest of its answers waited in the queue.
         finish_reasons: of its answers.
         error: code of the error that ended it; "" if there was none, or none with a code.
         status: of the response.
-        gap: is told the seconds between two pieces of an answer.
-        large: whether its body is so large that it is prepared in a thread.
+        gap: called with the seconds between two pieces of an answer.
+        large: its body is so large that it is prepared in a thread.
         names: of fields of its body, by those that a ``Request`` has for them.
     """
 
@@ -57,11 +56,10 @@ class Call:
     names: Mapping[str, str] = field(default_factory=dict)
 
     def seconds(self) -> float:
-        """Since it began."""
         return time.monotonic() - self.began
 
     def tenant(self, request: Request) -> Tenant:
-        """Whose a request to the engine is, and the tokens that it is expected to take."""
+        """Return the tenant of a request to the engine, with the tokens that it may take."""
         prompt = len(request.prompt_ids) or len(request.prompt) // CHARACTERS_PER_TOKEN
         expected = prompt + min(request.max_tokens, EXPECTED_TOKENS)
         return Tenant(self.key.name, self.key.weight, float(expected), request.priority)
@@ -71,12 +69,12 @@ CURRENT: ContextVar[Call | None] = ContextVar("call", default=None)
 
 
 def current() -> Call:
-    """The request that is being answered; one of nobody's where there is none."""
+    """Return the request that is being answered."""
     return CURRENT.get() or Call("", "")
 
 
 async def observed(chunks: AsyncGenerator[Chunk, None], call: Call) -> AsyncGenerator[Chunk, None]:
-    """The chunks of one answer, of which the call takes note."""
+    """Yield the chunks of one answer, and note them in the call."""
     last, chunk, reason = 0.0, None, "abort"
     try:
         async with contextlib.aclosing(chunks):

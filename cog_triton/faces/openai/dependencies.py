@@ -1,4 +1,4 @@
-"""What the routers take from the application and the request."""
+"""Dependencies of the routes, for FastAPI."""
 
 from __future__ import annotations
 

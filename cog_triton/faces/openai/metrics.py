@@ -1,12 +1,13 @@
-"""The face's figures in Prometheus' text format, under the names that vLLM's dashboards know.
+"""Metrics in Prometheus' format, by the names of vLLM, which dashboards know.
 
-Of several processes each writes its figures to files of one directory, and any of them answers for all:
-the multiprocess mode of prometheus_client, which its environment turns on (see ``processes``).
+Several processes write theirs to one directory, and any of them answers for all: the multiprocess mode of
+prometheus_client, which the environment of ``workers`` turns on.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 from fastapi import APIRouter, Request
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -19,16 +20,15 @@ from cog_triton.faces.openai.calls import Call
 from cog_triton.metrics import Metrics
 from cog_triton.request.admission import Admission
 
-Bounds = tuple[float, ...]
-FIRST_TOKEN: Bounds = (
+FIRST_TOKEN = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
     *(1, 2.5, 5, 7.5, 10, 20, 40, 80, 160),
 )
-GAPS: Bounds = (
+GAPS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
     *(1, 2.5, 5, 10),
 )
-WHOLE: Bounds = (
+WHOLE = (
     *(0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60),
     *(120, 240, 480, 960),
 )
@@ -42,24 +42,23 @@ router = APIRouter()
 
 @router.get("/metrics", include_in_schema=False)
 def metrics(request: Request) -> Response:  # in a thread: it reads files
-    """What Prometheus asks for."""
+    """Return all figures."""
     figures: Figures = request.app.state.figures
     figures.refresh()
     return Response(figures.text(), media_type=CONTENT_TYPE_LATEST)
 
 
 class Figures:
-    """What is counted of the calls. All is labelled with the model's own name, whichever was asked for.
+    """Figures of calls, labelled with the model's own name, whichever was asked for.
+
+    Args:
+        directory: of several processes' figures.
 
     Attributes:
         gap: counts the seconds between two pieces of an answer.
     """
 
     def __init__(self, model: str, admission: Admission, directory: str | None = None) -> None:
-        """
-        Args:
-            directory: where several processes have theirs.
-        """
         queue = Metrics()
         admission.observers.append(queue.observe)
         self._registry = queue.registry
@@ -71,8 +70,8 @@ class Figures:
         self._whole = self._histogram("e2e_request_latency_seconds", WHOLE)
         self._queued = self._histogram("request_queue_time_seconds", WHOLE)
         self._sizes = [self._histogram(f"request_{kind}_tokens", TOKENS) for kind in KINDS]
-        self._tokens = [self._counter(f"vllm:{kind}_tokens").labels(model) for kind in KINDS]
-        self._success = self._counter("vllm:request_success", "finished_reason")
+        self._tokens = [self._counter(f"{kind}_tokens").labels(model) for kind in KINDS]
+        self._success = self._counter("request_success", "finished_reason")
         self._running = self._gauge("num_requests_running")
         self._waiting = self._gauge("num_requests_waiting")
         self._errors = Counter(
@@ -83,18 +82,16 @@ class Figures:
         )
 
     def refresh(self) -> None:
-        """Takes over how many run and wait now."""
         self._running.set(self._admission.running)
         self._waiting.set(self._admission.waiting)
 
     async def keep_fresh(self) -> None:
-        """``refresh`` again and again, for the processes that are asked in place of this one."""
+        """Refresh for ever, for the processes that are asked in place of this one."""
         while True:
             self.refresh()
             await asyncio.sleep(REFRESH_SECONDS)
 
     def text(self) -> bytes:
-        """All figures."""
         if self._directory is None:
             return generate_latest(self._registry)
         registry = CollectorRegistry()
@@ -102,7 +99,7 @@ class Figures:
         return generate_latest(registry)
 
     def ended(self, call: Call, _: Headers) -> None:
-        """Counts a call that has ended."""
+        """Count a call."""
         if call.status >= 400 or call.error:
             self._errors.labels(str(call.status), call.error).inc()
         if not call.finish_reasons:
@@ -117,21 +114,15 @@ class Figures:
         if call.first_token is not None:
             self._first_token.observe(call.first_token)
 
-    def _histogram(self, name: str, bounds: Bounds) -> Histogram:
-        made = Histogram(
-            f"vllm:{name}", TEXT, ["model_name"], buckets=bounds, registry=self._registry
-        )
+    def _histogram(self, name: str, bounds: Sequence[float]) -> Histogram:
+        name, labels = f"vllm:{name}", ["model_name"]
+        made = Histogram(name, TEXT, labels, buckets=bounds, registry=self._registry)
         return made.labels(self._model)
 
     def _counter(self, name: str, *labels: str) -> Counter:
-        return Counter(name, TEXT, ["model_name", *labels], registry=self._registry)
+        return Counter(f"vllm:{name}", TEXT, ["model_name", *labels], registry=self._registry)
 
     def _gauge(self, name: str) -> Gauge:
-        made = Gauge(
-            f"vllm:{name}",
-            TEXT,
-            ["model_name"],
-            multiprocess_mode="livesum",
-            registry=self._registry,
-        )
+        name, labels = f"vllm:{name}", ["model_name"]
+        made = Gauge(name, TEXT, labels, multiprocess_mode="livesum", registry=self._registry)
         return made.labels(self._model)

@@ -1,4 +1,4 @@
-"""What the application's schema says of errors and of streams."""
+"""The schemas of errors and streams in /openapi.json."""
 
 from __future__ import annotations
 

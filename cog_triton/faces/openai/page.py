@@ -1,4 +1,4 @@
-"""GET /: a page to chat with the model. All of it is page.html, which loads nothing from elsewhere."""
+"""GET /, the chat page: all of it is page.html, which loads nothing from elsewhere."""
 
 from __future__ import annotations
 
@@ -16,28 +16,16 @@ PAGE = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
 
 
 def policy(page: str) -> str:
-    """What a browser lets a page do: run its own script and style, and ask the server that it came from."""
-    allowed = {tag: _hash(page, tag) for tag in ("script", "style")}
-    return "; ".join(
-        (
-            "default-src 'none'",
-            *(f"{tag}-src '{digest}'" for tag, digest in allowed.items()),
-            "connect-src 'self'",
-            "img-src data:",
-            "base-uri 'none'",
-            "form-action 'none'",
-            "frame-ancestors 'none'",
-            # No text becomes HTML: what could make it so is refused.
-            "require-trusted-types-for 'script'",
-            "trusted-types 'none'",
-        )
-    )
-
-
-def _hash(page: str, tag: str) -> str:
-    (content,) = re.findall(f"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
-    digest = hashlib.sha256(content.encode()).digest()
-    return f"sha256-{base64.b64encode(digest).decode()}"
+    """Return the policy that lets a page run its own script and style, and ask its own server."""
+    rules = []
+    for tag in ("script", "style"):
+        (content,) = re.findall(f"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+        rules.append(f"{tag}-src 'sha256-{digest}'")
+    # No text becomes HTML: what could make it so is refused.
+    trusted = "require-trusted-types-for 'script'; trusted-types 'none'"
+    others = "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    return f"default-src 'none'; {'; '.join(rules)}; connect-src 'self'; img-src data:; {others}; {trusted}"
 
 
 HEADERS = {
@@ -50,5 +38,4 @@ HEADERS = {
 
 @router.get("/", include_in_schema=False)
 async def chat_page() -> HTMLResponse:
-    """The page."""
     return HTMLResponse(PAGE, headers=HEADERS)

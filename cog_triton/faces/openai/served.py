@@ -1,4 +1,4 @@
-"""What an application serves: names of models, the deployment behind them, and its end."""
+"""The state of an application: names of models, the deployment behind them, running requests."""
 
 from __future__ import annotations
 
@@ -22,12 +22,11 @@ from cog_triton.settings import Settings
 from cog_triton.text.tokenizer import Tokenizer
 
 LAST_SECONDS = 2.0
-"""For those that were ended by force to tell their clients so."""
-OWNER = "cog-triton"
+"""For requests that were ended by force to send their clients the error."""
 
 
 class Backend(Protocol):
-    """What answers: a ``Deployment``, or a Triton that somebody else runs."""
+    """A ``Deployment``, or a Triton that somebody else runs."""
 
     settings: Settings
     limits: TextLimits
@@ -38,16 +37,16 @@ class Backend(Protocol):
     def generate(
         self, request: Request, request_id: str | None = None, tenant: Tenant | None = None
     ) -> AsyncGenerator[Chunk, None]:
-        """Streams the answer to a request; see ``cog_triton.generation.generate``."""
+        """See ``cog_triton.generation.generate``."""
 
     def close(self) -> None:
-        """Ends all requests with an error that asks to send them again, and takes no more."""
+        """End all requests with an error that asks to send them again; take no more."""
 
     async def healthy(self) -> bool:
-        """Whether a request that comes now would be answered."""
+        """Return whether a request would be answered now."""
 
     async def stop(self) -> None:
-        """Stops what was started."""
+        """Stop what was started."""
 
 
 @dataclass
@@ -55,13 +54,13 @@ class Served:
     """The state of one application.
 
     Attributes:
-        models: the names under which the model is asked for; the first is its own.
+        models: names of the model in requests; the first is its own.
         created: seconds since 1970.
-        draining: whether it takes no new requests.
-        running: requests that are being answered.
-        busy: called with True when there are some, and with False when there are none any more.
+        draining: new requests are refused.
+        running: number of requests that are being answered.
+        busy: called with True when the first of them begins, with False when the last ends.
         processes: that answer.
-        metrics_directory: in which they have their figures; None for a single one.
+        metrics_directory: of their figures, where there are several.
     """
 
     backend: Backend
@@ -79,21 +78,16 @@ class Served:
         return self.backend.settings
 
     def now(self) -> int:
-        """Seconds since 1970."""
         return int(time.time())
 
     def token_ids(self) -> dict[str, Any]:
-        """The end and padding tokens that the settings name, as arguments of a request."""
+        """Return the end and padding tokens of the settings, as arguments of a request."""
         return {"end_id": self.settings.end_id, "pad_id": self.settings.pad_id}
 
     def generate(
         self, requests: Sequence[Request], request_id: str
     ) -> list[AsyncGenerator[Chunk, None]]:
-        """The answers to requests, under names in Triton that tell whose they are.
-
-        Args:
-            request_id: the client's, which may come again: so more is put behind it.
-        """
+        """Start requests, under ids in Triton that begin with the client's, which may come again."""
         name, call = f"{request_id}-{secrets.token_hex(4)}", current()
         names = [f"{name}-{number}" if number else name for number in range(len(requests))]
         return [
@@ -103,11 +97,11 @@ class Served:
 
     @property
     def adapters(self) -> tuple[str, ...]:
-        """The LoRA adapters that are there now, each a model by its own name."""
+        """Names of the LoRA adapters that are there now."""
         return adapter_names(self.settings.lora_dir)
 
     def adapter(self, name: str) -> str:
-        """The adapter that a model's name asks for; empty for the model itself.
+        """Return the adapter of a model's name; empty for the model itself.
 
         Raises:
             ApiError: 404, nothing is served under that name.
@@ -116,16 +110,12 @@ class Served:
         if name in self.models or name in adapters:
             current().model = name
             return "" if name in self.models else name
-        raise ApiError(
-            404,
-            f"The model `{shown(name)}` does not exist; there is "
-            f"{', '.join([*self.models, *adapters])}",
-            param="model",
-            code="model_not_found",
-        )
+        names = ", ".join([*self.models, *adapters])
+        text = f"The model `{shown(name)}` does not exist; there is {names}"
+        raise ApiError(404, text, param="model", code="model_not_found")
 
     def only_model(self) -> str:
-        """The model's name, for a request that names none.
+        """Return the model's name, for a request that names none.
 
         Raises:
             ApiError: there are adapters, so that it has to name one.
@@ -138,18 +128,14 @@ class Served:
 
     @contextlib.contextmanager
     def answering(self) -> Iterator[None]:
-        """Counts a request meanwhile.
+        """Count a request as running.
 
         Raises:
             ApiError: 503, the server is being stopped.
         """
         if self.draining:
-            raise ApiError(
-                503,
-                "the server is stopping and takes no new requests",
-                "server_error",
-                headers={"Retry-After": str(RETRY_SECONDS)},
-            )
+            text, retry = "the server is stopping and takes no new requests", str(RETRY_SECONDS)
+            raise ApiError(503, text, "server_error", headers={"Retry-After": retry})
         self.running += 1
         if self.running == 1:
             self.busy(True)
@@ -162,7 +148,7 @@ class Served:
                 self.busy(False)
 
     async def drain(self) -> None:
-        """Lets requests that run end, for DRAIN_SECONDS, and then ends them with an error."""
+        """Let requests end for DRAIN_SECONDS; then end them with an error."""
         self.draining = True
         await self._idle_within(self.settings.drain_seconds)
         self.backend.close()

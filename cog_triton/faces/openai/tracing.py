@@ -1,7 +1,6 @@
-"""A span of OpenTelemetry for each request, where its packages are installed and a collector is named.
+"""A span of OpenTelemetry for each request, by its conventions for generative models.
 
-The names of attributes are those of OpenTelemetry's conventions for generative models. Everything else is
-set by OpenTelemetry's own variables.
+Its own variables set everything but whether there are any.
 """
 
 from __future__ import annotations
@@ -21,11 +20,7 @@ _OPERATIONS = {"/v1/completions": "text_completion"}
 
 
 def tracing(endpoint: str | None) -> Callable[[Call, Headers], object] | None:
-    """What tells a collector of calls that have ended; None if there is none to be told.
-
-    Args:
-        endpoint: of the collector, which OpenTelemetry reads by itself.
-    """
+    """Return the function that exports a call that has ended; None without a collector's endpoint."""
     if not endpoint:
         return None
     try:
@@ -39,44 +34,35 @@ def tracing(endpoint: str | None) -> Callable[[Call, Headers], object] | None:
     named = Resource({"service.name": SERVICE}).merge(OTELResourceDetector().detect())
     provider = TracerProvider(resource=named)
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
-    return Spans(provider.get_tracer("cog_triton")).ended
+    tracer = provider.get_tracer("cog_triton")
+    return lambda call, headers: export(tracer, call, headers)
 
 
-class Spans:
-    """Makes spans of calls."""
+def export(tracer: Any, call: Call, headers: Headers) -> None:
+    """Export a call of a model as a span below the one in its client's ``traceparent``."""
+    if not call.model:
+        return
+    from opentelemetry.trace import SpanKind, StatusCode
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-    def __init__(self, tracer: Any) -> None:
-        self._tracer = tracer
-
-    def ended(self, call: Call, headers: Headers) -> None:
-        """A span of a call of a model, below the one that its client names in ``traceparent``."""
-        if not call.model:
-            return
-        from opentelemetry.trace import SpanKind, StatusCode
-        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-
-        end = time.time_ns()
-        span = self._tracer.start_span(
-            f"{operation(call)} {call.model}",
-            context=TraceContextTextMapPropagator().extract(dict(headers)),
-            kind=SpanKind.SERVER,
-            attributes=attributes(call),
-            start_time=end - int(call.seconds() * 1e9),
-        )
-        if call.status >= 400 or call.error:
-            span.set_status(StatusCode.ERROR)
-        span.end(end)
-
-
-def operation(call: Call) -> str:
-    """What a call asks for, in OpenTelemetry's words."""
-    return _OPERATIONS.get(call.path, "chat")
+    end = time.time_ns()
+    values = attributes(call)
+    span = tracer.start_span(
+        f"{values['gen_ai.operation.name']} {call.model}",
+        context=TraceContextTextMapPropagator().extract(dict(headers)),
+        kind=SpanKind.SERVER,
+        attributes=values,
+        start_time=end - int(call.seconds() * 1e9),
+    )
+    if "error.type" in values:
+        span.set_status(StatusCode.ERROR)
+    span.end(end)
 
 
 def attributes(call: Call) -> dict[str, Any]:
-    """What a span says of a call."""
+    """Return a span's attributes."""
     values = {
-        "gen_ai.operation.name": operation(call),
+        "gen_ai.operation.name": _OPERATIONS.get(call.path, "chat"),
         "gen_ai.provider.name": SERVICE,
         "gen_ai.request.model": call.model,
         "gen_ai.response.model": call.model,
