@@ -168,7 +168,7 @@ def invitation(settings: Settings, model: str, url: str) -> str:
     """Return what is printed when requests can come: the page's address, and a command to try."""
     page = f", with a page to chat at {url}/" if settings.chat_page else ""
     key = ' -H "Authorization: Bearer $OPENAI_API_KEY"' if configured_keys(settings) else ""
-    body = json.dumps({"model": model, "prompt": "What is machine learning?", "max_tokens": 64})
+    body = json.dumps({"model": model, "prompt": "What is a KV cache?", "max_tokens": 64})
     return (
         f"ready: {url}{page} (Ctrl-C stops it); try\n"
         f"  curl -s {url}/v1/completions -H 'Content-Type: application/json'{key} "
