@@ -15,10 +15,8 @@ from cog import BaseRunner, ConcatenateIterator, Input
 from cog_triton.deployment import Deployment
 from cog_triton.errors import InvalidParameter
 from cog_triton.faces.cog import control, live_stream
-from cog_triton.generation import Chunk
 from cog_triton.parent import end_with_parent
 from cog_triton.request.inputs import choose_guide, parse_list, parse_logit_bias, parse_object
-from cog_triton.request.limits import check_stop_sequences
 from cog_triton.request.request import Request, resolve_max_tokens, resolve_min_tokens, resolve_seed
 from cog_triton.server.log import log_to
 from cog_triton.settings import Settings, read_settings
@@ -37,7 +35,9 @@ class Predictor(BaseRunner):
         if weights:
             settings = settings.model_copy(update={"weights": weights})
         validate_template(settings.prompt_template)
-        check_stop_sequences(parse_stop_sequences(settings.stop_sequences))
+        Request(
+            " ", 0, stop_sequences=parse_stop_sequences(settings.stop_sequences)
+        )  # or refuse them
         end_with_parent()
         beside, settings = _openai(settings)
         self.deployment = await Deployment.start(settings)
@@ -183,7 +183,10 @@ class Predictor(BaseRunner):
         settings = self.deployment.settings
         if messages is None:
             _refuse("needs messages", tools=tools, chat_template_kwargs=chat_template_kwargs)
-            text = self._prompt(prompt, system_prompt, prompt_template)
+            own = prompt_template != DEFAULT_PROMPT_TEMPLATE  # its default counts as not given
+            template = prompt_template if own else settings.prompt_template
+            system = system_prompt or settings.system_prompt
+            text = format_prompt(template, prompt, system, self.deployment.limits)
         else:
             own_template = prompt_template != DEFAULT_PROMPT_TEMPLATE
             _refuse("and messages exclude each other", prompt=prompt, prompt_template=own_template)
@@ -217,33 +220,21 @@ class Predictor(BaseRunner):
             pad_id=settings.pad_id,
         )
         print(f"Random seed used: {request.seed}")
-        measurements = Measurements()
-        texts = live_stream.live(_texts(self.deployment, request, measurements))
-        return self._answer(
-            texts,
-            measurements,
-            # What is printed or recorded belongs to the prediction in whose context that happens, and
-            # the generator runs outside of it.
-            contextvars.copy_context(),
-            log_performance_metrics or settings.log_performance_metrics,
-        )
+        metrics: dict[str, float | str] = {}
+        texts = live_stream.live(_texts(self.deployment, request, metrics))
+        # What is printed or recorded belongs to the prediction in whose context that happens, and the
+        # generator runs outside of it.
+        context = contextvars.copy_context()
+        log = log_performance_metrics or settings.log_performance_metrics
+        return self._answer(texts, metrics, context, log)
 
     async def healthcheck(self) -> bool:
         return await self.deployment.healthy()
 
-    def _prompt(self, prompt: str | None, system_prompt: str, template: str) -> str:
-        settings = self.deployment.settings
-        return format_prompt(
-            _template(settings, template),
-            prompt,
-            system_prompt or settings.system_prompt,
-            self.deployment.limits,
-        )
-
     def _chat(
         self, messages: str, system_prompt: str, tools: str | None, kwargs: str | None
     ) -> str:
-        """The prompt that messages make; a system prompt goes before those that begin without one."""
+        """Make a prompt of messages; a system prompt goes before those that begin without one."""
         turns = parse_list("messages", messages)
         system = system_prompt or self.deployment.settings.system_prompt
         if turns and system and turns[0].get("role") not in ("system", "developer"):
@@ -257,7 +248,7 @@ class Predictor(BaseRunner):
     def _answer(
         self,
         texts: Generator[str, None, None],
-        measurements: "Measurements",
+        metrics: dict[str, float | str],
         context: contextvars.Context,
         log: bool,
     ) -> Generator[str, None, None]:
@@ -267,56 +258,36 @@ class Predictor(BaseRunner):
             ended = "cancelled" if live_stream.is_cancellation(error) else "error"
             context.run(self.record_metric, "finish_reason", ended)
             raise
-        for name, value in measurements.metrics().items():
+        for name, value in metrics.items():
             context.run(self.record_metric, name, value)
             if log:
                 context.run(print, f"{name}: {value}")
 
 
-class Measurements:
-    """What is measured of one prediction, from its start to its last chunk."""
-
-    def __init__(self) -> None:
-        self._start = time.perf_counter()
-        self._first: float | None = None
-        self._last = self._start
-        self._chunk: Chunk | None = None
-
-    def add(self, chunk: Chunk) -> None:
-        self._last = time.perf_counter()
-        self._chunk = chunk
-        if self._first is None and chunk.output_tokens:
-            self._first = self._last
-
-    def metrics(self) -> dict[str, float | str]:
-        """Token counts; why the answer ended; seconds in the queue; seconds from start to first token;
-        output tokens per second, start to end.
-        """
-        if self._chunk is None:
-            return {}
-        metrics: dict[str, float | str] = {"output_token_count": self._chunk.output_tokens}
-        if self._chunk.finish_reason is not None:
-            metrics["finish_reason"] = self._chunk.finish_reason
-        metrics["queue_time"] = self._chunk.queued
-        if self._chunk.input_tokens is not None:
-            metrics["input_token_count"] = self._chunk.input_tokens
-        if self._first is not None:
-            metrics["time_to_first_token"] = self._first - self._start
-            metrics["tokens_per_second"] = self._chunk.output_tokens / (self._last - self._start)
-        return metrics
-
-
 async def _texts(
-    deployment: Deployment, request: Request, measurements: Measurements
+    deployment: Deployment, request: Request, metrics: dict[str, float | str]
 ) -> AsyncGenerator[str, None]:
+    """Yield the pieces of an answer, and then fill ``metrics`` with its counts and seconds."""
+    start, first, chunk = time.perf_counter(), 0.0, None
     async for chunk in deployment.generate(request):
-        measurements.add(chunk)
+        if not first and chunk.output_tokens:
+            first = time.perf_counter()
         if chunk.text:
             yield chunk.text
+    if chunk is None:
+        return
+    metrics["output_token_count"] = chunk.output_tokens
+    metrics["finish_reason"] = chunk.finish_reason or ""
+    metrics["queue_time"] = chunk.queued
+    if chunk.input_tokens is not None:
+        metrics["input_token_count"] = chunk.input_tokens
+    if first:
+        metrics["time_to_first_token"] = first - start
+        metrics["tokens_per_second"] = chunk.output_tokens / (time.perf_counter() - start)
 
 
 def _openai(settings: Settings) -> tuple[Any, Settings]:
-    """The OpenAI face, if it is to run beside this one, and the settings that both need."""
+    """Make the OpenAI face, if it is to run in this process, and the settings that both need."""
     port = settings.openai_port
     if port is None:
         return None, settings
@@ -332,14 +303,6 @@ def _openai(settings: Settings) -> tuple[Any, Settings]:
 
 
 def _refuse(why: str, **inputs: object) -> None:
-    """Refuses inputs that were given."""
     for name, value in inputs.items():
         if value:
             raise InvalidParameter(f"{name} {why}")
-
-
-def _template(settings: Settings, prompt_template: str) -> str:
-    """The request's template; one at its default counts as not given."""
-    if prompt_template == DEFAULT_PROMPT_TEMPLATE:
-        return settings.prompt_template
-    return prompt_template

@@ -32,7 +32,6 @@ from cog_triton.request.limits import (
     STOP_SEQUENCES,
     TOP_LOG_PROBS,
     WORDS,
-    check_texts,
 )
 
 DEFAULT_MAX_TOKENS = 512
@@ -111,7 +110,8 @@ class Request:
                 f"{shown(self.min_tokens)}"
             )
         if self.guide is not None:
-            check_texts("guide", (self.guide.text,), 1, GUIDE_CHARACTERS)
+            if (count := len(self.guide.text)) > GUIDE_CHARACTERS:
+                raise InvalidParameter(_TOO_LONG.format("guide", GUIDE_CHARACTERS, count))
             if not is_unicode(self.guide.text):
                 raise InvalidParameter(_NOT_UNICODE.format("guide"))
             try:
@@ -125,6 +125,7 @@ class Request:
 
 
 _NOT_UNICODE = "{} must be valid Unicode; half of a surrogate pair is not"
+_TOO_LONG = "{} must be of at most {} characters, not {}"
 _BOUNDS = {"ge": "at least", "le": "at most", "gt": "greater than"}
 _CONFLICT = (
     "{0}_tokens={1} and {0}_new_tokens={2} contradict; {0}_new_tokens is the old name of {0}_tokens, "
@@ -148,9 +149,7 @@ def _explained(error: ValidationError) -> InvalidParameter | PromptTooLong:
             return PromptTooLong(f"the prompt has {count} tokens; {most} are the most")
         return InvalidParameter(f"{name} must be at most {most}, not {count}")
     if problem["type"] == "string_too_long":
-        most = bounds["max_length"]
-        text = f"{name} must be of at most {most} characters each, not {len(value)}"
-        return InvalidParameter(text)
+        return InvalidParameter(_TOO_LONG.format(name, bounds["max_length"], len(value)))
     if problem["type"] == "string_unicode":
         return InvalidParameter(_NOT_UNICODE.format(name))
     if isinstance(value, float) and not math.isfinite(value):

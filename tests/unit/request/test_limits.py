@@ -7,7 +7,7 @@ import pytest
 
 from cog_triton.errors import InvalidParameter, PromptTooLong
 from cog_triton.request.inputs import parse_list, parse_object
-from cog_triton.request.limits import MOST_CHARACTERS, UNKNOWN_CHARACTERS, check_texts
+from cog_triton.request.limits import MOST_CHARACTERS, UNKNOWN_CHARACTERS
 from cog_triton.text.tokenizer import load_tokenizer, max_characters, text_limits
 
 
@@ -38,15 +38,6 @@ def test_there_is_a_limit_where_no_context_sets_one(
     limits.check("the prompt", characters)
     with pytest.raises(PromptTooLong, match=f"; {characters} {why}"):
         limits.check("the prompt", characters + 1)
-
-
-def test_a_list_of_texts_has_a_length_and_so_has_each() -> None:
-    check_texts("stop_sequences", ["ab", "cd"], 2, 2)
-    check_texts("stop_sequences", [], 2, 2)
-    with pytest.raises(InvalidParameter, match="stop_sequences must be at most 2, not 3"):
-        check_texts("stop_sequences", ["a", "b", "c"], 2, 2)
-    with pytest.raises(InvalidParameter, match="at most 2 characters each, not 3"):
-        check_texts("stop_sequences", ["a", "bcd"], 2, 2)
 
 
 def test_inputs_that_are_json_have_a_bound() -> None:

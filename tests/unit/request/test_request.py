@@ -370,7 +370,7 @@ def test_seeds_that_are_drawn_are_valid_and_differ(none: int | None) -> None:
     ("values", "text"),
     [
         ({"stop_sequences": ("a",) * 65}, "stop_sequences must be at most 64, not 65"),
-        ({"stop_sequences": ("a" * 257,)}, "at most 256 characters each, not 257"),
+        ({"stop_sequences": ("a" * 257,)}, "at most 256 characters, not 257"),
         ({"bad_words": ("a",) * 1025}, "bad_words must be at most 1024, not 1025"),
         ({"bad_words": ("a\udfff",)}, "bad_words must be valid Unicode"),
     ],
