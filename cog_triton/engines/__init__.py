@@ -1,4 +1,4 @@
-"""What fills the tensorrt_llm slot. Engines know token ids, never text.
+"""Engines for the tensorrt_llm slot. They know token ids, never text.
 
     base.py            what an engine is: requests in, tokens out
     create.py          the one that a configuration names

@@ -1,54 +1,81 @@
-"""What engines of a library have in common: template variables → the library's arguments."""
+"""Template variables of tensorrt_llm → the arguments of the library that an engine runs."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml  # type: ignore[import-untyped, unused-ignore]
 
 logger = logging.getLogger(__name__)
 
+Library = Literal["llmapi", "vllm"]
 Parse = Callable[[str], Any]
-Table = Mapping[str, tuple[str, Parse]]  # parameter of the tensorrt_llm model → argument, and how
+Convert = Callable[[dict[str, Any], dict[str, Any], str], dict[str, Any]]
 
-# Parameters that only the C++ backend or the embedded engine on transformers has a use for.
-CPP_BACKENDS = (
-    "cancellation_check_period_ms",
-    "cross_kv_cache_fraction",
-    "cuda_graph_cache_size",
-    "cuda_graph_mode",
-    "decoding_mode",
-    "device",
-    "eagle_choices",
-    "enable_context_fmha_fp32_acc",
-    "encoder_model_path",
-    "gpt_model_type",
-    "gpu_device_ids",
-    "gpu_weights_percent",
-    "iter_stats_max_iterations",
-    "kv_cache_onboard_blocks",
-    "lookahead_ngram_size",
-    "lookahead_verification_set_size",
-    "lookahead_window_size",
-    "lora_cache_gpu_memory_fraction",
-    "lora_cache_host_memory_bytes",
-    "lora_cache_optimal_adapter_size",
-    "medusa_choices",
-    "multi_block_mode",
-    "normalize_log_probs",
-    "num_nodes",
-    "participant_ids",
-    "request_stats_max_iterations",
-    "speculative_decoding_fast_logits",
-    "stats_check_period_ms",
-    "xgrammar_tokenizer_info_path",
-)
+CONFIG: dict[Library, str] = {"llmapi": "llm_api_config", "vllm": "vllm_config"}
+# Without a GPU there is no fraction of its memory to take. 1 GiB holds 8,192 tokens of an 8 B model.
+CPU_CACHE_BYTES = 1 << 30
 
+
+def _boolean(text: str) -> bool:
+    return text == "true"
+
+
+def _integers(text: str) -> list[int]:
+    return [int(item) for item in text.split(",")]
+
+
+# Variable → how it is parsed, the LLM API's argument (of a section after a dot), and vLLM's.
+TABLE: dict[str, tuple[Parse, str | None, str | None]] = {
+    "model": (str, "model", "model"),
+    "dtype": (str, "dtype", "dtype"),
+    "tensor_parallel_size": (int, "tensor_parallel_size", "tensor_parallel_size"),
+    "pipeline_parallel_size": (int, "pipeline_parallel_size", "pipeline_parallel_size"),
+    "max_batch_size": (int, "max_batch_size", "max_num_seqs"),
+    "max_num_tokens": (int, "max_num_tokens", "max_num_batched_tokens"),
+    "max_seq_len": (int, "max_seq_len", "max_model_len"),
+    "max_beam_width": (int, "max_beam_width", None),
+    "enable_chunked_context": (_boolean, "enable_chunked_prefill", "enable_chunked_prefill"),
+    "stream_interval": (int, "stream_interval", "stream_interval"),
+    "trust_remote_code": (_boolean, "trust_remote_code", "trust_remote_code"),
+    "enable_kv_cache_reuse": (
+        _boolean,
+        "kv_cache_config.enable_block_reuse",
+        "enable_prefix_caching",
+    ),
+    "kv_cache_free_gpu_mem_fraction": (
+        float,
+        "kv_cache_config.free_gpu_memory_fraction",
+        "gpu_memory_utilization",
+    ),
+    "max_tokens_in_paged_kv_cache": (int, "kv_cache_config.max_tokens", None),
+    "max_attention_window_size": (_integers, "kv_cache_config.max_attention_window", None),
+    "sink_token_length": (int, "kv_cache_config.sink_token_length", None),
+    "kv_cache_host_memory_bytes": (int, "kv_cache_config.host_cache_size", None),
+}
+# Those that only the C++ backend or the engine on transformers uses.
+_OTHERS = """
+    cancellation_check_period_ms cross_kv_cache_fraction cuda_graph_cache_size cuda_graph_mode
+    decoding_mode device eagle_choices enable_context_fmha_fp32_acc encoder_model_path gpt_model_type
+    gpu_device_ids gpu_weights_percent iter_stats_max_iterations kv_cache_onboard_blocks
+    lookahead_ngram_size lookahead_verification_set_size lookahead_window_size
+    lora_cache_gpu_memory_fraction lora_cache_host_memory_bytes lora_cache_optimal_adapter_size
+    medusa_choices multi_block_mode normalize_log_probs num_nodes participant_ids
+    request_stats_max_iterations speculative_decoding_fast_logits stats_check_period_ms
+    xgrammar_tokenizer_info_path
+"""
+NO_ARGUMENT: dict[Library, frozenset[str]] = {
+    "llmapi": frozenset({*_OTHERS.split(), "vllm_config"}),
+    "vllm": frozenset(
+        {*_OTHERS.split(), "batch_scheduler_policy", "llm_api_config"}
+        | {name for name, (_, _, argument) in TABLE.items() if argument is None}
+    ),
+}
 # Some variables always have a value: with this one a library does what it does anyway.
-SAME_AS_UNSET = {
+_SAME_AS_UNSET = {
     "batch_scheduler_policy": "guaranteed_no_evict",
     "device": "auto",
     "dtype": "auto",
@@ -58,30 +85,40 @@ SAME_AS_UNSET = {
 }
 
 
-def boolean(text: str) -> bool:
-    return text == "true"
+def _given(parameters: Mapping[str, str]) -> dict[str, str]:
+    return {name: text for name, text in parameters.items() if _SAME_AS_UNSET.get(name) != text}
 
 
-def said(parameters: Mapping[str, str], same_as_unset: Mapping[str, str]) -> dict[str, str]:
-    """The parameters but for those with the value that changes nothing: some always have one."""
-    return {name: value for name, value in parameters.items() if same_as_unset.get(name) != value}
+def without_effect(parameters: Mapping[str, str], library: Library) -> list[str]:
+    """Return the parameters that are set, and that the library has no argument for."""
+    return sorted(_given(parameters).keys() & NO_ARGUMENT[library])
 
 
-def parsed(table: Table, parameters: Mapping[str, str]) -> dict[str, Any]:
-    """The arguments that parameters stand for.
+def _parsed(name: str, parse: Parse, text: str) -> Any:
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise ValueError(f"tensorrt_llm: {name}: {error}") from None
 
-    Raises:
-        ValueError: a value is not valid.
-    """
-    return {
-        argument: _parse(name, parse, parameters[name])
-        for name, (argument, parse) in table.items()
-        if name in parameters
-    }
+
+def _from_table(parameters: Mapping[str, str], column: int) -> dict[str, Any]:
+    arguments: dict[str, Any] = {}
+    for name, (parse, *columns) in TABLE.items():
+        argument = columns[column]
+        if name in parameters and argument is not None:
+            section, _, last = argument.rpartition(".")
+            into = arguments.setdefault(section, {}) if section else arguments
+            into[last] = _parsed(name, parse, parameters[name])
+    return arguments
+
+
+def _max_lora_rank(parameters: Mapping[str, str]) -> dict[str, int]:
+    name = "lora_cache_max_adapter_size"
+    return {"max_lora_rank": _parsed(name, int, parameters[name])} if name in parameters else {}
 
 
 def read_arguments(path: Path, variable: str) -> dict[str, Any]:
-    """The arguments in a YAML file.
+    """Return the arguments in a YAML file.
 
     Args:
         variable: the template variable that names the file, for the errors.
@@ -101,24 +138,158 @@ def read_arguments(path: Path, variable: str) -> dict[str, Any]:
     return content
 
 
-def log_overridden(
+def _log_overridden(
     variable: str, ours: Mapping[str, Any], theirs: Mapping[str, Any], prefix: str = ""
 ) -> None:
-    """Says which arguments of a file win over the template variables."""
     for name in sorted(ours.keys() & theirs.keys()):
         if ours[name] != theirs[name] and name != "kv_cache_config":
             logger.warning(
                 "%s: %s%s is %r, and not %r as the template variables have it",
-                variable,
-                prefix,
-                name,
-                theirs[name],
-                ours[name],
+                *(variable, prefix, name, theirs[name], ours[name]),
             )
 
 
-def _parse(name: str, parse: Parse, text: str) -> Any:
+# The LLM API's
+
+
+def llm_arguments(parameters: Mapping[str, str]) -> dict[str, Any]:
+    """Return the arguments of ``tensorrt_llm.LLM`` that the tensorrt_llm model's parameters stand for.
+
+    Raises:
+        ValueError: a value is not valid.
+    """
+    given = _given(parameters)
+    arguments = _from_table(given, 0)
+    if given.get("batch_scheduler_policy") == "max_utilization":
+        arguments["scheduler_config"] = {"capacity_scheduler_policy": "MAX_UTILIZATION"}
+    if "lora_prefetch_dir" in given:
+        arguments |= {"enable_lora": True, "lora_config": _max_lora_rank(given)}
+    if backend := given.get("guided_decoding_backend"):
+        # It compiles grammars for a vocabulary.
+        tokenizer = given.get("tokenizer_dir") or given.get("model")
+        return {**arguments, "guided_decoding_backend": backend, "tokenizer": tokenizer}
+    return {**arguments, "skip_tokenizer_init": True}
+
+
+def merged(
+    arguments: Mapping[str, Any],
+    extra: Mapping[str, Any],
+    source: str = "",
+    convert: Convert | None = None,
+) -> dict[str, Any]:
+    """Return ``arguments`` with those of ``extra``, which win; their ``kv_cache_config`` are merged too.
+
+    Args:
+        source: the file that ``extra`` is from.
+        convert: TensorRT-LLM's ``update_llm_args_with_extra_dict``, which merges the same way and makes
+            objects of the sections that the LLM does not take as dicts, ``speculative_config`` among them.
+
+    Raises:
+        ValueError: a section is not valid.
+    """
+    variable, extra = CONFIG["llmapi"], dict(extra)
+    ours, theirs = arguments.get("kv_cache_config"), extra.get("kv_cache_config")
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        extra["kv_cache_config"] = {**ours, **theirs}
+        _log_overridden(variable, ours, theirs, "kv_cache_config.")
+    _log_overridden(variable, arguments, extra)
+    if convert is None:
+        return {**arguments, **extra}
     try:
-        return parse(text)
-    except ValueError as error:
-        raise ValueError(f"tensorrt_llm: {name}: {error}") from None
+        return convert(dict(arguments), extra, source)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{variable} {source}: {type(error).__name__}: {error}") from error
+
+
+def context_length(arguments: Mapping[str, Any], llm: Any) -> int:
+    """Return the most tokens that prompt and output may have together.
+
+    That is ``max_seq_len`` among the arguments, or of ``llm.args``, or ``max_position_embeddings`` in the
+    model's configuration.
+
+    Raises:
+        ValueError: none is known.
+        OSError: the model's configuration cannot be read.
+    """
+    known = arguments.get("max_seq_len") or getattr(getattr(llm, "args", None), "max_seq_len", None)
+    if known is None:
+        config = _model_config(arguments)
+        known = config.get("text_config", config).get("max_position_embeddings")
+    if known is None:
+        raise ValueError(f"the configuration of {arguments['model']} does not say; set max_seq_len")
+    return int(known)
+
+
+def _model_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    from transformers import PretrainedConfig
+
+    model, revision = arguments["model"], arguments.get("revision")
+    config: dict[str, Any] = PretrainedConfig.get_config_dict(model, revision=revision)[0]
+    return config
+
+
+# vLLM's
+
+
+def engine_arguments(parameters: Mapping[str, str]) -> dict[str, Any]:
+    """Return the arguments of ``vllm.AsyncEngineArgs``, with those of ``vllm_config``.
+
+    Raises:
+        ValueError: a value is not valid, or the model or the file's contents are missing.
+        OSError: the file cannot be read.
+    """
+    given, variable = _given(parameters), CONFIG["vllm"]
+    arguments = {
+        "disable_log_stats": True,
+        # Else the model's own defaults of sampling and of end tokens would be added to each request's.
+        "generation_config": "vllm",
+        **_from_table(given, 1),
+    }
+    if "lora_prefetch_dir" in given:
+        arguments |= {"enable_lora": True, **_max_lora_rank(given)}
+    if backend := given.get("guided_decoding_backend"):
+        # It compiles grammars for a vocabulary.
+        arguments["tokenizer"] = given.get("tokenizer_dir") or given.get("model")
+        # Some models go on with white space until max_tokens. The other backends have no such argument.
+        compact = {"disable_any_whitespace": True} if backend in ("xgrammar", "guidance") else {}
+        arguments["structured_outputs_config"] = {"backend": backend, **compact}
+    else:
+        arguments["skip_tokenizer_init"] = True
+    if path := parameters.get(variable):
+        extra = read_arguments(Path(path), variable)
+        _log_overridden(variable, arguments, extra)
+        arguments |= extra
+    if "model" not in arguments:
+        raise ValueError("tensorrt_llm: model: the engine vllm needs it")
+    return arguments
+
+
+def loading_dtype(arguments: Mapping[str, Any], *, on_cpu: bool) -> dict[str, Any]:
+    """Return the data type of a model that vLLM would not find by itself.
+
+    It halves float32 weights, which stay as they are here. But adapters on GPUs it applies in half
+    precision only.
+
+    Raises:
+        ValueError: adapters are to be applied in float32 on a GPU.
+        OSError: the model's configuration cannot be read.
+    """
+    if arguments.get("enable_lora") and not on_cpu:
+        if arguments.get("dtype") in ("float32", "float"):
+            raise ValueError(
+                "tensorrt_llm: dtype float32 does not go with lora_prefetch_dir: vLLM applies adapters on "
+                "a GPU in float16 or bfloat16 (auto takes one of them)"
+            )
+        return {}
+    if "dtype" in arguments:
+        return {}
+    config = _model_config(arguments)
+    saved = config.get("dtype") or config.get("torch_dtype")
+    return {"dtype": "float32"} if str(saved).endswith("float32") else {}
+
+
+def cpu_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments for CPUs, where vLLM would take most of the memory and minutes to compile."""
+    cache = {"kv_cache_memory_bytes": CPU_CACHE_BYTES}
+    sized = "gpu_memory_utilization" in arguments
+    return {"enforce_eager": True, **({} if sized else cache), **arguments}

@@ -1,4 +1,4 @@
-"""What an engine is: requests of token ids in, batches of token ids out. Engines never see text."""
+"""The interface of engines: requests of token ids in, batches of token ids out, never text."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ TopLogProbs = tuple[tuple[int, float], ...]
 
 
 def stopped_text(reason: object) -> str:
-    """What requests are told when an engine has ended; clients know the beginning."""
+    """Return the error of requests to an engine that has ended; clients know its beginning."""
     return f"the engine has stopped: {reason or 'it was closed'}"
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the next token is chosen; names and meanings are TensorRT-LLM's.
+    """Parameters of sampling; names and meanings are TensorRT-LLM's.
 
     Attributes:
         temperature: divides the logits; 0 is greedy.
@@ -55,17 +55,17 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether the most likely token is always taken."""
+        """True if the most likely token is always taken."""
         return self.temperature == 0 or self.top_k == 1 or (self.top_k == 0 and self.top_p == 0)
 
     @property
     def limited(self) -> bool:
-        """Whether some tokens are never sampled, because of top_k or top_p."""
+        """True if top_k or top_p excludes tokens."""
         return self.top_k > 0 or 0 < self.top_p < 1
 
     @property
     def plain(self) -> bool:
-        """Whether the logits are used as they are but for temperature, top_k and top_p."""
+        """True if only temperature, top_k and top_p apply."""
         return (
             self.repetition_penalty == 1
             and self.presence_penalty == 0
@@ -144,7 +144,7 @@ class Tokens:
 
 
 def check_ids(request: GenerationRequest, vocabulary: int) -> None:
-    """Refuses token ids that a model does not have: they would end the engine, not the request.
+    """Refuse token ids that a model does not have: they would end the engine, not the request.
 
     Raises:
         EngineError: there is such an id.
@@ -182,7 +182,7 @@ class Engine(ABC):
 
     @abstractmethod
     def submit(self, request: GenerationRequest, sink: Sink) -> None:
-        """Starts a request. ``sink`` gets its tokens as they are made, in order, until finished.
+        """Start a request. ``sink`` gets its tokens as they are made, in order, until finished.
 
         Raises:
             EngineError: the engine has stopped, or cannot serve such a request.
@@ -190,18 +190,18 @@ class Engine(ABC):
 
     @abstractmethod
     def abort(self, key: str) -> None:
-        """Forgets a running request and frees its slot; its sink is called no more after a moment.
+        """Drop a running request and free its slot; soon its sink is not called any more.
 
         An unknown key is no error: the request may just have finished.
         """
 
     @abstractmethod
     def active(self) -> int:
-        """How many requests hold a slot or wait for one."""
+        """Return the number of requests that hold a slot or wait for one."""
 
     def on_death(self, then: Callable[[], object]) -> None:  # noqa: B027  (most have nothing to watch)
-        """Has ``then`` called when processes of the engine's have ended by themselves."""
+        """Call ``then`` when a process of the engine's has ended by itself."""
 
     @abstractmethod
     def close(self) -> None:
-        """Ends the engine; running requests are dropped."""
+        """End the engine; running requests are dropped."""

@@ -1,4 +1,4 @@
-"""Makes the engine that a model configuration names, importing none of the others.
+"""Create the engine that a model configuration names, importing none of the others.
 
 PyTorch, TensorRT-LLM and vLLM take seconds to import, and need not all be installed.
 """

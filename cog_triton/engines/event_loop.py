@@ -53,7 +53,7 @@ class EventLoopEngine(Engine):
     """See the module's docstring."""
 
     def __init__(self, name: str) -> None:
-        """Starts the loop's thread.
+        """Start the loop's thread.
 
         Args:
             name: the thread's.
@@ -71,15 +71,15 @@ class EventLoopEngine(Engine):
 
     @abstractmethod
     def _tokens(self, running: Running) -> AsyncIterator[Tokens]:
-        """What the library makes for a request, on the loop."""
+        """Yield what the library makes for a request, on the loop."""
 
     @abstractmethod
     def _abort(self, running: Running) -> None:
-        """Has the library forget a request, on the loop; one that has ended may come, too."""
+        """Make the library drop a request, on the loop; it may have ended."""
 
     @abstractmethod
     def _is_fatal(self, error: Exception) -> bool:
-        """Whether an error is the library's end, and not that of one request."""
+        """Tell an error that ends the library from one of a request."""
 
     @abstractmethod
     def _failure(self, error: Exception, request: GenerationRequest, /) -> Tokens:
@@ -87,7 +87,7 @@ class EventLoopEngine(Engine):
 
     @abstractmethod
     def _shut_down(self) -> None:
-        """Ends the library, after the loop."""
+        """End the library, after the loop."""
 
     def submit(self, request: GenerationRequest, sink: Sink) -> None:
         running = Running(request, sink, self._prepared(request))
@@ -159,7 +159,7 @@ class EventLoopEngine(Engine):
         running.sink(tokens)
 
     def _stop(self, reason: str) -> None:
-        """Ends all requests after the library has died: nothing will come for them."""
+        """End all requests after the library has died."""
         with self._lock:
             if self._stopped is not None:
                 return

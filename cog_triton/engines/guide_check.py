@@ -33,13 +33,13 @@ LIMITS = llguidance.LLParserLimits(
 
 
 class GuideCheck:
-    """Says what is wrong with guides. To be used from one thread."""
+    """Compiles guides in another process. For one thread."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
 
     def problem(self, grammar: str) -> str:
-        """Why a grammar of llguidance's cannot be compiled; empty if it can be."""
+        """Return the reason why llguidance cannot compile a grammar; empty if it can."""
         if self._process is None:
             # Ends with this process, and with what is written to it.
             self._process = subprocess.Popen(
@@ -58,7 +58,7 @@ class GuideCheck:
         return answer
 
     def close(self) -> None:
-        """Ends the process."""
+        """End the process."""
         if self._process is not None:
             self._process.kill()
             self._process.communicate()
@@ -86,7 +86,7 @@ class _Bytes:
 
 
 def main() -> None:
-    """Answers each line, a grammar as JSON, with a line: what is wrong with it."""
+    """Answer each line, a grammar as JSON, with the problem of that grammar."""
     end_with_parent()
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Bytes()))

@@ -36,16 +36,15 @@ from typing import Any
 
 from cog_triton import remote_code
 from cog_triton.adapters.directory import LoraRequests
-from cog_triton.engines.base import EngineError, GenerationRequest, Tokens
-from cog_triton.engines.event_loop import EventLoopEngine, Running
-from cog_triton.engines.llm_api_arguments import (
+from cog_triton.engines.arguments import (
     context_length,
     llm_arguments,
     merged,
-    read_llm_api_config,
-    with_objects,
+    read_arguments,
     without_effect,
 )
+from cog_triton.engines.base import EngineError, GenerationRequest, Tokens
+from cog_triton.engines.event_loop import EventLoopEngine, Running
 from cog_triton.engines.llm_api_requests import (
     error_text,
     is_fatal,
@@ -69,7 +68,7 @@ class TensorrtLlmEngine(EventLoopEngine):
         sampler: Sampler,
         adapters: Path | None = None,
     ) -> None:
-        """Takes over a loaded LLM.
+        """Take over a loaded LLM.
 
         Args:
             llm: a loaded ``tensorrt_llm.LLM``; the engine shuts it down.
@@ -88,7 +87,7 @@ class TensorrtLlmEngine(EventLoopEngine):
 
     @classmethod
     def from_parameters(cls, parameters: Mapping[str, str]) -> TensorrtLlmEngine:
-        """Loads the model that the tensorrt_llm model's parameters name.
+        """Load the model that the tensorrt_llm model's parameters name.
 
         Raises:
             ValueError: a parameter is missing or not valid, the LLM does not know an argument, or the
@@ -102,18 +101,22 @@ class TensorrtLlmEngine(EventLoopEngine):
             llm_args,
         )
 
-        for name in without_effect(parameters):
+        for name in without_effect(parameters, "llmapi"):
             logger.warning("tensorrt_llm: %s has no effect with the engine llmapi", name)
         arguments = llm_arguments(parameters)
         if path := parameters.get("llm_api_config"):
             convert = getattr(llm_args, "update_llm_args_with_extra_dict", None)
-            arguments = merged(arguments, read_llm_api_config(Path(path)), path, convert)
+            arguments = merged(
+                arguments, read_arguments(Path(path), "llm_api_config"), path, convert
+            )
         if "model" not in arguments:
             raise ValueError("tensorrt_llm: model: the engine llmapi needs it")
         kinds = {"kv_cache_config": KvCacheConfig}
         if hasattr(llm_args, "LoraConfig"):  # in the module that uses it; its own has changed
             kinds["lora_config"] = llm_args.LoraConfig
-        arguments = with_objects(arguments, kinds)
+        for name, kind in kinds.items():
+            if isinstance(section := arguments.get(name), dict):
+                arguments[name] = kind(**section)
         known = getattr(getattr(llm_args, "TorchLlmArgs", None), "model_fields", {})
         arguments = {**sampling_defaults(known, arguments), **arguments}
         sampler = sampler_of(str(getattr(tensorrt_llm, "__version__", "unknown")), arguments)

@@ -61,7 +61,7 @@ def _single_ids(words: Sequence[Sequence[int]]) -> list[int]:
 def next_tokens(
     completion: Any, request: GenerationRequest, last_id: int | None, *, finished: bool
 ) -> Tokens:
-    """What is new in one of the LLM's ``CompletionOutput``.
+    """Return the new tokens of one of the LLM's ``CompletionOutput``.
 
     Args:
         last_id: the last id of the update before.
@@ -107,7 +107,7 @@ def _log_prob(token: int, entry: Any) -> float | None:
 
 
 def is_fatal(error: Exception) -> bool:
-    """Whether an error of the LLM's is its end, and not that of one request.
+    """Tell an error that ends the LLM from one of a request.
 
     A request's own errors are ``RequestError``, or those of Python for arguments; what ends the
     executor, or is raised because it has ended, is a RuntimeError or comes from a socket or pipe.

@@ -1,4 +1,4 @@
-"""What of a request the LLM API's sampler leaves out of account, by TensorRT-LLM's version.
+"""Parameters that the LLM API's sampler ignores, by TensorRT-LLM's version.
 
 The PyTorch backend has had two samplers. TRTLLMSampler, in C++, honours all that a request can ask for
 here. TorchSampler, the default, takes a parameter that it does not know without a word. As read in
@@ -33,7 +33,7 @@ _NEUTRAL = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penal
 
 @dataclass(frozen=True)
 class Sampler:
-    """What chooses the tokens in a loaded LLM.
+    """The sampler of a loaded LLM.
 
     Attributes:
         version: TensorRT-LLM's.
@@ -45,13 +45,13 @@ class Sampler:
 
     @property
     def remedy(self) -> str:
-        """What makes it honour everything."""
+        """The setting with which it honours everything."""
         known = _parsed(self.version) >= SAMPLER_TYPE_KNOWN
         line = "sampler_type: TRTLLMSampler" if known else "enable_trtllm_sampler: true"
         return f"set {line} in the file that llm_api_config names"
 
     def check(self, sampling: SamplingParams) -> None:
-        """Refuses what would be left out of account without anybody noticing.
+        """Refuse what would be ignored without anybody noticing.
 
         Raises:
             EngineError: naming the parameters.
@@ -66,7 +66,7 @@ class Sampler:
 
     @property
     def warning(self) -> str | None:
-        """What is left out of every request that has it, for the log."""
+        """A warning for the log, None without a need."""
         if not self.forgetful:
             return None
         return (

@@ -2,7 +2,7 @@
 
 One thread delivers. It sends whatever a sequence has ready in one response: at low load that is one
 token, under load as many as were made while the last responses were sent. The cost of serving is per
-response, and nothing waits to fill one, but for the rate of responses that ``DeliveryLimits`` sets.
+response, and nothing waits to fill one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -27,13 +27,10 @@ from cog_triton.text.detokenizer import CONTEXT_TOKENS
 
 logger = logging.getLogger(__name__)
 
-# A step of the engine makes a token for every sequence at once: those need not be spread out.
-BURST_SECONDS = 0.02
-
 
 @dataclass(frozen=True)
 class Times:
-    """When things happened to a sequence, in nanoseconds of the monotonic clock.
+    """Times of a sequence, in nanoseconds of the monotonic clock.
 
     Attributes:
         arrival: it was handed over by Triton.
@@ -79,33 +76,9 @@ class Output:
 Send = Callable[[Output], None]
 
 
-@dataclass(frozen=True)
-class DeliveryLimits:
-    """What responses may be, whatever the engine has ready. 0 is no limit.
-
-    Attributes:
-        tokens_per_response: at most so many new ids in one response of a sequence that streams; 1 is
-            what TensorRT-LLM's C++ backend does.
-        responses_per_second: at most so many responses a second, of all sequences together and on
-            average. What reads them may be slower than this engine sends them; then they would pile up
-            in between, where no token can join another any more.
-    """
-
-    tokens_per_response: int = 0
-    responses_per_second: float = 0.0
-
-    @classmethod
-    def from_parameters(cls, parameters: Mapping[str, str]) -> DeliveryLimits:
-        """From the tensorrt_llm model's parameters."""
-        return cls(
-            tokens_per_response=int(parameters.get("max_tokens_per_response", 0)),
-            responses_per_second=float(parameters.get("max_responses_per_second", 0)),
-        )
-
-
 @dataclass
 class Counters:
-    """What has been done since the start.
+    """Counts since the start.
 
     Attributes:
         generated: tokens that the engine made.
@@ -148,7 +121,7 @@ class _Sequence:
     last_token: int = 0
 
     def add(self, tokens: Tokens) -> bool:
-        """Takes in new tokens; returns whether a stop word was completed, which ends the sequence."""
+        """Add new tokens; return True if they completed a stop word, which ends the sequence."""
         ids = tokens.ids
         stop = self._stop_word_end(ids)
         if stop is not None:
@@ -166,7 +139,7 @@ class _Sequence:
         return stop is not None
 
     def take(self, limit: int) -> Output:
-        """What is ready, as one response; of a sequence that streams at most so many ids, unless 0."""
+        """Take what is ready as one response: of a stream at most ``limit`` ids, unless 0."""
         end = limit if limit and self.streaming else len(self.ids)
         ids, self.ids = self.ids[:end], self.ids[end:]
         log_probs, self.log_probs = self.log_probs[:end], self.log_probs[end:]
@@ -193,7 +166,7 @@ class _Sequence:
         )
 
     def _stop_word_end(self, ids: list[int]) -> int | None:
-        """How many of ``ids`` there are up to the end of the first stop word."""
+        """Return the number of ``ids`` up to the end of the first stop word."""
         words = self.request.stop_words
         if not words:
             return None
@@ -210,11 +183,17 @@ class _Sequence:
 
 
 class Serving:
-    """Runs requests on an engine and delivers their outputs. Methods may be called from any thread."""
+    """Run requests on an engine and deliver their outputs. Thread-safe."""
 
-    def __init__(self, engine: Engine, limits: DeliveryLimits | None = None) -> None:
+    def __init__(self, engine: Engine, tokens_per_response: int = 0) -> None:
+        """Start the delivery thread.
+
+        Args:
+            tokens_per_response: most new ids in one response of a stream, 0 for no limit; 1 is what
+                TensorRT-LLM's C++ backend does.
+        """
         self.engine = engine
-        self._limits = limits or DeliveryLimits()
+        self._limit = tokens_per_response
         self.counters = Counters()
         self._keys = itertools.count()
         self._running: dict[str, dict[str, _Sequence]] = {}  # request id → engine key → sequence
@@ -232,7 +211,7 @@ class Serving:
         streaming: bool,
         prompt_in_output: bool = False,
     ) -> Callable[[], object]:
-        """Starts one sequence and returns what stops it.
+        """Start one sequence; return the function that stops it.
 
         ``send`` gets its outputs from the delivery thread, in order.
 
@@ -273,7 +252,7 @@ class Serving:
         return partial(self._stop, sequence)
 
     def stop(self, request_id: str) -> int:
-        """Ends the sequences of a request; what they have is delivered. Returns how many there were."""
+        """End the sequences of a request, delivering what they have; return their number."""
         with self._running_lock:
             sequences = list(self._running.get(request_id, {}).values())
         return sum(map(self._stop, sequences))
@@ -283,7 +262,7 @@ class Serving:
         return self.engine.active()
 
     def close(self) -> None:
-        """Ends the engine and the delivery thread."""
+        """End the engine and the delivery thread."""
         self.engine.close()
         self._ready.put(None)
         self._delivery.join()
@@ -334,12 +313,10 @@ class Serving:
                 self._running.pop(sequence.request_id, None)
 
     def _deliver(self) -> None:
-        rate = _Rate(self._limits.responses_per_second)
         for sequence in iter(self._ready.get, None):
-            rate.wait()
             with sequence.lock:
                 sequence.queued = False
-                output = sequence.take(self._limits.tokens_per_response)
+                output = sequence.take(self._limit)
                 if sequence.ids:  # behind the others that have something ready
                     self._queue(sequence)
             try:
@@ -354,31 +331,6 @@ class Serving:
                 self.counters.served += new
             if output.final:
                 self._forget(sequence)
-
-
-class _Rate:
-    """Lets so many pass a second, 0 for all; what was not used lately may pass at once."""
-
-    def __init__(
-        self,
-        per_second: float,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], object] = time.sleep,
-    ) -> None:
-        self._interval = 1 / per_second if per_second else 0.0
-        self._clock = clock
-        self._sleep = sleep
-        self._next = clock()
-
-    def wait(self) -> None:
-        if not self._interval:
-            return
-        now = self._clock()
-        self._next = max(self._next, now - BURST_SECONDS)
-        if self._next > now:
-            self._sleep(self._next - now)
-        self._next += self._interval
 
 
 def words_from_list(word_list: Iterable[Iterable[int]]) -> tuple[tuple[int, ...], ...]:

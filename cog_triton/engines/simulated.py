@@ -48,7 +48,7 @@ FailureKind = Literal["error", "stall", "refuse"]
 
 @dataclass(frozen=True)
 class Costs:
-    """What requests cost; with the defaults, nothing.
+    """Costs of requests; none by default.
 
     Attributes:
         prefill: seconds from the end of a prompt's prefill to its first token; they overlap.
@@ -65,7 +65,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class Failure:
-    """How a request fails, and after how many tokens."""
+    """A way to fail, and the number of tokens before it."""
 
     kind: FailureKind
     after: int
@@ -73,7 +73,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Failures:
-    """Which requests fail.
+    """A share of requests that fail.
 
     Attributes:
         rate: share of the requests that fail, 0 to 1.
@@ -91,7 +91,7 @@ class Failures:
                 raise ValueError(f"unknown failure {kind!r}; known are {', '.join(known)}")
 
     def of(self, request: GenerationRequest) -> Failure | None:
-        """How a request fails: a function of its prompt, seed and number of tokens."""
+        """Return the failure of a request: a function of its prompt, seed and number of tokens."""
         max_tokens = request.max_tokens + request.continued
         if not self.rate or max_tokens <= SPARED_TOKENS:
             return None
@@ -120,14 +120,14 @@ class _Sequence:
 
 
 class Schedule:
-    """Which tokens of which sequence are due when. It knows no clock and no thread.
+    """The times at which sequences get their tokens, without a clock or a thread.
 
     Times are seconds from any origin. What happens late happens as if it had been on time: the next
     token, the next prompt and the next request in the queue follow from when it was due.
     """
 
     def __init__(self, token_ids: list[int], costs: Costs) -> None:
-        """Has nothing to do yet.
+        """Start with no request.
 
         Args:
             token_ids: what to generate, again and again; at least one.
@@ -150,7 +150,7 @@ class Schedule:
     def add(
         self, request: GenerationRequest, sink: Sink, failure: Failure | None, now: float
     ) -> None:
-        """Starts a request, or has it wait for a slot."""
+        """Start a request, or queue it for a slot."""
         place = (sum(_prompt(request)) + request.continued) % self._length
         sequence = _Sequence(request, sink, failure, start=place, since=now)
         if 0 < self._costs.max_batch <= len(self._running):
@@ -159,20 +159,20 @@ class Schedule:
             self._start(sequence, now)
 
     def remove(self, key: str, now: float) -> None:
-        """Forgets a request, wherever it is; an unknown one is no error."""
+        """Remove a request; an unknown one is not an error."""
         if self._waiting.pop(key, None) is None and key in self._running:
             sequence = self._running[key]
             sequence.aborted = True
             self._leave(sequence, now)
 
     def next_due(self) -> float | None:
-        """When something is to be done next; None when nothing is."""
+        """Return the time of the next event, None without one."""
         while self._due and self._due[0][2].aborted:
             heappop(self._due)
         return self._due[0][0] if self._due else None
 
     def step(self, now: float) -> list[tuple[Sink, Tokens]]:
-        """Does all that is due by ``now``, or a tick later: each sequence at most one burst."""
+        """Do all that is due by ``now``, or a tick later: each sequence at most one burst."""
         limit = now + TICK
         due = []
         while self._due and self._due[0][0] <= limit:
@@ -240,7 +240,7 @@ class Schedule:
         return [(sequence.sink, Tokens([], finished=True, error=error))]
 
     def _leave(self, sequence: _Sequence, at: float) -> None:
-        """Frees the sequence's slot, and its place among the prompts if it still had one."""
+        """Free the sequence's slot, and its place among the prompts."""
         key = sequence.request.key
         del self._running[key]
         if key in self._prompts:
@@ -257,7 +257,7 @@ class Schedule:
 
 
 class SimulatedEngine(Engine):
-    """Runs a schedule by the clock; see the module's docstring. Every token is certain."""
+    """Run a schedule by the clock; see the module's docstring. Every token is certain."""
 
     features = frozenset({"min_p", "top_logprobs"})
 
@@ -269,7 +269,7 @@ class SimulatedEngine(Engine):
         *,
         context_length: int = DEFAULT_CONTEXT_LENGTH,
     ) -> None:
-        """Starts the stepping thread.
+        """Start the stepping thread.
 
         Args:
             token_ids: what to generate, again and again; at least one.
@@ -287,7 +287,7 @@ class SimulatedEngine(Engine):
 
     @classmethod
     def from_parameters(cls, parameters: Mapping[str, str]) -> SimulatedEngine:
-        """Built from the tensorrt_llm model's parameters.
+        """Build it from the tensorrt_llm model's parameters.
 
         Raises:
             ValueError: the text has no tokens, or a kind of failure is unknown.
@@ -359,7 +359,7 @@ class SimulatedEngine(Engine):
                 sink(tokens)
 
     def _wait_until_due(self) -> bool:
-        """Waits until something is to be done; returns False if the engine was closed instead."""
+        """Wait for the next event; return False if the engine was closed instead."""
         while not self._closed:
             due = self._schedule.next_due()
             wait = None if due is None else due - time.perf_counter()

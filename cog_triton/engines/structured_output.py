@@ -40,7 +40,7 @@ WHITESPACE = " ?"
 
 @dataclass(eq=False)
 class Guided:
-    """How far one sequence has come in its guide.
+    """The state of one sequence in its guide.
 
     Attributes:
         end_id: ends the output; it is allowed where the guide may end, and only there.
@@ -56,7 +56,7 @@ class StructuredOutput:
     """The guides of one engine. Methods may be called from any thread."""
 
     def __init__(self, load_tokenizer: Callable[[], Any], vocabulary: int) -> None:
-        """Begins to read the vocabulary.
+        """Start to read the vocabulary.
 
         Args:
             load_tokenizer: a fast tokenizer of transformers.
@@ -86,11 +86,11 @@ class StructuredOutput:
             raise EngineUnavailable(stopped_text(None)) from None
 
     def masks(self, sequences: Sequence[Guided], new: Sequence[Sequence[int]]) -> Future[Masks]:
-        """What each sequence may have next, once it has been told its new tokens."""
+        """Add new tokens to each sequence, then return the tokens that may follow."""
         return self._masker.submit(self._masks, sequences, new)
 
     def close(self) -> None:
-        """Ends the threads."""
+        """End the threads."""
         for thread in (self._compiler, self._masker):
             thread.shutdown(cancel_futures=True)
         self._check.close()
@@ -179,7 +179,7 @@ def grammar(guide: Guide) -> str:
 
 
 def refusal(kind: GuideKind, reason: str) -> str:
-    """What is wrong with a guide, in one line."""
+    """Return the refusal of a guide, in one line."""
     return f"guided_decoding_guide of type {kind.value} cannot be used: {_one_line(reason)}"
 
 

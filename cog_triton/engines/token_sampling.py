@@ -36,7 +36,7 @@ class History:
         self._count(self.prompt[len(self.prompt) - self.continued :])
 
     def extend(self, output: Sequence[int]) -> None:
-        """Takes in the tokens that ``output``, all of them so far, has beyond those known."""
+        """Add the tokens of ``output``, all of them so far, that are new."""
         new = list(output[len(self.output) :])
         if new:
             self._count(new)
@@ -131,7 +131,7 @@ def _weights(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
 def _limits(
     weights: torch.Tensor, samplings: Sequence[SamplingParams]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the tokens that are likelier than a chosen one must stay below, shapes [rows].
+    """Return bounds of the tokens that are likelier than a chosen one, shapes [rows].
 
     Returns:
         Their number, from top_k, and the sum of their weights, from top_p. The latter is a share of

@@ -69,7 +69,7 @@ class TransformersEngine(Engine):
         adapters: Path | None = None,
         adapter_cache_bytes: int = CACHE_BYTES,
     ) -> None:
-        """Starts generating on a loaded model.
+        """Start generating on a loaded model.
 
         Args:
             model: a causal language model in evaluation mode, on its device.
@@ -117,7 +117,7 @@ class TransformersEngine(Engine):
 
     @classmethod
     def from_parameters(cls, parameters: Mapping[str, str]) -> TransformersEngine:
-        """Loads the model that the tensorrt_llm model's parameters name.
+        """Load the model that the tensorrt_llm model's parameters name.
 
         Raises:
             ValueError: the prompt and output cannot fit in ``max_tokens_in_paged_kv_cache``, or the
@@ -172,7 +172,7 @@ class TransformersEngine(Engine):
         return self._structured_output.begin(request.guide, request.end_id, output)
 
     def _loaded(self, row: Row) -> Future[None] | None:
-        """Gives a request its adapter; the future is of one that has to be loaded first."""
+        """Assign a request its adapter; the future is of one that has to be loaded first."""
         if not row.request.lora_task_id:
             return None
         if self._adapters is None:
@@ -324,7 +324,7 @@ class _Scheduler(FIFOScheduler):
     """
 
     def clear_cancelled_requests(self) -> list[RequestState]:
-        """Called before each step; returns the requests that were cancelled."""
+        """Return the requests that were cancelled, before each step."""
         cancelled: list[RequestState] = super().clear_cancelled_requests()
         if cancelled:
             self.block_new_requests = False

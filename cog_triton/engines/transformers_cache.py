@@ -31,7 +31,7 @@ class Marks:
 
 
 def keep_adapters_apart(cache: Any, row_of: Callable[[str], Row | None]) -> None:
-    """Has a ``PagedAttentionCache`` share blocks under one adapter, or under none, and not between them.
+    """Make a ``PagedAttentionCache`` share blocks under one adapter, or under none, not between them.
 
     Args:
         row_of: the request of an id; None when it is cancelled, which shares nothing then.

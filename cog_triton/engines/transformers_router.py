@@ -16,14 +16,14 @@ from cog_triton.engines.transformers_rows import Row
 
 @dataclass
 class Reader:
-    """Who gets the tokens of a request, and how many it has had."""
+    """The sink of a request, and the number of tokens that it has had."""
 
     row: Row
     sink: Sink
     had: int = 0
 
     def next_tokens(self, output: GenerationOutput) -> Tokens:
-        """What is new in an output, which holds all tokens so far."""
+        """Return the new tokens of an output, which holds all tokens so far."""
         if self.row.error is not None:
             return Tokens([], finished=True, error=self.row.error, refused=True)
         # Transformers fails no request alone, but all of them when its loop ends.
@@ -44,7 +44,7 @@ class Reader:
 
 
 class Router(OutputRouter):
-    """Hands each request's new tokens to its sink, on the generation thread."""
+    """Pass each request's new tokens to its sink, on the generation thread."""
 
     def __init__(self, cancel: Callable[[str], None]) -> None:
         super().__init__()

@@ -44,20 +44,20 @@ class Row:
 
     @property
     def error(self) -> str | None:
-        """Why the request cannot go on."""
+        """The reason why the request cannot continue."""
         if self.adapter is not None and self.adapter.problem is not None:
             return f"lora_task_id {self.request.lora_task_id}: {self.adapter.problem}"
         return self.guided.error if self.guided else None
 
     @cached_property
     def changes_logits(self) -> bool:
-        """Whether its logits are not used as they are."""
+        """True if its logits are not used as they are."""
         request = self.request
         given = request.logit_bias or request.allowed_ids or self.guided is not None
         return bool(given) or not request.sampling.plain
 
     def extend(self, output: list[int], device: torch.device, vocabulary: int) -> None:
-        """Takes in all that has been generated so far."""
+        """Add the tokens of ``output``, all of them so far, that are new."""
         self.new, self.output = output[len(self.output) :], output
         if self.request.sampling.plain:
             return
@@ -106,7 +106,7 @@ Prompts = list[tuple[Row, slice, int]]
 
 
 class Allowed:
-    """What the guides of a batch's rows allow next; worked out while the model runs."""
+    """The tokens that the guides of a batch's rows allow next, computed while the model runs."""
 
     def __init__(self, rows: Rows, structured_output: StructuredOutput | None) -> None:
         self._places = [i for i, (row, _) in enumerate(rows) if row.guided is not None]
@@ -149,7 +149,7 @@ def note_prompts(prompts: Prompts, _: object, __: object, output: Any) -> None:
 
 
 def _note_prompt(logits: torch.Tensor, row: Row, start: int) -> None:
-    """Has a row keep the log probabilities of its prompt's tokens, as far as they are new.
+    """Keep the log probabilities of a row's prompt, as far as they are new.
 
     Args:
         logits: [tokens, vocabulary], behind the prompt's tokens from the place ``start`` on.
@@ -170,7 +170,7 @@ def _note_prompt(logits: torch.Tensor, row: Row, start: int) -> None:
 
 
 def note_top_log_probs(logits: torch.Tensor, totals: torch.Tensor, rows: Rows) -> None:
-    """Has each row that wants them keep the most likely tokens of the model's unchanged distribution.
+    """Keep the most likely tokens of the model's unchanged distribution for the rows that want them.
 
     Args:
         totals: the logits' logsumexp, shape [rows].

@@ -44,7 +44,7 @@ class RowParameters:
         self.allowed = Allowed((), None)
 
     def check_kwargs(self, kwargs: dict[str, Any]) -> None:
-        """Called for each new request; nothing is wrong with what ``submit`` passes."""
+        """Accept what ``submit`` passes."""
 
     def fill_defaults(self, int32_tensor: torch.Tensor) -> None:
         """Nothing to fill: no row of the tensor is asked for."""
@@ -52,7 +52,7 @@ class RowParameters:
     def prepare_tensor_args(
         self, requests_in_batch: list[FutureRequestState], arg_storage: torch.Tensor
     ) -> torch.Tensor:
-        """Called before each forward pass with the batch's requests."""
+        """Note the batch's requests, before each forward pass."""
         states = [future.state for future in requests_in_batch if future.has_new_token]
         self.rows = [
             (state.logit_processor_kwargs["row"], state.position_offset) for state in states
@@ -111,7 +111,7 @@ class Runner(ModelRunner):
             super().compute_batch(model, batch_data)
 
     def supports_logits_to_keep(self, model: Any) -> bool:
-        """Whether the model makes the last tokens' logits alone: not where a prompt's are asked for."""
+        """Return True unless a prompt's logits are asked for: then the model makes all."""
         return not self._parameters.prompts and super().supports_logits_to_keep(model)
 
     def _sample(self, scores: torch.Tensor, output_ids: torch.Tensor) -> None:
@@ -129,5 +129,5 @@ class Runner(ModelRunner):
 
 
 def vocabulary_of(model: Any) -> int:
-    """How many token ids a model has."""
+    """Return the number of token ids of a model."""
     return int(model.config.get_text_config().vocab_size)

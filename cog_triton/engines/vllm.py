@@ -31,15 +31,15 @@ from typing import Any
 
 from cog_triton import remote_code
 from cog_triton.adapters.directory import LoraRequests
-from cog_triton.engines.base import EngineError, GenerationRequest, Tokens, TopLogProbs, check_ids
-from cog_triton.engines.event_loop import EventLoopEngine, Running
-from cog_triton.engines.vllm_arguments import (
+from cog_triton.engines.arguments import (
     cpu_arguments,
     engine_arguments,
     loading_dtype,
     without_effect,
 )
-from cog_triton.engines.vllm_processes import let_others_go_first, prepare
+from cog_triton.engines.base import EngineError, GenerationRequest, Tokens, TopLogProbs, check_ids
+from cog_triton.engines.event_loop import EventLoopEngine, Running
+from cog_triton.engines.vllm_processes import prepare, renice
 from cog_triton.engines.vllm_requests import (
     guide_arguments,
     next_tokens,
@@ -61,7 +61,7 @@ class VllmEngine(EventLoopEngine):
     """See the module's docstring."""
 
     def __init__(self, arguments: Mapping[str, Any], adapters: Path | None = None) -> None:
-        """Loads a model.
+        """Load a model.
 
         Args:
             arguments: of ``vllm.AsyncEngineArgs``.
@@ -97,7 +97,7 @@ class VllmEngine(EventLoopEngine):
 
     @classmethod
     def from_parameters(cls, parameters: Mapping[str, str]) -> VllmEngine:
-        """Loads the model that the tensorrt_llm model's parameters name.
+        """Load the model that the tensorrt_llm model's parameters name.
 
         Raises:
             ValueError: a parameter is missing or not valid, vLLM does not know an argument, or the model
@@ -105,7 +105,7 @@ class VllmEngine(EventLoopEngine):
             OSError: there is no such file or model.
             Exception: whatever else vLLM raises while it loads.
         """
-        for name in without_effect(parameters):
+        for name in without_effect(parameters, "vllm"):
             logger.warning("tensorrt_llm: %s has no effect with the engine vllm", name)
         arguments = loading_arguments(parameters)
         adapters = parameters.get("lora_prefetch_dir")
@@ -179,7 +179,7 @@ class VllmEngine(EventLoopEngine):
         for process in set(multiprocessing.active_children()) - before:
             self._loop.add_reader(process.sentinel, self._ended, process)
             if process.pid is not None and _on_cpu():
-                let_others_go_first(process.pid)
+                renice(process.pid)
 
     def _ended(self, process: Any) -> None:
         self._loop.remove_reader(process.sentinel)

@@ -1,4 +1,4 @@
-"""What vLLM needs of the process that it runs in, which may be Triton's stub.
+"""Preparation of the process that vLLM runs in, which may be Triton's stub.
 
 The stub embeds a Python of its own making: it reads files as ASCII, and names no interpreter that a
 spawned process could run. A forked one would be a second stub, to those who watch stubs as well.
@@ -23,7 +23,7 @@ LEAST_PRIORITY = 19
 
 
 def prepare() -> None:
-    """Makes this process one that vLLM can be imported in and start its own from.
+    """Prepare this process for importing vLLM and for its processes.
 
     Raises:
         ValueError: there is no Python interpreter to start them with.
@@ -56,8 +56,8 @@ def interpreter() -> str:
     return path
 
 
-def let_others_go_first(pid: int) -> None:
-    """Gives a process and those that it has started the least priority.
+def renice(pid: int) -> None:
+    """Give a process and its children the lowest priority.
 
     On CPUs vLLM's processes wait for each other by spinning, on every core. Those that carry a token to its
     reader were given a core some milliseconds late at each step of its way, and tokens came by the dozen.

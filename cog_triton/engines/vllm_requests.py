@@ -73,7 +73,7 @@ def guide_arguments(guide: Guide) -> dict[str, Any]:
 
 
 def next_tokens(output: Any, request: GenerationRequest, *, finished: bool) -> Tokens:
-    """What is new in one of vLLM's ``CompletionOutput`` of the kind DELTA.
+    """Return the new tokens of one of vLLM's ``CompletionOutput`` of the kind DELTA.
 
     Args:
         finished: whether the ``RequestOutput`` is.

@@ -1,4 +1,4 @@
-"""What runs inside Triton's stubs, called by the thin models of triton_model_repo/.
+"""Code of the models in Triton's stubs, called by the thin models of triton_model_repo/.
 
 Tensors to plain values, one call, plain values to tensors. May import ``engines``, ``text``
 and ``wire``.

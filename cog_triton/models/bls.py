@@ -191,7 +191,7 @@ class Bls:
             yield rest, False
 
     def stop(self, request_id: str) -> None:
-        """Ends the sequences that are generated for a request; there need not be any."""
+        """End the sequences of a request, if there are any."""
         self._llm.stop(request_id)
 
 
@@ -260,7 +260,7 @@ def response_tensors(reply: Mapping[str, Array], texts: Array) -> dict[str, Arra
 
 
 def check_parameters(parameters: Mapping[str, str]) -> None:
-    """Refuses what the configuration asks for and this model does not do.
+    """Refuse what the configuration asks for and this model does not do.
 
     Raises:
         ValueError: naming the parameter.
@@ -271,7 +271,7 @@ def check_parameters(parameters: Mapping[str, str]) -> None:
 
 
 def check_request(inputs: Mapping[str, Array], *, decoupled: bool) -> None:
-    """Refuses a request that cannot be served.
+    """Refuse a request that cannot be served.
 
     Raises:
         ModelError: saying why.
@@ -294,7 +294,7 @@ class Watch:
     """
 
     def __init__(self, period: float) -> None:
-        """Starts the thread, which looks once in ``period`` seconds."""
+        """Start the thread, which looks once in ``period`` seconds."""
         self._period = period
         self._requests: dict[Client, Callable[[], object]] = {}
         self._lock = threading.Lock()
@@ -317,7 +317,7 @@ class Watch:
                 del self._requests[client]
 
     def close(self) -> None:
-        """Ends the thread."""
+        """End the thread."""
         self._end.set()
         self._thread.join()
 

@@ -15,7 +15,7 @@ from cog_triton.models.stub import Array
 def answer_in_threads(
     pb_utils: Any, requests: Iterable[Any], answer: Callable[[Any, Client], None]
 ) -> None:
-    """Answers each request in a thread of its own, since calls of other models block even in a coroutine.
+    """Answer each request in its own thread, since calls of other models block even in a coroutine.
 
     Args:
         pb_utils: the stub's module.

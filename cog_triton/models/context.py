@@ -33,7 +33,7 @@ class Contexts:
     """The ids before each response of one request."""
 
     def __init__(self, *, streaming: bool) -> None:
-        """Begins with none."""
+        """Start with none."""
         self._streaming = streaming
         self._sequences: dict[tuple[int, int], list[int]] = {}
 

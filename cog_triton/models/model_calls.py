@@ -28,7 +28,7 @@ STARTING_AT_ONCE = 24
 
 
 class ModelError(Exception):
-    """What a model answered instead of tensors, or why a request is refused; for the client.
+    """An error of a model, or the refusal of a request; for the client.
 
     Attributes:
         refused: whether the request is at fault.
@@ -109,7 +109,7 @@ class Llm:
             raise
 
     def stop(self, request_id: str) -> None:
-        """Ends the sequences that are generated for a request; there need not be any."""
+        """End the sequences of a request, if there are any."""
         for reply in self._models.stream(self._name, request_id, stop_inputs()):
             if isinstance(reply, ModelError):
                 logger.warning("%s, told to stop %s: %s", self._name, request_id, reply)
@@ -121,7 +121,7 @@ def request_key(request_id: str) -> str:
 
 
 def batch_size(inputs: Mapping[str, Array]) -> int:
-    """How many prompts a request has: the first dimension of any of its inputs."""
+    """Return the number of prompts of a request: the first dimension of any of its inputs."""
     return int(next(iter(inputs.values())).shape[0])
 
 
@@ -139,7 +139,7 @@ def renamed(arrays: Mapping[str, Array], names: Mapping[str, str]) -> dict[str, 
 
 
 class Client:
-    """Who waits for the responses to one request. Methods may be called from any thread.
+    """The client of one request. Thread-safe.
 
     A sender must not be asked anything once it has sent the last response: Triton 2.51 frees what it
     refers to. Hence the lock.
@@ -162,13 +162,13 @@ class Client:
             self.closed = last
 
     def gone(self) -> bool:
-        """Whether the client has gone away before the last response. It takes a round trip."""
+        """Return True if the client has gone away before the last response. It takes a round trip."""
         with self._lock:
             return not self.closed and bool(self._sender.is_cancelled())
 
 
 def flag(arrays: Mapping[str, Array], name: str) -> bool:
-    """Whether a tensor is there and true anywhere."""
+    """Return True if a tensor is there and true anywhere."""
     return name in arrays and bool(arrays[name].any())
 
 

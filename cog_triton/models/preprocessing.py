@@ -28,7 +28,7 @@ _MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
 @dataclass(frozen=True)
 class Asked:
-    """What the parameters of a request ask of preprocessing; see ``cog_triton.wire``.
+    """The parameters of a request for preprocessing; see ``cog_triton.wire``.
 
     Attributes:
         continued: ids of the output that an earlier attempt at it has delivered, which the engine is to go
@@ -43,7 +43,7 @@ class Asked:
 
 
 def asked(parameters: str) -> Asked:
-    """What a request's parameters ask for: a JSON object as the Python backend has it, or nothing.
+    """Parse a request's parameters: a JSON object as the Python backend has it, or nothing.
 
     Raises:
         ValueError: one of them is not what it should be.
@@ -74,7 +74,7 @@ class Preprocessor:
         words_after_space: bool = True,
         context_length: int | None = None,
     ) -> None:
-        """Reads the end and padding ids off the tokenizer.
+        """Read the end and padding ids from the tokenizer.
 
         Args:
             add_special_tokens: whether the tokenizer adds those that begin a text.
@@ -187,7 +187,7 @@ class Preprocessor:
     def _embedding_bias(
         self, inputs: Mapping[str, Array], logit_bias: Mapping[int, float], batch: int
     ) -> Array | None:
-        """What is added to the logits, shape [batch, vocabulary]; None for nothing."""
+        """Return the bias of the logits, shape [batch, vocabulary]; None for none."""
         words = self._biased_words(inputs)
         if not words and not logit_bias:
             return None
@@ -252,7 +252,7 @@ def word_list(words: Sequence[Sequence[int]]) -> Array:
 
 
 def _check_words(words: Array) -> None:
-    """Refuses lists that would take long to tokenize, before anything of them is decoded."""
+    """Refuse lists that would take long to tokenize, before any is decoded."""
     if words.size > WORDS * words.shape[0]:
         raise ValueError(f"the words of a list must be at most {WORDS}, not {words[0].size}")
     size = sum(map(len, words.flat))

@@ -1,4 +1,4 @@
-"""What the models of Triton's Python backend share: tensors of a request, tensors of a response."""
+"""Tensors of requests and responses, for all models of Triton's Python backend."""
 
 from __future__ import annotations
 

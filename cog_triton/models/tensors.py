@@ -110,7 +110,7 @@ def generation_requests(
 
 
 def top_log_probs(parameters: Mapping[str, Any]) -> int:
-    """How many of the most likely tokens a request wants told at each place.
+    """Return the number of most likely tokens that a request wants at each place.
 
     Raises:
         EngineError: it is no such number.
@@ -255,7 +255,7 @@ def _refuse_unsupported(
 
 
 def _is_empty(values: Array | None) -> bool:
-    """Whether an input says nothing: it is absent, of no elements, or of empty texts."""
+    """Return True for an input that is absent, has no elements, or only empty texts."""
     return values is None or all(value == b"" for value in values.flat)
 
 
@@ -315,7 +315,7 @@ def _allowed_ids(parameters: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _logit_bias(inputs: Mapping[str, Array], i: int) -> dict[int, float]:
-    """What is added to logits, of an array as long as the vocabulary: where it is not 0."""
+    """Return the non-zero entries of an array as long as the vocabulary."""
     bias = inputs.get("embedding_bias")
     if bias is None or not bias.size:
         return {}

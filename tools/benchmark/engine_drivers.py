@@ -31,10 +31,10 @@ class RawEngine(InProcess):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         from cog_triton.engines.create import create_engine
-        from cog_triton.engines.serving import DeliveryLimits, Serving
+        from cog_triton.engines.serving import Serving
 
         self._serving = Serving(
-            create_engine(context.engine), DeliveryLimits.from_parameters(context.engine)
+            create_engine(context.engine), int(context.engine.get("max_tokens_per_response", 0))
         )
         self._loop = asyncio.get_running_loop()
 

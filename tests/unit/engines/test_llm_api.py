@@ -19,15 +19,15 @@ from typing import Any
 import pytest
 
 from cog_triton.client.stream import error_from_text
-from cog_triton.engines.base import EngineError, GenerationRequest, SamplingParams, Tokens
-from cog_triton.engines.create import create_engine
-from cog_triton.engines.llm_api import TensorrtLlmEngine
-from cog_triton.engines.llm_api_arguments import (
+from cog_triton.engines.arguments import (
     context_length,
     llm_arguments,
     merged,
-    read_llm_api_config,
+    read_arguments,
 )
+from cog_triton.engines.base import EngineError, GenerationRequest, SamplingParams, Tokens
+from cog_triton.engines.create import create_engine
+from cog_triton.engines.llm_api import TensorrtLlmEngine
 from cog_triton.engines.llm_api_requests import (
     chosen_log_probs,
     error_text,
@@ -306,7 +306,7 @@ def test_the_llm_takes_them_all(make: Make, caplog: pytest.LogCaptureFixture) ->
 
 
 def test_every_variable_is_an_argument_or_said_to_have_no_effect() -> None:
-    from cog_triton.engines import llm_api_arguments as engine
+    from cog_triton.engines import arguments as engine
 
     keys = {  # where the parameter's name differs
         "batching_strategy": "gpt_model_type",
@@ -319,8 +319,7 @@ def test_every_variable_is_an_argument_or_said_to_have_no_effect() -> None:
         "exclude_input_in_output",
         "guided_decoding_backend",
         "llm_api_config",
-        "max_responses_per_second",  # of what delivers the tokens of all embedded engines
-        "max_tokens_per_response",
+        "max_tokens_per_response",  # of what delivers the tokens of all embedded engines
         "tokenizer_dir",
     }
     table = VARIABLES["tensorrt_llm"]
@@ -328,7 +327,7 @@ def test_every_variable_is_an_argument_or_said_to_have_no_effect() -> None:
     quoted = set(re.findall(r'string_value: "\$\{(\w+)\}"', template))
     names = {keys.get(name, name) for name in quoted if not name.startswith("simulated_")}
     assert quoted <= table.keys()
-    known = {*engine._ARGUMENTS, *engine._KV_CACHE, *engine._NO_ARGUMENT}
+    known = {*engine.TABLE, *engine.NO_ARGUMENT["llmapi"]}
     assert names - known == apart | {"lora_cache_max_adapter_size", "lora_prefetch_dir"}
 
 
@@ -364,7 +363,7 @@ def test_the_file_wins_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.parametrize(("text", "content"), [("", {}), ("a: {b: 1}", {"a": {"b": 1}})])
 def test_what_a_file_may_hold(tmp_path: Path, text: str, content: dict[str, Any]) -> None:
     (tmp_path / "llm.yaml").write_text(text)
-    assert read_llm_api_config(tmp_path / "llm.yaml") == content
+    assert read_arguments(tmp_path / "llm.yaml", "llm_api_config") == content
 
 
 @pytest.mark.parametrize(
@@ -374,7 +373,7 @@ def test_what_a_file_may_hold(tmp_path: Path, text: str, content: dict[str, Any]
 def test_what_it_may_not(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "llm.yaml").write_text(text)
     with pytest.raises(ValueError, match=message):
-        read_llm_api_config(tmp_path / "llm.yaml")
+        read_arguments(tmp_path / "llm.yaml", "llm_api_config")
 
 
 def test_the_files_arguments_reach_the_llm(make: Make, tmp_path: Path) -> None:

@@ -10,11 +10,8 @@ import pytest
 
 from cog_triton.engines.base import Engine, EngineError, GenerationRequest, Sink, Tokens
 from cog_triton.engines.serving import (
-    BURST_SECONDS,
-    DeliveryLimits,
     Output,
     Serving,
-    _Rate,
     words_from_list,
 )
 from cog_triton.text.detokenizer import CONTEXT_TOKENS
@@ -544,7 +541,7 @@ def test_counters(serving: Serving, start: Start, engine: ScriptedEngine) -> Non
 
 
 def test_a_limit_of_tokens_splits_a_stream_and_nothing_else(engine: ScriptedEngine) -> None:
-    serving = Serving(engine, DeliveryLimits(tokens_per_response=2))
+    serving = Serving(engine, tokens_per_response=2)
     streaming, whole = Client(), Client()
     try:
         for client in (streaming, whole):
@@ -566,7 +563,7 @@ def test_a_limit_of_tokens_splits_a_stream_and_nothing_else(engine: ScriptedEngi
 
 
 def test_an_error_comes_after_what_was_made_before_it(engine: ScriptedEngine) -> None:
-    serving = Serving(engine, DeliveryLimits(tokens_per_response=1))
+    serving = Serving(engine, tokens_per_response=1)
     client = Client()
     try:
         request = GenerationRequest(key="", input_ids=[1], max_tokens=9)
@@ -579,30 +576,6 @@ def test_an_error_comes_after_what_was_made_before_it(engine: ScriptedEngine) ->
         ([11], False, None),
         ([12], True, "broken"),
     ]
-
-
-def test_a_rate_of_responses_leaves_room_for_a_step_of_the_engine() -> None:
-    now, slept = 100.0, 0.0
-
-    def sleep(seconds: float) -> None:
-        nonlocal now, slept
-        now, slept = now + seconds, slept + seconds
-
-    rate = _Rate(1000, clock=lambda: now, sleep=sleep)
-    now += 10.0  # idle
-    burst = round(BURST_SECONDS * 1000)
-    for _ in range(burst + 1):
-        rate.wait()
-    assert slept == pytest.approx(0)
-    for _ in range(500):
-        rate.wait()
-    assert slept == pytest.approx(0.5)
-
-
-def test_without_a_limit_no_response_waits() -> None:
-    rate = _Rate(0, sleep=lambda _: pytest.fail("it waited"))
-    for _ in range(1000):
-        rate.wait()
 
 
 def test_closing_delivers_what_is_ready_and_ends_the_thread() -> None:
@@ -645,7 +618,7 @@ def test_word_lists(word_list: list[list[int]], words: tuple[tuple[int, ...], ..
 
 def test_the_most_likely_tokens_go_with_their_ids() -> None:
     engine, client = ScriptedEngine(), Client()
-    serving = Serving(engine, DeliveryLimits(tokens_per_response=2))
+    serving = Serving(engine, tokens_per_response=2)
     request = GenerationRequest("a", [5], 8, stop_words=((4,),))
     serving.start("a", request, client, streaming=True)
     places = [((i, -0.5),) for i in range(1, 6)]

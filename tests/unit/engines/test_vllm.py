@@ -12,7 +12,14 @@ from typing import Any
 import pytest
 
 from cog_triton.adapters.directory import LoraRequests
-from cog_triton.engines import vllm_arguments
+from cog_triton.engines import arguments as table
+from cog_triton.engines.arguments import (
+    CPU_CACHE_BYTES,
+    cpu_arguments,
+    engine_arguments,
+    loading_dtype,
+    without_effect,
+)
 from cog_triton.engines.base import (
     LEAST_LOG_PROB,
     EngineError,
@@ -21,13 +28,6 @@ from cog_triton.engines.base import (
     Tokens,
 )
 from cog_triton.engines.vllm import VllmEngine
-from cog_triton.engines.vllm_arguments import (
-    CPU_CACHE_BYTES,
-    cpu_arguments,
-    engine_arguments,
-    loading_dtype,
-    without_effect,
-)
 from cog_triton.engines.vllm_processes import interpreter
 from cog_triton.engines.vllm_requests import (
     guide_arguments,
@@ -89,8 +89,11 @@ def test_template_variables_become_arguments() -> None:
 def test_what_is_as_it_is_anyway_is_left_out() -> None:
     given = {"model": "/m", "dtype": "auto", "device": "auto", "trust_remote_code": "false"}
     assert engine_arguments(given) == {**ALWAYS, "model": "/m", "skip_tokenizer_init": True}
-    assert without_effect(given) == []
-    assert without_effect({"device": "cpu", "max_beam_width": "2"}) == ["device", "max_beam_width"]
+    assert without_effect(given, "vllm") == []
+    assert without_effect({"device": "cpu", "max_beam_width": "2"}, "vllm") == [
+        "device",
+        "max_beam_width",
+    ]
 
 
 def test_guided_decoding_needs_a_tokenizer() -> None:
@@ -342,13 +345,12 @@ def test_every_variable_is_an_argument_or_said_to_have_no_effect() -> None:
         "guided_decoding_backend",
         "lora_cache_max_adapter_size",
         "lora_prefetch_dir",
-        "max_responses_per_second",  # of what delivers the tokens of all embedded engines
-        "max_tokens_per_response",
+        "max_tokens_per_response",  # of what delivers the tokens of all embedded engines
         "tokenizer_dir",
         "vllm_config",
     }
     template = (ROOT / "triton_model_repo" / "tensorrt_llm" / "config.pbtxt").read_text()
     names = re.findall(r'key: "(\w+)" value \{ string_value: "\$\{(?!simulated)\w+\}"', template)
-    known = {*vllm_arguments._ARGUMENTS, *vllm_arguments._NO_ARGUMENT}
+    known = {*table.TABLE, *table.NO_ARGUMENT["vllm"]}
     assert {*names} - known == apart - known
     assert not known & apart - {"encoder_model_path"}

@@ -68,7 +68,7 @@ class TritonPythonModel:
 
 
 def text_bytes(inputs: dict[str, stub.Array]) -> int:
-    """How much there is to tokenize."""
+    """Return the number of bytes to tokenize."""
     return sum(
         len(text) for array in inputs.values() if array.dtype == object for text in array.flat
     )

@@ -16,7 +16,7 @@ import triton_python_backend_utils as pb_utils
 
 from cog_triton.engines.base import EngineError, EngineUnavailable
 from cog_triton.engines.create import create_engine
-from cog_triton.engines.serving import DeliveryLimits, Output, Serving
+from cog_triton.engines.serving import Output, Serving
 from cog_triton.models import stub
 from cog_triton.models.engine_metrics import EngineMetrics
 from cog_triton.models.tensors import (
@@ -48,7 +48,7 @@ class TritonPythonModel:
         self._prompt_in_output = parameters.get("exclude_input_in_output") == "false"
         engine = create_engine(parameters)
         engine.on_death(end_at_once)
-        self._serving = Serving(engine, DeliveryLimits.from_parameters(parameters))
+        self._serving = Serving(engine, int(parameters.get("max_tokens_per_response", 0)))
         self._metrics = EngineMetrics(self._serving, pb_utils)
         # What the engine brought stays: a full collection would go through all of it, 0.2 s with torch.
         gc.collect()
@@ -143,7 +143,7 @@ class Responses:
         self.stops: list[Callable[[], object]] = []
 
     def abandon(self) -> None:
-        """Stops the sequences that were started, and sends no more."""
+        """Stop the sequences that were started, and send no more."""
         self._abandoned = True
         for stop in self.stops:
             stop()
@@ -200,14 +200,14 @@ def continued(parameters: str) -> list[int]:
 
 
 def ids_only(parameters: dict[str, Any]) -> dict[str, bool]:
-    """How a client that reads nothing but token ids wants them; an ensemble hands its parameters down."""
+    """Return the form of responses for a client that reads only token ids."""
     if parameters.get(CHECKED_IDS) is True:
         return {"ids_only": True, "checked": True}
     return {"ids_only": True} if parameters.get(IDS_ONLY) is True else {}
 
 
 def end_at_once() -> None:
-    """Ends the stub, and by its guard the server, which is started anew: this engine is dead."""
+    """End the stub, and by its guard the server, which is started again: this engine is dead."""
     os._exit(ENGINE_DIED)
 
 
