@@ -1,16 +1,15 @@
-"""Live streaming and cancelling under Cog's server, coglet, and nothing else.
+"""Live streaming and cancelling under Cog's server, coglet, in the predictor's process.
 
-Measured with Cog 0.23: coglet drains an ``async def predict`` that yields into a list and sends it at
-the end. It does stream from one that *returns* a synchronous generator, on a thread for each, which is
-what ``live`` makes of an asynchronous one. Cancelling such a prediction does not reach the generator:
-its coroutine returned long ago. But coglet starts each prediction by looking up
-``asyncio.run_coroutine_threadsafe`` and cancels by calling ``cancel`` on the future it got, so
-``install`` gives it one that tells ``live``. That is an internal of coglet: without it, predictions
-still stream and finish.
+Measured with Cog 0.23: coglet drains an ``async def predict`` that yields into a list and sends it at the
+end. It does stream from one that *returns* a synchronous generator, on a thread for each, which is what
+``live`` makes of an asynchronous one.
 
-coglet drops a cancel that reaches its worker before the prediction, and one that comes while it prepares
-the call makes the prediction fail. So the front sends cancels by the control channel to ``cancel``, which
-keeps those that come early.
+Cancels come by the control channel, and ``cancel`` keeps those that come before their prediction: coglet
+drops a cancel that reaches its worker early, and one that comes while it prepares the call makes the
+prediction fail. Those of coglet itself, where no front stands before it, do not reach the generator, whose
+coroutine returned long ago. But coglet starts each prediction by looking up
+``asyncio.run_coroutine_threadsafe``, and cancels by calling ``cancel`` on the future it got, so ``install``
+gives it one that stops ``live``. That is an internal of coglet: without it, predictions still stream.
 """
 
 from __future__ import annotations
@@ -28,83 +27,24 @@ from typing import Any
 from coglet import CancelationException
 
 from cog_triton.faces.cog import control
-from cog_triton.faces.cog.error_names import name_once
 
-_cancellation: contextvars.ContextVar[_Cancellation | None] = contextvars.ContextVar(
-    "cancellation", default=None
-)
-_End = BaseException | None
 _IDENTIFIER = "_coglet_prediction_id"  # coglet's variable, which it does not publish
-
-
-class _Cancellation:
-    """Whether a prediction was cancelled, and whom to tell. Used from several threads."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._cancelled = False
-        self._tell: Callable[[], object] | None = None
-
-    def cancel(self) -> None:
-        with self._lock:
-            self._cancelled = True
-            tell = self._tell
-        if tell is not None:
-            tell()
-
-    def tell(self, callback: Callable[[], object]) -> None:
-        with self._lock:
-            self._tell = callback
-            cancelled = self._cancelled
-        if cancelled:
-            callback()
-
-
-def install() -> None:
-    """Lets ``live`` learn of cancelled predictions. To be called once, before the first."""
-    original = asyncio.run_coroutine_threadsafe
-    if getattr(original, "tells_live", False):
-        return
-
-    def run_coroutine_threadsafe(
-        coroutine: Coroutine[Any, Any, Any], loop: asyncio.AbstractEventLoop
-    ) -> Future[Any]:
-        cancellation = _Cancellation()
-        # The loop copies this thread's context for the coroutine while ``original`` runs.
-        token = _cancellation.set(cancellation)
-        try:
-            future = original(_begun(coroutine), loop)
-        finally:
-            _cancellation.reset(token)
-        # A strong reference would be a cycle, which keeps the result of a future that coglet drops, and
-        # with it the generator that is to be closed then, until the next collection.
-        dropped = weakref.ref(future)
-
-        def cancel_and_tell() -> bool:
-            cancellation.cancel()
-            future = dropped()
-            return future is not None and Future.cancel(future)
-
-        future.cancel = cancel_and_tell  # type: ignore[method-assign]
-        return future
-
-    run_coroutine_threadsafe.tells_live = True  # type: ignore[attr-defined]
-    asyncio.run_coroutine_threadsafe = run_coroutine_threadsafe  # type: ignore[assignment]
-
-
+_End = BaseException | None
 _lock = threading.Lock()
-_running: dict[Callable[[], None], str] = {}
+_running: dict[Callable[[], None], str] = {}  # ids, by what stops their prediction
 _cancelled_early: set[str] = set()
+_stops: contextvars.ContextVar[list[Callable[[], None]] | None]
+_stops = contextvars.ContextVar("stops", default=None)
 
 
 def cancel(identifier: str) -> None:
     """Cancel the predictions with this id, or the next that begins."""
     with _lock:
-        found = [cancel for cancel, running in _running.items() if running == identifier]
+        found = [stop for stop, running in _running.items() if running == identifier]
         if not found:
             _cancelled_early.add(identifier)
-    for cancel_one in found:
-        cancel_one()
+    for stop in found:
+        stop()
 
 
 def forget(identifier: str) -> None:
@@ -112,8 +52,49 @@ def forget(identifier: str) -> None:
     _cancelled_early.discard(identifier)
 
 
+def install() -> None:
+    """Let ``live`` learn of coglet's cancels. To be called once, before the first prediction."""
+    original = asyncio.run_coroutine_threadsafe
+    if getattr(original, "tells_live", False):
+        return
+
+    def run_coroutine_threadsafe(
+        coroutine: Coroutine[Any, Any, Any], loop: asyncio.AbstractEventLoop
+    ) -> Future[Any]:
+        stops: list[Callable[[], None]] = []
+        # The loop copies this thread's context for the coroutine while ``original`` runs.
+        token = _stops.set(stops)
+        try:
+            future = original(_begun(coroutine), loop)
+        finally:
+            _stops.reset(token)
+        # A strong reference would be a cycle, which keeps the result of a future that coglet drops, and
+        # with it the generator that is to be closed then, until the next collection.
+        dropped = weakref.ref(future)
+
+        def cancel_all() -> bool:
+            for stop in stops:
+                stop()
+            future = dropped()
+            return future is not None and Future.cancel(future)
+
+        future.cancel = cancel_all  # type: ignore[method-assign]
+        return future
+
+    run_coroutine_threadsafe.tells_live = True  # type: ignore[attr-defined]
+    asyncio.run_coroutine_threadsafe = run_coroutine_threadsafe  # type: ignore[assignment]
+
+
+async def _begun(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    try:
+        return await coroutine
+    except BaseException as error:
+        _tell_ended(_identifier())
+        raise named_once(error) from None
+
+
 def live(source: AsyncGenerator[str, None]) -> Generator[str, None, None]:
-    """A synchronous generator of what ``source`` yields on the running event loop, as it yields it.
+    """Return a synchronous generator of what ``source`` yields on the running event loop, as it does.
 
     Text that has piled up comes as one piece. Closing the generator, or cancelling the prediction
     that called this, cancels ``source``; a cancelled prediction ends with CancelationException.
@@ -122,50 +103,36 @@ def live(source: AsyncGenerator[str, None]) -> Generator[str, None, None]:
     items: queue.SimpleQueue[str | _End] = queue.SimpleQueue()
     task = loop.create_task(_pump(source, items))
 
-    def cancel() -> None:
+    def stop() -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nothing is left to cancel
             loop.call_soon_threadsafe(task.cancel)
 
-    cancellation = _cancellation.get()
-    if cancellation is not None:
-        cancellation.tell(cancel)
+    if (stops := _stops.get()) is not None:
+        stops.append(stop)
     identifier = _identifier()
     with _lock:
-        _running[cancel] = identifier
+        _running[stop] = identifier
         cancelled = identifier in _cancelled_early
         _cancelled_early.discard(identifier)
     if cancelled:
-        cancel()
-    texts = _drain(items, cancel)
+        stop()
+    texts = _drain(items, stop)
     next(texts)
     return texts
 
 
 def is_cancellation(error: BaseException) -> bool:
-    """Whether an error is how a cancelled prediction ends."""
+    """Return whether an error is the end of a cancelled prediction."""
     return isinstance(error, (CancelationException, GeneratorExit))
 
 
-async def _begun(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Run a prediction's coroutine; its error names its class once."""
-    try:
-        return await coroutine
-    except BaseException as error:
-        _ended(_identifier())
-        if isinstance(error, Exception):
-            name_once(error)
-        raise
+def named_once(error: BaseException) -> BaseException:
+    """Return an error for Cog, which writes the class's name before the text.
 
-
-def _ended(identifier: str) -> None:
-    if identifier:
-        control.tell("ended", identifier)
-
-
-def _identifier() -> str:
-    """Return the id of the prediction in whose context this runs; empty if there is none."""
-    context = contextvars.copy_context()
-    return next((context[var] for var in context if var.name == _IDENTIFIER), "")
+    One whose text begins with that name (``E1001 PromptRequired: …``) has it in the class's place.
+    """
+    name, _, text = str(error).partition(": ")
+    return type(name, (Exception,), {})(text) if type(error).__name__ in name.split() else error
 
 
 async def _pump(source: AsyncGenerator[str, None], items: queue.SimpleQueue[str | _End]) -> None:
@@ -177,14 +144,14 @@ async def _pump(source: AsyncGenerator[str, None], items: queue.SimpleQueue[str 
     except asyncio.CancelledError:
         end = CancelationException("the prediction was canceled")
     except Exception as error:
-        end = name_once(error)
+        end = named_once(error)
     items.put(end)
 
 
 def _drain(
-    items: queue.SimpleQueue[str | _End], cancel: Callable[[], None]
+    items: queue.SimpleQueue[str | _End], stop: Callable[[], None]
 ) -> Generator[str, None, None]:
-    """What ``live`` returns, once it has been advanced to the first yield.
+    """Yield for ``live``, once advanced to the first yield.
 
     A generator that is closed before it has begun never runs its ``finally``: one that coglet drops
     because the prediction was cancelled at once would leave its source running.
@@ -192,8 +159,7 @@ def _drain(
     try:
         yield ""
         while True:
-            item = items.get()
-            texts = []
+            texts, item = [], items.get()
             while isinstance(item, str):
                 texts.append(item)
                 if items.empty():
@@ -206,7 +172,18 @@ def _drain(
             if item is None:
                 return
     finally:
-        cancel()
+        stop()
         with _lock:
-            identifier = _running.pop(cancel)
-        _ended(identifier)
+            identifier = _running.pop(stop)
+        _tell_ended(identifier)
+
+
+def _tell_ended(identifier: str) -> None:
+    if identifier:
+        control.tell("ended", identifier)
+
+
+def _identifier() -> str:
+    """Return the id of the prediction in whose context this runs; empty if there is none."""
+    context = contextvars.copy_context()
+    return next((context[var] for var in context if var.name == _IDENTIFIER), "")

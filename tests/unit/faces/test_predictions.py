@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import signal
 import subprocess
 import sys
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cog_triton.faces.cog.predictions import UNSEEN_SECONDS, Journal, Predictions
+from cog_triton.faces.cog.predictions import Predictions
 
 
 class Running(Predictions):
@@ -33,35 +32,19 @@ def predictions(tmp_path: Path) -> Running:
     return Running(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("status", "after", "file", "stays"),
-    [
-        (200, 1.0, True, False),
-        (None, 1.0, False, True),
-        (None, UNSEEN_SECONDS, True, False),
-        (202, UNSEEN_SECONDS - 1, False, True),
-        (202, UNSEEN_SECONDS + 1, False, False),
-        (202, UNSEEN_SECONDS + 1, True, True),
-        (202, math.inf, True, False),
-    ],
-)
+@pytest.mark.parametrize("status", [200, 409, None])
 def test_a_directory_goes_when_its_prediction_has_ended(
-    predictions: Running,
-    monkeypatch: pytest.MonkeyPatch,
-    status: int | None,
-    after: float,
-    file: bool,
-    stays: bool,
+    predictions: Running, status: int | None
 ) -> None:
-    """Here the predictor says nothing."""
-    monkeypatch.setattr("time.monotonic", lambda: 0.0)
     path = predictions.directory_of("x")
-    if file:
-        (path / "outputs" / "file").touch()
+    (path / "outputs" / "file").touch()
     predictions.begin("x")
+    predictions.sweep()
+    assert path.exists()
     predictions.end("x", status)
-    predictions.sweep(after)
-    assert path.exists() == stays
+    predictions.sweep()
+    assert not path.exists()
+    assert len(predictions) == 0
 
 
 @pytest.mark.parametrize("over_first", [True, False])
@@ -76,10 +59,22 @@ def test_an_asynchronous_prediction_runs_until_the_predictor_says_that_it_has_en
         predictions.over("x")
     predictions.end("x", 202)
     assert predictions.background == (set() if over_first else {"x"})
-    predictions.sweep(math.inf)
+    predictions.sweep()
     assert path.exists() == (not over_first)
     predictions.over("x")
-    predictions.sweep(math.inf)
+    predictions.sweep()
+    assert not path.exists()
+    assert len(predictions) == 0
+
+
+def test_a_predictor_that_does_not_listen_is_not_waited_for(predictions: Running) -> None:
+    path = predictions.directory_of("x")
+    predictions.begin("x")
+    predictions.end("x", 202)
+    assert len(predictions) == 0
+    predictions.sweep()
+    assert path.exists(), "it may still run"
+    predictions.remove_all()
     assert not path.exists()
 
 
@@ -88,10 +83,10 @@ def test_a_directory_stays_while_another_request_uses_it(predictions: Running) -
     predictions.begin("x")
     predictions.begin("x")
     predictions.end("x", 200)
-    predictions.sweep(math.inf)
+    predictions.sweep()
     assert path.exists()
     predictions.end("x", 200)
-    predictions.sweep(math.inf)
+    predictions.sweep()
     assert not path.exists()
 
 
@@ -128,12 +123,12 @@ def test_what_a_killed_server_leaves_is_removed_by_the_next(tmp_path: Path) -> N
 
 
 def test_the_list_of_ids_stays_short(predictions: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Journal, "_LONG", 100)
+    monkeypatch.setattr("cog_triton.faces.cog.predictions.LONG_LIST", 100)
     for i in range(50):
         predictions.begin(f"x{i}")
         predictions.end(f"x{i}", 200)
     predictions.begin("runs")
-    predictions.sweep(math.inf)
+    predictions.sweep()
     (file,) = predictions.base.parent.glob("*.ids")
     assert file.read_text() == "runs\n"
 
