@@ -30,7 +30,7 @@ from typing import Any, TextIO
 import _checkout  # noqa: F401
 
 from cog_triton.faces.terminal.interrupt import end_at_once_on_signals
-from cog_triton.faces.terminal.style import PassingLine, style_of
+from cog_triton.faces.terminal.report import TerminalHandler, style_of
 
 DEFAULT_PROMPT = "What is machine learning?"
 
@@ -38,20 +38,16 @@ DEFAULT_PROMPT = "What is machine learning?"
 def main(argv: list[str] | None = None) -> int:
     """Prints one answer; returns the exit status, 130 after Ctrl-C."""
     style = style_of(sys.stderr, os.environ)
-    progress = PassingLine(sys.stderr, style)
+    progress = TerminalHandler(sys.stderr, style)
     end_at_once_on_signals(
         lambda: "" if progress.clear() else "\n"
     )  # what is imported next takes its time
     arguments = parser().parse_args(argv)
     progress.show("starting Triton ...")
     from cog_triton.errors import CogTritonError
-    from cog_triton.faces.terminal.log_handler import TerminalHandler
 
-    level = logging.DEBUG if arguments.verbose else logging.INFO
-    logging.basicConfig(
-        level=max(level, logging.INFO),
-        handlers=[TerminalHandler(sys.stderr, style, level, progress)],
-    )
+    progress.verbose = arguments.verbose
+    logging.basicConfig(level=logging.INFO, handlers=[progress])
     try:
         notes = asyncio.run(predict(inputs(arguments), arguments.input, progress))
     except CogTritonError as error:
@@ -77,7 +73,7 @@ def inputs(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"prompt": arguments.prompt or (None if chat else DEFAULT_PROMPT)}
 
 
-async def predict(inputs: dict[str, Any], given: list[str], progress: PassingLine) -> str:
+async def predict(inputs: dict[str, Any], given: list[str], progress: TerminalHandler) -> str:
     """Sets the predictor up, prints one answer while it is made, and stops everything.
 
     Returns:

@@ -30,7 +30,7 @@ from _checkout import ROOT
 from cog_triton.faces.terminal.interrupt import end_at_once_on_signals
 
 if TYPE_CHECKING:
-    from cog_triton.faces.terminal.serving import Report
+    from cog_triton.faces.terminal.report import Report
     from cog_triton.settings import Settings
 
 MAX_CONCURRENCY = "512"  # that of predict.py's decorator, which only `cog build` reads
@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.verbose:
         os.environ["LOG_LEVEL"] = "debug"
     from cog_triton.errors import ConfigurationError
-    from cog_triton.faces.terminal.serving import Bounds, Serving
+    from cog_triton.faces.terminal.serving import Serving
     from cog_triton.settings import read_settings
 
     port = os.environ.get("PORT") or "5000"
@@ -75,21 +75,19 @@ def main(argv: list[str] | None = None) -> int:
 
     make_schema.main([])
     command = [sys.executable, "-m", "cog_triton.faces.cog.server", "--host", arguments.host]
-    serving = Serving(reporter, Bounds(settings.drain_seconds, settings.stop_timeout))
+    serving = Serving(reporter, settings.stop_timeout)
     return serving.run(command, environment(os.environ), ROOT)
 
 
 def report(settings: Settings, url: str) -> Report:
     """Where the log goes: as text to a person, as JSON to a machine."""
-    from cog_triton.faces.terminal.reports import JsonReport, TextReport
-    from cog_triton.faces.terminal.style import style_of
+    from cog_triton.faces.terminal.report import Report, style_of
 
     style = style_of(sys.stderr, os.environ)
-    level = getattr(logging, settings.log_level.upper())
     by_itself = "text" if style.terminal else "json"
-    if (by_itself if settings.log_format == "auto" else settings.log_format) == "json":
-        return JsonReport(sys.stderr, level, url)
-    return TextReport(sys.stderr, style, level, url)
+    text = (by_itself if settings.log_format == "auto" else settings.log_format) == "text"
+    level = getattr(logging, settings.log_level.upper())
+    return Report(sys.stderr, style if text else None, level, url)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

@@ -42,6 +42,7 @@ _ASK_SECONDS = 4.0
 _LAST_SECONDS = 1.0  # for the predictor to end with an error what runs
 _CANCEL_SECONDS = 0.3  # for the worker to take in what was cancelled
 _FLUSH_SECONDS = 2.0
+_END_SECONDS = 4.0  # for all of that, and for Cog's server
 _STOPPED = "E2105 TritonUnavailable: the server is being stopped"
 _ERROR_EVENT = f"event: error\ndata: {json.dumps({'error': _STOPPED})}\n\n".encode()
 _OF_THE_CONNECTION = frozenset(
@@ -121,7 +122,7 @@ class Front:
             self._listener.listen(BACKLOG)  # two may bind an address, before one listens on it
         except OSError as error:
             host, taken = self._listener.getsockname()[:2]
-            log_warning(f"{host}, port {taken}: {error.strerror}")
+            log("WARN", f"{host}, port {taken}: {error.strerror}")
             os._exit(1)
         serving = asyncio.create_task(self._server.serve(sockets=[self._listener]))
         await self._stop.wait()
@@ -151,7 +152,7 @@ class Front:
         self._worker_ended = True
         await asyncio.sleep(_GRACE_SECONDS)
         if await self._status() != "SETUP_FAILED":
-            log_warning("the predictor's process has ended, and Cog's server with it")
+            log("WARN", "the predictor's process has ended, and Cog's server with it")
             os._exit(EXIT_STATUS)
 
     def _stop_by_signal(self, stop: int) -> None:
@@ -315,12 +316,15 @@ class Front:
         """Let running predictions end, for a bounded time, and then Cog's server."""
         self.draining = True
         self._control.send("drain")
-        seconds = self._settings.drain_seconds
+        seconds, stop_seconds = self._settings.drain_seconds, self._settings.stop_timeout
+        if left := self._left():
+            text = f"waiting for {left}, at most {seconds:g} s (DRAIN_SECONDS)"
+            log("INFO", text, stops_within=seconds + _END_SECONDS)
+        else:
+            text = f"waiting for Triton to stop, at most {stop_seconds:g} s (TRITON_STOP_TIMEOUT)"
+            log("INFO", text, stops_within=stop_seconds)
         if not await self._idle_within(seconds):
-            count = len(self.predictions)
-            left = [f"{count} prediction{'s' * (count > 1)}"] if count else []
-            left += ["requests of another face"] if self._others_run else []
-            log_warning(f"{' and '.join(left)} did not end in {seconds:g} s: stopped at once")
+            log("WARN", f"{self._left()} did not end in {seconds:g} s: stopped at once")
             self._control.send("stop")
             await self._idle_within(_LAST_SECONDS)
         if len(self.predictions):
@@ -336,10 +340,16 @@ class Front:
         if await self.ask("POST", "/shutdown") is None:
             os._exit(0)  # it does not serve yet, or not any more
 
+    def _left(self) -> str:
+        """Return what still runs, in words; empty for nothing."""
+        count = len(self.predictions)
+        left = [f"{count} prediction{'s' * (count > 1)}"] if count else []
+        return " and ".join(left + ["requests of another face"] * self._others_run)
+
     async def _idle_within(self, seconds: float) -> bool:
         """Wait until nothing runs, for a bounded time; return whether that is so."""
         deadline = time.monotonic() + seconds
-        while len(self.predictions) or self._others_run:
+        while self._left():
             self._changed.clear()
             try:
                 await asyncio.wait_for(self._changed.wait(), deadline - time.monotonic())
@@ -392,8 +402,8 @@ def refused(refusal: Refusal) -> Json:
     return Json({"detail": refusal.detail}, refusal.status, headers)
 
 
-def log_warning(text: str) -> None:
+def log(level: str, text: str, **fields: Any) -> None:
     """Write a line of the log, as Cog's server writes its own."""
     now = datetime.now(timezone.utc).isoformat().replace("+00:00", "Z")
-    line = {"timestamp": now, "level": "WARN", "fields": {"message": text}, "target": __name__}
-    print(json.dumps(line), file=sys.stderr, flush=True)
+    line = {"timestamp": now, "level": level, "fields": {"message": text, **fields}}
+    print(json.dumps({**line, "target": __name__}), file=sys.stderr, flush=True)

@@ -48,7 +48,7 @@ def _inputs(title: str, info: Any) -> dict[str, Any]:
 
 
 def _property(field: Any) -> dict[str, Any]:
-    limits = (field.ge, field.le)
+    limits: tuple[Any, ...] = (field.ge, field.le)
     if field.type.primitive.name == "INTEGER":
         # Cog makes a float of a limit, which rounds the largest integer of its server up.
         limits = tuple(None if v is None else min(int(v), 2**64 - 1) for v in limits)

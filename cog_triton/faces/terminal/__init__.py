@@ -1,4 +1,5 @@
-"""What someone sees who starts this in a terminal, and how Ctrl-C ends it.
+"""What a terminal shows of ``make serve`` and ``make predict``, and Ctrl-C there.
 
-May import settings and server. After a change: pytest tests/unit/faces tests/integration/test_terminal.py
+May import settings, errors and server. After a change: pytest tests/unit/faces/test_terminal.py
+tests/integration/test_terminal.py
 """

@@ -17,14 +17,14 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def end_at_once_on_signals(before: Callable[[], str] = lambda: "\n") -> None:
-    """Makes Ctrl-C, SIGTERM and SIGHUP end this process and all that it started, with 128 plus the signal.
+    """Make Ctrl-C, SIGTERM and SIGHUP end this process and all that it started, with 128 plus the signal.
 
     Args:
-        before: what to write so that a line can begin, where a terminal shows ^C.
+        before: returns what begins a line, where a terminal shows ^C.
     """
 
     def end(number: int, _: object) -> None:
-        logging.disable()  # that what is killed ends is no news
+        logging.disable()  # the ends of what is killed
         start = before() if sys.stderr.isatty() else ""
         os.write(sys.stderr.fileno(), f"{start}stopped\n".encode())
         kill_and_clean()

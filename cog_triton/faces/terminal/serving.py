@@ -1,8 +1,7 @@
-"""One life of Cog's server, from its start to the end of all that it started.
+"""Cog's server from its start to the end of all that it started.
 
-One thread waits for three things at once: what the server logs, the end of a process, and signals. The
-first signal lets running predictions end, for a bounded time; the second, or one during the start, ends
-all at once.
+One thread waits for the server's log, the end of a process, and signals. The first signal lets running
+predictions end, for a bounded time; the second, or one during the start, ends all at once.
 """
 
 from __future__ import annotations
@@ -16,12 +15,11 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
-from cog_triton.faces.terminal.log_lines import LogLine, LogReader
+from cog_triton.faces.terminal.interrupt import ENDING
+from cog_triton.faces.terminal.report import LogReader, Report
 from cog_triton.server import leftovers
 from cog_triton.server.guard import adopt_orphans, kill_and_clean, signal_with_parent
 from cog_triton.server.log import describe_status
@@ -29,88 +27,45 @@ from cog_triton.server.log import describe_status
 READY = "Setup complete, now accepting requests"
 FAILED = "Worker initialization failed"
 FAILED_AGAIN = "Setup failed"  # without a reason, from a server that may have been stopped before
-INTERRUPTED = 128 + signal.SIGINT
 # Beyond what tritonserver may take to stop: for Cog's server and its worker.
 STOP_MARGIN_SECONDS = 5.0
-# Beyond what predictions may take to end: the front of Cog's server ends them then, which is gentler.
-FRONT_MARGIN_SECONDS = 4.0
-_STARTED = "Starting prediction"
-_ENDED = "Prediction "
-_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-class Report(Protocol):
-    """Where the log goes, and what is said beside it."""
-
-    def log(self, line: LogLine) -> None:
-        """A line of the server's log."""
-
-    def say(self, text: str, level: int = logging.INFO) -> None:
-        """Something of this process's own."""
-
-    def ready(self) -> None:
-        """The server takes requests."""
 
 
 class Stage(enum.Enum):
     STARTING = enum.auto()
     READY = enum.auto()
-    DRAINING = enum.auto()  # predictions may end
-    STOPPING = enum.auto()  # none runs, and Triton is being stopped
+    STOPPING = enum.auto()
     FAILED = enum.auto()
 
 
-@dataclass(frozen=True)
-class Bounds:
-    """Seconds that an end may take.
+class Serving:
+    """Cog's server as a process group of its own.
 
-    Attributes:
-        drain: for running predictions.
-        stop: for tritonserver, after them.
+    Args:
+        stop_seconds: that tritonserver may take to stop.
     """
 
-    drain: float
-    stop: float
-
-
-class Signals:
-    """Signals and ends of child processes, as something to read."""
-
-    def __init__(self) -> None:
-        self.reader, writer = os.pipe()
-        for end in (self.reader, writer):
-            os.set_blocking(end, False)
-        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        for number in (*_ENDING, signal.SIGCHLD):
-            signal.signal(number, lambda *_: None)
-
-    def read(self) -> list[int]:
-        """The numbers of those that have come."""
-        with contextlib.suppress(BlockingIOError):
-            return list(os.read(self.reader, 4096))
-        return []
-
-
-class Serving:
-    """Cog's server as a process group of its own, and what becomes of it."""
-
-    def __init__(self, report: Report, bounds: Bounds) -> None:
+    def __init__(self, report: Report, stop_seconds: float) -> None:
         self._report = report
-        self._bounds = bounds
+        self._stop_seconds = stop_seconds
         self._reader = LogReader()
         self._unfinished = b""
-        self._running: set[str] = set()
         self._stage = Stage.STARTING
         self._deadline: float | None = None
         self._interrupted = False
-        self._last = ""  # of what Python printed, which is why the server ended, if it does
+        self._last = ""  # of Python's lines: why the server ended, if it does
 
     def run(self, command: Sequence[str], environ: Mapping[str, str], directory: Path) -> int:
-        """Runs the server until it, and all that it started, has ended; returns the exit status.
+        """Run the server until it, and all that it started, has ended; return the exit status.
 
         That is 130 after Ctrl-C, 0 after SIGTERM, and 1 if the server could not be set up.
         """
-        signals = Signals()
+        signals, writer = os.pipe()
+        for end in (signals, writer):
+            os.set_blocking(end, False)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        for number in (*ENDING, signal.SIGCHLD):
+            signal.signal(number, lambda *_: None)
         adopt_orphans()  # to wait for them
         self._server = subprocess.Popen(
             command,
@@ -119,69 +74,66 @@ class Serving:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C reaches this process alone, which passes it on
+            start_new_session=True,  # Ctrl-C reaches this process only, which passes it on
             preexec_fn=partial(signal_with_parent, signal.SIGTERM),
         )
         assert self._server.stdout is not None
         log = self._server.stdout.fileno()
-        sources = [signals.reader, log]
+        sources = [signals, log]
         while self._reap():
-            ready = select.select(sources, [], [], self._seconds_left())[0]
+            left = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+            ready = select.select(sources, [], [], left)[0]
             if log in ready and not self._read(log):
                 sources.remove(log)
-            for number in signals.read():
-                self._signalled(number)
-            if self._seconds_left() == 0:
-                self._late()
+            if signals in ready:
+                for received in os.read(signals, 4096):
+                    self._signalled(received)
+            if self._deadline is not None and time.monotonic() >= self._deadline:
+                self._end_at_once()
         while log in sources and self._read(log):
             pass  # what was in the pipe
-        return self._exit_status()
+        if self._interrupted:
+            return 128 + signal.SIGINT
+        if self._stage is Stage.FAILED:
+            self._report.say(cause(self._last), logging.ERROR)
+        return int(self._stage is Stage.FAILED)
 
     def _read(self, log: int) -> bool:
-        """Takes what is in the pipe; returns whether there may be more."""
+        """Take what is in the pipe; return whether there may be more."""
         data = os.read(log, 1 << 16)
         if not data and self._unfinished:
             data = b"\n"  # the last line's
         *lines, self._unfinished = (self._unfinished + data).split(b"\n")
         for line in lines:
-            self._note(self._reader.read(line.decode(errors="replace")))
+            self._note(line.decode(errors="replace"))
         return bool(data)
 
-    def _note(self, line: LogLine) -> None:
-        if identifier := line.fields.get("prediction_id"):
-            if line.message == _STARTED:
-                self._running.add(identifier)
-            elif line.message.startswith(_ENDED):
-                self._running.discard(identifier)
+    def _note(self, raw: str) -> None:
+        line = self._reader.read(raw)
         if line.message == FAILED:
             # The server may have ended, and been noticed, before this was read.
             if self._stage in (Stage.STARTING, Stage.FAILED):
-                self._fail(line)
-            return
-        if line.message == FAILED_AGAIN:
-            return
-        if line.target == "python" and line.message.strip():
-            self._last = line.message
-        self._report.log(line)
-        if line.message == READY and self._stage is Stage.STARTING:
-            self._stage = Stage.READY
-            self._report.ready()
-
-    def _fail(self, line: LogLine) -> None:
-        """Setup failed. Cog's server would go on to say so to those who ask; here somebody is told."""
-        self._stage = Stage.FAILED
-        self._last = str(line.fields.get("error", line.message))
-        self._stop(self._bounds.stop)
+                self._stage = Stage.FAILED
+                self._last = str(line.fields.get("error", line.message))
+                self._stop(self._stop_seconds)
+        elif (seconds := line.fields.get("stops_within")) is not None:  # the front, on SIGTERM
+            self._deadline = time.monotonic() + seconds
+            self._report.say(f"{line.message}; Ctrl-C again stops at once")
+        elif line.message != FAILED_AGAIN:
+            if line.target == "python" and line.message.strip():
+                self._last = line.message
+            self._report.log(line)
+            if line.message == READY and self._stage is Stage.STARTING:
+                self._stage = Stage.READY
+                self._report.ready()
 
     def _signalled(self, number: int) -> None:
-        if number not in _ENDING:
+        if number not in ENDING:
             return
         self._interrupted |= number == signal.SIGINT
         if self._stage is Stage.READY:
-            self._stage = Stage.DRAINING
-            self._report.say(waiting(len(self._running), self._bounds))
-            drain = self._bounds.drain + FRONT_MARGIN_SECONDS
-            self._stop(drain if self._running else self._bounds.stop)
+            self._stage = Stage.STOPPING
+            self._stop(self._stop_seconds)
         else:
             starting = self._stage is Stage.STARTING
             self._report.say("stopped before it was ready" if starting else "stopped at once")
@@ -191,20 +143,16 @@ class Serving:
         self._deadline = time.monotonic() + seconds
         self._server.terminate()
 
-    def _late(self) -> None:
-        if self._stage is Stage.DRAINING and self._running:
-            text = f"{counted(len(self._running))} did not end in {self._bounds.drain:g} s"
-            self._report.say(f"{text}: stopped at once", logging.WARNING)
-        self._end_at_once()
-
     def _end_at_once(self) -> None:
+        """Kill what descends from this process, and remove what it left, and what had ended before."""
         if self._stage is not Stage.FAILED:
             self._stage = Stage.STOPPING
         self._deadline = None
-        _kill_all()
+        kill_and_clean()
+        leftovers.sweep()
 
     def _reap(self) -> bool:
-        """Takes the statuses of what has ended; returns whether something still runs."""
+        """Take the statuses of what has ended; return whether something still runs."""
         with contextlib.suppress(ChildProcessError):
             while True:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -216,48 +164,17 @@ class Serving:
         return False
 
     def _server_ended(self, status: int) -> None:
-        """What is left is Triton's guard, which stops it, and a worker that may still be at it."""
-        if self._stage in (Stage.STARTING, Stage.READY):  # nobody asked it to
-            self._stage = Stage.FAILED
+        """Wait for Triton's guard, which stops it, and a worker that may still run."""
+        if self._stage in (Stage.STARTING, Stage.READY):  # nobody stopped it
             why = f": {self._last}" if self._last else ""
             self._last = f"Cog's server ended {describe_status(status)}{why}"
-            _kill_all()  # a worker without its server has nobody to answer
-        elif self._stage is not Stage.FAILED:
-            self._stage = Stage.STOPPING
-        self._deadline = time.monotonic() + self._bounds.stop + STOP_MARGIN_SECONDS
-
-    def _seconds_left(self) -> float | None:
-        return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
-
-    def _exit_status(self) -> int:
-        if self._interrupted:
-            return INTERRUPTED
-        if self._stage is Stage.FAILED:
-            self._report.say(cause(self._last), logging.ERROR)
-            return 1
-        return 0
-
-
-def _kill_all() -> None:
-    """Kills what descends from this process, and removes what it left, and what had ended before."""
-    kill_and_clean()
-    leftovers.sweep()
-
-
-def waiting(running: int, bounds: Bounds) -> str:
-    """What the first Ctrl-C is answered with."""
-    what = f"waiting for {counted(running)}, at most {bounds.drain:g} s (DRAIN_SECONDS)"
-    if running == 0:
-        what = f"waiting for Triton to stop, at most {bounds.stop:g} s (TRITON_STOP_TIMEOUT)"
-    return f"{what}; Ctrl-C again stops at once"
-
-
-def counted(predictions: int) -> str:
-    return "1 prediction" if predictions == 1 else f"{predictions} predictions"
+            self._stage = Stage.FAILED
+            self._end_at_once()  # a worker without its server has nobody to answer
+        self._deadline = time.monotonic() + self._stop_seconds + STOP_MARGIN_SECONDS
 
 
 def cause(error: str) -> str:
-    """Why setup failed, without what Cog's server puts in front of it."""
+    """Return why setup failed, without the words that Cog's server puts in front of it."""
     _, mark, text = error.rpartition("setup failed: ")
     name, colon, rest = text.partition(": ")
     # Cog puts the exception's class in front of its text.

@@ -15,18 +15,19 @@ from pathlib import Path
 
 import pytest
 
-from cog_triton.faces.terminal.log_handler import TerminalHandler
-from cog_triton.faces.terminal.log_lines import (
+from cog_triton.faces.terminal.report import (
     LogLine,
     LogReader,
+    Report,
+    Style,
+    TerminalHandler,
     as_json,
     as_text,
+    example,
     is_shown,
-    short,
+    style_of,
 )
-from cog_triton.faces.terminal.reports import JsonReport, TextReport, example
-from cog_triton.faces.terminal.serving import Bounds, Serving, cause, waiting
-from cog_triton.faces.terminal.style import PassingLine, Style, style_of
+from cog_triton.faces.terminal.serving import cause
 
 PLAIN = Style(terminal=False, colour=False)
 COLOURED = Style(terminal=True, colour=True)
@@ -118,8 +119,8 @@ def test_lines_for_a_person() -> None:
     error = LogLine(logging.ERROR, "cog_triton.serve", "no")
     assert as_text(error, COLOURED) == "\x1b[31merror:\x1b[0m no"
     assert as_text(LogLine(logging.ERROR, "", "  more"), COLOURED) == "  more"
-    assert short("plain") == "plain"
-    assert short("") == ""
+    for text in ("plain", ""):
+        assert as_text(LogLine(logging.INFO, "tritonserver", text), PLAIN) == text
 
 
 # Where they go
@@ -139,7 +140,7 @@ def test_colour_is_for_terminals_that_want_it() -> None:
 
 def test_the_report_as_text() -> None:
     stream = io.StringIO()
-    report = TextReport(stream, PLAIN, logging.INFO, URL)
+    report = Report(stream, PLAIN, logging.INFO, URL)
     report.log(LogLine(logging.INFO, "tritonserver", "table"))
     report.log(LogLine(logging.INFO, "cog_triton.deployment", "warmed up"))
     report.ready()
@@ -153,7 +154,7 @@ def test_the_report_as_text() -> None:
 
 def test_the_report_as_json() -> None:
     stream = io.StringIO()
-    report = JsonReport(stream, logging.INFO, URL)
+    report = Report(stream, None, logging.INFO, URL)
     report.log(LogLine(logging.DEBUG, "x", "no"))
     report.ready()
     (line,) = stream.getvalue().splitlines()
@@ -164,40 +165,29 @@ def test_a_stream_that_nobody_reads_any_more_ends_nothing() -> None:
     reader, writer = os.pipe()
     os.close(reader)
     stream = os.fdopen(writer, "w")
-    JsonReport(stream, logging.INFO, URL).ready()
-    TextReport(stream, PLAIN, logging.INFO, URL).ready()
+    Report(stream, None, logging.INFO, URL).ready()
+    Report(stream, PLAIN, logging.INFO, URL).ready()
 
 
 def test_logging_passes_by_and_stays() -> None:
     stream = io.StringIO()
-    progress = PassingLine(stream, COLOURED)
-    handler = TerminalHandler(stream, COLOURED, logging.INFO, progress)
+    handler = TerminalHandler(stream, COLOURED)
     for level, name, message in (
         (logging.INFO, "cog_triton.deployment", "first"),
         (logging.INFO, "httpx", "request"),
         (logging.WARNING, "httpx", "late"),
     ):
         handler.emit(logging.LogRecord(name, level, "", 0, message, None, None))
-    assert not progress.clear()
+    assert not handler.clear()
     assert stream.getvalue() == (
         "\r\x1b[K\x1b[2mfirst\x1b[0m\r\x1b[K\x1b[33mwarning:\x1b[0m late\n"
     )
     elsewhere = io.StringIO()
-    PassingLine(elsewhere, PLAIN).show("first")
+    TerminalHandler(elsewhere, PLAIN).show("first")
     assert elsewhere.getvalue() == ""
 
 
 # What is said
-
-
-def test_what_the_first_ctrl_c_is_answered_with() -> None:
-    again = "; Ctrl-C again stops at once"
-    bounds = Bounds(drain=30.0, stop=10.0)
-    assert waiting(0, bounds) == (
-        f"waiting for Triton to stop, at most 10 s (TRITON_STOP_TIMEOUT){again}"
-    )
-    assert waiting(1, bounds) == f"waiting for 1 prediction, at most 30 s (DRAIN_SECONDS){again}"
-    assert waiting(2, bounds).startswith("waiting for 2 predictions, ")
 
 
 @pytest.mark.parametrize(
@@ -228,10 +218,9 @@ def life(server: Server, tmp_path: Path) -> tuple[int, list[str]]:
     """The exit status of serving it, and the messages, in a process of its own: signals are taken there."""
     code = (
         "import sys, logging, pathlib, json\n"
-        "from cog_triton.faces.terminal.serving import Bounds, Serving\n"
-        "from cog_triton.faces.terminal.reports import JsonReport\n"
-        "report = JsonReport(sys.stdout, logging.INFO, 'url')\n"
-        "serving = Serving(report, Bounds(1.0, 1.0))\n"
+        "from cog_triton.faces.terminal.serving import Serving\n"
+        "from cog_triton.faces.terminal.report import Report\n"
+        "serving = Serving(Report(sys.stdout, None, logging.INFO, 'url'), 1.0)\n"
         "sys.exit(serving.run(json.loads(sys.argv[1]), {}, pathlib.Path(sys.argv[2])))\n"
     )
     done = subprocess.run(
@@ -257,21 +246,6 @@ def test_a_setup_that_failed_is_told_at_the_end(tmp_path: Path) -> None:
 def test_a_server_that_ends_by_itself_is_an_error(tmp_path: Path) -> None:
     said = ["Traceback", "OSError: no", "Cog's server ended with exit status 3: OSError: no"]
     assert life(Server(*said[:2], "", status=3), tmp_path) == (1, said)
-
-
-def test_running_predictions_are_counted() -> None:
-    serving = Serving(JsonReport(io.StringIO(), logging.INFO, URL), Bounds(1, 1))
-    for message, identifier in (
-        ("Starting prediction", "a"),
-        ("Starting prediction", "b"),
-        ("Random seed used: 1", "a"),
-        ("Starting prediction", "c"),
-        ("Prediction worker completed", "a"),
-        ("Prediction failed", "b"),
-        ("Prediction failed", "b"),
-    ):
-        serving._note(LogLine(20, "coglet", message, fields={"prediction_id": identifier}))
-    assert serving._running == {"c"}
 
 
 def test_a_signal_ends_all_and_takes_away_what_they_named(tmp_path: Path) -> None:
