@@ -11,7 +11,6 @@ import contextlib
 import email
 import json
 import re
-import time
 import uuid
 from collections.abc import AsyncIterator
 from datetime import datetime, timezone
@@ -60,6 +59,7 @@ class Prediction:
         )
         self.changed = asyncio.Event()
         self.size = size
+        self._unread = b""
 
     @property
     def id(self) -> str:
@@ -68,6 +68,14 @@ class Prediction:
     @property
     def ended(self) -> bool:
         return self.fields["completed_at"] is not None
+
+    def feed(self, data: bytes) -> None:
+        """Take the next bytes of Cog's server-sent events."""
+        *whole, self._unread = (self._unread + data).split(b"\n\n")
+        for lines in whole:
+            if lines.startswith(b"event: "):
+                name, _, text = lines.partition(b"\n")
+                self.take(name[len("event: ") :].decode(), orjson.loads(text[len("data: ") :]))
 
     def take(self, name: str, data: dict[str, Any]) -> None:
         """Take an event of Cog's server."""
@@ -192,12 +200,12 @@ class Replicate:
         try:
             async with self._front.exchange(passage, _EVENTS) as reply:
                 if reply.status != 200:
-                    problem = orjson.loads(await reply.reader.read())
+                    body = bytearray()
+                    await reply.copy(body.extend)
+                    problem = orjson.loads(body)
                     raise Refusal(reply.status, problem.get("detail") or problem.get("error"))
                 accepted.set_result(None)
-                async for name, data in events_of(reply.reader):
-                    prediction.take(name, data)
-                    self._front.progress = time.monotonic()
+                await reply.copy(prediction.feed)
         except Refusal as refusal:
             accepted.set_exception(refusal)
         except asyncio.CancelledError:
@@ -290,17 +298,6 @@ def text_of_file(name: str, value: Any) -> Any:
     except ValueError:
         text = "the file must be text in UTF-8"
         raise rules.invalid(["body", "input", name], text, "value_error") from None
-
-
-async def events_of(reader: asyncio.StreamReader) -> AsyncIterator[tuple[str, dict[str, Any]]]:
-    """Yield the server-sent events of Cog's server."""
-    unread = b""
-    while data := await reader.read(1 << 16):
-        *whole, unread = (unread + data).split(b"\n\n")
-        for lines in whole:
-            if lines.startswith(b"event: "):
-                name, _, text = lines.partition(b"\n")
-                yield name[len("event: ") :].decode(), orjson.loads(text[len("data: ") :])
 
 
 def event(name: str, number: int, text: str) -> str:
