@@ -135,7 +135,9 @@ class Front:
         self._worker_ended = True
         await asyncio.sleep(_GRACE_SECONDS)
         if await self._status() != "SETUP_FAILED":
-            log("WARN", "the predictor's process has ended, and Cog's server with it")
+            with contextlib.suppress(OSError):
+                text = "the predictor's process has ended, and Cog's server with it"
+                print(text, file=sys.stderr, flush=True)  # plain, as the reason of the end
             os._exit(EXIT_STATUS)
 
     def _stop_by_signal(self, stop: int) -> None:
@@ -388,4 +390,5 @@ def log(level: str, text: str, **fields: Any) -> None:
     """Write a line of the log, as Cog's server writes its own."""
     now = datetime.now(timezone.utc).isoformat().replace("+00:00", "Z")
     line = {"timestamp": now, "level": level, "fields": {"message": text, **fields}}
-    print(json.dumps({**line, "target": __name__}), file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # the reader has ended
+        print(json.dumps({**line, "target": __name__}), file=sys.stderr, flush=True)
