@@ -6,6 +6,6 @@
     resume.py          streams that continue on the restarted server
     token_ids.py       batches of ids past the ensemble, for NVIDIA's small clients
 
-May import ``adapters``, ``errors``, ``protocol`` and ``triton_texts``.
+May import ``adapters``, ``errors`` and ``wire``.
 After a change: pytest tests/unit/client tests/integration/test_generation.py
 """

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import struct
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import cast
 from urllib.parse import unquote
 
@@ -38,29 +39,26 @@ _LARGEST_WINDOW = 2**31 - 1
 _SETTINGS = {SettingCodes.ENABLE_PUSH: 0, SettingCodes.INITIAL_WINDOW_SIZE: _LARGEST_WINDOW}
 
 
+@dataclass(eq=False)
 class Stream:
-    """A request and the messages of its response."""
+    """A request and the messages of its response.
 
-    def __init__(
-        self,
-        connection: Connection,
-        number: int,
-        body: bytes,
-        on_message: Callable[[bytes], object],
-        on_end: Callable[[str | None], object],
-    ) -> None:
-        self.number = number
-        self.unsent = memoryview(body)
-        self.status: str | None = None  # of gRPC, unless it is OK
-        self.end = on_end
-        self._connection = connection
-        self._on_message = on_message
-        self._partial = bytearray()  # of a message
-        self._needed = 0  # its size
+    Attributes:
+        status: gRPC's, unless it is OK.
+    """
+
+    connection: Connection
+    number: int
+    unsent: memoryview
+    on_message: Callable[[bytes], object]
+    end: Callable[[str | None], object]
+    status: str | None = None
+    _partial: bytearray = field(default_factory=bytearray)  # of a message
+    _needed: int = 0  # its size
 
     def cancel(self) -> None:
         """Reset the stream and call back no more."""
-        self._connection.cancel(self)
+        self.connection.cancel(self)
 
     def feed(self, data: bytes) -> None:
         """Take in a part of the response."""
@@ -79,7 +77,7 @@ class Stream:
             if end > size:
                 self._needed = end - at
                 break
-            self._on_message(data[at + _MESSAGE.size : end])
+            self.on_message(data[at + _MESSAGE.size : end])
             at = end
         self._partial = bytearray(data[at:])
 
@@ -100,7 +98,6 @@ class Connection(asyncio.Protocol):
 
     @property
     def usable(self) -> bool:
-        """Whether a stream can be opened."""
         return self._closed is None
 
     def open(
@@ -129,7 +126,7 @@ class Connection(asyncio.Protocol):
             self._h2.send_headers(number, headers)
         except H2Error as error:
             raise OSError(str(error)) from None
-        body = _MESSAGE.pack(0, len(message)) + message
+        body = memoryview(_MESSAGE.pack(0, len(message)) + message)
         stream = self._streams[number] = Stream(self, number, body, on_message, on_end)
         self._send_body(stream)
         self._flush()

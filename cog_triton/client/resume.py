@@ -202,7 +202,7 @@ class Progress:
 
     @property
     def complete(self) -> bool:
-        """Whether the output is complete, although no response was marked as the last."""
+        """No token is missing, although no response was marked as the last."""
         limit = int(self._inputs["max_tokens"].flat[0])
         return len(self.ids) >= limit or (bool(self.ids) and self.ids[-1] == self._end_id)
 

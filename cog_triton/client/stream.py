@@ -145,7 +145,7 @@ class ResponseStream(Arrivals[Response]):
 
     @property
     def broken(self) -> bool:
-        """Whether it failed by an error of the transport, not of the engine."""
+        """The stream failed by an error of the transport, not of the engine."""
         return isinstance(self._error, BROKEN)
 
     def watch(self, timeout: float, others: Callable[[], float]) -> None:
@@ -246,7 +246,6 @@ class TritonClient(ABC):
 
     @property
     def busy(self) -> bool:
-        """Whether requests run."""
         return bool(self._running)
 
     def silence(self) -> float:
