@@ -198,6 +198,7 @@ def file_problem(error: OSError) -> str:
 LISTENS = "Started Metrics Service at"  # all ports, of which this is the last
 IN_USE = "already in use"  # of a port, before tritonserver ends
 ANSWERED = "Found 0 model versions that have in-flight inferences"  # while it stops
+DRAINS = '"Timeout '  # a count of what it waits for while it stops: connections, then requests
 NOT_CACHED = r"LoRA task \d+ not found in cache"  # an adapter that TensorRT-LLM lacks, or evicted
 READ = 20_000  # characters of a text, which may have a whole request in it
 LONGEST = 500

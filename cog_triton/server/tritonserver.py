@@ -20,6 +20,7 @@ from pathlib import Path
 
 from cog_triton.errors import (
     ANSWERED,
+    DRAINS,
     IN_USE,
     ConfigurationError,
     TritonPortTaken,
@@ -46,6 +47,8 @@ from cog_triton.wire import ADDRESS_FILE, CONTEXT_MODEL
 
 logger = logging.getLogger("tritonserver")
 _progress = logging.getLogger(__name__)
+
+_ESTABLISHED = "01"  # in /proc/net/tcp; see include/net/tcp_states.h of Linux
 
 
 class TritonServer:
@@ -268,13 +271,31 @@ class TritonServer:
         for level, text in self._log.read(process.stdout):
             if progress := load_times.note(text, time.monotonic()):
                 _progress.info("%s", progress)
-            if self._stopping and ANSWERED in text:
+            done = ANSWERED in text or (DRAINS in text and not self._has_clients())
+            if self._stopping and done:
                 self._tell_guard(KILL)
             # That the server ends is news only if it was not asked to.
             logger.log(logging.DEBUG if self._stopping else level, "%s", text)
         status = process.wait()
         if self._started and not self._stopping:
             logger.error("%s", self._log.reason(f"{self._name} died", status))
+
+    def _has_clients(self) -> bool:
+        """Return whether somebody is connected who may wait for an answer.
+
+        Triton 2.51 waits for requests of clients that are gone, and may count their connections.
+        """
+        ports = {self.endpoints.http_port, self.endpoints.grpc_port}
+        rows = [
+            line.split()[1:4]
+            for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
+            if table.exists()
+            for line in table.read_text().splitlines()[1:]
+        ]
+        return any(
+            state == _ESTABLISHED and int(local.rpartition(":")[2], 16) in ports
+            for local, _, state in rows
+        )
 
 
 def _ready(endpoints: Endpoints) -> bool:

@@ -115,6 +115,24 @@ def test_a_stop_lets_running_requests_end(demo_model: Path, tmp_path: Path) -> N
     assert server.status == 0
 
 
+def test_a_stop_does_not_wait_for_clients_that_are_gone(
+    demo_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Their requests run on in Triton, which would wait for minutes of tokens."""
+    settings = settings_for(demo_model, ENGINE="simulated", SIMULATED_INTER_TOKEN_MS="1000")
+    server = make_server(settings, tmp_path)
+    server.start()
+    url = f"http://{server.endpoints.http}/v2/models/ensemble/generate_stream"
+    body = {"text_input": "Hello", "max_tokens": 100, "stream": True}
+    for _ in range(8):
+        with httpx.stream("POST", url, json=body, timeout=30) as response:
+            next(response.iter_lines())
+    with caplog.at_level(logging.DEBUG, "tritonserver"):
+        server.stop()
+    assert server.status == 0
+    assert sum('"Timeout ' in line for line in caplog.messages) == 1
+
+
 def test_a_server_that_crashes_is_noticed_and_leaves_nothing(
     demo_model: Path, tmp_path: Path
 ) -> None:
