@@ -74,7 +74,7 @@ SCHEMA = """{"type": "object", "properties": {"sky": {"enum": ["blue", "grey"]}}
     "required": ["sky"], "additionalProperties": false}"""
 TAG = """{"type": "structural_tag", "format": {"type": "tag", "begin": "<a>",
     "content": {"type": "regex", "pattern": "[0-9]{2}"}, "end": "</a>"}}"""
-RANDOM = SamplingParams(temperature=1.5, top_p=1.0, seed=7)
+RANDOM = SamplingParams(temperature=2.0, top_p=1.0, seed=7)
 
 
 def test_log_probs_have_the_most_likely_tokens(llm: Requests) -> None:
