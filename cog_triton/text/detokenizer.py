@@ -19,7 +19,7 @@ one is back in step at the next lead byte. Ids that have no text are left out be
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from itertools import takewhile
 from typing import Any, Protocol
@@ -33,7 +33,7 @@ byte-fallback runs of up to 15 bytes, for which the text is exact even if they a
 
 _REPLACEMENT = "\ufffd"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_NOT_A_TOKEN = -1
+_NO_TEXT = -1
 _KEPT_TOKENS = 4
 _WINDOW_TOKENS = 16
 _FAST_TOKENIZERS = (  # in version 5, in version 4
@@ -169,36 +169,51 @@ def _decoder(tokenizer: TokenDecoder, skip_special_tokens: bool) -> _Decoder:
     return _Decoder(tokenizer, skip_special_tokens)
 
 
+class _Bytes(dict[int, int | None]):
+    """The byte of each byte-fallback token, `_NO_TEXT` for ids without text, None for all others."""
+
+    def __init__(self, tokenizer: TokenDecoder, skipped: Iterable[int]) -> None:
+        super().__init__(dict.fromkeys(skipped, _NO_TEXT))
+        self._to_tokens: Any = getattr(tokenizer, "convert_ids_to_tokens", None)
+
+    def __missing__(self, token_id: int) -> int | None:
+        token = self._to_tokens([token_id])[0] if self._to_tokens else ""
+        match = _BYTE_TOKEN.fullmatch(token or "")
+        self[token_id] = _NO_TEXT if token is None else match and int(match[1], 16)
+        return self[token_id]
+
+
 class _Decoder:
     """A tokenizer, the way in which it decodes, and facts about its ids; shared by all texts."""
 
     def __init__(self, tokenizer: TokenDecoder, skip_special_tokens: bool) -> None:
         self._decode = _decode_function(tokenizer)
         self._skip = skip_special_tokens
-        self._to_tokens: Any = getattr(tokenizer, "convert_ids_to_tokens", None)
         added: Any = getattr(tokenizer, "added_tokens_decoder", {}) if skip_special_tokens else {}
         self.skipped: dict[int, str] = {i: str(t) for i, t in added.items() if t.special}
-        self._bytes: dict[int, int | None] = {}
+        self._bytes = _Bytes(tokenizer, self.skipped)
 
     def text(self, ids: list[int]) -> str:
         return self._decode(ids, self._skip) if ids else ""
 
     def visible(self, ids: Sequence[int]) -> list[int]:
-        return [i for i in ids if i not in self.skipped and self._byte(i) != _NOT_A_TOKEN]
+        values = self._bytes
+        return [i for i in ids if values[i] != _NO_TEXT]
 
     def open_run(self, ids: Sequence[int], known: int = 0) -> int:
         """Return the length of the byte-fallback run at the end.
 
         Args:
+            ids: visible ones.
             known: number of ids at the beginning that are known to be such tokens.
         """
         for i in reversed(range(known, len(ids))):
-            if self._byte(ids[i]) is None:
+            if self._bytes[ids[i]] is None:
                 return len(ids) - 1 - i
         return len(ids)
 
     def is_continuation(self, token_id: int) -> bool:
-        return 0x80 <= (self._byte(token_id) or 0) < 0xC0
+        return 0x80 <= (self._bytes[token_id] or 0) < 0xC0
 
     def certain(self, ids: list[int], start: int, *, final: bool = False) -> str:
         """Return the text of ids from a place on, as far as the last `CONTEXT_TOKENS` make it certain."""
@@ -215,16 +230,8 @@ class _Decoder:
         """Return the number of ids at the end that begin a character without ending it."""
         for length, token_id in enumerate(reversed(run[-3:]), start=1):
             if not self.is_continuation(token_id):
-                return length if length < _character_length(self._byte(token_id) or 0) else 0
+                return length if length < _character_length(self._bytes[token_id] or 0) else 0
         return 0
-
-    def _byte(self, token_id: int) -> int | None:
-        """Return the byte of a byte-fallback token, None for any other."""
-        if token_id not in self._bytes:
-            token = self._to_tokens([token_id])[0] if self._to_tokens else ""
-            match = _BYTE_TOKEN.fullmatch(token or "")
-            self._bytes[token_id] = _NOT_A_TOKEN if token is None else match and int(match[1], 16)
-        return self._bytes[token_id]
 
 
 def _decode_function(tokenizer: TokenDecoder) -> Callable[[list[int], bool], str]:

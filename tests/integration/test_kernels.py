@@ -24,7 +24,7 @@ KERNELS = {
 }
 COMPUTES = (
     "tests/unit/engines",
-    "tests/unit/test_adapter_tensors.py",
+    "tests/unit/adapters/test_tensors.py",
     "tests/unit/tools/test_benchmark_engine.py",
     "tests/unit/tools/test_demo_model.py",
 )
