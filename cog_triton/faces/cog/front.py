@@ -169,7 +169,10 @@ class Front:
         if path.startswith(REPLICATE_PATHS):
             await self._replicate(scope, receive, send)
             return None
-        body = await Request(scope, receive).body()
+        request = Request(scope, receive)
+        body = await request.body()
+        if body and "json" not in request.headers.get("content-type", ""):
+            raise Refusal(415, "the body must be sent with Content-Type: application/json")
         query = scope["query_string"]
         target = (scope["raw_path"] + (b"?" + query if query else b"")).decode("latin-1")
         passage = self.check(method, target, body)
