@@ -37,6 +37,7 @@ _CANCEL_SECONDS = 1.0  # in which a cancelled prediction ends
 _MODEL = "cog-triton/model"  # of a request that names a version only
 _VERSION = "hidden"  # as of Replicate's official models, which have one version
 _EVENTS = [(b"content-type", b"application/json"), (b"accept", b"text/event-stream")]
+_STOPPED = "E2105 TritonUnavailable: the server is being stopped"
 _DATA_URL = re.compile(r"data:[\w.+/-]*(?:;[\w.+-]+=[\w.+-]+)*;base64,")
 
 
@@ -206,12 +207,14 @@ class Replicate:
                     raise Refusal(reply.status, problem.get("detail") or problem.get("error"))
                 accepted.set_result(None)
                 await reply.copy(prediction.feed)
-        except Refusal as refusal:
-            accepted.set_exception(refusal)
-        except asyncio.CancelledError:
-            prediction.end("canceled")
+        except (Refusal, asyncio.CancelledError) as error:
+            if not accepted.done():
+                stopped = Refusal(503, _STOPPED, retry_after=1)
+                accepted.set_exception(error if isinstance(error, Refusal) else stopped)
+            elif isinstance(error, asyncio.CancelledError) and not self._front.draining:
+                prediction.end("canceled")
         if not prediction.ended:
-            prediction.end("failed", "E2105 TritonUnavailable: the server is being stopped")
+            prediction.end("failed", _STOPPED)
 
     def _keep(self, prediction: Prediction) -> None:
         """Keep a prediction; drop the oldest that have ended, if there are too many."""
