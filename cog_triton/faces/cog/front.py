@@ -176,8 +176,9 @@ class Front:
         query = scope["query_string"]
         target = (scope["raw_path"] + (b"?" + query if query else b"")).decode("latin-1")
         passage = self.check(method, target, body)
-        if passage.cancels is not None and self.predictions.cancel(passage.cancels):
-            return Json({})
+        if passage.cancels is not None and self.predictions.listening:
+            # Passed on, it could find a prediction that has come meanwhile, and be dropped there.
+            return Json({}, 200 if self.predictions.cancel(passage.cancels) else 404)
         await self._relay(passage, scope, receive, send)
         return None
 
