@@ -53,14 +53,16 @@ class TritonPythonModel:
         arrivals = await message_arrivals(self._channel, message)
         try:
             while not client.closed:
-                arrived = await arrivals.take()
-                last = arrived[-1].final
-                responses = answers(contexts, [each.tensors for each in arrived], last=last)
-                for i, tensors in enumerate(responses):
-                    is_last = last and i == len(responses) - 1
-                    client.send(stub.response(pb_utils, tensors, names), last=is_last)
-                if last and not client.closed:
-                    client.send(None, last=True)
+                # One by one, as they came: other clients count a response as a token.
+                for each in await arrivals.take():
+                    if not each.tensors and not each.final:
+                        continue
+                    responses = answers(contexts, [each.tensors], last=each.final)
+                    for i, tensors in enumerate(responses):
+                        is_last = each.final and i == len(responses) - 1
+                        client.send(stub.response(pb_utils, tensors, names), last=is_last)
+                    if each.final and not client.closed:
+                        client.send(None, last=True)
         finally:
             arrivals.close()
 
