@@ -134,7 +134,8 @@ class Front:
                 asyncio.get_running_loop().remove_reader(pidfd)
         self._worker_ended = True
         await asyncio.sleep(_GRACE_SECONDS)
-        if await self._status() != "SETUP_FAILED":
+        # Cog's server that lost its worker before it listens has no status, and may never have one.
+        if not self.port or await self._status() != "SETUP_FAILED":
             with contextlib.suppress(OSError):
                 text = "the predictor's process has ended, and Cog's server with it"
                 print(text, file=sys.stderr, flush=True)  # plain, as the reason of the end
