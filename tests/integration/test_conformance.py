@@ -42,7 +42,7 @@ class Case:
 
 GREEDY: dict[str, Any] = {"top_k": 1, "top_p": 1.0, "temperature": 1.0, "seed": 0, "max_tokens": 30}
 SAMPLED: dict[str, Any] = {
-    "temperature": 4.0,
+    "temperature": 2.0,
     "top_p": 0.99,
     "top_k": 40,
     "seed": 7,

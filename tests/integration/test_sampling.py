@@ -85,8 +85,8 @@ def test_other_penalties(
     compare: Compare, tokenizer: Tokenizer, plain: list[int], name: str
 ) -> None:
     prompt = len(tokenizer(QUESTION).input_ids)
-    reference = {"logits_processor": [Subtract(prompt, **{name: 8.0})]}
-    assert compare({f"{name}_penalty": 8.0}, reference) != plain[:LENGTH]
+    reference = {"logits_processor": [Subtract(prompt, **{name: 40.0})]}
+    assert compare({f"{name}_penalty": 40.0}, reference) != plain[:LENGTH]
 
 
 def test_bad_words(compare: Compare, tokenizer: Tokenizer, plain: list[int]) -> None:

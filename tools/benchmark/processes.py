@@ -49,7 +49,7 @@ def role_of(command: list[str]) -> str:
         return LOAD_GENERATOR
     if "cog.server.http" in line or "cog_triton.faces.cog.server" in line:
         return "cog"
-    if "serve_openai.py" in line or "cog_triton.faces.openai.worker" in line:
+    if "serve_openai.py" in line or "cog_triton.faces.openai.workers" in line:
         return "openai"
     if "vllm.entrypoints" in line:
         return "vllm-serve"

@@ -145,7 +145,7 @@ def role_of_part(command: list[str]) -> str:
     """What a process is, by its command line: a role of the benchmark's, or one that only a soak tells."""
     if any(argument.endswith("server/guard.py") for argument in command):
         return GUARD
-    if "cog_triton.faces.openai.worker" in command:
+    if "cog_triton.faces.openai.workers" in command:
         return FACE
     if any(argument.endswith("scripts/serve.py") for argument in command):
         return SERVE

@@ -468,7 +468,7 @@ def test_lives_that_began_in_the_same_tick() -> None:
 def test_roles() -> None:
     assert role_of_part(["python", "/x/cog_triton/server/guard.py", "server"]) == "guard"
     assert role_of_part(["python", "-m", "tools.soak.worker"]) == "worker"
-    assert role_of_part(["python", "-m", "cog_triton.faces.openai.worker", "{}"]) == "face"
+    assert role_of_part(["python", "-m", "cog_triton.faces.openai.workers", "{}"]) == "face"
     assert role_of_part(["tritonserver", "--model-repository=x"]) == "tritonserver"
 
 
