@@ -382,9 +382,6 @@ def test_the_worker_killed_takes_triton_and_its_stubs_along(
         wait_until(lambda: not [pid for pid in tree if alive(pid)], 20, "the end of Triton")
 
 
-@pytest.mark.xfail(
-    reason="since the front is an ASGI application, Cog's server stays", strict=False
-)
 def test_a_worker_that_is_killed_as_it_appears_takes_the_server_along(
     demo_model: Path, tmp_path: Path
 ) -> None:

@@ -10,7 +10,6 @@ import contextlib
 import json
 import math
 import os
-import resource
 import socket
 import sys
 import time
@@ -122,16 +121,13 @@ class Front:
         Measured with Cog 0.23.1: its server starts no other and does not end, so that what runs the
         container sees a process that runs. If the worker's setup failed, it says why to who asks.
         """
-        before = faults_of_ended_children()
-        # A worker that is killed as it appears may be gone before it is seen.
-        while (worker := worker_pid()) is None and faults_of_ended_children() == before:
+        while (worker := worker_pid()) is None:
             await asyncio.sleep(_WORKER_POLL_SECONDS)
         with contextlib.suppress(ProcessLookupError):
-            if worker is not None:
-                pidfd, ended = os.pidfd_open(worker), asyncio.Event()
-                asyncio.get_running_loop().add_reader(pidfd, ended.set)
-                await ended.wait()
-                asyncio.get_running_loop().remove_reader(pidfd)
+            pidfd, ended = os.pidfd_open(worker), asyncio.Event()
+            asyncio.get_running_loop().add_reader(pidfd, ended.set)
+            await ended.wait()
+            asyncio.get_running_loop().remove_reader(pidfd)
         self._worker_ended = True
         await asyncio.sleep(_GRACE_SECONDS)
         # Cog's server that lost its worker before it listens has no status, and may never have one.
@@ -371,18 +367,17 @@ class Front:
 
 
 def worker_pid() -> int | None:
-    """Return the process id of the worker of Cog's server; None before there is one."""
+    """Return the process id of the worker of Cog's server; None before there is one.
+
+    A worker that was killed as it appeared stays a zombie, which has no command line.
+    """
     for thread in os.listdir("/proc/self/task"):
         with contextlib.suppress(OSError):  # the thread or the child has ended
             for pid in Path("/proc/self/task", thread, "children").read_text().split():
-                if b"coglet.server._run_worker" in Path("/proc", pid, "cmdline").read_bytes():
+                command = Path("/proc", pid, "cmdline").read_bytes()
+                if not command or b"coglet.server._run_worker" in command:
                     return int(pid)
     return None
-
-
-def faults_of_ended_children() -> int:
-    """Return a number that grows with each child that has ended and been waited for."""
-    return resource.getrusage(resource.RUSAGE_CHILDREN).ru_minflt
 
 
 def refused(refusal: Refusal) -> Json:
