@@ -15,7 +15,7 @@ from cog import BaseRunner, ConcatenateIterator, Input
 from cog_triton.deployment import Deployment
 from cog_triton.errors import InvalidParameter
 from cog_triton.faces.cog import control, live_stream
-from cog_triton.parent import end_with_parent
+from cog_triton.processes import end_with_parent
 from cog_triton.request.inputs import choose_guide, parse_list, parse_logit_bias, parse_object
 from cog_triton.request.request import Request, resolve_max_tokens, resolve_min_tokens, resolve_seed
 from cog_triton.server.log import log_to

@@ -23,8 +23,8 @@ from pathlib import Path
 import _checkout  # noqa: F401
 
 from cog_triton.adapters.directory import adapter_names, place_adapter, remove_adapter
+from cog_triton.deployment.preparation import fetched
 from cog_triton.errors import ConfigurationError
-from cog_triton.preparation import fetched
 from cog_triton.settings import Settings, read_settings
 
 

@@ -36,8 +36,8 @@ from pathlib import Path
 
 from _checkout import ROOT
 
+from cog_triton.deployment.preparation import check_models
 from cog_triton.errors import ConfigurationError, TritonStartError
-from cog_triton.preparation import check_models
 from cog_triton.repository.fill import CONFIG, read_template
 from cog_triton.server.command import Endpoints, Launch, choose_ports, command, launch_command
 from cog_triton.server.installation import locate

@@ -13,7 +13,7 @@
     event_loop.py      what both are: coroutines on a thread of their own; arguments.py: so are these
     simulated.py       tokens without a model
 
-May import ``remote_code`` and ``adapters``, and of ``text`` how many tokens of context a detokenizer needs;
+May import ``adapters``, and of ``text`` remote code and how many tokens of context a detokenizer needs;
 the simulated engine, which has no model, tokenizes a text to answer with, and structured output reads the
 vocabulary.
 After a change: pytest tests/unit/engines

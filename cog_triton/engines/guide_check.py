@@ -19,7 +19,7 @@ from typing import Any
 import llguidance
 
 from cog_triton.engines.vllm_processes import python
-from cog_triton.parent import end_with_parent
+from cog_triton.processes import end_with_parent
 
 SECONDS = 2  # of a processor; the longest guides that are known to be used take a third of one
 PATIENCE = 20.0  # seconds, on a busy machine

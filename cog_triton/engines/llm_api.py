@@ -34,7 +34,6 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from cog_triton import remote_code
 from cog_triton.adapters.directory import LoraRequests
 from cog_triton.engines.arguments import (
     context_length,
@@ -52,6 +51,7 @@ from cog_triton.engines.llm_api_requests import (
     sampling_arguments,
 )
 from cog_triton.engines.llm_api_sampler import Sampler, sampler_of, sampling_defaults
+from cog_triton.text import remote_code
 
 logger = logging.getLogger(__name__)
 

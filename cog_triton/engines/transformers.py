@@ -23,7 +23,6 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.requests import RequestState
 from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, FIFOScheduler
 
-from cog_triton import remote_code
 from cog_triton.adapters.cache import CACHE_BYTES, Adapters
 from cog_triton.engines.base import (
     Engine,
@@ -40,6 +39,7 @@ from cog_triton.engines.transformers_cache import keep_adapters_apart
 from cog_triton.engines.transformers_router import Router
 from cog_triton.engines.transformers_rows import Row
 from cog_triton.engines.transformers_runner import RowParameters, Runner, vocabulary_of
+from cog_triton.text import remote_code
 from cog_triton.text.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)

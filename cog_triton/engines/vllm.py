@@ -29,7 +29,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cog_triton import remote_code
 from cog_triton.adapters.directory import LoraRequests
 from cog_triton.engines.arguments import (
     cpu_arguments,
@@ -46,6 +45,7 @@ from cog_triton.engines.vllm_requests import (
     prompt_log_probs,
     sampling_arguments,
 )
+from cog_triton.text import remote_code
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from cog_triton.errors import CogTritonError, InvalidParameter, UserError
 from cog_triton.models import stub
 from cog_triton.models.context import Contexts, Tensors, joined
 from cog_triton.models.model_calls import Client, flag, renamed
-from cog_triton.parent import end_with_parent
+from cog_triton.processes import end_with_parent
 from cog_triton.wire import ADDRESS_FILE, CONTEXT_MODEL, ENGINE
 
 

@@ -5,5 +5,5 @@
     checks.py     problems that Triton or an engine would fail on
     derived.py    models that no template stands for
 
-May import ``errors``, ``data_files`` and ``wire``. After a change: pytest tests/unit/repository
+May import ``errors`` and ``wire``. After a change: pytest tests/unit/repository
 """

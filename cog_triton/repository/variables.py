@@ -18,7 +18,6 @@ import yaml  # type: ignore[import-untyped, unused-ignore]
 from pydantic import BaseModel, ConfigDict
 from tritonclient.grpc.model_config_pb2 import DataType
 
-from cog_triton.data_files import read_data
 from cog_triton.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
@@ -150,7 +149,13 @@ class _Tables(BaseModel):
     optional_models: frozenset[str]
 
 
-_TABLES: Final = read_data(Path(__file__).with_name("variables.yaml"), _Tables)
+# The parser in C, where PyYAML has it, is eight times as fast.
+_TABLES: Final = _Tables.model_validate(
+    yaml.load(
+        Path(__file__).with_name("variables.yaml").read_text(encoding="utf-8"),
+        Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader),
+    )
+)
 VARIABLES: Final = _TABLES.variables
 IGNORED: Final = _TABLES.ignored
 RENAMED: Final = _TABLES.renamed

@@ -1,5 +1,5 @@
 """Text and token ids: the tokenizer, prompt templates, the detokenizer, stop sequences.
 
-May import ``errors``, ``remote_code`` and ``request``. No I/O but loading. After a change:
+May import ``errors``, ``processes`` and ``request``. No I/O but loading. After a change:
 pytest tests/unit/text
 """

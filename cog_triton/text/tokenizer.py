@@ -12,9 +12,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from cog_triton import remote_code
 from cog_triton.errors import ConfigurationError
 from cog_triton.request.limits import MOST_CHARACTERS, TextLimits
+from cog_triton.text import remote_code
 
 _FILES = ("tokenizer*", "vocab*", "*.model", "merges.txt", "tekken.json", "*.tiktoken")
 # 0.1 cannot be imported with protobuf 4 or later, and 0.2.3 needs protobuf 7.

@@ -15,7 +15,7 @@ URLs may carry secrets, in a password or a signature. Messages, logs and files h
     tar.py           unpacks a tar file that is whole and safe
     files.py         files, records of them, full disks
 
-May import ``errors`` and ``locks``. After a change: pytest tests/unit/weights
+May import ``errors`` and ``processes``. After a change: pytest tests/unit/weights
 """
 
 from cog_triton.weights.source import fetch

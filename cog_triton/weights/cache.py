@@ -28,7 +28,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 from cog_triton.errors import ConfigurationError
-from cog_triton.locks import locked
+from cog_triton.processes import locked
 from cog_triton.weights.files import (
     NoSpace,
     full_disk,

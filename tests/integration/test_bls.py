@@ -17,8 +17,8 @@ import numpy.typing as npt
 import pytest
 import tritonclient.grpc.aio as grpcclient
 
+from cog_triton.deployment.preparation import Values
 from cog_triton.errors import CogTritonError
-from cog_triton.preparation import Values
 from cog_triton.server.tritonserver import TritonServer
 from cog_triton.text.tokenizer import Tokenizer
 from tests.integration.conftest import engine_counters, make_server, running, settings_for

@@ -21,7 +21,7 @@ import yaml
 
 from cog_triton import weights
 from cog_triton.errors import ConfigurationError, EngineBuildError
-from cog_triton.locks import locked
+from cog_triton.processes import locked
 from tests.support import ROOT, alive, free_port, processes, wait_until
 from tools.engine_builder.build import BuildResult, build
 from tools.engine_builder.loading import parse_config

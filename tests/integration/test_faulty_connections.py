@@ -14,7 +14,7 @@ from cog_triton.client.grpc_transport import GrpcClient
 from cog_triton.client.http_transport import HttpClient
 from cog_triton.client.resume import ResumingClient
 from cog_triton.client.stream import TritonClient
-from cog_triton.preparation import Values
+from cog_triton.deployment.preparation import Values
 from cog_triton.server.tritonserver import TritonServer
 from tests.comparison import Outcome, compare, expected_ids, short_request
 from tests.faulty_proxy import Faults, FaultyProxy

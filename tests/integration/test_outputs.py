@@ -18,7 +18,7 @@ import numpy.typing as npt
 import pytest
 import tritonclient.grpc as grpcclient
 
-from cog_triton.preparation import Values
+from cog_triton.deployment.preparation import Values
 from cog_triton.server.tritonserver import TritonServer
 from cog_triton.wire import OUTPUTS
 from tests.integration.conftest import make_server, running, settings_for

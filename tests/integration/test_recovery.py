@@ -22,9 +22,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from cog_triton.deployment import EXIT_STATUS, Deployment
+from cog_triton.deployment.deployment import EXIT_STATUS, Deployment
+from cog_triton.deployment.running import RunningServer
 from cog_triton.errors import TritonStartError, TritonUnavailable
-from cog_triton.life import TritonLife
 from cog_triton.request.request import Request
 from cog_triton.server.command import choose_ports
 from cog_triton.server.tritonserver import TritonServer
@@ -79,7 +79,7 @@ async def answers(
     tokens: int = TOKENS,
 ) -> Any:
     """The answers to all requests, during which a part may be killed; that one restarts."""
-    life = deployment._supervisor.life
+    life = deployment._supervisor.running
     kill = once(partial(os.kill, *victim(deployment, *killed))) if killed else lambda: None
     running = [answer(deployment, request(i, tokens), kill) for i in range(STREAMS)]
     texts = await asyncio.wait_for(asyncio.gather(*running), SECONDS)
@@ -89,7 +89,7 @@ async def answers(
     return texts
 
 
-async def next_life(deployment: Deployment, ended: TritonLife | None) -> None:
+async def next_life(deployment: Deployment, ended: RunningServer | None) -> None:
     while await deployment._supervisor.after(ended, SECONDS) is ended:
         pass
 
@@ -102,7 +102,7 @@ def once(do: Callable[[], None]) -> Callable[[], None]:
 
 def victim(deployment: Deployment, name: str, number: signal.Signals) -> tuple[int, signal.Signals]:
     """What to kill a part with: its process is looked for before, so that the kill takes no time."""
-    life = deployment._supervisor.life
+    life = deployment._supervisor.running
     assert life is not None
     return part(life.server.shm_prefix, name), number
 
@@ -170,7 +170,7 @@ def test_a_restart_while_requests_wait_and_are_cancelled_loses_no_place(demo_mod
         async with deployed(demo_model, ENGINE="simulated", **environment) as deployment:
             undisturbed = await answer(deployment, request(0))
             running = [asyncio.create_task(answer(deployment, request(0))) for _ in range(20)]
-            life = deployment._supervisor.life
+            life = deployment._supervisor.running
             assert life is not None
             while not life.client.busy:
                 await asyncio.sleep(0.01)
@@ -223,7 +223,7 @@ def test_requests_that_are_not_resumed_fail_at_once_and_may_be_sent_again(
     async def test() -> None:
         environment = {"ENGINE": "simulated", "RESUME_ATTEMPTS": "0"}
         async with deployed(demo_model, **environment) as deployment:
-            life = deployment._supervisor.life
+            life = deployment._supervisor.running
             with pytest.raises(TritonUnavailable):
                 await answers(deployment, ("tensorrt_llm", signal.SIGKILL))
             await asyncio.wait_for(next_life(deployment, life), SECONDS)
@@ -255,7 +255,7 @@ def test_health_is_what_a_request_would_see(demo_model: Path) -> None:
     async def test() -> None:
         async with deployed(demo_model, ENGINE="simulated") as deployment:
             assert await deployment.healthy()
-            life = deployment._supervisor.life
+            life = deployment._supervisor.running
             assert life is not None
             preprocessing = part(life.server.shm_prefix, "preprocessing")
             os.kill(preprocessing, signal.SIGSTOP)
@@ -281,7 +281,7 @@ from tests.integration.test_recovery import part
 
 async def main():
     deployment = await Deployment.start(read_settings())
-    os.kill(part(deployment._supervisor.life.server.shm_prefix, "tensorrt_llm"), signal.SIGKILL)
+    os.kill(part(deployment._supervisor.running.server.shm_prefix, "tensorrt_llm"), signal.SIGKILL)
     await asyncio.sleep(3600)
 
 asyncio.run(main())
@@ -326,7 +326,7 @@ def test_a_runtime_directory_that_was_full_recovers_when_there_is_room(
     async def test() -> None:
         environment = {"RUNTIME_DIR": str(small_disk), "TRITON_RESTARTS": "1"}
         async with deployed(demo_model, ENGINE="simulated", **environment) as deployment:
-            life = deployment._supervisor.life
+            life = deployment._supervisor.running
             ballast = small_disk / "ballast"
             with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
                 while True:
@@ -345,12 +345,12 @@ def test_a_runtime_directory_that_was_full_recovers_when_there_is_room(
 def test_a_server_that_dies_at_the_first_request_says_why_at_the_start(
     demo_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def kill_and_ask(life: TritonLife) -> None:
+    async def kill_and_ask(life: RunningServer) -> None:
         os.kill(part(life.server.shm_prefix, "preprocessing"), signal.SIGKILL)
         await warm_up(life)
 
-    warm_up = TritonLife.warm_up
-    monkeypatch.setattr(TritonLife, "warm_up", kill_and_ask)
+    warm_up = RunningServer.warm_up
+    monkeypatch.setattr(RunningServer, "warm_up", kill_and_ask)
     settings = settings_for(demo_model, ENGINE="simulated")
     with pytest.raises(TritonStartError, match="tritonserver died: the process of model"):
         asyncio.run(Deployment.start(settings))

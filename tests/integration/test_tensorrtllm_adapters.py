@@ -79,7 +79,7 @@ def shifted(adapter: Path | None, dtype: str = "float16", count: int = len(IDS))
 
 
 def metrics_address(deployment: Deployment) -> str:
-    life = deployment._supervisor.life
+    life = deployment._supervisor.running
     assert life is not None
     return life.server.endpoints.metrics
 
@@ -130,7 +130,7 @@ def test_after_a_restart_it_is_sent_again(
     async def test() -> None:
         async with deployed(demo_model, tmp_path) as deployment:
             poet = make_adapter(demo_model, tmp_path / "adapters" / "poet")
-            life = deployment._supervisor.life
+            life = deployment._supervisor.running
             assert life is not None
             triton = part(life.server.shm_prefix, "tritonserver")
             kill = once(partial(os.kill, triton, signal.SIGKILL))

@@ -198,7 +198,7 @@ def test_a_killed_engine_core_is_noticed_and_all_goes_on(demo_model: Path) -> No
         patience = str(SECONDS)
         async with deployed(demo_model, ENGINE="vllm", RESUME_TIMEOUT=patience) as deployment:
             undisturbed = [await answer(deployment)] * STREAMS
-            life = deployment._supervisor.life
+            life = deployment._supervisor.running
             assert life is not None
             processes = vllm_processes(life.server)
             begun = asyncio.Event()
@@ -209,7 +209,7 @@ def test_a_killed_engine_core_is_noticed_and_all_goes_on(demo_model: Path) -> No
             assert deployment._supervisor.restarts == 1
             assert not any(p.is_running() for p in processes)
             # Nothing runs now, and its end is noticed all the same.
-            life = deployment._supervisor.life
+            life = deployment._supervisor.running
             assert life is not None
             stub = part(life.server.shm_prefix, "tensorrt_llm")
             processes = vllm_processes(life.server)

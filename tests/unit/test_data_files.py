@@ -11,8 +11,8 @@ from typing import NamedTuple
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from cog_triton.data_files import read_data
 from tools.demo_model import DIRECTORY
+from tools.demo_model.corpus import read_data
 
 ROOT = Path(__file__).resolve().parents[2]
 

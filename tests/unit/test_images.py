@@ -33,7 +33,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from cog_triton.engine_choice import VLLM_RELEASES
+from cog_triton.deployment.engine_choice import VLLM_RELEASES
 from cog_triton.faces.cog.schema import openapi_schema
 from cog_triton.settings import read_settings
 from tests.support import QuietHandler, free_port, http_server, wait_until
@@ -200,7 +200,7 @@ def test_the_context_is_the_source_alone() -> None:
     assert is_ignored(PurePosixPath("cog_triton/engines/__pycache__/base.cpython-311.pyc"))
     assert not is_ignored(PurePosixPath("cog_triton/engines/base.py"))
     files = set(context())
-    for name in ("predict.py", "train.py", "scripts/make_schema.py", "cog_triton/deployment.py"):
+    for name in ("predict.py", "train.py", "scripts/make_schema.py", "cog_triton/wire.py"):
         assert PurePosixPath(name) in files
     assert not {path.parts[0] for path in files} & {".git", ".venv", "docs", "models", "tests"}
 

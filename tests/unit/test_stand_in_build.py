@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cog_triton.engine_choice import BACKEND_LIBRARY
+from cog_triton.deployment.engine_choice import BACKEND_LIBRARY
 from tests.stand_in.build import SOURCES, command, find_compiler, library, source_hash
 
 ZIG = (sys.executable, "-m", "ziglang", "c++")

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 
 from cog_triton.client.stream import TritonClient
+from cog_triton.deployment.preparation import with_files
 from cog_triton.errors import ConfigurationError
-from cog_triton.preparation import with_files
 from cog_triton.settings import read_settings
 from cog_triton.text.tokenizer import Tokenizer, load_tokenizer
 from tools.accuracy.cli import Options

@@ -22,8 +22,7 @@ from typing import NamedTuple
 
 from pydantic import BaseModel
 
-from cog_triton.data_files import read_data
-from tools.demo_model.corpus import PAIRS, QA
+from tools.demo_model.corpus import PAIRS, QA, read_data
 
 # What people put around a topic. The answer to all of them is what the topic is.
 FRAMES = (

@@ -6,8 +6,8 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from cog_triton import remote_code
 from cog_triton.errors import ConfigurationError
+from cog_triton.text import remote_code
 from tools.engine_builder import package
 from tools.engine_builder.arguments import PARALLEL
 from tools.engine_builder.commands import Layout, Step, steps, takes_parallel

@@ -12,7 +12,7 @@ from typing import TextIO
 from urllib.parse import urlsplit
 
 from cog_triton.errors import CogTritonError, ConfigurationError
-from cog_triton.locks import locked
+from cog_triton.processes import locked
 from tools.engine_builder import package
 from tools.engine_builder.redaction import Redactor
 

@@ -21,9 +21,8 @@ from cog_triton.adapters.tensors import TRITON_DTYPES, AdapterTensors
 from cog_triton.client.grpc_transport import CHANNEL_OPTIONS, GrpcClient
 from cog_triton.client.resume import ResumingClient
 from cog_triton.client.stream import TritonClient
-from cog_triton.deployment import tokenizer_of
-from cog_triton.engine_choice import EngineName
-from cog_triton.engine_support import check_supported
+from cog_triton.deployment.deployment import tokenizer_of
+from cog_triton.deployment.engine_choice import EngineName, check_supported
 from cog_triton.errors import ConfigurationError, TritonUnavailable
 from cog_triton.faces.openai.text_ensemble import TextClient, generate_text
 from cog_triton.generation import Chunk, generate

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import uvloop
 
-from cog_triton.context_length import context_length
 from cog_triton.deployment import Deployment
+from cog_triton.deployment.preparation import context_length
 from cog_triton.faces.openai.attached import address_of, attach
 from cog_triton.faces.openai.operation import configured_keys
 from cog_triton.faces.openai.served import Served

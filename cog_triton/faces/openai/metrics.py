@@ -16,8 +16,8 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from starlette.datastructures import Headers
 from starlette.responses import Response
 
+from cog_triton.deployment.metrics import Metrics
 from cog_triton.faces.openai.calls import Call
-from cog_triton.metrics import Metrics
 from cog_triton.request.admission import Admission
 
 FIRST_TOKEN = (

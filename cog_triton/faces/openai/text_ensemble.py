@@ -23,7 +23,7 @@ from cog_triton.client.grpc_transport import (
     message_arrivals,
 )
 from cog_triton.client.stream import Inputs
-from cog_triton.engine_support import with_own_beginning
+from cog_triton.deployment.engine_choice import with_own_beginning
 from cog_triton.errors import InvalidParameter, TritonMalformedEvent
 from cog_triton.generation import Chunk, FinishReason, acquire
 from cog_triton.request.admission import Admission, Tenant

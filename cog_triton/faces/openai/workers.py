@@ -25,7 +25,7 @@ from cog_triton.errors import ConfigurationError
 from cog_triton.faces.openai.attached import attach
 from cog_triton.faces.openai.served import Served
 from cog_triton.faces.openai.server import InProcess, run_until_signal
-from cog_triton.parent import end_with_parent
+from cog_triton.processes import end_with_parent
 from cog_triton.server.log import log_to
 from cog_triton.settings import Settings, read_settings
 

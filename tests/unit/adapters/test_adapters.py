@@ -10,9 +10,14 @@ from tritonclient.grpc.model_config_pb2 import (  # type: ignore[import-untyped,
 from cog_triton.adapters import directory as adapters
 from cog_triton.adapters.directory import adapter_names, adapter_path, check_adapter
 from cog_triton.adapters.tensors import AdapterTensors
-from cog_triton.engine_choice import EngineName, adapter_dtype
+from cog_triton.deployment.engine_choice import EngineName, adapter_dtype
+from cog_triton.deployment.preparation import (
+    ADAPTERS,
+    adapter_tensors,
+    check_adapters,
+    template_values,
+)
 from cog_triton.errors import ConfigurationError, InvalidParameter
-from cog_triton.preparation import ADAPTERS, adapter_tensors, check_adapters, template_values
 from cog_triton.repository.checks import read_config
 from cog_triton.repository.fill import fill_repository
 from cog_triton.settings import read_settings

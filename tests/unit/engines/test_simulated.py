@@ -16,6 +16,8 @@ from tritonclient.grpc.model_config_pb2 import (  # type: ignore[import-untyped,
 )
 
 from cog_triton.client.stream import error_from_text
+from cog_triton.deployment.preparation import template_values
+from cog_triton.deployment.running import WARM_UP
 from cog_triton.engines.base import EngineError, GenerationRequest, SamplingParams, Tokens
 from cog_triton.engines.create import create_engine
 from cog_triton.engines.simulated import (
@@ -35,8 +37,6 @@ from cog_triton.errors import (
     TritonOverloaded,
     TritonUnknownError,
 )
-from cog_triton.life import WARM_UP
-from cog_triton.preparation import template_values
 from cog_triton.repository.fill import fill_repository
 from cog_triton.repository.variables import VARIABLES
 from cog_triton.settings import Settings, read_settings

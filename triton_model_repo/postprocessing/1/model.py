@@ -9,7 +9,7 @@ import triton_python_backend_utils as pb_utils
 
 from cog_triton.models import stub
 from cog_triton.models.postprocessing import Postprocessor
-from cog_triton.parent import end_with_parent
+from cog_triton.processes import end_with_parent
 from cog_triton.text.tokenizer import load_tokenizer, without_torch
 
 

@@ -10,7 +10,7 @@ import triton_python_backend_utils as pb_utils
 
 from cog_triton.models import stub
 from cog_triton.models.preprocessing import Preprocessor, asked
-from cog_triton.parent import end_with_parent
+from cog_triton.processes import end_with_parent
 from cog_triton.text.tokenizer import load_tokenizer, without_torch
 
 LONG_BYTES = 20_000  # about ten milliseconds; what is longer keeps nobody waiting

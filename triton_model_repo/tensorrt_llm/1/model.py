@@ -25,7 +25,7 @@ from cog_triton.models.tensors import (
     response_tensors,
     top_log_probs,
 )
-from cog_triton.parent import end_with_parent
+from cog_triton.processes import end_with_parent
 from cog_triton.wire import CHECKED_IDS, IDS_ONLY, continued_ids
 
 CANCELLATION_CHECK_SECONDS = (

@@ -12,7 +12,7 @@ from cog_triton.models import stub
 from cog_triton.models.bls import Bls, Watch, check_parameters
 from cog_triton.models.bls_stub import StubModels, answer_in_threads, send_all
 from cog_triton.models.model_calls import Client, ModelError, request_key
-from cog_triton.parent import end_with_parent
+from cog_triton.processes import end_with_parent
 
 CANCELLATION_CHECK_SECONDS = 1.0  # asking Triton is a round trip
 

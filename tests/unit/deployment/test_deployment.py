@@ -8,11 +8,9 @@ from typing import Any, cast, get_args
 
 import pytest
 
-from cog_triton.deployment import Deployment, own_preprocessing, start_timeout
-from cog_triton.engine_choice import EngineName
-from cog_triton.engine_support import check_supported, with_own_beginning
-from cog_triton.errors import ConfigurationError, InvalidParameter, PromptTooLong, TritonUnavailable
-from cog_triton.preparation import (
+from cog_triton.deployment.deployment import Deployment, own_preprocessing, start_timeout
+from cog_triton.deployment.engine_choice import EngineName, check_supported, with_own_beginning
+from cog_triton.deployment.preparation import (
     check_files,
     check_model,
     merge,
@@ -22,6 +20,7 @@ from cog_triton.preparation import (
     template_values,
     with_files,
 )
+from cog_triton.errors import ConfigurationError, InvalidParameter, PromptTooLong, TritonUnavailable
 from cog_triton.repository.variables import VARIABLES
 from cog_triton.request.admission import Admission, Bounds
 from cog_triton.request.request import Request

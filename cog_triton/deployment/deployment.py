@@ -17,9 +17,25 @@ from typing import Any
 from cog_triton.adapters.directory import adapter_names, check_adapter
 from cog_triton.client.resume import ResumingClient, Streams
 from cog_triton.client.stream import TritonClient
-from cog_triton.context_length import context_length
-from cog_triton.engine_choice import EngineName, misplaces_parameters
-from cog_triton.engine_support import check_supported, with_own_beginning
+from cog_triton.deployment.engine_choice import (
+    EngineName,
+    check_supported,
+    misplaces_parameters,
+    with_own_beginning,
+)
+from cog_triton.deployment.preparation import (
+    Values,
+    adapter_tensors,
+    check_files,
+    context_length,
+    machine,
+    read_overrides,
+    resolve_engine,
+    template_values,
+    with_files,
+)
+from cog_triton.deployment.running import RunningServer
+from cog_triton.deployment.supervisor import NOTICE_SECONDS, RestartPolicy, Supervisor
 from cog_triton.errors import (
     ConfigurationError,
     TritonPortTaken,
@@ -28,29 +44,17 @@ from cog_triton.errors import (
     file_problem,
 )
 from cog_triton.generation import Chunk, generate
-from cog_triton.life import TritonLife
-from cog_triton.preparation import (
-    Values,
-    adapter_tensors,
-    check_files,
-    machine,
-    read_overrides,
-    resolve_engine,
-    template_values,
-    with_files,
-)
 from cog_triton.repository.checks import check_streaming
 from cog_triton.repository.fill import fill_repository
 from cog_triton.request.admission import STOPPING, Admission, Bounds, Tenant
 from cog_triton.request.request import Request
 from cog_triton.server.guard import process_name
-from cog_triton.server.supervisor import NOTICE_SECONDS, RestartPolicy, Supervisor
 from cog_triton.server.tritonserver import TritonServer
 from cog_triton.settings import Settings
 from cog_triton.text.chat import Message, chat_template, render_chat, set_chat_template
 from cog_triton.text.tokenizer import Tokenizer, load_tokenizer, text_limits, without_torch
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("cog_triton.deployment")
 
 PORT_CHOICES = 3
 RESTART_SECONDS = 60.0
@@ -68,7 +72,7 @@ class Deployment:
         self,
         settings: Settings,
         streams: Streams,
-        supervisor: Supervisor[TritonLife],
+        supervisor: Supervisor[RunningServer],
         admission: Admission,
         tokenizer: Tokenizer,
         *,
@@ -201,7 +205,7 @@ class Deployment:
 
     async def healthy(self) -> bool:
         """Whether a request that comes now would be answered."""
-        life = self._supervisor.life
+        life = self._supervisor.running
         return not self.admission.closed and life is not None and await life.healthy()
 
     async def stop(self) -> None:
@@ -214,13 +218,13 @@ class Deployment:
 class LiveClients:
     """The clients of a supervised server's lives; see ``cog_triton.client.resume.Clients``."""
 
-    def __init__(self, supervisor: Supervisor[TritonLife], timeout: float) -> None:
+    def __init__(self, supervisor: Supervisor[RunningServer], timeout: float) -> None:
         """Waits at most ``timeout`` seconds for a life."""
         self._supervisor = supervisor
         self._timeout = timeout
 
     async def client(self, failed: TritonClient | None) -> TritonClient:
-        life = self._supervisor.life
+        life = self._supervisor.running
         if life is None or life.client is failed:
             life = await self._supervisor.after(life, self._timeout)
         return life.client
@@ -228,14 +232,14 @@ class LiveClients:
 
 def lives(
     settings: Settings, values: Values, loading: Awaitable[Tokenizer]
-) -> Callable[[], Awaitable[TritonLife]]:
+) -> Callable[[], Awaitable[RunningServer]]:
     """What begins one life after another; arguments as for ``begin_life``.
 
     Each gets as long as those before it give reason for: a stub may hang as it starts (seen once in 200).
     """
     taken: list[float] = []
 
-    async def begin() -> TritonLife:
+    async def begin() -> RunningServer:
         began = time.monotonic()
         timeout = start_timeout(settings.start_timeout, taken)
         life = await begin_life(
@@ -259,7 +263,7 @@ def start_timeout(setting: float, taken: Sequence[float]) -> float:
 
 async def begin_life(
     settings: Settings, values: Values, loading: Awaitable[Tokenizer]
-) -> TritonLife:
+) -> RunningServer:
     """Fills a repository, starts tritonserver on it, and returns once a request was answered.
 
     Args:
@@ -278,7 +282,7 @@ async def begin_life(
 
 async def _begin_life(
     settings: Settings, values: Values, loading: Awaitable[Tokenizer]
-) -> TritonLife:
+) -> RunningServer:
     with contextlib.ExitStack() as cleanup:
         try:
             runtime = _runtime_directory(settings, cleanup)
@@ -295,7 +299,7 @@ async def _begin_life(
         )
         cleanup.callback(server.stop)
         _, tokenizer = await asyncio.gather(asyncio.to_thread(server.start), loading)
-        life = TritonLife(
+        life = RunningServer(
             server,
             create_client(settings, server),
             tokenizer,
@@ -316,7 +320,7 @@ async def _begin_life(
 
 
 def _admission(
-    settings: Settings, supervisor: Supervisor[TritonLife], opened: contextlib.ExitStack
+    settings: Settings, supervisor: Supervisor[RunningServer], opened: contextlib.ExitStack
 ) -> Admission:
     """The queue that the settings ask for, and a server of its metrics, which ``opened`` closes.
 
@@ -326,7 +330,7 @@ def _admission(
     bounds = Bounds(settings.max_running, settings.max_waiting, settings.queue_timeout)
     admission = Admission(bounds)
     if settings.predictor_metrics_port is not None:
-        from cog_triton.metrics import Metrics
+        from cog_triton.deployment.metrics import Metrics
 
         metrics = Metrics()
         metrics.watch(admission, lambda: supervisor.restarts)

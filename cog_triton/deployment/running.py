@@ -23,7 +23,7 @@ PROBE_SECONDS = 4.0  # Cog waits five for a health check
 PROBE_FACTOR = 10.0  # on what an answer took when the server had just started
 
 
-class TritonLife:
+class RunningServer:
     """A tritonserver that has started, from its first request to its end."""
 
     def __init__(

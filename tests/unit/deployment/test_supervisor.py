@@ -9,9 +9,9 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
+from cog_triton.deployment import supervisor as module
+from cog_triton.deployment.supervisor import RestartPolicy, Supervisor, pause
 from cog_triton.errors import ConfigurationError, TritonStartError, TritonUnavailable
-from cog_triton.server import supervisor as module
-from cog_triton.server.supervisor import RestartPolicy, Supervisor, pause
 
 
 class FakeLife:
@@ -62,7 +62,7 @@ def test_the_next_life_begins_where_one_ends() -> None:
         lives = Lives()
         supervisor = Supervisor(lives, RestartPolicy(3, 60))
         await supervisor.start()
-        first = supervisor.life
+        first = supervisor.running
         lives.begun[0].end.set()
         second = await supervisor.after(first, 10)
         assert second is lives.begun[1]
@@ -70,7 +70,7 @@ def test_the_next_life_begins_where_one_ends() -> None:
         assert supervisor.restarts == 1
         await supervisor.stop()
         assert lives.begun[1].stopped
-        assert supervisor.life is None
+        assert supervisor.running is None
 
     run(test)
 
@@ -80,7 +80,7 @@ def test_a_failed_start_is_tried_again() -> None:
         lives = Lives(2, 3)
         supervisor = Supervisor(lives, RestartPolicy(3, 60))
         await supervisor.start()
-        first = supervisor.life
+        first = supervisor.running
         lives.begun[0].end.set()
         assert await supervisor.after(first, 10) is lives.begun[1]
         assert lives.attempts == 4
@@ -95,7 +95,7 @@ def test_after_too_many_ends_it_is_given_up_with_the_reason() -> None:
         lives = Lives()
         supervisor = Supervisor(lives, RestartPolicy(1, 60), on_failure=reasons.append)
         await supervisor.start()
-        first = supervisor.life
+        first = supervisor.running
         lives.begun[0].end.set()
         second = await supervisor.after(first, 10)
         second.end.set()
@@ -114,7 +114,7 @@ def test_what_waits_too_long_is_told_so() -> None:
         lives = Lives()
         supervisor = Supervisor(lives, RestartPolicy(3, 60))
         await supervisor.start()
-        first = supervisor.life
+        first = supervisor.running
         lives.gate.clear()
         lives.begun[0].end.set()
         with pytest.raises(TritonUnavailable, match=r"not back after 0\.05 s"):
@@ -132,7 +132,7 @@ def test_a_life_that_goes_on_is_used_again(monkeypatch: pytest.MonkeyPatch) -> N
     async def test() -> None:
         supervisor = Supervisor(Lives(), RestartPolicy(3, 60))
         await supervisor.start()
-        assert await supervisor.after(supervisor.life, 10) is supervisor.life
+        assert await supervisor.after(supervisor.running, 10) is supervisor.running
         await supervisor.stop()
 
     run(test)
@@ -171,7 +171,7 @@ def test_a_full_disk_is_waited_for_and_no_end_of_the_server(
         lives = NoRoom()
         supervisor = Supervisor(lives, RestartPolicy(2, 60))
         await supervisor.start()
-        first = supervisor.life
+        first = supervisor.running
         lives.begun[0].end.set()
         monkeypatch.setattr(asyncio, "sleep", sleep)
         assert await supervisor.after(first, 10) is lives.begun[1]
@@ -193,12 +193,12 @@ def test_who_is_cancelled_while_it_waits_does_not_go_on(steps: int) -> None:
         await supervisor.start()
         lives.gate.clear()
         lives.begun[0].end.set()
-        while supervisor.life is not None:
+        while supervisor.running is not None:
             await asyncio.sleep(0)
         waiting = asyncio.create_task(_wait_and_go_on(supervisor))
         await asyncio.sleep(0.01)
         lives.gate.set()
-        while supervisor.life is None:
+        while supervisor.running is None:
             await asyncio.sleep(0)
         for _ in range(steps):
             await asyncio.sleep(0)

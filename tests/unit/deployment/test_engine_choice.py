@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from cog_triton.engine_choice import (
+from cog_triton.deployment.engine_choice import (
     BACKEND_LIBRARY,
     EngineName,
     Machine,

@@ -8,8 +8,8 @@ import socket
 import httpx
 import pytest
 
+from cog_triton.deployment.metrics import Metrics
 from cog_triton.errors import ConfigurationError, TritonOverloaded
-from cog_triton.metrics import Metrics
 from cog_triton.request.admission import Admission, Bounds
 
 

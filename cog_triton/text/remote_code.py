@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from cog_triton.locks import locked
+from cog_triton.processes import locked
 
 
 def was_refused(error: BaseException) -> bool:

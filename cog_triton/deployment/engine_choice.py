@@ -7,7 +7,7 @@ import importlib.util
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,9 +16,11 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from cog_triton.adapters.tensors import DTYPES
-from cog_triton.errors import ConfigurationError
+from cog_triton.errors import ConfigurationError, InvalidParameter
+from cog_triton.request.request import Request
+from cog_triton.text.tokenizer import Tokenizer
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("cog_triton.deployment")
 
 EngineName = Literal["tensorrtllm", "llmapi", "vllm", "transformers", "simulated"]
 BACKEND_LIBRARY = "libtriton_tensorrtllm.so"
@@ -278,3 +280,51 @@ def _check_ranks(engine_dir: Path, config: Mapping[str, Any], world_size: int) -
     if missing:
         names = ", ".join(f"rank{rank}.engine" for rank in missing)
         raise ConfigurationError(f"the engine in {engine_dir} lacks {names}")
+
+
+def with_own_beginning(request: Request, tokenizer: Tokenizer) -> Request:
+    """The request for a preprocessing model that adds the tokens that begin a text, whatever it is told.
+
+    A prompt by a chat template has them: the text of the first one is taken off.
+    """
+    if request.add_special_tokens is not False:
+        return request
+    begin = getattr(tokenizer, "bos_token", None) or ""
+    return replace(request, prompt=request.prompt.removeprefix(begin), add_special_tokens=None)
+
+
+def check_supported(
+    request: Request, engine: EngineName | None, *, own_preprocessing: bool
+) -> None:
+    """Refuses what would have no effect.
+
+    Args:
+        engine: None for one that refuses by itself what it cannot do.
+        own_preprocessing: whether prompts become ids in this project's model.
+
+    Raises:
+        InvalidParameter: naming each of it, and what does not support it.
+    """
+    if engine == "tensorrtllm":
+        _refuse(
+            "TensorRT-LLM's C++ backend",
+            {
+                "min_p": request.min_p,
+                "top_logprobs": request.log_probs,
+                "prompt_logprobs": request.prompt_log_probs,
+                "allowed_token_ids": request.allowed_token_ids,
+            },
+        )
+    if not own_preprocessing:
+        asked = {
+            "prompt_ids": request.prompt_ids,
+            "add_special_tokens": request.add_special_tokens is not None,
+            "logit_bias": request.logit_bias,
+        }
+        _refuse("the preprocessing model of TRITON_MODEL_REPO", asked)
+
+
+def _refuse(part: str, asked: dict[str, object]) -> None:
+    names = [name for name, value in asked.items() if value]
+    if names:
+        raise InvalidParameter(f"{part} does not support {', '.join(names)}")

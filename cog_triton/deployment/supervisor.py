@@ -121,7 +121,7 @@ class Supervisor(Generic[L]):
             await life.stop()
 
     @property
-    def life(self) -> L | None:
+    def running(self) -> L | None:
         """The life that goes on; None between two."""
         return self._life
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from cog_triton.life import TritonLife
+from cog_triton.deployment.running import RunningServer
 
 
 class FakeServer:
@@ -31,9 +31,9 @@ class SilentClient:
         return 0.0
 
 
-def life_of(server: FakeServer) -> TritonLife:
+def life_of(server: FakeServer) -> RunningServer:
     parts: list[Any] = [server, SilentClient(), None, contextlib.ExitStack()]
-    return TritonLife(*parts, hang_timeout=0.0)
+    return RunningServer(*parts, hang_timeout=0.0)
 
 
 def test_the_end_of_a_life_has_its_reason() -> None:
@@ -76,6 +76,6 @@ def test_who_watches_a_life_can_be_cancelled_at_the_moment_of_its_end(steps: int
     asyncio.run(test())
 
 
-async def _watch(life: TritonLife) -> None:
+async def _watch(life: RunningServer) -> None:
     await life.ended()
     await asyncio.sleep(60)

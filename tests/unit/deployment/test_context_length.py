@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cog_triton.context_length import context_length
+from cog_triton.deployment.preparation import context_length
 
 
 def directory(tmp_path: Path, config: Any) -> str:
