@@ -12,9 +12,8 @@
                    /v1/responses, and Anthropic's /v1/messages, on the same chats
     turns.py       a chat to a request, and its answer's chunks to events: text, thoughts, calls
     answers.py     chunks to a response: as events or in one body, and the end of one whose client has gone
-    choices.py     the form of chats and text completions, whose responses are lists of choices
+    choices.py     the generator of chats and text completions, whose responses are lists of choices
     openapi.py     schemas of errors and streams
-    wire.py        bytes of events and bodies
     errors.py      which status and body each error has
     operation.py   the middleware: keys.py lets in, calls.py has what is known of a request, and metrics.py,
                    tracing.py and the log get it at its end

@@ -1,7 +1,6 @@
-"""Chunks to a response: as events while they come, or in one body.
+"""Chunks to a response: events as they come, or one body.
 
-One task has all of a request, so that the end of its client, which cancels that task, ends the request in
-the engine.
+One task has all of a request: the end of its client cancels it, which ends the request in the engine.
 """
 
 from __future__ import annotations
@@ -9,11 +8,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import secrets
 import sys
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from typing import Any, Protocol
 
+import orjson
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
@@ -29,119 +29,95 @@ from cog_triton.faces.openai.errors import (
 )
 from cog_triton.faces.openai.fields import FIELDS
 from cog_triton.faces.openai.served import Served
-from cog_triton.faces.openai.wire import dumps
 from cog_triton.generation import Chunk
+from cog_triton.request.request import Request
 
 logger = logging.getLogger(__name__)
 
-Chunks = AsyncGenerator[Chunk, None]
+NumberedChunks = AsyncIterator[tuple[int, Chunk]]
+"""Each chunk with the number of its answer."""
 EVENT_STREAM = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # a proxy's
 ]
+dumps = orjson.dumps
 
 
 class Writer(Protocol):
-    """What becomes of the chunks of a response's answers, in the form of one API."""
+    """Makes the response of one API of chunks, in one of two ways."""
 
-    def begin(self, chunk: Chunk) -> bytes:
-        """The events before those of the first chunk, which is handed over to look at."""
+    def events(self, chunks: NumberedChunks) -> AsyncGenerator[bytes, None]:
+        """Yield the events of a stream. An error before the first one is that of a whole response."""
 
-    def events(self, number: int, chunk: Chunk) -> bytes:
-        """The events of the next chunk of the answer of that number."""
-
-    def end(self) -> bytes:
-        """The events behind those of the last chunk."""
+    async def body(self, chunks: NumberedChunks) -> dict[str, Any]:
+        """Return the whole response."""
 
     def failed(self, error: ApiError) -> bytes:
-        """The last events of a response that fails."""
-
-    def add(self, number: int, chunk: Chunk) -> None:
-        """Takes a chunk in; the other way of giving a response."""
-
-    def body(self) -> dict[str, Any]:
-        """The whole response, of the chunks taken in."""
-
-
-@dataclass(frozen=True)
-class Answer:
-    """One response to be made.
-
-    Attributes:
-        start: begins the answers' chunks, in their order.
-        headers: of the response.
-    """
-
-    served: Served
-    writer: Writer
-    start: Callable[[], Sequence[Chunks]]
-    headers: Mapping[str, str] = field(default_factory=dict)
-
-    async def whole(self) -> bytes:
-        """The body of the whole response."""
-        async with contextlib.aclosing(merged(self.start())) as chunks:
-            async for number, chunk in chunks:
-                self.writer.add(number, chunk)
-        return dumps(self.writer.body())
-
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        """The events, from the first chunk on: before it, an error is one of the whole response."""
-        begun = False
-        try:
-            async with contextlib.aclosing(merged(self.start())) as chunks:
-                async for number, chunk in chunks:
-                    beginning = b"" if begun else self.writer.begin(chunk)
-                    begun = True
-                    if events := beginning + self.writer.events(number, chunk):
-                        yield events
-        except Exception as error:
-            if not begun:
-                raise
-            yield self.writer.failed(told(error))
-            return
-        yield self.writer.end()
+        """Return the last events of a stream that fails."""
 
 
 class Answering(Response):
-    """The response of an answer; it ends with its client."""
+    """The response that a writer makes of the answers to requests; it ends with its client."""
 
-    def __init__(self, answer: Answer, *, stream: bool) -> None:
-        self._answer = answer
-        self._stream = stream
+    def __init__(
+        self,
+        served: Served,
+        writer: Writer,
+        requests: Sequence[Request],
+        request_id: str,
+        headers: Mapping[str, str],
+        *,
+        stream: bool,
+    ) -> None:
+        self._served, self._writer, self._stream = served, writer, stream
+        self._requests, self._request_id = requests, request_id
+        self._given = headers
         self._started = False
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        served, answer = self._answer.served, self._answer
         try:
-            with served.answering():
+            with self._served.answering():
                 async with ended_by_client(receive):
-                    if self._stream:
-                        await self._send_events(send)
-                        return
-                    headers = dict(answer.headers)
-                    body = Response(await answer.whole(), 200, headers, "application/json")
-                    await body(scope, receive, send)
+                    sources = self._served.generate(self._requests, self._request_id)
+                    async with contextlib.aclosing(merged(sources)) as chunks:
+                        if self._stream:
+                            await self._send_events(chunks, send)
+                            return
+                        body = dumps(await self._writer.body(chunks))
+                    response = Response(body, 200, self._given, "application/json")
+                    await response(scope, receive, send)
         except ClientGone:
             if not self._started:  # for those who count responses; nobody reads it
                 await Response(status_code=CLIENT_GONE)(scope, receive, send)
 
-    async def _send_events(self, send: Send) -> None:
-        given = [(k.lower().encode(), v.encode()) for k, v in self._answer.headers.items()]
-        async with contextlib.aclosing(self._answer.events()) as events:
-            async for data in events:
-                if not self._started:
-                    self._started = True
-                    headers = [*EVENT_STREAM, *given]
-                    await send({"type": "http.response.start", "status": 200, "headers": headers})
-                await send({"type": "http.response.body", "body": data, "more_body": True})
+    async def _send_events(self, chunks: NumberedChunks, send: Send) -> None:
+        try:
+            async with contextlib.aclosing(self._writer.events(chunks)) as events:
+                async for data in events:
+                    if not self._started:
+                        self._started = True
+                        given = [(k.lower().encode(), v.encode()) for k, v in self._given.items()]
+                        headers = [*EVENT_STREAM, *given]
+                        start = {"type": "http.response.start", "status": 200, "headers": headers}
+                        await send(start)
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
+        except Exception as error:
+            if not self._started:
+                raise
+            data = self._writer.failed(told(error))
+            await send({"type": "http.response.body", "body": data, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
+
+
+class ClientGone(Exception):
+    """Nobody reads the response any more."""
 
 
 @contextlib.asynccontextmanager
 async def ended_by_client(receive: Receive) -> AsyncIterator[None]:
-    """Cancels what runs in it when the client goes away, and passes over its end.
+    """Cancel what runs in it when the client goes away.
 
     Raises:
         ClientGone: it has gone.
@@ -170,23 +146,32 @@ async def ended_by_client(receive: Receive) -> AsyncIterator[None]:
         watching.cancel()
 
 
-class ClientGone(Exception):
-    """Nobody reads the response any more."""
-
-
-async def merged(sources: Sequence[Chunks]) -> AsyncGenerator[tuple[int, Chunk], None]:
-    """The chunks of several answers as they come, each with its answer's number."""
+async def merged(
+    sources: Sequence[AsyncGenerator[Chunk, None]],
+) -> AsyncGenerator[tuple[int, Chunk], None]:
+    """Yield the chunks of several answers as they come."""
     if len(sources) == 1:
         async with contextlib.aclosing(sources[0]) as chunks:
             async for chunk in chunks:
                 yield 0, chunk
         return
-    queue: asyncio.Queue[tuple[int, Chunk | BaseException | None]] = asyncio.Queue(len(sources))
-    tasks = [asyncio.create_task(_feed(queue, *numbered)) for numbered in enumerate(sources)]
+    queue: asyncio.Queue[tuple[int, Chunk | Exception | None]] = asyncio.Queue(len(sources))
+
+    async def feed(number: int, source: AsyncGenerator[Chunk, None]) -> None:
+        try:
+            async with contextlib.aclosing(source) as chunks:
+                async for chunk in chunks:
+                    await queue.put((number, chunk))
+        except Exception as error:
+            await queue.put((number, error))
+        else:
+            await queue.put((number, None))
+
+    tasks = [asyncio.create_task(feed(number, source)) for number, source in enumerate(sources)]
     try:
         for _ in sources:
             while (item := await queue.get())[1] is not None:
-                if isinstance(item[1], BaseException):
+                if isinstance(item[1], Exception):
                     raise item[1]
                 yield item[0], item[1]
     finally:
@@ -195,21 +180,21 @@ async def merged(sources: Sequence[Chunks]) -> AsyncGenerator[tuple[int, Chunk],
         await asyncio.wait(tasks)
 
 
-async def _feed(
-    queue: asyncio.Queue[tuple[int, Chunk | BaseException | None]], number: int, source: Chunks
-) -> None:
-    try:
-        async with contextlib.aclosing(source) as chunks:
-            async for chunk in chunks:
-                await queue.put((number, chunk))
-    except Exception as error:
-        await queue.put((number, error))
-        return
-    await queue.put((number, None))
+def event(value: Any) -> bytes:
+    return b"data: " + dumps(value) + b"\n\n"
+
+
+def typed_event(value: dict[str, Any]) -> bytes:
+    """Return an event under the name that is its type, as newer APIs have them."""
+    return f"event: {value['type']}\n".encode() + event(value)
+
+
+def new_id(prefix: str) -> str:
+    return prefix + secrets.token_hex(12)
 
 
 def told(error: Exception) -> ApiError:
-    """What a client is told of an error; one that nobody foresaw is logged."""
+    """Return an error as the client reads it, and log one that nobody foresaw."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, CogTritonError):
@@ -219,7 +204,7 @@ def told(error: Exception) -> ApiError:
 
 
 class ErrorResponse(Response):
-    """The response that is an error, in the words of the API whose route was asked."""
+    """An error, in the form of the API whose route was asked."""
 
     def __init__(self, error: ApiError) -> None:
         super().__init__(status_code=error.status)
@@ -231,8 +216,3 @@ class ErrorResponse(Response):
         request_id = scope["state"]["request_id"]
         body = message_error(error, request_id) if of_messages else error.body()
         await JSONResponse(body, error.status, error.headers)(scope, receive, send)
-
-
-def error_response(error: ApiError) -> Response:
-    """The response that is an error."""
-    return ErrorResponse(error)

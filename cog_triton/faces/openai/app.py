@@ -11,7 +11,7 @@ from starlette.responses import Response
 import cog_triton
 from cog_triton.errors import CogTritonError, shown
 from cog_triton.faces.openai import chat, completions, metrics, models, page, tokens
-from cog_triton.faces.openai.answers import error_response, told
+from cog_triton.faces.openai.answers import ErrorResponse, told
 from cog_triton.faces.openai.errors import ApiError
 from cog_triton.faces.openai.messages import route as messages
 from cog_triton.faces.openai.openapi import ERRORS, MESSAGE_ERRORS
@@ -57,20 +57,20 @@ _PATH_CODES = {404: "unknown_url", 405: "method_not_supported"}
 
 
 async def _answer_error(_: Request, error: Exception) -> Response:
-    return error_response(told(error))
+    return ErrorResponse(told(error))
 
 
 async def _answer_fault(request: Request, error: Exception) -> Response:
     """The answer to what nobody foresaw, which goes past the middleware that says the request's id."""
     fault = told(error)
     fault.headers.update(id_headers(request.scope))
-    return error_response(fault)
+    return ErrorResponse(fault)
 
 
 async def _answer_bad_path(request: Request, error: Any) -> Response:
     where = f"{request.method} {shown(request.url.path)}"
     code = _PATH_CODES.get(error.status_code)
     text = f"Invalid URL ({where})" if error.status_code == 404 else f"{error.detail} ({where})"
-    return error_response(
+    return ErrorResponse(
         ApiError(error.status_code, text, code=code, headers=dict(error.headers or {}))
     )

@@ -2,128 +2,159 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Protocol
 
-from cog_triton.faces.openai.answers import Answer, Answering
+from cog_triton.faces.openai.answers import Answering, NumberedChunks, dumps, event, new_id
 from cog_triton.faces.openai.errors import ApiError
 from cog_triton.faces.openai.fields import Sampling
 from cog_triton.faces.openai.sampling import check_fields
 from cog_triton.faces.openai.served import Served
-from cog_triton.faces.openai.wire import DONE, Head, dumps, event, new_id, usage
 from cog_triton.generation import Chunk
 from cog_triton.request.request import Request
 
+DONE = b"data: [DONE]\n\n"
+_MARK = "\x00text\x00"
+Piece = dict[str, Any]
+"""An element of an event's ``choices``."""
+
 
 class Choice(Protocol):
-    """What becomes of one answer's chunks."""
-
-    def begin(self) -> bytes:
-        """The events before the first chunk."""
-
-    def events(self, chunk: Chunk) -> bytes:
-        """The events of a chunk."""
-
-    def add(self, chunk: Chunk) -> None:
-        """Takes a chunk in; the other way of giving an answer."""
-
-    def body(self) -> dict[str, Any]:
-        """The whole answer, of the chunks taken in."""
-
-    def prompt(self) -> dict[str, Any]:
-        """Fields of the whole response that are about the answer's prompt."""
-
-
-@dataclass
-class Counts:
-    """Tokens of the answers to one request.
+    """One answer.
 
     Attributes:
-        choices: how many a prompt has.
-        prompts: tokens of each prompt, by the number of its first choice.
-        outputs: by the number of the choice.
+        plain: a chunk that has only text is one piece.
     """
 
-    choices: int
-    prompts: dict[int, int] = field(default_factory=dict)
-    outputs: dict[int, int] = field(default_factory=dict)
+    plain: bool
 
-    def add(self, number: int, chunk: Chunk) -> None:
-        self.outputs[number] = chunk.output_tokens
-        if chunk.input_tokens is not None:
-            self.prompts[number // self.choices] = chunk.input_tokens
+    def text_piece(self, text: str) -> Piece:
+        """Return the piece of a text and nothing else."""
 
-    def usage_of(self, number: int) -> dict[str, Any]:
-        """That of one choice so far."""
-        return usage(self.prompts.get(number // self.choices, 0), self.outputs.get(number, 0))
+    def begin(self) -> list[Piece]:
+        """Return the pieces before those of the first chunk."""
 
-    def usage(self) -> dict[str, Any]:
-        return usage(sum(self.prompts.values()), sum(self.outputs.values()))
+    def pieces(self, chunk: Chunk) -> list[Piece]:
+        """Return the pieces of a chunk."""
+
+    def whole(self, pieces: Sequence[Piece]) -> Piece:
+        """Return the whole choice of all of its pieces."""
+
+    def prompt(self) -> dict[str, Any]:
+        """Return fields about the prompt, beside ``choices``."""
 
 
-@dataclass(frozen=True)
-class Choices:
-    """See ``answers.Writer``."""
+class ChoiceWriter:
+    """See ``Writer``."""
 
-    head: Head
-    choices: Sequence[Choice]
-    counts: Counts
-    continuous_usage: bool = False
+    def __init__(
+        self,
+        body: Sampling,
+        served: Served,
+        prefix: str,
+        kinds: tuple[str, str],
+        choices: Sequence[Choice],
+    ) -> None:
+        """
+        Args:
+            prefix: of the response's id.
+            kinds: ``object`` of a whole response, and of an event.
+        """
+        self._kind, kind = kinds
+        self._head = {
+            "id": new_id(prefix),
+            "object": kind,
+            "created": served.now(),
+            "model": body.model,
+            "system_fingerprint": None,
+        }
+        self._body, self._choices = body, choices
+        # Tokens of each prompt, and of each answer; to each prompt there are ``n`` answers.
+        self._prompts: dict[int, int] = {}
+        self._outputs: dict[int, int] = {}
 
-    def begin(self, chunk: Chunk) -> bytes:
-        """See ``Writer``."""
-        if chunk.input_tokens is not None:
-            self.counts.prompts[0] = chunk.input_tokens
-        return b"".join(
-            self._with_usage(number, choice.begin()) for number, choice in enumerate(self.choices)
-        )
+    async def events(self, chunks: NumberedChunks) -> AsyncGenerator[bytes, None]:
+        # For most tokens only the text is made into JSON; what is around it stays.
+        around = [
+            self._event([choice.text_piece(_MARK)]).split(dumps(_MARK)) for choice in self._choices
+        ]
+        plain = [choice.plain and not self._body.continuous_usage for choice in self._choices]
+        begun = False
+        async for number, chunk in chunks:
+            data = b"" if begun else self._begin(number, chunk)
+            begun = True
+            self._count(number, chunk)
+            if not plain[number] or chunk.log_probs or chunk.finish_reason is not None:
+                for piece in self._choices[number].pieces(chunk):
+                    data += self._event([piece], self._usage(number))
+            elif chunk.text:
+                before, behind = around[number]
+                data += before + dumps(chunk.text) + behind
+            if data:
+                yield data
+        yield (self._event([], self._total()) if self._body.include_usage else b"") + DONE
 
-    def events(self, number: int, chunk: Chunk) -> bytes:
-        """See ``Writer``."""
-        self.counts.add(number, chunk)
-        return self._with_usage(number, self.choices[number].events(chunk))
-
-    def _with_usage(self, number: int, events: bytes) -> bytes:
-        if not self.continuous_usage:
-            return events
-        # Each event ends with the null that stands for its usage; a text has its quotes escaped.
-        counts = dumps(self.counts.usage_of(number))
-        return events.replace(b'"usage":null}\n\n', b'"usage":' + counts + b"}\n\n")
-
-    def end(self) -> bytes:
-        """See ``Writer``."""
-        return (self.head.event([], self.counts.usage()) if self.head.usage else b"") + DONE
+    async def body(self, chunks: NumberedChunks) -> dict[str, Any]:
+        pieces = [choice.begin() for choice in self._choices]
+        async for number, chunk in chunks:
+            self._count(number, chunk)
+            pieces[number] += self._choices[number].pieces(chunk)
+        whole = [choice.whole(own) for choice, own in zip(self._choices, pieces, strict=True)]
+        rest = {"choices": whole, "usage": self._total(), **self._choices[0].prompt()}
+        return {**self._head, "object": self._kind, **rest}
 
     def failed(self, error: ApiError) -> bytes:
-        """See ``Writer``."""
         return event(error.body()) + DONE
 
-    def add(self, number: int, chunk: Chunk) -> None:
-        """See ``Writer``."""
-        self.counts.add(number, chunk)
-        self.choices[number].add(chunk)
+    def _begin(self, number: int, chunk: Chunk) -> bytes:
+        if chunk.input_tokens is not None:
+            self._prompts[number // self._body.choices] = chunk.input_tokens
+        data = b""
+        for place, choice in enumerate(self._choices):
+            fields = choice.prompt()
+            for piece in choice.begin():
+                data += self._event([piece], self._usage(place), **fields)
+                fields = {}
+        return data
 
-    def body(self) -> dict[str, Any]:
-        """See ``Writer``."""
-        whole = self.head.body([choice.body() for choice in self.choices], self.counts.usage())
-        return whole | self.choices[0].prompt()
+    def _event(
+        self, choices: list[Piece], usage: dict[str, int] | None = None, **fields: Any
+    ) -> bytes:
+        value = {**self._head, "choices": choices, **fields}
+        return event({**value, "usage": usage} if self._body.include_usage else value)
+
+    def _count(self, number: int, chunk: Chunk) -> None:
+        self._outputs[number] = chunk.output_tokens
+        if chunk.input_tokens is not None:
+            self._prompts[number // self._body.choices] = chunk.input_tokens
+
+    def _usage(self, number: int) -> dict[str, int] | None:
+        """Return the counts of one answer so far, if each event has them."""
+        if not self._body.continuous_usage:
+            return None
+        prompt = self._prompts.get(number // self._body.choices, 0)
+        return usage(prompt, self._outputs.get(number, 0))
+
+    def _total(self) -> dict[str, int]:
+        return usage(sum(self._prompts.values()), sum(self._outputs.values()))
 
 
-def head_of(body: Sampling, served: Served, prefix: str, kind: str, chunk: str) -> Head:
-    """The head of the response to a body, whose id begins with a prefix; see ``Head`` for the rest."""
-    return Head(new_id(prefix), kind, chunk, served.now(), body.model, body.include_usage)
+def usage(prompt: int, output: int) -> dict[str, int]:
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": output,
+        "total_tokens": prompt + output,
+    }
 
 
 def answering(
     body: Sampling,
     served: Served,
-    head: Head,
+    writer: ChoiceWriter,
     requests: Sequence[Request],
-    choices: Sequence[Choice],
     request_id: str,
 ) -> Answering:
-    """The response to a body.
+    """Return the response to a body.
 
     Args:
         requests: in the order of the choices: all to the first prompt, all to the second.
@@ -131,10 +162,10 @@ def answering(
     Raises:
         ApiError: the body has a field that no engine honours.
     """
-    answer = Answer(
-        served,
-        Choices(head, choices, Counts(body.choices), body.continuous_usage),
-        lambda: served.generate(requests, request_id),
-        check_fields(body),
-    )
-    return Answering(answer, stream=bool(body.stream))
+    headers = check_fields(body)
+    return Answering(served, writer, requests, request_id, headers, stream=bool(body.stream))
+
+
+def stop_reason(token: int | None) -> dict[str, int]:
+    """Return vLLM's field for the token of ``stop_token_ids`` that ended an answer."""
+    return {} if token is None else {"stop_reason": token}

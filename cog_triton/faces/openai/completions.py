@@ -10,16 +10,14 @@ from fastapi import APIRouter
 
 from cog_triton.faces.openai.answers import Answering
 from cog_triton.faces.openai.bodies import BodyRoute, off_loop
-from cog_triton.faces.openai.choices import answering, head_of
-from cog_triton.faces.openai.dependencies import FromApp, RequestId
+from cog_triton.faces.openai.choices import ChoiceWriter, Piece, answering, stop_reason
 from cog_triton.faces.openai.errors import invalid
 from cog_triton.faces.openai.fields import MOST_ANSWERS, CompletionBody
 from cog_triton.faces.openai.log_probs import prompt_entries, text_log_probs, wanted
 from cog_triton.faces.openai.openapi import STREAMED
 from cog_triton.faces.openai.sampling import log_probs, sampling, with_seed
-from cog_triton.faces.openai.served import Served
+from cog_triton.faces.openai.served import FromApp, RequestId, Served
 from cog_triton.faces.openai.tokens import with_ids
-from cog_triton.faces.openai.wire import Head, dumps, stop_reason
 from cog_triton.generation import Chunk, FinishReason
 from cog_triton.request.request import Request
 from cog_triton.text.tokenizer import Tokenizer
@@ -27,7 +25,6 @@ from cog_triton.wire import TokenLogProb
 
 router = APIRouter(route_class=BodyRoute)
 DEFAULT_MAX_TOKENS = 16
-_MARK = "\x00text\x00"
 
 
 @router.post("/v1/completions", responses=STREAMED)
@@ -35,13 +32,13 @@ async def completions(body: CompletionBody, served: FromApp, request_id: Request
     """Completes prompts, in one body or as events."""
     requests = await off_loop(completion_requests, body, served)
     requests = await with_ids(requests, body, served)
-    head = head_of(body, served, "cmpl-", "text_completion", "text_completion")
     tokenizer = served.backend.tokenizer
     choices = [
-        TextChoice(number, head, tokenizer, body, request)
-        for number, request in enumerate(requests)
+        TextChoice(number, tokenizer, body, request) for number, request in enumerate(requests)
     ]
-    return answering(body, served, head, requests, choices, request_id)
+    kinds = ("text_completion", "text_completion")
+    writer = ChoiceWriter(body, served, "cmpl-", kinds, choices)
+    return answering(body, served, writer, requests, request_id)
 
 
 def completion_requests(body: CompletionBody, served: Served) -> list[Request]:
@@ -87,92 +84,67 @@ def echoed(body: CompletionBody, request: Request, tokenizer: Tokenizer) -> str:
 
 
 class TextChoice:
-    """One answer: see ``choices.Choice``."""
+    """See ``Choice``."""
 
     def __init__(
-        self, index: int, head: Head, tokenizer: Tokenizer, body: CompletionBody, request: Request
+        self, index: int, tokenizer: Tokenizer, body: CompletionBody, request: Request
     ) -> None:
-        self._index = index
-        self._head = head
-        self._tokenizer = tokenizer
-        self._asked = body
-        self._request = request
+        self._index, self._tokenizer, self._body, self._request = index, tokenizer, body, request
         self._prompt = echoed(body, request, tokenizer)
         # Engines make one token at least.
         self._prompt_only = bool(body.echo) and body.max_tokens == 0
+        # The prompt comes with them, in the first chunk.
         self._prompt_log_probs = bool(body.echo) and body.logprobs is not None
-        self._texts = [self._prompt]
-        self._offset = 0 if self._prompt_log_probs else len(self._prompt)
-        self._tokens: list[TokenLogProb] = []
         self._prompt_tokens: list[TokenLogProb] = []
-        self._ids: list[int] = []
-        self._finish_reason: str | None = None
-        self._stop_token: int | None = None
+        self._offset = 0 if self._prompt_log_probs else len(self._prompt)
         self._begun = False
-        self._around = head.around(self._choice(_MARK), _MARK)
+        self.plain = not (body.return_token_ids or self._prompt_only or self._prompt_log_probs)
 
-    def begin(self) -> bytes:
-        """See ``Choice``."""
-        if not self._prompt or self._prompt_log_probs:  # which come with the first chunk
-            return b""
-        return self._head.event([self._choice(self._prompt)])
+    def text_piece(self, text: str) -> Piece:
+        return {"text": text, "index": self._index, "logprobs": None, "finish_reason": None}
 
-    def events(self, chunk: Chunk) -> bytes:
-        """See ``Choice``."""
-        chunk, tokens = self._wanted(chunk)
-        begins, self._begun = not self._begun, True
-        if first := begins and self._prompt_log_probs:
-            chunk = replace(chunk, text=self._prompt + chunk.text)
-        if not (tokens or self._asked.return_token_ids or chunk.finish_reason):
-            before, behind = self._around
-            return before + dumps(chunk.text) + behind if chunk.text else b""
-        log_probs = None
-        if tokens:
-            log_probs = self._log_probs(tokens, first=first)
-            self._offset = log_probs["text_offset"][-1] + len(log_probs["tokens"][-1])
-        choice = self._choice(chunk.text, log_probs, chunk.finish_reason)
-        ids = self._token_ids(chunk.ids, prompt=begins)
-        return self._head.event([{**choice, **stop_reason(chunk.stop_token), **ids}])
+    def begin(self) -> list[Piece]:
+        alone = self._prompt and not self._prompt_log_probs
+        return [self.text_piece(self._prompt)] if alone else []
 
-    def add(self, chunk: Chunk) -> None:
-        """See ``Choice``."""
-        chunk, tokens = self._wanted(chunk)
-        self._texts.append(chunk.text)
-        self._tokens += tokens
+    def pieces(self, chunk: Chunk) -> list[Piece]:
+        first, self._begun = not self._begun, True
         self._prompt_tokens += chunk.prompt_log_probs
-        self._ids += chunk.ids
-        self._finish_reason, self._stop_token = chunk.finish_reason, chunk.stop_token
+        tokens = chunk.prompt_log_probs if self._prompt_log_probs else ()
+        if self._prompt_only:
+            reason: FinishReason | None = None if chunk.finish_reason is None else "length"
+            chunk = replace(chunk, text="", ids=(), finish_reason=reason, stop_token=None)
+        else:
+            tokens = (*tokens, *chunk.log_probs)
+        tokens = wanted(tokens, self._body.logprobs)
+        text = self._prompt + chunk.text if first and self._prompt_log_probs else chunk.text
+        if not (text or tokens or chunk.finish_reason or self._body.return_token_ids):
+            return []
+        piece = {**self.text_piece(text), "finish_reason": chunk.finish_reason}
+        if tokens:
+            piece["logprobs"] = self._log_probs(tokens, first=first and self._prompt_log_probs)
+        piece |= stop_reason(chunk.stop_token)
+        if self._body.return_token_ids:
+            piece["token_ids"] = chunk.ids
+            piece |= {"prompt_token_ids": self._request.prompt_ids} if first else {}
+        return [piece]
 
-    def body(self) -> dict[str, Any]:
-        """See ``Choice``."""
-        log_probs = None
-        if self._tokens:
-            log_probs = self._log_probs(self._tokens, first=self._prompt_log_probs)
-        whole = self._choice("".join(self._texts), log_probs, self._finish_reason)
-        whole |= stop_reason(self._stop_token) | self._token_ids(self._ids, prompt=True)
-        if (top := self._asked.prompt_logprobs) is not None:
+    def whole(self, pieces: Sequence[Piece]) -> Piece:
+        text = "".join(piece["text"] for piece in pieces)
+        whole = {**pieces[-1], "text": text}
+        if log_probs := [piece["logprobs"] for piece in pieces if piece["logprobs"]]:
+            whole["logprobs"] = {
+                name: [value for own in log_probs for value in own[name]] for name in log_probs[0]
+            }
+        if self._body.return_token_ids:
+            whole["token_ids"] = [id for piece in pieces for id in piece.get("token_ids", ())]
+            whole["prompt_token_ids"] = self._request.prompt_ids
+        if (top := self._body.prompt_logprobs) is not None:
             whole["prompt_logprobs"] = prompt_entries(self._tokenizer, self._prompt_tokens, top)
         return whole
 
     def prompt(self) -> dict[str, Any]:
-        """See ``Choice``."""
         return {}
-
-    def _wanted(self, chunk: Chunk) -> tuple[Chunk, tuple[TokenLogProb, ...]]:
-        """The chunk as it is asked for, and the tokens of its ``logprobs``."""
-        top = self._asked.logprobs
-        tokens = chunk.prompt_log_probs if self._prompt_log_probs else ()
-        if not self._prompt_only:
-            return chunk, wanted((*tokens, *chunk.log_probs), top)
-        reason: FinishReason | None = None if chunk.finish_reason is None else "length"
-        chunk = replace(chunk, text="", ids=(), finish_reason=reason, stop_token=None)
-        return chunk, wanted(tokens, top)
-
-    def _token_ids(self, ids: Sequence[int], *, prompt: bool) -> dict[str, Any]:
-        if not self._asked.return_token_ids:
-            return {}
-        own: dict[str, Any] = {"token_ids": ids}
-        return own | ({"prompt_token_ids": self._request.prompt_ids} if prompt else {})
 
     def _log_probs(self, tokens: Sequence[TokenLogProb], *, first: bool) -> dict[str, Any]:
         log_probs = text_log_probs(
@@ -184,14 +156,5 @@ class TextChoice:
         )
         if first:  # the prompt's first token follows nothing
             log_probs["token_logprobs"][0] = log_probs["top_logprobs"][0] = None
+        self._offset = log_probs["text_offset"][-1] + len(log_probs["tokens"][-1])
         return log_probs
-
-    def _choice(
-        self, text: str, log_probs: Any = None, finish_reason: str | None = None
-    ) -> dict[str, Any]:
-        return {
-            "text": text,
-            "index": self._index,
-            "logprobs": log_probs,
-            "finish_reason": finish_reason,
-        }

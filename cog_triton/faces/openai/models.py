@@ -8,9 +8,8 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
 import cog_triton
-from cog_triton.faces.openai.dependencies import FromApp
 from cog_triton.faces.openai.errors import ApiError
-from cog_triton.faces.openai.served import Served
+from cog_triton.faces.openai.served import FromApp, Served
 
 router = APIRouter()
 

@@ -17,7 +17,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cog_triton.errors import shown
-from cog_triton.faces.openai.answers import error_response
+from cog_triton.faces.openai.answers import ErrorResponse
 from cog_triton.faces.openai.calls import CURRENT, Call, current
 from cog_triton.faces.openai.errors import MESSAGES_PATH, ApiError
 from cog_triton.faces.openai.keys import Key, Keys, Quotas, keys_of
@@ -139,7 +139,7 @@ class Access:
         try:
             call.key = self._key(Headers(scope=scope))
         except ApiError as error:
-            await error_response(error)(scope, receive, send)
+            await ErrorResponse(error)(scope, receive, send)
             return
         if scope["method"] == "POST":
             await self._limited(call, scope, receive, send)
@@ -165,7 +165,7 @@ class Access:
         try:
             self._quotas.enter(call.key)
         except ApiError as error:
-            await error_response(error)(scope, receive, send_with_limits)
+            await ErrorResponse(error)(scope, receive, send_with_limits)
             return
         try:
             await self._app(scope, receive, send_with_limits)

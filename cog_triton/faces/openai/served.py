@@ -8,7 +8,10 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
+
+from fastapi import Depends
+from fastapi import Request as HttpRequest
 
 from cog_triton.adapters.directory import adapter_names
 from cog_triton.errors import shown
@@ -159,3 +162,16 @@ class Served:
         if self.running:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._idle.wait(), seconds)
+
+
+async def _served(request: HttpRequest) -> Served:
+    served: Served = request.app.state.served
+    return served
+
+
+async def _request_id(request: HttpRequest) -> str:
+    return str(request.state.request_id)
+
+
+FromApp = Annotated[Served, Depends(_served)]
+RequestId = Annotated[str, Depends(_request_id)]

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
-from cog_triton.faces.openai.answers import Answer, Answering
+from cog_triton.faces.openai.answers import Answering, new_id
 from cog_triton.faces.openai.bodies import BodyRoute, off_loop
-from cog_triton.faces.openai.dependencies import FromApp, RequestId
 from cog_triton.faces.openai.messages.fields import IGNORED, REFUSED, CountBody, MessagesBody
 from cog_triton.faces.openai.messages.inputs import chat_body
 from cog_triton.faces.openai.messages.writer import MessageWriter
 from cog_triton.faces.openai.openapi import STREAMED
 from cog_triton.faces.openai.sampling import check_fields
+from cog_triton.faces.openai.served import FromApp, RequestId
 from cog_triton.faces.openai.tokens import token_ids
 from cog_triton.faces.openai.turns import body_prompt, chat_turn
-from cog_triton.faces.openai.wire import new_id
 
 router = APIRouter(route_class=BodyRoute)
 
@@ -26,8 +25,8 @@ async def messages(body: MessagesBody, served: FromApp, request_id: RequestId) -
     turn = await off_loop(lambda: chat_turn(chat_body(body), served))
     reader = turn.reader(lambda: new_id("toolu_"))
     writer = MessageWriter(body.model, reader, enforced=turn.enforced)
-    answer = Answer(served, writer, lambda: served.generate([turn.request], request_id), headers)
-    return Answering(answer, stream=bool(body.stream))
+    stream = bool(body.stream)
+    return Answering(served, writer, [turn.request], request_id, headers, stream=stream)
 
 
 @router.post("/v1/messages/count_tokens")

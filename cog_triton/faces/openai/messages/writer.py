@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import orjson
 
+from cog_triton.faces.openai.answers import NumberedChunks, new_id, typed_event
 from cog_triton.faces.openai.errors import ApiError, message_error
 from cog_triton.faces.openai.tools.events import CallStart, Event, Reasoning, Text
 from cog_triton.faces.openai.turns import Reader
-from cog_triton.faces.openai.wire import new_id, typed_event
 from cog_triton.generation import Chunk
 
 # Of a block: the field that has its text, the type of its deltas, and their field.
@@ -42,31 +43,32 @@ class MessageWriter:
         self._stop: dict[str, str | None] = {"stop_reason": None, "stop_sequence": None}
         self._tokens = (0, 0)  # of input and output
 
-    def begin(self, chunk: Chunk) -> bytes:
+    async def events(self, chunks: NumberedChunks) -> AsyncGenerator[bytes, None]:
         """See ``Writer``."""
-        self._count(chunk)
-        start = typed_event({"type": "message_start", "message": self.body()})
-        return start + typed_event({"type": "ping"})
-
-    def events(self, _: int, chunk: Chunk) -> bytes:
-        """See ``Writer``."""
-        return b"".join(map(typed_event, self._take(chunk)))
-
-    def end(self) -> bytes:
-        """See ``Writer``."""
+        begun = False
+        async for _, chunk in chunks:
+            data = b""
+            if not begun:
+                begun = True
+                self._count(chunk)
+                data = typed_event({"type": "message_start", "message": self._message()})
+                data += typed_event({"type": "ping"})
+            if data := data + b"".join(map(typed_event, self._take(chunk))):
+                yield data
         delta = {"type": "message_delta", "delta": self._stop, "usage": self._usage()}
-        return typed_event(delta) + typed_event({"type": "message_stop"})
+        yield typed_event(delta) + typed_event({"type": "message_stop"})
+
+    async def body(self, chunks: NumberedChunks) -> dict[str, Any]:
+        """See ``Writer``."""
+        async for _, chunk in chunks:
+            self._take(chunk)
+        return self._message()
 
     def failed(self, error: ApiError) -> bytes:
         """See ``Writer``."""
         return typed_event(message_error(error))
 
-    def add(self, _: int, chunk: Chunk) -> None:
-        """See ``Writer``."""
-        self._take(chunk)
-
-    def body(self) -> dict[str, Any]:
-        """See ``Writer``."""
+    def _message(self) -> dict[str, Any]:
         return {**self._head, "content": self._blocks, **self._stop, "usage": self._usage()}
 
     def _take(self, chunk: Chunk) -> list[dict[str, Any]]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from cog_triton.faces.openai.answers import new_id
 from cog_triton.faces.openai.tools.events import Arguments, CallStart, Event, Reasoning, Text
-from cog_triton.faces.openai.wire import new_id
 
 
 @dataclass(frozen=True)

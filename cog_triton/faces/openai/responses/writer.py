@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator
 from typing import Any
 
+from cog_triton.faces.openai.answers import NumberedChunks, dumps, new_id, typed_event
 from cog_triton.faces.openai.errors import ApiError, invalid
 from cog_triton.faces.openai.log_probs import chat_log_probs
 from cog_triton.faces.openai.responses.fields import ResponsesBody
 from cog_triton.faces.openai.responses.output import Output
 from cog_triton.faces.openai.turns import Reader
-from cog_triton.faces.openai.wire import dumps, new_id, typed_event
 from cog_triton.generation import Chunk
 from cog_triton.text.tokenizer import Tokenizer
 
@@ -41,17 +42,23 @@ class ResponseWriter:
         self._tokens = (0, 0)  # of input and output
         self._number = 0
 
-    def begin(self, _: Chunk) -> bytes:
+    async def events(self, chunks: NumberedChunks) -> AsyncGenerator[bytes, None]:
         """See ``Writer``."""
-        return self._of_response("created") + self._of_response("in_progress")
+        begun = False
+        async for _, chunk in chunks:
+            data = b""
+            if not begun:
+                begun = True
+                data = self._of_response("created") + self._of_response("in_progress")
+            if data := data + b"".join(map(self._event, self._take(chunk))):
+                yield data
+        yield self._of_response(self._status)
 
-    def events(self, _: int, chunk: Chunk) -> bytes:
+    async def body(self, chunks: NumberedChunks) -> dict[str, Any]:
         """See ``Writer``."""
-        return b"".join(map(self._event, self._take(chunk)))
-
-    def end(self) -> bytes:
-        """See ``Writer``."""
-        return self._of_response(self._status)
+        async for _, chunk in chunks:
+            self._take(chunk)
+        return self._response()
 
     def failed(self, error: ApiError) -> bytes:
         """See ``Writer``."""
@@ -61,12 +68,7 @@ class ResponseWriter:
         told = {"code": error.code, "message": error.message, "param": error.param}
         return closed + self._event({"type": "error", **told}) + self._of_response("failed")
 
-    def add(self, _: int, chunk: Chunk) -> None:
-        """See ``Writer``."""
-        self._take(chunk)
-
-    def body(self) -> dict[str, Any]:
-        """See ``Writer``."""
+    def _response(self) -> dict[str, Any]:
         return {
             **self._fields,
             "status": self._status,
@@ -94,7 +96,7 @@ class ResponseWriter:
         return typed_event(numbered)
 
     def _of_response(self, what: str) -> bytes:
-        return self._event({"type": f"response.{what}", "response": self.body()})
+        return self._event({"type": f"response.{what}", "response": self._response()})
 
     def _usage(self) -> dict[str, Any]:
         """Counts of tokens: the engine's, but for those of thoughts, which are the tokenizer's."""
