@@ -30,7 +30,7 @@ from typing import Any, TextIO
 import _checkout  # noqa: F401
 
 from cog_triton.faces.terminal.interrupt import end_at_once_on_signals
-from cog_triton.faces.terminal.report import TerminalHandler, style_of
+from cog_triton.faces.terminal.report import DIM, RED, Report, style_of
 
 DEFAULT_PROMPT = "What is machine learning?"
 
@@ -38,7 +38,7 @@ DEFAULT_PROMPT = "What is machine learning?"
 def main(argv: list[str] | None = None) -> int:
     """Prints one answer; returns the exit status, 130 after Ctrl-C."""
     style = style_of(sys.stderr, os.environ)
-    progress = TerminalHandler(sys.stderr, style)
+    progress = Report(sys.stderr, style, passing=True)
     end_at_once_on_signals(
         lambda: "" if progress.clear() else "\n"
     )  # what is imported next takes its time
@@ -46,15 +46,15 @@ def main(argv: list[str] | None = None) -> int:
     progress.show("starting Triton ...")
     from cog_triton.errors import CogTritonError
 
-    progress.verbose = arguments.verbose
+    progress.setLevel(logging.DEBUG if arguments.verbose else logging.INFO)
     logging.basicConfig(level=logging.INFO, handlers=[progress])
     try:
         notes = asyncio.run(predict(inputs(arguments), arguments.input, progress))
     except CogTritonError as error:
         progress.clear()
-        print(f"{style.red('error:')} {error}", file=sys.stderr)
+        print(f"{style.paint(RED, 'error:')} {error}", file=sys.stderr)
         return 1
-    print(style.dim(notes), file=sys.stderr)
+    print(style.paint(DIM, notes), file=sys.stderr)
     return 0
 
 
@@ -73,7 +73,7 @@ def inputs(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"prompt": arguments.prompt or (None if chat else DEFAULT_PROMPT)}
 
 
-async def predict(inputs: dict[str, Any], given: list[str], progress: TerminalHandler) -> str:
+async def predict(inputs: dict[str, Any], given: list[str], progress: Report) -> str:
     """Sets the predictor up, prints one answer while it is made, and stops everything.
 
     Returns:

@@ -16,6 +16,7 @@ if __name__ == "__main__":  # a Ctrl-C in the imports below is no reason for a t
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import argparse
+import asyncio
 import errno
 import logging
 import os
@@ -65,9 +66,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         settings = read_settings()
     except ConfigurationError as error:
-        report(read_settings({}), url).say(str(error), logging.ERROR)
+        report(read_settings({})).say(str(error), logging.ERROR)
         return 1
-    reporter = report(settings, url)
+    reporter = report(settings)
     if reason := why_not_free(arguments.host, port):
         reporter.say(reason, logging.ERROR)
         return 1
@@ -75,11 +76,11 @@ def main(argv: list[str] | None = None) -> int:
 
     make_schema.main([])
     command = [sys.executable, "-m", "cog_triton.faces.cog.server", "--host", arguments.host]
-    serving = Serving(reporter, settings.stop_timeout)
-    return serving.run(command, environment(os.environ), ROOT)
+    serving = Serving(reporter, url, settings.stop_timeout)
+    return asyncio.run(serving.run(command, environment(os.environ), ROOT))
 
 
-def report(settings: Settings, url: str) -> Report:
+def report(settings: Settings) -> Report:
     """Where the log goes: as text to a person, as JSON to a machine."""
     from cog_triton.faces.terminal.report import Report, style_of
 
@@ -87,7 +88,7 @@ def report(settings: Settings, url: str) -> Report:
     by_itself = "text" if style.terminal else "json"
     text = (by_itself if settings.log_format == "auto" else settings.log_format) == "text"
     level = getattr(logging, settings.log_level.upper())
-    return Report(sys.stderr, style if text else None, level, url)
+    return Report(sys.stderr, style if text else None, level)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

@@ -1,4 +1,4 @@
-"""Ctrl-C where there is nothing to wait for: one line, everything ended, exit status 130.
+"""Ctrl-C where nothing needs time to end: one line, everything killed, exit status 130.
 
 Imports little, so that it can be in force before anything else is imported.
 """
@@ -20,16 +20,15 @@ def end_at_once_on_signals(before: Callable[[], str] = lambda: "\n") -> None:
     """Make Ctrl-C, SIGTERM and SIGHUP end this process and all that it started, with 128 plus the signal.
 
     Args:
-        before: returns what begins a line, where a terminal shows ^C.
+        before: returns the text before "stopped" on a terminal, which shows ^C there.
     """
 
     def end(number: int, _: object) -> None:
-        logging.disable()  # the ends of what is killed
+        logging.disable()  # the killed processes' ends are not errors
         start = before() if sys.stderr.isatty() else ""
         os.write(sys.stderr.fileno(), f"{start}stopped\n".encode())
         kill_and_clean()
-        # No Python code is to run any more: it may be in the middle of anything.
-        os._exit(128 + number)
+        os._exit(128 + number)  # no exit handlers: the signal may have interrupted anything
 
     adopt_orphans()
     for name in ENDING:

@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -15,23 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from cog_triton.faces.terminal.report import (
-    LogLine,
-    LogReader,
-    Report,
-    Style,
-    TerminalHandler,
-    as_json,
-    as_text,
-    example,
-    is_shown,
-    style_of,
-)
+from cog_triton.faces.terminal.report import Line, LogReader, Report, Style, as_json, style_of
 from cog_triton.faces.terminal.serving import cause
 
 PLAIN = Style(terminal=False, colour=False)
 COLOURED = Style(terminal=True, colour=True)
-URL = "http://127.0.0.1:5000"
 
 
 def coglet(message: str, level: str = "INFO", target: str = "coglet::setup", **fields: str) -> str:
@@ -55,33 +42,41 @@ def printed(message: str) -> str:
 def test_a_line_that_was_logged_has_its_level_and_name() -> None:
     reader = LogReader()
     line = reader.read(printed("WARNING cog_triton.weights: no space"))
-    assert (line.level, line.target, line.message) == (30, "cog_triton.weights", "no space")
+    assert (line.levelno, line.name, line.msg) == (30, "cog_triton.weights", "no space")
     # What follows without a level is of the same.
     following = reader.read(printed("  at all"))
-    assert (following.level, following.target, following.message) == (30, "", "  at all")
+    assert (following.levelno, following.name, following.msg) == (30, "", "  at all")
     # Lines of Cog's server are not of the worker.
-    assert reader.read(coglet("Setup complete")).level == logging.INFO
+    assert reader.read(coglet("Setup complete")).levelno == logging.INFO
     reader.read(printed("INFO cog_triton.deployment: warmed up"))
-    assert reader.read(printed("Loading weights: 100%")).target == "coglet::setup"
+    assert reader.read(printed("Loading weights: 100%")).name == "coglet::setup"
 
 
-def test_a_line_that_is_no_object_of_coglets() -> None:
-    for raw in ("Traceback", "[1]", "{}", '{"fields": 1}', "null", ""):
-        line = LogReader().read(raw)
-        assert (line.level, line.target, line.message) == (20, "python", raw)
+@pytest.mark.parametrize("raw", ["Traceback", "[1]", "{}", '{"fields": 1}', "null", ""])
+def test_a_line_that_is_no_object_of_coglets(raw: str) -> None:
+    line = LogReader().read(raw)
+    assert (line.levelno, line.name, line.msg) == (20, "python", raw)
 
 
 def test_the_old_name_of_run_is_no_warning() -> None:
     line = LogReader().read(coglet("predict() is deprecated; use run() instead", "WARN"))
-    assert line.level == logging.INFO
+    assert line.levelno == logging.INFO
 
 
 def test_json_has_what_coglet_wrote_and_what_was_logged() -> None:
     raw = coglet("Starting prediction", prediction_id="p")
     assert json.loads(as_json(LogReader().read(raw))) == json.loads(raw)
-    own = json.loads(as_json(LogLine(logging.ERROR, "cog_triton.serve", "ä\nb")))
+    own = json.loads(as_json(Line(logging.ERROR, "cog_triton.serve", "ä\nb")))
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT[\d:.]+Z", own.pop("timestamp"))
     assert own == {"level": "ERROR", "fields": {"message": "ä\nb"}, "target": "cog_triton.serve"}
+
+
+def shown(
+    level: int, name: str, text: str, style: Style | None = PLAIN, at: int = logging.INFO
+) -> str:
+    stream = io.StringIO()
+    Report(stream, style, at).emit(Line(level, name, text))
+    return stream.getvalue()
 
 
 @pytest.mark.parametrize(
@@ -96,9 +91,9 @@ def test_json_has_what_coglet_wrote_and_what_was_logged() -> None:
     ],
 )
 def test_what_a_person_is_shown(level: int, target: str, shown_at: set[str]) -> None:
-    levels = ("debug", "info", "warning", "error")
-    line = LogLine(level, target, "x")
-    assert {name for name in levels if is_shown(line, getattr(logging, name.upper()))} == shown_at
+    for name in ("debug", "info", "warning", "error"):
+        text = shown(level, target, "x", at=getattr(logging, name.upper()))
+        assert bool(text) == (name in shown_at)
 
 
 def test_what_the_error_at_the_end_repeats_is_shown_once() -> None:
@@ -107,20 +102,23 @@ def test_what_the_error_at_the_end_repeats_is_shown_once() -> None:
         "failed to load 'a' version 1: no",
         "Invalid argument: ensemble 'e' depends on 'a' which has no loaded version. no",
     ):
-        line = LogLine(logging.ERROR, "tritonserver", message)
-        assert not is_shown(line, logging.INFO)
-        assert is_shown(line, logging.DEBUG)
+        assert not shown(logging.ERROR, "tritonserver", message)
+        assert shown(logging.ERROR, "tritonserver", message, at=logging.DEBUG)
+
+
+@pytest.mark.parametrize(
+    "text", ['a_b.cc:12] "no\\n\\nAt: x"', '"no"', "no", "a_b.cc:12] no\\nAt", '"no\\nAt"']
+)
+def test_a_warning_of_triton(text: str) -> None:
+    assert shown(logging.WARNING, "tritonserver", text) == "warning: no\n"
+    verbose = shown(logging.WARNING, "tritonserver", text, at=logging.DEBUG)
+    assert verbose == f"WARN  tritonserver: {text}\n"
 
 
 def test_lines_for_a_person() -> None:
-    triton = LogLine(logging.WARNING, "tritonserver", 'a_b.cc:12] "no\\n\\nAt: x"')
-    assert as_text(triton, PLAIN) == "warning: no"
-    assert as_text(triton, PLAIN, verbose=True) == f"WARN  tritonserver: {triton.message}"
-    error = LogLine(logging.ERROR, "cog_triton.serve", "no")
-    assert as_text(error, COLOURED) == "\x1b[31merror:\x1b[0m no"
-    assert as_text(LogLine(logging.ERROR, "", "  more"), COLOURED) == "  more"
-    for text in ("plain", ""):
-        assert as_text(LogLine(logging.INFO, "tritonserver", text), PLAIN) == text
+    assert shown(logging.ERROR, "x", "no", COLOURED) == "\x1b[31merror:\x1b[0m no\n"
+    assert shown(logging.ERROR, "", "  more", COLOURED) == "  more\n"
+    assert shown(logging.INFO, "cog_triton.x", "yes", COLOURED) == "\x1b[2myes\x1b[0m\n"
 
 
 # Where they go
@@ -138,40 +136,29 @@ def test_colour_is_for_terminals_that_want_it() -> None:
     assert style_of(io.StringIO(), {}) == PLAIN
 
 
-def test_the_report_as_text() -> None:
+def test_a_report_of_its_own() -> None:
+    for style, text in ((PLAIN, "error: no\n"), (COLOURED, "\r\x1b[K\x1b[31merror:\x1b[0m no\n")):
+        stream = io.StringIO()
+        Report(stream, style).say("no", logging.ERROR)
+        assert stream.getvalue() == text
     stream = io.StringIO()
-    report = Report(stream, PLAIN, logging.INFO, URL)
-    report.log(LogLine(logging.INFO, "tritonserver", "table"))
-    report.log(LogLine(logging.INFO, "cog_triton.deployment", "warmed up"))
-    report.ready()
-    report.say("no", logging.ERROR)
-    ready = f"ready: {URL} (Ctrl-C stops it); try\n  {example(URL)}"
-    assert stream.getvalue() == f"warmed up\n{ready}\nerror: no\n"
-    words = shlex.split(example(URL))
-    assert words[:3] == ["curl", "-s", f"{URL}/predictions"]
-    assert json.loads(words[-1])["input"]["prompt"]
-
-
-def test_the_report_as_json() -> None:
-    stream = io.StringIO()
-    report = Report(stream, None, logging.INFO, URL)
-    report.log(LogLine(logging.DEBUG, "x", "no"))
-    report.ready()
-    (line,) = stream.getvalue().splitlines()
-    assert json.loads(line)["fields"] == {"message": f"ready: {URL}"}
+    report = Report(stream, None)
+    report.emit(Line(logging.DEBUG, "x", "no"))
+    report.say("yes")
+    assert json.loads(stream.getvalue())["fields"] == {"message": "yes"}
 
 
 def test_a_stream_that_nobody_reads_any_more_ends_nothing() -> None:
     reader, writer = os.pipe()
     os.close(reader)
     stream = os.fdopen(writer, "w")
-    Report(stream, None, logging.INFO, URL).ready()
-    Report(stream, PLAIN, logging.INFO, URL).ready()
+    Report(stream, None).say("x")
+    Report(stream, PLAIN).say("x")
 
 
 def test_logging_passes_by_and_stays() -> None:
     stream = io.StringIO()
-    handler = TerminalHandler(stream, COLOURED)
+    handler = Report(stream, COLOURED, passing=True)
     for level, name, message in (
         (logging.INFO, "cog_triton.deployment", "first"),
         (logging.INFO, "httpx", "request"),
@@ -183,7 +170,7 @@ def test_logging_passes_by_and_stays() -> None:
         "\r\x1b[K\x1b[2mfirst\x1b[0m\r\x1b[K\x1b[33mwarning:\x1b[0m late\n"
     )
     elsewhere = io.StringIO()
-    TerminalHandler(elsewhere, PLAIN).show("first")
+    Report(elsewhere, PLAIN, passing=True).show("first")
     assert elsewhere.getvalue() == ""
 
 
@@ -217,11 +204,12 @@ class Server:
 def life(server: Server, tmp_path: Path) -> tuple[int, list[str]]:
     """The exit status of serving it, and the messages, in a process of its own: signals are taken there."""
     code = (
-        "import sys, logging, pathlib, json\n"
+        "import sys, asyncio, pathlib, json\n"
         "from cog_triton.faces.terminal.serving import Serving\n"
         "from cog_triton.faces.terminal.report import Report\n"
-        "serving = Serving(Report(sys.stdout, None, logging.INFO, 'url'), 1.0)\n"
-        "sys.exit(serving.run(json.loads(sys.argv[1]), {}, pathlib.Path(sys.argv[2])))\n"
+        "serving = Serving(Report(sys.stdout, None), 'url', 1.0)\n"
+        "command, directory = json.loads(sys.argv[1]), pathlib.Path(sys.argv[2])\n"
+        "sys.exit(asyncio.run(serving.run(command, {}, directory)))\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, json.dumps(server.command), str(tmp_path)],
