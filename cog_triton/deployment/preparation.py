@@ -72,11 +72,12 @@ def _with_tokenizer(settings: Settings) -> Settings:
     name = settings.tokenizer_dir
     if Path(name).is_dir():
         return settings
-    from cog_triton.weights.hub import fetch_tokenizer, is_hub_id  # as in fetched
+    from cog_triton.weights import hub  # as in fetched
 
-    if not is_hub_id(name):
+    if not hub.is_hub_id(name):
         return settings
-    return settings.model_copy(update={"tokenizer": str(fetch_tokenizer(name, _token(settings)))})
+    found = hub.fetch_from_hub(name, _token(settings), without=hub.WEIGHTS)
+    return settings.model_copy(update={"tokenizer": str(found)})
 
 
 def _with_model(settings: Settings) -> Settings:

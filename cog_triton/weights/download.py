@@ -1,308 +1,205 @@
-"""Downloads the file of a URL by httpx, or by pget where it is installed."""
+"""The file of a URL, downloaded by httpx, or by pget where it is installed."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import logging
 import shutil
 import subprocess
 import sys
-import threading
+import time
 import uuid
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
-from typing import Literal, NoReturn
 from urllib.parse import unquote
 
 import httpx
-from tenacity import RetryCallState, Retrying, retry_if_exception_type, wait_exponential
+from pydantic import BaseModel
 from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 
 from cog_triton.errors import ConfigurationError
-from cog_triton.weights.files import NoSpace, full_disk
-from cog_triton.weights.partial import Interrupted, Partial, Unreachable
-from cog_triton.weights.version import Version, same_version, version_of
 
 logger = logging.getLogger(__name__)
 
-TRIES = 5
-"""Requests in a row that bring nothing new before a download fails."""
-CHECK_TRIES = 2
-"""The same while there is a copy to fall back on."""
-BACKOFF = 0.5
-"""Seconds before the second try; doubled before each one after it, up to MAX_BACKOFF."""
-MAX_BACKOFF = 30.0
-PROGRESS = 16 << 20
-"""Bytes that must have come before failed tries are forgotten."""
+TRIES = 5  # requests in a row without progress
+PROGRESS = 16 << 20  # bytes after which failed tries are forgotten
+BACKOFF, MAX_BACKOFF = 0.5, 30.0  # seconds before the second try, doubled before each one after it
 TIMEOUT = httpx.Timeout(60.0, connect=10.0)
-HTTP_LOGGERS = (
-    "httpx",
-    "httpcore.connection",
-    "httpcore.http11",
-    "httpcore.http2",
-    "httpcore.proxy",
-)
-
+# Compression would change the bytes that a range counts.
+_HEADERS = {"User-Agent": "cog-triton", "Accept-Encoding": "identity"}
 _TRANSIENT = {408, 429, 500, 502, 503, 504}
+_ADVICE = {
+    401: "it asks for a login; put user:password@ before the host, or give a presigned URL",
+    403: "access is refused; a presigned URL may have expired, so make a new one",
+    404: "there is no such file; check the URL",
+    410: "the file is gone; check the URL",
+}
 
 
-class Download:
-    """Bring a URL's file into ``partial``, unless it is still the version that is ``current``."""
-
-    def __init__(
-        self, url: str, shown: str, partial: Partial, current: Version | None, progress: bool
-    ) -> None:
-        self._url = url
-        self._shown = shown
-        self._partial = partial
-        self._current = current
-        self._progress = progress
-        self._pget = shutil.which("pget") is not None
-        self._answered = False
-        self._counted_from = partial.size
-
-    def run(self) -> bool:
-        """Download; return whether there is a new file.
-
-        Raises:
-            ConfigurationError: the server refuses, or what it sends ends early again and again.
-            Unreachable: the server does not answer.
-            NoSpace: the disk is full.
-        """
-        retrying = Retrying(
-            retry=retry_if_exception_type(Interrupted),
-            wait=wait_exponential(BACKOFF, MAX_BACKOFF),
-            stop=lambda state: state.attempt_number >= self._tries,
-            after=self._forget_failures,
-            before_sleep=self._warn,
-            retry_error_callback=self._give_up,
-        )
-        with quiet(HTTP_LOGGERS), open_client() as client:
-            return retrying(self._try, client)
-
-    @property
-    def _tries(self) -> int:
-        return TRIES if self._current is None or self._answered else CHECK_TRIES
-
-    def _forget_failures(self, state: RetryCallState) -> None:
-        if self._partial.size >= self._counted_from + PROGRESS:
-            self._counted_from = self._partial.size
-            state.attempt_number = 1  # tenacity counts the tries here
-
-    def _warn(self, state: RetryCallState) -> None:
-        logger.warning("%s: %s; trying again", self._shown, _problem(state))
-
-    def _give_up(self, state: RetryCallState) -> NoReturn:
-        if not self._answered:
-            raise Unreachable(
-                f"{self._shown} cannot be reached ({_problem(state)}); check the URL and the network"
-            )
-        kept = " from where it stopped" if self._partial.version.resume_with else ""
-        raise ConfigurationError(
-            f"the download of {self._shown} ended early {self._tries} times ({_problem(state)}); "
-            f"start again to go on{kept}"
-        )
-
-    def _try(self, client: httpx.Client) -> bool:
-        partial = self._partial
-        headers = request_headers(partial, self._current)
-        with (
-            http_errors(self._shown),
-            client.stream("GET", self._url, headers=headers) as response,
-        ):
-            check_status(response.status_code, self._shown)
-            version, start = version_of(response.headers, partial=response.status_code == 206)
-            step = next_step(response.status_code, version, start, partial, self._current)
-            if step == "again":
-                partial.discard()
-                raise Interrupted(f"HTTP {response.status_code} for another part than asked for")
-            self._answered = True
-            if step in ("unchanged", "complete"):
-                return step == "complete"
-            if step == "restart":
-                partial.restart(version)
-            self._check_space()
-            if step == "resume" or not self._pget:
-                self._receive(response)
-                return True
-        return self._run_pget(client, version)
-
-    def _receive(self, response: httpx.Response) -> None:
-        total = self._partial.version.size
-        with (
-            full_disk(self._space),
-            progress_bar(self._shown, self._partial.size, total, self._progress) as bar,
-        ):
-            # Raw: a tar.gz is a tar.gz, also when the server calls the gzip an encoding.
-            self._partial.receive(counted(response.iter_raw(), bar))
-
-    def _run_pget(self, client: httpx.Client, version: Version) -> bool:
-        self._pget = False
-        # A name of its own, since pget outlives a killed parent, and would write beside the next.
-        target = self._partial.path.with_name(f"pget-{uuid.uuid4().hex[:12]}")
-        logger.info("downloading %s with pget", self._shown)
-        try:
-            status = run_pget(self._url, target)
-            if status != 0 or not target.is_file():
-                raise Interrupted(f"pget ended with status {status} and is left out")
-            self._partial.adopt(target, version)
-        except Interrupted:
-            # Nothing to go on from: it does not write from the start to the end.
-            self._partial.discard()
-            target.unlink(missing_ok=True)
-            raise
-        # Its many connections may have brought parts of two versions, if the file changed meanwhile.
-        return self._try(client) if version.comparable else True
-
-    def _check_space(self) -> None:
-        needed = self._space()
-        free = shutil.disk_usage(self._partial.path.parent).free
-        if needed is not None and free < needed - self._partial.size:
-            raise NoSpace(needed)
-
-    def _space(self) -> int | None:
-        # The file and what is in it, which is no less, compressed or not.
-        size = self._partial.version.size
-        return None if size is None else 2 * size
+class Unreachable(ConfigurationError):
+    """The server did not answer."""
 
 
-def _problem(state: RetryCallState) -> BaseException | None:
-    return state.outcome.exception() if state.outcome else None
+class Interrupted(Exception):
+    """A request failed, and another may not."""
 
 
-def request_headers(partial: Partial, current: Version | None) -> dict[str, str]:
-    """Return the headers that ask for what is missing, and for nothing if nothing has changed."""
-    if partial.complete:
-        return {"If-None-Match": partial.version.etag} if partial.version.etag else {}
-    if partial.size and partial.version.resume_with:
-        return {"Range": f"bytes={partial.size}-", "If-Range": partial.version.resume_with}
-    # No If-Modified-Since: an older file may take the place of a newer one.
-    return {"If-None-Match": current.etag} if current and current.etag else {}
+class Version(BaseModel, frozen=True):
+    """The validators of one version of a file (RFC 9110, section 8.8), and its size in bytes."""
+
+    etag: str | None = None
+    last_modified: str | None = None
+    size: int | None = None
+
+    def is_same(self, other: Version) -> bool:
+        """Compare ETags, else dates and sizes. A size alone says little: tar files are padded."""
+        if self.etag or other.etag:
+            return (self.etag or "").removeprefix("W/") == (other.etag or "").removeprefix("W/")
+        return self.last_modified is not None and self == other
 
 
-def next_step(
-    status: int, version: Version, start: int | None, partial: Partial, current: Version | None
-) -> Literal["unchanged", "complete", "resume", "restart", "again"]:
-    """Decide by a response: the copy or the download is what the server has, or what comes now.
-
-    Args:
-        status: one that ``check_status`` lets pass.
-        version: of the whole file, as the response tells.
-        start: the first byte that the response has, if it tells.
-        partial: the download so far.
-        current: the version of the copy in the cache.
-    """
-    if status == 304:
-        if partial.complete:
-            return "complete"
-        return "unchanged" if current else "again"
-    if status == 206:
-        same = version.etag is None or version.etag == partial.version.etag
-        fits = start == partial.size and version.size in (None, partial.version.size)
-        return "resume" if same and fits and partial.size else "again"
-    if status == 416:
-        return "again"
-    if current and same_version(version, current):
-        return "unchanged"
-    if partial.complete and same_version(version, partial.version):
-        return "complete"
-    return "restart"
-
-
-def open_client() -> httpx.Client:
-    """Return a client that follows redirects, and takes a file as it is."""
-    # Compression would change the bytes that a range counts.
-    headers = {"User-Agent": "cog-triton", "Accept-Encoding": "identity"}
-    return httpx.Client(follow_redirects=True, timeout=TIMEOUT, headers=headers)
-
-
-@contextmanager
-def http_errors(shown: str) -> Iterator[None]:
-    """Map the errors of httpx. Their texts are used only where they cannot have a URL."""
-    try:
-        yield
-    except httpx.TimeoutException:
-        raise Interrupted("timed out") from None
-    except httpx.ConnectError as error:
-        raise Interrupted(str(error) or "no connection") from None
-    except httpx.UnsupportedProtocol:
-        raise ConfigurationError(f"{shown} redirects to something other than HTTP") from None
-    except httpx.TransportError:
-        raise Interrupted("the connection broke") from None
-    except httpx.TooManyRedirects:
-        raise ConfigurationError(f"{shown} redirects in a circle; check the URL") from None
-
-
-def check_status(status: int, shown: str) -> None:
-    """Accept a response that has or concerns the file.
-
-    Raises:
-        ConfigurationError: the server refuses.
-        Interrupted: it may not refuse the next time.
-    """
-    if status in (200, 206, 304, 416):
-        return
-    if status in _TRANSIENT:
-        raise Interrupted(f"HTTP {status}")
-    advice = {
-        401: "it asks for a login; put user:password@ before the host, or give a presigned URL",
-        403: "access is refused; a presigned URL may have expired, so make a new one",
-        404: "there is no such file; check the URL",
-        410: "the file is gone; check the URL",
-    }.get(status, "it sends no file; check the URL")
-    raise ConfigurationError(f"{shown} answered HTTP {status}: {advice}")
-
-
-@contextmanager
-def quiet(names: Iterable[str]) -> Iterator[None]:
-    """Silence these loggers in this thread: they log whole URLs, and headers."""
-    thread = threading.get_ident()
-
-    def elsewhere(record: logging.LogRecord) -> bool:
-        return record.thread != thread
-
-    loggers = [logging.getLogger(name) for name in names]
-    for each in loggers:
-        each.addFilter(elsewhere)
-    try:
-        yield
-    finally:
-        for each in loggers:
-            each.removeFilter(elsewhere)
-
-
-def progress_bar(shown: str, done: int, total: int | None, wanted: bool) -> tqdm:
-    # In a log file each refresh is a line of its own.
-    interval = 0.1 if sys.stderr.isatty() else 10.0
-    return tqdm(
-        desc=f"Downloading {unquote(PurePosixPath(shown).name)}",
-        initial=done,
-        total=total,
-        unit="B",
-        unit_scale=True,
-        mininterval=interval,
-        disable=not wanted,
+def _version_of(headers: httpx.Headers) -> Version:
+    size = headers.get("Content-Length", "")
+    return Version(
+        etag=headers.get("ETag"),
+        last_modified=headers.get("Last-Modified"),
+        size=int(size) if size.isdecimal() else None,
     )
 
 
-def counted(chunks: Iterable[bytes], bar: tqdm) -> Iterator[bytes]:
-    for chunk in chunks:
-        yield chunk
-        bar.update(len(chunk))
+class Download:
+    """The file of a URL on its way into a directory; a later process continues it.
 
-
-def run_pget(url: str, target: Path) -> int:
-    """Download ``url`` to the file ``target``; return the exit status."""
-    # What it prints has the URL.
-    null = subprocess.DEVNULL
-    return subprocess.run(
-        pget_command(url, target), stdin=null, stdout=null, stderr=null, check=False
-    ).returncode
-
-
-def pget_command(url: str, target: Path) -> list[str]:
-    """Return the command of replicate/pget, which downloads over many connections at once.
-
-    Without its ``-x``: it would unpack whatever the archive says, wherever that says.
+    Attributes:
+        path: the file, so far.
+        version: the version that it is a part of.
     """
-    return ["pget", "--force", "--log-level", "error", url, str(target)]
+
+    def __init__(self, url: str, shown: str, directory: Path) -> None:
+        self._url, self._shown = url, shown
+        self.path, self._notes = directory / "download.tar", directory / "download.json"
+        self.version, self._size = Version(), 0
+        self._pget, self._answered = shutil.which("pget") is not None, False
+        with contextlib.suppress(OSError, ValueError):  # nothing to continue
+            version = Version.model_validate_json(self._notes.read_bytes())
+            self._size, self.version = self.path.stat().st_size, version
+
+    def run(self, current: Version | None) -> bool:
+        """Download the file, unless it is still the ``current`` version; return whether it was not.
+
+        Raises:
+            ConfigurationError: the server refuses, or the body ends early again and again.
+            Unreachable: the server does not answer.
+            OSError: the file cannot be written; ENOSPC also before it is.
+        """
+        failures, counted_from = 0, self._size
+        for name in ("httpx", "httpcore"):  # which log whole URLs, and headers
+            logging.getLogger(name).setLevel(logging.WARNING)
+        with httpx.Client(follow_redirects=True, timeout=TIMEOUT, headers=_HEADERS) as client:
+            while True:
+                try:
+                    return self._try(client, current)
+                except Interrupted as error:
+                    problem = str(error)
+                except httpx.ProtocolError:
+                    problem = "the connection broke"
+                except httpx.RequestError as error:  # whose text has no URL
+                    problem = str(error) or type(error).__name__
+                failures += 1
+                if self._size >= counted_from + PROGRESS:
+                    failures, counted_from = 1, self._size
+                if failures == TRIES:
+                    break
+                logger.warning("%s: %s; trying again", self._shown, problem)
+                time.sleep(min(BACKOFF * 2 ** (failures - 1), MAX_BACKOFF))
+        if not self._answered:
+            raise Unreachable(
+                f"{self._shown} cannot be reached ({problem}); check the URL and the network"
+            )
+        raise ConfigurationError(
+            f"the download of {self._shown} ended early {failures} times ({problem}); start again to "
+            "continue it"
+        )
+
+    def _try(self, client: httpx.Client, current: Version | None) -> bool:
+        etag, size = self.version.etag, self.version.size
+        complete = size == self._size
+        ranges = not complete and size and self._size and etag and not etag.startswith("W/")
+        if ranges:  # of the same version, whose bytes must not be mixed with another's
+            headers = {"Range": f"bytes={self._size}-", "If-Range": str(etag)}
+        else:  # no If-Modified-Since: an older file may take the place of a newer one
+            known = etag if complete else current and current.etag
+            headers = {"If-None-Match": known} if known else {}
+        with client.stream("GET", self._url, headers=headers) as response:
+            status = response.status_code
+            if status in _TRANSIENT:
+                raise Interrupted(f"HTTP {status}")
+            if status not in (200, 206, 304, 416):
+                advice = _ADVICE.get(status, "it sends no file; check the URL")
+                raise ConfigurationError(f"{self._shown} answered HTTP {status}: {advice}")
+            self._answered, version = True, _version_of(response.headers)
+            if status == 304 and headers.get("If-None-Match"):
+                return complete
+            if status == 200:
+                if current and current.is_same(version):
+                    return False
+                if complete and self.version.is_same(version):
+                    return True
+                self._restart(version)
+            elif (
+                not ranges
+                or response.headers.get("Content-Range")
+                != f"bytes {self._size}-{(size or 0) - 1}/{size}"
+                or version.etag not in (None, etag)
+            ):
+                self._restart(Version())
+                raise Interrupted(f"HTTP {status} for another part than asked for")
+            # Room for the file and its contents, which are no smaller, compressed or not.
+            needed = 2 * (self.version.size or 0)
+            if needed - self._size > shutil.disk_usage(self.path.parent).free:
+                raise OSError(errno.ENOSPC, f"it needs about {tqdm.format_sizeof(needed, 'B')}")
+            # A file of pget's is checked by its size and a validator.
+            if not (self._pget and self._size == 0 and version.size and version.is_same(version)):
+                self._receive(response)
+                return True
+        self._run_pget()
+        # Its many connections may have read two versions, if the file changed meanwhile.
+        return self._try(client, current)
+
+    def _restart(self, version: Version) -> None:
+        self.path.unlink(missing_ok=True)
+        self._notes.write_text(version.model_dump_json(), encoding="utf-8")
+        self.path.touch()
+        self.version, self._size = version, 0
+
+    def _receive(self, response: httpx.Response) -> None:
+        progress = tqdm(
+            desc=f"Downloading {unquote(PurePosixPath(self._shown).name)}",
+            initial=self._size,
+            total=self.version.size,
+            unit="B",
+            unit_scale=True,
+            mininterval=0.1 if sys.stderr.isatty() else 10.0,  # each is a line of a log file
+        )
+        with self.path.open("ab") as file, progress:
+            # Raw: a tar.gz is a tar.gz, also when the server calls the gzip an encoding.
+            for chunk in response.iter_raw():
+                file.write(chunk)
+                self._size += len(chunk)
+                progress.update(len(chunk))
+        if self.version.size not in (None, self._size):
+            raise Interrupted(f"{self._size} of {self.version.size} bytes came")
+
+    def _run_pget(self) -> None:
+        self._pget = False  # one try
+        # A name of its own: pget outlives a killed parent, and would write beside the next one.
+        target = self.path.with_name(f"pget-{uuid.uuid4().hex[:12]}")
+        logger.info("downloading %s with pget", self._shown)
+        # It prints the URL. Without -x, which would unpack whatever the archive says, wherever.
+        command = ["pget", "--force", "--log-level", "error", self._url, str(target)]
+        status = subprocess.run(command, capture_output=True, check=False).returncode
+        if status != 0 or not target.is_file() or target.stat().st_size != self.version.size:
+            target.unlink(missing_ok=True)
+            raise Interrupted(f"pget ended with status {status} and is left out")
+        self._size = target.stat().st_size
+        target.replace(self.path)

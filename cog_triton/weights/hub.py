@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from typing import cast
 
 from cog_triton.errors import ConfigurationError
-from cog_triton.weights.files import is_full, require_files
 
 UNUSED_FORMATS = ("original/*", "*.gguf", "*.h5", "*.msgpack", "*.onnx")
 """Second copies of the weights that repositories on Hugging Face hold for programs other than ours."""
@@ -25,18 +22,12 @@ def is_hub_id(name: str) -> bool:
     return _HUB_ID.fullmatch(name) is not None
 
 
-def fetch_tokenizer(name: str, token: str | None) -> Path:
-    """Return the local directory of a tokenizer on Hugging Face; its model's weights are not fetched.
+def fetch_from_hub(source: str, token: str | None, without: tuple[str, ...] = ()) -> Path:
+    """Return the local directory of a repository, less the files that match ``without``.
 
     Raises:
         ConfigurationError: there is nothing to return, with the reason and what to do.
     """
-    return fetch_from_hub(name, token, progress=False, without=(*UNUSED_FORMATS, *WEIGHTS))
-
-
-def fetch_from_hub(
-    source: str, token: str | None, progress: bool, *, without: Sequence[str] = UNUSED_FORMATS
-) -> Path:
     match = _HUB_ID.fullmatch(source)
     if not match:
         raise ConfigurationError(
@@ -47,73 +38,52 @@ def fetch_from_hub(
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
 
-    # Its errors are OSErrors, ValueErrors and those of its HTTP library: requests before version 1,
-    # httpx since.
-    foreseen = (OSError, ValueError, *HfHubHTTPError.__bases__)
+    # The bases are those of its HTTP library: requests, httpx and httpx2, by its release.
+    foreseen: tuple[type[Exception], ...] = (OSError, ValueError, *HfHubHTTPError.__bases__)
     try:
-        with _hub_progress(progress):
-            snapshot = snapshot_download(
-                match["name"],
-                revision=match["revision"],
-                token=token,
-                ignore_patterns=list(without),
-            )
-        return require_files(Path(snapshot))
-    except cast("tuple[type[Exception], ...]", foreseen) as error:
-        # Not from the error: nobody can tell whether its text has the token.
-        raise ConfigurationError(hub_problem(error, source)) from None
+        snapshot = snapshot_download(
+            match["name"],
+            revision=match["revision"],
+            token=token,
+            ignore_patterns=[*UNUSED_FORMATS, *without],
+        )
+    except foreseen as error:
+        # Without the error's own text, which may hold the token.
+        raise ConfigurationError(_problem(error, source)) from None
+    return Path(snapshot)
 
 
-def hub_problem(error: Exception, source: str) -> str:
-    """Describe an error of huggingface_hub, and what to do about it."""
+def _problem(error: Exception, source: str) -> str:
     from huggingface_hub import errors
 
-    status = getattr(getattr(error, "response", None), "status_code", None)
-    if isinstance(error, errors.GatedRepoError):
-        return (
-            f"{source} is gated: accept its terms on huggingface.co, and set a token (HF_TOKEN) of "
-            "the account that did"
-        )
-    if isinstance(error, errors.RevisionNotFoundError):
-        return f"{source}: Hugging Face has no such revision; check what follows the @"
-    if isinstance(error, errors.RepositoryNotFoundError):
-        return (
-            f"{source} is no directory that exists here, and Hugging Face has no such repository or "
-            "shows it to others only; check the name, or set a token (HF_TOKEN) that may read it"
-        )
-    if status in (401, 403):
-        return (
-            f"Hugging Face refuses access to {source} (HTTP {status}); check the token (HF_TOKEN)"
-        )
-    if isinstance(error, errors.HFValidationError):
-        return f"{source} is no valid Hugging Face id; write org/name or org/name@revision"
-    if isinstance(error, OSError) and is_full(error):
-        return f"no space left for {source} in the Hugging Face cache; free some, or set HF_HOME"
-    # Before version 1 this is an HfHubHTTPError, though nothing answered.
-    if isinstance(error, (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled)):
-        return (
-            f"{source} is no directory that exists here, nor complete in the Hugging Face cache, and "
-            "Hugging Face cannot be reached or is turned off (HF_HUB_OFFLINE); check the network, or "
-            "name a local directory"
-        )
+    texts: list[tuple[type[Exception] | tuple[type[Exception], ...], str]] = [
+        (
+            errors.GatedRepoError,
+            "is gated: accept its terms on huggingface.co, and set a token (HF_TOKEN) of the account "
+            "that did",
+        ),
+        (errors.RevisionNotFoundError, "has no such revision; check what follows the @"),
+        (
+            errors.RepositoryNotFoundError,
+            "is no directory that exists here, and Hugging Face has no such repository or shows it to "
+            "others only; check the name, or set a token (HF_TOKEN) that may read it",
+        ),
+        (errors.HFValidationError, "is no valid Hugging Face id; write org/name@revision"),
+        # Before version 1 these are HfHubHTTPErrors, though nothing answered.
+        (
+            (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled),
+            "is no directory that exists here, nor complete in the Hugging Face cache, and Hugging "
+            "Face cannot be reached or is turned off (HF_HUB_OFFLINE); check the network, or name a "
+            "local directory",
+        ),
+    ]
+    for kind, text in texts:
+        if isinstance(error, kind):
+            return f"{source} {text}"
     if isinstance(error, errors.HfHubHTTPError):
-        return f"Hugging Face answered HTTP {status} for {source}; try again later"
+        status = error.response.status_code if error.response is not None else "?"
+        advice = "check the token (HF_TOKEN)" if status in (401, 403) else "try again later"
+        return f"Hugging Face answered HTTP {status} for {source}; {advice}"
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"no space left for {source} in the Hugging Face cache; free some, or set HF_HOME"
     return f"{source} could not be fetched from Hugging Face: {type(error).__name__}; try again"
-
-
-@contextmanager
-def _hub_progress(wanted: bool) -> Iterator[None]:
-    from huggingface_hub.utils.tqdm import (
-        are_progress_bars_disabled,
-        disable_progress_bars,
-        enable_progress_bars,
-    )
-
-    if wanted or are_progress_bars_disabled():
-        yield
-        return
-    disable_progress_bars()
-    try:
-        yield
-    finally:
-        enable_progress_bars()

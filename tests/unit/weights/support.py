@@ -12,8 +12,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from cog_triton.weights import fetch
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -51,14 +49,6 @@ def tar(files: dict[str, bytes] = FILES) -> bytes:
 def unpacked(tmp_path: Path, content: bytes) -> dict[str, bytes]:
     (tmp_path / "m.tar").write_bytes(content)
     return contents(fetch(str(tmp_path / "m.tar"), cache=tmp_path / "cache"))
-
-
-def as_before_filters(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes tarfile what it was before it had filters, which later versions warn about."""
-    monkeypatch.delattr(tarfile, "data_filter", raising=False)
-    monkeypatch.setattr(
-        tarfile.TarFile, "extraction_filter", lambda _, member, __: member, raising=False
-    )
 
 
 # The cache

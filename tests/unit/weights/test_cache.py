@@ -15,7 +15,7 @@ import pytest
 
 from cog_triton.errors import ConfigurationError
 from cog_triton.weights import fetch
-from cog_triton.weights.download import CHECK_TRIES, TRIES
+from cog_triton.weights.download import TRIES
 from tests.unit.weights.support import (
     FILES,
     MODIFIED,
@@ -111,7 +111,7 @@ def test_the_copy_serves_when_the_server_does_not(
     found = fetch(f"{site.url}/m.tar?secret", cache=cache)
     file.statuses = [503] * 99
     assert fetch(f"{site.url}/m.tar?secret", cache=cache) == found
-    assert len(site.requests) == 1 + CHECK_TRIES
+    assert len(site.requests) == 1 + TRIES
     site.close()
     assert fetch(f"{site.url}/m.tar?secret", cache=cache) == found
     warnings = [r.getMessage() for r in caplog.records if "using the copy" in r.getMessage()]
@@ -216,7 +216,7 @@ FETCH = """
 import sys
 from pathlib import Path
 from cog_triton.weights import fetch
-print(fetch(sys.argv[1], cache=Path(sys.argv[2]), progress=False))
+print(fetch(sys.argv[1], cache=Path(sys.argv[2])))
 """
 
 
@@ -239,9 +239,7 @@ def test_two_processes_take_turns(
     watch = Watch()
     logging.getLogger("cog_triton.weights").addHandler(watch)
     found: list[Path] = []
-    thread = threading.Thread(
-        target=lambda: found.append(fetch(f"{site.url}/m.tar", cache=cache, progress=False))
-    )
+    thread = threading.Thread(target=lambda: found.append(fetch(f"{site.url}/m.tar", cache=cache)))
     thread.start()
     try:
         assert waiting.wait(10)

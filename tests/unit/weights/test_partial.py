@@ -1,8 +1,5 @@
 from __future__ import annotations
 
-import hashlib
-from email.utils import formatdate
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +8,7 @@ import pytest
 from cog_triton.errors import ConfigurationError
 from cog_triton.weights import fetch
 from cog_triton.weights.download import TRIES
-from tests.unit.weights.support import FILES, MODIFIED, OTHER, Site, contents, marker, names_in, tar
+from tests.unit.weights.support import FILES, MODIFIED, OTHER, Site, contents, names_in, tar
 
 
 def test_a_broken_download_goes_on_from_there(site: Site, cache: Path) -> None:
@@ -25,7 +22,7 @@ def test_a_broken_download_goes_on_from_there(site: Site, cache: Path) -> None:
 
 def test_a_later_start_goes_on_from_there(site: Site, cache: Path) -> None:
     site.serve(drops=[1000] * TRIES)
-    with pytest.raises(ConfigurationError, match=r"ended early 5 times .* go on from where"):
+    with pytest.raises(ConfigurationError, match=r"ended early 5 times .* continue it"):
         fetch(f"{site.url}/m.tar", cache=cache)
     assert names_in(cache) == {"download.tar", "download.json"}
     assert contents(fetch(f"{site.url}/m.tar", cache=cache)) == FILES
@@ -79,29 +76,11 @@ def test_a_server_that_ignores_if_range_is_found_out(site: Site, cache: Path) ->
     assert site.statuses[-2:] == [206, 200]
 
 
-@pytest.mark.parametrize(
-    ("how", "statuses"),
-    [
-        ({"etag": None, "modified": MODIFIED}, [200, 206]),
-        ({"etag": None, "modified": formatdate(usegmt=True)}, [200, 200]),
-        ({"etag": None}, [200, 200]),
-        ({"etag": 'W/"1"'}, [200, 200]),
-    ],
-    ids=["old date", "date of now", "nothing", "weak etag"],
-)
-def test_only_a_sure_version_is_resumed(
-    how: dict[str, Any], statuses: list[int], site: Site, cache: Path, monkeypatch: Any
-) -> None:
-    # A request may take a while, but time stands still on this server.
-    monkeypatch.setattr(
-        BaseHTTPRequestHandler, "date_time_string", lambda *_: formatdate(usegmt=True)
-    )
-    now = how.get("modified")
-    if now and now != MODIFIED:
-        monkeypatch.setattr(BaseHTTPRequestHandler, "date_time_string", lambda *_: now)
-    site.serve(drops=[100_000], **how)
+@pytest.mark.parametrize("how", [{"modified": MODIFIED}, {}, {"etag": 'W/"1"'}])
+def test_only_a_sure_version_is_resumed(how: dict[str, Any], site: Site, cache: Path) -> None:
+    site.serve(drops=[100_000], **({"etag": None} | how))
     assert contents(fetch(f"{site.url}/m.tar", cache=cache)) == FILES
-    assert site.statuses == statuses
+    assert site.statuses == [200, 200]
 
 
 def test_a_download_that_was_not_unpacked_is_not_repeated(
@@ -119,7 +98,6 @@ def test_a_download_that_was_not_unpacked_is_not_repeated(
     assert names_in(cache) == {"download.tar", "download.json"}
     assert contents(fetch(f"{site.url}/m.tar", cache=cache)) == FILES
     assert site.statuses == [200, 304]
-    assert marker(cache)["sha256"] == hashlib.sha256(tar()).hexdigest()
 
 
 def test_a_download_that_lost_its_notes_starts_over(site: Site, cache: Path) -> None:
