@@ -40,7 +40,19 @@ STREAMS, LENGTH = 16, 1900
 
 
 @pytest.fixture(scope="module")
-def server(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Of the engine. On a GPU it takes a share of the memory: two servers run at a time."""
+    if not torch.cuda.is_available():
+        return {"ENGINE": "vllm"}
+    config = tmp_path_factory.mktemp("config") / "config.yaml"
+    config.write_text("server: {tensorrt_llm: {args: {kv_cache_free_gpu_mem_fraction: 0.3}}}")
+    return {"ENGINE": "vllm", "COG_TRITON_CONFIG": str(config)}
+
+
+@pytest.fixture(scope="module")
+def server(
+    demo_model: Path, environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[TritonServer]:
     """With vLLM, grammars for the demo model's vocabulary, and the adapter 1."""
     directory = tmp_path_factory.mktemp("vllm")
     make_adapter(demo_model, directory / "adapters" / "1")
@@ -49,7 +61,7 @@ def server(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         "lora_prefetch_dir": str(directory / "adapters"),
         "lora_cache_max_adapter_size": "8",
     }
-    settings = settings_for(demo_model, ENGINE="vllm")
+    settings = settings_for(demo_model, **environment)
     with running(make_server(settings, directory, {"tensorrt_llm": variables})) as server:
         yield server
 
@@ -183,7 +195,9 @@ def vllm_processes(server: TritonServer) -> list[psutil.Process]:
     return [p for p in stub.children(recursive=True) if "resource_tracker" not in str(p.cmdline())]
 
 
-def test_a_killed_engine_core_is_noticed_and_all_goes_on(demo_model: Path) -> None:
+def test_a_killed_engine_core_is_noticed_and_all_goes_on(
+    demo_model: Path, environment: dict[str, str]
+) -> None:
     async def answer(deployment: Deployment, begun: asyncio.Event | None = None) -> str:
         whole = ""
         request = greedy(QUESTION, max_tokens=LENGTH, min_tokens=LENGTH)
@@ -196,7 +210,7 @@ def test_a_killed_engine_core_is_noticed_and_all_goes_on(demo_model: Path) -> No
     async def test() -> None:
         # On a busy machine vLLM takes minutes to start.
         patience = str(SECONDS)
-        async with deployed(demo_model, ENGINE="vllm", RESUME_TIMEOUT=patience) as deployment:
+        async with deployed(demo_model, **environment, RESUME_TIMEOUT=patience) as deployment:
             undisturbed = [await answer(deployment)] * STREAMS
             life = deployment._supervisor.running
             assert life is not None
@@ -220,8 +234,10 @@ def test_a_killed_engine_core_is_noticed_and_all_goes_on(demo_model: Path) -> No
     asyncio.run(test())
 
 
-def test_its_processes_end_with_the_stub(demo_model: Path, tmp_path: Path) -> None:
-    server = make_server(settings_for(demo_model, ENGINE="vllm"), tmp_path)
+def test_its_processes_end_with_the_stub(
+    demo_model: Path, environment: dict[str, str], tmp_path: Path
+) -> None:
+    server = make_server(settings_for(demo_model, **environment), tmp_path)
     with running(server):
         processes = vllm_processes(server)
         shared = regions(processes)
@@ -233,8 +249,10 @@ def test_its_processes_end_with_the_stub(demo_model: Path, tmp_path: Path) -> No
         wait_until(lambda: not any(map(os.path.exists, shared)), 20, "their shared memory's end")
 
 
-def test_its_processes_end_with_the_server(demo_model: Path, tmp_path: Path) -> None:
-    with running(make_server(settings_for(demo_model, ENGINE="vllm"), tmp_path)) as server:
+def test_its_processes_end_with_the_server(
+    demo_model: Path, environment: dict[str, str], tmp_path: Path
+) -> None:
+    with running(make_server(settings_for(demo_model, **environment), tmp_path)) as server:
         processes = vllm_processes(server)
         shared = regions(processes)
     assert not any(p.is_running() for p in processes)

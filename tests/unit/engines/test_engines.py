@@ -44,7 +44,11 @@ ENGINES: dict[str, Callable[[Path], dict[str, str]]] = {
     "simulated": lambda model: {"engine": "simulated", "tokenizer_dir": str(model)},
     # On the fake of its interface that tests/unit/engines/test_llm_api.py checks.
     "llmapi": lambda model: {"engine": "llmapi", "model": str(model)},
-    "vllm": lambda model: {"engine": "vllm", "model": str(model)},
+    # On a GPU a share of its memory: some tests have two engines at a time.
+    "vllm": lambda model: (
+        {"engine": "vllm", "model": str(model)}
+        | ({"kv_cache_free_gpu_mem_fraction": "0.3"} if torch.cuda.is_available() else {})
+    ),
 }
 NEEDS_VLLM = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="needs vLLM: make test-vllm"
