@@ -36,21 +36,20 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.no_page:
         os.environ["CHAT_PAGE"] = "false"
     from cog_triton.errors import CogTritonError
-    from cog_triton.faces.openai.command import Options, run
+    from cog_triton.faces.openai.command import run
 
-    options = Options(
-        arguments.host,
-        arguments.port,
-        tuple(arguments.model or ()),
-        arguments.triton_endpoint,
-        arguments.triton_model,
-        arguments.tokenizer,
-        arguments.workers,
-        arguments.api_keys_file,
-        arguments.allowed_origins,
-    )
     try:
-        return run(options)
+        return run(
+            arguments.host,
+            arguments.port,
+            arguments.model or (),
+            arguments.triton_endpoint,
+            arguments.triton_model,
+            tokenizer=arguments.tokenizer,
+            openai_workers=arguments.workers,
+            openai_api_keys_file=arguments.api_keys_file,
+            allowed_origins=arguments.allowed_origins,
+        )
     except CogTritonError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

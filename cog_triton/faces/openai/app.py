@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 import cog_triton
 from cog_triton.errors import CogTritonError, shown
-from cog_triton.faces.openai import chat, completions, metrics, models, page, tokens
+from cog_triton.faces.openai import chat, completions, metrics, routes, tokens
 from cog_triton.faces.openai.answers import ErrorResponse, told
 from cog_triton.faces.openai.errors import ApiError
 from cog_triton.faces.openai.messages import route as messages
@@ -19,15 +19,9 @@ from cog_triton.faces.openai.operation import add_operation, id_headers
 from cog_triton.faces.openai.responses import route as responses
 from cog_triton.faces.openai.served import Served
 
-ROUTERS = (
-    chat.router,
-    completions.router,
-    responses.router,
-    messages.router,
-    models.router,
-    tokens.router,
-    metrics.router,
-)
+ROUTED = (chat, completions, responses, routes, tokens, metrics)
+# OpenAI's, of requests that reach no route.
+_PATH_CODES = {404: "unknown_url", 405: "method_not_supported"}
 
 
 def create_app(served: Served) -> FastAPI:
@@ -39,11 +33,11 @@ def create_app(served: Served) -> FastAPI:
         redirect_slashes=False,  # it would name an address that clients behind a proxy cannot reach
     )
     app.state.served = served
-    for router in ROUTERS:
-        of_messages = router is messages.router
-        app.include_router(router, responses=MESSAGE_ERRORS if of_messages else ERRORS)
+    for module in ROUTED:
+        app.include_router(module.router, responses=ERRORS)
+    app.include_router(messages.router, responses=MESSAGE_ERRORS)
     if served.settings.chat_page:
-        app.include_router(page.router)
+        app.include_router(routes.page_router)
     add_operation(app, served)
     app.add_exception_handler(HTTPException, _answer_bad_path)
     for kind in (ApiError, CogTritonError):
@@ -52,25 +46,18 @@ def create_app(served: Served) -> FastAPI:
     return app
 
 
-# OpenAI's, of requests that reach no route.
-_PATH_CODES = {404: "unknown_url", 405: "method_not_supported"}
-
-
 async def _answer_error(_: Request, error: Exception) -> Response:
     return ErrorResponse(told(error))
 
 
 async def _answer_fault(request: Request, error: Exception) -> Response:
-    """The answer to what nobody foresaw, which goes past the middleware that says the request's id."""
     fault = told(error)
-    fault.headers.update(id_headers(request.scope))
+    fault.headers.update(id_headers(request.scope))  # this goes past the middleware
     return ErrorResponse(fault)
 
 
 async def _answer_bad_path(request: Request, error: Any) -> Response:
     where = f"{request.method} {shown(request.url.path)}"
-    code = _PATH_CODES.get(error.status_code)
     text = f"Invalid URL ({where})" if error.status_code == 404 else f"{error.detail} ({where})"
-    return ErrorResponse(
-        ApiError(error.status_code, text, code=code, headers=dict(error.headers or {}))
-    )
+    code, headers = _PATH_CODES.get(error.status_code), dict(error.headers or {})
+    return ErrorResponse(ApiError(error.status_code, text, code=code, headers=headers))

@@ -1,7 +1,4 @@
-"""One request, as its metrics, log line and trace have it.
-
-The middleware begins it; what answers adds what the middleware cannot see. It is found by the context.
-"""
+"""One request, as its metrics, log line and trace have it. It is found by the context."""
 
 from __future__ import annotations
 
@@ -24,19 +21,17 @@ CHARACTERS_PER_TOKEN = 4
 
 @dataclass
 class Call:
-    """What is known of a request so far.
+    """The middleware's record of a request.
 
     Attributes:
-        began: in seconds of ``time.monotonic``.
+        began: in seconds of ``time.monotonic``; first_token is counted from there.
         model: as the client names it; "" before it has named one that is served.
-        first_token: seconds from the beginning.
         queued: seconds that the longest of its answers waited in the queue.
         finish_reasons: of its answers.
         error: code of the error that ended it; "" if there was none, or none with a code.
-        status: of the response.
         gap: called with the seconds between two pieces of an answer.
         large: its body is so large that it is prepared in a thread.
-        names: of fields of its body, by those that a ``Request`` has for them.
+        names: see ``Body.names``.
     """
 
     id: str

@@ -8,8 +8,7 @@ import json
 import logging
 import shlex
 import socket
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import uvloop
@@ -19,83 +18,62 @@ from cog_triton.deployment.preparation import context_length
 from cog_triton.faces.openai.attached import address_of, attach
 from cog_triton.faces.openai.operation import configured_keys
 from cog_triton.faces.openai.served import Served
-from cog_triton.faces.openai.server import (
-    InProcess,
-    Server,
-    bind,
-    listen,
-    run_until_signal,
-    url_of,
-)
-from cog_triton.faces.openai.workers import Workers, with_fixed_port, worker_options
+from cog_triton.faces.openai.server import InProcess, Server, bind, listen, run_until_signal
+from cog_triton.faces.openai.workers import Workers, with_fixed_port
 from cog_triton.server.log import log_to
 from cog_triton.settings import Settings, read_settings
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Options:
-    """The command line. What is None is the settings'.
+def run(
+    host: str,
+    port: int,
+    models: Sequence[str] = (),
+    endpoint: str | None = None,
+    triton_model: str = "ensemble",
+    **given: object,
+) -> int:
+    """Serve until a signal comes; return the exit status.
 
-    Attributes:
+    Args:
         models: names in requests; empty for that of MODEL.
         endpoint: of a Triton that runs; None to start one.
         triton_model: of that Triton, where it has no ensemble that returns ids.
-        tokenizer: a directory or an id.
-        workers: processes that answer.
-    """
-
-    host: str
-    port: int
-    models: tuple[str, ...] = ()
-    endpoint: str | None = None
-    triton_model: str = "ensemble"
-    tokenizer: str | None = None
-    workers: int | None = None
-    api_keys_file: Path | None = None
-    allowed_origins: str | None = None
-
-
-def run(options: Options) -> int:
-    """Serve until a signal comes; return the exit status.
+        given: settings in place of the environment's; not those that are None.
 
     Raises:
         CogTritonError: the settings are wrong, or something could not be started.
     """
-    given = {
-        "tokenizer": options.tokenizer,
-        "openai_api_keys_file": options.api_keys_file,
-        "allowed_origins": options.allowed_origins,
-        "openai_workers": options.workers,
-    }
-    settings = read_settings().model_copy(
-        update={name: value for name, value in given.items() if value is not None}
-    )
+    update = {name: value for name, value in given.items() if value is not None}
+    settings = read_settings().model_copy(update=update)
     log_to(settings.log_level)
     configured_keys(settings)  # what is wrong with them comes before a download
-    return uvloop.run(_serve(options, settings, bind(options.host, options.port)))
-
-
-async def _serve(options: Options, settings: Settings, listener: socket.socket) -> int:
     # Clients of openai_trtllm know a Triton's model by its name there.
-    names = options.models or (options.triton_model if options.endpoint else model_name(settings),)
+    names = tuple(models) or (triton_model if endpoint else model_name(settings),)
+    return uvloop.run(_serve(settings, names, endpoint, triton_model, bind(host, port)))
+
+
+async def _serve(
+    settings: Settings,
+    names: tuple[str, ...],
+    endpoint: str | None,
+    triton_model: str,
+    listener: socket.socket,
+) -> int:
+    server: Server
     async with contextlib.AsyncExitStack() as stack:
-        server: Server
-        if options.endpoint is None:
-            backend = await Deployment.start(with_fixed_port(settings))
-            stack.push_async_callback(backend.stop)
-            server = _server(backend, names, listener)
+        if endpoint is None:
+            deployment = await Deployment.start(with_fixed_port(settings))
+            stack.push_async_callback(deployment.stop)
+            server = _server(deployment, names, listener)
         else:
-            address = address_of(options.endpoint)
-            limit = settings.max_sequence_length
+            address, limit = address_of(endpoint), settings.max_sequence_length
             length = context_length({"model": settings.tokenizer_dir, "max_seq_len": limit})
             if settings.openai_workers > 1:
-                server = Workers(
-                    worker_options(settings, names, listener, length, address, options.triton_model)
-                )
+                server = Workers(settings, names, listener, length, address, triton_model)
             else:
-                attached = await attach(settings, address, options.triton_model, length)
+                attached = await attach(settings, address, triton_model, length)
                 stack.push_async_callback(attached.stop)
                 server = InProcess(Served(attached, names), listener)
         text = invitation(settings, names[0], url_of(listener))
@@ -152,7 +130,7 @@ def _server(
     settings = deployment.settings
     if settings.openai_workers == 1:
         return InProcess(Served(deployment, models, busy=busy), listener)
-    return Workers(worker_options(settings, models, listener, deployment.context_length))
+    return Workers(settings, models, listener, deployment.context_length)
 
 
 def model_name(settings: Settings) -> str:
@@ -164,8 +142,15 @@ def model_name(settings: Settings) -> str:
     return Path(source.rstrip("/")).name.split(".tar")[0] if local else source
 
 
+def url_of(listener: socket.socket) -> str:
+    """Return the URL by which this machine reaches a socket."""
+    host, port = listener.getsockname()[:2]
+    host = host.replace("0.0.0.0", "127.0.0.1")
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
 def invitation(settings: Settings, model: str, url: str) -> str:
-    """Return what is printed when requests can come: the page's address, and a command to try."""
+    """Return the text of a server that is ready: the page's address, and a command to try."""
     page = f", with a page to chat at {url}/" if settings.chat_page else ""
     key = ' -H "Authorization: Bearer $OPENAI_API_KEY"' if configured_keys(settings) else ""
     body = json.dumps({"model": model, "prompt": "What is a KV cache?", "max_tokens": 64})

@@ -48,9 +48,6 @@ class Backend(Protocol):
     async def healthy(self) -> bool:
         """Return whether a request would be answered now."""
 
-    async def stop(self) -> None:
-        """Stop what was started."""
-
 
 @dataclass
 class Served:
@@ -62,8 +59,7 @@ class Served:
         draining: new requests are refused.
         running: number of requests that are being answered.
         busy: called with True when the first of them begins, with False when the last ends.
-        processes: that answer.
-        metrics_directory: of their figures, where there are several.
+        processes: that answer; metrics_directory has the figures of several.
     """
 
     backend: Backend
@@ -99,9 +95,9 @@ class Served:
         ]
 
     @property
-    def adapters(self) -> tuple[str, ...]:
-        """Names of the LoRA adapters that are there now."""
-        return adapter_names(self.settings.lora_dir)
+    def names(self) -> tuple[str, ...]:
+        """Names of the model, and of the LoRA adapters that are there now."""
+        return (*self.models, *adapter_names(self.settings.lora_dir))
 
     def adapter(self, name: str) -> str:
         """Return the adapter of a model's name; empty for the model itself.
@@ -109,12 +105,10 @@ class Served:
         Raises:
             ApiError: 404, nothing is served under that name.
         """
-        adapters = self.adapters
-        if name in self.models or name in adapters:
+        if name in (names := self.names):
             current().model = name
             return "" if name in self.models else name
-        names = ", ".join([*self.models, *adapters])
-        text = f"The model `{shown(name)}` does not exist; there is {names}"
+        text = f"The model `{shown(name)}` does not exist; there is {', '.join(names)}"
         raise ApiError(404, text, param="model", code="model_not_found")
 
     def only_model(self) -> str:
@@ -123,11 +117,10 @@ class Served:
         Raises:
             ApiError: there are adapters, so that it has to name one.
         """
-        if self.adapters:
-            names = ", ".join([*self.models, *self.adapters])
-            text = f"you must provide model: one of {names}"
-            raise ApiError(400, text, param="model", code="missing_required_parameter")
-        return self.models[0]
+        if (names := self.names) == self.models:
+            return self.models[0]
+        text = f"you must provide model: one of {', '.join(names)}"
+        raise ApiError(400, text, param="model", code="missing_required_parameter")
 
     @contextlib.contextmanager
     def answering(self) -> Iterator[None]:

@@ -1,14 +1,16 @@
-"""Serve an application in this process until a signal comes, and the end of that."""
+"""The lifecycle of a face: sockets, a server in this process, signals, and the end.
+
+``workers.Workers`` is a server in several processes.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import logging
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from cog_triton.errors import ConfigurationError
@@ -26,8 +28,6 @@ _REFUSAL_CODES = {413: "request_too_large", 415: "unsupported_content_encoding"}
 
 
 class Server(Protocol):
-    """A server in this process, or in several others."""
-
     async def run(self, ready: Callable[[], object]) -> None:
         """Serve until stopped; call ``ready`` once requests can come."""
 
@@ -42,19 +42,14 @@ class Server(Protocol):
 
 
 class InProcess:
-    """A server on the event loop of its caller."""
+    """A server on the event loop of its caller, of a socket that listens by the time of ``run``."""
 
     def __init__(self, served: Served, listener: socket.socket) -> None:
-        """
-        Args:
-            listener: bound, and listening by the time of ``run``.
-        """
         settings = served.settings
         app = create_app(served)
         limits = Limits(settings.max_request_bytes, request_seconds=settings.receive_timeout)
         self._server = web.Server(web.Config(app, limits, refusal_body))
         self._served, self._listener, self._figures = served, listener, app.state.figures
-        self._draining: asyncio.Task[None] | None = None
 
     async def run(self, ready: Callable[[], object]) -> None:
         refreshing = asyncio.create_task(self._figures.keep_fresh())
@@ -82,10 +77,7 @@ def refusal_body(refusal: Refusal, target: str) -> dict[str, Any]:
 
 
 async def run_until_signal(
-    server: Server,
-    listener: socket.socket,
-    drain_seconds: float,
-    ready: Callable[[], object],
+    server: Server, listener: socket.socket, drain_seconds: float, ready: Callable[[], object]
 ) -> int:
     """Run a server until a signal comes; return the exit status.
 
@@ -97,7 +89,18 @@ async def run_until_signal(
     """
     gc.collect()
     gc.freeze()  # what is alive now stays so: full collections need not go through it
-    with first_signal() as signalled:
+    loop = asyncio.get_running_loop()
+    signalled: asyncio.Future[int] = loop.create_future()
+
+    def handle(number: int) -> None:
+        signalled.set_result(number)
+        for name in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(name)
+        end_at_once_on_signals()
+
+    for name in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(name, handle, name)
+    try:
         listen(listener)
         running = asyncio.create_task(server.run(ready))
         first: list[asyncio.Future[Any]] = [running, signalled]
@@ -107,40 +110,18 @@ async def run_until_signal(
             await asyncio.wait([running], timeout=drain_seconds + LAST_SECONDS + MARGIN_SECONDS)
             server.kill()
         await running
-        if not signalled.done():
-            return 1
-        return 128 + signal.SIGINT if signalled.result() == signal.SIGINT else 0
-
-
-@contextlib.contextmanager
-def first_signal() -> Iterator[asyncio.Future[int]]:
-    """Yield a future of the first signal's number; a second signal ends the process at once."""
-    loop = asyncio.get_running_loop()
-    first: asyncio.Future[int] = loop.create_future()
-    ending = (signal.SIGINT, signal.SIGTERM)
-
-    def handle(number: int) -> None:
-        first.set_result(number)
-        for name in ending:
-            loop.remove_signal_handler(name)
-        end_at_once_on_signals()
-
-    for name in ending:
-        loop.add_signal_handler(name, handle, name)
-    try:
-        yield first
     finally:
         end_at_once_on_signals()
+    if not signalled.done():
+        return 1
+    return 128 + signal.SIGINT if signalled.result() == signal.SIGINT else 0
 
 
 def bind(host: str, port: int, setting: str = "") -> socket.socket:
     """Return a socket that does not listen yet.
 
-    Args:
-        setting: names the port in an error.
-
     Raises:
-        ConfigurationError: the address is taken, or not this machine's.
+        ConfigurationError: the address is taken, or not this machine's; it begins with ``setting``.
     """
     try:
         return web.bound(host, port)
@@ -159,10 +140,3 @@ def listen(listener: socket.socket, setting: str = "") -> None:
     except OSError as error:
         host, port = listener.getsockname()[:2]
         raise ConfigurationError(f"{setting}{host}, port {port}: {error.strerror}") from None
-
-
-def url_of(listener: socket.socket) -> str:
-    """Return the URL by which this machine reaches a socket."""
-    host, port = listener.getsockname()[:2]
-    host = host.replace("0.0.0.0", "127.0.0.1")
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

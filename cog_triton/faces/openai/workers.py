@@ -1,13 +1,12 @@
-"""A server in several processes, which share a socket and a Triton.
+"""A server in several processes, which share a socket and a Triton; one that ends is replaced.
 
-Each is ``python -m cog_triton.faces.openai.workers OPTIONS``. One that ends is replaced.
+Each is ``python -m cog_triton.faces.openai.workers OPTIONS``, which are JSON.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import functools
 import json
 import logging
@@ -16,7 +15,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from typing import Any
 
 import uvloop
 from prometheus_client.multiprocess import mark_process_dead
@@ -30,63 +29,6 @@ from cog_triton.server.log import log_to
 from cog_triton.settings import Settings, read_settings
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class WorkerOptions:
-    """The command line of a worker, as JSON.
-
-    Attributes:
-        models: names in requests.
-        endpoint: host:port of Triton's gRPC.
-        triton_model: of that Triton, where it has no ensemble that returns ids.
-        processes: number of workers.
-        settings: those that differ from the environment's.
-        listener: descriptor of the socket that the workers share.
-        metrics: directory for the figures of all.
-        ready: descriptor to write to when requests can come.
-    """
-
-    models: tuple[str, ...]
-    endpoint: str
-    triton_model: str
-    context_length: int | None
-    processes: int
-    settings: Mapping[str, object]
-    listener: int
-    metrics: str = ""
-    ready: int = -1
-
-
-def worker_options(
-    settings: Settings,
-    models: tuple[str, ...],
-    listener: socket.socket,
-    context_length: int | None,
-    endpoint: str | None = None,
-    triton_model: str = "ensemble",
-) -> WorkerOptions:
-    """Return the options of workers that share the settings' queue.
-
-    Args:
-        endpoint: of another Triton than that of the settings, whose port has to be fixed.
-    """
-    processes, file = settings.openai_workers, settings.openai_api_keys_file
-    return WorkerOptions(
-        models,
-        endpoint or f"{settings.host.replace('0.0.0.0', '127.0.0.1')}:{settings.grpc_port}",
-        triton_model,
-        context_length,
-        processes,
-        {
-            "max_running": -(-settings.max_running // processes),
-            "max_waiting": -(-settings.max_waiting // processes),
-            "tokenizer": settings.tokenizer_dir,
-            "allowed_origins": settings.allowed_origins,
-            "openai_api_keys_file": str(file) if file else None,
-        },
-        listener.fileno(),
-    )
 
 
 def with_fixed_port(settings: Settings) -> Settings:
@@ -104,43 +46,74 @@ def with_fixed_port(settings: Settings) -> Settings:
 class Workers:
     """See ``server.Server``. It ends when all workers were stopped, or one cannot start."""
 
-    def __init__(self, options: WorkerOptions) -> None:
-        self._options = options
+    def __init__(
+        self,
+        settings: Settings,
+        models: tuple[str, ...],
+        listener: socket.socket,
+        context_length: int | None,
+        endpoint: str | None = None,
+        triton_model: str = "ensemble",
+    ) -> None:
+        """
+        Args:
+            models: names in requests.
+            endpoint: host:port of another Triton than that of the settings, whose port has to be fixed.
+            triton_model: of that Triton, where it has no ensemble that returns ids.
+        """
+        count, file = settings.openai_workers, settings.openai_api_keys_file
+        own = f"{settings.host.replace('0.0.0.0', '127.0.0.1')}:{settings.grpc_port}"
+        self._options: dict[str, Any] = {
+            "models": models,
+            "endpoint": endpoint or own,
+            "triton_model": triton_model,
+            "context_length": context_length,
+            "processes": count,
+            "listener": listener.fileno(),
+            # Those that may differ from the environment's.
+            "settings": {
+                "max_running": -(-settings.max_running // count),
+                "max_waiting": -(-settings.max_waiting // count),
+                "tokenizer": settings.tokenizer_dir,
+                "allowed_origins": settings.allowed_origins,
+                "openai_api_keys_file": str(file) if file else None,
+            },
+        }
         self._processes: set[asyncio.subprocess.Process] = set()
-        self._starting = options.processes
+        self._count = self._starting = count
         self._stopping = False
 
     async def run(self, ready: Callable[[], object]) -> None:
         with tempfile.TemporaryDirectory(prefix="cog-triton-metrics-") as metrics:
-            options = dataclasses.replace(self._options, metrics=metrics)
-            running = [
-                asyncio.create_task(self._keep_running(options, ready))
-                for _ in range(options.processes)
-            ]
-            await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            self._options["metrics"] = metrics
+            workers = [asyncio.create_task(self._keep_running(ready)) for _ in range(self._count)]
+            await asyncio.wait(workers, return_when=asyncio.FIRST_COMPLETED)
             self.stop()
-            await asyncio.gather(*running)
+            await asyncio.gather(*workers)
 
     def stop(self) -> None:
         if not self._stopping:  # a second signal would end at once what runs
             self._stopping = True
             for process in self._processes:
-                _signal(process.terminate)
+                with contextlib.suppress(ProcessLookupError):
+                    process.terminate()
 
     drain = stop
 
     def kill(self) -> None:
         for process in self._processes:
-            _signal(process.kill)
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
 
-    async def _keep_running(self, options: WorkerOptions, ready: Callable[[], object]) -> None:
+    async def _keep_running(self, ready: Callable[[], object]) -> None:
         """Run a worker, and another after each that ends."""
         started = False
         while not self._stopping:
-            process, ready_pipe = await _spawn(options)
+            process, ready_pipe = await self._spawn()
             self._processes.add(process)
             if self._stopping:  # meanwhile
-                _signal(process.terminate)
+                with contextlib.suppress(ProcessLookupError):
+                    process.terminate()
             if await _first_byte(ready_pipe) and not started:
                 started = True
                 self._starting -= 1
@@ -149,33 +122,27 @@ class Workers:
             await process.wait()
             self._processes.discard(process)
             # Its gauges would be added to the others' otherwise.
-            mark_process_dead(process.pid, options.metrics)  # type: ignore[no-untyped-call]
+            mark_process_dead(process.pid, self._options["metrics"])  # type: ignore[no-untyped-call]
             if not self._stopping and not started:
                 logger.error("a worker ended before it was ready: all are stopped")
                 return
             if not self._stopping:
                 logger.error("a worker ended: another takes its place")
 
-
-def _signal(send: Callable[[], None]) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        send()
-
-
-async def _spawn(options: WorkerOptions) -> tuple[asyncio.subprocess.Process, int]:
-    """Start a worker; return it, and a descriptor to read a byte from when it is ready."""
-    readable, writable = os.pipe()
-    text = json.dumps(dataclasses.asdict(dataclasses.replace(options, ready=writable)))
-    try:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "cog_triton.faces.openai.workers", text),
-            pass_fds=(options.listener, writable),
-            env={**os.environ, "PROMETHEUS_MULTIPROC_DIR": options.metrics},
-            start_new_session=True,  # Ctrl-C reaches only the first process, which passes it on
-        )
-    finally:
-        os.close(writable)
-    return process, readable
+    async def _spawn(self) -> tuple[asyncio.subprocess.Process, int]:
+        """Start a worker; return it, and a descriptor to read a byte from when it is ready."""
+        readable, writable = os.pipe()
+        options = json.dumps({**self._options, "ready": writable})
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "cog_triton.faces.openai.workers", options),
+                pass_fds=(self._options["listener"], writable),
+                env={**os.environ, "PROMETHEUS_MULTIPROC_DIR": self._options["metrics"]},
+                start_new_session=True,  # Ctrl-C reaches only the first process, which passes it on
+            )
+        finally:
+            os.close(writable)
+        return process, readable
 
 
 async def _first_byte(descriptor: int) -> bytes:
@@ -189,27 +156,32 @@ async def _first_byte(descriptor: int) -> bytes:
             return await reader.read(1)
 
 
-async def _run_worker(options: WorkerOptions) -> None:
-    settings = Settings.model_validate(
-        {**read_settings().model_dump(exclude_unset=True), **options.settings}
-    )
-    log_to(settings.log_level)
+async def _run_worker(
+    *,
+    models: list[str],
+    endpoint: str,
+    triton_model: str,
+    context_length: int | None,
+    processes: int,
+    listener: int,
+    settings: Mapping[str, object],
+    metrics: str,
+    ready: int,
+) -> None:
+    given = {**read_settings().model_dump(exclude_unset=True), **settings}
+    own = Settings.model_validate(given)
+    log_to(own.log_level)
     end_with_parent()
-    backend = await attach(settings, options.endpoint, options.triton_model, options.context_length)
+    backend = await attach(own, endpoint, triton_model, context_length)
     try:
-        served = Served(
-            backend,
-            tuple(options.models),
-            processes=options.processes,
-            metrics_directory=options.metrics,
-        )
-        listener = socket.socket(fileno=options.listener)
-        ready = functools.partial(os.write, options.ready, b".")
-        server = InProcess(served, listener)
-        await run_until_signal(server, listener, settings.drain_seconds, ready)
+        served = Served(backend, tuple(models), processes=processes, metrics_directory=metrics)
+        shared = socket.socket(fileno=listener)
+        server = InProcess(served, shared)
+        tell = functools.partial(os.write, ready, b".")
+        await run_until_signal(server, shared, own.drain_seconds, tell)
     finally:
         await backend.stop()
 
 
 if __name__ == "__main__":
-    uvloop.run(_run_worker(WorkerOptions(**json.loads(sys.argv[1]))))
+    uvloop.run(_run_worker(**json.loads(sys.argv[1])))

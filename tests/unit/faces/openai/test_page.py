@@ -10,7 +10,7 @@ import pytest
 import serve_openai
 
 from cog_triton.faces.openai import command
-from cog_triton.faces.openai.page import HEADERS, PAGE, policy
+from cog_triton.faces.openai.routes import HEADERS, PAGE, policy
 from cog_triton.settings import read_settings
 from tests.unit.faces.openai.support import Backend, ask
 
@@ -51,6 +51,6 @@ def test_the_commands_flag_turns_it_off(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("CHAT_PAGE", "true")
     monkeypatch.setenv("GRPC_ENABLE_FORK_SUPPORT", "0")
     monkeypatch.setattr(serve_openai, "end_at_once_on_signals", lambda: None)
-    monkeypatch.setattr(command, "run", lambda _: int(read_settings().chat_page))
+    monkeypatch.setattr(command, "run", lambda *_, **__: int(read_settings().chat_page))
     assert serve_openai.main([]) == 1
     assert serve_openai.main(["--no-page"]) == 0
