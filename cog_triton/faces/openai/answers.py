@@ -18,7 +18,6 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from cog_triton.errors import CogTritonError
-from cog_triton.faces.openai.calls import current
 from cog_triton.faces.openai.errors import (
     CLIENT_GONE,
     MESSAGES_PATH,
@@ -28,7 +27,7 @@ from cog_triton.faces.openai.errors import (
     message_error,
 )
 from cog_triton.faces.openai.fields import FIELDS
-from cog_triton.faces.openai.served import Served
+from cog_triton.faces.openai.served import Served, current
 from cog_triton.generation import Chunk
 from cog_triton.request.request import Request
 

@@ -1,9 +1,15 @@
-"""A Triton that runs already, here or on another machine, reached by its gRPC port."""
+"""A Triton that runs already, here or on another machine, reached by its gRPC port.
+
+Its ensemble is ours, or NVIDIA's own of any age, which gives text and no ids. The latter decodes each
+response alone, so spaces and characters of several tokens may be lost on its side, and how many tokens
+there were is counted here.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 import time
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
@@ -11,26 +17,38 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import grpc
-from tritonclient.grpc import service_pb2, service_pb2_grpc
+import numpy as np
+import numpy.typing as npt
+from tritonclient.grpc.aio import InferenceServerClient
 from tritonclient.grpc.model_config_pb2 import (  # type: ignore[import-untyped, unused-ignore]
     DataType,
 )
+from tritonclient.utils import InferenceServerException
 
+from cog_triton import wire
 from cog_triton.adapters.tensors import TRITON_DTYPES, AdapterTensors
-from cog_triton.client.grpc_transport import CHANNEL_OPTIONS, GrpcClient
+from cog_triton.client.grpc_transport import (
+    CHANNEL_OPTIONS,
+    GrpcClient,
+    infer_request,
+    message_arrivals,
+)
 from cog_triton.client.resume import ResumingClient
-from cog_triton.client.stream import TritonClient
+from cog_triton.client.stream import Inputs, TritonClient
 from cog_triton.deployment.deployment import tokenizer_of
-from cog_triton.deployment.engine_choice import EngineName, check_supported
-from cog_triton.errors import ConfigurationError, TritonUnavailable
-from cog_triton.faces.openai.text_ensemble import TextClient, generate_text
-from cog_triton.generation import Chunk, generate
+from cog_triton.deployment.engine_choice import EngineName, check_supported, with_own_beginning
+from cog_triton.errors import (
+    ConfigurationError,
+    InvalidParameter,
+    TritonMalformedEvent,
+    TritonUnavailable,
+)
+from cog_triton.generation import Chunk, FinishReason, acquire, generate
 from cog_triton.request.admission import STOPPING, Admission, Bounds, Tenant
-from cog_triton.request.request import Request
+from cog_triton.request.request import Request, request_parameters, triton_inputs
 from cog_triton.settings import Settings
+from cog_triton.text.stop_sequences import StopSequences
 from cog_triton.text.tokenizer import Tokenizer, text_limits
-from cog_triton.wire import ENGINE, IDS_ENSEMBLE
 
 POLL_SECONDS = 0.1
 ASK_SECONDS = 2.0
@@ -40,6 +58,10 @@ RECONNECT_OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 500),
 )
+OLD_NAMES = {"seed": "random_seed", "min_tokens": "min_length"}
+NOT_NEEDED = ("return_num_input_tokens",)
+WORDS = ("bad_words", "stop_words")
+"""Which old ensembles demand."""
 
 
 async def attach(
@@ -57,25 +79,18 @@ async def attach(
     tokenizer = await asyncio.to_thread(tokenizer_of, settings)
     triton = RunningTriton(address)
     await triton.wait(settings.start_timeout)
-    text_client = inputs = None
-    engine = await triton.config(ENGINE)
+    ensemble = None
+    engine = await triton.config(wire.ENGINE)
     adapters = adapters_of(engine, settings.lora_dir)
-    if await triton.config(IDS_ENSEMBLE) is None:
+    if await triton.config(wire.IDS_ENSEMBLE) is None:
         config = await triton.config(model)
         if config is None:
-            text = f"the Triton at {address} has neither {IDS_ENSEMBLE} nor {model}"
+            text = f"the Triton at {address} has neither {wire.IDS_ENSEMBLE} nor {model}"
             raise ConfigurationError(text)
-        inputs = {tensor.name: tensor.optional for tensor in config.input}
-        text_client = TextClient(address, model, settings.response_timeout, adapters)
+        known = {tensor.name: tensor.optional for tensor in config.input}
+        ensemble = TextEnsemble(address, model, known, tokenizer, settings, adapters)
     return Attached(
-        settings,
-        tokenizer,
-        triton,
-        context_length,
-        text_client,
-        inputs,
-        engine_of(engine),
-        adapters,
+        settings, tokenizer, triton, context_length, ensemble, engine_of(engine), adapters
     )
 
 
@@ -99,8 +114,7 @@ class Attached:
 
     Attributes:
         context_length: most tokens of prompt and output together; None if only the engine knows.
-        text_client: to an ensemble without ids; None for one of ours.
-        inputs: of that ensemble, and whether each of them may be left out.
+        ensemble: one without ids; None for ours.
         engine: see ``check_supported``.
         adapters: of TensorRT-LLM's C++ backend; see ``ResumingClient``.
     """
@@ -109,8 +123,7 @@ class Attached:
     tokenizer: Tokenizer
     triton: RunningTriton
     context_length: int | None
-    text_client: TextClient | None
-    inputs: Mapping[str, bool] | None
+    ensemble: TextEnsemble | None
     engine: EngineName | None
     adapters: AdapterTensors | None
 
@@ -137,16 +150,8 @@ class Attached:
             InvalidParameter: at once, where something of it would have no effect.
         """
         check_supported(request, self.engine, own_preprocessing=True)
-        if self.text_client is not None and self.inputs is not None:
-            return generate_text(
-                request,
-                self.text_client,
-                self.inputs,
-                self.tokenizer,
-                admission=self.admission,
-                request_id=request_id,
-                tenant=tenant,
-            )
+        if self.ensemble is not None:
+            return self.ensemble.generate(request, self.admission, request_id, tenant)
         return generate(
             request,
             self._streams,
@@ -170,19 +175,17 @@ class Attached:
         return self._client
 
     def close(self) -> None:
-        """See ``Backend``."""
         self.admission.close(STOPPING)
 
     async def healthy(self) -> bool:
-        """See ``Backend``."""
         return not self.admission.closed and await self.triton.ready()
 
     async def stop(self) -> None:
         """Close the connections."""
         self.close()
         await self._client.aclose()
-        if self.text_client is not None:
-            await self.text_client.aclose()
+        if self.ensemble is not None:
+            await self.ensemble.aclose()
         await self.triton.aclose()
 
     def _connected(self) -> GrpcClient:
@@ -196,22 +199,16 @@ class RunningTriton:
     def __init__(self, address: str) -> None:
         self.address = address
         options = [*CHANNEL_OPTIONS, *RECONNECT_OPTIONS]
-        self._channel = grpc.aio.insecure_channel(address, options=options)
-        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+        self._client = InferenceServerClient(address, channel_args=options)
 
     async def ready(self) -> bool:
         """Return whether every model is ready."""
-        with contextlib.suppress(grpc.RpcError):
-            request = service_pb2.ServerReadyRequest()
-            return bool((await self._stub.ServerReady(request, timeout=ASK_SECONDS)).ready)
+        with contextlib.suppress(InferenceServerException):
+            return bool(await self._client.is_server_ready(client_timeout=ASK_SECONDS))
         return False
 
     async def wait(self, seconds: float) -> None:
-        """Wait until it is ready.
-
-        Raises:
-            ConfigurationError: it is not within so many seconds.
-        """
+        """Wait until it is ready, or raise ConfigurationError after so many seconds."""
         deadline = time.monotonic() + seconds
         while not await self.ready():
             if time.monotonic() > deadline:
@@ -220,13 +217,142 @@ class RunningTriton:
 
     async def config(self, model: str) -> Any:
         """Return the configuration of a model; None if there is no such model."""
-        with contextlib.suppress(grpc.RpcError):
-            request = service_pb2.ModelConfigRequest(name=model)
-            return (await self._stub.ModelConfig(request, timeout=ASK_SECONDS)).config
+        with contextlib.suppress(InferenceServerException):
+            return (await self._client.get_model_config(model, client_timeout=ASK_SECONDS)).config
         return None
 
     async def aclose(self) -> None:
-        await self._channel.close()
+        await self._client.close()
+
+
+class TextEnsemble(GrpcClient):
+    """Streams the texts of an ensemble without ids.
+
+    Args:
+        known: its inputs, and whether each may be left out.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        model: str,
+        known: Mapping[str, bool],
+        tokenizer: Tokenizer,
+        settings: Settings,
+        adapters: AdapterTensors | None,
+    ) -> None:
+        super().__init__(address, response_timeout=settings.response_timeout)
+        self._model, self._known, self._tokenizer = model, known, tokenizer
+        self._adapters = adapters
+
+    async def generate(
+        self,
+        request: Request,
+        admission: Admission,
+        request_id: str | None = None,
+        tenant: Tenant | None = None,
+    ) -> AsyncGenerator[Chunk, None]:
+        """Stream the answer to a request; see ``cog_triton.generation.generate``.
+
+        Raises:
+            InvalidParameter: naming what the ensemble has no input for.
+        """
+        tokenizer = self._tokenizer
+        inputs = adapted(own_inputs(request, tokenizer), self._known)
+        stops = StopSequences(request.stop_sequences)
+        whole: list[str] = []
+        delivered = ""
+        input_tokens = len(tokenizer(inputs["text_input"].item().decode()).input_ids)
+        texts = self._adapted_texts(request_id or secrets.token_hex(8), inputs)
+        async with acquire(admission, tenant) as slot, contextlib.aclosing(texts):
+            async for piece in texts:
+                whole.append(piece)
+                slot.used = input_tokens + len(whole)
+                text = stops.feed(piece)
+                delivered += text
+                if stops.matched is not None:
+                    break
+                # An event has a token, mostly; the last chunk counts them.
+                yield Chunk(text, len(whole), input_tokens)
+                text = ""
+        text = stops.flush() if stops.matched is None else text
+        # Up to the stop: how much came after it is chance.
+        counted = "".join(whole) if stops.matched is None else delivered + stops.matched
+        tokens = len(tokenizer(counted, add_special_tokens=False).input_ids)
+        if request.include_stop:
+            text += stops.matched or ""
+        ended = stops.matched is not None or tokens < request.max_tokens
+        reason: FinishReason = "stop" if ended else "length"
+        yield Chunk(text, tokens, input_tokens, reason, slot.waited, stop_sequence=stops.matched)
+
+    def _adapted_texts(self, request_id: str, inputs: Inputs) -> AsyncGenerator[str, None]:
+        """As with ``ResumingClient``, TensorRT-LLM is sent an adapter that it does not have."""
+        if self._adapters is None:
+            return self._texts(request_id, inputs)
+        return self._adapters.stream(
+            lambda *sent: contextlib.aclosing(self._texts(*sent)), request_id, inputs
+        )
+
+    async def _texts(self, request_id: str, inputs: Inputs) -> AsyncGenerator[str, None]:
+        """Closing it early stops the request in the engine."""
+        request = infer_request(self._model, request_id, inputs, ("text_output",))
+        arrivals = await message_arrivals(self.channel, request, self._response_timeout)
+        try:
+            while arrived := await arrivals.take():
+                yield "".join(text_of(message.tensors) for message in arrived)
+        finally:
+            if arrivals.ended:
+                arrivals.close()
+            else:
+                self.stop(request_id, arrivals)
+
+
+def text_of(tensors: Mapping[str, npt.NDArray[Any]]) -> str:
+    """Return the text of a response; the last one may have no tensors."""
+    if tensors and "text_output" not in tensors:
+        raise TritonMalformedEvent("a response of the ensemble has no text_output")
+    values = tensors["text_output"].reshape(-1).tolist() if tensors else []
+    return values[0].decode(errors="replace") if values else ""
+
+
+def own_inputs(request: Request, tokenizer: Tokenizer) -> dict[str, npt.NDArray[Any]]:
+    """Return the inputs of a request, whose prompt lacks what the ensemble's preprocessing will add.
+
+    Raises:
+        InvalidParameter: it has what only our own preprocessing knows.
+    """
+    request = with_own_beginning(request, tokenizer)
+    gives = "the ensemble of this Triton gives text"
+    if request.stop_token_ids:
+        raise InvalidParameter(f"stop_token_ids must be empty: {gives}")
+    if not request.skip_special_tokens:
+        raise InvalidParameter(f"skip_special_tokens must be true: {gives} without them")
+    for name in request_parameters(request):
+        if name != wire.ADD_SPECIAL_TOKENS:  # which it does
+            raise InvalidParameter(f"{name} is not known to the ensemble of this Triton")
+    return triton_inputs(request)
+
+
+def adapted(
+    inputs: Mapping[str, npt.NDArray[Any]], known: Mapping[str, bool]
+) -> dict[str, npt.NDArray[Any]]:
+    """Return the inputs under the ensemble's names for them, with the words that it demands.
+
+    Raises:
+        InvalidParameter: it has none for one of them.
+    """
+    result: dict[str, npt.NDArray[Any]] = {
+        name: np.array([[b""]], np.object_)
+        for name in WORDS
+        if not known.get(name, True) and name not in inputs
+    }
+    for name, value in inputs.items():
+        target = name if name in known else OLD_NAMES.get(name, name)
+        if target in known:
+            result[target] = value
+        elif name not in NOT_NEEDED:
+            raise InvalidParameter(f"{name} is no input of this Triton's ensemble")
+    return result
 
 
 def address_of(endpoint: str) -> str:

@@ -15,15 +15,15 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from cog_triton.errors import InvalidParameter, shown
-from cog_triton.faces.openai.calls import current
 from cog_triton.faces.openai.errors import CLIENT_GONE, ApiError, invalid
 from cog_triton.faces.openai.fields import Body
-from cog_triton.faces.openai.served import Served
+from cog_triton.faces.openai.served import Served, current
 from cog_triton.request.limits import check_json
 
 LARGE_BODY = 2**16
 """Bytes from which a request is prepared in a thread: below, that takes a few milliseconds."""
 _JSON_TYPE = re.compile(r"application/(\S+\+)?json\b", re.IGNORECASE)
+_NEEDS_OBJECT = "the body must be a JSON object, sent with Content-Type: application/json"
 # OpenAI's codes by pydantic's types of errors; {} is integer or decimal.
 _CODES = {
     "missing": "missing_required_parameter",
@@ -90,22 +90,17 @@ async def off_loop(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwar
 
 
 def check_headers(headers: Mapping[str, str]) -> None:
-    """Refuse a body that is not sent as JSON.
-
-    Raises:
-        ApiError: 415, or 400 without a type.
-    """
+    """Refuse a body that is not sent as JSON: ApiError, 415, or 400 without a type."""
     coding = headers.get("content-encoding", "identity")
     if coding != "identity":
         text = f"the body must be sent without a Content-Encoding, not as {shown(coding)}"
         raise ApiError(415, text, code="unsupported_content_encoding")
     kind = headers.get("content-type", "")
-    if _JSON_TYPE.match(kind):
-        return
     if not kind:
-        raise invalid("the body must be a JSON object, sent with Content-Type: application/json")
-    text = f"the body must be sent with Content-Type: application/json, not {shown(kind)}"
-    raise ApiError(415, text, code="unsupported_content_type")
+        raise invalid(_NEEDS_OBJECT)
+    if not _JSON_TYPE.match(kind):
+        text = f"the body must be sent with Content-Type: application/json, not {shown(kind)}"
+        raise ApiError(415, text, code="unsupported_content_type")
 
 
 def validated(raw: bytes, model: type[Body], served: Served) -> Body:
@@ -116,7 +111,7 @@ def validated(raw: bytes, model: type[Body], served: Served) -> Body:
     """
     value = parsed(raw)
     if not isinstance(value, dict):
-        raise invalid("the body must be a JSON object, sent with Content-Type: application/json")
+        raise invalid(_NEEDS_OBJECT)
     if "model" in model.model_fields and value.get("model") is None:
         value["model"] = served.only_model()
     try:
@@ -126,11 +121,7 @@ def validated(raw: bytes, model: type[Body], served: Served) -> Body:
 
 
 def parsed(raw: bytes) -> Any:
-    """Parse JSON, refusing what has more values than a request may have before they are made.
-
-    Raises:
-        ApiError: it is not JSON, or too much of it.
-    """
+    """Parse JSON, refusing what has more values than a request may have before they are made."""
     if not raw:
         raise invalid("the body must be a JSON object, and it is empty")
     try:
@@ -148,14 +139,14 @@ def parsed(raw: bytes) -> Any:
 
 
 def body_error(error: ValidationError, value: Any) -> ApiError:
-    """The first of the most specific problems of a body, in the manner of OpenAI's errors."""
+    """Return the first of the most specific problems of a body, in the manner of OpenAI's errors."""
     found = error.errors(include_url=False)
     if not found[0]["loc"]:
         return invalid(f"the name of a field of the body: {found[0]['msg']}")
-    problems = [(_place(problem, value), problem) for problem in found]
     # Of a field with several types, each that does not fit has a problem.
     place, problem = max(
-        problems, key=lambda found: (not found[1]["type"].endswith("_type"), len(found[0]))
+        ((_place(problem, value), problem) for problem in found),
+        key=lambda found: (not found[1]["type"].endswith("_type"), len(found[0])),
     )
     where = place[0] + "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in place[1:])
     if problem["type"] == "missing":
@@ -163,15 +154,17 @@ def body_error(error: ValidationError, value: Any) -> ApiError:
     given = problem["input"]
     number = "integer" if isinstance(given, int) else "decimal"
     code = _CODES.get(problem["type"], "invalid_type").format(number)
+    if problem["type"] == "too_long":
+        return invalid(
+            f"{where} must have at most {problem['ctx']['max_length']} items", where, code
+        )
     kinds: dict[type, str] = {dict: "an object", list: "a list"}
     text = f"{where}: {problem['msg']}, not {kinds.get(type(given)) or shown(given)}"
-    if problem["type"] == "too_long":
-        text = f"{where} must have at most {problem['ctx']['max_length']} items"
     return invalid(text, where, code)
 
 
 def _place(problem: Any, value: Any) -> list[Any]:
-    """Where in the body a problem is: pydantic's path has names of types in it, which the body has not."""
+    """Return the path in the body; pydantic's has names of types in it, which the body has not."""
     place: list[Any] = []
     *path, last = problem["loc"]
     for step in path if problem["type"] == "missing" else (*path, last):
@@ -181,3 +174,40 @@ def _place(problem: Any, value: Any) -> list[Any]:
             continue
         place.append(step)
     return [*place, last] if problem["type"] == "missing" or not place else place
+
+
+# The schemas of errors and streams in /openapi.json.
+Responses = dict[int | str, dict[str, Any]]
+
+_TEXT = {"type": "string"}
+_TEXT_OR_NULL = {"anyOf": [_TEXT, {"type": "null"}]}
+
+
+def _object(**properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": [*properties]}
+
+
+def _errors(description: str, **properties: Any) -> Responses:
+    content = {"application/json": {"schema": _object(**properties)}}
+    return {key: {"description": description, "content": content} for key in ("4XX", "5XX")}
+
+
+ERRORS = _errors(
+    "An error of OpenAI's form; its type is invalid_request_error where the request is at fault",
+    error=_object(message=_TEXT, type=_TEXT, param=_TEXT_OR_NULL, code=_TEXT_OR_NULL),
+)
+MESSAGE_ERRORS = _errors(
+    "An error of Anthropic's form",
+    type={"const": "error"},
+    error=_object(type=_TEXT, message=_TEXT),
+    request_id=_TEXT,
+)
+STREAMED: Responses = {
+    200: {
+        "description": "The answer: one object, or server-sent events if the request says stream",
+        "content": {
+            "application/json": {"schema": {"type": "object"}},
+            "text/event-stream": {"schema": _object(data=_TEXT)},  # of each event
+        },
+    }
+}

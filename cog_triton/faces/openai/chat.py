@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import chain
 from typing import Any
 
 from fastapi import APIRouter
 
 from cog_triton.faces.openai.answers import Answering
-from cog_triton.faces.openai.bodies import BodyRoute, off_loop
-from cog_triton.faces.openai.choices import ChoiceWriter, Piece, answering, stop_reason
+from cog_triton.faces.openai.bodies import STREAMED, BodyRoute, off_loop
+from cog_triton.faces.openai.choices import (
+    ChoiceWriter,
+    Piece,
+    answering,
+    chat_log_probs,
+    prompt_entries,
+    stop_reason,
+    wanted,
+)
 from cog_triton.faces.openai.fields import ChatBody
-from cog_triton.faces.openai.log_probs import chat_log_probs, prompt_entries, wanted
-from cog_triton.faces.openai.openapi import STREAMED
-from cog_triton.faces.openai.sampling import with_seed
 from cog_triton.faces.openai.served import FromApp, RequestId
 from cog_triton.faces.openai.tokens import with_ids
 from cog_triton.faces.openai.tools.events import CallStart, Event, Reasoning, Text
@@ -31,15 +35,14 @@ router = APIRouter(route_class=BodyRoute)
 async def chat_completions(body: ChatBody, served: FromApp, request_id: RequestId) -> Answering:
     """Answers messages, in one body or as events."""
     turn = await off_loop(chat_turn, body, served)
-    (request,) = await with_ids([turn.request], body, served)
+    request = await with_ids(turn.request, body, served)
     choices = [
         ChatChoice(number, served.backend.tokenizer, turn, body, request.prompt_ids)
         for number in range(body.choices)
     ]
     kinds = ("chat.completion", "chat.completion.chunk")
     writer = ChoiceWriter(body, served, "chatcmpl-", kinds, choices)
-    requests = [replace(request, **with_seed(request, n)) for n in range(body.choices)]
-    return answering(body, served, writer, requests, request_id)
+    return answering(body, served, writer, [request], request_id)
 
 
 class ChatChoice:

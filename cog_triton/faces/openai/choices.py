@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from cog_triton.faces.openai.answers import Answering, NumberedChunks, dumps, event, new_id
 from cog_triton.faces.openai.errors import ApiError
 from cog_triton.faces.openai.fields import Sampling
-from cog_triton.faces.openai.sampling import check_fields
+from cog_triton.faces.openai.sampling import check_fields, repeated
 from cog_triton.faces.openai.served import Served
 from cog_triton.generation import Chunk
 from cog_triton.request.request import Request
+from cog_triton.text.tokenizer import Tokenizer
+from cog_triton.wire import TokenLogProb
 
 DONE = b"data: [DONE]\n\n"
 _MARK = "\x00text\x00"
@@ -20,25 +23,19 @@ Piece = dict[str, Any]
 
 
 class Choice(Protocol):
-    """One answer.
-
-    Attributes:
-        plain: a chunk that has only text is one piece.
-    """
+    """One answer. A chunk that has only text is one piece of it if it is ``plain``."""
 
     plain: bool
 
-    def text_piece(self, text: str) -> Piece:
-        """Return the piece of a text and nothing else."""
+    def text_piece(self, text: str) -> Piece: ...
 
     def begin(self) -> list[Piece]:
         """Return the pieces before those of the first chunk."""
 
-    def pieces(self, chunk: Chunk) -> list[Piece]:
-        """Return the pieces of a chunk."""
+    def pieces(self, chunk: Chunk) -> list[Piece]: ...
 
     def whole(self, pieces: Sequence[Piece]) -> Piece:
-        """Return the whole choice of all of its pieces."""
+        """Join all pieces."""
 
     def prompt(self) -> dict[str, Any]:
         """Return fields about the prompt, beside ``choices``."""
@@ -151,21 +148,98 @@ def answering(
     body: Sampling,
     served: Served,
     writer: ChoiceWriter,
-    requests: Sequence[Request],
+    prompts: Sequence[Request],
     request_id: str,
 ) -> Answering:
-    """Return the response to a body.
-
-    Args:
-        requests: in the order of the choices: all to the first prompt, all to the second.
+    """Return the response to a body, with the request for the first answer to each prompt.
 
     Raises:
         ApiError: the body has a field that no engine honours.
     """
     headers = check_fields(body)
+    requests = [one for prompt in prompts for one in repeated(prompt, body.choices)]
     return Answering(served, writer, requests, request_id, headers, stream=bool(body.stream))
 
 
 def stop_reason(token: int | None) -> dict[str, int]:
     """Return vLLM's field for the token of ``stop_token_ids`` that ended an answer."""
     return {} if token is None else {"stop_reason": token}
+
+
+def chat_log_probs(tokenizer: Tokenizer, tokens: Iterable[TokenLogProb]) -> list[dict[str, Any]]:
+    """Return the entries of a chat completion's ``logprobs.content``."""
+
+    def entry(token: int, log_prob: float) -> dict[str, Any]:
+        text = token_text(tokenizer, token)
+        return {"token": text, "logprob": log_prob, "bytes": list(text.encode())}
+
+    return [
+        {
+            **entry(token.id, token.log_prob),
+            "top_logprobs": [entry(other, value) for other, value in token.top],
+        }
+        for token in tokens
+    ]
+
+
+def wanted(tokens: Iterable[TokenLogProb], top: int | None) -> tuple[TokenLogProb, ...]:
+    """Return the tokens with so many alternatives each; None for no tokens."""
+    if top is None:
+        return ()
+    return tuple(replace(token, top=token.top[:top]) for token in tokens)
+
+
+def prompt_entries(
+    tokenizer: Tokenizer, tokens: Iterable[TokenLogProb], top: int
+) -> list[dict[str, Any] | None]:
+    """Return vLLM's ``prompt_logprobs``: each token's entry and those of the likeliest, by their ids.
+
+    The first token follows nothing. A rank is only known of the likeliest.
+    """
+    entries: list[dict[str, Any] | None] = []
+    for token in tokens:
+        ranks = {other: rank for rank, (other, _) in enumerate(token.top, 1)}
+        values = {token.id: token.log_prob, **dict(token.top[:top])}
+        entry = {}
+        for id, value in values.items():
+            text = token_text(tokenizer, id)
+            entry[str(id)] = {"logprob": value, "rank": ranks.get(id), "decoded_token": text}
+        entries.append(entry)
+    return [None, *entries[1:]]
+
+
+def text_log_probs(
+    tokenizer: Tokenizer,
+    tokens: Iterable[TokenLogProb],
+    offset: int,
+    *,
+    prompt: str = "",
+    skip_special_tokens: bool = True,
+) -> dict[str, list[Any]]:
+    """Return a text completion's ``logprobs``.
+
+    Args:
+        offset: characters of the text before these tokens.
+        prompt: with which the text begins. Special tokens that it does not have take no characters.
+        skip_special_tokens: those of the answer take none either.
+    """
+    hidden = frozenset(tokenizer.all_special_ids) if skip_special_tokens or prompt else ()
+    names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+    result: dict[str, list[Any]] = {name: [] for name in names}
+    for token in tokens:
+        text = token_text(tokenizer, token.id)
+        top: dict[str, float] = {}
+        for other, value in token.top:
+            # Parts of characters all have one text, which stands for the likeliest.
+            top.setdefault(token_text(tokenizer, other), value)
+        top.setdefault(text, token.log_prob)
+        for name, own in zip(names, (text, token.log_prob, top, offset), strict=True):
+            result[name].append(own)
+        shown = token.id not in hidden or prompt.startswith(text, offset)
+        offset += len(text) if shown else 0
+    return result
+
+
+def token_text(tokenizer: Tokenizer, token: int) -> str:
+    """Return one token's text, by itself; special ones have theirs."""
+    return str(tokenizer.decode([token], skip_special_tokens=False))

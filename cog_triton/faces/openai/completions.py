@@ -9,13 +9,19 @@ from typing import Any
 from fastapi import APIRouter
 
 from cog_triton.faces.openai.answers import Answering
-from cog_triton.faces.openai.bodies import BodyRoute, off_loop
-from cog_triton.faces.openai.choices import ChoiceWriter, Piece, answering, stop_reason
+from cog_triton.faces.openai.bodies import STREAMED, BodyRoute, off_loop
+from cog_triton.faces.openai.choices import (
+    ChoiceWriter,
+    Piece,
+    answering,
+    prompt_entries,
+    stop_reason,
+    text_log_probs,
+    wanted,
+)
 from cog_triton.faces.openai.errors import invalid
 from cog_triton.faces.openai.fields import MOST_ANSWERS, CompletionBody
-from cog_triton.faces.openai.log_probs import prompt_entries, text_log_probs, wanted
-from cog_triton.faces.openai.openapi import STREAMED
-from cog_triton.faces.openai.sampling import log_probs, sampling, with_seed
+from cog_triton.faces.openai.sampling import log_probs, sampling
 from cog_triton.faces.openai.served import FromApp, RequestId, Served
 from cog_triton.faces.openai.tokens import with_ids
 from cog_triton.generation import Chunk, FinishReason
@@ -30,24 +36,31 @@ DEFAULT_MAX_TOKENS = 16
 @router.post("/v1/completions", responses=STREAMED)
 async def completions(body: CompletionBody, served: FromApp, request_id: RequestId) -> Answering:
     """Completes prompts, in one body or as events."""
-    requests = await off_loop(completion_requests, body, served)
-    requests = await with_ids(requests, body, served)
-    tokenizer = served.backend.tokenizer
+    requests = await off_loop(prompt_requests, body, served)
+    requests = [await with_ids(request, body, served) for request in requests]
     choices = [
-        TextChoice(number, tokenizer, body, request) for number, request in enumerate(requests)
+        TextChoice(number, served.backend.tokenizer, body, requests[number // body.choices])
+        for number in range(len(requests) * body.choices)
     ]
     kinds = ("text_completion", "text_completion")
     writer = ChoiceWriter(body, served, "cmpl-", kinds, choices)
     return answering(body, served, writer, requests, request_id)
 
 
-def completion_requests(body: CompletionBody, served: Served) -> list[Request]:
-    """The requests for all answers: those to the first prompt, those to the second.
+def prompt_requests(body: CompletionBody, served: Served) -> list[Request]:
+    """Return the request for the first answer to each prompt.
 
     Raises:
         ApiError, UserError: the body asks for what cannot be had.
     """
-    prompts = _prompts(body.prompt)
+    prompts: Sequence[str | list[int]]
+    if isinstance(body.prompt, str):
+        prompts = [body.prompt]
+    elif not body.prompt:
+        raise invalid("prompt must not be an empty list", "prompt")
+    else:
+        # One prompt of ids, or several prompts.
+        prompts = [body.prompt] if isinstance(body.prompt[0], int) else body.prompt
     if len(prompts) * body.choices > MOST_ANSWERS:
         raise invalid(f"prompt and n must ask for at most {MOST_ANSWERS} answers", "prompt")
     most = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
@@ -59,25 +72,16 @@ def completion_requests(body: CompletionBody, served: Served) -> list[Request]:
         **served.token_ids(),
         **sampling(body),
     }
-    firsts = [
+    return [
         Request(prompt=prompt, **values)
         if isinstance(prompt, str)
         else Request(prompt="", prompt_ids=tuple(prompt), **values)
         for prompt in prompts
     ]
-    return [replace(one, **with_seed(one, n)) for one in firsts for n in range(body.choices)]
-
-
-def _prompts(given: str | list[str] | list[int] | list[list[int]]) -> Sequence[str | list[int]]:
-    if isinstance(given, str):
-        return [given]
-    if not given:
-        raise invalid("prompt must not be an empty list", "prompt")
-    return [given] if isinstance(given[0], int) else given
 
 
 def echoed(body: CompletionBody, request: Request, tokenizer: Tokenizer) -> str:
-    """The prompt as it stands before the answer."""
+    """Return the prompt as it stands before the answer."""
     if not body.echo:
         return ""
     return request.prompt or str(tokenizer.decode(list(request.prompt_ids)))

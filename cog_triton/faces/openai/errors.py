@@ -1,4 +1,4 @@
-"""Which HTTP status and body an error has: those of OpenAI's API, whose clients know them."""
+"""HTTP status and body of each error: those of OpenAI's API, whose clients know them, and Anthropic's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from cog_triton.errors import (
 
 INVALID = "invalid_request_error"
 RETRY_SECONDS = 5
-"""Told to who asks while there is no server to answer."""
+"""For those who ask while there is no server to answer."""
 CLIENT_GONE = 499
 
 # First match wins: class, status, type, code. Where OpenAI has no code of its own, it is that of the error.
@@ -40,31 +40,25 @@ _FIELDS = {
 MESSAGES_PATH = "/v1/messages"
 """The routes of Anthropic's API begin with it; their errors are of its form."""
 _MESSAGE_TYPES = {
-    400: INVALID,
+    **dict.fromkeys((400, 405, 415, 422), INVALID),
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
-    405: INVALID,
     413: "request_too_large",
-    415: INVALID,
-    422: INVALID,
     429: "rate_limit_error",
     503: "overloaded_error",
 }
 _NAMES = (re.compile(r"^([a-z_]+)"), re.compile(r"does not support ([a-z_]+)"))
 _GUIDE = re.compile(r"\bguide\b|guided_decoding|^a JSON schema|^choice must")
-_OF_PROMPT = (PromptTooLong, PromptRequired, ChatTemplateError)
 
 
 @dataclass
 class ApiError(Exception):
-    """What a client is told.
+    """An error as a client reads it.
 
     Attributes:
         param: the field of the request that is at fault.
         headers: of the response.
-
-    Its texts may have some of the request in them; what of that is no Unicode becomes a question mark.
     """
 
     status: int
@@ -75,79 +69,59 @@ class ApiError(Exception):
     headers: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.message = _unicode(self.message)
-        self.param = self.param and _unicode(self.param)
+        # They may have some of the request in them, which may be no Unicode.
+        self.message = self.message.encode(errors="replace").decode()
+        self.param = self.param and self.param.encode(errors="replace").decode()
 
     def body(self) -> dict[str, Any]:
-        """As JSON's object."""
-        return {
-            "error": {
-                "message": self.message,
-                "type": self.type,
-                "param": self.param,
-                "code": self.code,
-            }
-        }
+        names = ("message", "type", "param", "code")
+        return {"error": {name: getattr(self, name) for name in names}}
 
 
 def api_error(
-    error: CogTritonError,
-    fields: frozenset[str] = frozenset(),
-    names: Mapping[str, str] | None = None,
+    error: CogTritonError, fields: frozenset[str] = frozenset(), names: Mapping[str, str] = {}
 ) -> ApiError:
-    """The error as a client reads it.
+    """Return an error as a client reads it.
 
     Args:
         fields: names that a request may have; the error is about the one that its text names.
         names: see ``Body.names``.
     """
-    status, kind, code = next(
-        (status, kind, code) for group, status, kind, code in _TABLE if isinstance(error, group)
-    )
+    _, status, kind, code = next(row for row in _TABLE if isinstance(error, row[0]))
     headers = {}
     if isinstance(error, TritonOverloaded):
         headers["Retry-After"] = str(max(1, round(error.retry_after)))
     elif error.retryable:
         headers["Retry-After"] = str(RETRY_SECONDS)
-    param = _param(error, fields, names or {}) if status == 400 else None
+    param = _param(error, fields, names) if status == 400 else None
     return ApiError(status, error.message, kind, param, code or error.code, headers)
 
 
 def message_error(error: ApiError, request_id: str | None = None) -> dict[str, Any]:
-    """An error in the form of Anthropic's API.
-
-    Args:
-        request_id: None in a stream, whose errors have none.
-    """
+    """Return an error in the form of Anthropic's API; those in a stream have no id."""
     kind = _MESSAGE_TYPES.get(error.status, "api_error")
-    told = {"type": "error", "error": {"type": kind, "message": error.message}}
-    return told if request_id is None else {**told, "request_id": request_id}
+    body = {"type": "error", "error": {"type": kind, "message": error.message}}
+    return body if request_id is None else {**body, "request_id": request_id}
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """The request is at fault."""
+    """Return the error of a request that is at fault."""
     return ApiError(400, message, param=param, code=code)
 
 
 def internal_error() -> ApiError:
-    """For a fault that nobody foresaw; its text stays in the log."""
+    """Return the error for a fault that nobody foresaw; its text stays in the log."""
     return ApiError(500, "an internal error; the server's log has more", "server_error")
 
 
-def _unicode(text: str) -> str:
-    return text.encode(errors="replace").decode()
-
-
 def _param(error: CogTritonError, fields: frozenset[str], names: Mapping[str, str]) -> str | None:
-    if isinstance(error, _OF_PROMPT):
+    if isinstance(error, PromptTooLong | PromptRequired | ChatTemplateError):
         return names.get("prompt")
     if _GUIDE.search(error.message) and "guide" in names:
         return names["guide"]
     for pattern in _NAMES:
         if named := pattern.search(error.message):
             name = _FIELDS.get(named[1], named[1])
-            if name in names:
-                return names[name]
-            if name in fields:
-                return name
+            if name in names or name in fields:
+                return names.get(name, name)
     return None

@@ -18,13 +18,14 @@ MOST_ANSWERS = 1024
 Temperature = Annotated[float, Field(le=2)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 OutputTokens = Annotated[int, Field(ge=1, le=MAX_INT32)]
-Name = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_.-]+$")]
-"""Of a function."""
+FunctionName = Field(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_.-]+$")
+Name = Annotated[str, FunctionName]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-"""Of reasoning."""
 Ids = Annotated[list[int], Field(fail_fast=True)]
 Bounded = Field(max_length=MESSAGES, fail_fast=True)
 """Of a list of objects."""
+Answers = Field(max_length=MOST_ANSWERS, fail_fast=True)
+Schema = dict[str, Any]
 
 
 class Body(BaseModel):
@@ -32,12 +33,8 @@ class Body(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
 
-    def unknown(self) -> list[str]:
-        """Names of fields that this server does not know."""
-        return sorted(self.__pydantic_extra__ or {})
-
     def names(self) -> dict[str, str]:
-        """Its fields by the names that a ``Request`` has for them, for what an error says."""
+        """Return its fields by the names that a ``Request`` has for them, for the texts of errors."""
         return {}
 
 
@@ -50,7 +47,7 @@ class StreamOptions(Body):
 class Function(Body):
     name: Name
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Schema | None = None
     strict: bool | None = None
 
 
@@ -80,13 +77,10 @@ class AllowedTools(Body):
     allowed_tools: AllowedToolNames
 
 
-ToolChoice = Annotated[NamedTool | AllowedTools, Field(discriminator="type")]
-
-
 class JsonSchema(Body):
     name: str | None = None
     description: str | None = None
-    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    schema_: Schema | None = Field(default=None, alias="schema")
     strict: bool | None = None
 
 
@@ -95,7 +89,7 @@ class ResponseFormat(Body):
 
     type: Literal["text", "json_object", "json_schema", "json", "regex", "ebnf"]
     json_schema: JsonSchema | None = None
-    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    schema_: Schema | None = Field(default=None, alias="schema")
     regex: str | None = None
     ebnf: str | None = None
 
@@ -103,7 +97,7 @@ class ResponseFormat(Body):
 class StructuredOutputs(Body):
     """vLLM's, of which one is given."""
 
-    json_: dict[str, Any] | str | None = Field(default=None, alias="json")
+    json_: Schema | str | None = Field(default=None, alias="json")
     regex: str | None = None
     grammar: str | None = None
     choice: list[str] | None = None
@@ -111,7 +105,7 @@ class StructuredOutputs(Body):
 
 
 class Sampling(Body):
-    """What chat and text completions share."""
+    """The fields that chat and text completions share."""
 
     model: str
     stream: bool | None = None
@@ -146,14 +140,14 @@ class Sampling(Body):
     priority: int | None = Field(None, ge=-(2**63), lt=2**63)
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: dict[str, Any] | str | None = None
+    guided_json: Schema | str | None = None
     guided_regex: str | None = None
     guided_grammar: str | None = None
     guided_choice: list[str] | None = None
 
     @property
     def choices(self) -> int:
-        """How many answers are asked for, to each prompt."""
+        """Answers to each prompt."""
         return self.n or 1
 
     @property
@@ -162,10 +156,9 @@ class Sampling(Body):
 
     @property
     def continuous_usage(self) -> bool:
-        """Whether every event has the usage so far."""
-        return self.include_usage and bool(
-            self.stream_options and self.stream_options.continuous_usage_stats
-        )
+        """Every event has the usage so far."""
+        options = self.stream_options
+        return self.include_usage and bool(options and options.continuous_usage_stats)
 
     def names(self) -> dict[str, str]:
         guided = [name for name in GUIDES if getattr(self, name) is not None]
@@ -174,10 +167,7 @@ class Sampling(Body):
 
 GUIDES = (
     "structured_outputs",
-    "guided_json",
-    "guided_regex",
-    "guided_grammar",
-    "guided_choice",
+    *(f"guided_{kind}" for kind in ("json", "regex", "grammar", "choice")),
 )
 
 
@@ -199,7 +189,11 @@ class ChatBody(Sampling):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=TOP_LOG_PROBS)
     tools: Annotated[list[Tool], Bounded] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    tool_choice: (
+        Literal["none", "auto", "required"]
+        | Annotated[NamedTool | AllowedTools, Field(discriminator="type")]
+        | None
+    ) = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
@@ -208,7 +202,7 @@ class ChatBody(Sampling):
 
     @property
     def wanted_log_probs(self) -> int | None:
-        """How many alternatives the tokens of the answer have; None without log probabilities."""
+        """Alternatives of each token of the answer; None without log probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def names(self) -> dict[str, str]:
@@ -216,9 +210,6 @@ class ChatBody(Sampling):
         if self.max_completion_tokens is not None:
             names["max_tokens"] = "max_completion_tokens"
         return names
-
-
-Answers = Field(max_length=MOST_ANSWERS, fail_fast=True)
 
 
 class CompletionBody(Sampling):
@@ -230,7 +221,6 @@ class CompletionBody(Sampling):
 
     @property
     def wanted_log_probs(self) -> int | None:
-        """How many alternatives the tokens of the answer have; None without log probabilities."""
         return self.logprobs
 
 
@@ -260,28 +250,21 @@ class DetokenizeBody(Body):
 
 # Fields of OpenAI's reference that ask for what no engine here does, with the values that ask for nothing.
 REFUSED: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("audio", "prediction", "web_search_options"), ()),
     "suffix": ("",),
     "best_of": (1,),
     "functions": ([],),
     "function_call": ("none",),
     "modalities": (["text"],),
-    "audio": (),
-    "prediction": (),
-    "web_search_options": (),
     "use_beam_search": (False,),
     # vLLM's:
-    "chat_template": (),
-    "documents": ([],),
-    "include_reasoning": (True,),
-    "logits_processors": ([],),
-    "logprob_token_ids": (),
-    "prompt_embeds": (),
+    **dict.fromkeys(("chat_template", "logprob_token_ids", "prompt_embeds"), ()),
+    **dict.fromkeys(("documents", "logits_processors"), ([],)),
+    **dict.fromkeys(("include_reasoning", "spaces_between_special_tokens"), (True,)),
+    **dict.fromkeys(("return_tokens_as_token_ids", "watermarking"), (False,)),
     "repetition_detection": (),
-    "return_tokens_as_token_ids": (False,),
-    "spaces_between_special_tokens": (True,),
     "thinking_token_budget": (-1,),
     "vllm_xargs": ({},),
-    "watermarking": (False,),
 }
 # Those that change no answer, and are no news.
 IGNORED = frozenset({"metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"})

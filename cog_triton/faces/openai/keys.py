@@ -15,8 +15,9 @@ import logging
 import math
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from cog_triton.errors import ConfigurationError, shown
@@ -33,13 +34,7 @@ _OPTIONS = ("weight", "max_running", "requests_per_minute", "tokens_per_minute")
 
 @dataclass(frozen=True)
 class Key:
-    """One API key. A limit that is None does not apply.
-
-    Attributes:
-        digest: SHA-256 of the key.
-        weight: of its tokens, where others wait as well.
-        max_running: requests at once.
-    """
+    """One API key, by its SHA-256. A limit that is None does not apply; ``max_running`` is of requests."""
 
     name: str
     digest: bytes
@@ -69,12 +64,13 @@ class Keys:
             ConfigurationError: it cannot be read, or has a mistake, or there are no keys.
         """
         self._listed, self._file, self._clock = tuple(listed), file, clock
-        self._looked, self._version = clock(), _version(file)
+        self._looked, self._version = clock(), self._file_version()
         self._keys = self._read()
 
     def find(self, presented: str) -> Key | None:
         """Return the key that this is, in constant time."""
-        self._reload()
+        if self._clock() - self._looked >= RELOAD_SECONDS:
+            self._reload()
         digest = digest_of(presented)
         matching = [key for key in self._keys if hmac.compare_digest(key.digest, digest)]
         return matching[0] if matching else None
@@ -87,19 +83,16 @@ class Keys:
             except (OSError, UnicodeDecodeError) as error:
                 raise ConfigurationError(f"OPENAI_API_KEYS_FILE: {error}") from None
             keys += parsed_keys(text, str(self._file))
-        names = [key.name for key in keys]
-        if twice := {name for name in names if names.count(name) > 1}:
+        names = Counter(key.name for key in keys)
+        if twice := [name for name, count in names.items() if count > 1]:
             raise ConfigurationError(f"API keys: {', '.join(sorted(twice))} is there twice")
         if not keys:
             raise ConfigurationError("API keys: there are none, so that nobody could ask")
         return keys
 
     def _reload(self) -> None:
-        if self._file is None or self._clock() - self._looked < RELOAD_SECONDS:
-            return
         self._looked = self._clock()
-        version = _version(self._file)
-        if version == self._version:
+        if (version := self._file_version()) == self._version:
             return
         self._version = version
         try:
@@ -108,6 +101,13 @@ class Keys:
             logger.error("%s; the keys from before stay", error.message)
         else:
             logger.info("API keys were read again: there are %d", len(self._keys))
+
+    def _file_version(self) -> tuple[int, int, int] | None:
+        try:
+            status = self._file.stat() if self._file is not None else None
+        except OSError:
+            return None
+        return (status.st_mtime_ns, status.st_ino, status.st_size) if status else None
 
 
 def keys_of(listed: str, file: Path | None) -> Keys | None:
@@ -151,6 +151,11 @@ def digest_of(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
+def _digest(text: str) -> bytes:
+    hashed = _HASH.fullmatch(text)
+    return bytes.fromhex(hashed[1]) if hashed else digest_of(text)
+
+
 def _option(word: str) -> tuple[str, float]:
     name, _, text = word.partition("=")
     if name not in _OPTIONS:
@@ -162,19 +167,6 @@ def _option(word: str) -> tuple[str, float]:
     if not 0 < value < 1e12:
         raise ValueError(f"{name} must be a number above 0, not {shown(text)}")
     return name, value
-
-
-def _digest(text: str) -> bytes:
-    hashed = _HASH.fullmatch(text)
-    return bytes.fromhex(hashed[1]) if hashed else digest_of(text)
-
-
-def _version(file: Path | None) -> tuple[int, int, int] | None:
-    try:
-        status = file.stat() if file is not None else None
-    except OSError:
-        return None
-    return (status.st_mtime_ns, status.st_ino, status.st_size) if status else None
 
 
 @dataclass
@@ -190,12 +182,6 @@ class _Bucket:
         return max(0.0, (amount - self.level) * MINUTE / self.size)
 
 
-@dataclass
-class _Use:
-    running: int = 0
-    buckets: dict[str, _Bucket] = field(default_factory=dict)
-
-
 class Quotas:
     """The use that keys have made of their limits, on one event loop.
 
@@ -203,9 +189,9 @@ class Quotas:
     """
 
     def __init__(self, processes: int = 1, clock: Callable[[], float] = time.monotonic) -> None:
-        self._processes = processes
-        self._clock = clock
-        self._uses: dict[str, _Use] = {}
+        self._processes, self._clock = processes, clock
+        self._running: Counter[str] = Counter()
+        self._all: dict[tuple[str, str], _Bucket] = {}
 
     def enter(self, key: Key) -> None:
         """Count a request that begins.
@@ -213,29 +199,27 @@ class Quotas:
         Raises:
             ApiError: 429, the key's limit is reached; it says when to try again.
         """
-        use = self._uses.setdefault(key.name, _Use())
         most = math.inf if key.max_running is None else math.ceil(key.max_running / self._processes)
-        if use.running >= most:
+        if self._running[key.name] >= most:
             raise _refusal("requests", f"{most} running requests", 1.0)
-        buckets = self._buckets(key, use)
+        buckets = self._buckets(key)
         for kind, bucket in buckets.items():
             if seconds := bucket.wait(1.0):
                 raise _refusal(kind, f"{bucket.size:g} {kind} a minute", seconds)
         if "requests" in buckets:
             buckets["requests"].level -= 1
-        use.running += 1
+        self._running[key.name] += 1
 
     def leave(self, key: Key, tokens: int) -> None:
         """Count the end of a request that was let in, and the tokens that it took."""
-        use = self._uses[key.name]
-        use.running -= 1
-        if tokens and (bucket := self._buckets(key, use).get("tokens")):
+        self._running[key.name] -= 1
+        if tokens and (bucket := self._buckets(key).get("tokens")):
             bucket.level -= tokens
 
     def headers(self, key: Key) -> list[tuple[bytes, bytes]]:
         """Return OpenAI's headers of a key's limits; none where it has none."""
         values = []
-        for kind, bucket in self._buckets(key, self._uses.get(key.name, _Use())).items():
+        for kind, bucket in self._buckets(key).items():
             values += [
                 (f"limit-{kind}", f"{bucket.size:.0f}"),
                 (f"remaining-{kind}", f"{max(0, math.floor(bucket.level))}"),
@@ -243,24 +227,21 @@ class Quotas:
             ]
         return [(f"x-ratelimit-{name}".encode(), value.encode()) for name, value in values]
 
-    def _buckets(self, key: Key, use: _Use) -> dict[str, _Bucket]:
+    def _buckets(self, key: Key) -> dict[str, _Bucket]:
         """Return a key's buckets, filled up to now; their sizes may have changed."""
         limits = {"requests": key.requests_per_minute, "tokens": key.tokens_per_minute}
-        sizes = {kind: max(1.0, limit / self._processes) for kind, limit in limits.items() if limit}
-        now = self._clock()
-        for kind, size in sizes.items():
-            bucket = use.buckets.setdefault(kind, _Bucket(size, size, now))
-            level = min(size, bucket.level + (now - bucket.seen) * size / MINUTE)
-            use.buckets[kind] = _Bucket(size, level, now)
-        return {kind: use.buckets[kind] for kind in sizes}
+        now, buckets = self._clock(), {}
+        for kind, limit in limits.items():
+            if limit:
+                size = max(1.0, limit / self._processes)
+                bucket = self._all.get((key.name, kind)) or _Bucket(size, size, now)
+                level = min(size, bucket.level + (now - bucket.seen) * size / MINUTE)
+                buckets[kind] = self._all[key.name, kind] = _Bucket(size, level, now)
+        return buckets
 
 
 def _refusal(kind: str, limit: str, seconds: float) -> ApiError:
     retry = max(1, math.ceil(seconds))
-    return ApiError(
-        429,
-        f"Rate limit reached for this API key: {limit} are the most; try again in {retry} s",
-        kind,
-        code="rate_limit_exceeded",
-        headers={"Retry-After": str(retry)},
-    )
+    text = f"Rate limit reached for this API key: {limit} are the most; try again in {retry} s"
+    headers = {"Retry-After": str(retry)}
+    return ApiError(429, text, kind, code="rate_limit_exceeded", headers=headers)

@@ -18,17 +18,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cog_triton.errors import shown
 from cog_triton.faces.openai.answers import ErrorResponse
-from cog_triton.faces.openai.calls import CURRENT, Call, current
 from cog_triton.faces.openai.errors import MESSAGES_PATH, ApiError
 from cog_triton.faces.openai.keys import Key, Keys, Quotas, keys_of
-from cog_triton.faces.openai.metrics import Figures
-from cog_triton.faces.openai.served import Served
-from cog_triton.faces.openai.tracing import tracing
+from cog_triton.faces.openai.metrics import Figures, tracing
+from cog_triton.faces.openai.served import CURRENT, Call, Served, current
 from cog_triton.settings import Settings
 
 logger = logging.getLogger(__name__)
-REQUEST_ID = "x-request-id"
-ANTHROPICS_REQUEST_ID = "request-id"
+REQUEST_ID, ANTHROPICS_REQUEST_ID = "x-request-id", "request-id"
 _USABLE_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 OPEN = frozenset({"/", "/ping", "/health", "/health/live", "/health/ready"})
 """Paths that need no key: a page without any content of the model's, and what orchestrators ask."""
@@ -36,7 +33,6 @@ METRICS = "/metrics"
 _NO_KEY = (
     "You did not provide an API key: it goes into the header Authorization, as Bearer YOUR_KEY"
 )
-Ended = Callable[[Call, Headers], object]
 
 
 def add_operation(app: Starlette, served: Served) -> None:
@@ -49,13 +45,14 @@ def add_operation(app: Starlette, served: Served) -> None:
     if (keys := configured_keys(settings)) is not None:
         quotas = Quotas(served.processes)
         app.add_middleware(Access, keys=keys, quotas=quotas, open_metrics=settings.open_metrics)
-    if origins := list(filter(None, settings.allowed_origins.replace(",", " ").split())):
+    if origins := settings.allowed_origins.replace(",", " ").split():
+        every = ["*"]
         app.add_middleware(
             CORSMiddleware,
             allow_origins=origins,
-            allow_methods=["*"],
-            allow_headers=["*"],
-            expose_headers=["*"],
+            allow_methods=every,
+            allow_headers=every,
+            expose_headers=every,
         )
     figures = Figures(served.models[0], served.backend.admission, served.metrics_directory)
     app.state.figures = figures
@@ -74,16 +71,14 @@ def configured_keys(settings: Settings) -> Keys | None:
 
 
 class Calls:
-    """Give each request an id and a ``Call``, and report it at its end."""
+    """Give each request an id and a ``Call``, and report it with its headers at its end."""
 
     def __init__(
-        self, app: ASGIApp, gap: Callable[[float], object], ended: Sequence[Ended]
+        self,
+        app: ASGIApp,
+        gap: Callable[[float], object],
+        ended: Sequence[Callable[[Call, Headers], object]],
     ) -> None:
-        """
-        Args:
-            gap: see ``Call``.
-            ended: called with each call that has ended, and the headers of its request.
-        """
         self._app, self._gap, self._ended = app, gap, ended
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -136,49 +131,41 @@ class Access:
             await self._app(scope, receive, send)
             return
         call = current()
-        try:
-            call.key = self._key(Headers(scope=scope))
-        except ApiError as error:
-            await ErrorResponse(error)(scope, receive, send)
-            return
-        if scope["method"] == "POST":
-            await self._limited(call, scope, receive, send)
-        else:
-            await self._app(scope, receive, send)
 
-    def _key(self, headers: Headers) -> Key:
-        presented = presented_key(headers)
-        key = self._keys.find(presented) if presented else None
-        if key is not None:
-            return key
-        text = "Incorrect API key provided" if presented else _NO_KEY
-        challenge = {"WWW-Authenticate": "Bearer"}
-        raise ApiError(401, text, code="invalid_api_key", headers=challenge)
-
-    async def _limited(self, call: Call, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_with_limits(message: Message) -> None:
             if message["type"] == "http.response.start":
                 limits = self._quotas.headers(call.key)
                 message["headers"] = [*message["headers"], *limits]
             await send(message)
 
+        limited, answer = scope["method"] == "POST", send
         try:
-            self._quotas.enter(call.key)
+            call.key = self._key(Headers(scope=scope))
+            if limited:
+                answer = send_with_limits
+                self._quotas.enter(call.key)
         except ApiError as error:
-            await ErrorResponse(error)(scope, receive, send_with_limits)
+            await ErrorResponse(error)(scope, receive, answer)
             return
         try:
-            await self._app(scope, receive, send_with_limits)
+            await self._app(scope, receive, answer)
         finally:
-            self._quotas.leave(call.key, call.input_tokens + call.output_tokens)
+            if limited:
+                self._quotas.leave(call.key, call.input_tokens + call.output_tokens)
 
-
-def presented_key(headers: Headers) -> str:
-    """Return the key of a request, by the header of OpenAI, Anthropic or Azure; "" without one."""
-    scheme, _, key = headers.get("authorization", "").partition(" ")
-    if scheme.lower() == "bearer":
-        return key.strip()
-    return headers.get("x-api-key") or headers.get("api-key", "")
+    def _key(self, headers: Headers) -> Key:
+        """Return the key of a request, by the header of OpenAI, Anthropic or Azure."""
+        scheme, _, presented = headers.get("authorization", "").partition(" ")
+        if scheme.lower() == "bearer":
+            presented = presented.strip()
+        else:
+            presented = headers.get("x-api-key") or headers.get("api-key", "")
+        key = self._keys.find(presented) if presented else None
+        if key is not None:
+            return key
+        text = "Incorrect API key provided" if presented else _NO_KEY
+        challenge = {"WWW-Authenticate": "Bearer"}
+        raise ApiError(401, text, code="invalid_api_key", headers=challenge)
 
 
 def log_call(call: Call, _: Headers) -> None:

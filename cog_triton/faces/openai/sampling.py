@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 from cog_triton.errors import shown
@@ -32,21 +33,13 @@ _KINDS = {
 }
 # Fields that a Request has under the same name; one that is not given is left to its default.
 _SAME = (
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "length_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "min_tokens",
-    "ignore_eos",
-    "skip_special_tokens",
-    "priority",
+    *("top_k", "min_p", "repetition_penalty", "length_penalty", "presence_penalty"),
+    *("frequency_penalty", "min_tokens", "ignore_eos", "skip_special_tokens", "priority"),
 )
 
 
 def sampling(body: Sampling) -> dict[str, Any]:
-    """The arguments of a ``Request`` that do not depend on what is completed.
+    """Return the arguments of a ``Request`` that do not depend on the prompt.
 
     Raises:
         ApiError: a field asks for what cannot be had.
@@ -56,13 +49,12 @@ def sampling(body: Sampling) -> dict[str, Any]:
     if body.prompt_logprobs is not None and body.stream:
         raise invalid("prompt_logprobs is not allowed when stream is true", "prompt_logprobs")
     values = {name: getattr(body, name) for name in _SAME}
-    given = {name: value for name, value in values.items() if value is not None}
     return {
-        **given,
+        **{name: value for name, value in values.items() if value is not None},
         "temperature": 1.0 if body.temperature is None else body.temperature,
         "top_p": 1.0 if body.top_p is None else body.top_p,
         "seed": resolve_seed(body.seed),
-        "stop_sequences": _stops(body.stop),
+        "stop_sequences": (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
         "bad_words": tuple(body.bad_words or ()),
         "stop_token_ids": tuple(body.stop_token_ids or ()),
         "include_stop": bool(body.include_stop_str_in_output),
@@ -73,25 +65,20 @@ def sampling(body: Sampling) -> dict[str, Any]:
 
 
 def log_probs(body: ChatBody | CompletionBody, *, echo: bool = False) -> dict[str, Any]:
-    """The arguments of a ``Request`` for the log probabilities that a body asks for.
-
-    Args:
-        echo: whether the prompt's tokens have them as those of the answer do.
-    """
+    """Return the arguments of a ``Request`` for log probabilities; ``echo``: of the prompt as well."""
     asked = [n for n in (body.wanted_log_probs, body.prompt_logprobs) if n is not None]
     of_prompt = body.prompt_logprobs is not None or (echo and bool(asked))
     return {"log_probs": max(asked, default=None), "prompt_log_probs": of_prompt}
 
 
 def longest_output(served: Served) -> int:
-    """Where a chat gives no number, the most tokens that an answer may have: the context's rest, to which
-    the engine cuts it."""
+    """Return max_tokens of a chat that gives none: the context's rest, to which the engine cuts it."""
     return served.backend.context_length or UNKNOWN_CONTEXT
 
 
-def with_seed(request: Request, number: int) -> dict[str, Any]:
-    """What the next answer to the same request differs in."""
-    return {"seed": (request.seed + number) % (MAX_SEED + 1)}
+def repeated(request: Request, count: int) -> list[Request]:
+    """Return the requests for so many answers, which differ in their seeds."""
+    return [replace(request, seed=(request.seed + n) % (MAX_SEED + 1)) for n in range(count)]
 
 
 def check_fields(
@@ -99,17 +86,17 @@ def check_fields(
     refused: Mapping[str, tuple[Any, ...]] = REFUSED,
     ignored: Collection[str] = IGNORED,
 ) -> dict[str, str]:
-    """Refuses known fields that no engine honours; the headers that name unknown ones.
+    """Refuse known fields that no engine honours; return the headers that name unknown ones.
 
     Args:
         refused: with the values that ask for nothing.
-        ignored: are no news.
+        ignored: are not named.
 
     Raises:
         ApiError: naming the field.
     """
     unknown = []
-    for name in body.unknown():
+    for name in sorted(body.__pydantic_extra__ or {}):
         value = getattr(body, name)
         if name not in refused:
             unknown += [name] if name not in ignored else []
@@ -125,42 +112,42 @@ def check_fields(
 
 
 def logit_bias(given: dict[str, float]) -> tuple[tuple[int, float], ...]:
-    """Token ids, and what is added to their logits.
+    """Return biases by token ids.
 
     Raises:
         ApiError: a key is no token id, a value is out of its range, or there are too many.
     """
+    text = ""
     if len(given) > LONGEST_BIAS:
-        raise invalid(f"logit_bias must have at most {LONGEST_BIAS} tokens", "logit_bias")
+        text = f"must have at most {LONGEST_BIAS} tokens"
     for token, bias in given.items():
         if not token.isdecimal():
-            raise invalid(
-                f"logit_bias must have token ids for keys, not {shown(token)}", "logit_bias"
-            )
-        if not -100 <= bias <= 100:
-            raise invalid(f"logit_bias must be between -100 and 100, not {bias}", "logit_bias")
+            text = text or f"must have token ids for keys, not {shown(token)}"
+        elif not -100 <= bias <= 100:
+            text = text or f"must be between -100 and 100, not {bias}"
+    if text:
+        raise invalid(f"logit_bias {text}", "logit_bias")
     return tuple((int(token), bias) for token, bias in given.items())
 
 
 def guides(body: Sampling) -> dict[str, Guide]:
-    """What fields beyond OpenAI's say that the output has to be, by their names.
+    """Return the guides of fields beyond OpenAI's, by their names.
 
     Raises:
         ApiError: one of them says something that cannot be had, or nothing.
     """
-    values = {name: getattr(body, f"guided_{name}") for name in _KINDS}
     found = {
-        f"guided_{name}": _guide(name, value) for name, value in values.items() if value is not None
+        f"guided_{name}": _guide(name, value)
+        for name in _KINDS
+        if (value := getattr(body, f"guided_{name}")) is not None
     }
     if body.structured_outputs is None:
         return found
     given = body.structured_outputs.model_dump(by_alias=True)
-    given = {
-        name: value for name, value in given.items() if value is not None and value is not False
-    }
-    if not given:
+    asked = [name for name, value in given.items() if value is not None and value is not False]
+    if not asked:
         raise invalid("structured_outputs must say what the output has to be", "structured_outputs")
-    return found | {f"structured_outputs.{name}": _guide(name, given[name]) for name in given}
+    return found | {f"structured_outputs.{name}": _guide(name, given[name]) for name in asked}
 
 
 def _guide(name: str, value: Any) -> Guide:
@@ -173,10 +160,10 @@ def _guide(name: str, value: Any) -> Guide:
 
 
 def guide(body: Sampling) -> Guide | None:
-    """What the output has to be, if a field says so.
+    """Return the guide that a body asks for.
 
     Raises:
-        ApiError: more than one does, or a schema is missing.
+        ApiError: there are several, or a schema is missing.
     """
     found = guides(body)
     if body.response_format and (formatted := _of_format(body.response_format)):
@@ -192,20 +179,12 @@ def _of_format(format: ResponseFormat) -> Guide | None:
     if format.type == "json_object":
         return Guide(GuideKind.JSON)
     schema = format.json_schema.schema_ if format.json_schema else None
-    place, kind, text = {
-        "json_schema": ("json_schema.schema", GuideKind.JSON_SCHEMA, _json(schema)),
-        "json": ("schema", GuideKind.JSON_SCHEMA, _json(format.schema_)),
-        "regex": ("regex", GuideKind.REGEX, format.regex),
-        "ebnf": ("ebnf", GuideKind.GRAMMAR, format.ebnf),
+    place, name, value = {
+        "json_schema": ("json_schema.schema", "json", schema),
+        "json": ("schema", "json", format.schema_),
+        "regex": ("regex", "regex", format.regex),
+        "ebnf": ("ebnf", "grammar", format.ebnf),
     }[format.type]
-    if text is None:
+    if value is None:
         raise invalid(f"response_format must have {place}", "response_format")
-    return Guide(kind, text)
-
-
-def _json(schema: dict[str, Any] | None) -> str | None:
-    return None if schema is None else json.dumps(schema)
-
-
-def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
-    return (stop,) if isinstance(stop, str) else tuple(stop or ())
+    return _guide(name, value)

@@ -1,4 +1,4 @@
-"""The state of an application: names of models, the deployment behind them, running requests."""
+"""The state of an application, and the record of each request."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Protocol
 
@@ -14,9 +15,9 @@ from fastapi import Depends
 from fastapi import Request as HttpRequest
 
 from cog_triton.adapters.directory import adapter_names
-from cog_triton.errors import shown
-from cog_triton.faces.openai.calls import current, observed
+from cog_triton.errors import CogTritonError, shown
 from cog_triton.faces.openai.errors import RETRY_SECONDS, ApiError
+from cog_triton.faces.openai.keys import ANYBODY, Key
 from cog_triton.generation import Chunk
 from cog_triton.request.admission import Admission, Tenant
 from cog_triton.request.limits import TextLimits
@@ -24,8 +25,12 @@ from cog_triton.request.request import Request
 from cog_triton.settings import Settings
 from cog_triton.text.tokenizer import Tokenizer
 
+Chunks = AsyncGenerator[Chunk, None]
 LAST_SECONDS = 2.0
 """For requests that were ended by force to send their clients the error."""
+EXPECTED_TOKENS = 256
+"""Of an answer that may be longer, before its length is known."""
+CHARACTERS_PER_TOKEN = 4
 
 
 class Backend(Protocol):
@@ -39,7 +44,7 @@ class Backend(Protocol):
 
     def generate(
         self, request: Request, request_id: str | None = None, tenant: Tenant | None = None
-    ) -> AsyncGenerator[Chunk, None]:
+    ) -> Chunks:
         """See ``cog_triton.generation.generate``."""
 
     def close(self) -> None:
@@ -47,6 +52,81 @@ class Backend(Protocol):
 
     async def healthy(self) -> bool:
         """Return whether a request would be answered now."""
+
+
+@dataclass
+class Call:
+    """A request as its metrics, log line and trace have it.
+
+    Attributes:
+        began: in seconds of ``time.monotonic``; first_token is counted from there.
+        model: as the client names it; "" before it has named one that is served.
+        queued: seconds that the longest of its answers waited in the queue.
+        finish_reasons: of its answers.
+        error: code of the error that ended it; "" if there was none, or none with a code.
+        gap: called with the seconds between two pieces of an answer.
+        large: its body is so large that it is prepared in a thread.
+        names: see ``Body.names``.
+    """
+
+    id: str
+    path: str
+    key: Key = ANYBODY
+    began: float = field(default_factory=time.monotonic)
+    model: str = ""
+    input_tokens: int = 0
+    output_tokens: int = 0
+    first_token: float | None = None
+    queued: float = 0.0
+    finish_reasons: list[str] = field(default_factory=list)
+    error: str = ""
+    status: int = 0
+    gap: Callable[[float], object] = lambda _: None
+    large: bool = False
+    names: Mapping[str, str] = field(default_factory=dict)
+
+    def seconds(self) -> float:
+        return time.monotonic() - self.began
+
+    def tenant(self, request: Request) -> Tenant:
+        """Return the tenant of a request to the engine, with the tokens that it may take."""
+        prompt = len(request.prompt_ids) or len(request.prompt) // CHARACTERS_PER_TOKEN
+        expected = prompt + min(request.max_tokens, EXPECTED_TOKENS)
+        return Tenant(self.key.name, self.key.weight, float(expected), request.priority)
+
+    async def observed(self, chunks: Chunks) -> Chunks:
+        """Yield the chunks of one answer, and note them."""
+        last, chunk, reason = 0.0, None, "abort"
+        try:
+            async with contextlib.aclosing(chunks):
+                async for chunk in chunks:
+                    if chunk.ids or chunk.text:
+                        now = time.monotonic()
+                        if last:
+                            self.gap(now - last)
+                        elif self.first_token is None:
+                            self.first_token = now - self.began
+                        last = now
+                    reason = chunk.finish_reason or reason
+                    yield chunk
+        except Exception as error:
+            reason = "error"
+            self.error = error.code if isinstance(error, CogTritonError) else "internal"
+            raise
+        finally:
+            self.finish_reasons.append(reason)
+            if chunk is not None:
+                self.output_tokens += chunk.output_tokens
+                self.input_tokens += chunk.input_tokens or 0
+                self.queued = max(self.queued, chunk.queued)
+
+
+CURRENT: ContextVar[Call | None] = ContextVar("call", default=None)
+
+
+def current() -> Call:
+    """Return the request that is being answered."""
+    return CURRENT.get() or Call("", "")
 
 
 @dataclass
@@ -83,14 +163,12 @@ class Served:
         """Return the end and padding tokens of the settings, as arguments of a request."""
         return {"end_id": self.settings.end_id, "pad_id": self.settings.pad_id}
 
-    def generate(
-        self, requests: Sequence[Request], request_id: str
-    ) -> list[AsyncGenerator[Chunk, None]]:
+    def generate(self, requests: Sequence[Request], request_id: str) -> list[Chunks]:
         """Start requests, under ids in Triton that begin with the client's, which may come again."""
         name, call = f"{request_id}-{secrets.token_hex(4)}", current()
         names = [f"{name}-{number}" if number else name for number in range(len(requests))]
         return [
-            observed(self.backend.generate(request, name, call.tenant(request)), call)
+            call.observed(self.backend.generate(request, name, call.tenant(request)))
             for name, request in zip(names, requests, strict=True)
         ]
 
@@ -100,11 +178,7 @@ class Served:
         return (*self.models, *adapter_names(self.settings.lora_dir))
 
     def adapter(self, name: str) -> str:
-        """Return the adapter of a model's name; empty for the model itself.
-
-        Raises:
-            ApiError: 404, nothing is served under that name.
-        """
+        """Return the adapter of a model's name, empty for the model itself, or raise 404."""
         if name in (names := self.names):
             current().model = name
             return "" if name in self.models else name
@@ -112,11 +186,7 @@ class Served:
         raise ApiError(404, text, param="model", code="model_not_found")
 
     def only_model(self) -> str:
-        """Return the model's name, for a request that names none.
-
-        Raises:
-            ApiError: there are adapters, so that it has to name one.
-        """
+        """Return the model for a request that names none; where there are adapters, it has to."""
         if (names := self.names) == self.models:
             return self.models[0]
         text = f"you must provide model: one of {', '.join(names)}"
@@ -124,11 +194,7 @@ class Served:
 
     @contextlib.contextmanager
     def answering(self) -> Iterator[None]:
-        """Count a request as running.
-
-        Raises:
-            ApiError: 503, the server is being stopped.
-        """
+        """Count a request as running, or raise 503 while the server stops."""
         if self.draining:
             text, retry = "the server is stopping and takes no new requests", str(RETRY_SECONDS)
             raise ApiError(503, text, "server_error", headers={"Retry-After": retry})

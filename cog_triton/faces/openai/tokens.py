@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -42,50 +41,33 @@ async def tokenize(body: TokenizeBody, served: FromApp) -> dict[str, Any]:
 
 
 async def token_ids(served: Served, text: str, *, special: bool) -> list[int]:
-    """The token ids of a text.
-
-    Args:
-        special: whether the tokens that begin a text are added.
+    """Return the token ids of a text; ``special``: with the tokens that begin a text.
 
     Raises:
-        PromptTooLong: it has more characters than the limits allow.
-        ApiError: it is no Unicode.
+        PromptTooLong, ApiError: it has more characters than the limits allow, or is no Unicode.
     """
     if not is_unicode(text):
         raise invalid("the prompt must be valid Unicode; half of a surrogate pair is not")
     served.backend.limits.check("the prompt", len(text))
-    tokenizer = served.backend.tokenizer
 
     def encode() -> list[int]:
-        ids: list[int] = tokenizer(text, add_special_tokens=special).input_ids
-        return ids
+        return list(served.backend.tokenizer(text, add_special_tokens=special).input_ids)
 
     return encode() if len(text) < LONG_TEXT else await asyncio.to_thread(encode)
 
 
-async def with_ids(requests: Sequence[Request], body: Sampling, served: Served) -> list[Request]:
-    """The requests with their prompts as token ids, where a body asks for these or for a part of them."""
-    if not body.return_token_ids and body.truncate_prompt_tokens is None:
-        return list(requests)
-    ids: dict[tuple[str, tuple[int, ...]], tuple[int, ...]] = {}
-    for request in requests:
-        if (prompt := (request.prompt, request.prompt_ids)) not in ids:
-            ids[prompt] = await _prompt_ids(request, body, served)
-    cut = body.truncate_prompt_tokens is not None
-    return [
-        replace(one, prompt="" if cut else one.prompt, prompt_ids=ids[one.prompt, one.prompt_ids])
-        for one in requests
-    ]
-
-
-async def _prompt_ids(request: Request, body: Sampling, served: Served) -> tuple[int, ...]:
+async def with_ids(request: Request, body: Sampling, served: Served) -> Request:
+    """Return a request with its prompt as token ids, where a body asks for these or for a part of them."""
+    most = body.truncate_prompt_tokens
+    if not body.return_token_ids and most is None:
+        return request
     ids, special = list(request.prompt_ids), request.add_special_tokens is not False
     beginning: list[int] = []
     if not ids:
         ids = await token_ids(served, request.prompt, special=special)
         beginning = await token_ids(served, "", special=special)
-    if (most := body.truncate_prompt_tokens) is None:
-        return tuple(ids)
+    if most is None:
+        return replace(request, prompt_ids=tuple(ids))
     if most == -1:
         context = served.backend.context_length or UNKNOWN_TOKENS
         output = request.max_tokens if request.max_tokens < context else 1
@@ -95,7 +77,7 @@ async def _prompt_ids(request: Request, body: Sampling, served: Served) -> tuple
     rest, most = ids[len(kept) :], most - len(kept)
     if len(rest) > most:
         rest = rest[:most] if body.truncation_side == "right" else rest[len(rest) - most :]
-    return (*kept, *rest)
+    return replace(request, prompt="", prompt_ids=(*kept, *rest))
 
 
 @router.post("/detokenize")
@@ -110,7 +92,7 @@ async def detokenize(body: DetokenizeBody, served: FromApp) -> dict[str, Any]:
 
 
 def _text(body: TokenizeBody, served: Served) -> tuple[str, bool]:
-    """What is tokenized, and whether the tokens that begin a text are added to it."""
+    """Return what is tokenized, and whether with the tokens that begin a text."""
     if (body.prompt is None) == (body.messages is None):
         raise invalid("either prompt or messages must be given", "prompt")
     if body.prompt is not None:

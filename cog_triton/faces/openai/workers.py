@@ -95,26 +95,31 @@ class Workers:
         if not self._stopping:  # a second signal would end at once what runs
             self._stopping = True
             for process in self._processes:
-                with contextlib.suppress(ProcessLookupError):
-                    process.terminate()
+                _send(process.terminate)
 
     drain = stop
 
     def kill(self) -> None:
         for process in self._processes:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
+            _send(process.kill)
 
     async def _keep_running(self, ready: Callable[[], object]) -> None:
         """Run a worker, and another after each that ends."""
         started = False
         while not self._stopping:
-            process, ready_pipe = await self._spawn()
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "cog_triton.faces.openai.workers"),
+                json.dumps(self._options),
+                stdout=asyncio.subprocess.PIPE,  # a byte comes when it is ready
+                pass_fds=(self._options["listener"],),
+                env={**os.environ, "PROMETHEUS_MULTIPROC_DIR": self._options["metrics"]},
+                start_new_session=True,  # Ctrl-C reaches only the first process, which passes it on
+            )
             self._processes.add(process)
             if self._stopping:  # meanwhile
-                with contextlib.suppress(ProcessLookupError):
-                    process.terminate()
-            if await _first_byte(ready_pipe) and not started:
+                _send(process.terminate)
+            assert process.stdout is not None
+            if await process.stdout.read(1) and not started:
                 started = True
                 self._starting -= 1
                 if not self._starting:
@@ -129,31 +134,10 @@ class Workers:
             if not self._stopping:
                 logger.error("a worker ended: another takes its place")
 
-    async def _spawn(self) -> tuple[asyncio.subprocess.Process, int]:
-        """Start a worker; return it, and a descriptor to read a byte from when it is ready."""
-        readable, writable = os.pipe()
-        options = json.dumps({**self._options, "ready": writable})
-        try:
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "cog_triton.faces.openai.workers", options),
-                pass_fds=(self._options["listener"], writable),
-                env={**os.environ, "PROMETHEUS_MULTIPROC_DIR": self._options["metrics"]},
-                start_new_session=True,  # Ctrl-C reaches only the first process, which passes it on
-            )
-        finally:
-            os.close(writable)
-        return process, readable
 
-
-async def _first_byte(descriptor: int) -> bytes:
-    """Return the first byte of a pipe, empty if it is closed before; close it."""
-    reader = asyncio.StreamReader()
-    with os.fdopen(descriptor, "rb") as pipe:
-        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(reader), pipe
-        )
-        with contextlib.closing(transport):
-            return await reader.read(1)
+def _send(signal: Callable[[], None]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        signal()
 
 
 async def _run_worker(
@@ -166,8 +150,9 @@ async def _run_worker(
     listener: int,
     settings: Mapping[str, object],
     metrics: str,
-    ready: int,
 ) -> None:
+    ready = os.dup(1)
+    os.dup2(2, 1)  # what a library prints is no sign of being ready
     given = {**read_settings().model_dump(exclude_unset=True), **settings}
     own = Settings.model_validate(given)
     log_to(own.log_level)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from fastapi import APIRouter
 
 from cog_triton.faces.openai.answers import Answering, new_id
-from cog_triton.faces.openai.bodies import BodyRoute, off_loop
+from cog_triton.faces.openai.bodies import STREAMED, BodyRoute, off_loop
 from cog_triton.faces.openai.messages.fields import IGNORED, REFUSED, CountBody, MessagesBody
 from cog_triton.faces.openai.messages.inputs import chat_body
 from cog_triton.faces.openai.messages.writer import MessageWriter
-from cog_triton.faces.openai.openapi import STREAMED
 from cog_triton.faces.openai.sampling import check_fields
 from cog_triton.faces.openai.served import FromApp, RequestId
 from cog_triton.faces.openai.tokens import token_ids

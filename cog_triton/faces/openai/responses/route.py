@@ -5,8 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter
 
 from cog_triton.faces.openai.answers import Answering
-from cog_triton.faces.openai.bodies import BodyRoute, off_loop
-from cog_triton.faces.openai.openapi import STREAMED
+from cog_triton.faces.openai.bodies import STREAMED, BodyRoute, off_loop
 from cog_triton.faces.openai.responses.fields import IGNORED, REFUSED, ResponsesBody
 from cog_triton.faces.openai.responses.inputs import chat_body
 from cog_triton.faces.openai.responses.writer import ResponseWriter

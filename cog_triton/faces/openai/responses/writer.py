@@ -6,8 +6,8 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from cog_triton.faces.openai.answers import NumberedChunks, dumps, new_id, typed_event
+from cog_triton.faces.openai.choices import chat_log_probs
 from cog_triton.faces.openai.errors import ApiError, invalid
-from cog_triton.faces.openai.log_probs import chat_log_probs
 from cog_triton.faces.openai.responses.fields import ResponsesBody
 from cog_triton.faces.openai.responses.output import Output
 from cog_triton.faces.openai.turns import Reader

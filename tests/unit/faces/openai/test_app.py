@@ -12,9 +12,9 @@ import pytest
 from cog_triton import errors
 from cog_triton.faces.openai.answers import merged
 from cog_triton.faces.openai.app import create_app
+from cog_triton.faces.openai.choices import text_log_probs
 from cog_triton.faces.openai.errors import api_error
 from cog_triton.faces.openai.fields import FIELDS
-from cog_triton.faces.openai.log_probs import text_log_probs
 from cog_triton.generation import Chunk
 from cog_triton.wire import TokenLogProb
 from tests.unit.faces.openai.support import (

@@ -13,9 +13,9 @@ import pytest
 
 from cog_triton.errors import TritonOverloaded, TritonTimeout
 from cog_triton.faces.openai.app import create_app
-from cog_triton.faces.openai.calls import Call
 from cog_triton.faces.openai.command import invitation
-from cog_triton.faces.openai.tracing import attributes, tracing
+from cog_triton.faces.openai.metrics import attributes, tracing
+from cog_triton.faces.openai.served import Call
 from cog_triton.generation import Chunk
 from cog_triton.request.admission import Tenant
 from cog_triton.settings import read_settings

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from cog_triton.faces.openai.completions import completion_requests
+from cog_triton.faces.openai.completions import prompt_requests
 from cog_triton.faces.openai.errors import ApiError
 from cog_triton.faces.openai.fields import ChatBody, CompletionBody
-from cog_triton.faces.openai.sampling import UNKNOWN_CONTEXT, check_fields
+from cog_triton.faces.openai.sampling import UNKNOWN_CONTEXT, check_fields, repeated
 from cog_triton.faces.openai.tools.calls import HERMES
 from cog_triton.faces.openai.turns import chat_request
 from cog_triton.request.guide import Guide, GuideKind
 from cog_triton.request.request import Request
-from tests.unit.faces.openai.support import MESSAGES, Backend, served
+from tests.unit.faces.openai.support import CHUNKS, MESSAGES, Backend, ask, served
 
 
 def of_chat(backend: Backend | None = None, **fields: Any) -> Request:
@@ -25,7 +25,7 @@ def of_chat(backend: Backend | None = None, **fields: Any) -> Request:
 
 def of_text(**fields: Any) -> list[Request]:
     body = {"model": "m", "prompt": "Hello", "seed": 0, **fields}
-    return completion_requests(CompletionBody.model_validate(body), served(Backend()))
+    return prompt_requests(CompletionBody.model_validate(body), served(Backend()))
 
 
 def test_openais_defaults() -> None:
@@ -94,11 +94,13 @@ def test_the_settings_end_token_is_that_of_every_request() -> None:
 
 
 def test_a_seed_counts_up() -> None:
-    assert [request.seed for request in of_text(seed=2**64 - 1, n=2)] == [2**64 - 1, 0]
-    prompts = of_text(prompt=[[1, 2], [3]], n=2, seed=5)
-    assert [(request.prompt_ids, request.seed) for request in prompts] == [
-        *(((1, 2), 5), ((1, 2), 6), ((3,), 5), ((3,), 6)),
-    ]
+    (last,) = of_text(seed=2**64 - 1)
+    assert [request.seed for request in repeated(last, 2)] == [2**64 - 1, 0]
+    backend = Backend(*CHUNKS)
+    body = {"model": "m", "prompt": [[1, 2], [3]], "n": 2, "seed": 5}
+    assert ask(backend, "POST", "/v1/completions", json=body).status_code == 200
+    asked = [(request.prompt_ids, request.seed) for request, _ in backend.asked]
+    assert sorted(asked) == [((1, 2), 5), ((1, 2), 6), ((3,), 5), ((3,), 6)]
 
 
 def test_logprobs_without_alternatives() -> None:
