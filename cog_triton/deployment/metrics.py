@@ -1,7 +1,4 @@
-"""What a deployment counts, in Prometheus' text format on a port of its own.
-
-Triton's metrics, on its own port, tell of the engine; these tell of what stands in front of it.
-"""
+"""Queue and restarts in Prometheus' text format, on a port of their own; Triton's are of the engine."""
 
 from __future__ import annotations
 
@@ -21,46 +18,46 @@ SECONDS = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80)
 
 
 class Metrics:
-    """The figures of one deployment."""
+    """The metrics of one deployment."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self._queued = Histogram(
             "cog_triton_queue_seconds",
-            "Seconds that requests waited for a place.",
+            "Seconds that requests waited for a slot.",
             buckets=SECONDS,
             registry=self.registry,
         )
         self._requests = Counter(
             "cog_triton_requests",
-            "Requests, by what became of them at the queue.",
+            "Requests, by their outcome at the queue.",
             ["outcome"],
             registry=self.registry,
         )
 
     def observe(self, outcome: Outcome, seconds: float) -> None:
-        """Counts a request that has been let in or refused, and its wait if it had one to do."""
+        """Count a request that was admitted or refused, and its wait if it had one."""
         self._requests.labels(outcome).inc()
         if outcome in ("admitted", "late"):
             self._queued.observe(seconds)
 
     def watch(self, admission: Admission, restarts: Callable[[], int]) -> None:
-        """Counts what an admission does, and adds what is asked for when somebody looks."""
+        """Count an admission's requests; read the gauges when the metrics are."""
         admission.observers.append(self.observe)
         gauges: list[tuple[str, str, Callable[[], float]]] = [
-            ("requests_running", "Requests that have a place.", lambda: admission.running),
+            ("requests_running", "Requests that have a slot.", lambda: admission.running),
             ("requests_waiting", "Requests that wait for one.", lambda: admission.waiting),
-            ("restarts", "How often tritonserver was started again.", restarts),
+            ("restarts", "Restarts of tritonserver.", restarts),
         ]
         for name, text, value in gauges:
             Gauge(f"cog_triton_{name}", text, registry=self.registry).set_function(value)
 
     @contextlib.contextmanager
     def served(self, host: str, port: int) -> Iterator[int]:
-        """Answers on ``/metrics`` of a port meanwhile; yields the port.
+        """Serve ``/metrics``; yield the port.
 
         Raises:
-            ConfigurationError: nothing can listen there.
+            ConfigurationError: the port cannot be listened on.
         """
         try:
             listener = bound(host, port)
@@ -69,9 +66,8 @@ class Metrics:
             raise ConfigurationError(
                 f"PREDICTOR_METRICS_PORT={port}: cannot listen on {host}:{port} ({error.strerror})"
             ) from None
-        server = Server(
-            Config(make_asgi_app(self.registry), Limits(body_bytes=0, request_seconds=10.0))
-        )
+        limits = Limits(body_bytes=0, request_seconds=10.0)
+        server = Server(Config(make_asgi_app(self.registry), limits))
         thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
         thread.start()
         try:

@@ -1,4 +1,4 @@
-"""What a deployment needs before a start: an engine that can run, files in place, template variables."""
+"""Before a start: files in place and checked, adapters, template variables of the models."""
 
 from __future__ import annotations
 
@@ -8,113 +8,90 @@ from pathlib import Path
 from typing import Any
 
 from cog_triton.adapters.tensors import AdapterTensors
-from cog_triton.deployment.engine_choice import (
-    EngineName,
-    Machine,
-    adapter_dtype,
-    check_checkpoint,
-    check_engine,
-    check_vllm,
-    choose_engine,
-    look_around,
-)
+from cog_triton.deployment.engine_choice import EngineName, adapter_dtype, check_checkpoint
 from cog_triton.engines.arguments import read_arguments
 from cog_triton.errors import ConfigurationError
 from cog_triton.repository.checks import read_config, unmet_needs
 from cog_triton.repository.variables import load_overrides
-from cog_triton.server.installation import locate
-from cog_triton.server.log import GPU
 from cog_triton.settings import Settings
 
 Values = dict[str, dict[str, object]]
-
+"""Template variables by model and name."""
 ADAPTERS: tuple[EngineName, ...] = ("transformers", "vllm", "llmapi", "tensorrtllm")
 """Engines that can use LoRA adapters."""
 
 
-def resolve_engine(settings: Settings) -> EngineName:
-    """The engine to run, after everything that can be known before a start has been checked.
-
-    Raises:
-        ConfigurationError: there is no tritonserver, or the engine or model cannot be run.
-    """
-    here = machine(settings)
-    engine = choose_engine(settings.engine, settings.engine_dir, here)
-    if engine == "tensorrtllm":
-        check_engine(settings.engine_dir, here, settings.world_size)
-        return engine
-    if engine == "vllm":
-        check_vllm(here)
-    if settings.world_size > 1 and engine != "simulated":  # which is how ranks are tried out
-        raise ConfigurationError(
-            f"WORLD_SIZE={settings.world_size} is for TensorRT-LLM's C++ backend, and the engine is "
-            f"{engine}; the workers of the LLM API and of vLLM are set by tensor_parallel_size"
-        )
-    return engine
-
-
-def machine(settings: Settings) -> Machine:
-    """What this machine has of what engines need."""
-    return look_around(locate(settings).backends, gpu=GPU)
-
-
 def with_files(settings: Settings) -> Settings:
-    """The settings with what they name on this machine: downloaded, unpacked and checked.
+    """Return the settings with the model and the tokenizer downloaded, unpacked and checked.
 
     Raises:
-        ConfigurationError: it is missing, or cannot be downloaded.
+        ConfigurationError: one is missing, or cannot be downloaded.
     """
-    return _with_tokenizer(_with_model(settings))
-
-
-def _with_tokenizer(settings: Settings) -> Settings:
-    """Fetched here, because tritonserver, whose models load it as well, has no token for it."""
+    if settings.weights is not None:
+        settings = placed(settings, fetched(settings, settings.weights, settings.weights_checksum))
+    elif settings.engine_dir is None and not Path(settings.model).is_dir():
+        check_model(settings.model)
+        settings = placed(settings, fetched(settings, settings.model, settings.weights_checksum))
     name = settings.tokenizer_dir
     if Path(name).is_dir():
         return settings
-    from cog_triton.weights import hub  # as in fetched
+    from cog_triton.weights import hub
 
     if not hub.is_hub_id(name):
         return settings
-    found = hub.fetch_from_hub(name, _token(settings), without=hub.WEIGHTS)
-    return settings.model_copy(update={"tokenizer": str(found)})
-
-
-def _with_model(settings: Settings) -> Settings:
-    if settings.weights is not None:
-        return placed(settings, fetched(settings, settings.weights, settings.weights_checksum))
-    if settings.engine_dir is not None or Path(settings.model).is_dir():
-        return settings
-    check_model(settings)
-    return placed(settings, fetched(settings, settings.model, settings.weights_checksum))
+    # Triton's models load the tokenizer as well, and get no token to download it.
+    directory = hub.fetch_from_hub(name, _token(settings), without=hub.WEIGHTS)
+    return settings.model_copy(update={"tokenizer": str(directory)})
 
 
 def placed(settings: Settings, directory: Path) -> Settings:
-    """The settings for weights in a directory: an engine, or a Hugging Face model."""
+    """Return the settings for weights in a directory: an engine, or a Hugging Face model."""
     for engine_dir in (directory / "engine", directory):
         if any(engine_dir.glob("*.engine")):
             return settings.model_copy(update={"engine_dir": engine_dir})
     return settings.model_copy(update={"model": str(directory)})
 
 
+def check_model(model: str) -> None:
+    """Refuse a MODEL that looks like a path where nothing is."""
+    looks_like_path = model.startswith((".", "/", "models/")) or model.count("/") > 1
+    if looks_like_path and "://" not in model and not Path(model).expanduser().exists():
+        raise ConfigurationError(f"MODEL={model} does not exist")
+
+
+def fetched(settings: Settings, source: str, checksum: str | None = None) -> Path:
+    """Return the local directory of a source; see ``cog_triton.weights.fetch``.
+
+    Raises:
+        ConfigurationError: it cannot be had, with the reason and what to do.
+    """
+    from cog_triton.weights import fetch  # brings httpx and more, which few setups need
+
+    cache = settings.weights_cache.expanduser()
+    return fetch(source, cache=cache, checksum=checksum, token=_token(settings))
+
+
+def _token(settings: Settings) -> str | None:
+    return settings.hf_token.get_secret_value() if settings.hf_token else None
+
+
 def template_values(
     settings: Settings, engine: EngineName, *, num_return_sequences: bool = True
 ) -> Values:
-    """The template variables of each model: from the settings, overridden by the configuration file.
+    """Return the template variables: from the settings, overridden by the configuration file.
 
     Args:
-        num_return_sequences: whether the models have this input; see ``misplaces_parameters``.
+        num_return_sequences: the models have this input; see ``has_swapped_sampling_params``.
 
     Raises:
-        ConfigurationError: the configuration file cannot be read.
+        ConfigurationError: the configuration file cannot be read, or the engine has no adapters.
     """
     overrides = read_overrides(settings)
     tokenizer: dict[str, object] = {"tokenizer_dir": settings.tokenizer_dir}
-    # Only where it is asked for: the C++ backend and NVIDIA's own templates have no such variable.
+    # Only where it is set: the C++ backend and NVIDIA's own templates have no such variable.
     if settings.trust_remote_code:
         tokenizer["trust_remote_code"] = True
     llm = {**tokenizer, **_engine_values(settings, engine)}
-    adapters = adapter_tensors(settings, engine)
     limit = context_length({**llm, **overrides.get("tensorrt_llm", {})})
     values: Values = {
         "ensemble": {},
@@ -122,6 +99,7 @@ def template_values(
         "postprocessing": dict(tokenizer),
         "tensorrt_llm": llm,
     }
+    adapters = adapter_tensors(settings, engine)
     for model in ("ensemble", "tensorrt_llm"):
         if not num_return_sequences:
             values[model]["num_return_sequences"] = False
@@ -130,11 +108,39 @@ def template_values(
     return merge(values, overrides)
 
 
+def _engine_values(settings: Settings, engine: EngineName) -> dict[str, object]:
+    # The predictor returns only the output; for others the default is NVIDIA's, with the prompt.
+    values: dict[str, object] = {"exclude_input_in_output": True}
+    if settings.lora_dir is not None:
+        check_adapters(settings.lora_dir, engine)
+        # TensorRT-LLM would look there for numbers as names, in its own form only.
+        if engine != "tensorrtllm":
+            values["lora_prefetch_dir"] = str(settings.lora_dir.resolve())
+    if engine == "tensorrtllm":
+        directory = settings.engine_dir
+        engine_dir = None if directory is None else str(directory.resolve())
+        return {**values, "triton_backend": "tensorrtllm", "engine_dir": engine_dir}
+    simulated = {
+        name: getattr(settings, name)
+        for name in type(settings).model_fields
+        if name.startswith("simulated_")
+    }
+    return {
+        **values,
+        "engine": engine,
+        "model": settings.model_dir,
+        "device": settings.device,
+        "dtype": settings.dtype,
+        "max_seq_len": settings.max_sequence_length,
+        **simulated,
+    }
+
+
 def read_overrides(settings: Settings) -> Values:
-    """What the configuration file overrides, by model and variable; nothing without one.
+    """Return the variables of the configuration file; none without one.
 
     Raises:
-        ConfigurationError: it cannot be read, or it was named and is not there.
+        ConfigurationError: it cannot be read, or it was named and does not exist.
     """
     file = settings.config_file
     if file.exists():
@@ -144,42 +150,45 @@ def read_overrides(settings: Settings) -> Values:
     return {}
 
 
-def check_files(llm: Mapping[str, object]) -> None:
-    """Finds files of a model that are missing or damaged, before Triton is started on them.
+def merge(
+    values: Mapping[str, Mapping[str, object]], overrides: Mapping[str, Mapping[str, object]]
+) -> Values:
+    """Return ``values`` with the variables of ``overrides`` over them."""
+    models = {**values, **overrides}
+    return {model: {**values.get(model, {}), **overrides.get(model, {})} for model in models}
 
-    Args:
-        llm: the values of tensorrt_llm, as ``template_values`` or a filled configuration have them.
+
+def check_adapters(directory: Path, engine: EngineName) -> None:
+    """Refuse a LORA_DIR that is missing, or that the engine cannot use."""
+    if engine not in ADAPTERS:
+        raise ConfigurationError(
+            f"LORA_DIR has no effect with ENGINE={engine}: {', '.join(ADAPTERS)} have adapters"
+        )
+    if not directory.is_dir():
+        raise ConfigurationError(f"LORA_DIR={directory} is not a directory")
+
+
+def adapter_tensors(settings: Settings, engine: EngineName) -> AdapterTensors | None:
+    """Return the adapters that are sent with requests, as only TensorRT-LLM's C++ backend takes them.
 
     Raises:
-        ConfigurationError: naming the file.
+        ConfigurationError: the engine cannot use them, or the transport cannot send them.
     """
-    model = Path(str(llm.get("model", "")))
-    if llm.get("engine") not in ("transformers", "vllm") or str(model) == ".":
-        return
-    if model.is_dir() and not _has_load_format(llm):
-        check_checkpoint(model)
-
-
-def _has_load_format(llm: Mapping[str, object]) -> bool:
-    """Whether vLLM is told to read the weights in a way of its own, or to make them up."""
-    file = llm.get("vllm_config")
-    if llm.get("engine") != "vllm" or not file:
-        return False
-    try:
-        return "load_format" in read_arguments(Path(str(file)), "vllm_config")
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(str(error)) from error
+    if engine != "tensorrtllm" or settings.lora_dir is None or settings.engine_dir is None:
+        return None
+    if settings.transport == "http":
+        raise ConfigurationError(
+            "LORA_DIR with ENGINE=tensorrtllm needs TRANSPORT=grpc: Triton takes no 16-bit numbers as JSON"
+        )
+    return AdapterTensors(settings.lora_dir, adapter_dtype(settings.engine_dir))
 
 
 def check_models(configs: Iterable[Path]) -> None:
-    """Finds what the engines of models that are filled already would miss.
-
-    Args:
-        configs: their config.pbtxt.
+    """Check models that are filled already, given by their config.pbtxt.
 
     Raises:
-        ConfigurationError: a model's configuration is not valid, or lacks what its engine cannot load
-            without; or a file of its model is missing or damaged.
+        ConfigurationError: a configuration is not valid, or lacks what its engine cannot load without;
+            or a file of a model is missing or damaged.
     """
     parsed = {config: read_config(config) for config in configs}
     problems = [
@@ -195,148 +204,45 @@ def check_models(configs: Iterable[Path]) -> None:
         check_files({name: value.string_value for name, value in content.parameters.items()})
 
 
-def merge(
-    values: Mapping[str, Mapping[str, object]], overrides: Mapping[str, Mapping[str, object]]
-) -> Values:
-    """``values`` with the variables of ``overrides`` in place of those of the same model and name."""
-    return {
-        model: {**values.get(model, {}), **overrides.get(model, {})}
-        for model in [*values, *(model for model in overrides if model not in values)]
-    }
-
-
-def check_model(settings: Settings) -> None:
-    """Finds a model that is not there before anything is started.
-
-    Raises:
-        ConfigurationError: MODEL looks like a path, and there is nothing.
-    """
-    path = Path(settings.model)
-    looks_like_path = (
-        settings.model.startswith((".", "/", "models/")) or settings.model.count("/") > 1
-    )
-    if looks_like_path and "://" not in settings.model and not path.expanduser().exists():
-        raise ConfigurationError(f"MODEL={settings.model} does not exist")
-
-
-def fetched(settings: Settings, source: str, checksum: str | None = None) -> Path:
-    """The local directory of what a source names; see ``cog_triton.weights.fetch``.
-
-    Raises:
-        ConfigurationError: there is nothing to return, with the reason and what to do.
-    """
-    from cog_triton.weights import fetch  # brings httpx and more, which few setups need
-
-    return fetch(
-        source,
-        cache=settings.weights_cache.expanduser(),
-        checksum=checksum,
-        token=_token(settings),
-    )
-
-
-def _token(settings: Settings) -> str | None:
-    return settings.hf_token.get_secret_value() if settings.hf_token else None
-
-
-def check_adapters(directory: Path, engine: EngineName) -> None:
-    """Whether an engine can use the adapters in LORA_DIR.
-
-    Raises:
-        ConfigurationError: it cannot.
-    """
-    if engine not in ADAPTERS:
-        raise ConfigurationError(
-            f"LORA_DIR has no effect with ENGINE={engine}: {', '.join(ADAPTERS)} have adapters"
-        )
-    if not directory.is_dir():
-        raise ConfigurationError(f"LORA_DIR={directory} is no directory")
-
-
-def adapter_tensors(settings: Settings, engine: EngineName) -> AdapterTensors | None:
-    """The adapters of LORA_DIR for TensorRT-LLM's C++ backend, which gets them with requests.
-
-    Returns:
-        None for an engine that reads them itself, and where there are none.
-
-    Raises:
-        ConfigurationError: the engine cannot use them, or the transport cannot send them.
-    """
-    if engine != "tensorrtllm" or settings.lora_dir is None or settings.engine_dir is None:
-        return None
-    if settings.transport == "http":
-        raise ConfigurationError(
-            "LORA_DIR with ENGINE=tensorrtllm needs TRANSPORT=grpc: Triton takes no 16-bit numbers as JSON"
-        )
-    return AdapterTensors(settings.lora_dir, adapter_dtype(settings.engine_dir))
-
-
-def _engine_values(settings: Settings, engine: EngineName) -> dict[str, object]:
-    # The predictor returns the answer alone; for others the default is NVIDIA's, with the prompt.
-    predictors: dict[str, object] = {"exclude_input_in_output": True}
-    if settings.lora_dir is not None:
-        check_adapters(settings.lora_dir, engine)
-        # TensorRT-LLM would look there for numbers as names, in its own form alone.
-        if engine != "tensorrtllm":
-            predictors["lora_prefetch_dir"] = settings.absolute_lora_dir
-    if engine == "tensorrtllm":
-        return {
-            **predictors,
-            "triton_backend": "tensorrtllm",
-            "engine_dir": settings.absolute_engine_dir,
-        }
-    return {
-        **predictors,
-        "engine": engine,
-        "model": settings.model_dir,
-        "device": settings.device,
-        "dtype": settings.dtype,
-        "max_seq_len": settings.max_sequence_length,
-        "simulated_prefill_ms": settings.simulated_prefill_ms,
-        "simulated_prefill_tokens_per_s": settings.simulated_prefill_tokens_per_s,
-        "simulated_inter_token_ms": settings.simulated_inter_token_ms,
-        "simulated_max_batch": settings.simulated_max_batch,
-        "simulated_failure_rate": settings.simulated_failure_rate,
-        "simulated_failures": settings.simulated_failures,
-        "simulated_text": settings.simulated_text,
-    }
-
-
-_FURTHER = ("llm_api_config", "vllm_config")
+def check_files(llm: Mapping[str, object]) -> None:
+    """Check the checkpoint that the variables of tensorrt_llm name, before Triton is started on it."""
+    model, vllm_config = Path(str(llm.get("model", ""))), llm.get("vllm_config")
+    if llm.get("engine") not in ("transformers", "vllm") or str(model) == "." or not model.is_dir():
+        return
+    if llm["engine"] == "vllm" and vllm_config:
+        try:
+            if "load_format" in read_arguments(Path(str(vllm_config)), "vllm_config"):
+                return  # vLLM reads the weights in another way, or makes them up
+        except (OSError, ValueError) as error:
+            raise ConfigurationError(str(error)) from error
+    check_checkpoint(model)
 
 
 def context_length(values: Mapping[str, object]) -> int | None:
-    """The context length of the engine that these template variables of tensorrt_llm describe.
+    """Return the most tokens of prompt and output together, by the variables of tensorrt_llm.
 
-    Returns:
-        None where only the engine will know: the model is not on this machine, or does not say.
+    None if only the engine knows: the model is not on this machine, or does not say.
     """
-    limits = [int(str(values["max_seq_len"]))] if values.get("max_seq_len") else []
+    limits: list[object] = []
     if values.get("triton_backend") == "tensorrtllm":
-        limits += _of_engine(values.get("engine_dir"))
+        limits.append(
+            _config_of(values.get("engine_dir")).get("build_config", {}).get("max_seq_len")
+        )
     # The simulated engine has no model, and a file of further arguments may lift the model's limit.
-    elif values.get("engine") != "simulated" and not any(map(values.get, _FURTHER)):
-        limits += _of_model(values.get("model"))
-    return min(limits, default=None)
+    elif values.get("engine") != "simulated" and not (
+        values.get("llm_api_config") or values.get("vllm_config")
+    ):
+        config = _config_of(values.get("model"))
+        limits.append(config.get("text_config", config).get("max_position_embeddings"))
+    known = [limit for limit in limits if isinstance(limit, int) and limit > 0]
+    if values.get("max_seq_len"):
+        known.append(int(str(values["max_seq_len"])))
+    return min(known, default=None)
 
 
-def _of_engine(directory: object) -> list[int]:
-    build = _configuration(directory).get("build_config", {})
-    return _numbers(build.get("max_seq_len"))
-
-
-def _of_model(directory: object) -> list[int]:
-    config = _configuration(directory)
-    return _numbers(config.get("text_config", config).get("max_position_embeddings"))
-
-
-def _configuration(directory: object) -> dict[str, Any]:
+def _config_of(directory: object) -> dict[str, Any]:
     try:
         config = json.loads(Path(str(directory), "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return config if isinstance(config, dict) else {}
-
-
-def _numbers(value: object) -> list[int]:
-    return [value] if isinstance(value, int) and value > 0 else []

@@ -1,78 +1,103 @@
-"""One life of Triton as a deployment uses it: the server, its client, and whether they answer."""
+"""A tritonserver that runs: its start, its client, its health, its end."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
+import os
+import shutil
+import tempfile
 import threading
 import time
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
 
 from cog_triton.client.stream import TritonClient
-from cog_triton.errors import ConfigurationError, UserError
+from cog_triton.deployment.preparation import Values
+from cog_triton.errors import (
+    ConfigurationError,
+    TritonPortTaken,
+    TritonStartError,
+    TritonUnavailable,
+    UserError,
+    file_problem,
+)
 from cog_triton.generation import generate
+from cog_triton.repository.checks import check_streaming
+from cog_triton.repository.fill import fill_repository
 from cog_triton.request.request import Request
+from cog_triton.server.guard import process_name
 from cog_triton.server.tritonserver import TritonServer
+from cog_triton.settings import Settings
 from cog_triton.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("tritonserver")
+progress = logging.getLogger("cog_triton.deployment")
 
 WARM_UP = Request(prompt="Hello", seed=0, max_tokens=2, temperature=0.0)
+NOTICE_SECONDS = 2.0  # in which the end of a server is noticed
 CHECK_SECONDS = 0.5
 PROBE_SECONDS = 4.0  # Cog waits five for a health check
-PROBE_FACTOR = 10.0  # on what an answer took when the server had just started
+PROBE_FACTOR = 10.0  # on the time of the warm-up
+PORT_CHOICES = 3
+RESTART_SECONDS = 60.0
+RESTART_FACTOR = 10.0  # on the longest start so far
 
 
+@dataclass(eq=False)
 class RunningServer:
-    """A tritonserver that has started, from its first request to its end."""
+    """A tritonserver that has started, until its end.
 
-    def __init__(
-        self,
-        server: TritonServer,
-        client: TritonClient,
-        tokenizer: Tokenizer,
-        cleanup: contextlib.ExitStack,
-        *,
-        hang_timeout: float,
-    ) -> None:
-        """Takes over a server that is ready.
+    Attributes:
+        cleanup: stops the server, and removes its files.
+        hang_timeout: seconds without a response, while requests run, after which it hangs; 0 for never.
+    """
 
-        Args:
-            cleanup: stops the server, and removes what it had.
-            hang_timeout: seconds of silence, while requests run, after which it is useless; 0 for never.
-        """
-        self.server = server
-        self.client = client
-        self._tokenizer = tokenizer
-        self._cleanup = cleanup
-        self._hang_timeout = hang_timeout
+    server: TritonServer
+    client: TritonClient
+    tokenizer: Tokenizer
+    cleanup: contextlib.ExitStack
+    hang_timeout: float
+
+    def __post_init__(self) -> None:
         self._probe: asyncio.Task[None] | None = None
         self._probe_began = 0.0
         self._patience = PROBE_SECONDS
 
     async def warm_up(self) -> None:
-        """Runs a short request, whose time tells what may be expected of the next.
+        """Run a short request, and take its time as a measure for later probes.
 
         Raises:
-            ConfigurationError: the settings ask for something of every request that is refused.
+            ConfigurationError: the settings make the server refuse every request.
             CogTritonError: it failed.
         """
         began = time.monotonic()
         try:
-            await self._answer()
+            await self._generate()
         except UserError as error:
             raise ConfigurationError(f"the first request was refused: {error.message}") from error
         self._patience = max(PROBE_SECONDS, PROBE_FACTOR * (time.monotonic() - began))
 
     async def ended(self) -> str:
-        """Waits until the server has ended, or hangs; returns why."""
-        end = _end_of(self.server)
+        """Wait until the server has ended, or hangs and is killed; return why."""
+        loop = asyncio.get_running_loop()
+        end: asyncio.Future[None] = loop.create_future()
+
+        def wait() -> None:
+            self.server.wait()
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(end.set_result, None)
+
+        # Not a thread of asyncio's, which Python waits for when it exits: the server ends after that.
+        threading.Thread(target=wait, name="tritonserver-end", daemon=True).start()
         while not end.done():
-            # Not wait_for, which before Python 3.12 goes on when it is cancelled at the very moment of the
-            # end: a server that dies as it is stopped would be started again.
+            # Not wait_for, which before Python 3.12 continues when it is cancelled at the very moment of
+            # the end: a server that dies as it is stopped would be started again.
             await asyncio.wait([end], timeout=CHECK_SECONDS)
             silence = self.client.silence()
-            if self._hang_timeout and silence > self._hang_timeout and not end.done():
+            if self.hang_timeout and silence > self.hang_timeout and not end.done():
                 reason = f"Triton hangs: requests run, and none had a response for {silence:.0f} s"
                 logger.error("%s", reason)
                 self.server.kill()
@@ -81,13 +106,13 @@ class RunningServer:
         return self.server.end
 
     async def healthy(self) -> bool:
-        """Whether the server is ready, and answers a request when no other is running."""
+        """Return whether the server is ready, and answers a request while no other is running."""
         if not await asyncio.to_thread(self.server.is_ready):
             return False
         if self._probe is None or self._probe.done():
             if self.client.busy:
-                return True  # a hang shows in its silence
-            self._probe = asyncio.create_task(self._answer())
+                return True  # ``ended`` notices a hang
+            self._probe = asyncio.create_task(self._generate())
             self._probe_began = time.monotonic()
         patience = self._patience - (time.monotonic() - self._probe_began)
         await asyncio.wait([self._probe], timeout=min(max(patience, 0), PROBE_SECONDS))
@@ -96,27 +121,107 @@ class RunningServer:
         return time.monotonic() - self._probe_began < self._patience
 
     async def stop(self) -> None:
-        """Stops the server and everything that belongs to it."""
+        """Stop the server and remove everything that belongs to it."""
         if self._probe is not None:
             self._probe.cancel()
         await self.client.aclose()
-        await asyncio.to_thread(self._cleanup.close)
+        await asyncio.to_thread(self.cleanup.close)
 
-    async def _answer(self) -> None:
-        async for _ in generate(WARM_UP, self.client, self._tokenizer):
+    async def _generate(self) -> None:
+        async for _ in generate(WARM_UP, self.client, self.tokenizer):
             pass
 
 
-def _end_of(server: TritonServer) -> asyncio.Future[None]:
-    """What is done when the server has ended."""
-    loop = asyncio.get_running_loop()
-    end: asyncio.Future[None] = loop.create_future()
+def server_starter(
+    settings: Settings, values: Values, loading: Awaitable[Tokenizer]
+) -> Callable[[], Awaitable[RunningServer]]:
+    """Return the function that starts each server in turn; arguments as for ``start_server``.
 
-    def wait() -> None:
-        server.wait()
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody wants to know
-            loop.call_soon_threadsafe(end.set_result, None)
+    A restart gets less time than the first start: a stub may hang as it starts (seen once in 200).
+    """
+    longest = 0.0
 
-    # Not a thread of asyncio's, which Python waits for when it exits: the server ends after that.
-    threading.Thread(target=wait, name="tritonserver-end", daemon=True).start()
-    return end
+    async def start() -> RunningServer:
+        nonlocal longest
+        began = time.monotonic()
+        timeout = start_timeout(settings.start_timeout, longest)
+        timed_settings = settings.model_copy(update={"start_timeout": timeout})
+        for _ in range(PORT_CHOICES - 1):
+            # Choose again, or fail with an error that names the setting of a fixed port.
+            with contextlib.suppress(TritonPortTaken):
+                server = await start_server(timed_settings, values, loading)
+                break
+        else:
+            server = await start_server(timed_settings, values, loading)
+        longest = max(longest, time.monotonic() - began)
+        return server
+
+    return start
+
+
+def start_timeout(setting: float, longest: float) -> float:
+    """Return the seconds that a server may take to become ready, after the longest start so far."""
+    return min(setting, max(RESTART_SECONDS, RESTART_FACTOR * longest)) if longest else setting
+
+
+async def start_server(
+    settings: Settings, values: Values, loading: Awaitable[Tokenizer]
+) -> RunningServer:
+    """Fill a repository, start tritonserver on it, and return after its first request.
+
+    Args:
+        values: of the template variables of each model.
+        loading: the tokenizer, which may still be loading.
+
+    Raises:
+        CogTritonError: it did not start; nothing is left of it.
+    """
+    temporary = settings.runtime_directory is None
+    with contextlib.ExitStack() as cleanup:
+        try:
+            prefix = f"cog-triton-{process_name(os.getpid())}-" if temporary else "run-"
+            if settings.runtime_directory is not None:
+                settings.runtime_directory.mkdir(parents=True, exist_ok=True)
+            runtime = Path(tempfile.mkdtemp(prefix=prefix, dir=settings.runtime_directory))
+            cleanup.callback(shutil.rmtree, runtime, ignore_errors=True)
+            fill_repository(settings.model_repository, runtime / "repository", values)
+        except OSError as error:
+            raise ConfigurationError(file_problem(error)) from error
+        if not temporary:
+            cleanup.pop_all()
+        check_streaming(runtime / "repository")
+        server = TritonServer(runtime / "repository", runtime, settings, temporary=temporary)
+        cleanup.callback(server.stop)
+        _, tokenizer = await asyncio.gather(asyncio.to_thread(server.start), loading)
+        client = create_client(settings, server)
+        running = RunningServer(server, client, tokenizer, cleanup.pop_all(), settings.hang_timeout)
+    try:
+        with timed("warmed up"):
+            await running.warm_up()
+    except BaseException as error:
+        gone = isinstance(error, TritonUnavailable)
+        ended = gone and await asyncio.to_thread(server.ends_within, NOTICE_SECONDS)
+        await running.stop()
+        if ended:  # which is the cause; the request only noticed
+            raise TritonStartError(server.end) from error
+        raise
+    return running
+
+
+def create_client(settings: Settings, server: TritonServer) -> TritonClient:
+    """Return a client of the transport that the settings name."""
+    if settings.transport == "http":
+        from cog_triton.client.http_transport import HttpClient
+
+        return HttpClient(server.endpoints.http, response_timeout=settings.response_timeout)
+    from cog_triton.client.grpc_transport import GrpcClient
+
+    return GrpcClient(server.endpoints.grpc, response_timeout=settings.response_timeout)
+
+
+@contextlib.contextmanager
+def timed(done: str) -> Iterator[None]:
+    """Log what has been done, and how long it took; nothing if it failed."""
+    started = time.monotonic()
+    yield
+    progress.info("%s in %.1f s", done, time.monotonic() - started)

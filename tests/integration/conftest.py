@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cog_triton.deployment.preparation import Values, merge, resolve_engine, template_values
+from cog_triton.deployment.engine_choice import resolve_engine
+from cog_triton.deployment.preparation import Values, merge, template_values
 from cog_triton.repository.fill import fill_repository
 from cog_triton.server.command import Launch
 from cog_triton.server.tritonserver import TritonServer

@@ -79,7 +79,7 @@ async def answers(
     tokens: int = TOKENS,
 ) -> Any:
     """The answers to all requests, during which a part may be killed; that one restarts."""
-    life = deployment._supervisor.running
+    life = deployment.supervisor.running
     kill = once(partial(os.kill, *victim(deployment, *killed))) if killed else lambda: None
     running = [answer(deployment, request(i, tokens), kill) for i in range(STREAMS)]
     texts = await asyncio.wait_for(asyncio.gather(*running), SECONDS)
@@ -90,7 +90,7 @@ async def answers(
 
 
 async def next_life(deployment: Deployment, ended: RunningServer | None) -> None:
-    while await deployment._supervisor.after(ended, SECONDS) is ended:
+    while await deployment.supervisor.after(ended, SECONDS) is ended:
         pass
 
 
@@ -102,7 +102,7 @@ def once(do: Callable[[], None]) -> Callable[[], None]:
 
 def victim(deployment: Deployment, name: str, number: signal.Signals) -> tuple[int, signal.Signals]:
     """What to kill a part with: its process is looked for before, so that the kill takes no time."""
-    life = deployment._supervisor.running
+    life = deployment.supervisor.running
     assert life is not None
     return part(life.server.shm_prefix, name), number
 
@@ -137,7 +137,7 @@ def test_streams_go_on_as_if_nothing_had_happened(demo_model: Path, transport: s
             undisturbed = await answers(deployment)
             for number, kill in enumerate(KILLS, 1):
                 assert await answers(deployment, kill) == undisturbed, kill
-                assert deployment._supervisor.restarts == number
+                assert deployment.supervisor.restarts == number
                 assert await deployment.healthy()
 
     asyncio.run(test())
@@ -157,7 +157,7 @@ def test_sampled_text_goes_on_as_it_would_have(demo_model: Path, tmp_path: Path)
             undisturbed = await answers(deployment, tokens=tokens)
             killed = await answers(deployment, ("tensorrt_llm", signal.SIGKILL), tokens)
             assert killed == undisturbed
-            assert deployment._supervisor.restarts == 1
+            assert deployment.supervisor.restarts == 1
 
     asyncio.run(test())
 
@@ -170,7 +170,7 @@ def test_a_restart_while_requests_wait_and_are_cancelled_loses_no_place(demo_mod
         async with deployed(demo_model, ENGINE="simulated", **environment) as deployment:
             undisturbed = await answer(deployment, request(0))
             running = [asyncio.create_task(answer(deployment, request(0))) for _ in range(20)]
-            life = deployment._supervisor.running
+            life = deployment.supervisor.running
             assert life is not None
             while not life.client.busy:
                 await asyncio.sleep(0.01)
@@ -182,7 +182,7 @@ def test_a_restart_while_requests_wait_and_are_cancelled_loses_no_place(demo_mod
             whole = [end for end in ends if not isinstance(end, asyncio.CancelledError)]
             assert whole == [undisturbed] * 6
             assert (deployment.admission.running, deployment.admission.waiting) == (0, 0)
-            assert deployment._supervisor.restarts == 1
+            assert deployment.supervisor.restarts == 1
 
     asyncio.run(test())
 
@@ -210,7 +210,7 @@ def test_a_request_that_ends_its_servers_fails_and_others_go_on(
             assert await asyncio.wait_for(asyncio.gather(*running), SECONDS) == undisturbed
             with pytest.raises(TritonUnavailable, match="two servers ended"):
                 await asyncio.wait_for(poison[0], SECONDS)
-            assert deployment._supervisor.restarts == 2
+            assert deployment.supervisor.restarts == 2
             assert await answers(deployment) == undisturbed
 
     poisonous = dataclasses.replace(request(0), seed=POISON)
@@ -223,7 +223,7 @@ def test_requests_that_are_not_resumed_fail_at_once_and_may_be_sent_again(
     async def test() -> None:
         environment = {"ENGINE": "simulated", "RESUME_ATTEMPTS": "0"}
         async with deployed(demo_model, **environment) as deployment:
-            life = deployment._supervisor.running
+            life = deployment.supervisor.running
             with pytest.raises(TritonUnavailable):
                 await answers(deployment, ("tensorrt_llm", signal.SIGKILL))
             await asyncio.wait_for(next_life(deployment, life), SECONDS)
@@ -255,7 +255,7 @@ def test_health_is_what_a_request_would_see(demo_model: Path) -> None:
     async def test() -> None:
         async with deployed(demo_model, ENGINE="simulated") as deployment:
             assert await deployment.healthy()
-            life = deployment._supervisor.running
+            life = deployment.supervisor.running
             assert life is not None
             preprocessing = part(life.server.shm_prefix, "preprocessing")
             os.kill(preprocessing, signal.SIGSTOP)
@@ -281,7 +281,7 @@ from tests.integration.test_recovery import part
 
 async def main():
     deployment = await Deployment.start(read_settings())
-    os.kill(part(deployment._supervisor.running.server.shm_prefix, "tensorrt_llm"), signal.SIGKILL)
+    os.kill(part(deployment.supervisor.running.server.shm_prefix, "tensorrt_llm"), signal.SIGKILL)
     await asyncio.sleep(3600)
 
 asyncio.run(main())
@@ -326,7 +326,7 @@ def test_a_runtime_directory_that_was_full_recovers_when_there_is_room(
     async def test() -> None:
         environment = {"RUNTIME_DIR": str(small_disk), "TRITON_RESTARTS": "1"}
         async with deployed(demo_model, ENGINE="simulated", **environment) as deployment:
-            life = deployment._supervisor.running
+            life = deployment.supervisor.running
             ballast = small_disk / "ballast"
             with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
                 while True:

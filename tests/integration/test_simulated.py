@@ -11,7 +11,7 @@ from typing import Any, get_args
 import pytest
 
 from cog_triton.client.stream import TritonClient
-from cog_triton.deployment.deployment import create_client
+from cog_triton.deployment.running import create_client
 from cog_triton.engines.base import GenerationRequest
 from cog_triton.engines.simulated import Failure, FailureKind, Failures
 from cog_triton.errors import (

@@ -79,7 +79,7 @@ def shifted(adapter: Path | None, dtype: str = "float16", count: int = len(IDS))
 
 
 def metrics_address(deployment: Deployment) -> str:
-    life = deployment._supervisor.running
+    life = deployment.supervisor.running
     assert life is not None
     return life.server.endpoints.metrics
 
@@ -130,7 +130,7 @@ def test_after_a_restart_it_is_sent_again(
     async def test() -> None:
         async with deployed(demo_model, tmp_path) as deployment:
             poet = make_adapter(demo_model, tmp_path / "adapters" / "poet")
-            life = deployment._supervisor.running
+            life = deployment.supervisor.running
             assert life is not None
             triton = part(life.server.shm_prefix, "tritonserver")
             kill = once(partial(os.kill, triton, signal.SIGKILL))
@@ -139,7 +139,7 @@ def test_after_a_restart_it_is_sent_again(
                 ids += chunk.ids
                 if len(ids) >= 5:
                     kill()
-            assert deployment._supervisor.restarts == 1
+            assert deployment.supervisor.restarts == 1
             # The stand-in begins the prompt anew, of which the delivered ids are the end.
             assert ids[:5] == shifted(poet, count=5)
             begun = ids.index(ids[0], 1)

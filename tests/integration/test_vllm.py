@@ -212,7 +212,7 @@ def test_a_killed_engine_core_is_noticed_and_all_goes_on(
         patience = str(SECONDS)
         async with deployed(demo_model, **environment, RESUME_TIMEOUT=patience) as deployment:
             undisturbed = [await answer(deployment)] * STREAMS
-            life = deployment._supervisor.running
+            life = deployment.supervisor.running
             assert life is not None
             processes = vllm_processes(life.server)
             begun = asyncio.Event()
@@ -220,10 +220,10 @@ def test_a_killed_engine_core_is_noticed_and_all_goes_on(
             await begun.wait()
             processes[0].kill()
             assert await asyncio.wait_for(asyncio.gather(*running), SECONDS) == undisturbed
-            assert deployment._supervisor.restarts == 1
+            assert deployment.supervisor.restarts == 1
             assert not any(p.is_running() for p in processes)
             # Nothing runs now, and its end is noticed all the same.
-            life = deployment._supervisor.running
+            life = deployment.supervisor.running
             assert life is not None
             stub = part(life.server.shm_prefix, "tensorrt_llm")
             processes = vllm_processes(life.server)

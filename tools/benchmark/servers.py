@@ -21,7 +21,8 @@ from tritonclient.grpc.model_config_pb2 import (  # type: ignore[import-untyped,
     ModelConfig,
 )
 
-from cog_triton.deployment.preparation import resolve_engine, template_values, with_files
+from cog_triton.deployment.engine_choice import resolve_engine
+from cog_triton.deployment.preparation import template_values, with_files
 from cog_triton.models import stub
 from cog_triton.repository.fill import fill_repository
 from cog_triton.server.installation import PACKAGE_ROOT

@@ -113,7 +113,7 @@ class SoakedDeployment(Deployment):
     async def pieces(self, case: Case) -> AsyncGenerator[Piece, None]:
         """The answer to a case, with its ids."""
         ids: list[int] = []
-        streams = Recording(self._streams, ids)
+        streams = Recording(self.streams, ids)
         answer = generate(case.request, streams, self.tokenizer, context_length=self.context_length)
         async with aclosing(answer) as chunks:
             async for chunk in chunks:

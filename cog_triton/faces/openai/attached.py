@@ -36,7 +36,7 @@ from cog_triton.client.grpc_transport import (
 from cog_triton.client.resume import ResumingClient
 from cog_triton.client.stream import Inputs, TritonClient
 from cog_triton.deployment.deployment import tokenizer_of
-from cog_triton.deployment.engine_choice import EngineName, check_supported, with_own_beginning
+from cog_triton.deployment.engine_choice import EngineName, check_supported, without_bos
 from cog_triton.errors import (
     ConfigurationError,
     InvalidParameter,
@@ -321,7 +321,7 @@ def own_inputs(request: Request, tokenizer: Tokenizer) -> dict[str, npt.NDArray[
     Raises:
         InvalidParameter: it has what only our own preprocessing knows.
     """
-    request = with_own_beginning(request, tokenizer)
+    request = without_bos(request, tokenizer)
     gives = "the ensemble of this Triton gives text"
     if request.stop_token_ids:
         raise InvalidParameter(f"stop_token_ids must be empty: {gives}")

@@ -94,7 +94,7 @@ def test_an_unknown_name_is_refused_with_those_that_are_there(tmp_path: Path) ->
 def test_what_an_engine_can_do_with_a_directory(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="no effect with ENGINE=simulated: transformers, "):
         check_adapters(tmp_path, "simulated")
-    with pytest.raises(ConfigurationError, match="is no directory"):
+    with pytest.raises(ConfigurationError, match="is not a directory"):
         check_adapters(tmp_path / "nowhere", "vllm")
     for engine in ADAPTERS:
         check_adapters(tmp_path, engine)

@@ -8,18 +8,23 @@ from typing import Any, cast, get_args
 
 import pytest
 
-from cog_triton.deployment.deployment import Deployment, own_preprocessing, start_timeout
-from cog_triton.deployment.engine_choice import EngineName, check_supported, with_own_beginning
+from cog_triton.deployment.deployment import Deployment, own_preprocessing
+from cog_triton.deployment.engine_choice import (
+    EngineName,
+    check_supported,
+    resolve_engine,
+    without_bos,
+)
 from cog_triton.deployment.preparation import (
     check_files,
     check_model,
     merge,
     placed,
     read_overrides,
-    resolve_engine,
     template_values,
     with_files,
 )
+from cog_triton.deployment.running import start_timeout
 from cog_triton.errors import ConfigurationError, InvalidParameter, PromptTooLong, TritonUnavailable
 from cog_triton.repository.variables import VARIABLES
 from cog_triton.request.admission import Admission, Bounds
@@ -89,17 +94,17 @@ def test_merging_keeps_models_that_only_one_side_has() -> None:
 @pytest.mark.parametrize("model", ["models/none", "/none", "./none", "a/b/c"])
 def test_a_path_where_nothing_is(model: str) -> None:
     with pytest.raises(ConfigurationError, match=f"MODEL={model} does not exist"):
-        check_model(read_settings({"MODEL": model}))
+        check_model(model)
 
 
 def test_an_id_is_left_to_the_loader() -> None:
-    check_model(read_settings({"MODEL": "org/name"}))
+    check_model("org/name")
 
 
 def test_a_model_may_be_a_tar_file_or_a_url(tmp_path: Path) -> None:
     (tmp_path / "model.tar").touch()
     for model in (str(tmp_path / "model.tar"), "https://host/path/to/model.tar"):
-        check_model(read_settings({"MODEL": model}))
+        check_model(model)
 
 
 def test_files_are_checked_of_the_engine_that_reads_them(tmp_path: Path) -> None:
@@ -189,13 +194,11 @@ def test_a_length_penalty_goes_where_it_has_an_effect(
     assert (None if found is None else found.tolist()) == sent
 
 
-@pytest.mark.parametrize(
-    ("taken", "expected"), [([], 300), ([2, 3], 60), ([9, 7], 90), ([40], 300)]
-)
-def test_a_restart_gets_as_long_as_earlier_starts_give_reason_for(
-    taken: list[float], expected: float
+@pytest.mark.parametrize(("longest", "expected"), [(0.0, 300), (3, 60), (9, 90), (40, 300)])
+def test_a_restart_gets_ten_times_what_the_longest_start_took(
+    longest: float, expected: float
 ) -> None:
-    assert start_timeout(300, taken) == expected
+    assert start_timeout(300, longest) == expected
 
 
 def test_without_a_gpu_and_an_engine_auto_is_transformers(demo_model: Path) -> None:
@@ -295,10 +298,10 @@ def test_what_another_preprocessing_would_ignore_is_refused(name: str, value: ob
 def test_another_preprocessing_adds_the_beginning_of_a_chat_itself() -> None:
     tokenizer = SimpleNamespace(bos_token="<s>")
     chat = request(prompt="<s>[INST] <s>a", add_special_tokens=False)
-    assert with_own_beginning(chat, tokenizer) == request(prompt="[INST] <s>a")
-    assert with_own_beginning(chat, SimpleNamespace(bos_token=None)).prompt == chat.prompt
+    assert without_bos(chat, tokenizer) == request(prompt="[INST] <s>a")
+    assert without_bos(chat, SimpleNamespace(bos_token=None)).prompt == chat.prompt
     raw = request(prompt="<s>a")
-    assert with_own_beginning(raw, tokenizer) is raw
+    assert without_bos(raw, tokenizer) is raw
 
 
 def test_preprocessing_is_known_by_its_code(tmp_path: Path) -> None:

@@ -11,24 +11,24 @@ from safetensors.numpy import save_file
 from cog_triton.deployment.engine_choice import (
     BACKEND_LIBRARY,
     EngineName,
-    Machine,
+    Runtimes,
     check_checkpoint,
     check_engine,
     check_vllm,
     choose_engine,
-    misplaces_parameters,
+    has_swapped_sampling_params,
 )
 from cog_triton.errors import ConfigurationError
 
 
-def machine(
+def runtimes(
     tmp_path: Path, *, library: bool = True, version: str | None = "1.2.1", gpu: bool = True
-) -> Machine:
+) -> Runtimes:
     backends = tmp_path / "backends"
     (backends / "tensorrtllm").mkdir(parents=True, exist_ok=True)
     if library:
         (backends / "tensorrtllm" / BACKEND_LIBRARY).touch()
-    return Machine(backends, version, gpu)
+    return Runtimes(backends, version, gpu)
 
 
 def engine(tmp_path: Path, *, version: str = "1.2.1", world_size: int = 1, ranks: int = 1) -> Path:
@@ -59,7 +59,7 @@ def test_auto(
     directory = engine(tmp_path) if has_engine else tmp_path
     assert (
         choose_engine(
-            "auto", directory, machine(tmp_path, library=library, version=version, gpu=gpu)
+            "auto", directory, runtimes(tmp_path, library=library, version=version, gpu=gpu)
         )
         == chosen
     )
@@ -80,9 +80,9 @@ def test_auto(
 def test_auto_takes_vllm_where_it_can_run_on_a_gpu(
     vllm: str | None, for_cpus: bool, gpu: bool, chosen: str, tmp_path: Path
 ) -> None:
-    here = Machine(tmp_path, None, gpu, vllm, for_cpus)
+    here = Runtimes(tmp_path, None, gpu, vllm, for_cpus)
     assert choose_engine("auto", None, here) == chosen
-    with_tensorrt_llm = Machine(tmp_path, "1.3.0", gpu, vllm, for_cpus)
+    with_tensorrt_llm = Runtimes(tmp_path, "1.3.0", gpu, vllm, for_cpus)
     assert choose_engine("auto", None, with_tensorrt_llm) == ("llmapi" if gpu else chosen)
 
 
@@ -91,7 +91,7 @@ def test_auto_takes_vllm_where_it_can_run_on_a_gpu(
     [("0.32.0", True, False), ("0.25.0", False, True), ("0.33.1", False, True)],
 )
 def test_a_vllm_that_can_run(vllm: str, for_cpus: bool, gpu: bool, tmp_path: Path) -> None:
-    check_vllm(Machine(tmp_path, None, gpu, vllm, for_cpus))
+    check_vllm(Runtimes(tmp_path, None, gpu, vllm, for_cpus))
 
 
 @pytest.mark.parametrize(
@@ -106,40 +106,40 @@ def test_a_vllm_that_can_run(vllm: str, for_cpus: bool, gpu: bool, tmp_path: Pat
 )
 def test_a_vllm_that_cannot_run(vllm: str | None, gpu: bool, message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        check_vllm(Machine(tmp_path, None, gpu, vllm))
+        check_vllm(Runtimes(tmp_path, None, gpu, vllm))
 
 
 def test_an_engine_that_auto_cannot_use_is_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    choose_engine("auto", engine(tmp_path), machine(tmp_path, library=False, version=None))
+    choose_engine("auto", engine(tmp_path), runtimes(tmp_path, library=False, version=None))
     assert "the engine is not used" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["tensorrtllm", "llmapi", "vllm", "transformers", "simulated"])
 def test_a_named_engine_is_taken(tmp_path: Path, name: str) -> None:
-    assert choose_engine(name, None, machine(tmp_path, library=False, version=None)) == name
+    assert choose_engine(name, None, runtimes(tmp_path, library=False, version=None)) == name
 
 
 def test_an_engine_that_fits(tmp_path: Path) -> None:
-    check_engine(engine(tmp_path, world_size=2, ranks=2), machine(tmp_path), 2)
+    check_engine(engine(tmp_path, world_size=2, ranks=2), runtimes(tmp_path), 2)
 
 
 @pytest.mark.parametrize("built", ["1.2.0", "1.2.1rc1"])
 def test_another_patch_version_is_worth_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, built: str
 ) -> None:
-    check_engine(engine(tmp_path, version=built), machine(tmp_path), 1)
+    check_engine(engine(tmp_path, version=built), runtimes(tmp_path), 1)
     assert built in caplog.text
 
 
 def test_versions_that_cannot_match_are_both_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"built with TensorRT-LLM 0\.9\.0, but 1\.2\.1"):
-        check_engine(engine(tmp_path, version="0.9.0"), machine(tmp_path), 1)
+        check_engine(engine(tmp_path, version="0.9.0"), runtimes(tmp_path), 1)
 
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
-    here = machine(tmp_path)
+    here = runtimes(tmp_path)
     with pytest.raises(ConfigurationError, match="needs ENGINE_DIR"):
         check_engine(None, here, 1)
     with pytest.raises(ConfigurationError, match=r"has no rank\*\.engine"):
@@ -153,11 +153,11 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"config\.json cannot be read"):
         check_engine(directory, here, 2)
     with pytest.raises(ConfigurationError, match=f"{BACKEND_LIBRARY} is missing"):
-        check_engine(directory, Machine(tmp_path / "none", "1.3.0", True), 2)
+        check_engine(directory, Runtimes(tmp_path / "none", "1.3.0", True), 2)
 
 
 @pytest.mark.parametrize(
-    ("engine", "version", "misplaces"),
+    ("engine", "version", "swapped"),
     [
         ("tensorrtllm", "1.2.0", True),
         ("tensorrtllm", "1.2.1", True),
@@ -171,10 +171,10 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
         ("transformers", "1.2.1", False),
     ],
 )
-def test_which_backends_misplace_parameters(
-    engine: EngineName, version: str | None, misplaces: bool, tmp_path: Path
+def test_backends_that_swap_sampling_parameters(
+    engine: EngineName, version: str | None, swapped: bool
 ) -> None:
-    assert misplaces_parameters(engine, machine(tmp_path, version=version)) is misplaces
+    assert has_swapped_sampling_params(engine, version) is swapped
 
 
 def checkpoint(directory: Path, *shards: str) -> Path:

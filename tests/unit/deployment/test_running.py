@@ -1,4 +1,4 @@
-"""A life of a server, without a server."""
+"""The end of a running server, without a server."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from cog_triton.deployment.running import RunningServer
 
 
 class FakeServer:
-    """Ends when it is told to."""
+    """Ends when the event is set."""
 
-    end = "it was told to end"
+    end = "it was killed"
 
     def __init__(self) -> None:
-        self.told = threading.Event()
+        self.killed = threading.Event()
 
     def wait(self) -> None:
-        self.told.wait()
+        self.killed.wait()
 
 
 class SilentClient:
@@ -31,30 +31,30 @@ class SilentClient:
         return 0.0
 
 
-def life_of(server: FakeServer) -> RunningServer:
-    parts: list[Any] = [server, SilentClient(), None, contextlib.ExitStack()]
-    return RunningServer(*parts, hang_timeout=0.0)
+def running(server: FakeServer) -> RunningServer:
+    parts: list[Any] = [server, SilentClient(), None, contextlib.ExitStack(), 0.0]
+    return RunningServer(*parts)
 
 
-def test_the_end_of_a_life_has_its_reason() -> None:
+def test_the_end_has_its_reason() -> None:
     async def test() -> None:
         server = FakeServer()
-        ended = asyncio.create_task(life_of(server).ended())
+        ended = asyncio.create_task(running(server).ended())
         await asyncio.sleep(0.01)
-        server.told.set()
-        assert await asyncio.wait_for(ended, 10) == "it was told to end"
+        server.killed.set()
+        assert await asyncio.wait_for(ended, 10) == "it was killed"
 
     asyncio.run(test())
 
 
 @pytest.mark.parametrize("steps", range(6))
-def test_who_watches_a_life_can_be_cancelled_at_the_moment_of_its_end(steps: int) -> None:
-    """Else a server that is stopped just when it dies is started again, and the stop waits for good."""
+def test_the_watch_can_be_cancelled_at_the_moment_of_the_end(steps: int) -> None:
+    """Else a server that is stopped just when it dies is started again, and the stop never ends."""
 
     async def test() -> None:
         server, begun = FakeServer(), asyncio.Event()
         loop = asyncio.get_running_loop()
-        watching = asyncio.create_task(_watch(life_of(server)))
+        watching = asyncio.create_task(_watch(running(server)))
         await asyncio.sleep(0.01)
         call = loop.call_soon_threadsafe
 
@@ -64,7 +64,7 @@ def test_who_watches_a_life_can_be_cancelled_at_the_moment_of_its_end(steps: int
             return handle
 
         cast("Any", loop).call_soon_threadsafe = note
-        server.told.set()
+        server.killed.set()
         while not begun.is_set():
             await asyncio.sleep(0)
         for _ in range(steps):
@@ -76,6 +76,6 @@ def test_who_watches_a_life_can_be_cancelled_at_the_moment_of_its_end(steps: int
     asyncio.run(test())
 
 
-async def _watch(life: RunningServer) -> None:
-    await life.ended()
+async def _watch(server: RunningServer) -> None:
+    await server.ended()
     await asyncio.sleep(60)
