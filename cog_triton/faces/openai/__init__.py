@@ -6,10 +6,10 @@
     bodies.py      bodies are parsed and validated by fields.py; sampling.py makes a ``Request`` of them
     answers.py     chunks to a response, as events or in one body, by the writer of an API
     choices.py     the writer of chat.py and completions.py, whose responses are lists of choices
-    responses/, messages/
-                   /v1/responses, and Anthropic's /v1/messages, with their writers
+    responses.py   /v1/responses, with response_writer.py; messages.py is Anthropic's /v1/messages
     routes.py      models, health and the chat page, page.html; tokens.py tokenizes
-    turns.py       a chat to a request, and its answer's chunks to events: text, thoughts, calls
+    turns.py       a chat to a request, and the reader of its answer
+    parsing.py     a model's text to events: text, thoughts, calls; tool_calls.py has the formats of calls
     operation.py   the middleware: keys.py lets in; metrics.py and the log get each request at its end
     errors.py      the status and body of each error
     attached.py    a Triton that runs already, whose ensemble may give text

@@ -10,13 +10,19 @@ from starlette.responses import Response
 
 import cog_triton
 from cog_triton.errors import CogTritonError, shown
-from cog_triton.faces.openai import chat, completions, metrics, routes, tokens
+from cog_triton.faces.openai import (
+    chat,
+    completions,
+    messages,
+    metrics,
+    responses,
+    routes,
+    tokens,
+)
 from cog_triton.faces.openai.answers import ErrorResponse, told
 from cog_triton.faces.openai.bodies import ERRORS, MESSAGE_ERRORS
 from cog_triton.faces.openai.errors import ApiError
-from cog_triton.faces.openai.messages import route as messages
 from cog_triton.faces.openai.operation import add_operation, id_headers
-from cog_triton.faces.openai.responses import route as responses
 from cog_triton.faces.openai.served import Served
 
 ROUTED = (chat, completions, responses, routes, tokens, metrics)

@@ -20,9 +20,9 @@ from cog_triton.faces.openai.choices import (
     wanted,
 )
 from cog_triton.faces.openai.fields import ChatBody
+from cog_triton.faces.openai.parsing import CallStart, Event, Reasoning, Text
 from cog_triton.faces.openai.served import FromApp, RequestId
 from cog_triton.faces.openai.tokens import with_ids
-from cog_triton.faces.openai.tools.events import CallStart, Event, Reasoning, Text
 from cog_triton.faces.openai.turns import Turn, chat_turn
 from cog_triton.generation import Chunk
 from cog_triton.text.tokenizer import Tokenizer

@@ -12,8 +12,8 @@ from cog_triton.errors import is_unicode
 from cog_triton.faces.openai.bodies import BodyRoute, off_loop
 from cog_triton.faces.openai.errors import invalid
 from cog_triton.faces.openai.fields import DetokenizeBody, Sampling, TokenizeBody
-from cog_triton.faces.openai.prompts import chat_prompt
 from cog_triton.faces.openai.served import FromApp, Served
+from cog_triton.faces.openai.turns import chat_prompt
 from cog_triton.request.limits import UNKNOWN_TOKENS
 from cog_triton.request.request import Request
 

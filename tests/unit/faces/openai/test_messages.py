@@ -13,8 +13,7 @@ import pytest
 from cog_triton import errors
 from cog_triton.faces.openai.app import create_app
 from cog_triton.faces.openai.fields import NamedTool
-from cog_triton.faces.openai.messages.fields import MessagesBody
-from cog_triton.faces.openai.messages.inputs import chat_body, chat_messages
+from cog_triton.faces.openai.messages import MessagesBody, chat_body, chat_messages
 from cog_triton.generation import Chunk
 from tests.unit.faces.openai.support import (
     CHUNKS,

@@ -11,16 +11,15 @@ from cog_triton.faces.openai.completions import prompt_requests
 from cog_triton.faces.openai.errors import ApiError
 from cog_triton.faces.openai.fields import ChatBody, CompletionBody
 from cog_triton.faces.openai.sampling import UNKNOWN_CONTEXT, check_fields, repeated
-from cog_triton.faces.openai.tools.calls import HERMES
-from cog_triton.faces.openai.turns import chat_request
+from cog_triton.faces.openai.turns import chat_turn
 from cog_triton.request.guide import Guide, GuideKind
 from cog_triton.request.request import Request
-from tests.unit.faces.openai.support import CHUNKS, MESSAGES, Backend, ask, served
+from tests.unit.faces.openai.support import CHUNKS, MESSAGES, Backend, ask, served, talkative
 
 
 def of_chat(backend: Backend | None = None, **fields: Any) -> Request:
     body = {"model": "m", "messages": MESSAGES, "seed": 0, **fields}
-    return chat_request(ChatBody.model_validate(body), served(backend or Backend()), None)
+    return chat_turn(ChatBody.model_validate(body), served(backend or Backend())).request
 
 
 def of_text(**fields: Any) -> list[Request]:
@@ -166,16 +165,17 @@ def test_a_format_without_its_text_is_refused(kind: str) -> None:
 def test_an_enforced_call_is_a_guide() -> None:
     tool = {"type": "function", "function": {"name": "f"}}
     body = {"model": "m", "messages": MESSAGES, "tools": [tool], "tool_choice": "required"}
-    request = chat_request(ChatBody.model_validate(body), served(Backend()), HERMES)
+    backend = served(talkative())
+    request = chat_turn(ChatBody.model_validate(body), backend).request
     assert request.guide is not None
     assert json.loads(request.guide.text)["items"]["properties"]["name"] == {"const": "f"}
     assert request.shown_tokens == ("<tool_call>", "</tool_call>")
     # Of a text, of which there is none.
     formatted = ChatBody.model_validate({**body, "response_format": {"type": "json_object"}})
-    assert chat_request(formatted, served(Backend()), HERMES).guide == request.guide
+    assert chat_turn(formatted, backend).request.guide == request.guide
     both = ChatBody.model_validate({**body, "guided_regex": "a"})
     with pytest.raises(ApiError, match="tool_choice and guided_regex contradict"):
-        chat_request(both, served(Backend()), HERMES)
+        chat_turn(both, backend)
 
 
 def test_unknown_fields_are_named_and_known_ones_refused() -> None:

@@ -13,8 +13,7 @@ import pytest
 
 from cog_triton.errors import TritonUnavailable
 from cog_triton.faces.openai.app import create_app
-from cog_triton.faces.openai.responses.fields import ResponsesBody
-from cog_triton.faces.openai.responses.inputs import chat_body, chat_messages
+from cog_triton.faces.openai.responses import ResponsesBody, chat_body, chat_messages
 from cog_triton.generation import Chunk
 from cog_triton.wire import TokenLogProb
 from tests.unit.faces.openai.support import (

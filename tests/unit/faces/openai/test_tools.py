@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import jsonschema  # type: ignore[import-untyped]
@@ -16,47 +17,49 @@ from hypothesis import strategies as st
 from cog_triton.engines.structured_output import grammar
 from cog_triton.faces.openai.errors import ApiError
 from cog_triton.faces.openai.fields import ChatBody
-from cog_triton.faces.openai.reasoning import ReasoningParser, thinks
-from cog_triton.faces.openai.tools.calls import (
-    HERMES,
-    LLAMA,
-    MISTRAL,
-    PYTHON,
-    CallParser,
-    Format,
-    PythonCallParser,
-    call_parser,
-    format_of,
-)
-from cog_triton.faces.openai.tools.choice import call_guide, is_enforced, offered_tools
-from cog_triton.faces.openai.tools.events import (
+from cog_triton.faces.openai.parsing import (
     Arguments,
     CallStart,
     Event,
     Parser,
     Reasoning,
+    ReasoningParser,
     Text,
-    joined,
 )
+from cog_triton.faces.openai.tool_calls import HERMES, LLAMA, MISTRAL, PYTHON, Format, format_of
+from cog_triton.faces.openai.turns import call_guide, tool_use
+from cog_triton.request.guide import Guide
 from cog_triton.text.detokenizer import IncrementalDetokenizer
 from cog_triton.text.tokenizer import load_tokenizer
 
 WEATHER = '{"city": "Paris, {Texas}", "days": [1, 2]}'
 
 
-def parser(known: Format, *, guided: bool = False) -> CallParser:
+def parser(known: Format, *, guided: bool = False) -> Parser:
     numbers = itertools.count()
-    return CallParser(known, guided=guided, new_id=lambda: f"id{next(numbers)}")
+    return known.parser(lambda: f"id{next(numbers)}", guided=guided)
 
 
-def python_parser() -> PythonCallParser:
-    numbers = itertools.count()
-    return PythonCallParser(lambda: f"id{next(numbers)}")
+def python_parser() -> Parser:
+    return parser(PYTHON)
 
 
 def read(reader: Parser, pieces: Sequence[str]) -> list[Event]:
     events = [event for piece in pieces for event in reader.feed(piece)]
     return joined([*events, *reader.flush()])
+
+
+def joined(events: Sequence[Event]) -> list[Event]:
+    """The events, with neighbours of one kind as one."""
+    result: list[Event] = []
+    for event in events:
+        assert isinstance(event, CallStart) or event.text
+        last = result[-1] if result else None
+        if type(last) is type(event) and not isinstance(event, CallStart):
+            result[-1] = replace(last, text=last.text + event.text)  # type: ignore
+        else:
+            result.append(event)
+    return result
 
 
 def call(index: int, name: str, arguments: str) -> list[Event]:
@@ -76,6 +79,14 @@ CASES: list[tuple[Format, str, list[Event]]] = [
     (HERMES, '<tool_call>{"name": "f"}</tool_call>', call(0, "f", "{}")),
     (HERMES, '<tool_call>{"a": 1}</tool_call> so', [Text('{"a": 1} so')]),
     (HERMES, "<tool_call>nothing", [Text("nothing")]),
+    (HERMES, '<tool_call>{"name": "f", "argu', [CallStart(0, "id0", "f")]),
+    (
+        HERMES,
+        '<tool_call>{"name": "f", "arguments": {}, "id": "}{"}</tool_call>',
+        call(0, "f", "{}"),
+    ),
+    (HERMES, '<tool_call>{"name": "f", "arguments": oops}</tool_call>', call(0, "f", "{}")),
+    (HERMES, '<tool_call>{"name": "\\q"}</tool_call>', [Text('{"name": "\\q"}')]),
     (
         HERMES,
         '<tool_call>{"name": "f", "arguments": {"a": "b',
@@ -273,7 +284,7 @@ def test_a_guided_text_is_all_calls() -> None:
     one = f'{{"name": "weather", "parameters": {WEATHER}}}'
     assert read(parser(LLAMA, guided=True), [one]) == call(0, "weather", WEATHER)
     for known in (MISTRAL, PYTHON):  # the guide is JSON whatever the model writes by itself
-        events = read(call_parser(known, guided=True, new_id=lambda: "id0"), list(text))
+        events = read(parser(known, guided=True), list(text))
         assert [event.name for event in events if isinstance(event, CallStart)] == [
             "weather",
             "time",
@@ -284,14 +295,15 @@ def test_a_guided_text_is_all_calls() -> None:
 def test_a_guided_text_that_is_cut_off_is_no_text(known: Format) -> None:
     text = f'[{{"name": "weather", "arguments": {WEATHER}}}, {{"name": "time", "arguments": {{}}}}]'
     for end in range(len(text)):
-        events = read(call_parser(known, guided=True), [text[:end]])
+        events = read(parser(known, guided=True), [text[:end]])
         assert not [event for event in events if isinstance(event, Text)], text[:end]
 
 
 def test_a_calls_name_comes_before_its_arguments_are_complete() -> None:
     reader = parser(HERMES)
-    assert reader.feed('<tool_call>{"name": "f", "arg') == [CallStart(0, "id0", "f")]
-    assert reader.feed('uments": {"a": 1') == [Arguments(0, '{"a": 1')]
+    assert reader.feed('<tool_call>{"name": "f", "arg') == []
+    assert reader.feed('uments": {"a": 1') == [CallStart(0, "id0", "f"), Arguments(0, '{"a": 1')]
+    assert reader.feed('2, "b"') == [Arguments(0, '2, "b"')]
 
 
 def cuts(text: str) -> st.SearchStrategy[list[str]]:
@@ -316,7 +328,7 @@ PARSERS: dict[str, Callable[[], Parser]] = {
     "llama3": lambda: parser(LLAMA),
     "python": python_parser,
     "guided": lambda: parser(LLAMA, guided=True),
-    "thinking": lambda: ReasoningParser("", None),
+    "thinking": lambda: ReasoningParser("", Parser()),
     "thinking and calls": lambda: ReasoningParser("<think>\n", parser(HERMES)),
 }
 
@@ -352,8 +364,8 @@ THOUGHTS: list[tuple[str, str, list[Event]]] = [
 
 @pytest.mark.parametrize(("prompt", "text", "events"), THOUGHTS)
 def test_thoughts_are_told_from_the_answer(prompt: str, text: str, events: list[Event]) -> None:
-    assert read(ReasoningParser(prompt, None), [text]) == events
-    assert read(ReasoningParser(prompt, None), list(text)) == events
+    assert read(ReasoningParser(prompt, Parser()), [text]) == events
+    assert read(ReasoningParser(prompt, Parser()), list(text)) == events
 
 
 def test_calls_behind_thoughts() -> None:
@@ -368,8 +380,6 @@ def test_the_format_is_that_of_the_chat_template() -> None:
     assert format_of("{{ tools }}[AVAILABLE_TOOLS] [TOOL_CALLS]") is MISTRAL
     assert format_of("{{ tools }}[func_name1(params_name1=params_value1)]") is PYTHON
     assert format_of('{{ tools }}{"name": f, "parameters": {}}') is LLAMA
-    assert thinks("{{ '<think>' }} </think>")
-    assert not thinks("{{ messages }}")
 
 
 def test_an_id_is_what_the_models_template_takes() -> None:
@@ -400,12 +410,16 @@ def body(**fields: object) -> ChatBody:
     return ChatBody.model_validate({"model": "m", "messages": messages, **fields})
 
 
+def guide(asked: ChatBody, known: Format) -> Guide:
+    return call_guide(tool_use(asked), known, parallel=asked.parallel_tool_calls is not False)
+
+
 def valid(schema: str, value: object) -> bool:
     return bool(jsonschema.Draft202012Validator(json.loads(schema)).is_valid(value))
 
 
 def test_a_required_call_is_one_of_the_tools() -> None:
-    schema = call_guide(body(tools=TOOLS, tool_choice="required"), HERMES).text
+    schema = guide(body(tools=TOOLS, tool_choice="required"), HERMES).text
     weather = {"name": "weather", "arguments": {"city": "Paris"}}
     time = {"name": "time", "arguments": {}}
     assert valid(schema, [weather])
@@ -414,12 +428,12 @@ def test_a_required_call_is_one_of_the_tools() -> None:
         assert not valid(schema, wrong)
     assert not valid(schema, [{"name": "weather", "arguments": {"city": 1}}])
     alone = body(tools=TOOLS, tool_choice="required", parallel_tool_calls=False)
-    assert not valid(call_guide(alone, HERMES).text, [weather, time])
+    assert not valid(guide(alone, HERMES).text, [weather, time])
 
 
 def test_a_named_call_is_that_tool_with_the_names_of_the_models_format() -> None:
     named = {"type": "function", "function": {"name": "weather"}}
-    schema = call_guide(body(tools=TOOLS, tool_choice=named), LLAMA).text
+    schema = guide(body(tools=TOOLS, tool_choice=named), LLAMA).text
     assert valid(schema, {"name": "weather", "parameters": {"city": "Paris"}})
     assert not valid(schema, {"name": "time", "parameters": {}})
 
@@ -433,17 +447,17 @@ def test_tools_whose_schemas_refer_to_parts_of_themselves(place: str) -> None:
         place: {"City": {"type": "integer"}},
     }
     other = {"type": "function", "function": {"name": "other", "parameters": tree}}
-    guide = call_guide(body(tools=[TOOLS[0], other], tool_choice="required"), HERMES)
+    calls = guide(body(tools=[TOOLS[0], other], tool_choice="required"), HERMES)
 
     def call(name: str, arguments: object) -> list[dict[str, object]]:
         return [{"name": name, "arguments": arguments}]
 
-    assert valid(guide.text, call("weather", {"city": "Paris"}))
-    assert valid(guide.text, call("other", {"size": 3, "below": {"size": 4}}))
-    assert not valid(guide.text, call("other", {"size": "Paris"}))
-    assert not valid(guide.text, call("other", {"below": {"size": "Paris"}}))
+    assert valid(calls.text, call("weather", {"city": "Paris"}))
+    assert valid(calls.text, call("other", {"size": 3, "below": {"size": 4}}))
+    assert not valid(calls.text, call("other", {"size": "Paris"}))
+    assert not valid(calls.text, call("other", {"below": {"size": "Paris"}}))
     assert (
-        llguidance.LLMatcher.validate_grammar(grammar(guide)) == ""
+        llguidance.LLMatcher.validate_grammar(grammar(calls)) == ""
     )  # the embedded engine takes them
 
 
@@ -456,18 +470,17 @@ def test_a_schema_that_is_nested_too_deep() -> None:
     assert asked.tools
     asked.tools[1].function.parameters = schema
     with pytest.raises(ApiError, match="nested too deep") as raised:
-        call_guide(asked, HERMES)
+        guide(asked, HERMES)
     assert raised.value.param == "tools"
 
 
 def test_which_tools_are_offered() -> None:
-    assert len(offered_tools(body(tools=TOOLS))) == 2
-    assert offered_tools(body(tools=TOOLS, tool_choice="none")) == []
-    assert offered_tools(body()) == offered_tools(body(tool_choice="none")) == []
-    assert not is_enforced(body(tools=TOOLS, tool_choice="auto"))
+    assert len(tool_use(body(tools=TOOLS)).offered) == 2
+    for asked in (body(tools=TOOLS, tool_choice="none"), body(), body(tool_choice="none")):
+        assert tool_use(asked).offered == []
+    assert not tool_use(body(tools=TOOLS, tool_choice="auto")).enforced
     other = {"type": "function", "function": {"name": "other"}}
     for wrong in (body(tool_choice="required"), body(tools=TOOLS, tool_choice=other)):
-        assert is_enforced(wrong)
         with pytest.raises(ApiError, match="tool_choice") as raised:
-            offered_tools(wrong)
+            tool_use(wrong)
         assert raised.value.param == "tool_choice"
