@@ -1,16 +1,12 @@
 """Engines for the tensorrt_llm slot. They know token ids, never text.
 
-    base.py            what an engine is: requests in, tokens out
-    create.py          the one that a configuration names
+    base.py            the interface of an engine, and create_engine
     serving.py         between Triton's requests and an engine
-    transformers.py    transformers' continuous batching; _runner.py is one step of it, _rows.py its
-                       requests, _router.py the way of their tokens, _cache.py what they share
-    attention.py       its attention; token_sampling.py its sampling
-    structured_output.py
-                       what guides allow; guide_check.py tries them out in a process of its own
-    llm_api.py         TensorRT-LLM's LLM API; _arguments.py, _requests.py and _sampler.py belong to it
-    vllm.py            vLLM; _arguments.py, _processes.py and _requests.py belong to it
-    event_loop.py      what both are: coroutines on a thread of their own; arguments.py: so are these
+    transformers.py    transformers' continuous batching; transformers_step.py is one step of it, with
+                       token_sampling.py and structured_output.py, whose guides.py tries guides out first
+    llm_api.py         TensorRT-LLM's LLM API
+    vllm.py            vLLM; interpreter.py starts its processes
+    event_loop.py      base of these two, coroutines on a thread of their own; arguments.py is of both
     simulated.py       tokens without a model
 
 May import ``adapters``, and of ``text`` remote code and how many tokens of context a detokenizer needs;

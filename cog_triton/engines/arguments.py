@@ -28,7 +28,8 @@ def _integers(text: str) -> list[int]:
     return [int(item) for item in text.split(",")]
 
 
-# Variable → how it is parsed, the LLM API's argument (of a section after a dot), and vLLM's.
+_KV = "kv_cache_config"
+# Variable → how it is parsed, the LLM API's argument (of a section before a dot), and vLLM's.
 TABLE: dict[str, tuple[Parse, str | None, str | None]] = {
     "model": (str, "model", "model"),
     "dtype": (str, "dtype", "dtype"),
@@ -41,20 +42,19 @@ TABLE: dict[str, tuple[Parse, str | None, str | None]] = {
     "enable_chunked_context": (_boolean, "enable_chunked_prefill", "enable_chunked_prefill"),
     "stream_interval": (int, "stream_interval", "stream_interval"),
     "trust_remote_code": (_boolean, "trust_remote_code", "trust_remote_code"),
-    "enable_kv_cache_reuse": (
-        _boolean,
-        "kv_cache_config.enable_block_reuse",
-        "enable_prefix_caching",
-    ),
+    "batch_scheduler_policy": (str.upper, "scheduler_config.capacity_scheduler_policy", None),
+    "lora_prefetch_dir": (bool, "enable_lora", "enable_lora"),
+    "lora_cache_max_adapter_size": (int, "lora_config.max_lora_rank", "max_lora_rank"),
+    "enable_kv_cache_reuse": (_boolean, f"{_KV}.enable_block_reuse", "enable_prefix_caching"),
     "kv_cache_free_gpu_mem_fraction": (
         float,
-        "kv_cache_config.free_gpu_memory_fraction",
+        f"{_KV}.free_gpu_memory_fraction",
         "gpu_memory_utilization",
     ),
-    "max_tokens_in_paged_kv_cache": (int, "kv_cache_config.max_tokens", None),
-    "max_attention_window_size": (_integers, "kv_cache_config.max_attention_window", None),
-    "sink_token_length": (int, "kv_cache_config.sink_token_length", None),
-    "kv_cache_host_memory_bytes": (int, "kv_cache_config.host_cache_size", None),
+    "max_tokens_in_paged_kv_cache": (int, f"{_KV}.max_tokens", None),
+    "max_attention_window_size": (_integers, f"{_KV}.max_attention_window", None),
+    "sink_token_length": (int, f"{_KV}.sink_token_length", None),
+    "kv_cache_host_memory_bytes": (int, f"{_KV}.host_cache_size", None),
 }
 # Those that only the C++ backend or the engine on transformers uses.
 _OTHERS = """
@@ -70,8 +70,7 @@ _OTHERS = """
 NO_ARGUMENT: dict[Library, frozenset[str]] = {
     "llmapi": frozenset({*_OTHERS.split(), "vllm_config"}),
     "vllm": frozenset(
-        {*_OTHERS.split(), "batch_scheduler_policy", "llm_api_config"}
-        | {name for name, (_, _, argument) in TABLE.items() if argument is None}
+        {*_OTHERS.split(), "llm_api_config"} | {name for name, row in TABLE.items() if not row[2]}
     ),
 }
 # Some variables always have a value: with this one a library does what it does anyway.
@@ -85,36 +84,35 @@ _SAME_AS_UNSET = {
 }
 
 
-def _given(parameters: Mapping[str, str]) -> dict[str, str]:
-    return {name: text for name, text in parameters.items() if _SAME_AS_UNSET.get(name) != text}
-
-
 def without_effect(parameters: Mapping[str, str], library: Library) -> list[str]:
     """Return the parameters that are set, and that the library has no argument for."""
     return sorted(_given(parameters).keys() & NO_ARGUMENT[library])
 
 
-def _parsed(name: str, parse: Parse, text: str) -> Any:
-    try:
-        return parse(text)
-    except ValueError as error:
-        raise ValueError(f"tensorrt_llm: {name}: {error}") from None
+def _given(parameters: Mapping[str, str]) -> dict[str, str]:
+    given = {name: text for name, text in parameters.items() if _SAME_AS_UNSET.get(name) != text}
+    if "lora_prefetch_dir" not in given:
+        given.pop("lora_cache_max_adapter_size", None)
+    return given
 
 
-def _from_table(parameters: Mapping[str, str], column: int) -> dict[str, Any]:
+def _from_table(given: Mapping[str, str], library: Library) -> dict[str, Any]:
     arguments: dict[str, Any] = {}
-    for name, (parse, *columns) in TABLE.items():
-        argument = columns[column]
-        if name in parameters and argument is not None:
-            section, _, last = argument.rpartition(".")
-            into = arguments.setdefault(section, {}) if section else arguments
-            into[last] = _parsed(name, parse, parameters[name])
+    for name, (parse, llmapi, vllm) in TABLE.items():
+        argument = llmapi if library == "llmapi" else vllm
+        if name not in given or argument is None:
+            continue
+        section, _, last = argument.rpartition(".")
+        into = arguments.setdefault(section, {}) if section else arguments
+        try:
+            into[last] = parse(given[name])
+        except ValueError as error:
+            raise ValueError(f"tensorrt_llm: {name}: {error}") from None
+    if given.get("guided_decoding_backend"):  # it compiles grammars for a vocabulary
+        arguments["tokenizer"] = given.get("tokenizer_dir") or given.get("model")
+    else:
+        arguments["skip_tokenizer_init"] = True
     return arguments
-
-
-def _max_lora_rank(parameters: Mapping[str, str]) -> dict[str, int]:
-    name = "lora_cache_max_adapter_size"
-    return {"max_lora_rank": _parsed(name, int, parameters[name])} if name in parameters else {}
 
 
 def read_arguments(path: Path, variable: str) -> dict[str, Any]:
@@ -149,9 +147,6 @@ def _log_overridden(
             )
 
 
-# The LLM API's
-
-
 def llm_arguments(parameters: Mapping[str, str]) -> dict[str, Any]:
     """Return the arguments of ``tensorrt_llm.LLM`` that the tensorrt_llm model's parameters stand for.
 
@@ -159,16 +154,12 @@ def llm_arguments(parameters: Mapping[str, str]) -> dict[str, Any]:
         ValueError: a value is not valid.
     """
     given = _given(parameters)
-    arguments = _from_table(given, 0)
-    if given.get("batch_scheduler_policy") == "max_utilization":
-        arguments["scheduler_config"] = {"capacity_scheduler_policy": "MAX_UTILIZATION"}
+    arguments = _from_table(given, "llmapi")
     if "lora_prefetch_dir" in given:
-        arguments |= {"enable_lora": True, "lora_config": _max_lora_rank(given)}
+        arguments.setdefault("lora_config", {})
     if backend := given.get("guided_decoding_backend"):
-        # It compiles grammars for a vocabulary.
-        tokenizer = given.get("tokenizer_dir") or given.get("model")
-        return {**arguments, "guided_decoding_backend": backend, "tokenizer": tokenizer}
-    return {**arguments, "skip_tokenizer_init": True}
+        arguments["guided_decoding_backend"] = backend
+    return arguments
 
 
 def merged(
@@ -182,7 +173,7 @@ def merged(
     Args:
         source: the file that ``extra`` is from.
         convert: TensorRT-LLM's ``update_llm_args_with_extra_dict``, which merges the same way and makes
-            objects of the sections that the LLM does not take as dicts, ``speculative_config`` among them.
+            objects of the sections that the LLM does not take as dicts, such as ``speculative_config``.
 
     Raises:
         ValueError: a section is not valid.
@@ -228,9 +219,6 @@ def _model_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return config
 
 
-# vLLM's
-
-
 def engine_arguments(parameters: Mapping[str, str]) -> dict[str, Any]:
     """Return the arguments of ``vllm.AsyncEngineArgs``, with those of ``vllm_config``.
 
@@ -243,18 +231,12 @@ def engine_arguments(parameters: Mapping[str, str]) -> dict[str, Any]:
         "disable_log_stats": True,
         # Else the model's own defaults of sampling and of end tokens would be added to each request's.
         "generation_config": "vllm",
-        **_from_table(given, 1),
+        **_from_table(given, "vllm"),
     }
-    if "lora_prefetch_dir" in given:
-        arguments |= {"enable_lora": True, **_max_lora_rank(given)}
     if backend := given.get("guided_decoding_backend"):
-        # It compiles grammars for a vocabulary.
-        arguments["tokenizer"] = given.get("tokenizer_dir") or given.get("model")
-        # Some models go on with white space until max_tokens. The other backends have no such argument.
+        # Some models write white space until max_tokens. The other backends have no such argument.
         compact = {"disable_any_whitespace": True} if backend in ("xgrammar", "guidance") else {}
         arguments["structured_outputs_config"] = {"backend": backend, **compact}
-    else:
-        arguments["skip_tokenizer_init"] = True
     if path := parameters.get(variable):
         extra = read_arguments(Path(path), variable)
         _log_overridden(variable, arguments, extra)
@@ -267,8 +249,8 @@ def engine_arguments(parameters: Mapping[str, str]) -> dict[str, Any]:
 def loading_dtype(arguments: Mapping[str, Any], *, on_cpu: bool) -> dict[str, Any]:
     """Return the data type of a model that vLLM would not find by itself.
 
-    It halves float32 weights, which stay as they are here. But adapters on GPUs it applies in half
-    precision only.
+    It halves float32 weights, which stay as they are here; but on GPUs it applies adapters only in half
+    precision.
 
     Raises:
         ValueError: adapters are to be applied in float32 on a GPU.

@@ -1,56 +1,46 @@
-"""The interface of engines: requests of token ids in, batches of token ids out, never text."""
+"""The interface of engines: requests of token ids in, steps of token ids out, never text."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from itertools import chain
 
 from cog_triton.errors import EngineError as EngineError
 from cog_triton.errors import EngineUnavailable as EngineUnavailable
 from cog_triton.request.guide import Guide
+from cog_triton.wire import TokenLogProb as TokenLogProb
 
 LEAST_LOG_PROB = -9999.0
 """Stands for the logarithm of 0, which JSON has no number for."""
 
-TopLogProbs = tuple[tuple[int, float], ...]
-"""The most likely tokens at one place and their log probabilities, the most likely first."""
-
-
-def stopped_text(reason: object) -> str:
-    """Return the error of requests to an engine that has ended; clients know its beginning."""
-    return f"the engine has stopped: {reason or 'it was closed'}"
+_ENGINES = {  # imported only when chosen: not all of their libraries need be installed
+    "llmapi": ("cog_triton.engines.llm_api", "TensorrtLlmEngine"),
+    "simulated": ("cog_triton.engines.simulated", "SimulatedEngine"),
+    "transformers": ("cog_triton.engines.transformers", "TransformersEngine"),
+    "vllm": ("cog_triton.engines.vllm", "VllmEngine"),
+}
 
 
 @dataclass(frozen=True)
 class SamplingParams:
     """Parameters of sampling; names and meanings are TensorRT-LLM's.
 
-    Attributes:
-        temperature: divides the logits; 0 is greedy.
-        top_k: sample among the k most likely tokens; 0 is no limit.
-        top_p: sample among the most likely tokens that reach this probability together; 1 is no
-            limit. With neither top_k nor top_p given, TensorRT-LLM decodes greedily.
-        min_p: tokens whose probability is below this share of the likeliest one's are not sampled.
-        seed: the sampling noise is a function of seed and position alone.
-        repetition_penalty: divides positive logits of tokens of the prompt and the output, and
-            multiplies negative ones; 1 is none.
-        presence_penalty: subtracted from the logits of tokens in the output; 0 is none.
-        frequency_penalty: subtracted once per occurrence in the output; 0 is none.
-        min_tokens: the end token is not chosen before so many tokens.
-        bad_words: sequences of token ids whose last token is not chosen after the others.
+    With neither ``top_k`` nor ``top_p``, decoding is greedy. ``bad_words`` are sequences of token ids whose
+    last token is not chosen after the others.
     """
 
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 0.0
-    min_p: float = 0.0
-    seed: int = 0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    min_tokens: int = 0
+    temperature: float = 1.0  # 0 is greedy
+    top_k: int = 0  # 0 is no limit
+    top_p: float = 0.0  # 1 is no limit
+    min_p: float = 0.0  # least probability of a sampled token, as a share of the likeliest one's
+    seed: int = 0  # the noise is a function of it and the position
+    repetition_penalty: float = 1.0  # on tokens of prompt and output
+    presence_penalty: float = 0.0  # on tokens of the output
+    frequency_penalty: float = 0.0  # once per occurrence in the output
+    min_tokens: int = 0  # the end token is not chosen before
     bad_words: tuple[tuple[int, ...], ...] = ()
 
     @property
@@ -64,22 +54,15 @@ class SamplingParams:
         return self.top_k > 0 or 0 < self.top_p < 1
 
     @property
-    def plain(self) -> bool:
-        """True if only temperature, top_k and top_p apply."""
-        return (
-            self.repetition_penalty == 1
-            and self.presence_penalty == 0
-            and self.frequency_penalty == 0
-            and self.min_tokens == 0
-            and not self.bad_words
-        )
+    def penalties(self) -> dict[str, float]:
+        """The penalties that change something, by name."""
+        neutral = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+        return {n: getattr(self, n) for n, value in neutral.items() if getattr(self, n) != value}
 
     @property
-    def unusual(self) -> dict[str, float]:
-        """The penalties and the minimum length that change something, by name."""
-        neutral = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-        values = {n: getattr(self, n) for n, value in neutral.items() if getattr(self, n) != value}
-        return {**values, **({"min_tokens": self.min_tokens} if self.min_tokens > 0 else {})}
+    def plain(self) -> bool:
+        """True if only temperature, top_k, top_p and min_p apply."""
+        return not (self.penalties or self.min_tokens or self.bad_words)
 
 
 @dataclass(frozen=True)
@@ -89,16 +72,14 @@ class GenerationRequest:
     Attributes:
         key: unique among all requests of the engine.
         input_ids: the prompt's token ids, at least one.
-        max_tokens: at most so many output tokens, at least one.
-        end_id: the token that ends the output and is part of it; None for none.
+        max_tokens: of the output, at least one.
+        end_id: the token that ends the output and is part of it.
         stop_words: sequences of token ids that end the output and stay part of it.
-        continued: so many of ``input_ids``, the last, are output of an earlier attempt at the request.
-        top_log_probs: how many of the most likely tokens are told at each place.
-        prompt_log_probs: whether those of the prompt's tokens are told as well.
+        top_log_probs: number of the most likely tokens to return at each place.
+        continued: number of the last ``input_ids`` that are output of an earlier attempt.
         logit_bias: is added to the logits of these tokens.
         allowed_ids: the only tokens that are chosen; empty for all.
-        guide: what the output has to be; None for anything.
-        lora_task_id: the adapter that the model is changed by; 0 for none.
+        lora_task_id: the LoRA adapter; 0 for none.
     """
 
     key: str
@@ -118,29 +99,75 @@ class GenerationRequest:
 
 
 @dataclass(frozen=True)
-class Tokens:
+class Step:
     """The next tokens of one sequence.
 
     Attributes:
         ids: new token ids; may be empty when ``finished``.
-        log_probs: natural logarithm of each id's probability under the model's unchanged
-            distribution; empty unless asked for.
-        finished: whether these are the last.
+        log_probs: each id's under the model's unchanged distribution; empty unless asked for.
         error: why the sequence failed; it is finished then.
-        refused: whether that is the request's fault.
-        top_log_probs: at each id's place the most likely tokens under that distribution, as many as were
-            asked for; empty unless asked for.
-        prompt_log_probs: with the first tokens, if asked for: at each of the prompt's places its own token,
-            and then the most likely ones. The first place has its token alone, with 0.
+        refused: the error is the request's fault.
+        prompt_log_probs: of the prompt's tokens, with the first ids, if asked for. The first token's is 0.
     """
 
     ids: list[int]
-    log_probs: list[float] = field(default_factory=list)
+    log_probs: list[TokenLogProb] = field(default_factory=list)
     finished: bool = False
     error: str | None = None
     refused: bool = False
-    top_log_probs: list[TopLogProbs] = field(default_factory=list)
-    prompt_log_probs: list[TopLogProbs] = field(default_factory=list)
+    prompt_log_probs: list[TokenLogProb] = field(default_factory=list)
+
+
+Sink = Callable[[Step], None]  # called from the engine's thread; must not block
+
+
+class Engine(ABC):
+    """Generates many sequences at once. Methods may be called from any thread.
+
+    Attributes:
+        context_length: most tokens that prompt and output may have together.
+        features: the inputs that it honours beyond those that every engine does.
+    """
+
+    context_length: int
+    features: frozenset[str] = frozenset()
+
+    @abstractmethod
+    def submit(self, request: GenerationRequest, sink: Sink) -> None:
+        """Start a request; ``sink`` gets its steps in order until one is finished.
+
+        Raises:
+            EngineError: the engine has stopped, or cannot serve such a request.
+        """
+
+    @abstractmethod
+    def abort(self, key: str) -> None:
+        """Drop a request, unless it has finished; soon its sink is not called any more."""
+
+    @abstractmethod
+    def active(self) -> int:
+        """Return the number of requests that hold a slot or wait for one."""
+
+    def on_death(self, then: Callable[[], object]) -> None:  # noqa: B027  (most have nothing to watch)
+        """Call ``then`` when a process of the engine's has ended by itself."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the engine; running requests are dropped."""
+
+
+def create_engine(parameters: Mapping[str, str]) -> Engine:
+    """Create the engine that the tensorrt_llm model's parameters describe.
+
+    Raises:
+        ValueError: the engine is unknown, or a parameter is not valid.
+    """
+    name = parameters.get("engine", "transformers")
+    if name not in _ENGINES:
+        raise ValueError(f"unknown engine {name!r}; known are {', '.join(_ENGINES)}")
+    module, kind = _ENGINES[name]
+    engine: Engine = getattr(import_module(module), kind).from_parameters(parameters)
+    return engine
 
 
 def check_ids(request: GenerationRequest, vocabulary: int) -> None:
@@ -154,54 +181,12 @@ def check_ids(request: GenerationRequest, vocabulary: int) -> None:
         raise EngineError(
             f"EndId ({request.end_id}) is not within acceptable range [-1, {vocabulary})."
         )
-    ids = list(
-        chain(
-            request.input_ids, request.logit_bias, request.allowed_ids, *request.sampling.bad_words
-        )
-    )
+    given = request.input_ids, request.logit_bias, request.allowed_ids, *request.sampling.bad_words
+    ids = list(chain(*given))
     if min(ids) < 0 or max(ids) >= vocabulary:
         raise EngineError(f"token ids must be between 0 and {vocabulary - 1}")
 
 
-Sink = Callable[[Tokens], None]  # called from the engine's thread; must not block
-
-
-class Engine(ABC):
-    """Generates many sequences at once. Methods may be called from any thread.
-
-    Attributes:
-        features: the inputs that it honours beyond those that every engine does.
-    """
-
-    features: frozenset[str] = frozenset()
-
-    @property
-    @abstractmethod
-    def context_length(self) -> int:
-        """Most tokens that prompt and output may have together."""
-
-    @abstractmethod
-    def submit(self, request: GenerationRequest, sink: Sink) -> None:
-        """Start a request. ``sink`` gets its tokens as they are made, in order, until finished.
-
-        Raises:
-            EngineError: the engine has stopped, or cannot serve such a request.
-        """
-
-    @abstractmethod
-    def abort(self, key: str) -> None:
-        """Drop a running request and free its slot; soon its sink is not called any more.
-
-        An unknown key is no error: the request may just have finished.
-        """
-
-    @abstractmethod
-    def active(self) -> int:
-        """Return the number of requests that hold a slot or wait for one."""
-
-    def on_death(self, then: Callable[[], object]) -> None:  # noqa: B027  (most have nothing to watch)
-        """Call ``then`` when a process of the engine's has ended by itself."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """End the engine; running requests are dropped."""
+def stopped_text(reason: object) -> str:
+    """Return the error of requests to an engine that has ended; clients know its beginning."""
+    return f"the engine has stopped: {reason or 'it was closed'}"

@@ -1,7 +1,7 @@
 """An engine whose requests are coroutines on an event loop, which one thread of its own runs.
 
-What such a library promises holds on one loop: its queues belong to the loop that they were made on, and
-its sockets to one thread at a time. So everything of it happens there, after its start.
+The libraries that it runs promise to work on one loop only: their queues belong to the loop that they were
+made on, and their sockets to one thread at a time.
 
 The loop is uvloop's. On asyncio's own, vLLM's tokens came in pieces of 80 on two busy cores, the first
 after 1.2 s; on this one in pieces of 3, after 70 ms.
@@ -13,9 +13,9 @@ import asyncio
 import logging
 import threading
 from abc import abstractmethod
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any
 
 import uvloop
 
@@ -24,78 +24,50 @@ from cog_triton.engines.base import (
     EngineUnavailable,
     GenerationRequest,
     Sink,
-    Tokens,
+    Step,
     stopped_text,
 )
 
 logger = logging.getLogger(__name__)
+Steps = AsyncGenerator[Step, None]
 
 
 @dataclass(eq=False)
-class Running:
-    """A request on its way through the library; but for the first three, the loop's thread alone uses it.
-
-    Attributes:
-        sampling: the request's parameters as the library takes them.
-        output: what the library gave for it, if that is to be aborted.
-        last_id: the last id that was handed over.
-    """
-
-    request: GenerationRequest
+class _Running:
+    steps: Steps
     sink: Sink
-    sampling: Any
-    output: Any = None
-    task: asyncio.Task[None] | None = None
-    last_id: int | None = None
+    task: asyncio.Task[None] | None = None  # touched only on the loop
 
 
 class EventLoopEngine(Engine):
-    """See the module's docstring."""
+    """Runs ``steps`` of each request on the loop. A subclass closes its library after ``close`` here."""
 
     def __init__(self, name: str) -> None:
-        """Start the loop's thread.
-
-        Args:
-            name: the thread's.
-        """
         self._lock = threading.Lock()  # guards the next two, and that the loop is open
-        self._running: dict[str, Running] = {}
+        self._running: dict[str, _Running] = {}
         self._stopped: str | None = None  # why no more requests are taken
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     @abstractmethod
-    def _prepared(self, request: GenerationRequest) -> Any:
-        """The request's parameters as the library takes them; raises EngineError."""
+    def steps(self, request: GenerationRequest) -> Steps:
+        """Check a request at once, and return the generator of its steps, which runs on the loop.
 
-    @abstractmethod
-    def _tokens(self, running: Running) -> AsyncIterator[Tokens]:
-        """Yield what the library makes for a request, on the loop."""
+        The last step is finished; one with an error ends only its request. An exception out of the
+        generator ends the engine. When the generator is closed early, it drops the request.
 
-    @abstractmethod
-    def _abort(self, running: Running) -> None:
-        """Make the library drop a request, on the loop; it may have ended."""
-
-    @abstractmethod
-    def _is_fatal(self, error: Exception) -> bool:
-        """Tell an error that ends the library from one of a request."""
-
-    @abstractmethod
-    def _failure(self, error: Exception, request: GenerationRequest, /) -> Tokens:
-        """The end of a request by an error that is not fatal."""
-
-    @abstractmethod
-    def _shut_down(self) -> None:
-        """End the library, after the loop."""
+        Raises:
+            EngineError: the engine cannot serve such a request.
+        """
 
     def submit(self, request: GenerationRequest, sink: Sink) -> None:
-        running = Running(request, sink, self._prepared(request))
+        running = _Running(self.steps(request), sink)
         with self._lock:
             if self._stopped is not None:
                 raise EngineUnavailable(stopped_text(self._stopped))
             self._running[request.key] = running
-            self._loop.call_soon_threadsafe(self._start, running)
+            self._loop.call_soon_threadsafe(self._start, request.key, running)
 
     def abort(self, key: str) -> None:
         with self._lock:
@@ -113,7 +85,19 @@ class EventLoopEngine(Engine):
             if not self._loop.is_closed():
                 self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
-        self._shut_down()
+
+    def die(self, reason: str) -> None:
+        """End all requests, on the loop, after the library has died."""
+        with self._lock:
+            if self._stopped is not None:
+                return
+            self._stopped = reason
+            ended = list(self._running.values())
+            self._running.clear()
+        logger.error(stopped_text(reason))
+        for running in ended:
+            self._cancel(running)
+            running.sink(Step([], finished=True, error=stopped_text(reason)))
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -130,44 +114,22 @@ class EventLoopEngine(Engine):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _start(self, running: Running) -> None:
-        running.task = self._loop.create_task(self._generate(running))
+    def _start(self, key: str, running: _Running) -> None:
+        if self._running.get(key) is running:  # else it has been aborted, or the library has died
+            running.task = self._loop.create_task(self._forward(key, running))
 
-    def _cancel(self, running: Running) -> None:
-        # _start has run: the loop keeps the order of its callbacks.
-        assert running.task is not None
-        running.task.cancel()
-        self._abort(running)
+    def _cancel(self, running: _Running) -> None:
+        if running.task is not None:
+            running.task.cancel()
 
-    async def _generate(self, running: Running) -> None:
+    async def _forward(self, key: str, running: _Running) -> None:
         try:
-            async for tokens in self._tokens(running):
-                running.last_id = tokens.ids[-1] if tokens.ids else running.last_id
-                self._deliver(running, tokens)
+            async with aclosing(running.steps) as steps:
+                async for step in steps:
+                    if step.finished:
+                        with self._lock:
+                            if self._running.pop(key, None) is None:
+                                return
+                    running.sink(step)
         except Exception as error:
-            if self._is_fatal(error):
-                self._stop(str(error) or repr(error))
-            else:
-                self._deliver(running, self._failure(error, running.request))
-                self._abort(running)
-
-    def _deliver(self, running: Running, tokens: Tokens) -> None:
-        if tokens.finished:
-            with self._lock:
-                if self._running.pop(running.request.key, None) is None:
-                    return
-        running.sink(tokens)
-
-    def _stop(self, reason: str) -> None:
-        """End all requests after the library has died."""
-        with self._lock:
-            if self._stopped is not None:
-                return
-            self._stopped = reason
-            ended = list(self._running.values())
-            self._running.clear()
-        logger.error(stopped_text(reason))
-        for running in ended:
-            if running.task is not None:
-                running.task.cancel()
-            running.sink(Tokens([], finished=True, error=stopped_text(reason)))
+            self.die(str(error) or repr(error))

@@ -1,38 +1,33 @@
-"""TensorRT-LLM by its Python LLM API, 1.0 and later; from 1.3 on it has no other.
+"""TensorRT-LLM by its Python LLM API, 1.1 and later; from 1.3 on it has no other.
 
-TensorRT-LLM schedules, batches and samples; this module hands it token ids and takes token ids. One
-thread runs an event loop on which everything of the LLM happens after its start: an output's queue
-belongs to the loop that it was made on, and the LLM's sockets to one thread at a time.
+TensorRT-LLM schedules, batches and samples; this module hands it token ids and takes token ids. The LLM's
+arguments come from the same template variables as the C++ backend's configuration. Those of
+``llm_api_config``, a YAML file, are handed over as they stand there and win.
 
-The arguments of the LLM come from the same template variables as the C++ backend's configuration.
-Those of ``llm_api_config``, a YAML file, are handed over as they stand there and win.
+All of this has run only on a fake that keeps to the interface promised for 1.x. Unchecked on the real one:
 
-All of this has run on a fake of the LLM alone, which keeps to the interface that TensorRT-LLM promises
-for 1.x, and never on the real one. So everything is unchecked there, and first of all:
-
-- start and end: how long loading takes, that the LLM's worker processes can be started from Triton's
-  Python stub, with one GPU and, by MPI, with several, and that ``shutdown`` ends them;
-- that the sections of the YAML file become the objects that the LLM wants (``speculative_config``
-  above all), by the library's own function, and that a scheduling policy is accepted as text;
-- what the samplers honour, see ``llm_api_sampler``;
-- that ``tensorrt_llm.executor.request.LoRARequest`` and the LLM's ``lora_config`` are what 1.0 to 1.3
-  have by these names, that an adapter changes the requests that name it alone, and that one which
-  cannot be loaded fails its requests and not the LLM;
-- that log probabilities are those of the unchanged distribution, and that the one of the chosen token
-  is always among them: a request that asked for them fails if it is not;
-- whether the end token is part of the output: some samplers leave it out, so it is added then;
+- start and end: the time of loading, worker processes started from Triton's Python stub, also by MPI, and
+  that ``shutdown`` ends them; the sections of the YAML file, a scheduling policy as text;
+- adapters: ``LoRARequest`` and ``lora_config`` in 1.1 to 1.3, that an adapter changes only the requests
+  that name it, and that one which cannot be loaded fails its requests and not the LLM;
+- log probabilities: that they are of the unchanged distribution, and have the chosen token's;
+- the end token: some samplers leave it out, so it is added then;
 - the texts of its errors, by which clients tell a long prompt from other failures;
-- that a dead worker process shows. If no output's iterator raises, requests wait until their clients
-  lose patience, and the next request finds the LLM shut down;
+- that a dead worker process shows. If no output's iterator raises, requests wait until their clients lose
+  patience, and the next request finds the LLM shut down;
 - speed, of which the loop's thread may be the limit; a ``stream_interval`` above 1 eases that.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from packaging.version import InvalidVersion, Version
 
 from cog_triton.adapters.directory import LoraRequests
 from cog_triton.engines.arguments import (
@@ -42,18 +37,23 @@ from cog_triton.engines.arguments import (
     read_arguments,
     without_effect,
 )
-from cog_triton.engines.base import EngineError, GenerationRequest, Tokens
-from cog_triton.engines.event_loop import EventLoopEngine, Running
-from cog_triton.engines.llm_api_requests import (
-    error_text,
-    is_fatal,
-    next_tokens,
-    sampling_arguments,
+from cog_triton.engines.base import (
+    EngineError,
+    GenerationRequest,
+    SamplingParams,
+    Step,
+    TokenLogProb,
 )
-from cog_triton.engines.llm_api_sampler import Sampler, sampler_of, sampling_defaults
+from cog_triton.engines.event_loop import EventLoopEngine, Steps
 from cog_triton.text import remote_code
 
 logger = logging.getLogger(__name__)
+
+OLDEST = Version("1.1.0.dev0")
+TORCH_SAMPLER_ONLY = Version("1.3.0rc26")
+NO_END_ID = -1
+ANY_ID = 0  # pads what is never read; without it the LLM would pad with NO_END_ID
+_TOO_LONG = re.compile(r"prompt length.*(exceed|larger than)", re.IGNORECASE | re.DOTALL)
 
 
 class TensorrtLlmEngine(EventLoopEngine):
@@ -77,12 +77,12 @@ class TensorrtLlmEngine(EventLoopEngine):
             sampler: what the LLM samples with; requests for what it would ignore are refused.
             adapters: the directory of LoRA adapters.
         """
+        self.context_length = context_length
         self.features = frozenset() if adapters is None else frozenset({"lora_task_id"})
         self._adapters = LoraRequests(adapters)
         self._llm = llm
         self._sampler = sampler
         self._sampling_params = sampling_params
-        self._context_length = context_length
         super().__init__("llm-api-engine")
 
     @classmethod
@@ -90,8 +90,8 @@ class TensorrtLlmEngine(EventLoopEngine):
         """Load the model that the tensorrt_llm model's parameters name.
 
         Raises:
-            ValueError: a parameter is missing or not valid, the LLM does not know an argument, or the
-                model needs its own code and that is not trusted.
+            ValueError: a parameter is missing or not valid, the LLM does not know an argument, its release
+                is too old, or the model needs its own code and that is not trusted.
             OSError: there is no such file or model.
             Exception: whatever else the LLM raises while it loads.
         """
@@ -101,14 +101,16 @@ class TensorrtLlmEngine(EventLoopEngine):
             llm_args,
         )
 
+        version = str(getattr(tensorrt_llm, "__version__", "unknown"))
+        if _parsed(version) < OLDEST:
+            raise ValueError(f"the engine llmapi needs TensorRT-LLM 1.1 or later, not {version}")
         for name in without_effect(parameters, "llmapi"):
             logger.warning("tensorrt_llm: %s has no effect with the engine llmapi", name)
         arguments = llm_arguments(parameters)
         if path := parameters.get("llm_api_config"):
             convert = getattr(llm_args, "update_llm_args_with_extra_dict", None)
-            arguments = merged(
-                arguments, read_arguments(Path(path), "llm_api_config"), path, convert
-            )
+            extra = read_arguments(Path(path), "llm_api_config")
+            arguments = merged(arguments, extra, path, convert)
         if "model" not in arguments:
             raise ValueError("tensorrt_llm: model: the engine llmapi needs it")
         kinds = {"kv_cache_config": KvCacheConfig}
@@ -117,19 +119,21 @@ class TensorrtLlmEngine(EventLoopEngine):
         for name, kind in kinds.items():
             if isinstance(section := arguments.get(name), dict):
                 arguments[name] = kind(**section)
-        known = getattr(getattr(llm_args, "TorchLlmArgs", None), "model_fields", {})
-        arguments = {**sampling_defaults(known, arguments), **arguments}
-        sampler = sampler_of(str(getattr(tensorrt_llm, "__version__", "unknown")), arguments)
+        sampler = sampler_of(version, arguments)
         if sampler.warning is not None:
             logger.warning(sampler.warning)
-        llm = _load(tensorrt_llm.LLM, arguments)
         try:
-            length = context_length(arguments, llm)
+            llm = tensorrt_llm.LLM(**arguments)
+        except Exception as error:
+            if arguments.get("trust_remote_code") or not remote_code.was_refused(error):
+                raise
+            raise ValueError(remote_code.refusal("model", str(arguments["model"]))) from error
+        try:
             adapters = parameters.get("lora_prefetch_dir")
             return cls(
                 llm,
                 tensorrt_llm.SamplingParams,
-                context_length=length,
+                context_length=context_length(arguments, llm),
                 sampler=sampler,
                 adapters=Path(adapters) if adapters else None,
             )
@@ -137,15 +141,15 @@ class TensorrtLlmEngine(EventLoopEngine):
             llm.shutdown()
             raise
 
-    @property
-    def context_length(self) -> int:
-        return self._context_length
+    def close(self) -> None:
+        super().close()
+        self._llm.shutdown()
 
-    def _prepared(self, request: GenerationRequest) -> Any:
+    def steps(self, request: GenerationRequest) -> Steps:
         self._sampler.check(request.sampling)
         try:
             sampling = self._sampling_params(**sampling_arguments(request))
-            return sampling, self._adapter(request.lora_task_id)
+            return self._generate(request, sampling, self._adapter(request.lora_task_id))
         except (ValueError, TypeError) as error:
             raise EngineError(str(error)) from error
 
@@ -158,33 +162,187 @@ class TensorrtLlmEngine(EventLoopEngine):
 
         return self._adapters.of(task_id, LoRARequest)
 
-    async def _tokens(self, running: Running) -> AsyncIterator[Tokens]:
-        request = running.request
-        sampling, lora = running.sampling
-        running.output = self._llm.generate_async(
-            inputs=request.input_ids, sampling_params=sampling, lora_request=lora, streaming=True
+    async def _generate(self, request: GenerationRequest, sampling: Any, adapter: Any) -> Steps:
+        output, last_id = None, None
+        try:
+            output = self._llm.generate_async(
+                inputs=request.input_ids,
+                sampling_params=sampling,
+                lora_request=adapter,
+                streaming=True,
+            )
+            async for update in output:
+                step = next_step(update.outputs[0], request, last_id, finished=update.finished)
+                last_id = step.ids[-1] if step.ids else last_id
+                yield step
+        except Exception as error:
+            if is_fatal(error):
+                raise
+            yield Step([], finished=True, error=error_text(error, len(request.input_ids)))
+        finally:
+            if output is not None and not output.finished:
+                output.abort()
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """The sampler of a loaded LLM.
+
+    The PyTorch backend has two. TRTLLMSampler, in C++, honours all that a request can ask for here.
+    TorchSampler, the default, silently ignores seeds, penalties and bad words up to 1.2. It learned them
+    between July and August 2026 (pull requests 16052, 16485 and 17172), while the release candidates of 1.3
+    came out; from 1.3.0rc26 on it is the only one. All that was read in its repository, and never tried.
+
+    An ignored penalty or bad word changes the answer unnoticed, so such a request is refused. A seed comes
+    with every request, mostly one that nobody asked for: it is warned of once.
+
+    Attributes:
+        version: TensorRT-LLM's.
+        forgetful: it ignores seeds, penalties and bad words.
+    """
+
+    version: str
+    forgetful: bool
+
+    REMEDY = "set sampler_type: TRTLLMSampler in the file that llm_api_config names"
+
+    def check(self, sampling: SamplingParams) -> None:
+        """Refuse what would be ignored unnoticed.
+
+        Raises:
+            EngineError: naming the parameters.
+        """
+        asked = [*sampling.penalties, *(["bad_words"] if any(sampling.bad_words) else [])]
+        if self.forgetful and asked:
+            raise EngineError(
+                f"the default sampler of TensorRT-LLM {self.version} does not support "
+                f"{', '.join(asked)}, and would ignore it; {self.REMEDY}"
+            )
+
+    @property
+    def warning(self) -> str | None:
+        """A warning for the log, None without a need."""
+        if not self.forgetful:
+            return None
+        return (
+            f"the default sampler of TensorRT-LLM {self.version} ignores seeds: the same seed may give "
+            f"another text. Penalties and bad words are refused. To have them, {self.REMEDY}"
         )
-        async for update in running.output:
-            yield next_tokens(update.outputs[0], request, running.last_id, finished=update.finished)
-
-    def _abort(self, running: Running) -> None:
-        if running.output is not None and not running.output.finished:
-            running.output.abort()
-
-    def _is_fatal(self, error: Exception) -> bool:
-        return is_fatal(error)
-
-    def _failure(self, error: Exception, request: GenerationRequest) -> Tokens:
-        return Tokens([], finished=True, error=error_text(error, len(request.input_ids)))
-
-    def _shut_down(self) -> None:
-        self._llm.shutdown()
 
 
-def _load(llm: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+def sampler_of(version: str, options: Mapping[str, Any]) -> Sampler:
+    """Return the sampler of an LLM that was made with these arguments."""
+    sampler = options.get("sampler_type", "auto")
+    # The engines that 1.x can still run by the LLM API sample in C++, too.
+    in_cpp = str(getattr(sampler, "value", sampler)) == "TRTLLMSampler"
+    in_cpp = in_cpp or options.get("backend") == "tensorrt"
+    return Sampler(version, not in_cpp and _parsed(version) < TORCH_SAMPLER_ONLY)
+
+
+def _parsed(version: str) -> Version:
     try:
-        return llm(**arguments)
-    except Exception as error:
-        if arguments.get("trust_remote_code") or not remote_code.was_refused(error):
-            raise
-        raise ValueError(remote_code.refusal("model", str(arguments["model"]))) from error
+        return Version(version)
+    except InvalidVersion:
+        return OLDEST  # the one of which least is expected
+
+
+def sampling_arguments(request: GenerationRequest) -> dict[str, Any]:
+    """Return the arguments of ``tensorrt_llm.SamplingParams`` that a request stands for.
+
+    What changes nothing is left out, but for what means something else when it is missing. Stop words are
+    not given to the LLM: they stay in the output here, and ``Serving`` looks for them.
+
+    Raises:
+        EngineError: a bad word has several tokens.
+    """
+    sampling = request.sampling
+    arguments: dict[str, Any] = {"max_tokens": request.max_tokens, "end_id": request.end_id}
+    if request.end_id is None:
+        # Without a tokenizer the LLM refuses requests that give no end id.
+        arguments |= {"end_id": NO_END_ID, "pad_id": ANY_ID, "ignore_eos": True}
+    if sampling.greedy:
+        # The one that means greedy in all releases. A temperature or top_p of 0 does not.
+        arguments["top_k"] = 1
+    else:
+        # The LLM takes a top_p of 0 as greedy, even with a top_k; SamplingParams takes it as none.
+        top_p = sampling.top_p or 1.0
+        arguments |= {"temperature": sampling.temperature, "top_p": top_p, "seed": sampling.seed}
+        arguments |= {"top_k": sampling.top_k} if sampling.top_k else {}
+    arguments |= sampling.penalties
+    if sampling.min_tokens > 0:
+        arguments["min_tokens"] = sampling.min_tokens
+    for word in sampling.bad_words:
+        if len(word) > 1:
+            raise EngineError(
+                "TensorRT-LLM's LLM API does not support bad words of several tokens, such as token "
+                f"ids {list(word)}"
+            )
+    if bad := [word[0] for word in sampling.bad_words if word]:
+        arguments["bad_token_ids"] = bad
+    if request.return_log_probs:
+        arguments["logprobs"] = 1  # 0 means none in older releases
+    return arguments
+
+
+def next_step(
+    completion: Any, request: GenerationRequest, last_id: int | None, *, finished: bool
+) -> Step:
+    """Return the new tokens of one of the LLM's ``CompletionOutput``.
+
+    Args:
+        last_id: the last id of the update before.
+        finished: that of the ``RequestOutput``.
+
+    Raises:
+        EngineError: log probabilities are missing, or the LLM gave the request up.
+    """
+    ids = list(completion.token_ids_diff)
+    log_probs = chosen_log_probs(ids, completion.logprobs_diff) if request.return_log_probs else []
+    reason = completion.finish_reason if finished else None
+    if reason in ("timeout", "cancelled"):
+        raise EngineError(f"TensorRT-LLM ended the request: {reason}")
+    # No stop words are given to the LLM, so "stop" is the end token.
+    if reason == "stop" and request.end_id not in (None, ids[-1] if ids else last_id):
+        ids.append(request.end_id)
+    return Step(ids, log_probs, finished)
+
+
+def chosen_log_probs(ids: Sequence[int], entries: Sequence[Any] | None) -> list[TokenLogProb]:
+    """Return the log probability of each id.
+
+    Args:
+        entries: for each id a number, or a mapping from ids to objects with a ``logprob``, as releases
+            differ.
+
+    Raises:
+        EngineError: one is missing.
+    """
+    log_probs = []
+    for token, entry in zip(ids, entries or (), strict=False):
+        chosen = entry.get(token) if isinstance(entry, Mapping) else entry
+        value = getattr(chosen, "logprob", chosen)
+        if value is not None:
+            log_probs.append(TokenLogProb(token, float(value)))
+    if len(log_probs) < len(ids):
+        raise EngineError("TensorRT-LLM left out the log probability of a token")
+    return log_probs
+
+
+def is_fatal(error: Exception) -> bool:
+    """Tell an error that ends the LLM from one of a request.
+
+    A request's own errors are ``RequestError``, or those of Python for arguments; what ends the executor,
+    or is raised because it has ended, is a RuntimeError or comes from a socket or pipe.
+    """
+    # By name, for its place in the package is not promised.
+    if any(base.__name__ == "RequestError" for base in type(error).__mro__):
+        return False
+    return isinstance(error, (RuntimeError, OSError))
+
+
+def error_text(error: Exception, prompt_length: int) -> str:
+    """Return the text for the client; of a prompt that is too long it begins as the C++ backend's."""
+    text = str(error) or repr(error)
+    if _TOO_LONG.search(text) and "exceeds maximum input length" not in text:
+        return f"Prompt length ({prompt_length}) exceeds maximum input length: {text}"
+    return text

@@ -16,13 +16,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from cog_triton.engines.base import (
-    Engine,
-    EngineError,
-    GenerationRequest,
-    Tokens,
-    TopLogProbs,
-)
+from cog_triton.engines.base import Engine, EngineError, GenerationRequest, Step, TokenLogProb
 from cog_triton.text.detokenizer import CONTEXT_TOKENS
 
 logger = logging.getLogger(__name__)
@@ -30,11 +24,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Times:
-    """Times of a sequence, in nanoseconds of the monotonic clock.
+    """Times of a sequence, in nanoseconds of the monotonic clock; 0 is not yet.
 
-    Attributes:
-        arrival: it was handed over by Triton.
-        first_token, last_token: the engine handed over its first and its last token; 0 before that.
+    ``arrival`` is when Triton handed it over, the others when the engine handed over a token.
     """
 
     arrival: int = 0
@@ -52,16 +44,15 @@ class Output:
         log_probs: one per generated id if asked for, else empty.
         cum_log_prob: sum of the log probabilities of the sequence so far.
         context_ids: up to CONTEXT_TOKENS ids of this sequence before ``ids``.
-        generated: generated tokens of the sequence so far.
-        final: whether this is the sequence's last response.
+        generated: number of tokens of the sequence so far.
+        final: this is the sequence's last response.
         error: why the sequence failed; it is final then.
-        refused: whether that is the request's fault.
-        top_log_probs: the most likely tokens at the place of each generated id, if asked for.
-        prompt_log_probs: of the first response, if asked for; see ``Tokens``.
+        refused: the error is the request's fault.
+        prompt_log_probs: of the first response, if asked for; see ``Step``.
     """
 
     ids: list[int]
-    log_probs: list[float]
+    log_probs: list[TokenLogProb]
     cum_log_prob: float
     context_ids: list[int]
     generated: int
@@ -69,8 +60,7 @@ class Output:
     error: str | None = None
     times: Times = field(default=Times(), compare=False)
     refused: bool = False
-    top_log_probs: list[TopLogProbs] = field(default_factory=list)
-    prompt_log_probs: list[TopLogProbs] = field(default_factory=list)
+    prompt_log_probs: list[TokenLogProb] = field(default_factory=list)
 
 
 Send = Callable[[Output], None]
@@ -78,13 +68,7 @@ Send = Callable[[Output], None]
 
 @dataclass
 class Counters:
-    """Counts since the start.
-
-    Attributes:
-        generated: tokens that the engine made.
-        served: tokens handed to Triton.
-        finished, stopped, failed: sequences by how they ended; a stopped one was told to.
-    """
+    """Counts since the start: tokens that the engine made and Triton got, and sequences by their end."""
 
     generated: int = 0
     served: int = 0
@@ -103,14 +87,12 @@ class _Sequence:
     streaming: bool
     prompt_in_output: bool
     lock: threading.Lock = field(default_factory=threading.Lock)
-    ids: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-    top_log_probs: list[TopLogProbs] = field(default_factory=list)
-    prompt_log_probs: list[TopLogProbs] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)  # not sent yet, as the next two
+    log_probs: list[TokenLogProb] = field(default_factory=list)
+    prompt_log_probs: list[TokenLogProb] = field(default_factory=list)
     tail: list[int] = field(default_factory=list)  # the last ids generated, for stop words
     context: list[int] = field(default_factory=list)  # the last ids sent
     cum_log_prob: float = 0.0
-    generated: int = 0
     taken: int = 0
     ended: bool = False
     error: str | None = None
@@ -120,22 +102,18 @@ class _Sequence:
     first_token: int = 0
     last_token: int = 0
 
-    def add(self, tokens: Tokens) -> bool:
-        """Add new tokens; return True if they completed a stop word, which ends the sequence."""
-        ids = tokens.ids
-        stop = self._stop_word_end(ids)
-        if stop is not None:
-            ids = ids[:stop]
+    def add(self, step: Step) -> bool:
+        """Add a step; return True if it completed a stop word, which ends the sequence."""
+        stop = self._stop_word_end(step.ids)
+        ids = step.ids[:stop]
         self.ids += ids
-        self.log_probs += tokens.log_probs[: len(ids)]
-        self.top_log_probs += tokens.top_log_probs[: len(ids)]
-        self.prompt_log_probs += tokens.prompt_log_probs
-        self.generated += len(ids)
+        self.log_probs += step.log_probs[: len(ids)]
+        self.prompt_log_probs += step.prompt_log_probs
         if ids:
             self.last_token = time.monotonic_ns()
             self.first_token = self.first_token or self.last_token
-        self.error, self.refused = tokens.error, tokens.refused
-        self.ended = tokens.finished or stop is not None
+        self.error, self.refused = step.error, step.refused
+        self.ended = step.finished or stop is not None
         return stop is not None
 
     def take(self, limit: int) -> Output:
@@ -143,25 +121,21 @@ class _Sequence:
         end = limit if limit and self.streaming else len(self.ids)
         ids, self.ids = self.ids[:end], self.ids[end:]
         log_probs, self.log_probs = self.log_probs[:end], self.log_probs[end:]
-        top_log_probs, self.top_log_probs = self.top_log_probs[:end], self.top_log_probs[end:]
         prompt_log_probs, self.prompt_log_probs = self.prompt_log_probs, []
-        self.taken += len(ids)
-        last = self.ended and not self.ids
         context, self.context = self.context, (self.context + ids)[-CONTEXT_TOKENS:]
-        self.cum_log_prob += sum(log_probs)
-        if self.prompt_in_output:
-            ids = self.request.input_ids + ids
+        self.taken += len(ids)
+        self.cum_log_prob += sum(token.log_prob for token in log_probs)
+        final = self.ended and not self.ids
         return Output(
-            ids,
+            self.request.input_ids + ids if self.prompt_in_output else ids,
             log_probs,
             self.cum_log_prob,
             context,
             self.taken,
-            last,
-            self.error if last else None,
-            Times(self.arrival, self.first_token, self.last_token if last else 0),
+            final,
+            self.error if final else None,
+            Times(self.arrival, self.first_token, self.last_token if final else 0),
             self.refused,
-            top_log_probs,
             prompt_log_probs,
         )
 
@@ -172,12 +146,9 @@ class _Sequence:
             return None
         text = self.tail + ids
         for end in range(len(self.tail) + 1, len(text) + 1):
-            last = text[end - 1]
-            if any(
-                word[-1] == last and tuple(text[max(0, end - len(word)) : end]) == word
-                for word in words
-            ):
-                return end - len(self.tail)
+            for word in words:
+                if word[-1] == text[end - 1] and tuple(text[max(0, end - len(word)) : end]) == word:
+                    return end - len(self.tail)
         self.tail = text[-max(map(len, words)) :]
         return None
 
@@ -218,8 +189,8 @@ class Serving:
         Args:
             request_id: what ``stop`` finds it by; several sequences may share one.
             request: its key is replaced by a unique one, its max_tokens by what fits the context.
-            streaming: whether tokens are sent as they are made, or all in one output at the end.
-            prompt_in_output: whether that one output begins with the prompt. Streaming never does.
+            streaming: send tokens as they are made, not all in one output at the end.
+            prompt_in_output: begin that one output with the prompt. A stream never does.
 
         Raises:
             EngineError: the prompt is empty or leaves no room for a token.
@@ -234,18 +205,14 @@ class Serving:
             )
         if request.max_tokens < 1:
             raise EngineError(f"max_tokens must be at least 1, not {request.max_tokens}")
-        request = replace(
-            request,
-            key=f"{request_id}#{next(self._keys)}",
-            max_tokens=min(request.max_tokens, limit - length),
-        )
-        sequence = _Sequence(
-            request, request_id, send, streaming, prompt_in_output and not streaming
-        )
+        key = f"{request_id}#{next(self._keys)}"
+        request = replace(request, key=key, max_tokens=min(request.max_tokens, limit - length))
+        prompt_first = prompt_in_output and not streaming
+        sequence = _Sequence(request, request_id, send, streaming, prompt_first)
         with self._running_lock:
-            self._running.setdefault(request_id, {})[request.key] = sequence
+            self._running.setdefault(request_id, {})[key] = sequence
         try:
-            self.engine.submit(request, lambda tokens: self._on_tokens(sequence, tokens))
+            self.engine.submit(request, partial(self._on_step, sequence))
         except BaseException:
             self._forget(sequence)
             raise
@@ -258,7 +225,7 @@ class Serving:
         return sum(map(self._stop, sequences))
 
     def active(self) -> int:
-        """Sequences that hold a slot of the engine or wait for one."""
+        """Return the number of sequences that hold a slot of the engine or wait for one."""
         return self.engine.active()
 
     def close(self) -> None:
@@ -271,8 +238,7 @@ class Serving:
         with sequence.lock:
             if sequence.ended:
                 return False
-            sequence.ended = True
-            sequence.error = error
+            sequence.ended, sequence.error = True, error
             if error is None:
                 self.counters.stopped += 1
             else:
@@ -281,24 +247,20 @@ class Serving:
         self.engine.abort(sequence.request.key)
         return True
 
-    def _on_tokens(self, sequence: _Sequence, tokens: Tokens) -> None:
-        self.counters.generated += len(tokens.ids)
+    def _on_step(self, sequence: _Sequence, step: Step) -> None:
+        self.counters.generated += len(step.ids)
         with sequence.lock:
             if sequence.ended:
                 return
-            stop_word = sequence.add(tokens)
-            if sequence.ended:
-                self._count_end(sequence)
+            stop_word = sequence.add(step)
+            if sequence.ended and sequence.error is None:
+                self.counters.finished += 1
+            elif sequence.ended:
+                self.counters.failed += 1
             if sequence.streaming or sequence.ended:
                 self._queue(sequence)
         if stop_word:
             self.engine.abort(sequence.request.key)
-
-    def _count_end(self, sequence: _Sequence) -> None:
-        if sequence.error is None:
-            self.counters.finished += 1
-        else:
-            self.counters.failed += 1
 
     def _queue(self, sequence: _Sequence) -> None:
         if not sequence.queued:
@@ -334,7 +296,7 @@ class Serving:
 
 
 def words_from_list(word_list: Iterable[Iterable[int]]) -> tuple[tuple[int, ...], ...]:
-    """Words of a TensorRT-LLM word list. Offsets that do not rise make no word.
+    """Return the words of a TensorRT-LLM word list. Offsets that do not rise make no word.
 
     Args:
         word_list: shape [2, N]: the flat token ids, and the cumulative end offsets padded with -1.

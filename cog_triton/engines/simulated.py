@@ -26,8 +26,8 @@ from cog_triton.engines.base import (
     EngineUnavailable,
     GenerationRequest,
     Sink,
-    Tokens,
-    TopLogProbs,
+    Step,
+    TokenLogProb,
     stopped_text,
 )
 
@@ -171,7 +171,7 @@ class Schedule:
             heappop(self._due)
         return self._due[0][0] if self._due else None
 
-    def step(self, now: float) -> list[tuple[Sink, Tokens]]:
+    def step(self, now: float) -> list[tuple[Sink, Step]]:
         """Do all that is due by ``now``, or a tick later: each sequence at most one burst."""
         limit = now + TICK
         due = []
@@ -210,7 +210,7 @@ class Schedule:
         self._enter(sequence, at + self._costs.prefill)
         self._prefill_next(at)
 
-    def _generate(self, sequence: _Sequence, at: float, limit: float) -> Tokens:
+    def _generate(self, sequence: _Sequence, at: float, limit: float) -> Step:
         request, pace = sequence.request, self._costs.inter_token
         left = (
             sequence.failure.after if sequence.failure else request.max_tokens
@@ -227,17 +227,17 @@ class Schedule:
             self._leave(sequence, at + (len(ids) - 1) * pace)
         else:
             self._enter(sequence, at + len(ids) * pace)
-        log_probs = [0.0] * len(ids) if request.return_log_probs else []
-        top = [_top(token, request.top_log_probs) for token in ids] if request.top_log_probs else []
-        return Tokens(ids, log_probs, finished, top_log_probs=top)
+        count = request.top_log_probs
+        told = [TokenLogProb(token, 0.0, _top(token, count)) for token in ids]
+        return Step(ids, told if request.return_log_probs else [], finished)
 
-    def _fail(self, sequence: _Sequence, at: float) -> list[tuple[Sink, Tokens]]:
+    def _fail(self, sequence: _Sequence, at: float) -> list[tuple[Sink, Step]]:
         assert sequence.failure is not None
         if sequence.failure.kind == "stall":  # nothing will be due any more, and the slot is kept
             return []
         self._leave(sequence, at)
         error = f"a simulated failure after {sequence.generated} tokens (simulated_failure_rate)"
-        return [(sequence.sink, Tokens([], finished=True, error=error))]
+        return [(sequence.sink, Step([], finished=True, error=error))]
 
     def _leave(self, sequence: _Sequence, at: float) -> None:
         """Free the sequence's slot, and its place among the prompts."""
@@ -276,7 +276,7 @@ class SimulatedEngine(Engine):
         """
         self._schedule = Schedule(token_ids, costs or Costs())
         self._failures = failures or Failures()
-        self._context_length = context_length
+        self.context_length = context_length
         self._ending = (
             0  # have left the schedule, and their last tokens are still to be handed over
         )
@@ -313,10 +313,6 @@ class SimulatedEngine(Engine):
             failures,
             context_length=int(parameters.get("max_seq_len", DEFAULT_CONTEXT_LENGTH)),
         )
-
-    @property
-    def context_length(self) -> int:
-        return self._context_length
 
     def submit(self, request: GenerationRequest, sink: Sink) -> None:
         failure = self._failures.of(request)
@@ -369,7 +365,7 @@ class SimulatedEngine(Engine):
         return False
 
 
-def _top(token: int, count: int) -> TopLogProbs:
+def _top(token: int, count: int) -> tuple[tuple[int, float], ...]:
     """The most likely tokens where the engine makes one for certain: that one, and any others."""
     others = [other for other in range(count) if other != token]
     return ((token, 0.0), *((other, LEAST_LOG_PROB) for other in others))[:count]

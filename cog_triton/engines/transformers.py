@@ -1,16 +1,16 @@
 """The embedded engine: transformers' continuous batching, on a CPU or a GPU.
 
-Transformers schedules the requests, pages the KV cache and runs the model. Two of its parts are
-replaced, since it has no per-request seeds, penalties or bad words: the list of logits processors,
-which here only carries each request's parameters to its row, and the sampling step. The router of
-outputs is replaced too, so that tokens reach their sinks without another thread in between. These are
-internals of transformers; the range in pyproject.toml is as narrow as that asks for.
+Transformers schedules the requests, pages the KV cache and runs the model. Its list of logits processors is
+replaced by one that chooses the tokens, since it has no per-request seeds, penalties or bad words; its
+router of outputs by one without another thread before the sinks; and two methods of its KV cache are
+wrapped. These are internals of transformers; the range in pyproject.toml is as narrow as that asks for.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError, Future
 from functools import partial
@@ -20,25 +20,33 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
-from transformers.generation.continuous_batching.requests import RequestState
+from transformers.generation.continuous_batching.continuous_api import OutputRouter
+from transformers.generation.continuous_batching.requests import (
+    GenerationOutput,
+    RequestState,
+    RequestStatus,
+)
 from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, FIFOScheduler
 
 from cog_triton.adapters.cache import CACHE_BYTES, Adapters
+from cog_triton.adapters.layers import LoadedAdapter
 from cog_triton.engines.base import (
     Engine,
     EngineError,
     EngineUnavailable,
     GenerationRequest,
     Sink,
-    Tokens,
+    Step,
     check_ids,
     stopped_text,
 )
 from cog_triton.engines.structured_output import Guided, StructuredOutput
-from cog_triton.engines.transformers_cache import keep_adapters_apart
-from cog_triton.engines.transformers_router import Router
-from cog_triton.engines.transformers_rows import Row
-from cog_triton.engines.transformers_runner import RowParameters, Runner, vocabulary_of
+from cog_triton.engines.transformers_step import (
+    Row,
+    StepProcessor,
+    keep_adapters_apart,
+    vocabulary_of,
+)
 from cog_triton.text import remote_code
 from cog_triton.text.tokenizer import load_tokenizer
 
@@ -80,39 +88,27 @@ class TransformersEngine(Engine):
             adapters: the directory of LoRA adapters; without it there are none.
             adapter_cache_bytes: those in the model have at most so many together.
         """
-        self._context_length = context_length
+        self.context_length = context_length
         self._vocabulary = vocabulary_of(model)
-        manager = model.init_continuous_batching(
-            GenerationConfig(do_sample=False, eos_token_id=-1, max_new_tokens=context_length),
-            batching,
-        )
-        self._router = manager.output_router = Router(manager.cancel_request)
+        self._rows: dict[str, Row] = {}
+        self._rows_lock = threading.Lock()
         self._structured_output = None
         if load_tokenizer is not None:
             self._structured_output = StructuredOutput(load_tokenizer, self._vocabulary)
             self.features |= {"guided_decoding"}
         self._adapters = lora = None
         if adapters is not None:
-            used = self._router.adapters
-            self._adapters = Adapters(model, adapters, used, adapter_cache_bytes)
-            self._router.on_end = self._adapters.tidy
+            self._adapters = Adapters(model, adapters, self._adapters_in_use, adapter_cache_bytes)
             self.features |= {"lora_task_id"}
             lora = self._adapters.layers
-        manager.logit_processor = parameters = RowParameters(model, self._structured_output, lora)
-        processor = manager._create_batch_processor()
-        keep_adapters_apart(processor.cache, self._router.row)
-        processor.model_runner = Runner(
-            parameters=parameters,
-            lora=lora,
-            logit_processor=parameters,
-            cb_config=processor.cb_config,
-            cache=processor.cache,
-            inputs_and_outputs=processor.inputs_and_outputs,
-            do_sample=False,
-            return_logprobs=True,
+        self._manager = manager = model.init_continuous_batching(
+            GenerationConfig(do_sample=False, eos_token_id=-1, max_new_tokens=context_length),
+            batching,
         )
-        manager.batch_processor = processor
-        self._manager = manager
+        manager.output_router = _Router(self._deliver)
+        manager.logit_processor = StepProcessor(model, self._structured_output, lora)
+        manager.warmup()  # makes what has the cache
+        keep_adapters_apart(manager.batch_processor.cache, self._rows.get)
         manager.start()
 
     @classmethod
@@ -132,8 +128,11 @@ class TransformersEngine(Engine):
             trust_remote_code=parameters.get("trust_remote_code") == "true",
         )
         context_length = _context_length(model.config, parameters.get("max_seq_len"))
-        tokenizer_dir = parameters.get("tokenizer_dir")
         trusted = parameters.get("trust_remote_code") == "true"
+        tokenizer_dir, adapters = (
+            parameters.get("tokenizer_dir"),
+            parameters.get("lora_prefetch_dir"),
+        )
         return cls(
             model,
             context_length=context_length,
@@ -141,29 +140,40 @@ class TransformersEngine(Engine):
             load_tokenizer=partial(load_tokenizer, tokenizer_dir, trust_remote_code=trusted)
             if tokenizer_dir
             else None,
-            adapters=Path(adapters) if (adapters := parameters.get("lora_prefetch_dir")) else None,
+            adapters=Path(adapters) if adapters else None,
             adapter_cache_bytes=int(parameters.get("lora_cache_host_memory_bytes", CACHE_BYTES)),
         )
 
-    @property
-    def context_length(self) -> int:
-        return self._context_length
-
     def submit(self, request: GenerationRequest, sink: Sink) -> None:
         check_ids(request, self._vocabulary)
-        row = Row(request)
-        self._router.open(row, sink)
+        row = Row(request, sink)
+        with self._rows_lock:
+            self._rows[request.key] = row
         try:
-            guided, loaded = self._guided(request), self._loaded(row)
-            if guided is None and loaded is None:
+            waited_for = [future for future in (self._guided(row), self._loaded(row)) if future]
+            if waited_for:
+                self._add_later(row, waited_for)
+            else:
                 self._add(row)
         except EngineError:
-            self._router.forget(request.key)
-            raise
-        if guided is not None or loaded is not None:
-            self._add_later(row, sink, guided, loaded)
+            if self._forget(request.key) is not None:  # else its sink has the error
+                raise
 
-    def _guided(self, request: GenerationRequest) -> Future[Guided] | None:
+    def abort(self, key: str) -> None:
+        if self._forget(key) is not None:
+            self._manager.cancel_request(key)
+
+    def active(self) -> int:
+        return len(self._rows)
+
+    def close(self) -> None:
+        self._manager.stop(block=True, hard_stop=True)
+        for part in (self._structured_output, self._adapters):
+            if part is not None:
+                part.close()
+
+    def _guided(self, row: Row) -> Future[Any] | None:
+        request = row.request
         if request.guide is None:
             return None
         if self._structured_output is None:
@@ -171,43 +181,32 @@ class TransformersEngine(Engine):
         output = request.input_ids[len(request.input_ids) - request.continued :]
         return self._structured_output.begin(request.guide, request.end_id, output)
 
-    def _loaded(self, row: Row) -> Future[None] | None:
-        """Assign a request its adapter; the future is of one that has to be loaded first."""
-        if not row.request.lora_task_id:
+    def _loaded(self, row: Row) -> Future[Any] | None:
+        """Give a request its adapter; the future is of one that has to be loaded first."""
+        task_id = row.request.lora_task_id
+        if not task_id:
             return None
         if self._adapters is None:
             raise EngineError("the embedded engine does not support lora_task_id without LORA_DIR")
-        task_id = row.request.lora_task_id
         return None if self._adapters.assign(task_id, row) else self._adapters.load(task_id, row)
 
-    def _add_later(
-        self,
-        row: Row,
-        sink: Sink,
-        guided: Future[Guided] | None,
-        loaded: Future[None] | None,
-        _: object = None,
-    ) -> None:
-        """Adds a request when its guide is compiled and its adapter loaded, on the thread that did it."""
-        for future in (guided, loaded):
-            if future is not None and not future.done():
-                future.add_done_callback(partial(self._add_later, row, sink, guided, loaded))
+    def _add_later(self, row: Row, waited_for: list[Future[Any]], _: object = None) -> None:
+        """Add a request when its guide is compiled and its adapter loaded, on the thread that did it."""
+        for future in waited_for:
+            if not future.done():
+                future.add_done_callback(partial(self._add_later, row, waited_for))
                 return
         key = row.request.key
         try:
-            if loaded is not None:
-                loaded.result()
-            if guided is not None:
-                row.guided = guided.result()
-        except (EngineError, CancelledError) as error:
-            if self._router.forget(key):
-                sink(_failure(error))
-            return
-        if self._router.knows(key):
-            try:
+            for result in [future.result() for future in waited_for]:
+                row.guided = result if isinstance(result, Guided) else row.guided
+            if key in self._rows:
                 self._add(row)
-            except EngineUnavailable as error:
-                sink(_failure(error))
+        except (EngineError, CancelledError) as error:
+            if self._forget(key) is not None:
+                refused = not isinstance(error, (EngineUnavailable, CancelledError))
+                text = str(error) or stopped_text(None)
+                row.sink(Step([], finished=True, error=text, refused=refused))
 
     def _add(self, row: Row) -> None:
         request = row.request
@@ -221,21 +220,52 @@ class TransformersEngine(Engine):
         )
         # Asked only now, so that a request is not lost when the engine stops meanwhile.
         status = self._manager.background_thread_status
-        if status.can_accept_new_requests() is not None and self._router.forget(request.key):
+        if status.can_accept_new_requests() is not None:
             raise EngineUnavailable(stopped_text(status.fatal_error))
 
-    def abort(self, key: str) -> None:
-        if self._router.forget(key):
-            self._manager.cancel_request(key)
+    def _deliver(self, output: GenerationOutput) -> None:
+        """Hand a request's new tokens to its sink, on the generation thread."""
+        key, finished = output.request_id, output.is_finished()
+        row = self._forget(key) if finished else self._rows.get(key)
+        if row is None:
+            if not finished:
+                # Transformers drops a cancellation that overtakes its request, so it is repeated.
+                self._manager.cancel_request(key)
+            return
+        if row.error is not None:
+            if not finished:
+                self.abort(key)
+            row.sink(Step([], finished=True, error=row.error, refused=True))
+            return
+        # Transformers fails only all requests together, when its loop ends.
+        error = stopped_text(output.error) if output.status == RequestStatus.FAILED else None
+        new, row.delivered = output.generated_tokens[row.delivered :], len(output.generated_tokens)
+        log_probs, row.log_probs = row.log_probs, []
+        prompt_log_probs, row.prompt_log_probs = row.prompt_log_probs, []
+        row.sink(Step(new, log_probs, finished, error, prompt_log_probs=prompt_log_probs))
 
-    def active(self) -> int:
-        return self._router.active()
+    def _forget(self, key: str) -> Row | None:
+        with self._rows_lock:
+            row = self._rows.pop(key, None)
+        if row is not None and row.adapter is not None and self._adapters is not None:
+            self._adapters.tidy()
+        return row
 
-    def close(self) -> None:
-        self._manager.stop(block=True, hard_stop=True)
-        for part in (self._structured_output, self._adapters):
-            if part is not None:
-                part.close()
+    def _adapters_in_use(self) -> set[LoadedAdapter]:
+        with self._rows_lock:
+            return {row.adapter for row in self._rows.values() if row.adapter is not None}
+
+
+class _Router(OutputRouter):
+    """Passes outputs on from the generation thread, without a queue or an event loop."""
+
+    def __init__(self, deliver: Callable[[GenerationOutput], None]) -> None:
+        super().__init__()
+        self.deliver = deliver
+
+    def deliver_batch(self, outputs: list[GenerationOutput]) -> None:
+        for output in outputs:
+            self.deliver(output)
 
 
 def load_model(
@@ -312,7 +342,6 @@ def batching_config(
         # It prepares a step before the tokens of the last one are known, which penalties need.
         use_async_batching=False,
         use_cuda_graph=False,
-        return_logprobs=True,
     )
 
 
@@ -332,11 +361,6 @@ class _Scheduler(FIFOScheduler):
 
 
 SCHEDULER_MAPPING[SCHEDULER] = _Scheduler
-
-
-def _failure(error: BaseException) -> Tokens:
-    refused = not isinstance(error, (EngineUnavailable, CancelledError))
-    return Tokens([], finished=True, error=str(error) or stopped_text(None), refused=refused)
 
 
 def _device(name: str) -> torch.device:

@@ -1,8 +1,7 @@
 """vLLM, by its ``AsyncLLM``: it schedules, batches and samples, and this module hands it token ids.
 
-Its engine core and its workers are processes of their own. They are started from Triton's stub, which is
-no Python interpreter: see ``vllm_processes``. When the engine core ends by itself, all requests end with
-that as the reason, no more are taken, and who asked for it by ``on_death`` is told.
+Its engine core and its workers are processes of their own; see ``interpreter``. When the engine core ends
+by itself, all requests end with that reason, no more are taken, and ``on_death``'s function is called.
 
 The arguments come from the same template variables as TensorRT-LLM's. Those of ``vllm_config``, a YAML
 file, are handed over as they stand there and win.
@@ -14,7 +13,7 @@ What differs from the embedded engine on transformers, by vLLM's nature:
 - A seed gives the same text on the same machine as far as vLLM's kernels compute the same for batches of
   different sizes, which it does not promise.
 - It takes temperatures up to 2 and penalties from -2 to 2; others are refused in its words.
-- A bad word is looked for in the output alone: its beginning is not seen at the prompt's end.
+- A bad word is looked for only in the output: its beginning is not seen at the prompt's end.
 - On CPUs, vLLM 0.32 applies an adapter to the requests without one in the same batch, too.
 """
 
@@ -24,7 +23,7 @@ import asyncio
 import contextlib
 import logging
 import multiprocessing
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,18 +35,22 @@ from cog_triton.engines.arguments import (
     loading_dtype,
     without_effect,
 )
-from cog_triton.engines.base import EngineError, GenerationRequest, Tokens, TopLogProbs, check_ids
-from cog_triton.engines.event_loop import EventLoopEngine, Running
-from cog_triton.engines.vllm_processes import prepare, renice
-from cog_triton.engines.vllm_requests import (
-    guide_arguments,
-    next_tokens,
-    prompt_log_probs,
-    sampling_arguments,
+from cog_triton.engines.base import (
+    LEAST_LOG_PROB,
+    EngineError,
+    GenerationRequest,
+    Step,
+    TokenLogProb,
+    check_ids,
 )
+from cog_triton.engines.event_loop import EventLoopEngine, Steps
+from cog_triton.engines.interpreter import prepare, renice
+from cog_triton.request.guide import Guide, GuideKind
 from cog_triton.text import remote_code
 
 logger = logging.getLogger(__name__)
+
+SEEDS = 2**63  # of an int64 that is not negative: others end vLLM's runner
 
 # Measured with vLLM 0.32: its kernels for CPUs index the adapters by -1 where a request has none, and so
 # take the last one.
@@ -55,6 +58,13 @@ NO_ADAPTERS = (
     "tensorrt_llm: lora_task_id is refused: vLLM's build for CPUs applies an adapter to the requests "
     "beside it in the batch as well"
 )
+_FEATURES = {"allowed_token_ids", "embedding_bias", "min_p", "prompt_logprobs", "top_logprobs"}
+_GUIDES = {  # a guide's kind → the argument of vLLM's StructuredOutputsParams
+    GuideKind.JSON_SCHEMA: "json",
+    GuideKind.REGEX: "regex",
+    GuideKind.GRAMMAR: "grammar",
+    GuideKind.STRUCTURAL_TAG: "structural_tag",
+}
 
 
 class VllmEngine(EventLoopEngine):
@@ -71,7 +81,7 @@ class VllmEngine(EventLoopEngine):
             Exception: whatever vLLM raises while it loads.
         """
         self._adapters = LoraRequests(adapters)
-        self._sound: set[int] = set()  # the adapters that could be loaded, by these numbers
+        self._loadable: set[int] = set()  # numbers of the adapters that vLLM has loaded
         self._then: Callable[[], object] = lambda: None
         self._llm: Any = None
         super().__init__("vllm-engine")
@@ -82,18 +92,11 @@ class VllmEngine(EventLoopEngine):
             raise
         llm: Any = self._llm
         config = llm.model_config
-        self._context_length = int(config.max_model_len)
+        self.context_length = int(config.max_model_len)
         self._vocabulary = int(config.get_vocab_size())
-        features = {
-            "allowed_token_ids",
-            "embedding_bias",
-            "min_p",
-            "prompt_logprobs",
-            "top_logprobs",
-        }
-        features |= {"guided_decoding"} if not config.skip_tokenizer_init else set()
-        features |= {"lora_task_id"} if adapters is not None and not _on_cpu() else set()
-        self.features = frozenset(features)
+        guided = set() if config.skip_tokenizer_init else {"guided_decoding"}
+        adapted = {"lora_task_id"} if adapters is not None and not _on_cpu() else set()
+        self.features = frozenset(_FEATURES | guided | adapted)
 
     @classmethod
     def from_parameters(cls, parameters: Mapping[str, str]) -> VllmEngine:
@@ -118,17 +121,22 @@ class VllmEngine(EventLoopEngine):
         except Exception as error:
             if arguments.get("trust_remote_code") or not remote_code.was_refused(error):
                 raise
-            text = remote_code.refusal("model", str(arguments["model"]))
-            raise ValueError(text) from error
-
-    @property
-    def context_length(self) -> int:
-        return self._context_length
+            raise ValueError(remote_code.refusal("model", str(arguments["model"]))) from error
 
     def on_death(self, then: Callable[[], object]) -> None:
         self._then = then
 
-    def _prepared(self, request: GenerationRequest) -> Any:
+    def close(self) -> None:
+        super().close()
+        if self._llm is not None:
+            self._llm.shutdown()
+            self._llm = None  # else it shuts down once more, when the interpreter is half gone
+
+    def die(self, reason: str) -> None:
+        super().die(reason)
+        self._then()
+
+    def steps(self, request: GenerationRequest) -> Steps:
         from vllm import SamplingParams  # type: ignore[import-not-found, unused-ignore]
         from vllm.sampling_params import (  # type: ignore[import-not-found, unused-ignore]
             RequestOutputKind,
@@ -140,9 +148,8 @@ class VllmEngine(EventLoopEngine):
         if request.guide is not None:
             if request.continued:
                 raise EngineError("an answer with a guide cannot be continued")
-            arguments["structured_outputs"] = StructuredOutputsParams(
-                **guide_arguments(request.guide)
-            )
+            guide = StructuredOutputsParams(**guide_arguments(request.guide))
+            arguments["structured_outputs"] = guide
         try:
             sampling = SamplingParams(output_kind=RequestOutputKind.DELTA, **arguments)
         except Exception as error:
@@ -152,7 +159,7 @@ class VllmEngine(EventLoopEngine):
         if request.sampling.bad_words:
             # Its own way is from text, by a tokenizer; this is where that would put the ids.
             sampling._bad_words_token_ids = [list(word) for word in request.sampling.bad_words]
-        return sampling, self._adapter(request.lora_task_id)
+        return self._generate(request, sampling, self._adapter(request.lora_task_id))
 
     def _adapter(self, task_id: int) -> Any:
         if not task_id:
@@ -160,11 +167,6 @@ class VllmEngine(EventLoopEngine):
         from vllm.lora.request import LoRARequest  # type: ignore[import-not-found, unused-ignore]
 
         return self._adapters.of(task_id, LoRARequest)
-
-    def _shut_down(self) -> None:
-        if self._llm is not None:
-            self._llm.shutdown()
-            self._llm = None  # else its end says so once more, when the interpreter is half gone
 
     # What follows runs on the loop.
 
@@ -183,57 +185,49 @@ class VllmEngine(EventLoopEngine):
 
     def _ended(self, process: Any) -> None:
         self._loop.remove_reader(process.sentinel)
-        self._stop(f"vLLM's process {process.name} has ended, with status {process.exitcode}")
+        self.die(f"vLLM's process {process.name} has ended, with status {process.exitcode}")
 
-    def _stop(self, reason: str) -> None:
-        super()._stop(reason)
-        self._then()
+    async def _generate(self, request: GenerationRequest, sampling: Any, adapter: Any) -> Steps:
+        prompt, finished = {"prompt_token_ids": request.input_ids}, False
+        wants_prompt = request.prompt_log_probs
+        try:
+            await self._load_adapter(adapter, request.lora_task_id)
+            outputs = self._llm.generate(prompt, sampling, request.key, lora_request=adapter)
+            async for output in outputs:
+                step = next_step(output.outputs[0], request, finished=output.finished)
+                if wants_prompt and step.ids:
+                    wants_prompt = False
+                    told = prompt_log_probs(output.prompt_logprobs, request)
+                    step = replace(step, prompt_log_probs=told)
+                finished = step.finished
+                if step.ids or finished:
+                    yield step
+        except Exception as error:
+            if _is_a(error, "EngineDeadError"):
+                raise
+            text = str(error) or repr(error)
+            yield Step([], finished=True, error=text, refused=_is_refusal(error))
+        finally:
+            if not finished:
+                # vLLM drops a request whose task is cancelled, but not between two of the task's steps.
+                with contextlib.suppress(Exception):  # it may have died meanwhile
+                    await self._llm.abort(request.key)
 
-    async def _tokens(self, running: Running) -> AsyncIterator[Tokens]:
-        request = running.request
-        sampling, lora = running.sampling
-        await self._check(lora, request.lora_task_id)
-        prompt = {"prompt_token_ids": request.input_ids}
-        outputs = self._llm.generate(prompt, sampling, request.key, lora_request=lora)
-        told: list[TopLogProbs] = []
-        async for output in outputs:
-            tokens = next_tokens(output.outputs[0], request, finished=output.finished)
-            if request.prompt_log_probs and not told and tokens.ids:
-                told = prompt_log_probs(output.prompt_logprobs, request)
-                tokens = replace(tokens, prompt_log_probs=told)
-            if tokens.ids or tokens.finished:
-                yield tokens
-
-    async def _check(self, lora: Any, task_id: int) -> None:
+    async def _load_adapter(self, adapter: Any, task_id: int) -> None:
         # One that it cannot load while it computes would end vLLM.
-        if lora is None or lora.lora_int_id in self._sound:
+        if adapter is None or adapter.lora_int_id in self._loadable:
             return
         try:
-            await self._llm.add_lora(lora)
+            await self._llm.add_lora(adapter)
         except Exception as error:
-            if self._is_fatal(error):
+            if _is_a(error, "EngineDeadError"):
                 raise
             raise EngineError(f"lora_task_id {task_id}: {error}") from error
-        self._sound.add(lora.lora_int_id)
-
-    def _abort(self, running: Running) -> None:
-        # The task's end has vLLM forget it, but for one that was ended between two of its steps.
-        self._loop.create_task(self._forget(running.request.key))
-
-    async def _forget(self, key: str) -> None:
-        with contextlib.suppress(Exception):  # it may have died meanwhile
-            await self._llm.abort(key)
-
-    def _is_fatal(self, error: Exception) -> bool:
-        return _is_a(error, "EngineDeadError")
-
-    def _failure(self, error: Exception, _: GenerationRequest) -> Tokens:
-        text = str(error) or repr(error)
-        return Tokens([], finished=True, error=text, refused=_is_refusal(error))
+        self._loadable.add(adapter.lora_int_id)
 
 
 def loading_arguments(parameters: Mapping[str, str]) -> dict[str, Any]:
-    """The arguments of ``vllm.AsyncEngineArgs`` on this machine. Readies the process for vLLM.
+    """Return the arguments of ``vllm.AsyncEngineArgs`` on this machine. Readies the process for vLLM.
 
     Raises:
         ValueError: a parameter is missing or not valid, or there is no interpreter to start.
@@ -247,6 +241,80 @@ def loading_arguments(parameters: Mapping[str, str]) -> dict[str, Any]:
     return arguments | loading_dtype(arguments, on_cpu=on_cpu)
 
 
+def sampling_arguments(request: GenerationRequest) -> dict[str, Any]:
+    """Return the arguments of ``vllm.SamplingParams`` for a request, but for bad words and guides.
+
+    What changes nothing is left out. Stop words are not given to vLLM: they stay in the output here, and
+    ``Serving`` looks for them.
+    """
+    sampling = request.sampling
+    arguments: dict[str, Any] = {
+        "max_tokens": request.max_tokens,
+        "detokenize": False,
+        "ignore_eos": True,  # the request's end token is the one that counts
+        "temperature": 0.0 if sampling.greedy else sampling.temperature,
+        **sampling.penalties,
+    }
+    if not sampling.greedy:
+        arguments |= {"top_p": sampling.top_p or 1.0, "top_k": sampling.top_k}
+        arguments |= {"min_p": sampling.min_p} if sampling.min_p else {}
+        # Its noise begins anew with a request: a continuation is not to repeat that of the beginning.
+        arguments["seed"] = (sampling.seed + request.continued) % SEEDS
+    if sampling.min_tokens > 0:
+        # The context may have cut the maximum since the two were compared.
+        arguments["min_tokens"] = min(sampling.min_tokens, request.max_tokens)
+    if request.end_id is not None:
+        arguments["stop_token_ids"] = [request.end_id]
+    if request.logit_bias:
+        arguments["logit_bias"] = dict(request.logit_bias)
+    if request.allowed_ids:
+        arguments["allowed_token_ids"] = list(request.allowed_ids)
+    if request.return_log_probs:
+        arguments["logprobs"] = request.top_log_probs  # with 0 only of the chosen tokens
+    if request.prompt_log_probs:
+        arguments["prompt_logprobs"] = request.top_log_probs
+    return arguments
+
+
+def guide_arguments(guide: Guide) -> dict[str, Any]:
+    """Return the arguments of vLLM's ``StructuredOutputsParams``."""
+    if guide.kind is GuideKind.JSON:
+        return {"json_object": True}
+    return {_GUIDES[guide.kind]: guide.text}
+
+
+def next_step(output: Any, request: GenerationRequest, *, finished: bool) -> Step:
+    """Return the new tokens of one of vLLM's ``CompletionOutput`` of the kind DELTA.
+
+    Args:
+        finished: that of the ``RequestOutput``.
+
+    Raises:
+        EngineError: vLLM gave the request up.
+    """
+    if finished and output.finish_reason not in ("stop", "length"):
+        raise EngineError(f"vLLM ended the request: {output.finish_reason}")
+    ids = list(output.token_ids)
+    entries = zip(ids, output.logprobs, strict=True) if request.return_log_probs else ()
+    log_probs = [_log_prob(token, entry, request.top_log_probs) for token, entry in entries]
+    return Step(ids, log_probs, finished)
+
+
+def prompt_log_probs(entries: Any, request: GenerationRequest) -> list[TokenLogProb]:
+    """Return those of the prompt's tokens. ``entries`` are vLLM's, None at the first place."""
+    ids, count = request.input_ids, request.top_log_probs
+    rest = zip(ids[1:], entries[1:], strict=True)
+    return [TokenLogProb(ids[0], 0.0), *(_log_prob(token, entry, count) for token, entry in rest)]
+
+
+def _log_prob(token: int, entry: Mapping[int, Any], count: int) -> TokenLogProb:
+    # Rounding may leave a certain token a hair above 0.
+    values = {i: max(LEAST_LOG_PROB, min(0.0, float(e.logprob))) for i, e in entry.items()}
+    # vLLM adds the chosen token to the most likely ones.
+    top = sorted(values.items(), key=lambda item: -entry[item[0]].logprob)[:count]
+    return TokenLogProb(token, values[token], tuple(top))
+
+
 def _on_cpu() -> bool:
     from vllm.platforms import (  # type: ignore[import-not-found, unused-ignore]
         current_platform,
@@ -256,7 +324,7 @@ def _on_cpu() -> bool:
 
 
 def _is_refusal(error: Exception) -> bool:
-    # Older releases raise ValueError alone.
+    # Older releases raise only ValueError.
     return isinstance(error, ValueError) or _is_a(error, "VLLMClientError")
 
 

@@ -27,7 +27,6 @@ from cog_triton.wire import (
     LOG_PROBS,
     MIN_P,
     PROMPT_LOG_PROBS,
-    TokenLogProb,
     checksum,
     ids_parameter,
     packed_log_probs,
@@ -188,12 +187,10 @@ def _log_probs(output: Output, top: int) -> Array:
     if not output.log_probs:
         # As TensorRT-LLM has it, zeros stand for what was not asked for.
         return np.zeros((1, 1, len(output.ids)), np.float32)
-    generated = output.ids[len(output.ids) - len(output.log_probs) :]
-    places = output.top_log_probs or [()] * len(generated)
-    tokens = map(TokenLogProb, generated, output.log_probs, places)
-    values = packed_log_probs(list(tokens), top)
+    values = packed_log_probs(output.log_probs, top)
     if output.prompt_log_probs:
-        values = np.append(packed_prompt_log_probs(output.prompt_log_probs, top), values)
+        places = [((token.id, token.log_prob), *token.top) for token in output.prompt_log_probs]
+        values = np.append(packed_prompt_log_probs(places, top), values)
     return values.reshape(1, 1, -1)
 
 

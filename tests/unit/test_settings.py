@@ -82,7 +82,7 @@ def test_every_setting_is_described_and_nothing_else_reads_the_environment() -> 
     # commands of their own.
     own = re.compile("tools/")
     assert sorted(file for file in readers if not own.match(file)) == [
-        "cog_triton/engines/vllm_processes.py",
+        "cog_triton/engines/interpreter.py",
         "cog_triton/faces/cog/control.py",
         "cog_triton/faces/openai/workers.py",
         "cog_triton/server/mpi_job.py",

@@ -30,7 +30,7 @@ class RawEngine(InProcess):
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        from cog_triton.engines.create import create_engine
+        from cog_triton.engines.base import create_engine
         from cog_triton.engines.serving import Serving
 
         self._serving = Serving(

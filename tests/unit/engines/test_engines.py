@@ -13,8 +13,15 @@ from typing import Any
 import pytest
 import torch
 
-from cog_triton.engines.base import Engine, EngineError, GenerationRequest, SamplingParams, Tokens
-from cog_triton.engines.create import create_engine
+from cog_triton.engines.base import (
+    Engine,
+    EngineError,
+    GenerationRequest,
+    SamplingParams,
+    Step,
+    TokenLogProb,
+    create_engine,
+)
 from cog_triton.engines.token_sampling import History, penalize
 from cog_triton.engines.transformers import (
     CPU_BATCH_TOKENS,
@@ -60,11 +67,11 @@ class Stream:
     """A sink that keeps what comes, for a test to wait for."""
 
     def __init__(self, on_tokens: Callable[[Stream], object] | None = None) -> None:
-        self.all: list[Tokens] = []
-        self._queue: queue.SimpleQueue[Tokens] = queue.SimpleQueue()
+        self.all: list[Step] = []
+        self._queue: queue.SimpleQueue[Step] = queue.SimpleQueue()
         self._on_tokens = on_tokens
 
-    def __call__(self, tokens: Tokens) -> None:
+    def __call__(self, tokens: Step) -> None:
         self.all.append(tokens)
         self._queue.put(tokens)
         if self._on_tokens is not None:
@@ -76,13 +83,17 @@ class Stream:
 
     @property
     def log_probs(self) -> list[float]:
-        return [value for tokens in self.all for value in tokens.log_probs]
+        return [token.log_prob for token in self.told]
+
+    @property
+    def told(self) -> list[TokenLogProb]:
+        return [token for tokens in self.all for token in tokens.log_probs]
 
     @property
     def finished(self) -> bool:
         return bool(self.all) and self.all[-1].finished
 
-    def next(self) -> Tokens:
+    def next(self) -> Step:
         return self._queue.get(timeout=TIMEOUT)
 
     def wait(self) -> Stream:
@@ -632,7 +643,8 @@ def test_more_requests_than_the_cache_holds(
         assert stream.wait().ids == other.wait().ids
         assert stream.log_probs == pytest.approx(other.log_probs, abs=2e-3)
         assert all(len(tokens.ids) == 1 for tokens in stream.all)
-    assert [len(tokens.top_log_probs) for tokens in streams[1].all] == [1] * len(streams[1].ids)
+    assert [token.id for token in streams[1].told] == streams[1].ids
+    assert {len(token.top) for token in streams[1].told} == {1}
     assert crowded.resets > 0
     assert crowded.engine.active() == 0
 
@@ -646,8 +658,8 @@ def test_a_prompt_that_goes_through_the_model_twice_is_told_of_once(
         for one in asked
     ]
     for one, stream in zip(asked, streams, strict=True):
-        told = [place for tokens in stream.wait().all for place in tokens.prompt_log_probs]
-        assert [place[0][0] for place in told] == one
+        told = [token for tokens in stream.wait().all for token in tokens.prompt_log_probs]
+        assert [token.id for token in told] == one
     assert crowded.resets > 0
 
 
@@ -803,15 +815,13 @@ def test_log_probs_have_the_most_likely_tokens_of_the_unchanged_distribution(
     stream = llm.start(prompts[0], **values, **asking)
     one = llm.start(prompts[0], **values, return_log_probs=True, top_log_probs=1)
     none = llm.start(prompts[0], **values)
-    top = [place for tokens in stream.wait().all for place in tokens.top_log_probs]
+    top = [token.top for token in stream.wait().told]
 
     likeliest = [place[0] for place in top]
-    [ids, log_probs] = zip(
-        *(place[0] for tokens in one.wait().all for place in tokens.top_log_probs), strict=True
-    )
+    [ids, log_probs] = zip(*(token.top[0] for token in one.wait().told), strict=True)
     assert [token for token, _ in likeliest] == [*ids]
     assert [value for _, value in likeliest] == pytest.approx(log_probs, abs=1e-3)
-    assert all(tokens.top_log_probs == [] for tokens in none.wait().all)
+    assert none.wait().told == []
     logits = next_logits(reference, prompts[0], stream.ids).log_softmax(-1)
     expected = logits.topk(3)
     for place, values_, chosen, token in zip(
@@ -840,17 +850,17 @@ def test_log_probs_of_the_prompt_are_those_of_the_models_distribution(
     most = expected.topk(2).values
     for stream in streams:
         told = stream.wait().all[0].prompt_log_probs
-        assert [place[0][0] for place in told] == prompt
-        assert told[0][1:] == ()
-        for i, ((token, value), *top) in enumerate(told[1:]):
-            assert value == pytest.approx(expected[i, token].item(), abs=2e-3)
-            assert [v for _, v in top] == pytest.approx(most[i].tolist(), abs=2e-3)
-            assert dict(top).get(token, value) == value
+        assert [one.id for one in told] == prompt
+        assert told[0] == TokenLogProb(prompt[0], 0.0)
+        for i, one in enumerate(told[1:]):
+            assert one.log_prob == pytest.approx(expected[i, one.id].item(), abs=2e-3)
+            assert [v for _, v in one.top] == pytest.approx(most[i].tolist(), abs=2e-3)
+            assert dict(one.top).get(one.id, one.log_prob) == one.log_prob
         assert not any(tokens.prompt_log_probs for tokens in stream.all[1:])
         assert stream.ids == without.ids
     assert not any(tokens.prompt_log_probs for tokens in without.all)
-    for one, other in zip(prompts, others, strict=False):
-        assert_greedy(reference, one, other.wait().ids)
+    for beginning, other in zip(prompts, others, strict=False):
+        assert_greedy(reference, beginning, other.wait().ids)
         assert len(other.log_probs) == 60
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from cog_triton.engines.listed_properties import without_others
+from cog_triton.engines.guides import without_others
 
 CITY: dict[str, Any] = {
     "type": "object",

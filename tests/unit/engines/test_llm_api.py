@@ -25,17 +25,24 @@ from cog_triton.engines.arguments import (
     merged,
     read_arguments,
 )
-from cog_triton.engines.base import EngineError, GenerationRequest, SamplingParams, Tokens
-from cog_triton.engines.create import create_engine
-from cog_triton.engines.llm_api import TensorrtLlmEngine
-from cog_triton.engines.llm_api_requests import (
+from cog_triton.engines.base import (
+    EngineError,
+    GenerationRequest,
+    SamplingParams,
+    Step,
+    TokenLogProb,
+    create_engine,
+)
+from cog_triton.engines.llm_api import (
+    Sampler,
+    TensorrtLlmEngine,
     chosen_log_probs,
     error_text,
     is_fatal,
-    next_tokens,
+    next_step,
+    sampler_of,
     sampling_arguments,
 )
-from cog_triton.engines.llm_api_sampler import Sampler, sampler_of, sampling_defaults
 from cog_triton.repository.variables import VARIABLES
 from tests.support import wait_until
 
@@ -47,7 +54,7 @@ NOT_PROMISED = {"backend", "cuda_graph_config", "scheduler_config", "attn_backen
 # Arguments outside of the contract that the tests here need, as read in TensorRT-LLM's repository.
 READ = {"build_config", "sampler_type"}
 HONOURS_ALL = "1.3.0rc26"
-EXPECTED_END = Tokens([], finished=True)
+EXPECTED_END = Step([], finished=True)
 
 
 @pytest.fixture(autouse=True)
@@ -96,15 +103,15 @@ class Sink:
     """Keeps what an engine hands over."""
 
     def __init__(self) -> None:
-        self.updates: queue.SimpleQueue[Tokens] = queue.SimpleQueue()
+        self.updates: queue.SimpleQueue[Step] = queue.SimpleQueue()
 
-    def __call__(self, tokens: Tokens) -> None:
+    def __call__(self, tokens: Step) -> None:
         self.updates.put(tokens)
 
-    def next(self) -> Tokens:
+    def next(self) -> Step:
         return self.updates.get(timeout=10)
 
-    def rest(self) -> list[Tokens]:
+    def rest(self) -> list[Step]:
         """All up to the end."""
         updates = [self.next()]
         while not updates[-1].finished:
@@ -112,13 +119,13 @@ class Sink:
         return updates
 
 
-def run(engine: TensorrtLlmEngine, one: GenerationRequest) -> list[Tokens]:
+def run(engine: TensorrtLlmEngine, one: GenerationRequest) -> list[Step]:
     sink = Sink()
     engine.submit(one, sink)
     return sink.rest()
 
 
-def ids(updates: list[Tokens]) -> list[int]:
+def ids(updates: list[Step]) -> list[int]:
     assert updates[-1].error is None
     return [token for update in updates for token in update.ids]
 
@@ -313,7 +320,6 @@ def test_every_variable_is_an_argument_or_said_to_have_no_effect() -> None:
         "encoder_engine_dir": "encoder_model_path",
     }
     apart = {
-        "batch_scheduler_policy",
         "engine",
         "engine_dir",  # said by the filling of the template, for all embedded engines
         "exclude_input_in_output",
@@ -328,7 +334,7 @@ def test_every_variable_is_an_argument_or_said_to_have_no_effect() -> None:
     names = {keys.get(name, name) for name in quoted if not name.startswith("simulated_")}
     assert quoted <= table.keys()
     known = {*engine.TABLE, *engine.NO_ARGUMENT["llmapi"]}
-    assert names - known == apart | {"lora_cache_max_adapter_size", "lora_prefetch_dir"}
+    assert names - known == apart
 
 
 # The YAML file
@@ -387,7 +393,7 @@ def test_the_files_arguments_reach_the_llm(make: Make, tmp_path: Path) -> None:
 EAGLE = {"decoding_type": "Eagle", "max_draft_len": 3, "speculative_model_dir": "/eagle"}
 
 
-@pytest.mark.parametrize("version", ["1.0.0", "1.1.0", "1.2.1", "1.3.0rc24"])
+@pytest.mark.parametrize("version", ["1.1.0", "1.2.1", "1.3.0rc24"])
 def test_the_library_itself_converts_the_files_sections(
     version: str, fake: Any, make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -564,24 +570,16 @@ PENALTIES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("sampling", PENALTIES)
-@pytest.mark.parametrize(
-    ("version", "line"),
-    [
-        ("1.0.0", "enable_trtllm_sampler: true"),
-        ("1.1.0", "sampler_type: TRTLLMSampler"),
-        ("1.2.1", "sampler_type: TRTLLMSampler"),
-        ("1.3.0rc24", "sampler_type: TRTLLMSampler"),
-    ],
-)
+@pytest.mark.parametrize("version", ["1.1.0", "1.2.1", "1.3.0rc24"])
 def test_what_the_default_sampler_ignores_is_refused_until_another_is_chosen(
     version: str,
-    line: str,
     sampling: dict[str, Any],
     fake: Any,
     make: Make,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
+    line = "sampler_type: TRTLLMSampler"
     monkeypatch.setattr(fake, "__version__", version)
     with pytest.raises(EngineError, match=next(iter(sampling))) as caught:
         make().submit(request(sampling=sampling), Sink())
@@ -629,7 +627,6 @@ def test_seeds_that_are_ignored_are_said_once_and_not_refused(
         ("1.2.1", {"sampler_type": "TorchSampler"}, True),
         ("1.2.1", {"sampler_type": SimpleNamespace(value="TRTLLMSampler")}, False),
         ("1.2.1", {"backend": "tensorrt"}, False),
-        ("1.0.0", {"enable_trtllm_sampler": False}, True),
         ("1.3.0rc26", {}, False),
         ("1.3.0", {"sampler_type": "auto"}, False),
         ("nobody knows", {}, True),
@@ -639,14 +636,10 @@ def test_samplers(version: str, options: dict[str, Any], forgetful: bool) -> Non
     assert sampler_of(version, options) == Sampler(version, forgetful)
 
 
-def test_1_0_samples_only_where_it_is_told_to(
-    fake: Any, make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fake, "__version__", "1.0.0")
-    sampled = request(max_tokens=20, sampling={"top_p": 1.0, "temperature": 5.0})
-    engine = make()
-    assert ids(run(engine, sampled)) != ids(run(engine, request(max_tokens=20)))
-    assert sampling_defaults({"enable_mixed_sampler"}, {"backend": "tensorrt"}) == {}
+def test_a_release_that_is_too_old(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fake, "__version__", "1.0.3")
+    with pytest.raises(ValueError, match=r"llmapi needs TensorRT-LLM 1\.1 or later, not 1\.0\.3"):
+        TensorrtLlmEngine.from_parameters({"model": "any"})
 
 
 def test_a_parameter_that_the_llm_refuses(make: Make) -> None:
@@ -666,36 +659,34 @@ def completion(**values: Any) -> SimpleNamespace:
 @pytest.mark.parametrize(
     ("values", "last_id", "finished", "tokens"),
     [
-        ({}, None, False, Tokens([8])),
-        ({"token_ids_diff": []}, 8, False, Tokens([])),
-        ({"finish_reason": "length"}, None, True, Tokens([8], finished=True)),
-        ({"finish_reason": "stop"}, None, True, Tokens([8, 2], finished=True)),
+        ({}, None, False, Step([8])),
+        ({"token_ids_diff": []}, 8, False, Step([])),
+        ({"finish_reason": "length"}, None, True, Step([8], finished=True)),
+        ({"finish_reason": "stop"}, None, True, Step([8, 2], finished=True)),
         (
             {"finish_reason": "stop", "token_ids_diff": [8, 2]},
             None,
             True,
-            Tokens([8, 2], finished=True),
+            Step([8, 2], finished=True),
         ),
         ({"finish_reason": "stop", "token_ids_diff": []}, 2, True, EXPECTED_END),
-        ({"finish_reason": "stop", "token_ids_diff": []}, 8, True, Tokens([2], finished=True)),
+        ({"finish_reason": "stop", "token_ids_diff": []}, 8, True, Step([2], finished=True)),
     ],
 )
-def test_updates(
-    values: dict[str, Any], last_id: int | None, finished: bool, tokens: Tokens
-) -> None:
-    found = next_tokens(completion(**values), request(end_id=2), last_id, finished=finished)
+def test_updates(values: dict[str, Any], last_id: int | None, finished: bool, tokens: Step) -> None:
+    found = next_step(completion(**values), request(end_id=2), last_id, finished=finished)
     assert found == tokens
 
 
 @pytest.mark.parametrize("reason", ["timeout", "cancelled"])
 def test_a_request_that_the_llm_gives_up(reason: str) -> None:
     with pytest.raises(EngineError, match=f"TensorRT-LLM ended the request: {reason}"):
-        next_tokens(completion(finish_reason=reason), request(), None, finished=True)
+        next_step(completion(finish_reason=reason), request(), None, finished=True)
 
 
 def test_log_probabilities_of_all_releases() -> None:
     entries = [{5: SimpleNamespace(logprob=-0.5), 6: SimpleNamespace(logprob=-1.5)}, -0.25]
-    assert chosen_log_probs([6, 7], entries) == [-1.5, -0.25]
+    assert chosen_log_probs([6, 7], entries) == [TokenLogProb(6, -1.5), TokenLogProb(7, -0.25)]
     assert chosen_log_probs([], None) == []
 
 
@@ -820,7 +811,7 @@ def test_the_file_says_more_of_adapters(make: Make, tmp_path: Path) -> None:
 def test_log_probabilities(make: Make) -> None:
     updates = run(make(), request(return_log_probs=True))
     assert [len(update.log_probs) for update in updates] == [1] * 8
-    assert all(value < 0 for update in updates for value in update.log_probs)
+    assert all(token.log_prob < 0 for update in updates for token in update.log_probs)
 
 
 def test_many_at_once_do_not_mix(make: Make) -> None:
@@ -876,7 +867,7 @@ def test_a_request_that_fails_fails_alone(make: Make) -> None:
     engine = make(model="failing")
     *updates, last = run(engine, request())
     assert [len(update.ids) for update in updates] == [1, 1, 1]
-    assert last == Tokens([], finished=True, error="this request cannot be computed")
+    assert last == Step([], finished=True, error="this request cannot be computed")
     assert ids(run(engine, request(max_tokens=2)))
     assert engine.active() == 0
 

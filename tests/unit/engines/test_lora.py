@@ -17,10 +17,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from cog_triton.adapters.layers import LoraLayers
-from cog_triton.engines.base import EngineError, GenerationRequest, Tokens
-from cog_triton.engines.create import create_engine
+from cog_triton.engines.base import EngineError, GenerationRequest, Step, create_engine
 from cog_triton.engines.transformers import CPU_PAGE_TOKENS
-from cog_triton.engines.transformers_rows import Row
+from cog_triton.engines.transformers_step import Row
 from cog_triton.request.guide import Guide, GuideKind
 from cog_triton.text.tokenizer import load_tokenizer
 from cog_triton.wire import adapter_task_id
@@ -76,7 +75,7 @@ def loaded(llm: Requests) -> list[str]:
     return [version.path.name for version in adapters._loaded]
 
 
-def last(stream: Stream) -> Tokens:
+def last(stream: Stream) -> Step:
     while not (tokens := stream.next()).finished:
         pass
     return tokens
@@ -229,7 +228,7 @@ def llm_start_or_error(llm: Requests, name: str) -> Stream:
     try:
         llm.start(stream=stream, lora_task_id=task(name))
     except EngineError as error:
-        stream(Tokens([], finished=True, error=str(error), refused=True))
+        stream(Step([], finished=True, error=str(error), refused=True))
     return stream
 
 
@@ -387,7 +386,7 @@ def test_without_a_directory_peft_is_not_imported_and_adapters_are_refused(
     program = f"""
 import sys
 from cog_triton.engines.base import EngineError, GenerationRequest
-from cog_triton.engines.create import create_engine
+from cog_triton.engines.base import create_engine
 if __name__ == "__main__":
     engine = create_engine({ENGINES["transformers"](demo_model)!r})
     assert "lora_task_id" not in engine.features
@@ -423,7 +422,7 @@ def test_a_layer_that_sees_some_tokens_alone_fails_those_who_have_the_adapter(
         assert not torch.isclose(changed[:, 1:], plain[:, 1:]).all()
         layers.begin_step([(None, 1), (adapter, 3)])
         assert torch.equal(layer(x), plain)
-    row = Row(GenerationRequest("a", [5], 8, lora_task_id=7), adapter=adapter)
+    row = Row(GenerationRequest("a", [5], 8, lora_task_id=7), Stream(), adapter=adapter)
     assert row.error == (
         "lora_task_id 7: model.layers.0.self_attn.q_proj does not see each token once"
     )

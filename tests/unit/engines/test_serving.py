@@ -2,13 +2,20 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import pytest
 
-from cog_triton.engines.base import Engine, EngineError, GenerationRequest, Sink, Tokens
+from cog_triton.engines.base import (
+    Engine,
+    EngineError,
+    GenerationRequest,
+    Sink,
+    Step,
+    TokenLogProb,
+)
 from cog_triton.engines.serving import (
     Output,
     Serving,
@@ -19,8 +26,14 @@ from cog_triton.text.detokenizer import CONTEXT_TOKENS
 TIMEOUT = 20
 
 
+def told(ids: Sequence[int], log_probs: Sequence[float]) -> list[TokenLogProb]:
+    return list(map(TokenLogProb, ids, log_probs))
+
+
 class ScriptedEngine(Engine):
     """Says what a test tells it to say, on the test's thread."""
+
+    context_length = 100
 
     def __init__(self) -> None:
         self.requests: list[GenerationRequest] = []
@@ -28,10 +41,6 @@ class ScriptedEngine(Engine):
         self.aborted: list[str] = []
         self.refusal: str | None = None
         self.closed = False
-
-    @property
-    def context_length(self) -> int:
-        return 100
 
     def submit(self, request: GenerationRequest, sink: Sink) -> None:
         if self.refusal is not None:
@@ -51,7 +60,7 @@ class ScriptedEngine(Engine):
     def say(
         self, *ids: int, to: int = -1, log_probs: list[float] | None = None, **values: Any
     ) -> None:
-        self.sinks[to](Tokens(list(ids), log_probs or [], **values))
+        self.sinks[to](Step(list(ids), told(ids, log_probs or []), **values))
 
 
 class Client:
@@ -169,7 +178,7 @@ def test_without_streaming_there_is_one_output(start: Start, engine: ScriptedEng
 
     assert client.next() == Output(
         ids=[11, 12, 13, 14],
-        log_probs=[-0.5, -0.25, -1.0, -2.0],
+        log_probs=told([11, 12, 13, 14], [-0.5, -0.25, -1.0, -2.0]),
         cum_log_prob=-3.75,
         context_ids=[],
         generated=4,
@@ -195,7 +204,7 @@ def test_log_probs_add_up(start: Start, engine: ScriptedEngine) -> None:
     for value in (-0.5, -0.25, -1.0):
         engine.say(11, log_probs=[value])
         output = client.next()
-        assert output.log_probs == [value]
+        assert output.log_probs == told([11], [value])
         sums.append(output.cum_log_prob)
     assert sums == [-0.5, -0.75, -1.75]
 
@@ -555,7 +564,11 @@ def test_a_limit_of_tokens_splits_a_stream_and_nothing_else(engine: ScriptedEngi
     finally:
         serving.close()
     assert [part.ids for part in parts] == [[11, 12], [13, 14], [15]]
-    assert [part.log_probs for part in parts] == [[-1.0, -2.0], [-3.0, -4.0], [-5.0]]
+    assert [[token.log_prob for token in part.log_probs] for part in parts] == [
+        [-1.0, -2.0],
+        [-3.0, -4.0],
+        [-5.0],
+    ]
     assert [part.cum_log_prob for part in parts] == [-3.0, -10.0, -15.0]
     assert [part.generated for part in parts] == [2, 4, 5]
     assert [part.context_ids for part in parts] == [[], [11, 12], [11, 12, 13, 14]]
@@ -616,16 +629,16 @@ def test_word_lists(word_list: list[list[int]], words: tuple[tuple[int, ...], ..
     assert words_from_list(word_list) == words
 
 
-def test_the_most_likely_tokens_go_with_their_ids() -> None:
+def test_log_probabilities_go_with_their_ids() -> None:
     engine, client = ScriptedEngine(), Client()
     serving = Serving(engine, tokens_per_response=2)
     request = GenerationRequest("a", [5], 8, stop_words=((4,),))
     serving.start("a", request, client, streaming=True)
-    places = [((i, -0.5),) for i in range(1, 6)]
-    engine.say(1, 2, 3, 4, 5, log_probs=[-0.5] * 5, top_log_probs=places)
+    tokens = [TokenLogProb(i, -0.5, ((i, -0.5),)) for i in range(1, 6)]
+    engine.sinks[-1](Step([1, 2, 3, 4, 5], tokens))
 
     first, last = client.next(), client.next()
 
-    assert (first.ids, first.top_log_probs) == ([1, 2], places[:2])
-    assert (last.ids, last.top_log_probs) == ([3, 4], places[2:4])  # none behind the stop word
+    assert (first.ids, first.log_probs) == ([1, 2], tokens[:2])
+    assert (last.ids, last.log_probs) == ([3, 4], tokens[2:4])  # none behind the stop word
     serving.close()

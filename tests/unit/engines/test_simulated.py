@@ -18,8 +18,14 @@ from tritonclient.grpc.model_config_pb2 import (  # type: ignore[import-untyped,
 from cog_triton.client.stream import error_from_text
 from cog_triton.deployment.preparation import template_values
 from cog_triton.deployment.running import WARM_UP
-from cog_triton.engines.base import EngineError, GenerationRequest, SamplingParams, Tokens
-from cog_triton.engines.create import create_engine
+from cog_triton.engines.base import (
+    EngineError,
+    GenerationRequest,
+    SamplingParams,
+    Step,
+    TokenLogProb,
+    create_engine,
+)
 from cog_triton.engines.simulated import (
     BURST,
     SPARED_TOKENS,
@@ -54,7 +60,7 @@ class Clockwork:
     def __init__(self, **costs: Any) -> None:
         self.schedule = Schedule(TEXT, Costs(**costs))
         self.now = 0.0
-        self.log: list[tuple[float, str, Tokens]] = []
+        self.log: list[tuple[float, str, Step]] = []
 
     def submit(
         self, key: str, prompt_tokens: int = 1, failure: Failure | None = None, **values: Any
@@ -317,7 +323,7 @@ def test_all_requests_get_a_batch_in_turn() -> None:
 def test_the_end_token_ends_a_batch_and_is_part_of_it(costs: Any) -> None:
     text = list(range(50))
     schedule = Schedule(text, Costs(**costs))
-    got: list[Tokens] = []
+    got: list[Step] = []
     request = GenerationRequest("a", [50], max_tokens=500, end_id=40)
     schedule.add(request, got.append, None, 0.0)
     while schedule.next_due() is not None:
@@ -335,7 +341,8 @@ def test_every_token_has_a_log_probability_when_asked_for() -> None:
     clockwork.submit("b", max_tokens=100)
     clockwork.run()
     for _, key, tokens in clockwork.log:
-        assert tokens.log_probs == ([0.0] * len(tokens.ids) if key == "a" else [])
+        wanted = [TokenLogProb(token, 0.0) for token in tokens.ids]
+        assert tokens.log_probs == (wanted if key == "a" else [])
 
 
 # Failures
@@ -345,7 +352,7 @@ def request(i: int, **values: Any) -> GenerationRequest:
     return GenerationRequest(f"request {i}", [i, 7, 9], **{"max_tokens": 100, **values})
 
 
-def ignore(_: Tokens) -> None:
+def ignore(_: Step) -> None:
     pass
 
 
@@ -455,7 +462,7 @@ def engines() -> Iterator[MakeEngine]:
 
 
 def generate(engine: Any, input_ids: list[int], **values: Any) -> list[int]:
-    tokens: queue.SimpleQueue[Tokens] = queue.SimpleQueue()
+    tokens: queue.SimpleQueue[Step] = queue.SimpleQueue()
     engine.submit(GenerationRequest("a", input_ids, **values), tokens.put)
     ids: list[int] = []
     while True:
@@ -476,7 +483,7 @@ def test_the_engine_goes_by_the_clock(engines: MakeEngine) -> None:
     times: list[float] = []
     done = threading.Event()
 
-    def sink(tokens: Tokens) -> None:
+    def sink(tokens: Step) -> None:
         times.extend([time.perf_counter() - start] * len(tokens.ids))
         if tokens.finished:
             done.set()
@@ -491,7 +498,7 @@ def test_the_engine_goes_by_the_clock(engines: MakeEngine) -> None:
 def test_an_abort_wakes_up_an_engine_that_waits_for_something_far_off(engines: MakeEngine) -> None:
     engine = engines(TEXT, Costs(prefill_rate=1000, max_batch=1))
     engine.submit(GenerationRequest("long", [1] * 1_000_000, 4), ignore)
-    tokens: queue.SimpleQueue[Tokens] = queue.SimpleQueue()
+    tokens: queue.SimpleQueue[Step] = queue.SimpleQueue()
     engine.submit(GenerationRequest("short", [1], 1), tokens.put)
     assert engine.active() == 2
     time.sleep(0.05)  # let it begin to wait
@@ -505,7 +512,7 @@ def test_a_request_is_active_until_its_last_tokens_are_handed_over(engines: Make
     active: list[int] = []
     done = threading.Semaphore(0)
 
-    def sink(_: Tokens) -> None:
+    def sink(_: Step) -> None:
         active.append(engine.active())
         done.release()
 
@@ -717,9 +724,9 @@ def test_a_request_that_is_continued_fails_where_it_would_have() -> None:
 def test_every_token_is_certain(demo_model: Path) -> None:
     engine = create_engine({"engine": "simulated", "tokenizer_dir": str(demo_model)})
     assert engine.features == {"min_p", "top_logprobs"}
-    ended, streamed = threading.Event(), list[Tokens]()
+    ended, streamed = threading.Event(), list[Step]()
 
-    def sink(tokens: Tokens) -> None:
+    def sink(tokens: Step) -> None:
         streamed.append(tokens)
         if tokens.finished:
             ended.set()
@@ -728,7 +735,7 @@ def test_every_token_is_certain(demo_model: Path) -> None:
     assert ended.wait(20)
     engine.close()
     ids = [token for tokens in streamed for token in tokens.ids]
-    places = [place for tokens in streamed for place in tokens.top_log_probs]
+    places = [token.top for tokens in streamed for token in tokens.log_probs]
     assert [place[0] for place in places] == [(token, 0.0) for token in ids]
     assert all(len({token for token, _ in place}) == 3 for place in places)
     assert all(value < -9000 for place in places for _, value in place[1:])

@@ -11,10 +11,8 @@ from typing import Any
 import jsonschema  # type: ignore[import-untyped, unused-ignore]
 import pytest
 
-from cog_triton.engines.base import EngineError, EngineUnavailable, SamplingParams
-from cog_triton.engines.create import create_engine
-from cog_triton.engines.guide_check import GuideCheck
-from cog_triton.engines.structured_output import grammar
+from cog_triton.engines.base import EngineError, EngineUnavailable, SamplingParams, create_engine
+from cog_triton.engines.guides import GuideCheck, grammar
 from cog_triton.engines.transformers import TransformersEngine
 from cog_triton.request.guide import Guide, GuideKind, engine_guide
 from cog_triton.text.tokenizer import load_tokenizer

@@ -25,13 +25,14 @@ from cog_triton.engines.base import (
     EngineError,
     GenerationRequest,
     SamplingParams,
-    Tokens,
+    Step,
+    TokenLogProb,
 )
-from cog_triton.engines.vllm import VllmEngine
-from cog_triton.engines.vllm_processes import interpreter
-from cog_triton.engines.vllm_requests import (
+from cog_triton.engines.interpreter import python
+from cog_triton.engines.vllm import (
+    VllmEngine,
     guide_arguments,
-    next_tokens,
+    next_step,
     prompt_log_probs,
     sampling_arguments,
 )
@@ -181,8 +182,9 @@ def test_adapters_on_a_gpu_are_applied_in_half_precision(tmp_path: Path) -> None
         loading_dtype({**lora, "dtype": "float32"}, on_cpu=False)
 
 
-def test_the_interpreter_is_of_this_version() -> None:
-    command = [interpreter(), "-c", "import sys; print(sys.version_info[:2])"]
+def test_in_a_stub_the_interpreter_is_of_this_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/opt/tritonserver/triton_python_backend_stub")
+    command = [python(), "-c", "import sys; print(sys.version_info[:2])"]
     assert subprocess.check_output(command, text=True).strip() == str(sys.version_info[:2])
 
 
@@ -298,10 +300,10 @@ def test_tokens() -> None:
         return SimpleNamespace(token_ids=[5, 6], logprobs=None, finish_reason=reason, **values)
 
     one = GenerationRequest("a", [5], 8)
-    assert next_tokens(output(None), one, finished=False) == Tokens([5, 6])
-    assert next_tokens(output("stop"), one, finished=True) == Tokens([5, 6], finished=True)
+    assert next_step(output(None), one, finished=False) == Step([5, 6])
+    assert next_step(output("stop"), one, finished=True) == Step([5, 6], finished=True)
     with pytest.raises(EngineError, match="vLLM ended the request: error"):
-        next_tokens(output("error"), one, finished=True)
+        next_step(output("error"), one, finished=True)
 
 
 def test_the_most_likely_tokens() -> None:
@@ -314,10 +316,12 @@ def test_the_most_likely_tokens() -> None:
     one = GenerationRequest("a", [5], 8, return_log_probs=True, top_log_probs=2)
 
     assert sampling_arguments(one)["logprobs"] == 2
-    assert next_tokens(output, one, finished=False) == Tokens(
+    assert next_step(output, one, finished=False) == Step(
         [5, 6],
-        [-4.0, 0.0],
-        top_log_probs=[((1, -0.1), (2, -2.0)), ((6, 0.0), (1, LEAST_LOG_PROB))],
+        [
+            TokenLogProb(5, -4.0, ((1, -0.1), (2, -2.0))),
+            TokenLogProb(6, 0.0, ((6, 0.0), (1, LEAST_LOG_PROB))),
+        ],
     )
 
 
@@ -331,9 +335,11 @@ def test_the_prompts_log_probabilities(count: int) -> None:
     )
     told = prompt_log_probs([None, entry(t6=-4.0, t1=-0.1), entry(t7=-0.5)], one)
     assert sampling_arguments(one)["prompt_logprobs"] == count
-    assert [place[0] for place in told] == [(5, 0.0), (6, -4.0), (7, -0.5)]
-    assert [place[1:] for place in told[1:]] == [((1, -0.1),)[:count], ((7, -0.5),)[:count]]
-    assert told[0][1:] == ()
+    assert told == [
+        TokenLogProb(5, 0.0),
+        TokenLogProb(6, -4.0, ((1, -0.1),)[:count]),
+        TokenLogProb(7, -0.5, ((7, -0.5),)[:count]),
+    ]
 
 
 def test_every_variable_is_an_argument_or_said_to_have_no_effect() -> None:
@@ -343,8 +349,6 @@ def test_every_variable_is_an_argument_or_said_to_have_no_effect() -> None:
         "exclude_input_in_output",
         "gpt_model_path",
         "guided_decoding_backend",
-        "lora_cache_max_adapter_size",
-        "lora_prefetch_dir",
         "max_tokens_per_response",  # of what delivers the tokens of all embedded engines
         "tokenizer_dir",
         "vllm_config",

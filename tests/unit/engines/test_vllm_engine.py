@@ -21,9 +21,9 @@ from cog_triton.engines.base import (
     EngineError,
     EngineUnavailable,
     SamplingParams,
+    create_engine,
 )
-from cog_triton.engines.create import create_engine
-from cog_triton.engines.vllm_processes import LEAST_PRIORITY
+from cog_triton.engines.interpreter import LEAST_PRIORITY
 from cog_triton.request.guide import Guide, GuideKind
 from cog_triton.text.tokenizer import load_tokenizer
 from cog_triton.wire import adapter_task_id
@@ -81,7 +81,7 @@ def test_log_probs_have_the_most_likely_tokens(llm: Requests) -> None:
     sampling = SamplingParams(temperature=1.5, top_p=1.0, min_p=0.02, seed=3)
     values: dict[str, Any] = {"sampling": sampling, "return_log_probs": True}
     stream = llm.start(max_tokens=20, top_log_probs=3, **values).wait()
-    top = [place for tokens in stream.all for place in tokens.top_log_probs]
+    top = [token.top for token in stream.told]
     assert [len(place) for place in top] == [3] * 20
     for token, value, place in zip(stream.ids, stream.log_probs, top, strict=True):
         assert place[0][1] >= place[1][1] >= place[2][1]
@@ -96,9 +96,9 @@ def test_log_probs_of_the_prompt(llm: Requests) -> None:
         values: dict[str, Any] = {"return_log_probs": True, "top_log_probs": top}
         stream = llm.start(prompt, prompt_log_probs=True, **values).wait()
         told = stream.all[0].prompt_log_probs
-        assert [place[0][0] for place in told] == prompt
-        assert [len(place) for place in told] == [1, *[1 + top] * (len(prompt) - 1)]
-        assert [place[0][1] for place in told[-8:]] == pytest.approx(made.log_probs, abs=2e-2)
+        assert [one.id for one in told] == prompt
+        assert [len(one.top) for one in told] == [0, *[top] * (len(prompt) - 1)]
+        assert [one.log_prob for one in told[-8:]] == pytest.approx(made.log_probs, abs=2e-2)
         assert not any(tokens.prompt_log_probs for tokens in stream.all[1:])
 
 

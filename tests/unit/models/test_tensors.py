@@ -67,7 +67,7 @@ def request(**values: Any) -> GenerationRequest:
 def output(**values: Any) -> Output:
     defaults: dict[str, Any] = {
         "ids": [11, 12],
-        "log_probs": [-0.5, -0.25],
+        "log_probs": [TokenLogProb(11, -0.5), TokenLogProb(12, -0.25)],
         "cum_log_prob": -1.75,
         "context_ids": [8, 9, 10],
         "generated": 5,
@@ -369,7 +369,9 @@ def test_a_request_without_a_prompt() -> None:
 def test_responses_have_the_shapes_and_types_of_the_contract(ids: list[int]) -> None:
     given = inputs(return_num_input_tokens=True, return_num_output_tokens=True)
 
-    tensors = response_tensors(0, output(ids=ids, log_probs=[-1.0] * len(ids)), given)
+    tensors = response_tensors(
+        0, output(ids=ids, log_probs=[TokenLogProb(i, -1.0) for i in ids]), given
+    )
 
     for name, array in tensors.items():
         if name in OURS:
@@ -437,18 +439,18 @@ def test_log_probabilities_that_nobody_asked_for_are_zeros() -> None:
 
 
 def test_log_probabilities_with_the_most_likely_tokens() -> None:
-    places = [((11, -0.5), (4, -1.0)), ((7, -0.125), (12, -0.25))]
-    made = output(ids=[1, 2, 11, 12], top_log_probs=places)  # behind the prompt
+    told = [
+        TokenLogProb(11, -0.5, ((11, -0.5), (4, -1.0))),
+        TokenLogProb(12, -0.25, ((7, -0.125), (12, -0.25))),
+    ]
+    made = output(ids=[1, 2, 11, 12], log_probs=told)  # behind the prompt
     given = inputs(return_log_probs=True)
 
     whole = response_tensors(0, made, given, top=2)
-    checked = response_tensors(0, output(top_log_probs=places), given, ids_only=True, top=2)
+    checked = response_tensors(0, output(log_probs=told), given, ids_only=True, top=2)
 
     assert whole["output_log_probs"].shape == (1, 1, 10)
-    assert unpacked_log_probs([11, 12], whole["output_log_probs"].ravel(), 2) == [
-        TokenLogProb(11, -0.5, places[0]),
-        TokenLogProb(12, -0.25, places[1]),
-    ]
+    assert unpacked_log_probs([11, 12], whole["output_log_probs"].ravel(), 2) == told
     assert checked.keys() == {"output_ids", "output_log_probs"}
     assert (checked["output_log_probs"] == whole["output_log_probs"]).all()
     none = response_tensors(0, output(), inputs(), ids_only=True, top=2)
@@ -456,14 +458,11 @@ def test_log_probabilities_with_the_most_likely_tokens() -> None:
 
 
 def test_the_prompts_log_probabilities_stand_before_those_of_the_first_ids() -> None:
-    places = [((1, 0.0),), ((2, -0.75), (3, -0.5))]
-    made = output(prompt_log_probs=places, top_log_probs=[(), ()])
+    told = [TokenLogProb(1, 0.0), TokenLogProb(2, -0.75, ((3, -0.5),))]
+    made = output(prompt_log_probs=told)
     given = inputs(return_log_probs=True)
     values = response_tensors(0, made, given, ids_only=True, top=1)["output_log_probs"].ravel()
-    assert unpacked_prompt_log_probs(values, 2, 1) == [
-        TokenLogProb(1, 0.0),
-        TokenLogProb(2, -0.75, ((3, -0.5),)),
-    ]
+    assert unpacked_prompt_log_probs(values, 2, 1) == told
     assert [token.log_prob for token in unpacked_log_probs([11, 12], values, 1)] == [-0.5, -0.25]
 
 

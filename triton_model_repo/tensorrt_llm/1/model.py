@@ -14,8 +14,7 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from cog_triton.engines.base import EngineError, EngineUnavailable
-from cog_triton.engines.create import create_engine
+from cog_triton.engines.base import EngineError, EngineUnavailable, create_engine
 from cog_triton.engines.serving import Output, Serving
 from cog_triton.models import stub
 from cog_triton.models.engine_metrics import EngineMetrics

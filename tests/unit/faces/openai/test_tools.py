@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cog_triton.engines.structured_output import grammar
+from cog_triton.engines.guides import grammar
 from cog_triton.faces.openai.errors import ApiError
 from cog_triton.faces.openai.fields import ChatBody
 from cog_triton.faces.openai.parsing import (

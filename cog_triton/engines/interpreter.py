@@ -1,7 +1,7 @@
-"""Preparation of the process that vLLM runs in, which may be Triton's stub.
+"""Processes that engines start, from a process that may be Triton's stub.
 
 The stub embeds a Python of its own making: it reads files as ASCII, and names no interpreter that a
-spawned process could run. A forked one would be a second stub, to those who watch stubs as well.
+spawned process could run. A forked process would pass for a second stub, also to those that watch stubs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 _ENVIRONMENT = {
     "LC_ALL": "C.UTF-8",
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-    "VLLM_NO_USAGE_STATS": "1",  # it would report to its makers
+    "VLLM_NO_USAGE_STATS": "1",
 }
 LEAST_PRIORITY = 19
 
@@ -35,20 +35,13 @@ def prepare() -> None:
 
 
 def python() -> str:
-    """The interpreter of this process, or of the stub that it is.
+    """Return this process's interpreter; in Triton's stub the first one of this version in PATH.
 
     Raises:
         ValueError: there is none.
     """
-    return sys.executable if _is_interpreter(sys.executable) else interpreter()
-
-
-def interpreter() -> str:
-    """The Python of this version that comes first in PATH, which is that of the packages here.
-
-    Raises:
-        ValueError: there is none.
-    """
+    if Path(sys.executable or "").name.startswith("python"):
+        return sys.executable
     name = f"python{sys.version_info.major}.{sys.version_info.minor}"
     path = shutil.which(name)
     if path is None:
@@ -59,8 +52,8 @@ def interpreter() -> str:
 def renice(pid: int) -> None:
     """Give a process and its children the lowest priority.
 
-    On CPUs vLLM's processes wait for each other by spinning, on every core. Those that carry a token to its
-    reader were given a core some milliseconds late at each step of its way, and tokens came by the dozen.
+    On CPUs vLLM's processes wait for each other by spinning, on every core. The processes that carry a
+    token to its reader got a core some milliseconds late at each step, and tokens came by the dozen.
     """
     import psutil  # type: ignore[import-untyped, unused-ignore]  # which vLLM needs as well
 
@@ -70,7 +63,3 @@ def renice(pid: int) -> None:
             for thread in member.threads():
                 with suppress(ProcessLookupError):
                     os.setpriority(os.PRIO_PROCESS, thread.id, LEAST_PRIORITY)
-
-
-def _is_interpreter(executable: str | None) -> bool:
-    return bool(executable) and Path(str(executable)).name.startswith("python")
