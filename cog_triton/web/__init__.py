@@ -1,5 +1,4 @@
-"""What every HTTP port of this project has in common: limits on requests, before anything accumulates.
+"""HTTP of every port that this project opens: the limits of requests, and uvicorn behind them.
 
-limits.py has no I/O; server.py runs an ASGI application behind it. Imports nothing else of the package.
-After a change: pytest tests/unit/web tests/unit/faces/test_front.py tests/integration/test_limits.py
+Imports nothing else of the package. After a change: pytest tests/unit/web tests/integration/test_limits.py
 """

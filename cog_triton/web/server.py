@@ -1,4 +1,4 @@
-"""Uvicorn behind the limits of ``limits``, and sockets for it."""
+"""Uvicorn with limits of requests, and sockets for it."""
 
 from __future__ import annotations
 
@@ -7,23 +7,28 @@ import contextlib
 import json
 import socket
 from collections.abc import Callable, Iterator
-from http import HTTPStatus
 from typing import Any, cast
 
+import httptools
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from cog_triton.web.limits import HEAD_END, Limits, Refusal, RequestFilter
+from cog_triton.web.limits import HEAD_END, Limits, Refusal, head_bytes, head_problem
 
 BACKLOG = 1024
 LINGER_SECONDS = 1.0
 """Between a refusal and the end of its connection. Closed at once, with something unread, the client's
 system would throw away the answer."""
+_LINE_BYTES = 4  # of a header, beside its name and value
 RefusalBody = Callable[[Refusal, str], dict[str, Any]]
 
 
 class Config(uvicorn.Config):
-    """Uvicorn's, with the limits of requests."""
+    """Uvicorn's, with the limits of requests.
+
+    Args:
+        refusal_body: makes the body of a refusal, of it and the target as far as that is known.
+    """
 
     def __init__(
         self,
@@ -31,10 +36,6 @@ class Config(uvicorn.Config):
         limits: Limits,
         refusal_body: RefusalBody = lambda refusal, _: {"detail": refusal.detail},
     ) -> None:
-        """
-        Args:
-            refusal_body: makes the body of a refusal, of it and the target as far as that is known.
-        """
         self.limits = limits
         self.refusal_body = refusal_body
         super().__init__(
@@ -62,68 +63,155 @@ class Server(uvicorn.Server):
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """Uvicorn's connection, which gets requests within the limits only."""
+    """Uvicorn's connection, which refuses a request beyond the limits and reads nothing after it.
+
+    Trailers are dropped, and so is the wish for another protocol.
+    """
 
     def __init__(self, config: uvicorn.Config, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
         self._config = cast(Config, config)
-        self._filter = RequestFilter(self._config.limits)
+        self._limits = self._config.limits
+        self._refusal: Refusal | None = None
+        self._answered = False  # the refusal
         self._timer: asyncio.TimerHandle | None = None
-        self._refused = False
+        self.url = b""
+        self.parser = httptools.HttpRequestParser(self)  # without uvicorn's leniencies
+        self._begun = 0  # requests
+        self._unfinished = self._in_body = self._upgrades = False  # the last of them
+        self._uncounted = True  # nothing of the last feed has been counted
+        self._head_bytes = self._body_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._set_timer(self._config.limits.idle_seconds)
+        self._set_timer(self._limits.idle_seconds)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._set_timer(None)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._refused or self.transport.is_closing():
+        if self._refusal is not None or self.transport.is_closing():
             return
-        begun = self._filter.begun
-        self._filter.feed(data)
-        if not self._filter.unfinished:
-            self._set_timer(None)
-        elif self._filter.begun != begun:
-            self._set_timer(self._config.limits.request_seconds)
+        begun, self._uncounted = self._begun, True
         self._unset_keepalive_if_required()
-        if passed := self._filter.take():
-            super().data_received(passed)
-        if self._filter.refusal is not None:
-            self._refuse()
+        while data and self._refusal is None:
+            try:
+                self.parser.feed_data(data)
+                break
+            except httptools.HttpParserUpgrade as upgrade:
+                data = self._without_upgrade() + data[upgrade.args[0] :]
+            except httptools.HttpParserError as error:
+                self._refuse(Refusal(400, f"this is not a valid HTTP request: {error}"))
+        if self._unfinished and self._uncounted:  # a part of a line, which the parser keeps
+            self._count_head(len(data))
+        if not self._unfinished:
+            self._set_timer(None)
+        elif self._begun != begun:
+            self._set_timer(self._limits.request_seconds)
+        if self._refusal is not None:
+            self._answer_in_turn(self._refusal)
+
+    def on_message_begin(self) -> None:
+        if self._refusal is None:
+            super().on_message_begin()
+            self._unfinished, self._uncounted, self._upgrades = True, False, False
+            self._begun += 1
+            self._head_bytes = self._body_bytes = 0
+
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        self._count_head(len(url))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._in_body:  # a trailer otherwise
+            super().on_header(name, value)
+        self._count_head(len(name) + len(value) + _LINE_BYTES)
+
+    def on_headers_complete(self) -> None:
+        if self._refusal is not None:
+            return
+        method, version = self.parser.get_method(), self.parser.get_http_version()
+        if refusal := head_problem(method, self.url, version, self.headers):
+            self._refuse(refusal)
+            return
+        self._count_body(int(dict(self.headers).get(b"content-length", b"0")))
+        self._body_bytes = 0
+        self._upgrades = self.parser.should_upgrade()
+        if self._refusal is None and not self._upgrades:
+            super().on_headers_complete()
+            self._in_body = True
+
+    def on_body(self, body: bytes) -> None:
+        self._uncounted = False
+        self._head_bytes = 0  # of what follows, a trailer say
+        self._count_body(len(body))
+        if self._refusal is None:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if self._refusal is None and not self._upgrades:
+            super().on_message_complete()
+            self._unfinished = self._in_body = False
+
+    def _without_upgrade(self) -> bytes:
+        """Return the head that asked for another protocol, to be parsed again as if it had not.
+
+        llhttp ends such a request with its head, whatever body it has.
+        """
+        method, version = self.parser.get_method(), self.parser.get_http_version()
+        self.parser = httptools.HttpRequestParser(self)
+        self._begun -= 1
+        asked = dict(self.headers).get(b"connection", b"").lower()
+        headers = [(n, v) for n, v in self.headers if n not in (b"connection", b"upgrade")]
+        headers += [(b"connection", b"close")] if b"close" in asked else []
+        return head_bytes(method, self.url, version.encode(), headers)
+
+    def _count_head(self, size: int) -> None:
+        self._uncounted = False
+        self._head_bytes += size
+        if self._head_bytes > self._limits.head_bytes:
+            self._refuse(Refusal(431, f"the head is over {self._limits.head_bytes} bytes"))
+
+    def _count_body(self, size: int) -> None:
+        self._body_bytes += size
+        if self._body_bytes > self._limits.body_bytes:
+            self._refuse(Refusal(413, f"the body is over {self._limits.body_bytes} bytes"))
+
+    def _refuse(self, refusal: Refusal) -> None:
+        self._refusal = self._refusal or refusal
+
+    @property
+    def _behind_others(self) -> bool:
+        """Whether requests ahead of the last have no response yet."""
+        if self._in_body:
+            return bool(self.pipeline)
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _answer_in_turn(self, refusal: Refusal) -> None:
+        behind_others = self._behind_others
+        if self._in_body and self.pipeline:
+            self.pipeline.popleft()  # its application would wait for the rest of the body
+        if not behind_others:
+            self._answer(refusal)
 
     def on_response_complete(self) -> None:
         waiting = bool(self.pipeline)
         super().on_response_complete()
-        if self._filter.refusal is not None and not waiting and not self._refused:
-            self._answer_refusal(self._filter.refusal)
+        if self._refusal is not None and not waiting and not self._answered:
+            self._answer(self._refusal)
 
-    def _refuse(self) -> None:
-        """Answer the refused request after those ahead of it."""
-        assert self._filter.refusal is not None
-        behind_others = self._behind_others
-        if self._filter.in_body and self.pipeline:
-            self.pipeline.popleft()  # its application would wait for the rest of the body
-        if not behind_others:
-            self._answer_refusal(self._filter.refusal)
-
-    @property
-    def _behind_others(self) -> bool:
-        """Whether requests ahead of the one that is being received have no response yet."""
-        if self._filter.in_body:
-            return bool(self.pipeline)
-        return self.cycle is not None and not self.cycle.response_complete
-
-    def _answer_refusal(self, refusal: Refusal) -> None:
+    def _answer(self, refusal: Refusal) -> None:
         if self.transport.is_closing():
             return
-        self._refused = True
-        cycle = self.cycle if self._filter.in_body else None
+        self._answered = True
+        cycle = self.cycle if self._in_body else None
         if cycle is None or not cycle.response_started:
-            body = self._config.refusal_body(refusal, self._filter.target)
-            self.transport.write(_response(refusal.status, json.dumps(body).encode()))
+            target = self.url.decode("latin-1")
+            body = json.dumps(self._config.refusal_body(refusal, target)).encode()
+            head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d"
+            head = STATUS_LINE[refusal.status] + head % len(body) + HEAD_END
+            self.transport.write(head + body)
         if cycle is not None:
             cycle.disconnected = True
             cycle.message_event.set()
@@ -138,26 +226,16 @@ class LimitedProtocol(HttpToolsProtocol):
         self._timer = None if seconds is None else self.loop.call_later(seconds, self._expire)
 
     def _expire(self) -> None:
-        if self.transport.is_closing() or self._refused:
+        seconds = self._limits.request_seconds
+        if self.transport.is_closing() or self._answered:
             return
-        seconds = self._config.limits.request_seconds
-        if not self._filter.begun:
+        if not self._begun:
             self.transport.close()
         elif self._behind_others:  # nothing may have been read of it meanwhile
             self._set_timer(seconds)
         else:
-            self._filter.refuse(Refusal(408, f"the request did not come within {seconds:g} s"))
-            self._refuse()
-
-
-def _response(status: int, body: bytes) -> bytes:
-    lines = (
-        f"HTTP/1.1 {status} {HTTPStatus(status).phrase}",
-        "content-type: application/json",
-        f"content-length: {len(body)}",
-        "connection: close",
-    )
-    return "\r\n".join(lines).encode() + HEAD_END + body
+            self._refuse(Refusal(408, f"the request did not come within {seconds:g} s"))
+            self._answer_in_turn(cast(Refusal, self._refusal))
 
 
 def bound(host: str, port: int) -> socket.socket:

@@ -18,34 +18,34 @@ import socket
 from collections.abc import Callable, Mapping
 
 VARIABLE = "COG_TRITON_CONTROL"
-CLOSED = "closed"
 _LARGEST = 1024  # an id has at most 128 letters
 _worker: Control | None = None
 
 
 class Control:
-    """One end."""
+    """One end of the channel."""
 
     def __init__(self, end: socket.socket) -> None:
         end.setblocking(False)
         self._end = end
 
-    def fileno(self) -> int:
-        """Return a descriptor to wait for, until there is something to ``receive``."""
-        return self._end.fileno()
-
     def send(self, *words: str) -> None:
-        with contextlib.suppress(OSError):  # the other end is closed
+        """Send a message; from any thread. One to an end that is closed is lost."""
+        with contextlib.suppress(OSError):
             self._end.send(" ".join(words).encode())
 
-    def receive(self) -> list[list[str]]:
-        """Return the messages that have come, as words; the last is ``closed``."""
-        messages = []
-        with contextlib.suppress(OSError):  # nothing more is there
-            while message := self._end.recv(_LARGEST):
-                messages.append(message.decode().split(" "))
-            messages.append([CLOSED])
-        return messages
+    def listen(self, handle: Callable[..., object]) -> None:
+        """Call ``handle`` with the words of each message, on the running event loop."""
+        loop = asyncio.get_running_loop()
+
+        def ready() -> None:
+            with contextlib.suppress(OSError):
+                if message := self._end.recv(_LARGEST):
+                    handle(*message.decode().split(" "))
+                else:
+                    loop.remove_reader(self._end)  # the other end is closed
+
+        loop.add_reader(self._end, ready)
 
 
 def offer() -> Control:
@@ -57,31 +57,25 @@ def offer() -> Control:
 
 
 def listen(handlers: Mapping[str, Callable[..., object]], inputs: tuple[str, ...] = ()) -> None:
-    """Run these on this event loop for the server's messages; do nothing without such a server.
+    """Call the handlers of the server's messages on this event loop; nothing without such a server.
 
     Args:
         handlers: by a message's first word; the others are their arguments.
         inputs: a prediction has to have one of them.
     """
     global _worker
-    descriptor = os.environ.get(VARIABLE)
-    if descriptor is None:
-        return
-    loop, end = asyncio.get_running_loop(), Control(socket.socket(fileno=int(descriptor)))
+    if descriptor := os.environ.get(VARIABLE):
+        _worker = Control(socket.socket(fileno=int(descriptor)))
 
-    def ready() -> None:
-        for name, *arguments in end.receive():
+        def handle(name: str, *words: str) -> None:
             if name in handlers:
-                handlers[name](*arguments)
-            elif name == CLOSED:
-                loop.remove_reader(end)
+                handlers[name](*words)
 
-    loop.add_reader(end, ready)
-    _worker = end
-    tell("hello", *inputs)
+        _worker.listen(handle)
+        tell("hello", *inputs)
 
 
 def tell(*words: str) -> None:
-    """Send a message to the server, if there is one that takes it. From any thread."""
+    """Send a message to the server, if there is one that takes it."""
     if _worker is not None:
         _worker.send(*words)

@@ -33,8 +33,7 @@ _End = BaseException | None
 _lock = threading.Lock()
 _running: dict[Callable[[], None], str] = {}  # ids, by what stops their prediction
 _cancelled_early: set[str] = set()
-_stops: contextvars.ContextVar[list[Callable[[], None]] | None]
-_stops = contextvars.ContextVar("stops", default=None)
+_stops: contextvars.ContextVar[list[Callable[[], None]]] = contextvars.ContextVar("stops")
 
 
 def cancel(identifier: str) -> None:
@@ -107,8 +106,7 @@ def live(source: AsyncGenerator[str, None]) -> Generator[str, None, None]:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nothing is left to cancel
             loop.call_soon_threadsafe(task.cancel)
 
-    if (stops := _stops.get()) is not None:
-        stops.append(stop)
+    _stops.get([]).append(stop)
     identifier = _identifier()
     with _lock:
         _running[stop] = identifier
@@ -117,7 +115,7 @@ def live(source: AsyncGenerator[str, None]) -> Generator[str, None, None]:
     if cancelled:
         stop()
     texts = _drain(items, stop)
-    next(texts)
+    next(texts)  # a generator that is closed before it has begun never runs its ``finally``
     return texts
 
 
@@ -151,11 +149,6 @@ async def _pump(source: AsyncGenerator[str, None], items: queue.SimpleQueue[str 
 def _drain(
     items: queue.SimpleQueue[str | _End], stop: Callable[[], None]
 ) -> Generator[str, None, None]:
-    """Yield for ``live``, once advanced to the first yield.
-
-    A generator that is closed before it has begun never runs its ``finally``: one that coglet drops
-    because the prediction was cancelled at once would leave its source running.
-    """
     try:
         yield ""
         while True:
@@ -178,12 +171,12 @@ def _drain(
         _tell_ended(identifier)
 
 
-def _tell_ended(identifier: str) -> None:
-    if identifier:
-        control.tell("ended", identifier)
-
-
 def _identifier() -> str:
     """Return the id of the prediction in whose context this runs; empty if there is none."""
     context = contextvars.copy_context()
     return next((context[var] for var in context if var.name == _IDENTIFIER), "")
+
+
+def _tell_ended(identifier: str) -> None:
+    if identifier:
+        control.tell("ended", identifier)

@@ -5,6 +5,7 @@ Cog's server makes a directory for each prediction and removes none.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import fcntl
 import os
@@ -15,18 +16,17 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO
+from typing import Any
 
 from cog_triton.faces.cog.rules import IDENTIFIER
 
 DIRECTORY = Path("/tmp/coglet/predictions")
 """Where coglet 0.23 makes them, whatever TMPDIR is."""
 SWEEP_SECONDS = 5.0
-LONG_LIST = 1 << 20  # bytes
 
 
 class Predictions:
-    """Predictions that began here, by id.
+    """Predictions that began here, by id, and what the predictor says of them.
 
     A locked file beside their directories lists their ids, by which the next server finds what a killed one
     left.
@@ -37,89 +37,127 @@ class Predictions:
 
     Attributes:
         listening: the predictor takes messages.
-        running: number of connections, by id.
-        background: asynchronous predictions, which have no connection.
+        inputs: a prediction has to have one of them.
+        connected: number of connections, by id.
+        tasks: relay the responses of those.
+        progress: when a prediction last began, sent something or ended.
     """
 
     def __init__(self, send: Callable[..., None], directory: Path = DIRECTORY) -> None:
         self.listening = False
-        self.running: Counter[str] = Counter()
-        self.background: set[str] = set()
-        self._send = send
-        self._over: set[str] = set()  # the predictor's part has ended, and a connection not yet
+        self.inputs: list[str] = []
+        self.connected: Counter[str] = Counter()
+        self.tasks: set[asyncio.Task[Any]] = set()
+        self.progress = time.monotonic()
+        self._unfinished: set[str] = set()  # in the predictor; asynchronous ones have no connection
+        self._others_run = False  # requests that did not pass the front
+        self._changed = asyncio.Event()
         self._cancelled: set[str] = set()
         self._ended: list[str] = []
-        self._directory = directory
+        self._send, self._directory = send, directory
         self._list = directory.parent / f"cog_triton_{os.getpid()}_{time.time_ns()}.ids"
-        self._file = locked_file(self._list)
+        try:
+            directory.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self._list.with_suffix(".new").open("ab", buffering=0)
+            fcntl.flock(self._file, fcntl.LOCK_EX)
+            self._list.with_suffix(".new").rename(self._list)  # it appears when it is locked
+        except OSError:  # Cog's server cannot write there either, and says so
+            self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
 
-    def __len__(self) -> int:
+    @property
+    def running(self) -> set[str]:
         # Of a predictor that does not listen, the end of an asynchronous prediction is not seen.
-        return len(self.running) + (len(self.background) if self.listening else 0)
+        return self.connected.keys() | (self._unfinished if self.listening else set())
 
-    def begin(self, identifier: str) -> None:
-        self.running[identifier] += 1
+    def begin(self, identifier: str, task: asyncio.Task[Any]) -> None:
+        self.connected[identifier] += 1
+        self._unfinished.add(identifier)
+        self.tasks.add(task)
+        self.progress = time.monotonic()
         with contextlib.suppress(OSError):  # the disk is full
             self._file.write(f"{identifier}\n".encode())
 
-    def end(self, identifier: str, status: int | None) -> None:
+    def end(self, identifier: str, task: asyncio.Task[Any], status: int | None) -> None:
         """Note the end of a prediction's connection.
 
         Args:
             status: of the response; None if that did not come to its end.
         """
-        self.running[identifier] -= 1
-        if self.running[identifier] == 0:
-            del self.running[identifier]
-            if status == 202 and identifier not in self._over:
-                self.background.add(identifier)
-            else:
-                self._finish(identifier)
+        self.tasks.discard(task)
+        self.progress = time.monotonic()
+        self.connected[identifier] -= 1
+        if not self.connected[identifier]:
+            del self.connected[identifier]
+        if status != 202:
+            self._unfinished.discard(identifier)
+        self._settle(identifier)
 
-    def over(self, identifier: str) -> None:
-        """Note that the predictor's part of a prediction has ended."""
-        if identifier in self.background:
-            self._finish(identifier)
-        elif identifier in self.running:
-            self._over.add(identifier)
+    def receive(self, kind: str, *words: str) -> None:
+        """Read a message of the predictor."""
+        if kind == "hello":
+            self.listening, self.inputs = True, list(words)
+        elif kind in ("busy", "idle"):
+            self._others_run = kind == "busy"
+            self._changed.set()
+        elif words[0] in self._unfinished:
+            self._unfinished.discard(words[0])
+            self._settle(words[0])
 
     def cancel(self, identifier: str) -> bool:
         """Cancel a prediction, however early; return False if only Cog's server can do that."""
-        if not self.listening or identifier not in self.running.keys() | self.background:
+        if identifier not in self.running or not self.listening:
             return False
         self._cancelled.add(identifier)
         self._send("cancel", identifier)
         return True
 
-    def _finish(self, identifier: str) -> None:
-        self.background.discard(identifier)
-        self._over.discard(identifier)
-        if identifier in self._cancelled:
-            self._cancelled.discard(identifier)
-            self._send("forget", identifier)
-        self._ended.append(identifier)
+    def left(self) -> str:
+        """Return what still runs, in words; empty for nothing."""
+        count = len(self.running)
+        left = [f"{count} prediction{'s' * (count > 1)}"] if count else []
+        return " and ".join(left + ["requests of another face"] * self._others_run)
+
+    async def idle_within(self, seconds: float) -> bool:
+        """Wait until nothing runs, for a bounded time; return whether that is so."""
+        deadline = time.monotonic() + seconds
+        while self.left():
+            self._changed.clear()
+            try:
+                await asyncio.wait_for(self._changed.wait(), deadline - time.monotonic())
+            except asyncio.TimeoutError:
+                return False
+        return True
+
+    def _settle(self, identifier: str) -> None:
+        if identifier not in self.connected and identifier not in self._unfinished:
+            if identifier in self._cancelled:
+                self._cancelled.discard(identifier)
+                self._send("forget", identifier)
+            self._ended.append(identifier)
+        self._changed.set()
 
     def keep_sweeping(self) -> None:
         """Remove directories on a thread: one may take a millisecond."""
-        threading.Thread(target=self._keep_sweeping, name="sweep", daemon=True).start()
 
-    def _keep_sweeping(self) -> None:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)  # of this thread only
-        self.sweep_abandoned()
-        while True:
-            time.sleep(SWEEP_SECONDS)
-            self.sweep()
+        def run() -> None:
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)  # of this thread only
+            self.sweep_abandoned()
+            while True:
+                time.sleep(SWEEP_SECONDS)
+                self.sweep()
+
+        threading.Thread(target=run, name="sweep", daemon=True).start()
 
     def sweep(self) -> None:
-        """Remove the directories of predictions that have ended."""
+        """Remove the directories of predictions that have ended, and their ids from the list."""
         ended, self._ended = self._ended, []
         for identifier in ended:
-            if identifier not in self.running and identifier not in self.background:
+            if identifier not in self.connected and identifier not in self._unfinished:
                 shutil.rmtree(self._directory / identifier, ignore_errors=True)
-        with contextlib.suppress(OSError):
-            if self._file.tell() > LONG_LIST:
-                self._file.truncate(0)
-                left = [*self._ended, *list(self.running), *list(self.background)]
+        if ended:
+            with contextlib.suppress(OSError):
+                self._file.truncate(0)  # first, so that an id that comes meanwhile stays
+                left = {*self._ended, *list(self.connected), *list(self._unfinished)}
                 self._file.write("".join(f"{identifier}\n" for identifier in left).encode())
 
     def sweep_abandoned(self) -> None:
@@ -134,22 +172,9 @@ class Predictions:
 
     def remove_all(self) -> None:
         """Remove what is left, when nothing runs any more."""
-        self._ended += [*self.running, *self.background]
-        self.running.clear()
-        self.background.clear()
+        self._ended += [*self.connected, *self._unfinished]
+        self.connected.clear()
+        self._unfinished.clear()
         self.sweep()
         self._list.unlink(missing_ok=True)
         self._file.close()
-
-
-def locked_file(path: Path) -> IO[bytes]:
-    """Create a file that appears when it is locked."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unlocked = path.with_suffix(".new")
-        file: IO[bytes] = unlocked.open("ab", buffering=0)
-        fcntl.flock(file, fcntl.LOCK_EX)
-        unlocked.rename(path)
-        return file
-    except OSError:  # Cog's server cannot write there either, and says so
-        return tempfile.TemporaryFile(buffering=0)

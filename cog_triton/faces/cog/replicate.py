@@ -7,21 +7,19 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import contextlib
 import email
 import json
 import re
 import uuid
 from collections.abc import AsyncIterator
 from datetime import datetime, timezone
-from importlib.metadata import version as installed
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import orjson
 from starlette.requests import Request
 from starlette.responses import JSONResponse, StreamingResponse
-from starlette.routing import Route, Router
-from starlette.types import Receive, Scope, Send
+from starlette.routing import Route
 
 from cog_triton.faces.cog import rules
 from cog_triton.web.limits import Refusal
@@ -29,7 +27,6 @@ from cog_triton.web.limits import Refusal
 if TYPE_CHECKING:
     from cog_triton.faces.cog.front import Front
 
-REPLICATE_PATHS = ("/v1/predictions", "/v1/models/", "/v1/deployments/", "/v1/files")
 KEPT = 1000  # predictions
 KEPT_BYTES = 64 << 20  # of their inputs and outputs
 _WAIT_SECONDS = 60.0  # of `Prefer: wait`, as Replicate's
@@ -38,11 +35,12 @@ _MODEL = "cog-triton/model"  # of a request that names a version only
 _VERSION = "hidden"  # as of Replicate's official models, which have one version
 _EVENTS = [(b"content-type", b"application/json"), (b"accept", b"text/event-stream")]
 _STOPPED = "E2105 TritonUnavailable: the server is being stopped"
+_EVENT = re.compile(rb"^event: (\w+)\ndata: (.*)\n\n", re.MULTILINE)
 _DATA_URL = re.compile(r"data:[\w.+/-]*(?:;[\w.+-]+=[\w.+-]+)*;base64,")
 
 
 class Prediction:
-    """A prediction in Replicate's form.
+    """A prediction, with its fields in Replicate's form.
 
     Attributes:
         changed: is set, and another one put in its place, when something has come.
@@ -53,76 +51,54 @@ class Prediction:
     task: asyncio.Task[None]
 
     def __init__(self, model: str, version: str, inputs: dict[str, Any], size: int) -> None:
+        self.id, self.size, self.ended = uuid.uuid4().hex, size, False
         self.fields: dict[str, Any] = (
-            {"id": uuid.uuid4().hex, "model": model, "version": version, "input": inputs}
+            {"id": self.id, "model": model, "version": version, "input": inputs}
             | {"status": "starting", "output": None, "logs": "", "error": None, "metrics": {}}
             | {"created_at": now(), "started_at": None, "completed_at": None}
         )
         self.changed = asyncio.Event()
-        self.size = size
         self._unread = b""
 
-    @property
-    def id(self) -> str:
-        return str(self.fields["id"])
-
-    @property
-    def ended(self) -> bool:
-        return self.fields["completed_at"] is not None
-
     def feed(self, data: bytes) -> None:
-        """Take the next bytes of Cog's server-sent events."""
-        *whole, self._unread = (self._unread + data).split(b"\n\n")
-        for lines in whole:
-            if lines.startswith(b"event: "):
-                name, _, text = lines.partition(b"\n")
-                self.take(name[len("event: ") :].decode(), orjson.loads(text[len("data: ") :]))
-
-    def take(self, name: str, data: dict[str, Any]) -> None:
-        """Take an event of Cog's server."""
-        if name == "start":
-            self.fields.update(status="processing", started_at=now())
-        elif name == "output":
-            self.fields["output"] = self.fields["output"] or []
-            self.fields["output"].append(data["chunk"])
-            self.size += len(str(data["chunk"]))
-        elif name == "log":
-            self.fields["logs"] += data["data"]
-        elif name == "completed":
-            self.end(data["status"], data.get("error"), data.get("metrics"))
+        """Read the next bytes of Cog's server-sent events."""
+        whole, end, rest = (self._unread + data).rpartition(b"\n\n")
+        self._unread = rest
+        for name, text in _EVENT.findall(whole + end):
+            given, fields = orjson.loads(text), self.fields
+            if name == b"start":
+                fields.update(status="processing", started_at=now())
+            elif name == b"output":
+                fields["output"] = fields["output"] or []
+                fields["output"].append(given["chunk"])
+                self.size += len(str(given["chunk"]))
+            elif name == b"log":
+                fields["logs"] += given["data"]
+            elif name == b"completed":
+                self.end(given["status"], given.get("error"), given.get("metrics"))
         self.changed.set()
         self.changed = asyncio.Event()
 
     def end(self, status: str, error: str | None = None, metrics: Any = None) -> None:
         self.fields.update(status=status, error=error, metrics=metrics or {}, completed_at=now())
+        self.ended = True
         self.changed.set()
 
-    async def ended_within(self, seconds: float) -> bool:
-        async def wait() -> None:
-            while not self.ended:
-                await self.changed.wait()
-
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(wait(), seconds)
-        return self.ended
-
     def view(self, request: Request, **fields: Any) -> dict[str, Any]:
-        """Return it as Replicate's API does."""
         url = f"{base_url(request)}/v1/predictions/{self.id}"
         urls = {"get": url, "cancel": f"{url}/cancel", "stream": f"{url}/stream"}
         return {**self.fields, "urls": urls, **fields}
 
     async def events(self) -> AsyncIterator[str]:
-        """Yield it as Replicate's server-sent events."""
-        sent = 0
-        while True:
-            changed = self.changed
+        """Yield it as Replicate's server-sent events, from its beginning."""
+        sent, ended = 0, False
+        while not ended:
+            changed, ended = self.changed, self.ended
             for chunk in (self.fields["output"] or [])[sent:]:
                 sent += 1
                 yield event("output", sent, chunk)
-            if self.ended:
-                break
-            await changed.wait()
+            if not ended:
+                await changed.wait()
         if self.fields["error"] is not None:
             yield event("error", sent + 1, self.fields["error"])
         reasons = {"failed": {"reason": "error"}, "canceled": {"reason": "canceled"}}
@@ -133,39 +109,26 @@ class Replicate:
     """The routes of the API, and the predictions that began there."""
 
     def __init__(self, front: Front) -> None:
-        self._front = front
-        self._began = now()
+        self._front, self._began = front, now()
         self._predictions: dict[str, Prediction] = {}
         one, model = "/v1/predictions/{id}", "/v1/models/{owner}/{name}"
-        deployment = "/v1/deployments/{owner}/{name}/predictions"
-        self._router = Router(
-            [
-                Route("/v1/predictions", self._create, methods=["POST"]),
-                Route(f"{model}/predictions", self._create, methods=["POST"]),
-                Route(deployment, self._create, methods=["POST"]),
-                Route("/v1/predictions", self._list),
-                Route(one, self._get),
-                Route(f"{one}/stream", self._stream),
-                Route(f"{one}/cancel", self._cancel, methods=["POST"]),
-                Route(model, self._model),
-                Route(f"{model}/versions", self._versions),
-                Route(f"{model}/versions/{{id}}", self._version),
-                Route("/v1/files", self._file, methods=["POST"]),
-            ]
-        )
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await self._router(scope, receive, send)
-        except Refusal as refusal:
-            detail = refusal.detail
-            if isinstance(detail, list):
-                detail = "; ".join(f"{'.'.join(one['loc'][1:])}: {one['msg']}" for one in detail)
-            title = "Input validation failed" if refusal.status == 422 else "Request failed"
-            body = {"title": title, "detail": detail, "status": refusal.status}
-            seconds = {409: 1}.get(refusal.status, refusal.retry_after)
-            headers = {} if seconds is None else {"retry-after": str(seconds)}
-            await JSONResponse(body, refusal.status, headers)(scope, receive, send)
+        self.routes = [
+            Route("/v1/predictions", self._create, methods=["POST"]),
+            Route(f"{model}/predictions", self._create, methods=["POST"]),
+            Route(
+                f"{model.replace('models', 'deployments')}/predictions",
+                self._create,
+                methods=["POST"],
+            ),
+            Route("/v1/predictions", self._list),
+            Route(one, self._get),
+            Route(f"{one}/stream", self._stream),
+            Route(f"{one}/cancel", self._cancel, methods=["POST"]),
+            Route(model, self._model),
+            Route(f"{model}/versions", self._versions),
+            Route(f"{model}/versions/{{id}}", self._version),
+            Route("/v1/files", self._file, methods=["POST"]),
+        ]
 
     async def _create(self, request: Request) -> JSONResponse:
         body = await request.body()
@@ -189,29 +152,30 @@ class Replicate:
         prediction.task = asyncio.create_task(self._run(prediction, passage, accepted))
         await accepted
         self._keep(prediction)
-        prefer = re.search(r"\bwait\b(?:=(\d+))?", request.headers.get("prefer", ""))
-        if prefer and await prediction.ended_within(float(prefer[1] or _WAIT_SECONDS)):
-            return JSONResponse(prediction.view(request), 201)
-        # Replicate's client takes any other status for the end.
-        return JSONResponse(prediction.view(request, status="starting"), 201)
+        if prefer := re.search(r"\bwait\b(?:=(\d+))?", request.headers.get("prefer", "")):
+            await asyncio.wait([prediction.task], timeout=float(prefer[1] or _WAIT_SECONDS))
+        # Replicate's client takes a prediction of any other status than "starting" for one that has ended.
+        status = prediction.fields["status"] if prefer and prediction.ended else "starting"
+        return JSONResponse(prediction.view(request, status=status), 201)
 
     async def _run(
         self, prediction: Prediction, passage: rules.Passage, accepted: asyncio.Future[None]
     ) -> None:
         try:
             async with self._front.exchange(passage, _EVENTS) as reply:
-                if reply.status != 200:
-                    body = bytearray()
-                    await reply.copy(body.extend)
-                    problem = orjson.loads(body)
-                    raise Refusal(reply.status, problem.get("detail") or problem.get("error"))
+                if (status := reply.status) != 200:
+                    problem = orjson.loads(await reply.read())
+                    detail = problem.get("detail") or problem.get("error")
+                    raise Refusal(status, detail, retry_after=1 if status == 409 else None)
                 accepted.set_result(None)
                 await reply.copy(prediction.feed)
-        except (Refusal, asyncio.CancelledError) as error:
+        except Refusal as refusal:
             if not accepted.done():
-                stopped = Refusal(503, _STOPPED, retry_after=1)
-                accepted.set_exception(error if isinstance(error, Refusal) else stopped)
-            elif isinstance(error, asyncio.CancelledError) and not self._front.draining:
+                accepted.set_exception(refusal)
+        except asyncio.CancelledError:
+            if not accepted.done():
+                accepted.set_exception(Refusal(503, _STOPPED, retry_after=1))
+            elif not self._front.draining:
                 prediction.end("canceled")
         if not prediction.ended:
             prediction.end("failed", _STOPPED)
@@ -233,23 +197,21 @@ class Replicate:
 
     async def _list(self, request: Request) -> JSONResponse:
         newest = [*self._predictions.values()][:-101:-1]
-        results = [prediction.view(request) for prediction in newest]
-        return JSONResponse({"previous": None, "next": None, "results": results})
+        return page([prediction.view(request) for prediction in newest])
 
     async def _get(self, request: Request) -> JSONResponse:
         return JSONResponse(self._find(request).view(request))
 
     async def _stream(self, request: Request) -> StreamingResponse:
-        headers = {"cache-control": "no-store"}
-        events = self._find(request).events()
-        return StreamingResponse(events, headers=headers, media_type="text/event-stream")
+        headers = {"cache-control": "no-store", "content-type": "text/event-stream"}
+        return StreamingResponse(self._find(request).events(), headers=headers)
 
     async def _cancel(self, request: Request) -> JSONResponse:
         prediction = self._find(request)
         if not prediction.ended:
             if not self._front.predictions.cancel(prediction.id):
                 prediction.task.cancel()
-            await prediction.ended_within(_CANCEL_SECONDS)
+            await asyncio.wait([prediction.task], timeout=_CANCEL_SECONDS)
         return JSONResponse(prediction.view(request))
 
     async def _model(self, request: Request) -> JSONResponse:
@@ -259,22 +221,20 @@ class Replicate:
             dict.fromkeys((*none, "default_example"))
             | {"owner": owner, "name": name, "url": f"{base_url(request)}/v1/models/{owner}/{name}"}
             | {"visibility": "private", "run_count": len(self._predictions)}
-            | {"latest_version": await self._version_view(_VERSION)}
+            | {"latest_version": await self._view_of(_VERSION)}
         )
         return JSONResponse(model)
 
     async def _versions(self, _: Request) -> JSONResponse:
-        results = [await self._version_view(_VERSION)]
-        return JSONResponse({"previous": None, "next": None, "results": results})
+        return page([await self._view_of(_VERSION)])
 
     async def _version(self, request: Request) -> JSONResponse:
-        return JSONResponse(await self._version_view(request.path_params["id"]))
+        return JSONResponse(await self._view_of(request.path_params["id"]))
 
-    async def _version_view(self, version: str) -> dict[str, Any]:
+    async def _view_of(self, identifier: str) -> dict[str, Any]:
         schema = await self._front.ask("GET", "/openapi.json")
-        cog = installed("cog")
-        view = {"id": version, "created_at": self._began, "cog_version": cog}
-        return {**view, "openapi_schema": schema}
+        made = {"id": identifier, "created_at": self._began, "cog_version": version("cog")}
+        return {**made, "openapi_schema": schema}
 
     async def _file(self, request: Request) -> JSONResponse:
         """Answer with a data URL, which has the file: nothing is stored."""
@@ -290,6 +250,19 @@ class Replicate:
                 rest = {"checksums": {}, "metadata": {}, "expires_at": None, "urls": {"get": url}}
                 return JSONResponse(file | about | rest, 201)
         raise rules.invalid(["body", "content"], "a file is required", "value_error.missing")
+
+
+def problem_of(refusal: Refusal) -> dict[str, Any]:
+    """Return an error in Replicate's form."""
+    detail = refusal.detail
+    if isinstance(detail, list):
+        detail = "; ".join(f"{'.'.join(one['loc'][1:])}: {one['msg']}" for one in detail)
+    title = "Input validation failed" if refusal.status == 422 else "Request failed"
+    return {"title": title, "detail": detail, "status": refusal.status}
+
+
+def page(results: list[Any]) -> JSONResponse:
+    return JSONResponse({"previous": None, "next": None, "results": results})
 
 
 def text_of_file(name: str, value: Any) -> Any:

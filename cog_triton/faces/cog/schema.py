@@ -20,31 +20,25 @@ def openapi_schema(module: str, predictor: str, training: str) -> dict[str, Any]
     """
     from cog._inspector import create_predictor
 
+    skeleton = yaml.safe_load(SKELETON.read_text(encoding="utf-8"))
+    schemas = skeleton.pop("schemas")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # predict() is the name we keep
-        info = create_predictor(module, predictor)
-        training_info = create_predictor(training, training)
-    skeleton = yaml.safe_load(SKELETON.read_text(encoding="utf-8"))
-    schemas = {
-        "Input": _inputs("Input", info),
-        "Output": info.output.json_type(),
-        # Cog's server reads these two instead when it trains.
-        "TrainingInput": _inputs("TrainingInput", training_info),
-        "TrainingOutput": {**training_info.output.json_type(), "title": "TrainingOutput"},
-        **skeleton.pop("schemas"),
-    }
+        # Cog's server reads those of the training instead when it trains.
+        for prefix, of in (("", (module, predictor)), ("Training", (training, training))):
+            info = create_predictor(*of)
+            fields = sorted(info.inputs.values(), key=lambda field: field.order)
+            properties = {field.name: _property(field) for field in fields}
+            required = [
+                name
+                for name, schema in properties.items()
+                if "default" not in schema and not schema.get("nullable")
+            ]
+            inputs = {"type": "object", "properties": properties, "required": required}
+            schemas[f"{prefix}Input"] = {"title": f"{prefix}Input", **inputs}
+            title = {"title": f"{prefix}Output"} if prefix else {}
+            schemas[f"{prefix}Output"] = {**info.output.json_type(), **title}
     return {**skeleton, "components": {"schemas": schemas}}
-
-
-def _inputs(title: str, info: Any) -> dict[str, Any]:
-    fields = sorted(info.inputs.values(), key=lambda field: field.order)
-    properties = {field.name: _property(field) for field in fields}
-    required = [
-        name
-        for name, schema in properties.items()
-        if "default" not in schema and not schema.get("nullable")
-    ]
-    return {"title": title, "type": "object", "properties": properties, "required": required}
 
 
 def _property(field: Any) -> dict[str, Any]:
@@ -60,8 +54,5 @@ def _property(field: Any) -> dict[str, Any]:
         "nullable": str(field.type.repetition.name).startswith("OPTIONAL") or None,
     }
     schema = {"title": field.name.replace("_", " ").title(), "x-order": field.order}
-    return {
-        **field.type.json_type(),
-        **schema,
-        **{name: value for name, value in given.items() if value is not None},
-    }
+    found = {name: value for name, value in given.items() if value is not None}
+    return {**field.type.json_type(), **schema, **found}

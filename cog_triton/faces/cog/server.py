@@ -3,9 +3,6 @@
 Takes the options of ``python -m cog.server.http``. Where Cog writes the command, as in an image, a line in
 a .pth file calls ``prepare`` in the same process. Cog's server then listens on a free port of the loopback
 address, and the front on the public one.
-
-Measured with Cog 0.23.1, to be deleted when Cog does otherwise: its server leaves Nagle's algorithm on,
-which delays each small event by up to 40 ms.
 """
 
 from __future__ import annotations
@@ -17,7 +14,6 @@ import runpy
 import signal
 import socket
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 _OPEN_FILES = 16_384
@@ -69,17 +65,24 @@ class FrontedServer:
         stop, writer = os.pipe()
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        for number in (
-            (signal.SIGINT,) if await_explicit_shutdown else (signal.SIGINT, signal.SIGTERM)
-        ):
-            signal.signal(number, lambda *_: None)
+        signal.signal(signal.SIGINT, lambda *_: None)
+        if not await_explicit_shutdown:
+            signal.signal(signal.SIGTERM, lambda *_: None)
         front = Front(bound(host.strip("[]"), port), settings, offer())
         threading.Thread(
             target=front.run, args=[_port_without_delay, stop], name="front", daemon=True
         ).start()
-        with _sigterm_kept():
-            # Told so, it leaves SIGTERM to the front, and ends by its route /shutdown.
-            self._server.serve(host="127.0.0.1", port=0, await_explicit_shutdown=True, **options)
+        original = signal.signal
+
+        def keep_sigterm(number: int, handler: Any) -> Any:
+            if number == signal.SIGTERM and handler == signal.SIG_IGN:
+                return signal.getsignal(number)  # Cog's worker would inherit that it is ignored
+            return original(number, handler)
+
+        signal_module: Any = signal
+        signal_module.signal = keep_sigterm
+        # Told so, Cog's server leaves SIGTERM to the front, and ends by its route /shutdown.
+        self._server.serve(host="127.0.0.1", port=0, await_explicit_shutdown=True, **options)
         front.predictions.remove_all()
 
 
@@ -95,27 +98,10 @@ def _allow_open_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
-@contextlib.contextmanager
-def _sigterm_kept() -> Iterator[None]:
-    """Keep Cog's server from ignoring SIGTERM, by Python's ``signal``: its worker would inherit that."""
-    module: Any = signal
-    original = signal.signal
-
-    def keeping(number: int, handler: Any) -> Any:
-        if number == signal.SIGTERM and handler == signal.SIG_IGN:
-            return signal.getsignal(number)
-        return original(number, handler)
-
-    module.signal = keeping
-    try:
-        yield
-    finally:
-        module.signal = original
-
-
 def _port_without_delay() -> int | None:
     """Turn Nagle's algorithm off where Cog's server listens; return the port, None if there is none yet.
 
+    Measured with Cog 0.23.1: its server leaves it on, which delays each small event by up to 40 ms.
     Connections inherit TCP_NODELAY from the socket that they were accepted on.
     """
     for name in os.listdir("/proc/self/fd"):

@@ -30,18 +30,25 @@ def test_messages_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(control.VARIABLE, "")
     channel = control.offer()
     command = [sys.executable, "-c", WORKER]
-    # Cog's server is written in Rust, which closes no descriptor of its children.
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, close_fds=False) as worker:
+
+    async def exchange(worker: subprocess.Popen[str]) -> list[tuple[str, ...]]:
+        received: list[tuple[str, ...]] = []
+        channel.listen(lambda *words: received.append(words))
         assert worker.stdout is not None
         assert worker.stdout.readline() == "listening\n"
-        assert channel.receive() == [["hello", "prompt", "messages"]]
         channel.send("cancel", "a")
         channel.send("unknown")
         channel.send("cancel", "b")
         assert [worker.stdout.readline() for _ in range(2)] == ["cancel a\n", "cancel b\n"]
         channel.send("stop")
         assert worker.stdout.read() == ""
-    assert channel.receive() == [["ended", "x"]]
+        await asyncio.sleep(0.1)
+        return received
+
+    # Cog's server is written in Rust, which closes no descriptor of its children.
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, close_fds=False) as worker:
+        received = asyncio.run(exchange(worker))
+    assert received == [("hello", "prompt", "messages"), ("ended", "x")]
 
 
 def test_without_such_a_server_nothing_is_listened_to(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import time
 from pathlib import Path
+from typing import Any
+from unittest.mock import AsyncMock
+from urllib.parse import quote
 
+import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cog_triton.faces.cog.rules import (
-    Passage,
-    check,
-    check_identifier,
-    fields_of,
-    liveness_problem,
-    readiness_problem,
-)
+from cog_triton.faces.cog.control import VARIABLE, offer
+from cog_triton.faces.cog.front import Front
+from cog_triton.faces.cog.rules import Passage, check, fields_of
+from cog_triton.settings import read_settings
 from cog_triton.web.limits import Refusal
+from cog_triton.web.server import bound
+
+
+@pytest.fixture(autouse=True)
+def channel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "")
 
 
 @pytest.mark.parametrize(
     "identifier", ["a", "A-b_c.9", "x" * 128, "gm3qorzdhgbfurvjtvhg6dckhu", "-"]
 )
 def test_a_good_id(identifier: str) -> None:
-    check_identifier(identifier, [])
+    assert check("PUT", f"/predictions/{identifier}", b"").starts == identifier
 
 
 @pytest.mark.parametrize(
@@ -32,15 +40,16 @@ def test_a_good_id(identifier: str) -> None:
 )
 def test_a_bad_id(identifier: str) -> None:
     with pytest.raises(Refusal) as refusal:
-        check_identifier(identifier, ["path", "prediction_id"])
+        check("PUT", f"/predictions/{quote(identifier, safe='')}", b"")
     assert refusal.value.status == 422
     assert refusal.value.detail[0]["loc"] == ["path", "prediction_id"]
 
 
 @given(st.text())
 def test_an_id_that_passes_names_a_directory_of_its_own(identifier: str) -> None:
+    body = json.dumps({"id": identifier}).encode()
     try:
-        check_identifier(identifier, [])
+        check("POST", "/predictions", body)
     except Refusal:
         return
     assert Path("/base", identifier).resolve().parent == Path("/base")
@@ -143,11 +152,26 @@ def test_a_body_that_is_not_json(body: bytes) -> None:
 # What the health routes say
 
 
+async def ask_health(path: str, status: str | None, **state: Any) -> httpx.Response:
+    settings = read_settings({"BUSY_TIMEOUT": "10"})
+    front = Front(bound("127.0.0.1", 0), settings, offer())
+    front.predictions.progress = time.monotonic() - state.pop("busy_for", 0.0)
+    front._busy_since = 1.0
+    vars(front).update(state, ask=AsyncMock(return_value=status and {"status": status}))
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(front), base_url="http://x"
+    ) as client:
+        reply = await client.get(f"/health/{path}")
+    front.predictions.remove_all()
+    assert reply.json()["status"] == (status or "UNKNOWN")
+    return reply
+
+
 @pytest.mark.parametrize(
     ("status", "busy_for", "draining", "ready"),
     [
         ("READY", 0.0, False, True),
-        ("BUSY", 10.0, False, True),
+        ("BUSY", 9.0, False, True),
         ("BUSY", 10.1, False, False),
         ("READY", 0.0, True, False),
         ("STARTING", 0.0, False, False),
@@ -157,7 +181,10 @@ def test_a_body_that_is_not_json(body: bytes) -> None:
     ],
 )
 def test_ready(status: str | None, busy_for: float, draining: bool, ready: bool) -> None:
-    assert (readiness_problem(status, busy_for, 10.0, draining) is None) == ready
+    state = {"busy_for": busy_for, "draining": draining}
+    reply = asyncio.run(ask_health("ready", status, **state))
+    assert (reply.status_code == 200) == ready
+    assert (reply.headers.get("connection") == "close") == draining
 
 
 @pytest.mark.parametrize(
@@ -172,4 +199,6 @@ def test_ready(status: str | None, busy_for: float, draining: bool, ready: bool)
     ],
 )
 def test_live(status: str | None, ended: bool, draining: bool, live: bool) -> None:
-    assert (liveness_problem(status, ended, draining) is None) == live
+    state = {"_worker_ended": ended, "draining": draining}
+    reply = asyncio.run(ask_health("live", status, **state))
+    assert (reply.status_code == 200) == live
