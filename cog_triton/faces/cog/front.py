@@ -73,8 +73,8 @@ class Front:
         self._stop = asyncio.Event()
         self._retry_after = max(1, math.ceil(settings.drain_seconds))
         own = [
-            Route("/health/live", self._live),
-            Route("/health/ready", self._ready),
+            Route("/health/live", self._health),
+            Route("/health/ready", self._health),
             Route("/shutdown", self._shutdown, methods=["POST"]),
         ]
         routes = [*own, *Replicate(self).routes]
@@ -102,7 +102,6 @@ class Front:
 
         asyncio.get_running_loop().add_reader(stop, stop_by_signal)
         self._control.listen(self.predictions.receive)
-        self.predictions.keep_sweeping()
         watching = asyncio.create_task(self._end_with_worker())
         while not self._port:
             await asyncio.sleep(_POLL_SECONDS)
@@ -155,7 +154,7 @@ class Front:
             log("WARN", f"{predictions.left()} did not end in {seconds:g} s: stopped at once")
             self._control.send("stop")
             if not await predictions.idle_within(_LAST_SECONDS):
-                for task in list(predictions.tasks):
+                for task in filter(None, list(predictions.tasks)):
                     task.cancel()
                 await asyncio.sleep(_CANCEL_SECONDS)
         deadline = time.monotonic() + _FLUSH_SECONDS
@@ -199,15 +198,24 @@ class Front:
             cancelled = self.predictions.cancel(passage.cancels)
             await Json({}, 200 if cancelled else 404)(scope, receive, send)
             return
-        watching = None
-        if passage.starts is not None:
-            watched = self._watch(passage.starts, receive, _this_task(), scope["connection"])
-            watching = asyncio.create_task(watched)
+        if passage.starts is None:
+            await self._relay(passage, scope, send)
+            return
+        starts, relaying, connection = passage.starts, asyncio.current_task(), scope["connection"]
+
+        async def cancel_if_disconnected() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            if self.predictions.cancel(starts):
+                connection.resume_writing()  # its end is awaited all the same
+            elif relaying is not None:
+                relaying.cancel()  # Cog's server cancels it as its connection ends
+
+        watching = asyncio.create_task(cancel_if_disconnected())
         try:
             await self._relay(passage, scope, send)
         finally:
-            if watching is not None:
-                watching.cancel()
+            watching.cancel()
 
     def check(self, method: str, target: str, body: bytes) -> rules.Passage:
         inputs = self.predictions.inputs
@@ -242,17 +250,6 @@ class Front:
         finally:
             connection.source = None
 
-    async def _watch(
-        self, prediction: str, receive: Receive, task: asyncio.Task[Any], connection: Connection
-    ) -> None:
-        """Cancel a prediction when its client disconnects; its end is awaited all the same."""
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        if not self.predictions.cancel(prediction):
-            task.cancel()  # Cog's server cancels it as its connection ends
-        elif connection.source is not None:
-            connection.source.resume_reading()
-
     @contextlib.asynccontextmanager
     async def exchange(
         self, passage: rules.Passage, headers: Iterable[tuple[bytes, bytes]] = ()
@@ -262,7 +259,7 @@ class Front:
         Raises:
             Refusal: there is no response.
         """
-        reply, starts, task = Reply(), passage.starts, _this_task()
+        reply, starts, task = Reply(), passage.starts, asyncio.current_task()
         if starts is not None:
             self.predictions.begin(starts, task)
         try:
@@ -300,37 +297,25 @@ class Front:
         self._stop.set()
         return Json({})
 
-    async def _live(self, _: Request) -> Json:
-        status = await self._status()
-        if self._worker_ended:
-            return _health(status, "the predictor's process has ended")
-        # After a SIGINT, Cog's server takes no connection while it ends.
-        dead = status == "DEFUNCT" or (status is None and not self.draining)
-        return _health(status, "Cog's server does not answer" if dead else None)
-
-    async def _ready(self, _: Request) -> Json:
-        status, now = await self._status(), time.monotonic()
+    async def _health(self, request: Request) -> Json:
+        status, now, problem = await self._status(), time.monotonic(), None
         busy_for = now - max(self._busy_since or now, self.predictions.progress)
-        if self.draining:
+        if request.url.path == "/health/live":
+            if self._worker_ended:
+                problem = "the predictor's process has ended"
+            # After a SIGINT, Cog's server takes no connection while it ends.
+            elif status == "DEFUNCT" or (status is None and not self.draining):
+                problem = "Cog's server does not answer"
+        elif self.draining:
             problem = "the server is stopping"
         elif status is None:
             problem = "Cog's server does not answer"
         elif status == "BUSY" and busy_for > self._settings.busy_timeout:
             problem = f"all slots have been taken for {busy_for:.0f} s, and nothing comes of it"
-        else:
-            problem = None if status in ("READY", "BUSY") else "Cog's server is not ready"
-        return _health(status, problem)
-
-
-def _health(status: str | None, problem: str | None) -> Json:
-    body = {"status": status or "UNKNOWN", **({"detail": problem} if problem else {})}
-    return Json(body, 503 if problem else 200)
-
-
-def _this_task() -> asyncio.Task[Any]:
-    task = asyncio.current_task()
-    assert task is not None
-    return task
+        elif status not in ("READY", "BUSY"):
+            problem = "Cog's server is not ready"
+        body = {"status": status or "UNKNOWN", **({"detail": problem} if problem else {})}
+        return Json(body, 503 if problem else 200)
 
 
 def worker_pid() -> int | None:

@@ -10,26 +10,24 @@ import contextlib
 import fcntl
 import os
 import shutil
-import tempfile
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from cog_triton.faces.cog.rules import IDENTIFIER
-
 DIRECTORY = Path("/tmp/coglet/predictions")
 """Where coglet 0.23 makes them, whatever TMPDIR is."""
-SWEEP_SECONDS = 5.0
+REMOVE_SECONDS = 5.0  # after the end
 
 
 class Predictions:
     """Predictions that began here, by id, and what the predictor says of them.
 
-    A locked file beside their directories lists their ids, by which the next server finds what a killed one
-    left.
+    Each directory is marked with the name of a locked file beside them, by which the next server finds
+    what a killed one left.
 
     Args:
         send: sends a message to the predictor.
@@ -47,37 +45,39 @@ class Predictions:
         self.listening = False
         self.inputs: list[str] = []
         self.connected: Counter[str] = Counter()
-        self.tasks: set[asyncio.Task[Any]] = set()
+        self.tasks: set[asyncio.Task[Any] | None] = set()
         self.progress = time.monotonic()
         self._unfinished: set[str] = set()  # in the predictor; asynchronous ones have no connection
         self._others_run = False  # requests that did not pass the front
         self._changed = asyncio.Event()
         self._cancelled: set[str] = set()
-        self._ended: list[str] = []
         self._send, self._directory = send, directory
-        self._list = directory.parent / f"cog_triton_{os.getpid()}_{time.time_ns()}.ids"
-        try:
-            directory.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self._list.with_suffix(".new").open("ab", buffering=0)
+        self._directories: set[str] = set()  # the names of those that are there
+        self._remover = ThreadPoolExecutor(1, "remove", _be_nice)  # one may take a millisecond
+        self._lock = directory.parent / f"cog_triton_{os.getpid()}_{time.time_ns()}.lock"
+        with contextlib.suppress(OSError):  # Cog's server cannot write there either, and says so
+            directory.mkdir(parents=True, exist_ok=True)
+            self._file = self._lock.with_suffix(".new").open("wb")
             fcntl.flock(self._file, fcntl.LOCK_EX)
-            self._list.with_suffix(".new").rename(self._list)  # it appears when it is locked
-        except OSError:  # Cog's server cannot write there either, and says so
-            self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
+            self._lock.with_suffix(".new").rename(self._lock)  # it appears when it is locked
+        self._remover.submit(self.remove_abandoned)
 
     @property
     def running(self) -> set[str]:
         # Of a predictor that does not listen, the end of an asynchronous prediction is not seen.
         return self.connected.keys() | (self._unfinished if self.listening else set())
 
-    def begin(self, identifier: str, task: asyncio.Task[Any]) -> None:
+    def begin(self, identifier: str, task: asyncio.Task[Any] | None) -> None:
         self.connected[identifier] += 1
         self._unfinished.add(identifier)
         self.tasks.add(task)
         self.progress = time.monotonic()
-        with contextlib.suppress(OSError):  # the disk is full
-            self._file.write(f"{identifier}\n".encode())
+        self._directories.add(identifier)
+        with contextlib.suppress(OSError):  # it is there, or the disk is full
+            (self._directory / identifier).mkdir()
+            (self._directory / identifier / self._lock.name).touch()
 
-    def end(self, identifier: str, task: asyncio.Task[Any], status: int | None) -> None:
+    def end(self, identifier: str, task: asyncio.Task[Any] | None, status: int | None) -> None:
         """Note the end of a prediction's connection.
 
         Args:
@@ -133,48 +133,32 @@ class Predictions:
             if identifier in self._cancelled:
                 self._cancelled.discard(identifier)
                 self._send("forget", identifier)
-            self._ended.append(identifier)
+            loop = asyncio.get_running_loop()
+            loop.call_later(REMOVE_SECONDS, self._remover.submit, self._remove, identifier)
         self._changed.set()
 
-    def keep_sweeping(self) -> None:
-        """Remove directories on a thread: one may take a millisecond."""
+    def _remove(self, identifier: str) -> None:
+        if identifier not in self.connected and identifier not in self._unfinished:
+            self._directories.discard(identifier)
+            shutil.rmtree(self._directory / identifier, ignore_errors=True)
 
-        def run() -> None:
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)  # of this thread only
-            self.sweep_abandoned()
-            while True:
-                time.sleep(SWEEP_SECONDS)
-                self.sweep()
-
-        threading.Thread(target=run, name="sweep", daemon=True).start()
-
-    def sweep(self) -> None:
-        """Remove the directories of predictions that have ended, and their ids from the list."""
-        ended, self._ended = self._ended, []
-        for identifier in ended:
-            if identifier not in self.connected and identifier not in self._unfinished:
-                shutil.rmtree(self._directory / identifier, ignore_errors=True)
-        if ended:
-            with contextlib.suppress(OSError):
-                self._file.truncate(0)  # first, so that an id that comes meanwhile stays
-                left = {*self._ended, *list(self.connected), *list(self._unfinished)}
-                self._file.write("".join(f"{identifier}\n" for identifier in left).encode())
-
-    def sweep_abandoned(self) -> None:
-        """Remove the directories that killed servers left, and their lists."""
-        for path in self._list.parent.glob("cog_triton_*.ids"):
-            with contextlib.suppress(OSError), path.open("rb") as file:
+    def remove_abandoned(self) -> None:
+        """Remove the directories that killed servers left, and their locks."""
+        for lock in self._directory.parent.glob("cog_triton_*.lock"):
+            with contextlib.suppress(OSError), lock.open("rb") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                for identifier in file.read().decode(errors="replace").splitlines():
-                    if IDENTIFIER.fullmatch(identifier):
-                        shutil.rmtree(self._directory / identifier, ignore_errors=True)
-                path.unlink()
+                for mark in self._directory.glob(f"*/{lock.name}"):
+                    shutil.rmtree(mark.parent, ignore_errors=True)
+                lock.unlink()
 
     def remove_all(self) -> None:
         """Remove what is left, when nothing runs any more."""
-        self._ended += [*self.connected, *self._unfinished]
         self.connected.clear()
         self._unfinished.clear()
-        self.sweep()
-        self._list.unlink(missing_ok=True)
-        self._file.close()
+        for identifier in list(self._directories):
+            self._remove(identifier)
+        self._lock.unlink(missing_ok=True)
+
+
+def _be_nice() -> None:
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)  # of this thread only

@@ -126,7 +126,7 @@ class Replicate:
             Route(f"{one}/cancel", self._cancel, methods=["POST"]),
             Route(model, self._model),
             Route(f"{model}/versions", self._versions),
-            Route(f"{model}/versions/{{id}}", self._version),
+            Route(f"{model}/versions/{{id}}", self._versions),
             Route("/v1/files", self._file, methods=["POST"]),
         ]
 
@@ -221,17 +221,16 @@ class Replicate:
             dict.fromkeys((*none, "default_example"))
             | {"owner": owner, "name": name, "url": f"{base_url(request)}/v1/models/{owner}/{name}"}
             | {"visibility": "private", "run_count": len(self._predictions)}
-            | {"latest_version": await self._view_of(_VERSION)}
+            | {"latest_version": await self._version(_VERSION)}
         )
         return JSONResponse(model)
 
-    async def _versions(self, _: Request) -> JSONResponse:
-        return page([await self._view_of(_VERSION)])
+    async def _versions(self, request: Request) -> JSONResponse:
+        identifier = request.path_params.get("id")
+        found = await self._version(identifier or _VERSION)
+        return JSONResponse(found) if identifier else page([found])
 
-    async def _version(self, request: Request) -> JSONResponse:
-        return JSONResponse(await self._view_of(request.path_params["id"]))
-
-    async def _view_of(self, identifier: str) -> dict[str, Any]:
+    async def _version(self, identifier: str) -> dict[str, Any]:
         schema = await self._front.ask("GET", "/openapi.json")
         made = {"id": identifier, "created_at": self._began, "cog_version": version("cog")}
         return {**made, "openapi_schema": schema}

@@ -14,6 +14,9 @@ import runpy
 import signal
 import socket
 import threading
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 _OPEN_FILES = 16_384
@@ -24,78 +27,62 @@ def prepare() -> None:
     import coglet
 
     module: Any = coglet
-    module.server = FrontedServer(module.server)
+    module.server = SimpleNamespace(serve=partial(serve, module.server.serve))
 
 
-class FrontedServer:
-    """In place of ``coglet.server``, whose attributes it has."""
+def serve(
+    cogs: Callable[..., None],
+    *,
+    host: str = "0.0.0.0",
+    port: int = 5000,
+    await_explicit_shutdown: bool = False,
+    **options: Any,
+) -> None:
+    """Serve until the process is told to stop, in place of ``coglet.server.serve``, which is given.
 
-    def __init__(self, server: Any) -> None:
-        self._server = server
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._server, name)
-
-    def serve(
-        self,
-        *,
-        host: str = "0.0.0.0",
-        port: int = 5000,
-        await_explicit_shutdown: bool = False,
-        **options: Any,
-    ) -> None:
-        """Serve until the process is told to stop, as the original does.
-
-        Raises:
-            OSError: nothing can listen on the address.
-        """
-        from cog_triton.errors import ConfigurationError
-        from cog_triton.faces.cog.control import offer
-        from cog_triton.faces.cog.front import Front
-        from cog_triton.settings import read_settings
-        from cog_triton.web.server import bound
-
-        try:
-            settings = read_settings()
-        except ConfigurationError:  # which the predictor reports
-            settings = read_settings({})
-        _allow_open_files()
-        # The main thread is in Cog's server, which lets no handler of Python's run; Python writes the
-        # signal to this pipe all the same.
-        stop, writer = os.pipe()
-        os.set_blocking(writer, False)
-        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        signal.signal(signal.SIGINT, lambda *_: None)
-        if not await_explicit_shutdown:
-            signal.signal(signal.SIGTERM, lambda *_: None)
-        front = Front(bound(host.strip("[]"), port), settings, offer())
-        threading.Thread(
-            target=front.run, args=[_port_without_delay, stop], name="front", daemon=True
-        ).start()
-        original = signal.signal
-
-        def keep_sigterm(number: int, handler: Any) -> Any:
-            if number == signal.SIGTERM and handler == signal.SIG_IGN:
-                return signal.getsignal(number)  # Cog's worker would inherit that it is ignored
-            return original(number, handler)
-
-        signal_module: Any = signal
-        signal_module.signal = keep_sigterm
-        # Told so, Cog's server leaves SIGTERM to the front, and ends by its route /shutdown.
-        self._server.serve(host="127.0.0.1", port=0, await_explicit_shutdown=True, **options)
-        front.predictions.remove_all()
-
-
-def _allow_open_files() -> None:
-    """Let this process and its children open enough files, as far as the system allows it.
-
-    The usual limit is 1,024. Cog's server takes a descriptor for each slot, used or not, and a request
-    takes three, two of them because of the front: 512 of each go beyond it.
+    Raises:
+        OSError: nothing can listen on the address.
     """
+    from cog_triton.errors import ConfigurationError
+    from cog_triton.faces.cog.control import offer
+    from cog_triton.faces.cog.front import Front
+    from cog_triton.settings import read_settings
+    from cog_triton.web.server import bound
+
+    try:
+        settings = read_settings()
+    except ConfigurationError:  # which the predictor reports
+        settings = read_settings({})
+    # The usual limit of open files is 1,024. Cog's server takes one for each slot, used or not, and a
+    # request takes three, two of them because of the front: 512 of each go beyond it.
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _OPEN_FILES if most == resource.RLIM_INFINITY else min(_OPEN_FILES, most)
-    if limit != resource.RLIM_INFINITY and limit < wanted:
+    if 0 <= limit < _OPEN_FILES:  # negative for none
+        wanted = _OPEN_FILES if most < 0 else min(_OPEN_FILES, most)
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+    # The main thread is in Cog's server, which lets no handler of Python's run; Python writes the
+    # signal to this pipe all the same.
+    stop, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    signal.signal(signal.SIGINT, lambda *_: None)
+    if not await_explicit_shutdown:
+        signal.signal(signal.SIGTERM, lambda *_: None)
+    front = Front(bound(host.strip("[]"), port), settings, offer())
+    threading.Thread(
+        target=front.run, args=[_port_without_delay, stop], name="front", daemon=True
+    ).start()
+    original = signal.signal
+
+    def keep_sigterm(number: int, handler: Any) -> Any:
+        if number == signal.SIGTERM and handler == signal.SIG_IGN:
+            return signal.getsignal(number)  # Cog's worker would inherit that it is ignored
+        return original(number, handler)
+
+    signal_module: Any = signal
+    signal_module.signal = keep_sigterm
+    # Told so, Cog's server leaves SIGTERM to the front, and ends by its route /shutdown.
+    cogs(host="127.0.0.1", port=0, await_explicit_shutdown=True, **options)
+    front.predictions.remove_all()
 
 
 def _port_without_delay() -> int | None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +17,27 @@ from cog_triton.faces.cog.predictions import Predictions
 
 
 class Running(Predictions):
-    """Notes the messages to the predictor."""
+    """Notes the messages to the predictor, and removes when it is asked to."""
 
     def __init__(self, base: Path) -> None:
         self.sent: list[tuple[str, ...]] = []
+        self.due: list[tuple[Callable[[str], object], str]] = []
         self.base = base / "predictions"
         super().__init__(lambda *words: self.sent.append(words), self.base)
 
     def directory_of(self, identifier: str) -> Path:
         path = self.base / identifier
-        (path / "outputs").mkdir(parents=True)
+        (path / "outputs").mkdir(parents=True, exist_ok=True)
         (path / "outputs" / "file").touch()
         return path
 
-    def sweeps(self, path: Path) -> bool:
-        self.sweep()
+    def call_later(self, _: float, __: object, remove: Callable[[str], object], name: str) -> None:
+        self.due.append((remove, name))
+
+    def removes(self, path: Path) -> bool:
+        while self.due:
+            remove, name = self.due.pop()
+            remove(name)
         return not path.exists()
 
 
@@ -37,8 +45,10 @@ TASK: Any = object()
 
 
 @pytest.fixture
-def predictions(tmp_path: Path) -> Running:
-    return Running(tmp_path)
+def predictions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Running:
+    found = Running(tmp_path)
+    monkeypatch.setattr(asyncio, "get_running_loop", lambda: found)
+    return found
 
 
 @pytest.mark.parametrize("status", [200, 409, None])
@@ -47,10 +57,10 @@ def test_a_directory_goes_when_its_prediction_has_ended(
 ) -> None:
     path = predictions.directory_of("x")
     predictions.begin("x", TASK)
-    assert not predictions.sweeps(path)
+    assert not predictions.removes(path)
     assert predictions.left() == "1 prediction"
     predictions.end("x", TASK, status)
-    assert predictions.sweeps(path)
+    assert predictions.removes(path)
     assert predictions.left() == ""
 
 
@@ -65,10 +75,10 @@ def test_an_asynchronous_prediction_runs_until_the_predictor_says_that_it_has_en
         predictions.receive("ended", "x")
     predictions.end("x", TASK, 202)
     assert predictions.running == (set() if over_first else {"x"})
-    assert predictions.sweeps(path) == over_first
+    assert predictions.removes(path) == over_first
     predictions.receive("ended", "x")
     predictions.receive("ended", "unknown")
-    assert predictions.sweeps(path)
+    assert predictions.removes(path)
     assert not predictions.running
 
 
@@ -77,7 +87,7 @@ def test_a_predictor_that_does_not_listen_is_not_waited_for(predictions: Running
     predictions.begin("x", TASK)
     predictions.end("x", TASK, 202)
     assert not predictions.running
-    assert not predictions.sweeps(path), "it may still run"
+    assert not predictions.removes(path), "it may still run"
     predictions.remove_all()
     assert not path.exists()
 
@@ -87,9 +97,9 @@ def test_a_directory_stays_while_another_request_uses_it(predictions: Running) -
     predictions.begin("x", TASK)
     predictions.begin("x", TASK)
     predictions.end("x", TASK, 200)
-    assert not predictions.sweeps(path)
+    assert not predictions.removes(path)
     predictions.end("x", TASK, 200)
-    assert predictions.sweeps(path)
+    assert predictions.removes(path)
 
 
 def test_others_that_run(predictions: Running) -> None:
@@ -103,7 +113,7 @@ def test_others_that_run(predictions: Running) -> None:
 
 def test_others_directories_stay(predictions: Running) -> None:
     path = predictions.directory_of("y")
-    predictions.sweep_abandoned()
+    predictions.remove_abandoned()
     predictions.remove_all()
     assert path.exists()
 
@@ -113,34 +123,22 @@ def test_what_a_killed_server_leaves_is_removed_by_the_next(tmp_path: Path) -> N
         import os, signal, sys
         from pathlib import Path
         from cog_triton.faces.cog.predictions import Predictions
-        predictions = Predictions(print, Path(sys.argv[1], "predictions"))
-        for name in ("x", "../y"):
-            predictions.begin(name, None)
+        Predictions(print, Path(sys.argv[1], "predictions")).begin("x", None)
         os.kill(os.getpid(), signal.SIGKILL)
     """
     command = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path)]
     assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
-    running, other = Running(tmp_path), Running(tmp_path)
+    left = tmp_path / "predictions" / "x"
+    assert left.exists()
+    other = Running(tmp_path)
     other.begin("other", TASK)
-    left, others = running.directory_of("x"), other.directory_of("other")
-    (tmp_path / "y").mkdir()
-    running.sweep_abandoned()
-    assert (left.exists(), others.exists(), (tmp_path / "y").exists()) == (False, True, True)
+    running = Running(tmp_path)
+    running.remove_abandoned()
+    assert (left.exists(), (tmp_path / "predictions/other").exists()) == (False, True)
     running.remove_all()
-    other.end("other", TASK, 200)
     other.remove_all()
-    assert not list(tmp_path.glob("*.ids"))
-    assert not others.exists()
-
-
-def test_the_list_of_ids_stays_short(predictions: Running) -> None:
-    for i in range(50):
-        predictions.begin(f"x{i}", TASK)
-        predictions.end(f"x{i}", TASK, 200)
-    predictions.begin("runs", TASK)
-    predictions.sweep()
-    (file,) = predictions.base.parent.glob("*.ids")
-    assert file.read_text() == "runs\n"
+    assert not list(tmp_path.glob("*.lock"))
+    assert not list((tmp_path / "predictions").iterdir())
 
 
 def test_cancels_reach_a_predictor_that_listens(predictions: Running) -> None:
