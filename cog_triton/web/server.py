@@ -77,14 +77,13 @@ class LimitedProtocol(HttpToolsProtocol):
         self._timer: asyncio.TimerHandle | None = None
         self.url = b""
         self.parser = httptools.HttpRequestParser(self)  # without uvicorn's leniencies
-        self._begun = 0  # requests
-        self._unfinished = self._in_body = self._upgrades = False  # the last of them
+        self._unfinished = self._in_body = self._upgrades = False  # the last request
         self._uncounted = True  # nothing of the last feed has been counted
         self._head_bytes = self._body_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._set_timer(self._limits.idle_seconds)
+        self._timer = self.loop.call_later(self._limits.idle_seconds, transport.close)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._set_timer(None)
@@ -93,7 +92,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._refusal is not None or self.transport.is_closing():
             return
-        begun, self._uncounted = self._begun, True
+        self._uncounted = True
         self._unset_keepalive_if_required()
         while data and self._refusal is None:
             try:
@@ -102,21 +101,17 @@ class LimitedProtocol(HttpToolsProtocol):
             except httptools.HttpParserUpgrade as upgrade:
                 data = self._without_upgrade() + data[upgrade.args[0] :]
             except httptools.HttpParserError as error:
-                self._refuse(Refusal(400, f"this is not a valid HTTP request: {error}"))
+                self._refuse(400, f"this is not a valid HTTP request: {error}")
         if self._unfinished and self._uncounted:  # a part of a line, which the parser keeps
             self._count_head(len(data))
-        if not self._unfinished:
-            self._set_timer(None)
-        elif self._begun != begun:
-            self._set_timer(self._limits.request_seconds)
         if self._refusal is not None:
-            self._answer_in_turn(self._refusal)
+            self._answer_in_turn()
 
     def on_message_begin(self) -> None:
         if self._refusal is None:
             super().on_message_begin()
             self._unfinished, self._uncounted, self._upgrades = True, False, False
-            self._begun += 1
+            self._set_timer(self._limits.request_seconds)
             self._head_bytes = self._body_bytes = 0
 
     def on_url(self, url: bytes) -> None:
@@ -132,10 +127,9 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._refusal is not None:
             return
         method, version = self.parser.get_method(), self.parser.get_http_version()
-        if refusal := head_problem(method, self.url, version, self.headers):
-            self._refuse(refusal)
-            return
-        self._count_body(int(dict(self.headers).get(b"content-length", b"0")))
+        self._refusal = head_problem(method, self.url, version, self.headers)
+        if self._refusal is None:
+            self._count_body(int(dict(self.headers).get(b"content-length", b"0")))
         self._body_bytes = 0
         self._upgrades = self.parser.should_upgrade()
         if self._refusal is None and not self._upgrades:
@@ -153,6 +147,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._refusal is None and not self._upgrades:
             super().on_message_complete()
             self._unfinished = self._in_body = False
+            self._set_timer(None)
 
     def _without_upgrade(self) -> bytes:
         """Return the head that asked for another protocol, to be parsed again as if it had not.
@@ -161,7 +156,6 @@ class LimitedProtocol(HttpToolsProtocol):
         """
         method, version = self.parser.get_method(), self.parser.get_http_version()
         self.parser = httptools.HttpRequestParser(self)
-        self._begun -= 1
         asked = dict(self.headers).get(b"connection", b"").lower()
         headers = [(n, v) for n, v in self.headers if n not in (b"connection", b"upgrade")]
         headers += [(b"connection", b"close")] if b"close" in asked else []
@@ -171,15 +165,15 @@ class LimitedProtocol(HttpToolsProtocol):
         self._uncounted = False
         self._head_bytes += size
         if self._head_bytes > self._limits.head_bytes:
-            self._refuse(Refusal(431, f"the head is over {self._limits.head_bytes} bytes"))
+            self._refuse(431, f"the head is over {self._limits.head_bytes} bytes")
 
     def _count_body(self, size: int) -> None:
         self._body_bytes += size
         if self._body_bytes > self._limits.body_bytes:
-            self._refuse(Refusal(413, f"the body is over {self._limits.body_bytes} bytes"))
+            self._refuse(413, f"the body is over {self._limits.body_bytes} bytes")
 
-    def _refuse(self, refusal: Refusal) -> None:
-        self._refusal = self._refusal or refusal
+    def _refuse(self, status: int, detail: str) -> None:
+        self._refusal = self._refusal or Refusal(status, detail)
 
     @property
     def _behind_others(self) -> bool:
@@ -188,21 +182,23 @@ class LimitedProtocol(HttpToolsProtocol):
             return bool(self.pipeline)
         return self.cycle is not None and not self.cycle.response_complete
 
-    def _answer_in_turn(self, refusal: Refusal) -> None:
+    def _answer_in_turn(self) -> None:
+        """Answer the last request with its refusal, once those ahead of it have been answered."""
         behind_others = self._behind_others
         if self._in_body and self.pipeline:
             self.pipeline.popleft()  # its application would wait for the rest of the body
         if not behind_others:
-            self._answer(refusal)
+            self._answer()
 
     def on_response_complete(self) -> None:
         waiting = bool(self.pipeline)
         super().on_response_complete()
-        if self._refusal is not None and not waiting and not self._answered:
-            self._answer(self._refusal)
+        if not waiting and not self._answered:
+            self._answer()
 
-    def _answer(self, refusal: Refusal) -> None:
-        if self.transport.is_closing():
+    def _answer(self) -> None:
+        refusal = self._refusal
+        if refusal is None or self.transport.is_closing():
             return
         self._answered = True
         cycle = self.cycle if self._in_body else None
@@ -227,15 +223,11 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _expire(self) -> None:
         seconds = self._limits.request_seconds
-        if self.transport.is_closing() or self._answered:
-            return
-        if not self._begun:
-            self.transport.close()
-        elif self._behind_others:  # nothing may have been read of it meanwhile
+        if self._behind_others:  # nothing may have been read of it meanwhile
             self._set_timer(seconds)
-        else:
-            self._refuse(Refusal(408, f"the request did not come within {seconds:g} s"))
-            self._answer_in_turn(cast(Refusal, self._refusal))
+        elif not self._answered:
+            self._refuse(408, f"the request did not come within {seconds:g} s")
+            self._answer_in_turn()
 
 
 def bound(host: str, port: int) -> socket.socket:
