@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 import orjson
@@ -19,7 +19,7 @@ from cog_triton.faces.openai.parsing import CallStart, Reasoning, Text
 from cog_triton.faces.openai.sampling import check_fields
 from cog_triton.faces.openai.served import FromApp, RequestId
 from cog_triton.faces.openai.tokens import token_ids
-from cog_triton.faces.openai.turns import THINKING_SWITCH, Turn, body_prompt, chat_turn
+from cog_triton.faces.openai.turns import THINKING_SWITCH, Turn, chat_prompt, chat_turn
 from cog_triton.generation import Chunk
 
 router = APIRouter(route_class=BodyRoute)
@@ -121,7 +121,7 @@ async def messages(body: MessagesBody, served: FromApp, request_id: RequestId) -
 async def count_tokens(body: CountBody, served: FromApp) -> dict[str, int]:
     """Count the tokens of messages as the model sees them."""
     served.adapter(body.model)
-    prompt = await off_loop(lambda: body_prompt(chat_body(body), served))
+    prompt = await off_loop(lambda: chat_prompt(chat_body(body), served))
     return {"input_tokens": len(await token_ids(served, prompt, special=False))}
 
 
@@ -143,17 +143,11 @@ def chat_body(body: CountBody) -> ChatBody:
     if body.thinking:
         switch = {THINKING_SWITCH: body.thinking.type != "disabled"}
         chat["chat_template_kwargs"] = switch | chat["chat_template_kwargs"]
-    chat["tools"] = [
-        {
-            "type": "function",
-            "function": {
-                "name": tool.name,
-                "description": tool.description,
-                "parameters": tool.input_schema,
-            },
-        }
-        for tool in body.tools or []
-    ]
+    chat["tools"] = []
+    for tool in body.tools or []:
+        names = {"name": tool.name, "description": tool.description}
+        function = {**names, "parameters": tool.input_schema}
+        chat["tools"].append({"type": "function", "function": function})
     if choice := body.tool_choice:
         named = {"type": "function", "function": {"name": choice.name or ""}}
         chat["tool_choice"] = {"any": "required", "tool": named}.get(choice.type, choice.type)
@@ -261,7 +255,8 @@ class MessageWriter:
     async def body(self, chunks: NumberedChunks) -> dict[str, Any]:
         async for _, chunk in chunks:
             self._count(chunk)
-            self._read(chunk)
+            for _ in self._read(chunk):
+                pass
         return self._message()
 
     def failed(self, error: ApiError) -> bytes:
@@ -274,53 +269,49 @@ class MessageWriter:
         self._usage["input_tokens"] = chunk.input_tokens or self._usage["input_tokens"]
         self._usage["output_tokens"] = chunk.output_tokens
 
-    def _read(self, chunk: Chunk) -> list[dict[str, Any]]:
-        events: list[dict[str, Any]] = []
+    def _read(self, chunk: Chunk) -> Iterator[dict[str, Any]]:
         for event in self._reader.read(chunk):
             if isinstance(event, CallStart):
                 call = {"type": "tool_use", "id": event.id, "name": event.name, "input": {}}
-                events += self._begin(call)
+                yield from self._begin(call)
                 continue
             if isinstance(event, Text) and self._kind != "text":
-                events += self._begin({"type": "text", "text": ""})
+                yield from self._begin({"type": "text", "text": ""})
             elif isinstance(event, Reasoning) and self._kind != "thinking":
-                events += self._begin({"type": "thinking", "thinking": "", "signature": ""})
+                yield from self._begin({"type": "thinking", "thinking": "", "signature": ""})
             self._texts.append(event.text)
             _, kind, field = self.KINDS[self._kind]
             place, delta = len(self._blocks) - 1, {"type": kind, field: event.text}
-            events.append({"type": "content_block_delta", "index": place, "delta": delta})
-        if chunk.finish_reason is None:
-            return events
-        reason = "end_turn" if chunk.stop_sequence is None else "stop_sequence"
-        if self._reader.called or self._enforced:
-            reason = "tool_use"
-        if chunk.finish_reason == "length":
-            reason = "max_tokens"
-        self._stop = {"stop_reason": reason, "stop_sequence": chunk.stop_sequence}
-        return events + self._end()
+            yield {"type": "content_block_delta", "index": place, "delta": delta}
+        if chunk.finish_reason is not None:
+            reason = "end_turn" if chunk.stop_sequence is None else "stop_sequence"
+            if self._reader.called or self._enforced:
+                reason = "tool_use"
+            if chunk.finish_reason == "length":
+                reason = "max_tokens"
+            self._stop = {"stop_reason": reason, "stop_sequence": chunk.stop_sequence}
+            yield from self._end()
 
     @property
     def _kind(self) -> str:
         return str(self._blocks[-1]["type"]) if self._blocks else ""
 
-    def _begin(self, block: dict[str, Any]) -> list[dict[str, Any]]:
-        events = self._end()
+    def _begin(self, block: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        yield from self._end()
+        yield {
+            "type": "content_block_start",
+            "index": len(self._blocks),
+            "content_block": block,
+        }
         self._blocks.append(block)
-        place = len(self._blocks) - 1
-        return [
-            *events,
-            {"type": "content_block_start", "index": place, "content_block": dict(block)},
-        ]
 
-    def _end(self) -> list[dict[str, Any]]:
+    def _end(self) -> Iterator[dict[str, Any]]:
         """End the last block."""
-        if not self._blocks:
-            return []
-        text, self._texts = "".join(self._texts), []
-        self._blocks[-1][self.KINDS[self._kind][0]] = (
-            call_input(text) if self._kind == "tool_use" else text
-        )
-        return [{"type": "content_block_stop", "index": len(self._blocks) - 1}]
+        if self._blocks:
+            kind, text = self._kind, "".join(self._texts)
+            self._texts = []
+            self._blocks[-1][self.KINDS[kind][0]] = call_input(text) if kind == "tool_use" else text
+            yield {"type": "content_block_stop", "index": len(self._blocks) - 1}
 
 
 def call_input(text: str) -> dict[str, Any]:

@@ -11,15 +11,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Text:
-    """Text for the reader."""
-
     text: str
 
 
 @dataclass(frozen=True)
 class Reasoning:
-    """Text of the model's thoughts."""
-
     text: str
 
 

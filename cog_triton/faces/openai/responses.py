@@ -16,7 +16,8 @@ from cog_triton.faces.openai.fields import (
     Bounded,
     ChatBody,
     Effort,
-    Name,
+    Function,
+    JsonSchema,
     NamedFunction,
     OutputTokens,
     Temperature,
@@ -29,16 +30,16 @@ from cog_triton.faces.openai.turns import chat_turn
 router = APIRouter(route_class=BodyRoute)
 
 
-class FlatTool(Body):
+class OfFunction(Body):
     type: Literal["function"]
-    name: Name
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
 
 
-class FlatNamedTool(NamedFunction):
-    type: Literal["function"]
+class FlatTool(Function, OfFunction):
+    pass
+
+
+class FlatNamedTool(NamedFunction, OfFunction):
+    pass
 
 
 class FlatAllowedTools(Body):
@@ -52,12 +53,8 @@ class ReasoningOptions(Body):
     summary: Literal["auto", "concise", "detailed"] | None = None
 
 
-class TextFormat(Body):
+class TextFormat(JsonSchema):
     type: Literal["text", "json_object", "json_schema"]
-    name: str | None = None
-    description: str | None = None
-    schema_: dict[str, Any] | None = Field(None, alias="schema")
-    strict: bool | None = None
 
 
 class TextOptions(Body):
@@ -170,17 +167,18 @@ def chat_body(body: ResponsesBody) -> ChatBody:
     chat["max_completion_tokens"] = body.max_output_tokens
     chat["logprobs"] = LOG_PROBS in included or bool(body.top_logprobs)
     chat["reasoning_effort"] = body.reasoning.effort if body.reasoning else None
-    function = {"name", "description", "parameters", "strict"}
+    function = set(Function.model_fields)
     chat["tools"] = [
         {"type": "function", "function": tool.model_dump(include=function)}
         for tool in body.tools or []
     ]
-    if isinstance(choice, FlatAllowedTools):
-        tools = [_named(tool) for tool in choice.tools]
+    chat["tool_choice"] = choice
+    if isinstance(choice, FlatNamedTool):
+        chat["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
+    elif isinstance(choice, FlatAllowedTools):
+        tools = [{"type": "function", "function": {"name": tool.name}} for tool in choice.tools]
         allowed = {"mode": choice.mode, "tools": tools}
         chat["tool_choice"] = {"type": "allowed_tools", "allowed_tools": allowed}
-    else:
-        chat["tool_choice"] = _named(choice) if isinstance(choice, FlatNamedTool) else choice
     if body.text and (format := body.text.format):
         chat["response_format"] = {"type": format.type}
         if format.type == "json_schema":
@@ -188,10 +186,6 @@ def chat_body(body: ResponsesBody) -> ChatBody:
                 raise invalid("text.format must have a schema", "text")
             chat["response_format"]["json_schema"] = {"schema": format.schema_}
     return ChatBody.model_validate(chat)
-
-
-def _named(tool: FlatNamedTool) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": tool.name}}
 
 
 def chat_messages(body: ResponsesBody) -> list[dict[str, Any]]:
@@ -206,22 +200,16 @@ def chat_messages(body: ResponsesBody) -> list[dict[str, Any]]:
         return [*messages, {"role": "user", "content": body.input}]
     for place, item in enumerate(body.input):
         message, last = _message(item, f"input[{place}]"), messages[-1] if messages else {}
-        if last.get("role") != "assistant" or not _continues(last, message):
+        # Both are of one answer if nothing in the second stands before what the first has.
+        both = last.get("role") == message["role"] == "assistant"
+        empty = "tool_calls" not in last and not last.get("content")
+        if not both or not (message.get("tool_calls") or (empty and message["content"])):
             messages.append(message)
             continue
         calls = [*last.get("tool_calls", ()), *message.get("tool_calls", ())]
         last |= {name: value for name, value in message.items() if value}
         last |= {"tool_calls": calls} if calls else {}
     return messages
-
-
-def _continues(last: dict[str, Any], message: dict[str, Any]) -> bool:
-    """Decide if both are of one answer: nothing in the second stands before what the first has."""
-    if message["role"] != "assistant":
-        return False
-    if message.get("tool_calls"):
-        return True
-    return "tool_calls" not in last and not last["content"] and bool(message["content"])
 
 
 def _message(item: InputItem, place: str) -> dict[str, Any]:

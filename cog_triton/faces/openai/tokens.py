@@ -97,12 +97,4 @@ def _text(body: TokenizeBody, served: Served) -> tuple[str, bool]:
         raise invalid("either prompt or messages must be given", "prompt")
     if body.prompt is not None:
         return body.prompt, body.add_special_tokens is not False
-    text = chat_prompt(
-        served.backend,
-        body.messages or [],
-        body.tools or [],
-        body.chat_template_kwargs,
-        body.add_generation_prompt,
-        body.continue_final_message,
-    )
-    return text, bool(body.add_special_tokens)
+    return chat_prompt(body, served), bool(body.add_special_tokens)

@@ -20,8 +20,7 @@ class Format:
 
     Attributes:
         sign: text by which a chat template is known to ask for this format.
-        opening: mark before calls.
-        closing: mark behind each call.
+        opening, closing: marks before calls and behind each of them.
         starts: beginnings, without white space, of a text that is all calls; also where the text comes
             without its special tokens, as NVIDIA's postprocessing sends it.
         arguments: their key in a call.
@@ -45,16 +44,11 @@ class Format:
         size, prefix = (9, "") if self.short_ids else (24, prefix)
         return prefix + "".join(secrets.choice(letters) for _ in range(size))
 
-    def parser(self, new_id: Callable[[], str] | None = None, *, guided: bool = False) -> Parser:
-        """Return the parser of one answer.
-
-        Args:
-            new_id: makes the id of a call; None for ids of the format.
-            guided: the text is only calls in JSON, because a guide allows nothing else.
-        """
+    def parser(self, new_id: Callable[[], str], *, guided: bool = False) -> Parser:
+        """Return the parser of one answer; ``guided``: a guide allows nothing but calls in JSON."""
         if self is PYTHON and not guided:
-            return PythonCallParser(new_id or self.new_id)
-        return CallParser(self, new_id or self.new_id, guided=guided)
+            return PythonCallParser(new_id)
+        return CallParser(self, new_id, guided=guided)
 
 
 HERMES = Format("<tool_call>", "<tool_call>", "</tool_call>", marks=("<tool_call>", "</tool_call>"))
@@ -124,12 +118,10 @@ class CallParser(Parser):
     def _beginning(self) -> list[Event] | None:
         """Decide if the text is all calls."""
         squeezed, starts = "".join(self._held.split()), self._format.starts
-        if squeezed.startswith(starts):
-            self._state = self._between
-        elif any(start.startswith(squeezed) for start in starts):
+        calls = squeezed.startswith(starts)
+        if not calls and any(start.startswith(squeezed) for start in starts):
             return None
-        else:
-            self._state = self._outside
+        self._state = self._between if calls else self._outside
         return []
 
     def _outside(self) -> list[Event] | None:

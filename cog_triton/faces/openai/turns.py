@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from cog_triton.errors import shown
 from cog_triton.faces.openai.errors import invalid
-from cog_triton.faces.openai.fields import AllowedTools, ChatBody, Message, NamedTool, Tool
+from cog_triton.faces.openai.fields import (
+    AllowedTools,
+    ChatBody,
+    Message,
+    NamedTool,
+    TokenizeBody,
+    Tool,
+)
 from cog_triton.faces.openai.parsing import CallStart, Event, Parser, ReasoningParser
 from cog_triton.faces.openai.sampling import guides, log_probs, longest_output, sampling
-from cog_triton.faces.openai.served import Backend, Served
+from cog_triton.faces.openai.served import Served
 from cog_triton.faces.openai.tool_calls import Format, format_of
 from cog_triton.generation import Chunk
 from cog_triton.request.guide import Guide, GuideKind
@@ -97,7 +103,7 @@ def chat_turn(body: ChatBody, served: Served) -> Turn:
         values["guide"] = call_guide(use, known, parallel=body.parallel_tool_calls is not False)
     given = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     request = Request(
-        prompt=body_prompt(body, served),
+        prompt=chat_prompt(body, served),
         add_special_tokens=bool(body.add_special_tokens),
         adapter=served.adapter(body.model),
         max_tokens=longest_output(served) if given is None else given,
@@ -110,62 +116,46 @@ def chat_turn(body: ChatBody, served: Served) -> Turn:
     return Turn(request, known, use.enforced, use.named, thinks)
 
 
-def body_prompt(body: ChatBody, served: Served) -> str:
-    """Return the text that the model sees of a body."""
-    switches = effort_switches(body.reasoning_effort, served.backend.tokenizer)
-    return chat_prompt(
-        served.backend,
-        body.messages,
-        tool_use(body).offered,
-        switches | (body.chat_template_kwargs or {}),
-        body.add_generation_prompt,
-        body.continue_final_message,
-    )
-
-
-def chat_prompt(
-    backend: Backend,
-    messages: Sequence[Message],
-    tools: Sequence[Tool],
-    options: Mapping[str, Any] | None,
-    add_generation_prompt: bool | None,
-    continue_final_message: bool | None = None,
-) -> str:
-    """Render the text that the model sees; see ``render_chat``.
+def chat_prompt(body: ChatBody | TokenizeBody, served: Served) -> str:
+    """Render the text that the model sees of a chat.
 
     Raises:
         ApiError: a message has a role that nobody knows, or lacks what its role must have; or an answer
             cannot both be begun and be continued.
     """
-    if continue_final_message and add_generation_prompt:
+    if body.continue_final_message and body.add_generation_prompt:
         raise invalid(
             "continue_final_message and add_generation_prompt contradict; give one of them",
             "continue_final_message",
         )
-    template = template_text(backend.tokenizer)
+    tools, options = body.tools or [], body.chat_template_kwargs or {}
+    template = template_text(served.backend.tokenizer)
+    if isinstance(body, ChatBody):
+        tools = tool_use(body).offered
+        options = effort_switches(body.reasoning_effort, template) | options
     return render_chat(
-        backend.tokenizer,
-        [_plain(message, f"messages[{n}]", template) for n, message in enumerate(messages)],
+        served.backend.tokenizer,
+        [
+            _plain(message, f"messages[{n}]", template)
+            for n, message in enumerate(body.messages or [])
+        ],
         tools=[tool.model_dump(exclude_none=True) for tool in tools],
-        add_generation_prompt=add_generation_prompt is not False,
-        continue_final_message=bool(continue_final_message),
+        add_generation_prompt=body.add_generation_prompt is not False,
+        continue_final_message=bool(body.continue_final_message),
         kwargs=options,
-        limits=backend.limits,
+        limits=served.backend.limits,
     )
 
 
-def effort_switches(effort: str | None, tokenizer: Tokenizer) -> dict[str, Any]:
+def effort_switches(effort: str | None, template: str) -> dict[str, Any]:
     """Return what a chat template takes for an effort of reasoning; nothing where it knows of none."""
-    template = template_text(tokenizer)
     if effort is None:
         return {}
     if "reasoning_effort" in template:
         return {"reasoning_effort": effort}
-    for switch in (THINKING_SWITCH, "thinking"):
-        if re.search(
-            rf"\b{switch} is (not )?(defined|false|true)|\bif (not )?{switch}\b", template
-        ):
-            return {switch: effort != "none"}
+    for name in (THINKING_SWITCH, "thinking"):
+        if re.search(rf"\b{name} is (not )?(defined|false|true)|\bif (not )?{name}\b", template):
+            return {name: effort != "none"}
     return {}
 
 
@@ -200,17 +190,10 @@ def template_text(tokenizer: Tokenizer) -> str:
 
 @dataclass(frozen=True)
 class ToolUse:
-    """The use of tools that a body asks for.
+    """The tools that are offered to the model, and those that it may call; see ``Turn``."""
 
-    Attributes:
-        offered: tools that the model is told of.
-        allowed: those of them that it may call.
-        enforced: the answer has to be a call.
-        named: that of one function.
-    """
-
-    offered: Sequence[Tool]
-    allowed: Sequence[Tool]
+    offered: list[Tool]
+    allowed: list[Tool]
     enforced: bool = False
     named: bool = False
 
