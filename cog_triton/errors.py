@@ -228,3 +228,30 @@ def cause(text: str) -> str:
     while around := _AROUND.match(paragraph):
         paragraph = paragraph[around.end() :]
     return shortened(paragraph, LONGEST)
+
+
+# First match wins. The texts are those of TensorRT-LLM, vLLM, Triton 2.51 and this package's engines.
+_ERRORS: tuple[tuple[str, type[CogTritonError]], ...] = (
+    (r"exceeds maximum input length|sequence length is potentially greater", PromptTooLong),
+    (r"prompt has no tokens", PromptRequired),
+    (r"[Mm]aximum queue size|(PEFT C|LoRA c)ache is full", TritonOverloaded),
+    (
+        r"is not within acceptable range"
+        r"|must be (at least|at most|greater|between|as many|the same|among|in [\[(])|does not support"
+        r"|needs decoupled_mode|lora_task_id|guided_decoding_guide"
+        rf"|{NOT_CACHED}|lora module \S+ not enabled|low_rank must be|Expected layerId|few values for",
+        InvalidParameter,
+    ),
+    (
+        r"the engine has stopped|not ready|has no available versions|Stub process .* is not healthy",
+        TritonUnavailable,
+    ),
+    (r"model (instance )?'(pre|post)processing", TritonTokenizerError),
+)
+
+
+def error_from_text(text: str) -> CogTritonError:
+    """Return the error that a text from Triton stands for, with the cause that the text gives."""
+    text = text[:READ]
+    kind = next((kind for known, kind in _ERRORS if re.search(known, text)), TritonUnknownError)
+    return kind(cause(text) or "Triton gave no reason")

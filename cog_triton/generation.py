@@ -14,8 +14,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from cog_triton.client.resume import Streams
-from cog_triton.client.stream import Response
+from cog_triton.client.stream import Response, Streams
 from cog_triton.request.admission import Admission, Slot, Tenant
 from cog_triton.request.request import Request, effective_end_id, request_parameters, triton_inputs
 from cog_triton.text.detokenizer import IncrementalDetokenizer

@@ -35,7 +35,7 @@ LOG_PROBS = "output_log_probs"  # FP32, [beams, values]; see ``packed_log_probs`
 # Parameters of a request, which are no tensors. The C++ backend takes no notice of them.
 
 IDS_ONLY = "ids_only"  # answer with token ids only
-CHECKED_IDS = "checked_ids"  # the same, each response's ids behind a ``checksum``
+COUNTED_IDS = "counted_ids"  # the same, each response's ids behind the count of all ids so far
 CONTINUED = "continued_ids"
 """``ids_text`` of what an earlier attempt has delivered. Preprocessing puts them behind the prompt's, and
 the embedded engines take them for output."""
@@ -164,11 +164,6 @@ def adapter_task_id(name: str) -> int:
         return int(name)
     digest = hashlib.blake2b(name.encode(errors="surrogateescape"), digest_size=4).digest()
     return int.from_bytes(digest, "little") >> 1 or 1
-
-
-def checksum(ids: Sequence[int], place: int) -> int:
-    """Return the running count of ids, ``place`` before these, plus the sum of these, in 31 bits."""
-    return (place + sum(ids)) & 0x7FFF_FFFF
 
 
 def ids_text(ids: Sequence[int]) -> str:

@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 
 import _checkout  # noqa: F401
+from _token_clients import CLIENTS, TokenClient
 
-from cog_triton.client.token_ids import CLIENTS, TokenClient
 from cog_triton.errors import CogTritonError
 from cog_triton.settings import read_settings
 

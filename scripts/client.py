@@ -16,8 +16,8 @@ import sys
 import time
 
 import _engine_flags as flags
+from _token_clients import Batch
 
-from cog_triton.client.token_ids import Batch
 from cog_triton.text.detokenizer import IncrementalDetokenizer
 from cog_triton.text.tokenizer import Tokenizer, load_tokenizer, without_torch
 

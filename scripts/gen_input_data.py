@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import _engine_flags as flags
+from _token_clients import random_prompts
 
-from cog_triton.client.token_ids import random_prompts
 from cog_triton.errors import ConfigurationError
 
 

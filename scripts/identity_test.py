@@ -18,8 +18,8 @@ import sys
 import time
 
 import _engine_flags as flags
+from _token_clients import Batch, TokenClient, random_prompts
 
-from cog_triton.client.token_ids import Batch, TokenClient, random_prompts
 from cog_triton.errors import TritonMalformedEvent
 
 

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from cog_triton.client.resume import Streams
+from cog_triton.client.stream import Streams
 from cog_triton.errors import CogTritonError
 from cog_triton.request.request import Request, triton_inputs
 

@@ -2,9 +2,8 @@
 
     stream.py          the interface: a client, its streams, their responses, Triton's errors
     grpc_transport.py  over gRPC, by http2.py
-    http_transport.py  over HTTP, by server_sent_events.py
-    resume.py          streams that continue on the restarted server
-    token_ids.py       batches of ids past the ensemble, for NVIDIA's small clients
+    http_transport.py  over HTTP, by generate_stream
+    resume.py          requests that continue on the restarted server
 
 May import ``adapters``, ``errors`` and ``wire``.
 After a change: pytest tests/unit/client tests/integration/test_generation.py

@@ -4,68 +4,52 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 from google.protobuf.message import DecodeError
-from tritonclient.grpc import InferInput, InferRequestedOutput, InferResult, service_pb2
-from tritonclient.utils import np_to_triton_dtype
+from google.protobuf.message import Message as ProtobufMessage
+from tritonclient.grpc import InferResult, service_pb2
+from tritonclient.utils import np_to_triton_dtype, serialize_byte_tensor
 
 from cog_triton.adapters.tensors import BFLOAT16
-from cog_triton.client.arrivals import CLOSED, Arrivals
 from cog_triton.client.http2 import Connection, connect
 from cog_triton.client.stream import (
+    CLOSED,
+    Arrivals,
     Inputs,
-    Response,
     ResponseStream,
     TritonClient,
-    checked_response,
-    error_from_text,
-    wanted_log_probs,
 )
-from cog_triton.errors import CogTritonError, TritonMalformedEvent, TritonUnavailable
+from cog_triton.errors import (
+    CogTritonError,
+    TritonMalformedEvent,
+    TritonUnavailable,
+    error_from_text,
+)
 from cog_triton.wire import (
-    CHECKED_IDS,
-    CONTINUED,
     ENGINE,
     IDS_ENSEMBLE,
     LOG_PROBS,
+    NO_PARAMETERS,
     OUTPUTS,
     Parameters,
-    ids_text,
     stop_inputs,
 )
 
-METHOD = "/inference.GRPCInferenceService/ModelStreamInfer"
-CHANNEL_OPTIONS = (
-    ("grpc.max_send_message_length", -1),
-    ("grpc.max_receive_message_length", -1),
-    ("grpc.enable_http_proxy", 0),  # Triton is this machine's own
-    # Else a new server's client gets the connection of a dead one's at the same port, which waits longer
-    # after each failure, up to two minutes, and fails every request in between.
-    ("grpc.use_local_subchannel_pool", 1),
-)
-"""For gRPC's own client, which makes the calls that are not streams."""
-
+_SERVICE = "/inference.GRPCInferenceService/"
 _DTYPES = {**dict.fromkeys(OUTPUTS, np.int32), LOG_PROBS: np.float32}
 
 T = TypeVar("T")
+Reply = TypeVar("Reply", bound=ProtobufMessage)
 
 
 class Channel:
-    """Streams of one request each on one connection, which is made when it is needed.
-
-    To be used from one event loop.
-    """
+    """Requests on one connection, which is made when it is needed. To be used from one event loop."""
 
     def __init__(self, address: str) -> None:
-        """Connect to nothing yet.
-
-        Args:
-            address: host:port of Triton's gRPC endpoint.
-        """
+        """Connect to nothing yet; the address is host:port of Triton's gRPC endpoint."""
         self._address = address
         self._connection: Connection | None = None
         self._connecting = asyncio.Lock()
@@ -87,20 +71,34 @@ class Channel:
             if arrivals.ended:
                 return
             try:
-                response = _infer_response(message)
-                arrivals.add(parse(response))
+                answer = service_pb2.ModelStreamInferResponse.FromString(message)
+                if answer.error_message:
+                    raise error_from_text(answer.error_message)
+                arrivals.add(parse(answer.infer_response))
+            except DecodeError:
+                arrivals.end(TritonMalformedEvent("Triton sent a message that cannot be read"))
+                return
             except CogTritonError as error:
                 arrivals.end(error)
                 return
-            if is_final(response):
+            if is_final(answer.infer_response):
                 arrivals.end()
 
-        def end(error: str | None) -> None:
-            problem = error or "Triton closed the stream before the last response"
-            arrivals.end(TritonUnavailable(problem))
+        await self._send("ModelStreamInfer", request, arrivals, add)
 
-        connection = await self._connected()
-        arrivals.drop = connection.open(METHOD, request.SerializeToString(), add, end).cancel
+    async def call(self, method: str, request: ProtobufMessage, reply: type[Reply]) -> Reply:
+        """Return the reply to a request that is not one of inference.
+
+        Raises:
+            TritonUnavailable: Triton cannot be reached, or answered with an error.
+        """
+        arrivals: Arrivals[bytes] = Arrivals()
+        await self._send(method, request, arrivals, arrivals.add)
+        try:
+            (message,) = await arrivals.take()
+        finally:
+            arrivals.close()
+        return reply.FromString(message)
 
     async def aclose(self) -> None:
         """Close the connection, which ends its streams."""
@@ -109,68 +107,59 @@ class Channel:
             if self._connection is not None:
                 self._connection.close(CLOSED)
 
-    async def _connected(self) -> Connection:
+    async def _send(
+        self,
+        method: str,
+        request: ProtobufMessage,
+        arrivals: Arrivals[T],
+        on_message: Callable[[bytes], object],
+    ) -> None:
+        def end(error: str | None) -> None:
+            problem = error or "Triton closed the stream before the last response"
+            arrivals.end(TritonUnavailable(problem))
+
         async with self._connecting:
             if self._closed:
                 raise TritonUnavailable(CLOSED)
-            if self._connection is None or not self._connection.usable:
-                try:
+            try:
+                if self._connection is None or not self._connection.usable:
                     self._connection = await connect(self._address)
-                except OSError as error:
-                    raise TritonUnavailable(f"Triton cannot be reached: {error}") from None
-            return self._connection
+                stream = self._connection.open(
+                    _SERVICE + method, request.SerializeToString(), on_message, end
+                )
+            except OSError as error:
+                raise TritonUnavailable(f"Triton cannot be reached: {error}") from None
+        arrivals.drop = stream.cancel
 
 
 class GrpcClient(TritonClient):
     """See ``TritonClient``. Each request is a stream of one connection."""
 
     def __init__(self, address: str, *, response_timeout: float) -> None:
-        """Connect to nothing yet.
-
-        Args:
-            address: host:port of Triton's gRPC endpoint.
-        """
         super().__init__(response_timeout=response_timeout)
         self.channel = Channel(address)
 
     async def _begin(
-        self, request_id: str, inputs: Inputs, continued: Sequence[int], parameters: Parameters
-    ) -> ResponseStream:
-        top = wanted_log_probs(inputs, parameters)
-        outputs = OUTPUTS if top is None else (*OUTPUTS, LOG_PROBS)
-        request = infer_request(IDS_ENSEMBLE, request_id, inputs, outputs)
-        set_parameters(request, {**parameters, CHECKED_IDS: True})
-        if continued:
-            set_parameters(request, {CONTINUED: ids_text(continued)})
-        place = 0
-
-        def parse(message: service_pb2.ModelInferResponse) -> Response:
-            nonlocal place
-            response = parse_response(message, place, top)
-            place += len(response.ids)
-            return response
-
-        stream = ResponseStream(self._response_timeout)
-        await self.channel.begin(request, stream, parse)
-        return stream
+        self, stream: ResponseStream, request_id: str, inputs: Inputs, parameters: Parameters
+    ) -> None:
+        outputs = OUTPUTS if stream.top is None else (*OUTPUTS, LOG_PROBS)
+        request = infer_request(IDS_ENSEMBLE, request_id, inputs, outputs, parameters)
+        await self.channel.begin(
+            request, stream, lambda m: stream.decode(flat_outputs(m), final=is_final(m))
+        )
 
     async def _send_stop(self, request_id: str) -> None:
-        request = infer_request(ENGINE, request_id, stop_inputs(), ())
-        async for _ in stream_messages(self.channel, request):
+        async for _ in stream_messages(
+            self.channel, infer_request(ENGINE, request_id, stop_inputs())
+        ):
             pass
 
     async def _disconnect(self) -> None:
         await self.channel.aclose()
 
 
-@dataclass(frozen=True)
-class Message:
-    """One response of a stream.
-
-    Attributes:
-        tensors: by name; may be empty.
-        final: whether this is the last one.
-    """
+class Message(NamedTuple):
+    """One response of any model; the last one may be without tensors."""
 
     tensors: dict[str, npt.NDArray[Any]]
     final: bool
@@ -184,10 +173,16 @@ async def message_arrivals(
     Raises:
         CogTritonError: Triton cannot be reached, or answered with an error.
     """
+
+    def parse(response: service_pb2.ModelInferResponse) -> Message:
+        result = InferResult(response)
+        tensors = {output.name: result.as_numpy(output.name) for output in response.outputs}
+        return Message(tensors, is_final(response))
+
     # Asked for, so that a stream that ends without data ends here.
     request.parameters["triton_enable_empty_final_response"].bool_param = True
     arrivals: Arrivals[Message] = Arrivals(timeout)
-    await channel.begin(request, arrivals, _message)
+    await channel.begin(request, arrivals, parse)
     return arrivals
 
 
@@ -205,70 +200,41 @@ async def stream_messages(
 
 
 def infer_request(
-    model: str, request_id: str, inputs: Inputs, outputs: tuple[str, ...]
+    model: str,
+    request_id: str,
+    inputs: Inputs,
+    outputs: Sequence[str] = (),
+    parameters: Parameters = NO_PARAMETERS,
 ) -> service_pb2.ModelInferRequest:
     """Return the request as a message; with no outputs named, all are asked for."""
     request = service_pb2.ModelInferRequest(model_name=model, id=request_id)
     for name, value in inputs.items():
-        if value.dtype == BFLOAT16:
-            request.inputs.add(name=name, datatype="BF16", shape=value.shape)
-            request.raw_input_contents.append(value.tobytes())
-            continue
-        tensor = InferInput(name, list(value.shape), np_to_triton_dtype(value.dtype))
-        tensor.set_data_from_numpy(value)
-        request.inputs.append(tensor._get_tensor())
-        request.raw_input_contents.append(tensor._get_content())
-    request.outputs.extend(InferRequestedOutput(name)._get_tensor() for name in outputs)
+        kind = "BF16" if value.dtype == BFLOAT16 else np_to_triton_dtype(value.dtype)
+        content = (
+            b"".join(serialize_byte_tensor(value).flat) if kind == "BYTES" else value.tobytes()
+        )
+        request.inputs.add(name=name, datatype=kind, shape=value.shape)
+        request.raw_input_contents.append(content)
+    for name in outputs:
+        request.outputs.add(name=name)
+    for name, parameter in parameters.items():
+        kind = {bool: "bool_param", int: "int64_param"}.get(type(parameter), "string_param")
+        setattr(request.parameters[name], kind, parameter)
     return request
 
 
-def set_parameters(request: service_pb2.ModelInferRequest, parameters: Parameters) -> None:
-    """Add parameters to a request."""
-    for name, value in parameters.items():
-        kind = {bool: "bool_param", int: "int64_param"}.get(type(value), "string_param")
-        setattr(request.parameters[name], kind, value)
-
-
-def parse_response(
-    response: service_pb2.ModelInferResponse, place: int = 0, top: int | None = None
-) -> Response:
-    """Return the response in a message.
-
-    Args:
-        place: how many ids have come before it.
-        top: see ``wanted_log_probs``.
-
-    Raises:
-        TritonMalformedEvent: an output is missing, or the stream is not complete up to here.
-    """
+def flat_outputs(response: service_pb2.ModelInferResponse) -> dict[str, list[Any]]:
+    """Return the outputs for ``decode_response``."""
     contents = zip(response.outputs, response.raw_output_contents, strict=False)
     try:
-        outputs = {
+        return {
             output.name: np.frombuffer(content, dtype).tolist()
             for output, content in contents
             if (dtype := _DTYPES.get(output.name)) is not None
         }
     except ValueError:
         raise TritonMalformedEvent("a response of the ensemble is malformed") from None
-    return checked_response(outputs, place, top, final=is_final(response))
 
 
 def is_final(response: service_pb2.ModelInferResponse) -> bool:
-    """Return whether a response is the last one of its request."""
     return bool(response.parameters["triton_final_response"].bool_param)
-
-
-def _infer_response(message: bytes) -> service_pb2.ModelInferResponse:
-    try:
-        answer = service_pb2.ModelStreamInferResponse.FromString(message)
-    except DecodeError:
-        raise TritonMalformedEvent("Triton sent a message that cannot be read") from None
-    if answer.error_message:
-        raise error_from_text(answer.error_message)
-    return answer.infer_response
-
-
-def _message(response: service_pb2.ModelInferResponse) -> Message:
-    result = InferResult(response)
-    names = [output.name for output in response.outputs]
-    return Message({name: result.as_numpy(name) for name in names}, is_final(response))

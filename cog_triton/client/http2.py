@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import cast
 from urllib.parse import unquote
@@ -33,7 +33,7 @@ from h2.settings import SettingCodes, Settings
 
 CONNECT_SECONDS = 10.0
 
-_MESSAGE = struct.Struct(">BL")  # of gRPC: whether it is compressed, its length
+_MESSAGE = struct.Struct(">BL")  # of gRPC: a flag of compression, the length
 _FIRST_WINDOW = 65_535
 _LARGEST_WINDOW = 2**31 - 1
 _SETTINGS = {SettingCodes.ENABLE_PUSH: 0, SettingCodes.INITIAL_WINDOW_SIZE: _LARGEST_WINDOW}
@@ -41,11 +41,7 @@ _SETTINGS = {SettingCodes.ENABLE_PUSH: 0, SettingCodes.INITIAL_WINDOW_SIZE: _LAR
 
 @dataclass(eq=False)
 class Stream:
-    """A request and the messages of its response.
-
-    Attributes:
-        status: gRPC's, unless it is OK.
-    """
+    """A request and the messages of its response; ``status`` is gRPC's, unless it is OK."""
 
     connection: Connection
     number: int
@@ -83,22 +79,17 @@ class Stream:
 
 
 class Connection(asyncio.Protocol):
-    """One connection. To be used from its event loop."""
+    """One connection, see ``connect``. To be used from its event loop."""
 
     def __init__(self, authority: str) -> None:
-        """Usable once it is connected; see ``connect``."""
         self._authority = authority
         # The headers that are sent are ours, and in order.
         self._h2 = H2Connection(
             H2Configuration(validate_outbound_headers=False, normalize_outbound_headers=False)
         )
         self._streams: dict[int, Stream] = {}
-        self._taken = 0  # bytes received that the peer has not been told of
-        self._closed: str | None = None
-
-    @property
-    def usable(self) -> bool:
-        return self._closed is None
+        self._taken = 0  # bytes received and not yet granted to the peer again
+        self.usable = True
 
     def open(
         self,
@@ -139,14 +130,14 @@ class Connection(asyncio.Protocol):
 
     def close(self, reason: str) -> None:
         """End the connection and all its streams."""
-        if self._closed is None:
-            self._closed = reason
+        if self.usable:
+            self.usable = False
             self._transport.abort()
         streams, self._streams = self._streams, {}
         for stream in streams.values():
             stream.end(reason)
 
-    # What the event loop calls
+    # Called by the event loop
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's is of no class of asyncio's.
@@ -161,48 +152,39 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         try:
-            self._handle(self._h2.receive_data(data))
+            for event in self._h2.receive_data(data):
+                self._handle(event)
         except ProtocolError as error:
             self.close(f"Triton's answer cannot be read: {error}")
             return
         self._flush()
 
-    def _handle(self, events: Iterable[Event]) -> None:
-        for event in events:
-            if isinstance(event, DataReceived):
-                self._data(event)
-            elif isinstance(event, StreamEnded):
-                self._end(event.stream_id, None)
-            elif isinstance(event, StreamReset):
-                self._end(event.stream_id, f"Triton reset the stream: error {event.error_code!s}")
-            elif isinstance(event, (ResponseReceived, TrailersReceived)):
-                self._read_status(event)
-            elif isinstance(event, (WindowUpdated, RemoteSettingsChanged)):
-                for stream in self._streams.values():
-                    self._send_body(stream)
-            elif isinstance(event, ConnectionTerminated):
-                self.close("Triton closes the connection")
-
-    def _data(self, event: DataReceived) -> None:
-        stream = self._streams.get(event.stream_id)
-        if stream is not None:  # else it has been cancelled
-            stream.feed(event.data)
-        self._taken += event.flow_controlled_length
-        if self._taken > _LARGEST_WINDOW // 2:
-            self._h2.increment_flow_control_window(self._taken)
-            self._taken = 0
-
-    def _read_status(self, event: ResponseReceived | TrailersReceived) -> None:
-        headers, stream = dict(event.headers), self._streams.get(event.stream_id)
-        status = headers.get(b"grpc-status", b"0").decode()
-        if stream is not None and status != "0":
-            message = unquote(headers.get(b"grpc-message", b"").decode(errors="replace"))
-            stream.status = message or f"gRPC's status {status}"
-
-    def _end(self, number: int, error: str | None) -> None:
-        stream = self._streams.pop(number, None)
-        if stream is not None:
-            stream.end(error or stream.status)
+    def _handle(self, event: Event) -> None:
+        if isinstance(event, DataReceived):
+            stream = self._streams.get(event.stream_id)
+            if stream is not None:  # else it has been cancelled
+                stream.feed(event.data)
+            self._taken += event.flow_controlled_length
+            if self._taken > _LARGEST_WINDOW // 2:
+                self._h2.increment_flow_control_window(self._taken)
+                self._taken = 0
+        elif isinstance(event, (ResponseReceived, TrailersReceived)):
+            headers, stream = dict(event.headers), self._streams.get(event.stream_id)
+            status = headers.get(b"grpc-status", b"0").decode()
+            if stream is not None and status != "0":
+                message = unquote(headers.get(b"grpc-message", b"").decode(errors="replace"))
+                stream.status = message or f"gRPC's status {status}"
+        elif isinstance(event, (StreamEnded, StreamReset)):
+            stream = self._streams.pop(event.stream_id, None)
+            if stream is not None and isinstance(event, StreamReset):
+                stream.end(f"Triton reset the stream: error {event.error_code!s}")
+            elif stream is not None:
+                stream.end(stream.status)
+        elif isinstance(event, (WindowUpdated, RemoteSettingsChanged)):
+            for stream in self._streams.values():
+                self._send_body(stream)
+        elif isinstance(event, ConnectionTerminated):
+            self.close("Triton closes the connection")
 
     def _send_body(self, stream: Stream) -> None:
         """Send as much of a request as the peer takes now."""

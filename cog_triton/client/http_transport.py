@@ -5,47 +5,44 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping
 from functools import cached_property
 from typing import Any
 
 import aiohttp
 import numpy.typing as npt
 
-from cog_triton.client.arrivals import CLOSED
-from cog_triton.client.server_sent_events import EventParser
 from cog_triton.client.stream import (
+    CLOSED,
     Inputs,
     Response,
     ResponseStream,
     TritonClient,
-    check_total,
-    checked_response,
-    error_from_text,
-    wanted_log_probs,
+    lost_after,
 )
 from cog_triton.errors import (
     TritonMalformedEvent,
     TritonMalformedJSON,
     TritonUnavailable,
+    error_from_text,
 )
 from cog_triton.wire import (
-    CHECKED_IDS,
-    CONTINUED,
     ENGINE,
     IDS_ENSEMBLE,
     LOG_PROBS,
+    NO_PARAMETERS,
     OUTPUTS,
     Parameters,
-    ids_text,
     stop_inputs,
 )
 
 CONNECT_SECONDS = 10.0
 STALL_SECONDS = 20.0
-"""Triton may lose the rest of a stream; see ``TritonClient``."""
+"""The longest silence after a first event. Measured with Triton 2.51: it drops events, and may drop the
+rest of a stream, when its HTTP threads get no processor."""
 END_SECONDS = 1.0
-"""The wait for the end of a stream whose last event has come: Triton may lose that."""
+"""The wait for the end of a stream whose last event has come, which Triton may drop as well."""
+LINE_BYTES = 2**26  # of an event, at most: a long prompt's log probabilities have tens of megabytes
 
 
 class HttpClient(TritonClient):
@@ -54,49 +51,36 @@ class HttpClient(TritonClient):
     def __init__(
         self, address: str, *, response_timeout: float, stall_timeout: float = STALL_SECONDS
     ) -> None:
-        """Connect to nothing yet.
-
-        Args:
-            address: host:port of Triton's HTTP endpoint.
-        """
+        """Connect to nothing yet; the address is host:port of Triton's HTTP endpoint."""
         super().__init__(response_timeout=response_timeout, stall_timeout=stall_timeout)
         self._models = f"http://{address}/v2/models"
         self._readers: set[asyncio.Task[None]] = set()
 
     @cached_property
     def _session(self) -> aiohttp.ClientSession:
-        # Belongs to the event loop that it is made in.
-        return aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0),
-            # ResponseStream limits silence.
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
-        )
+        # Belongs to the event loop that it is made in. ResponseStream limits silence.
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)
+        connector = aiohttp.TCPConnector(limit=0)
+        return aiohttp.ClientSession(connector=connector, timeout=timeout, read_bufsize=LINE_BYTES)
 
     async def _begin(
-        self, request_id: str, inputs: Inputs, continued: Sequence[int], parameters: Parameters
-    ) -> ResponseStream:
-        top = wanted_log_probs(inputs, parameters)
-        parameters = {**parameters, CHECKED_IDS: True}
-        if continued:
-            parameters = {**parameters, CONTINUED: ids_text(continued)}
-        stream = ResponseStream(self._response_timeout)
+        self, stream: ResponseStream, request_id: str, inputs: Inputs, parameters: Parameters
+    ) -> None:
         events = self.events(IDS_ENSEMBLE, request_id, inputs, parameters)
         # A task, because a consumer that is cancelled while it reads would break the connection.
-        reader = asyncio.create_task(self._read(events, stream, top))
+        reader = asyncio.create_task(self._read(events, stream))
         self._readers.add(reader)
         reader.add_done_callback(self._readers.discard)
         stream.drop = reader.cancel
-        return stream
 
     async def _read(
-        self, events: AsyncGenerator[dict[str, Any], None], stream: ResponseStream, top: int | None
+        self, events: AsyncGenerator[dict[str, Any], None], stream: ResponseStream
     ) -> None:
-        place, response = 0, None
+        response = None
         try:
             async with contextlib.aclosing(events):
                 async for event in events:
-                    response = parse_event(event, place, top)
-                    place += len(response.ids)
+                    response = stream.decode(flat_outputs(event))
                     stream.add(response)
                     if response.final:
                         # Read on, because a connection serves the next request only after the end.
@@ -104,12 +88,9 @@ class HttpClient(TritonClient):
                         stream.end()
                         await asyncio.wait_for(anext(events, None), END_SECONDS)
                         return
-            if response is None:
-                raise TritonMalformedEvent("Triton ended the stream without a response")
-            # An embedded engine marks its last response; TensorRT-LLM's backend does not. Measured with
-            # Triton 2.51: it drops events when its HTTP threads get no processor.
-            if response.keeps_end_token:
-                check_total(place, None)
+            # An embedded engine marks its last response; TensorRT-LLM's backend does not.
+            if response is None or response.keeps_end_token:
+                raise lost_after(stream.place)
             stream.add(Response([], None, final=True))
             stream.end()
         except asyncio.CancelledError:
@@ -129,11 +110,7 @@ class HttpClient(TritonClient):
         await self._session.close()
 
     async def events(
-        self,
-        model: str,
-        request_id: str,
-        inputs: Inputs,
-        parameters: Mapping[str, Any] | None = None,
+        self, model: str, request_id: str, inputs: Inputs, parameters: Parameters = NO_PARAMETERS
     ) -> AsyncGenerator[dict[str, Any], None]:
         """Yield the events of any model's generate_stream.
 
@@ -142,32 +119,20 @@ class HttpClient(TritonClient):
         """
         # Keys that are not inputs of the model become parameters of the request.
         tensors = {name: json_value(value) for name, value in inputs.items()}
-        body = {"id": request_id, **tensors, **(parameters or {})}
+        url, body = f"{self._models}/{model}/generate_stream", {"id": request_id, **tensors}
         try:
-            url = f"{self._models}/{model}/generate_stream"
-            async with self._session.post(url, json=body) as reply:
-                async for event in _parse_reply(reply):
-                    # The HTTP status is fixed on the first event, so errors come in any.
-                    if "error" in event:
-                        raise error_from_text(str(event["error"]))
-                    yield event
+            async with self._session.post(url, json={**body, **parameters}) as reply:
+                if reply.content_type != "text/event-stream":  # an early error is a plain object
+                    plain = await reply.read()
+                    if plain or not reply.ok:
+                        yield _object(plain)
+                    return
+                async for line in reply.content:
+                    if line.startswith(b"data:"):
+                        yield _object(line[5:])
         except (aiohttp.ClientError, OSError) as error:  # a time-out is either
-            raise TritonUnavailable(
-                f"Triton cannot be reached: {str(error) or repr(error)}"
-            ) from None
-
-
-async def _parse_reply(reply: aiohttp.ClientResponse) -> AsyncGenerator[dict[str, Any], None]:
-    """Yield the JSON objects of a reply: its events, or a single plain object for an early error."""
-    if reply.content_type != "text/event-stream":
-        body = await reply.read()
-        if body or not reply.ok:
-            yield _object(body)
-        return
-    parser = EventParser()
-    async for data in reply.content.iter_any():
-        for _, event in parser.feed(data):
-            yield _object(event)
+            problem = str(error) or repr(error)
+            raise TritonUnavailable(f"Triton cannot be reached: {problem}") from None
 
 
 def _object(data: bytes) -> dict[str, Any]:
@@ -178,20 +143,13 @@ def _object(data: bytes) -> dict[str, Any]:
         raise TritonMalformedJSON(f"Triton sent {shown}: {error}") from None
     if not isinstance(value, dict):
         raise TritonMalformedEvent(f"Triton sent {shown}, which is not an object")
+    if "error" in value:  # in any event, because the HTTP status is fixed on the first
+        raise error_from_text(str(value["error"]))
     return value
 
 
-def parse_event(event: Mapping[str, Any], place: int = 0, top: int | None = None) -> Response:
-    """Return the response in an event of generate_stream; it is final if the event has the total.
-
-    Args:
-        place: how many ids have come before it.
-        top: see ``wanted_log_probs``.
-
-    Raises:
-        TritonMalformedEvent: an output is missing or of a wrong type, or the stream is not complete up to
-            here.
-    """
+def flat_outputs(event: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Return the outputs for ``decode_response``."""
     outputs = {
         # Triton writes a tensor of a single element as a scalar.
         name: event[name] if isinstance(event[name], list) else [event[name]]
@@ -203,7 +161,7 @@ def parse_event(event: Mapping[str, Any], place: int = 0, top: int | None = None
             if type(item) is not int or not -(2**31) <= item < 2**31:
                 text = f"{name}, {str(event[name])[:100]}, is not of 32-bit integers"
                 raise TritonMalformedEvent(f"a response of the ensemble is malformed: {text}")
-    return checked_response(outputs, place, top)
+    return outputs
 
 
 def json_value(value: npt.NDArray[Any]) -> Any:

@@ -5,38 +5,30 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import re
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from cog_triton.client.arrivals import CLOSED, Arrivals
 from cog_triton.errors import (
-    NOT_CACHED,
-    READ,
-    CogTritonError,
-    InvalidParameter,
-    PromptRequired,
-    PromptTooLong,
     TritonMalformedEvent,
     TritonMalformedJSON,
-    TritonOverloaded,
-    TritonTokenizerError,
+    TritonTimeout,
     TritonUnavailable,
-    TritonUnknownError,
-    cause,
 )
 from cog_triton.wire import (
+    CONTINUED,
+    COUNTED_IDS,
     LOG_PROBS,
     NO_PARAMETERS,
     TOP_LOG_PROBS,
     Parameters,
     TokenLogProb,
-    checksum,
+    ids_text,
     unpacked_log_probs,
     unpacked_prompt_log_probs,
 )
@@ -44,12 +36,11 @@ from cog_triton.wire import (
 logger = logging.getLogger(__name__)
 
 Inputs = Mapping[str, npt.NDArray[Any]]
+T = TypeVar("T")
 
-# A stop may overtake its request, which is still queued or in preprocessing then: the engine does not
-# know it and ignores the stop. So stops are sent until the stream has ended, so many seconds apart.
+CLOSED = "the connection was closed before the last response"
 STOP_PERIODS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
-STOP_SECONDS = 5.0  # the limit of one of them
-
+STOP_SECONDS = 5.0  # the limit of one stop request, and of the wait for the end that it brings
 BROKEN = (TritonUnavailable, TritonMalformedEvent, TritonMalformedJSON)
 """Errors of a stream that ended too early or lost something. Its earlier responses are right, and the
 engine may still be running."""
@@ -62,8 +53,8 @@ class Response:
     Attributes:
         ids: new token ids; may be empty.
         input_tokens: tokens of the prompt, if the engine counts them.
-        final: whether this is the last one.
-        keeps_end_token: whether an end token would be among the ids. The embedded engines leave it in,
+        final: true of the last one.
+        keeps_end_token: true where an end token would be among the ids. The embedded engines leave it in,
             TensorRT-LLM's C++ backend leaves it out.
         log_probs: one per id if they were asked for, else empty.
         prompt_log_probs: of the first response, one per token of the prompt if they were asked for.
@@ -77,95 +68,165 @@ class Response:
     prompt_log_probs: list[TokenLogProb] = field(default_factory=list)
 
 
-def wanted_log_probs(inputs: Inputs, parameters: Parameters) -> int | None:
-    """Return how many alternatives a request wants with its log probabilities; None if it wants none."""
-    wanted = "return_log_probs" in inputs and bool(inputs["return_log_probs"].any())
-    return int(parameters.get(TOP_LOG_PROBS, 0)) if wanted else None
+class Streams(Protocol):
+    def stream(
+        self, request_id: str, inputs: Inputs, *, parameters: Parameters = NO_PARAMETERS
+    ) -> AbstractAsyncContextManager[AsyncIterator[Response]]:
+        """Start a request and yield its responses; leaving the context stops it in the engine."""
 
 
-def checked_response(
+def lost_after(place: int) -> TritonMalformedEvent:
+    return TritonMalformedEvent(f"Triton's stream lost something after {place} tokens")
+
+
+def decode_response(
     outputs: Mapping[str, list[Any]], place: int, top: int | None, *, final: bool | None = None
 ) -> Response:
     """Return the response of one set of outputs, each as a flat list.
 
     Args:
-        outputs: output_ids of the embedded engines stand behind their checksum. TensorRT-LLM's C++
-            backend sends sequence_length, because its ids may be padded.
+        outputs: output_ids of the embedded engines begin with the running count of ids. TensorRT-LLM's
+            C++ backend sends sequence_length, because its ids may be padded.
         place: the number of ids received before.
-        top: see ``wanted_log_probs``.
+        top: alternatives to each log probability; None without log probabilities.
         final: None where only num_output_tokens marks the last response.
 
     Raises:
         TritonMalformedEvent: an output is missing, or the stream is not complete up to here.
     """
-    total = outputs.get("num_output_tokens", [None])[0]
     embedded = "sequence_length" not in outputs
+    total = outputs.get("num_output_tokens", [None])[0]
     if final is None:
         final = embedded and total is not None
     try:
         ids = outputs["output_ids"]
         if embedded:
-            check, ids = ids[:1], ids[1:]
-            if check != [checksum(ids, place)]:
-                raise TritonMalformedEvent(
-                    f"Triton's stream has a gap or an error after {place} tokens"
-                )
-            if final:
-                check_total(place + len(ids), total)
+            count, ids = ids[:1], ids[1:]
+            if count != [place + len(ids)] or (final and count != [total]):
+                raise lost_after(place)
         else:
             ids = ids[: outputs["sequence_length"][0]]
     except (KeyError, IndexError) as error:
         raise TritonMalformedEvent(f"a response of the ensemble lacks {error}") from None
-    input_tokens = outputs.get("num_input_tokens", [None])[0]
-    if top is None:
-        return Response(ids, input_tokens, final, embedded)
-    values = np.array(outputs.get(LOG_PROBS, ()), np.float32)
-    try:
-        own = unpacked_log_probs(ids, values, top) if ids else []
-        prompts = unpacked_prompt_log_probs(values, len(ids), top) if embedded else []
-    except ValueError:
-        raise TritonMalformedEvent("a response lacks the log probabilities of its ids") from None
-    return Response(ids, input_tokens, final, embedded, own, prompts)
+    response = Response(ids, outputs.get("num_input_tokens", [None])[0], final, embedded)
+    if top is not None:
+        values = np.array(outputs.get(LOG_PROBS, ()), np.float32)
+        try:
+            response.log_probs.extend(unpacked_log_probs(ids, values, top))
+            if embedded:
+                response.prompt_log_probs.extend(unpacked_prompt_log_probs(values, len(ids), top))
+        except ValueError:
+            text = "a response lacks the log probabilities of its ids"
+            raise TritonMalformedEvent(text) from None
+    return response
 
 
-def check_total(tokens: int, announced: int | None) -> None:
-    """Compare a stream that has ended with the engine's count, None if none came.
+class Arrivals(Generic[T]):
+    """The items of a stream, for one consumer, which takes all that are there in one step.
 
-    Raises:
-        TritonMalformedEvent: the stream is not complete.
+    Attributes:
+        drop: closes the transport's stream; set by the transport.
+        error: the stream's, raised once all items before it have been taken.
+        started: the time on the loop's clock.
+        last_arrival: the same of the last item; 0 before the first.
     """
-    if tokens != announced:
-        raise TritonMalformedEvent(
-            f"Triton's stream has {tokens} tokens of {'?' if announced is None else announced}"
-        )
+
+    def __init__(self, timeout: float | None = None, stall_timeout: float | None = None) -> None:
+        """Start to wait for items.
+
+        Args:
+            timeout: seconds of silence after which the stream fails; None waits permanently.
+            stall_timeout: the same after the first item, for a transport that loses items.
+        """
+        self.drop: Callable[[], object] = lambda: None
+        self.error: BaseException | None = None
+        self._items: list[T] = []
+        self._waiter: asyncio.Future[None] | None = None
+        self._loop = asyncio.get_running_loop()
+        self._end: asyncio.Future[None] = self._loop.create_future()
+        self.started, self.last_arrival = self._loop.time(), 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        if timeout is not None:
+            self._check_silence(timeout, min(stall_timeout or timeout, timeout))
+
+    @property
+    def ended(self) -> bool:
+        return self._end.done()
+
+    def add(self, item: T) -> None:
+        self.last_arrival = self._loop.time()
+        self._items.append(item)
+        self._wake()
+
+    def end(self, error: BaseException | None = None) -> None:
+        """End the stream, with an error or without one. Only the first call counts."""
+        if not self.ended:
+            self.error = self.error or error
+            self._end.set_result(None)
+            self._wake()
+
+    async def take(self) -> list[T]:
+        """Wait for items and return those that have arrived, in order; empty at the end.
+
+        Raises:
+            BaseException: the stream's own error.
+            TritonTimeout: the stream was silent for too long.
+        """
+        while not self._items:
+            if self.error is not None:
+                raise self.error
+            if self.ended:
+                return []
+            self._waiter = self._loop.create_future()
+            await self._waiter
+        items, self._items = self._items, []
+        return items
+
+    async def ends_within(self, seconds: float) -> bool:
+        await asyncio.wait([self._end], timeout=seconds)
+        return self.ended
+
+    def close(self) -> None:
+        """Drop the stream if it has not ended."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self.drop()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _check_silence(self, timeout: float, stall_timeout: float) -> None:
+        # One timer a request, not one a response.
+        silence = self._loop.time() - (self.last_arrival or self.started)
+        limit = stall_timeout if self.last_arrival else timeout
+        if silence < limit:
+            seconds = min(limit - silence, stall_timeout)
+            self._timer = self._loop.call_later(
+                seconds, self._check_silence, timeout, stall_timeout
+            )
+        elif not self.ended:
+            kind = TritonTimeout if limit == timeout else TritonMalformedEvent
+            self.error = kind(f"Triton sent nothing for {limit:g} s")
+            self._wake()
 
 
 class ResponseStream(Arrivals[Response]):
-    """A request's responses; those that arrived together are one."""
+    """A request's responses; those that arrived together are one.
 
-    @property
-    def broken(self) -> bool:
-        """The stream failed by an error of the transport, not of the engine."""
-        return isinstance(self._error, BROKEN)
+    Attributes:
+        place: the number of ids that have arrived.
+        top: see ``decode_response``.
+    """
 
-    def watch(self, timeout: float, others: Callable[[], float]) -> None:
-        """Fail the stream when it is silent for so many seconds, while others have responses.
+    place = 0
+    top: int | None = None
 
-        A stream that has had no response yet may wait in a queue, and is not failed.
-
-        Args:
-            others: the time of the last response of any stream, on the loop's clock.
-        """
-        silence = self._loop.time() - self._last
-        if self.last_arrival and silence >= timeout and others() > self._last + timeout / 2:
-            self._fail(
-                TritonMalformedEvent(
-                    f"Triton's stream stood still for {timeout:g} s while others went on"
-                )
-            )
-        elif not self.ended:
-            seconds = max(timeout - silence, timeout / 4)
-            self._call_later(seconds, self.watch, timeout, others)
+    def decode(self, outputs: Mapping[str, list[Any]], *, final: bool | None = None) -> Response:
+        """Return the next response; see ``decode_response``."""
+        response = decode_response(outputs, self.place, self.top, final=final)
+        self.place += len(response.ids)
+        return response
 
     def __aiter__(self) -> ResponseStream:
         return self
@@ -174,34 +235,25 @@ class ResponseStream(Arrivals[Response]):
         arrived = await self.take()
         if not arrived:
             raise StopAsyncIteration
-        return arrived[0] if len(arrived) == 1 else _joined(arrived)
-
-
-def _joined(responses: list[Response]) -> Response:
-    counts = [r.input_tokens for r in responses if r.input_tokens is not None]
-    return Response(
-        [token for response in responses for token in response.ids],
-        counts[-1] if counts else None,
-        responses[-1].final,
-        all(response.keeps_end_token for response in responses),
-        [log_prob for response in responses for log_prob in response.log_probs],
-        [log_prob for response in responses for log_prob in response.prompt_log_probs],
-    )
+        if len(arrived) == 1:
+            return arrived[0]
+        counts = [r.input_tokens for r in arrived if r.input_tokens is not None]
+        return Response(
+            [token for response in arrived for token in response.ids],
+            counts[-1] if counts else None,
+            arrived[-1].final,
+            all(response.keeps_end_token for response in arrived),
+            [log_prob for response in arrived for log_prob in response.log_probs],
+            [log_prob for response in arrived for log_prob in response.prompt_log_probs],
+        )
 
 
 class TritonClient(ABC):
     """Runs requests on the ensemble. To be used from one event loop."""
 
     def __init__(self, *, response_timeout: float, stall_timeout: float | None = None) -> None:
-        """Connect to nothing yet.
-
-        Args:
-            response_timeout: seconds without a response after which a request fails.
-            stall_timeout: the same for a stream that has begun, while others have responses; None for
-                never.
-        """
-        self._response_timeout = response_timeout
-        self._stall_timeout = stall_timeout
+        """Connect to nothing yet; for the limits of silence, in seconds, see ``Arrivals``."""
+        self.timeouts = response_timeout, stall_timeout
         self._running: set[ResponseStream] = set()
         self._last_ended = 0.0  # the last response of a stream that has ended
         self._stopping: set[asyncio.Task[None]] = set()
@@ -229,17 +281,21 @@ class TritonClient(ABC):
         """
         if self._closed:
             raise TritonUnavailable(CLOSED)
-        stream = await self._begin(request_id, inputs, continued, parameters)
+        parameters = {**parameters, COUNTED_IDS: True}
+        if continued:
+            parameters[CONTINUED] = ids_text(continued)
+        stream = ResponseStream(*self.timeouts)
+        if "return_log_probs" in inputs and inputs["return_log_probs"].any():
+            stream.top = int(parameters.get(TOP_LOG_PROBS, 0))
+        await self._begin(stream, request_id, inputs, parameters)
         del inputs  # they may have the weights of an adapter, and the stream may be long
-        if self._stall_timeout is not None:
-            stream.watch(self._stall_timeout, self._last_response)
         self._running.add(stream)
         try:
             yield stream
         finally:
             self._running.discard(stream)
             self._last_ended = max(self._last_ended, stream.last_arrival)
-            if self._closed or (stream.ended and not stream.broken):
+            if self._closed or (stream.ended and not isinstance(stream.error, BROKEN)):
                 stream.close()
             else:
                 self.stop(request_id, stream)
@@ -256,11 +312,9 @@ class TritonClient(ABC):
         """
         if not self._running:
             return 0.0
-        since = max(self._last_response(), min(stream.started for stream in self._running))
+        oldest = min(stream.started for stream in self._running)
+        since = max(oldest, self._last_ended, *(stream.last_arrival for stream in self._running))
         return asyncio.get_running_loop().time() - since
-
-    def _last_response(self) -> float:
-        return max([self._last_ended, *(stream.last_arrival for stream in self._running)])
 
     async def aclose(self) -> None:
         """End the running streams with TritonUnavailable, wait until stops are done, and disconnect."""
@@ -285,24 +339,29 @@ class TritonClient(ABC):
         task.add_done_callback(self._stopping.discard)
 
     async def _stop(self, request_id: str, stream: Arrivals[Any]) -> None:
+        problem: object = ""
         try:
             for seconds in STOP_PERIODS:
-                problem = ""
+                # A response confirms that the engine knows the request. A stop that overtakes its request
+                # is ignored, so before the first response it is sent again.
+                confirmed = bool(stream.last_arrival)
                 try:
                     await asyncio.wait_for(self._send_stop(request_id), STOP_SECONDS)
                 except Exception as error:
-                    problem = f": {error or repr(error)}"
-                if await stream.ends_within(seconds):
+                    problem, confirmed = repr(error), False
+                if await stream.ends_within(STOP_SECONDS if confirmed else seconds):
                     return
-            logger.warning("request %s did not stop%s", request_id, problem)
+                if confirmed:
+                    break
+            logger.warning("request %s did not stop %s", request_id, problem)
         finally:
             stream.close()
 
     @abstractmethod
     async def _begin(
-        self, request_id: str, inputs: Inputs, continued: Sequence[int], parameters: Parameters
-    ) -> ResponseStream:
-        """Send a request; its responses, the last one final. CogTritonError may come of both."""
+        self, stream: ResponseStream, request_id: str, inputs: Inputs, parameters: Parameters
+    ) -> None:
+        """Send a request, whose responses arrive in the stream; the last one is final."""
 
     @abstractmethod
     async def _send_stop(self, request_id: str) -> None:
@@ -311,32 +370,3 @@ class TritonClient(ABC):
     @abstractmethod
     async def _disconnect(self) -> None:
         """Close the connections."""
-
-
-# First match wins. The texts are those of TensorRT-LLM, vLLM, Triton 2.51 and this package's engines.
-_ERRORS: tuple[tuple[str, type[CogTritonError]], ...] = (
-    (r"exceeds maximum input length|sequence length is potentially greater", PromptTooLong),
-    (r"prompt has no tokens", PromptRequired),
-    (r"[Mm]aximum queue size|(PEFT C|LoRA c)ache is full", TritonOverloaded),
-    (r"is not within acceptable range", InvalidParameter),
-    (
-        r"must be (at least|at most|greater|between|as many|the same|among|in [\[(])|does not support"
-        r"|needs decoupled_mode|lora_task_id|guided_decoding_guide"
-        rf"|{NOT_CACHED}|lora module \S+ not enabled|low_rank must be|Expected layerId|few values for",
-        InvalidParameter,
-    ),
-    (
-        r"the engine has stopped|not ready|has no available versions|Stub process .* is not healthy",
-        TritonUnavailable,
-    ),
-    (r"model (instance )?'(pre|post)processing", TritonTokenizerError),
-)
-
-
-def error_from_text(text: str) -> CogTritonError:
-    """Return the error that a text from Triton stands for, with the cause that the text gives."""
-    text = text[:READ]
-    for pattern, error in _ERRORS:
-        if re.search(pattern, text):
-            return error(cause(text))
-    return TritonUnknownError(cause(text) or "Triton gave no reason")

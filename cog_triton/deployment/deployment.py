@@ -11,7 +11,8 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
 from cog_triton.adapters.directory import check_adapter
-from cog_triton.client.resume import ResumingClient, Streams
+from cog_triton.client.resume import ResumingClient
+from cog_triton.client.stream import Streams
 from cog_triton.deployment.engine_choice import (
     EngineName,
     check_supported,

@@ -27,7 +27,6 @@ from cog_triton.wire import (
     LOG_PROBS,
     MIN_P,
     PROMPT_LOG_PROBS,
-    checksum,
     ids_parameter,
     packed_log_probs,
     packed_prompt_log_probs,
@@ -136,7 +135,7 @@ def response_tensors(
     inputs: Mapping[str, Array],
     *,
     ids_only: bool = False,
-    checked: bool = False,
+    counted: bool = False,
     top: int = 0,
 ) -> dict[str, Array]:
     """The tensors of one response; shapes are [1, beams = 1, …] as in TensorRT-LLM.
@@ -147,11 +146,10 @@ def response_tensors(
         ids_only: make only output_ids, with num_input_tokens in the first response if it is wanted and
             num_output_tokens in the last, and output_log_probs if they are wanted. Each tensor costs tens
             of microseconds on its way through Triton.
-        checked: begin output_ids with their checksum.
+        counted: begin output_ids with the count of all ids so far.
         top: how many of the most likely tokens output_log_probs tells at each place.
     """
-    place = output.generated - len(output.ids)
-    ids = [checksum(output.ids, place), *output.ids] if checked else output.ids
+    ids = [output.generated, *output.ids] if counted else output.ids
     output_ids = np.array(ids, np.int32).reshape(1, 1, -1)
     if ids_only:
         tensors: dict[str, Array] = {"output_ids": output_ids}

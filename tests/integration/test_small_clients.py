@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from _token_clients import CLIENTS, Batch, random_prompts
 from tritonclient.grpc import InferenceServerClient
 
-from cog_triton.client.token_ids import CLIENTS, Batch, random_prompts
 from cog_triton.server.tritonserver import TritonServer
 from cog_triton.text.tokenizer import Tokenizer
 from tests.integration.conftest import make_server, settings_for

@@ -18,8 +18,7 @@ import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from cog_triton.client.grpc_transport import infer_request
-from cog_triton.client.stream import error_from_text
-from cog_triton.errors import InvalidParameter, PromptTooLong, TritonOverloaded
+from cog_triton.errors import InvalidParameter, PromptTooLong, TritonOverloaded, error_from_text
 from cog_triton.models.preprocessing import word_list
 from cog_triton.wire import stop_inputs
 from tests.stand_in.servers import OUTPUTS, Loader, ids, running_loader, tensors

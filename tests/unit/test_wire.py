@@ -10,7 +10,6 @@ from cog_triton.wire import (
     CONTINUED,
     TokenLogProb,
     adapter_task_id,
-    checksum,
     continued_ids,
     ids_text,
     packed_log_probs,
@@ -50,14 +49,6 @@ def test_a_negative_id_is_refused() -> None:
 
 def test_the_name_in_another_parameter_is_nothing() -> None:
     assert continued_ids(json.dumps({"foo": CONTINUED})) == []
-
-
-def test_a_checksum_tells_ids_and_places_apart() -> None:
-    """The values are fixed: a client and a server of different versions must agree."""
-    assert checksum([1, 2, 3], 2) == 8
-    assert len({checksum([1, 2, 3], place) for place in range(1000)}) == 1000
-    assert checksum([4], 2) != checksum([40], 2)
-    assert checksum([2**31 - 1] * 3, 100_000) == 99_997
 
 
 @pytest.mark.parametrize("top", [0, 1, 2, 5])

@@ -16,7 +16,7 @@ from itertools import accumulate
 from typing import cast
 from urllib.parse import urlsplit
 
-from cog_triton.client.server_sent_events import EventParser
+from tools.server_sent_events import EventParser
 
 # As the last bytes of a read these end the reply: no JSON and no event has such lines in it.
 _LAST_CHUNK = b"\r\n0\r\n\r\n"

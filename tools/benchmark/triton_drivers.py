@@ -37,12 +37,10 @@ class TritonGrpc(Driver):
         super().__init__(context)
         import grpc
 
-        from cog_triton.client.grpc_transport import CHANNEL_OPTIONS
-
         self._end = grpc.aio.EOF
-        self._channel = grpc.aio.insecure_channel(context.grpc, options=CHANNEL_OPTIONS)
-        # No serializers: bytes in, bytes out.
-        self._call: Any = self._channel.stream_stream(self._METHOD)
+        options = [("grpc.max_receive_message_length", -1), ("grpc.enable_http_proxy", 0)]
+        self._channel = grpc.aio.insecure_channel(context.grpc, options=options)
+        self._call: Any = self._channel.stream_stream(self._METHOD)  # bytes in, bytes out
 
     def prepare(self, request: Planned) -> bytes:
         from cog_triton.client.grpc_transport import infer_request
@@ -63,8 +61,7 @@ class TritonGrpc(Driver):
         call = self._call()
         try:
             await call.write(prepared)
-            # Triton ends a stream that is done writing when the last response is out, so that nothing
-            # has to be parsed to know the end.
+            # Triton ends a stream that is done writing when the last response is out: nothing is parsed.
             await call.done_writing()
             while (message := await call.read()) is not self._end:
                 pieces.append((time.perf_counter(), message))
@@ -75,17 +72,17 @@ class TritonGrpc(Driver):
     def parse(self, pieces: list[Piece]) -> Answer:
         from tritonclient.grpc import service_pb2
 
-        from cog_triton.client.grpc_transport import parse_response
+        from cog_triton.client.grpc_transport import flat_outputs, is_final
+        from cog_triton.client.stream import decode_response
 
         answer, final = Answer(), False
         for at, data in pieces:
             message = service_pb2.ModelStreamInferResponse.FromString(data)
             if message.error_message:
                 raise Failed(message.error_message)
-            response = parse_response(message.infer_response)
-            final = response.final
-            if response.ids:
-                answer.add(at, len(response.ids))
+            outputs, final = flat_outputs(message.infer_response), is_final(message.infer_response)
+            if ids := decode_response(outputs, 0, None, final=final).ids:
+                answer.add(at, len(ids))
         if not final:
             raise Failed("the stream ended without a final response")
         return answer

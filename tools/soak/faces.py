@@ -14,14 +14,13 @@ from typing import Any
 
 import aiohttp
 
-from cog_triton.client.resume import Streams
-from cog_triton.client.server_sent_events import EventParser
-from cog_triton.client.stream import Inputs, Response, TritonClient
+from cog_triton.client.stream import Inputs, Response, Streams, TritonClient
 from cog_triton.deployment import Deployment
 from cog_triton.errors import CogTritonError
 from cog_triton.generation import generate
 from cog_triton.request.request import triton_inputs
 from cog_triton.wire import NO_PARAMETERS, Parameters
+from tools.server_sent_events import EventParser
 from tools.soak.plan import Case
 
 RETRYABLE = ("E2105", "E2106")

@@ -12,7 +12,7 @@ from typing import Any
 
 import aiohttp
 
-from cog_triton.client.server_sent_events import EventParser
+from tools.server_sent_events import EventParser
 from tools.soak.faces import CANCELED, CUT, RETRYABLE, AskError, Face, Piece
 from tools.soak.plan import Case
 

@@ -19,16 +19,15 @@ from urllib.parse import urlsplit
 
 import numpy as np
 import numpy.typing as npt
-from tritonclient.grpc.aio import InferenceServerClient
+from tritonclient.grpc import service_pb2
 from tritonclient.grpc.model_config_pb2 import (  # type: ignore[import-untyped, unused-ignore]
     DataType,
 )
-from tritonclient.utils import InferenceServerException
 
 from cog_triton import wire
 from cog_triton.adapters.tensors import TRITON_DTYPES, AdapterTensors
 from cog_triton.client.grpc_transport import (
-    CHANNEL_OPTIONS,
+    Channel,
     GrpcClient,
     infer_request,
     message_arrivals,
@@ -52,12 +51,6 @@ from cog_triton.text.tokenizer import Tokenizer, text_limits
 
 POLL_SECONDS = 0.1
 ASK_SECONDS = 2.0
-# By itself gRPC waits longer after each attempt, up to two minutes: for so long a Triton that is back would
-# not be seen, and the face not be ready.
-RECONNECT_OPTIONS = (
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 500),
-)
 OLD_NAMES = {"seed": "random_seed", "min_tokens": "min_length"}
 NOT_NEEDED = ("return_num_input_tokens",)
 WORDS = ("bad_words", "stop_words")
@@ -198,14 +191,13 @@ class RunningTriton:
 
     def __init__(self, address: str) -> None:
         self.address = address
-        options = [*CHANNEL_OPTIONS, *RECONNECT_OPTIONS]
-        self._client = InferenceServerClient(address, channel_args=options)
+        self._channel = Channel(address)
 
     async def ready(self) -> bool:
         """Return whether every model is ready."""
-        with contextlib.suppress(InferenceServerException):
-            return bool(await self._client.is_server_ready(client_timeout=ASK_SECONDS))
-        return False
+        request, kind = service_pb2.ServerReadyRequest(), service_pb2.ServerReadyResponse
+        reply = await self._ask("ServerReady", request, kind)
+        return reply is not None and bool(reply.ready)
 
     async def wait(self, seconds: float) -> None:
         """Wait until it is ready, or raise ConfigurationError after so many seconds."""
@@ -217,12 +209,17 @@ class RunningTriton:
 
     async def config(self, model: str) -> Any:
         """Return the configuration of a model; None if there is no such model."""
-        with contextlib.suppress(InferenceServerException):
-            return (await self._client.get_model_config(model, client_timeout=ASK_SECONDS)).config
-        return None
+        request, kind = service_pb2.ModelConfigRequest(name=model), service_pb2.ModelConfigResponse
+        reply = await self._ask("ModelConfig", request, kind)
+        return None if reply is None else reply.config
 
     async def aclose(self) -> None:
-        await self._client.close()
+        await self._channel.aclose()
+
+    async def _ask(self, method: str, request: Any, kind: Any) -> Any:
+        with contextlib.suppress(TritonUnavailable, asyncio.TimeoutError):
+            return await asyncio.wait_for(self._channel.call(method, request, kind), ASK_SECONDS)
+        return None
 
 
 class TextEnsemble(GrpcClient):
@@ -296,7 +293,7 @@ class TextEnsemble(GrpcClient):
     async def _texts(self, request_id: str, inputs: Inputs) -> AsyncGenerator[str, None]:
         """Closing it early stops the request in the engine."""
         request = infer_request(self._model, request_id, inputs, ("text_output",))
-        arrivals = await message_arrivals(self.channel, request, self._response_timeout)
+        arrivals = await message_arrivals(self.channel, request, self.timeouts[0])
         try:
             while arrived := await arrivals.take():
                 yield "".join(text_of(message.tensors) for message in arrived)

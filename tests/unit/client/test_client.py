@@ -11,22 +11,16 @@ import pytest
 from tritonclient.grpc import service_pb2
 
 from cog_triton.adapters.tensors import BFLOAT16
-from cog_triton.client.arrivals import Arrivals
-from cog_triton.client.grpc_transport import (
-    GrpcClient,
-    _infer_response,
-    infer_request,
-    parse_response,
-    set_parameters,
-)
-from cog_triton.client.http_transport import HttpClient, parse_event
+from cog_triton.client import grpc_transport, http_transport
+from cog_triton.client.grpc_transport import GrpcClient, infer_request
+from cog_triton.client.http_transport import HttpClient
 from cog_triton.client.stream import (
+    Arrivals,
+    Inputs,
     Response,
     ResponseStream,
     TritonClient,
-    _joined,
-    error_from_text,
-    wanted_log_probs,
+    decode_response,
 )
 from cog_triton.errors import (
     CogTritonError,
@@ -39,11 +33,13 @@ from cog_triton.errors import (
     TritonTokenizerError,
     TritonUnavailable,
     TritonUnknownError,
+    error_from_text,
 )
 from cog_triton.wire import (
     LOG_PROBS,
+    Parameters,
     TokenLogProb,
-    checksum,
+    ids_text,
     packed_log_probs,
     packed_prompt_log_probs,
 )
@@ -89,100 +85,94 @@ def test_an_error_has_no_names_of_inner_models_and_no_traceback() -> None:
     assert str(error_from_text(text)) == "E2102 TritonTokenizerError: TypeError: no text"
 
 
-def grpc_response(**tensors: np.ndarray) -> service_pb2.ModelInferResponse:  # type: ignore[type-arg]
-    response = service_pb2.ModelInferResponse()
+def grpc_message(**tensors: Any) -> service_pb2.ModelInferResponse:
+    message = service_pb2.ModelInferResponse()
     for name, value in tensors.items():
-        response.outputs.add(name=name)
-        response.raw_output_contents.append(value.tobytes())
-    response.parameters["triton_final_response"].bool_param = True
-    return response
+        message.outputs.add(name=name)
+        message.raw_output_contents.append(np.asarray(value).tobytes())
+    return message
 
 
-def test_a_grpc_response() -> None:
-    response = grpc_response(
-        output_ids=np.array([[[5, 6, -1]]], np.int32),
-        sequence_length=np.array([[2]], np.int32),
-        num_input_tokens=np.array([[9]], np.int32),
+def outputs_over(transport: str, **tensors: Any) -> dict[str, list[Any]]:
+    """The outputs as a transport hands them to ``decode_response``."""
+    if transport == "grpc":
+        return grpc_transport.flat_outputs(grpc_message(**tensors))
+    event = {name: value.ravel().tolist() for name, value in tensors.items()}
+    # Triton writes a tensor of a single element as a scalar.
+    return http_transport.flat_outputs(
+        {name: value[0] if len(value) == 1 else value for name, value in event.items()}
     )
-    assert parse_response(response) == Response([5, 6], 9, final=True)
 
 
-def test_a_grpc_response_without_its_ids() -> None:
-    with pytest.raises(TritonMalformedEvent, match=r"^E2104.*output_ids"):
-        parse_response(grpc_response(sequence_length=np.array([[2]], np.int32)))
+def ints(*values: int) -> Any:
+    return np.array([[values]], np.int32)
 
 
-def test_a_grpc_message_that_cannot_be_read() -> None:
-    with pytest.raises(TritonMalformedEvent, match="cannot be read"):
-        _infer_response(b"\xff")
-
-
-def checked(*ids: int, place: int) -> list[int]:
+def counted(*ids: int, place: int) -> Any:
     """The ids as an embedded engine sends them after ``place`` others."""
-    return [checksum(ids, place), *ids]
-
-
-def checked_grpc(ids: list[int], total: int | None = None) -> service_pb2.ModelInferResponse:
-    tensors = {} if total is None else {"num_output_tokens": np.array([[total]], np.int32)}
-    response = grpc_response(output_ids=np.array([[ids]], np.int32), **tensors)
-    response.parameters["triton_final_response"].bool_param = total is not None
-    return response
-
-
-def checked_http(ids: list[int], total: int | None = None) -> dict[str, object]:
-    return {"output_ids": ids, **({} if total is None else {"num_output_tokens": total})}
+    return ints(place + len(ids), *ids)
 
 
 @pytest.mark.parametrize("transport", ["grpc", "http"])
-def test_ids_behind_their_checksum(transport: str) -> None:
-    def parsed(ids: list[int], place: int, total: int | None = None) -> Response:
-        if transport == "grpc":
-            return parse_response(checked_grpc(ids, total), place)
-        return parse_event(checked_http(ids, total), place)
+def test_a_response_of_tensorrt_llm(transport: str) -> None:
+    tensors = {
+        "output_ids": ints(5, 6, -1),
+        "sequence_length": ints(2),
+        "num_input_tokens": ints(9),
+    }
+    response = decode_response(outputs_over(transport, **tensors), 3, None, final=True)
+    assert response == Response([5, 6], 9, final=True)
+    assert not response.keeps_end_token
+    del tensors["output_ids"]
+    with pytest.raises(TritonMalformedEvent, match=r"^E2104.*output_ids"):
+        decode_response(outputs_over(transport, **tensors), 0, None)
 
-    assert parsed(checked(5, 6, place=0), 0) == Response([5, 6], None, final=False)
-    assert parsed(checked(7, place=2), 2, total=3) == Response([7], None, final=True)
-    assert parsed(checked(place=3), 3, total=3) == Response([], None, final=True)
-    whole = checked(5, 6, place=2)
+
+@pytest.mark.parametrize("transport", ["grpc", "http"])
+def test_ids_behind_their_running_count(transport: str) -> None:
+    def decoded(ids: Any, place: int, total: int | None = None, **given: Any) -> Response:
+        tensors = {} if total is None else {"num_output_tokens": ints(total)}
+        outputs = outputs_over(transport, output_ids=ids, **tensors)
+        return decode_response(outputs, place, None, **given)
+
+    assert decoded(counted(5, 6, place=0), 0) == Response([5, 6], None, final=False)
+    assert decoded(counted(7, place=2), 2, total=3) == Response([7], None, final=True)
+    assert decoded(counted(place=3), 3, total=3) == Response([], None, final=True)
+    whole = counted(5, 6, place=2)
     for ids, place in [
         (whole, 1),  # something before it was lost
         (whole, 4),  # it came twice
-        (whole[:-1], 2),
-        ([*whole[:-1], 7], 2),
-        (whole[1:], 2),
-        ([], 2),
+        (whole[..., :-1], 2),
+        (whole[..., 1:], 2),
+        (ints(), 2),
     ]:
         with pytest.raises(TritonMalformedEvent, match=f"^E2104.*after {place} tokens"):
-            parsed(ids, place)
-    with pytest.raises(TritonMalformedEvent, match=r"^E2104.*4 tokens of 5"):
-        parsed(whole, 2, total=5)
+            decoded(ids, place)
+    for total in (5, None):  # the engine's count is another, or did not come
+        with pytest.raises(TritonMalformedEvent, match=r"^E2104.*after 2 tokens"):
+            decoded(whole, 2, total=total, final=True)
 
 
 LIKELY = [TokenLogProb(5, -0.5, ((5, -0.5), (9, -1.5))), TokenLogProb(6, -2.0)]
 
 
 @pytest.mark.parametrize("transport", ["grpc", "http"])
-@pytest.mark.parametrize("keeps_end_token", [True, False])
-def test_log_probabilities_of_a_response(transport: str, keeps_end_token: bool) -> None:
-    ids = checked(5, 6, place=0) if keeps_end_token else [5, 6]
+@pytest.mark.parametrize("embedded", [True, False])
+def test_log_probabilities_of_a_response(transport: str, embedded: bool) -> None:
     values = packed_log_probs(LIKELY, 2)
-    length = {} if keeps_end_token else {"sequence_length": np.array([[2]], np.int32)}
-    tensors = {"output_ids": np.array([[ids]], np.int32), **length, LOG_PROBS: values}
+    tensors = {"output_ids": counted(5, 6, place=0) if embedded else ints(5, 6)}
+    if not embedded:
+        tensors["sequence_length"] = ints(2)
 
-    def parsed(tensors: dict[str, Any], top: int | None) -> list[TokenLogProb]:
-        if transport == "grpc":
-            response = grpc_response(**tensors)
-            response.parameters["triton_final_response"].bool_param = False
-            return parse_response(response, 0, top).log_probs
-        event = {name: value.ravel().tolist() for name, value in tensors.items()}
-        return parse_event(event, 0, top).log_probs
+    def decoded(values: Any, top: int | None) -> list[TokenLogProb]:
+        outputs = outputs_over(transport, **tensors, **{LOG_PROBS: values})
+        return decode_response(outputs, 0, top).log_probs
 
-    assert parsed(tensors, 2) == LIKELY
-    assert parsed(tensors, None) == []
-    for short in ({LOG_PROBS: values[:-1]}, {LOG_PROBS: None}):
-        given = {name: v for name, v in {**tensors, **short}.items() if v is not None}
+    assert decoded(values, 2) == LIKELY
+    assert decoded(values, None) == []
+    for short in (values[:-1], values[:0]):
         with pytest.raises(TritonMalformedEvent, match="lacks the log probabilities"):
-            parsed(given, 2)
+            decoded(short, 2)
 
 
 @pytest.mark.parametrize("transport", ["grpc", "http"])
@@ -190,85 +180,18 @@ def test_log_probabilities_of_a_prompt(transport: str) -> None:
     places = [((3, 0.0),), ((4, -1.0), (8, -0.5), (4, -1.0))]
     values = np.append(packed_prompt_log_probs(places, 2), packed_log_probs(LIKELY, 2))
 
-    def parsed(values: Any) -> Response:
-        ids = np.array([[checked(5, 6, place=0)]], np.int32)
-        if transport == "grpc":
-            response = grpc_response(output_ids=ids, **{LOG_PROBS: values})
-            response.parameters["triton_final_response"].bool_param = False
-            return parse_response(response, 0, 2)
-        event = {"output_ids": ids.ravel().tolist(), LOG_PROBS: values.tolist()}
-        return parse_event(event, 0, 2)
+    def decoded(values: Any) -> Response:
+        tensors = {"output_ids": counted(5, 6, place=0), LOG_PROBS: values}
+        return decode_response(outputs_over(transport, **tensors), 0, 2)
 
-    first = parsed(values)
+    first = decoded(values)
     assert first.log_probs == LIKELY
     assert first.prompt_log_probs == [
         TokenLogProb(3, 0.0),
         TokenLogProb(4, -1.0, ((8, -0.5), (4, -1.0))),
     ]
-    assert _joined([first, parsed(packed_log_probs(LIKELY, 2))]).prompt_log_probs == (
-        first.prompt_log_probs
-    )
     with pytest.raises(TritonMalformedEvent, match="lacks the log probabilities"):
-        parsed(values[1:])
-
-
-def test_log_probabilities_that_arrived_together_are_joined() -> None:
-    parts = [Response([t.id], None, False, log_probs=[t]) for t in LIKELY]
-    assert _joined(parts).log_probs == LIKELY
-
-
-@pytest.mark.parametrize(
-    ("inputs", "parameters", "wanted"),
-    [
-        ({}, {}, None),
-        ({}, {"top_logprobs": 3}, None),
-        ({"return_log_probs": np.array([[False]])}, {}, None),
-        ({"return_log_probs": np.array([[True]])}, {}, 0),
-        ({"return_log_probs": np.array([[True]])}, {"top_logprobs": 3}, 3),
-    ],
-)
-def test_what_a_request_wants(inputs: Any, parameters: Any, wanted: int | None) -> None:
-    assert wanted_log_probs(inputs, parameters) == wanted
-
-
-def test_parameters_of_a_grpc_request() -> None:
-    request = infer_request("ensemble", "id1", {}, ())
-    set_parameters(request, {"a": True, "b": 5, "c": "text"})
-    assert request.parameters["a"].bool_param is True
-    assert request.parameters["b"].int64_param == 5
-    assert request.parameters["c"].string_param == "text"
-
-
-def test_a_grpc_stream_that_ends_without_the_engines_count() -> None:
-    response = checked_grpc(checked(5, place=0))
-    response.parameters["triton_final_response"].bool_param = True
-    with pytest.raises(TritonMalformedEvent, match="1 tokens of \\?"):
-        parse_response(response)
-
-
-def test_a_grpc_request() -> None:
-    inputs = {"text_input": np.array([[b"Hi"]], object), "seed": np.array([[2**64 - 1]], np.uint64)}
-    request = infer_request("ensemble", "id1", inputs, ("output_ids",))
-    assert request.id == "id1"
-    assert [(t.name, t.datatype, list(t.shape)) for t in request.inputs] == [
-        ("text_input", "BYTES", [1, 1]),
-        ("seed", "UINT64", [1, 1]),
-    ]
-    assert request.raw_input_contents[1] == b"\xff" * 8
-    assert [output.name for output in request.outputs] == ["output_ids"]
-
-
-@pytest.mark.parametrize(
-    ("event", "ids"),
-    [
-        ({"output_ids": [5, 6, 7], "sequence_length": 3}, [5, 6, 7]),
-        ({"output_ids": 5, "sequence_length": 1}, [5]),
-        ({"output_ids": [], "sequence_length": 0}, []),
-        ({"output_ids": [5, -1], "sequence_length": [1]}, [5]),
-    ],
-)
-def test_an_http_event(event: dict[str, object], ids: list[int]) -> None:
-    assert parse_event(event).ids == ids
+        decoded(values[1:])
 
 
 @pytest.mark.parametrize(
@@ -282,7 +205,28 @@ def test_an_http_event(event: dict[str, object], ids: list[int]) -> None:
 )
 def test_a_malformed_http_event(event: dict[str, object]) -> None:
     with pytest.raises(TritonMalformedEvent, match=r"^E2104"):
-        parse_event(event)
+        decode_response(http_transport.flat_outputs(event), 0, None)
+
+
+def test_a_grpc_request() -> None:
+    inputs = {
+        "text_input": np.array([[b"Hi"]], object),
+        "seed": np.array([[2**64 - 1]], np.uint64),
+        "words": np.zeros((1, 0), object),
+    }
+    parameters: Parameters = {"a": True, "b": 5, "c": "text"}
+    request = infer_request("ensemble", "id1", inputs, ("output_ids",), parameters)
+    assert request.id == "id1"
+    assert [(t.name, t.datatype, list(t.shape)) for t in request.inputs] == [
+        ("text_input", "BYTES", [1, 1]),
+        ("seed", "UINT64", [1, 1]),
+        ("words", "BYTES", [1, 0]),
+    ]
+    assert list(request.raw_input_contents) == [b"\2\0\0\0Hi", b"\xff" * 8, b""]
+    assert [output.name for output in request.outputs] == ["output_ids"]
+    assert request.parameters["a"].bool_param is True
+    assert request.parameters["b"].int64_param == 5
+    assert request.parameters["c"].string_param == "text"
 
 
 def http_error(body: str, content_type: str = "text/event-stream", status: int = 200) -> str:
@@ -315,10 +259,10 @@ def test_http_replies_that_end_in_an_error() -> None:
     assert http_error("data: {oops\n\n").startswith(TritonMalformedJSON.code)
     assert http_error("data: [1]\n\n").startswith(TritonMalformedEvent.code)
     assert http_error("").startswith(TritonMalformedEvent.code)
-    first = f"data: {json.dumps(checked_http(checked(5, 6, place=0)))}\n\n"
-    lost = f"data: {json.dumps(checked_http(checked(8, place=3), 4))}\n\n"
-    assert "a gap or an error after 2 tokens" in http_error(first + lost)
-    assert "2 tokens of ?" in http_error(first)
+    first = f"data: {json.dumps({'output_ids': [2, 5, 6]})}\n\n"
+    lost = f"data: {json.dumps({'output_ids': [4, 8], 'num_output_tokens': 4})}\n\n"
+    assert "lost something after 2 tokens" in http_error(first + lost)
+    assert "lost something after 2 tokens" in http_error(first)
     assert http_error(good + 'data: {"error": "Exceeds maximum queue size"}\n\n').startswith(
         "E2106"
     )
@@ -328,22 +272,23 @@ def test_http_replies_that_end_in_an_error() -> None:
 
 
 class Scripted(TritonClient):
-    """A client whose transport is a list of responses and errors, which waits for a stop at the end."""
+    """A client whose transport is a list of responses and errors, and which waits for stops at the end.
 
-    def __init__(
-        self,
-        responses: list[Response | CogTritonError],
-        response_timeout: float = 60,
-        stall_timeout: float | None = None,
-    ) -> None:
-        super().__init__(response_timeout=response_timeout, stall_timeout=stall_timeout)
+    Attributes:
+        needed: how many stops end the streams.
+    """
+
+    def __init__(self, responses: list[Response | CogTritonError], **timeouts: float) -> None:
+        super().__init__(**{"response_timeout": 60, **timeouts})
         self._script = responses
+        self.needed = 1
         self.stopped: list[str] = []
-        self.begun: list[ResponseStream] = []
+        self.begun: list[tuple[ResponseStream, Inputs, Parameters]] = []
 
-    async def _begin(self, *_: object) -> ResponseStream:
-        stream = ResponseStream(self._response_timeout)
-        self.begun.append(stream)
+    async def _begin(
+        self, stream: ResponseStream, _: str, inputs: Inputs, parameters: Parameters
+    ) -> None:
+        self.begun.append((stream, inputs, parameters))
         for item in self._script:
             if isinstance(item, CogTritonError):
                 stream.end(item)
@@ -351,16 +296,21 @@ class Scripted(TritonClient):
                 stream.add(item)
                 if item.final:
                     stream.end()
-        return stream
 
     async def _send_stop(self, request_id: str) -> None:
         self.stopped.append(request_id)
-        if len(self.stopped) == 2:  # the first overtook its request
-            for stream in self.begun:
+        if len(self.stopped) == self.needed:
+            for stream, *_ in self.begun:
                 stream.end()
 
     async def _disconnect(self) -> None:
         pass
+
+
+async def consume(client: TritonClient) -> None:
+    async with client.stream("id", {}) as responses:
+        async for _ in responses:
+            pass
 
 
 def test_what_arrived_together_is_handed_on_together() -> None:
@@ -377,7 +327,7 @@ def test_what_arrived_together_is_handed_on_together() -> None:
     assert asyncio.run(main()) == [Response([1, 2, 3], 7, final=True)]
 
 
-def test_leaving_early_stops_until_the_stream_has_ended() -> None:
+def test_a_request_that_has_begun_is_stopped_once() -> None:
     async def main() -> list[str]:
         client = Scripted([Response([1], None, False)])
         async with client.stream("id", {}) as responses:
@@ -385,19 +335,14 @@ def test_leaving_early_stops_until_the_stream_has_ended() -> None:
         await client.aclose()
         return client.stopped
 
-    assert asyncio.run(main()) == ["id", "id"]
+    assert asyncio.run(main()) == ["id"]
 
 
-def test_a_cancelled_consumer_stops_the_request() -> None:
+def test_a_request_that_a_stop_may_overtake_is_stopped_until_it_ends() -> None:
     async def main() -> list[str]:
         client = Scripted([])
-
-        async def consume() -> None:
-            async with client.stream("id", {}) as responses:
-                async for _ in responses:
-                    pass
-
-        task = asyncio.create_task(consume())
+        client.needed = 3
+        task = asyncio.create_task(consume(client))
         await asyncio.sleep(0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -405,24 +350,55 @@ def test_a_cancelled_consumer_stops_the_request() -> None:
         await client.aclose()
         return client.stopped
 
-    assert asyncio.run(main()) == ["id", "id"]
+    assert asyncio.run(main()) == ["id"] * 3
 
 
-def test_silence_fails_the_request_and_stops_it() -> None:
+@pytest.mark.parametrize(
+    ("timeouts", "error"),
+    [
+        ({"response_timeout": 0.01}, TritonTimeout),
+        ({"response_timeout": 0.01, "stall_timeout": 5}, TritonTimeout),
+        ({"stall_timeout": 0.01}, TritonMalformedEvent),
+    ],
+)
+def test_silence_fails_the_request_and_stops_it(
+    timeouts: dict[str, float], error: type[CogTritonError]
+) -> None:
     async def main() -> list[str]:
-        client = Scripted([Response([1], None, False)], response_timeout=0.01)
-
-        async def consume() -> None:
-            async with client.stream("id", {}) as responses:
-                async for _ in responses:
-                    pass
-
-        with pytest.raises(TritonTimeout, match=r"^E2101"):
-            await consume()
+        client = Scripted([Response([1], None, False)], **timeouts)
+        with pytest.raises(error, match=r"sent nothing for 0\.01 s"):
+            await consume(client)
         await client.aclose()
         return client.stopped
 
-    assert asyncio.run(main()) == ["id", "id"]
+    assert asyncio.run(main()) == ["id"]
+
+
+def test_a_stall_begins_with_the_first_response() -> None:
+    async def main() -> None:
+        client = Scripted([], stall_timeout=0.01)
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(consume(client), 0.05)
+        await client.aclose()
+
+    asyncio.run(main())
+
+
+def test_parameters_that_every_request_has() -> None:
+    async def main() -> Any:
+        client = Scripted([Response([], None, True)])
+        inputs = {"return_log_probs": np.array([[True]])}
+        async with client.stream("id", inputs, [5, 6], {"top_logprobs": 3}):
+            pass
+        async with client.stream("id", {}, [], {"top_logprobs": 3}):
+            pass
+        return client.begun
+
+    (first, _, parameters), (second, _, others) = asyncio.run(main())
+    asked = {"top_logprobs": 3, "counted_ids": True}
+    assert parameters == {**asked, "continued_ids": ids_text([5, 6])}
+    assert others == asked
+    assert (first.top, second.top) == (3, None)
 
 
 def test_a_stream_that_fails_raises_after_what_arrived() -> None:
@@ -465,46 +441,6 @@ def test_what_has_ended_hands_on_nothing() -> None:
     asyncio.run(main())
 
 
-def test_a_stream_that_stands_still_while_others_go_on_is_not_whole() -> None:
-    async def main() -> list[str]:
-        client = Scripted([Response([1], None, False)], stall_timeout=0.02)
-        async with client.stream("stalls", {}) as stalled, client.stream("goes on", {}) as other:
-            assert await anext(stalled) == Response([1], None, False)
-
-            async def others() -> None:
-                while True:
-                    other._last = asyncio.get_running_loop().time()
-                    await asyncio.sleep(0.001)
-
-            going_on = asyncio.create_task(others())
-            with pytest.raises(TritonMalformedEvent, match=r"stood still for 0\.02 s"):
-                await anext(stalled)
-            going_on.cancel()
-        await client.aclose()
-        return client.stopped
-
-    assert "stalls" in asyncio.run(main())
-
-
-def test_streams_that_are_silent_together_or_wait_for_their_first_token_are_let_be() -> None:
-    async def main() -> None:
-        client = Scripted([Response([1], None, False)], stall_timeout=0.01)
-        waiting = Scripted([], stall_timeout=0.01)
-        waiting._last_ended = asyncio.get_running_loop().time() + 60  # another goes on
-        async with (
-            client.stream("first", {}) as first,
-            client.stream("second", {}) as second,
-            waiting.stream("third", {}) as third,
-        ):
-            assert (await anext(first)).ids == (await anext(second)).ids == [1]
-            for stream in (first, second, third):
-                with pytest.raises(asyncio.TimeoutError):
-                    await asyncio.wait_for(anext(stream), 0.05)
-        await asyncio.gather(client.aclose(), waiting.aclose())
-
-    asyncio.run(main())
-
-
 @pytest.mark.parametrize(
     ("error", "told"),
     [
@@ -516,14 +452,8 @@ def test_streams_that_are_silent_together_or_wait_for_their_first_token_are_let_
 def test_the_engine_is_told_of_a_stream_that_broke(error: CogTritonError, told: list[str]) -> None:
     async def main() -> list[str]:
         client = Scripted([Response([1], None, False), error])
-
-        async def consume() -> None:
-            async with client.stream("id", {}) as responses:
-                async for _ in responses:
-                    pass
-
         with pytest.raises(type(error)):
-            await consume()
+            await consume(client)
         await client.aclose()
         return client.stopped
 
@@ -539,6 +469,7 @@ def test_a_stop_that_fails_is_sent_again() -> None:
 
     async def main() -> list[str]:
         client = Stubborn([Response([1], None, False)])
+        client.needed = 2
         async with client.stream("id", {}) as responses:
             await anext(aiter(responses))
         await client.aclose()

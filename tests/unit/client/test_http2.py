@@ -14,8 +14,8 @@ from h2.config import H2Configuration
 from h2.connection import H2Connection
 from h2.errors import ErrorCodes
 
-from cog_triton.client.arrivals import Arrivals
 from cog_triton.client.http2 import Connection, Stream, connect
+from cog_triton.client.stream import Arrivals
 
 PATH = "/test.Test/{}"
 LARGE = bytes(range(256)) * 4000  # a megabyte: sixteen times what may be sent unasked

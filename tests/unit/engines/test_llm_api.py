@@ -18,7 +18,6 @@ from typing import Any
 
 import pytest
 
-from cog_triton.client.stream import error_from_text
 from cog_triton.engines.arguments import (
     context_length,
     llm_arguments,
@@ -43,6 +42,7 @@ from cog_triton.engines.llm_api import (
     sampler_of,
     sampling_arguments,
 )
+from cog_triton.errors import error_from_text
 from cog_triton.repository.variables import VARIABLES
 from tests.support import wait_until
 

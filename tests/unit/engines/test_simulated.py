@@ -15,7 +15,6 @@ from tritonclient.grpc.model_config_pb2 import (  # type: ignore[import-untyped,
     ModelConfig,
 )
 
-from cog_triton.client.stream import error_from_text
 from cog_triton.deployment.preparation import template_values
 from cog_triton.deployment.running import WARM_UP
 from cog_triton.engines.base import (
@@ -42,6 +41,7 @@ from cog_triton.errors import (
     TemplateError,
     TritonOverloaded,
     TritonUnknownError,
+    error_from_text,
 )
 from cog_triton.repository.fill import fill_repository
 from cog_triton.repository.variables import VARIABLES

@@ -173,7 +173,7 @@ def test_parameters_of_a_request() -> None:
         CONTINUED: ids_text([3]),
         ADD_SPECIAL_TOKENS: False,
         LOGIT_BIAS: '{"5": 1, "7": -0.5}',
-        "checked_ids": True,
+        "counted_ids": True,
     }
     assert asked(json.dumps(values)) == Asked([1, 2], [3], False, {5: 1.0, 7: -0.5})
     assert asked("") == asked("{}") == Asked([], [], None, {})

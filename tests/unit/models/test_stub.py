@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from cog_triton.client.stream import error_from_text
-from cog_triton.errors import TritonTokenizerError
+from cog_triton.errors import TritonTokenizerError, error_from_text
 from cog_triton.models import stub
 
 

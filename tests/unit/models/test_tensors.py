@@ -19,7 +19,6 @@ from cog_triton.request.guide import Guide, GuideKind
 from cog_triton.request.limits import GUIDE_CHARACTERS, WORD_IDS
 from cog_triton.wire import (
     TokenLogProb,
-    checksum,
     ids_text,
     unpacked_log_probs,
     unpacked_prompt_log_probs,
@@ -420,15 +419,15 @@ def test_ids_only_is_one_tensor_and_once_the_prompts_length() -> None:
     assert last["num_output_tokens"].tolist() == [[7]]
 
 
-def test_ids_stand_behind_their_checksum_if_a_client_checks_them() -> None:
-    later = response_tensors(0, output(generated=5), inputs(), ids_only=True, checked=True)
-    expected = [checksum([11, 12], 3), 11, 12]
+def test_ids_stand_behind_their_count_if_a_client_asks() -> None:
+    later = response_tensors(0, output(generated=5), inputs(), ids_only=True, counted=True)
+    expected = [5, 11, 12]
     assert {name: array.tolist() for name, array in later.items()} == {"output_ids": [[expected]]}
     last = response_tensors(
-        0, output(ids=[], generated=7, final=True), inputs(), ids_only=True, checked=True
+        0, output(ids=[], generated=7, final=True), inputs(), ids_only=True, counted=True
     )
     assert {name: array.tolist() for name, array in last.items()} == {
-        "output_ids": [[[checksum([], 7)]]],
+        "output_ids": [[[7]]],
         "num_output_tokens": [[7]],
     }
 

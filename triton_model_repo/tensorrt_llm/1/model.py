@@ -25,7 +25,7 @@ from cog_triton.models.tensors import (
     top_log_probs,
 )
 from cog_triton.processes import end_with_parent
-from cog_triton.wire import CHECKED_IDS, IDS_ONLY, continued_ids
+from cog_triton.wire import COUNTED_IDS, IDS_ONLY, continued_ids
 
 CANCELLATION_CHECK_SECONDS = (
     1.0  # asking Triton is a round trip: per token it halves the throughput
@@ -200,8 +200,8 @@ def continued(parameters: str) -> list[int]:
 
 def ids_only(parameters: dict[str, Any]) -> dict[str, bool]:
     """Return the form of responses for a client that reads only token ids."""
-    if parameters.get(CHECKED_IDS) is True:
-        return {"ids_only": True, "checked": True}
+    if parameters.get(COUNTED_IDS) is True:
+        return {"ids_only": True, "counted": True}
     return {"ids_only": True} if parameters.get(IDS_ONLY) is True else {}
 
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from cog_triton.client.server_sent_events import EventParser
+from tools.server_sent_events import EventParser
 
 STREAM = (
     b'data: {"a": 1}\n\n'

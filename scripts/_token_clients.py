@@ -1,8 +1,4 @@
-"""Token ids to the engine's model and back, past the ensemble, as NVIDIA's small clients send them.
-
-Over gRPC a batch is one request. Over HTTP each of its sequences is one, sent together: Triton's generate
-endpoint takes no more.
-"""
+"""Token ids to the engine's model and back, past the ensemble, as NVIDIA's small clients send them."""
 
 from __future__ import annotations
 
@@ -16,15 +12,15 @@ import numpy as np
 import numpy.typing as npt
 
 from cog_triton.client.grpc_transport import Channel, Message, infer_request, stream_messages
-from cog_triton.client.http_transport import HttpClient, parse_event
+from cog_triton.client.http_transport import HttpClient, flat_outputs
+from cog_triton.client.stream import decode_response
 from cog_triton.errors import TritonMalformedEvent
 from cog_triton.wire import ENGINE
 
 OUTPUTS = ("output_ids", "sequence_length", "batch_index")
-RESPONSE_SECONDS = 600.0
 
 Emit = Callable[[int, list[int]], object]
-Rows = list[list[int]]
+Prompts = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -34,13 +30,12 @@ class Batch:
     Attributes:
         prompts: all of the same length.
         output_len: the most output tokens of each.
-        top_k: 1 is greedy.
-        top_p: 0 is no limit.
+        top_k, top_p: 1 is greedy, 0 is no limit.
         end_id: ends an output; None leaves it to the engine.
-        streaming: whether responses come as tokens are made, or one at the end.
+        streaming: responses come as tokens are made, and not one at the end.
     """
 
-    prompts: tuple[tuple[int, ...], ...]
+    prompts: Prompts
     output_len: int
     top_k: int = 1
     top_p: float = 0.0
@@ -64,8 +59,7 @@ class Batch:
             "exclude_input_in_output": np.bool_(True),
         }
         given = {name: value for name, value in values.items() if value is not None}
-        tensors = {name: np.full((len(ids), 1), value) for name, value in given.items()}
-        return {"input_ids": ids, **tensors}
+        return {"input_ids": ids, **{n: np.full((len(ids), 1), v) for n, v in given.items()}}
 
 
 class TokenClient:
@@ -74,7 +68,7 @@ class TokenClient:
     def __init__(self, address: str) -> None:
         self._channel = Channel(address)
 
-    async def complete(self, batch: Batch, emit: Emit = lambda *_: None) -> Rows:
+    async def complete(self, batch: Batch, emit: Emit = lambda *_: None) -> list[list[int]]:
         """Return the new token ids of each sequence; of several beams, those of the first.
 
         Args:
@@ -83,53 +77,48 @@ class TokenClient:
         Raises:
             CogTritonError: Triton cannot be reached, or refused or failed the request.
         """
-        rows: Rows = [[] for _ in batch.prompts]
+        rows: list[list[int]] = [[] for _ in batch.prompts]
 
         def add(row: int, ids: list[int]) -> None:
             # With beams, a streamed response has all tokens so far.
             rows[row] = ids if batch.beam_width > 1 else rows[row] + ids
             emit(row, ids)
 
-        await self._run(batch, add)
+        await self._run(batch.inputs(), add)
         return rows
 
     async def aclose(self) -> None:
-        """Close the connections."""
         await self._channel.aclose()
 
-    async def _run(self, batch: Batch, emit: Emit) -> None:
-        request = infer_request(ENGINE, secrets.token_hex(8), batch.inputs(), OUTPUTS)
+    async def _run(self, inputs: dict[str, npt.NDArray[Any]], emit: Emit) -> None:
+        request = infer_request(ENGINE, secrets.token_hex(8), inputs, OUTPUTS)
         async for message in stream_messages(self._channel, request):
             if message.tensors:
                 emit(*_tokens(message))
 
 
 class HttpTokenClient(TokenClient):
-    """The same over generate_stream, a sequence a request."""
+    """The same over generate_stream, which takes one sequence a request."""
 
     def __init__(self, address: str) -> None:
-        self._client = HttpClient(address, response_timeout=RESPONSE_SECONDS)
+        self._client = HttpClient(address, response_timeout=600)
 
     async def aclose(self) -> None:
         await self._client.aclose()
 
-    async def _run(self, batch: Batch, emit: Emit) -> None:
-        inputs = batch.inputs()
-
+    async def _run(self, inputs: dict[str, npt.NDArray[Any]], emit: Emit) -> None:
         async def run(row: int) -> None:
             own = {name: value[row : row + 1] for name, value in inputs.items()}
             async for event in self._client.events(ENGINE, secrets.token_hex(8), own):
-                emit(row, parse_event(event).ids)
+                emit(row, decode_response(flat_outputs(event), 0, None).ids)
 
-        await asyncio.gather(*map(run, range(len(batch.prompts))))
+        await asyncio.gather(*map(run, range(len(inputs["input_ids"]))))
 
 
 CLIENTS: dict[str, type[TokenClient]] = {"grpc": TokenClient, "http": HttpTokenClient}
 
 
-def random_prompts(
-    batch_size: int, length: int, vocabulary: int, seed: int
-) -> tuple[tuple[int, ...], ...]:
+def random_prompts(batch_size: int, length: int, vocabulary: int, seed: int) -> Prompts:
     """Return prompts of random ids below ``vocabulary``; the same again with the same seed."""
     ids = np.random.default_rng(seed).integers(0, vocabulary, (batch_size, length))
     return tuple(tuple(row) for row in ids.tolist())

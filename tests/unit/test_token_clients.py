@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from _token_clients import Batch, _tokens, random_prompts
 
 from cog_triton.client.grpc_transport import Message
 from cog_triton.client.http_transport import json_value
-from cog_triton.client.token_ids import Batch, _tokens, random_prompts
 from cog_triton.errors import TritonMalformedEvent
 
 
