@@ -1,5 +1,13 @@
-"""The lives of tritonserver: find it, its command line, its guard, its ranks, its log.
+"""tritonserver as a process: find it, its command line, its guard, its ranks, its log.
 
-May import ``settings`` and ``errors``. After a change: pytest tests/unit/server
+    tritonserver.py   TritonServer: start, stop, health
+    command.py        command lines of a server and of ranks under mpirun; ports
+    installation.py   the server and its backends on this machine; its environment, without secrets
+    guard.py          a program of its own: runs a server, and ends it with its starter
+    leftovers.py      removal of what is left when a guard is killed
+    log.py            levels, ranks, and the reason of an end
+    mpi_job.py        a program of its own: runs a command without the variables of its MPI job
+
+May import ``settings``, ``errors`` and ``wire``. After a change: pytest tests/unit/server
 tests/integration/test_process.py tests/integration/test_ranks.py
 """

@@ -1,4 +1,4 @@
-"""The command lines of tritonserver: alone, or one rank for each GPU under mpirun; and their ports."""
+"""Command lines of tritonserver, as one process or as one rank for each GPU under mpirun; and ports."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GUARD = Path(__file__).with_name("guard.py")
 
 @dataclass(frozen=True)
 class Endpoints:
-    """Where a running server listens."""
+    """The addresses of a running server."""
 
     host: str
     http_port: int
@@ -28,19 +28,51 @@ class Endpoints:
 
     @property
     def http(self) -> str:
-        return f"{self._connect_host}:{self.http_port}"
+        return self._address(self.http_port)
 
     @property
     def grpc(self) -> str:
-        return f"{self._connect_host}:{self.grpc_port}"
+        return self._address(self.grpc_port)
 
     @property
     def metrics(self) -> str:
-        return f"{self._connect_host}:{self.metrics_port}"
+        return self._address(self.metrics_port)
 
-    @property
-    def _connect_host(self) -> str:
-        return "127.0.0.1" if self.host == "0.0.0.0" else self.host
+    def _address(self, port: int) -> str:
+        return f"{'127.0.0.1' if self.host == '0.0.0.0' else self.host}:{port}"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The options of NVIDIA's launch script, which are not settings.
+
+    Attributes:
+        engine_models: the models that a rank other than 0 loads.
+        options: options of tritonserver on every rank, after all others.
+        first_rank_options: further ones on rank 0.
+        launcher: command that runs each tritonserver, such as trtllm-llmapi-launch.
+        mpi: run under mpirun even a single rank, whose backend spawns processes through MPI.
+        environment: further environment variables.
+        rank: the one rank to run, where something else than mpirun, such as Slurm, starts the others.
+    """
+
+    engine_models: tuple[str, ...] = ("tensorrt_llm",)
+    options: tuple[str, ...] = ()
+    first_rank_options: tuple[str, ...] = ()
+    launcher: tuple[str, ...] = ()
+    mpi: bool = False
+    environment: Mapping[str, str] = field(default_factory=dict)
+    rank: int | None = None
+
+    def under_mpirun(self, settings: Settings) -> bool:
+        """Return whether this process starts an mpirun."""
+        return self.rank is None and (self.mpi or settings.world_size > 1)
+
+    def guard_role(self, settings: Settings) -> str:
+        """Return the role of the guard; see ``cog_triton.server.guard``."""
+        if self.under_mpirun(settings):
+            return "group"
+        return "follower" if self.rank else "server"
 
 
 def command(
@@ -51,7 +83,7 @@ def command(
     shm_prefix: str,
     settings: Settings,
 ) -> list[str]:
-    """The command line of tritonserver."""
+    """Return the command line of tritonserver."""
     options = {
         "model-repository": repository,
         "backend-directory": backends,
@@ -75,50 +107,19 @@ def command(
 
 
 def closed(apis: str) -> list[str]:
-    """The options that close parts of Triton's API, which are named with commas between, or ``none``.
+    """Return the options that close parts of Triton's API, named with commas between, or ``none``.
 
     Triton restricts them to those who send a header with a certain value. Neither HTTP nor gRPC can send
     this one, a line break. A random value could be read from the command line by all on the machine.
     """
-    if apis == "none":
-        return []
-    return [
-        f"--{option}={apis}:closed=\n"
-        for option in ("http-restricted-api", "grpc-restricted-protocol")
-    ]
-
-
-@dataclass(frozen=True)
-class Launch:
-    """How tritonserver is started, beyond what the settings say: what NVIDIA's launch script can be told.
-
-    Attributes:
-        engine_models: the models that a rank other than 0 loads.
-        options: options of tritonserver on every rank, after all others.
-        first_rank_options: further ones on rank 0.
-        launcher: command that runs each tritonserver, such as trtllm-llmapi-launch.
-        mpi: run under mpirun even a single rank, whose backend spawns processes through MPI.
-        environment: further environment variables.
-        rank: the one rank to run, where something else than mpirun, such as Slurm, starts the others.
-    """
-
-    engine_models: tuple[str, ...] = ("tensorrt_llm",)
-    options: tuple[str, ...] = ()
-    first_rank_options: tuple[str, ...] = ()
-    launcher: tuple[str, ...] = ()
-    mpi: bool = False
-    environment: Mapping[str, str] = field(default_factory=dict)
-    rank: int | None = None
-
-    def under_mpirun(self, settings: Settings) -> bool:
-        """Whether this process starts an mpirun."""
-        return self.rank is None and (self.mpi or settings.world_size > 1)
+    options = () if apis == "none" else ("http-restricted-api", "grpc-restricted-protocol")
+    return [f"--{option}={apis}:closed=\n" for option in options]
 
 
 def launch_command(
     server_command: list[str], shm_prefix: str, settings: Settings, launch: Launch
 ) -> list[str]:
-    """The command line to run under a guard: tritonserver, mpirun with its ranks, or one rank."""
+    """Return the command line to run under a guard: tritonserver, mpirun with its ranks, or one rank."""
     if launch.under_mpirun(settings):
         return mpirun_command(
             server_command, settings.world_size, shm_prefix, settings.stop_timeout, launch
@@ -133,9 +134,9 @@ def mpirun_command(
     world_size: int,
     shm_prefix: str,
     stop_timeout: float,
-    launch: Launch | None = None,
+    launch: Launch = Launch(),
 ) -> list[str]:
-    """The command line of mpirun that starts one tritonserver a rank, each under a guard of its own.
+    """Return the command line of mpirun that starts one tritonserver a rank, each under its own guard.
 
     For Open MPI 4.1, as in NVIDIA's containers, and 5, which takes the same options.
 
@@ -143,51 +144,36 @@ def mpirun_command(
         server_command: tritonserver's, with ``shm_prefix`` as the prefix of its shared memory.
         stop_timeout: seconds from the stop of the group to the SIGKILL for all of it.
     """
-    launch = launch or Launch()
     rank_timeout = 0.75 * stop_timeout  # after tritonserver's own limit, before the group's
-    ranks = [
-        guarded(
-            str(rank),
-            f"{shm_prefix}{rank}_",
-            rank_timeout,
-            rank_command(server_command, rank, shm_prefix, launch),
-        )
-        for rank in range(world_size)
-    ]
-    return [
-        "mpirun",
-        "--allow-run-as-root",
-        # A slot is a core or what Slurm allotted; the ranks are as many as GPUs, whatever that is.
-        "--oversubscribe",
-        # Otherwise two ranks get one core each, and more a NUMA node each, for all of Triton's threads.
-        "--bind-to",
-        "none",
-        "--tag-output",
-        *(part for rank in ranks for part in ("-n", "1", *rank, ":")),
-    ][:-1]
+    parts = ["mpirun", "--allow-run-as-root"]
+    # A slot is a core or what Slurm allotted; the ranks are as many as GPUs, whatever that is.
+    parts += ["--oversubscribe"]
+    # Otherwise two ranks get one core each, and more a NUMA node each, for all of Triton's threads.
+    parts += ["--bind-to", "none", "--tag-output"]
+    for rank in range(world_size):
+        rank_server = rank_command(server_command, rank, shm_prefix, launch)
+        guard = guarded(str(rank), f"{shm_prefix}{rank}_", rank_timeout, rank_server)
+        parts += [*([":"] if rank else []), "-n", "1", *guard]
+    return parts
 
 
 def rank_command(
-    server_command: list[str], rank: int, shm_prefix: str, launch: Launch | None = None
+    server_command: list[str], rank: int, shm_prefix: str, launch: Launch = Launch()
 ) -> list[str]:
-    """The command line of one rank's tritonserver; its shared memory begins with ``shm_prefix``."""
-    launch = launch or Launch()
+    """Return the command line of one rank's tritonserver; its shared memory begins with ``shm_prefix``."""
     shm_option = f"--backend-config={_shm_config(shm_prefix)}"
+    follower_options = (
+        "--model-control-mode=explicit",
+        *(f"--load-model={model}" for model in launch.engine_models),
+        "--allow-http=false",
+        "--allow-grpc=false",
+        "--allow-metrics=false",
+    )
     return [
         *launch.launcher,
         *(f"{part}{rank}_" if part == shm_option else part for part in server_command),
         *launch.options,
-        *(launch.first_rank_options if rank == 0 else _without_endpoints(launch.engine_models)),
-    ]
-
-
-def _without_endpoints(models: tuple[str, ...]) -> list[str]:
-    return [
-        "--model-control-mode=explicit",
-        *(f"--load-model={model}" for model in models),
-        "--allow-http=false",
-        "--allow-grpc=false",
-        "--allow-metrics=false",
+        *(follower_options if rank else launch.first_rank_options),
     ]
 
 
@@ -198,30 +184,19 @@ def _shm_config(shm_prefix: str) -> str:
 def guarded(
     role: str, shm_prefix: str, stop_timeout: float, command: list[str], *, directory: str = ""
 ) -> list[str]:
-    """The command line that runs ``command`` under a guard; see ``cog_triton.server.guard``.
+    """Return the command line that runs ``command`` under a guard; see ``cog_triton.server.guard``.
 
     Args:
         shm_prefix: of the command's shared memory, which the guard removes; empty if it has none.
         stop_timeout: seconds from SIGTERM to SIGKILL.
-        directory: is removed when the command has ended; empty for none.
+        directory: removed when the command has ended; empty for none.
     """
     guard = [sys.executable, "-I", "-S", str(GUARD)]
     return [*guard, role, shm_prefix, f"{stop_timeout:g}", directory, *command]
 
 
-def guard_role(launch: Launch, settings: Settings) -> str:
-    """The role of the guard that this process starts; see ``cog_triton.server.guard``."""
-    if launch.under_mpirun(settings):
-        return "group"
-    return "follower" if launch.rank else "server"
-
-
 def check_mpirun(environ: Mapping[str, str], settings: Settings) -> None:
-    """Finds a missing mpirun before anything is started.
-
-    Raises:
-        ConfigurationError: there is none in PATH.
-    """
+    """Raise ConfigurationError if there is no mpirun in PATH."""
     if shutil.which("mpirun", path=environ.get("PATH")) is None:
         raise ConfigurationError(
             f"no mpirun in PATH, which WORLD_SIZE={settings.world_size} needs: run in NVIDIA's Triton "
@@ -229,24 +204,15 @@ def check_mpirun(environ: Mapping[str, str], settings: Settings) -> None:
         )
 
 
-def _mpirun_environment(directory: Path) -> dict[str, str]:
-    """Keeps mpirun's files in a directory that is removed even when mpirun is killed."""
-    return {
-        "OMPI_MCA_orte_tmpdir_base": str(directory),  # Open MPI 4
-        "PRTE_MCA_prte_tmpdir_base": str(directory),  # Open MPI 5
-    }
-
-
 def choose_ports(settings: Settings) -> Endpoints:
-    """The three ports, which are free now; a setting of 0 picks one.
+    """Return the three ports, which are free now; a setting of 0 picks one.
 
     Raises:
         ConfigurationError: naming the setting whose port is in use.
     """
     names = ("http_port", "grpc_port", "metrics_port")
     with contextlib.ExitStack() as stack:
-        ports = {name: _reserve(settings, name, stack) for name in names}
-    return Endpoints(settings.host, **ports)
+        return Endpoints(settings.host, *(_reserve(settings, name, stack) for name in names))
 
 
 def _reserve(settings: Settings, name: str, stack: contextlib.ExitStack) -> int:
@@ -255,7 +221,7 @@ def _reserve(settings: Settings, name: str, stack: contextlib.ExitStack) -> int:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((settings.host, wanted))
-        # A socket that is bound but does not listen would let a second one bind beside it.
+        # A socket that is bound but does not listen would let a second one bind to the same port.
         listener.listen()
     except OSError as error:
         variable = Settings.model_fields[name].alias

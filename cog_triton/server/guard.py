@@ -2,8 +2,8 @@
 
     python guard.py ROLE SHM_PREFIX STOP_TIMEOUT TEMPORARY_DIRECTORY COMMAND...
 
-ROLE is ``server``, or ``group`` for an mpirun whose ranks are servers, each under a guard of its own,
-or the number of such a rank; or ``follower`` for a rank above 0 that something else than mpirun started.
+ROLE is ``server``; ``group`` for an mpirun whose ranks are servers, each under a guard of its own; the
+number of such a rank; or ``follower`` for a rank above 0 that something else than mpirun started.
 SHM_PREFIX and TEMPORARY_DIRECTORY may be empty: there is nothing to remove then.
 
 The starter holds the other end of standard input. When that end closes, because it asked for a stop or
@@ -17,18 +17,17 @@ hangs or, after a stop, has nothing left to do, and ``WATCH`` once every model i
 started after that, so the guard no longer looks for new ones.
 The end of a stub ends the server as well, from the stub's first moment on. Triton 2.51 does not notice it:
 it waits forever for a stub that is killed as it starts, and keeps the requests of one that is killed
-later. A stub that ends with status 0 was told to, by a server that unloads its model.
+later. A stub that ends with status 0 was stopped by a server that unloads its model.
 
 A rank above 0 begins with SIGTERM ignored. TensorRT-LLM's waits for rank 0 from its start on, before
 tritonserver handles the signal, and ends when rank 0 has ended. The signal would kill it at once, and the
 engine with it, in the middle of what rank 0 is finishing. Ranks of other engines come to handle it.
 
-A rank is told to stop by a signal, or by the end of its mpirun: under that, standard input is not the
-starter's. One that ends without being told says so on standard error, see ``RANK_ENDED``, and its guard's
-status is never 0 then: mpirun would take that for a rank that has done its work, and let the others
-wait for it for good.
+A rank is stopped by a signal, or by the end of its mpirun: under that, standard input is not the
+starter's. One that ends unasked says so on standard error, see ``RANK_ENDED``, and its guard's status is
+never 0 then: mpirun would take that for a rank that has done its work, and let the others wait forever.
 
-Runs before the package can be imported, so it uses the standard library alone.
+Runs before the package can be imported, so it uses only the standard library.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -56,16 +55,14 @@ UNKNOWN = "(unknown)"
 STOP, WATCH, KILL = b"s", b"w", b"k"
 LOOK_SECONDS = {"server": 0.2, "group": 0.2, "follower": 1.0}
 """Between two looks for new stubs, by role. The guard of the group looks for those of its ranks."""
-REAP_SECONDS = 0.1
-"""In which Triton takes the exit status of a stub that it ended itself."""
+REAP_SECONDS = 0.1  # in which Triton takes the exit status of a stub that it ended itself
 TRACKER_SECONDS = 5.0
-LAST_BYTES_SECONDS = 0.2
-"""For which a server that has answered every request may still write what it answered."""
+LAST_BYTES_SECONDS = 0.2  # for a server that has answered every request to write its last output
 
-_ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # mpirun hands this one on to its ranks and waits for them. A SIGTERM it keeps back for a second, and
 # kills them one second later.
 _GROUP_STOP = signal.SIGUSR1
+_ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class _Stub(NamedTuple):
@@ -75,15 +72,21 @@ class _Stub(NamedTuple):
 
 
 def run(role: str, prefix: str, stop_timeout: float, directory: str, command: list[str]) -> int:
-    """Runs ``command`` until it ends or is to stop; returns its exit status.
+    """Run ``command`` until it ends or is to stop; return its exit status.
 
     Args:
         prefix: of the command's shared memory, which is removed; empty if it has none.
-        directory: is removed; empty for none.
+        directory: removed at the end; empty for none.
     """
     is_rank = role.isdigit()
     follows = role == "follower" or (is_rank and role != "0")
-    stops = _stops_of_a_rank() if is_rank else _stops_of_the_starter()
+    if is_rank:
+        stops = [_readable_after(*_ENDING_SIGNALS, _GROUP_STOP), os.pidfd_open(os.getppid())]
+    else:
+        for name in _ENDING_SIGNALS:
+            # Only the starter decides. A handler, not SIG_IGN: the server would inherit that.
+            signal.signal(name, lambda *_: None)
+        stops = [sys.stdin.fileno()]
     orphaned = [_readable_after(signal.SIGCHLD)] if role == "group" else []
     adopt_orphans()
     server = subprocess.Popen(
@@ -97,7 +100,8 @@ def run(role: str, prefix: str, stop_timeout: float, directory: str, command: li
         if not ended:
             name = _GROUP_STOP if role == "group" else signal.SIGTERM
             # A rank still has to say goodbye to the others when its models have ended.
-            if _stop(server, stop_timeout, name, sys.stdin.fileno() if role == "server" else None):
+            starter = sys.stdin.fileno() if role == "server" else None
+            if _stop(server, stop_timeout, name, starter):
                 return 0
         status = server.wait()
         if is_rank and ended:
@@ -113,19 +117,19 @@ def run(role: str, prefix: str, stop_timeout: float, directory: str, command: li
 
 
 def adopt_orphans() -> None:
-    """Makes this process the parent of descendants whose parent dies, so that it can find them."""
+    """Become the parent of descendants whose parent dies, to find them."""
     pr_set_child_subreaper = 36
     ctypes.CDLL(None).prctl(pr_set_child_subreaper, 1, 0, 0, 0)
 
 
 def remove_shared_memory(prefix: str) -> None:
-    """Removes the regions that Triton's Python backend named with ``prefix``."""
+    """Remove the regions that Triton's Python backend named with ``prefix``."""
     for region in SHARED_MEMORY.glob(f"{prefix}*"):
         region.unlink(missing_ok=True)
 
 
 def make_private(prefix: str) -> None:
-    """Leaves the shared memory to this user alone.
+    """Make the shared memory readable only for this user.
 
     Triton makes it readable for all, whatever the umask: it sets the mode itself. Its regions are all there
     when every model is ready, and nothing of a request is in them before.
@@ -135,7 +139,7 @@ def make_private(prefix: str) -> None:
 
 
 def kill_and_clean() -> None:
-    """Kills all that descends from this process, and removes what it and they left of a server.
+    """Kill all descendants of this process, and remove the files of their servers.
 
     Needs ``adopt_orphans`` before anything was started. For those who cannot wait for a guard.
     """
@@ -146,15 +150,12 @@ def kill_and_clean() -> None:
 
 
 def process_name(pid: int) -> str:
-    """A name for a process that no other has, in another container neither: its id and its start.
-
-    What a server needs outside of its process is named with it.
-    """
+    """Return a name that no other process has, in no other container either: its id and its start."""
     return f"{pid}_{_stat(pid)[19]}"
 
 
 def kill_descendants(besides: int | None = None) -> list[str]:
-    """Kills all that descends from this process, but the one; returns their names."""
+    """Kill all descendants of this process but one; return their names."""
     # Each round makes the children of the killed this process's own. Process groups are no help: mpirun
     # gives every rank one.
     names = []
@@ -166,15 +167,8 @@ def kill_descendants(besides: int | None = None) -> list[str]:
         for child in children:
             with contextlib.suppress(ChildProcessError):  # another thread has waited for it
                 os.waitpid(child, 0)
-    _end_trackers()
-    return names
-
-
-def _end_trackers() -> None:
-    """Waits for the trackers of Python's multiprocessing: each ends when those that it was for have ended.
-
-    It removes the shared memory and semaphores that they left, which nothing else knows the names of.
-    """
+    # A tracker of Python's multiprocessing ends by itself when its processes have ended. It removes their
+    # shared memory and semaphores, whose names nothing else knows.
     for tracker in filter(_is_tracker, _children()):
         with contextlib.suppress(OSError):  # another thread has waited for it
             process = os.pidfd_open(tracker)
@@ -182,31 +176,17 @@ def _end_trackers() -> None:
             os.close(process)
             os.kill(tracker, signal.SIGKILL)
             os.waitpid(tracker, 0)
+    return names
 
 
 def _is_tracker(pid: int) -> bool:
-    try:
-        command = Path("/proc", str(pid), "cmdline").read_bytes()
-    except OSError:
-        return False
-    return b"multiprocessing.resource_tracker" in command
-
-
-def _stops_of_the_starter() -> list[int]:
-    """What becomes readable when the starter wants the server to stop."""
-    for name in _ENDING_SIGNALS:
-        # Only the starter's end of the pipe decides. A handler, not SIG_IGN: the server would inherit that.
-        signal.signal(name, lambda *_: None)
-    return [sys.stdin.fileno()]
-
-
-def _stops_of_a_rank() -> list[int]:
-    """What becomes readable when a rank is to stop."""
-    return [_readable_after(*_ENDING_SIGNALS, _GROUP_STOP), os.pidfd_open(os.getppid())]
+    with contextlib.suppress(OSError):
+        return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
 
 
 def _readable_after(*names: signal.Signals) -> int:
-    """What becomes readable at one of the signals."""
+    """Return a descriptor that becomes readable at one of the signals."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
 
@@ -220,7 +200,7 @@ def _readable_after(*names: signal.Signals) -> int:
 
 
 def signal_with_parent(number: signal.Signals) -> None:
-    """Has this process get a signal when the thread ends that started it."""
+    """Let the kernel send this process a signal when the thread ends that started it."""
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, number)
 
@@ -240,7 +220,7 @@ def _ended_before(
     orphaned: list[int],
     look_seconds: float | None,
 ) -> bool:
-    """Waits for the end of the server or a stop; tells whether it was the former.
+    """Wait for the end of the server or a stop; return whether it was the former.
 
     Args:
         orphaned: becomes readable when a rank ends whose guard was killed, and which is this process's
@@ -252,10 +232,13 @@ def _ended_before(
     while True:
         waited_for = [process, *stops, *orphaned, *stubs]
         ready = set(select.select(waited_for, [], [], look_seconds)[0])
-        told = _told(ready) if ready & set(stops) else None
-        if told in (b"", STOP):
+        order = None
+        if ready & set(stops):  # nothing to read if the pipe has closed, or a rank is to stop
+            starter = sys.stdin.fileno()
+            order = os.read(starter, 1) if starter in ready else b""
+        if order in (b"", STOP):
             return False
-        if told == KILL:
+        if order == KILL:
             server.kill()
         elif process in ready:
             return True
@@ -266,21 +249,15 @@ def _ended_before(
             os.close(descriptor)
             if _report_end(stubs.pop(descriptor)):
                 server.kill()
-        if told == WATCH or not ready:
+        if order == WATCH or not ready:
             known = {stub.pid for stub in stubs.values()}
-            stubs |= _opened([stub for stub in _stubs() if stub.pid not in known])
-        if told == WATCH:
+            stubs |= _opened(stub for stub in _stubs() if stub.pid not in known)
+        if order == WATCH:
             look_seconds = None
 
 
-def _told(ready: set[int]) -> bytes:
-    """What the starter has written; nothing if its end of the pipe has closed, or a rank is to stop."""
-    starter = sys.stdin.fileno()
-    return os.read(starter, 1) if starter in ready else b""
-
-
 def _report_end(stub: _Stub) -> bool:
-    """Says that a stub has ended, and returns whether it did so without being told to."""
+    """Report that a stub has ended unasked; return whether it has."""
     time.sleep(REAP_SECONDS)
     try:
         # Its exit status is the last field while tritonserver, its parent, has not asked for it. It
@@ -289,7 +266,7 @@ def _report_end(stub: _Stub) -> bool:
     except OSError:
         return False
     status = int(fields[-1])
-    # Another parent: its own has ended before, which is what there is to say then.
+    # With another parent, its own has ended before, which is what is to be reported then.
     if status == 0 or int(fields[1]) != stub.parent:
         return False
     ending = STUB_ENDED.format(model=stub.model, status=os.waitstatus_to_exitcode(status))
@@ -297,54 +274,19 @@ def _report_end(stub: _Stub) -> bool:
     return True
 
 
-def _stubs() -> list[_Stub]:
-    """The processes of the Python backend's models that descend from this one."""
-    parents = _parents()
-    return [
-        _Stub(pid, parent, model)
-        for pid, parent in parents.items()
-        if os.getpid() in _ancestors(pid, parents) and (model := _model_of(pid, parent))
-    ]
-
-
-def _ancestors(pid: int, parents: dict[int, int]) -> Iterator[int]:
-    while pid := parents.get(pid, 0):
-        yield pid
-
-
-def _model_of(pid: int, parent: int) -> str | None:
-    """The model whose stub a process is; None if it is none."""
-    with contextlib.suppress(OSError):
-        process = Path("/proc", str(pid))
-        name = _name_of(pid)
-        # Fifteen characters of the name are all that the kernel keeps.
-        if name == STUB[:15]:
-            arguments = (process / "cmdline").read_text(errors="replace").split("\0")
-            # The file in the directory of the model's version. One that has ended has no arguments.
-            return Path(arguments[1]).parent.parent.name if arguments[1:] else UNKNOWN
-        # A stub that was killed between its fork and its exec.
-        if name == _name_of(parent) == SERVER and _stat(pid)[0] == "Z":
-            return UNKNOWN
-    return None
-
-
-def _name_of(pid: int) -> str:
-    return Path("/proc", str(pid), "comm").read_text().strip()
-
-
 def _stop(
     server: subprocess.Popen[bytes], timeout: float, name: signal.Signals, starter: int | None
 ) -> bool:
-    """Ends the server; returns whether it had answered every request when it was killed.
+    """End the server; return whether it had answered every request when it was killed.
 
     Triton 2.51 begins to unload the models of an ensemble a second later, when it looks again. Nothing is
-    in them to lose, and what they hold is the kernel's to take back or ``run``'s to remove. A starter that
-    has ended, as Cog's worker does at once, cannot say when that is: the end of the last stub does. After
-    it, Triton looks again a second later, and may count a model for seconds that is gone.
+    in them to lose, and the kernel or ``run`` takes back what they hold. A starter that has ended, as Cog's
+    worker does at once, cannot say when that is: the end of the last stub does. After it, Triton looks
+    again a second later, and may count a model for seconds that is gone.
 
     Args:
-        starter: where it says by ``KILL`` that every request has been answered; None for a rank or a group,
-            which has until ``timeout`` for its goodbye.
+        starter: where KILL says that every request has been answered; None for a rank or a group, which
+            has until ``timeout`` for its goodbye.
     """
     stubs = set(_opened(_stubs()))
     watched = {os.pidfd_open(server.pid), *stubs, *(() if starter is None else (starter,))}
@@ -364,8 +306,8 @@ def _stop(
     return answered and (alive or starter is not None)
 
 
-def _opened(stubs: list[_Stub]) -> dict[int, _Stub]:
-    """The stubs by what becomes readable when each of them ends."""
+def _opened(stubs: Iterable[_Stub]) -> dict[int, _Stub]:
+    """Return the stubs by descriptors, each of which becomes readable when its stub ends."""
     opened = {}
     for stub in stubs:
         with contextlib.suppress(ProcessLookupError):  # it has ended since
@@ -373,12 +315,41 @@ def _opened(stubs: list[_Stub]) -> dict[int, _Stub]:
     return opened
 
 
+def _stubs() -> list[_Stub]:
+    """Return the stubs of Triton's Python backend that descend from this process."""
+    parents, stubs = _parents(), []
+    for pid, parent in parents.items():
+        ancestor = parent
+        while ancestor not in (0, os.getpid()):
+            ancestor = parents.get(ancestor, 0)
+        if ancestor and (model := _model_of(pid, parent)):
+            stubs.append(_Stub(pid, parent, model))
+    return stubs
+
+
+def _model_of(pid: int, parent: int) -> str | None:
+    """Return the model whose stub a process is; None if it is not a stub."""
+    with contextlib.suppress(OSError):
+        name = _name_of(pid)
+        if name == STUB[:15]:  # all that the kernel keeps of it
+            arguments = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
+            # The file in the directory of the model's version. One that has ended has no arguments.
+            return Path(arguments[1]).parent.parent.name if arguments[1:] else UNKNOWN
+        # A stub that was killed between its fork and its exec.
+        if name == _name_of(parent) == SERVER and _stat(pid)[0] == "Z":
+            return UNKNOWN
+    return None
+
+
+def _name_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/comm").read_text().strip()
+
+
 def _children() -> list[int]:
     return [pid for pid, parent in _parents().items() if parent == os.getpid()]
 
 
 def _parents() -> dict[int, int]:
-    """The parent of each process."""
     parents = {}
     for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
         with contextlib.suppress(OSError):  # ended since
@@ -387,9 +358,8 @@ def _parents() -> dict[int, int]:
 
 
 def _stat(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat from the state on: state, parent, ..., exit status."""
-    stat = Path("/proc", str(pid), "stat").read_text(errors="replace")
-    return stat.rpartition(")")[2].split()
+    """Return the fields of /proc/PID/stat from the state on: state, parent, ..., exit status."""
+    return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
 
 
 if __name__ == "__main__":

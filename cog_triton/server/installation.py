@@ -1,4 +1,4 @@
-"""A tritonserver on this machine: where it is, and what makes it run with this Python."""
+"""A tritonserver on this machine: its place, and what makes it run with this Python."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import shutil
 import sys
 import sysconfig
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cog_triton.errors import ConfigurationError
@@ -31,10 +31,9 @@ class Installation:
     """A tritonserver found on this machine.
 
     Attributes:
-        server: the binary.
         backends: directory with one directory per backend.
         stub: the Python backend's stub for the running Python; None means the backend's own.
-        libraries: directories that the server's shared libraries are in.
+        libraries: directories of the server's shared libraries.
     """
 
     server: Path
@@ -44,38 +43,28 @@ class Installation:
 
 
 def locate(settings: Settings, container_root: Path = CONTAINER_ROOT) -> Installation:
-    """The server to run: the one named by TRITONSERVER, else the container's, else the wheel's.
+    """Return the server to run: the one named by TRITONSERVER, else the container's, else the wheel's.
 
     Raises:
         ConfigurationError: there is none, or it has no Python backend for this Python.
     """
     wheel = _wheel()
+    server = container_root / "bin" / "tritonserver"
     if settings.tritonserver:
         server = settings.tritonserver.resolve()
         if not server.is_file():
             raise ConfigurationError(f"TRITONSERVER={settings.tritonserver} is no file")
-        if wheel and server == wheel.server.resolve():
-            installation = wheel
-        else:
-            installation = Installation(server, server.parent.parent / "backends")
-    elif (container_root / "bin" / "tritonserver").is_file():
-        installation = Installation(
-            container_root / "bin" / "tritonserver", container_root / "backends"
-        )
-    elif wheel:
+    if wheel and (server == wheel.server.resolve() or not server.is_file()):
         installation = wheel
+    elif server.is_file():
+        installation = Installation(server, server.parent.parent / "backends")
     else:
         raise ConfigurationError(
             "no tritonserver found: set TRITONSERVER, run in NVIDIA's Triton container, or "
             "pip install nvidia-pytriton"
         )
     if settings.backend_directory:
-        installation = Installation(
-            installation.server,
-            settings.backend_directory,
-            installation.stub,
-            installation.libraries,
-        )
+        installation = replace(installation, backends=settings.backend_directory)
     if not (installation.backends / "python").is_dir():
         raise ConfigurationError(f"no Python backend in {installation.backends}")
     return installation
@@ -96,21 +85,14 @@ def _wheel() -> Installation | None:
         raise ConfigurationError(
             f"the tritonserver wheel has no Python backend stub for Python {version}, only for {known}"
         )
-    return Installation(
-        root / "bin" / "tritonserver",
-        root / "backends",
-        stub,
-        (package.parent / "nvidia_pytriton.libs",),
-    )
+    libraries = (package.parent / "nvidia_pytriton.libs",)
+    return Installation(root / "bin" / "tritonserver", root / "backends", stub, libraries)
 
 
 def assemble(installation: Installation, directory: Path) -> tuple[Path, Path]:
-    """Makes what can be executed: the server binary and a backend directory for the running Python.
+    """Return the server binary and a backend directory for the running Python, made in ``directory``.
 
     The wheel's files may lack the executable bit, and its directory may be read-only.
-
-    Returns:
-        The binary and the backend directory.
     """
     backends = directory / "backends"
     backends.mkdir(parents=True)
@@ -118,24 +100,19 @@ def assemble(installation: Installation, directory: Path) -> tuple[Path, Path]:
         if backend.name != "python" or installation.stub is None:
             (backends / backend.name).symlink_to(backend)
     if installation.stub is not None:
-        _assemble_python_backend(installation, backends / "python")
-    return _executable(installation.server, directory / "tritonserver"), backends
+        python = backends / "python"
+        python.mkdir()
+        for part in (installation.backends / "python").iterdir():
+            if part.name not in (STUB, "__pycache__"):
+                (python / part.name).symlink_to(part)
+        _copy_executable(installation.stub, python / STUB)
+    if os.access(installation.server, os.X_OK):
+        return installation.server, backends
+    return _copy_executable(installation.server, directory / "tritonserver"), backends
 
 
-def _assemble_python_backend(installation: Installation, destination: Path) -> None:
-    assert installation.stub is not None
-    destination.mkdir()
-    for part in (installation.backends / "python").iterdir():
-        if part.name not in (STUB, "__pycache__"):
-            (destination / part.name).symlink_to(part)
-    shutil.copyfile(installation.stub, destination / STUB)
-    (destination / STUB).chmod(0o755)
-
-
-def _executable(binary: Path, copy: Path) -> Path:
-    if os.access(binary, os.X_OK):
-        return binary
-    shutil.copyfile(binary, copy)
+def _copy_executable(file: Path, copy: Path) -> Path:
+    shutil.copyfile(file, copy)
     copy.chmod(0o755)
     return copy
 
@@ -143,7 +120,7 @@ def _executable(binary: Path, copy: Path) -> Path:
 def environment(
     installation: Installation, environ: Mapping[str, str], passed_on: Collection[str] = ()
 ) -> dict[str, str]:
-    """The environment of tritonserver, of its Python stubs and of all that starts them; without secrets.
+    """Return the environment of tritonserver and of its Python stubs, without secrets.
 
     The stubs embed an isolated libpython: they ignore PYTHONPATH, and find the packages of a virtual
     environment only by the ``python3`` that comes first in PATH.
@@ -151,25 +128,20 @@ def environment(
     Args:
         passed_on: names of secrets that they get all the same.
     """
-    library_path = [
-        *map(str, installation.libraries),
-        *filter(None, environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)),
-        # Last: a system's Python has its library where other versions of CUDA's and MPI's are.
-        str(sysconfig.get_config_var("LIBDIR")),
-    ]
-    path = [
-        str(Path(sys.executable).parent),
-        *filter(None, environ.get("PATH", "").split(os.pathsep)),
-    ]
-    return {
-        **{n: v for n, v in environ.items() if n in passed_on or not is_secret(n, v)},
-        "LD_LIBRARY_PATH": os.pathsep.join(library_path),
-        "PATH": os.pathsep.join(path),
-    }
+    kept = {n: v for n, v in environ.items() if n in passed_on or not _is_secret(n, v)}
+    # Python's is the last: a system's has its library where other versions of CUDA's and MPI's are.
+    libraries = [*map(str, installation.libraries), environ.get("LD_LIBRARY_PATH", "")]
+    libraries.append(str(sysconfig.get_config_var("LIBDIR")))
+    path = [str(Path(sys.executable).parent), environ.get("PATH", "")]
+    return {**kept, "LD_LIBRARY_PATH": _joined(libraries), "PATH": _joined(path)}
 
 
-def is_secret(name: str, value: str) -> bool:
-    """Whether an environment variable is kept from tritonserver, which needs none: files are here."""
+def _joined(paths: list[str]) -> str:
+    """Join lists of directories, without the empty ones, which would mean the current directory."""
+    return os.pathsep.join(filter(None, os.pathsep.join(paths).split(os.pathsep)))
+
+
+def _is_secret(name: str, value: str) -> bool:
     return (
         (bool(_SECRET.search(name)) and name != _NEEDED)
         or (bool(_ADDRESS.search(name)) and bool(_PASSWORD.search(value)))

@@ -1,4 +1,4 @@
-"""tritonserver's log: levels kept, ranks told apart, and the reason when it dies."""
+"""tritonserver's log: its levels, its ranks, and the reason of its end."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ LOG_TAIL_LINES = 60
 LONGEST_LINE = 2000  # characters; a line may have a whole request in it
 LONGEST_RECORD = 20_000  # with a trace
 _LEVELS = {"I": logging.INFO, "W": logging.WARNING, "E": logging.ERROR, "F": logging.CRITICAL}
-# What Triton says on a machine without a GPU, at any level: nothing is wrong there.
+# Triton's complaints on a machine without a GPU, at any level: nothing is wrong there.
 _NO_GPU = re.compile(r"CUDA|Cuda|NVML|DCGM|pinned (system )?memory")
 _LOG_LINE = re.compile(r"^([IWEF])\d{4} \d\d:\d\d:\d\d\.\d+ \d+ (.*)$")
-# What Triton repeats of a model that failed to load, at four places; ``ServerLog.reason`` says it once.
+# Triton's reports of a model that failed to load, at four places; ``ServerLog.reason`` has it once.
 _FAILURE = re.compile(r"Failed to create instance|failed to load|loading failed with error")
 _LOADING = re.compile(r'"loading: ([^:"]+):\d+"')
 _LOADED = re.compile(r"successfully loaded '([^']+)'")
@@ -29,17 +29,17 @@ _FAILED_MODEL = re.compile(r"failed to load '([^']+)' version \d+: (.*)")
 _CHILD_ERROR = re.compile(
     r"^\([^)]* pid=\d+\)(?: [A-Z]+ [^]]*\])? ((?:\w+\.)*\w*(?:Error|Exception)\b.*)$"
 )
-# What the process that started them says then.
+# The process that started them refers to it.
 _SEE_ABOVE = re.compile(r"root cause", re.IGNORECASE)
 _RANK_ENDED = re.compile(RANK_ENDED.format(rank=r"(\d+)", status=r"(-?\d+)"))
 _STUB_ENDED = re.compile(STUB_ENDED.format(model=r"(\S+)", status=r"(-?\d+)"))
-# What mpirun says of a rank whose guard was killed, and said nothing. The signal may be on the next line.
+# mpirun's report of a rank whose guard was killed. The signal may be on the next line.
 _RANK_KILLED = re.compile(r"noticed that process rank (\d+) with PID")
 _TAG = re.compile(r"\[[^][\n]*,(\d+)\](<std(?:out|err|diag)>):")
 
 
 def log_to(level: str) -> None:
-    """Logs to standard error what a setting of LOG_LEVEL lets through, unless the logging is set up."""
+    """Log to standard error by a setting of LOG_LEVEL, unless the logging is set up."""
     root = logging.getLogger()
     if root.handlers:
         return
@@ -52,7 +52,7 @@ def log_to(level: str) -> None:
 
 
 class CuttingFormatter(logging.Formatter):
-    """Python's formatter, which cuts lines at ``LONGEST_LINE``, and all of them at ``LONGEST_RECORD``."""
+    """Cuts lines at ``LONGEST_LINE``, and a record at ``LONGEST_RECORD``."""
 
     def format(self, record: logging.LogRecord) -> str:
         lines = shortened(super().format(record), LONGEST_RECORD).split("\n")
@@ -60,27 +60,29 @@ class CuttingFormatter(logging.Formatter):
 
 
 class ServerLog:
-    """What a server, or each rank of a group, has said; why it ended, as far as that shows.
+    """The log of a server, or of each rank of a group; and from it, the reason of its end.
 
     Attributes:
-        listens: whether it listens on its ports, of which it does not lose one any more.
+        listens: it listens on its ports, so that it loses none to another process.
     """
 
     def __init__(self, world_size: int) -> None:
+        self.listens = False
         self._world_size = world_size
         self._tails: dict[int | None, deque[str]] = defaultdict(
             lambda: deque(maxlen=LOG_TAIL_LINES)
         )
         self._failures: dict[str, str] = {}
         self._child_error: str | None = None
-        self._stub: tuple[str, int] | None = None  # model and status, of the first that ended
         self._loading: dict[str, None] = {}
-        self._complaint: str | None = None  # the last error, which is why a server ends by itself
-        self.listens = False
-        self._ended: tuple[int, int | None] | None = None  # rank and status, of the first that did
+        self._last_error: str | None = None  # which is why a server ends by itself
+        self._stub: tuple[str, int] | None = None  # model and status, of the first that ended
+        self._ended: tuple[int, int | None] | None = (
+            None  # rank and status, of the first that ended
+        )
 
     def read(self, stream: Iterable[bytes]) -> Iterator[tuple[int, str]]:
-        """Takes the merged output; yields the level and the text of each line."""
+        """Read the merged output; yield the level and the text of each line."""
         levels: dict[int | None, int] = defaultdict(lambda: logging.INFO)
         for rank, whole in lines_of_ranks(_decoded(raw) for raw in stream):
             line = shortened(whole, LONGEST_LINE)
@@ -93,21 +95,17 @@ class ServerLog:
     def _note(self, rank: int | None, line: str) -> None:
         self._tails[rank].append(line)
         self.listens = self.listens or LISTENS in line
-        self._note_models(rank, line)
         level, text = parse_log_line(line, logging.INFO)
         if level >= logging.ERROR:
-            self._complaint = cause(text.partition("] ")[2])
+            self._last_error = cause(text.partition("] ")[2])
         # After the end of a rank, the others are stopped: Triton kills a stub then that takes too long.
-        first = self._stub is None and self._ended is None
-        if first and (stub := _STUB_ENDED.search(line)):
-            self._stub = stub[1], int(stub[2])
         if self._ended is None:
+            if self._stub is None and (stub := _STUB_ENDED.search(line)):
+                self._stub = stub[1], int(stub[2])
             if ended := _RANK_ENDED.search(line):
                 self._ended = int(ended[1]), int(ended[2])
             elif killed := _RANK_KILLED.search(line):
                 self._ended = int(killed[1]), None
-
-    def _note_models(self, rank: int | None, line: str) -> None:
         on_rank = f" on rank {rank}" if rank else ""
         if loading := _LOADING.search(line):
             self._loading[loading[1] + on_rank] = None
@@ -120,7 +118,7 @@ class ServerLog:
             self._child_error = error[1]
 
     def reason(self, what: str, status: int | None = None) -> str:
-        """What happened, with the rank it began with; then why, as the last of few lines.
+        """Return what happened, with the rank that it began with; then why, as the last of few lines.
 
         That is the models that failed, or those still loading, or the error of a server that ended by
         itself; and else the last lines of the log.
@@ -129,21 +127,25 @@ class ServerLog:
             status: the exit status, None for a server that runs.
         """
         first = what + self.end(status)
-        if self._stub is not None and not self._failures:  # which says it all
-            return first
-        return "\n".join([first, *(self._causes(status) or self._last_lines())])
-
-    def _causes(self, status: int | None) -> list[str]:
-        # Copies: while the server runs, another thread adds to them.
+        # Copies, here and below: while the server runs, another thread adds to them.
         if failures := list(self._failures.items()):
-            return [f"model {name}: {reason}" for name, reason in failures]
-        if status is None:
-            loading = ", ".join(list(self._loading))
-            return [f"still loading: {loading}"] if loading else []
-        by_itself = self._ended is None and 0 < status < 128
-        return [self._complaint] if by_itself and self._complaint else []
+            return "\n".join([first, *(f"model {name}: {reason}" for name, reason in failures)])
+        if self._stub is not None:
+            return first
+        if status is None and (loading := ", ".join(list(self._loading))):
+            return f"{first}\nstill loading: {loading}"
+        by_itself = self._ended is None and status is not None and 0 < status < 128
+        if by_itself and self._last_error:
+            return f"{first}\n{self._last_error}"
+        lines = [first]
+        ranks = list(self._tails) if self._ended is None else [self._ended[0]]
+        for rank in sorted(ranks, key=lambda rank: -1 if rank is None else rank):
+            whose = "its" if rank is None else f"rank {rank}'s"
+            lines += [f"the last lines of {whose} log:", *list(self._tails[rank])]
+        return "\n".join(lines)
 
     def end(self, status: int | None) -> str:
+        """Return what ended, and how, to be put behind the server's name."""
         if self._stub is not None:
             model, stub_status = self._stub
             return f": the process of model {model} ended {describe_status(stub_status)}"
@@ -153,33 +155,22 @@ class ServerLog:
         own = describe_status(status if own_status is None else own_status)
         return f": rank {rank} of {self._world_size} ended {own}"
 
-    def _last_lines(self) -> Iterator[str]:
-        ranks = list(self._tails) if self._ended is None else [self._ended[0]]
-        for rank in sorted(ranks, key=lambda rank: -1 if rank is None else rank):
-            whose = "its" if rank is None else f"rank {rank}'s"
-            yield f"the last lines of {whose} log:"
-            yield from list(self._tails[rank])
-
 
 def _decoded(raw: bytes) -> str:
-    """A line as text, cut if it is longer than any that is shown."""
+    """Decode a line, cut if it is longer than any that is shown."""
     if len(raw) > 4 * LONGEST_LINE:
         raw = raw[: 4 * LONGEST_LINE] + b"\n"
     return raw.decode(errors="replace")
 
 
 class LoadTimes:
-    """How long each model takes to load, by what Triton says of it."""
+    """The time that each model takes to load, by Triton's log."""
 
     def __init__(self) -> None:
         self._starts: dict[str, float] = {}
 
     def note(self, text: str, now: float) -> str | None:
-        """What there is to say of a model after this line; an ensemble, which loads nothing, is no news.
-
-        Args:
-            now: seconds of a clock.
-        """
+        """Return the message that a line makes, if any; an ensemble loads nothing."""
         if loading := _LOADING.search(text):
             self._starts.setdefault(loading[1], now)
         loaded = _LOADED.search(text)
@@ -189,7 +180,7 @@ class LoadTimes:
 
 
 def lines_of_ranks(lines: Iterable[str]) -> Iterator[tuple[int | None, str]]:
-    """The lines that each rank wrote, out of what mpirun merged and tagged; None is for mpirun's own.
+    """Yield the lines of each rank, which mpirun merged and tagged; None is for mpirun's own.
 
     mpirun tags what it reads from a rank at once, which need not be a whole line: pieces of several
     ranks can share a line, and then each piece is tagged. (Open MPI 5 tags no piece that continues a
@@ -213,7 +204,7 @@ def lines_of_ranks(lines: Iterable[str]) -> Iterator[tuple[int | None, str]]:
 
 
 def describe_status(status: int | None) -> str:
-    """An exit status in words: negative, or 128 more, for a signal."""
+    """Describe an exit status, which is negative, or 128 more, for a signal."""
     if status is None:
         return "while the others ran"
     number = -status if status < 0 else status - 128
@@ -223,11 +214,11 @@ def describe_status(status: int | None) -> str:
 
 
 def parse_log_line(line: str, previous: int, *, gpu: bool = GPU) -> tuple[int, str]:
-    """The level and the text of a line of Triton's log.
+    """Return the level and the text of a line of Triton's log.
 
     Args:
         previous: level of the line before; a line without one, of a table or a traceback, keeps it.
-        gpu: whether this machine has a GPU; without one, complaints of that are for debugging.
+        gpu: this machine has a GPU; without one, complaints of that are logged at debug.
     """
     match = _LOG_LINE.match(line)
     level, text = (_LEVELS[match[1]], match[2]) if match else (previous, line)

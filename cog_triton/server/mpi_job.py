@@ -7,7 +7,7 @@ the variables of mpirun takes itself for the one process of the job. With two mo
 them, which abort or hang (measured with Open MPI 4.1.4). NVIDIA's LLM API model deletes such variables
 before it imports TensorRT-LLM. The C++ backend needs them.
 
-This imports nothing but the standard library, so that it starts quickly.
+This imports only the standard library, so that it starts quickly.
 """
 
 from __future__ import annotations
@@ -16,28 +16,25 @@ import os
 import sys
 from collections.abc import Mapping
 
-# What Open MPI 4 and 5 and PMIx tell a process of the job that it is in. Without OMPI_MCA_ess a process
-# that is told nothing else still looks for its mpirun.
+# Variables of Open MPI 4 and 5 and PMIx that name the job of a process. Without OMPI_MCA_ess a process that
+# has no other still looks for its mpirun.
 _JOB = (
-    "OMPI_APP_CTX_",
-    "OMPI_COMMAND",
-    "OMPI_COMM_WORLD_",
-    "OMPI_FILE_LOCATION",
-    "OMPI_FIRST_RANKS",
-    "OMPI_MCA_ess",
-    "OMPI_MCA_orte_",
-    "OMPI_NUM_APP_CTX",
-    "OMPI_UNIVERSE_SIZE",
-    "ORTE_",
-    "PMIX_",
-    "PMI_",
+    *(
+        "OMPI_APP_CTX_",
+        "OMPI_COMMAND",
+        "OMPI_COMM_WORLD_",
+        "OMPI_FILE_LOCATION",
+        "OMPI_FIRST_RANKS",
+    ),
+    *("OMPI_MCA_ess", "OMPI_MCA_orte_", "OMPI_NUM_APP_CTX", "OMPI_UNIVERSE_SIZE"),
+    *("ORTE_", "PMIX_", "PMI_"),
 )
-# What begins the same and says how to do things, not which job this is.
+# Those that begin the same and name no job.
 _CONFIGURATION = ("OMPI_MCA_orte_tmpdir_base", "PMIX_MCA_")
 
 
 def without_job(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables without those that name an MPI job."""
+    """Return the variables without those that name an MPI job."""
     return {
         name: value
         for name, value in environ.items()

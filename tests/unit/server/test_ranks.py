@@ -22,7 +22,6 @@ from cog_triton.server.command import (
     Launch,
     check_mpirun,
     closed,
-    guard_role,
     launch_command,
     mpirun_command,
     rank_command,
@@ -97,10 +96,10 @@ def test_what_is_run_under_the_guard() -> None:
 
 def test_the_guards_role() -> None:
     one, two = read_settings({}), read_settings({"WORLD_SIZE": "2"})
-    assert guard_role(Launch(), one) == "server"
-    assert guard_role(Launch(), two) == guard_role(Launch(mpi=True), one) == "group"
-    assert guard_role(Launch(rank=0), two) == "server"
-    assert guard_role(Launch(rank=1), two) == "follower"
+    assert Launch().guard_role(one) == "server"
+    assert Launch().guard_role(two) == Launch(mpi=True).guard_role(one) == "group"
+    assert Launch(rank=0).guard_role(two) == "server"
+    assert Launch(rank=1).guard_role(two) == "follower"
 
 
 def test_no_mpirun(tmp_path: Path) -> None:
