@@ -14,13 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from _checkout import ROOT
 
-from cog_triton.repository.variables import (
-    IGNORED,
-    RENAMED,
-    RENAMED_VALUES,
-    VARIABLES,
-    Variable,
-)
+from cog_triton.repository.variables import TABLES, VARIABLES, Variable
 
 PAGE = ROOT / "docs" / "configuration.md"
 
@@ -77,18 +71,18 @@ def old_names() -> str:
     """What becomes of the names of older templates."""
     rows = [
         [model, f"`{old}`", f"read as `{new}`"]
-        for model, names in RENAMED.items()
+        for model, names in TABLES.renamed.items()
         for old, new in names.items()
     ]
     rows += [
         [model, f"`{name}` `{old}`", f"read as `{new}`"]
-        for model, names in RENAMED_VALUES.items()
+        for model, names in TABLES.renamed_values.items()
         for name, values in names.items()
         for old, new in values.items()
     ]
     rows += [
         [model, f"`{name}`", f"no effect: {variable.description}"]
-        for model, ignored in IGNORED.items()
+        for model, ignored in TABLES.ignored.items()
         for name, variable in ignored.items()
     ]
     return table(["Model", "Old name or value", "What happens"], rows)

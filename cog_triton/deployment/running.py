@@ -25,8 +25,7 @@ from cog_triton.errors import (
     file_problem,
 )
 from cog_triton.generation import generate
-from cog_triton.repository.checks import check_streaming
-from cog_triton.repository.fill import fill_repository
+from cog_triton.repository.fill import check_streaming, fill_repository
 from cog_triton.request.request import Request
 from cog_triton.server.guard import process_name
 from cog_triton.server.tritonserver import TritonServer

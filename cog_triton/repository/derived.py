@@ -1,11 +1,9 @@
 """Models that no template stands for, made of the filled ones.
 
-``ensemble_ids`` is the ensemble without its last step, for clients that turn token ids into text
-themselves. Over gRPC such a client could name the outputs that it wants, but Triton still walks through
-every output of the ensemble for every response, and over HTTP nothing can be named. docs/performance.md
-has what it saves.
-
-``tensorrt_llm_context`` stands before TensorRT-LLM's C++ backend; see ``cog_triton.models.context``.
+``ensemble_ids`` is the ensemble without its last step, for clients that turn token ids into text: Triton
+walks through every output of an ensemble for every response, whichever a client names. docs/performance.md
+has the savings. ``tensorrt_llm_context`` stands before TensorRT-LLM's C++ backend; see
+``cog_triton.models.context``.
 """
 
 from __future__ import annotations
@@ -35,11 +33,7 @@ __all__ = ["TritonPythonModel"]
 
 
 def add_derived(configs: dict[str, Any], *, context: bool) -> None:
-    """Add the derived models to the ModelConfigs of a repository, where its models allow them.
-
-    Args:
-        context: put ``tensorrt_llm_context`` between the ensemble and the C++ backend.
-    """
+    """Add ``ensemble_ids`` and, for ``context``, ``tensorrt_llm_context``, where the models allow them."""
     if (ensemble := configs.get("ensemble")) is None:
         return
     if (ids := ids_ensemble(ensemble)) is not None:

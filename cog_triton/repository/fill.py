@@ -1,8 +1,7 @@
-"""Templates and values in, a filled Triton model repository out.
+"""Fill templates of config.pbtxt, with ``${name}`` where a value goes, into a Triton model repository.
 
-A template is a model's config.pbtxt with ``${name}`` where a value goes. Every problem of every model
-is found before anything is written, and all are reported at once. Where a variable is unset, its
-parameter is left out; outside of parameters, the line that uses it is.
+Every problem of every model is found before anything is written, and all are reported at once. Where a
+variable is unset, its parameter is left out; outside of parameters, the line that uses it is.
 """
 
 from __future__ import annotations
@@ -19,15 +18,8 @@ from google.protobuf import text_encoding, text_format  # type: ignore[attr-defi
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from cog_triton.errors import ConfigurationError, TemplateError
-from cog_triton.repository.checks import problems_of, unmet_needs
 from cog_triton.repository.derived import CONTEXT_MODEL_CODE, add_derived
-from cog_triton.repository.variables import (
-    IGNORED,
-    OPTIONAL_MODELS,
-    RENAMED,
-    RENAMED_VALUES,
-    known,
-)
+from cog_triton.repository.variables import TABLES, known
 from cog_triton.wire import CONTEXT_MODEL
 
 logger = logging.getLogger(__name__)
@@ -37,6 +29,7 @@ _VARIABLE = re.compile(r"\$\{([^}\n]*)\}?")
 _PARAMETER_VALUE = re.compile(r"""(string_value\s*:\s*)("[^"\n]*"|'[^'\n]*')""")
 _UNSET = "\0unset"  # as a parameter's value: to be left out
 _CONTEXT = "decoding_context"
+_NEEDS = {"transformers": "model", "llmapi": "model", "vllm": "model", "simulated": "tokenizer_dir"}
 
 Overrides = Mapping[str, Mapping[str, object]]
 
@@ -46,13 +39,13 @@ def fill_repository(source: Path, destination: Path, overrides: Overrides) -> No
 
     Args:
         source: holds ``<model>/config.pbtxt`` and ``<model>/<version>/``; it is only read.
-        destination: is made, or is an empty directory.
+        destination: new, or an empty directory.
         overrides: values by model and variable; defaults stand in for the others. An optional model
-            (``OPTIONAL_MODELS``) is filled only if it is among them; no values will do.
+            is filled only if it is among them, with or without values.
 
     Raises:
         TemplateError: with a line for every problem of every model. Nothing was written.
-        ConfigurationError: when ``destination`` is not empty, or inside ``source``.
+        ConfigurationError: ``destination`` is not empty, or is inside ``source``.
     """
     if source.resolve() in (destination.resolve(), *destination.resolve().parents):
         raise ConfigurationError(f"{destination}: inside of the templates' directory {source}")
@@ -61,24 +54,30 @@ def fill_repository(source: Path, destination: Path, overrides: Overrides) -> No
     templates = {p.parent.name: read_template(p) for p in sorted(source.glob(f"*/{CONFIG}"))}
     if not templates:
         raise TemplateError(f"{source}: no <model>/{CONFIG} in it")
-    for model in OPTIONAL_MODELS - overrides.keys():
+    for model in TABLES.optional_models - overrides.keys():
         templates.pop(model, None)
     problems = []
     for model in sorted(overrides.keys() - templates.keys()):
-        if model in OPTIONAL_MODELS:
+        if model in TABLES.optional_models:
             logger.warning("%s: has no effect: the repository has no such model", model)
         else:
-            problems.append(
-                f"{model}: no such model in the repository" + _suggest(model, templates)
-            )
+            unknown = f"{model}: no such model in the repository"
+            problems.append(unknown + _suggest(model, templates))
     configs = _render_all(templates, overrides, problems)
     for model, config in configs.items():
         if config is not None:
-            problems += problems_of(model, configs, source / model)
+            problems += _problems_of(model, configs, source / model)
     _raise_if(problems)
     add_derived(configs, context=_is_empty(overrides.get("ensemble", {}).get(_CONTEXT)))
     for model, config in configs.items():
-        _write_model(source / model, destination / model, config)
+        # Triton wants a version directory even where there is nothing to put in it.
+        (destination / model / "1").mkdir(parents=True)
+        (destination / model / CONFIG).write_text(text_format.MessageToString(config))
+        for version in (source / model).glob("[0-9]*"):
+            if version.is_dir() and version.name.isdigit():
+                ignore = shutil.ignore_patterns("__pycache__", ".gitkeep")
+                target = destination / model / version.name
+                shutil.copytree(version, target, ignore=ignore, dirs_exist_ok=True)
     if CONTEXT_MODEL in configs:
         (destination / CONTEXT_MODEL / "1" / "model.py").write_text(CONTEXT_MODEL_CODE)
 
@@ -99,16 +98,56 @@ def fill_model(model: str, template: str, values: Mapping[str, object]) -> str:
 
 
 def read_template(path: Path) -> str:
-    """Read a template.
-
-    Raises:
-        TemplateError: when it is not UTF-8 text.
-        OSError: when it cannot be read.
-    """
+    """Read a template; raise TemplateError where it is not UTF-8."""
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise TemplateError(f"{path}: not UTF-8: {error}") from None
+
+
+def read_config(file: Path) -> Any:
+    """Return the ModelConfig in a filled config.pbtxt; raise ConfigurationError where it cannot."""
+    try:
+        text = file.read_text(encoding="utf-8")
+        # A newer Triton may have more fields than this client of it.
+        return text_format.Parse(text, ModelConfig(), allow_unknown_field=True)
+    except (OSError, UnicodeDecodeError, text_format.ParseError) as error:
+        raise ConfigurationError(f"{file}: {error}") from None
+
+
+def check_streaming(repository: Path) -> None:
+    """Raise ConfigurationError for a repository in which the predictor cannot stream."""
+    config = read_config(repository / "tensorrt_llm" / CONFIG)
+    if not config.model_transaction_policy.decoupled:
+        raise ConfigurationError(
+            "tensorrt_llm: decoupled_mode is false, but the predictor streams, which needs true"
+        )
+
+
+def unmet_needs(model: str, config: Any) -> list[str]:
+    """Return what the chosen backend or embedded engine lacks to load; warn of what will not work."""
+    values = {key: p.string_value for key, p in config.parameters.items() if p.string_value}
+    if config.backend == "tensorrtllm":
+        # Not an error: shorter requests and those that do not stream are served.
+        if (
+            config.model_transaction_policy.decoupled
+            and values.get("batch_scheduler_policy") == "max_utilization"
+            and values.get("enable_chunked_context") != "true"
+        ):
+            logger.warning(
+                "%s: with batch_scheduler_policy max_utilization and without enable_chunked_context, "
+                "TensorRT-LLM refuses a streamed request whose prompt and max_tokens less 1 exceed the "
+                "engine's max_input_len: set enable_chunked_context to true, take guaranteed_no_evict, "
+                "or build the engine with max_input_len as great as max_seq_len",
+                model,
+            )
+        met = values.keys() & {"gpt_model_path", "encoder_model_path"}
+        return [] if met else [f"{model}: engine_dir: triton_backend tensorrtllm needs it"]
+    engine = values.get("engine", "")
+    if engine and "gpt_model_path" in values:
+        logger.warning("%s: engine_dir has no effect with triton_backend python", model)
+    need = _NEEDS.get(engine)
+    return [] if need in {None, *values} else [f"{model}: {need}: the {engine} engine needs it"]
 
 
 def _render_all(
@@ -119,7 +158,7 @@ def _render_all(
     if llm := templates.get("tensorrt_llm"):
         backend = _choose_backend(llm, values["tensorrt_llm"])
         for model, template in templates.items():
-            # Only the engines in Python return what it needs.
+            # Only the engines in Python return the context.
             if f"${{{_CONTEXT}}}" in template and _is_empty(values[model].get(_CONTEXT)):
                 values[model][_CONTEXT] = backend == "python"
     return {
@@ -129,10 +168,7 @@ def _render_all(
 
 
 def _choose_backend(template: str, values: dict[str, object]) -> object:
-    """Return the backend of tensorrt_llm: TensorRT-LLM's where ``values`` has an engine and names no other.
-
-    NVIDIA's guides from before there was a choice name only the engine.
-    """
+    # NVIDIA's guides from before there was a choice name only the engine.
     given = {name for name, value in values.items() if not _is_empty(value)}
     engines = {"engine_dir", "encoder_engine_dir", "gpt_model_path", "encoder_model_path"}
     chosen = given & {"triton_backend", "engine", "model"}
@@ -151,7 +187,7 @@ def _render(
         if name not in variables:
             problems.append(f"{model}: {name}: unknown variable" + _suggest(name, variables))
         elif name not in used:
-            ignored = IGNORED.get(model, {}).get(name)
+            ignored = TABLES.ignored.get(model, {}).get(name)
             why = ignored.description if ignored else "the template does not use it"
             logger.warning("%s: %s has no effect: %s", model, name, why)
     texts: dict[str, str | None] = {}
@@ -179,8 +215,6 @@ def _render(
 
 
 def _fill_line(line: str, texts: Mapping[str, str | None]) -> str:
-    """Return a line with its variables' values; empty where one outside of a parameter is unset."""
-
     def parameter(match: re.Match[str]) -> str:
         unset = any(texts[name] is None for name in _VARIABLE.findall(match[2]))
         return f'{match[1]}"{text_encoding.CEscape(_UNSET, True)}"' if unset else match[0]
@@ -194,29 +228,46 @@ def _fill_line(line: str, texts: Mapping[str, str | None]) -> str:
 def _current_names(
     model: str, values: Mapping[str, object], problems: list[str]
 ) -> dict[str, object]:
-    """Return the values under today's names."""
     current = dict(values)
-    for old, new in RENAMED.get(model, {}).items():
+    for old, new in TABLES.renamed.get(model, {}).items():
         if _is_empty(value := current.pop(old, None)):
             continue
         if _is_empty(current.get(new)):
             current[new] = value
         elif not known(model)[new].same(value, current[new]):
             problems.append(f"{model}: {new}: also given, with another value, as {old}")
-    for name, renamed in RENAMED_VALUES.get(model, {}).items():
+    for name, renamed in TABLES.renamed_values.get(model, {}).items():
         if name in current:
             current[name] = renamed.get(str(current[name]), current[name])
     return current
 
 
-def _write_model(source: Path, destination: Path, config: Any) -> None:
-    # Triton wants a version directory even where there is nothing to put in it.
-    (destination / "1").mkdir(parents=True)
-    (destination / CONFIG).write_text(text_format.MessageToString(config))
-    for version in source.glob("[0-9]*"):
-        if version.is_dir() and version.name.isdigit():
-            ignore = shutil.ignore_patterns("__pycache__", ".gitkeep")
-            shutil.copytree(version, destination / version.name, ignore=ignore, dirs_exist_ok=True)
+def _problems_of(model: str, configs: Mapping[str, Any], directory: Path) -> list[str]:
+    config = configs[model]
+    problems = unmet_needs(model, config)
+    for step in config.ensemble_scheduling.step:
+        if step.model_name not in configs:
+            problems.append(f"{model}: step {step.model_name}: no such model in the repository")
+        elif (inner := configs[step.model_name]) is not None:
+            problems += _step_problems(model, config.max_batch_size, step, inner)
+    # Triton does not fail on this: it waits permanently for the model's process, which has ended.
+    if config.backend == "python" and not any(directory.glob("*/model.py")):
+        problems.append(f"{model}: no version of it has a model.py")
+    return problems
+
+
+def _step_problems(model: str, most: int, step: Any, inner: Any) -> list[str]:
+    name, problems = step.model_name, []
+    if inner.max_batch_size < most:
+        problems.append(
+            f"{name}: triton_max_batch_size: {inner.max_batch_size} is less than the "
+            f"{most} of {model}, which has it as a step; give both the same"
+        )
+    sides = ("input", step.input_map, inner.input), ("output", step.output_map, inner.output)
+    for kind, mapped, tensors in sides:
+        for tensor in sorted(mapped.keys() - {t.name for t in tensors}) if tensors else ():
+            problems.append(f"{model}: step {name} has no {kind} {tensor}")
+    return problems
 
 
 def _is_empty(value: object) -> bool:

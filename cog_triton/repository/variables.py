@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import yaml  # type: ignore[import-untyped, unused-ignore]
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 from tritonclient.grpc.model_config_pb2 import DataType
 
 from cog_triton.errors import ConfigurationError
@@ -34,20 +34,16 @@ _EXPECTED: Final = {
     "choice": "one of {}",
     "choice list": "some of {}, separated by commas",
 }
-_BOOLEANS = dict.fromkeys(["true", "1", "yes"], "true") | dict.fromkeys(
-    ["false", "0", "no"], "false"
-)
+_BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
 
-class Variable(BaseModel):
+class Variable(BaseModel, frozen=True, extra="forbid"):
     """One template variable of one model.
 
     Attributes:
         kind: the type of its values, a key of ``_EXPECTED``. A switch is a boolean whose false means unset.
         default: the value when none is given; None leaves the variable unset.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: str
     description: str
@@ -60,10 +56,7 @@ class Variable(BaseModel):
     def render(self, value: object = None) -> str | None:
         """Return a value as config.pbtxt spells it, unescaped; None leaves the variable unset.
 
-        An empty value counts as none given.
-
-        Raises:
-            ValueError: with what was expected, without the variable's name.
+        An empty value counts as none given. ValueError says what was expected.
         """
         value = self.default if value is None or value == "" else value
         if value is None and self.required:
@@ -79,7 +72,7 @@ class Variable(BaseModel):
             raise ValueError(f"expected {self._expected}, got {value!r}") from None
 
     def same(self, one: object, other: object) -> bool:
-        """Return whether two values are spelled alike, which those that are not valid never are."""
+        """Compare two values as they are spelled; those that are not valid differ."""
         with suppress(ValueError):
             return self.render(one) == self.render(other)
         return False
@@ -92,14 +85,12 @@ class Variable(BaseModel):
         match self.kind:
             case "text" | "path":
                 path: str = os.fspath(value)  # type: ignore[call-overload]
-                str.encode(
-                    path
-                )  # fails for half a surrogate pair, which cannot be written to a file
+                str.encode(path)  # fails for bytes, and for half a surrogate pair
                 return path
             case "boolean":
-                return _BOOLEANS[text.lower()]
+                return str(_BOOLEANS[text.lower()]).lower()
             case "switch":
-                return "true" if _BOOLEANS[text.lower()] == "true" else None
+                return "true" if _BOOLEANS[text.lower()] else None
             case "data type":
                 return str(DataType.Name(DataType.Value(f"TYPE_{text.removeprefix('TYPE_')}")))
             case "choice":
@@ -136,10 +127,8 @@ def _matching(pattern: str, text: str) -> str:
     return text
 
 
-class _Tables(BaseModel):
+class _Tables(BaseModel, frozen=True, extra="forbid"):
     """The file variables.yaml, which describes its tables."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     shared: dict[str, Variable]
     variables: dict[str, dict[str, Variable]]
@@ -150,32 +139,22 @@ class _Tables(BaseModel):
 
 
 # The parser in C, where PyYAML has it, is eight times as fast.
-_TABLES: Final = _Tables.model_validate(
-    yaml.load(
-        Path(__file__).with_name("variables.yaml").read_text(encoding="utf-8"),
-        Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader),
-    )
-)
-VARIABLES: Final = _TABLES.variables
-IGNORED: Final = _TABLES.ignored
-RENAMED: Final = _TABLES.renamed
-RENAMED_VALUES: Final = _TABLES.renamed_values
-OPTIONAL_MODELS: Final = _TABLES.optional_models
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_TEXT = Path(__file__).with_name("variables.yaml").read_text(encoding="utf-8")
+TABLES: Final = _Tables.model_validate(yaml.load(_TEXT, Loader=_LOADER))
+VARIABLES: Final = TABLES.variables
 
 
 def known(model: str) -> dict[str, Variable]:
     """Return every variable that a template of ``model`` may use, those of older templates included."""
-    return {**VARIABLES.get(model, {}), **IGNORED.get(model, {})}
+    return {**VARIABLES.get(model, {}), **TABLES.ignored.get(model, {})}
 
 
 def load_overrides(path: Path) -> dict[str, dict[str, object]]:
     """Read values by model and variable from a YAML file, for ``fill_repository``.
 
     They stand under ``server: {<model>: {args: {<variable>: <value>}}}``, or, as cog-triton had it,
-    under ``instantiate: {server: …}``. Other keys beside ``server`` are ignored.
-
-    Raises:
-        ConfigurationError: the file cannot be read, or has another shape.
+    under ``instantiate: {server: …}``. A file of another shape is a ConfigurationError.
     """
     try:
         document = _mapping(yaml.safe_load(path.read_bytes()), path, "the file")

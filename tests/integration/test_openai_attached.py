@@ -14,7 +14,7 @@ import psutil  # type: ignore[import-untyped, unused-ignore]
 import pytest
 from google.protobuf import text_format
 
-from cog_triton.repository.checks import read_config
+from cog_triton.repository.fill import read_config
 from cog_triton.server.tritonserver import TritonServer
 from cog_triton.wire import IDS_ENSEMBLE
 from tests.integration.conftest import (

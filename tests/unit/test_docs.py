@@ -12,7 +12,7 @@ import yaml  # type: ignore[import-untyped, unused-ignore]
 from cog_triton import settings
 from cog_triton.errors import TemplateError
 from cog_triton.repository.fill import fill_repository
-from cog_triton.repository.variables import IGNORED, RENAMED, VARIABLES, load_overrides
+from cog_triton.repository.variables import TABLES, VARIABLES, load_overrides
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "configuration.md"
@@ -52,7 +52,7 @@ def test_every_name_is_on_the_page() -> None:
     page = PAGE.read_text(encoding="utf-8")
     names = [
         name
-        for table in (VARIABLES, IGNORED, RENAMED)
+        for table in (VARIABLES, TABLES.ignored, TABLES.renamed)
         for model in table.values()
         for name in model
     ]

@@ -18,8 +18,7 @@ from cog_triton.deployment.preparation import (
     template_values,
 )
 from cog_triton.errors import ConfigurationError, InvalidParameter
-from cog_triton.repository.checks import read_config
-from cog_triton.repository.fill import fill_repository
+from cog_triton.repository.fill import fill_repository, read_config
 from cog_triton.settings import read_settings
 from cog_triton.wire import adapter_task_id
 from tests.stand_in.engine import make_engine

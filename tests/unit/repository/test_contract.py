@@ -15,7 +15,7 @@ from tritonclient.grpc.model_config_pb2 import (  # type: ignore[import-untyped,
 )
 
 from cog_triton.repository.fill import fill_repository
-from cog_triton.repository.variables import IGNORED, VARIABLES, known
+from cog_triton.repository.variables import TABLES, VARIABLES, known
 
 ROOT = Path(__file__).resolve().parents[3]
 CONTRACT: dict[str, Any] = json.loads(
@@ -193,7 +193,7 @@ def test_parameters_come_from_their_variables(configs: dict[str, Any]) -> None:
     llm = configs["tensorrt_llm"]
     bare = CONTRACT["tensorrt_llm"]["template_variables"]
     for name, value in example_values("tensorrt_llm").items():
-        if bare.get(name) == "bare" or name in ("triton_backend", *IGNORED["tensorrt_llm"]):
+        if bare.get(name) == "bare" or name in ("triton_backend", *TABLES.ignored["tensorrt_llm"]):
             continue
         text = VARIABLES["tensorrt_llm"][name].render(value)
         assert llm.parameters[keys.get(name, name)].string_value == text, name

@@ -18,7 +18,7 @@ from tritonclient.grpc.model_config_pb2 import (  # type: ignore[import-untyped,
 
 from cog_triton.errors import ConfigurationError, TemplateError
 from cog_triton.repository.fill import fill_model, fill_repository
-from cog_triton.repository.variables import IGNORED, VARIABLES, Variable, known, load_overrides
+from cog_triton.repository.variables import TABLES, VARIABLES, Variable, known, load_overrides
 
 TEMPLATES = Path(__file__).resolve().parents[3] / "triton_model_repo"
 TOKENIZER: dict[str, object] = {"tokenizer_dir": "/models/demo"}
@@ -161,9 +161,9 @@ def test_every_default_is_a_valid_value(model: str) -> None:
             found.render()
 
 
-@pytest.mark.parametrize("model", [*IGNORED])
+@pytest.mark.parametrize("model", [*TABLES.ignored])
 def test_no_name_is_both_current_and_ignored(model: str) -> None:
-    assert not IGNORED[model].keys() & VARIABLES[model].keys()
+    assert not TABLES.ignored[model].keys() & VARIABLES[model].keys()
 
 
 # One template

@@ -4,14 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cog_triton.repository.variables import (
-    OPTIONAL_MODELS,
-    RENAMED,
-    RENAMED_VALUES,
-    VARIABLES,
-    Variable,
-    known,
-)
+from cog_triton.repository.variables import TABLES, VARIABLES, Variable, known
 
 EVERY = [
     pytest.param(variable, id=f"{model}-{name}")
@@ -26,14 +19,14 @@ def test_a_variable_is_described_and_has_choices_if_its_kind_says_so(variable: V
     assert bool(variable.choices) == (variable.kind in ("choice", "choice list"))
 
 
-@pytest.mark.parametrize("model", [*RENAMED])
+@pytest.mark.parametrize("model", [*TABLES.renamed])
 def test_an_old_name_is_that_of_a_variable_there_is(model: str) -> None:
-    assert set(RENAMED[model].values()) <= VARIABLES[model].keys()
-    assert not RENAMED[model].keys() & known(model).keys()
+    assert set(TABLES.renamed[model].values()) <= VARIABLES[model].keys()
+    assert not TABLES.renamed[model].keys() & known(model).keys()
 
 
 def test_an_old_value_is_that_of_a_choice_there_is() -> None:
-    for model, variables in RENAMED_VALUES.items():
+    for model, variables in TABLES.renamed_values.items():
         for name, values in variables.items():
             choices = set(VARIABLES[model][name].choices)
             assert set(values.values()) <= choices
@@ -41,7 +34,7 @@ def test_an_old_value_is_that_of_a_choice_there_is() -> None:
 
 
 def test_optional_models_are_models() -> None:
-    assert VARIABLES.keys() >= OPTIONAL_MODELS > set()
+    assert VARIABLES.keys() >= TABLES.optional_models > set()
 
 
 def test_variables_of_several_models_are_the_same_in_each() -> None:
