@@ -5,8 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from importlib import import_module
 from itertools import chain
+from pkgutil import resolve_name
 
 from cog_triton.errors import EngineError as EngineError
 from cog_triton.errors import EngineUnavailable as EngineUnavailable
@@ -17,10 +17,10 @@ LEAST_LOG_PROB = -9999.0
 """Stands for the logarithm of 0, which JSON has no number for."""
 
 _ENGINES = {  # imported only when chosen: not all of their libraries need be installed
-    "llmapi": ("cog_triton.engines.llm_api", "TensorrtLlmEngine"),
-    "simulated": ("cog_triton.engines.simulated", "SimulatedEngine"),
-    "transformers": ("cog_triton.engines.transformers", "TransformersEngine"),
-    "vllm": ("cog_triton.engines.vllm", "VllmEngine"),
+    "llmapi": "cog_triton.engines.llm_api:TensorrtLlmEngine",
+    "simulated": "cog_triton.engines.simulated:SimulatedEngine.from_parameters",
+    "transformers": "cog_triton.engines.transformers:TransformersEngine.from_parameters",
+    "vllm": "cog_triton.engines.vllm:VllmEngine",
 }
 
 
@@ -165,8 +165,7 @@ def create_engine(parameters: Mapping[str, str]) -> Engine:
     name = parameters.get("engine", "transformers")
     if name not in _ENGINES:
         raise ValueError(f"unknown engine {name!r}; known are {', '.join(_ENGINES)}")
-    module, kind = _ENGINES[name]
-    engine: Engine = getattr(import_module(module), kind).from_parameters(parameters)
+    engine: Engine = resolve_name(_ENGINES[name])(parameters)
     return engine
 
 

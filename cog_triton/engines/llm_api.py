@@ -22,8 +22,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,6 @@ from cog_triton.engines.arguments import (
 from cog_triton.engines.base import (
     EngineError,
     GenerationRequest,
-    SamplingParams,
     Step,
     TokenLogProb,
 )
@@ -51,6 +49,7 @@ logger = logging.getLogger(__name__)
 
 OLDEST = Version("1.1.0.dev0")
 TORCH_SAMPLER_ONLY = Version("1.3.0rc26")
+REMEDY = "set sampler_type: TRTLLMSampler in the file that llm_api_config names"
 NO_END_ID = -1
 ANY_ID = 0  # pads what is never read; without it the LLM would pad with NO_END_ID
 _TOO_LONG = re.compile(r"prompt length.*(exceed|larger than)", re.IGNORECASE | re.DOTALL)
@@ -59,34 +58,7 @@ _TOO_LONG = re.compile(r"prompt length.*(exceed|larger than)", re.IGNORECASE | r
 class TensorrtLlmEngine(EventLoopEngine):
     """See the module's docstring."""
 
-    def __init__(
-        self,
-        llm: Any,
-        sampling_params: Callable[..., Any],
-        *,
-        context_length: int,
-        sampler: Sampler,
-        adapters: Path | None = None,
-    ) -> None:
-        """Take over a loaded LLM.
-
-        Args:
-            llm: a loaded ``tensorrt_llm.LLM``; the engine shuts it down.
-            sampling_params: ``tensorrt_llm.SamplingParams``.
-            context_length: most tokens that prompt and output may have together.
-            sampler: what the LLM samples with; requests for what it would ignore are refused.
-            adapters: the directory of LoRA adapters.
-        """
-        self.context_length = context_length
-        self.features = frozenset() if adapters is None else frozenset({"lora_task_id"})
-        self._adapters = LoraRequests(adapters)
-        self._llm = llm
-        self._sampler = sampler
-        self._sampling_params = sampling_params
-        super().__init__("llm-api-engine")
-
-    @classmethod
-    def from_parameters(cls, parameters: Mapping[str, str]) -> TensorrtLlmEngine:
+    def __init__(self, parameters: Mapping[str, str]) -> None:
         """Load the model that the tensorrt_llm model's parameters name.
 
         Raises:
@@ -96,60 +68,50 @@ class TensorrtLlmEngine(EventLoopEngine):
             Exception: whatever else the LLM raises while it loads.
         """
         import tensorrt_llm  # type: ignore[import-not-found, import-untyped, unused-ignore]
-        from tensorrt_llm.llmapi import (  # type: ignore[import-not-found, import-untyped, unused-ignore]
-            KvCacheConfig,
-            llm_args,
-        )
 
         version = str(getattr(tensorrt_llm, "__version__", "unknown"))
         if _parsed(version) < OLDEST:
             raise ValueError(f"the engine llmapi needs TensorRT-LLM 1.1 or later, not {version}")
-        for name in without_effect(parameters, "llmapi"):
-            logger.warning("tensorrt_llm: %s has no effect with the engine llmapi", name)
-        arguments = llm_arguments(parameters)
-        if path := parameters.get("llm_api_config"):
-            convert = getattr(llm_args, "update_llm_args_with_extra_dict", None)
-            extra = read_arguments(Path(path), "llm_api_config")
-            arguments = merged(arguments, extra, path, convert)
-        if "model" not in arguments:
-            raise ValueError("tensorrt_llm: model: the engine llmapi needs it")
-        kinds = {"kv_cache_config": KvCacheConfig}
-        if hasattr(llm_args, "LoraConfig"):  # in the module that uses it; its own has changed
-            kinds["lora_config"] = llm_args.LoraConfig
-        for name, kind in kinds.items():
-            if isinstance(section := arguments.get(name), dict):
-                arguments[name] = kind(**section)
-        sampler = sampler_of(version, arguments)
-        if sampler.warning is not None:
-            logger.warning(sampler.warning)
+        arguments = loading_arguments(parameters)
+        self._forgetful = version if is_forgetful(version, arguments) else None
+        if self._forgetful:
+            logger.warning(
+                "the default sampler of TensorRT-LLM %s ignores seeds: the same seed may give another "
+                "text. Penalties and bad words are refused. To have them, %s",
+                *(version, REMEDY),
+            )
         try:
-            llm = tensorrt_llm.LLM(**arguments)
+            self._llm = tensorrt_llm.LLM(**arguments)
         except Exception as error:
             if arguments.get("trust_remote_code") or not remote_code.was_refused(error):
                 raise
             raise ValueError(remote_code.refusal("model", str(arguments["model"]))) from error
         try:
-            adapters = parameters.get("lora_prefetch_dir")
-            return cls(
-                llm,
-                tensorrt_llm.SamplingParams,
-                context_length=context_length(arguments, llm),
-                sampler=sampler,
-                adapters=Path(adapters) if adapters else None,
-            )
+            self.context_length = context_length(arguments, self._llm)
         except BaseException:
-            llm.shutdown()
+            self._llm.shutdown()
             raise
+        self._sampling_params = tensorrt_llm.SamplingParams
+        adapters = parameters.get("lora_prefetch_dir")
+        self.features = frozenset({"lora_task_id"} if adapters else ())
+        self._adapters = LoraRequests(Path(adapters) if adapters else None)
+        super().__init__("llm-api-engine")
 
     def close(self) -> None:
         super().close()
         self._llm.shutdown()
 
     def steps(self, request: GenerationRequest) -> Steps:
-        self._sampler.check(request.sampling)
+        sampling = request.sampling
+        asked = [*sampling.penalties, *(["bad_words"] if any(sampling.bad_words) else [])]
+        if self._forgetful and asked:
+            raise EngineError(
+                f"the default sampler of TensorRT-LLM {self._forgetful} does not support "
+                f"{', '.join(asked)}, and would ignore it; {REMEDY}"
+            )
         try:
-            sampling = self._sampling_params(**sampling_arguments(request))
-            return self._generate(request, sampling, self._adapter(request.lora_task_id))
+            params = self._sampling_params(**sampling_arguments(request))
+            return self._generate(request, params, self._adapter(request.lora_task_id))
         except (ValueError, TypeError) as error:
             raise EngineError(str(error)) from error
 
@@ -162,15 +124,11 @@ class TensorrtLlmEngine(EventLoopEngine):
 
         return self._adapters.of(task_id, LoRARequest)
 
-    async def _generate(self, request: GenerationRequest, sampling: Any, adapter: Any) -> Steps:
+    async def _generate(self, request: GenerationRequest, params: Any, adapter: Any) -> Steps:
         output, last_id = None, None
         try:
-            output = self._llm.generate_async(
-                inputs=request.input_ids,
-                sampling_params=sampling,
-                lora_request=adapter,
-                streaming=True,
-            )
+            asked = {"inputs": request.input_ids, "sampling_params": params}
+            output = self._llm.generate_async(**asked, lora_request=adapter, streaming=True)
             async for update in output:
                 step = next_step(update.outputs[0], request, last_id, finished=update.finished)
                 last_id = step.ids[-1] if step.ids else last_id
@@ -184,59 +142,51 @@ class TensorrtLlmEngine(EventLoopEngine):
                 output.abort()
 
 
-@dataclass(frozen=True)
-class Sampler:
-    """The sampler of a loaded LLM.
+def loading_arguments(parameters: Mapping[str, str]) -> dict[str, Any]:
+    """Return the arguments of ``tensorrt_llm.LLM``, with those of ``llm_api_config`` and as its classes.
+
+    Raises:
+        ValueError: a parameter or a section of the file is not valid, or the model is missing.
+        OSError: the file cannot be read.
+    """
+    from tensorrt_llm.llmapi import (  # type: ignore[import-not-found, import-untyped, unused-ignore]
+        KvCacheConfig,
+        llm_args,
+    )
+
+    for name in without_effect(parameters, "llmapi"):
+        logger.warning("tensorrt_llm: %s has no effect with the engine llmapi", name)
+    arguments = llm_arguments(parameters)
+    if path := parameters.get("llm_api_config"):
+        convert = getattr(llm_args, "update_llm_args_with_extra_dict", None)
+        extra = read_arguments(Path(path), "llm_api_config")
+        arguments = merged(arguments, extra, path, convert)
+    if "model" not in arguments:
+        raise ValueError("tensorrt_llm: model: the engine llmapi needs it")
+    # LoraConfig from the module that uses it; its own has changed.
+    kinds = {"kv_cache_config": KvCacheConfig, "lora_config": getattr(llm_args, "LoraConfig", None)}
+    for name, kind in kinds.items():
+        if kind is not None and isinstance(section := arguments.get(name), dict):
+            arguments[name] = kind(**section)
+    return arguments
+
+
+def is_forgetful(version: str, options: Mapping[str, Any]) -> bool:
+    """Return True if the sampler of an LLM with these arguments ignores seeds, penalties and bad words.
 
     The PyTorch backend has two. TRTLLMSampler, in C++, honours all that a request can ask for here.
-    TorchSampler, the default, silently ignores seeds, penalties and bad words up to 1.2. It learned them
-    between July and August 2026 (pull requests 16052, 16485 and 17172), while the release candidates of 1.3
-    came out; from 1.3.0rc26 on it is the only one. All that was read in its repository, and never tried.
+    TorchSampler, the default, silently ignores these up to 1.2. It learned them between July and August
+    2026 (pull requests 16052, 16485 and 17172), while the release candidates of 1.3 came out; from
+    1.3.0rc26 on it is the only one. All that was read in its repository, and never tried.
 
     An ignored penalty or bad word changes the answer unnoticed, so such a request is refused. A seed comes
     with every request, mostly one that nobody asked for: it is warned of once.
-
-    Attributes:
-        version: TensorRT-LLM's.
-        forgetful: it ignores seeds, penalties and bad words.
     """
-
-    version: str
-    forgetful: bool
-
-    REMEDY = "set sampler_type: TRTLLMSampler in the file that llm_api_config names"
-
-    def check(self, sampling: SamplingParams) -> None:
-        """Refuse what would be ignored unnoticed.
-
-        Raises:
-            EngineError: naming the parameters.
-        """
-        asked = [*sampling.penalties, *(["bad_words"] if any(sampling.bad_words) else [])]
-        if self.forgetful and asked:
-            raise EngineError(
-                f"the default sampler of TensorRT-LLM {self.version} does not support "
-                f"{', '.join(asked)}, and would ignore it; {self.REMEDY}"
-            )
-
-    @property
-    def warning(self) -> str | None:
-        """A warning for the log, None without a need."""
-        if not self.forgetful:
-            return None
-        return (
-            f"the default sampler of TensorRT-LLM {self.version} ignores seeds: the same seed may give "
-            f"another text. Penalties and bad words are refused. To have them, {self.REMEDY}"
-        )
-
-
-def sampler_of(version: str, options: Mapping[str, Any]) -> Sampler:
-    """Return the sampler of an LLM that was made with these arguments."""
     sampler = options.get("sampler_type", "auto")
     # The engines that 1.x can still run by the LLM API sample in C++, too.
     in_cpp = str(getattr(sampler, "value", sampler)) == "TRTLLMSampler"
     in_cpp = in_cpp or options.get("backend") == "tensorrt"
-    return Sampler(version, not in_cpp and _parsed(version) < TORCH_SAMPLER_ONLY)
+    return not in_cpp and _parsed(version) < TORCH_SAMPLER_ONLY
 
 
 def _parsed(version: str) -> Version:
@@ -308,11 +258,8 @@ def next_step(
 
 
 def chosen_log_probs(ids: Sequence[int], entries: Sequence[Any] | None) -> list[TokenLogProb]:
-    """Return the log probability of each id.
-
-    Args:
-        entries: for each id a number, or a mapping from ids to objects with a ``logprob``, as releases
-            differ.
+    """Return the log probability of each id; as releases differ, each entry is a number, or a mapping
+    from ids to objects with a ``logprob``.
 
     Raises:
         EngineError: one is missing.

@@ -1,11 +1,8 @@
 """An engine that makes tokens at a set pace without a model, for tests and for sizing a deployment.
 
-A request waits for a slot, has its prompt prefilled, and gets its tokens one inter-token latency
-apart. ``Schedule`` says which tokens are due when and is plain data; ``SimulatedEngine`` adds the
-thread and the clock. docs/sizing.md tells what the costs stand for on a real engine.
-
-The tokens are those of a text, read from a place that depends on the prompt, so that two requests
-with different prompts can be told apart and the same prompt always gives the same tokens.
+``Schedule`` computes which tokens are due when; ``SimulatedEngine`` adds the thread and the clock.
+docs/sizing.md has what the costs stand for on a real engine. The tokens are those of a text, from a place
+that depends on the prompt: the same prompt always gives the same tokens.
 """
 
 from __future__ import annotations
@@ -48,37 +45,28 @@ FailureKind = Literal["error", "stall", "refuse"]
 
 @dataclass(frozen=True)
 class Costs:
-    """Costs of requests; none by default.
+    """Costs of requests; none by default."""
 
-    Attributes:
-        prefill: seconds from the end of a prompt's prefill to its first token; they overlap.
-        prefill_rate: prompt tokens a second, one prompt after another; 0 is no limit.
-        inter_token: seconds between two tokens of a request.
-        max_batch: requests that run at once, others wait for a slot; 0 is no limit.
-    """
-
-    prefill: float = 0.0
-    prefill_rate: float = 0.0
-    inter_token: float = 0.0
-    max_batch: int = 0
+    prefill: float = (
+        0.0  # seconds from the end of a prompt's prefill to its first token; they overlap
+    )
+    prefill_rate: float = 0.0  # prompt tokens a second, one prompt after another; 0 is no limit
+    inter_token: float = 0.0  # seconds between two tokens of a request
+    max_batch: int = 0  # requests that run at once, others wait for a slot; 0 is no limit
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A way to fail, and the number of tokens before it."""
-
     kind: FailureKind
-    after: int
+    after: int  # tokens
 
 
 @dataclass(frozen=True)
 class Failures:
-    """A share of requests that fail.
+    """The share of requests that fail, each in one of some ways.
 
-    Attributes:
-        rate: share of the requests that fail, 0 to 1.
-        kinds: how; each failing request does it in one of these ways. ``error`` ends it with an
-            error, ``stall`` makes no more tokens until it is aborted, ``refuse`` never starts it.
+    ``error`` ends a request with an error, ``stall`` makes no more tokens until it is aborted, ``refuse``
+    never starts it.
     """
 
     rate: float = 0.0
@@ -104,7 +92,6 @@ class Failures:
 
 
 def _prompt(request: GenerationRequest) -> list[int]:
-    """The prompt's ids, without the output that is continued."""
     return request.input_ids[: len(request.input_ids) - request.continued]
 
 
@@ -120,18 +107,14 @@ class _Sequence:
 
 
 class Schedule:
-    """The times at which sequences get their tokens, without a clock or a thread.
+    """The times at which sequences get their tokens, in seconds from any origin.
 
-    Times are seconds from any origin. What happens late happens as if it had been on time: the next
-    token, the next prompt and the next request in the queue follow from when it was due.
+    What happens late happens as if it had been on time: the next token, the next prompt and the next
+    request in the queue follow from when it was due.
     """
 
     def __init__(self, token_ids: list[int], costs: Costs) -> None:
-        """Start with no request.
-
-        Args:
-            token_ids: what to generate, again and again; at least one.
-        """
+        """Start with no request; ``token_ids`` is generated again and again."""
         self._costs = costs
         self._length = len(token_ids)
         # So that any BURST tokens are one slice.
@@ -139,8 +122,7 @@ class Schedule:
         self._waiting: dict[str, _Sequence] = {}  # for a slot, first come, first served
         self._running: dict[str, _Sequence] = {}  # with a slot
         self._prompts: dict[str, _Sequence] = {}  # of those, in prefill (the first) or before it
-        # What happens next to a running sequence, at most one entry each. Of equal times, the one
-        # that was entered first comes first.
+        # The next event of a running sequence, at most one entry each; equal times keep their order.
         self._due: list[tuple[float, int, _Sequence]] = []
         self._serial = itertools.count()
 
@@ -212,13 +194,11 @@ class Schedule:
 
     def _generate(self, sequence: _Sequence, at: float, limit: float) -> Step:
         request, pace = sequence.request, self._costs.inter_token
-        left = (
-            sequence.failure.after if sequence.failure else request.max_tokens
-        ) - sequence.generated
+        end = sequence.failure.after if sequence.failure else request.max_tokens
         # Without a pace, twice as many each time: the first token comes alone and at once.
         due = 1 + int((limit - at) / pace) if pace else max(1, sequence.generated)
         place = (sequence.start + sequence.generated) % self._length
-        ids = self._text[place : place + min(due, left, BURST)]
+        ids = self._text[place : place + min(due, end - sequence.generated, BURST)]
         if request.end_id is not None and request.end_id in ids:
             ids = ids[: ids.index(request.end_id) + 1]
         sequence.generated += len(ids)
@@ -227,9 +207,9 @@ class Schedule:
             self._leave(sequence, at + (len(ids) - 1) * pace)
         else:
             self._enter(sequence, at + len(ids) * pace)
-        count = request.top_log_probs
-        told = [TokenLogProb(token, 0.0, _top(token, count)) for token in ids]
-        return Step(ids, told if request.return_log_probs else [], finished)
+        asked, count = request.return_log_probs, request.top_log_probs
+        log_probs = [TokenLogProb(i, 0.0, _top(i, count)) for i in ids] if asked else []
+        return Step(ids, log_probs, finished)
 
     def _fail(self, sequence: _Sequence, at: float) -> list[tuple[Sink, Step]]:
         assert sequence.failure is not None
@@ -257,7 +237,7 @@ class Schedule:
 
 
 class SimulatedEngine(Engine):
-    """Run a schedule by the clock; see the module's docstring. Every token is certain."""
+    """Runs a schedule by the clock. Every token is certain."""
 
     features = frozenset({"min_p", "top_logprobs"})
 
@@ -269,17 +249,11 @@ class SimulatedEngine(Engine):
         *,
         context_length: int = DEFAULT_CONTEXT_LENGTH,
     ) -> None:
-        """Start the stepping thread.
-
-        Args:
-            token_ids: what to generate, again and again; at least one.
-        """
+        """Start the stepping thread; ``token_ids`` is generated again and again."""
+        self.context_length = context_length
         self._schedule = Schedule(token_ids, costs or Costs())
         self._failures = failures or Failures()
-        self.context_length = context_length
-        self._ending = (
-            0  # have left the schedule, and their last tokens are still to be handed over
-        )
+        self._ending = 0  # have left the schedule, but their last tokens are not handed over yet
         self._changed = threading.Condition()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="simulated-engine", daemon=True)
@@ -292,27 +266,23 @@ class SimulatedEngine(Engine):
         Raises:
             ValueError: the text has no tokens, or a kind of failure is unknown.
         """
+
+        def number(name: str) -> float:
+            return float(parameters.get(f"simulated_{name}", 0))
+
         costs = Costs(
-            prefill=float(parameters.get("simulated_prefill_ms", 0)) / 1000,
-            prefill_rate=float(parameters.get("simulated_prefill_tokens_per_s", 0)),
-            inter_token=float(parameters.get("simulated_inter_token_ms", 0)) / 1000,
-            max_batch=int(parameters.get("simulated_max_batch", 0)),
+            prefill=number("prefill_ms") / 1000,
+            prefill_rate=number("prefill_tokens_per_s"),
+            inter_token=number("inter_token_ms") / 1000,
+            max_batch=int(number("max_batch")),
         )
-        kinds = parameters.get("simulated_failures", "error").split(",")
-        failures = Failures(
-            float(parameters.get("simulated_failure_rate", 0)),
-            cast("tuple[FailureKind, ...]", tuple(kinds)),
-        )
-        return cls(
-            _encode(
-                parameters["tokenizer_dir"],
-                parameters.get("simulated_text", TEXT),
-                trust_remote_code=parameters.get("trust_remote_code") == "true",
-            ),
-            costs,
-            failures,
-            context_length=int(parameters.get("max_seq_len", DEFAULT_CONTEXT_LENGTH)),
-        )
+        kinds = tuple(parameters.get("simulated_failures", "error").split(","))
+        failures = Failures(number("failure_rate"), cast("tuple[FailureKind, ...]", kinds))
+        trusted = parameters.get("trust_remote_code") == "true"
+        text = parameters.get("simulated_text", TEXT)
+        ids = _encode(parameters["tokenizer_dir"], text, trust_remote_code=trusted)
+        length = int(parameters.get("max_seq_len", DEFAULT_CONTEXT_LENGTH))
+        return cls(ids, costs, failures, context_length=length)
 
     def submit(self, request: GenerationRequest, sink: Sink) -> None:
         failure = self._failures.of(request)
@@ -367,20 +337,16 @@ class SimulatedEngine(Engine):
 
 def _top(token: int, count: int) -> tuple[tuple[int, float], ...]:
     """The most likely tokens where the engine makes one for certain: that one, and any others."""
-    others = [other for other in range(count) if other != token]
-    return ((token, 0.0), *((other, LEAST_LOG_PROB) for other in others))[:count]
+    others = ((other, LEAST_LOG_PROB) for other in range(count) if other != token)
+    return ((token, 0.0), *others)[:count]
 
 
-def _encode(tokenizer_dir: str, text: str, *, trust_remote_code: bool = False) -> list[int]:
-    """The text's token ids.
-
-    Raises:
-        ValueError: there are none, or they make no text.
-    """
+def _encode(tokenizer_dir: str, text: str, *, trust_remote_code: bool) -> list[int]:
+    """Return the text's token ids. Raises ValueError if there are none, or they make no text."""
     file = Path(tokenizer_dir) / "tokenizer.json"
     tokenizer: Any
     if file.is_file():
-        # Far quicker to load than a transformers tokenizer, and the ids are the same.
+        # Much faster to load than a transformers tokenizer, and the ids are the same.
         from tokenizers import Tokenizer
 
         tokenizer = Tokenizer.from_file(str(file))

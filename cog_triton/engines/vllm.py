@@ -70,36 +70,7 @@ _GUIDES = {  # a guide's kind → the argument of vLLM's StructuredOutputsParams
 class VllmEngine(EventLoopEngine):
     """See the module's docstring."""
 
-    def __init__(self, arguments: Mapping[str, Any], adapters: Path | None = None) -> None:
-        """Load a model.
-
-        Args:
-            arguments: of ``vllm.AsyncEngineArgs``.
-            adapters: the directory of LoRA adapters.
-
-        Raises:
-            Exception: whatever vLLM raises while it loads.
-        """
-        self._adapters = LoraRequests(adapters)
-        self._loadable: set[int] = set()  # numbers of the adapters that vLLM has loaded
-        self._then: Callable[[], object] = lambda: None
-        self._llm: Any = None
-        super().__init__("vllm-engine")
-        try:
-            asyncio.run_coroutine_threadsafe(self._load(arguments), self._loop).result()
-        except BaseException:
-            self.close()
-            raise
-        llm: Any = self._llm
-        config = llm.model_config
-        self.context_length = int(config.max_model_len)
-        self._vocabulary = int(config.get_vocab_size())
-        guided = set() if config.skip_tokenizer_init else {"guided_decoding"}
-        adapted = {"lora_task_id"} if adapters is not None and not _on_cpu() else set()
-        self.features = frozenset(_FEATURES | guided | adapted)
-
-    @classmethod
-    def from_parameters(cls, parameters: Mapping[str, str]) -> VllmEngine:
+    def __init__(self, parameters: Mapping[str, str]) -> None:
         """Load the model that the tensorrt_llm model's parameters name.
 
         Raises:
@@ -114,14 +85,27 @@ class VllmEngine(EventLoopEngine):
         adapters = parameters.get("lora_prefetch_dir")
         if adapters and _on_cpu():
             logger.warning(NO_ADAPTERS)
+        self._adapters = LoraRequests(Path(adapters) if adapters else None)
+        self._loadable: set[int] = set()  # numbers of the adapters that vLLM has loaded
+        self._then: Callable[[], object] = lambda: None
+        self._llm: Any = None
+        super().__init__("vllm-engine")
         try:
-            return cls(arguments, Path(adapters) if adapters else None)
-        except TypeError as error:  # an argument that its release does not know
-            raise ValueError(f"vLLM: {error}") from error
-        except Exception as error:
+            asyncio.run_coroutine_threadsafe(self._load(arguments), self._loop).result()
+        except BaseException as error:
+            self.close()
+            if isinstance(error, TypeError):  # an argument that its release does not know
+                raise ValueError(f"vLLM: {error}") from error
             if arguments.get("trust_remote_code") or not remote_code.was_refused(error):
                 raise
             raise ValueError(remote_code.refusal("model", str(arguments["model"]))) from error
+        llm: Any = self._llm
+        config = llm.model_config
+        self.context_length = int(config.max_model_len)
+        self._vocabulary = int(config.get_vocab_size())
+        guided = set() if config.skip_tokenizer_init else {"guided_decoding"}
+        adapted = {"lora_task_id"} if adapters and not _on_cpu() else set()
+        self.features = frozenset(_FEATURES | guided | adapted)
 
     def on_death(self, then: Callable[[], object]) -> None:
         self._then = then

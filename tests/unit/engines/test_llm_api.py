@@ -33,13 +33,12 @@ from cog_triton.engines.base import (
     create_engine,
 )
 from cog_triton.engines.llm_api import (
-    Sampler,
     TensorrtLlmEngine,
     chosen_log_probs,
     error_text,
     is_fatal,
+    is_forgetful,
     next_step,
-    sampler_of,
     sampling_arguments,
 )
 from cog_triton.errors import error_from_text
@@ -470,7 +469,7 @@ def test_a_load_that_fails_says_why(
 
 def test_a_model_is_needed() -> None:
     with pytest.raises(ValueError, match="model: the engine llmapi needs it"):
-        TensorrtLlmEngine.from_parameters({"max_seq_len": "10"})
+        TensorrtLlmEngine({"max_seq_len": "10"})
 
 
 def test_an_llm_whose_context_is_unknown_is_shut_down_again(
@@ -487,7 +486,7 @@ def test_an_llm_whose_context_is_unknown_is_shut_down_again(
 
     monkeypatch.setattr(fake.LLM, "shutdown", note)
     with pytest.raises(ValueError, match="set max_seq_len"):
-        TensorrtLlmEngine.from_parameters({"model": str(tmp_path)})
+        TensorrtLlmEngine({"model": str(tmp_path)})
     assert len(shut_down) == 1
 
 
@@ -633,13 +632,13 @@ def test_seeds_that_are_ignored_are_said_once_and_not_refused(
     ],
 )
 def test_samplers(version: str, options: dict[str, Any], forgetful: bool) -> None:
-    assert sampler_of(version, options) == Sampler(version, forgetful)
+    assert is_forgetful(version, options) is forgetful
 
 
 def test_a_release_that_is_too_old(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fake, "__version__", "1.0.3")
     with pytest.raises(ValueError, match=r"llmapi needs TensorRT-LLM 1\.1 or later, not 1\.0\.3"):
-        TensorrtLlmEngine.from_parameters({"model": "any"})
+        TensorrtLlmEngine({"model": "any"})
 
 
 def test_a_parameter_that_the_llm_refuses(make: Make) -> None:
