@@ -16,8 +16,7 @@ Parse = Callable[[str], Any]
 Convert = Callable[[dict[str, Any], dict[str, Any], str], dict[str, Any]]
 
 CONFIG: dict[Library, str] = {"llmapi": "llm_api_config", "vllm": "vllm_config"}
-# Without a GPU there is no fraction of its memory to take. 1 GiB holds 8,192 tokens of an 8 B model.
-CPU_CACHE_BYTES = 1 << 30
+CPU_CACHE_BYTES = 1 << 30  # holds 8,192 tokens of an 8 B model
 
 
 def _boolean(text: str) -> bool:
@@ -116,10 +115,7 @@ def _from_table(given: Mapping[str, str], library: Library) -> dict[str, Any]:
 
 
 def read_arguments(path: Path, variable: str) -> dict[str, Any]:
-    """Return the arguments in a YAML file.
-
-    Args:
-        variable: the template variable that names the file, for the errors.
+    """Return the arguments in a YAML file, which the template variable ``variable`` names.
 
     Raises:
         ValueError: it is not YAML, or not a mapping.
@@ -129,11 +125,9 @@ def read_arguments(path: Path, variable: str) -> dict[str, Any]:
         content = yaml.safe_load(path.read_bytes())
     except yaml.YAMLError as error:
         raise ValueError(f"{variable} {path}: not valid YAML: {error}") from error
-    if content is None:
-        return {}
-    if not isinstance(content, dict):
+    if content is not None and not isinstance(content, dict):
         raise ValueError(f"{variable} {path}: expected a mapping, got {content!r}")
-    return content
+    return content or {}
 
 
 def _log_overridden(
@@ -179,27 +173,22 @@ def merged(
         ValueError: a section is not valid.
     """
     variable, extra = CONFIG["llmapi"], dict(extra)
-    ours, theirs = arguments.get("kv_cache_config"), extra.get("kv_cache_config")
+    ours, theirs = arguments.get(_KV), extra.get(_KV)
     if isinstance(ours, dict) and isinstance(theirs, dict):
-        extra["kv_cache_config"] = {**ours, **theirs}
-        _log_overridden(variable, ours, theirs, "kv_cache_config.")
+        extra[_KV] = {**ours, **theirs}
+        _log_overridden(variable, ours, theirs, f"{_KV}.")
     _log_overridden(variable, arguments, extra)
-    if convert is None:
-        return {**arguments, **extra}
     try:
-        return convert(dict(arguments), extra, source)
+        return {**arguments, **extra} if convert is None else convert({**arguments}, extra, source)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{variable} {source}: {type(error).__name__}: {error}") from error
 
 
 def context_length(arguments: Mapping[str, Any], llm: Any) -> int:
-    """Return the most tokens that prompt and output may have together.
-
-    That is ``max_seq_len`` among the arguments, or of ``llm.args``, or ``max_position_embeddings`` in the
-    model's configuration.
+    """Return the most tokens that prompt and output of an ``LLM`` may have together.
 
     Raises:
-        ValueError: none is known.
+        ValueError: the arguments, the LLM's and the model's configuration do not have it.
         OSError: the model's configuration cannot be read.
     """
     known = arguments.get("max_seq_len") or getattr(getattr(llm, "args", None), "max_seq_len", None)

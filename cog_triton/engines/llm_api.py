@@ -67,7 +67,7 @@ class TensorrtLlmEngine(EventLoopEngine):
             OSError: there is no such file or model.
             Exception: whatever else the LLM raises while it loads.
         """
-        import tensorrt_llm  # type: ignore[import-not-found, import-untyped, unused-ignore]
+        import tensorrt_llm
 
         version = str(getattr(tensorrt_llm, "__version__", "unknown"))
         if _parsed(version) < OLDEST:
@@ -118,9 +118,7 @@ class TensorrtLlmEngine(EventLoopEngine):
     def _adapter(self, task_id: int) -> Any:
         if not task_id:
             return None
-        from tensorrt_llm.executor.request import (  # type: ignore[import-not-found, import-untyped, unused-ignore]
-            LoRARequest,
-        )
+        from tensorrt_llm.executor.request import LoRARequest
 
         return self._adapters.of(task_id, LoRARequest)
 
@@ -149,10 +147,7 @@ def loading_arguments(parameters: Mapping[str, str]) -> dict[str, Any]:
         ValueError: a parameter or a section of the file is not valid, or the model is missing.
         OSError: the file cannot be read.
     """
-    from tensorrt_llm.llmapi import (  # type: ignore[import-not-found, import-untyped, unused-ignore]
-        KvCacheConfig,
-        llm_args,
-    )
+    from tensorrt_llm.llmapi import KvCacheConfig, llm_args
 
     for name in without_effect(parameters, "llmapi"):
         logger.warning("tensorrt_llm: %s has no effect with the engine llmapi", name)

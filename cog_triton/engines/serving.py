@@ -24,13 +24,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Times:
-    """Times of a sequence, in nanoseconds of the monotonic clock; 0 is not yet.
+    """Times of a sequence, in nanoseconds of the monotonic clock; 0 is not yet."""
 
-    ``arrival`` is when Triton handed it over, the others when the engine handed over a token.
-    """
-
-    arrival: int = 0
-    first_token: int = 0
+    arrival: int = 0  # from Triton
+    first_token: int = 0  # from the engine, as the last
     last_token: int = 0
 
 
@@ -39,13 +36,12 @@ class Output:
     """One response of one sequence.
 
     Attributes:
-        ids: new token ids; in the only response of a sequence that does not stream, the prompt's as
-            well when it was asked for.
+        ids: new token ids; in the only response of a sequence that does not stream, behind the prompt's if
+            that was asked for.
         log_probs: one per generated id if asked for, else empty.
         cum_log_prob: sum of the log probabilities of the sequence so far.
         context_ids: up to CONTEXT_TOKENS ids of this sequence before ``ids``.
         generated: number of tokens of the sequence so far.
-        final: this is the sequence's last response.
         error: why the sequence failed; it is final then.
         refused: the error is the request's fault.
         prompt_log_probs: of the first response, if asked for; see ``Step``.

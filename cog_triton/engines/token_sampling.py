@@ -1,8 +1,8 @@
-"""Chooses the next tokens of a batch, each row by its own parameters.
+"""The choice of a batch's next tokens, each row by its own parameters.
 
-The noise of a row is a hash of its seed, its position and the token id, so a request with a seed
-gives the same text whatever else is in the batch, on a CPU and on a GPU, as long as the logits are the
-same: they are rounded as the batch's size has it, which may choose between two that are as good as equal.
+The noise of a row is a hash of its seed, its position and the token id, so a request with a seed gives the
+same text whatever else is in the batch, on a CPU and on a GPU, as long as the logits are the same: their
+rounding depends on the batch's size, and may decide between two that are nearly equal.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from cog_triton.engines.base import SamplingParams
 
 @dataclass
 class History:
-    """The tokens of one sequence so far, as the penalties need them. Shapes are [vocabulary].
+    """The tokens of one sequence so far, as the penalties need them.
 
-    Attributes:
-        continued: so many of the prompt's tokens, the last, are output of an earlier attempt.
+    Of the prompt, the last ``continued`` tokens are output of an earlier attempt.
     """
 
     prompt: list[int]
@@ -51,7 +50,7 @@ class History:
 def penalize(
     logits: torch.Tensor, sampling: SamplingParams, history: History, end_id: int | None
 ) -> torch.Tensor:
-    """Logits of one row, shape [vocabulary], after penalties, minimum length and bad words."""
+    """Return the logits of one row, shape [vocabulary], after penalties, minimum length and bad words."""
     factor = sampling.repetition_penalty
     if factor != 1:
         repeated = torch.where(logits > 0, logits / factor, logits * factor)
@@ -69,11 +68,10 @@ def penalize(
 def choose(
     logits: torch.Tensor, samplings: Sequence[SamplingParams], positions: Sequence[int]
 ) -> torch.Tensor:
-    """The chosen token ids, shape [rows].
+    """Return the chosen token ids, shape [rows].
 
     Args:
         logits: [rows, vocabulary], float32.
-        samplings: each row's parameters.
         positions: each row's place in its sequence, on which the noise depends beside the seed.
     """
     sampled = [i for i, sampling in enumerate(samplings) if not sampling.greedy]
@@ -82,14 +80,14 @@ def choose(
     if len(sampled) == len(samplings):
         return _sample(logits, samplings, positions)
     ids = logits.argmax(dim=-1)
-    ids[sampled] = _sample(
+    ids[sampled] = choose(
         logits[sampled], [samplings[i] for i in sampled], [positions[i] for i in sampled]
     )
     return ids
 
 
 def noise_key(seed: int, position: int) -> tuple[int, int]:
-    """Two 32-bit numbers from a 64-bit seed and a position (Steele's SplitMix64)."""
+    """Return two 32-bit numbers for a 64-bit seed and a position (Steele's SplitMix64)."""
     mask = (1 << 64) - 1
     x = (seed + (position + 1) * 0x9E3779B97F4A7C15) & mask
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
@@ -101,15 +99,16 @@ def noise_key(seed: int, position: int) -> tuple[int, int]:
 def _sample(
     logits: torch.Tensor, samplings: Sequence[SamplingParams], positions: Sequence[int]
 ) -> torch.Tensor:
-    """A random token of each row, shape [rows].
+    """Return a random token of each row, shape [rows].
 
-    When each token arrives after an exponential time whose rate is its probability, each is the
-    first with its probability. That holds among those within top_k and top_p, too, and spares
-    sorting the vocabulary: the first of all is nearly always one of them.
+    When each token arrives after an exponential time whose rate is its probability, each is the first with
+    its probability. That holds among those within top_k and top_p, too, and spares sorting the vocabulary:
+    the first of all is nearly always one of them.
     """
     temperatures = torch.tensor([s.temperature for s in samplings], device=logits.device)
     keys = [noise_key(s.seed, p) for s, p in zip(samplings, positions, strict=True)]
-    weights = _weights(logits, temperatures)
+    # Proportional to the probabilities; the greatest is 1, so that no temperature is too low.
+    weights = (logits - logits.amax(dim=-1, keepdim=True)).div_(temperatures.unsqueeze(-1)).exp_()
     noise = _exponential(torch.tensor(keys, device=logits.device), logits.shape[-1])
     speeds = torch.div(weights, noise, out=noise)
     if any(sampling.min_p for sampling in samplings):
@@ -121,21 +120,13 @@ def _sample(
     return _first_within(speeds, weights, *_limits(weights, samplings))
 
 
-def _weights(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
-    """Numbers in proportion to the probabilities, shape [rows, vocabulary]; the greatest is 1."""
-    # The greatest logit is taken off first, so that no temperature is too low.
-    below = logits - logits.amax(dim=-1, keepdim=True)
-    return below.div_(temperatures.unsqueeze(-1)).exp_()
-
-
 def _limits(
     weights: torch.Tensor, samplings: Sequence[SamplingParams]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return bounds of the tokens that are likelier than a chosen one, shapes [rows].
+    """Return the bounds of the tokens likelier than a chosen one, shapes [rows].
 
-    Returns:
-        Their number, from top_k, and the sum of their weights, from top_p. The latter is a share of
-        the weight that top_k leaves.
+    They are their number, from top_k, and the sum of their weights, from top_p, which is a share of the
+    weight that top_k leaves.
     """
     device, vocabulary = weights.device, weights.shape[-1]
     numbers = [min(sampling.top_k or vocabulary, vocabulary) for sampling in samplings]
@@ -175,13 +166,10 @@ def _first_within(
 
 
 def _exponential(keys: torch.Tensor, vocabulary: int) -> torch.Tensor:
-    """Exponentially distributed noise of mean 1, shape [rows, vocabulary].
+    """Exponentially distributed noise of mean 1, shape [rows, vocabulary], from keys of shape [rows, 2].
 
-    All of it is finite and greater than 0: a uniform number that rounds to 0 or 1 would let any
-    token win, however unlikely. It is finest near 0, where the winners are.
-
-    Args:
-        keys: [rows, 2], 32-bit numbers.
+    All of it is finite and greater than 0: a uniform number that rounds to 0 or 1 would let any token win,
+    however unlikely. It is finest near 0, where the winners are.
     """
     keys = keys.to(torch.int32)
     token = torch.arange(vocabulary, dtype=torch.int32, device=keys.device) * _GOLDEN

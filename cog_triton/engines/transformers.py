@@ -81,12 +81,9 @@ class TransformersEngine(Engine):
 
         Args:
             model: a causal language model in evaluation mode, on its device.
-            context_length: most tokens that prompt and output may have together.
-            batching: transformers' configuration.
-            load_tokenizer: a fast tokenizer of transformers, for structured output; without it there is
-                none.
-            adapters: the directory of LoRA adapters; without it there are none.
-            adapter_cache_bytes: those in the model have at most so many together.
+            load_tokenizer: returns a fast tokenizer of transformers, for structured output.
+            adapters: the directory of LoRA adapters.
+            adapter_cache_bytes: the most that all adapters in the model may have.
         """
         self.context_length = context_length
         self._vocabulary = vocabulary_of(model)
@@ -120,26 +117,29 @@ class TransformersEngine(Engine):
                 model needs its own code and that is not trusted.
             OSError: there is no such model.
         """
-        device = _device(parameters.get("device", "auto"))
-        model = load_model(
-            parameters["model"],
-            device,
-            parameters.get("dtype", "auto"),
-            trust_remote_code=parameters.get("trust_remote_code") == "true",
+        name, trusted = (
+            parameters.get("device", "auto"),
+            parameters.get("trust_remote_code") == "true",
         )
-        context_length = _context_length(model.config, parameters.get("max_seq_len"))
-        trusted = parameters.get("trust_remote_code") == "true"
+        if name == "auto":
+            name = "cuda" if torch.cuda.is_available() else "cpu"
+        dtype = parameters.get("dtype", "auto")
+        model = load_model(
+            parameters["model"], torch.device(name), dtype, trust_remote_code=trusted
+        )
+        known = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        limit = known or DEFAULT_CONTEXT_LENGTH
+        length = min(int(parameters.get("max_seq_len", limit)), limit)
         tokenizer_dir, adapters = (
             parameters.get("tokenizer_dir"),
             parameters.get("lora_prefetch_dir"),
         )
+        load = partial(load_tokenizer, tokenizer_dir, trust_remote_code=trusted)
         return cls(
             model,
-            context_length=context_length,
-            batching=batching_config(model, context_length, parameters),
-            load_tokenizer=partial(load_tokenizer, tokenizer_dir, trust_remote_code=trusted)
-            if tokenizer_dir
-            else None,
+            context_length=length,
+            batching=batching_config(model, length, parameters),
+            load_tokenizer=load if tokenizer_dir else None,
             adapters=Path(adapters) if adapters else None,
             adapter_cache_bytes=int(parameters.get("lora_cache_host_memory_bytes", CACHE_BYTES)),
         )
@@ -271,10 +271,7 @@ class _Router(OutputRouter):
 def load_model(
     name: str, device: torch.device, dtype: str, *, trust_remote_code: bool = False
 ) -> Any:
-    """A causal language model of a local directory or a Hugging Face id.
-
-    Args:
-        trust_remote_code: whether Python code that the model brings may be run.
+    """Load a causal language model from a local directory or by its Hugging Face id.
 
     Raises:
         ValueError: the model needs its own code, and that is not trusted; or it cannot be loaded, as
@@ -309,10 +306,7 @@ def load_model(
 def batching_config(
     model: Any, context_length: int, parameters: Mapping[str, str]
 ) -> ContinuousBatchingConfig:
-    """Transformers' configuration from the tensorrt_llm model's parameters.
-
-    On a GPU the KV cache is sized by transformers; on a CPU it knows no limit, so it is set here.
-    """
+    """Return transformers' configuration. It sizes the KV cache itself, but for a CPU without a limit."""
     on_cpu = model.device.type == "cpu"
     page = CPU_PAGE_TOKENS if on_cpu else ContinuousBatchingConfig.page_size
     sequence_blocks = math.ceil(context_length / page) + 1
@@ -361,18 +355,6 @@ class _Scheduler(FIFOScheduler):
 
 
 SCHEDULER_MAPPING[SCHEDULER] = _Scheduler
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name)
-
-
-def _context_length(config: Any, override: str | None) -> int:
-    known = getattr(config.get_text_config(), "max_position_embeddings", None)
-    limit = known or DEFAULT_CONTEXT_LENGTH
-    return min(int(override), limit) if override else limit
 
 
 def _cache_bytes_per_token(model: Any) -> int:

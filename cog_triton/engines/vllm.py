@@ -121,11 +121,8 @@ class VllmEngine(EventLoopEngine):
         self._then()
 
     def steps(self, request: GenerationRequest) -> Steps:
-        from vllm import SamplingParams  # type: ignore[import-not-found, unused-ignore]
-        from vllm.sampling_params import (  # type: ignore[import-not-found, unused-ignore]
-            RequestOutputKind,
-            StructuredOutputsParams,
-        )
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
         check_ids(request, self._vocabulary)
         arguments = sampling_arguments(request)
@@ -148,17 +145,15 @@ class VllmEngine(EventLoopEngine):
     def _adapter(self, task_id: int) -> Any:
         if not task_id:
             return None
-        from vllm.lora.request import LoRARequest  # type: ignore[import-not-found, unused-ignore]
+        from vllm.lora.request import LoRARequest
 
         return self._adapters.of(task_id, LoRARequest)
 
     # What follows runs on the loop.
 
     async def _load(self, arguments: Mapping[str, Any]) -> None:
-        from vllm import AsyncEngineArgs  # type: ignore[import-not-found, unused-ignore]
-        from vllm.v1.engine.async_llm import (  # type: ignore[import-not-found, unused-ignore]
-            AsyncLLM,
-        )
+        from vllm import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
 
         before = set(multiprocessing.active_children())
         self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
@@ -300,9 +295,7 @@ def _log_prob(token: int, entry: Mapping[int, Any], count: int) -> TokenLogProb:
 
 
 def _on_cpu() -> bool:
-    from vllm.platforms import (  # type: ignore[import-not-found, unused-ignore]
-        current_platform,
-    )
+    from vllm.platforms import current_platform
 
     return bool(current_platform.is_cpu())
 
