@@ -134,7 +134,7 @@ class TransformersEngine(Engine):
             parameters.get("tokenizer_dir"),
             parameters.get("lora_prefetch_dir"),
         )
-        load = partial(load_tokenizer, tokenizer_dir, trust_remote_code=trusted)
+        load = partial(load_tokenizer, str(tokenizer_dir), trust_remote_code=trusted)
         return cls(
             model,
             context_length=length,
