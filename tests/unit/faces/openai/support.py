@@ -28,7 +28,10 @@ class Tokenizer:
 
     bos_token = "<s>"
     all_special_ids = (0,)
-    chat_template = "a template"
+
+    def __init__(self, template: str = "a template") -> None:
+        self.chat_template = template
+        self.options: dict[str, Any] = {}  # of the last chat
 
     def __call__(self, text: str, *, add_special_tokens: bool = True) -> Any:
         ids = [0] * add_special_tokens + [ord(char) for char in text]
@@ -37,7 +40,8 @@ class Tokenizer:
     def __len__(self) -> int:
         return 0x110000
 
-    def apply_chat_template(self, messages: list[dict[str, Any]], **_: Any) -> str:
+    def apply_chat_template(self, messages: list[dict[str, Any]], **options: Any) -> str:
+        self.options = options
         return "".join(f"<{m['role']}>{m['content']}" for m in messages)
 
     def decode(self, ids: list[int], **_: Any) -> str:
@@ -61,10 +65,12 @@ class Backend:
         wait: is waited for before each chunk but the first.
     """
 
-    def __init__(self, *chunks: Chunk | Exception, **environment: str) -> None:
+    def __init__(
+        self, *chunks: Chunk | Exception, template: str = "a template", **environment: str
+    ) -> None:
         self.settings = read_settings(environment)
         self.limits = TextLimits()
-        self.tokenizer: Any = Tokenizer()
+        self.tokenizer: Any = Tokenizer(template)
         self.context_length: int | None = 64
         self.asked: list[tuple[Request, str | None]] = []
         self.tenants: list[Tenant | None] = []
@@ -127,10 +133,17 @@ def chat(backend: Backend, **fields: Any) -> httpx.Response:
     return ask(backend, "POST", "/v1/chat/completions", json=body)
 
 
-class TalkativeTokenizer(Tokenizer):
-    """Its template has all that the face looks for."""
+def complete(backend: Backend, **fields: Any) -> httpx.Response:
+    return ask(backend, "POST", "/v1/completions", json={"model": "m", "prompt": "xy", **fields})
 
-    chat_template = "tools <tool_call> </think>"
+
+def events(reply: httpx.Response) -> list[dict[str, Any]]:
+    """The objects of a stream's events."""
+    assert reply.status_code == 200, reply.text
+    *lines, done, end = reply.text.split("\n\n")
+    assert (done, end) == ("data: [DONE]", "")
+    assert all(line.startswith("data: ") for line in lines)
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
 
 
 THOUGHT_TEXT_AND_CALL = (
@@ -145,9 +158,7 @@ THOUGHT_TEXT_AND_CALL = (
 
 def talkative(*chunks: Chunk | Exception) -> Backend:
     """A backend of a model that thinks and calls."""
-    backend = Backend(*(chunks or THOUGHT_TEXT_AND_CALL))
-    backend.tokenizer = TalkativeTokenizer()
-    return backend
+    return Backend(*(chunks or THOUGHT_TEXT_AND_CALL), template="tools <tool_call> </think>")
 
 
 def typed_events(text: str) -> list[tuple[str, Any]]:

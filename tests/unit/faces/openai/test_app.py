@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from cog_triton import errors
-from cog_triton.faces.openai.answers import merged
 from cog_triton.faces.openai.app import create_app
 from cog_triton.faces.openai.choices import text_log_probs
 from cog_triton.faces.openai.errors import api_error
@@ -26,31 +25,26 @@ from tests.unit.faces.openai.support import (
     Tokenizer,
     ask,
     chat,
+    complete,
+    events,
     served,
 )
 
-
-def events(text: str) -> list[Any]:
-    *lines, end = text.split("\n\n")
-    assert end == ""
-    assert all(line.startswith("data: ") for line in lines)
-    data = [line.removeprefix("data: ") for line in lines]
-    assert data.pop() == "[DONE]"
-    return [json.loads(one) for one in data]
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
 
 
 def test_the_usage_comes_last_and_is_null_before() -> None:
     reply = chat(Backend(*CHUNKS), stream=True, stream_options={"include_usage": True})
-    *others, last = events(reply.text)
+    *others, last = events(reply)
     assert [event["usage"] for event in others] == [None] * 4
     assert last["choices"] == []
     assert last["usage"] == {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
-    assert "usage" not in events(chat(Backend(*CHUNKS), stream=True).text)[0]
+    assert "usage" not in events(chat(Backend(*CHUNKS), stream=True))[0]
 
 
 def test_a_chunk_without_text_is_no_event() -> None:
     reply = chat(Backend(Chunk("", 1, 3), Chunk("b", 2, 3, "length")), stream=True)
-    assert [event["choices"][0]["delta"] for event in events(reply.text)] == [
+    assert [event["choices"][0]["delta"] for event in events(reply)] == [
         {"role": "assistant", "content": "", "refusal": None},
         {"content": "b"},
         {},
@@ -60,28 +54,20 @@ def test_a_chunk_without_text_is_no_event() -> None:
 STOPPED = (Chunk("a", 1, 3), Chunk("", 2, 3, "stop", stop_token=0))
 
 
-@pytest.mark.parametrize(
-    ("path", "prompt"),
-    [("/v1/chat/completions", {"messages": MESSAGES}), ("/v1/completions", {"prompt": "x"})],
-)
-def test_the_token_that_ended_an_answer_is_told(path: str, prompt: dict[str, Any]) -> None:
-    body = {"model": "m", "stop_token_ids": [0], **prompt}
-    (choice,) = ask(Backend(*STOPPED), "POST", path, json=body).json()["choices"]
+@pytest.mark.parametrize("send", [chat, complete])
+def test_the_token_that_ended_an_answer_is_told(send: Any) -> None:
+    (choice,) = send(Backend(*STOPPED), stop_token_ids=[0]).json()["choices"]
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", 0)
-    streamed = events(ask(Backend(*STOPPED), "POST", path, json={**body, "stream": True}).text)
+    streamed = events(send(Backend(*STOPPED), stop_token_ids=[0], stream=True))
     reasons = [event["choices"][0].get("stop_reason") for event in streamed]
     assert reasons == [None] * (len(streamed) - 1) + [0]
-    (choice,) = ask(Backend(*CHUNKS), "POST", path, json=body).json()["choices"]
+    (choice,) = send(Backend(*CHUNKS), stop_token_ids=[0]).json()["choices"]
     assert "stop_reason" not in choice
 
 
 def test_a_template_without_tools_takes_none() -> None:
-    tool = {"type": "function", "function": {"name": "weather"}}
-    reply = chat(Backend(*CHUNKS), tools=[tool])
-    assert reply.status_code == 400
-    told = reply.json()["error"]
-    assert told["param"] == "tools"
-    assert "chat template" in told["message"]
+    told = chat(Backend(*CHUNKS), tools=TOOLS).json()["error"]
+    assert (told["param"], "chat template" in told["message"]) == ("tools", True)
 
 
 def test_of_alternatives_with_one_text_the_likeliest_is_told() -> None:
@@ -97,10 +83,9 @@ def test_of_alternatives_with_one_text_the_likeliest_is_told() -> None:
 def test_text_is_escaped_as_json_wants_it() -> None:
     text = 'a"\\\n\x00é\U0001f680\u2028'
     reply = chat(Backend(Chunk(text, 1, 3), LAST), stream=True)
-    assert events(reply.text)[1]["choices"][0]["delta"] == {"content": text}
-    body = {"model": "m", "prompt": "x", "stream": True}
-    reply = ask(Backend(Chunk(text, 1, 3), LAST), "POST", "/v1/completions", json=body)
-    assert events(reply.text)[0]["choices"][0]["text"] == text
+    assert events(reply)[1]["choices"][0]["delta"] == {"content": text}
+    reply = complete(Backend(Chunk(text, 1, 3), LAST), stream=True)
+    assert events(reply)[0]["choices"][0]["text"] == text
 
 
 def test_a_request_is_named_in_triton_by_its_id() -> None:
@@ -118,27 +103,6 @@ def test_what_is_asked_for_under_another_name_is_answered_under_it() -> None:
     names = [card["id"] for card in ask(Backend(), "GET", "/v1/models").json()["data"]]
     assert names == ["m", "other"]
     assert ask(Backend(), "GET", "/v1/models/m").json()["max_model_len"] == 64
-
-
-def test_an_adapter_is_a_model_as_soon_as_it_is_there(tmp_path: Path) -> None:
-    backend = Backend(*CHUNKS, LORA_DIR=str(tmp_path))
-    assert chat(backend, model="french").status_code == 404
-    (tmp_path / "french").mkdir()
-    for file in ("adapter_config.json", "adapter_model.safetensors"):
-        (tmp_path / "french" / file).touch()
-    for path, fields in (
-        ("/v1/chat/completions", {"messages": MESSAGES}),
-        ("/v1/completions", {"prompt": "x"}),
-    ):
-        body = {"model": "french", **fields}
-        assert ask(backend, "POST", path, json=body).json()["model"] == "french"
-        assert backend.asked[-1][0].adapter == "french"
-    card = ask(backend, "GET", "/v1/models/french").json()
-    assert (card["root"], card["parent"]) == ("french", "m")
-    names = [card["id"] for card in ask(backend, "GET", "/v1/models").json()["data"]]
-    assert names == ["m", "other", "french"]
-    chat(backend)
-    assert backend.asked[-1][0].adapter == ""
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -172,7 +136,7 @@ def test_an_error_behind_the_first_chunk_is_an_event() -> None:
         backend = Backend(CHUNKS[0], errors.TritonUnavailable("gone"))
         reply = chat(backend, stream=True, n=answers)
         assert reply.status_code == 200
-        last = events(reply.text)[-1]
+        last = events(reply)[-1]
         assert last["error"]["code"] == "E2105"
         assert backend.open == 0
     assert chat(Backend(CHUNKS[0], errors.TritonUnavailable("gone"))).status_code == 503
@@ -186,25 +150,6 @@ def test_every_error_of_the_package_has_a_status() -> None:
         told = api_error(kind("x"), FIELDS)
         assert told.status == 400 or not issubclass(kind, errors.UserError)
         assert ("Retry-After" in told.headers) == kind.retryable
-
-
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"messages": []}, "messages"),
-        ({"messages": [{"content": "x"}]}, "messages[0].role"),
-        ({"stream_options": {"include_usage": True}}, "stream_options"),
-        ({"top_logprobs": 2}, "top_logprobs"),
-        ({"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
-        ({"max_completion_tokens": 0}, "max_completion_tokens"),
-        ({"n": 0}, "n"),
-    ],
-)
-def test_what_openai_refuses_is_refused(fields: dict[str, Any], param: str | None) -> None:
-    reply = chat(Backend(*CHUNKS), **fields)
-    assert reply.status_code == 400
-    assert reply.json()["error"]["type"] == "invalid_request_error"
-    assert reply.json()["error"]["param"] == param
 
 
 def test_requests_that_reach_no_route() -> None:
@@ -265,11 +210,6 @@ def test_a_path_with_a_slash_at_its_end_is_another_one() -> None:
         assert ask(Backend(), "POST", path, json={}).json()["error"]["code"] == "unknown_url"
 
 
-def test_a_role_must_not_be_empty() -> None:
-    reply = chat(Backend(*CHUNKS), messages=[{"role": "", "content": "x"}])
-    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "messages[0].role")
-
-
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages"])
 def test_a_fault_has_the_requests_id_too(path: str) -> None:
     body = {"model": "m", "prompt": "x", "messages": MESSAGES, "max_tokens": 1}
@@ -288,38 +228,25 @@ def test_a_fault_has_the_requests_id_too(path: str) -> None:
     ],
 )
 def test_calls_are_read_as_the_template_has_them(template: str, text: str) -> None:
-    backend = Backend(*(Chunk(char, 1, 3) for char in text), LAST)
-    backend.tokenizer = Tokenizer()
-    backend.tokenizer.chat_template = template
-    tools = [{"type": "function", "function": {"name": "f"}}]
-    (choice,) = chat(backend, tools=tools).json()["choices"]
+    backend = Backend(*(Chunk(char, 1, 3) for char in text), LAST, template=template)
+    (choice,) = chat(backend, tools=TOOLS).json()["choices"]
     (call,) = choice["message"]["tool_calls"]
     assert (call["function"], choice["finish_reason"]) == (
         {"name": "f", "arguments": '{"a": 1}'},
         "tool_calls",
     )
-    *_, last = events(chat(backend, tools=tools, stream=True).text)
+    *_, last = events(chat(backend, tools=TOOLS, stream=True))
     assert last["choices"][0]["finish_reason"] == "tool_calls"
 
 
 def test_answers_of_a_stream_keep_their_numbers() -> None:
     reply = chat(Backend(*CHUNKS), n=3, stream=True)
-    choices = [event["choices"][0] for event in events(reply.text)]
+    choices = [event["choices"][0] for event in events(reply)]
     for number in range(3):
         own = [choice for choice in choices if choice["index"] == number]
         assert [choice["delta"].get("content") for choice in own] == ["", "a", "b", None]
         assert [choice["finish_reason"] for choice in own] == [None, None, None, "stop"]
     assert [choice["index"] for choice in choices[:3]] == [0, 1, 2]
-
-
-def test_the_field_at_fault_is_that_of_the_text() -> None:
-    def param(text: str) -> str | None:
-        return api_error(errors.InvalidParameter(text), FIELDS).param
-
-    assert param("top_k must be at least -1, not -2") == "top_k"
-    assert param("stop_sequences must be at most 64") == "stop"
-    assert param("TensorRT-LLM's C++ backend does not support min_p") == "min_p"
-    assert param("the model is what it is") is None
 
 
 async def _call(app: Any, body: dict[str, Any], gone: asyncio.Event) -> list[dict[str, Any]]:
@@ -397,17 +324,6 @@ def test_health_says_whether_requests_may_come() -> None:
     assert ask(backend, "GET", "/health/live").status_code == 200
 
 
-def test_several_sources_are_one_with_their_numbers() -> None:
-    async def run() -> list[tuple[int, str]]:
-        backend = Backend(*CHUNKS)
-        sources = [backend.generate(None) for _ in range(3)]  # type: ignore[arg-type]
-        return [(number, chunk.text) async for number, chunk in merged(sources)]
-
-    found = asyncio.run(run())
-    for number in range(3):
-        assert [text for n, text in found if n == number] == ["a", "b", ""]
-
-
 def test_log_probabilities_stand_beside_their_text() -> None:
     token = TokenLogProb(ord("a"), -0.5, ((ord("a"), -0.5), (ord("b"), -1.5)))
     chunks = (Chunk("", 1, 3, ids=(97,), log_probs=(token,)), LAST)
@@ -417,10 +333,9 @@ def test_log_probabilities_stand_beside_their_text() -> None:
     fields = {"logprobs": True, "top_logprobs": 2}
     whole = chat(Backend(*chunks), **fields).json()["choices"][0]
     assert whole["logprobs"] == {"content": content, "refusal": None}
-    streamed = events(chat(Backend(*chunks), **fields, stream=True).text)[1]["choices"][0]
+    streamed = events(chat(Backend(*chunks), **fields, stream=True))[1]["choices"][0]
     assert streamed["logprobs"] == {"content": content, "refusal": None}
-    body = {"model": "m", "prompt": "x", "logprobs": 2}
-    reply = ask(Backend(*chunks), "POST", "/v1/completions", json=body).json()
+    reply = complete(Backend(*chunks), logprobs=2).json()
     assert reply["choices"][0]["logprobs"] == {
         "tokens": ["a"],
         "token_logprobs": [-0.5],
@@ -429,20 +344,15 @@ def test_log_probabilities_stand_beside_their_text() -> None:
     }
 
 
+THINKING = "{% if enable_thinking is defined and not enable_thinking %}"
+
+
 @pytest.mark.parametrize(
     ("template", "effort", "switches"),
     [
         ("{{ reasoning_effort }}", "low", {"reasoning_effort": "low"}),
-        (
-            "{% if enable_thinking is defined and not enable_thinking %}",
-            "none",
-            {"enable_thinking": False},
-        ),
-        (
-            "{% if enable_thinking is defined and not enable_thinking %}",
-            "high",
-            {"enable_thinking": True},
-        ),
+        (THINKING, "none", {"enable_thinking": False}),
+        (THINKING, "high", {"enable_thinking": True}),
         ("{% if not thinking is defined %}", "none", {"thinking": False}),
         ("{{ messages }} thinking of it", "high", {}),
     ],
@@ -450,75 +360,56 @@ def test_log_probabilities_stand_beside_their_text() -> None:
 def test_an_effort_is_the_templates_switch(
     template: str, effort: str, switches: dict[str, Any]
 ) -> None:
-    given: list[dict[str, Any]] = []
+    backend = Backend(*CHUNKS, template=template)
 
-    class Switched(Tokenizer):
-        chat_template = template
+    def given() -> dict[str, Any]:
+        names = ("reasoning_effort", "enable_thinking", "thinking")
+        options = backend.tokenizer.options
+        return {name: options[name] for name in names if name in options}
 
-        def apply_chat_template(self, messages: list[dict[str, Any]], **options: Any) -> str:
-            given.append(options)
-            return super().apply_chat_template(messages)
-
-    backend = Backend(*CHUNKS)
-    backend.tokenizer = Switched()
     body = {"model": "m", "input": "x", "reasoning": {"effort": effort, "summary": "auto"}}
     reply = ask(backend, "POST", "/v1/responses", json=body)
     assert reply.json()["reasoning"] == {"effort": effort, "summary": "auto"}
-    assert "warning" not in reply.headers
+    assert ("warning" in reply.headers, given()) == (False, switches)
     assert chat(backend, reasoning_effort=effort).status_code == 200
-    asked = [options for options in given if "tools" in options]
-    names = ("reasoning_effort", "enable_thinking", "thinking")
-    found = [{name: options[name] for name in names if name in options} for options in asked[-2:]]
-    assert found == [switches, switches]
+    assert given() == switches
     chat(backend, reasoning_effort=effort, chat_template_kwargs={"enable_thinking": None})
-    assert given[-1]["enable_thinking"] is None
-
-
-TOOLS = [{"type": "function", "function": {"name": name}} for name in ("f", "g", "h")]
-
-
-def _named(*names: str) -> list[dict[str, Any]]:
-    return [{"type": "function", "function": {"name": name}} for name in names]
+    assert given() == {**switches, "enable_thinking": None}
 
 
 @pytest.mark.parametrize("mode", ["auto", "required"])
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
 def test_only_allowed_tools_are_offered(path: str, mode: str) -> None:
-    class Offered(Tokenizer):
-        chat_template = "tools <tool_call>"
+    flat = path == "/v1/responses"
 
-        def apply_chat_template(self, *_: Any, tools: Any = None, **__: Any) -> str:
-            return " ".join(tool["function"]["name"] for tool in tools or ())
+    def named(*names: str) -> list[dict[str, Any]]:
+        return [
+            {"type": "function", **({"name": name} if flat else {"function": {"name": name}})}
+            for name in names
+        ]
 
-    backend = Backend(*CHUNKS)
-    backend.tokenizer = Offered()
-    if path == "/v1/responses":
-        flat = [{"type": "function", "name": name} for name in ("f", "h")]
-        choice: dict[str, Any] = {"type": "allowed_tools", "mode": mode, "tools": flat}
-        tools = [{"type": "function", "name": name} for name in ("f", "g", "h")]
-        fields: dict[str, Any] = {"input": "x", "tools": tools}
-    else:
-        allowed = {"mode": mode, "tools": _named("f", "h")}
-        choice = {"type": "allowed_tools", "allowed_tools": allowed}
-        fields = {"messages": MESSAGES, "tools": TOOLS}
-    body = {"model": "m", **fields, "tool_choice": choice}
-    reply = ask(backend, "POST", path, json=body)
+    def asked(*names: str) -> httpx.Response:
+        allowed = {"mode": mode, "tools": named(*names)}
+        choice = allowed if flat else {"allowed_tools": allowed}
+        body: dict[str, Any] = {"model": "m", "input": "x", "messages": MESSAGES}
+        body["tools"] = named("f", "g", "h")
+        body["tool_choice"] = {"type": "allowed_tools", **choice}
+        return ask(backend, "POST", path, json=body)
+
+    backend = Backend(*CHUNKS, template="tools <tool_call>")
+    reply = asked("f", "h")
     assert reply.status_code == 200, reply.text
-    request, _ = backend.asked[-1]
-    assert request.prompt == "f h"
-    if mode == "auto":
-        assert request.guide is None
-    else:
-        assert request.guide is not None
-        calls = json.loads(request.guide.text)["items"]["anyOf"]
+    offered = [tool["function"]["name"] for tool in backend.tokenizer.options["tools"]]
+    guide = backend.asked[-1][0].guide
+    assert (offered, guide is None) == (["f", "h"], mode == "auto")
+    if guide is not None:
+        calls = json.loads(guide.text)["items"]["anyOf"]
         assert [call["properties"]["name"]["const"] for call in calls] == ["f", "h"]
-    if path == "/v1/responses":
-        assert reply.json()["tool_choice"] == choice
-        choice["tools"] = [{"type": "function", "name": "none"}]
-    else:
-        choice["allowed_tools"]["tools"] = _named("none")
-    told = ask(backend, "POST", path, json=body).json()["error"]
-    assert (told["param"], "names no tool: none" in told["message"]) == ("tool_choice", True)
+    if flat:
+        told = {"type": "allowed_tools", "mode": mode, "tools": named("f", "h")}
+        assert reply.json()["tool_choice"] == told
+    error = asked("none").json()["error"]
+    assert (error["param"], "names no tool: none" in error["message"]) == ("tool_choice", True)
 
 
 @pytest.mark.parametrize(
@@ -536,9 +427,7 @@ def test_a_refusal_is_text_to_the_model(refused: dict[str, Any]) -> None:
 
 
 def test_a_role_of_the_templates_own() -> None:
-    backend = Backend(*CHUNKS)
-    backend.tokenizer = Tokenizer()
-    backend.tokenizer.chat_template = "{% if message.role == 'ipython' %}"
+    backend = Backend(*CHUNKS, template="{% if message.role == 'ipython' %}")
     assert chat(backend, messages=[{"role": "ipython", "content": "x"}]).status_code == 200
 
 

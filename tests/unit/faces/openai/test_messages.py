@@ -39,39 +39,27 @@ def body(**fields: Any) -> MessagesBody:
 
 
 def test_blocks_become_messages() -> None:
+    answer = [
+        {"type": "thinking", "thinking": "Hm", "signature": ""},
+        {"type": "text", "text": "A"},
+        {"type": "tool_use", "id": "t1", "name": "f", "input": {"a": 1}},
+    ]
+    result = [{"type": "text", "text": "1"}]
+    question = [
+        {"type": "tool_result", "tool_use_id": "t1", "content": result},
+        {"type": "text", "text": "So?", "cache_control": {"type": "ephemeral"}},
+    ]
     turns = [
         {"role": "user", "content": "Hi"},
-        {
-            "role": "assistant",
-            "content": [
-                {"type": "thinking", "thinking": "Hm", "signature": ""},
-                {"type": "text", "text": "A"},
-                {"type": "tool_use", "id": "t1", "name": "f", "input": {"a": 1}},
-            ],
-        },
-        {
-            "role": "user",
-            "content": [
-                {
-                    "type": "tool_result",
-                    "tool_use_id": "t1",
-                    "content": [{"type": "text", "text": "1"}],
-                },
-                {"type": "text", "text": "So?", "cache_control": {"type": "ephemeral"}},
-            ],
-        },
+        {"role": "assistant", "content": answer},
+        {"role": "user", "content": question},
     ]
     system = [{"type": "text", "text": "Be"}, {"type": "text", "text": "kind"}]
     call = {"id": "t1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     assert chat_messages(body(system=system, messages=turns)) == [
         {"role": "system", "content": "Be\nkind"},
         {"role": "user", "content": "Hi"},
-        {
-            "role": "assistant",
-            "content": "A",
-            "reasoning_content": "Hm",
-            "tool_calls": [call],
-        },
+        {"role": "assistant", "content": "A", "reasoning_content": "Hm", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "t1", "content": "1"},
         {"role": "user", "content": "So?"},
     ]
@@ -101,10 +89,7 @@ def test_the_other_fields_of_a_chat() -> None:
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "type image is not"),
         ({"container": "c"}, "container is not supported"),
         ({"tools": [{"name": "two words", "input_schema": {}}]}, "tools[0].name"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]},
-            "must have a tool_use_id",
-        ),
+        ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "a tool_use_id"),
         ({"tools": TOOLS}, "takes none"),
         ({"temperature": -1}, "temperature"),
     ],
@@ -139,22 +124,20 @@ def test_errors_have_anthropics_form() -> None:
     assert last == ("error", {"type": "error", "error": {"type": "api_error", "message": "x"}})
 
 
-def test_a_request_has_its_id_in_anthropics_header_too() -> None:
-    fields = {"model": "m", "max_tokens": 9, "messages": MESSAGES}
-    for more in ({}, {"stream": True}, {"model": "none"}):
-        headers = {"x-request-id": "mine"}
-        reply = ask(
-            Backend(*CHUNKS), "POST", "/v1/messages", json={**fields, **more}, headers=headers
-        )
-        assert reply.headers["request-id"] == reply.headers["x-request-id"] == "mine"
+@pytest.mark.parametrize("fields", [{}, {"stream": True}, {"model": "none"}])
+def test_a_request_has_its_id_in_anthropics_header_too(fields: dict[str, Any]) -> None:
+    body = {"model": "m", "max_tokens": 9, "messages": MESSAGES, **fields}
+    sent = {"x-request-id": "mine"}
+    reply = ask(Backend(*CHUNKS), "POST", "/v1/messages", json=body, headers=sent)
+    assert reply.headers["request-id"] == reply.headers["x-request-id"] == "mine"
     assert "request-id" not in ask(Backend(), "GET", "/v1/models").headers
 
 
 def test_a_whole_message() -> None:
     whole = say(talkative(), tools=TOOLS).json()
-    identifier = whole["content"][2].pop("id")
-    assert identifier.startswith("toolu_")
+    assert whole["content"][2].pop("id").startswith("toolu_")
     assert whole.pop("id").startswith("msg_")
+    cached = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
     assert whole == {
         "type": "message",
         "role": "assistant",
@@ -166,12 +149,7 @@ def test_a_whole_message() -> None:
         ],
         "stop_reason": "tool_use",
         "stop_sequence": None,
-        "usage": {
-            "input_tokens": 3,
-            "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": 0,
-            "output_tokens": 13,
-        },
+        "usage": {"input_tokens": 3, **cached, "output_tokens": 13},
     }
 
 

@@ -44,20 +44,23 @@ def test_openais_defaults() -> None:
 
 
 def test_every_field_has_its_place() -> None:
+    same: dict[str, Any] = {
+        "temperature": 0.5,
+        "top_p": 0.25,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.75,
+        "top_k": 4,
+        "min_p": 0.125,
+        "repetition_penalty": 1.5,
+        "min_tokens": 2,
+        "ignore_eos": True,
+    }
     request = of_chat(
+        **same,
         max_completion_tokens=9,
         max_tokens=5,
-        temperature=0.5,
-        top_p=0.25,
         stop="x",
         logit_bias={"7": -1.5},
-        presence_penalty=0.5,
-        frequency_penalty=0.75,
-        top_k=4,
-        min_p=0.125,
-        repetition_penalty=1.5,
-        min_tokens=2,
-        ignore_eos=True,
         bad_words=["bad"],
         stop_token_ids=[5, 7],
         logprobs=True,
@@ -65,20 +68,12 @@ def test_every_field_has_its_place() -> None:
         guided_regex="a+",
     )
     assert request == Request(
+        **same,
         prompt="<user>Hello",
         seed=0,
         max_tokens=9,
-        temperature=0.5,
-        top_p=0.25,
         stop_sequences=("x",),
         logit_bias=((7, -1.5),),
-        presence_penalty=0.5,
-        frequency_penalty=0.75,
-        top_k=4,
-        min_p=0.125,
-        repetition_penalty=1.5,
-        min_tokens=2,
-        ignore_eos=True,
         bad_words=("bad",),
         stop_token_ids=(5, 7),
         log_probs=3,
@@ -107,36 +102,35 @@ def test_logprobs_without_alternatives() -> None:
     assert of_text(logprobs=0)[0].log_probs == 0
 
 
+SCHEMA = Guide(GuideKind.JSON_SCHEMA, '{"a": 1}')
+REGEX = Guide(GuideKind.REGEX, "a+")
+
+
 @pytest.mark.parametrize(
-    ("fields", "guide"),
+    ("name", "value", "guide"),
     [
-        ({"response_format": {"type": "text"}}, None),
-        ({"response_format": {"type": "json_object"}}, Guide(GuideKind.JSON)),
+        ("response_format", {"type": "text"}, None),
+        ("response_format", {"type": "json_object"}, Guide(GuideKind.JSON)),
+        ("response_format", {"type": "json_schema", "json_schema": {"schema": {"a": 1}}}, SCHEMA),
+        ("response_format", {"type": "json", "schema": {"a": 1}}, SCHEMA),
+        ("response_format", {"type": "regex", "regex": "a+"}, REGEX),
+        ("response_format", {"type": "ebnf", "ebnf": "x"}, Guide(GuideKind.GRAMMAR, "x")),
+        ("structured_outputs", {"json": {}}, Guide(GuideKind.JSON_SCHEMA, "{}")),
+        ("structured_outputs", {"regex": "a+", "json": None}, REGEX),
+        ("structured_outputs", {"choice": ["a"]}, Guide(GuideKind.CHOICE, '["a"]')),
         (
-            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"a": 1}}}},
-            Guide(GuideKind.JSON_SCHEMA, '{"a": 1}'),
-        ),
-        (
-            {"response_format": {"type": "json", "schema": {"a": 1}}},
-            Guide(GuideKind.JSON_SCHEMA, '{"a": 1}'),
-        ),
-        ({"response_format": {"type": "regex", "regex": "a+"}}, Guide(GuideKind.REGEX, "a+")),
-        ({"response_format": {"type": "ebnf", "ebnf": "x"}}, Guide(GuideKind.GRAMMAR, "x")),
-        ({"structured_outputs": {"json": {}}}, Guide(GuideKind.JSON_SCHEMA, "{}")),
-        ({"structured_outputs": {"regex": "a+", "json": None}}, Guide(GuideKind.REGEX, "a+")),
-        ({"structured_outputs": {"choice": ["a"]}}, Guide(GuideKind.CHOICE, '["a"]')),
-        (
-            {"structured_outputs": {"json_object": True, "disable_any_whitespace": False}},
+            "structured_outputs",
+            {"json_object": True, "disable_any_whitespace": False},
             Guide(GuideKind.JSON),
         ),
-        ({"guided_json": {"a": 1}}, Guide(GuideKind.JSON_SCHEMA, '{"a": 1}')),
-        ({"guided_json": '{"a":1}'}, Guide(GuideKind.JSON_SCHEMA, '{"a":1}')),
-        ({"guided_grammar": "root ::= x"}, Guide(GuideKind.GRAMMAR, "root ::= x")),
-        ({"guided_choice": ["a", "b"]}, Guide(GuideKind.CHOICE, '["a", "b"]')),
+        ("guided_json", {"a": 1}, SCHEMA),
+        ("guided_json", '{"a": 1}', SCHEMA),
+        ("guided_grammar", "root ::= x", Guide(GuideKind.GRAMMAR, "root ::= x")),
+        ("guided_choice", ["a", "b"], Guide(GuideKind.CHOICE, '["a", "b"]')),
     ],
 )
-def test_structured_output(fields: dict[str, Any], guide: Guide | None) -> None:
-    assert of_chat(**fields).guide == guide
+def test_structured_output(name: str, value: Any, guide: Guide | None) -> None:
+    assert of_chat(**{name: value}).guide == guide
 
 
 @pytest.mark.parametrize(

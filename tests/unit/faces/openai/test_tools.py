@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jsonschema  # type: ignore[import-untyped]
 import llguidance
@@ -67,147 +68,111 @@ def call(index: int, name: str, arguments: str) -> list[Event]:
 
 
 TWO = [*call(0, "weather", WEATHER), *call(1, "time", "{}")]
-CASES: list[tuple[Format, str, list[Event]]] = [
-    (HERMES, "Just text, <tool or not.\n", [Text("Just text, <tool or not.\n")]),
-    (
-        HERMES,
-        f'Let me see.\n\n<tool_call>\n{{"name": "weather", "arguments": {WEATHER}}}\n</tool_call>\n'
-        '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>\n',
-        [Text("Let me see."), *TWO],
-    ),
-    (HERMES, '<tool_call>{"arguments": {"a": "}"}, "name": "f"}', call(0, "f", '{"a": "}"}')),
-    (HERMES, '<tool_call>{"name": "f"}</tool_call>', call(0, "f", "{}")),
-    (HERMES, '<tool_call>{"a": 1}</tool_call> so', [Text('{"a": 1} so')]),
-    (HERMES, "<tool_call>nothing", [Text("nothing")]),
-    (HERMES, '<tool_call>{"name": "f", "argu', [CallStart(0, "id0", "f")]),
-    (
-        HERMES,
-        '<tool_call>{"name": "f", "arguments": {}, "id": "}{"}</tool_call>',
-        call(0, "f", "{}"),
-    ),
-    (HERMES, '<tool_call>{"name": "f", "arguments": oops}</tool_call>', call(0, "f", "{}")),
-    (HERMES, '<tool_call>{"name": "\\q"}</tool_call>', [Text('{"name": "\\q"}')]),
-    (
-        HERMES,
-        '<tool_call>{"name": "f", "arguments": {"a": "b',
-        [CallStart(0, "id0", "f"), Arguments(0, '{"a": "b')],
-    ),
-    (
-        MISTRAL,
-        f'[TOOL_CALLS] [{{"name": "weather", "arguments": {WEATHER}}}, '
-        '{"name": "time", "arguments": {}}]',
-        TWO,
-    ),
-    # The marker is a special token, which does not come as text.
-    (MISTRAL, f'[{{"name": "weather", "arguments": {WEATHER}}}]', call(0, "weather", WEATHER)),
-    (MISTRAL, '[{"city": "Paris"}] is a list', [Text('[{"city": "Paris"}] is a list')]),
-    (MISTRAL, "[", [Text("[")]),
-    # Mistral's newer form: names, ids of the model's own, and arguments alone.
-    (
-        MISTRAL,
-        f"Let me see.[TOOL_CALLS]weather[ARGS]{WEATHER}[TOOL_CALLS]time[ARGS]{{}}",
-        [Text("Let me see."), *TWO],
-    ),
-    (
-        MISTRAL,
-        f"[TOOL_CALLS]weather[CALL_ID]abc123xyz[ARGS]{WEATHER}",
-        [CallStart(0, "abc123xyz", "weather"), Arguments(0, WEATHER)],
-    ),
-    (
-        MISTRAL,
-        '[TOOL_CALLS]get-w.2{"a": "}"}time{}',
-        [*call(0, "get-w.2", '{"a": "}"}'), *call(1, "time", "{}")],
-    ),
-    (MISTRAL, '[TOOL_CALLS]f[ARGS]{"a": "b', [CallStart(0, "id0", "f"), Arguments(0, '{"a": "b')]),
-    (MISTRAL, "[TOOL_CALLS]nothing of it {}", [Text("nothing of it {}")]),
-    (MISTRAL, "[TOOL_CALLS]f[ARGS]", [Text("f[ARGS]")]),
-    (MISTRAL, "[TOOL_CALLS]f[ARGS]{} and so", [*call(0, "f", "{}"), Text("and so")]),
-    (MISTRAL, "weather[ARGS]{}", [Text("weather[ARGS]{}")]),
-    (
-        LLAMA,
-        f'{{"name": "weather", "parameters": {WEATHER}}}; {{"name": "time", "parameters": {{}}}}',
-        TWO,
-    ),
-    (
-        LLAMA,
-        f' {{"type": "function", "name": "weather", "parameters": {WEATHER}}}',
-        call(0, "weather", WEATHER),
-    ),
-    (
-        LLAMA,
-        f'<|python_tag|>{{"name": "weather", "parameters": {WEATHER}}}',
-        call(0, "weather", WEATHER),
-    ),
-    (LLAMA, '{"answer": 42}', [Text('{"answer": 42}')]),
-    (LLAMA, 'In {"name": "x"} there is', [Text('In {"name": "x"} there is')]),
-    (
-        LLAMA,
-        '{"name": "f", "parameters": "{\\"a\\": \\"\\u00e9\\"}"}',
-        call(0, "f", '{"a": "\u00e9"}'),
-    ),
-]
+WEATHER_CALL = f'{{"name": "weather", "arguments": {WEATHER}}}'
+TIME_CALL = '{"name": "time", "arguments": {}}'
+CUT: list[Event] = [CallStart(0, "id0", "f"), Arguments(0, '{"a": "b')]
+PLAIN = ["Just text, <tool or not.\n", '{"answer": 42}', 'In {"name": "x"} there is', "["]
+CASES: dict[Format, list[tuple[str, list[Event]]]] = {
+    HERMES: [
+        (
+            f"Let me see.\n\n<tool_call>\n{WEATHER_CALL}\n</tool_call>\n"
+            f"<tool_call>\n{TIME_CALL}\n</tool_call>\n",
+            [Text("Let me see."), *TWO],
+        ),
+        ('<tool_call>{"arguments": {"a": "}"}, "name": "f"}', call(0, "f", '{"a": "}"}')),
+        ('<tool_call>{"name": "f"}</tool_call>', call(0, "f", "{}")),
+        ('<tool_call>{"a": 1}</tool_call> so', [Text('{"a": 1} so')]),
+        ("<tool_call>nothing", [Text("nothing")]),
+        ('<tool_call>{"name": "f", "argu', [CallStart(0, "id0", "f")]),
+        ('<tool_call>{"name": "f", "arguments": {}, "b": "}{"}</tool_call>', call(0, "f", "{}")),
+        ('<tool_call>{"name": "f", "arguments": oops}</tool_call>', call(0, "f", "{}")),
+        ('<tool_call>{"name": "\\q"}</tool_call>', [Text('{"name": "\\q"}')]),
+        ('<tool_call>{"name": "f", "arguments": {"a": "b', CUT),
+    ],
+    MISTRAL: [
+        (f"[TOOL_CALLS] [{WEATHER_CALL}, {TIME_CALL}]", TWO),
+        # The marker is a special token, which does not come as text.
+        (f"[{WEATHER_CALL}]", call(0, "weather", WEATHER)),
+        ('[{"city": "Paris"}] is a list', [Text('[{"city": "Paris"}] is a list')]),
+        # Mistral's newer form: names, ids of the model's own, and only the arguments.
+        (
+            f"Let me see.[TOOL_CALLS]weather[ARGS]{WEATHER}[TOOL_CALLS]time[ARGS]{{}}",
+            [Text("Let me see."), *TWO],
+        ),
+        (
+            f"[TOOL_CALLS]weather[CALL_ID]abc123xyz[ARGS]{WEATHER}",
+            [CallStart(0, "abc123xyz", "weather"), Arguments(0, WEATHER)],
+        ),
+        (
+            '[TOOL_CALLS]get-w.2{"a": "}"}time{}',
+            [*call(0, "get-w.2", '{"a": "}"}'), *call(1, "time", "{}")],
+        ),
+        ('[TOOL_CALLS]f[ARGS]{"a": "b', CUT),
+        ("[TOOL_CALLS]nothing of it {}", [Text("nothing of it {}")]),
+        ("[TOOL_CALLS]f[ARGS]", [Text("f[ARGS]")]),
+        ("[TOOL_CALLS]f[ARGS]{} and so", [*call(0, "f", "{}"), Text("and so")]),
+        ("weather[ARGS]{}", [Text("weather[ARGS]{}")]),
+    ],
+    LLAMA: [
+        (f"{WEATHER_CALL}; {TIME_CALL}".replace("arguments", "parameters"), TWO),
+        (
+            f' {{"type": "function", "name": "weather", "parameters": {WEATHER}}}',
+            call(0, "weather", WEATHER),
+        ),
+        (f"<|python_tag|>{WEATHER_CALL}", call(0, "weather", WEATHER)),
+        ('{"name": "f", "parameters": "{\\"a\\": \\"é\\"}"}', call(0, "f", '{"a": "é"}')),
+    ],
+}
 
 
-@pytest.mark.parametrize(("known", "text", "events"), CASES, ids=[case[1][:40] for case in CASES])
+@pytest.mark.parametrize(
+    ("known", "text", "events"),
+    [
+        *((known, text, events) for known, cases in CASES.items() for text, events in cases),
+        *((known, text, [Text(text)]) for known in CASES for text in PLAIN),
+    ],
+)
 def test_a_text_and_its_calls(known: Format, text: str, events: list[Event]) -> None:
     assert read(parser(known), [text]) == events
     assert read(parser(known), list(text)) == events
 
 
-PYTHON_CALLS: list[tuple[str, list[Event]]] = [
-    ("[time()]", call(0, "time", "{}")),
-    (
-        ' [ weather( city = "Paris, {Texas})]" , days=[1, 2], now=True), a.time ( )]\n',
-        [
-            *call(0, "weather", '{"city": "Paris, {Texas})]", "days": [1, 2], "now": true}'),
-            *call(1, "a.time", "{}"),
-        ],
-    ),
-    (
-        "[f(a='it\\'s', b=-1.5, c={'d': None, 'e': (1, 2)}, f=true, g=null,)]",
-        call(
-            0,
-            "f",
-            '{"a": "it\'s", "b": -1.5, "c": {"d": null, "e": [1, 2]}, "f": true, "g": null}',
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        ("[time()]", [("time", {})]),
+        (
+            ' [ weather( city = "Paris, {Texas})]" , days=[1, 2], now=True), a.time ( )]\n',
+            [
+                ("weather", {"city": "Paris, {Texas})]", "days": [1, 2], "now": True}),
+                ("a.time", {}),
+            ],
         ),
-    ),
-]
-
-
-@pytest.mark.parametrize(("text", "events"), PYTHON_CALLS)
-def test_calls_written_as_python(text: str, events: list[Event]) -> None:
+        (
+            "[f(a='it\\'s', b=-1.5, c={'d': None, 'e': (1, 2)}, f=true, g=null,)]",
+            [("f", {"a": "it's", "b": -1.5, "c": {"d": None, "e": [1, 2]}, "f": True, "g": None})],
+        ),
+    ],
+)
+def test_calls_written_as_python(text: str, calls: list[tuple[str, Any]]) -> None:
+    events = [
+        event
+        for index, (name, arguments) in enumerate(calls)
+        for event in call(index, name, json.dumps(arguments))
+    ]
     assert read(python_parser(), [text]) == read(python_parser(), list(text)) == events
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        *(
-            "",
-            "  ",
-            "[",
-            "[]",
-            "[1, 2]",
-            "[a link](http://x)",
-            "[f](x)",
-            "[f(x)]",
-            "[f(1)]",
-            "f(a=1)",
-        ),
-        *("[f(a=b)]", "[f(a=1+x)]", "[f(**{})]", "[f(a=g())]", "[f(a={1})]", "[f(a=b'x')]"),
-        *(
-            "[f(a=1e999)]",
-            "[f(a=)]",
-            "[f(a=1)",
-            "[f(a='x",
-            "[f(a=1)] is a call",
-            "[f(a=1}]",
-        ),
-        *("[f()]\n\n[g()]", "Call [f()]", "[for(a=1)]", "[f(a=1)]]", "[the (old) man]"),
-        f"[f(a={'(' * 5000}{')' * 5000})]",
-        f"[f(a={'9' * 5000})]",
-    ],
+NOT_CALLS = (
+    *("", "  ", "[", "[]", "[1, 2]", "[a link](http://x)", "[f](x)", "[f(x)]", "[f(1)]", "f(a=1)"),
+    *("[f(a=b)]", "[f(a=1+x)]", "[f(**{})]", "[f(a=g())]", "[f(a={1})]", "[f(a=b'x')]"),
+    *("[f(a=1e999)]", "[f(a=)]", "[f(a=1)", "[f(a='x", "[f(a=1)] is a call", "[f(a=1}]"),
+    *("[f()]\n\n[g()]", "Call [f()]", "[for(a=1)]", "[f(a=1)]]", "[the (old) man]"),
+    *(f"[f(a={'(' * 5000}{')' * 5000})]", f"[f(a={'9' * 5000})]"),
 )
+
+
+@pytest.mark.parametrize("text", NOT_CALLS)
 def test_what_is_no_python_call_is_text(text: str) -> None:
     expected = [Text(text)] if text else []
     assert read(python_parser(), [text]) == read(python_parser(), list(text)) == expected
@@ -221,32 +186,22 @@ def test_text_is_held_back_only_while_it_may_be_a_call() -> None:
     assert reader.flush() == []
 
 
-@settings(deadline=None)
-@given(
-    calls=st.lists(
-        st.tuples(
-            st.sampled_from(["f", "get_weather", "a.b"]),
-            st.dictionaries(
-                st.sampled_from(["a", "b_1", "city"]),
-                st.recursive(
-                    st.text(st.characters(exclude_categories=["Cs"]))
-                    | st.integers()
-                    | st.booleans()
-                    | st.none()
-                    | st.floats(allow_nan=False, allow_infinity=False),
-                    lambda v: (
-                        st.lists(v, max_size=3)
-                        | st.dictionaries(st.text(max_size=3), v, max_size=3)
-                    ),
-                    max_leaves=5,
-                ),
-            ),
-        ),
-        min_size=1,
-        max_size=3,
+LITERALS = st.recursive(
+    st.text(st.characters(exclude_categories=["Cs"]))
+    | st.sampled_from([0, 1, -7, 2**70, 0.25, True, False, None]),
+    lambda value: (
+        st.lists(value, max_size=3) | st.dictionaries(st.text(max_size=3), value, max_size=3)
     ),
-    data=st.data(),
+    max_leaves=5,
 )
+CALLS = st.tuples(
+    st.sampled_from(["f", "get_weather", "a.b"]),
+    st.dictionaries(st.sampled_from(["a", "b_1", "city"]), LITERALS),
+)
+
+
+@settings(deadline=None)
+@given(calls=st.lists(CALLS, min_size=1, max_size=3), data=st.data())
 def test_python_calls_come_as_they_were_meant(
     calls: list[tuple[str, dict[str, object]]], data: st.DataObject
 ) -> None:
@@ -254,8 +209,7 @@ def test_python_calls_come_as_they_were_meant(
         f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
         for name, arguments in calls
     ]
-    text = f"[{', '.join(written)}]"
-    events = read(python_parser(), data.draw(cuts(text)))
+    events = read(python_parser(), data.draw(cuts(f"[{', '.join(written)}]")))
     starts = [event.name for event in events if isinstance(event, CallStart)]
     values = [json.loads(event.text) for event in events if isinstance(event, Arguments)]
     assert list(zip(starts, values, strict=True)) == calls
@@ -278,25 +232,24 @@ def test_marks_that_are_special_tokens_are_read(demo_model: Path) -> None:
     assert "[ARGS]" not in IncrementalDetokenizer(tokenizer).decode(ids, final=True)
 
 
-def test_a_guided_text_is_all_calls() -> None:
-    text = f'[{{"name": "weather", "arguments": {WEATHER}}}, {{"name": "time", "arguments": {{}}}}]'
-    assert read(parser(HERMES, guided=True), list(text)) == TWO
-    one = f'{{"name": "weather", "parameters": {WEATHER}}}'
-    assert read(parser(LLAMA, guided=True), [one]) == call(0, "weather", WEATHER)
-    for known in (MISTRAL, PYTHON):  # the guide is JSON whatever the model writes by itself
-        events = read(parser(known, guided=True), list(text))
-        assert [event.name for event in events if isinstance(event, CallStart)] == [
-            "weather",
-            "time",
-        ]
-
-
 @pytest.mark.parametrize("known", [HERMES, LLAMA, MISTRAL, PYTHON])
-def test_a_guided_text_that_is_cut_off_is_no_text(known: Format) -> None:
+def test_a_guided_text_is_all_calls(known: Format) -> None:
+    """The guide is JSON whatever the model writes by itself; a text that was cut off is no text."""
     text = f'[{{"name": "weather", "arguments": {WEATHER}}}, {{"name": "time", "arguments": {{}}}}]'
+    assert read(parser(known, guided=True), list(text)) == TWO
+    one = f'{{"name": "weather", "parameters": {WEATHER}}}'
+    assert read(parser(known, guided=True), [one]) == call(0, "weather", WEATHER)
     for end in range(len(text)):
         events = read(parser(known, guided=True), [text[:end]])
         assert not [event for event in events if isinstance(event, Text)], text[:end]
+
+
+def test_a_guide_that_the_engine_does_not_keep_to() -> None:
+    text = f'Well.<tool_call>{{"name": "weather", "arguments": {WEATHER}}}</tool_call>'
+    assert read(parser(HERMES, guided=True), list(text)) == [
+        Text("Well."),
+        *call(0, "weather", WEATHER),
+    ]
 
 
 def test_a_calls_name_comes_before_its_arguments_are_complete() -> None:
@@ -388,20 +341,15 @@ def test_an_id_is_what_the_models_template_takes() -> None:
     assert HERMES.new_id() != HERMES.new_id()
 
 
+CITY = {
+    "type": "object",
+    "properties": {"city": {"$ref": "#/$defs/City"}},
+    "required": ["city"],
+    "$defs": {"City": {"type": "string"}},
+}
 TOOLS = [
-    {"type": "function", "function": {"name": name, "parameters": parameters}}
-    for name, parameters in (
-        (
-            "weather",
-            {
-                "type": "object",
-                "properties": {"city": {"$ref": "#/$defs/City"}},
-                "required": ["city"],
-                "$defs": {"City": {"type": "string"}},
-            },
-        ),
-        ("time", None),
-    )
+    {"type": "function", "function": {"name": "weather", "parameters": CITY}},
+    {"type": "function", "function": {"name": "time", "parameters": None}},
 ]
 
 
@@ -432,8 +380,7 @@ def test_a_required_call_is_one_of_the_tools() -> None:
 
 
 def test_a_named_call_is_that_tool_with_the_names_of_the_models_format() -> None:
-    named = {"type": "function", "function": {"name": "weather"}}
-    schema = guide(body(tools=TOOLS, tool_choice=named), LLAMA).text
+    schema = guide(body(tools=TOOLS, tool_choice=TOOLS[0]), LLAMA).text
     assert valid(schema, {"name": "weather", "parameters": {"city": "Paris"}})
     assert not valid(schema, {"name": "time", "parameters": {}})
 
@@ -449,16 +396,15 @@ def test_tools_whose_schemas_refer_to_parts_of_themselves(place: str) -> None:
     other = {"type": "function", "function": {"name": "other", "parameters": tree}}
     calls = guide(body(tools=[TOOLS[0], other], tool_choice="required"), HERMES)
 
-    def call(name: str, arguments: object) -> list[dict[str, object]]:
-        return [{"name": name, "arguments": arguments}]
-
-    assert valid(calls.text, call("weather", {"city": "Paris"}))
-    assert valid(calls.text, call("other", {"size": 3, "below": {"size": 4}}))
-    assert not valid(calls.text, call("other", {"size": "Paris"}))
-    assert not valid(calls.text, call("other", {"below": {"size": "Paris"}}))
-    assert (
-        llguidance.LLMatcher.validate_grammar(grammar(calls)) == ""
-    )  # the embedded engine takes them
+    for name, arguments, right in (
+        ("weather", {"city": "Paris"}, True),
+        ("other", {"size": 3, "below": {"size": 4}}, True),
+        ("other", {"size": "Paris"}, False),
+        ("other", {"below": {"size": "Paris"}}, False),
+    ):
+        assert valid(calls.text, [{"name": name, "arguments": arguments}]) is right
+    # The embedded engine takes them.
+    assert llguidance.LLMatcher.validate_grammar(grammar(calls)) == ""
 
 
 def test_a_schema_that_is_nested_too_deep() -> None:

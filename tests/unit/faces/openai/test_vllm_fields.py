@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,29 +13,17 @@ from cog_triton.generation import Chunk
 from cog_triton.request.request import Request
 from cog_triton.text.tokenizer import load_tokenizer
 from cog_triton.wire import TokenLogProb
-from tests.unit.faces.openai.support import MESSAGES, Backend, ask, chat
+from tests.unit.faces.openai.support import MESSAGES, Backend, ask, chat, complete, events
 
 A, B = ord("a"), ord("b")
 ANSWER = (Chunk("a", 1, 3, ids=(A,)), Chunk("b", 2, 3, ids=(B,)), Chunk("", 3, 3, "stop", ids=(0,)))
 PREFILL = [*MESSAGES, {"role": "assistant", "content": "The answer"}]
 
 
-def complete(backend: Backend, **fields: Any) -> Any:
-    body = {"model": "m", "prompt": "xy", **fields}
-    return ask(backend, "POST", "/v1/completions", json=body)
-
-
 def asked(reply: Any, backend: Backend) -> Request:
     assert reply.status_code == 200, reply.text
     assert "warning" not in reply.headers
     return backend.asked[-1][0]
-
-
-def events(reply: Any) -> list[dict[str, Any]]:
-    assert reply.status_code == 200, reply.text
-    datas = [line.removeprefix("data: ") for line in reply.text.split("\n\n") if line]
-    assert datas[-1] == "[DONE]"
-    return [json.loads(data) for data in datas[:-1]]
 
 
 def param(reply: Any) -> Any:
