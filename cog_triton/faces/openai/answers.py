@@ -14,6 +14,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import orjson
+from starlette.datastructures import Headers
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
@@ -23,11 +24,10 @@ from cog_triton.faces.openai.errors import (
     MESSAGES_PATH,
     ApiError,
     api_error,
-    internal_error,
     message_error,
 )
 from cog_triton.faces.openai.fields import FIELDS
-from cog_triton.faces.openai.served import Served, current
+from cog_triton.faces.openai.served import Chunks, Served, current
 from cog_triton.generation import Chunk
 from cog_triton.request.request import Request
 
@@ -35,22 +35,20 @@ logger = logging.getLogger(__name__)
 
 NumberedChunks = AsyncIterator[tuple[int, Chunk]]
 """Each chunk with the number of its answer."""
-EVENT_STREAM = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # a proxy's
-]
+EVENT_STREAM = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",  # a proxy's
+}
 dumps = orjson.dumps
 
 
 class Writer(Protocol):
-    """Makes the response of one API of chunks, in one of two ways."""
+    """Makes the response of one API of chunks: the events of a stream, or the whole body."""
 
-    def events(self, chunks: NumberedChunks) -> AsyncGenerator[bytes, None]:
-        """Yield the events of a stream. An error before the first one is that of a whole response."""
+    def events(self, chunks: NumberedChunks) -> AsyncGenerator[bytes, None]: ...
 
-    async def body(self, chunks: NumberedChunks) -> dict[str, Any]:
-        """Return the whole response."""
+    async def body(self, chunks: NumberedChunks) -> dict[str, Any]: ...
 
     def failed(self, error: ApiError) -> bytes:
         """Return the last events of a stream that fails."""
@@ -70,8 +68,7 @@ class Answering(Response):
         stream: bool,
     ) -> None:
         self._served, self._writer, self._stream = served, writer, stream
-        self._requests, self._request_id = requests, request_id
-        self._given = headers
+        self._requests, self._request_id, self._given = requests, request_id, headers
         self._started = False
         self.background = None
 
@@ -97,15 +94,14 @@ class Answering(Response):
                 async for data in events:
                     if not self._started:
                         self._started = True
-                        given = [(k.lower().encode(), v.encode()) for k, v in self._given.items()]
-                        headers = [*EVENT_STREAM, *given]
+                        headers = Headers({**EVENT_STREAM, **self._given}).raw
                         start = {"type": "http.response.start", "status": 200, "headers": headers}
                         await send(start)
                     await send({"type": "http.response.body", "body": data, "more_body": True})
         except Exception as error:
             if not self._started:
-                raise
-            data = self._writer.failed(told(error))
+                raise  # as the error of a whole response
+            data = self._writer.failed(client_error(error))
             await send({"type": "http.response.body", "body": data, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
 
@@ -116,11 +112,7 @@ class ClientGone(Exception):
 
 @contextlib.asynccontextmanager
 async def ended_by_client(receive: Receive) -> AsyncIterator[None]:
-    """Cancel what runs in it when the client goes away.
-
-    Raises:
-        ClientGone: it has gone.
-    """
+    """Cancel what runs in it when the client goes away, and raise ClientGone."""
     task = asyncio.current_task()
     assert task is not None
     gone = False
@@ -146,7 +138,7 @@ async def ended_by_client(receive: Receive) -> AsyncIterator[None]:
 
 
 async def merged(
-    sources: Sequence[AsyncGenerator[Chunk, None]],
+    sources: Sequence[Chunks],
 ) -> AsyncGenerator[tuple[int, Chunk], None]:
     """Yield the chunks of several answers as they come."""
     if len(sources) == 1:
@@ -156,7 +148,7 @@ async def merged(
         return
     queue: asyncio.Queue[tuple[int, Chunk | Exception | None]] = asyncio.Queue(len(sources))
 
-    async def feed(number: int, source: AsyncGenerator[Chunk, None]) -> None:
+    async def feed(number: int, source: Chunks) -> None:
         try:
             async with contextlib.aclosing(source) as chunks:
                 async for chunk in chunks:
@@ -192,14 +184,14 @@ def new_id(prefix: str) -> str:
     return prefix + secrets.token_hex(12)
 
 
-def told(error: Exception) -> ApiError:
+def client_error(error: Exception) -> ApiError:
     """Return an error as the client reads it, and log one that nobody foresaw."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, CogTritonError):
         return api_error(error, FIELDS, current().names)
     logger.error("an answer failed", exc_info=error)
-    return internal_error()
+    return ApiError(500, "an internal error; the server's log has more", "server_error")
 
 
 class ErrorResponse(Response):

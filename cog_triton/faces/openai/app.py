@@ -10,16 +10,8 @@ from starlette.responses import Response
 
 import cog_triton
 from cog_triton.errors import CogTritonError, shown
-from cog_triton.faces.openai import (
-    chat,
-    completions,
-    messages,
-    metrics,
-    responses,
-    routes,
-    tokens,
-)
-from cog_triton.faces.openai.answers import ErrorResponse, told
+from cog_triton.faces.openai import chat, completions, messages, metrics, responses, routes, tokens
+from cog_triton.faces.openai.answers import ErrorResponse, client_error
 from cog_triton.faces.openai.bodies import ERRORS, MESSAGE_ERRORS
 from cog_triton.faces.openai.errors import ApiError
 from cog_triton.faces.openai.operation import add_operation, id_headers
@@ -53,11 +45,11 @@ def create_app(served: Served) -> FastAPI:
 
 
 async def _answer_error(_: Request, error: Exception) -> Response:
-    return ErrorResponse(told(error))
+    return ErrorResponse(client_error(error))
 
 
 async def _answer_fault(request: Request, error: Exception) -> Response:
-    fault = told(error)
+    fault = client_error(error)
     fault.headers.update(id_headers(request.scope))  # this goes past the middleware
     return ErrorResponse(fault)
 

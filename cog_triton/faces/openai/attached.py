@@ -65,9 +65,6 @@ async def attach(
     Args:
         address: host:port of its gRPC endpoint.
         model: takes texts and returns them, where there is no ensemble of ours.
-
-    Raises:
-        ConfigurationError: it is not ready within TRITON_START_TIMEOUT, or has no such model.
     """
     tokenizer = await asyncio.to_thread(tokenizer_of, settings)
     triton = RunningTriton(address)
@@ -103,22 +100,15 @@ def adapters_of(config: Any, directory: Path | None) -> AdapterTensors | None:
 
 @dataclass
 class Attached:
-    """See ``served.Backend``. That Triton's owner starts and stops it.
-
-    Attributes:
-        context_length: most tokens of prompt and output together; None if only the engine knows.
-        ensemble: one without ids; None for ours.
-        engine: see ``check_supported``.
-        adapters: of TensorRT-LLM's C++ backend; see ``ResumingClient``.
-    """
+    """See ``served.Backend``. That Triton's owner starts and stops it."""
 
     settings: Settings
     tokenizer: Tokenizer
     triton: RunningTriton
     context_length: int | None
-    ensemble: TextEnsemble | None
+    ensemble: TextEnsemble | None  # None for ours
     engine: EngineName | None
-    adapters: AdapterTensors | None
+    adapters: AdapterTensors | None  # of TensorRT-LLM's C++ backend
 
     def __post_init__(self) -> None:
         settings = self.settings
@@ -127,21 +117,15 @@ class Attached:
         self.admission = Admission(bounds)
         self._client: TritonClient = self._connected()
         self._reconnecting = asyncio.Lock()
+        attempts, end_id = settings.resume_attempts, self.tokenizer.eos_token_id
         self._streams = ResumingClient(
-            self,
-            attempts=settings.resume_attempts,
-            end_id=self.tokenizer.eos_token_id,
-            adapters=self.adapters,
+            self, attempts=attempts, end_id=end_id, adapters=self.adapters
         )
 
     def generate(
         self, request: Request, request_id: str | None = None, tenant: Tenant | None = None
     ) -> AsyncGenerator[Chunk, None]:
-        """See ``Backend``.
-
-        Raises:
-            InvalidParameter: at once, where something of it would have no effect.
-        """
+        """See ``Backend``; what would have no effect is refused at once."""
         check_supported(request, self.engine, own_preprocessing=True)
         if self.ensemble is not None:
             return self.ensemble.generate(request, self.admission, request_id, tenant)
@@ -249,11 +233,7 @@ class TextEnsemble(GrpcClient):
         request_id: str | None = None,
         tenant: Tenant | None = None,
     ) -> AsyncGenerator[Chunk, None]:
-        """Stream the answer to a request; see ``cog_triton.generation.generate``.
-
-        Raises:
-            InvalidParameter: naming what the ensemble has no input for.
-        """
+        """See ``cog_triton.generation.generate``; what the ensemble has no input for is refused."""
         tokenizer = self._tokenizer
         inputs = adapted(own_inputs(request, tokenizer), self._known)
         stops = StopSequences(request.stop_sequences)
@@ -313,11 +293,7 @@ def text_of(tensors: Mapping[str, npt.NDArray[Any]]) -> str:
 
 
 def own_inputs(request: Request, tokenizer: Tokenizer) -> dict[str, npt.NDArray[Any]]:
-    """Return the inputs of a request, whose prompt lacks what the ensemble's preprocessing will add.
-
-    Raises:
-        InvalidParameter: it has what only our own preprocessing knows.
-    """
+    """Return the inputs of a request, whose prompt lacks what the ensemble's preprocessing will add."""
     request = without_bos(request, tokenizer)
     gives = "the ensemble of this Triton gives text"
     if request.stop_token_ids:
@@ -333,11 +309,7 @@ def own_inputs(request: Request, tokenizer: Tokenizer) -> dict[str, npt.NDArray[
 def adapted(
     inputs: Mapping[str, npt.NDArray[Any]], known: Mapping[str, bool]
 ) -> dict[str, npt.NDArray[Any]]:
-    """Return the inputs under the ensemble's names for them, with the words that it demands.
-
-    Raises:
-        InvalidParameter: it has none for one of them.
-    """
+    """Return the inputs under the ensemble's names for them, with the words that it demands."""
     result: dict[str, npt.NDArray[Any]] = {
         name: np.array([[b""]], np.object_)
         for name in WORDS
@@ -353,11 +325,7 @@ def adapted(
 
 
 def address_of(endpoint: str) -> str:
-    """Return the host:port of a URL, or of itself.
-
-    Raises:
-        ConfigurationError: there is none in it.
-    """
+    """Return the host:port of a URL, or of itself."""
     parts = urlsplit(endpoint if "://" in endpoint else f"grpc://{endpoint}")
     if not parts.hostname or not parts.port or parts.scheme not in ("http", "grpc"):
         raise ConfigurationError(

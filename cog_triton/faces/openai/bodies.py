@@ -104,11 +104,7 @@ def check_headers(headers: Mapping[str, str]) -> None:
 
 
 def validated(raw: bytes, model: type[Body], served: Served) -> Body:
-    """Parse and validate a body. Without a ``model``, it asks for the only one that is served.
-
-    Raises:
-        ApiError: naming the first field that is at fault.
-    """
+    """Parse and validate a body. Without a ``model``, it asks for the only one that is served."""
     value = parsed(raw)
     if not isinstance(value, dict):
         raise invalid(_NEEDS_OBJECT)
@@ -130,10 +126,6 @@ def parsed(raw: bytes) -> Any:
         return json.loads(text)
     except InvalidParameter as error:
         raise invalid(error.message) from None
-    except json.JSONDecodeError as error:
-        raise invalid(f"the body is no JSON: {error.msg}, at character {error.pos}") from None
-    except UnicodeDecodeError:
-        raise invalid("the body is no JSON: it is not UTF-8") from None
     except (ValueError, RecursionError) as error:
         raise invalid(f"the body is no JSON: {error}") from None
 

@@ -60,7 +60,8 @@ class ChatChoice:
         self._reader, self._named = turn.reader(), turn.named
         self._prompt_ids = prompt_ids
         self._prompt_tokens: list[TokenLogProb] = []
-        self.plain = self._reader.plain and not body.return_token_ids
+        own = body.return_token_ids or body.continuous_usage or body.prompt_logprobs is not None
+        self.plain = self._reader.plain and not own
 
     def text_piece(self, text: str) -> Piece:
         return self._piece({"content": text})

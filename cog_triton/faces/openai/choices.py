@@ -52,11 +52,7 @@ class ChoiceWriter:
         kinds: tuple[str, str],
         choices: Sequence[Choice],
     ) -> None:
-        """
-        Args:
-            prefix: of the response's id.
-            kinds: ``object`` of a whole response, and of an event.
-        """
+        # ``object`` of a whole response, and of an event.
         self._kind, kind = kinds
         self._head = {
             "id": new_id(prefix),
@@ -75,14 +71,14 @@ class ChoiceWriter:
         around = [
             self._event([choice.text_piece(_MARK)]).split(dumps(_MARK)) for choice in self._choices
         ]
-        plain = [choice.plain and not self._body.continuous_usage for choice in self._choices]
         begun = False
         async for number, chunk in chunks:
             data = b"" if begun else self._begin(number, chunk)
             begun = True
             self._count(number, chunk)
-            if not plain[number] or chunk.log_probs or chunk.finish_reason is not None:
-                for piece in self._choices[number].pieces(chunk):
+            choice = self._choices[number]
+            if not choice.plain or chunk.log_probs or chunk.finish_reason is not None:
+                for piece in choice.pieces(chunk):
                     data += self._event([piece], self._usage(number))
             elif chunk.text:
                 before, behind = around[number]
@@ -95,7 +91,11 @@ class ChoiceWriter:
         pieces = [choice.begin() for choice in self._choices]
         async for number, chunk in chunks:
             self._count(number, chunk)
-            pieces[number] += self._choices[number].pieces(chunk)
+            choice = self._choices[number]
+            if not choice.plain or chunk.log_probs or chunk.finish_reason is not None:
+                pieces[number] += choice.pieces(chunk)
+            elif chunk.text:
+                pieces[number].append(choice.text_piece(chunk.text))
         whole = [choice.whole(own) for choice, own in zip(self._choices, pieces, strict=True)]
         rest = {"choices": whole, "usage": self._total(), **self._choices[0].prompt()}
         return {**self._head, "object": self._kind, **rest}
@@ -151,11 +151,7 @@ def answering(
     prompts: Sequence[Request],
     request_id: str,
 ) -> Answering:
-    """Return the response to a body, with the request for the first answer to each prompt.
-
-    Raises:
-        ApiError: the body has a field that no engine honours.
-    """
+    """Return the response to a body, with the request for the first answer to each prompt."""
     headers = check_fields(body)
     requests = [one for prompt in prompts for one in repeated(prompt, body.choices)]
     return Answering(served, writer, requests, request_id, headers, stream=bool(body.stream))

@@ -40,10 +40,7 @@ def run(
         models: names in requests; empty for that of MODEL.
         endpoint: of a Triton that runs; None to start one.
         triton_model: of that Triton, where it has no ensemble that returns ids.
-        given: settings in place of the environment's; not those that are None.
-
-    Raises:
-        CogTritonError: the settings are wrong, or something could not be started.
+        given: settings in place of the environment's, but for those that are None.
     """
     update = {name: value for name, value in given.items() if value is not None}
     settings = read_settings().model_copy(update=update)
@@ -86,24 +83,17 @@ class Embedded:
     """The face in the predictor: its deployment, queue and event loop, until the process ends."""
 
     def __init__(self, settings: Settings, port: int, busy: Callable[[bool], object]) -> None:
-        """Take the port before anything slow is begun.
+        """Take the port before anything slow is begun, or raise ConfigurationError.
 
         Args:
             busy: called when requests begin to run, with True, and when none does any more.
-
-        Raises:
-            ConfigurationError: the port is taken, or the API keys are wrong.
         """
         configured_keys(settings)
         self._models, self._busy = (model_name(settings),), busy
         self._listener = bind(settings.openai_host, port, "OPENAI_PORT: ")
 
     def serve(self, deployment: Deployment) -> None:
-        """Answer from now on.
-
-        Raises:
-            ConfigurationError: another process has taken the port meanwhile.
-        """
+        """Answer from now on, or raise ConfigurationError if the port was taken meanwhile."""
         listen(self._listener, "OPENAI_PORT: ")
         self._server = _server(deployment, self._models, self._listener, self._busy)
         self._running = asyncio.create_task(self._run())

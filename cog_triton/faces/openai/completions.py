@@ -48,11 +48,7 @@ async def completions(body: CompletionBody, served: FromApp, request_id: Request
 
 
 def prompt_requests(body: CompletionBody, served: Served) -> list[Request]:
-    """Return the request for the first answer to each prompt.
-
-    Raises:
-        ApiError, UserError: the body asks for what cannot be had.
-    """
+    """Return the request for the first answer to each prompt."""
     prompts: Sequence[str | list[int]]
     if isinstance(body.prompt, str):
         prompts = [body.prompt]
@@ -102,7 +98,8 @@ class TextChoice:
         self._prompt_tokens: list[TokenLogProb] = []
         self._offset = 0 if self._prompt_log_probs else len(self._prompt)
         self._begun = False
-        self.plain = not (body.return_token_ids or self._prompt_only or self._prompt_log_probs)
+        own = body.return_token_ids or body.continuous_usage or body.prompt_logprobs is not None
+        self.plain = not (own or self._prompt_only or self._prompt_log_probs)
 
     def text_piece(self, text: str) -> Piece:
         return {"text": text, "index": self._index, "logprobs": None, "finish_reason": None}

@@ -54,17 +54,12 @@ _GUIDE = re.compile(r"\bguide\b|guided_decoding|^a JSON schema|^choice must")
 
 @dataclass
 class ApiError(Exception):
-    """An error as a client reads it.
-
-    Attributes:
-        param: the field of the request that is at fault.
-        headers: of the response.
-    """
+    """An error as a client reads it."""
 
     status: int
     message: str
     type: str = INVALID
-    param: str | None = None
+    param: str | None = None  # the field of the request that is at fault
     code: str | None = None
     headers: dict[str, str] = field(default_factory=dict)
 
@@ -107,11 +102,6 @@ def message_error(error: ApiError, request_id: str | None = None) -> dict[str, A
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     """Return the error of a request that is at fault."""
     return ApiError(400, message, param=param, code=code)
-
-
-def internal_error() -> ApiError:
-    """Return the error for a fault that nobody foresaw; its text stays in the log."""
-    return ApiError(500, "an internal error; the server's log has more", "server_error")
 
 
 def _param(error: CogTritonError, fields: frozenset[str], names: Mapping[str, str]) -> str | None:

@@ -58,11 +58,7 @@ class Keys:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Read the file.
-
-        Raises:
-            ConfigurationError: it cannot be read, or has a mistake, or there are no keys.
-        """
+        """Read the file, or raise ConfigurationError; there has to be a key."""
         self._listed, self._file, self._clock = tuple(listed), file, clock
         self._looked, self._version = clock(), self._file_version()
         self._keys = self._read()
@@ -111,25 +107,14 @@ class Keys:
 
 
 def keys_of(listed: str, file: Path | None) -> Keys | None:
-    """Return the keys of the settings; None if there are none, so that anybody may ask.
-
-    Args:
-        listed: keys with commas or line feeds between; each is named after its hash.
-
-    Raises:
-        ConfigurationError: see ``Keys``.
-    """
+    """Return the keys of the settings, of which those listed are named after their hashes."""
     digests = [_digest(text) for text in re.split(r"[,\s]+", listed) if text]
     keys = [Key(f"key-{digest.hex()[:8]}", digest) for digest in digests]
     return Keys(keys, file) if keys or file is not None else None
 
 
 def parsed_keys(text: str, source: str) -> tuple[Key, ...]:
-    """Return the keys of a file's text.
-
-    Raises:
-        ConfigurationError: naming the line, but nothing of its text.
-    """
+    """Return the keys of a file's text; an error names a line, but nothing of it."""
     keys = []
     for number, line in enumerate(text.splitlines(), 1):
         words = line.split()
@@ -147,7 +132,6 @@ def parsed_keys(text: str, source: str) -> tuple[Key, ...]:
 
 
 def digest_of(key: str) -> bytes:
-    """Return the SHA-256 of a key."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
@@ -183,10 +167,7 @@ class _Bucket:
 
 
 class Quotas:
-    """The use that keys have made of their limits, on one event loop.
-
-    Each of several processes counts for itself, and has its part of the limits.
-    """
+    """The use that keys have made of their limits; each of several processes has its part of these."""
 
     def __init__(self, processes: int = 1, clock: Callable[[], float] = time.monotonic) -> None:
         self._processes, self._clock = processes, clock
@@ -194,11 +175,7 @@ class Quotas:
         self._all: dict[tuple[str, str], _Bucket] = {}
 
     def enter(self, key: Key) -> None:
-        """Count a request that begins.
-
-        Raises:
-            ApiError: 429, the key's limit is reached; it says when to try again.
-        """
+        """Count a request that begins, or raise 429, with the time to try again."""
         most = math.inf if key.max_running is None else math.ceil(key.max_running / self._processes)
         if self._running[key.name] >= most:
             raise _refusal("requests", f"{most} running requests", 1.0)

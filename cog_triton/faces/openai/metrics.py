@@ -52,14 +52,7 @@ def metrics(request: Request) -> Response:  # in a thread: it reads files
 
 
 class Figures:
-    """Figures of calls, labelled with the model's own name, whichever was asked for.
-
-    Args:
-        directory: of several processes' figures.
-
-    Attributes:
-        gap: counts the seconds between two pieces of an answer.
-    """
+    """Figures of calls, labelled with the model's own name, whichever was asked for."""
 
     def __init__(self, model: str, admission: Admission, directory: str | None = None) -> None:
         queue = Metrics()
@@ -71,13 +64,24 @@ class Figures:
         self._whole = self._histogram("e2e_request_latency_seconds", WHOLE)
         self._queued = self._histogram("request_queue_time_seconds", WHOLE)
         self._sizes = [self._histogram(f"request_{kind}_tokens", TOKENS) for kind in KINDS]
-        self._tokens = [self._counter(f"{kind}_tokens").labels(model) for kind in KINDS]
-        self._success = self._counter("request_success", "finished_reason")
-        self._running = self._gauge("num_requests_running")
-        self._waiting = self._gauge("num_requests_waiting")
+        self._tokens = [self._vllm(Counter, f"{kind}_tokens") for kind in KINDS]
+        self._running, self._waiting = (
+            self._vllm(Gauge, f"num_requests_{state}", multiprocess_mode="livesum")
+            for state in ("running", "waiting")
+        )
+        labels = ["model_name", "finished_reason"]
+        self._success = Counter("vllm:request_success", TEXT, labels, registry=self._registry)
         text = "Requests that failed, by the response's status and the error's code."
         labels = ["status", "code"]
         self._errors = Counter("cog_triton_errors", text, labels, registry=self._registry)
+
+    def _histogram(self, name: str, buckets: Sequence[float]) -> Any:
+        return self._vllm(Histogram, name, buckets=buckets)
+
+    def _vllm(self, kind: type[Any], name: str, **options: Any) -> Any:
+        labels = ["model_name"]
+        made = kind(f"vllm:{name}", TEXT, labels, registry=self._registry, **options)
+        return made.labels(self._model)
 
     def refresh(self) -> None:
         self._running.set(self._admission.running)
@@ -111,19 +115,6 @@ class Figures:
         self._queued.observe(call.queued)
         if call.first_token is not None:
             self._first_token.observe(call.first_token)
-
-    def _histogram(self, name: str, bounds: Sequence[float]) -> Histogram:
-        name, labels = f"vllm:{name}", ["model_name"]
-        made = Histogram(name, TEXT, labels, buckets=bounds, registry=self._registry)
-        return made.labels(self._model)
-
-    def _counter(self, name: str, *labels: str) -> Counter:
-        return Counter(f"vllm:{name}", TEXT, ["model_name", *labels], registry=self._registry)
-
-    def _gauge(self, name: str) -> Gauge:
-        name, labels = f"vllm:{name}", ["model_name"]
-        made = Gauge(name, TEXT, labels, multiprocess_mode="livesum", registry=self._registry)
-        return made.labels(self._model)
 
 
 def tracing(endpoint: str | None) -> Callable[[Call, Headers], object] | None:

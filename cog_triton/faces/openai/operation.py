@@ -36,11 +36,7 @@ _NO_KEY = (
 
 
 def add_operation(app: Starlette, served: Served) -> None:
-    """Add the middleware that the settings ask for.
-
-    Raises:
-        ConfigurationError: the API keys are wrong.
-    """
+    """Add the middleware that the settings ask for."""
     settings = served.settings
     if (keys := configured_keys(settings)) is not None:
         quotas = Quotas(served.processes)
@@ -61,11 +57,7 @@ def add_operation(app: Starlette, served: Served) -> None:
 
 
 def configured_keys(settings: Settings) -> Keys | None:
-    """Return the API keys of the settings; None if there are none.
-
-    Raises:
-        ConfigurationError: they are wrong.
-    """
+    """Return the API keys of the settings; None if there are none."""
     listed = settings.openai_api_keys.get_secret_value() if settings.openai_api_keys else ""
     return keys_of(listed, settings.openai_api_keys_file)
 
@@ -171,16 +163,8 @@ class Access:
 def log_call(call: Call, _: Headers) -> None:
     """Log a line for a request, without anything of its text."""
     level = logging.DEBUG if call.path in OPEN or call.path == METRICS else logging.INFO
-    logger.log(
-        level,
-        "%s %s %d key=%s model=%s tokens=%d+%d %.0f ms%s",
-        call.id,
-        shown(quote(call.path)),
-        call.status,
-        call.key.name or "-",
-        call.model or "-",
-        call.input_tokens,
-        call.output_tokens,
-        call.seconds() * 1000,
-        f" {call.error}" if call.error else "",
-    )
+    tokens = f"{call.input_tokens}+{call.output_tokens}"
+    names = f"key={call.key.name or '-'} model={call.model or '-'} tokens={tokens}"
+    took, error = f"{call.seconds() * 1000:.0f} ms", call.error and f" {call.error}"
+    path = shown(quote(call.path))
+    logger.log(level, "%s %s %d %s %s%s", call.id, path, call.status, names, took, error)

@@ -39,11 +39,7 @@ _SAME = (
 
 
 def sampling(body: Sampling) -> dict[str, Any]:
-    """Return the arguments of a ``Request`` that do not depend on the prompt.
-
-    Raises:
-        ApiError: a field asks for what cannot be had.
-    """
+    """Return the arguments of a ``Request`` that do not depend on the prompt."""
     if body.stream_options and not body.stream:
         raise invalid("stream_options is only allowed when stream is true", "stream_options")
     if body.prompt_logprobs is not None and body.stream:
@@ -91,9 +87,6 @@ def check_fields(
     Args:
         refused: with the values that ask for nothing.
         ignored: are not named.
-
-    Raises:
-        ApiError: naming the field.
     """
     unknown = []
     for name in sorted(body.__pydantic_extra__ or {}):
@@ -112,30 +105,19 @@ def check_fields(
 
 
 def logit_bias(given: dict[str, float]) -> tuple[tuple[int, float], ...]:
-    """Return biases by token ids.
-
-    Raises:
-        ApiError: a key is no token id, a value is out of its range, or there are too many.
-    """
-    text = ""
+    name = "logit_bias"
     if len(given) > LONGEST_BIAS:
-        text = f"must have at most {LONGEST_BIAS} tokens"
+        raise invalid(f"{name} must have at most {LONGEST_BIAS} tokens", name)
     for token, bias in given.items():
         if not token.isdecimal():
-            text = text or f"must have token ids for keys, not {shown(token)}"
-        elif not -100 <= bias <= 100:
-            text = text or f"must be between -100 and 100, not {bias}"
-    if text:
-        raise invalid(f"logit_bias {text}", "logit_bias")
+            raise invalid(f"{name} must have token ids for keys, not {shown(token)}", name)
+        if not -100 <= bias <= 100:
+            raise invalid(f"{name} must be between -100 and 100, not {bias}", name)
     return tuple((int(token), bias) for token, bias in given.items())
 
 
 def guides(body: Sampling) -> dict[str, Guide]:
-    """Return the guides of fields beyond OpenAI's, by their names.
-
-    Raises:
-        ApiError: one of them says something that cannot be had, or nothing.
-    """
+    """Return the guides of fields beyond OpenAI's, by their names."""
     found = {
         f"guided_{name}": _guide(name, value)
         for name in _KINDS
@@ -160,11 +142,7 @@ def _guide(name: str, value: Any) -> Guide:
 
 
 def guide(body: Sampling) -> Guide | None:
-    """Return the guide that a body asks for.
-
-    Raises:
-        ApiError: there are several, or a schema is missing.
-    """
+    """Return the guide that a body asks for; it may ask for one only."""
     found = guides(body)
     if body.response_format and (formatted := _of_format(body.response_format)):
         found["response_format"] = formatted

@@ -56,34 +56,23 @@ class Backend(Protocol):
 
 @dataclass
 class Call:
-    """A request as its metrics, log line and trace have it.
-
-    Attributes:
-        began: in seconds of ``time.monotonic``; first_token is counted from there.
-        model: as the client names it; "" before it has named one that is served.
-        queued: seconds that the longest of its answers waited in the queue.
-        finish_reasons: of its answers.
-        error: code of the error that ended it; "" if there was none, or none with a code.
-        gap: called with the seconds between two pieces of an answer.
-        large: its body is so large that it is prepared in a thread.
-        names: see ``Body.names``.
-    """
+    """A request as its metrics, log line and trace have it."""
 
     id: str
     path: str
     key: Key = ANYBODY
     began: float = field(default_factory=time.monotonic)
-    model: str = ""
+    model: str = ""  # as the client names it, once it has named one that is served
     input_tokens: int = 0
     output_tokens: int = 0
-    first_token: float | None = None
-    queued: float = 0.0
-    finish_reasons: list[str] = field(default_factory=list)
-    error: str = ""
+    first_token: float | None = None  # seconds from the beginning
+    queued: float = 0.0  # seconds that the longest of its answers waited in the queue
+    finish_reasons: list[str] = field(default_factory=list)  # of its answers
+    error: str = ""  # code of the error that ended it
     status: int = 0
-    gap: Callable[[float], object] = lambda _: None
-    large: bool = False
-    names: Mapping[str, str] = field(default_factory=dict)
+    gap: Callable[[float], object] = lambda _: None  # gets the seconds between two chunks
+    large: bool = False  # its body is prepared in a thread
+    names: Mapping[str, str] = field(default_factory=dict)  # see ``Body.names``
 
     def seconds(self) -> float:
         return time.monotonic() - self.began
@@ -131,24 +120,15 @@ def current() -> Call:
 
 @dataclass
 class Served:
-    """The state of one application.
-
-    Attributes:
-        models: names of the model in requests; the first is its own.
-        created: seconds since 1970.
-        draining: new requests are refused.
-        running: number of requests that are being answered.
-        busy: called with True when the first of them begins, with False when the last ends.
-        processes: that answer; metrics_directory has the figures of several.
-    """
+    """The state of one application."""
 
     backend: Backend
-    models: tuple[str, ...]
+    models: tuple[str, ...]  # names of the model in requests; the first is its own
     created: int = field(default_factory=lambda: int(time.time()))
-    draining: bool = False
+    draining: bool = False  # new requests are refused
     running: int = 0
-    busy: Callable[[bool], object] = lambda _: None
-    processes: int = 1
+    busy: Callable[[bool], object] = lambda _: None  # gets True when requests run, then False
+    processes: int = 1  # that answer; the directory has the figures of several
     metrics_directory: str | None = None
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -165,12 +145,12 @@ class Served:
 
     def generate(self, requests: Sequence[Request], request_id: str) -> list[Chunks]:
         """Start requests, under ids in Triton that begin with the client's, which may come again."""
-        name, call = f"{request_id}-{secrets.token_hex(4)}", current()
-        names = [f"{name}-{number}" if number else name for number in range(len(requests))]
-        return [
-            call.observed(self.backend.generate(request, name, call.tenant(request)))
-            for name, request in zip(names, requests, strict=True)
-        ]
+        name, call, sources = f"{request_id}-{secrets.token_hex(4)}", current(), []
+        for number, request in enumerate(requests):
+            own = f"{name}-{number}" if number else name
+            chunks = self.backend.generate(request, own, call.tenant(request))
+            sources.append(call.observed(chunks))
+        return sources
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -83,9 +83,6 @@ async def run_until_signal(
 
     That is 0 after SIGTERM, 130 after Ctrl-C, and 1 if the server ended by itself. A second signal
     ends the process at once.
-
-    Raises:
-        ConfigurationError: nothing can listen.
     """
     gc.collect()
     gc.freeze()  # what is alive now stays so: full collections need not go through it
@@ -118,11 +115,7 @@ async def run_until_signal(
 
 
 def bind(host: str, port: int, setting: str = "") -> socket.socket:
-    """Return a socket that does not listen yet.
-
-    Raises:
-        ConfigurationError: the address is taken, or not this machine's; it begins with ``setting``.
-    """
+    """Return a socket that does not listen yet; the text of an error begins with ``setting``."""
     try:
         return web.bound(host, port)
     except OSError as error:
@@ -130,11 +123,6 @@ def bind(host: str, port: int, setting: str = "") -> socket.socket:
 
 
 def listen(listener: socket.socket, setting: str = "") -> None:
-    """Listen.
-
-    Raises:
-        ConfigurationError: another process has taken the port meanwhile.
-    """
     try:
         listener.listen(web.BACKLOG)
     except OSError as error:

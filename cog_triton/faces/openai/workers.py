@@ -55,12 +55,7 @@ class Workers:
         endpoint: str | None = None,
         triton_model: str = "ensemble",
     ) -> None:
-        """
-        Args:
-            models: names in requests.
-            endpoint: host:port of another Triton than that of the settings, whose port has to be fixed.
-            triton_model: of that Triton, where it has no ensemble that returns ids.
-        """
+        """Start nothing yet; see ``command.run``. Without an endpoint, Triton's port has to be fixed."""
         count, file = settings.openai_workers, settings.openai_api_keys_file
         own = f"{settings.host.replace('0.0.0.0', '127.0.0.1')}:{settings.grpc_port}"
         self._options: dict[str, Any] = {
