@@ -11,11 +11,11 @@ from fastapi import APIRouter
 from cog_triton.faces.openai.answers import Answering
 from cog_triton.faces.openai.bodies import STREAMED, BodyRoute, off_loop
 from cog_triton.faces.openai.choices import (
+    Choice,
     ChoiceWriter,
     Piece,
     answering,
     chat_log_probs,
-    prompt_entries,
     stop_reason,
     wanted,
 )
@@ -26,7 +26,6 @@ from cog_triton.faces.openai.tokens import with_ids
 from cog_triton.faces.openai.turns import Turn, chat_turn
 from cog_triton.generation import Chunk
 from cog_triton.text.tokenizer import Tokenizer
-from cog_triton.wire import TokenLogProb
 
 router = APIRouter(route_class=BodyRoute)
 
@@ -45,7 +44,7 @@ async def chat_completions(body: ChatBody, served: FromApp, request_id: RequestI
     return answering(body, served, writer, [request], request_id)
 
 
-class ChatChoice:
+class ChatChoice(Choice):
     """See ``Choice``; a piece has a delta of the message."""
 
     def __init__(
@@ -56,25 +55,23 @@ class ChatChoice:
         body: ChatBody,
         prompt_ids: Sequence[int],
     ) -> None:
-        self._index, self._tokenizer, self._body = index, tokenizer, body
+        super().__init__(index, tokenizer, body)
+        self._wanted, self._echo = body.wanted_log_probs, echoed(body)
         self._reader, self._named = turn.reader(), turn.named
         self._prompt_ids = prompt_ids
-        self._prompt_tokens: list[TokenLogProb] = []
-        own = body.return_token_ids or body.continuous_usage or body.prompt_logprobs is not None
-        self.plain = self._reader.plain and not own
+        self.plain = self.plain and self._reader.plain
 
     def text_piece(self, text: str) -> Piece:
         return self._piece({"content": text})
 
     def begin(self) -> list[Piece]:
         role = self._piece({"role": "assistant", "content": "", "refusal": None})
-        echo = echoed(self._body)
-        return [role, self.text_piece(echo)] if echo else [role]
+        return [role, self.text_piece(self._echo)] if self._echo else [role]
 
     def pieces(self, chunk: Chunk) -> list[Piece]:
         self._prompt_tokens += chunk.prompt_log_probs
         deltas = [_delta(event) for event in self._reader.read(chunk)]
-        tokens = wanted(chunk.log_probs, self._body.wanted_log_probs)
+        tokens = wanted(chunk.log_probs, self._wanted)
         ids = {"token_ids": chunk.ids} if self._body.return_token_ids and chunk.ids else {}
         if (tokens or ids) and not deltas:
             deltas = [{"content": ""}]
@@ -102,12 +99,8 @@ class ChatChoice:
         return {"index": last.pop("index"), "message": message, **last}
 
     def prompt(self) -> dict[str, Any]:
-        fields: dict[str, Any] = {}
-        if self._body.return_token_ids:
-            fields["prompt_token_ids"] = self._prompt_ids
-        if (top := self._body.prompt_logprobs) is not None:
-            fields["prompt_logprobs"] = prompt_entries(self._tokenizer, self._prompt_tokens, top)
-        return fields
+        ids = {"prompt_token_ids": self._prompt_ids} if self._body.return_token_ids else {}
+        return {**ids, **self.prompt_log_probs()}
 
     def _piece(self, delta: dict[str, Any], finish_reason: str | None = None) -> Piece:
         return {
@@ -134,12 +127,12 @@ def _delta(event: Event) -> dict[str, Any]:
         return {"content": event.text}
     if isinstance(event, Reasoning):
         return {"reasoning_content": event.text}
-    call: dict[str, Any] = {"index": event.index, "function": {"arguments": ""}}
+    call: dict[str, Any] = {"index": event.index}
     if isinstance(event, CallStart):
-        call |= {"id": event.id, "type": "function"}
-        call["function"] = {"name": event.name, "arguments": ""}
+        function = {"name": event.name, "arguments": ""}
+        call |= {"id": event.id, "type": "function", "function": function}
     else:
-        call["function"]["arguments"] = event.text
+        call["function"] = {"arguments": event.text}
     return {"tool_calls": [call]}
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from cog_triton.faces.openai.answers import Answering, NumberedChunks, dumps, event, new_id
 from cog_triton.faces.openai.errors import ApiError
@@ -22,23 +23,49 @@ Piece = dict[str, Any]
 """An element of an event's ``choices``."""
 
 
-class Choice(Protocol):
+class Choice(ABC):
     """One answer. A chunk that has only text is one piece of it if it is ``plain``."""
 
-    plain: bool
+    def __init__(self, index: int, tokenizer: Tokenizer, body: Sampling) -> None:
+        self._index, self._tokenizer, self._body = index, tokenizer, body
+        self._prompt_tokens: list[TokenLogProb] = []
+        more = body.return_token_ids or body.continuous_usage or body.prompt_logprobs is not None
+        self.plain = not more
 
+    @abstractmethod
     def text_piece(self, text: str) -> Piece: ...
 
+    @abstractmethod
     def begin(self) -> list[Piece]:
         """Return the pieces before those of the first chunk."""
 
+    @abstractmethod
     def pieces(self, chunk: Chunk) -> list[Piece]: ...
 
+    @abstractmethod
     def whole(self, pieces: Sequence[Piece]) -> Piece:
         """Join all pieces."""
 
     def prompt(self) -> dict[str, Any]:
         """Return fields about the prompt, beside ``choices``."""
+        return {}
+
+    def prompt_log_probs(self) -> dict[str, Any]:
+        """Return vLLM's ``prompt_logprobs``: each token's entry and those of the likeliest, by their ids.
+
+        The first token follows nothing. A rank is only known of the likeliest.
+        """
+        if (top := self._body.prompt_logprobs) is None:
+            return {}
+        entries: list[dict[str, Any] | None] = []
+        for token in self._prompt_tokens:
+            ranks = {other: rank for rank, (other, _) in enumerate(token.top, 1)}
+            entry = {}
+            for id, value in {token.id: token.log_prob, **dict(token.top[:top])}.items():
+                text = token_text(self._tokenizer, id)
+                entry[str(id)] = {"logprob": value, "rank": ranks.get(id), "decoded_token": text}
+            entries.append(entry)
+        return {"prompt_logprobs": [None, *entries[1:]]}
 
 
 class ChoiceWriter:
@@ -183,25 +210,6 @@ def wanted(tokens: Iterable[TokenLogProb], top: int | None) -> tuple[TokenLogPro
     if top is None:
         return ()
     return tuple(replace(token, top=token.top[:top]) for token in tokens)
-
-
-def prompt_entries(
-    tokenizer: Tokenizer, tokens: Iterable[TokenLogProb], top: int
-) -> list[dict[str, Any] | None]:
-    """Return vLLM's ``prompt_logprobs``: each token's entry and those of the likeliest, by their ids.
-
-    The first token follows nothing. A rank is only known of the likeliest.
-    """
-    entries: list[dict[str, Any] | None] = []
-    for token in tokens:
-        ranks = {other: rank for rank, (other, _) in enumerate(token.top, 1)}
-        values = {token.id: token.log_prob, **dict(token.top[:top])}
-        entry = {}
-        for id, value in values.items():
-            text = token_text(tokenizer, id)
-            entry[str(id)] = {"logprob": value, "rank": ranks.get(id), "decoded_token": text}
-        entries.append(entry)
-    return [None, *entries[1:]]
 
 
 def text_log_probs(

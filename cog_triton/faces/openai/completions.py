@@ -11,10 +11,10 @@ from fastapi import APIRouter
 from cog_triton.faces.openai.answers import Answering
 from cog_triton.faces.openai.bodies import STREAMED, BodyRoute, off_loop
 from cog_triton.faces.openai.choices import (
+    Choice,
     ChoiceWriter,
     Piece,
     answering,
-    prompt_entries,
     stop_reason,
     text_log_probs,
     wanted,
@@ -83,23 +83,22 @@ def echoed(body: CompletionBody, request: Request, tokenizer: Tokenizer) -> str:
     return request.prompt or str(tokenizer.decode(list(request.prompt_ids)))
 
 
-class TextChoice:
+class TextChoice(Choice):
     """See ``Choice``."""
 
     def __init__(
         self, index: int, tokenizer: Tokenizer, body: CompletionBody, request: Request
     ) -> None:
-        self._index, self._tokenizer, self._body, self._request = index, tokenizer, body, request
+        super().__init__(index, tokenizer, body)
+        self._request, self._top = request, body.logprobs
         self._prompt = echoed(body, request, tokenizer)
         # Engines make one token at least.
         self._prompt_only = bool(body.echo) and body.max_tokens == 0
         # The prompt comes with them, in the first chunk.
         self._prompt_log_probs = bool(body.echo) and body.logprobs is not None
-        self._prompt_tokens: list[TokenLogProb] = []
         self._offset = 0 if self._prompt_log_probs else len(self._prompt)
         self._begun = False
-        own = body.return_token_ids or body.continuous_usage or body.prompt_logprobs is not None
-        self.plain = not (own or self._prompt_only or self._prompt_log_probs)
+        self.plain = self.plain and not (self._prompt_only or self._prompt_log_probs)
 
     def text_piece(self, text: str) -> Piece:
         return {"text": text, "index": self._index, "logprobs": None, "finish_reason": None}
@@ -117,7 +116,7 @@ class TextChoice:
             chunk = replace(chunk, text="", ids=(), finish_reason=reason, stop_token=None)
         else:
             tokens = (*tokens, *chunk.log_probs)
-        tokens = wanted(tokens, self._body.logprobs)
+        tokens = wanted(tokens, self._top)
         text = self._prompt + chunk.text if first and self._prompt_log_probs else chunk.text
         if not (text or tokens or chunk.finish_reason or self._body.return_token_ids):
             return []
@@ -140,12 +139,7 @@ class TextChoice:
         if self._body.return_token_ids:
             whole["token_ids"] = [id for piece in pieces for id in piece.get("token_ids", ())]
             whole["prompt_token_ids"] = self._request.prompt_ids
-        if (top := self._body.prompt_logprobs) is not None:
-            whole["prompt_logprobs"] = prompt_entries(self._tokenizer, self._prompt_tokens, top)
-        return whole
-
-    def prompt(self) -> dict[str, Any]:
-        return {}
+        return {**whole, **self.prompt_log_probs()}
 
     def _log_probs(self, tokens: Sequence[TokenLogProb], *, first: bool) -> dict[str, Any]:
         log_probs = text_log_probs(

@@ -172,7 +172,7 @@ GUIDES = (
 
 
 class Message(Body):
-    """What else it may have is up to the chat template."""
+    """A message of a chat; further fields are up to the chat template."""
 
     role: str = Field(min_length=1)
     content: Any = None

@@ -88,7 +88,7 @@ class Figures:
         self._waiting.set(self._admission.waiting)
 
     async def keep_fresh(self) -> None:
-        """Refresh for ever, for the processes that are asked in place of this one."""
+        """Refresh until cancelled, for the processes that are asked in place of this one."""
         while True:
             self.refresh()
             await asyncio.sleep(REFRESH_SECONDS)
