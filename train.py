@@ -13,8 +13,8 @@ from typing import Optional
 from cog import BaseModel, Input, Path, Secret
 
 from tools.engine_builder.build import build
-from tools.engine_builder.loading import load_config
-from tools.engine_builder.tools import find_tools
+from tools.engine_builder.config import load_config
+from tools.engine_builder.toolchain import find_toolchain
 
 
 class TrainingOutput(BaseModel):  # type: ignore[misc, unused-ignore]
@@ -30,16 +30,15 @@ def train(
         default=None,
     ),
 ) -> TrainingOutput:
-    """Builds an engine; the weights are a tar with the engine and its tokenizer."""
-    settings, notes = load_config(LocalPath(config))
+    """Build an engine; the weights are a tar with the engine and its tokenizer."""
+    settings = load_config(LocalPath(config))
     directory = LocalPath(tempfile.mkdtemp(prefix="engine-"))
     try:
         result = build(
             settings,
             directory / "engine.tar",
-            tools=find_tools(),
+            toolchain=find_toolchain(),
             hf_token=hf_token.get_secret_value() if hf_token else None,
-            notes=notes,
             emit=lambda line: print(line, flush=True),
         )
     except BaseException:

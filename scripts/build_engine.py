@@ -18,6 +18,8 @@ TOKENIZER=<directory>/tokenizer.
 from __future__ import annotations
 
 import argparse
+import functools
+import shlex
 import signal
 import sys
 from pathlib import Path
@@ -25,14 +27,13 @@ from pathlib import Path
 import _checkout  # noqa: F401
 
 from cog_triton.errors import ConfigurationError, EngineBuildError
-from tools.engine_builder.build import build
-from tools.engine_builder.loading import load_config
-from tools.engine_builder.plan import plan
-from tools.engine_builder.tools import find_tools
+from tools.engine_builder.build import build, redact
+from tools.engine_builder.config import load_config
+from tools.engine_builder.toolchain import find_toolchain, plan
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command; returns its exit status.
+    """Run the command; return its exit status.
 
     That is 0, 1 when a step failed, 2 when the configuration or the machine does not fit, and 130 after
     Ctrl-C.
@@ -53,23 +54,16 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(file: Path, output: Path, workdir: Path | None, dry_run: bool) -> None:
-    config, notes = load_config(file)
-    tools = find_tools()
+    config, toolchain = load_config(file), find_toolchain()
     if dry_run:
-        planned = plan(config, tools, workdir or output.with_suffix(".build"))
-        for note in (*notes, *planned.notes):
+        planned = plan(config, toolchain, workdir or output.with_suffix(".build"))
+        for note in planned.notes:
             print(f"note: {note}", file=sys.stderr)
-        for name, command in planned.shown:
-            print(f"# {name}\n{command}")
+        for step in planned.steps:
+            print(f"# {step.name}\n{redact(shlex.join(step.command))}")
         return
-    build(
-        config,
-        output,
-        tools=tools,
-        workdir=workdir,
-        notes=notes,
-        emit=lambda line: print(line, flush=True),
-    )
+    emit = functools.partial(print, flush=True)
+    build(config, output, toolchain=toolchain, workdir=workdir, emit=emit)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -24,9 +24,8 @@ from cog_triton.errors import ConfigurationError, EngineBuildError
 from cog_triton.processes import locked
 from tests.support import ROOT, alive, free_port, processes, wait_until
 from tools.engine_builder.build import BuildResult, build
-from tools.engine_builder.loading import parse_config
-from tools.engine_builder.plan import plan
-from tools.engine_builder.tools import Tools
+from tools.engine_builder.config import parse_config
+from tools.engine_builder.toolchain import Toolchain, plan
 
 TOKEN = "hf_abcdefghijklmnopqrstuvwxyz"
 
@@ -84,7 +83,7 @@ class Machine:
         self.script("trtllm-build", self.bin / "trtllm-build")
         self.script("convert", self.examples / "models/core/llama/convert_checkpoint.py")
         self.script("quantize", self.examples / "quantization/quantize.py")
-        self.tools = Tools(sys.executable, str(self.bin / "trtllm-build"), self.examples)
+        self.tools = Toolchain(sys.executable, str(self.bin / "trtllm-build"), self.examples)
         self.model = self.make_model(root / "TinyLlama")
         self.output = root / "out" / "engine.tar"
         self.lines: list[str] = []
@@ -102,9 +101,11 @@ class Machine:
         return directory
 
     def build(self, workdir: Path | None = None, **keys: Any) -> BuildResult:
-        config, _ = parse_config({"model": str(self.model), **keys})
+        config = parse_config({"model": str(self.model), **keys})
         self.lines.clear()
-        return build(config, self.output, tools=self.tools, workdir=workdir, emit=self.lines.append)
+        return build(
+            config, self.output, toolchain=self.tools, workdir=workdir, emit=self.lines.append
+        )
 
     def calls(self) -> list[dict[str, Any]]:
         if not self.record.exists():
@@ -280,18 +281,17 @@ def test_no_secret_is_left_anywhere(machine: Machine, tmp_path: Path) -> None:
     machine.build(
         workdir,
         hf_token=TOKEN,
-        convert_args={"api_key": "hush-hush", "calib_url": "https://u:pass-word@host/x?s=1"},
+        convert_args={"calib_url": "https://u:pass-word@host/x?s=1"},
     )
     assert {call["token"] for call in machine.calls()} == {TOKEN}
-    assert "hush-hush" in machine.calls()[0]["argv"]
+    assert "https://u:pass-word@host/x?s=1" in machine.calls()[0]["argv"]
     everything = "\n".join(
         [*machine.lines, *machine.content().values(), (workdir / "build.log").read_text()]
     )
-    for secret in (TOKEN, "hush-hush", "pass-word", "s=1"):
+    for secret in (TOKEN, "pass-word", "s=1"):
         assert secret not in everything
     assert "using token ***" in everything
     assert yaml.safe_load(machine.content()["build.yaml"])["config"]["convert_args"] == {
-        "api_key": "***",
         "calib_url": "https://***@host/x?***",
     }
 
@@ -394,16 +394,16 @@ def command(machine: Machine, *arguments: str) -> subprocess.CompletedProcess[st
 
 
 def test_the_command(machine: Machine) -> None:
-    file = machine.config_file(dtype="float16", build_args={"use_gemm_plugin": None})
+    file = machine.config_file(dtype="float16", plugins={"gemm_plugin": None})
     run = command(machine, str(file))
     assert run.returncode == 0, run.stderr
-    assert run.stdout.startswith("note: build_args.use_gemm_plugin: read as gemm_plugin\n")
+    assert machine.calls()[-1]["argv"][-2:] == ["--gemm_plugin", "auto"]
     machine.output = machine.root / "engine.tar"
     assert "engine/rank0.engine" in machine.content()
 
 
 def test_a_dry_run_prints_the_commands_that_a_run_gets(machine: Machine) -> None:
-    file = machine.config_file(dtype="float16", convert_args={"api_key": "hush-hush"})
+    file = machine.config_file(dtype="float16", convert_args={"url": f"https://host/x?{TOKEN}"})
     dry = command(machine, str(file), "--dry-run", "--workdir", "work")
     assert dry.returncode == 0, dry.stderr
     assert not machine.calls()
@@ -413,11 +413,11 @@ def test_a_dry_run_prints_the_commands_that_a_run_gets(machine: Machine) -> None
     assert command(machine, str(file), "--workdir", "work").returncode == 0
     for line, call in zip(lines, machine.calls(), strict=True):
         arguments = shlex.split(line)[2 if call["name"] == "convert" else 1 :]
-        assert arguments == [word.replace("hush-hush", "***") for word in call["argv"]]
+        assert arguments == [word.replace(TOKEN, "***") for word in call["argv"]]
 
 
 def test_a_dry_run_knows_no_family_before_the_model_is_there(machine: Machine) -> None:
-    config, _ = parse_config({"model": "org/name@main"})
+    config = parse_config({"model": "org/name@main"})
     planned = plan(config, machine.tools, Path("/build"))
     assert planned.notes == ["FAMILY is read from the model's config.json once it is there"]
     convert = planned.steps[0].command
@@ -545,7 +545,7 @@ def test_a_model_with_code_of_its_own_is_converted_when_it_is_trusted(
     with pytest.raises(ConfigurationError, match="trust_remote_code: true") as caught:
         machine.build(**keys)
     assert name in str(caught.value)
-    config, _ = parse_config({"model": str(machine.model), **keys})
+    config = parse_config({"model": str(machine.model), **keys})
     with pytest.raises(ConfigurationError, match="trust_remote_code: true"):
         plan(config, machine.tools, machine.root / "work")
     assert "trtllm-build" not in machine.names()

@@ -3,12 +3,12 @@
 ::
 
     build.yaml      the configuration, versions and times
-    build.log       what the steps printed
+    build.log       the steps' output
     engine/         rank0.engine …, config.json              ENGINE_DIR
     tokenizer/      tokenizer.json, tokenizer_config.json …  TOKENIZER
 
-The tokenizer has a directory of its own because both have a config.json: the engine's, and the
-model's, without which transformers does not know some tokenizers' class.
+The tokenizer has a directory of its own because both have a config.json: the engine's, and the model's,
+without which transformers does not know some tokenizers' class.
 """
 
 from __future__ import annotations
@@ -22,41 +22,23 @@ from pathlib import Path
 
 from cog_triton.errors import ConfigurationError
 
-ENGINE, TOKENIZER = "engine", "tokenizer"
-RECORD, LOG = "build.yaml", "build.log"
-
 VOCABULARIES = (
-    "tokenizer.json",
-    "tokenizer.model*",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "vocab.json",
-    "vocab.txt",
-    "tekken.json",
-    "*.tiktoken",
+    *("tokenizer.json", "tokenizer.model*", "spiece.model", "sentencepiece.bpe.model"),
+    *("vocab.json", "vocab.txt", "tekken.json", "*.tiktoken"),
 )
 """One of these is in every tokenizer."""
-
 TOKENIZER_FILES = (
     *VOCABULARIES,
-    "added_tokens.json",
-    "additional_chat_templates/*.jinja",
-    "chat_template.jinja",
-    "chat_template.json",
-    "config.json",
-    "generation_config.json",
-    "merges.txt",
-    "special_tokens_map.json",
-    "tokenization_*.py",
-    "tokenizer_config.json",
+    *("added_tokens.json", "additional_chat_templates/*.jinja", "chat_template.jinja"),
+    *("chat_template.json", "config.json", "generation_config.json", "merges.txt"),
+    *("special_tokens_map.json", "tokenization_*.py", "tokenizer_config.json"),
 )
-
 Member = tuple[str, Path]
 """A name in the tar, and the file."""
 
 
 def tokenizer_files(directory: Path) -> list[Member]:
-    """The files of a model's directory that its tokenizer is made of.
+    """Return the files of a model's directory that its tokenizer is made of.
 
     Raises:
         ConfigurationError: there is no tokenizer in it.
@@ -73,20 +55,11 @@ def tokenizer_files(directory: Path) -> list[Member]:
             "tokenizer in the build configuration"
         )
     kept = [n for n in names if any(fnmatchcase(n, pattern) for pattern in TOKENIZER_FILES)]
-    return [(f"{TOKENIZER}/{name}", directory / name) for name in kept]
-
-
-def engine_files(directory: Path) -> list[Member]:
-    """Everything that trtllm-build wrote."""
-    return [
-        (f"{ENGINE}/{file.relative_to(directory)}", file)
-        for file in sorted(directory.rglob("*"))
-        if file.is_file()
-    ]
+    return [(f"tokenizer/{name}", directory / name) for name in kept]
 
 
 def write_tar(output: Path, members: Iterable[Member]) -> None:
-    """Writes the tar; ``output`` is complete, or what it was.
+    """Write the tar; ``output`` is complete, or what it was.
 
     Raises:
         OSError: a file cannot be read, or the tar not be written.
@@ -107,7 +80,7 @@ def write_tar(output: Path, members: Iterable[Member]) -> None:
 
 
 def _anonymous(member: tarfile.TarInfo) -> tarfile.TarInfo:
-    """Who built it is nobody's business, and nobody's account where it is unpacked."""
+    """Leave out the builder's account, which means nothing on another machine."""
     member.uid = member.gid = 0
     member.uname = member.gname = ""
     member.mode = 0o644
