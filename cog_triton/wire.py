@@ -18,8 +18,7 @@ import numpy.typing as npt
 ENGINE = "tensorrt_llm"
 CONTEXT_MODEL = "tensorrt_llm_context"  # see ``cog_triton.models.context``
 IDS_ENSEMBLE = "ensemble_ids"  # without its last step; see ``cog_triton.repository.derived``
-ADDRESS_FILE = "grpc_address"
-"""In CONTEXT_MODEL's directory: host:port of the server's gRPC endpoint, written before it starts."""
+GRPC_ADDRESS = "grpc_address"  # CONTEXT_MODEL's parameter: host:port of its own server
 
 # Outputs of ENGINE and IDS_ENSEMBLE
 
@@ -169,13 +168,6 @@ def adapter_task_id(name: str) -> int:
 def ids_text(ids: Sequence[int]) -> str:
     """Write token ids as a parameter of a request: int32, little-endian, in base64."""
     return base64.b64encode(np.array(ids, "<i4").tobytes()).decode()
-
-
-def continued_ids(parameters: str) -> list[int]:
-    """Read ``CONTINUED`` of parameters as the Python backend has them: a JSON object, or nothing."""
-    if CONTINUED not in parameters:  # nearly always, and without a parser
-        return []
-    return ids_parameter(json.loads(parameters), CONTINUED)
 
 
 def ids_parameter(parameters: Mapping[str, Any], name: str) -> list[int]:

@@ -35,7 +35,7 @@ from cog_triton.generation import Chunk, generate
 from cog_triton.request.admission import STOPPING, Admission, Bounds, Tenant
 from cog_triton.request.request import Request
 from cog_triton.settings import Settings
-from cog_triton.text.chat import Message, chat_template, render_chat, set_chat_template
+from cog_triton.text.chat import Message, render_chat, set_chat_template
 from cog_triton.text.tokenizer import Tokenizer, load_tokenizer, text_limits, without_torch
 
 logger = logging.getLogger("cog_triton.deployment")
@@ -195,7 +195,7 @@ def tokenizer_of(settings: Settings) -> Tokenizer:
         trusted = settings.trust_remote_code
         tokenizer = load_tokenizer(settings.tokenizer_dir, trust_remote_code=trusted)
     if settings.chat_template is not None:
-        set_chat_template(tokenizer, chat_template(settings.chat_template))
+        set_chat_template(tokenizer, settings.chat_template)
     return tokenizer
 
 

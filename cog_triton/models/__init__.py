@@ -1,6 +1,5 @@
-"""Code of the models in Triton's stubs, called by the thin models of triton_model_repo/.
+"""The models in Triton's Python stubs, one a file; those in triton_model_repo/ import them.
 
-Tensors to plain values, one call, plain values to tensors. May import ``engines``, ``text``
-and ``wire``.
-After a change: pytest tests/unit/models tests/integration/test_ensemble.py and test_outputs.py
+May import ``engines``, ``client``, ``text`` and ``request``. After a change: pytest tests/unit/models
+tests/integration/test_ensemble.py and test_outputs.py
 """

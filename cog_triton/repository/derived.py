@@ -26,7 +26,7 @@ _NEEDED = {"output_ids", "sequence_length"}
 _CONTEXT = [("context_ids", "_CONTEXT_IDS", "CONTEXT_IDS"), ("is_final", "_IS_FINAL", "IS_FINAL")]
 
 CONTEXT_MODEL_CODE = """\
-from cog_triton.models.context_model import TritonPythonModel
+from cog_triton.models.context import TritonPythonModel
 
 __all__ = ["TritonPythonModel"]
 """

@@ -18,6 +18,9 @@ import threading
 import time
 from pathlib import Path
 
+from google.protobuf import text_format
+from tritonclient.grpc.model_config_pb2 import ModelConfig
+
 from cog_triton.errors import (
     ANSWERED,
     DRAINS,
@@ -41,7 +44,7 @@ from cog_triton.server.guard import KILL, STOP, WATCH, make_private, process_nam
 from cog_triton.server.installation import PACKAGE_ROOT, assemble, environment, locate
 from cog_triton.server.log import LoadTimes, ServerLog
 from cog_triton.settings import Settings
-from cog_triton.wire import ADDRESS_FILE, CONTEXT_MODEL
+from cog_triton.wire import CONTEXT_MODEL, GRPC_ADDRESS
 
 logger = logging.getLogger("tritonserver")
 _progress = logging.getLogger(__name__)
@@ -114,9 +117,11 @@ class TritonServer:
                 environ[name] = str(self._runtime)
         if self._has_endpoints:
             self.endpoints = choose_ports(settings)
-            context_model = self._repository / CONTEXT_MODEL
-            if context_model.is_dir():  # it asks another model over gRPC
-                (context_model / ADDRESS_FILE).write_text(self.endpoints.grpc)
+            context_model = self._repository / CONTEXT_MODEL / "config.pbtxt"
+            if context_model.is_file():  # it asks another model over gRPC
+                config = text_format.Parse(context_model.read_text(), ModelConfig())
+                config.parameters[GRPC_ADDRESS].string_value = self.endpoints.grpc
+                context_model.write_text(text_format.MessageToString(config))
         leftovers.sweep()
         try:
             binary, backends = assemble(installation, self._runtime)

@@ -25,10 +25,6 @@ Message = Mapping[str, Any]
 
 _LIMITS = TextLimits()
 _PROBE = "The text of a system message"
-_NO_TEMPLATE = (
-    "the model has no chat template, so it takes no messages: send a prompt, or set CHAT_TEMPLATE to a "
-    "template, or to a file with one"
-)
 
 
 def render_chat(
@@ -48,8 +44,7 @@ def render_chat(
     Args:
         messages: each with a role and, mostly, a content: a text, or a list of parts of type text.
         tools: functions that the model may call, in OpenAI's form.
-        add_generation_prompt: whether the prompt ends with what begins an answer.
-        continue_final_message: whether it ends within the last message, which the model continues.
+        continue_final_message: end within the last message, which the model continues.
         kwargs: the template's own switches.
 
     Raises:
@@ -59,21 +54,27 @@ def render_chat(
         ChatTemplateError: there is no template, or it refuses them; with its words.
     """
     template = _template(tokenizer, tools=bool(tools))
-    kwargs = dict(kwargs or {})
-    _check(tokenizer, messages, tools, kwargs)
-    limits.check("the chat", _characters([messages, tools, kwargs]))
-    turns = [_plain(message) for message in messages]
+    if not messages:
+        raise PromptRequired("messages must have at least one message")
+    if len(messages) > MESSAGES or len(tools) > MESSAGES:
+        raise InvalidParameter(f"messages and tools must be at most {MESSAGES} each")
+    if not all(isinstance(tool, Mapping) for tool in tools):
+        raise InvalidParameter("tools must be objects")
+    switches = dict(kwargs or {})
+    if switches:
+        # Not the arguments of apply_chat_template: a user's own template is one of them.
+        taken = inspect.signature(tokenizer.apply_chat_template).parameters.keys() | {"messages"}
+        if own := sorted(taken & switches.keys()):
+            raise InvalidParameter(f"chat_template_kwargs must not have {', '.join(own)}")
+    limits.check("the chat", _characters([messages, tools, switches]))
+    turns = [_turn(f"messages[{place}]", message) for place, message in enumerate(messages)]
     if "developer" not in template:
-        turns = [
-            {**turn, "role": "system"} if turn["role"] == "developer" else turn for turn in turns
-        ]
+        for turn in turns:
+            turn["role"] = "system" if turn["role"] == "developer" else turn["role"]
     if turns[0]["role"] == "system" and not _has_system_role(tokenizer, template):
         turns = merged_system(turns)
-    options = {
-        **kwargs,
-        "tools": list(tools) or None,
-        "add_generation_prompt": add_generation_prompt and not continue_final_message,
-    }
+    options = {**switches, "tools": list(tools) or None}
+    options["add_generation_prompt"] = add_generation_prompt and not continue_final_message
     if continue_final_message:
         options["continue_final_message"] = True
     try:
@@ -86,26 +87,18 @@ def render_chat(
     return prompt
 
 
-def chat_template(setting: str) -> str:
-    """Return the template that CHAT_TEMPLATE is or names.
+def set_chat_template(tokenizer: Tokenizer, setting: str) -> None:
+    """Give a tokenizer the template that CHAT_TEMPLATE is or names, in place of its own.
 
     Raises:
-        ConfigurationError: the file cannot be read.
+        ConfigurationError: the file cannot be read, or is not in Jinja's language.
     """
-    if "{" in setting:
-        return setting
-    try:
-        return Path(setting).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"CHAT_TEMPLATE={setting} cannot be read: {error}") from None
-
-
-def set_chat_template(tokenizer: Tokenizer, template: str) -> None:
-    """Give a tokenizer a template, in place of its own.
-
-    Raises:
-        ConfigurationError: it is not in Jinja's language.
-    """
+    template = setting
+    if "{" not in setting:
+        try:
+            template = Path(setting).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigurationError(f"CHAT_TEMPLATE={setting} cannot be read: {error}") from None
     tokenizer.chat_template = template
     try:
         _rendered(tokenizer, template, [{"role": "user", "content": _PROBE}], {})
@@ -133,45 +126,11 @@ def _template(tokenizer: Tokenizer, *, tools: bool) -> str:
         names = ["tool_use", "default"] if tools else ["default"]
         template = next((template[name] for name in names if name in template), None)
     if not template:
-        raise ChatTemplateError(_NO_TEMPLATE)
+        raise ChatTemplateError(
+            "the model has no chat template, so it takes no messages: send a prompt, or set CHAT_TEMPLATE "
+            "to a template, or to a file with one"
+        )
     return str(template)
-
-
-def _check(
-    tokenizer: Tokenizer,
-    messages: Sequence[Message],
-    tools: Sequence[Mapping[str, Any]],
-    kwargs: Mapping[str, Any],
-) -> None:
-    if not messages:
-        raise PromptRequired("messages must have at least one message")
-    if len(messages) > MESSAGES or len(tools) > MESSAGES:
-        raise InvalidParameter(f"messages and tools must be at most {MESSAGES} each")
-    for place, message in enumerate(messages):
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise InvalidParameter(f"messages[{place}] must be an object with a role")
-        _check_content(f"messages[{place}].content", message.get("content"))
-    if not all(isinstance(tool, Mapping) for tool in tools):
-        raise InvalidParameter("tools must be objects")
-    if not kwargs:
-        return
-    # What it takes is not the template's: a user's own template among it.
-    taken = inspect.signature(tokenizer.apply_chat_template).parameters.keys() | {"messages"}
-    if own := sorted(taken & kwargs.keys()):
-        raise InvalidParameter(f"chat_template_kwargs must not have {', '.join(own)}")
-
-
-def _check_content(name: str, content: Any) -> None:
-    if content is None or isinstance(content, str):
-        return
-    if not isinstance(content, list):
-        raise InvalidParameter(f"{name} must be a text or a list of parts")
-    for part in content:
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind != "text" or not isinstance(part.get("text"), str):
-            raise InvalidParameter(
-                f"{name} must be of parts of type text, which have a text; {shown(kind)} is not supported"
-            )
 
 
 def _characters(value: Any) -> int:
@@ -188,15 +147,26 @@ def _characters(value: Any) -> int:
     return count
 
 
-def _plain(message: Message) -> dict[str, Any]:
-    # As templates know messages: a content of text, and arguments of calls as objects.
-    content = message.get("content")
+def _turn(name: str, message: Any) -> dict[str, Any]:
+    """Return a message as templates know it: a content of text, and arguments of calls as objects."""
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise InvalidParameter(f"{name} must be an object with a role")
+    content = "" if message.get("content") is None else message["content"]
+    if not isinstance(content, str | list):
+        raise InvalidParameter(f"{name}.content must be a text or a list of parts")
     if isinstance(content, list):
+        for part in content:
+            kind = part.get("type") if isinstance(part, Mapping) else None
+            if kind != "text" or not isinstance(part.get("text"), str):
+                raise InvalidParameter(
+                    f"{name}.content must be of parts of type text, which have a text; "
+                    f"{shown(kind)} is not supported"
+                )
         content = "\n".join(part["text"] for part in content)
-    plain = {**message, "content": content or ""}
+    turn = {**message, "content": content}
     if isinstance(calls := message.get("tool_calls"), list):
-        plain["tool_calls"] = [_call(call) for call in calls]
-    return plain
+        turn["tool_calls"] = [_call(call) for call in calls]
+    return turn
 
 
 def _call(call: Any) -> Any:
@@ -222,13 +192,9 @@ def _has_system_role(tokenizer: Tokenizer, template: str) -> bool:
 
 
 def _rendered(
-    tokenizer: Tokenizer,
-    template: str,
-    messages: Sequence[Message],
-    options: Mapping[str, Any],
+    tokenizer: Tokenizer, template: str, turns: list[dict[str, Any]], options: Mapping[str, Any]
 ) -> str:
-    return str(
-        tokenizer.apply_chat_template(
-            list(messages), chat_template=template, tokenize=False, **options
-        )
+    rendered = tokenizer.apply_chat_template(
+        turns, chat_template=template, tokenize=False, **options
     )
+    return str(rendered)

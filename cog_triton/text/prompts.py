@@ -18,7 +18,7 @@ from cog_triton.errors import (
 from cog_triton.request.limits import TEMPLATE_BRACES, TEMPLATE_CHARACTERS, TextLimits
 
 _LITERALS = {"{{": "{", "}}": "}"}
-_KNOWN = {"{prompt}", "{system_prompt}", *_LITERALS}
+_FIELDS = {"{prompt}", "{system_prompt}", *_LITERALS}
 # From the left, and doubled braces before single ones, as str.format reads them: "{{{prompt}}}" is
 # a literal brace, a placeholder and a literal brace.
 _BRACES = re.compile(r"\{(?:\{|[^{}]*\})?|\}\}?")
@@ -69,8 +69,18 @@ def validate_template(template: str) -> Counter[str]:
                 f"The prompt template has {number} {what}; {most} are the most."
             )
     fields = Counter(match[0] for match in _BRACES.finditer(template))
-    if unusable := [text for text in fields if text not in _KNOWN]:
-        raise PromptTemplateError(_describe(unusable))
+    unusable = [text for text in fields if text not in _FIELDS]
+    unknown = [_shown(text) for text in unusable if len(text) > 1]
+    if (more := len(unknown) - _SHOWN_PLACEHOLDERS) > 0:
+        unknown[_SHOWN_PLACEHOLDERS:] = [f"and {more} more"]
+    problems = ["unknown placeholders: " + ", ".join(unknown)] if unknown else []
+    if single := [repr(text) for text in unusable if len(text) == 1]:
+        problems.append("unbalanced braces: " + " and ".join(single))
+    if problems:
+        raise PromptTemplateError(
+            f"The prompt template has {' and '.join(problems)}. Only {{prompt}} and {{system_prompt}} "
+            "are filled in; to have a brace in the text, double it: {{ for {, }} for }."
+        )
     if "{prompt}" not in fields:
         raise BadPromptTemplate(
             "The prompt template has no place for the prompt: put {prompt} where it should go."
@@ -78,23 +88,7 @@ def validate_template(template: str) -> Counter[str]:
     return fields
 
 
-def _describe(unusable: list[str]) -> str:
-    unknown = [_shorten(text) for text in unusable if len(text) > 1]
-    if (more := len(unknown) - _SHOWN_PLACEHOLDERS) > 0:
-        unknown[_SHOWN_PLACEHOLDERS:] = [f"and {more} more"]
-    single = [repr(text) for text in unusable if len(text) == 1]
-    problems = []
-    if unknown:
-        problems.append("unknown placeholders: " + ", ".join(unknown))
-    if single:
-        problems.append("unbalanced braces: " + " and ".join(single))
-    return (
-        f"The prompt template has {' and '.join(problems)}. Only {{prompt}} and {{system_prompt}} "
-        "are filled in; to have a brace in the text, double it: {{ for {, }} for }."
-    )
-
-
-def _shorten(placeholder: str) -> str:
+def _shown(placeholder: str) -> str:
     if len(placeholder) > SHOWN_CHARACTERS:
         placeholder = placeholder[: SHOWN_CHARACTERS - 4] + "...}"
     return repr(placeholder)

@@ -1,7 +1,4 @@
-"""Models and tokenizers that bring Python code of their own, by ``auto_map`` in their configuration.
-
-It is run only if ``TRUST_REMOTE_CODE`` allows it.
-"""
+"""Python code that models and tokenizers bring, by ``auto_map``; it runs only with TRUST_REMOTE_CODE."""
 
 from __future__ import annotations
 
@@ -14,16 +11,12 @@ from cog_triton.processes import locked
 
 
 def was_refused(error: BaseException) -> bool:
-    """Whether an error of transformers is that ``trust_remote_code`` was not set."""
+    """Return True for the error of transformers that ``trust_remote_code`` was not set."""
     return "trust_remote_code" in str(error)
 
 
 def refusal(what: str, name: str) -> str:
-    """What to do about a model or tokenizer whose code is not trusted.
-
-    Args:
-        what: "model" or "tokenizer".
-    """
+    """Return an error's text for a ``what``, "model" or "tokenizer", whose code is not trusted."""
     return (
         f"the {what} {name!r} brings Python code of its own and needs it, and that is not run unless it "
         "is trusted. Read its .py files, then set TRUST_REMOTE_CODE=1 (in a repository that "
@@ -32,23 +25,22 @@ def refusal(what: str, name: str) -> str:
 
 
 def brought_by(directory: Path) -> Path | None:
-    """The file of a model's directory that names Python code of its own, or None."""
-    for name in ("config.json", "tokenizer_config.json"):
+    """Return the file of a model's directory that names Python code of its own, or None."""
+    for file in (directory / "config.json", directory / "tokenizer_config.json"):
         try:
-            content = json.loads((directory / name).read_text(encoding="utf-8"))
-        except (OSError, ValueError):  # missing or broken, which others will say
+            content = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError):  # missing or broken, which others report
             continue
         if isinstance(content, dict) and content.get("auto_map"):
-            return directory / name
+            return file
     return None
 
 
 @contextmanager
 def one_process_at_a_time() -> Iterator[None]:
-    """Held while code is loaded.
+    """Lock the directory of the user's to which transformers copies code and imports it from.
 
-    Transformers copies it into a directory of the user's and imports it there. The predictor,
-    preprocessing and postprocessing start together, and would read each other's half-written copies.
+    The predictor, preprocessing and postprocessing start together, and would read half-written copies.
     """
     from transformers.utils import HF_MODULES_CACHE
 

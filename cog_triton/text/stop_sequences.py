@@ -34,12 +34,9 @@ def parse_stop_sequences(text: str | None, name: str = "stop_sequences") -> tupl
 
 
 class StopSequences:
-    """Passes a text through, up to the first stop sequence in it and without that one.
+    """Passes a text through up to the first stop sequence in it, which is ``matched`` then.
 
     Stops are compared by code points: no normalization, no case folding. Empty ones are ignored.
-
-    Attributes:
-        matched: the stop sequence that ended the text, None as long as none has.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import numpy as np
@@ -10,7 +9,7 @@ from cog_triton.wire import (
     CONTINUED,
     TokenLogProb,
     adapter_task_id,
-    continued_ids,
+    ids_parameter,
     ids_text,
     packed_log_probs,
     packed_prompt_log_probs,
@@ -27,28 +26,15 @@ IDS = [token.id for token in LIKELY]
 
 
 @pytest.mark.parametrize("ids", [[], [0], [1, 2, 3], [2**31 - 1, 128_000]])
-def test_continued_ids_come_back(ids: list[int]) -> None:
-    assert continued_ids(json.dumps({CONTINUED: ids_text(ids), "other": 1})) == ids
+def test_ids_in_a_parameter_come_back(ids: list[int]) -> None:
+    assert ids_parameter({CONTINUED: ids_text(ids), "other": 1}, CONTINUED) == ids
+    assert ids_parameter({"other": CONTINUED}, CONTINUED) == []
 
 
-@pytest.mark.parametrize("parameters", ["", "{}", '{"ids_only": true}'])
-def test_a_request_that_begins_has_none(parameters: str) -> None:
-    assert continued_ids(parameters) == []
-
-
-@pytest.mark.parametrize("value", ['"!"', '"AAA="', "7", "null", '{"a": 1}', '"\\ud800"'])
-def test_what_is_no_list_of_ids_is_refused(value: str) -> None:
+@pytest.mark.parametrize("value", ["!", "AAA=", 7, None, {"a": 1}, "\ud800", ids_text([5, -1])])
+def test_what_is_no_list_of_ids_is_refused(value: object) -> None:
     with pytest.raises(ValueError, match=f"^{CONTINUED} must be"):
-        continued_ids(f'{{"{CONTINUED}": {value}}}')
-
-
-def test_a_negative_id_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least 0"):
-        continued_ids(json.dumps({CONTINUED: ids_text([5, -1])}))
-
-
-def test_the_name_in_another_parameter_is_nothing() -> None:
-    assert continued_ids(json.dumps({"foo": CONTINUED})) == []
+        ids_parameter({CONTINUED: value}, CONTINUED)
 
 
 @pytest.mark.parametrize("top", [0, 1, 2, 5])

@@ -30,7 +30,6 @@ from cog_triton.repository.variables import VARIABLES
 from cog_triton.request.admission import Admission, Bounds
 from cog_triton.request.request import Request
 from cog_triton.settings import read_settings
-from cog_triton.text.chat import chat_template
 from cog_triton.text.tokenizer import load_tokenizer
 
 
@@ -311,14 +310,6 @@ def test_preprocessing_is_known_by_its_code(tmp_path: Path) -> None:
     model.parent.mkdir(parents=True)
     model.write_text("import triton_python_backend_utils")
     assert not own_preprocessing(read_settings({"TRITON_MODEL_REPO": str(tmp_path)}))
-
-
-def test_a_chat_template_is_a_text_or_a_file(tmp_path: Path) -> None:
-    (tmp_path / "chat.jinja").write_text("{{ messages }} ż", encoding="utf-8")
-    assert chat_template(str(tmp_path / "chat.jinja")) == "{{ messages }} ż"
-    assert chat_template("{{ messages[0].content }}") == "{{ messages[0].content }}"
-    with pytest.raises(ConfigurationError, match=r"CHAT_TEMPLATE=none\.jinja cannot be read"):
-        chat_template("none.jinja")
 
 
 def test_messages_become_a_prompt(demo_model: Path) -> None:

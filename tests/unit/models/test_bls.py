@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import queue
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,80 +18,197 @@ from tritonclient.grpc.model_config_pb2 import (  # type: ignore[import-untyped,
     ModelConfig,
 )
 
-from cog_triton.models.bls import (
-    FROM_PREPROCESSING,
-    PASSED_ON,
-    TO_PREPROCESSING,
-    TO_TENSORRT_LLM,
-    Array,
-    Bls,
-    Watch,
-    check_parameters,
-    check_request,
-)
-from cog_triton.models.bls_stub import StubModels, answer_in_threads
-from cog_triton.models.model_calls import (
-    NO_PARAMETERS,
-    Client,
-    ModelError,
-    Models,
-    Parameters,
-    request_key,
-)
-from cog_triton.models.postprocessing import Postprocessor
+from cog_triton.models import bls, stub
+from cog_triton.models.bls import TritonPythonModel
+from cog_triton.models.postprocessing import decoded
+from cog_triton.models.stub import Array
+from cog_triton.models.tensors import NAMES
 from cog_triton.repository.fill import fill_model, fill_repository
 from cog_triton.text.tokenizer import Tokenizer, load_tokenizer
 from tests.support import ROOT, wait_until
 from tools.demo_model.corpus import PAIRS
 
 TEXT = next(pair.answer for pair in PAIRS if "🚀" in pair.answer or not pair.answer.isascii())
-Reply = Mapping[str, Array] | ModelError
+FINAL, REFUSED, FAILED = 1, 3, 2
 
 
-class FakeModels(Models):
-    """tensorrt_llm sends what it is told to; postprocessing is the real one."""
+class Error:
+    INVALID_ARG = REFUSED
 
-    def __init__(self, tokenizer: Tokenizer, replies: Iterable[Reply] = ()) -> None:
-        self._postprocessor = Postprocessor(tokenizer)
-        self._replies = replies
-        self.prompts: list[tuple[str, str, Mapping[str, Array]]] = []
-        self.parameters: list[Parameters] = []
+    def __init__(self, message: str, code: int = FAILED) -> None:
+        self._message, self._code = message, code
+
+    def message(self) -> str:
+        return self._message
+
+    def code(self) -> int:
+        return self._code
+
+
+class Response:
+    def __init__(self, tensors: Iterable[Any] = (), error: Error | None = None) -> None:
+        self.tensors = {tensor.name(): tensor.as_numpy() for tensor in tensors}
+        self.output_tensors = lambda: tensors
+        self._error = error
+
+    def error(self) -> Error:
+        assert self._error is not None
+        return self._error
+
+    def has_error(self) -> bool:
+        return self._error is not None
+
+
+class Value:
+    def __init__(self, name: str, value: Array) -> None:
+        self._name, self._value = name, value
+
+    def name(self) -> str:
+        return self._name
+
+    def as_numpy(self) -> Array:
+        return self._value
+
+
+def made(tensors: Mapping[str, Array]) -> Response:
+    return Response([Value(*item) for item in tensors.items()])
+
+
+class Triton:
+    """The stub's module: tensorrt_llm replies as it is told to; postprocessing is the real one."""
+
+    TRITONSERVER_RESPONSE_COMPLETE_FINAL = FINAL
+    TritonError, InferenceResponse, Tensor = Error, Response, Value
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.replies: Iterable[Mapping[str, Array] | Error] = ()
+        self.calls: list[tuple[str, str, dict[str, Array], dict[str, Any]]] = []
         self.stopped: list[str] = []
-        self.failure: ModelError | None = None
+        self.failure: Error | None = None  # postprocessing's
 
-    def call(
+    def InferenceRequest(
         self,
-        model: str,
+        model_name: str,
         request_id: str,
-        inputs: Mapping[str, Array],
-        parameters: Parameters = NO_PARAMETERS,
-    ) -> dict[str, Array]:
-        if model == "preprocessing":
-            self.parameters.append(parameters)
-            self.prompts.append((model, request_id, inputs))
-            return {"INPUT_ID": np.ones((len(inputs["QUERY"]), 3), np.int32)}
-        if self.failure is not None:
-            raise self.failure
-        return {"OUTPUT": self._postprocessor(inputs)}
-
-    def stream(
-        self,
-        model: str,
-        request_id: str,
-        inputs: Mapping[str, Array],
-        parameters: Parameters = NO_PARAMETERS,
-    ) -> Iterator[Any]:
-        if "stop" in inputs:
+        inputs: list[Value],
+        parameters: dict[str, Any],
+        **_: object,
+    ) -> Any:
+        given = {tensor.name(): tensor.as_numpy() for tensor in inputs}
+        self.calls.append((model_name, request_id, given, parameters))
+        if model_name == "preprocessing":
+            ids = np.ones((len(given["QUERY"]), 3), np.int32)
+            return SimpleNamespace(exec=lambda: made({"INPUT_ID": ids}))
+        if model_name == "postprocessing":
+            error = self.failure
+            return SimpleNamespace(
+                exec=lambda: (
+                    Response(error=error)
+                    if error
+                    else made({"OUTPUT": decoded(self._tokenizer, given)})
+                )
+            )
+        if "stop" in given:
             self.stopped.append(request_id)
-            return iter([{}])
-        self.prompts.append((model, request_id, inputs))
-        self.parameters.append(parameters)
-        return iter(self._replies)
+            return SimpleNamespace(exec=lambda **_: iter([made({})]))
+        replies = (Response(error=r) if isinstance(r, Error) else made(r) for r in self.replies)
+        return SimpleNamespace(exec=lambda **_: replies)
+
+
+class Sender:
+    def __init__(self) -> None:
+        self.sent: queue.SimpleQueue[tuple[Response | None, bool]] = queue.SimpleQueue()
+        self.cancelled = False
+        self.raises: Exception | None = None
+
+    def send(self, response: Response | None = None, flags: int = 0) -> None:
+        if self.raises is not None and response is not None and not response.has_error():
+            raise self.raises
+        self.sent.put((response, flags == FINAL))
+
+    def is_cancelled(self) -> bool:
+        return self.cancelled
 
 
 @pytest.fixture(scope="module")
 def tokenizer(demo_model: Path) -> Tokenizer:
     return load_tokenizer(str(demo_model))
+
+
+@pytest.fixture
+def triton(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> Triton:
+    triton = Triton(tokenizer)
+    monkeypatch.setattr(stub, "pb_utils", triton)
+    monkeypatch.setattr(bls, "CANCELLATION_CHECK_SECONDS", 0.01)
+    return triton
+
+
+NewModel = Callable[..., TritonPythonModel]
+
+
+@pytest.fixture
+def new_model(triton: Triton) -> Iterator[NewModel]:
+    models = []
+
+    def new(*, decoupled: bool = True, **parameters: str) -> TritonPythonModel:
+        config = {
+            "model_transaction_policy": {"decoupled": decoupled},
+            "parameters": {name: {"string_value": text} for name, text in parameters.items()},
+        }
+        model = TritonPythonModel()
+        model.initialize({"model_config": json.dumps(config)})
+        models.append(model)
+        return model
+
+    assert triton.calls == []
+    yield new
+    for model in models:
+        model.finalize()
+    assert "cancellation" not in {thread.name for thread in threading.enumerate()}
+
+
+OUTPUTS = ["text_output", "batch_index", "sequence_index", "cum_log_probs"]
+
+
+def begin(
+    model: TritonPythonModel, inputs: Mapping[str, Array], name: str = "7", **parameters: Any
+) -> Sender:
+    sender = Sender()
+    request = SimpleNamespace(
+        inputs=lambda: [Value(*item) for item in inputs.items()],
+        requested_output_names=lambda: OUTPUTS,
+        request_id=lambda: name,
+        parameters=lambda: json.dumps(parameters) if parameters else "",
+        get_response_sender=lambda: sender,
+    )
+    model.execute([request])
+    return sender
+
+
+def answer(
+    model: TritonPythonModel, inputs: Mapping[str, Array], **parameters: Any
+) -> tuple[list[dict[str, Array]], bool, Error | None]:
+    """The tensors of all responses, whether the last of them was marked, and the error."""
+    sender = begin(model, inputs, **parameters)
+    tensors: list[dict[str, Array]] = []
+    while True:
+        response, last = sender.sent.get(timeout=10)
+        if response is not None and response.has_error():
+            assert last
+            return tensors, last, response.error()
+        if response is not None:
+            tensors.append(response.tensors)
+        if last:
+            return tensors, response is not None, None
+
+
+def refusal(model: TritonPythonModel, inputs: Mapping[str, Array]) -> str:
+    tensors, _, error = answer(model, inputs)
+    assert tensors == []
+    assert error is not None
+    assert error.code() == REFUSED
+    return error.message()
 
 
 def request(prompts: int = 1, *, stream: bool = True, **others: Array) -> dict[str, Array]:
@@ -116,10 +234,10 @@ def pieces(ids: list[int], size: int) -> list[list[int]]:
     return [ids[i : i + size] for i in range(0, len(ids), size)]
 
 
-def texts(responses: Iterable[tuple[Mapping[str, Array], bool]], index: int = 0) -> list[str]:
+def texts(responses: Iterable[Mapping[str, Array]], index: int = 0) -> list[str]:
     return [
         tensors["text_output"].item().decode()
-        for tensors, _ in responses
+        for tensors in responses
         if tensors["batch_index"].item() == index
     ]
 
@@ -127,119 +245,119 @@ def texts(responses: Iterable[tuple[Mapping[str, Array], bool]], index: int = 0)
 # Text
 
 
-@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("accumulate", ["false", "true"])
 @pytest.mark.parametrize("told", [False, True], ids=["end not told", "end told"])
 @pytest.mark.parametrize("size", [1, 3, 1000])
 @pytest.mark.parametrize("cut", [0, 1, 2, 3])
 def test_a_streamed_text(
-    tokenizer: Tokenizer, accumulate: bool, told: bool, size: int, cut: int
+    tokenizer: Tokenizer,
+    triton: Triton,
+    new_model: NewModel,
+    accumulate: str,
+    told: bool,
+    size: int,
+    cut: int,
 ) -> None:
     """``cut`` tokens are missing at the end, so that it may be in a character."""
     ids = tokenizer("Ein Bär 🚀", add_special_tokens=False).input_ids
     ids = ids[: len(ids) - cut]
     parts = pieces(ids, size)
-    replies = [
+    triton.replies = [
         reply(part, final=i == len(parts) if told else None) for i, part in enumerate(parts, 1)
     ]
-    bls = Bls(FakeModels(tokenizer, replies), accumulate=accumulate)
-    responses = list(bls.answer("1", request()))
+    responses, marked, error = answer(new_model(accumulate_tokens=accumulate), request())
     received = texts(responses)
-    joined = received[-1] if accumulate else "".join(received)
+    joined = received[-1] if accumulate == "true" else "".join(received)
     assert joined == tokenizer.decode(ids)
-    assert [last for _, last in responses].count(True) == told
+    assert (marked, error) == (told, None)
     if told:
-        assert responses[-1][1]
         assert len(responses) == len(parts)
-    if accumulate:
+    if accumulate == "true":
         assert all(after.startswith(before) for before, after in pairwise(received))
 
 
-def test_a_long_text_is_never_decoded_again(tokenizer: Tokenizer) -> None:
+def test_a_long_text_is_never_decoded_again(
+    tokenizer: Tokenizer, triton: Triton, new_model: NewModel
+) -> None:
     ids = tokenizer(TEXT * 3, add_special_tokens=False).input_ids
-    models = FakeModels(tokenizer, [reply([i]) for i in ids])
-    lengths = []
-    decode = models.call
-
-    def call(
-        model: str,
-        request_id: str,
-        inputs: Mapping[str, Array],
-        parameters: Parameters = NO_PARAMETERS,
-    ) -> dict[str, Array]:
-        lengths.append(sum(array.size for array in inputs.values()))
-        return decode(model, request_id, inputs, parameters)
-
-    models.call = call  # type: ignore[method-assign]
-    received = texts(Bls(models, accumulate=True).answer("1", request()))
-    assert received[-1] == TEXT * 3
-    assert max(lengths) < 25
+    triton.replies = [reply([i]) for i in ids]
+    responses, *_ = answer(new_model(accumulate_tokens="true"), request())
+    assert texts(responses)[-1] == TEXT * 3
+    sizes = [
+        sum(array.size for array in inputs.values())
+        for model, _, inputs, _ in triton.calls
+        if model == "postprocessing"
+    ]
+    assert max(sizes) < 25
 
 
-def test_parameters_are_handed_down_but_for_those_about_ids(tokenizer: Tokenizer) -> None:
-    models = FakeModels(tokenizer, [reply([5])])
-    list(Bls(models).answer("1", request(), {"min_p": "0.1", "ids_only": True}))
-    assert models.parameters == [{"min_p": "0.1"}] * 2
+def test_parameters_are_handed_down_but_for_those_about_ids(
+    triton: Triton, new_model: NewModel
+) -> None:
+    triton.replies = [reply([5], final=True)]
+    answer(new_model(), request(), min_p="0.1", ids_only=True)
+    assert [parameters for *_, parameters in triton.calls][:2] == [{"min_p": "0.1"}] * 2
 
 
-def test_the_sequences_of_a_batch_are_told_apart(tokenizer: Tokenizer) -> None:
+def test_the_sequences_of_a_batch_are_told_apart(
+    tokenizer: Tokenizer, triton: Triton, new_model: NewModel
+) -> None:
     answers = [pair.answer for pair in PAIRS[:3]]
     parts = [pieces(tokenizer(a, add_special_tokens=False).input_ids, 2) for a in answers]
-    replies = [
+    triton.replies = [
         reply(parts[i][n], i, final=n == len(parts[i]) - 1)
         for n in range(max(map(len, parts)))
         for i in range(3)
         if n < len(parts[i])
     ]
-    responses = list(Bls(FakeModels(tokenizer, replies)).answer("1", request(3)))
+    responses, marked, _ = answer(new_model(), request(3))
     assert ["".join(texts(responses, i)) for i in range(3)] == answers
-    assert [last for _, last in responses] == [False] * (len(responses) - 1) + [True]
+    assert marked
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_beams(tokenizer: Tokenizer, stream: bool) -> None:
+def test_beams(tokenizer: Tokenizer, triton: Triton, new_model: NewModel, stream: bool) -> None:
     words = ["one", "three words here"]
     ids = [tokenizer(word, add_special_tokens=False).input_ids for word in words]
     width = max(map(len, ids))
     beams = np.array([[[*row, *[-1] * (width - len(row))] for row in ids]], np.int32)
-    models = FakeModels(
-        tokenizer,
-        [{"output_ids": beams, "sequence_length": np.array([[len(row) for row in ids]], np.int32)}],
-    )
+    lengths = np.array([[len(row) for row in ids]], np.int32)
+    triton.replies = [{"output_ids": beams, "sequence_length": lengths}]
     inputs = request(stream=stream, beam_width=np.array([[2]], np.int32))
     if stream:
-        with pytest.raises(ModelError, match="does not stream with beam_width > 1"):
-            list(Bls(models).answer("1", inputs))
+        assert "does not stream with beam_width > 1" in refusal(new_model(), inputs)
         return
-    ((tensors, last),) = Bls(models, accumulate=True).answer("1", inputs)
+    (tensors,), marked, _ = answer(new_model(accumulate_tokens="true"), inputs)
     assert [text.decode() for text in tensors["text_output"]] == words
-    assert last
+    assert marked
 
 
-# What is passed on
+# What goes where
 
 
-def test_tensors_go_where_they_belong(tokenizer: Tokenizer) -> None:
-    models = FakeModels(tokenizer, [reply([5], final=True), {}])
+def test_tensors_go_where_they_belong(triton: Triton, new_model: NewModel) -> None:
+    triton.replies = [reply([5], final=True), {}]
     inputs = request(
         2,
         stream=False,
         random_seed=np.array([[1], [2]], np.uint64),
         top_k=np.array([[3], [4]], np.int32),
+        num_draft_tokens=np.array([[0], [0]], np.int32),
         return_log_probs=np.array([True, False]),
     )
-    responses = list(Bls(models, llm="other").answer("7", inputs))
-    (_, id_1, query), (llm, id_2, prompt) = models.prompts
+    (tensors,), marked, _ = answer(new_model(tensorrt_llm_model_name="other"), inputs)
+    (_, id_1, query, _), (llm, id_2, prompt, _) = triton.calls[:2]
     assert (llm, id_1, id_2) == ("other", "7", "7")
     assert query["QUERY"].tolist() == [[b"?"], [b"?"]]
     assert query["RANDOM_SEED"].tolist() == [[1], [2]]
     assert prompt["input_ids"].shape == (2, 3)
     assert prompt["runtime_top_k"].tolist() == [[3], [4]]
-    # A scalar is reshaped for this model alone.
+    # A scalar is reshaped for this model only.
     assert prompt["return_log_probs"].tolist() == [[True], [False]]
     assert prompt["streaming"].tolist() == [[False], [False]]
-    ((tensors, last),) = responses
+    assert "num_draft_tokens" not in prompt
     assert tensors.keys() == {"text_output", "batch_index", "cum_log_probs"}
-    assert not last  # the other one of the two is to come
+    assert not marked  # the other one of the two did not come
 
 
 def config(directory: Path, model: str) -> Any:
@@ -252,19 +370,24 @@ def test_the_tables_are_the_ensembles(tmp_path: Path) -> None:
     }
     values |= {"tensorrt_llm": {"model": "/x"}, "tensorrt_llm_bls": {}}
     fill_repository(ROOT / "triton_model_repo", tmp_path, values)
-    ensemble, bls = config(tmp_path, "ensemble"), config(tmp_path, "tensorrt_llm_bls")
+    ensemble, filled = config(tmp_path, "ensemble"), config(tmp_path, "tensorrt_llm_bls")
     preprocessing, llm, _ = ensemble.ensemble_scheduling.step
     outputs = {tensor: output for output, tensor in preprocessing.output_map.items()}
     inputs = {tensor: name for name, tensor in llm.input_map.items()}
-    assert {tensor: name for name, tensor in preprocessing.input_map.items()} == TO_PREPROCESSING
-    assert {outputs[t]: name for t, name in inputs.items() if t in outputs} == FROM_PREPROCESSING
+    to_preprocessing = {tensor: name for name, tensor in preprocessing.input_map.items()}
+    assert to_preprocessing == NAMES["bls_to_preprocessing"]
+    made = {outputs[t]: name for t, name in inputs.items() if t in outputs}
+    assert made == NAMES["preprocessing_to_llm"]
     # Not the ensemble's: they take the way by preprocessing.
-    assert {t: name for t, name in inputs.items() if t not in outputs} == TO_TENSORRT_LLM
-    names = {tensor.name for tensor in bls.input}
-    unsupported = {"num_draft_tokens", "use_draft_logits"}
-    assert names - unsupported == TO_PREPROCESSING.keys() | TO_TENSORRT_LLM.keys()
-    assert unsupported < names
-    assert [tensor.name for tensor in bls.output] == ["text_output", *PASSED_ON]
+    passed = {t: name for t, name in inputs.items() if t not in outputs}
+    assert {t: n for t, n in passed.items() if t != n} == NAMES["bls_to_llm"]
+    names = {tensor.name for tensor in filled.input}
+    assert names == to_preprocessing.keys() | passed.keys() | {
+        "num_draft_tokens",
+        "use_draft_logits",
+    }
+    made_by_llm = {tensor.name for tensor in config(tmp_path, "tensorrt_llm").output}
+    assert {tensor.name for tensor in filled.output} - made_by_llm == {"text_output"}
 
 
 def test_the_template_is_filled_as_guides_do_it() -> None:
@@ -299,196 +422,111 @@ def test_the_template_is_filled_as_guides_do_it() -> None:
     ],
 )
 def test_a_request_that_cannot_be_served(
-    inputs: dict[str, Array], decoupled: bool, message: str
+    new_model: NewModel, inputs: dict[str, Array], decoupled: bool, message: str
 ) -> None:
-    with pytest.raises(ModelError, match=message):
-        check_request(inputs, decoupled=decoupled)
-
-
-def test_requests_that_can_be_served() -> None:
-    check_request(request(stream=False), decoupled=False)
-    check_request(request(2, num_draft_tokens=np.array([[0]])), decoupled=True)
+    assert message in refusal(new_model(decoupled=decoupled), inputs)
 
 
 @pytest.mark.parametrize("name", ["tensorrt_llm_draft_model_name", "multimodal_encoders_name"])
-def test_a_configuration_that_is_not_supported(name: str) -> None:
+def test_a_configuration_that_is_not_supported(new_model: NewModel, name: str) -> None:
     with pytest.raises(ValueError, match=f"{name}: .* is not supported"):
-        check_parameters({name: "x", "accumulate_tokens": "true"})
+        new_model(accumulate_tokens="true", **{name: "x"})
 
 
-def test_a_request_without_an_id_gets_one() -> None:
-    assert request_key("7") == "7"
-    assert request_key("") != request_key("")
+def test_a_request_without_an_id_gets_one(triton: Triton, new_model: NewModel) -> None:
+    model = new_model()
+    for _ in range(2):
+        begin(model, request(), "").sent.get(timeout=10)
+    assert len({name for _, name, *_ in triton.calls}) == 2
 
 
 @pytest.mark.parametrize(("prompts", "stopped"), [(1, []), (2, ["7"])])
 def test_an_error_of_one_sequence_ends_the_others(
-    tokenizer: Tokenizer, prompts: int, stopped: list[str]
+    triton: Triton, new_model: NewModel, prompts: int, stopped: list[str]
 ) -> None:
-    models = FakeModels(tokenizer, [reply([5], final=False), ModelError("no"), reply([6])])
-    with pytest.raises(ModelError, match="no"):
-        list(Bls(models).answer("7", request(prompts)))
-    assert models.stopped == stopped
+    triton.replies = [reply([5], final=False), Error("no"), reply([6])]
+    _, _, error = answer(new_model(), request(prompts))
+    assert error is not None
+    assert error.message() == "no"
+    assert triton.stopped == stopped
 
 
-def test_an_error_of_postprocessing_stops_the_engine(tokenizer: Tokenizer) -> None:
-    models = FakeModels(tokenizer, [reply([5], final=False)])
-    models.failure = ModelError("no")
-    with pytest.raises(ModelError, match="no"):
-        list(Bls(models).answer("7", request()))
-    assert models.stopped == ["7"]
+@pytest.mark.parametrize("code", [REFUSED, FAILED])
+def test_an_error_of_postprocessing_stops_the_engine(
+    triton: Triton, new_model: NewModel, code: int
+) -> None:
+    triton.replies, triton.failure = [reply([5], final=False)], Error("why", code)
+    _, _, error = answer(new_model(), request())
+    assert error is not None
+    assert (error.message(), error.code()) == ("why", code)
+    assert triton.stopped == ["7"]
 
 
-def test_an_answer_that_is_closed_stops_the_engine(tokenizer: Tokenizer) -> None:
-    models = FakeModels(tokenizer, [reply([5], final=False)] * 3)
-    answer = Bls(models).answer("7", request())
-    next(answer)
-    answer.close()
-    assert models.stopped == ["7"]
+def test_a_response_that_cannot_be_sent_stops_the_engine(
+    triton: Triton, new_model: NewModel
+) -> None:
+    triton.replies = [reply([5], final=False)] * 3
+    model = new_model()
+    sender = Sender()
+    sender.raises = RuntimeError("broken")
+    inputs = request()
+    model.execute(
+        [
+            SimpleNamespace(
+                inputs=lambda: [Value(*item) for item in inputs.items()],
+                requested_output_names=lambda: OUTPUTS,
+                request_id=lambda: "7",
+                parameters=lambda: "",
+                get_response_sender=lambda: sender,
+            )
+        ]
+    )
+    response, last = sender.sent.get(timeout=10)
+    assert response is not None
+    assert "model 'tensorrt_llm_bls' failed: RuntimeError" in response.error().message()
+    assert last
+    assert triton.stopped == ["7"]
 
 
-def test_a_finished_answer_stops_nothing(tokenizer: Tokenizer) -> None:
-    models = FakeModels(tokenizer, [reply([5], final=True), reply([6])])
-    answer = Bls(models).answer("7", request())
-    next(answer)
-    answer.close()
-    assert models.stopped == []
+# Clients that are gone
 
 
-# The client
+def test_a_cancelled_request_is_stopped_until_it_has_ended(
+    triton: Triton, new_model: NewModel
+) -> None:
+    end = threading.Event()
 
+    def replies() -> Iterator[dict[str, Array]]:
+        yield reply([5], final=False)
+        end.wait(10)
+        yield reply([6], final=True)
 
-class FakeSender:
-    def __init__(self) -> None:
-        self.sent: list[tuple[object, int]] = []
-        self.cancelled = False
-        self.asked = 0
-
-    def send(self, response: object = None, flags: int = 0) -> None:
-        self.sent.append((response, flags))
-
-    def is_cancelled(self) -> bool:
-        assert not any(flags for _, flags in self.sent)
-        self.asked += 1
-        return self.cancelled
-
-
-def test_a_client_gets_its_responses() -> None:
-    sender = FakeSender()
-    client = Client(sender, 1)
-    client.send("a", last=False)
-    assert not client.closed
-    client.send(None, last=True)
-    assert client.closed
-    assert sender.sent == [("a", 0), (None, 1)]
-
-
-def test_triton_is_not_asked_about_a_request_that_is_over() -> None:
-    sender = FakeSender()
+    triton.replies = replies()
+    sender = begin(new_model(), request())
+    sender.sent.get(timeout=10)
+    assert triton.stopped == []
     sender.cancelled = True
-    client = Client(sender, 1)
-    assert client.gone()
-    client.send("a", last=True)
-    assert not client.gone()
-    assert sender.asked == 1
-
-
-@pytest.fixture
-def watch() -> Iterator[Watch]:
-    watch = Watch(0.01)
-    yield watch
-    watch.close()
-    assert "cancellation" not in {thread.name for thread in threading.enumerate()}
-
-
-def test_what_nobody_waits_for_is_stopped_until_it_is_over(watch: Watch) -> None:
-    senders = [FakeSender(), FakeSender()]
-    stops: list[int] = []
-    record: Callable[[int], None] = stops.append
-    with (
-        watch.over(Client(senders[0], 1), lambda: record(0)),
-        watch.over(Client(senders[1], 1), lambda: record(1)),
-    ):
-        wait_until(lambda: senders[0].asked > 2 and senders[1].asked > 2, 5, "looking")
-        assert stops == []
-        senders[1].cancelled = True
-        wait_until(lambda: len(stops) > 2, 5, "stopping")
-    count = senders[1].asked
-    time.sleep(0.05)
-    assert senders[1].asked <= count + 1
-    assert set(stops) == {1}
+    wait_until(lambda: len(triton.stopped) > 2, 5, "stopping")
+    end.set()
+    _, last = sender.sent.get(timeout=10)
+    assert last
+    assert set(triton.stopped) == {"7"}
 
 
 def test_a_stop_that_fails_does_not_end_the_watch(
-    watch: Watch, caplog: pytest.LogCaptureFixture
+    triton: Triton, new_model: NewModel, caplog: pytest.LogCaptureFixture
 ) -> None:
-    sender = FakeSender()
+    end = threading.Event()
+
+    def replies() -> Iterator[dict[str, Array]]:
+        end.wait(10)
+        yield reply([6], final=True)
+
+    triton.replies = replies()
+    sender = begin(new_model(), request())
+    wait_until(lambda: len(triton.calls) > 1, 5, "the call")
+    triton.stopped = None  # type: ignore[assignment]
     sender.cancelled = True
-
-    def fail() -> None:
-        raise RuntimeError("no")
-
-    with watch.over(Client(sender, 1), fail):
-        wait_until(lambda: sender.asked > 2, 5, "looking again")
-    assert "a request could not be looked after" in caplog.text
-
-
-class FakeUtils:
-    """As much of the stub's module as an error needs, and one model that refuses or fails."""
-
-    TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
-
-    class TritonError:
-        INTERNAL, INVALID_ARG = 2, 3
-
-        def __init__(self, message: str, code: int = INTERNAL) -> None:
-            self._message, self._code = message, code
-
-        def message(self) -> str:
-            return self._message
-
-        def code(self) -> int:
-            return self._code
-
-    class InferenceResponse:
-        def __init__(self, error: FakeUtils.TritonError) -> None:
-            self.error = lambda: error
-
-        def has_error(self) -> bool:
-            return True
-
-    class InferenceRequest:
-        def __init__(self, model_name: str, **_: object) -> None:
-            self._code = {"refuses": 3, "fails": 2}[model_name]
-
-        def exec(self) -> FakeUtils.InferenceResponse:
-            return FakeUtils.InferenceResponse(FakeUtils.TritonError("why", self._code))
-
-
-@pytest.mark.parametrize(
-    ("model", "code", "text"),
-    [
-        ("refuses", FakeUtils.TritonError.INVALID_ARG, "why"),
-        ("fails", FakeUtils.TritonError.INTERNAL, "why"),
-        ("unknown", FakeUtils.TritonError.INTERNAL, "model 'tensorrt_llm_bls' failed: KeyError"),
-    ],
-)
-def test_whose_fault_it_is_comes_from_the_model_that_says_so(
-    model: str, code: int, text: str
-) -> None:
-    sent: queue.SimpleQueue[Any] = queue.SimpleQueue()
-
-    class Sender:
-        def send(self, response: Any, flags: int) -> None:
-            assert flags == FakeUtils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
-            sent.put(response.error())
-
-    class Request:
-        def get_response_sender(self) -> Sender:
-            return Sender()
-
-    models = StubModels(FakeUtils)
-    answer_in_threads(FakeUtils, [Request()], lambda *_: models.call(model, "", {}))  # type: ignore[arg-type]
-    error = sent.get(timeout=10)
-    assert error.code() == code
-    assert error.message().startswith(text)
+    wait_until(lambda: caplog.text.count("could not be looked after") > 2, 5, "looking again")
+    end.set()
+    assert sender.sent.get(timeout=10)[1]

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cog_triton.models.context import Contexts, Tensors, joined
-from cog_triton.models.postprocessing import Postprocessor
+from cog_triton.models.context import Contexts, Tensors
+from cog_triton.models.postprocessing import decoded
 from cog_triton.text.detokenizer import CONTEXT_TOKENS
 from cog_triton.text.tokenizer import load_tokenizer
 from tools.demo_model.corpus import PAIRS
@@ -51,9 +51,8 @@ def text(responses: list[Tensors], tokenizer: Any) -> str:
         "context_ids": "CONTEXT_IDS",
         "is_final": "IS_FINAL",
     }
-    postprocessor = Postprocessor(tokenizer)
     given = ({new: tensors[old] for old, new in names.items()} for tensors in responses)
-    return "".join(piece.decode() for each in given for piece in postprocessor(each))
+    return "".join(piece.decode() for each in given for piece in decoded(tokenizer, each))
 
 
 @pytest.mark.parametrize("ending", ["with the last id", "without ids", "without tensors"])
@@ -104,31 +103,3 @@ def test_streamed_beams_hold_all_their_ids() -> None:
 def test_a_stream_that_was_stopped_before_its_first_token_ends_with_data() -> None:
     (tensors,) = answer([{}])
     assert tensors["output_ids"].shape == (1, 1, 0)
-
-
-def test_what_is_ready_together_is_one_response() -> None:
-    (tensors,) = joined(
-        [
-            reply([5], num_output_tokens=1, cum_log_probs=-1.0, num_input_tokens=3),
-            reply([6, 7], num_output_tokens=2, cum_log_probs=-3.0),
-        ]
-    )
-    assert {name: value.tolist() for name, value in tensors.items()} == {
-        "output_ids": [[[5, 6, 7]]],
-        "sequence_length": [[3]],
-        "num_output_tokens": [[3]],
-        "cum_log_probs": [[-3.0]],
-        "num_input_tokens": [[3]],
-    }
-
-
-@pytest.mark.parametrize(
-    "replies",
-    [
-        [reply([5], batch_index=0), reply([6], batch_index=1)],
-        [reply([5], [6]), reply([5, 7], [6, 8])],
-    ],
-    ids=["sequences", "beams"],
-)
-def test_what_is_not_of_one_sequence_stays_apart(replies: list[Tensors]) -> None:
-    assert joined(replies) == replies

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cog_triton.models.postprocessing import Postprocessor
+from cog_triton.models.postprocessing import decoded
 from cog_triton.text.detokenizer import CONTEXT_TOKENS
 from cog_triton.text.tokenizer import load_tokenizer
 from tools.demo_model.corpus import PAIRS
@@ -22,11 +22,6 @@ TEXTS = [pair.answer for pair in PAIRS if not pair.answer.isascii()]
 @pytest.fixture(scope="module")
 def tokenizer(demo_model: Path) -> Any:
     return load_tokenizer(str(demo_model))
-
-
-@pytest.fixture(scope="module")
-def postprocessor(tokenizer: Any) -> Postprocessor:
-    return Postprocessor(tokenizer)
 
 
 def inputs(
@@ -46,7 +41,7 @@ def inputs(
     return tensors
 
 
-def streamed(postprocessor: Postprocessor, ids: list[int], sizes: list[int]) -> list[str]:
+def streamed(tokenizer: Any, ids: list[int], sizes: list[int]) -> list[str]:
     """The texts of the responses that hold the ids in pieces of these sizes."""
     texts: list[str] = []
     begin = 0
@@ -54,17 +49,17 @@ def streamed(postprocessor: Postprocessor, ids: list[int], sizes: list[int]) -> 
         end = begin + sizes[len(texts) % len(sizes)]
         context = ids[:begin][-CONTEXT_TOKENS:]
         response = inputs(ids[begin:end], context=context, final=end >= len(ids))
-        (text,) = postprocessor(response)
+        (text,) = decoded(tokenizer, response)
         texts.append(text.decode())
         begin = end
     return texts
 
 
-def test_one_token_at_a_time(postprocessor: Postprocessor, tokenizer: Any) -> None:
+def test_one_token_at_a_time(tokenizer: Any) -> None:
     held_back = 0
     for text in TEXTS:
         ids = tokenizer(text, add_special_tokens=False).input_ids
-        pieces = streamed(postprocessor, ids, [1])
+        pieces = streamed(tokenizer, ids, [1])
         assert "".join(pieces) == text
         silent = [i for i, piece in enumerate(pieces) if piece == ""]
         # Nothing is held back but a part of a character.
@@ -78,62 +73,61 @@ def test_one_token_at_a_time(postprocessor: Postprocessor, tokenizer: Any) -> No
     text=st.one_of(st.sampled_from(TEXTS), st.text(max_size=30)),
     sizes=st.lists(st.integers(1, 9), min_size=1, max_size=4),
 )
-def test_pieces_join_to_the_whole(
-    postprocessor: Postprocessor, tokenizer: Any, text: str, sizes: list[int]
-) -> None:
+def test_pieces_join_to_the_whole(tokenizer: Any, text: str, sizes: list[int]) -> None:
     ids = tokenizer(text, add_special_tokens=False).input_ids
     whole = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    assert "".join(streamed(postprocessor, ids, sizes)) == whole
+    assert "".join(streamed(tokenizer, ids, sizes)) == whole
 
 
-def test_the_last_response_may_be_empty(postprocessor: Postprocessor, tokenizer: Any) -> None:
+def test_the_last_response_may_be_empty(tokenizer: Any) -> None:
     ids = tokenizer("日", add_special_tokens=False).input_ids
     assert len(ids) > 1
-    assert postprocessor(inputs(ids[:1], context=[], final=False)).tolist() == [b""]
+    assert decoded(tokenizer, inputs(ids[:1], context=[], final=False)).tolist() == [b""]
     # Half a character is all there is: it is not dropped.
-    assert postprocessor(inputs([], context=ids[:1], final=True)).tolist() == ["\ufffd".encode()]
-    assert postprocessor(inputs([], context=ids, final=True)).tolist() == [b""]
+    assert decoded(tokenizer, inputs([], context=ids[:1], final=True)).tolist() == [
+        "\ufffd".encode()
+    ]
+    assert decoded(tokenizer, inputs([], context=ids, final=True)).tolist() == [b""]
 
 
 @pytest.mark.parametrize("text", TEXTS[:5])
-def test_without_context_a_response_is_decoded_whole(
-    postprocessor: Postprocessor, tokenizer: Any, text: str
-) -> None:
+def test_without_context_a_response_is_decoded_whole(tokenizer: Any, text: str) -> None:
     ids = tokenizer(text, add_special_tokens=False).input_ids
-    assert postprocessor(inputs(ids)).tolist() == [text.encode()]
+    assert decoded(tokenizer, inputs(ids)).tolist() == [text.encode()]
     half = tokenizer("日", add_special_tokens=False).input_ids[:1]
-    assert postprocessor(inputs(half)).tolist() == ["\ufffd".encode()]
+    assert decoded(tokenizer, inputs(half)).tolist() == ["\ufffd".encode()]
 
 
-def test_beams_and_padding(postprocessor: Postprocessor, tokenizer: Any) -> None:
+def test_beams_and_padding(tokenizer: Any) -> None:
     beams = [
         tokenizer(text, add_special_tokens=False).input_ids for text in ("a long one", "短い", "")
     ]
-    assert postprocessor(inputs(*beams)).tolist() == [b"a long one", "短い".encode(), b""]
+    assert decoded(tokenizer, inputs(*beams)).tolist() == [b"a long one", "短い".encode(), b""]
 
 
-def test_a_batch(postprocessor: Postprocessor, tokenizer: Any) -> None:
+def test_a_batch(tokenizer: Any) -> None:
     first, second = (
         tokenizer(text, add_special_tokens=False).input_ids for text in ("Grüß Gott", "日本")
     )
     width = max(len(first), len(second))
     tokens = [[ids + [-1] * (width - len(ids))] for ids in (first, second)]
-    texts = postprocessor(
+    texts = decoded(
+        tokenizer,
         {
             "TOKENS_BATCH": np.array(tokens, np.int32),
             "SEQUENCE_LENGTH": np.array([[len(first)], [len(second)]], np.int32),
             "CONTEXT_IDS": np.zeros((2, 0), np.int32),
             "IS_FINAL": np.array([[True], [True]]),
-        }
+        },
     )
     assert texts.tolist() == ["Grüß Gott".encode(), "日本".encode()]
 
 
-def test_special_tokens(postprocessor: Postprocessor, tokenizer: Any) -> None:
+def test_special_tokens(tokenizer: Any) -> None:
     ids = [*tokenizer("done", add_special_tokens=False).input_ids, tokenizer.eos_token_id]
-    assert postprocessor(inputs(ids)).tolist() == [b"done"]
-    kept = Postprocessor(tokenizer, skip_special_tokens=False)
-    assert kept(inputs(ids)).tolist() == [b"done</s>"]
+    assert decoded(tokenizer, inputs(ids)).tolist() == [b"done"]
+    kept = decoded(tokenizer, inputs(ids), skip_special_tokens=False)
+    assert kept.tolist() == [b"done</s>"]
 
 
 @pytest.mark.parametrize(
@@ -146,8 +140,8 @@ def test_special_tokens(postprocessor: Postprocessor, tokenizer: Any) -> None:
     ],
 )
 def test_what_no_engine_sends_is_refused(
-    postprocessor: Postprocessor, changes: dict[str, Any], text: str
+    tokenizer: Any, changes: dict[str, Any], text: str
 ) -> None:
     given = {**inputs([5]), **{name: np.array(value) for name, value in changes.items()}}
     with pytest.raises(ValueError, match=text):
-        postprocessor(given)
+        decoded(tokenizer, given)

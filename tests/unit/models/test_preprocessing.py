@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pytest
 
 from cog_triton.engines.serving import words_from_list
-from cog_triton.models.preprocessing import Asked, Preprocessor, asked, variants, word_list
+from cog_triton.models.preprocessing import Preprocessor, variants, word_list
 from cog_triton.request.limits import UNKNOWN_CHARACTERS
 from cog_triton.text.tokenizer import load_tokenizer
 from cog_triton.wire import ADD_SPECIAL_TOKENS, CONTINUED, LOGIT_BIAS, PROMPT_IDS, ids_text
@@ -100,7 +100,7 @@ def test_shapes_and_types_are_those_of_the_contract(preprocessor: Preprocessor) 
 
 
 def test_what_was_delivered_follows_the_prompt(preprocessor: Preprocessor, tokenizer: Any) -> None:
-    outputs = preprocessor(inputs("Hello"), Asked(continued=[7, 8]))
+    outputs = preprocessor(inputs("Hello"), {CONTINUED: ids_text([7, 8])})
     prompt = tokenizer("Hello").input_ids
     assert outputs["INPUT_ID"].tolist() == [[*prompt, 7, 8]]
     assert outputs["REQUEST_INPUT_LEN"].tolist() == [[len(prompt) + 2]]
@@ -122,13 +122,13 @@ def test_prompts_are_padded(preprocessor: Preprocessor, tokenizer: Any) -> None:
 
 
 def test_special_tokens_can_be_left_out(tokenizer: Any) -> None:
-    outputs = Preprocessor(tokenizer, add_special_tokens=False)(inputs("hello"))
+    outputs = Preprocessor(tokenizer, {"add_special_tokens": "false"})(inputs("hello"))
     assert outputs["INPUT_ID"].tolist() == [tokenizer("hello", add_special_tokens=False).input_ids]
     assert tokenizer.bos_token_id not in outputs["INPUT_ID"]
 
 
 def test_an_empty_prompt_without_special_tokens_has_no_ids(tokenizer: Any) -> None:
-    outputs = Preprocessor(tokenizer, add_special_tokens=False)(inputs(""))
+    outputs = Preprocessor(tokenizer, {"add_special_tokens": "false"})(inputs(""))
     assert outputs["INPUT_ID"].shape == (1, 0)
     assert outputs["REQUEST_INPUT_LEN"].tolist() == [[0]]
 
@@ -167,18 +167,6 @@ def test_invalid_utf_8(preprocessor: Preprocessor, name: str) -> None:
 # What the parameters of a request ask for
 
 
-def test_parameters_of_a_request() -> None:
-    values = {
-        PROMPT_IDS: ids_text([1, 2]),
-        CONTINUED: ids_text([3]),
-        ADD_SPECIAL_TOKENS: False,
-        LOGIT_BIAS: '{"5": 1, "7": -0.5}',
-        "counted_ids": True,
-    }
-    assert asked(json.dumps(values)) == Asked([1, 2], [3], False, {5: 1.0, 7: -0.5})
-    assert asked("") == asked("{}") == Asked([], [], None, {})
-
-
 @pytest.mark.parametrize(
     ("name", "value", "why"),
     [
@@ -195,37 +183,41 @@ def test_parameters_of_a_request() -> None:
         (LOGIT_BIAS, json.dumps(dict.fromkeys(range(1025), 1)), "at most 1024"),
     ],
 )
-def test_parameters_that_are_refused(name: str, value: Any, why: str) -> None:
+def test_parameters_that_are_refused(
+    preprocessor: Preprocessor, name: str, value: Any, why: str
+) -> None:
     with pytest.raises(ValueError, match=why):
-        asked(json.dumps({name: value}))
+        preprocessor(inputs("x"), {name: value})
 
 
 def test_a_prompt_of_token_ids(preprocessor: Preprocessor) -> None:
     """The text is not read, and nothing is added to the ids."""
-    outputs = preprocessor(inputs("not read"), Asked([7, 8, 9], [5]))
+    outputs = preprocessor(
+        inputs("not read"), {PROMPT_IDS: ids_text([7, 8, 9]), CONTINUED: ids_text([5])}
+    )
     assert outputs["INPUT_ID"].tolist() == [[7, 8, 9, 5]]
     assert outputs["REQUEST_INPUT_LEN"].tolist() == [[4]]
 
 
 def test_too_many_token_ids(tokenizer: Any) -> None:
-    preprocessor = Preprocessor(tokenizer, context_length=3)
-    preprocessor(inputs(""), Asked([1, 2, 3]))
+    preprocessor = Preprocessor(tokenizer, {"max_seq_len": "3"})
+    preprocessor(inputs(""), {PROMPT_IDS: ids_text([1, 2, 3])})
     with pytest.raises(ValueError, match=r"\(4\) exceeds maximum input length \(3\)"):
-        preprocessor(inputs(""), Asked([1, 2, 3, 4]))
+        preprocessor(inputs(""), {PROMPT_IDS: ids_text([1, 2, 3, 4])})
     with pytest.raises(ValueError, match="does not support a batch"):
-        preprocessor(inputs("a", "b"), Asked([1, 2, 3]))
+        preprocessor(inputs("a", "b"), {PROMPT_IDS: ids_text([1, 2, 3])})
 
 
-@pytest.mark.parametrize("configured", [True, False])
+@pytest.mark.parametrize("configured", ["true", "false"])
 @pytest.mark.parametrize("wanted", [True, False, None])
 def test_a_request_says_whether_special_tokens_are_added(
-    tokenizer: Any, configured: bool, wanted: bool | None
+    tokenizer: Any, configured: str, wanted: bool | None
 ) -> None:
     """A rendered chat template has them: with the tokenizer's there would be two."""
-    preprocessor = Preprocessor(tokenizer, add_special_tokens=configured)
-    rendered = "<s><|user|>Hi<|end|>"
-    ids = preprocessor(inputs(rendered), Asked(add_special_tokens=wanted))["INPUT_ID"][0].tolist()
-    adds = configured if wanted is None else wanted
+    preprocessor = Preprocessor(tokenizer, {"add_special_tokens": configured})
+    parameters = {} if wanted is None else {ADD_SPECIAL_TOKENS: wanted}
+    ids = preprocessor(inputs("<s><|user|>Hi<|end|>"), parameters)["INPUT_ID"][0].tolist()
+    adds = configured == "true" if wanted is None else wanted
     assert ids.count(tokenizer.bos_token_id) == (2 if adds else 1)
 
 
@@ -278,7 +270,7 @@ def test_a_prompt_of_too_many_characters_is_not_tokenized(tokenizer: Any) -> Non
 
     counting = Counting()
     limit = 10 * max(map(len, tokenizer.get_vocab()))
-    preprocessor = Preprocessor(counting, context_length=10)
+    preprocessor = Preprocessor(counting, {"max_seq_len": "10"})
     preprocessor(inputs("x" * limit))
     assert counting.calls == 1
     with pytest.raises(
@@ -293,7 +285,7 @@ def test_a_prompt_of_too_many_characters_is_not_tokenized(tokenizer: Any) -> Non
 
 def test_words_may_match_alone(tokenizer: Any) -> None:
     """As NVIDIA's preprocessing has it, which does not look behind spaces."""
-    alone = Preprocessor(tokenizer, words_after_space=False)
+    alone = Preprocessor(tokenizer, {"words_after_space": "false"})
     given = inputs("x", STOP_WORDS_DICT=texts(["rules", "", "two words"]))
     words = words_from_list(alone(given)["STOP_WORDS_IDS"][0])
     assert words == word_ids(tokenizer, "rules", "two words")
@@ -370,7 +362,7 @@ def test_embedding_bias(preprocessor: Preprocessor, tokenizer: Any) -> None:
 
 
 def test_logit_bias(preprocessor: Preprocessor, tokenizer: Any) -> None:
-    biases = Asked(logit_bias={5: 1.5, 7: -2.0})
+    biases = {LOGIT_BIAS: '{"5": 1.5, "7": -2.0}'}
     wanted = np.zeros((2, len(tokenizer)), np.float32)
     wanted[:, 5], wanted[:, 7] = 1.5, -2.0
     assert np.array_equal(preprocessor(inputs("x", "y"), biases)["EMBEDDING_BIAS"], wanted)
@@ -380,7 +372,7 @@ def test_logit_bias(preprocessor: Preprocessor, tokenizer: Any) -> None:
         "EMBEDDING_BIAS_WORDS": texts("a"),
         "EMBEDDING_BIAS_WEIGHTS": np.array([[4.0]], np.float32),
     }
-    both = preprocessor(inputs("x", **words), Asked(logit_bias={word[0]: 1.0}))
+    both = preprocessor(inputs("x", **words), {LOGIT_BIAS: json.dumps({word[0]: 1.0})})
     assert both["EMBEDDING_BIAS"][0, word[0]] == 5.0
 
 
@@ -388,9 +380,9 @@ def test_logit_bias_of_a_token_that_the_model_has_not(
     preprocessor: Preprocessor, tokenizer: Any
 ) -> None:
     size = len(tokenizer)
-    preprocessor(inputs("x"), Asked(logit_bias={size - 1: 1.0}))
+    preprocessor(inputs("x"), {LOGIT_BIAS: json.dumps({size - 1: 1.0})})
     with pytest.raises(ValueError, match=f"must be between 0 and {size - 1}, not {size}"):
-        preprocessor(inputs("x"), Asked(logit_bias={size: 1.0}))
+        preprocessor(inputs("x"), {LOGIT_BIAS: json.dumps({size: 1.0})})
 
 
 def test_embedding_bias_without_a_word(preprocessor: Preprocessor) -> None:
@@ -428,7 +420,7 @@ def test_lists_of_words_are_bounded(preprocessor: Preprocessor, name: str) -> No
 
 
 def test_a_decoders_text_is_no_longer_than_a_prompt(tokenizer: Any) -> None:
-    preprocessor = Preprocessor(tokenizer, context_length=10)
+    preprocessor = Preprocessor(tokenizer, {"max_seq_len": "10"})
     with pytest.raises(ValueError, match="exceeds maximum input length"):
         preprocessor(inputs("x", DECODER_QUERY=texts("x" * 1000)))
 

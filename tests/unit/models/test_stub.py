@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from cog_triton.errors import TritonTokenizerError, error_from_text
+from cog_triton.errors import (
+    EngineError,
+    EngineUnavailable,
+    InvalidParameter,
+    TritonTokenizerError,
+    TritonUnavailable,
+    error_from_text,
+)
 from cog_triton.models import stub
 
 
@@ -27,6 +35,8 @@ def test_parameters_that_are_set(config: dict[str, Any], parameters: dict[str, s
 class FakeUtils:
     """As much of the stub's module as an error needs."""
 
+    TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
+
     class TritonError:
         INVALID_ARG = 3
 
@@ -38,11 +48,16 @@ class FakeUtils:
             self.error = error
 
 
+@pytest.fixture(autouse=True)
+def pb_utils(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stub, "pb_utils", FakeUtils)
+
+
 def test_what_was_not_foreseen_keeps_its_trace_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     try:
         Path("/secret/file").read_text()
     except OSError as cause:
-        response = stub.failure(FakeUtils, "preprocessing", cause)
+        response = stub.failure("preprocessing", cause)
     assert response.error.message == (
         "model 'preprocessing' failed: FileNotFoundError; the server's log has more"
     )
@@ -50,10 +65,22 @@ def test_what_was_not_foreseen_keeps_its_trace_in_the_log(caplog: pytest.LogCapt
     assert "/secret/file" in caplog.text
 
 
-def test_texts_for_a_client_are_cut() -> None:
-    for response in (stub.error(FakeUtils, "x" * 9999), stub.refusal(FakeUtils, "x" * 9999)):
-        assert len(response.error.message) == stub.LONGEST
-    assert stub.refusal(FakeUtils, "x").error.code == FakeUtils.TritonError.INVALID_ARG
+@pytest.mark.parametrize(
+    ("cause", "code"),
+    [
+        (InvalidParameter("x" * 9999), FakeUtils.TritonError.INVALID_ARG),
+        (EngineError("x" * 9999), FakeUtils.TritonError.INVALID_ARG),
+        (KeyError("x" * 9999), FakeUtils.TritonError.INVALID_ARG),  # named below
+        (EngineUnavailable("x" * 9999), 2),
+        (TritonUnavailable("x" * 9999), 2),
+    ],
+)
+def test_errors_for_a_client_are_cut_and_say_whose_fault_it_is(
+    cause: Exception, code: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    response = stub.failure("preprocessing", cause, KeyError)
+    assert (len(response.error.message), response.error.code) == (stub.LONGEST, code)
+    assert not caplog.text
 
 
 def test_texts_of_a_request_that_are_no_unicode_are_refused() -> None:
@@ -63,7 +90,31 @@ def test_texts_of_a_request_that_are_no_unicode_are_refused() -> None:
 
         request_id = parameters
 
-    for read in (stub.parameters_text, stub.request_id):
-        with pytest.raises(ValueError, match=r"must be valid Unicode$") as caught:
+    for read in (stub.request_parameters, stub.request_id):
+        with pytest.raises(InvalidParameter, match=r"must be valid Unicode$"):
             read(Request())
-        assert not isinstance(caught.value, UnicodeDecodeError)
+
+
+class FakeSender:
+    def __init__(self) -> None:
+        self.sent: list[tuple[object, int]] = []
+        self.cancelled = True
+
+    def send(self, response: object = None, flags: int = 0) -> None:
+        self.sent.append((response, flags))
+
+    def is_cancelled(self) -> bool:
+        assert not any(flags for _, flags in self.sent)
+        return self.cancelled
+
+
+def test_triton_is_not_asked_about_a_request_that_is_over() -> None:
+    sender = FakeSender()
+    client = stub.Client(SimpleNamespace(get_response_sender=lambda: sender))
+    client.send("a", last=False)
+    assert client.gone()
+    client.send(last=True)
+    client.fail("preprocessing", KeyError())
+    assert client.closed
+    assert not client.gone()
+    assert sender.sent == [("a", 0), (None, 1)]

@@ -214,3 +214,11 @@ def test_a_template_of_the_settings(tokenizer: Any) -> None:
     set_chat_template(tokenizer, "{{ raise_exception('not today') }}")
     with pytest.raises(ConfigurationError, match=r"CHAT_TEMPLATE, line 2: .*endfor"):
         set_chat_template(tokenizer, "\n{% for m in messages %}")
+
+
+def test_a_chat_template_of_the_settings_may_be_a_file(tokenizer: Any, tmp_path: Path) -> None:
+    (tmp_path / "chat.jinja").write_text("{{ messages[0].content }} ż", encoding="utf-8")
+    set_chat_template(tokenizer, str(tmp_path / "chat.jinja"))
+    assert render_chat(tokenizer, [USER]) == "Hi ż"
+    with pytest.raises(ConfigurationError, match=r"CHAT_TEMPLATE=none\.jinja cannot be read"):
+        set_chat_template(tokenizer, "none.jinja")

@@ -1,0 +1,183 @@
+"""The tensorrt_llm model with an embedded engine: tensors in, one call per sequence, tensors out."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import Any
+
+from cog_triton.engines.base import create_engine
+from cog_triton.engines.serving import Output, Serving
+from cog_triton.errors import EngineError, EngineUnavailable, InvalidParameter
+from cog_triton.models import stub
+from cog_triton.models.stub import Array, Client, flag
+from cog_triton.models.tensors import generation_requests, placeholders, response_tensors
+from cog_triton.processes import end_with_parent
+from cog_triton.wire import COUNTED_IDS, ENGINE, IDS_ONLY
+
+# Asking Triton is a round trip: per token it halves the throughput. So is the change of a metric.
+CANCELLATION_CHECK_SECONDS = 1.0
+METRICS_SECONDS = 0.05
+ENGINE_DIED = 70  # exit status
+# Lower the GIL switch interval: the sender waits one interval per response. By default that is 5 ms, which
+# is 200 responses a second, of all sequences, beside an engine's thread that computes in Python.
+SWITCH_SECONDS = 1e-4
+
+
+class TritonPythonModel:
+    def initialize(self, args: dict[str, str]) -> None:
+        end_with_parent()
+        sys.setswitchinterval(SWITCH_SECONDS)
+        config = json.loads(args["model_config"])
+        parameters = stub.parameters(config)
+        self._decoupled = config["model_transaction_policy"]["decoupled"]
+        self._placeholders = placeholders(config)
+        self._prompt_in_output = parameters.get("exclude_input_in_output") == "false"
+        engine = create_engine(parameters)
+        # A dead engine ends the stub, and by its guard the server, which is started again.
+        engine.on_death(lambda: os._exit(ENGINE_DIED))
+        self._serving = Serving(engine, int(parameters.get("max_tokens_per_response", 0)))
+        self._closed = threading.Event()
+        self._metrics = threading.Thread(target=self._report, name="engine-metrics", daemon=True)
+        self._metrics.start()
+        # What the engine brought stays: a full collection would go through all of it, 0.2 s with torch.
+        gc.collect()
+        gc.freeze()
+
+    def execute(self, requests: list[Any]) -> None:
+        for request in requests:
+            client = Client(request)
+            try:
+                self._start(request, client)
+            except Exception as error:
+                client.fail(ENGINE, error)
+
+    def finalize(self) -> None:
+        self._closed.set()
+        self._metrics.join()
+        self._serving.close()
+        del self._serving
+        stub.forget_requests()
+
+    def _start(self, request: Any, client: Client) -> None:
+        inputs = stub.arrays(request.inputs())
+        request_id, parameters = stub.request_id(request), stub.request_parameters(request)
+        if flag(inputs, "stop"):
+            return self._stop(request_id, client)
+        try:
+            features = self._serving.engine.features
+            generations = generation_requests(inputs, parameters, features)
+        except ValueError as error:
+            raise InvalidParameter(str(error)) from None
+        streaming = flag(inputs, "streaming")
+        if not self._decoupled and (streaming or len(generations) > 1):
+            what = "streaming" if streaming else "a batch of prompts"
+            raise InvalidParameter(f"{what} needs decoupled_mode true in the {ENGINE} model")
+        prompt_in_output = self._prompt_in_output
+        if "exclude_input_in_output" in inputs:
+            prompt_in_output = not flag(inputs, "exclude_input_in_output")
+        counted = parameters.get(COUNTED_IDS) is True
+        ids_only = counted or parameters.get(IDS_ONLY) is True
+        form = {"ids_only": ids_only, "counted": counted, "top": generations[0].top_log_probs}
+        names = frozenset(request.requested_output_names())
+        zeros = {} if ids_only else self._placeholders
+        responses = Responses(client, inputs, names, len(generations), form, zeros)
+        try:
+            for index, generation in enumerate(generations):
+                stop = self._serving.start(
+                    request_id,
+                    generation,
+                    partial(responses.send, index),
+                    streaming=streaming,
+                    prompt_in_output=prompt_in_output,
+                )
+                responses.stops.append(stop)
+        except Exception:
+            responses.abandoned = True  # the error is the only response to the whole batch
+            responses.stop()
+            raise
+
+    def _stop(self, request_id: str, client: Client) -> None:
+        if not request_id:
+            raise InvalidParameter("a stop request needs the id of the request to stop")
+        self._serving.stop(request_id)
+        # Without decoupling, Triton wants a response even where there is nothing to say.
+        client.send(*([] if self._decoupled else [stub.response({}, ())]), last=True)
+
+    def _report(self) -> None:
+        # On Triton's metrics endpoint. All of it is dropped as this returns, while the stub still has its
+        # shared memory: a metric that it drops later ends it by a segfault.
+        family = stub.pb_utils.MetricFamily
+        tokens = family(
+            "cog_triton_engine_tokens", "Tokens by what happened to them", family.COUNTER
+        )
+        requests = family(
+            "cog_triton_engine_requests", "Requests by how they ended", family.COUNTER
+        )
+        active = family(
+            "cog_triton_engine_active_requests", "Requests that run or wait", family.GAUGE
+        )
+        metrics = {"active": active.Metric(labels={})}
+        for kind in ("generated", "served"):
+            metrics[kind] = tokens.Metric(labels={"kind": kind})
+        for outcome in ("finished", "stopped", "failed"):
+            metrics[outcome] = requests.Metric(labels={"outcome": outcome})
+        before = dict.fromkeys(metrics, 0)
+        while not self._closed.wait(METRICS_SECONDS):
+            # What is active first: where it is 0, the counts are complete.
+            now = {"active": self._serving.active(), **asdict(self._serving.counters)}
+            for name, metric in metrics.items():
+                if now[name] != before[name]:
+                    metric.increment(now[name] - before[name])
+            before = now
+
+
+@dataclass(eq=False)
+class Responses:
+    """The responses of one request, which may be a batch of several sequences."""
+
+    client: Client
+    inputs: dict[str, Array]
+    names: frozenset[str]
+    unfinished: int  # sequences
+    form: dict[str, Any]
+    placeholders: dict[str, Array] = field(default_factory=dict)
+    stops: list[Callable[[], object]] = field(default_factory=list)
+    abandoned: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    checked: float = field(default_factory=time.monotonic)
+
+    def stop(self) -> None:
+        """Stop the sequences that were started."""
+        for stop in self.stops:
+            stop()
+
+    def send(self, index: int, output: Output) -> None:
+        """Send a response of the sequence at a place of the batch."""
+        if self.abandoned:
+            return
+        if output.error is not None:
+            kind = EngineError if output.refused else EngineUnavailable
+            response = stub.failure(ENGINE, kind(output.error))
+        else:
+            tensors = response_tensors(index, output, self.inputs, **self.form)
+            response = stub.response({**tensors, **self.placeholders}, self.names)
+        with self.lock:
+            self.unfinished -= output.final
+            last = self.unfinished == 0
+        if last:
+            # Each of ``stops`` leads back here: what Triton gave would stay until that is collected.
+            self.inputs = {}
+        self.client.send(response, last=last)
+        # For clients of this model itself: Triton hands no cancellation down from an ensemble.
+        if (now := time.monotonic()) - self.checked > CANCELLATION_CHECK_SECONDS:
+            self.checked = now
+            if self.client.gone():
+                self.stop()
