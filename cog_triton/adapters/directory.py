@@ -1,9 +1,8 @@
 """LoRA adapters by name: directories beside each other, as PEFT saves them, or converted for TensorRT-LLM.
 
 They are looked up for each request, so that one that appears while the server runs can be used at once.
-Names with a dot before them are passed over: an adapter is copied and deleted under such a name. A request
-names its adapter to the engine by a number, TensorRT-LLM's ``lora_task_id``; see
-``wire.adapter_task_id``.
+Names that begin with a dot are passed over: an adapter is copied and deleted under such a name. A request
+names its adapter to the engine by a number, TensorRT-LLM's ``lora_task_id``; see ``wire.adapter_task_id``.
 """
 
 from __future__ import annotations
@@ -36,11 +35,7 @@ def adapter_names(directory: Path | None) -> tuple[str, ...]:
 
 
 def adapter_path(directory: Path, task_id: int) -> Path:
-    """Return the directory of the adapter with a number.
-
-    Raises:
-        LookupError: there is none, or more than one.
-    """
+    """Return the directory of the adapter with a number; raise LookupError unless there is one."""
     names = [path.name for path in directory.iterdir()] if directory.is_dir() else []
     paths = [directory / name for name in sorted(names) if adapter_task_id(name) == task_id]
     paths = [path for path in paths if _is_complete(path)]
@@ -51,11 +46,7 @@ def adapter_path(directory: Path, task_id: int) -> Path:
 
 
 def check_adapter(name: str, directory: Path | None) -> None:
-    """Refuse the name of an adapter that does not exist; without a directory only the engine knows.
-
-    Raises:
-        InvalidParameter: naming those that exist.
-    """
+    """Raise InvalidParameter for an adapter that does not exist; without a directory the engine knows."""
     if directory is None or not name or name in (names := adapter_names(directory)):
         return
     known = f"those of LORA_DIR are {', '.join(names)}" if names else "LORA_DIR has none"
@@ -86,12 +77,7 @@ def place_adapter(name: str, files: Path, directory: Path) -> None:
 
 
 def remove_adapter(name: str, directory: Path) -> None:
-    """Delete an adapter's files.
-
-    Raises:
-        ConfigurationError: there is none of that name.
-        OSError: they cannot be deleted.
-    """
+    """Delete an adapter's files; raise ConfigurationError if there is none of that name."""
     _check_name(name)
     try:
         _delete(directory / name)
@@ -101,8 +87,7 @@ def remove_adapter(name: str, directory: Path) -> None:
 
 @dataclass(frozen=True)
 class AdapterVersion:
-    """An adapter's files at one time. What an engine keeps of an adapter, it keeps by version, so that
-    files replaced under the same name are read again.
+    """An adapter's files at one time. Engines keep adapters by version, so that replaced files are read.
 
     Attributes:
         stamps: of each file that PEFT saves, its time of change, size and inode; None where it is absent.
@@ -114,7 +99,14 @@ class AdapterVersion:
     @classmethod
     def of(cls, path: Path) -> AdapterVersion:
         """Return the version that is there now."""
-        return cls(path, tuple(_stamp(path / name) for name in (CONFIG, *WEIGHTS)))
+        stamps: list[tuple[int, int, int] | None] = []
+        for name in (CONFIG, *WEIGHTS):
+            try:
+                status = (path / name).stat()
+                stamps.append((status.st_mtime_ns, status.st_size, status.st_ino))
+            except OSError:
+                stamps.append(None)
+        return cls(path, tuple(stamps))
 
     @property
     def is_current(self) -> bool:
@@ -139,9 +131,9 @@ def current_version(task_id: int, directory: Path | None) -> AdapterVersion:
 
 
 class LoraRequests:
-    """Adapters as vLLM and the LLM API take them, which tell them apart by number and name.
+    """Adapters for vLLM and the LLM API, which tell them apart by number and name.
 
-    Each version has its own. vLLM shares blocks of its KV cache by the name.
+    Each version has its own number and name: vLLM shares blocks of its KV cache by the name.
     """
 
     def __init__(self, directory: Path | None) -> None:
@@ -151,7 +143,7 @@ class LoraRequests:
         self._latest: dict[Path, tuple[AdapterVersion, int]] = {}
 
     def of(self, task_id: int, kind: Callable[[str, int, str], Any]) -> Any:
-        """Return the adapter of a number as ``kind``, the engine's ``LoRARequest(name, number, path)``.
+        """Return an adapter as ``kind``, the engine's ``LoRARequest(name, number, path)``.
 
         Raises:
             EngineError: there is none.
@@ -189,11 +181,3 @@ def _delete(adapter: Path) -> None:
         gone.unlink()
     else:
         shutil.rmtree(gone)
-
-
-def _stamp(file: Path) -> tuple[int, int, int] | None:
-    try:
-        status = file.stat()
-    except OSError:
-        return None
-    return status.st_mtime_ns, status.st_size, status.st_ino

@@ -3,11 +3,11 @@
 For m adapted modules, of which the largest has D values:
 
 - ``lora_config``, int32 [1, m, 3]: the number of the kind of module, the layer, the rank;
-- ``lora_weights``, of the engine's data type, [1, m, D]: the rows of A, [rank, inputs], then those of
-  B, [outputs, rank], which has the scaling in it; zeros fill the rest.
+- ``lora_weights``, of the engine's data type, [1, m, D]: A, [rank, inputs], then B, [outputs, rank], times
+  the scaling; zeros fill the rest.
 
-NVIDIA's ``hf_lora_convert.py`` writes them as two files. What PEFT saves is converted here. The format is
-read off that script and TensorRT-LLM's documentation; with a real engine it is unchecked.
+NVIDIA's ``hf_lora_convert.py`` writes them as two files; PEFT's are converted here. The format is read off
+that script and TensorRT-LLM's documentation; with a real engine it is unchecked.
 """
 
 from __future__ import annotations
@@ -36,11 +36,7 @@ Send = Callable[[str, Inputs], AbstractAsyncContextManager[AsyncIterator[T]]]
 
 BFLOAT16 = np.dtype("V2")
 """NumPy has none; NVIDIA's script writes this for it."""
-DTYPES: Mapping[str, np.dtype[Any]] = {
-    "float16": np.dtype(np.float16),
-    "bfloat16": BFLOAT16,
-    "float32": np.dtype(np.float32),
-}
+DTYPES = {"float16": np.dtype("f2"), "bfloat16": BFLOAT16, "float32": np.dtype("f4")}
 """Data types of engines that can have adapters."""
 TRITON_DTYPES = {"float16": "TYPE_FP16", "bfloat16": "TYPE_BF16", "float32": "TYPE_FP32"}
 """Those, as a model's configuration has them."""
@@ -66,27 +62,17 @@ _STORED = {"F16": np.float16, "F32": np.float32, "F64": np.float64}
 
 @dataclass(frozen=True)
 class AdapterTensors:
-    """The adapters of a directory, for the inputs of requests.
-
-    Attributes:
-        directory: see ``cog_triton.adapters.directory``.
-        dtype: the engine's, one of ``DTYPES``.
-    """
+    """The adapters of a directory, for the inputs of requests."""
 
     directory: Path
-    dtype: str
+    dtype: str  # the engine's, one of ``DTYPES``
 
     @property
     def triton_dtype(self) -> str:
         return TRITON_DTYPES[self.dtype]
 
     async def stream(self, send: Send[T], name: str, inputs: Inputs) -> AsyncGenerator[T, None]:
-        """Yield the responses to a request, which is sent again with its adapter if that is not cached.
-
-        Args:
-            send: sends a request of a name.
-            name: the second one has another, so that a stop that comes then finds it.
-        """
+        """Yield the responses to a request, which is sent again with its adapter if that is not cached."""
         try:
             async with send(name, inputs) as responses:
                 async for response in responses:
@@ -95,17 +81,13 @@ class AdapterTensors:
         except InvalidParameter as error:
             if not re.search(NOT_CACHED, error.message):
                 raise
-        # It is not kept here: an adapter may be large.
+        # Under another name, so that a stop that comes now finds it. It is not kept: it may be large.
         async with send(f"{name}-adapter", await self.added(inputs)) as responses:
             async for response in responses:
                 yield response
 
     async def added(self, inputs: Inputs) -> dict[str, Array]:
-        """Return a request's inputs with the tensors of the adapter that its ``lora_task_id`` names.
-
-        Raises:
-            InvalidParameter: there is no such adapter, or it cannot be used.
-        """
+        """Return a request's inputs with the tensors of the adapter that its ``lora_task_id`` names."""
         task_id = int(inputs["lora_task_id"].flat[0])
         return {**inputs, **await asyncio.to_thread(self._read, task_id)}
 
@@ -124,8 +106,7 @@ def read_adapter(directory: Path, dtype: str) -> dict[str, Array]:
     """Return the inputs ``lora_weights`` and ``lora_config`` of an adapter, in either of its two forms.
 
     Raises:
-        ValueError: the adapter is broken, or TensorRT-LLM cannot apply it.
-        OSError: a file cannot be read.
+        ValueError, OSError: the adapter cannot be read, or TensorRT-LLM cannot apply it.
     """
     if all((directory / name).is_file() for name in CONVERTED):
         weights, rows = (np.load(directory / name, allow_pickle=False) for name in CONVERTED)
@@ -146,9 +127,8 @@ def read_adapter(directory: Path, dtype: str) -> dict[str, Array]:
         weights, rows = converted(config, _load(directory / WEIGHTS[0]))
         weights = _cast(weights, dtype)
     if weights.dtype != DTYPES[dtype]:
-        name = next(
-            (name for name, known in DTYPES.items() if known == weights.dtype), weights.dtype
-        )
+        names = {str(known): name for name, known in DTYPES.items()}
+        name = names.get(str(weights.dtype), weights.dtype)
         raise ValueError(f"its weights are {name}, and the engine's are {dtype}")
     modules, width = rows.size // 3, weights.shape[-1]
     if not modules or weights.size != modules * width:
@@ -162,12 +142,11 @@ def read_adapter(directory: Path, dtype: str) -> dict[str, Array]:
 def converted(config: Any, tensors: Mapping[str, Array]) -> tuple[Array, Array]:
     """Return an adapter of PEFT as weights, float32 [m, D], and rows of the configuration, int32 [m, 3].
 
+    ValueError names the part that is missing, of a wrong shape, or not supported.
+
     Args:
         config: of adapter_config.json.
         tensors: by PEFT's names, float32.
-
-    Raises:
-        ValueError: naming what of it is missing, of a wrong shape, or not supported.
     """
     alpha = _checked_alpha(config)
     modules: dict[tuple[int, str], dict[str, Array]] = {}
@@ -219,7 +198,7 @@ def _checked_parts(name: str, parts: Mapping[str, Array]) -> tuple[Array, Array]
 
 
 def _cast(weights: Array, dtype: str) -> Array:
-    """Return float32 as another type, rounded to the nearest, halfway to the even one."""
+    # NumPy rounds to the nearest, halfway to the even one; so does this.
     if dtype == "bfloat16":
         bits = weights.view(np.uint32)
         finite = np.isfinite(weights)
@@ -234,7 +213,7 @@ def _cast(weights: Array, dtype: str) -> Array:
 
 
 def _load(file: Path) -> dict[str, Array]:
-    """Return the tensors of a file as float32. (safetensors' loader for NumPy does not read bfloat16.)"""
+    # As float32; safetensors' loader for NumPy does not read bfloat16.
     try:
         entries = safetensors.deserialize(file.read_bytes())  # type: ignore[no-untyped-call]
     except safetensors.SafetensorError as error:

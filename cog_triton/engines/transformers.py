@@ -28,8 +28,7 @@ from transformers.generation.continuous_batching.requests import (
 )
 from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, FIFOScheduler
 
-from cog_triton.adapters.cache import CACHE_BYTES, Adapters
-from cog_triton.adapters.layers import LoadedAdapter
+from cog_triton.adapters.layers import CACHE_BYTES, Adapters, LoadedAdapter
 from cog_triton.engines.base import (
     Engine,
     EngineError,
