@@ -15,7 +15,7 @@ from cog_triton.faces.openai.answers import Answering, NumberedChunks, new_id, t
 from cog_triton.faces.openai.bodies import STREAMED, BodyRoute, off_loop
 from cog_triton.faces.openai.errors import ApiError, invalid, message_error
 from cog_triton.faces.openai.fields import Body, Bounded, ChatBody, Name, Temperature
-from cog_triton.faces.openai.parsing import CallStart, Reasoning, Text
+from cog_triton.faces.openai.parsing import Arguments, CallStart, Reasoning, Text
 from cog_triton.faces.openai.sampling import check_fields
 from cog_triton.faces.openai.served import FromApp, RequestId
 from cog_triton.faces.openai.tokens import token_ids
@@ -215,27 +215,30 @@ def _text(content: str | Sequence[Block] | None, place: str) -> str:
     return "\n".join(block.text or "" for block in content)
 
 
+CALL: dict[str, Any] = {"type": "tool_use", "input": {}}
+# By the type of an event: its block, the type of the block's deltas, and their field.
+BLOCKS: dict[type, tuple[dict[str, Any], str, str]] = {
+    Text: ({"type": "text", "text": ""}, "text_delta", "text"),
+    Reasoning: (
+        {"type": "thinking", "thinking": "", "signature": ""},
+        "thinking_delta",
+        "thinking",
+    ),
+    CallStart: (CALL, "input_json_delta", "partial_json"),
+    Arguments: (CALL, "input_json_delta", "partial_json"),
+}
+
+
 class MessageWriter:
     """See ``answers.Writer``."""
-
-    # Of a block: the field of its text, the type of its deltas, and their field.
-    KINDS = {  # noqa: RUF012
-        "text": ("text", "text_delta", "text"),
-        "thinking": ("thinking", "thinking_delta", "thinking"),
-        "tool_use": ("input", "input_json_delta", "partial_json"),
-    }
 
     def __init__(self, model: str, turn: Turn) -> None:
         self._reader, self._enforced = turn.reader("toolu_"), turn.enforced
         self._blocks: list[dict[str, Any]] = []
         self._texts: list[str] = []  # of the last block
         self._stop: dict[str, str | None] = {"stop_reason": None, "stop_sequence": None}
-        self._usage = {
-            "input_tokens": 0,
-            "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": 0,
-            "output_tokens": 0,
-        }
+        self._usage = {"input_tokens": 0, "output_tokens": 0}
+        self._usage |= {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
         self._head = {"id": new_id("msg_"), "type": "message", "role": "assistant", "model": model}
 
     async def events(self, chunks: NumberedChunks) -> AsyncGenerator[bytes, None]:
@@ -271,18 +274,18 @@ class MessageWriter:
 
     def _read(self, chunk: Chunk) -> Iterator[dict[str, Any]]:
         for event in self._reader.read(chunk):
+            block, delta, field = BLOCKS[type(event)]
             if isinstance(event, CallStart):
-                call = {"type": "tool_use", "id": event.id, "name": event.name, "input": {}}
-                yield from self._begin(call)
+                yield from self._begin({**block, "id": event.id, "name": event.name})
                 continue
-            if isinstance(event, Text) and self._kind != "text":
-                yield from self._begin({"type": "text", "text": ""})
-            elif isinstance(event, Reasoning) and self._kind != "thinking":
-                yield from self._begin({"type": "thinking", "thinking": "", "signature": ""})
+            if not self._blocks or self._blocks[-1]["type"] != block["type"]:
+                yield from self._begin({**block})
             self._texts.append(event.text)
-            _, kind, field = self.KINDS[self._kind]
-            place, delta = len(self._blocks) - 1, {"type": kind, field: event.text}
-            yield {"type": "content_block_delta", "index": place, "delta": delta}
+            yield {
+                "type": "content_block_delta",
+                "index": len(self._blocks) - 1,
+                "delta": {"type": delta, field: event.text},
+            }
         if chunk.finish_reason is not None:
             reason = "end_turn" if chunk.stop_sequence is None else "stop_sequence"
             if self._reader.called or self._enforced:
@@ -292,25 +295,21 @@ class MessageWriter:
             self._stop = {"stop_reason": reason, "stop_sequence": chunk.stop_sequence}
             yield from self._end()
 
-    @property
-    def _kind(self) -> str:
-        return str(self._blocks[-1]["type"]) if self._blocks else ""
-
     def _begin(self, block: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield from self._end()
-        yield {
-            "type": "content_block_start",
-            "index": len(self._blocks),
-            "content_block": block,
-        }
+        place = len(self._blocks)
+        yield {"type": "content_block_start", "index": place, "content_block": block}
         self._blocks.append(block)
 
     def _end(self) -> Iterator[dict[str, Any]]:
         """End the last block."""
         if self._blocks:
-            kind, text = self._kind, "".join(self._texts)
-            self._texts = []
-            self._blocks[-1][self.KINDS[kind][0]] = call_input(text) if kind == "tool_use" else text
+            text, self._texts = "".join(self._texts), []
+            block = self._blocks[-1]
+            if block["type"] == "tool_use":
+                block["input"] = call_input(text)
+            else:
+                block[block["type"]] = text
             yield {"type": "content_block_stop", "index": len(self._blocks) - 1}
 
 
