@@ -18,7 +18,6 @@ import asyncio
 import contextlib
 import contextvars
 import queue
-import threading
 import weakref
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from concurrent.futures import Future
@@ -30,7 +29,6 @@ from cog_triton.faces.cog import control
 
 _IDENTIFIER = "_coglet_prediction_id"  # coglet's variable, which it does not publish
 _End = BaseException | None
-_lock = threading.Lock()
 _running: dict[Callable[[], None], str] = {}  # ids, by what stops their prediction
 _cancelled_early: set[str] = set()
 _stops: contextvars.ContextVar[list[Callable[[], None]]] = contextvars.ContextVar("stops")
@@ -38,10 +36,10 @@ _stops: contextvars.ContextVar[list[Callable[[], None]]] = contextvars.ContextVa
 
 def cancel(identifier: str) -> None:
     """Cancel the predictions with this id, or the next that begins."""
-    with _lock:
-        found = [stop for stop, running in _running.items() if running == identifier]
-        if not found:
-            _cancelled_early.add(identifier)
+    # On the loop's thread, as ``live``; a prediction may end on its own thread meanwhile.
+    found = [stop for stop, running in list(_running.items()) if running == identifier]
+    if not found:
+        _cancelled_early.add(identifier)
     for stop in found:
         stop()
 
@@ -108,11 +106,9 @@ def live(source: AsyncGenerator[str, None]) -> Generator[str, None, None]:
 
     _stops.get([]).append(stop)
     identifier = _identifier()
-    with _lock:
-        _running[stop] = identifier
-        cancelled = identifier in _cancelled_early
+    _running[stop] = identifier
+    if identifier in _cancelled_early:
         _cancelled_early.discard(identifier)
-    if cancelled:
         stop()
     texts = _drain(items, stop)
     next(texts)  # a generator that is closed before it has begun never runs its ``finally``
@@ -166,9 +162,7 @@ def _drain(
                 return
     finally:
         stop()
-        with _lock:
-            identifier = _running.pop(stop)
-        _tell_ended(identifier)
+        _tell_ended(_running.pop(stop))
 
 
 def _identifier() -> str:

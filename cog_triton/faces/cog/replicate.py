@@ -112,14 +112,11 @@ class Replicate:
         self._front, self._began = front, now()
         self._predictions: dict[str, Prediction] = {}
         one, model = "/v1/predictions/{id}", "/v1/models/{owner}/{name}"
+        deployment = model.replace("models", "deployments")
         self.routes = [
             Route("/v1/predictions", self._create, methods=["POST"]),
             Route(f"{model}/predictions", self._create, methods=["POST"]),
-            Route(
-                f"{model.replace('models', 'deployments')}/predictions",
-                self._create,
-                methods=["POST"],
-            ),
+            Route(f"{deployment}/predictions", self._create, methods=["POST"]),
             Route("/v1/predictions", self._list),
             Route(one, self._get),
             Route(f"{one}/stream", self._stream),
@@ -197,7 +194,8 @@ class Replicate:
 
     async def _list(self, request: Request) -> JSONResponse:
         newest = [*self._predictions.values()][:-101:-1]
-        return page([prediction.view(request) for prediction in newest])
+        results = [prediction.view(request) for prediction in newest]
+        return JSONResponse({"previous": None, "next": None, "results": results})
 
     async def _get(self, request: Request) -> JSONResponse:
         return JSONResponse(self._find(request).view(request))
@@ -221,19 +219,20 @@ class Replicate:
             dict.fromkeys((*none, "default_example"))
             | {"owner": owner, "name": name, "url": f"{base_url(request)}/v1/models/{owner}/{name}"}
             | {"visibility": "private", "run_count": len(self._predictions)}
-            | {"latest_version": await self._version(_VERSION)}
+            | {"latest_version": await self._version_of(request)}
         )
         return JSONResponse(model)
 
     async def _versions(self, request: Request) -> JSONResponse:
-        identifier = request.path_params.get("id")
-        found = await self._version(identifier or _VERSION)
-        return JSONResponse(found) if identifier else page([found])
+        found = await self._version_of(request)
+        one = "id" in request.path_params
+        page = {"previous": None, "next": None, "results": [found]}
+        return JSONResponse(found if one else page)
 
-    async def _version(self, identifier: str) -> dict[str, Any]:
+    async def _version_of(self, request: Request) -> dict[str, Any]:
+        made = {"id": request.path_params.get("id", _VERSION), "created_at": self._began}
         schema = await self._front.ask("GET", "/openapi.json")
-        made = {"id": identifier, "created_at": self._began, "cog_version": version("cog")}
-        return {**made, "openapi_schema": schema}
+        return {**made, "cog_version": version("cog"), "openapi_schema": schema}
 
     async def _file(self, request: Request) -> JSONResponse:
         """Answer with a data URL, which has the file: nothing is stored."""
@@ -258,10 +257,6 @@ def problem_of(refusal: Refusal) -> dict[str, Any]:
         detail = "; ".join(f"{'.'.join(one['loc'][1:])}: {one['msg']}" for one in detail)
     title = "Input validation failed" if refusal.status == 422 else "Request failed"
     return {"title": title, "detail": detail, "status": refusal.status}
-
-
-def page(results: list[Any]) -> JSONResponse:
-    return JSONResponse({"previous": None, "next": None, "results": results})
 
 
 def text_of_file(name: str, value: Any) -> Any:

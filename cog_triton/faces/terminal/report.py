@@ -166,11 +166,7 @@ class Report(logging.Handler):
 def as_json(record: logging.LogRecord) -> str:
     """Return a line as coglet writes one, with the level and the name that the worker gave."""
     now = datetime.now(timezone.utc).isoformat().replace("+00:00", "Z")
+    time, level = getattr(record, "timestamp", "") or now, _NAMES.get(record.levelno, "INFO")
     fields = {"message": record.getMessage(), **getattr(record, "fields", {})}
-    found = {
-        "timestamp": getattr(record, "timestamp", "") or now,
-        "level": _NAMES.get(record.levelno, "INFO"),
-        "fields": fields,
-        "target": record.name,
-    }
+    found = {"timestamp": time, "level": level, "fields": fields, "target": record.name}
     return json.dumps(found, ensure_ascii=False)

@@ -11,6 +11,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -26,6 +27,8 @@ from cog_triton.server.log import describe_status
 
 STOP_MARGIN_SECONDS = 5.0
 """Beyond what tritonserver may take to stop: for Cog's server and its worker."""
+WRAPPING = re.compile(r".*setup failed: (\w+: )?", re.DOTALL)
+"""What Cog's server puts before the text of an error: words of its own, and the exception's class."""
 
 
 class Serving:
@@ -85,7 +88,7 @@ class Serving:
             # The server may have ended, and been noticed, before this was read.
             if self._stage in ("starting", "failed"):
                 self._stage = "failed"
-                self._error = cause(str(line.fields.get("error", line.msg)))
+                self._error = WRAPPING.sub("", str(line.fields.get("error", line.msg)), 1)
                 self._stop()
         elif (seconds := line.fields.get("stops_within")) is not None:  # the front, on SIGTERM
             self._end_after(seconds)
@@ -146,11 +149,3 @@ class Serving:
         body = shlex.quote(json.dumps({"input": {"prompt": "What is machine learning?"}}))
         self._report.write(f"{style.paint(BOLD, 'ready:')} {self._url} (Ctrl-C stops it); try")
         self._report.write(f"  curl -s {self._url}/predictions -H {header} -d {body}")
-
-
-def cause(error: str) -> str:
-    """Return why setup failed, without the words that Cog's server puts in front of it."""
-    _, mark, text = error.rpartition("setup failed: ")
-    name, colon, rest = text.partition(": ")
-    # Cog puts the exception's class in front of its text.
-    return rest if mark and colon and name.isidentifier() else text
