@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from itertools import pairwise
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -14,7 +15,7 @@ from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from cog_triton.web.limits import Limits
+from cog_triton.web.limits import Limits, Refusal
 from cog_triton.web.server import Config, LimitedProtocol
 
 LIMITS = Limits(body_bytes=100, head_bytes=200)
@@ -24,6 +25,10 @@ CHUNKED = (
     b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n2;x=y\r\n{}\r\n0\r\nX: trailer\r\n\r\n"
 )
 UPGRADE = b"POST / HTTP/1.1\r\nConnection: Upgrade\r\nUpgrade: h2c\r\ncontent-length: 2\r\n\r\n{}"
+
+
+def refusal_body(refusal: Refusal, target: str) -> dict[str, Any]:
+    return {"detail": refusal.detail, "target": target}
 
 
 class Connection:
@@ -40,7 +45,7 @@ class Connection:
         await PlainTextResponse("yes")(scope, receive, send)
 
     async def feed(self, *parts: bytes) -> None:
-        protocol = LimitedProtocol(Config(self, LIMITS), ServerState(), {})
+        protocol = LimitedProtocol(Config(self, LIMITS, refusal_body), ServerState(), {})
         transport = Mock(is_closing=lambda: False, get_extra_info=lambda _: None)
         transport.write = self._write
         protocol.connection_made(transport)
@@ -118,3 +123,9 @@ def test_an_encoded_body_is_refused(coding: bytes, status: int) -> None:
     connection = fed(b"POST / HTTP/1.1\r\nContent-Encoding: " + coding + b"\r\n\r\n")
     assert connection.statuses == [status]
     assert status == 200 or coding in connection.answers
+
+
+def test_a_refusal_knows_its_target() -> None:
+    connection = fed(GET + b"POST /x HTTP/1.1\r\nContent-Length: 101\r\n\r\n")
+    assert connection.statuses == [200, 413]
+    assert connection.answers.endswith(b'"target": "/x"}')
