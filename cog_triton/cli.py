@@ -37,20 +37,29 @@ USAGE = "usage: cog-triton COMMAND [OPTION …]"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command; returns its exit status, or 2 with one line when there is no such command."""
-    command, *rest = [*(sys.argv[1:] if argv is None else argv), "--help"]
-    if command not in COMMANDS and command not in ("-h", "--help", "help"):
-        return _refuse(f"no command {command!r}; it is one of {', '.join(COMMANDS)}")
-    if not SCRIPTS.is_dir():
-        return _refuse(f"its commands are in the checkout's scripts/, and there is no {SCRIPTS}")
-    if command not in COMMANDS:
-        print(overview())
+    """Run a command; return its exit status, or 2 with one line when there is no such command."""
+    command, *arguments = (sys.argv[1:] if argv is None else argv) or ["--help"]
+    problem = ""
+    if command not in (*COMMANDS, "-h", "--help", "help"):
+        problem = f"no command {command!r}; it is one of {', '.join(COMMANDS)}"
+    elif not SCRIPTS.is_dir():
+        problem = f"its commands are in the checkout's scripts/, and there is no {SCRIPTS}"
+    if problem:
+        print(f"cog-triton: {problem}", file=sys.stderr)
+        return 2
+    if command in COMMANDS:
+        run(command, arguments)  # which ends by SystemExit, if it has a status to give
         return 0
-    return run(command, rest[:-1])  # the file ends by SystemExit, if it has a status to give
+    width = max(map(len, COMMANDS))
+    print(USAGE, "", sep="\n")
+    for name, file in COMMANDS.items():
+        print(f"  {name:{width}}  {summary(SCRIPTS / file)}")
+    print("\ncog-triton COMMAND --help says more. Each is a file in scripts/.")
+    return 0
 
 
-def run(command: str, arguments: Sequence[str]) -> int:
-    """Runs a command's file as this process's main module; returns its exit status."""
+def run(command: str, arguments: Sequence[str]) -> None:
+    """Run a command's file as this process's main module."""
     file = SCRIPTS / COMMANDS[command]
     module = ModuleType("__main__")
     module.__file__ = str(file)
@@ -59,27 +68,12 @@ def run(command: str, arguments: Sequence[str]) -> int:
     sys.path.insert(0, str(SCRIPTS))  # where a file finds its neighbours
     # runpy would put the file's name into sys.argv, and so into every usage line.
     exec(compile(file.read_bytes(), file, "exec", dont_inherit=True), vars(module))
-    return 0
-
-
-def overview() -> str:
-    """What ``--help`` says: a line for each command."""
-    width = max(map(len, COMMANDS))
-    lines = [f"  {name:{width}}  {summary(SCRIPTS / file)}" for name, file in COMMANDS.items()]
-    return "\n".join(
-        [USAGE, "", *lines, "", "cog-triton COMMAND --help says more. Each is a file in scripts/."]
-    )
 
 
 def summary(file: Path) -> str:
-    """The first sentence of a file's docstring, without its end."""
+    """Return the first sentence of a file's docstring, without its end."""
     text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
     return " ".join(text.split("\n\n")[0].split()).partition(". ")[0].rstrip(".")
-
-
-def _refuse(reason: str) -> int:
-    print(f"cog-triton: {reason}", file=sys.stderr)
-    return 2
 
 
 if __name__ == "__main__":

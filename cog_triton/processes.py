@@ -13,27 +13,25 @@ from pathlib import Path
 
 
 def end_with_parent() -> None:
-    """Ends this process when its parent ends, however it does.
+    """End this process when its parent ends, however it does.
 
-    By a thread that waits for it: a parent-death signal would come as well when only that thread of the
-    parent ends which started this process.
+    A thread waits for it: a parent-death signal would come as well when only that thread of the parent
+    ends which started this process.
     """
     parent = os.pidfd_open(os.getppid())
-    threading.Thread(target=_end_after, args=[parent], name="end-with-parent", daemon=True).start()
 
+    def wait() -> None:
+        select.select([parent], [], [])
+        os.kill(os.getpid(), signal.SIGKILL)
 
-def _end_after(process: int) -> None:
-    select.select([process], [], [])
-    os.kill(os.getpid(), signal.SIGKILL)
+    threading.Thread(target=wait, name="end-with-parent", daemon=True).start()
 
 
 @contextmanager
 def locked(directory: Path, waiting: Callable[[], object]) -> Iterator[None]:
-    """Holds the lock on a directory; waits while another process has it.
+    """Hold the lock on a directory; ``waiting`` is called if another process has it.
 
-    Args:
-        directory: is locked itself, so that no lock file is left behind.
-        waiting: called once if another process has it.
+    Not filelock: it needs a lock file, and the directory itself leaves none behind.
     """
     descriptor = os.open(directory, os.O_RDONLY)
     try:
