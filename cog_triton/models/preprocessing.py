@@ -1,7 +1,4 @@
-"""The preprocessing model: prompts and words to token ids, with the tokenizer of the model that answers.
-
-Shapes have the batch first.
-"""
+"""The preprocessing model: prompts and words to token ids. Shapes have the batch first."""
 
 from __future__ import annotations
 
@@ -51,10 +48,7 @@ class Preprocessor:
     def __call__(
         self, inputs: Mapping[str, Array], parameters: Mapping[str, Any] = NO_PARAMETERS
     ) -> dict[str, Array]:
-        """Return the outputs for one request.
-
-        Args:
-            parameters: of the request, for each prompt of the batch; see ``cog_triton.wire``.
+        """Return the outputs for one request, whose parameters are for each prompt of the batch.
 
         Raises:
             ValueError: an input is not valid; the text is for the client.

@@ -122,23 +122,19 @@ def indices(*place: int) -> dict[str, Array]:
 
 
 def request_parameters(request: Any) -> dict[str, Any]:
-    """Return the parameters of a request, which are not tensors; InvalidParameter as ``request_id``."""
+    """Return the parameters of a request, which are not tensors."""
     return dict(json.loads(_text("the request's parameters", request.parameters) or "{}"))
 
 
 def request_id(request: Any) -> str:
-    """Return the id of a request, empty if it has none.
-
-    Raises:
-        InvalidParameter: it has half of a surrogate pair, which Triton hands on as bytes that are not text.
-    """
+    """Return the id of a request, empty if it has none."""
     return _text("the request's id", request.request_id)
 
 
 def _text(what: str, read: Callable[[], str]) -> str:
     try:
         return read()
-    except UnicodeDecodeError:
+    except UnicodeDecodeError:  # half of a surrogate pair
         raise InvalidParameter(f"{what} must be valid Unicode") from None
 
 

@@ -75,8 +75,8 @@ def _refuse_unsupported(
         for name, feature in NAMES["unsupported"].items()
         if feature not in features and any(value != b"" for value in inputs.get(name, _EMPTY).flat)
     ]
-    returned = ("return_context_logits", "return_generation_logits")
-    refused += [name for name in returned if flag(inputs, name)]
+    logits = "return_context_logits", "return_generation_logits"
+    refused += [name for name in logits if flag(inputs, name)]
     for name in ("beam_width", "num_return_sequences"):
         if name in inputs:
             if (least := inputs[name].min()) < 1:
@@ -289,9 +289,6 @@ def placeholders(config: Mapping[str, Any]) -> dict[str, Array]:
 
     TensorRT-LLM's backend sends the logits so when they were not asked for, and perf_analyzer reads
     memory of its own where one is missing.
-
-    Args:
-        config: the tensorrt_llm model's, as Triton hands it to the Python backend.
     """
     kinds = {"TYPE_FP32": np.float32, "TYPE_FP16": np.float16}
     return {

@@ -70,7 +70,11 @@ def validate_template(template: str) -> Counter[str]:
             )
     fields = Counter(match[0] for match in _BRACES.finditer(template))
     unusable = [text for text in fields if text not in _FIELDS]
-    unknown = [_shown(text) for text in unusable if len(text) > 1]
+    unknown = [
+        repr(text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 4] + "...}")
+        for text in unusable
+        if len(text) > 1
+    ]
     if (more := len(unknown) - _SHOWN_PLACEHOLDERS) > 0:
         unknown[_SHOWN_PLACEHOLDERS:] = [f"and {more} more"]
     problems = ["unknown placeholders: " + ", ".join(unknown)] if unknown else []
@@ -86,9 +90,3 @@ def validate_template(template: str) -> Counter[str]:
             "The prompt template has no place for the prompt: put {prompt} where it should go."
         )
     return fields
-
-
-def _shown(placeholder: str) -> str:
-    if len(placeholder) > SHOWN_CHARACTERS:
-        placeholder = placeholder[: SHOWN_CHARACTERS - 4] + "...}"
-    return repr(placeholder)

@@ -467,25 +467,6 @@ class TestWork:
         assert counting.calls <= 2 * 4 + 1
         assert counting.decoded <= len(ids) + 100
 
-    def test_of_many_ids_without_text_at_once(self, name: str) -> None:
-        kind = KINDS[name]()
-        for case, ids in unbroken(kind, 2000).items():
-            counting = Counting(kind.tokenizer)
-
-            stream(counting, [ids])
-
-            assert counting.calls <= 16, case
-            assert counting.decoded <= 3 * len(ids), case
-
-    def test_of_a_byte_run_adds_two_short_decodes(self, name: str) -> None:
-        kind = KINDS[name]()
-        ids = (kind.encode("the") + byte_ids(kind, "\n🎉".encode()) + kind.encode("fox")) * 8
-        counting = Counting(kind.tokenizer)
-
-        stream(counting, [ids])
-
-        assert counting.calls <= 4 + 1
-
     def test_of_the_stateless_way_is_two_decodes_of_the_context(self, name: str) -> None:
         kind = KINDS[name]()
         ids = (kind.encode("the quick brown fox. ") * 20)[:100]
@@ -546,14 +527,6 @@ class TestStatelessPiecesJoinToTheWholeText:
 
         assert "".join(pieces) == kind.whole(ids)
 
-    @settings(max_examples=50, deadline=None)
-    @given(data=st.data())
-    def test_of_one_final_call(self, name: str, data: st.DataObject) -> None:
-        kind = KINDS[name]()
-        ids = data.draw(random_ids(kind))
-
-        assert decode_delta(kind.tokenizer, [], ids, final=True) == kind.whole(ids)
-
 
 class TestStatelessByteFallback:
     @settings(max_examples=150, deadline=None)
@@ -576,14 +549,6 @@ class TestStatelessByteFallback:
         ids = [*kind.ids("▁a"), *byte_ids(kind, text.encode()), *kind.ids("▁a")]
 
         assert "".join(stream_stateless(kind.tokenizer, split(ids, sizes))) == f"a{text} a"
-
-    def test_long_runs_are_returned_before_they_are_closed(self) -> None:
-        kind = KINDS["byte_fallback"]()
-        ids = [*kind.ids("▁a"), *byte_ids(kind, ("🎉" * 20).encode())]
-
-        pieces = stream_stateless(kind.tokenizer, split(ids, [1]))
-
-        assert pieces[CONTEXT_TOKENS + 4] == "🎉"
 
     def test_a_character_of_a_long_run_is_returned_with_its_last_byte(self) -> None:
         kind = KINDS["byte_fallback"]()
