@@ -202,11 +202,12 @@ class Front:
             await self._relay(passage, scope, send)
             return
         starts, relaying, connection = passage.starts, asyncio.current_task(), scope["connection"]
+        watches = starts in self.predictions.running  # one that another request has started
 
         async def cancel_if_disconnected() -> None:
             while (await receive())["type"] != "http.disconnect":
                 pass
-            if self.predictions.cancel(starts):
+            if watches or self.predictions.cancel(starts):
                 connection.resume_writing()  # its end is awaited all the same
             elif relaying is not None:
                 relaying.cancel()  # Cog's server cancels it as its connection ends
@@ -273,8 +274,7 @@ class Front:
             if reply.transport is not None:
                 reply.transport.abort()
             if starts is not None:
-                status = reply.status if reply.ended.done() else None
-                self.predictions.end(starts, task, status)
+                self.predictions.end(starts, task, reply.status if reply.ended.done() else None)
 
     async def ask(self, method: str, path: str) -> Any:
         """Return the JSON that Cog's server answers; None if it does not answer."""
