@@ -42,7 +42,7 @@ def shortened(text: str, limit: int) -> str:
 
 
 def is_unicode(text: str) -> bool:
-    """Say whether a text can be written as bytes: JSON can have halves of surrogate pairs, which cannot."""
+    """Return False for a text with half of a surrogate pair, which JSON can have and bytes cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -61,7 +61,7 @@ class CogTritonError(Exception):
     """Base of all errors raised on purpose by this package.
 
     Attributes:
-        code: "E" and four digits, stable across releases.
+        code: "E" and four digits, stable across releases; given with each class.
         message: what went wrong and what to do, in one or two sentences.
         retryable: whether the same request may succeed when it is sent again.
         longest: characters to which a message is cut, which may have some of the request in it.
@@ -71,6 +71,9 @@ class CogTritonError(Exception):
     retryable = False
     longest = 2_000
 
+    def __init_subclass__(cls, code: str | None = None) -> None:
+        cls.code = code or cls.code
+
     def __init__(self, message: str) -> None:
         self.message = shortened(message, self.longest)
         super().__init__(self.message)
@@ -79,75 +82,58 @@ class CogTritonError(Exception):
         return f"{self.code} {type(self).__name__}: {self.message}"
 
 
-class UserError(CogTritonError):
-    code = "E1000"
+class UserError(CogTritonError, code="E1000"): ...
 
 
-class PromptRequired(UserError):
-    code = "E1001"
+class PromptRequired(UserError, code="E1001"): ...
 
 
-class PromptTooLong(UserError):
-    code = "E1002"
+class PromptTooLong(UserError, code="E1002"): ...
 
 
-class BadPromptTemplate(UserError):
-    code = "E1003"
+class BadPromptTemplate(UserError, code="E1003"): ...
 
 
-class PromptTemplateError(UserError):
-    code = "E1004"
+class PromptTemplateError(UserError, code="E1004"): ...
 
 
-class ChatTemplateError(UserError):
-    code = "E1005"
+class ChatTemplateError(UserError, code="E1005"): ...
 
 
-class ConflictingMinTokens(UserError):
-    code = "E1101"
+class ConflictingMinTokens(UserError, code="E1101"): ...
 
 
-class ConflictingMaxTokens(UserError):
-    code = "E1102"
+class ConflictingMaxTokens(UserError, code="E1102"): ...
 
 
-class InvalidParameter(UserError):
-    code = "E1103"
+class InvalidParameter(UserError, code="E1103"): ...
 
 
-class ServerError(CogTritonError):
-    code = "E2000"
+class ServerError(CogTritonError, code="E2000"): ...
 
 
-class TritonUnknownError(ServerError):
-    code = "E2100"
+class TritonUnknownError(ServerError, code="E2100"): ...
 
 
-class TritonTimeout(ServerError):
-    code = "E2101"
+class TritonTimeout(ServerError, code="E2101"): ...
 
 
-class TritonTokenizerError(ServerError):
-    code = "E2102"
+class TritonTokenizerError(ServerError, code="E2102"): ...
 
 
-class TritonMalformedJSON(ServerError):
-    code = "E2103"
+class TritonMalformedJSON(ServerError, code="E2103"): ...
 
 
-class TritonMalformedEvent(ServerError):
-    code = "E2104"
+class TritonMalformedEvent(ServerError, code="E2104"): ...
 
 
-class TritonUnavailable(ServerError):
-    code = "E2105"
+class TritonUnavailable(ServerError, code="E2105"):
     retryable = True
 
 
-class TritonOverloaded(ServerError):
+class TritonOverloaded(ServerError, code="E2106"):
     """There may be room after ``retry_after`` seconds."""
 
-    code = "E2106"
     retryable = True
 
     def __init__(self, message: str, *, retry_after: float = 1.0) -> None:
@@ -155,25 +141,20 @@ class TritonOverloaded(ServerError):
         self.retry_after = retry_after
 
 
-class ConfigurationError(CogTritonError):
-    code = "E3001"
+class ConfigurationError(CogTritonError, code="E3001"):
     longest = 20_000  # with the last lines of a log
 
 
-class TemplateError(ConfigurationError):
-    code = "E3002"
+class TemplateError(ConfigurationError, code="E3002"): ...
 
 
-class TritonStartError(ConfigurationError):
-    code = "E3003"
+class TritonStartError(ConfigurationError, code="E3003"): ...
 
 
-class TritonPortTaken(TritonStartError):
-    code = "E3004"
+class TritonPortTaken(TritonStartError, code="E3004"): ...
 
 
-class EngineBuildError(CogTritonError):
-    code = "E3101"
+class EngineBuildError(CogTritonError, code="E3101"): ...
 
 
 class EngineError(Exception):
@@ -193,7 +174,7 @@ def file_problem(error: OSError) -> str:
     return f"{name}: {error.strerror}" if name else str(error)
 
 
-# Texts of Triton's
+# Triton's texts
 
 LISTENS = "Started Metrics Service at"  # all ports, of which this is the last
 IN_USE = "already in use"  # of a port, before tritonserver ends

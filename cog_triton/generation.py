@@ -88,7 +88,7 @@ async def generate(
     stream = client.stream(request_id or secrets.token_hex(8), inputs, parameters=parameters)
     async with acquire(admission, tenant) as slot, stream as responses:
         async for arrived in responses:
-            response, stop_token = until_token(arrived, stop_ids)
+            response, stop_token = split_at_stop_token(arrived, stop_ids)
             new_ids = shown_ids(request, response.ids, stop_token, end_id)
             text = stops.feed(detokenizer.decode(new_ids))
             if stops.matched is not None:
@@ -131,12 +131,12 @@ def new_detokenizer(request: Request, tokenizer: Tokenizer) -> IncrementalDetoke
     )
 
 
-def until_token(response: Response, stops: frozenset[int]) -> tuple[Response, int | None]:
-    """Truncate a response behind its first stop token. Returns the response and that token, or None."""
-    if stops.isdisjoint(response.ids):
-        return response, None
-    count = next(count for count, token in enumerate(response.ids, 1) if token in stops)
-    return first_tokens(response, count), response.ids[count - 1]
+def split_at_stop_token(response: Response, stops: frozenset[int]) -> tuple[Response, int | None]:
+    """Truncate after the first stop token. Returns (response, stop token or None)."""
+    for count, token in enumerate(response.ids, 1):
+        if token in stops:
+            return first_tokens(response, count), token
+    return response, None
 
 
 def first_tokens(response: Response, count: int) -> Response:
@@ -144,7 +144,7 @@ def first_tokens(response: Response, count: int) -> Response:
 
 
 def shown_ids(request: Request, ids: list[int], stop_token: int | None, end_id: int) -> list[int]:
-    """The ids whose text is in the output: without the token that ended it, unless that is wanted."""
+    """Return the ids whose text is in the output: without the token that ended it, unless wanted."""
     if not ids or request.include_stop:
         return ids
     ended = stop_token is not None or (not request.skip_special_tokens and ids[-1] == end_id)

@@ -1,4 +1,4 @@
-"""The wire between the client, the filled repository and the models inside Triton: names and forms."""
+"""The codec between the client, the filled repository and the models inside Triton."""
 
 from __future__ import annotations
 
@@ -40,13 +40,9 @@ CONTINUED = "continued_ids"
 the embedded engines take them for output."""
 PROMPT_IDS = "prompt_ids"  # ``ids_text`` of the prompt, whose text is not read then
 ADD_SPECIAL_TOKENS = "add_special_tokens"  # a boolean; a rendered chat has those that begin a text
-LOGIT_BIAS = (
-    "logit_bias"  # a JSON object of ids and biases; preprocessing makes an embedding_bias of it
-)
+LOGIT_BIAS = "logit_bias"  # a JSON object of ids and biases, which becomes an embedding_bias
 MIN_P = "min_p"  # a number as text
-TOP_LOG_PROBS = (
-    "top_logprobs"  # k: with return_log_probs, LOG_PROBS has the k likeliest tokens as well
-)
+TOP_LOG_PROBS = "top_logprobs"  # k: LOG_PROBS has the k likeliest tokens as well
 PROMPT_LOG_PROBS = "prompt_logprobs"
 """A boolean: with return_log_probs, the first response's LOG_PROBS begins with the prompt's tokens; see
 ``packed_prompt_log_probs``."""
@@ -109,18 +105,12 @@ def unpacked_log_probs(
     """
     width = 1 + 2 * top
     rows = values[max(0, len(values) - len(ids) * width) :].reshape(len(ids), width).tolist()
-    return [
-        TokenLogProb(
-            token,
-            row[0],
-            tuple(
-                (int(other), log_prob)
-                for other, log_prob in zip(row[1 : 1 + top], row[1 + top :], strict=True)
-                if other >= 0
-            ),
-        )
-        for token, row in zip(ids, rows, strict=True)
-    ]
+    tokens = []
+    for token, row in zip(ids, rows, strict=True):
+        places = zip(map(int, row[1 : 1 + top]), row[1 + top :], strict=True)
+        likely = tuple((other, log_prob) for other, log_prob in places if other >= 0)
+        tokens.append(TokenLogProb(token, row[0], likely))
+    return tokens
 
 
 def packed_prompt_log_probs(
@@ -149,9 +139,8 @@ def unpacked_prompt_log_probs(
     """
     width = 1 + 2 * (1 + top)
     rows = values[: max(0, len(values) - generated * (1 + 2 * top))].reshape(-1, width)
-    ids = rows[:, 1].astype(np.int64).tolist()
-    told = unpacked_log_probs(ids, rows.ravel(), 1 + top)
-    return [TokenLogProb(token.id, token.log_prob, token.top[1:]) for token in told]
+    tokens = unpacked_log_probs(rows[:, 1].astype(np.int64).tolist(), rows.ravel(), 1 + top)
+    return [TokenLogProb(token.id, token.log_prob, token.top[1:]) for token in tokens]
 
 
 def adapter_task_id(name: str) -> int:

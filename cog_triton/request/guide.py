@@ -1,4 +1,4 @@
-"""Structured output: what a request asks the answer to be, and what engines are told of it."""
+"""Structured output: the form that a request asks of its answer, and as engines take it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cog_triton.errors import is_unicode
 
 
 class GuideKind(str, Enum):
-    """What a guide is written in; the values, CHOICE apart, are those of ``guided_decoding_guide_type``."""
+    """The language of a guide; the values but CHOICE are those of ``guided_decoding_guide_type``."""
 
     JSON = "json"
     JSON_SCHEMA = "json_schema"
@@ -24,20 +24,14 @@ class GuideKind(str, Enum):
 
 @dataclass(frozen=True)
 class Guide:
-    """What the output has to be.
-
-    Attributes:
-        text: the schema, expression or grammar; of CHOICE a JSON list of texts; of JSON nothing.
-    """
+    """The form of an output; ``text`` of CHOICE is a JSON list of texts, and of JSON empty."""
 
     kind: GuideKind
     text: str = ""
 
 
+# Special in regular expressions of any kind; re.escape knows only Python's.
 _SPECIAL = re.compile(r"[\\^$.|?*+()\[\]{}/]")
-"""What regular expressions of any kind take for more than itself; re.escape knows Python's alone."""
-
-
 _TOKENS = re.compile(r"\\.|\[\^?|.", re.DOTALL)
 _ASCII = {"d": "0-9", "w": "A-Za-z0-9_", "s": r" \t\n\r\f\v"}
 # With these letters a backslash means the same to every engine, or is refused by name.
@@ -45,11 +39,7 @@ _ESCAPES = frozenset("nrtfvxupPbB0")
 
 
 def check_guide(guide: Guide) -> None:
-    """Refuses a guide that is wrong whatever the engine is.
-
-    Raises:
-        ValueError: saying what is wrong with it.
-    """
+    """Refuse a guide that is wrong whatever the engine is, with a ValueError."""
     if not guide.text and guide.kind is not GuideKind.JSON:
         raise ValueError(f"a guide of kind {guide.kind.value} must have a text")
     if guide.kind is GuideKind.JSON_SCHEMA and not isinstance(_parsed(guide.text), dict):
@@ -58,19 +48,19 @@ def check_guide(guide: Guide) -> None:
 
 
 def choices(guide: Guide) -> list[str]:
-    """The texts of a guide of kind CHOICE, one of which the output has to be.
-
-    Raises:
-        ValueError: its text is no JSON list of texts, or one of them is empty or no Unicode.
-    """
+    """Return the texts of a guide of kind CHOICE, or raise a ValueError."""
     texts = _parsed(guide.text)
     if not isinstance(texts, list) or not texts or not all(map(_is_text, texts)):
         raise ValueError("choice must be a JSON list of texts in Unicode, none of them empty")
     return texts
 
 
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and value != "" and is_unicode(value)
+
+
 def engine_guide(guide: Guide) -> Guide:
-    """The guide as engines know it: a choice is a regular expression, and its classes are ASCII.
+    """Return a guide as engines take it: a choice as a regular expression, and classes as ASCII.
 
     Raises:
         ValueError: as ``choices`` and ``ascii_classes``.
@@ -79,7 +69,8 @@ def engine_guide(guide: Guide) -> Guide:
         return Guide(guide.kind, ascii_classes(guide.text))
     if guide.kind is not GuideKind.CHOICE:
         return guide
-    return Guide(GuideKind.REGEX, "|".join(map(_escaped, choices(guide))))
+    escaped = (_SPECIAL.sub(r"\\\g<0>", text) for text in choices(guide))
+    return Guide(GuideKind.REGEX, "|".join(escaped))
 
 
 def ascii_classes(expression: str) -> str:
@@ -110,11 +101,3 @@ def _parsed(text: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"the guide is no JSON: {error}") from None
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and value != "" and is_unicode(value)
-
-
-def _escaped(text: str) -> str:
-    return _SPECIAL.sub(r"\\\g<0>", text)

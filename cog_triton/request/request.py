@@ -105,10 +105,8 @@ class Request:
         if not self.prompt and not self.prompt_ids:
             raise PromptRequired("a prompt is required")
         if self.min_tokens > self.max_tokens:
-            raise InvalidParameter(
-                f"min_tokens must be at most max_tokens ({self.max_tokens}), not "
-                f"{shown(self.min_tokens)}"
-            )
+            bound = f"at most max_tokens ({self.max_tokens})"
+            raise InvalidParameter(f"min_tokens must be {bound}, not {shown(self.min_tokens)}")
         if self.guide is not None:
             if (count := len(self.guide.text)) > GUIDE_CHARACTERS:
                 raise InvalidParameter(_TOO_LONG.format("guide", GUIDE_CHARACTERS, count))
@@ -167,31 +165,21 @@ def resolve_seed(seed: int | None) -> int:
 
 
 def resolve_max_tokens(max_tokens: int, max_new_tokens: int | None) -> int:
-    """Choose between max_tokens and its old name, max_new_tokens.
-
-    Raises:
-        ConflictingMaxTokens: both were given and differ. A new name at its default counts as not given.
-    """
+    """Choose between max_tokens, which at its default counts as not given, and its old name."""
     if max_new_tokens is None or max_new_tokens == max_tokens:
         return max_tokens
     if max_tokens != DEFAULT_MAX_TOKENS:
-        raise ConflictingMaxTokens(
-            _CONFLICT.format("max", shown(max_tokens), shown(max_new_tokens))
-        )
+        text = _CONFLICT.format("max", shown(max_tokens), shown(max_new_tokens))
+        raise ConflictingMaxTokens(text)
     return max_new_tokens
 
 
 def resolve_min_tokens(min_tokens: int | None, min_new_tokens: int | None) -> int:
-    """Choose between min_tokens and its old name, min_new_tokens; 0 if both are -1 or None.
-
-    Raises:
-        ConflictingMinTokens: both were given and differ.
-    """
+    """Choose between min_tokens and its old name, min_new_tokens; 0 if both are -1 or None."""
     given = {value for value in (min_tokens, min_new_tokens) if value not in (None, -1)}
     if len(given) > 1:
-        raise ConflictingMinTokens(
-            _CONFLICT.format("min", shown(min_tokens), shown(min_new_tokens))
-        )
+        text = _CONFLICT.format("min", shown(min_tokens), shown(min_new_tokens))
+        raise ConflictingMinTokens(text)
     return given.pop() or 0 if given else 0
 
 
@@ -215,11 +203,9 @@ def triton_inputs(request: Request) -> dict[str, npt.NDArray[Any]]:
         "end_id": (NO_TOKEN if request.ignore_eos else request.end_id, np.int32),
         "pad_id": (request.pad_id, np.int32),
         "return_log_probs": (None if request.log_probs is None else True, np.bool_),
-        "lora_task_id": (
-            wire.adapter_task_id(name) if (name := request.adapter) else None,
-            np.uint64,
-        ),
     }
+    if request.adapter:
+        values["lora_task_id"] = wire.adapter_task_id(request.adapter), np.uint64
     for name, neutral in _NEUTRAL.items():
         value = getattr(request, name)
         values[name] = (None if value == neutral else value, np.float32)
