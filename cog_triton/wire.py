@@ -56,7 +56,7 @@ NO_PARAMETERS: Parameters = MappingProxyType({})
 
 @dataclass(frozen=True)
 class TokenLogProb:
-    """How likely a token was under the model's unchanged distribution.
+    """Log probability of a token under the model's unchanged distribution.
 
     Attributes:
         log_prob: natural logarithm of its probability.

@@ -19,7 +19,7 @@ ANY_VOCABULARY = 256  # ids that every model has
 
 
 def add_server(parser: argparse.ArgumentParser) -> None:
-    """Where Triton is."""
+    """Add the flags of Triton's address."""
     add = parser.add_argument
     add(
         "-u",
@@ -34,7 +34,7 @@ def add_server(parser: argparse.ArgumentParser) -> None:
 
 
 def add_sampling(parser: argparse.ArgumentParser, *, output_len: int = 10) -> None:
-    """What is asked of the engine."""
+    """Add the flags of sampling parameters."""
     add = parser.add_argument
     add("-beam", "--beam_width", type=positive, default=1, metavar="N", help="default: 1")
     add("-topk", "--topk", type=int, default=1, metavar="K", help="default: 1, which is greedy")
@@ -49,7 +49,7 @@ def add_sampling(parser: argparse.ArgumentParser, *, output_len: int = 10) -> No
 
 
 def add_random_prompts(parser: argparse.ArgumentParser) -> None:
-    """What prompts of random ids are like."""
+    """Add the flags of prompts of random ids."""
     add = parser.add_argument
     add("-b", "--batch_size", type=positive, default=8, metavar="N", help="default: 8")
     add("-s", "--start_len", type=positive, default=8, metavar="TOKENS", help="of a prompt; 8")
@@ -65,7 +65,7 @@ def add_random_prompts(parser: argparse.ArgumentParser) -> None:
 
 
 def vocabulary(arguments: argparse.Namespace) -> int:
-    """How many ids there are to draw from.
+    """Return the number of ids to draw from.
 
     Raises:
         ConfigurationError: there is no tokenizer in the directory.
@@ -79,7 +79,7 @@ def vocabulary(arguments: argparse.Namespace) -> int:
 
 
 def default_url(protocol: str, environ: Mapping[str, str]) -> str:
-    """Where this machine's Triton is, if it is started with the same environment.
+    """Return the address of this machine's Triton, started with the same environment.
 
     Raises:
         ConfigurationError: a setting in it is not valid.

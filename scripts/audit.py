@@ -74,7 +74,7 @@ def audit(command: list[str]) -> tuple[list[dict[str, Any]] | None, str]:
 
 
 def unaudited(report: Iterable[Mapping[str, Any]]) -> str:
-    """Why no package at all was looked up; nothing if one was."""
+    """Return the reason why no package was looked up; empty if one was."""
     reasons = [package.get("skip_reason", "") for package in report]
     return str(reasons[0]) if all(reasons) else ""
 
@@ -91,7 +91,7 @@ def findings(report: Iterable[Mapping[str, Any]], allowed: Mapping[str, str]) ->
 
 
 def notes(report: list[dict[str, Any]], allowed: Mapping[str, str]) -> list[str]:
-    """What else there is to say: what was looked up, and what is allowed without need."""
+    """Return remarks on what was looked up, and on exceptions that are not needed."""
     found = {name for p in report for v in p.get("vulns", ()) for name in ids(v)}
     skipped = [p["skip_reason"] for p in report if "skip_reason" in p]
     unneeded = [f"{name} is allowed, and not found any more" for name in allowed.keys() - found]

@@ -154,7 +154,7 @@ def run(options: argparse.Namespace, directory: Path, argv: list[str]) -> dict[s
 
 
 def setup_of(options: argparse.Namespace, directory: Path) -> Any:
-    """What the options say of the comparison."""
+    """Return the comparison that the options name."""
     from tools.benchmark.engine_comparison import Setup
 
     model = options.model_directory or directory / "model"
@@ -200,7 +200,7 @@ def make(model: Path, options: argparse.Namespace) -> None:
 
 
 def makes_weights_up(vllm_config: Path | None) -> bool:
-    """Whether vLLM is told to make the weights up instead of reading them."""
+    """Return whether vLLM makes the weights up instead of reading them."""
     if vllm_config is None:
         return False
     import yaml  # type: ignore[import-untyped, unused-ignore]

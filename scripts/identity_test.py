@@ -48,7 +48,7 @@ async def measure(arguments: argparse.Namespace) -> None:
 
 
 def lines(arguments: argparse.Namespace, seconds: float) -> list[str]:
-    """What is printed of a batch that took so long."""
+    """Return the lines printed of a batch and its seconds."""
     size = f"Start len: {arguments.start_len}, Output len: {arguments.output_len}"
     return [
         f"[INFO] Batch size: {arguments.batch_size}, {size}",

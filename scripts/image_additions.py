@@ -48,7 +48,7 @@ def parsed(lines: Iterable[str]) -> Iterator[Requirement]:
 
 
 def fits(requirement: Requirement) -> bool:
-    """Whether what is installed meets a requirement."""
+    """Return whether an installed package meets a requirement."""
     version = installed(requirement.name)
     return version is not None and requirement.specifier.contains(version, prereleases=True)
 

@@ -78,7 +78,7 @@ def line(name: str, version: str, asked: Mapping[str, SpecifierSet]) -> str:
 
 
 def requirements(name: str, extra: str) -> list[Requirement]:
-    """What an installed package needs here; what its extra adds, if one is named."""
+    """Return an installed package's requirements here; its extra's, if one is named."""
     try:
         texts = importlib.metadata.requires(name) or []
     except importlib.metadata.PackageNotFoundError:

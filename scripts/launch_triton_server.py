@@ -111,7 +111,7 @@ def launch_of(
     gpus: int,
     backends: frozenset[str] = frozenset({CPP_BACKEND}),
 ) -> Launch:
-    """How to start tritonserver, beyond the settings.
+    """Return the options of tritonserver's start, beyond the settings.
 
     Args:
         gpus: how many this machine has.
@@ -161,7 +161,7 @@ def slurm_number(environ: Mapping[str, str], name: str) -> int:
 
 
 def gpu_count() -> int:
-    """How many GPUs this machine has, as nvidia-smi says."""
+    """Return the number of GPUs that nvidia-smi lists."""
     try:
         listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True)
     except FileNotFoundError:
@@ -292,7 +292,7 @@ def _interrupt(*_: object) -> None:
 
 
 def _running() -> str:
-    """What to say of the tritonservers of this machine, if there are any."""
+    """Return a text on this machine's tritonservers, if there are any."""
     pids = []
     for directory in Path("/proc").iterdir():
         try:
@@ -317,12 +317,12 @@ def _in_use(settings: Settings, port: str) -> bool:
 
 
 def _spawns(arguments: argparse.Namespace) -> bool:
-    """Whether the backend starts the processes of each model by itself."""
+    """Return whether the backend starts the processes of each model by itself."""
     return bool(arguments.multi_model and not arguments.disable_spawn_processes)
 
 
 def _has_pools_to_disable(environ: Mapping[str, str]) -> bool:
-    """Whether Triton is newer than 24.06, as far as the container says."""
+    """Return whether Triton is newer than 24.06, by the container's variables."""
     numbers = re.match(r"(\d+)\.(\d+)", environ.get("NVIDIA_TRITON_SERVER_VERSION", ""))
     return numbers is None or (int(numbers[1]), int(numbers[2])) > (24, 6)
 

@@ -68,7 +68,7 @@ def variables() -> str:
 
 
 def old_names() -> str:
-    """What becomes of the names of older templates."""
+    """Return a table of the names of older templates."""
     rows = [
         [model, f"`{old}`", f"read as `{new}`"]
         for model, names in TABLES.renamed.items()

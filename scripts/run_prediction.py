@@ -98,7 +98,7 @@ async def predict(inputs: dict[str, Any], given: list[str], progress: Report) ->
 
 
 def figures(metrics: dict[str, Any]) -> str:
-    """What was measured, in a line."""
+    """Return the measurements, in a line."""
     first, rate = metrics["time_to_first_token"], metrics["tokens_per_second"]
     tokens = metrics["output_token_count"]
     return f"{tokens} tokens, first after {first * 1000:.0f} ms, {rate:.0f} tokens/s"

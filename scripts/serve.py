@@ -81,7 +81,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def report(settings: Settings) -> Report:
-    """Where the log goes: as text to a person, as JSON to a machine."""
+    """Write the log as text to a person, as JSON to a machine."""
     from cog_triton.faces.terminal.report import Report, style_of
 
     style = style_of(sys.stderr, os.environ)
@@ -100,7 +100,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def why_not_free(host: str, port: str) -> str | None:
-    """Why nothing can listen on a port; None if something can."""
+    """Return the reason why nothing can listen on a port; None if something can."""
     if not port.isdecimal() or not 0 < int(port) < 65536:
         return f"PORT={port} is no number of a port"
     with socket.socket() as listener:

@@ -39,7 +39,7 @@ _PIP = ["-m", "pip", "--disable-pip-version-check", "install", "--progress-bar",
 
 
 class SetupError(Exception):
-    """What went wrong, for the user."""
+    """A set-up that failed, in the user's words."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -114,12 +114,12 @@ def torch_version(project: str) -> str:
 
 
 def has_gpu() -> bool:
-    """Whether there is an NVIDIA GPU, as far as its driver's files say."""
+    """Return whether there is an NVIDIA GPU, by its driver's files."""
     return shutil.which("nvidia-smi") is not None or Path("/dev/nvidiactl").exists()
 
 
 def cpu_build(index: str, version: str) -> bool:
-    """Whether an index has PyTorch's build for CPUs for this Python. Asked once, for a few seconds."""
+    """Return whether an index has PyTorch's build for CPUs for this Python. Takes seconds, once."""
     try:
         with urllib.request.urlopen(f"{index}/torch/", timeout=INDEX_TIMEOUT) as reply:
             page = urllib.parse.unquote(reply.read().decode(errors="replace"))
@@ -158,7 +158,7 @@ def run(command: list[str], *, advice: str = "") -> None:
 
 
 class Progress:
-    """What pip downloads: a line for what is large, and on a terminal one line for all the rest."""
+    """Pip's downloads: a line for each large one, and on a terminal one line for the rest."""
 
     def __init__(self) -> None:
         self._terminal = sys.stderr.isatty()

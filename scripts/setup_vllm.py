@@ -68,7 +68,7 @@ def set_up(venv: Path, cpu_index: str) -> None:
 
 
 def requirements(requires: list[str]) -> list[str]:
-    """What a package needs on this machine, but for what is left out."""
+    """Return a package's requirements on this machine, but for those left out."""
     from packaging.requirements import Requirement
 
     parsed = [Requirement(text) for text in requires]

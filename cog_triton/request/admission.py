@@ -42,7 +42,7 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Tenant:
-    """Whose a request is, and how it is ranked.
+    """The sender of requests, and its rank.
 
     Attributes:
         name: requests of one name share slots; "" where nobody is told apart.

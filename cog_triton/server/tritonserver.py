@@ -159,7 +159,7 @@ class TritonServer:
 
     @property
     def end(self) -> str:
-        """How it ended, in a line."""
+        """The end of the process, in a line."""
         return f"{self._name} died{self._log.end(self.status)}"
 
     def wait(self) -> int:

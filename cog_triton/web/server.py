@@ -177,7 +177,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     @property
     def _behind_others(self) -> bool:
-        """Whether requests ahead of the last have no response yet."""
+        """True if requests ahead of the last have no response yet."""
         if self._in_body:
             return bool(self.pipeline)
         return self.cycle is not None and not self.cycle.response_complete

@@ -59,7 +59,7 @@ REFUSED_SWITCHES: dict[str, str] = {
 
 @dataclass(frozen=True)
 class Options:
-    """What a comparison is to do.
+    """The options of a comparison.
 
     Attributes:
         model: a directory, a tar file, a URL of one or a Hugging Face id.
@@ -101,7 +101,7 @@ class Options:
 
     @property
     def starts_engine(self) -> bool:
-        """Whether the engine has to be started."""
+        """True if the engine has to be started."""
         return self.test_engine and not (self.url or self.grpc_url or self.http_url)
 
 
@@ -153,7 +153,7 @@ def parse(argv: Sequence[str] | None = None) -> Options:
 
 
 def _contradiction(given: argparse.Namespace) -> str | None:
-    """What is wrong with options that are each right."""
+    """Return the fault of options that are each right."""
     running = [name for name in ("url", "grpc_url", "http_url") if getattr(given, name) is not None]
     both = given.test_trt_llm == given.test_hf
     if len(running) > 1:

@@ -25,7 +25,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Task:
-    """What is asked of the model.
+    """A task given to the model.
 
     Attributes:
         input_key, output_key: columns of the text and of its reference.

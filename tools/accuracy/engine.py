@@ -29,7 +29,7 @@ Progress = Callable[[int], object]
 
 @dataclass(frozen=True)
 class Answer:
-    """What a side made of a prompt.
+    """One side's output for a prompt.
 
     Attributes:
         ids: token ids before the end token.

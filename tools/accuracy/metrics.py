@@ -29,7 +29,7 @@ def rouge(texts: Sequence[str], references: Sequence[str]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Agreement:
-    """How far two sides' outputs are the same.
+    """Agreement of two sides' outputs.
 
     Attributes:
         outputs: how many each side has.
@@ -51,7 +51,7 @@ class Agreement:
 
 
 def leading(first: Ids, second: Ids) -> int:
-    """How many ids are equal before the first that are not."""
+    """Return the number of equal ids before the first difference."""
     for position, (a, b) in enumerate(zip(first, second, strict=False)):
         if a != b:
             return position

@@ -36,7 +36,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a comparison must reach; None is not asked for.
+    """The least that a comparison must reach; None sets no limit.
 
     Attributes:
         rouge1: the engine's ROUGE-1 must be greater, 0 to 100.
@@ -49,7 +49,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Report:
-    """What a comparison found.
+    """The result of a comparison.
 
     Attributes:
         sides: by name, ``ENGINE`` or ``HUGGING_FACE`` or both.
@@ -66,7 +66,7 @@ class Report:
     details: Mapping[str, Any] = field(default_factory=dict)
 
     def failures(self) -> list[str]:
-        """Why the engine is not good enough; empty if it is."""
+        """Return the reasons why the engine is not good enough; empty if it is."""
         notes = []
         engine, limits = self.sides.get(ENGINE), self.limits
         if limits.rouge1 is not None and engine and not engine.rouge["rouge1"] > limits.rouge1:

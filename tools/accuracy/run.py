@@ -127,7 +127,7 @@ def read(options: Options, tokenizer: Tokenizer) -> list[Example]:
 
 @contextmanager
 def engine_address(options: Options, environment: Mapping[str, str]) -> Iterator[Mapping[str, str]]:
-    """Where the engine is: its ``url``, ``grpc`` or ``http`` address. It is started if it has to be."""
+    """Return the engine's ``url``, ``grpc`` or ``http`` address; start it if need be."""
     if not options.starts_engine:
         given = {"url": options.url, "grpc": options.grpc_url, "http": options.http_url}
         yield {name: address for name, address in given.items() if address}
@@ -212,7 +212,7 @@ def report(
 
 
 def details(options: Options, engine: Mapping[str, str]) -> dict[str, Any]:
-    """What was compared, and where.
+    """Return the subject and place of the comparison.
 
     Args:
         engine: the environment of an engine that is started.

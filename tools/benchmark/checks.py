@@ -48,7 +48,7 @@ def report_rows(checks: Sequence[Check]) -> str:
 
 
 def verdict(checks: Sequence[Check]) -> str:
-    """How many of the promises were missed, and each of these in a line of its own."""
+    """Return the number of missed promises, and a line for each."""
     missed = [
         (name, one) for name, one in zip(_full_names(checks), checks, strict=True) if not one.met
     ]

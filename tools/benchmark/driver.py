@@ -22,7 +22,7 @@ class Failed(Exception):
 
 @dataclass
 class Answer:
-    """What came of one request.
+    """The outcome of one request.
 
     Attributes:
         times: when each chunk with content came, seconds of ``time.perf_counter``.
@@ -44,7 +44,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Context:
-    """What a driver needs to know.
+    """The facts that a driver needs.
 
     Attributes:
         tokenizer: directory or Hugging Face id that the vocabulary is of.
@@ -78,7 +78,7 @@ class Driver(ABC):
 
     @abstractmethod
     def prepare(self, request: Planned) -> Any:
-        """What ``send`` needs of a request, as far as it can be made before."""
+        """Make the parts of a request that ``send`` needs, ahead of time."""
 
     @abstractmethod
     async def send(self, prepared: Any) -> list[Any]:

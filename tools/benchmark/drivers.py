@@ -34,5 +34,5 @@ DRIVERS: dict[str, type[Driver]] = {
 
 
 def is_in_process(target: str) -> bool:
-    """Whether the load generator runs the model itself."""
+    """Return whether the load generator runs the model itself."""
     return issubclass(DRIVERS[target], InProcess)

@@ -59,7 +59,7 @@ PAGE = 256  # tokens; what transformers reserves is a multiple of it
 
 @dataclass(frozen=True)
 class Setup:
-    """What all targets have in common.
+    """The settings that all targets share.
 
     Attributes:
         model: directory of the model.
@@ -174,7 +174,7 @@ def compare(
 
 
 def promises(results: Sequence[Result], device: str) -> list[Check]:
-    """What the engine and the stack have to reach, as far as it was measured."""
+    """Return the promises of the engine and the stack, as far as they were measured."""
     return [
         check for result in results for check in (*_rates(result, device), *_delays(result, device))
     ]

@@ -18,7 +18,7 @@ ASYNC_BATCHING = "use_async_batching"
 
 
 class InProcess(Driver):
-    """What runs the model in this very process."""
+    """A driver that runs the model in its own process."""
 
     @property
     def own_cpu_s(self) -> float:
@@ -176,7 +176,7 @@ class Vllm(InProcess):
 
 
 def load_for_batching(parameters: Mapping[str, str]) -> tuple[Any, int, Any]:
-    """What the transformers engine starts with: the model, the context length and the batching."""
+    """Load the transformers engine's model, context length and batching."""
     from cog_triton.engines.transformers import TransformersEngine
 
     loaded: list[tuple[Any, int, Any]] = []

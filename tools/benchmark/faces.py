@@ -26,7 +26,7 @@ MOST_ADDED_MS = 5
 def measure_faces(
     name: str, environment: Mapping[str, str], requests: int
 ) -> tuple[list[Result], list[Check]]:
-    """What the one face carries of what the other does.
+    """Measure one face as a share of the other.
 
     Args:
         name: of the engine's way to stream, for the report.
@@ -52,7 +52,7 @@ def measure_faces(
 
 
 def promises(name: str, openai: Result, cog: Result) -> list[Check]:
-    """What is promised under one load, of results in turns."""
+    """Return the promises under one load, of results in turns."""
     ratio, added = openai.ratio_to_baseline[COG], openai.ttft_p50_added_ms[COG]
     least = LEAST_SHARE * tokens_per_core_second(cog)
     return [

@@ -126,7 +126,7 @@ def plot_sections(results: Sequence[Result]) -> list[Section]:
 
 
 def machine_facts(machine: Mapping[str, Any]) -> dict[str, object]:
-    """What the figures were measured on, by the names of the page."""
+    """Return the machine's facts, by the names of the page."""
     memory = number(machine.get("memory_gb"))
     return {
         "CPU": machine.get("cpu"),
@@ -178,7 +178,7 @@ def tables_of(results: Iterable[Result]) -> list[ResultTable]:
 
 @dataclass(frozen=True)
 class Bar:
-    """What was measured of a promise, beside its bound, which is in the middle of the track.
+    """A promise's measurement beside its bound, which is in the middle of the track.
 
     Attributes:
         percent: of the track, at most 100.
@@ -291,7 +291,7 @@ def _environment() -> Environment:
 
 
 def _shown(value: object) -> str:
-    """What the template shows of a value, which jinja escapes unless it is markup."""
+    """Return a value as the template shows it; jinja escapes it unless it is markup."""
     if isinstance(value, Markup):
         return value
     return clean(None if isinstance(value, Undefined) else value)

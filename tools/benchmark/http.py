@@ -182,7 +182,7 @@ class Pool:
 
 
 def parse_reply(pieces: list[Piece]) -> Reply:
-    """What the bytes of a reply mean. Every piece of the body has the time of its last byte.
+    """Parse the bytes of a reply. Every piece of the body has the time of its last byte.
 
     Raises:
         ValueError: they are no HTTP.
@@ -210,14 +210,14 @@ def events(body: list[Piece]) -> Iterator[Event]:
 
 
 class _Arrivals:
-    """When the byte at an offset of a reply arrived."""
+    """Arrival times of a reply's bytes, by offset."""
 
     def __init__(self, pieces: list[Piece]) -> None:
         self._times = [at for at, _ in pieces]
         self._ends = list(accumulate(len(data) for _, data in pieces))
 
     def at(self, end: int) -> float:
-        """When all bytes before ``end`` were there."""
+        """Return the time at which all bytes before ``end`` were there."""
         return self._times[bisect.bisect_left(self._ends, end)]
 
 

@@ -183,7 +183,7 @@ def stream_of(pieces: list[Piece]) -> Iterator[Event]:
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """What a reply says.
+    """Return the JSON object of a reply.
 
     Raises:
         Failed: it is no JSON object.

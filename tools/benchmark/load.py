@@ -82,7 +82,7 @@ class Load:
 
     @property
     def count(self) -> int:
-        """How many requests are measured."""
+        """The number of measured requests."""
         if self.requests is not None:
             return self.requests
         return default_requests(self.concurrency, self.request_rate)
@@ -107,7 +107,7 @@ class Planned:
 
 @dataclass(frozen=True)
 class Share:
-    """What one of several generators sends, and on how many streams in a closed loop."""
+    """One generator's part of the requests and of a closed loop's streams."""
 
     requests: list[Planned]
     concurrency: int | None

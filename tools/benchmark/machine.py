@@ -43,7 +43,7 @@ def reported_settings(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def machine() -> dict[str, Any]:
-    """What the figures were measured on."""
+    """Return the facts of this machine."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return {
         "cpu": _cpu_model(),

@@ -28,7 +28,7 @@ class BenchmarkError(Exception):
 
 @dataclass(frozen=True)
 class Running:
-    """What can be measured.
+    """Targets that run and can be measured.
 
     Attributes:
         tokenizer: directory or Hugging Face id of the tokenizer.
@@ -48,7 +48,7 @@ class Running:
 
     @property
     def endpoints(self) -> dict[str, Any]:
-        """What a driver has to know."""
+        """The addresses that a driver needs."""
         return {"url": self.url, "grpc": self.grpc, "http": self.http, "engine": dict(self.engine)}
 
 
@@ -119,7 +119,7 @@ class Generator:
             raise BenchmarkError(f"a load generator for {self._target} said {answer[:200]!r}")
 
     def result(self) -> dict[str, Any]:
-        """What the generator measured."""
+        """Return the generator's measurements."""
         report: dict[str, Any] = json.loads(self._read())
         return report
 

@@ -89,7 +89,7 @@ def loads(arguments: argparse.Namespace) -> Iterator[Load]:
 
 
 def _add_load(load: argparse._ArgumentGroup) -> None:
-    """How much and when."""
+    """Add the options of the load's size and times."""
     either = load.add_mutually_exclusive_group()
     either.add_argument(
         "--concurrency",
@@ -141,7 +141,7 @@ def _add_load(load: argparse._ArgumentGroup) -> None:
 
 
 def _add_requests(load: argparse._ArgumentGroup) -> None:
-    """What each request is."""
+    """Add the options of each request."""
     load.add_argument("--warmup-request-count", type=_count, default=Load.warmup, metavar="N")
     load.add_argument(
         "--synthetic-input-tokens-mean", type=_positive_float, default=128, metavar="N"
@@ -205,7 +205,7 @@ def _add_output(output: argparse._ArgumentGroup) -> None:
 
 
 def _missing_endpoint(arguments: argparse.Namespace) -> str | None:
-    """What to say when one endpoint of a running Triton is named, and a target needs the other."""
+    """Return an error if one endpoint of a running Triton is named and the other is needed."""
     if not (arguments.grpc_url or arguments.http_url):
         return None
     for target in (*arguments.target, *(arguments.baseline or ())):

@@ -69,7 +69,7 @@ REQUEST_RATE = Measure("Request rate of the open loop", "requests/s", load)
 
 @dataclass(frozen=True)
 class Plots:
-    """What a section shows: a figure with one legend, or why there is none, and remarks."""
+    """A section's figure with one legend, or the reason for none, and remarks."""
 
     figure: go.Figure | None = None
     remarks: tuple[str, ...] = ()

@@ -22,7 +22,7 @@ _ERRORS = (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess)
 
 @dataclass(frozen=True)
 class Usage:
-    """What the processes of one role used together.
+    """The resources that the processes of one role used together.
 
     Attributes:
         cpu_s: CPU seconds between begin and end.
@@ -37,7 +37,7 @@ class Usage:
 
 
 def role_of(command: list[str]) -> str:
-    """What a process is in the stack, by its command line."""
+    """Return a process's role in the stack, by its command line."""
     program = Path(command[0]).name if command else ""
     line = " ".join(command)
     if program == "triton_python_backend_stub":
@@ -86,7 +86,7 @@ class Watch:
         self._thread.start()
 
     def stop(self) -> list[Usage]:
-        """What was used, in the order of the roles' first processes."""
+        """Stop; return the usage, in the order of the roles' first processes."""
         self._sample()
         self._stopped.set()
         self._thread.join()

@@ -98,7 +98,7 @@ def _make_weights(
 
 
 def is_made(directory: Path) -> bool:
-    """Whether a model was written there completely."""
+    """Return whether a model was written there completely."""
     return (directory / "tokenizer_config.json").is_file()
 
 

@@ -102,7 +102,7 @@ def result(
     processes: Sequence[Usage],
     generator_cpu_s: Sequence[float],
 ) -> Result:
-    """What the records of one load say.
+    """Sum up the records of one load.
 
     Args:
         generator_cpu_s: CPU seconds of each load generator.

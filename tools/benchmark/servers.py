@@ -47,7 +47,7 @@ def started(
     serve_python: str = sys.executable,
     **alone: str,
 ) -> AbstractContextManager[Running]:
-    """What the drivers of a kind need.
+    """Start the servers that the drivers of a kind need.
 
     Args:
         kind: a driver's ``server``, or the name of a target that needs none.
@@ -265,7 +265,7 @@ def serve_command(
 
 
 def why_no_serve(python: str) -> str | None:
-    """Why this Python cannot run ``transformers serve``; None if it can."""
+    """Return the reason why Python cannot run ``transformers serve``; None if it can."""
     code = (
         "from transformers.utils import import_utils as u\n"
         "if not (u.is_serve_available() and u.is_accelerate_available()):\n"
@@ -281,7 +281,7 @@ def why_no_serve(python: str) -> str | None:
 
 
 def has_embedded_engine(environment: Mapping[str, str]) -> bool:
-    """Whether the engine can run without Triton, which TensorRT-LLM's C++ backend cannot."""
+    """Return whether the engine runs without Triton; TensorRT-LLM's C++ backend does not."""
     return resolve_engine(with_files(read_settings(environment))) != "tensorrtllm"
 
 

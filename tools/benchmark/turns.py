@@ -157,7 +157,7 @@ def medians(rounds: Sequence[Result]) -> Result:
 
 
 def _kind(target: str) -> str:
-    """What has to run for a target; one that needs no server is by itself."""
+    """Return the server that a target needs; a target without one is its own kind."""
     return DRIVERS[target].server or target
 
 

@@ -25,7 +25,7 @@ class Vocabulary:
         return list(self.tokenizer.encode(text).ids)
 
     def count(self, texts: list[str]) -> list[int]:
-        """How many tokens each text has, special tokens aside."""
+        """Count the tokens of each text, special tokens aside."""
         encodings = self.tokenizer.encode_batch(texts, add_special_tokens=False)
         return [len(encoding.ids) for encoding in encodings]
 

@@ -43,7 +43,7 @@ class Sent:
 
 @dataclass(frozen=True)
 class Record:
-    """What is known of one request. Times in seconds of ``time.perf_counter``, which all processes share.
+    """One request. Times in seconds of ``time.perf_counter``, which all processes share.
 
     Attributes:
         times: of each chunk with content.
@@ -162,7 +162,7 @@ async def send(driver: Driver, request: Planned, prepared: Any, timeout: float) 
 
 
 def record(driver: Driver, sent: Sent) -> Record:
-    """What is known of a request that was sent; an answer that is too short is an error."""
+    """Return the record of a request that was sent; an answer that is too short is an error."""
     answer, error = Answer(), sent.error
     if sent.pieces is not None:
         try:
@@ -183,7 +183,7 @@ def record(driver: Driver, sent: Sent) -> Record:
 
 
 def is_short(answer: Answer, asked: int) -> bool:
-    """Whether an answer has fewer tokens than were asked for, or no content."""
+    """Return whether an answer has no content, or fewer tokens than were asked for."""
     least = asked if answer.counted else asked * UNCOUNTED_SHARE
     return not answer.times or answer.total < least
 

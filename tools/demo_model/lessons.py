@@ -43,7 +43,7 @@ class Example(NamedTuple):
 
 
 class Lessons:
-    """What the model is shown, and what it has to know in the end.
+    """The texts that the model is shown, and those that it has to know in the end.
 
     Attributes:
         questions: every form of every question of the corpus, with its answer.

@@ -33,7 +33,7 @@ class Kill:
 
 @dataclass(frozen=True)
 class Recovery:
-    """What followed a kill, in seconds after it; None for what has not been seen.
+    """Seconds from a kill to each event after it; None for an event not seen.
 
     Attributes:
         started: the next server's guard, or the next process of the OpenAI face.
@@ -64,7 +64,7 @@ class Killer:
     _next: float | None = None
 
     def due(self, now: float, *, back: bool) -> bool:
-        """Whether to kill something now.
+        """Return whether to kill something now.
 
         Args:
             back: whether streams run again after the last kill.
@@ -108,7 +108,7 @@ def recovery(
     tokens: Sequence[float],
     polls: Sequence[tuple[float, float, bool]],
 ) -> Recovery:
-    """What followed a kill.
+    """Return the events after a kill.
 
     What comes before the next of its kind has started, or a moment after, is from the one that was
     killed: tokens are under way for as long as nobody reads them.
@@ -139,7 +139,7 @@ def recovery(
 
 
 def crashes(lives: Sequence[tuple[float, float | None]], kills: Sequence[Kill]) -> list[float]:
-    """When lives of a server ended that nobody had killed a part of.
+    """Return the ends of servers of which nobody had killed a part.
 
     Args:
         lives: the start and the end of each; None for one that was there until it was stopped.

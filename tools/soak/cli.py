@@ -73,7 +73,7 @@ def soak(plan: Sequence[Phase], load: Load) -> list[PhaseReport]:
 
 
 def about(argv: Sequence[str] | None, environment: dict[str, str]) -> dict[str, Any]:
-    """What was run, when, where and of what."""
+    """Return the facts of a run: options, time, place and commit."""
     given = sys.argv[1:] if argv is None else argv
     return {
         "title": "Soak",

@@ -17,7 +17,7 @@ class Expected:
 
 @dataclass(frozen=True)
 class Difference:
-    """How an answer differs from the expected one.
+    """The difference between an answer and the expected one.
 
     Attributes:
         lost: of the expected, what did not come; 0 for an answer that was left early.
@@ -32,7 +32,7 @@ class Difference:
 
 
 def compare(expected: Sequence[Any], came: Sequence[Any], *, whole: bool) -> Difference:
-    """How an answer differs, in its items: token ids, or characters of a text.
+    """Compare an answer's items: token ids, or characters of a text.
 
     Args:
         whole: whether it came to its end; else it is to be a beginning of what is expected.

@@ -46,7 +46,7 @@ class AskError(Exception):
 
 @dataclass(frozen=True)
 class Piece:
-    """What came of an answer at once.
+    """A piece of an answer that came at once.
 
     Attributes:
         tokens: how many came with it; 0 where only the whole answer says so.
@@ -164,7 +164,7 @@ class TritonIds(Face):
 
 
 class CogFace(Face):
-    """What the faces of Cog's server share."""
+    """Base of the faces of Cog's server."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
         self._session = session
@@ -222,7 +222,7 @@ class CogJson(CogFace):
 
 
 def sse_piece(name: str, data: dict[str, Any]) -> Piece | None:
-    """What an event of Cog's adds to the answer, if it does.
+    """Return the piece that an event of Cog's adds to the answer, if any.
 
     Raises:
         AskError: it is the end of a prediction that failed.
@@ -263,7 +263,7 @@ def new_id() -> str:
 
 
 def id_prefix(pid: int) -> str:
-    """What the ids of a worker's requests begin with."""
+    """Return the beginning of the ids of a worker's requests."""
     return f"soak{pid}x"
 
 

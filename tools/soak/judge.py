@@ -20,7 +20,7 @@ LEAST_SECONDS = 60.0  # that a process has to run under load for its growth to b
 
 @dataclass
 class Tally:
-    """What came of the requests of a phase, counted as they end.
+    """Outcomes of the requests of a phase, counted as they end.
 
     Attributes:
         cut: those of the broken whose connection was lost.
@@ -76,7 +76,7 @@ class Tally:
 
 @dataclass(frozen=True)
 class Figures:
-    """What a soak is judged by.
+    """The figures by which a soak is judged.
 
     Attributes:
         crashes: a text each, of what ended that nobody had killed.

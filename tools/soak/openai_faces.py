@@ -154,7 +154,7 @@ def chat_body(case: Case, model: str) -> dict[str, Any]:
 
 
 def chat_piece(event: bytes) -> Piece | None:
-    """What an event of a chat adds to the answer, if it does.
+    """Return the piece that an event of a chat adds to the answer, if any.
 
     Raises:
         AskError: it is an error.

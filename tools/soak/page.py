@@ -22,7 +22,7 @@ TOKENS, KILLS, SHARED = "tokens", "kills", "/dev/shm"
 
 @dataclass(frozen=True)
 class Section:
-    """What the page shows of a phase."""
+    """The part of the page on one phase."""
 
     title: str
     figure: Markup
@@ -56,7 +56,7 @@ def _section(phase: Mapping[str, Any]) -> Section:
 
 
 def remarks(phase: Mapping[str, Any]) -> list[str]:
-    """What did not go as promised in a phase, and what its logs say of it."""
+    """Return the broken promises of a phase, with its logs' lines on them."""
     told = [f"{name}: {text}" for name in ("crashes", "left", "unfinished") for text in phase[name]]
     told += [f"log: {count} × {sign}" for sign, count in phase["signs"].items()]
     notes = [f"request: {note}"[:NOTE_LENGTH] for note in phase["notes"][:NOTES]]

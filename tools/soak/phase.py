@@ -45,7 +45,7 @@ _SIGNS = re.compile(r"Traceback|Signal \(\d+\)|terminate called|did not stop|cou
 
 @dataclass(frozen=True)
 class Load:
-    """What all phases have in common.
+    """The settings that all phases share.
 
     Attributes:
         environment: of every server.
@@ -63,7 +63,7 @@ class Load:
 
 @dataclass
 class PhaseReport:
-    """What came of a phase; see ``judge`` for the parts of it."""
+    """The result of a phase; see ``judge`` for the parts of it."""
 
     phase: Phase
     interrupted: bool = False
@@ -142,7 +142,7 @@ class Worker:
 
     @property
     def tokens(self) -> list[float]:
-        """When tokens came."""
+        """The times at which tokens came."""
         return [at for at, _ in self.rate]
 
     def _take(self, name: str, value: Any) -> None:
@@ -264,7 +264,7 @@ def _is_over(phase: Phase, seconds: float, back: bool, killer: Killer | None) ->
 
 
 def _is_back(worker: Worker, watch: Watch, killer: Killer | None) -> bool:
-    """Whether streams run again since the last kill, or at all if there was none."""
+    """Return whether streams run again since the last kill, or at all if there was none."""
     if killer is None or not killer.kills:
         return bool(worker.tokens)
     last = _recovery(worker, watch, killer.kills, len(killer.kills) - 1)
@@ -326,7 +326,7 @@ def _finish(
 
 
 def leftovers(watch: Watch, temporary: Path) -> list[str]:
-    """What is left after a server's end, each a text; it is removed.
+    """Return texts on all that is left after a server's end, and remove it.
 
     Args:
         temporary: the directory in which everything temporary was made.

@@ -96,7 +96,7 @@ class Phase:
 def phases(
     engines: Sequence[str], kinds: Sequence[str], seconds: float, kills: int | None = None
 ) -> list[Phase]:
-    """What a soak goes through: as many servers as have time enough, and the time shared among them.
+    """Plan the phases: as many servers as have time enough, with equal times.
 
     The first few take turns with the engines, so that a short soak has all kinds and engines.
     """

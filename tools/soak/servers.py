@@ -32,7 +32,7 @@ _ACTIVE = re.compile(r"^cog_triton_engine_active_requests(?:{.*})? (\S+)$", re.M
 
 @dataclass(frozen=True)
 class Place:
-    """Where a server is to run.
+    """The surroundings of a server.
 
     Attributes:
         transport: to Triton.
@@ -76,7 +76,7 @@ class Server:
     metrics: str
 
     async def busy_after(self, seconds: float) -> float:
-        """How many requests the engine still has after so long, or less if that is none."""
+        """Return the number of requests in the engine after a time, or less if that is none."""
         deadline = time.monotonic() + seconds
         async with _session() as session:
             while (active := await self._active(session)) and time.monotonic() < deadline:

@@ -27,7 +27,7 @@ Emit = Callable[[dict[str, Any]], None]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one request.
+    """The outcome of one request.
 
     Attributes:
         end: ``whole``, ``left`` by its client, ``broken`` with the server or the process that gave it, or
@@ -54,7 +54,7 @@ class Outcome:
 
 @dataclass
 class Answer:
-    """What has come so far of one."""
+    """The answer so far."""
 
     text: str = ""
     tokens: int = 0
@@ -72,7 +72,7 @@ class Attempt:
 
 
 def difference(face: Face, expected: Expected, answer: Answer, *, whole: bool) -> Difference:
-    """How an answer differs: in token ids where the face has them, and in the text where it has that."""
+    """Compare by token ids where the face has them, and by the text where it has that."""
     parts = []
     if face.has_ids:
         parts.append(compare(expected.ids, answer.ids, whole=whole))
@@ -85,7 +85,7 @@ def difference(face: Face, expected: Expected, answer: Answer, *, whole: bool) -
 
 @dataclass(frozen=True)
 class Departure:
-    """How a client does not wait for the end of its answer.
+    """A client's leaving before the end of its answer.
 
     Attributes:
         seconds: after which it leaves.

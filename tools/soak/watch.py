@@ -56,7 +56,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Sample:
-    """What one process used at one time."""
+    """One process's resources at one time."""
 
     at: float
     rss_mb: float
@@ -66,7 +66,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Shared:
-    """What a worker's servers had in /dev/shm at one time."""
+    """Regions in /dev/shm of a worker's servers at one time."""
 
     at: float
     regions: int
@@ -111,7 +111,7 @@ class Watch:
         return [p for key, p in self.parts.items() if key not in self.ended and p.alive]
 
     def lives(self, role: str = GUARD) -> list[tuple[float, float | None]]:
-        """When each of a role started and was missed, in order; the lives of a server are its guards'."""
+        """Return start and end of each process of a role, in order; a server's are its guards'."""
         keys = sorted(key for key, part in self.parts.items() if part.role == role)
         lives = [(self.parts[key].started, self.ended.get(key)) for key in keys]
         return sorted(lives, key=lambda life: life[0])
@@ -142,7 +142,7 @@ def part_of(key: Key, command: list[str]) -> Part:
 
 
 def role_of_part(command: list[str]) -> str:
-    """What a process is, by its command line: a role of the benchmark's, or one that only a soak tells."""
+    """Return a process's role, by its command line: the benchmark's, or a soak's own."""
     if any(argument.endswith("server/guard.py") for argument in command):
         return GUARD
     if "cog_triton.faces.openai.workers" in command:
@@ -171,7 +171,7 @@ class Growth:
 def growths(
     watch: Watch, tokens: Sequence[float], until: float, least_seconds: float
 ) -> list[Growth]:
-    """How each process grew that ran for so long under the load.
+    """Return the growth of each process that ran for so long under the load.
 
     Args:
         tokens: when they came, in order: the first after the start of a process, or of the load, says that

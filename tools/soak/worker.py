@@ -42,7 +42,7 @@ IDLE_SECONDS = 30.0  # for which the engine may go on with what nobody waits for
 
 @dataclass(frozen=True)
 class Spec:
-    """What a worker is to do.
+    """A worker's orders.
 
     Attributes:
         kind, transport: of the phase.
@@ -166,7 +166,7 @@ def tell_stuck() -> None:
 
 
 def places(awaited: Any) -> Iterator[str]:
-    """Where a coroutine or a generator stands, and what it waits for, as far as that can be told."""
+    """Return the places at which a coroutine or generator waits, as far as they are known."""
     while awaited is not None:
         kind = {"coroutine": "cr", "async_generator": "ag"}.get(type(awaited).__name__)
         if kind is None:
