@@ -126,6 +126,7 @@ class Arrivals(Generic[T]):
 
     Attributes:
         drop: closes the transport's stream; set by the transport.
+        others: returns the time of the last item of any stream.
         error: the stream's, raised once all items before it have been taken.
         started: the time on the loop's clock.
         last_arrival: the same of the last item; 0 before the first.
@@ -136,9 +137,10 @@ class Arrivals(Generic[T]):
 
         Args:
             timeout: seconds of silence after which the stream fails; None waits permanently.
-            stall_timeout: the same after the first item, for a transport that loses items.
+            stall_timeout: the same after the first item, while others have some.
         """
         self.drop: Callable[[], object] = lambda: None
+        self.others: Callable[[], float] = lambda: 0.0
         self.error: BaseException | None = None
         self._items: list[T] = []
         self._waiter: asyncio.Future[None] | None = None
@@ -196,15 +198,14 @@ class Arrivals(Generic[T]):
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    def _check_silence(self, timeout: float, stall_timeout: float) -> None:
-        # One timer a request, not one a response.
+    def _check_silence(self, timeout: float, stall: float) -> None:
+        # One timer a request, not one a response. An engine that pauses is silent on all streams.
         silence = self._loop.time() - (self.last_arrival or self.started)
-        limit = stall_timeout if self.last_arrival else timeout
+        stalls = self.last_arrival and self.others() > self.last_arrival + stall / 2
+        limit = stall if stalls else timeout
         if silence < limit:
-            seconds = min(limit - silence, stall_timeout)
-            self._timer = self._loop.call_later(
-                seconds, self._check_silence, timeout, stall_timeout
-            )
+            seconds = max(stall - silence, min(limit - silence, stall / 4))
+            self._timer = self._loop.call_later(seconds, self._check_silence, timeout, stall)
         elif not self.ended:
             kind = TritonTimeout if limit == timeout else TritonMalformedEvent
             self.error = kind(f"Triton sent nothing for {limit:g} s")
@@ -285,6 +286,7 @@ class TritonClient(ABC):
         if continued:
             parameters[CONTINUED] = ids_text(continued)
         stream = ResponseStream(*self.timeouts)
+        stream.others = self._last_response
         if "return_log_probs" in inputs and inputs["return_log_probs"].any():
             stream.top = int(parameters.get(TOP_LOG_PROBS, 0))
         await self._begin(stream, request_id, inputs, parameters)
@@ -312,9 +314,11 @@ class TritonClient(ABC):
         """
         if not self._running:
             return 0.0
-        oldest = min(stream.started for stream in self._running)
-        since = max(oldest, self._last_ended, *(stream.last_arrival for stream in self._running))
+        since = max(self._last_response(), min(stream.started for stream in self._running))
         return asyncio.get_running_loop().time() - since
+
+    def _last_response(self) -> float:
+        return max([self._last_ended, *(stream.last_arrival for stream in self._running)])
 
     async def aclose(self) -> None:
         """End the running streams with TritonUnavailable, wait until stops are done, and disconnect."""

@@ -358,7 +358,6 @@ def test_a_request_that_a_stop_may_overtake_is_stopped_until_it_ends() -> None:
     [
         ({"response_timeout": 0.01}, TritonTimeout),
         ({"response_timeout": 0.01, "stall_timeout": 5}, TritonTimeout),
-        ({"stall_timeout": 0.01}, TritonMalformedEvent),
     ],
 )
 def test_silence_fails_the_request_and_stops_it(
@@ -374,12 +373,27 @@ def test_silence_fails_the_request_and_stops_it(
     assert asyncio.run(main()) == ["id"]
 
 
-def test_a_stall_begins_with_the_first_response() -> None:
-    async def main() -> None:
-        client = Scripted([], stall_timeout=0.01)
-        with pytest.raises(asyncio.TimeoutError):
-            await asyncio.wait_for(consume(client), 0.05)
+def test_a_stream_that_stands_still_while_others_go_on_is_not_whole() -> None:
+    async def main() -> list[str]:
+        client = Scripted([Response([1], None, False)], stall_timeout=0.01)
+        client._last_ended = asyncio.get_running_loop().time() + 60
+        with pytest.raises(TritonMalformedEvent, match=r"sent nothing for 0\.01 s"):
+            await consume(client)
         await client.aclose()
+        return client.stopped
+
+    assert asyncio.run(main()) == ["id"]
+
+
+def test_streams_that_are_silent_together_or_wait_for_their_first_token_are_let_be() -> None:
+    async def main() -> None:
+        together = Scripted([Response([1], None, False)], stall_timeout=0.01)
+        waiting = Scripted([], stall_timeout=0.01)
+        waiting._last_ended = asyncio.get_running_loop().time() + 60  # another goes on
+        for client in (together, waiting):
+            with pytest.raises(asyncio.TimeoutError):
+                await asyncio.wait_for(consume(client), 0.05)
+            await client.aclose()
 
     asyncio.run(main())
 
