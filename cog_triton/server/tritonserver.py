@@ -121,7 +121,9 @@ class TritonServer:
             if context_model.is_file():  # it asks another model over gRPC
                 config = text_format.Parse(context_model.read_text(), ModelConfig())
                 config.parameters[GRPC_ADDRESS].string_value = self.endpoints.grpc
-                context_model.write_text(text_format.MessageToString(config))
+                new = context_model.with_suffix(".new")
+                new.write_text(text_format.MessageToString(config))
+                new.replace(context_model)  # at once: other ranks may be reading it
         leftovers.sweep()
         try:
             binary, backends = assemble(installation, self._runtime)
