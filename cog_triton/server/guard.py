@@ -335,8 +335,8 @@ def _model_of(pid: int, parent: int) -> str | None:
             arguments = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
             # The file in the directory of the model's version. One that has ended has no arguments.
             return Path(arguments[1]).parent.parent.name if arguments[1:] else UNKNOWN
-        # A stub that was killed between its fork and its exec.
-        if name == _name_of(parent) == SERVER and _stat(pid)[0] == "Z":
+        # A stub that was killed before its exec: Triton forks a bash, which becomes the stub.
+        if name in (SERVER, "bash") and _name_of(parent) == SERVER and _stat(pid)[0] == "Z":
             return UNKNOWN
     return None
 
