@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Compares an engine with Hugging Face's generate(), as the guides' summarize.py does: ROUGE, token ids,
+"""Compare an engine with Hugging Face's generate(), as the guides' summarize.py does: ROUGE, token ids,
 log probabilities, speed. See docs/accuracy.md.
 
     python scripts/summarize.py --hf_model_dir cog_triton/demo --eval_task question_answering \\
@@ -24,33 +24,28 @@ import _checkout  # noqa: F401
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command; returns its exit status."""
+    """Run the command; return its exit status."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    from tools.accuracy.cli import parse
-
-    options = parse(argv)
     from cog_triton.errors import CogTritonError
-    from tools.accuracy.data import DataError
-    from tools.accuracy.run import compare
+    from tools.accuracy import compare, texts
 
+    options = compare.parse(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
-        report = compare(options, os.environ)
-    except (DataError, CogTritonError) as error:
+        report = compare.compare(options, os.environ)
+    except (texts.DataError, CogTritonError) as error:
         print(error, file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
-    print(report.table())
-    text = json.dumps(report.as_json())
-    if options.json_file is None:
-        print(text)
+    print(compare.table(report))
+    if options.json is None:
+        print(json.dumps(report))
     else:
-        options.json_file.write_text(text + "\n", encoding="utf-8")
-    failures = report.failures()
-    for failure in failures:
+        options.json.write_text(json.dumps(report) + "\n", encoding="utf-8")
+    for failure in report["failures"]:
         print(f"not accurate enough: {failure}", file=sys.stderr)
-    return 1 if failures else 0
+    return 1 if report["failures"] else 0
 
 
 if __name__ == "__main__":

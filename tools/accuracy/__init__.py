@@ -1,9 +1,8 @@
-"""Compares an engine with Hugging Face's ``generate()`` on the same model and the same texts.
+"""Compare an engine with Hugging Face's ``generate()`` on the same model and the same texts.
 
-One comparison: ``data`` reads texts with their references, ``prompts`` makes prompts of them, ``engine``
-has them completed by the engine that is under test, wherever it runs, and ``reference`` by Hugging Face
-in this process. ``metrics`` makes figures of both, ``report`` shows them and says whether they are good
-enough; ``cli`` is the command line and ``run`` the order of it all.
+    texts.py     texts with their references, cut to prompts
+    sides.py     prompts completed greedily: by the engine, wherever it runs, and by Hugging Face here
+    compare.py   the options, the figures of both sides, and whether they are good enough
 
 Nothing that serves imports this. It needs the extra ``eval``. After a change:
 ``pytest tests/unit/tools/test_accuracy.py tests/integration/test_accuracy.py``.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import math
@@ -17,24 +18,25 @@ import summarize
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cog_triton.errors import TritonMalformedJSON, TritonUnavailable, TritonUnknownError
-from cog_triton.request.request import Request
-from cog_triton.text.tokenizer import Tokenizer, load_tokenizer
-from tools.accuracy import cli, data, run
-from tools.accuracy.cli import REFUSED, REFUSED_SWITCHES, Options
-from tools.accuracy.data import TASKS, DataError, Example, Task, hub_examples, read_examples
-from tools.accuracy.engine import (
-    Answer,
-    Answers,
-    CogEngine,
-    Completer,
-    answers,
-    cog_inputs,
-    greedy_request,
+from cog_triton.errors import (
+    ConfigurationError,
+    TritonMalformedJSON,
+    TritonUnavailable,
+    TritonUnknownError,
 )
-from tools.accuracy.metrics import Agreement, agreement, leading, rouge, until_end
-from tools.accuracy.prompts import prepared, prompt_of, shortened
-from tools.accuracy.report import ENGINE, HUGGING_FACE, Limits, Report, Side
+from cog_triton.text.tokenizer import Tokenizer, load_tokenizer
+from tools.accuracy import compare, texts
+from tools.accuracy.compare import ENGINE, HUGGING_FACE, agreement, leading, rouge
+from tools.accuracy.sides import Answer, Answers, ask_cog, in_batches, until_end
+from tools.accuracy.texts import (
+    TASKS,
+    DataError,
+    Example,
+    hub_examples,
+    prepared,
+    read_examples,
+    shortened,
+)
 from tools.demo_model.corpus import PAIRS
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -47,8 +49,8 @@ def tokenizer(demo_model: Path) -> Tokenizer:
     return load_tokenizer(str(demo_model))
 
 
-def options(*flags: str) -> Options:
-    return cli.parse(["--hf_model_dir=m", *flags])
+def options(*flags: str) -> argparse.Namespace:
+    return compare.parse(["--hf_model_dir=m", *flags])
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
@@ -119,7 +121,7 @@ def test_what_is_wrong_with_a_file_is_said(
 def test_what_is_not_there_is_said(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="there is no such file"):
         list(read_examples(tmp_path / "absent", QA))
-    with pytest.raises(DataError, match=r"no \.jsonl, \.json or \.parquet file in it"):
+    with pytest.raises(DataError, match=r"neither \.jsonl, \.json nor \.parquet"):
         list(read_examples(tmp_path, QA))
 
 
@@ -179,10 +181,14 @@ def test_the_demo_set_is_of_the_demo_models_subjects() -> None:
 # Prompts
 
 
-def test_the_prompt_of_a_summary() -> None:
-    task = TASKS["summarize"]
-    assert prompt_of(" It was n't so. ", task) == "It wasn't so.  TL;DR:"
-    assert prompt_of(" q ", QA) == "q"
+def test_the_prompt_of_a_summary(tokenizer: Tokenizer) -> None:
+    for task, text, prompt in (
+        (TASKS["summarize"], " It was n't so. ", "It wasn't so.  TL;DR:"),
+        (QA, " q ", "q"),
+    ):
+        example = Example(text, "")
+        (found,) = prepared([example], task, tokenizer, longest=100, shortest=0)
+        assert found.text == prompt
 
 
 @settings(
@@ -229,10 +235,18 @@ def test_agreement() -> None:
     assert leading([1, 2, 3], [1, 2, 4]) == 2
     assert leading([1, 2], [1, 2, 4]) == 2
     assert leading([], [1]) == 0
-    found = agreement([[1, 2], [1, 2, 3], []], [[1, 2], [1, 9], []], ["a", "b", ""], ["a", "c", ""])
-    assert found == Agreement(outputs=3, same_ids=2, same_texts=2, leading_tokens=3, tokens=5)
-    assert found.leading_share == 0.6
-    assert agreement([()], [()], [""], [""]).leading_share == 1
+    first = Answer((1, 2), "a"), Answer((1, 2, 3), "b"), Answer((), "")
+    second = Answer((1, 2), "a"), Answer((1, 9), "c"), Answer((), "")
+    assert agreement(Answers(first, 1.0), Answers(second, 1.0)) == {
+        "outputs": 3,
+        "same_ids": 2,
+        "same_texts": 2,
+        "leading_tokens": 3,
+        "tokens": 5,
+        "leading_share": 0.6,
+        "ids_of_text": False,
+    }
+    assert agreement(Answers(first[2:], 1.0), Answers(second[2:], 1.0))["leading_share"] == 1
 
 
 def test_ids_end_at_the_end_token() -> None:
@@ -241,40 +255,36 @@ def test_ids_end_at_the_end_token() -> None:
     assert until_end([5, 2], None) == (5, 2)
 
 
-def side(rouge1: float, log_prob: float | None = -0.5) -> Side:
-    scores = {"rouge1": rouge1, "rouge2": 10.0, "rougeL": 30.0, "rougeLsum": 31.25}
-    return Side(scores, output_tokens=10, seconds=4.0, log_prob=log_prob)
-
-
-def report(limits: Limits, leading_tokens: int = 9) -> Report:
-    same = Agreement(1, 0, 0, leading_tokens, 10)
-    return Report(1, {ENGINE: side(20.0), HUGGING_FACE: side(40.0)}, same, limits=limits)
+FIGURES = {"rouge2": 10.0, "rougeL": 30.0, "rougeLsum": 31.25, "log_prob_per_token": -0.5}
+FIGURES |= {"output_tokens": 10, "tokens_per_second": 2.5}
 
 
 @pytest.mark.parametrize(
-    ("limits", "failures"),
+    ("rouge1", "least", "share", "failures"),
     [
-        (Limits(), []),
-        (Limits(rouge1=19.9, leading_share=0.9), []),
-        (Limits(rouge1=20.0), ["ROUGE-1 of the engine is 20.00, not greater than 20"]),
-        (
-            Limits(leading_share=0.95),
-            ["the share of equal leading tokens is 0.9000, less than 0.95"],
-        ),
+        (20.0, None, None, []),
+        (20.0, 19.9, 0.9, []),
+        (20.0, 20.0, None, ["ROUGE-1 of the engine is 20.00, not greater than 20"]),
+        (20.0, None, 0.95, ["the share of equal leading tokens is 0.9000, less than 0.95"]),
+        (math.nan, 0.0, None, ["ROUGE-1 of the engine is nan, not greater than 0"]),
     ],
 )
-def test_thresholds(limits: Limits, failures: list[str]) -> None:
-    assert report(limits).failures() == failures
-    assert report(limits).as_json()["failures"] == failures
-
-
-def test_a_figure_that_is_no_number_fails() -> None:
-    broken = Report(1, {ENGINE: side(math.nan)}, None, limits=Limits(rouge1=0))
-    assert broken.failures()
+def test_thresholds(
+    rouge1: float, least: float | None, share: float | None, failures: list[str]
+) -> None:
+    limits = {"rouge1": least, "leading_share": share}
+    assert compare.failures({"rouge1": rouge1}, {"leading_share": 0.9}, limits) == failures
 
 
 def test_the_table() -> None:
-    assert report(Limits()).table().splitlines() == [
+    agreed = {"outputs": 1, "same_ids": 0, "same_texts": 0, "leading_tokens": 9, "tokens": 10}
+    report: dict[str, Any] = {
+        "examples": 1,
+        ENGINE: {"rouge1": 20.0, **FIGURES},
+        HUGGING_FACE: {"rouge1": 40.0, **FIGURES},
+        "agreement": {**agreed, "leading_share": 0.9, "ids_of_text": False},
+    }
+    assert compare.table(report).splitlines() == [
         "1 examples",
         "                           engine  Hugging Face",
         "rouge1                      20.00         40.00",
@@ -286,10 +296,9 @@ def test_the_table() -> None:
         "output tokens/s               2.5           2.5",
         "same token ids: 0 of 1 outputs, same text: 0; equal leading tokens: 9 of 10 (90.00 %)",
     ]
-    alone = Report(1, {ENGINE: side(1.0, None)}, None)
-    assert alone.as_json()["hugging_face"] is None
-    assert alone.as_json()["agreement"] is None
-    assert "log probability per token       -" in alone.table()
+    report |= {HUGGING_FACE: None, "agreement": None}
+    report[ENGINE]["log_prob_per_token"] = None
+    assert "log probability per token       -" in compare.table(report)
 
 
 # The command line
@@ -301,12 +310,11 @@ def test_the_guides_command() -> None:
         *("--batch_size", "1", "--test_trt_llm", "--test_hf", "--data_type", "fp16"),
         *("--check_accuracy", "--tensorrt_llm_rouge1_threshold=20"),
     )
-    assert (found.model, found.engine_dir) == ("./Phi-3-mini-4k-instruct", Path("phi-engine"))
-    assert found.task == TASKS["summarize"]
-    assert (found.test_engine, found.test_hf, found.starts_engine) == (True, True, True)
-    assert (found.dtype, found.batch_size, found.examples) == ("float16", 1, 20)
-    assert (found.output_len, found.longest, found.shortest) == (100, 923, 0)
-    assert found.limits == Limits(rouge1=20)
+    assert (found.engine_dir, found.eval_task) == ("./phi-engine", "summarize")
+    assert (found.test_trt_llm, found.test_hf, found.starts_engine) == (True, True, True)
+    assert (found.data_type, found.batch_size, found.max_ite) == ("float16", 1, 20)
+    assert (found.output_len, found.max_input_length, found.min_input_length) == (100, 923, 0)
+    assert (found.check_accuracy, found.tensorrt_llm_rouge1_threshold) == (True, 20)
 
 
 def commands(page: str) -> list[list[str]]:
@@ -321,7 +329,7 @@ def test_the_commands_of_the_page_are_valid() -> None:
     found = commands(page)
     assert len(found) == 5
     for arguments in found:
-        cli.parse(arguments)
+        compare.parse(arguments)
     for name in TASKS:
         assert f"| `{name}` |" in page
 
@@ -333,38 +341,31 @@ def test_both_sides_are_tested_unless_one_is_named() -> None:
         (["--test_engine"], (True, False)),
     ):
         found = options(*flags)
-        assert (found.test_engine, found.test_hf) == sides
+        assert (found.test_trt_llm, found.test_hf) == sides
     assert not options("--test_hf").starts_engine
     assert not options("--url=http://x").starts_engine
-    assert options("--tensorrt_llm_rouge1_threshold=20").limits == Limits()
 
 
-def test_columns_can_be_named() -> None:
-    found = options("--eval_task=question_answering", "--input_key=q", "--output_key=a").task
-    assert found == Task("q", "a")
-
-
-@pytest.mark.parametrize("flag", [*REFUSED, *REFUSED_SWITCHES])
-def test_what_cannot_be_honoured_is_refused(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
-    neutral, reason = REFUSED.get(flag, (None, REFUSED_SWITCHES.get(flag, "")))
-    value = [] if flag in REFUSED_SWITCHES else ["7"]
-    assert refusal(capsys, flag, *value) == f"{flag} cannot be honoured: {reason}"
-    if neutral is not None:
-        assert options(flag, neutral) == options()
+def test_columns_can_be_named(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    file = written(tmp_path / "a.jsonl", {"q": "text", "a": "reference"})
+    flags = ("--eval_task=question_answering", "--input_key=q", "--output_key=a")
+    found = compare.read_examples(options(*flags, f"--dataset_dir={file}"), tokenizer)
+    assert found == [Example("text", "reference")]
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         (["--url=u", "--grpc-url=g"], "give one of --url, --grpc-url and --http-url"),
-        (["--url=u", "--settings", "A=B"], "are for an engine that is started, and one runs"),
-        (["--http-url=u", "--engine_dir=e"], "are for an engine that is started, and one runs"),
+        (["--url=u", "--settings", "A=B"], "are for an engine to start, and one runs"),
+        (["--http-url=u", "--engine_dir=e"], "are for an engine to start, and one runs"),
         (["--test_hf", "--check_accuracy"], "--test_hf alone tests no engine"),
         (["--test_hf", "--engine_dir=e"], "--test_hf alone tests no engine"),
         (["--test_engine", "--leading_threshold=1"], "--leading_threshold compares both sides"),
         (["--leading_threshold=2"], "2 is not between 0 and 1"),
         (["--batch_size=0"], "0 is not at least 1"),
         (["--settings", "ENGINE"], "'ENGINE' is not KEY=VALUE"),
+        (["--num_beams=2"], "unrecognized arguments: --num_beams=2"),
         (["--eval_task=eval_context_ppl"], "invalid choice: 'eval_context_ppl'"),
     ],
 )
@@ -376,14 +377,14 @@ def test_options_that_contradict(
 
 def test_an_engine_that_is_started_gets_the_options() -> None:
     given = options("--engine_dir=e", "--tokenizer_dir=t", "--settings", "DTYPE=float32", "MODEL=o")
-    assert run.engine_environment(given, "/m", {"PATH": "p", "MODEL": "x"}) == {
+    assert compare.engine_environment(given, "/m", {"PATH": "p", "MODEL": "x"}) == {
         "PATH": "p",
         "MODEL": "o",
         "TOKENIZER": "t",
         "ENGINE_DIR": "e",
         "DTYPE": "float32",
     }
-    assert run.engine_environment(options(), "/m", {"ENGINE_DIR": "e"}) == {
+    assert compare.engine_environment(options(), "/m", {"ENGINE_DIR": "e"}) == {
         "MODEL": "/m",
         "ENGINE_DIR": "e",
     }
@@ -409,26 +410,23 @@ def test_what_is_missing_ends_the_script_with_2(
 
 
 def test_a_missing_library_is_named_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cog_triton.errors import ConfigurationError
-
-    monkeypatch.setattr(run.importlib.util, "find_spec", lambda _: None)  # type: ignore[attr-defined]
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(ConfigurationError, match=r"pip install 'cog-triton\[eval\]'"):
-        run.compare(options(), {})
+        compare.compare(options(), {})
 
 
 # The engine's side
 
 
-class Parrot(Completer):
+class Parrot:
     """Answers with the prompt; notes how many prompts it has at once."""
 
     def __init__(self) -> None:
         self.prompts: list[str] = []
         self.at_once: list[int] = []
         self.running = 0
-        self.closed = False
 
-    async def complete(self, prompt: str) -> Answer:
+    async def __call__(self, prompt: str) -> Answer:
         self.prompts.append(prompt)
         self.running += 1
         self.at_once.append(self.running)
@@ -438,57 +436,49 @@ class Parrot(Completer):
             raise TritonUnavailable("gone")
         return Answer((1, 2), prompt)
 
-    async def aclose(self) -> None:
-        self.closed = True
-
 
 def test_prompts_are_completed_in_batches_after_a_warm_up() -> None:
     engine, seen = Parrot(), list[int]()
-    found = asyncio.run(answers(engine, ["a", "b", "c"], 2, seen.append))
+    found = asyncio.run(in_batches(engine, ["a", "b", "c"], 2, seen.append))
     assert [answer.text for answer in found.answers] == ["a", "b", "c"]
     assert found.tokens == 6
     assert engine.prompts == ["a", "a", "b", "c"]
     assert engine.at_once == [1, 1, 2, 1]
     assert seen == [2, 1]
-    assert engine.closed
 
 
 def test_a_failed_request_ends_the_comparison() -> None:
-    engine = Parrot()
     with pytest.raises(TritonUnavailable):
-        asyncio.run(answers(engine, ["a", "fail"], 2))
-    assert engine.closed
+        asyncio.run(in_batches(Parrot(), ["a", "fail"], 2, lambda _: None))
 
 
-def test_greedy_is_asked_for() -> None:
-    assert greedy_request("p", 9, 2) == Request(
-        prompt="p", seed=0, max_tokens=9, temperature=0.0, top_p=1.0, end_id=2
-    )
-    assert cog_inputs("p", 9) == {
-        "prompt": "p",
-        "prompt_template": "{prompt}",
-        "max_tokens": 9,
-        "temperature": 0.0,
-        "top_p": 1.0,
-        "stop_sequences": "",
-        "seed": 0,
-    }
+def ask(tokenizer: Tokenizer, reply: httpx.Response) -> tuple[Answer, dict[str, Any]]:
+    """The answer of a Cog server that replies so, and the inputs that it got."""
+    asked: list[httpx.Request] = []
 
+    def take(request: httpx.Request) -> httpx.Response:
+        asked.append(request)
+        return reply
 
-def cog(tokenizer: Tokenizer, *replies: httpx.Response) -> CogEngine:
-    engine = CogEngine("http://cog", tokenizer, max_tokens=9)
-    left = list(replies)
-    transport = httpx.MockTransport(lambda _: left.pop(0))
-    engine._client = httpx.AsyncClient(base_url="http://cog", transport=transport)
-    return engine
+    client = httpx.AsyncClient(base_url="http://cog", transport=httpx.MockTransport(take))
+    answer = asyncio.run(ask_cog(client, "p", tokenizer, 9))
+    return answer, json.loads(asked[0].content)["input"]
 
 
 def test_cogs_answer(tokenizer: Tokenizer) -> None:
     body = {"status": "succeeded", "output": ["A to", "ken"]}
-    engine = cog(tokenizer, httpx.Response(200, json=body))
-    found = asyncio.run(engine.complete("p"))
+    found, inputs = ask(tokenizer, httpx.Response(200, json=body))
     assert found.text == "A token"
     assert tokenizer.decode(list(found.ids)) == "A token"
+    assert inputs == {
+        "prompt": "p",
+        "prompt_template": "{prompt}",
+        "stop_sequences": "",
+        "seed": 0,
+        "max_tokens": 9,
+        "temperature": 0.0,
+        "top_p": 1.0,
+    }
 
 
 @pytest.mark.parametrize(
@@ -512,7 +502,7 @@ def test_cogs_errors(
     tokenizer: Tokenizer, reply: httpx.Response, error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        asyncio.run(cog(tokenizer, reply).complete("p"))
+        ask(tokenizer, reply)
 
 
 # All of it
@@ -530,16 +520,15 @@ def test_ids_of_texts_are_compared_when_one_side_has_no_others(tokenizer: Tokeni
         ENGINE: Answers((Answer(whole, text),), 1.0),
         HUGGING_FACE: Answers((Answer(single, text),), 1.0),
     }
-    again = {name: run.with_ids_of_texts(side, tokenizer) for name, side in made.items()}
-    for answers_of, same in ((again, 1), (made, 0)):
-        found = run.report(options(), [Example("p", text)], answers_of, dict.fromkeys(made), {})
-        assert found.agreement is not None
-        assert (found.agreement.same_ids, found.agreement.same_texts) == (same, 1)
+    again = {name: compare.with_ids_of_texts(side, tokenizer) for name, side in made.items()}
+    for sides, same in ((again, 1), (made, 0)):
+        found = agreement(sides[ENGINE], sides[HUGGING_FACE])
+        assert (found["same_ids"], found["same_texts"]) == (same, 1)
 
 
 def test_outputs_are_written(tmp_path: Path) -> None:
     made = {HUGGING_FACE: Answers((Answer((1,), "é"),), 1.0)}
-    run.write_outputs(tmp_path / "new", [Example("p", "r")], made)
+    compare.write_outputs(tmp_path / "new", [Example("p", "r")], made)
     assert (tmp_path / "new" / "outputs.jsonl").read_text(encoding="utf-8") == (
         '{"prompt": "p", "reference": "r", "hugging_face": "é", "hugging_face_ids": [1]}\n'
     )
@@ -555,4 +544,4 @@ def test_no_other_module_needs_the_comparison() -> None:
 def test_the_version_of_the_librarys_hint_is_a_range() -> None:
     from packaging.requirements import Requirement
 
-    assert Requirement(data.DATASETS).specifier.contains("5.2.0")
+    assert Requirement(texts.DATASETS).specifier.contains("5.2.0")
