@@ -157,7 +157,7 @@ def _fetch_tar(
                     fetched = _publish(file.path, file.version, entry, shown, expected)
         except Unreachable as problem:
             if fetched is None:
-                raise
+                raise ConfigurationError(str(problem)) from None
             logger.warning("%s; using the copy fetched before", problem)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):

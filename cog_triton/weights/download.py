@@ -36,7 +36,7 @@ _ADVICE = {
 }
 
 
-class Unreachable(ConfigurationError):
+class Unreachable(Exception):
     """The server did not answer."""
 
 
