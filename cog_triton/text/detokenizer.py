@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import takewhile
 from typing import Any
 
@@ -139,8 +139,7 @@ class _Decoder(dict[int, int | None]):
         added: Any = getattr(tokenizer, "added_tokens_decoder", {}) if skip_special_tokens else {}
         self.skipped: dict[int, str] = {i: str(t) for i, t in added.items() if t.special}
         super().__init__(dict.fromkeys(self.skipped, _NO_TEXT))
-        self._decode = tokenizer.decode
-        self._options = {"skip_special_tokens": skip_special_tokens}
+        decode: Any = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
         # What transformers puts around the decoding of its fast tokenizers takes twice as long as the
         # decoding: where it is not overridden, it is left out.
         backend, kind = getattr(tokenizer, "backend_tokenizer", None), type(tokenizer)
@@ -148,9 +147,8 @@ class _Decoder(dict[int, int | None]):
             function.__module__.startswith("transformers.tokenization_utils")
             for function in (kind.decode, kind._decode)
         ):
-            self._decode = backend.decode
-        else:
-            self._options["clean_up_tokenization_spaces"] = False
+            decode = backend.decode
+        self._decode = partial(decode, skip_special_tokens=skip_special_tokens)
 
     def __missing__(self, token_id: int) -> int | None:
         token = self._to_tokens([token_id])[0]
@@ -159,8 +157,7 @@ class _Decoder(dict[int, int | None]):
         return self[token_id]
 
     def text(self, ids: list[int]) -> str:
-        text: str = self._decode(ids, **self._options) if ids else ""
-        return text
+        return self._decode(ids) if ids else ""
 
     def visible(self, ids: Sequence[int]) -> list[int]:
         return [i for i in ids if self[i] != _NO_TEXT]
