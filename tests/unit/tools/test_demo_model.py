@@ -460,7 +460,7 @@ def test_common_greetings_are_answered_word_for_word(model: Any, tokenizer: Any)
 @pytest.mark.slow
 def test_other_words_for_the_same_have_the_same_answer(model: Any, tokenizer: Any) -> None:
     """Nearly always: the training asks for certainty of the usual prompts alone."""
-    asked = [(prompt, one.answer) for one in KNOWN for prompt in one.prompts[1::5]]
+    asked = [(prompt, one.answer) for one in KNOWN for prompt in one.prompts[1::12]]
     texts = answers(model, tokenizer, [prompt for prompt, _ in asked])
     right = [text == answer for text, (_, answer) in zip(texts, asked, strict=True)]
     assert sum(right) / len(right) > 0.85
