@@ -56,7 +56,8 @@ def main(argv: list[str] | None = None) -> int:
 def _run(file: Path, output: Path, workdir: Path | None, dry_run: bool) -> None:
     config, toolchain = load_config(file), find_toolchain()
     if dry_run:
-        planned = plan(config, toolchain, workdir or output.with_suffix(".build"))
+        directory = workdir or output.with_suffix(".build")
+        planned = plan(config, toolchain, directory, toolchain.version())
         for note in planned.notes:
             print(f"note: {note}", file=sys.stderr)
         for step in planned.steps:

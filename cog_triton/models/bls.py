@@ -99,10 +99,7 @@ class TritonPythonModel:
     def _serve(self, request: Any) -> None:
         client = Client(request)
         try:
-            inputs, names = (
-                stub.arrays(request.inputs()),
-                frozenset(request.requested_output_names()),
-            )
+            inputs, names = stub.received(request)
             request_id = stub.request_id(request) or f"bls-{uuid.uuid4()}"
             parameters = stub.request_parameters(request)
             self._check(inputs)

@@ -92,10 +92,7 @@ class TritonPythonModel:
     async def _serve(self, request: Any) -> None:
         client = Client(request)
         try:
-            inputs, names = (
-                stub.arrays(request.inputs()),
-                frozenset(request.requested_output_names()),
-            )
+            inputs, names = stub.received(request)
             contexts = Contexts(streaming=flag(inputs, "streaming"))
             message = infer_request(ENGINE, stub.request_id(request), stub.as_sent(inputs), ())
             # One by one, as they came: other clients count a response as a token.

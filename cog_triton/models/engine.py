@@ -67,7 +67,7 @@ class TritonPythonModel:
         stub.forget_requests()
 
     def _start(self, request: Any, client: Client) -> None:
-        inputs = stub.arrays(request.inputs())
+        inputs, names = stub.received(request)
         request_id, parameters = stub.request_id(request), stub.request_parameters(request)
         if flag(inputs, "stop"):
             return self._stop(request_id, client)
@@ -86,7 +86,6 @@ class TritonPythonModel:
         counted = parameters.get(COUNTED_IDS) is True
         ids_only = counted or parameters.get(IDS_ONLY) is True
         form = {"ids_only": ids_only, "counted": counted, "top": generations[0].top_log_probs}
-        names = frozenset(request.requested_output_names())
         zeros = {} if ids_only else self._placeholders
         responses = Responses(client, inputs, names, len(generations), form, zeros)
         try:

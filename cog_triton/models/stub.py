@@ -100,6 +100,11 @@ def arrays(tensors: Any) -> dict[str, Array]:
     return {tensor.name(): tensor.as_numpy() for tensor in tensors}
 
 
+def received(request: Any) -> tuple[dict[str, Array], frozenset[str]]:
+    """Return the inputs of a request, and the names of the outputs that it asks for."""
+    return arrays(request.inputs()), frozenset(request.requested_output_names())
+
+
 def flag(inputs: Mapping[str, Array], name: str) -> bool:
     """Return True if a tensor is there and true anywhere."""
     return name in inputs and bool(inputs[name].any())

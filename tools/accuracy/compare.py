@@ -74,7 +74,7 @@ def _add_sides(add: Any) -> None:
     add("--http-url", metavar="HOST:PORT", help="a running Triton's HTTP endpoint")
     text = "environment of an engine that is started, such as ENGINE=transformers"
     add(
-        *("--settings",),
+        "--settings",
         nargs="+",
         action="extend",
         default=[],

@@ -7,6 +7,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import httpx
@@ -27,6 +28,7 @@ from cog_triton.text.tokenizer import Tokenizer
 REQUEST_SECONDS = 600.0
 
 Progress = Callable[[int], object]
+Complete = Callable[[Sequence[str]], Awaitable["list[Answer]"]]
 
 
 @dataclass(frozen=True)
@@ -82,42 +84,45 @@ async def engine_answers(
         async with httpx.AsyncClient(
             base_url=address["url"], timeout=REQUEST_SECONDS, limits=limits
         ) as http:
-            return await in_batches(
-                lambda prompt: ask_cog(http, prompt, tokenizer, max_tokens),
-                *(prompts, batch_size, progress),
-            )
+            ask = partial(ask_cog, http, tokenizer, max_tokens)
+            return await in_batches(at_once(ask), prompts, batch_size, progress)
     transport = HttpClient if "http" in address else GrpcClient
     (endpoint,) = address.values()
     client = transport(endpoint, response_timeout=REQUEST_SECONDS)
     try:
-        return await in_batches(
-            lambda prompt: ask_triton(client, prompt, tokenizer, max_tokens, end_id),
-            *(prompts, batch_size, progress),
-        )
+        ask = partial(ask_triton, client, tokenizer, max_tokens, end_id)
+        return await in_batches(at_once(ask), prompts, batch_size, progress)
     finally:
         await client.aclose()
 
 
+def at_once(ask: Callable[[str], Awaitable[Answer]]) -> Complete:
+    """Return the function that asks for all prompts of a batch at the same time."""
+
+    async def complete(batch: Sequence[str]) -> list[Answer]:
+        return list(await asyncio.gather(*map(ask, batch)))
+
+    return complete
+
+
 async def in_batches(
-    ask: Callable[[str], Awaitable[Answer]],
-    prompts: Sequence[str],
-    batch_size: int,
-    progress: Progress,
+    complete: Complete, prompts: Sequence[str], batch_size: int, progress: Progress
 ) -> Answers:
+    """Complete the prompts, ``batch_size`` at once; the first one before that, to warm up."""
     done: list[Answer] = []
     seconds = 0.0
-    await ask(prompts[0])
+    await complete(prompts[:1])
     for start in range(0, len(prompts), batch_size):
         batch = prompts[start : start + batch_size]
         began = time.perf_counter()
-        done += await asyncio.gather(*map(ask, batch))
+        done += await complete(batch)
         seconds += time.perf_counter() - began
         progress(len(batch))
     return Answers(tuple(done), seconds)
 
 
 async def ask_triton(
-    client: TritonClient, prompt: str, tokenizer: Tokenizer, max_tokens: int, end_id: int | None
+    client: TritonClient, tokenizer: Tokenizer, max_tokens: int, end_id: int | None, prompt: str
 ) -> Answer:
     """Complete by Triton: the ids are the engine's, and the text is made of them as by the predictor."""
     request = Request(
@@ -133,7 +138,7 @@ async def ask_triton(
 
 
 async def ask_cog(
-    client: httpx.AsyncClient, prompt: str, tokenizer: Tokenizer, max_tokens: int
+    client: httpx.AsyncClient, tokenizer: Tokenizer, max_tokens: int, prompt: str
 ) -> Answer:
     """Complete by Cog's API, which gives no ids: they are those of the text, encoded again."""
     inputs: dict[str, Any] = {
@@ -196,7 +201,7 @@ class Reference:
     def answers(
         self, prompts: Sequence[str], batch_size: int, max_tokens: int, progress: Progress
     ) -> Answers:
-        """Complete the prompts as ``engine_answers`` does.
+        """Complete the prompts, see ``in_batches``.
 
         Prompts of a batch are padded on the left and the padding masked. In half precision that can
         still change a token, so a batch of 1 is the most exact.
@@ -210,16 +215,7 @@ class Reference:
             eos_token_id=self._end_id,
             pad_token_id=self._pad_id,
         )
-        done: list[Answer] = []
-        seconds = 0.0
-        self._complete(prompts[:1])
-        for start in range(0, len(prompts), batch_size):
-            batch = prompts[start : start + batch_size]
-            began = time.perf_counter()
-            done += self._complete(batch)
-            seconds += time.perf_counter() - began
-            progress(len(batch))
-        return Answers(tuple(done), seconds)
+        return asyncio.run(in_batches(self._complete, prompts, batch_size, progress))
 
     def log_probs(self, prompt: str, ids: Sequence[int]) -> list[float]:
         """Return the log probability of each output token, given the prompt and those before it."""
@@ -231,7 +227,7 @@ class Reference:
         chosen = logits.log_softmax(-1).gather(1, tokens[0, len(prompt_ids) :, None])
         return list(chosen[:, 0].tolist())
 
-    def _complete(self, prompts: Sequence[str]) -> list[Answer]:
+    async def _complete(self, prompts: Sequence[str]) -> list[Answer]:
         encoded = [self._tokenizer(prompt).input_ids for prompt in prompts]
         width = max(map(len, encoded))
         padding = [width - len(ids) for ids in encoded]

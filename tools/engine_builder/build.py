@@ -32,17 +32,16 @@ from tools.engine_builder.config import EngineConfig
 from tools.engine_builder.toolchain import (
     Step,
     Toolchain,
-    find_family,
     gpus,
     linked,
     local_directory,
-    named,
     plan,
 )
 
 MARKER = ".cog-triton-engine-build"
 RECORD, LOG = "build.yaml", "build.log"
 TAIL_LINES = 15
+SHORTEST = 6  # of a secret: anything shorter would blank out ordinary text
 STOP_TIMEOUT = 10.0  # seconds from SIGTERM to SIGKILL
 SHARE = {
     "none": 1.0,
@@ -59,7 +58,7 @@ Emit = Callable[[str], None]
 
 def redact(text: str, token: str | None = None) -> str:
     """Mask Hugging Face tokens, and user, password and query of URLs."""
-    if token:
+    if token and len(token) >= SHORTEST:
         text = text.replace(token, "***")
     text = _URL_USER.sub(r"\1***@", _HF_TOKEN.sub("***", text))
     return _URL_QUERY.sub(r"\1?***", text)
@@ -138,10 +137,15 @@ class _Build:
         if checkpoint is not None and not (checkpoint / "config.json").is_file():
             raise ConfigurationError(f"checkpoint: {checkpoint} has no config.json")
         fetched = self.config.model_copy(update={"model": str(model)})
-        planned = plan(fetched, self.toolchain, self.workdir)
+        planned = plan(fetched, self.toolchain, self.workdir, version)
         for note in planned.notes:
             self._say(f"note: {note}")
-        self._check_script(planned.steps, model)
+        if planned.scripts and not any(path.is_file() for path in planned.scripts):
+            places = ", ".join(map(str, planned.scripts))
+            raise ConfigurationError(
+                f"none of {places} is there: set TENSORRT_LLM_EXAMPLES to the examples directory "
+                "of TensorRT-LLM's repository, at the version installed"
+            )
         _check_space(self.workdir, self.output.parent, _bytes_needed(self.config, model))
         for step in planned.steps:
             self._run(step)
@@ -179,17 +183,6 @@ class _Build:
         link.unlink(missing_ok=True)
         link.symlink_to(fetched.absolute(), target_is_directory=True)
         return link
-
-    def _check_script(self, planned: list[Step], model: Path) -> None:
-        if len(planned) == 1 or Path(planned[0].command[1]).is_file():
-            return
-        converts = not self.config.quantized
-        family = find_family(self.config, model) if converts else named("none")
-        places = ", ".join(map(str, self.toolchain.scripts(self.config, family)))
-        raise ConfigurationError(
-            f"none of {places} is there: set TENSORRT_LLM_EXAMPLES to the examples directory of "
-            "TensorRT-LLM's repository, at the version installed"
-        )
 
     def _run(self, step: Step) -> None:
         self._say(f"[{step.name}] {shlex.join(step.command)}")

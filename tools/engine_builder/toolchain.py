@@ -286,20 +286,29 @@ def options(arguments: Mapping[str, Any]) -> list[str]:
 
 @dataclass(frozen=True)
 class Plan:
-    """The steps of a build, as far as they can be known before the model is there."""
+    """The steps of a build, as far as they can be known before the model is there.
+
+    Attributes:
+        scripts: possible places of the first step's script; none if it needs no script.
+    """
 
     steps: list[Step]
     notes: list[str]
+    scripts: list[Path]
 
 
-def plan(config: EngineConfig, toolchain: Toolchain, workdir: Path) -> Plan:
+def plan(
+    config: EngineConfig, toolchain: Toolchain, workdir: Path, version: str | None = None
+) -> Plan:
     """Return the commands of a build in ``workdir``. Nothing is fetched, made or run.
+
+    Args:
+        version: of TensorRT-LLM; None when it is not known.
 
     Raises:
         ConfigurationError: as ``build``, for what can be seen already.
     """
     workdir, notes = workdir.absolute(), []
-    version = toolchain.version()
     model = local_directory(config.model) or linked(config.model, workdir)
     check_code(config, model)
     family = named("none")
@@ -319,7 +328,7 @@ def plan(config: EngineConfig, toolchain: Toolchain, workdir: Path) -> Plan:
             for name in config.build_args
             if name in PARALLEL
         ]
-    return Plan(steps(config, toolchain, layout, version), notes)
+    return Plan(steps(config, toolchain, layout, version), notes, scripts)
 
 
 def check_code(config: EngineConfig, model: Path) -> None:

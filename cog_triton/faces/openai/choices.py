@@ -32,6 +32,9 @@ class Choice(ABC):
         more = body.return_token_ids or body.continuous_usage or body.prompt_logprobs is not None
         self.plain = not more
 
+    def has_only_text(self, chunk: Chunk) -> bool:
+        return self.plain and not chunk.log_probs and chunk.finish_reason is None
+
     @abstractmethod
     def text_piece(self, text: str) -> Piece: ...
 
@@ -100,11 +103,12 @@ class ChoiceWriter:
         ]
         begun = False
         async for number, chunk in chunks:
-            data = b"" if begun else self._begin(number, chunk)
+            self._count_prompt(number, chunk)
+            data = b"" if begun else self._begin()
             begun = True
-            self._count(number, chunk)
+            self._outputs[number] = chunk.output_tokens
             choice = self._choices[number]
-            if not choice.plain or chunk.log_probs or chunk.finish_reason is not None:
+            if not choice.has_only_text(chunk):
                 for piece in choice.pieces(chunk):
                     data += self._event([piece], self._usage(number))
             elif chunk.text:
@@ -117,9 +121,10 @@ class ChoiceWriter:
     async def body(self, chunks: NumberedChunks) -> dict[str, Any]:
         pieces = [choice.begin() for choice in self._choices]
         async for number, chunk in chunks:
-            self._count(number, chunk)
+            self._count_prompt(number, chunk)
+            self._outputs[number] = chunk.output_tokens
             choice = self._choices[number]
-            if not choice.plain or chunk.log_probs or chunk.finish_reason is not None:
+            if not choice.has_only_text(chunk):
                 pieces[number] += choice.pieces(chunk)
             elif chunk.text:
                 pieces[number].append(choice.text_piece(chunk.text))
@@ -130,9 +135,7 @@ class ChoiceWriter:
     def failed(self, error: ApiError) -> bytes:
         return event(error.body()) + DONE
 
-    def _begin(self, number: int, chunk: Chunk) -> bytes:
-        if chunk.input_tokens is not None:
-            self._prompts[number // self._body.choices] = chunk.input_tokens
+    def _begin(self) -> bytes:
         data = b""
         for place, choice in enumerate(self._choices):
             fields = choice.prompt()
@@ -147,8 +150,7 @@ class ChoiceWriter:
         value = {**self._head, "choices": choices, **fields}
         return event({**value, "usage": usage} if self._body.include_usage else value)
 
-    def _count(self, number: int, chunk: Chunk) -> None:
-        self._outputs[number] = chunk.output_tokens
+    def _count_prompt(self, number: int, chunk: Chunk) -> None:
         if chunk.input_tokens is not None:
             self._prompts[number // self._body.choices] = chunk.input_tokens
 

@@ -27,7 +27,7 @@ from cog_triton.errors import (
 from cog_triton.text.tokenizer import Tokenizer, load_tokenizer
 from tools.accuracy import compare, texts
 from tools.accuracy.compare import ENGINE, HUGGING_FACE, agreement, leading, rouge
-from tools.accuracy.sides import Answer, Answers, ask_cog, in_batches, until_end
+from tools.accuracy.sides import Answer, Answers, ask_cog, at_once, in_batches, until_end
 from tools.accuracy.texts import (
     TASKS,
     DataError,
@@ -439,7 +439,7 @@ class Parrot:
 
 def test_prompts_are_completed_in_batches_after_a_warm_up() -> None:
     engine, seen = Parrot(), list[int]()
-    found = asyncio.run(in_batches(engine, ["a", "b", "c"], 2, seen.append))
+    found = asyncio.run(in_batches(at_once(engine), ["a", "b", "c"], 2, seen.append))
     assert [answer.text for answer in found.answers] == ["a", "b", "c"]
     assert found.tokens == 6
     assert engine.prompts == ["a", "a", "b", "c"]
@@ -449,7 +449,7 @@ def test_prompts_are_completed_in_batches_after_a_warm_up() -> None:
 
 def test_a_failed_request_ends_the_comparison() -> None:
     with pytest.raises(TritonUnavailable):
-        asyncio.run(in_batches(Parrot(), ["a", "fail"], 2, lambda _: None))
+        asyncio.run(in_batches(at_once(Parrot()), ["a", "fail"], 2, lambda _: None))
 
 
 def ask(tokenizer: Tokenizer, reply: httpx.Response) -> tuple[Answer, dict[str, Any]]:
@@ -461,7 +461,7 @@ def ask(tokenizer: Tokenizer, reply: httpx.Response) -> tuple[Answer, dict[str, 
         return reply
 
     client = httpx.AsyncClient(base_url="http://cog", transport=httpx.MockTransport(take))
-    answer = asyncio.run(ask_cog(client, "p", tokenizer, 9))
+    answer = asyncio.run(ask_cog(client, tokenizer, 9, "p"))
     return answer, json.loads(asked[0].content)["input"]
 
 
