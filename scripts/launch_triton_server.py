@@ -34,12 +34,12 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from _checkout import ROOT
+import _checkout  # noqa: F401
 
 from cog_triton.deployment.preparation import check_models
 from cog_triton.errors import ConfigurationError, TritonStartError
 from cog_triton.repository.fill import CONFIG, read_template
-from cog_triton.server.command import Endpoints, Launch, choose_ports, command, launch_command
+from cog_triton.server.command import Endpoints, Launch, choose_ports, command, guarded
 from cog_triton.server.installation import locate
 from cog_triton.server.tritonserver import TritonServer
 from cog_triton.settings import Settings, read_settings
@@ -47,7 +47,6 @@ from cog_triton.settings import Settings, read_settings
 LOG_FORMAT = "%(asctime)s %(levelname)s %(message)s"
 VERBOSE_LOG = 3  # what --log means in NVIDIA's script
 CPP_BACKEND = "tensorrtllm"
-MPI_JOB = ROOT / "cog_triton" / "server" / "mpi_job.py"
 PORTS = ("http_port", "grpc_port", "metrics_port")
 
 
@@ -138,7 +137,7 @@ def launch_of(
         launcher=(
             *(("trtllm-llmapi-launch",) if arguments.trtllm_llmapi_launch else ()),
             # The LLM API's workers are spawned for each model; it is no part of a job that it shares.
-            *((sys.executable, str(MPI_JOB)) if spawns and CPP_BACKEND not in backends else ()),
+            *(guarded("outside-mpi", "", 0, []) if spawns and CPP_BACKEND not in backends else ()),
         ),
         mpi=spawns and not arguments.no_mpi,
         environment=orchestrator if arguments.multi_model else {},
@@ -222,15 +221,8 @@ def planned_command(repository: Path, settings: Settings, launch: Launch) -> lis
     """The command that would be run, but for the prefix of the shared memory and copies of binaries."""
     installation = locate(settings)
     ports = [getattr(settings, name) for name in PORTS]
-    server = command(
-        installation.server,
-        repository.resolve(),
-        installation.backends,
-        Endpoints(settings.host, *ports),
-        "prefix",
-        settings,
-    )
-    return launch_command(server, "prefix", settings, launch)
+    paths = installation.server, repository.resolve(), installation.backends
+    return command(*paths, Endpoints(settings.host, *ports), "prefix", settings, launch)
 
 
 def with_usable_ports(settings: Settings, *, force: bool) -> Settings:

@@ -1,12 +1,10 @@
 """tritonserver as a process: find it, its command line, its guard, its ranks, its log.
 
     tritonserver.py   TritonServer: start, stop, health
-    command.py        command lines of a server and of ranks under mpirun; ports
+    command.py        the command line of a server and of ranks under mpirun; ports
     installation.py   the server and its backends on this machine; its environment, without secrets
-    guard.py          a program of its own: runs a server, and ends it with its starter
-    leftovers.py      removal of what is left when a guard is killed
+    guard.py          a program of its own: runs a server, ends it with its starter, and clears up
     log.py            levels, ranks, and the reason of an end
-    mpi_job.py        a program of its own: runs a command without the variables of its MPI job
 
 May import ``settings``, ``errors`` and ``wire``. After a change: pytest tests/unit/server
 tests/integration/test_process.py tests/integration/test_ranks.py

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cog_triton.errors import ConfigurationError
+from cog_triton.server.guard import STUB
 from cog_triton.settings import Settings
 
 CONTAINER_ROOT = Path("/opt/tritonserver")
-STUB = "triton_python_backend_stub"
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 
 _SECRET = re.compile(r"(_TOKEN|_KEYS?|_SECRET|PASSWORD)$", re.IGNORECASE)
@@ -33,13 +33,13 @@ class Installation:
     Attributes:
         backends: directory with one directory per backend.
         stub: the Python backend's stub for the running Python; None means the backend's own.
-        libraries: directories of the server's shared libraries.
+        libraries: directory of the server's shared libraries, if they are beside it.
     """
 
     server: Path
     backends: Path
     stub: Path | None = None
-    libraries: tuple[Path, ...] = ()
+    libraries: str = ""
 
 
 def locate(settings: Settings, container_root: Path = CONTAINER_ROOT) -> Installation:
@@ -48,26 +48,23 @@ def locate(settings: Settings, container_root: Path = CONTAINER_ROOT) -> Install
     Raises:
         ConfigurationError: there is none, or it has no Python backend for this Python.
     """
-    wheel = _wheel()
     server = container_root / "bin" / "tritonserver"
     if settings.tritonserver:
         server = settings.tritonserver.resolve()
         if not server.is_file():
             raise ConfigurationError(f"TRITONSERVER={settings.tritonserver} is no file")
-    if wheel and (server == wheel.server.resolve() or not server.is_file()):
-        installation = wheel
-    elif server.is_file():
-        installation = Installation(server, server.parent.parent / "backends")
-    else:
+    found = _wheel()
+    if found is None or (server.is_file() and server != found.server.resolve()):
+        found = Installation(server, server.parent.parent / "backends")
+    if not found.server.is_file():
         raise ConfigurationError(
             "no tritonserver found: set TRITONSERVER, run in NVIDIA's Triton container, or "
             "pip install nvidia-pytriton"
         )
-    if settings.backend_directory:
-        installation = replace(installation, backends=settings.backend_directory)
-    if not (installation.backends / "python").is_dir():
-        raise ConfigurationError(f"no Python backend in {installation.backends}")
-    return installation
+    found = replace(found, backends=settings.backend_directory or found.backends)
+    if not (found.backends / "python").is_dir():
+        raise ConfigurationError(f"no Python backend in {found.backends}")
+    return found
 
 
 def _wheel() -> Installation | None:
@@ -76,7 +73,7 @@ def _wheel() -> Installation | None:
     if spec is None or spec.origin is None:
         return None
     package = Path(spec.origin).parent
-    root = package / "tritonserver"
+    root, libraries = package / "tritonserver", package.parent / "nvidia_pytriton.libs"
     stubs = root / "python_backend_stubs"
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     stub = stubs / version / STUB
@@ -85,8 +82,7 @@ def _wheel() -> Installation | None:
         raise ConfigurationError(
             f"the tritonserver wheel has no Python backend stub for Python {version}, only for {known}"
         )
-    libraries = (package.parent / "nvidia_pytriton.libs",)
-    return Installation(root / "bin" / "tritonserver", root / "backends", stub, libraries)
+    return Installation(root / "bin" / "tritonserver", root / "backends", stub, str(libraries))
 
 
 def assemble(installation: Installation, directory: Path) -> tuple[Path, Path]:
@@ -94,27 +90,22 @@ def assemble(installation: Installation, directory: Path) -> tuple[Path, Path]:
 
     The wheel's files may lack the executable bit, and its directory may be read-only.
     """
-    backends = directory / "backends"
-    backends.mkdir(parents=True)
+    server, backends = installation.server, directory / "backends"
+    python = backends / "python"
+    python.mkdir(parents=True)
     for backend in installation.backends.iterdir():
-        if backend.name != "python" or installation.stub is None:
+        if backend.name != "python":
             (backends / backend.name).symlink_to(backend)
-    if installation.stub is not None:
-        python = backends / "python"
-        python.mkdir()
-        for part in (installation.backends / "python").iterdir():
-            if part.name not in (STUB, "__pycache__"):
-                (python / part.name).symlink_to(part)
-        _copy_executable(installation.stub, python / STUB)
-    if os.access(installation.server, os.X_OK):
-        return installation.server, backends
-    return _copy_executable(installation.server, directory / "tritonserver"), backends
-
-
-def _copy_executable(file: Path, copy: Path) -> Path:
-    shutil.copyfile(file, copy)
-    copy.chmod(0o755)
-    return copy
+    for part in (installation.backends / "python").iterdir():
+        if part.name != "__pycache__" and (part.name != STUB or installation.stub is None):
+            (python / part.name).symlink_to(part)
+    copies = {} if installation.stub is None else {installation.stub: python / STUB}
+    if not os.access(server, os.X_OK):
+        copies[server] = directory / "tritonserver"
+    for file, copy in copies.items():
+        shutil.copyfile(file, copy)
+        copy.chmod(0o755)
+    return copies.get(server, server), backends
 
 
 def environment(
@@ -130,15 +121,16 @@ def environment(
     """
     kept = {n: v for n, v in environ.items() if n in passed_on or not _is_secret(n, v)}
     # Python's is the last: a system's has its library where other versions of CUDA's and MPI's are.
-    libraries = [*map(str, installation.libraries), environ.get("LD_LIBRARY_PATH", "")]
-    libraries.append(str(sysconfig.get_config_var("LIBDIR")))
-    path = [str(Path(sys.executable).parent), environ.get("PATH", "")]
-    return {**kept, "LD_LIBRARY_PATH": _joined(libraries), "PATH": _joined(path)}
-
-
-def _joined(paths: list[str]) -> str:
-    """Join lists of directories, without the empty ones, which would mean the current directory."""
-    return os.pathsep.join(filter(None, os.pathsep.join(paths).split(os.pathsep)))
+    python_libraries = str(sysconfig.get_config_var("LIBDIR"))
+    lists = {
+        "LD_LIBRARY_PATH": (
+            *(installation.libraries, environ.get("LD_LIBRARY_PATH", "")),
+            python_libraries,
+        ),
+        "PATH": (str(Path(sys.executable).parent), environ.get("PATH", "")),
+    }
+    # An empty directory would mean the current one.
+    return kept | {n: ":".join(filter(None, ":".join(v).split(":"))) for n, v in lists.items()}
 
 
 def _is_secret(name: str, value: str) -> bool:

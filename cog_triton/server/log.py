@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import signal
+import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -12,10 +13,13 @@ from pathlib import Path
 from cog_triton.errors import LISTENS, cause, shortened
 from cog_triton.server.guard import RANK_ENDED, STUB_ENDED
 
+progress = logging.getLogger("cog_triton.server")
+
 GPU = Path("/dev/nvidiactl").exists()
 LOG_TAIL_LINES = 60
 LONGEST_LINE = 2000  # characters; a line may have a whole request in it
 LONGEST_RECORD = 20_000  # with a trace
+LONGEST_RAW = 4 * LONGEST_LINE  # bytes
 _LEVELS = {"I": logging.INFO, "W": logging.WARNING, "E": logging.ERROR, "F": logging.CRITICAL}
 # Triton's complaints on a machine without a GPU, at any level: nothing is wrong there.
 _NO_GPU = re.compile(r"CUDA|Cuda|NVML|DCGM|pinned (system )?memory")
@@ -72,45 +76,47 @@ class ServerLog:
         self._tails: dict[int | None, deque[str]] = defaultdict(
             lambda: deque(maxlen=LOG_TAIL_LINES)
         )
+        self._loading: dict[str, float] = {}  # models, with the time since when
         self._failures: dict[str, str] = {}
         self._child_error: str | None = None
-        self._loading: dict[str, None] = {}
         self._last_error: str | None = None  # which is why a server ends by itself
         self._stub: tuple[str, int] | None = None  # model and status, of the first that ended
-        self._ended: tuple[int, int | None] | None = (
-            None  # rank and status, of the first that ended
-        )
+        self._rank: tuple[int, int | None] | None = None  # and status, of the first that ended
 
     def read(self, stream: Iterable[bytes]) -> Iterator[tuple[int, str]]:
         """Read the merged output; yield the level and the text of each line."""
         levels: dict[int | None, int] = defaultdict(lambda: logging.INFO)
-        for rank, whole in lines_of_ranks(_decoded(raw) for raw in stream):
-            line = shortened(whole, LONGEST_LINE)
-            if not line:
-                continue
-            self._note(rank, line)
-            levels[rank], text = parse_log_line(line, levels[rank])
-            yield levels[rank], text if rank is None else f"rank {rank}: {text}"
+        # A line is cut before it is decoded if it is longer than any that is shown.
+        cut = (raw if len(raw) <= LONGEST_RAW else raw[:LONGEST_RAW] + b"\n" for raw in stream)
+        for rank, whole in lines_of_ranks(raw.decode(errors="replace") for raw in cut):
+            if line := shortened(whole, LONGEST_LINE):
+                levels[rank], text = parse_log_line(line, levels[rank])
+                self._tails[rank].append(line)
+                self._note_end(line)
+                self._note_model(line, f" on rank {rank}" if rank else "")
+                self.listens = self.listens or LISTENS in line
+                if levels[rank] >= logging.ERROR and text != line:
+                    self._last_error = cause(text.partition("] ")[2])
+                yield levels[rank], text if rank is None else f"rank {rank}: {text}"
 
-    def _note(self, rank: int | None, line: str) -> None:
-        self._tails[rank].append(line)
-        self.listens = self.listens or LISTENS in line
-        level, text = parse_log_line(line, logging.INFO)
-        if level >= logging.ERROR:
-            self._last_error = cause(text.partition("] ")[2])
+    def _note_end(self, line: str) -> None:
         # After the end of a rank, the others are stopped: Triton kills a stub then that takes too long.
-        if self._ended is None:
-            if self._stub is None and (stub := _STUB_ENDED.search(line)):
-                self._stub = stub[1], int(stub[2])
-            if ended := _RANK_ENDED.search(line):
-                self._ended = int(ended[1]), int(ended[2])
-            elif killed := _RANK_KILLED.search(line):
-                self._ended = int(killed[1]), None
-        on_rank = f" on rank {rank}" if rank else ""
+        if self._rank is not None:
+            return
+        if self._stub is None and (stub := _STUB_ENDED.search(line)):
+            self._stub = stub[1], int(stub[2])
+        if ended := _RANK_ENDED.search(line):
+            self._rank = int(ended[1]), int(ended[2])
+        elif killed := _RANK_KILLED.search(line):
+            self._rank = int(killed[1]), None
+
+    def _note_model(self, line: str, on_rank: str) -> None:
         if loading := _LOADING.search(line):
-            self._loading[loading[1] + on_rank] = None
+            self._loading[loading[1] + on_rank] = time.monotonic()
         elif loaded := _LOADED.search(line):
-            self._loading.pop(loaded[1] + on_rank, None)
+            began = self._loading.pop(model := loaded[1] + on_rank, None)
+            if began is not None and not model.startswith("ensemble"):  # which loads nothing
+                progress.info("%s loaded in %.1f s", model, time.monotonic() - began)
         elif failure := _FAILED_MODEL.search(line):
             elsewhere = self._child_error if _SEE_ABOVE.search(failure[2]) else None
             self._failures.setdefault(failure[1] + on_rank, elsewhere or cause(failure[2]))
@@ -134,11 +140,11 @@ class ServerLog:
             return first
         if status is None and (loading := ", ".join(list(self._loading))):
             return f"{first}\nstill loading: {loading}"
-        by_itself = self._ended is None and status is not None and 0 < status < 128
+        by_itself = self._rank is None and status is not None and 0 < status < 128
         if by_itself and self._last_error:
             return f"{first}\n{self._last_error}"
         lines = [first]
-        ranks = list(self._tails) if self._ended is None else [self._ended[0]]
+        ranks = list(self._tails) if self._rank is None else [self._rank[0]]
         for rank in sorted(ranks, key=lambda rank: -1 if rank is None else rank):
             whose = "its" if rank is None else f"rank {rank}'s"
             lines += [f"the last lines of {whose} log:", *list(self._tails[rank])]
@@ -147,36 +153,12 @@ class ServerLog:
     def end(self, status: int | None) -> str:
         """Return what ended, and how, to be put behind the server's name."""
         if self._stub is not None:
-            model, stub_status = self._stub
-            return f": the process of model {model} ended {describe_status(stub_status)}"
-        if self._ended is None:
+            return f": the process of model {self._stub[0]} ended {describe_status(self._stub[1])}"
+        if self._rank is None:
             return "" if status is None else f", {describe_status(status)}"
-        rank, own_status = self._ended
-        own = describe_status(status if own_status is None else own_status)
-        return f": rank {rank} of {self._world_size} ended {own}"
-
-
-def _decoded(raw: bytes) -> str:
-    """Decode a line, cut if it is longer than any that is shown."""
-    if len(raw) > 4 * LONGEST_LINE:
-        raw = raw[: 4 * LONGEST_LINE] + b"\n"
-    return raw.decode(errors="replace")
-
-
-class LoadTimes:
-    """The time that each model takes to load, by Triton's log."""
-
-    def __init__(self) -> None:
-        self._starts: dict[str, float] = {}
-
-    def note(self, text: str, now: float) -> str | None:
-        """Return the message that a line makes, if any; an ensemble loads nothing."""
-        if loading := _LOADING.search(text):
-            self._starts.setdefault(loading[1], now)
-        loaded = _LOADED.search(text)
-        if loaded is None or loaded[1].startswith("ensemble"):
-            return None
-        return f"{loaded[1]} loaded in {now - self._starts.get(loaded[1], now):.1f} s"
+        rank, own = self._rank
+        ended = describe_status(status if own is None else own)
+        return f": rank {rank} of {self._world_size} ended {ended}"
 
 
 def lines_of_ranks(lines: Iterable[str]) -> Iterator[tuple[int | None, str]]:

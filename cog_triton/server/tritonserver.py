@@ -12,6 +12,7 @@ import http.client
 import logging
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import threading
@@ -30,24 +31,14 @@ from cog_triton.errors import (
     TritonStartError,
     file_problem,
 )
-from cog_triton.server import leftovers
-from cog_triton.server.command import (
-    Endpoints,
-    Launch,
-    check_mpirun,
-    choose_ports,
-    command,
-    guarded,
-    launch_command,
-)
-from cog_triton.server.guard import KILL, STOP, WATCH, make_private, process_name
+from cog_triton.server import guard
+from cog_triton.server.command import Endpoints, Launch, choose_ports, command, guarded
 from cog_triton.server.installation import PACKAGE_ROOT, assemble, environment, locate
-from cog_triton.server.log import LoadTimes, ServerLog
+from cog_triton.server.log import ServerLog
 from cog_triton.settings import Settings
 from cog_triton.wire import CONTEXT_MODEL, GRPC_ADDRESS
 
 logger = logging.getLogger("tritonserver")
-_progress = logging.getLogger(__name__)
 
 _ESTABLISHED = "01"  # in /proc/net/tcp; see include/net/tcp_states.h of Linux
 
@@ -78,20 +69,18 @@ class TritonServer:
             temporary: remove ``runtime`` when the server ends, however it does.
             launch: how to start it, in addition to the settings.
         """
-        self._temporary = runtime if temporary else None
-        self._settings = settings
-        self._repository = repository
-        self._runtime = runtime
-        self._launch = launch or Launch()
+        self._temporary = str(runtime) if temporary else ""
+        self._settings, self._launch = settings, launch or Launch()
+        self._repository, self._runtime = repository, runtime
         self._log = ServerLog(settings.world_size)
         rank = self._launch.rank
         self._name = "tritonserver" if rank is None else f"tritonserver of rank {rank}"
         self._has_endpoints = not rank
-        self._stopping = False
-        self._started = False
+        self._stopping = self._started = False
         self._process: subprocess.Popen[bytes] | None = None
         self._threads: list[threading.Thread] = []
-        self.shm_prefix = f"cog_triton_{process_name(os.getpid())}_{secrets.token_hex(4)}_"
+        name = guard.process_name(os.getpid())
+        self.shm_prefix = f"{guard.PREFIX}{name}_{secrets.token_hex(4)}_"
         self.endpoints = Endpoints(settings.host, 0, 0, 0)
         self.status: int | None = None
 
@@ -106,31 +95,28 @@ class TritonServer:
             TritonPortTaken: another process took a port in the same moment.
             TritonStartError: the server died or ran out of time, with its reasons. It is stopped then.
         """
-        settings, launch = self._settings, self._launch
+        settings = self._settings
         installation = locate(settings)
         environ = environment(installation, os.environ, settings.secrets_passed_on)
-        environ |= launch.environment
-        if launch.under_mpirun(settings):
-            check_mpirun(environ, settings)
+        environ |= self._launch.environment
+        if self._launch.under_mpirun(settings):
+            if shutil.which("mpirun", path=environ["PATH"]) is None:
+                raise ConfigurationError(
+                    f"no mpirun in PATH, which WORLD_SIZE={settings.world_size} needs: run in NVIDIA's "
+                    "Triton container, or install Open MPI (Debian: openmpi-bin)"
+                )
             # mpirun's files, in a directory that is removed even when it is killed: Open MPI 4, and 5.
             for name in ("OMPI_MCA_orte_tmpdir_base", "PRTE_MCA_prte_tmpdir_base"):
                 environ[name] = str(self._runtime)
+        guard.sweep()
         if self._has_endpoints:
             self.endpoints = choose_ports(settings)
-            context_model = self._repository / CONTEXT_MODEL / "config.pbtxt"
-            if context_model.is_file():  # it asks another model over gRPC
-                config = text_format.Parse(context_model.read_text(), ModelConfig())
-                config.parameters[GRPC_ADDRESS].string_value = self.endpoints.grpc
-                new = context_model.with_suffix(".new")
-                new.write_text(text_format.MessageToString(config))
-                new.replace(context_model)  # at once: other ranks may be reading it
-        leftovers.sweep()
         try:
+            self._set_address_of_relay()
             binary, backends = assemble(installation, self._runtime)
-            server = command(
-                binary, self._repository, backends, self.endpoints, self.shm_prefix, settings
-            )
-            self._spawn(launch_command(server, self.shm_prefix, settings, launch), environ)
+            paths = binary, self._repository, backends
+            line = command(*paths, self.endpoints, self.shm_prefix, settings, self._launch)
+            self._spawn(line, environ)
         except OSError as error:  # the disk is full, say
             raise ConfigurationError(file_problem(error)) from error
         try:
@@ -139,9 +125,22 @@ class TritonServer:
             self.stop()
             raise
         self._started = True
-        make_private(self.shm_prefix)
+        # Readable for this user only: Triton makes it readable for all, whatever the umask. Its regions are
+        # all there now, and nothing of a request is in them before.
+        for region in guard.SHARED_MEMORY.glob(f"{self.shm_prefix}*"):
+            region.chmod(0o600)
         if self._has_endpoints:  # else nothing tells that the stubs have started
-            self._tell_guard(WATCH)
+            self._tell_guard(guard.WATCH)
+
+    def _set_address_of_relay(self) -> None:
+        """Tell the context model, if there is one, where it asks another model over gRPC."""
+        file = self._repository / CONTEXT_MODEL / "config.pbtxt"
+        if self._has_endpoints and file.is_file():
+            config = text_format.Parse(file.read_text(), ModelConfig())
+            config.parameters[GRPC_ADDRESS].string_value = self.endpoints.grpc
+            new = file.with_suffix(".new")
+            new.write_text(text_format.MessageToString(config))
+            new.replace(file)  # at once: other ranks may be reading it
 
     def stop(self) -> None:
         """Stop the server, its stubs and all they hold. Safe to call again, and before a start."""
@@ -149,7 +148,7 @@ class TritonServer:
             return
         assert self._process.stdin is not None
         self._stopping = True
-        self._tell_guard(STOP)
+        self._tell_guard(guard.STOP)
         self.wait()
         with contextlib.suppress(BrokenPipeError):  # the last order came after its end
             self._process.stdin.close()
@@ -157,7 +156,7 @@ class TritonServer:
 
     def kill(self) -> None:
         """End a server that hangs: its guard kills it, and clears up. Returns at once."""
-        self._tell_guard(KILL)
+        self._tell_guard(guard.KILL)
 
     @property
     def end(self) -> str:
@@ -201,11 +200,13 @@ class TritonServer:
 
     def _spawn(self, server: list[str], environ: dict[str, str]) -> None:
         """Start the guard of a server, given by its command line, and the threads that watch it."""
-        lock = leftovers.hold(self.shm_prefix, self._temporary)
-        role = self._launch.guard_role(self._settings)
-        timeout, directory = self._settings.stop_timeout, str(self._temporary or "")
+        role = "follower" if self._launch.rank else "server"
+        if self._launch.under_mpirun(self._settings):
+            role = "group"
+        timeout = self._settings.stop_timeout
+        lock = guard.hold(self.shm_prefix, self._temporary)
         self._process = process = subprocess.Popen(
-            guarded(role, self.shm_prefix, timeout, server, directory=directory),
+            guarded(role, self.shm_prefix, timeout, server, self._temporary),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -218,13 +219,11 @@ class TritonServer:
         def clear_up() -> None:
             # The guard's last work, if it was killed. Until then stubs hold the pipe of the log.
             if process.wait() == -signal.SIGKILL:
-                leftovers.remove(self.shm_prefix, self._temporary)
+                guard.remove(self.shm_prefix, self._temporary)
             os.close(lock)
 
-        self._threads = [
-            threading.Thread(target=self._forward_log, args=[process], daemon=True),
-            threading.Thread(target=clear_up, daemon=True),
-        ]
+        work = clear_up, self._forward_log
+        self._threads = [threading.Thread(target=target, daemon=True) for target in work]
         for thread in self._threads:
             thread.start()
 
@@ -248,15 +247,14 @@ class TritonServer:
                 raise TritonStartError(self._log.reason(what))
             time.sleep(0.02)
 
-    def _forward_log(self, process: subprocess.Popen[bytes]) -> None:
+    def _forward_log(self) -> None:
+        process = self._process
+        assert process is not None
         assert process.stdout is not None
-        load_times = LoadTimes()
         for level, text in self._log.read(process.stdout):
-            if progress := load_times.note(text, time.monotonic()):
-                _progress.info("%s", progress)
             done = ANSWERED in text or (DRAINS in text and not self._has_clients())
             if self._stopping and done:
-                self._tell_guard(KILL)
+                self._tell_guard(guard.KILL)
             # The end of a server that was asked to end is not worth more.
             logger.log(logging.DEBUG if self._stopping else level, "%s", text)
         status = process.wait()
@@ -269,11 +267,8 @@ class TritonServer:
         Triton 2.51 waits for requests of clients that are gone, and may count their connections.
         """
         ports = {self.endpoints.http_port, self.endpoints.grpc_port}
-        tables = [
-            table for table in map(Path, ("/proc/net/tcp", "/proc/net/tcp6")) if table.exists()
-        ]
-        rows = [line.split() for table in tables for line in table.read_text().splitlines()[1:]]
-        return any(
-            state == _ESTABLISHED and int(local.rpartition(":")[2], 16) in ports
-            for _, local, _, state, *_ in rows
-        )
+        for table in filter(Path.exists, map(Path, ("/proc/net/tcp", "/proc/net/tcp6"))):
+            for _, local, _, state, *_ in map(str.split, table.read_text().splitlines()[1:]):
+                if state == _ESTABLISHED and int(local.rpartition(":")[2], 16) in ports:
+                    return True
+        return False

@@ -17,7 +17,7 @@ import pytest
 import tritonclient.grpc
 
 from cog_triton.errors import ConfigurationError, TritonStartError
-from cog_triton.server import guard, leftovers
+from cog_triton.server import guard
 from cog_triton.server.command import Launch
 from cog_triton.server.tritonserver import TritonServer
 from tests.integration.conftest import ANY_PORTS, make_server, running, settings_for
@@ -367,7 +367,7 @@ def test_the_next_start_removes_what_a_killed_starter_and_its_guard_left(
 def test_a_start_leaves_the_shared_memory_of_another_server_alone(triton: TritonServer) -> None:
     before = set(regions(triton))
     assert before
-    leftovers.sweep()
+    guard.sweep()
     assert before <= set(regions(triton))
     assert triton.is_ready()
 

@@ -77,7 +77,7 @@ def test_every_setting_is_described_and_nothing_else_reads_the_environment() -> 
         for file in [*root.glob("cog_triton/**/*.py"), *root.glob("triton_model_repo/**/*.py")]
         if re.search(r"os\.(environ|getenv)", file.read_text())
     ]
-    # processes.py, tritonserver.py and mpi_job.py hand their environment on and read no setting from it,
+    # processes.py, tritonserver.py and guard.py hand their environment on and read no setting from it,
     # control.py names a descriptor, and vllm_processes.py writes what vLLM reads there. The tools are
     # commands of their own.
     own = re.compile("tools/")
@@ -85,7 +85,7 @@ def test_every_setting_is_described_and_nothing_else_reads_the_environment() -> 
         "cog_triton/engines/interpreter.py",
         "cog_triton/faces/cog/control.py",
         "cog_triton/faces/openai/workers.py",
-        "cog_triton/server/mpi_job.py",
+        "cog_triton/server/guard.py",
         "cog_triton/server/tritonserver.py",
         "cog_triton/settings.py",
     ]

@@ -21,8 +21,7 @@ from pathlib import Path
 
 from cog_triton.faces.terminal.interrupt import ENDING
 from cog_triton.faces.terminal.report import BOLD, Line, LogReader, Report
-from cog_triton.server import leftovers
-from cog_triton.server.guard import adopt_orphans, kill_and_clean, signal_with_parent
+from cog_triton.server.guard import adopt_orphans, kill_and_clean, signal_with_parent, sweep
 from cog_triton.server.log import describe_status
 
 STOP_MARGIN_SECONDS = 5.0
@@ -125,7 +124,7 @@ class Serving:
         if self._stage != "failed":
             self._stage = "stopping"
         kill_and_clean()
-        leftovers.sweep()
+        sweep()
 
     def _reap(self) -> None:
         """Take the statuses of what has ended."""

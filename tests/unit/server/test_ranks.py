@@ -12,35 +12,31 @@ import sys
 import textwrap
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import launch_triton_server as script
 import pytest
 
 from cog_triton.errors import ConfigurationError
-from cog_triton.server.command import (
-    GUARD,
-    Launch,
-    check_mpirun,
-    closed,
-    launch_command,
-    mpirun_command,
-    rank_command,
-)
+from cog_triton.server.command import GUARD, Endpoints, Launch, command
 from cog_triton.server.log import ServerLog, describe_status, lines_of_ranks, parse_log_line
 from cog_triton.settings import Settings, read_settings
 from tests.support import ROOT, alive, children, wait_until
 
-SERVER = [
-    "/ts",
-    "--model-repository=/r",
-    "--backend-config=python,shm-region-prefix-name=pre_",
-    "--disable-auto-complete-config",
-]
 SILENT = ["--allow-http=false", "--allow-grpc=false", "--allow-metrics=false"]
+ENDPOINTS = Endpoints("127.0.0.1", 1, 2, 3)
+
+
+ALONE = Launch()
+
+
+def line(environ: Mapping[str, str], launch: Launch = ALONE) -> list[str]:
+    paths = (Path(path) for path in ("/ts", "/r", "/b"))
+    return command(*paths, ENDPOINTS, "pre_", read_settings(environ), launch)
 
 
 def server(prefix: str) -> list[str]:
-    return [part.replace("pre_", prefix) for part in SERVER]
+    return [part.replace("pre_", prefix) for part in line({})]
 
 
 def guard(role: str, prefix: str, timeout: str, directory: str = "") -> list[str]:
@@ -49,64 +45,35 @@ def guard(role: str, prefix: str, timeout: str, directory: str = "") -> list[str
 
 # Command lines
 
+MPIRUN = [
+    *("mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "--tag-output"),
+    *("-n", "1"),
+]
+
 
 def test_two_ranks_under_mpirun() -> None:
-    assert mpirun_command(SERVER, 2, "pre_", 10.0) == [
-        *("mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "--tag-output"),
-        *("-n", "1", *guard("0", "pre_0_", "7.5"), *server("pre_0_")),
-        ":",
-        *("-n", "1", *guard("1", "pre_1_", "7.5"), *server("pre_1_")),
+    assert line({"WORLD_SIZE": "2"}) == [
+        *(*MPIRUN, *guard("0", "pre_0_", "7.5"), *server("pre_0_")),
+        *(":", "-n", "1", *guard("1", "pre_1_", "7.5"), *server("pre_1_")),
         *("--model-control-mode=explicit", "--load-model=tensorrt_llm", *SILENT),
     ]
+    spawning = [*MPIRUN, *guard("0", "pre_0_", "7.5"), *server("pre_0_")]
+    assert line({}, Launch(mpi=True)) == spawning
 
 
 def test_what_a_launch_adds_to_the_ranks() -> None:
-    launch = Launch(
-        engine_models=("draft", "target"),
-        options=("--all",),
-        first_rank_options=("--first",),
-        launcher=("trtllm-llmapi-launch",),
-    )
-    assert rank_command(SERVER, 0, "pre_", launch) == [
-        "trtllm-llmapi-launch",
-        *server("pre_0_"),
-        "--all",
-        "--first",
+    options: dict[str, Any] = {
+        "engine_models": ("draft", "target"),
+        "options": ("--all",),
+        "first_rank_options": ("--first",),
+        "launcher": ("trtllm-llmapi-launch",),
+    }
+    first = ["trtllm-llmapi-launch", *server("pre_0_"), "--all", "--first"]
+    assert line({"WORLD_SIZE": "4"}, Launch(**options, rank=0)) == first
+    assert line({"WORLD_SIZE": "4"}, Launch(**options, rank=3)) == [
+        *("trtllm-llmapi-launch", *server("pre_3_"), "--all", "--model-control-mode=explicit"),
+        *("--load-model=draft", "--load-model=target", *SILENT),
     ]
-    assert rank_command(SERVER, 3, "pre_", launch) == [
-        "trtllm-llmapi-launch",
-        *server("pre_3_"),
-        "--all",
-        "--model-control-mode=explicit",
-        "--load-model=draft",
-        "--load-model=target",
-        *SILENT,
-    ]
-
-
-def test_what_is_run_under_the_guard() -> None:
-    one, two = read_settings({}), read_settings({"WORLD_SIZE": "2"})
-    assert launch_command(SERVER, "pre_", one, Launch()) == SERVER
-    assert launch_command(SERVER, "pre_", two, Launch()) == mpirun_command(SERVER, 2, "pre_", 10.0)
-    spawning = Launch(mpi=True)
-    assert launch_command(SERVER, "pre_", one, spawning) == mpirun_command(SERVER, 1, "pre_", 10.0)
-    by_slurm = Launch(rank=1)
-    assert launch_command(SERVER, "pre_", two, by_slurm) == rank_command(SERVER, 1, "pre_")
-
-
-def test_the_guards_role() -> None:
-    one, two = read_settings({}), read_settings({"WORLD_SIZE": "2"})
-    assert Launch().guard_role(one) == "server"
-    assert Launch().guard_role(two) == Launch(mpi=True).guard_role(one) == "group"
-    assert Launch(rank=0).guard_role(two) == "server"
-    assert Launch(rank=1).guard_role(two) == "follower"
-
-
-def test_no_mpirun(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="no mpirun in PATH, which WORLD_SIZE=2 needs"):
-        check_mpirun({"PATH": str(tmp_path)}, read_settings({"WORLD_SIZE": "2"}))
-    (tmp_path / "mpirun").touch(mode=0o755)
-    check_mpirun({"PATH": str(tmp_path)}, read_settings({"WORLD_SIZE": "2"}))
 
 
 # The merged log
@@ -514,26 +481,21 @@ def test_a_dry_run_prints_the_command(
     triton.parent.mkdir()
     triton.touch()
     repository = make_repository(tmp_path / "r", draft="", target="")
-    server = [
-        str(triton),
-        f"--model-repository={repository}",
-        f"--backend-directory={tmp_path / 'backends'}",
-        *("--http-address=127.0.0.1", "--http-port=8000"),
-        *("--grpc-address=127.0.0.1", "--grpc-port=9001"),
-        *("--metrics-address=127.0.0.1", "--metrics-port=8002"),
-        "--backend-config=python,shm-region-prefix-name=prefix",
-        *("--exit-timeout-secs=8", "--log-verbose=0"),
-        *closed("shared-memory,trace,logging"),
-        "--disable-auto-complete-config",
-    ]
     given = [f"--model_repo={repository}", f"--tritonserver={triton}", "--grpc_port=9001"]
+    settings = read_settings({"TRITON_GRPC_PORT": "9001"})
+
+    def expected(settings: Settings, launch: Launch = ALONE) -> list[str]:
+        endpoints = Endpoints("127.0.0.1", 8000, 9001, 8002)
+        backends = tmp_path / "backends"
+        return command(triton, repository, backends, endpoints, "prefix", settings, launch)
+
     assert script.main([*given, "--dry-run", "--no-mpi"]) == 0
-    assert shlex.split(capsys.readouterr().out) == server
+    assert shlex.split(capsys.readouterr().out) == expected(settings)
     group = [*given, "--dry-run", "--world_size=2", "--tensorrt_llm_model_name=draft,target"]
     assert script.main(group) == 0
-    assert shlex.split(capsys.readouterr().out) == mpirun_command(
-        server, 2, "prefix", 10.0, Launch(engine_models=("draft", "target"))
-    )
+    settings = settings.model_copy(update={"world_size": 2})
+    launch = Launch(engine_models=("draft", "target"))
+    assert shlex.split(capsys.readouterr().out) == expected(settings, launch)
 
 
 def test_ports_in_use_are_refused_or_replaced() -> None:

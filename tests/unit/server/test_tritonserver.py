@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from cog_triton.errors import ConfigurationError
-from cog_triton.server.command import Endpoints, choose_ports, closed, command
+from cog_triton.server.command import Endpoints, choose_ports, command
 from cog_triton.server.installation import Installation, assemble, environment, locate
 from cog_triton.server.log import parse_log_line
+from cog_triton.server.tritonserver import TritonServer
 from cog_triton.settings import read_settings
 
 
@@ -91,7 +92,7 @@ def test_the_command_line() -> None:
 
 
 def test_the_environment_leads_the_stubs_to_this_python() -> None:
-    installation = Installation(Path("/ts"), Path("/b"), libraries=(Path("/wheel/libs"),))
+    installation = Installation(Path("/ts"), Path("/b"), libraries="/wheel/libs")
     found = environment(installation, {"PATH": "/bin", "LD_LIBRARY_PATH": "/own", "KEPT": "yes"})
     assert found["KEPT"] == "yes"
     assert found["PATH"].split(":") == [str(Path(sys.executable).parent), "/bin"]
@@ -100,15 +101,26 @@ def test_the_environment_leads_the_stubs_to_this_python() -> None:
 
 
 def test_the_parts_of_tritons_api_that_are_closed() -> None:
-    assert closed(read_settings({"TRITON_CLOSED_APIS": "none"}).closed_apis) == []
-    apis = read_settings({"TRITON_CLOSED_APIS": "trace,model-repository"}).closed_apis
-    assert closed(apis) == [
+    def closed(apis: str) -> list[str]:
+        settings = read_settings({"TRITON_CLOSED_APIS": apis})
+        line = command(Path("/t"), Path("/r"), Path("/b"), Endpoints("h", 1, 2, 3), "", settings)
+        return [option for option in line if "-restricted-" in option]
+
+    assert closed("none") == []
+    assert closed("trace,model-repository") == [
         "--http-restricted-api=trace,model-repository:closed=\n",
         "--grpc-restricted-protocol=trace,model-repository:closed=\n",
     ]
     for wrong in ("health", "inference", "trace,", "all"):
         with pytest.raises(ConfigurationError, match="TRITON_CLOSED_APIS"):
-            read_settings({"TRITON_CLOSED_APIS": wrong})
+            closed(wrong)
+
+
+def test_without_an_mpirun_in_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda *_, **__: None)
+    server = TritonServer(tmp_path, tmp_path, read_settings({"WORLD_SIZE": "2"}))
+    with pytest.raises(ConfigurationError, match="no mpirun in PATH, which WORLD_SIZE=2 needs"):
+        server.start()
 
 
 SECRETS = {
