@@ -6,15 +6,15 @@ ROLE is ``server``; ``group`` for an mpirun whose ranks are servers, each under 
 number of such a rank; ``follower`` for a rank above 0 that Slurm, say, started; or ``outside-mpi`` to
 only run the command without the variables of its MPI job. SHM_PREFIX and TEMPORARY_DIRECTORY may be empty.
 
-The starter holds the other end of standard input. When that closes, because it asks for a stop or was
-killed, the server gets SIGTERM, a bounded wait, and then SIGKILL for all its descendants. Its shared memory
-and the temporary directory are removed. A parent-death signal cannot do this: it is lost when the thread
-that forked ends, it reaches no grandchildren, and it leaves /dev/shm behind.
+The starter holds the other end of standard input. When that closes, because it stops or was killed, the
+server gets SIGTERM, a bounded wait, and then SIGKILL for all its descendants; its shared memory and the
+temporary directory are removed. A parent-death signal cannot do this: it is lost when the thread that
+forked ends, reaches no grandchildren, and leaves /dev/shm behind.
 
-The starter may also write ``STOP``, which is the same as closing it; ``KILL`` for a server that hangs, or
-that after a stop has answered every request; and ``WATCH`` once every model is ready: no stub starts after
-that. The unasked end of a stub ends the server: Triton 2.51 does not notice it, and waits forever. A stub
-that ends with status 0 was stopped by a server that unloads its model.
+The starter may also write ``STOP``, the same as closing; ``KILL`` for a server that hangs, or that after a
+stop has answered every request; and ``WATCH`` once every model is ready: no stub starts after that. The
+unasked end of a stub ends the server: Triton 2.51 does not notice it, and waits forever. A stub that ends
+with status 0 was stopped by a server that unloads its model.
 
 A rank above 0 begins with SIGTERM ignored. TensorRT-LLM's waits for rank 0 from its start on, before
 tritonserver handles the signal, and ends when rank 0 has ended. The signal would kill it, and the engine
@@ -189,13 +189,9 @@ class _Watch:
         self._deadline = time.monotonic() + self._timeout
 
     def _finish(self) -> None:
-        """Note that every request has been answered; end a server that is not a rank soon.
-
-        Triton 2.51 begins to unload the models of an ensemble a second after a stop, and may count a
-        model for seconds that is gone. Nothing is in them to lose. A starter that has ended, as Cog's
-        worker does at once, cannot tell: the end of the last stub does. A rank still has to say goodbye
-        to the others.
-        """
+        # Triton 2.51 begins to unload the models of an ensemble a second after a stop, and may count one for
+        # seconds that is gone; nothing is in them to lose. A starter that has ended cannot tell when every
+        # request was answered: the end of the last stub does. A rank has to say goodbye to the others.
         self.answered = True
         if self._role == "server":
             self._deadline = min(self._deadline, time.monotonic() + LAST_BYTES_SECONDS)
@@ -296,11 +292,7 @@ def sweep() -> None:
 
 
 def remove(prefix: str, directory: str) -> None:
-    """Kill the processes of a server whose guard was killed, and remove their files.
-
-    Args:
-        prefix: of the server's shared memory, which its processes have in their command lines.
-    """
+    """Kill the processes of a server whose guard was killed, by their command lines, and remove its files."""
     for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
         if prefix.encode() in _command_line(pid):
             with contextlib.suppress(OSError):

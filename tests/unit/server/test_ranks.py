@@ -31,7 +31,7 @@ ALONE = Launch()
 
 
 def line(environ: Mapping[str, str], launch: Launch = ALONE) -> list[str]:
-    paths = (Path(path) for path in ("/ts", "/r", "/b"))
+    paths = Path("/ts"), Path("/r"), Path("/b")
     return command(*paths, ENDPOINTS, "pre_", read_settings(environ), launch)
 
 
