@@ -189,8 +189,8 @@ class _Watch:
         self._deadline = time.monotonic() + self._timeout
 
     def _finish(self) -> None:
-        # Triton 2.51 begins to unload the models of an ensemble a second after a stop, and may count one for
-        # seconds that is gone; nothing is in them to lose. A starter that has ended cannot tell when every
+        # Triton 2.51 begins to unload the models of an ensemble a second after a stop, and may count one
+        # for seconds that is gone; nothing is in them to lose. A starter that has ended cannot say that every
         # request was answered: the end of the last stub does. A rank has to say goodbye to the others.
         self.answered = True
         if self._role == "server":
@@ -292,7 +292,7 @@ def sweep() -> None:
 
 
 def remove(prefix: str, directory: str) -> None:
-    """Kill the processes of a server whose guard was killed, by their command lines, and remove its files."""
+    """Kill and remove what is left of a server whose guard was killed: processes, files."""
     for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
         if prefix.encode() in _command_line(pid):
             with contextlib.suppress(OSError):
