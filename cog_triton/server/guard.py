@@ -190,8 +190,8 @@ class _Watch:
 
     def _finish(self) -> None:
         # Triton 2.51 begins to unload the models of an ensemble a second after a stop, and may count one
-        # for seconds that is gone; nothing is in them to lose. A starter that has ended cannot say that every
-        # request was answered: the end of the last stub does. A rank has to say goodbye to the others.
+        # for seconds that is gone; nothing is in them to lose. A starter that has ended cannot say when
+        # every request was answered: the end of the last stub does. A rank still has to tell the others.
         self.answered = True
         if self._role == "server":
             self._deadline = min(self._deadline, time.monotonic() + LAST_BYTES_SECONDS)
