@@ -1,7 +1,7 @@
 """One stream interface to a running Triton, and its two transports.
 
     stream.py          the interface: a client, its streams, their responses, Triton's errors
-    grpc_transport.py  over gRPC, by http2.py
+    grpc_transport.py  over gRPC, on a connection of h2's
     http_transport.py  over HTTP, by generate_stream
     resume.py          requests that continue on the restarted server
 

@@ -12,6 +12,7 @@ from typing import Any
 import aiohttp
 import numpy.typing as npt
 
+from cog_triton import wire
 from cog_triton.client.stream import (
     CLOSED,
     Inputs,
@@ -26,15 +27,7 @@ from cog_triton.errors import (
     TritonUnavailable,
     error_from_text,
 )
-from cog_triton.wire import (
-    ENGINE,
-    IDS_ENSEMBLE,
-    LOG_PROBS,
-    NO_PARAMETERS,
-    OUTPUTS,
-    Parameters,
-    stop_inputs,
-)
+from cog_triton.wire import LOG_PROBS, NO_PARAMETERS, OUTPUTS, Parameters
 
 CONNECT_SECONDS = 10.0
 STALL_SECONDS = 20.0
@@ -54,7 +47,6 @@ class HttpClient(TritonClient):
         """Connect to nothing yet; the address is host:port of Triton's HTTP endpoint."""
         super().__init__(response_timeout=response_timeout, stall_timeout=stall_timeout)
         self._models = f"http://{address}/v2/models"
-        self._readers: set[asyncio.Task[None]] = set()
 
     @cached_property
     def _session(self) -> aiohttp.ClientSession:
@@ -66,12 +58,9 @@ class HttpClient(TritonClient):
     async def _begin(
         self, stream: ResponseStream, request_id: str, inputs: Inputs, parameters: Parameters
     ) -> None:
-        events = self.events(IDS_ENSEMBLE, request_id, inputs, parameters)
+        events = self.events(wire.IDS_ENSEMBLE, request_id, inputs, parameters)
         # A task, because a consumer that is cancelled while it reads would break the connection.
-        reader = asyncio.create_task(self._read(events, stream))
-        self._readers.add(reader)
-        reader.add_done_callback(self._readers.discard)
-        stream.drop = reader.cancel
+        stream.drop = self._spawn(self._read(events, stream)).cancel
 
     async def _read(
         self, events: AsyncGenerator[dict[str, Any], None], stream: ResponseStream
@@ -100,13 +89,10 @@ class HttpClient(TritonClient):
             stream.end(error)
 
     async def _send_stop(self, request_id: str) -> None:
-        async for _ in self.events(ENGINE, request_id, stop_inputs()):
+        async for _ in self.events(wire.ENGINE, request_id, wire.stop_inputs()):
             pass
 
     async def _disconnect(self) -> None:
-        for reader in self._readers:
-            reader.cancel()
-        await asyncio.gather(*self._readers, return_exceptions=True)
         await self._session.close()
 
     async def events(

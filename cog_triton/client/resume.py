@@ -22,6 +22,7 @@ from cog_triton.wire import NO_PARAMETERS, Parameters
 logger = logging.getLogger(__name__)
 
 TWO_ENDED = "two servers ended as they began this request, which is not tried again"
+Opened = AbstractAsyncContextManager[AsyncIterator[Response]]
 
 
 class Clients(Protocol):
@@ -36,6 +37,12 @@ class ResumingClient:
     output is that of an undisturbed request. TensorRT-LLM takes the delivered tokens for the prompt's and
     generates another end.
 
+    Args:
+        attempts: the most retries of one request.
+        end_id: the token that ends an output, of requests that name none.
+        adapters: of TensorRT-LLM's C++ backend, which is sent a request again with the adapter that it
+            lacks; None for engines that read them themselves.
+
     Attributes:
         retries: how often a request was tried again.
     """
@@ -48,27 +55,14 @@ class ResumingClient:
         end_id: int | None,
         adapters: AdapterTensors | None = None,
     ) -> None:
-        """Connect to nothing.
-
-        Args:
-            attempts: the most retries of one request.
-            end_id: the token that ends an output, of requests that name none.
-            adapters: of TensorRT-LLM's C++ backend, which is sent a request again with the adapter that
-                it lacks; None for engines that read them themselves.
-        """
         self._clients, self._attempts, self._end_id = clients, attempts, end_id
-        self._adapters = adapters
-        self._trials = Trials()
-        self.retries = 0
+        self._adapters, self._trials, self.retries = adapters, Trials(), 0
 
-    @contextlib.asynccontextmanager
-    async def stream(
+    def stream(
         self, request_id: str, inputs: Inputs, *, parameters: Parameters = NO_PARAMETERS
-    ) -> AsyncIterator[AsyncIterator[Response]]:
+    ) -> Opened:
         """Start a request and yield its responses, see ``Streams``."""
-        responses = self._responses(request_id, inputs, parameters)
-        async with contextlib.aclosing(responses):
-            yield responses
+        return contextlib.aclosing(self._responses(request_id, inputs, parameters))
 
     async def _responses(
         self, request_id: str, inputs: Inputs, parameters: Parameters
@@ -81,19 +75,22 @@ class ResumingClient:
             continued, answered = len(ids), False
             async with self._trials.trial(alone=suspect) as end_trial:
                 client = await self._clients.client(None)
-                rest = _rest(inputs, continued)
                 send = partial(client.stream, continued=ids, parameters=parameters)
-                stream: AbstractAsyncContextManager[AsyncIterator[Response]] = send(name, rest)
-                if self._adapters is not None:
-                    stream = contextlib.aclosing(self._adapters.stream(send, name, rest))
                 try:
-                    async with stream as responses:
+                    async with self._opened(send, name, _rest(inputs, continued)) as responses:
                         async for response in responses:
                             if not answered:
                                 answered = True
                                 end_trial()
                             if continued and response.input_tokens is not None:
-                                response = _undisturbed(response, continued, prompt_tokens)
+                                tokens = response.input_tokens - continued
+                                if (
+                                    tokens != prompt_tokens
+                                ):  # its preprocessing is not this package's
+                                    raise TritonUnknownError(
+                                        "the server cannot continue an output that it has begun"
+                                    )
+                                response = dataclasses.replace(response, input_tokens=tokens)
                             prompt_tokens = response.input_tokens or prompt_tokens
                             keeps_end_token = keeps_end_token and response.keeps_end_token
                             ids.extend(response.ids)
@@ -120,18 +117,16 @@ class ResumingClient:
                     )
         yield Response([], None, final=True, keeps_end_token=keeps_end_token)
 
+    def _opened(self, send: Callable[[str, Inputs], Opened], name: str, inputs: Inputs) -> Opened:
+        if self._adapters is None:
+            return send(name, inputs)
+        return contextlib.aclosing(self._adapters.stream(send, name, inputs))
+
 
 def _rest(inputs: Inputs, continued: int) -> Inputs:
     """Return the inputs with limits for the rest of the output."""
     counts = {n: inputs[n] - continued for n in ("max_tokens", "min_tokens") if n in inputs}
     return {**inputs, **{n: np.maximum(v, 0).astype(np.int32) for n, v in counts.items()}}
-
-
-def _undisturbed(response: Response, continued: int, prompt_tokens: int | None) -> Response:
-    tokens = (response.input_tokens or 0) - continued
-    if tokens != prompt_tokens:  # its preprocessing is not this package's
-        raise TritonUnknownError("the server cannot continue an output that it has begun")
-    return dataclasses.replace(response, input_tokens=tokens)
 
 
 class Trials:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
+import operator
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
@@ -14,24 +16,14 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from cog_triton import wire
 from cog_triton.errors import (
     TritonMalformedEvent,
     TritonMalformedJSON,
     TritonTimeout,
     TritonUnavailable,
 )
-from cog_triton.wire import (
-    CONTINUED,
-    COUNTED_IDS,
-    LOG_PROBS,
-    NO_PARAMETERS,
-    TOP_LOG_PROBS,
-    Parameters,
-    TokenLogProb,
-    ids_text,
-    unpacked_log_probs,
-    unpacked_prompt_log_probs,
-)
+from cog_triton.wire import NO_PARAMETERS, Parameters, TokenLogProb
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +32,7 @@ T = TypeVar("T")
 
 CLOSED = "the connection was closed before the last response"
 STOP_PERIODS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
-STOP_SECONDS = 5.0  # the limit of one stop request, and of the wait for the end that it brings
+STOP_SECONDS = 5.0  # for one stop request, and again for the end of its stream
 BROKEN = (TritonUnavailable, TritonMalformedEvent, TritonMalformedJSON)
 """Errors of a stream that ended too early or lost something. Its earlier responses are right, and the
 engine may still be running."""
@@ -48,7 +40,7 @@ engine may still be running."""
 
 @dataclass(frozen=True)
 class Response:
-    """The tokens that have arrived for a request since the last response was taken.
+    """The tokens that have arrived since the last response was taken.
 
     Attributes:
         ids: new token ids; may be empty.
@@ -66,6 +58,16 @@ class Response:
     keeps_end_token: bool = field(default=True, compare=False)
     log_probs: list[TokenLogProb] = field(default_factory=list)
     prompt_log_probs: list[TokenLogProb] = field(default_factory=list)
+
+    def __add__(self, later: Response) -> Response:
+        return Response(
+            self.ids + later.ids,
+            self.input_tokens if later.input_tokens is None else later.input_tokens,
+            later.final,
+            self.keeps_end_token and later.keeps_end_token,
+            self.log_probs + later.log_probs,
+            self.prompt_log_probs + later.prompt_log_probs,
+        )
 
 
 class Streams(Protocol):
@@ -110,11 +112,13 @@ def decode_response(
         raise TritonMalformedEvent(f"a response of the ensemble lacks {error}") from None
     response = Response(ids, outputs.get("num_input_tokens", [None])[0], final, embedded)
     if top is not None:
-        values = np.array(outputs.get(LOG_PROBS, ()), np.float32)
+        values = np.array(outputs.get(wire.LOG_PROBS, ()), np.float32)
         try:
-            response.log_probs.extend(unpacked_log_probs(ids, values, top))
+            response.log_probs.extend(wire.unpacked_log_probs(ids, values, top))
             if embedded:
-                response.prompt_log_probs.extend(unpacked_prompt_log_probs(values, len(ids), top))
+                response.prompt_log_probs.extend(
+                    wire.unpacked_prompt_log_probs(values, len(ids), top)
+                )
         except ValueError:
             text = "a response lacks the log probabilities of its ids"
             raise TritonMalformedEvent(text) from None
@@ -145,7 +149,7 @@ class Arrivals(Generic[T]):
         self._items: list[T] = []
         self._waiter: asyncio.Future[None] | None = None
         self._loop = asyncio.get_running_loop()
-        self._end: asyncio.Future[None] = self._loop.create_future()
+        self._end = self._loop.create_future()
         self.started, self.last_arrival = self._loop.time(), 0.0
         self._timer: asyncio.TimerHandle | None = None
         if timeout is not None:
@@ -168,12 +172,7 @@ class Arrivals(Generic[T]):
             self._wake()
 
     async def take(self) -> list[T]:
-        """Wait for items and return those that have arrived, in order; empty at the end.
-
-        Raises:
-            BaseException: the stream's own error.
-            TritonTimeout: the stream was silent for too long.
-        """
+        """Wait for items and return those that have arrived; empty at the end, or its error is raised."""
         while not self._items:
             if self.error is not None:
                 raise self.error
@@ -233,20 +232,9 @@ class ResponseStream(Arrivals[Response]):
         return self
 
     async def __anext__(self) -> Response:
-        arrived = await self.take()
-        if not arrived:
+        if not (arrived := await self.take()):
             raise StopAsyncIteration
-        if len(arrived) == 1:
-            return arrived[0]
-        counts = [r.input_tokens for r in arrived if r.input_tokens is not None]
-        return Response(
-            [token for response in arrived for token in response.ids],
-            counts[-1] if counts else None,
-            arrived[-1].final,
-            all(response.keeps_end_token for response in arrived),
-            [log_prob for response in arrived for log_prob in response.log_probs],
-            [log_prob for response in arrived for log_prob in response.prompt_log_probs],
-        )
+        return functools.reduce(operator.add, arrived)
 
 
 class TritonClient(ABC):
@@ -257,7 +245,7 @@ class TritonClient(ABC):
         self.timeouts = response_timeout, stall_timeout
         self._running: set[ResponseStream] = set()
         self._last_ended = 0.0  # the last response of a stream that has ended
-        self._stopping: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
 
     @contextlib.asynccontextmanager
@@ -282,13 +270,13 @@ class TritonClient(ABC):
         """
         if self._closed:
             raise TritonUnavailable(CLOSED)
-        parameters = {**parameters, COUNTED_IDS: True}
+        parameters = {**parameters, wire.COUNTED_IDS: True}
         if continued:
-            parameters[CONTINUED] = ids_text(continued)
+            parameters[wire.CONTINUED] = wire.ids_text(continued)
         stream = ResponseStream(*self.timeouts)
         stream.others = self._last_response
         if "return_log_probs" in inputs and inputs["return_log_probs"].any():
-            stream.top = int(parameters.get(TOP_LOG_PROBS, 0))
+            stream.top = int(parameters.get(wire.TOP_LOG_PROBS, 0))
         await self._begin(stream, request_id, inputs, parameters)
         del inputs  # they may have the weights of an adapter, and the stream may be long
         self._running.add(stream)
@@ -327,20 +315,24 @@ class TritonClient(ABC):
             if not stream.ended:
                 stream.end(TritonUnavailable(CLOSED))
                 stream.drop()
-        await asyncio.gather(*self._stopping, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._disconnect()
 
     def stop(self, request_id: str, stream: Arrivals[Any]) -> None:
         """Stop a request in the engine, in a task, and read its stream to the end.
 
         Triton does not forward a cancellation from the ensemble, but it forwards the request's id, by
-        which the engine can be told. Dropping the stream instead leaves the request in the ensemble
+        which the engine can stop it. Dropping the stream instead leaves the request in the ensemble
         permanently (Triton 2.51 drops the next step of a cancelled request and then waits for it), so it
         is dropped only when nothing else has helped. A stream that broke has ended: one stop is sent.
         """
-        task = asyncio.create_task(self._stop(request_id, stream))
-        self._stopping.add(task)
-        task.add_done_callback(self._stopping.discard)
+        self._spawn(self._stop(request_id, stream))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _stop(self, request_id: str, stream: Arrivals[Any]) -> None:
         problem: object = ""

@@ -14,7 +14,7 @@ from h2.config import H2Configuration
 from h2.connection import H2Connection
 from h2.errors import ErrorCodes
 
-from cog_triton.client.http2 import Connection, Stream, connect
+from cog_triton.client.grpc_transport import Connection, Stream, connect
 from cog_triton.client.stream import Arrivals
 
 PATH = "/test.Test/{}"
@@ -112,8 +112,8 @@ def test_a_cancelled_stream_calls_back_no_more_and_the_others_go_on() -> None:
     async def test(_: grpc.aio.Server, connection: Connection) -> None:
         stream, arrivals = ask(connection, "wait", b"")
         assert await arrivals.take() == [b"begun"]
-        stream.cancel()
-        stream.cancel()
+        connection.cancel(stream)
+        connection.cancel(stream)
         assert await all_of(ask(connection, "echo", b"x")[1]) == [b"x", b"last"]
         assert not arrivals.ended
         arrivals.close()
