@@ -2,12 +2,13 @@
 
     command.py     the face by itself, and embedded in Cog's predictor
     server.py      the lifecycle: a server in this process, until a signal comes; workers.py several
-    app.py         the application; served.py its state, and the record of each request
+    app.py         the application, models, health and the chat page, page.html; served.py its state,
+                   and the record of each request
     bodies.py      bodies are parsed and validated by fields.py; sampling.py makes a ``Request`` of them
     answers.py     chunks to a response, as events or in one body, by the writer of an API
     choices.py     the writer of chat.py and completions.py, whose responses are lists of choices
     responses.py   /v1/responses, with response_writer.py; messages.py is Anthropic's /v1/messages
-    routes.py      models, health and the chat page, page.html; tokens.py tokenizes
+    tokens.py      /tokenize and /detokenize
     turns.py       a chat to a request, and the reader of its answer
     parsing.py     a model's text to events: text, thoughts, calls; tool_calls.py has the formats of calls
     operation.py   the middleware: keys.py lets in; metrics.py and the log get each request at its end

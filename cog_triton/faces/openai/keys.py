@@ -1,10 +1,7 @@
 """API keys, which are kept as hashes only, and their limits.
 
-A list of keys has one a line: a name, the key or its hash, and options:
-
-    NAME KEY [weight=2] [max_running=8] [requests_per_minute=60] [tokens_per_minute=20000]
-
-The hash is ``sha256:`` and 64 hexadecimal digits. Names are in the log and in the metrics; keys never are.
+A list of keys has one a line, with its name, the key or its hash, and options; see ``LINE``. The hash is
+``sha256:`` and 64 hexadecimal digits. Names are in the log and in the metrics; keys never are.
 """
 
 from __future__ import annotations
@@ -17,31 +14,34 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-from cog_triton.errors import ConfigurationError, shown
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass
+
+from cog_triton.errors import ConfigurationError
 from cog_triton.faces.openai.errors import ApiError
 
 logger = logging.getLogger(__name__)
 RELOAD_SECONDS = 1.0
-"""Between two looks at the file."""
 MINUTE = 60.0
+OPTIONS = "[weight=N] [max_running=N] [requests_per_minute=N] [tokens_per_minute=N]"
+LINE = f"NAME KEY {OPTIONS}; names have letters, digits and ._@-, numbers are above 0"
 _HASH = re.compile(r"sha256:([0-9a-fA-F]{64})")
-_NAME = re.compile(r"[\w.@-]{1,64}")
-_OPTIONS = ("weight", "max_running", "requests_per_minute", "tokens_per_minute")
+Limit = Annotated[float, Field(gt=0, lt=1e12)]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class Key:
     """One API key, by its SHA-256. A limit that is None does not apply; ``max_running`` is of requests."""
 
-    name: str
+    name: Annotated[str, Field(pattern=r"^[\w.@-]{0,64}$")]
     digest: bytes
-    weight: float = 1.0
-    max_running: float | None = None
-    requests_per_minute: float | None = None
-    tokens_per_minute: float | None = None
+    weight: Limit = 1.0
+    max_running: Limit | None = None
+    requests_per_minute: Limit | None = None
+    tokens_per_minute: Limit | None = None
 
 
 ANYBODY = Key("", b"")
@@ -60,12 +60,12 @@ class Keys:
     ) -> None:
         """Read the file, or raise ConfigurationError; there has to be a key."""
         self._listed, self._file, self._clock = tuple(listed), file, clock
-        self._looked, self._version = clock(), self._file_version()
+        self._checked, self._version = clock(), self._file_version()
         self._keys = self._read()
 
     def find(self, presented: str) -> Key | None:
         """Return the key that this is, in constant time."""
-        if self._clock() - self._looked >= RELOAD_SECONDS:
+        if self._clock() - self._checked >= RELOAD_SECONDS:
             self._reload()
         digest = digest_of(presented)
         matching = [key for key in self._keys if hmac.compare_digest(key.digest, digest)]
@@ -80,15 +80,15 @@ class Keys:
                 raise ConfigurationError(f"OPENAI_API_KEYS_FILE: {error}") from None
             keys += parsed_keys(text, str(self._file))
         names = Counter(key.name for key in keys)
-        if twice := [name for name, count in names.items() if count > 1]:
-            raise ConfigurationError(f"API keys: {', '.join(sorted(twice))} is there twice")
+        if twice := sorted(name for name, count in names.items() if count > 1):
+            raise ConfigurationError(f"API keys: {', '.join(twice)} is there twice")
         if not keys:
             raise ConfigurationError("API keys: there are none, so that nobody could ask")
         return keys
 
     def _reload(self) -> None:
-        self._looked = self._clock()
-        if (version := self._file_version()) == self._version:
+        self._checked, version = self._clock(), self._file_version()
+        if version == self._version:
             return
         self._version = version
         try:
@@ -117,17 +117,14 @@ def parsed_keys(text: str, source: str) -> tuple[Key, ...]:
     """Return the keys of a file's text; an error names a line, but nothing of it."""
     keys = []
     for number, line in enumerate(text.splitlines(), 1):
-        words = line.split()
-        if not words or words[0].startswith("#"):
+        if not line.strip() or line.lstrip().startswith("#"):
             continue
         try:
-            if len(words) < 2 or not _NAME.fullmatch(words[0]):
-                raise ValueError(
-                    "a name of letters, digits and ._@-, and a key or its hash are needed"
-                )
-            keys.append(Key(words[0], _digest(words[1]), **dict(map(_option, words[2:]))))
-        except ValueError as error:
-            raise ConfigurationError(f"{source}, line {number}: {error}") from None
+            name, key, *words = line.split()
+            options = dict(word.split("=", 1) for word in words)
+            keys.append(Key(name, _digest(key), **options))  # type: ignore[arg-type]
+        except (ValueError, TypeError):
+            raise ConfigurationError(f"{source}, line {number}: a line is {LINE}") from None
     return tuple(keys)
 
 
@@ -140,81 +137,57 @@ def _digest(text: str) -> bytes:
     return bytes.fromhex(hashed[1]) if hashed else digest_of(text)
 
 
-def _option(word: str) -> tuple[str, float]:
-    name, _, text = word.partition("=")
-    if name not in _OPTIONS:
-        raise ValueError(f"behind the key may be {', '.join(_OPTIONS)}, each with = and a number")
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < 1e12:
-        raise ValueError(f"{name} must be a number above 0, not {shown(text)}")
-    return name, value
-
-
-@dataclass
-class _Bucket:
-    """A limit a minute: full at first, filled evenly, below 0 where more was taken."""
-
-    size: float
-    level: float
-    seen: float
-
-    def wait(self, amount: float) -> float:
-        """Return the seconds until so much is in it."""
-        return max(0.0, (amount - self.level) * MINUTE / self.size)
-
-
 class Quotas:
-    """The use that keys have made of their limits; each of several processes has its part of these."""
+    """The use that keys have made of their limits; each of several processes has its part of these.
+
+    A limit a minute is a bucket: full at first, filled evenly, and below 0 where more was taken.
+    """
 
     def __init__(self, processes: int = 1, clock: Callable[[], float] = time.monotonic) -> None:
         self._processes, self._clock = processes, clock
         self._running: Counter[str] = Counter()
-        self._all: dict[tuple[str, str], _Bucket] = {}
+        self._levels: dict[tuple[str, str], tuple[float, float]] = {}  # and when that was
 
     def enter(self, key: Key) -> None:
         """Count a request that begins, or raise 429, with the time to try again."""
-        most = math.inf if key.max_running is None else math.ceil(key.max_running / self._processes)
+        most = math.ceil(key.max_running / self._processes) if key.max_running else math.inf
         if self._running[key.name] >= most:
             raise _refusal("requests", f"{most} running requests", 1.0)
-        buckets = self._buckets(key)
-        for kind, bucket in buckets.items():
-            if seconds := bucket.wait(1.0):
-                raise _refusal(kind, f"{bucket.size:g} {kind} a minute", seconds)
-        if "requests" in buckets:
-            buckets["requests"].level -= 1
+        for kind, (size, level) in self._buckets(key).items():
+            if level < 1:
+                raise _refusal(kind, f"{size:g} {kind} a minute", (1 - level) * MINUTE / size)
         self._running[key.name] += 1
+        self._take(key, "requests", 1)
 
     def leave(self, key: Key, tokens: int) -> None:
         """Count the end of a request that was let in, and the tokens that it took."""
         self._running[key.name] -= 1
-        if tokens and (bucket := self._buckets(key).get("tokens")):
-            bucket.level -= tokens
+        self._take(key, "tokens", tokens)
 
     def headers(self, key: Key) -> list[tuple[bytes, bytes]]:
         """Return OpenAI's headers of a key's limits; none where it has none."""
-        values = []
-        for kind, bucket in self._buckets(key).items():
-            values += [
-                (f"limit-{kind}", f"{bucket.size:.0f}"),
-                (f"remaining-{kind}", f"{max(0, math.floor(bucket.level))}"),
-                (f"reset-{kind}", f"{bucket.wait(bucket.size):.3f}s"),
-            ]
-        return [(f"x-ratelimit-{name}".encode(), value.encode()) for name, value in values]
+        headers = []
+        for kind, (size, level) in self._buckets(key).items():
+            reset = max(0.0, (size - level) * MINUTE / size)
+            values = {"limit": f"{size:.0f}", "remaining": f"{max(0, math.floor(level))}"}
+            for name, value in {**values, "reset": f"{reset:.3f}s"}.items():
+                headers.append((f"x-ratelimit-{name}-{kind}".encode(), value.encode()))
+        return headers
 
-    def _buckets(self, key: Key) -> dict[str, _Bucket]:
-        """Return a key's buckets, filled up to now; their sizes may have changed."""
+    def _buckets(self, key: Key) -> dict[str, tuple[float, float]]:
+        """Return a key's buckets by their kinds: the size, which may have changed, and the level now."""
         limits = {"requests": key.requests_per_minute, "tokens": key.tokens_per_minute}
         now, buckets = self._clock(), {}
         for kind, limit in limits.items():
-            if limit:
+            if limit is not None:
                 size = max(1.0, limit / self._processes)
-                bucket = self._all.get((key.name, kind)) or _Bucket(size, size, now)
-                level = min(size, bucket.level + (now - bucket.seen) * size / MINUTE)
-                buckets[kind] = self._all[key.name, kind] = _Bucket(size, level, now)
+                level, then = self._levels.get((key.name, kind), (size, now))
+                buckets[kind] = size, min(size, level + (now - then) * size / MINUTE)
         return buckets
+
+    def _take(self, key: Key, kind: str, amount: float) -> None:
+        if bucket := self._buckets(key).get(kind):
+            self._levels[key.name, kind] = bucket[1] - amount, self._clock()
 
 
 def _refusal(kind: str, limit: str, seconds: float) -> ApiError:

@@ -1,7 +1,4 @@
-"""Middleware around the routes: ids of requests, API keys and their limits, metrics, log, traces.
-
-Plain ASGI, without tasks. ``Calls`` is around ``Access``, so that refusals are counted as well.
-"""
+"""The middleware around the routes: ids of requests, API keys and their limits, metrics, log, traces."""
 
 from __future__ import annotations
 
@@ -17,11 +14,11 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cog_triton.errors import shown
-from cog_triton.faces.openai.answers import ErrorResponse
+from cog_triton.faces.openai.answers import ErrorResponse, client_error
 from cog_triton.faces.openai.errors import MESSAGES_PATH, ApiError
 from cog_triton.faces.openai.keys import Key, Keys, Quotas, keys_of
 from cog_triton.faces.openai.metrics import Figures, tracing
-from cog_triton.faces.openai.served import CURRENT, Call, Served, current
+from cog_triton.faces.openai.served import CURRENT, Call, Served
 from cog_triton.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -38,9 +35,17 @@ _NO_KEY = (
 def add_operation(app: Starlette, served: Served) -> None:
     """Add the middleware that the settings ask for."""
     settings = served.settings
-    if (keys := configured_keys(settings)) is not None:
-        quotas = Quotas(served.processes)
-        app.add_middleware(Access, keys=keys, quotas=quotas, open_metrics=settings.open_metrics)
+    figures = Figures(served.models[0], served.backend.admission, served.metrics_directory)
+    app.state.figures = figures
+    ended = filter(None, [figures.ended, log_call, tracing(settings.otel_endpoint)])
+    app.add_middleware(
+        Calls,
+        keys=configured_keys(settings),
+        quotas=Quotas(served.processes),
+        open_paths=OPEN | {METRICS} if settings.open_metrics else OPEN,
+        gap=figures.gap,
+        ended=list(ended),
+    )
     if origins := settings.allowed_origins.replace(",", " ").split():
         every = ["*"]
         app.add_middleware(
@@ -50,10 +55,6 @@ def add_operation(app: Starlette, served: Served) -> None:
             allow_headers=every,
             expose_headers=every,
         )
-    figures = Figures(served.models[0], served.backend.admission, served.metrics_directory)
-    app.state.figures = figures
-    ended = filter(None, [figures.ended, log_call, tracing(settings.otel_endpoint)])
-    app.add_middleware(Calls, gap=figures.gap, ended=list(ended))
 
 
 def configured_keys(settings: Settings) -> Keys | None:
@@ -63,15 +64,19 @@ def configured_keys(settings: Settings) -> Keys | None:
 
 
 class Calls:
-    """Give each request an id and a ``Call``, and report it with its headers at its end."""
+    """Give each request an id and a ``Call``, let in those with a key, and report each at its end."""
 
     def __init__(
         self,
         app: ASGIApp,
+        keys: Keys | None,
+        quotas: Quotas,
+        open_paths: frozenset[str],
         gap: Callable[[float], object],
         ended: Sequence[Callable[[Call, Headers], object]],
     ) -> None:
-        self._app, self._gap, self._ended = app, gap, ended
+        self._app, self._keys, self._quotas, self._open = app, keys, quotas, open_paths
+        self._gap, self._ended = gap, ended
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -81,6 +86,7 @@ class Calls:
         given = headers.get(REQUEST_ID, "")
         name = given if _USABLE_ID.fullmatch(given) else secrets.token_hex(16)
         scope.setdefault("state", {})["request_id"] = name
+        limited = scope["method"] == "POST" and scope["path"] not in self._open
         if scope["method"] == "HEAD":  # uvicorn, which has the scope itself, sends no body
             scope = {**scope, "method": "GET"}
         call = Call(name, scope["path"], gap=self._gap)
@@ -88,76 +94,44 @@ class Calls:
         async def send_noted(message: Message) -> None:
             if message["type"] == "http.response.start":
                 call.status = message["status"]
-                ids = [(key.encode(), value.encode()) for key, value in id_headers(scope).items()]
-                message["headers"] = [*message["headers"], *ids]
+                own = [(REQUEST_ID.encode(), name.encode())]
+                if call.path.startswith(MESSAGES_PATH):
+                    own.append((ANTHROPICS_REQUEST_ID.encode(), name.encode()))
+                limits = self._quotas.headers(call.key) if limited else []
+                message["headers"] = [*message["headers"], *own, *limits]
             await send(message)
 
-        token = CURRENT.set(call)
+        token, entered = CURRENT.set(call), False
         try:
+            if self._keys is not None and call.path not in self._open:
+                call.key = _key(self._keys, headers)
+            if limited:
+                self._quotas.enter(call.key)
+                entered = True
             await self._app(scope, receive, send_noted)
-        except Exception:
-            call.status = call.status or 500
-            raise
+        except Exception as error:
+            if call.status:  # the response has begun
+                raise
+            await ErrorResponse(client_error(error))(scope, receive, send_noted)
         finally:
             CURRENT.reset(token)
+            if entered:
+                self._quotas.leave(call.key, call.input_tokens + call.output_tokens)
             for report in self._ended:
                 report(call, headers)
 
 
-def id_headers(scope: Scope) -> dict[str, str]:
-    """Return the headers of a response that name its request's id."""
-    name = scope["state"]["request_id"]
-    of_messages = scope["path"].startswith(MESSAGES_PATH)
-    return {REQUEST_ID: name, **({ANTHROPICS_REQUEST_ID: name} if of_messages else {})}
-
-
-class Access:
-    """Let in requests with a key, within the key's limits."""
-
-    def __init__(self, app: ASGIApp, keys: Keys, quotas: Quotas, *, open_metrics: bool) -> None:
-        self._app, self._keys, self._quotas = app, keys, quotas
-        self._open = OPEN | {METRICS} if open_metrics else OPEN
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in self._open:
-            await self._app(scope, receive, send)
-            return
-        call = current()
-
-        async def send_with_limits(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                limits = self._quotas.headers(call.key)
-                message["headers"] = [*message["headers"], *limits]
-            await send(message)
-
-        limited, answer = scope["method"] == "POST", send
-        try:
-            call.key = self._key(Headers(scope=scope))
-            if limited:
-                answer = send_with_limits
-                self._quotas.enter(call.key)
-        except ApiError as error:
-            await ErrorResponse(error)(scope, receive, answer)
-            return
-        try:
-            await self._app(scope, receive, answer)
-        finally:
-            if limited:
-                self._quotas.leave(call.key, call.input_tokens + call.output_tokens)
-
-    def _key(self, headers: Headers) -> Key:
-        """Return the key of a request, by the header of OpenAI, Anthropic or Azure."""
-        scheme, _, presented = headers.get("authorization", "").partition(" ")
-        if scheme.lower() == "bearer":
-            presented = presented.strip()
-        else:
-            presented = headers.get("x-api-key") or headers.get("api-key", "")
-        key = self._keys.find(presented) if presented else None
-        if key is not None:
-            return key
-        text = "Incorrect API key provided" if presented else _NO_KEY
-        challenge = {"WWW-Authenticate": "Bearer"}
-        raise ApiError(401, text, code="invalid_api_key", headers=challenge)
+def _key(keys: Keys, headers: Headers) -> Key:
+    """Return the key of a request, by the header of OpenAI, Anthropic or Azure."""
+    scheme, _, presented = headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer":
+        presented = presented.strip()
+    else:
+        presented = headers.get("x-api-key") or headers.get("api-key", "")
+    if presented and (key := keys.find(presented)):
+        return key
+    text = "Incorrect API key provided" if presented else _NO_KEY
+    raise ApiError(401, text, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
 
 def log_call(call: Call, _: Headers) -> None:

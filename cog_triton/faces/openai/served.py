@@ -28,6 +28,7 @@ from cog_triton.text.tokenizer import Tokenizer
 Chunks = AsyncGenerator[Chunk, None]
 LAST_SECONDS = 2.0
 """For requests that were ended by force to send their clients the error."""
+POLL_SECONDS = 0.05
 EXPECTED_TOKENS = 256
 """Of an answer that may be longer, before its length is known."""
 CHARACTERS_PER_TOKEN = 4
@@ -120,17 +121,23 @@ def current() -> Call:
 
 @dataclass
 class Served:
-    """The state of one application."""
+    """The state of one application.
+
+    Attributes:
+        models: names of the model in requests; the first is its own.
+        busy: gets True when requests run, then False.
+        processes: that answer; the metrics directory has the figures of several.
+        draining: new requests are refused.
+    """
 
     backend: Backend
-    models: tuple[str, ...]  # names of the model in requests; the first is its own
-    created: int = field(default_factory=lambda: int(time.time()))
-    draining: bool = False  # new requests are refused
-    running: int = 0
-    busy: Callable[[bool], object] = lambda _: None  # gets True when requests run, then False
-    processes: int = 1  # that answer; the directory has the figures of several
+    models: tuple[str, ...]
+    busy: Callable[[bool], object] = lambda _: None
+    processes: int = 1
     metrics_directory: str | None = None
-    _idle: asyncio.Event = field(default_factory=asyncio.Event)
+    created: int = field(default_factory=lambda: int(time.time()))
+    draining: bool = False
+    running: int = 0
 
     @property
     def settings(self) -> Settings:
@@ -186,7 +193,6 @@ class Served:
         finally:
             self.running -= 1
             if not self.running:
-                self._idle.set()
                 self.busy(False)
 
     async def drain(self) -> None:
@@ -197,10 +203,9 @@ class Served:
         await self._idle_within(LAST_SECONDS)
 
     async def _idle_within(self, seconds: float) -> None:
-        self._idle.clear()
-        if self.running:
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._idle.wait(), seconds)
+        deadline = time.monotonic() + seconds
+        while self.running and time.monotonic() < deadline:
+            await asyncio.sleep(POLL_SECONDS)
 
 
 async def _served(request: HttpRequest) -> Served:

@@ -44,17 +44,20 @@ def test_a_file_has_names_keys_or_hashes_and_limits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "text"),
+    "line",
     [
-        ("sk-secret", "a name of letters.* are needed"),
-        ("a/b sk-secret", "a name of letters"),
-        ("a sk-secret weight=0", "weight must be a number above 0, not 0"),
-        ("a sk-secret weight=nan", "weight must be"),
-        ("a sk-secret sk-secret", "behind the key may be weight, "),
+        "sk-secret",
+        "a/b sk-secret",
+        "a sk-secret weight=0",
+        "a sk-secret weight=nan",
+        "a sk-secret weight=1e12",
+        "a sk-secret sk-secret",
+        "a sk-secret sk-secret=2",
+        "a sk-secret name=b",
     ],
 )
-def test_a_line_that_is_wrong_is_named_without_its_key(line: str, text: str) -> None:
-    with pytest.raises(ConfigurationError, match=rf"f, line 2: {text}") as raised:
+def test_a_line_that_is_wrong_is_named_without_its_key(line: str) -> None:
+    with pytest.raises(ConfigurationError, match="f, line 2: a line is NAME KEY ") as raised:
         parsed_keys(f"# x\n{line}", "f")
     assert "sk-secret" not in str(raised.value)
 
@@ -99,7 +102,8 @@ def test_a_file_that_changes_is_read_again(
     write("a sk-c weight=much")
     assert keys.find("sk-c") is None
     assert keys.find("sk-b")
-    assert "line 1: weight must be a number above 0, not much; the keys from before" in caplog.text
+    assert "line 1: a line is NAME KEY " in caplog.text
+    assert "the keys from before stay" in caplog.text
     assert "sk-" not in caplog.text
 
 

@@ -10,7 +10,7 @@ import pytest
 import serve_openai
 
 from cog_triton.faces.openai import command
-from cog_triton.faces.openai.routes import HEADERS, PAGE, policy
+from cog_triton.faces.openai.app import PAGE, PAGE_HEADERS, page_policy
 from cog_triton.settings import read_settings
 from tests.unit.faces.openai.support import Backend, ask
 
@@ -22,7 +22,7 @@ def test_it_is_the_root() -> None:
     assert reply.headers["content-type"] == "text/html; charset=utf-8"
     assert reply.headers["x-content-type-options"] == "nosniff"
     assert "frame-ancestors 'none'" in reply.headers["content-security-policy"]
-    assert {name: reply.headers[name] for name in HEADERS} == HEADERS
+    assert {name: reply.headers[name] for name in PAGE_HEADERS} == PAGE_HEADERS
 
 
 def test_it_can_be_turned_off() -> None:
@@ -34,9 +34,9 @@ def test_it_can_be_turned_off() -> None:
 def test_its_policy_names_its_script_and_style_by_their_hashes() -> None:
     digest = base64.b64encode(hashlib.sha256(b"\nlet a;\n").digest()).decode()
     page = "<style>b {}</style><body><script>\nlet a;\n</script>"
-    assert f"script-src 'sha256-{digest}';" in policy(page)
+    assert f"script-src 'sha256-{digest}';" in page_policy(page)
     with pytest.raises(ValueError, match="unpack"):
-        policy(page + "<script></script>")
+        page_policy(page + "<script></script>")
 
 
 def test_it_loads_nothing_and_makes_no_html_of_texts() -> None:
