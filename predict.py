@@ -16,28 +16,31 @@ from cog_triton.deployment import Deployment
 from cog_triton.errors import InvalidParameter
 from cog_triton.faces.cog import control, live_stream
 from cog_triton.processes import end_with_parent
-from cog_triton.request.inputs import choose_guide, parse_list, parse_logit_bias, parse_object
-from cog_triton.request.request import Request, resolve_max_tokens, resolve_min_tokens, resolve_seed
+from cog_triton.request.limits import parse_list, parse_object
+from cog_triton.request.request import (
+    Request,
+    choose_guide,
+    parse_logit_bias,
+    resolve_seed,
+    resolve_tokens,
+)
 from cog_triton.server.log import log_to
 from cog_triton.settings import Settings, read_settings
 from cog_triton.text.prompts import format_prompt, validate_template
 from cog_triton.text.stop_sequences import parse_stop_sequences
 
-DEFAULT_PROMPT_TEMPLATE = "{prompt}"
-
 live_stream.install()
 
 
 class Predictor(BaseRunner):
-    async def setup(self, weights: Optional[str] = None) -> None:  # noqa: UP045
+    async def setup(self, weights: Optional[str] = None) -> None:
         settings = read_settings()
         log_to(settings.log_level)
         if weights:
             settings = settings.model_copy(update={"weights": weights})
         validate_template(settings.prompt_template)
-        Request(
-            " ", 0, stop_sequences=parse_stop_sequences(settings.stop_sequences)
-        )  # or refuse them
+        # Refuse them before anything is started.
+        Request(" ", 0, stop_sequences=parse_stop_sequences(settings.stop_sequences))
         end_with_parent()
         beside, settings = _openai(settings)
         self.deployment = await Deployment.start(settings)
@@ -47,9 +50,8 @@ class Predictor(BaseRunner):
             "cancel": live_stream.cancel,
             "forget": live_stream.forget,
             "stop": self.deployment.close,
+            **({} if beside is None else {"drain": beside.drain}),
         }
-        if beside is not None:
-            handlers["drain"] = beside.drain
         control.listen(handlers, inputs=("prompt", "messages"))
         # What is alive now stays so: a full collection would go through all of it.
         gc.collect()
@@ -59,7 +61,7 @@ class Predictor(BaseRunner):
     @cog.concurrent(max=512)
     async def predict(
         self,
-        prompt: Optional[str] = Input(  # noqa: UP045
+        prompt: Optional[str] = Input(
             description="Prompt to send to the model; this or messages is required.", default=None
         ),
         system_prompt: str = Input(
@@ -72,7 +74,7 @@ class Predictor(BaseRunner):
             ge=1,
             default=512,
         ),
-        min_tokens: Optional[int] = Input(  # noqa: UP045
+        min_tokens: Optional[int] = Input(
             description="Fewest tokens to generate; -1 for no minimum.", ge=-1, default=None
         ),
         temperature: float = Input(
@@ -90,7 +92,7 @@ class Predictor(BaseRunner):
         top_k: int = Input(
             description="Sample from so many most likely tokens; 0 or -1 for all.", ge=-1, default=0
         ),
-        stop_sequences: Optional[str] = Input(  # noqa: UP045
+        stop_sequences: Optional[str] = Input(
             description="Comma-separated texts that end the output; they are no part of it. "
             "A comma in one is written \\,",
             default=None,
@@ -104,7 +106,7 @@ class Predictor(BaseRunner):
         presence_penalty: float = Input(
             description="Above 0 makes tokens that the output already has less likely.", default=0.0
         ),
-        seed: Optional[int] = Input(  # noqa: UP045
+        seed: Optional[int] = Input(
             description="The same seed and inputs give the same output, but for rounding. Drawn if "
             "unset or -1.",
             ge=-1,
@@ -119,23 +121,23 @@ class Predictor(BaseRunner):
         log_performance_metrics: bool = Input(
             description="Log token counts and times of this prediction.", default=False
         ),
-        max_new_tokens: Optional[int] = Input(  # noqa: UP045
+        max_new_tokens: Optional[int] = Input(
             description="Old name of max_tokens.", ge=1, default=None
         ),
-        min_new_tokens: Optional[int] = Input(  # noqa: UP045
+        min_new_tokens: Optional[int] = Input(
             description="Old name of min_tokens.", ge=-1, default=None
         ),
-        messages: Optional[str] = Input(  # noqa: UP045
+        messages: Optional[str] = Input(
             description="Chat instead of a prompt: a JSON list of objects with role and content, which "
             "the model's own chat template makes a prompt of.",
             default=None,
         ),
-        tools: Optional[str] = Input(  # noqa: UP045
+        tools: Optional[str] = Input(
             description="Functions that the model may call: a JSON list in OpenAI's form, for the chat "
             "template.",
             default=None,
         ),
-        chat_template_kwargs: Optional[str] = Input(  # noqa: UP045
+        chat_template_kwargs: Optional[str] = Input(
             description="Switches of the chat template: a JSON object.", default=None
         ),
         repetition_penalty: float = Input(
@@ -152,27 +154,27 @@ class Predictor(BaseRunner):
             le=1,
             default=0.0,
         ),
-        bad_words: Optional[str] = Input(  # noqa: UP045
+        bad_words: Optional[str] = Input(
             description="Comma-separated texts that are not generated. A comma in one is written \\,",
             default=None,
         ),
-        logit_bias: Optional[str] = Input(  # noqa: UP045
+        logit_bias: Optional[str] = Input(
             description="A JSON object of token ids and what is added to their logits.",
             default=None,
         ),
         ignore_eos: bool = Input(
             description="Go on after the end token, up to max_tokens.", default=False
         ),
-        json_schema: Optional[str] = Input(  # noqa: UP045
+        json_schema: Optional[str] = Input(
             description="JSON schema that the output has to follow.", default=None
         ),
-        regex: Optional[str] = Input(  # noqa: UP045
+        regex: Optional[str] = Input(
             description="Regular expression that the output has to match.", default=None
         ),
-        grammar: Optional[str] = Input(  # noqa: UP045
+        grammar: Optional[str] = Input(
             description="EBNF grammar that the output has to follow.", default=None
         ),
-        choice: Optional[str] = Input(  # noqa: UP045
+        choice: Optional[str] = Input(
             description="A JSON list of texts, one of which the output has to be.", default=None
         ),
         lora: str = Input(
@@ -181,22 +183,21 @@ class Predictor(BaseRunner):
         ),
     ) -> ConcatenateIterator[str]:
         settings = self.deployment.settings
+        own_template = prompt_template != "{prompt}"  # its default counts as not given
         if messages is None:
             _refuse("needs messages", tools=tools, chat_template_kwargs=chat_template_kwargs)
-            own = prompt_template != DEFAULT_PROMPT_TEMPLATE  # its default counts as not given
-            template = prompt_template if own else settings.prompt_template
+            template = prompt_template if own_template else settings.prompt_template
             system = system_prompt or settings.system_prompt
             text = format_prompt(template, prompt, system, self.deployment.limits)
         else:
-            own_template = prompt_template != DEFAULT_PROMPT_TEMPLATE
             _refuse("and messages exclude each other", prompt=prompt, prompt_template=own_template)
             text = self._chat(messages, system_prompt, tools, chat_template_kwargs)
         request = Request(
             prompt=text,
             # A rendered chat begins with the tokens that begin a text.
             add_special_tokens=None if messages is None else False,
-            max_tokens=resolve_max_tokens(max_tokens, max_new_tokens),
-            min_tokens=resolve_min_tokens(min_tokens, min_new_tokens),
+            max_tokens=resolve_tokens("max", max_tokens, max_new_tokens),
+            min_tokens=resolve_tokens("min", min_tokens, min_new_tokens),
             temperature=temperature,
             top_p=top_p,
             top_k=top_k,
@@ -288,8 +289,7 @@ async def _texts(
 
 def _openai(settings: Settings) -> tuple[Any, Settings]:
     """Make the OpenAI face, if it is to run in this process, and the settings that both need."""
-    port = settings.openai_port
-    if port is None:
+    if settings.openai_port is None:
         return None, settings
     from cog_triton.faces.openai.command import Embedded
     from cog_triton.faces.openai.workers import with_fixed_port
@@ -299,7 +299,7 @@ def _openai(settings: Settings) -> tuple[Any, Settings]:
     def tell(busy: bool) -> None:
         control.tell("busy" if busy else "idle")
 
-    return Embedded(settings, port, tell), settings
+    return Embedded(settings, settings.openai_port, tell), settings
 
 
 def _refuse(why: str, **inputs: object) -> None:

@@ -10,13 +10,12 @@ import contextlib
 import math
 import secrets
 from collections.abc import AsyncGenerator
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from cog_triton.client.stream import Response, Streams
 from cog_triton.request.admission import Admission, Slot, Tenant
-from cog_triton.request.request import Request, effective_end_id, request_parameters, triton_inputs
+from cog_triton.request.request import Request, request_parameters, triton_inputs
 from cog_triton.text.detokenizer import IncrementalDetokenizer
 from cog_triton.text.stop_sequences import StopSequences
 from cog_triton.text.tokenizer import Tokenizer, text_limits
@@ -27,34 +26,21 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True)
 class Chunk:
-    """The next piece of an answer.
+    """The next piece of an answer."""
 
-    Attributes:
-        text: may be empty, and lag behind the ids: it may end within a character, or before what could
-            become a stop sequence.
-        output_tokens: tokens received so far.
-        input_tokens: tokens of the prompt, if the engine says.
-        finish_reason: of the last chunk: ``stop`` for an end token or a stop sequence, ``length`` for
-            max_tokens or the end of the context.
-        queued: of the last chunk, seconds in the queue.
-        ids: the tokens since the chunk before.
-        log_probs: one per id if they were asked for.
-        stop_sequence: of the last chunk, the one that ended the answer.
-        stop_token: of the last chunk, the one of the request's stop_token_ids that ended the answer. It is
-            counted, and among the ids, as an end token is.
-        prompt_log_probs: of the first chunk, one per token of the prompt if they were asked for.
-    """
-
+    # It lags behind the ids: it may end within a character, or before what could become a stop sequence.
     text: str
-    output_tokens: int
-    input_tokens: int | None
+    output_tokens: int  # received so far
+    input_tokens: int | None  # of the prompt, if the engine says
+    # Of the last chunk: stop for an end token or a stop sequence, length for max_tokens or a full context.
     finish_reason: FinishReason | None = None
-    queued: float = 0.0
-    ids: tuple[int, ...] = ()
-    log_probs: tuple[TokenLogProb, ...] = ()
-    stop_sequence: str | None = None
+    queued: float = 0.0  # of the last chunk, seconds in the queue
+    ids: tuple[int, ...] = ()  # since the chunk before
+    log_probs: tuple[TokenLogProb, ...] = ()  # one per id if they were asked for
+    stop_sequence: str | None = None  # of the last chunk, the one that ended the answer
+    # Of the last chunk, the one of stop_token_ids that ended the answer; counted, and among the ids.
     stop_token: int | None = None
-    prompt_log_probs: tuple[TokenLogProb, ...] = ()
+    prompt_log_probs: tuple[TokenLogProb, ...] = ()  # of the first chunk, if they were asked for
 
 
 async def generate(
@@ -81,12 +67,13 @@ async def generate(
     text_limits(tokenizer, context_length).check("the prompt", len(request.prompt))
     detokenizer, stops = new_detokenizer(request, tokenizer), StopSequences(request.stop_sequences)
     stop_ids, stop_token = frozenset(request.stop_token_ids), None
-    end_id = effective_end_id(request, tokenizer.eos_token_id)
+    end_id = request.effective_end_id(tokenizer.eos_token_id)
     ids: list[int] = []  # of the whole output
     input_tokens, keeps_end_token = None, True
     inputs, parameters = triton_inputs(request), request_parameters(request)
     stream = client.stream(request_id or secrets.token_hex(8), inputs, parameters=parameters)
-    async with acquire(admission, tenant) as slot, stream as responses:
+    place = admission.acquire(tenant) if admission else contextlib.nullcontext(Slot())
+    async with place as slot, stream as responses:
         async for arrived in responses:
             response, stop_token = split_at_stop_token(arrived, stop_ids)
             new_ids = shown_ids(request, response.ids, stop_token, end_id)
@@ -97,7 +84,14 @@ async def generate(
             input_tokens = response.input_tokens or input_tokens
             slot.used = len(ids) + (input_tokens or 0)
             keeps_end_token = keeps_end_token and response.keeps_end_token
-            chunk = chunk_of(response, text, len(ids), input_tokens)
+            chunk = Chunk(
+                text,
+                len(ids),
+                input_tokens,
+                ids=tuple(response.ids),
+                log_probs=tuple(response.log_probs),
+                prompt_log_probs=tuple(response.prompt_log_probs),
+            )
             if response.final or stops.matched is not None or stop_token is not None:
                 break
             yield chunk
@@ -115,14 +109,6 @@ async def generate(
     reason: FinishReason = "stop" if ended else "length"
     chunk = replace(chunk, text=text, queued=slot.waited, stop_sequence=stops.matched)
     yield replace(chunk, finish_reason=reason, stop_token=stop_token)
-
-
-def chunk_of(response: Response, text: str, output_tokens: int, input_tokens: int | None) -> Chunk:
-    ids, log_probs = tuple(response.ids), tuple(response.log_probs)
-    prompt = tuple(response.prompt_log_probs)
-    return Chunk(
-        text, output_tokens, input_tokens, ids=ids, log_probs=log_probs, prompt_log_probs=prompt
-    )
 
 
 def new_detokenizer(request: Request, tokenizer: Tokenizer) -> IncrementalDetokenizer:
@@ -167,11 +153,3 @@ def tokens_to_stop(
         if stops.matched is not None:
             return count
     return len(new)
-
-
-def acquire(
-    admission: Admission | None, tenant: Tenant | None
-) -> AbstractAsyncContextManager[Slot]:
-    if admission is None:
-        return contextlib.nullcontext(Slot())
-    return admission.acquire(tenant or Tenant())

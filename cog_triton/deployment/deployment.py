@@ -32,7 +32,7 @@ from cog_triton.deployment.preparation import (
 from cog_triton.deployment.running import server_starter, timed
 from cog_triton.deployment.supervisor import Supervisor
 from cog_triton.generation import Chunk, generate
-from cog_triton.request.admission import STOPPING, Admission, Bounds, Tenant
+from cog_triton.request.admission import STOPPING, Admission, Tenant
 from cog_triton.request.request import Request
 from cog_triton.settings import Settings
 from cog_triton.text.chat import Message, render_chat, set_chat_template
@@ -97,8 +97,7 @@ class Deployment:
             resume_timeout=settings.resume_timeout,
             on_failure=_exit if settings.exit_on_failure else lambda _: None,
         )
-        bounds = Bounds(settings.max_running, settings.max_waiting, settings.queue_timeout)
-        admission = Admission(bounds)
+        admission = Admission(settings.max_running, settings.max_waiting, settings.queue_timeout)
         with contextlib.ExitStack() as opening:
             if settings.predictor_metrics_port is not None:
                 from cog_triton.deployment.metrics import Metrics

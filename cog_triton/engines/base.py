@@ -10,7 +10,7 @@ from pkgutil import resolve_name
 
 from cog_triton.errors import EngineError as EngineError
 from cog_triton.errors import EngineUnavailable as EngineUnavailable
-from cog_triton.request.guide import Guide
+from cog_triton.request.request import Guide
 from cog_triton.wire import TokenLogProb as TokenLogProb
 
 LEAST_LOG_PROB = -9999.0

@@ -22,7 +22,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from cog_triton.engines.interpreter import python
 from cog_triton.processes import end_with_parent
-from cog_triton.request.guide import Guide, GuideKind, ascii_classes
+from cog_triton.request.request import Guide, GuideKind, ascii_classes
 
 SECONDS = 2  # of a processor; the longest guides that are known to be used take a third of one
 PATIENCE = 20.0  # seconds, on a busy machine

@@ -26,7 +26,7 @@ from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 
 from cog_triton.engines.base import EngineError, EngineUnavailable, stopped_text
 from cog_triton.engines.guides import LIMITS, GuideCheck, grammar
-from cog_triton.request.guide import Guide
+from cog_triton.request.request import Guide
 
 Masks = npt.NDArray[np.bool_]  # [sequences, vocabulary]: the tokens that are allowed
 COMPILED = 64  # guides that are kept; one of 64 KB takes about a megabyte

@@ -45,7 +45,7 @@ from cog_triton.engines.base import (
 )
 from cog_triton.engines.event_loop import EventLoopEngine, Steps
 from cog_triton.engines.interpreter import prepare, renice
-from cog_triton.request.guide import Guide, GuideKind
+from cog_triton.request.request import Guide, GuideKind
 from cog_triton.text import remote_code
 
 logger = logging.getLogger(__name__)

@@ -17,10 +17,9 @@ import yaml  # type: ignore[import-untyped, unused-ignore]
 from cog_triton.engines.base import GenerationRequest, SamplingParams
 from cog_triton.engines.serving import Output, words_from_list
 from cog_triton.models.stub import Array, flag, indices
-from cog_triton.request.guide import Guide, GuideKind, engine_guide
 from cog_triton.request.limits import GUIDE_CHARACTERS, WORD_IDS
 from cog_triton.request.limits import TOP_LOG_PROBS as MOST_LOG_PROBS
-from cog_triton.request.request import MAX_FLOAT32, Request
+from cog_triton.request.request import MAX_FLOAT32, Guide, GuideKind, Request, engine_guide
 from cog_triton.wire import (
     ALLOWED_IDS,
     CONTINUED,

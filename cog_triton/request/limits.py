@@ -1,10 +1,12 @@
-"""Limits of a request's texts, checked by their lengths before anything is built of them."""
+"""Limits of a request's texts, checked by their lengths before anything is built of them; JSON inputs."""
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 from cog_triton.errors import InvalidParameter, PromptTooLong
 
@@ -50,11 +52,7 @@ class TextLimits:
 
 
 def check_json(name: str, text: str) -> None:
-    """Refuse a JSON text of too many values, which are counted without being made.
-
-    Raises:
-        InvalidParameter: naming the text and the limit.
-    """
+    """Refuse a JSON text of too many values with InvalidParameter; they are counted without being made."""
     quoted = text.replace("\\\\", "").replace('\\"', "") if "\\" in text else text
     counts = {"strings": (quoted.count('"') // 2, JSON_STRINGS)}
     if counts["strings"][0] <= JSON_STRINGS:
@@ -68,3 +66,27 @@ def check_json(name: str, text: str) -> None:
     for what, (count, most) in counts.items():
         if count > most:
             raise InvalidParameter(f"{name} must have at most {most} {what}")
+
+
+def parse_list(name: str, text: str) -> list[dict[str, Any]]:
+    """Parse a JSON list of objects, or raise InvalidParameter."""
+    values = _parsed(name, text)
+    if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
+        raise InvalidParameter(f"{name} must be a JSON list of objects")
+    return values
+
+
+def parse_object(name: str, text: str) -> dict[str, Any]:
+    """Parse a JSON object, or raise InvalidParameter."""
+    value = _parsed(name, text)
+    if not isinstance(value, dict):
+        raise InvalidParameter(f"{name} must be a JSON object")
+    return value
+
+
+def _parsed(name: str, text: str) -> Any:
+    check_json(name, text)
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidParameter(f"{name} must be JSON: {error}") from None

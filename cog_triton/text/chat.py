@@ -17,8 +17,7 @@ from cog_triton.errors import (
     PromptRequired,
     shown,
 )
-from cog_triton.request.inputs import parse_object
-from cog_triton.request.limits import MESSAGES, TextLimits
+from cog_triton.request.limits import MESSAGES, TextLimits, parse_object
 from cog_triton.text.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]

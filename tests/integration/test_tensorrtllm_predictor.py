@@ -23,8 +23,7 @@ import pytest
 from cog_triton.deployment import Deployment
 from cog_triton.errors import CogTritonError
 from cog_triton.generation import Chunk
-from cog_triton.request.guide import Guide, GuideKind
-from cog_triton.request.request import Request
+from cog_triton.request.request import Guide, GuideKind, Request
 from cog_triton.text.tokenizer import Tokenizer
 from cog_triton.wire import TokenLogProb
 from tests.integration.conftest import make_server, settings_for

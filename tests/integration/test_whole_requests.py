@@ -10,8 +10,7 @@ import jsonschema  # type: ignore[import-untyped, unused-ignore]
 import pytest
 
 from cog_triton.errors import InvalidParameter
-from cog_triton.request.guide import Guide, GuideKind
-from cog_triton.request.request import Request
+from cog_triton.request.request import Guide, GuideKind, Request
 from cog_triton.server.tritonserver import TritonServer
 from cog_triton.text.tokenizer import Tokenizer
 from cog_triton.wire import TokenLogProb

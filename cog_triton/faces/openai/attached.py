@@ -42,8 +42,8 @@ from cog_triton.errors import (
     TritonMalformedEvent,
     TritonUnavailable,
 )
-from cog_triton.generation import Chunk, FinishReason, acquire, generate
-from cog_triton.request.admission import STOPPING, Admission, Bounds, Tenant
+from cog_triton.generation import Chunk, FinishReason, generate
+from cog_triton.request.admission import STOPPING, Admission, Tenant
 from cog_triton.request.request import Request, request_parameters, triton_inputs
 from cog_triton.settings import Settings
 from cog_triton.text.stop_sequences import StopSequences
@@ -113,8 +113,9 @@ class Attached:
     def __post_init__(self) -> None:
         settings = self.settings
         self.limits = text_limits(self.tokenizer, self.context_length)
-        bounds = Bounds(settings.max_running, settings.max_waiting, settings.queue_timeout)
-        self.admission = Admission(bounds)
+        self.admission = Admission(
+            settings.max_running, settings.max_waiting, settings.queue_timeout
+        )
         self._client: TritonClient = self._connected()
         self._reconnecting = asyncio.Lock()
         attempts, end_id = settings.resume_attempts, self.tokenizer.eos_token_id
@@ -241,7 +242,7 @@ class TextEnsemble(GrpcClient):
         delivered = ""
         input_tokens = len(tokenizer(inputs["text_input"].item().decode()).input_ids)
         texts = self._adapted_texts(request_id or secrets.token_hex(8), inputs)
-        async with acquire(admission, tenant) as slot, contextlib.aclosing(texts):
+        async with admission.acquire(tenant) as slot, contextlib.aclosing(texts):
             async for piece in texts:
                 whole.append(piece)
                 slot.used = input_tokens + len(whole)

@@ -19,8 +19,7 @@ from cog_triton.faces.openai.fields import (
     Sampling,
 )
 from cog_triton.faces.openai.served import Served
-from cog_triton.request.guide import Guide, GuideKind
-from cog_triton.request.request import MAX_SEED, Request, resolve_seed
+from cog_triton.request.request import MAX_SEED, Guide, GuideKind, Request, resolve_seed
 
 UNKNOWN_CONTEXT = 2**20
 """Tokens, where only the engine knows how many its context has; it cuts to them."""

@@ -23,8 +23,7 @@ from cog_triton.faces.openai.sampling import guides, log_probs, longest_output, 
 from cog_triton.faces.openai.served import Served
 from cog_triton.faces.openai.tool_calls import Format, format_of
 from cog_triton.generation import Chunk
-from cog_triton.request.guide import Guide, GuideKind
-from cog_triton.request.request import Request
+from cog_triton.request.request import Guide, GuideKind, Request
 from cog_triton.text.chat import render_chat
 from cog_triton.text.tokenizer import Tokenizer
 

@@ -27,7 +27,7 @@ from cog_triton.deployment.preparation import (
 from cog_triton.deployment.running import start_timeout
 from cog_triton.errors import ConfigurationError, InvalidParameter, PromptTooLong, TritonUnavailable
 from cog_triton.repository.variables import VARIABLES
-from cog_triton.request.admission import Admission, Bounds
+from cog_triton.request.admission import Admission
 from cog_triton.request.request import Request
 from cog_triton.settings import read_settings
 from cog_triton.text.tokenizer import load_tokenizer
@@ -183,7 +183,7 @@ def test_a_length_penalty_goes_where_it_has_an_effect(
         read_settings({}),
         client,
         cast(Any, None),
-        Admission(Bounds(1, 0, 1.0)),
+        Admission(1, 0, 1.0),
         tokenizer,
         length_penalty=told,
     )
@@ -317,7 +317,7 @@ def test_messages_become_a_prompt(demo_model: Path) -> None:
         read_settings({}),
         cast(Any, None),
         cast(Any, None),
-        Admission(Bounds(1, 0, 1.0)),
+        Admission(1, 0, 1.0),
         load_tokenizer(str(demo_model)),
         context_length=50,
     )

@@ -10,13 +10,13 @@ import pytest
 
 from cog_triton.deployment.metrics import Metrics
 from cog_triton.errors import ConfigurationError, TritonOverloaded
-from cog_triton.request.admission import Admission, Bounds
+from cog_triton.request.admission import Admission
 
 
 def test_they_tell_of_the_queue() -> None:
     async def test() -> str:
         metrics = Metrics()
-        admission = Admission(Bounds(1, 0, 1.0))
+        admission = Admission(1, 0, 1.0)
         metrics.watch(admission, lambda: 3)
         with metrics.served("127.0.0.1", 0) as port:
             async with admission.acquire(), httpx.AsyncClient(trust_env=False) as client:

@@ -20,7 +20,7 @@ from cog_triton.adapters.layers import LoraLayers
 from cog_triton.engines.base import EngineError, GenerationRequest, Step, create_engine
 from cog_triton.engines.transformers import CPU_PAGE_TOKENS
 from cog_triton.engines.transformers_step import Row
-from cog_triton.request.guide import Guide, GuideKind
+from cog_triton.request.request import Guide, GuideKind
 from cog_triton.text.tokenizer import load_tokenizer
 from cog_triton.wire import adapter_task_id
 from tests.adapters import make_adapter

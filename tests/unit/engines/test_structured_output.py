@@ -14,7 +14,7 @@ import pytest
 from cog_triton.engines.base import EngineError, EngineUnavailable, SamplingParams, create_engine
 from cog_triton.engines.guides import GuideCheck, grammar
 from cog_triton.engines.transformers import TransformersEngine
-from cog_triton.request.guide import Guide, GuideKind, engine_guide
+from cog_triton.request.request import Guide, GuideKind, engine_guide
 from cog_triton.text.tokenizer import load_tokenizer
 from tests.unit.engines.test_engines import ENGINES, Crowded, Requests, Stream
 

@@ -36,7 +36,7 @@ from cog_triton.engines.vllm import (
     prompt_log_probs,
     sampling_arguments,
 )
-from cog_triton.request.guide import Guide, GuideKind
+from cog_triton.request.request import Guide, GuideKind
 from cog_triton.wire import adapter_task_id
 from tests.support import ROOT
 

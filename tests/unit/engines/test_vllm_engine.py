@@ -24,7 +24,7 @@ from cog_triton.engines.base import (
     create_engine,
 )
 from cog_triton.engines.interpreter import LEAST_PRIORITY
-from cog_triton.request.guide import Guide, GuideKind
+from cog_triton.request.request import Guide, GuideKind
 from cog_triton.text.tokenizer import load_tokenizer
 from cog_triton.wire import adapter_task_id
 from tests.adapters import make_adapter, merge

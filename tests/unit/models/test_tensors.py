@@ -14,8 +14,8 @@ from cog_triton.engines.base import (
 )
 from cog_triton.engines.serving import Output
 from cog_triton.models.tensors import generation_requests, placeholders, response_tensors
-from cog_triton.request.guide import Guide, GuideKind
 from cog_triton.request.limits import GUIDE_CHARACTERS, WORD_IDS
+from cog_triton.request.request import Guide, GuideKind
 from cog_triton.wire import (
     CONTINUED,
     TokenLogProb,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cog_triton.errors import TritonOverloaded, TritonUnavailable
-from cog_triton.request.admission import Admission, Bounds, Tenant, retry_seconds
+from cog_triton.request.admission import Admission, Tenant, retry_seconds
 
 
 class Guests:
@@ -46,7 +46,7 @@ async def settle() -> None:
 
 
 def admission(running: int = 1, waiting: int = 9, seconds: float = 60, **kwargs: Any) -> Admission:
-    return Admission(Bounds(running, waiting, seconds), **kwargs)
+    return Admission(running, waiting, seconds, **kwargs)
 
 
 def test_places_go_to_those_that_came_first() -> None:
@@ -228,4 +228,4 @@ def test_no_place_is_lost_in_a_storm_of_cancels(seed: int) -> None:
 
     asyncio.run(test())
     assert (queue.running, queue.waiting) == (0, 0)
-    assert most == queue._bounds.running
+    assert most == queue._max_running

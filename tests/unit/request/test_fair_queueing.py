@@ -17,7 +17,7 @@ import pytest
 
 from cog_triton.errors import TritonOverloaded
 from cog_triton.request import admission
-from cog_triton.request.admission import Admission, Bounds, Tenant
+from cog_triton.request.admission import Admission, Tenant
 from tests.unit.request.test_admission import settle
 
 PREFILL, STEP = 0.05, 0.01
@@ -82,7 +82,7 @@ async def run(
     fair: bool = True,
 ) -> Traffic:
     clock = Clock()
-    traffic = Traffic(Admission(Bounds(places, 1000, 1e9), clock=lambda: clock.now), clock, fair)
+    traffic = Traffic(Admission(places, 1000, 1e9, clock=lambda: clock.now), clock, fair)
     tasks = streams(traffic)
     await clock.run(seconds)
     for task in tasks:
@@ -137,7 +137,7 @@ def test_tokens_go_by_weight_whatever_was_expected() -> None:
 
 def test_who_was_away_has_nothing_saved() -> None:
     async def test() -> list[str]:
-        queue, order = Admission(Bounds(1, 99, 60)), []
+        queue, order = Admission(1, 99, 60), []
 
         async def ask(flow: str) -> None:
             async with queue.acquire(Tenant(flow, cost=10)):
@@ -153,7 +153,7 @@ def test_who_was_away_has_nothing_saved() -> None:
 
 def test_a_flow_that_has_ended_keeps_no_places_from_the_others() -> None:
     async def test() -> None:
-        queue = Admission(Bounds(40, 100, 60))
+        queue = Admission(40, 100, 60)
         async with queue.acquire(Tenant("second")):
             pass
         ended = asyncio.Event()
@@ -173,7 +173,7 @@ def test_a_flow_that_has_ended_keeps_no_places_from_the_others() -> None:
 
 def test_flows_that_have_ended_take_no_memory() -> None:
     async def test() -> None:
-        queue = Admission(Bounds(2, 3, 60))
+        queue = Admission(2, 3, 60)
         ended = asyncio.Event()
 
         async def ask(flow: str) -> None:

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from cog_triton.request.guide import Guide, GuideKind, check_guide, choices, engine_guide
+from cog_triton.request.request import Guide, GuideKind, check_guide, engine_guide
 
 AWKWARD = ["yes", "a.b*c", "x|y (z)", "[1]{2}^$", "back\\slash/", "ż\n-", 'quote "it"']
 
@@ -53,10 +53,6 @@ def test_classes_are_those_of_pythons_re_with_ascii(characters: str, expression:
     for character in characters:
         wanted = re.fullmatch(expression, character, re.ASCII)
         assert bool(re.fullmatch(sent, character)) is bool(wanted)
-
-
-def test_choices_keep_their_order() -> None:
-    assert choices(choice("b", "a")) == ["b", "a"]
 
 
 @pytest.mark.parametrize(

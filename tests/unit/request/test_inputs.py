@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from cog_triton.errors import InvalidParameter
-from cog_triton.request.guide import Guide, GuideKind
-from cog_triton.request.inputs import choose_guide, parse_list, parse_logit_bias, parse_object
+from cog_triton.request.limits import parse_list, parse_object
+from cog_triton.request.request import Guide, GuideKind, choose_guide, parse_logit_bias
 
 
 def test_inputs_that_are_json() -> None:

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from cog_triton.errors import InvalidParameter, PromptTooLong
-from cog_triton.request.inputs import parse_list, parse_object
-from cog_triton.request.limits import MOST_CHARACTERS, UNKNOWN_CHARACTERS
+from cog_triton.request.limits import MOST_CHARACTERS, UNKNOWN_CHARACTERS, parse_list, parse_object
 from cog_triton.text.tokenizer import load_tokenizer, max_characters, text_limits
 
 

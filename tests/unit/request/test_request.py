@@ -14,19 +14,18 @@ from cog_triton.errors import (
     PromptRequired,
     PromptTooLong,
 )
-from cog_triton.request.guide import Guide, GuideKind
 from cog_triton.request.request import (
     ANY_SEED,
     DEFAULT_MAX_TOKENS,
     MAX_INT32,
     MAX_SEED,
     NO_TOKEN,
+    Guide,
+    GuideKind,
     Request,
-    effective_end_id,
     request_parameters,
-    resolve_max_tokens,
-    resolve_min_tokens,
     resolve_seed,
+    resolve_tokens,
     triton_inputs,
 )
 from cog_triton.wire import adapter_task_id, ids_text
@@ -179,13 +178,13 @@ def test_a_prompt_of_far_too_many_ids() -> None:
     ],
 )
 def test_max_tokens(max_tokens: int, max_new_tokens: int | None, meant: int) -> None:
-    assert resolve_max_tokens(max_tokens, max_new_tokens) == meant
+    assert resolve_tokens("max", max_tokens, max_new_tokens) == meant
 
 
 @pytest.mark.parametrize(("max_tokens", "max_new_tokens"), [(100, 101), (100, DEFAULT_MAX_TOKENS)])
 def test_max_tokens_that_contradict(max_tokens: int, max_new_tokens: int) -> None:
     with pytest.raises(ConflictingMaxTokens) as raised:
-        resolve_max_tokens(max_tokens, max_new_tokens)
+        resolve_tokens("max", max_tokens, max_new_tokens)
     assert str(raised.value).startswith(
         f"E1102 ConflictingMaxTokens: max_tokens={max_tokens} and max_new_tokens={max_new_tokens} "
     )
@@ -208,13 +207,13 @@ def test_max_tokens_that_contradict(max_tokens: int, max_new_tokens: int) -> Non
     ],
 )
 def test_min_tokens(min_tokens: int | None, min_new_tokens: int | None, meant: int) -> None:
-    assert resolve_min_tokens(min_tokens, min_new_tokens) == meant
+    assert max(resolve_tokens("min", min_tokens, min_new_tokens), 0) == meant
 
 
 @pytest.mark.parametrize(("min_tokens", "min_new_tokens"), [(5, 6), (0, 5)])
 def test_min_tokens_that_contradict(min_tokens: int, min_new_tokens: int) -> None:
     with pytest.raises(ConflictingMinTokens) as raised:
-        resolve_min_tokens(min_tokens, min_new_tokens)
+        resolve_tokens("min", min_tokens, min_new_tokens)
     assert str(raised.value).startswith(
         f"E1101 ConflictingMinTokens: min_tokens={min_tokens} and min_new_tokens={min_new_tokens} "
     )
@@ -337,7 +336,7 @@ def test_a_prompt_of_ids_goes_without_its_text() -> None:
 def test_what_ends_an_output(
     values: dict[str, Any], tokenizers: int | None, end_id: int, told: int | None
 ) -> None:
-    assert effective_end_id(request(**values), tokenizers) == end_id
+    assert request(**values).effective_end_id(tokenizers) == end_id
     assert sent(**values).get("end_id") == told
 
 
@@ -388,4 +387,4 @@ def test_a_value_is_not_echoed_whole() -> None:
         request(temperature=-(10.0**300))
     assert len(str(caught.value)) < 200
     with pytest.raises(ConflictingMaxTokens, match="a number of 20001 bits"):
-        resolve_max_tokens(5, 2**20_000)
+        resolve_tokens("max", 5, 2**20_000)

@@ -13,7 +13,7 @@ from cog_triton.errors import TritonUnavailable
 from cog_triton.faces.openai.app import create_app
 from cog_triton.faces.openai.served import Served
 from cog_triton.generation import Chunk
-from cog_triton.request.admission import Admission, Bounds, Tenant
+from cog_triton.request.admission import Admission, Tenant
 from cog_triton.request.limits import TextLimits
 from cog_triton.request.request import Request
 from cog_triton.settings import read_settings
@@ -74,7 +74,7 @@ class Backend:
         self.context_length: int | None = 64
         self.asked: list[tuple[Request, str | None]] = []
         self.tenants: list[Tenant | None] = []
-        self.admission = Admission(Bounds(9, 9, 60))
+        self.admission = Admission(9, 9, 60)
         self.open = 0
         self.is_healthy = True
         self.wait: asyncio.Event | None = None

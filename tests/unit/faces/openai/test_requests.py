@@ -12,8 +12,7 @@ from cog_triton.faces.openai.errors import ApiError
 from cog_triton.faces.openai.fields import ChatBody, CompletionBody
 from cog_triton.faces.openai.sampling import UNKNOWN_CONTEXT, check_fields, repeated
 from cog_triton.faces.openai.turns import chat_turn
-from cog_triton.request.guide import Guide, GuideKind
-from cog_triton.request.request import Request
+from cog_triton.request.request import Guide, GuideKind, Request
 from tests.unit.faces.openai.support import CHUNKS, MESSAGES, Backend, ask, served, talkative
 
 

@@ -29,7 +29,7 @@ from cog_triton.faces.openai.parsing import (
 )
 from cog_triton.faces.openai.tool_calls import HERMES, LLAMA, MISTRAL, PYTHON, Format, format_of
 from cog_triton.faces.openai.turns import call_guide, tool_use
-from cog_triton.request.guide import Guide
+from cog_triton.request.request import Guide
 from cog_triton.text.detokenizer import IncrementalDetokenizer
 from cog_triton.text.tokenizer import load_tokenizer
 
