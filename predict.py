@@ -289,7 +289,8 @@ async def _texts(
 
 def _openai(settings: Settings) -> tuple[Any, Settings]:
     """Make the OpenAI face, if it is to run in this process, and the settings that both need."""
-    if settings.openai_port is None:
+    port = settings.openai_port
+    if port is None:
         return None, settings
     from cog_triton.faces.openai.command import Embedded
     from cog_triton.faces.openai.workers import with_fixed_port
@@ -299,7 +300,7 @@ def _openai(settings: Settings) -> tuple[Any, Settings]:
     def tell(busy: bool) -> None:
         control.tell("busy" if busy else "idle")
 
-    return Embedded(settings, settings.openai_port, tell), settings
+    return Embedded(settings, port, tell), settings
 
 
 def _refuse(why: str, **inputs: object) -> None:
