@@ -84,14 +84,7 @@ async def generate(
             input_tokens = response.input_tokens or input_tokens
             slot.used = len(ids) + (input_tokens or 0)
             keeps_end_token = keeps_end_token and response.keeps_end_token
-            chunk = Chunk(
-                text,
-                len(ids),
-                input_tokens,
-                ids=tuple(response.ids),
-                log_probs=tuple(response.log_probs),
-                prompt_log_probs=tuple(response.prompt_log_probs),
-            )
+            chunk = _chunk(response, text, len(ids), input_tokens)
             if response.final or stops.matched is not None or stop_token is not None:
                 break
             yield chunk
@@ -109,6 +102,14 @@ async def generate(
     reason: FinishReason = "stop" if ended else "length"
     chunk = replace(chunk, text=text, queued=slot.waited, stop_sequence=stops.matched)
     yield replace(chunk, finish_reason=reason, stop_token=stop_token)
+
+
+def _chunk(response: Response, text: str, output_tokens: int, input_tokens: int | None) -> Chunk:
+    ids, log_probs = tuple(response.ids), tuple(response.log_probs)
+    prompt = tuple(response.prompt_log_probs)
+    return Chunk(
+        text, output_tokens, input_tokens, ids=ids, log_probs=log_probs, prompt_log_probs=prompt
+    )
 
 
 def new_detokenizer(request: Request, tokenizer: Tokenizer) -> IncrementalDetokenizer:
