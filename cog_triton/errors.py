@@ -1,29 +1,5 @@
 """Every error a caller can meet, one code per error.
 
-    CogTritonError
-    ├── UserError                     the request is at fault, a retry unchanged will fail again
-    │   ├── PromptRequired            E1001  no prompt, or an empty one
-    │   ├── PromptTooLong             E1002  more tokens than the engine accepts
-    │   ├── BadPromptTemplate         E1003  no place for the prompt in it
-    │   ├── PromptTemplateError       E1004  it cannot be filled
-    │   ├── ChatTemplateError         E1005  there is none, or it refuses the messages
-    │   ├── ConflictingMinTokens      E1101  min_tokens and min_new_tokens differ
-    │   ├── ConflictingMaxTokens      E1102  max_tokens and max_new_tokens differ
-    │   └── InvalidParameter          E1103  a parameter is out of its range, or two contradict
-    ├── ServerError                   the deployment is at fault, the request may be fine
-    │   ├── TritonUnknownError        E2100  an error of Triton's that is none of these
-    │   ├── TritonTimeout             E2101  nothing came for longer than the time limit
-    │   ├── TritonTokenizerError      E2102  pre- or postprocessing failed on valid input
-    │   ├── TritonMalformedJSON       E2103  a body or event over HTTP is not JSON
-    │   ├── TritonMalformedEvent      E2104  a response lacks an output or has a wrong one, or was lost
-    │   ├── TritonUnavailable         E2105  it died, or is not ready
-    │   └── TritonOverloaded          E2106  the queue, or the engine's own, is full
-    ├── ConfigurationError            E3001  settings, configuration file or model, before any request
-    │   ├── TemplateError             E3002  a configuration's template cannot be filled
-    │   └── TritonStartError          E3003  tritonserver died, or was not ready in time
-    │       └── TritonPortTaken       E3004  by another process, after it was chosen
-    └── EngineBuildError              E3101  a step of an engine's build failed
-
 Codes E1001 to E1102 and E2100 to E2104 are those of cog-triton, which its users' clients match on;
 the others are new. ``str(error)`` starts with the code, because Cog reports a failed prediction by
 that text only.
@@ -71,8 +47,8 @@ class CogTritonError(Exception):
     retryable = False
     longest = 2_000
 
-    def __init_subclass__(cls, code: str | None = None) -> None:
-        cls.code = code or cls.code
+    def __init_subclass__(cls, code: str, retryable: bool | None = None) -> None:
+        cls.code, cls.retryable = code, cls.retryable if retryable is None else retryable
 
     def __init__(self, message: str) -> None:
         self.message = shortened(message, self.longest)
@@ -82,79 +58,39 @@ class CogTritonError(Exception):
         return f"{self.code} {type(self).__name__}: {self.message}"
 
 
+# fmt: off
+# The request is at fault, and a retry unchanged will fail again.
 class UserError(CogTritonError, code="E1000"): ...
+class PromptRequired(UserError, code="E1001"): ...  # no prompt, or an empty one
+class PromptTooLong(UserError, code="E1002"): ...  # more tokens than the engine accepts
+class BadPromptTemplate(UserError, code="E1003"): ...  # no place for the prompt in it
+class PromptTemplateError(UserError, code="E1004"): ...  # it cannot be filled
+class ChatTemplateError(UserError, code="E1005"): ...  # there is none, or it refuses the messages
+class ConflictingMinTokens(UserError, code="E1101"): ...  # min_tokens and min_new_tokens differ
+class ConflictingMaxTokens(UserError, code="E1102"): ...  # max_tokens and max_new_tokens differ
+class InvalidParameter(UserError, code="E1103"): ...  # out of its range, or two contradict
 
-
-class PromptRequired(UserError, code="E1001"): ...
-
-
-class PromptTooLong(UserError, code="E1002"): ...
-
-
-class BadPromptTemplate(UserError, code="E1003"): ...
-
-
-class PromptTemplateError(UserError, code="E1004"): ...
-
-
-class ChatTemplateError(UserError, code="E1005"): ...
-
-
-class ConflictingMinTokens(UserError, code="E1101"): ...
-
-
-class ConflictingMaxTokens(UserError, code="E1102"): ...
-
-
-class InvalidParameter(UserError, code="E1103"): ...
-
-
+# The deployment is at fault, and the request may be fine.
 class ServerError(CogTritonError, code="E2000"): ...
-
-
-class TritonUnknownError(ServerError, code="E2100"): ...
-
-
-class TritonTimeout(ServerError, code="E2101"): ...
-
-
-class TritonTokenizerError(ServerError, code="E2102"): ...
-
-
-class TritonMalformedJSON(ServerError, code="E2103"): ...
-
-
-class TritonMalformedEvent(ServerError, code="E2104"): ...
-
-
-class TritonUnavailable(ServerError, code="E2105"):
-    retryable = True
-
-
-class TritonOverloaded(ServerError, code="E2106"):
-    """There may be room after ``retry_after`` seconds."""
-
-    retryable = True
-
+class TritonUnknownError(ServerError, code="E2100"): ...  # an error of Triton's not listed here
+class TritonTimeout(ServerError, code="E2101"): ...  # nothing came for longer than the time limit
+class TritonTokenizerError(ServerError, code="E2102"): ...  # pre- or postprocessing failed
+class TritonMalformedJSON(ServerError, code="E2103"): ...  # a body or event over HTTP
+class TritonMalformedEvent(ServerError, code="E2104"): ...  # lacks an output, or was lost
+class TritonUnavailable(ServerError, code="E2105", retryable=True): ...  # it died, or is not ready
+class TritonOverloaded(ServerError, code="E2106", retryable=True):  # a queue is full
     def __init__(self, message: str, *, retry_after: float = 1.0) -> None:
         super().__init__(message)
-        self.retry_after = retry_after
+        self.retry_after = retry_after  # seconds after which there may be room
 
-
+# Settings, configuration file or model, before any request.
 class ConfigurationError(CogTritonError, code="E3001"):
     longest = 20_000  # with the last lines of a log
-
-
-class TemplateError(ConfigurationError, code="E3002"): ...
-
-
-class TritonStartError(ConfigurationError, code="E3003"): ...
-
-
-class TritonPortTaken(TritonStartError, code="E3004"): ...
-
-
-class EngineBuildError(CogTritonError, code="E3101"): ...
+class TemplateError(ConfigurationError, code="E3002"): ...  # a template cannot be filled
+class TritonStartError(ConfigurationError, code="E3003"): ...  # it died, or was not ready in time
+class TritonPortTaken(TritonStartError, code="E3004"): ...  # by another process, once chosen
+class EngineBuildError(CogTritonError, code="E3101"): ...  # a step of an engine's build failed
+# fmt: on
 
 
 class EngineError(Exception):
