@@ -13,7 +13,6 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +35,14 @@ def adapter_names(directory: Path | None) -> tuple[str, ...]:
 
 def adapter_path(directory: Path, task_id: int) -> Path:
     """Return the directory of the adapter with a number; raise LookupError unless there is one."""
-    names = [path.name for path in directory.iterdir()] if directory.is_dir() else []
-    paths = [directory / name for name in sorted(names) if adapter_task_id(name) == task_id]
-    paths = [path for path in paths if _is_complete(path)]
-    if len(paths) != 1:
-        found = ", ".join(path.name for path in paths)
-        raise LookupError(f"the adapters {found} have the same number" if found else "no adapter")
-    return paths[0]
+    paths = directory.iterdir() if directory.is_dir() else ()
+    numbered = [path for path in paths if adapter_task_id(path.name) == task_id]
+    names = sorted(path.name for path in numbered if _is_complete(path))
+    if len(names) > 1:
+        raise LookupError(f"the adapters {', '.join(names)} have the same number")
+    if not names:
+        raise LookupError("no adapter")
+    return directory / names[0]
 
 
 def check_adapter(name: str, directory: Path | None) -> None:
@@ -99,13 +99,11 @@ class AdapterVersion:
     @classmethod
     def of(cls, path: Path) -> AdapterVersion:
         """Return the version that is there now."""
-        stamps: list[tuple[int, int, int] | None] = []
-        for name in (CONFIG, *WEIGHTS):
-            try:
+        stamps: list[tuple[int, int, int] | None] = [None] * (1 + len(WEIGHTS))
+        for index, name in enumerate((CONFIG, *WEIGHTS)):
+            with suppress(OSError):
                 status = (path / name).stat()
-                stamps.append((status.st_mtime_ns, status.st_size, status.st_ino))
-            except OSError:
-                stamps.append(None)
+                stamps[index] = status.st_mtime_ns, status.st_size, status.st_ino
         return cls(path, tuple(stamps))
 
     @property
@@ -139,8 +137,7 @@ class LoraRequests:
     def __init__(self, directory: Path | None) -> None:
         self._directory = directory
         self._lock = threading.Lock()
-        self._count = count(1)
-        self._latest: dict[Path, tuple[AdapterVersion, int]] = {}
+        self._numbers: dict[AdapterVersion, int] = {}
 
     def of(self, task_id: int, kind: Callable[[str, int, str], Any]) -> Any:
         """Return an adapter as ``kind``, the engine's ``LoRARequest(name, number, path)``.
@@ -149,21 +146,17 @@ class LoraRequests:
             EngineError: there is none.
         """
         version = current_version(task_id, self._directory)
-        path = version.path
         with self._lock:
-            known, number = self._latest.get(path, (None, 0))
-            if known != version:
-                number = next(self._count)
-                self._latest[path] = (version, number)
-        return kind(f"{path.name}:{number}", number, str(path))
+            number = self._numbers.setdefault(version, len(self._numbers) + 1)
+        return kind(f"{version.path.name}:{number}", number, str(version.path))
 
 
 def _is_complete(path: Path) -> bool:
-    if path.name.startswith("."):
-        return False
-    if all((path / name).is_file() for name in CONVERTED):
-        return True
-    return (path / CONFIG).is_file() and any((path / name).is_file() for name in WEIGHTS)
+    def has(name: str) -> bool:
+        return (path / name).is_file()
+
+    of_peft = has(CONFIG) and any(map(has, WEIGHTS))
+    return not path.name.startswith(".") and (of_peft or all(map(has, CONVERTED)))
 
 
 def _check_name(name: str) -> None:

@@ -8,9 +8,9 @@ in one row: so a hook behind each layer adds the change to the tokens of the req
 from __future__ import annotations
 
 import copy
-import importlib
 import logging
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -33,15 +33,13 @@ INSTALL = "pip install 'peft>=0.21,<0.22'"
 LABEL = "default"  # of the adapter in the copy
 
 # Fields of a configuration that PEFT's layers apply, or that do not change the output.
-UNDERSTOOD = frozenset(
-    {
-        *("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path"),
-        *("revision", "inference_mode", "megatron_core", "eva_config", "ensure_weight_tying"),
-        *("r", "lora_alpha", "lora_dropout", "use_rslora", "rank_pattern", "alpha_pattern"),
-        *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
-        *("fan_in_fan_out", "lora_bias", "init_lora_weights"),
-    }
-)
+UNDERSTOOD = {
+    *("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path"),
+    *("revision", "inference_mode", "megatron_core", "eva_config", "ensure_weight_tying"),
+    *("r", "lora_alpha", "lora_dropout", "use_rslora", "rank_pattern", "alpha_pattern"),
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+    *("fan_in_fan_out", "lora_bias", "init_lora_weights"),
+}
 # Of init_lora_weights; the others change the model's own weights, too.
 INITIALIZATIONS = (True, False, "gaussian", "orthogonal", "eva")
 
@@ -111,13 +109,12 @@ class LoraLayers:
 
     def begin_step(self, parts: Sequence[tuple[LoadedAdapter | None, int]]) -> None:
         """Set, for each request of the next step's batch, its adapter and number of tokens."""
-        places: dict[LoadedAdapter, list[int]] = {}
-        start, device = 0, self._model.device
+        places: dict[LoadedAdapter, list[int]] = defaultdict(list)
+        self._tokens, device = 0, self._model.device
         for adapter, length in parts:
             if adapter is not None:
-                places.setdefault(adapter, []).extend(range(start, start + length))
-            start += length
-        self._tokens = start
+                places[adapter] += range(self._tokens, self._tokens + length)
+            self._tokens += length
         self._places = [(a, torch.tensor(places[a], device=device)) for a in places]
 
     def _change(self, name: str, layer: Any) -> Change:
@@ -309,6 +306,6 @@ def _read_layers(model: Any, directory: Path) -> dict[str, Any]:
 
 def _import_peft() -> None:
     try:
-        importlib.import_module("peft")
+        import peft  # noqa: F401
     except ImportError as error:
         logger.warning("LoRA adapters need PEFT, which cannot be imported (%s): %s", error, INSTALL)

@@ -42,18 +42,8 @@ TRITON_DTYPES = {"float16": "TYPE_FP16", "bfloat16": "TYPE_BF16", "float32": "TY
 """Those, as a model's configuration has them."""
 
 # A module of Hugging Face's models → TensorRT-LLM's number of its kind.
-_KINDS = {
-    "qkv_proj": 0,
-    "q_proj": 1,
-    "k_proj": 2,
-    "v_proj": 3,
-    "o_proj": 4,
-    "dense": 4,
-    "gate_proj": 5,
-    "gate_up_proj": 5,
-    "down_proj": 6,
-    "up_proj": 7,
-}
+_KINDS = {"qkv_proj": 0, "q_proj": 1, "k_proj": 2, "v_proj": 3, "o_proj": 4, "dense": 4}
+_KINDS |= {"gate_proj": 5, "gate_up_proj": 5, "down_proj": 6, "up_proj": 7}
 _NAME = re.compile(r"(?:.+\.)?layers\.(\d+)\.(?:self_attn|mlp)\.(\w+)\.lora_([AB])\.weight")
 # Fields of adapter_config.json that change the weights in a way that those tensors cannot express.
 _NOT_CONVERTED = ("use_dora", "alpha_pattern", "modules_to_save", "layer_replication", "lora_bias")
@@ -89,15 +79,12 @@ class AdapterTensors:
     async def added(self, inputs: Inputs) -> dict[str, Array]:
         """Return a request's inputs with the tensors of the adapter that its ``lora_task_id`` names."""
         task_id = int(inputs["lora_task_id"].flat[0])
-        return {**inputs, **await asyncio.to_thread(self._read, task_id)}
-
-    def _read(self, task_id: int) -> dict[str, Array]:
         try:
             path = adapter_path(self.directory, task_id)
         except LookupError as error:
             raise InvalidParameter(f"lora_task_id {task_id}: {error}") from None
         try:
-            return read_adapter(path, self.dtype)
+            return {**inputs, **await asyncio.to_thread(read_adapter, path, self.dtype)}
         except (OSError, ValueError) as error:
             raise InvalidParameter(f"adapter {path.name!r} cannot be used: {error}") from None
 
@@ -148,7 +135,16 @@ def converted(config: Any, tensors: Mapping[str, Array]) -> tuple[Array, Array]:
         config: of adapter_config.json.
         tensors: by PEFT's names, float32.
     """
-    alpha = _checked_alpha(config)
+    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+        raise ValueError(f"{CONFIG} is not that of a LoRA adapter")
+    unsupported = [name for name in _NOT_CONVERTED if config.get(name)]
+    if config.get("bias", "none") != "none":
+        unsupported.append(f"bias {config['bias']}")
+    if unsupported:
+        raise ValueError(f"TensorRT-LLM does not support {', '.join(unsupported)} of {CONFIG}")
+    alpha = config.get("lora_alpha")
+    if not isinstance(alpha, (int, float)):
+        raise ValueError(f"{CONFIG} has no lora_alpha")
     modules: dict[tuple[int, str], dict[str, Array]] = {}
     for name, tensor in tensors.items():
         match = _NAME.fullmatch(name)
@@ -167,20 +163,6 @@ def converted(config: Any, tensors: Mapping[str, Array]) -> tuple[Array, Array]:
     for row, flat in zip(weights, values, strict=True):
         row[: len(flat)] = flat
     return weights, np.array(rows, np.int32)
-
-
-def _checked_alpha(config: Any) -> float:
-    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
-        raise ValueError(f"{CONFIG} is not that of a LoRA adapter")
-    unsupported = [name for name in _NOT_CONVERTED if config.get(name)]
-    if config.get("bias", "none") != "none":
-        unsupported.append(f"bias {config['bias']}")
-    if unsupported:
-        raise ValueError(f"TensorRT-LLM does not support {', '.join(unsupported)} of {CONFIG}")
-    alpha = config.get("lora_alpha")
-    if not isinstance(alpha, (int, float)):
-        raise ValueError(f"{CONFIG} has no lora_alpha")
-    return float(alpha)
 
 
 def _checked_parts(name: str, parts: Mapping[str, Array]) -> tuple[Array, Array]:
