@@ -26,7 +26,7 @@ from cog_triton.request.request import (
 )
 from cog_triton.server.log import log_to
 from cog_triton.settings import Settings, read_settings
-from cog_triton.text.prompts import format_prompt, validate_template
+from cog_triton.text.chat import format_prompt, validate_template
 from cog_triton.text.stop_sequences import parse_stop_sequences
 
 live_stream.install()

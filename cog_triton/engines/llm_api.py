@@ -43,7 +43,7 @@ from cog_triton.engines.base import (
     TokenLogProb,
 )
 from cog_triton.engines.event_loop import EventLoopEngine, Steps
-from cog_triton.text import remote_code
+from cog_triton.text.tokenizer import remote_code_refusal
 
 logger = logging.getLogger(__name__)
 
@@ -83,9 +83,10 @@ class TensorrtLlmEngine(EventLoopEngine):
         try:
             self._llm = tensorrt_llm.LLM(**arguments)
         except Exception as error:
-            if arguments.get("trust_remote_code") or not remote_code.was_refused(error):
+            text = remote_code_refusal(error, "model", str(arguments["model"]))
+            if arguments.get("trust_remote_code") or not text:
                 raise
-            raise ValueError(remote_code.refusal("model", str(arguments["model"]))) from error
+            raise ValueError(text) from error
         try:
             self.context_length = context_length(arguments, self._llm)
         except BaseException:

@@ -46,8 +46,7 @@ from cog_triton.engines.transformers_step import (
     keep_adapters_apart,
     vocabulary_of,
 )
-from cog_triton.text import remote_code
-from cog_triton.text.tokenizer import load_tokenizer
+from cog_triton.text.tokenizer import load_tokenizer, remote_code_lock, remote_code_refusal
 
 logger = logging.getLogger(__name__)
 
@@ -279,7 +278,7 @@ def load_model(
     """
     if trust_remote_code:
         # The part of its code that the tokenizer's processes load as well, at the same time.
-        with remote_code.one_process_at_a_time():
+        with remote_code_lock():
             AutoConfig.from_pretrained(name, trust_remote_code=True)
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
@@ -291,9 +290,10 @@ def load_model(
             output_loading_info=True,
         )
     except ValueError as error:
-        if trust_remote_code or not remote_code.was_refused(error):
+        text = remote_code_refusal(error, "model", name)
+        if trust_remote_code or not text:
             raise
-        raise ValueError(remote_code.refusal("model", name)) from error
+        raise ValueError(text) from error
     for weight, shape, expected in sorted(info["mismatched_keys"]):
         raise ValueError(
             f"the weights of {name} are not those of its config.json: {weight} has the shape "

@@ -46,7 +46,7 @@ from cog_triton.engines.base import (
 from cog_triton.engines.event_loop import EventLoopEngine, Steps
 from cog_triton.engines.interpreter import prepare, renice
 from cog_triton.request.request import Guide, GuideKind
-from cog_triton.text import remote_code
+from cog_triton.text.tokenizer import remote_code_refusal
 
 logger = logging.getLogger(__name__)
 
@@ -96,9 +96,10 @@ class VllmEngine(EventLoopEngine):
             self.close()
             if isinstance(error, TypeError):  # an argument that its release does not know
                 raise ValueError(f"vLLM: {error}") from error
-            if arguments.get("trust_remote_code") or not remote_code.was_refused(error):
+            text = remote_code_refusal(error, "model", str(arguments["model"]))
+            if arguments.get("trust_remote_code") or not text:
                 raise
-            raise ValueError(remote_code.refusal("model", str(arguments["model"]))) from error
+            raise ValueError(text) from error
         llm: Any = self._llm
         config = llm.model_config
         self.context_length = int(config.max_model_len)

@@ -6,16 +6,18 @@ tokenizes. The processes that never run a model call ``without_torch()`` first.
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from cog_triton.errors import ConfigurationError
+from cog_triton.processes import locked
 from cog_triton.request.limits import MOST_CHARACTERS, TextLimits
-from cog_triton.text import remote_code
 
 _FILES = ("tokenizer*", "vocab*", "*.model", "merges.txt", "tekken.json", "*.tiktoken")
 # 0.1 cannot be imported with protobuf 4 or later, and 0.2.3 needs protobuf 7.
@@ -48,7 +50,7 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Tokenizer:
         ConfigurationError: it cannot be loaded, or needs Python code of its own and that is not trusted.
     """
     try:
-        with remote_code.one_process_at_a_time() if trust_remote_code else nullcontext():
+        with remote_code_lock() if trust_remote_code else nullcontext():
             return _load(name, trust_remote_code=trust_remote_code)
     except Exception as error:
         if trust_remote_code:  # that code may raise anything
@@ -58,10 +60,8 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Tokenizer:
             )
         elif not isinstance(error, OSError | ValueError | KeyError):
             raise
-        elif remote_code.was_refused(error):
-            text = remote_code.refusal("tokenizer", name)
         else:
-            text = _why_not(name, error)
+            text = remote_code_refusal(error, "tokenizer", name) or _problem(name, error)
         raise ConfigurationError(text) from error
 
 
@@ -75,16 +75,13 @@ def _load(name: str, *, trust_remote_code: bool) -> Tokenizer:
 
         config = get_tokenizer_config(name)
         if config.get("tokenizer_class") == "TokenizersBackend":
-            return transformers.PreTrainedTokenizerFast.from_pretrained(
-                name,
-                extra_special_tokens={},
-                additional_special_tokens=config.get("extra_special_tokens") or [],
-                **options,
-            )
+            options["extra_special_tokens"] = {}
+            options["additional_special_tokens"] = config.get("extra_special_tokens") or []
+            return transformers.PreTrainedTokenizerFast.from_pretrained(name, **options)
     return transformers.AutoTokenizer.from_pretrained(name, **options)
 
 
-def _why_not(name: str, error: Exception) -> str:
+def _problem(name: str, error: Exception) -> str:
     directory = Path(name)
     if not directory.is_dir() and name.startswith(("/", ".")):
         return f"no tokenizer could be loaded from {name!r}, which is no directory"
@@ -103,25 +100,58 @@ def _why_not(name: str, error: Exception) -> str:
     return f"no tokenizer could be loaded from {name!r}{hint}: {' '.join(str(error).split())}"
 
 
+def remote_code_refusal(error: BaseException, kind: str, name: str) -> str:
+    """Return the text for transformers' error that a model's own code is not trusted; "" for others."""
+    if "trust_remote_code" not in str(error):
+        return ""
+    return (
+        f"the {kind} {name!r} brings Python code of its own and needs it, and that is not run unless it "
+        "is trusted. Read its .py files, then set TRUST_REMOTE_CODE=1 (in a repository that "
+        "fill_template.py fills: trust_remote_code:true), which runs them with all that this user may do"
+    )
+
+
+def names_remote_code(directory: Path) -> Path | None:
+    """Return the file of a model's directory that names Python code of its own, by ``auto_map``."""
+    for file in (directory / "config.json", directory / "tokenizer_config.json"):
+        try:
+            content = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError):  # missing or broken, which others report
+            continue
+        if isinstance(content, dict) and content.get("auto_map"):
+            return file
+    return None
+
+
+@contextmanager
+def remote_code_lock() -> Iterator[None]:
+    """Lock the user's directory to which transformers copies code and imports it from.
+
+    The predictor, preprocessing and postprocessing start together, and would read half-written copies.
+    """
+    from transformers.utils import HF_MODULES_CACHE
+
+    directory = Path(HF_MODULES_CACHE)
+    directory.mkdir(parents=True, exist_ok=True)
+    with locked(directory, waiting=lambda: None):
+        yield
+
+
 @lru_cache(maxsize=8)
 def _longest_token(tokenizer: Tokenizer) -> int:
     return max(map(len, tokenizer.get_vocab()))
 
 
-def max_characters(tokenizer: Tokenizer, tokens: int) -> int:
-    """Return the most characters that a text of this many tokens can have, by the longest token.
-
-    (Byte-level vocabularies count bytes, which are at least as many.) A tokenizer may take more characters
-    for one token, all white space say; a text that relies on that is taken for too long.
-    """
-    return tokens * _longest_token(tokenizer)
-
-
 def text_limits(tokenizer: Tokenizer, context_length: int | None) -> TextLimits:
-    """Return the limits of a prompt that is worth tokenizing; None if only the engine knows its length."""
+    """Return the limits of a prompt that is worth tokenizing; None if only the engine knows its length.
+
+    The longest token bounds the characters of a text. (Byte-level vocabularies count bytes, which are at
+    least as many.) A tokenizer may take more characters for one token, all white space say; a text that
+    relies on that is taken for too long.
+    """
     if context_length is None:
         return TextLimits()
-    characters = max_characters(tokenizer, context_length)
+    characters = context_length * _longest_token(tokenizer)
     if characters > MOST_CHARACTERS:
         return TextLimits(MOST_CHARACTERS, "")
     return TextLimits(characters, f" that the model's {context_length} tokens can stand for")

@@ -14,7 +14,7 @@ from cog_triton.client.stream import Response
 from cog_triton.errors import PromptTooLong
 from cog_triton.generation import Chunk, generate
 from cog_triton.request.request import Request
-from cog_triton.text.tokenizer import load_tokenizer, max_characters
+from cog_triton.text.tokenizer import load_tokenizer, text_limits
 from cog_triton.wire import Parameters, TokenLogProb
 
 
@@ -91,7 +91,7 @@ def test_an_end_token_at_the_limit_is_a_stop(tokenizer: Any) -> None:
 
 
 def test_a_prompt_of_too_many_characters_goes_nowhere(tokenizer: Any) -> None:
-    limit = max_characters(tokenizer, 10)
+    limit = text_limits(tokenizer, 10).characters
     client = Client(Response([5], 2, True))
     run(tokenizer, client, prompt="x" * limit, context_length=10)
     assert client.asked == 1

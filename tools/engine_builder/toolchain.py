@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import yaml
 
 from cog_triton.errors import ConfigurationError
-from cog_triton.text import remote_code
+from cog_triton.text.tokenizer import names_remote_code
 from tools.engine_builder.config import LIMITS, PARALLEL, EngineConfig
 
 EXAMPLES = (Path("/app/tensorrt_llm/examples"), Path("/app/examples"))
@@ -338,7 +338,7 @@ def check_code(config: EngineConfig, model: Path) -> None:
     """
     if config.trust_remote_code or config.checkpoint is not None:
         return
-    if (file := remote_code.brought_by(model)) is not None:
+    if (file := names_remote_code(model)) is not None:
         raise ConfigurationError(
             f"the model brings Python code of its own ({file}: auto_map), which TensorRT-LLM's "
             f"scripts run while they convert it. Read the .py files of {config.model}, then put "

@@ -14,7 +14,7 @@ from cog_triton.errors import (
     PromptTooLong,
 )
 from cog_triton.request.limits import TextLimits
-from cog_triton.text.prompts import format_prompt, validate_template
+from cog_triton.text.chat import format_prompt, validate_template
 
 
 @pytest.mark.parametrize(
