@@ -39,10 +39,12 @@ class Guided:
     Attributes:
         end_id: ends the output; it is allowed where the guide may end, and only there.
         error: why it cannot go on.
+        consumed: number of the output's tokens that the matcher has had.
     """
 
     matcher: Any
     end_id: int
+    consumed: int = 0
     error: str | None = None
 
 
@@ -79,9 +81,9 @@ class StructuredOutput:
         except RuntimeError:
             raise EngineUnavailable(stopped_text(None)) from None
 
-    def masks(self, sequences: Sequence[Guided], new: Sequence[Sequence[int]]) -> Future[Masks]:
-        """Consume each sequence's new tokens, then compute the tokens that may follow."""
-        return self._masker.submit(self._masks, sequences, new)
+    def masks(self, sequences: Sequence[tuple[Guided, list[int]]]) -> Future[Masks]:
+        """Consume what is new of each sequence's output, then compute the tokens that may follow."""
+        return self._masker.submit(self._masks, sequences)
 
     def close(self) -> None:
         """End the threads."""
@@ -122,19 +124,20 @@ class StructuredOutput:
         kind = guide.kind.value
         return f"guided_decoding_guide of type {kind} cannot be used: {_one_line(problem)}"
 
-    def _masks(self, sequences: Sequence[Guided], new: Sequence[Sequence[int]]) -> Masks:
-        for sequence, ids in zip(sequences, new, strict=True):
-            sequence.matcher.consume_tokens(list(ids))
+    def _masks(self, sequences: Sequence[tuple[Guided, list[int]]]) -> Masks:
+        for sequence, output in sequences:
+            sequence.matcher.consume_tokens(output[sequence.consumed :])
+            sequence.consumed = len(output)
         tokenizer = self._tokenizer.result()
         bits = allocate_token_bitmask(len(sequences), tokenizer.vocab_size)
-        places = [(sequence.matcher, i) for i, sequence in enumerate(sequences)]
+        places = [(sequence.matcher, i) for i, (sequence, _) in enumerate(sequences)]
         fill_next_token_bitmask_par(self._executor, places, bits)
         # The model may have more ids than the tokenizer; those are not allowed.
         masks = np.unpackbits(
             bits.view(np.uint8), axis=1, bitorder="little", count=self._vocabulary
         )
         masks[:, tokenizer.vocab_size :] = 0
-        for sequence, allowed in zip(sequences, masks, strict=True):
+        for (sequence, _), allowed in zip(sequences, masks, strict=True):
             allowed[[i for i in tokenizer.eos_tokens if i < self._vocabulary]] = 0
             allowed[sequence.end_id] = sequence.matcher.is_accepting()
             if sequence.matcher.is_error() or not allowed.any():

@@ -8,61 +8,50 @@ rounding depends on the batch's size, and may decide between two that are nearly
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 
-from cog_triton.engines.base import SamplingParams
+from cog_triton.engines.base import GenerationRequest, SamplingParams
 
 
-@dataclass
 class History:
-    """The tokens of one sequence so far, as the penalties need them.
+    """The tokens of one sequence so far, as the penalties need them."""
 
-    Of the prompt, the last ``continued`` tokens are output of an earlier attempt.
-    """
-
-    prompt: list[int]
-    vocabulary: int
-    device: torch.device
-    continued: int = 0
-    output: list[int] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.counts = torch.zeros(self.vocabulary, device=self.device)
-        self.seen = torch.zeros(self.vocabulary, dtype=torch.bool, device=self.device)
-        self.seen[torch.tensor(self.prompt, device=self.device)] = True
-        self._count(self.prompt[len(self.prompt) - self.continued :])
+    def __init__(self, request: GenerationRequest, vocabulary: int, device: torch.device) -> None:
+        self._request = request
+        self._prompt, self.output = request.input_ids, list[int]()
+        self.counts = torch.zeros(vocabulary, device=device)
+        self.seen = torch.zeros(vocabulary, dtype=torch.bool, device=device)
+        self.seen[torch.tensor(self._prompt, device=device)] = True
+        # The last tokens of the prompt may be output of an earlier attempt.
+        self._count(self._prompt[len(self._prompt) - request.continued :])
 
     def extend(self, output: Sequence[int]) -> None:
         """Add the tokens of ``output``, all of them so far, that are new."""
-        new = list(output[len(self.output) :])
+        self._count(output[len(self.output) :])
+        self.output += output[len(self.output) :]
+
+    def _count(self, new: Sequence[int]) -> None:
         if new:
-            self._count(new)
-            self.output += new
+            ids = torch.tensor(new, device=self.counts.device)
+            self.counts.index_add_(0, ids, torch.ones_like(ids, dtype=torch.float32))
+            self.seen[ids] = True
 
-    def _count(self, new: list[int]) -> None:
-        ids = torch.tensor(new, dtype=torch.int64, device=self.device)
-        self.counts.index_add_(0, ids, torch.ones(len(new), device=self.device))
-        self.seen[ids] = True
-
-
-def penalize(
-    logits: torch.Tensor, sampling: SamplingParams, history: History, end_id: int | None
-) -> torch.Tensor:
-    """Return the logits of one row, shape [vocabulary], after penalties, minimum length and bad words."""
-    factor = sampling.repetition_penalty
-    if factor != 1:
-        repeated = torch.where(logits > 0, logits / factor, logits * factor)
-        logits = torch.where(history.seen, repeated, logits)
-    logits = logits - sampling.frequency_penalty * history.counts
-    logits = logits - sampling.presence_penalty * (history.counts > 0)
-    if end_id is not None and len(history.output) < sampling.min_tokens:
-        logits[end_id] = -torch.inf
-    for *start, last in sampling.bad_words:
-        if not start or (history.prompt + history.output)[-len(start) :] == start:
-            logits[last] = -torch.inf
-    return logits
+    def penalize(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the logits, shape [vocabulary], after penalties, minimum length and bad words."""
+        sampling, end_id = self._request.sampling, self._request.end_id
+        factor = sampling.repetition_penalty
+        if factor != 1:
+            repeated = torch.where(logits > 0, logits / factor, logits * factor)
+            logits = torch.where(self.seen, repeated, logits)
+        logits = logits - sampling.frequency_penalty * self.counts
+        logits = logits - sampling.presence_penalty * (self.counts > 0)
+        if end_id is not None and len(self.output) < sampling.min_tokens:
+            logits[end_id] = -torch.inf
+        for *start, last in sampling.bad_words:
+            if not start or (self._prompt + self.output)[-len(start) :] == start:
+                logits[last] = -torch.inf
+        return logits
 
 
 def choose(
@@ -144,7 +133,7 @@ def _limits(
 def _first_within(
     speeds: torch.Tensor, weights: torch.Tensor, number: torch.Tensor, weight: torch.Tensor
 ) -> torch.Tensor:
-    """The fastest token of each row within its limits, shape [rows]; see ``_limits``.
+    """Return the fastest token of each row within its limits, shape [rows]; see ``_limits``.
 
     Of tokens that are equally likely, the lower id counts as the likelier.
     """
@@ -166,7 +155,7 @@ def _first_within(
 
 
 def _exponential(keys: torch.Tensor, vocabulary: int) -> torch.Tensor:
-    """Exponentially distributed noise of mean 1, shape [rows, vocabulary], from keys of shape [rows, 2].
+    """Return exponential noise of mean 1, shape [rows, vocabulary], from keys of shape [rows, 2].
 
     All of it is finite and greater than 0: a uniform number that rounds to 0 or 1 would let any token win,
     however unlikely. It is finest near 0, where the winners are.

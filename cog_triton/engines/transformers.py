@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
-from transformers.generation.continuous_batching.continuous_api import OutputRouter
 from transformers.generation.continuous_batching.requests import (
     GenerationOutput,
     RequestState,
@@ -59,8 +58,6 @@ SCHEDULER = "cog-triton"  # transformers finds it by this name
 
 
 class TransformersEngine(Engine):
-    """See the module's docstring."""
-
     features = frozenset(
         {"allowed_token_ids", "embedding_bias", "min_p", "prompt_logprobs", "top_logprobs"}
     )
@@ -100,7 +97,9 @@ class TransformersEngine(Engine):
             GenerationConfig(do_sample=False, eos_token_id=-1, max_new_tokens=context_length),
             batching,
         )
-        manager.output_router = _Router(self._deliver)
+        # Outputs come on the generation thread, without a queue or an event loop between.
+        manager.output_router.deliver = self._deliver
+        manager.output_router.deliver_batch = self._deliver_all
         manager.logit_processor = StepProcessor(model, self._structured_output, lora)
         manager.warmup()  # makes what has the cache
         keep_adapters_apart(manager.batch_processor.cache, self._rows.get)
@@ -115,23 +114,19 @@ class TransformersEngine(Engine):
                 model needs its own code and that is not trusted.
             OSError: there is no such model.
         """
-        name, trusted = (
-            parameters.get("device", "auto"),
+        device = parameters.get("device", "auto")
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        trusted, dtype = (
             parameters.get("trust_remote_code") == "true",
+            parameters.get("dtype", "auto"),
         )
-        if name == "auto":
-            name = "cuda" if torch.cuda.is_available() else "cpu"
-        dtype = parameters.get("dtype", "auto")
-        model = load_model(
-            parameters["model"], torch.device(name), dtype, trust_remote_code=trusted
-        )
+        name, tokenizer_dir = parameters["model"], parameters.get("tokenizer_dir")
+        model = load_model(name, torch.device(device), dtype, trust_remote_code=trusted)
         known = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         limit = known or DEFAULT_CONTEXT_LENGTH
         length = min(int(parameters.get("max_seq_len", limit)), limit)
-        tokenizer_dir, adapters = (
-            parameters.get("tokenizer_dir"),
-            parameters.get("lora_prefetch_dir"),
-        )
+        adapters = parameters.get("lora_prefetch_dir")
         load = partial(load_tokenizer, str(tokenizer_dir), trust_remote_code=trusted)
         return cls(
             model,
@@ -148,11 +143,7 @@ class TransformersEngine(Engine):
         with self._rows_lock:
             self._rows[request.key] = row
         try:
-            waited_for = [future for future in (self._guided(row), self._loaded(row)) if future]
-            if waited_for:
-                self._add_later(row, waited_for)
-            else:
-                self._add(row)
+            self._add_after(row, [f for f in (self._guided(row), self._loaded(row)) if f])
         except EngineError:
             if self._forget(request.key) is not None:  # else its sink has the error
                 raise
@@ -188,11 +179,14 @@ class TransformersEngine(Engine):
             raise EngineError("the embedded engine does not support lora_task_id without LORA_DIR")
         return None if self._adapters.assign(task_id, row) else self._adapters.load(task_id, row)
 
-    def _add_later(self, row: Row, waited_for: list[Future[Any]], _: object = None) -> None:
+    def _add_after(self, row: Row, waited_for: list[Future[Any]], _: object = None) -> None:
         """Add a request when its guide is compiled and its adapter loaded, on the thread that did it."""
+        if not waited_for:
+            self._add(row)
+            return
         for future in waited_for:
             if not future.done():
-                future.add_done_callback(partial(self._add_later, row, waited_for))
+                future.add_done_callback(partial(self._add_after, row, waited_for))
                 return
         key = row.request.key
         try:
@@ -220,6 +214,10 @@ class TransformersEngine(Engine):
         status = self._manager.background_thread_status
         if status.can_accept_new_requests() is not None:
             raise EngineUnavailable(stopped_text(status.fatal_error))
+
+    def _deliver_all(self, outputs: list[GenerationOutput]) -> None:
+        for output in outputs:
+            self._deliver(output)
 
     def _deliver(self, output: GenerationOutput) -> None:
         """Hand a request's new tokens to its sink, on the generation thread."""
@@ -252,18 +250,6 @@ class TransformersEngine(Engine):
     def _adapters_in_use(self) -> set[LoadedAdapter]:
         with self._rows_lock:
             return {row.adapter for row in self._rows.values() if row.adapter is not None}
-
-
-class _Router(OutputRouter):
-    """Passes outputs on from the generation thread, without a queue or an event loop."""
-
-    def __init__(self, deliver: Callable[[GenerationOutput], None]) -> None:
-        super().__init__()
-        self.deliver = deliver
-
-    def deliver_batch(self, outputs: list[GenerationOutput]) -> None:
-        for output in outputs:
-            self.deliver(output)
 
 
 def load_model(

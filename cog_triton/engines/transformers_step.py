@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial, wraps
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from transformers.generation.continuous_batching.requests import FutureRequestSt
 from cog_triton.adapters.layers import LoadedAdapter, LoraLayers
 from cog_triton.engines.base import LEAST_LOG_PROB, GenerationRequest, Sink, TokenLogProb
 from cog_triton.engines.structured_output import Guided, Masks, StructuredOutput
-from cog_triton.engines.token_sampling import History, choose, penalize
+from cog_triton.engines.token_sampling import History, choose
 
 PART = 256  # rows of logits whose probabilities are worked out at once
 
@@ -30,7 +30,6 @@ class Row:
 
     Attributes:
         delivered: number of the tokens that the sink has had.
-        new: the tokens of the last step, for the guide.
         log_probs: of tokens that have not been delivered yet.
         prompt_log_probs: as far as the prompt has been through the model; see ``Step``.
     """
@@ -41,7 +40,6 @@ class Row:
     adapter: LoadedAdapter | None = None
     delivered: int = 0
     output: list[int] = field(default_factory=list)
-    new: list[int] = field(default_factory=list)
     log_probs: list[TokenLogProb] = field(default_factory=list)
     prompt_log_probs: list[TokenLogProb] = field(default_factory=list)
     history: History | None = None
@@ -63,16 +61,6 @@ class Row:
         given = request.logit_bias or request.allowed_ids or self.guided is not None
         return bool(given) or not request.sampling.plain
 
-    def extend(self, output: list[int], device: torch.device, vocabulary: int) -> None:
-        """Add the tokens of ``output``, all of them so far, that are new."""
-        self.new, self.output = output[len(self.output) :], output
-        request = self.request
-        if request.sampling.plain:
-            return
-        if self.history is None:
-            self.history = History(request.input_ids, vocabulary, device, request.continued)
-        self.history.extend(output)
-
     def changed(self, logits: torch.Tensor, allowed: torch.Tensor | None) -> torch.Tensor:
         """Return the logits that are sampled from, shape [vocabulary].
 
@@ -91,7 +79,7 @@ class Row:
             elif (only & allowed).any():  # else the guide takes precedence
                 allowed = only & allowed
         if self.history is not None:
-            own = penalize(own, request.sampling, self.history, request.end_id)
+            own = self.history.penalize(own)
         if allowed is None:
             return own
         own = own.masked_fill(~allowed, -torch.inf)
@@ -131,9 +119,7 @@ class StepProcessor(ContinuousBatchingLogitsProcessorList):
         self._rows: list[tuple[Row, int]] = []  # with a next token, and its position
         self._masks: Future[Masks] | None = None
         self._prompts: list[tuple[Row, slice, int]] = []  # place in the step, and in the prompt
-        self._kept: torch.Tensor | None = None
-        model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
-        model.register_forward_hook(self._after_forward, always_call=True)
+        model.forward = wraps(model.forward)(partial(self._forward, model.forward))
 
     def check_kwargs(self, kwargs: dict[str, Any]) -> None:
         """Accept what ``add_request`` passes."""
@@ -158,14 +144,17 @@ class StepProcessor(ContinuousBatchingLogitsProcessorList):
             if future.has_new_token:
                 self._rows.append((row, state.position_offset))
                 if row.changes_logits:
-                    output = state.initial_tokens[len(prompt) :] + state.generated_tokens
-                    row.extend(output, self._device, self._vocabulary)
+                    row.output = state.initial_tokens[len(prompt) :] + state.generated_tokens
+                if not row.request.sampling.plain:
+                    row.history = row.history or History(
+                        row.request, self._vocabulary, self._device
+                    )
+                    row.history.extend(row.output)
             parts.append((row.adapter, length))
             at += length
-        guided = [row for row, _ in self._rows if row.guided is not None]
+        guided = [(row.guided, row.output) for row, _ in self._rows if row.guided is not None]
         if guided and self._structured_output is not None:  # computed while the model runs
-            sequences = [row.guided for row in guided if row.guided is not None]
-            self._masks = self._structured_output.masks(sequences, [row.new for row in guided])
+            self._masks = self._structured_output.masks(guided)
         if self._lora is not None:
             self._lora.begin_step(parts)
         return arg_storage
@@ -207,19 +196,13 @@ class StepProcessor(ContinuousBatchingLogitsProcessorList):
                 top = told.top[: row.request.top_log_probs]
                 row.log_probs.append(TokenLogProb(told.id, told.log_prob, top))
 
-    def _before_forward(
-        self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        self._layers.acquire()  # no layer changes meanwhile
-        if self._prompts:  # the logits of all tokens are needed, not only those of the next ones
-            self._kept = kwargs.pop("logits_to_keep", None)
-        return args, kwargs
-
-    def _after_forward(self, _: Any, __: Any, output: Any) -> Any:
-        self._layers.release()
-        kept, self._kept = self._kept, None
-        if output is None or not self._prompts:  # None after an exception
-            return output
+    def _forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self._layers:  # no layer changes meanwhile
+            if not self._prompts:
+                return forward(*args, **kwargs)
+            # The logits of all tokens are needed, not only those of the next ones.
+            kept = kwargs.pop("logits_to_keep", None)
+            output = forward(*args, **kwargs)
         for row, places, start in self._prompts:
             _note_prompt(output.logits[0, places], row, start)
         if kept is not None:

@@ -17,6 +17,7 @@
 from __future__ import annotations
 
 import re
+from codecs import getincrementaldecoder
 from collections.abc import Sequence
 from functools import lru_cache, partial
 from itertools import takewhile
@@ -31,8 +32,7 @@ CONTEXT_TOKENS = 16
 _REPLACEMENT = "\ufffd"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _NO_TEXT = -1
-_KEPT_TOKENS = 4
-_WINDOW_TOKENS = 16
+_KEPT_TOKENS, _WINDOW_TOKENS = 4, 16
 
 
 class IncrementalDetokenizer:
@@ -40,7 +40,6 @@ class IncrementalDetokenizer:
 
     However the ids are split into calls, the results of `decode` and the one of `flush` join to
     ``tokenizer.decode(all_ids, skip_special_tokens=..., clean_up_tokenization_spaces=False)``.
-
     Not for decoders that rewrite across tokens, such as CTC. A call costs one or two of the tokenizer's.
     """
 
@@ -50,12 +49,9 @@ class IncrementalDetokenizer:
         """Begin a text, with the special tokens ``shown``; the text between them is decoded by itself."""
         self._decoder = _decoder(tokenizer, skip_special_tokens)
         self._shown = {i: text for i, text in self._decoder.skipped.items() if text in shown}
-        self._start_over()
-
-    def _start_over(self) -> None:
         self._window: list[int] = []
-        self._delivered = self._held = 0  # characters of the window's text
         self._run: list[int] = []  # byte-fallback tokens behind the window
+        self._delivered = self._held = 0  # characters of the window's text
 
     def decode(self, ids: Sequence[int], *, final: bool = False) -> str:
         """Return the text that became certain with these ids, often empty.
@@ -63,7 +59,12 @@ class IncrementalDetokenizer:
         With ``final`` nothing is held back, and the next call begins another text.
         """
         if self._shown and not self._shown.keys().isdisjoint(ids):
-            return self._decode_around_shown(ids, final)
+            texts, start = [], 0
+            for place, token_id in enumerate(ids):
+                if token_id in self._shown:
+                    texts += [self.decode(ids[start:place], final=True), self._shown[token_id]]
+                    start = place + 1
+            return "".join(texts) + self.decode(ids[start:], final=final)
         ids = self._run + self._decoder.visible(ids)
         end = len(ids) if final else len(ids) - self._decoder.open_run(ids, len(self._run))
         ids, self._run = ids[:end], ids[end:]
@@ -80,20 +81,12 @@ class IncrementalDetokenizer:
         self._delivered += len(delta)
         self._held = len(text) - self._delivered
         if final:
-            self._start_over()
+            self._window, self._delivered, self._held = [], 0, 0
         return delta
 
     def flush(self) -> str:
         """Return the rest of the text. The next `decode` begins another text."""
         return self.decode((), final=True)
-
-    def _decode_around_shown(self, ids: Sequence[int], final: bool) -> str:
-        texts, start = [], 0
-        for place, token_id in enumerate(ids):
-            if token_id in self._shown:
-                texts += [self.decode(ids[start:place], final=True), self._shown[token_id]]
-                start = place + 1
-        return "".join(texts) + self.decode(ids[start:], final=final)
 
 
 def decode_delta(
@@ -107,8 +100,7 @@ def decode_delta(
     """Return the text that ``new_ids`` add to a text, keeping no state between calls.
 
     The results join to ``tokenizer.decode(all_ids)`` if four ids of each context have text, and if each
-    byte-fallback run of `CONTEXT_TOKENS` tokens or more is UTF-8 as a whole. Such a run is returned a
-    character at a time: if it turns out invalid later, the characters already returned stay.
+    byte-fallback run of `CONTEXT_TOKENS` tokens or more, which is returned a character at a time, is UTF-8.
 
     Args:
         context_ids: the last `CONTEXT_TOKENS` ids before ``new_ids``, or all if there were fewer.
@@ -116,9 +108,9 @@ def decode_delta(
     """
     decoder = _decoder(tokenizer, skip_special_tokens)
     before = list(context_ids)[-CONTEXT_TOKENS:]
-    start = 0
-    if len(before) == CONTEXT_TOKENS:  # it may begin within a character
-        start = len(list(takewhile(decoder.is_continuation, before[:3])))
+    # A context that is full may begin within a character.
+    cut = before[:3] if len(before) == CONTEXT_TOKENS else []
+    start = len(list(takewhile(decoder.is_continuation, cut)))
     text = decoder.certain([*before, *new_ids], start, final=final)
     return text[len(decoder.certain(before, start)) :]
 
@@ -153,8 +145,7 @@ class _Decoder(dict[int, int | None]):
     def __missing__(self, token_id: int) -> int | None:
         token = self._to_tokens([token_id])[0]
         match = _BYTE_TOKEN.fullmatch(token or "")
-        self[token_id] = _NO_TEXT if token is None else match and int(match[1], 16)
-        return self[token_id]
+        return self.setdefault(token_id, _NO_TEXT if token is None else match and int(match[1], 16))
 
     def text(self, ids: list[int]) -> str:
         return self._decode(ids) if ids else ""
@@ -180,14 +171,7 @@ class _Decoder(dict[int, int | None]):
         tail = self.visible(ids[-CONTEXT_TOKENS:])
         held = self.open_run(tail)
         if held == len(tail) and len(ids) >= CONTEXT_TOKENS:  # a run that may begin before them
-            held = self._incomplete_character(tail)
+            utf8 = getincrementaldecoder("utf-8")("replace")
+            utf8.decode(bytes(self[i] or 0 for i in tail[-3:]))
+            held = len(utf8.getstate()[0])  # of a character that is not complete
         return self.text(visible[: max(0, len(visible) - held)]).removesuffix(_REPLACEMENT)
-
-    def _incomplete_character(self, run: Sequence[int]) -> int:
-        """Return the number of byte tokens at the end that begin a UTF-8 character without ending it."""
-        for length, token_id in enumerate(reversed(run[-3:]), start=1):
-            if not self.is_continuation(token_id):
-                lead = self[token_id] or 0
-                bytes_needed = 1 + sum(first <= lead <= 0xF4 for first in (0xC2, 0xE0, 0xF0))
-                return length if length < bytes_needed else 0
-        return 0

@@ -68,7 +68,10 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Tokenizer:
 def _load(name: str, *, trust_remote_code: bool) -> Tokenizer:
     import transformers
 
-    options = {"trust_remote_code": trust_remote_code, "clean_up_tokenization_spaces": False}
+    options: dict[str, Any] = {
+        "trust_remote_code": trust_remote_code,
+        "clean_up_tokenization_spaces": False,
+    }
     if int(transformers.__version__.partition(".")[0]) < 5:
         # Version 4, which TensorRT-LLM 1.2 brings, does not know the names that version 5 saves.
         from transformers.models.auto.tokenization_auto import get_tokenizer_config

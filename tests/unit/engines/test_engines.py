@@ -22,7 +22,7 @@ from cog_triton.engines.base import (
     TokenLogProb,
     create_engine,
 )
-from cog_triton.engines.token_sampling import History, penalize
+from cog_triton.engines.token_sampling import History
 from cog_triton.engines.transformers import (
     CPU_BATCH_TOKENS,
     CPU_CACHE_BYTES,
@@ -544,9 +544,10 @@ def test_penalties(
     for tokens, beginning in ((ids, prompt), (other, prompts[1])):
         logits = next_logits(reference, beginning, tokens)
         for i, token in enumerate(tokens):
-            history = History(beginning, logits.shape[-1], torch.device("cpu"))
+            asked = request(beginning, sampling=sampling)
+            history = History(asked, logits.shape[-1], torch.device("cpu"))
             history.extend(tokens[:i])
-            row = penalize(logits[i], sampling, history, None)
+            row = history.penalize(logits[i])
             assert float(row.max() - row[token]) < 1e-3
 
 

@@ -12,8 +12,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from cog_triton.engines import token_sampling as module
-from cog_triton.engines.base import SamplingParams
-from cog_triton.engines.token_sampling import History, choose, noise_key, penalize
+from cog_triton.engines.base import GenerationRequest, SamplingParams
+from cog_triton.engines.token_sampling import History, choose, noise_key
 
 Array = npt.NDArray[Any]
 
@@ -325,10 +325,15 @@ def test_the_hash_is_murmurs() -> None:
 PROMPT, OUTPUT = [1, 1, 3], [3, 4, 4, 4]
 
 
-def history(output: list[int] = OUTPUT, vocabulary: int = 6) -> History:
-    made = History(PROMPT, vocabulary, torch.device("cpu"))
+def history(output: list[int] = OUTPUT, vocabulary: int = 6, **values: Any) -> History:
+    request = GenerationRequest("a", **{"input_ids": PROMPT, "max_tokens": 9, **values})
+    made = History(request, vocabulary, CPU)
     made.extend(output)
     return made
+
+
+def penalize(logits: torch.Tensor, sampling: SamplingParams, end_id: int | None) -> torch.Tensor:
+    return history(sampling=sampling, end_id=end_id).penalize(logits)
 
 
 def penalized_by_definition(logits: list[float], sampling: SamplingParams) -> list[float]:
@@ -359,7 +364,7 @@ def test_penalties(values: dict[str, Any]) -> None:
     logits = [0.5, 1.0, -1.0, -2.0, 2.0, 0.0]
     sampling = SamplingParams(**values)
 
-    found = penalize(torch.tensor(logits), sampling, history(), None)
+    found = penalize(torch.tensor(logits), sampling, None)
 
     assert found.tolist() == pytest.approx(penalized_by_definition(logits, sampling))
     assert found.tolist() != pytest.approx(logits)
@@ -378,22 +383,22 @@ def test_penalties(values: dict[str, Any]) -> None:
     ],
 )
 def test_bad_words(bad_words: tuple[tuple[int, ...], ...], excluded: set[int]) -> None:
-    found = penalize(torch.zeros(6), SamplingParams(bad_words=bad_words), history(), None)
+    found = penalize(torch.zeros(6), SamplingParams(bad_words=bad_words), None)
     assert {i for i, value in enumerate(found.tolist()) if value == -math.inf} == excluded
 
 
 @pytest.mark.parametrize(("min_tokens", "excluded"), [(0, False), (4, False), (5, True)])
 def test_the_end_before_the_minimum(min_tokens: int, excluded: bool) -> None:
     sampling = SamplingParams(min_tokens=min_tokens)  # 4 tokens are there
-    found = penalize(torch.zeros(6), sampling, history(), 2)
+    found = penalize(torch.zeros(6), sampling, 2)
     assert found.tolist() == [0, 0, -math.inf if excluded else 0, 0, 0, 0]
-    assert penalize(torch.zeros(6), sampling, history(), None).tolist() == [0] * 6
+    assert penalize(torch.zeros(6), sampling, None).tolist() == [0] * 6
 
 
 def test_penalize_leaves_its_input() -> None:
     logits = torch.ones(6)
     sampling = SamplingParams(repetition_penalty=2.0, bad_words=((0,),), min_tokens=9)
-    penalize(logits, sampling, history(), 1)
+    penalize(logits, sampling, 1)
     assert logits.tolist() == [1] * 6
 
 
@@ -421,13 +426,10 @@ def test_penalties_count_on_in_an_output_that_is_continued(
         repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2, bad_words=((4, 5),)
     )
     logits = torch.randn(10, generator=torch.Generator().manual_seed(seed))
-    whole = History([1, 2], 10, CPU)
-    whole.extend(output)
-    continued = History([1, 2, *output[:cut]], 10, CPU, continued=cut)
-    continued.extend(output[cut:])
-    assert torch.equal(
-        penalize(logits, sampling, whole, None), penalize(logits, sampling, continued, None)
-    )
+    whole = history(output, 10, input_ids=[1, 2], sampling=sampling)
+    prompt = [1, 2, *output[:cut]]
+    continued = history(output[cut:], 10, input_ids=prompt, continued=cut, sampling=sampling)
+    assert torch.equal(whole.penalize(logits), continued.penalize(logits))
 
 
 # min_p
