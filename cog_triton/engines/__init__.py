@@ -9,8 +9,8 @@
     event_loop.py      base of these two, coroutines on a thread of their own; arguments.py is of both
     simulated.py       tokens without a model
 
-May import ``adapters``, and of ``text`` remote code and how many tokens of context a detokenizer needs;
-the simulated engine, which has no model, tokenizes a text to answer with, and structured output reads the
+May import ``adapters``, and of ``text`` how a model's own code is refused and how many tokens of context a
+detokenizer needs; the simulated engine tokenizes a text to answer with, and structured output reads the
 vocabulary.
 After a change: pytest tests/unit/engines
 """

@@ -37,6 +37,7 @@ LIMITS = llguidance.LLParserLimits(
 # Between the parts of JSON. A model that may indent as well can spend all of max_tokens on that.
 WHITESPACE = " ?"
 
+# The schemas in a schema: as the values of an object, in a list, or one.
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _ONES = ("items", "additionalProperties")
@@ -134,14 +135,10 @@ class GuideCheck:
     def problem(self, grammar: str) -> str:
         """Return the reason why llguidance cannot compile a grammar; empty if it can."""
         if self._process is None:
+            command, pipe = [python(), "-m", __name__], subprocess.PIPE
             # Ends with this process, and when its input is closed.
             self._process = subprocess.Popen(
-                [python(), "-m", __name__],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                text=True,
-                encoding="ascii",
+                command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, encoding="ascii"
             )
             self._ask(self._process, "", seconds=60)  # while it starts
         problem = self._ask(self._process, grammar, PATIENCE)
@@ -157,9 +154,7 @@ class GuideCheck:
             self._process.communicate()
             self._process = None
 
-    def _ask(self, process: subprocess.Popen[str], grammar: str, seconds: float) -> str | None:
-        assert process.stdin is not None
-        assert process.stdout is not None
+    def _ask(self, process: Any, grammar: str, seconds: float) -> str | None:
         with contextlib.suppress(OSError, ValueError):  # it has ended
             process.stdin.write(json.dumps(grammar) + "\n")
             process.stdin.flush()
@@ -168,21 +163,12 @@ class GuideCheck:
         return None
 
 
-class _Bytes:
-    """A tokenizer whose tokens are the bytes: whether a guide compiles does not depend on it."""
-
-    eos_token_id, bos_token_id, special_token_ids = 256, None, (256,)
-    tokens = (*(bytes([i]) for i in range(256)), b"</s>")
-
-    def __call__(self, text: Any) -> list[int]:
-        return list(text if isinstance(text, bytes) else text.encode())
-
-
 def main() -> None:
     """Answer each line, a grammar as JSON, with the problem of that grammar."""
     end_with_parent()
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Bytes()))
+    # Whether a guide compiles does not depend on the tokenizer: the tokens of this one are the bytes.
+    tokenizer = llguidance.LLTokenizer("byte")
     for line in sys.stdin:
         grammar, problem = json.loads(line), ""
         if grammar:

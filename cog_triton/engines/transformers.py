@@ -99,7 +99,7 @@ class TransformersEngine(Engine):
         )
         # Outputs come on the generation thread, without a queue or an event loop between.
         manager.output_router.deliver = self._deliver
-        manager.output_router.deliver_batch = self._deliver_all
+        manager.output_router.deliver_batch = lambda outputs: [*map(self._deliver, outputs)]
         manager.logit_processor = StepProcessor(model, self._structured_output, lora)
         manager.warmup()  # makes what has the cache
         keep_adapters_apart(manager.batch_processor.cache, self._rows.get)
@@ -215,10 +215,6 @@ class TransformersEngine(Engine):
         if status.can_accept_new_requests() is not None:
             raise EngineUnavailable(stopped_text(status.fatal_error))
 
-    def _deliver_all(self, outputs: list[GenerationOutput]) -> None:
-        for output in outputs:
-            self._deliver(output)
-
     def _deliver(self, output: GenerationOutput) -> None:
         """Hand a request's new tokens to its sink, on the generation thread."""
         key, finished = output.request_id, output.is_finished()
@@ -243,7 +239,7 @@ class TransformersEngine(Engine):
     def _forget(self, key: str) -> Row | None:
         with self._rows_lock:
             row = self._rows.pop(key, None)
-        if row is not None and row.adapter is not None and self._adapters is not None:
+        if row and row.adapter and self._adapters:
             self._adapters.tidy()
         return row
 
@@ -332,7 +328,6 @@ class _Scheduler(FIFOScheduler):
     """
 
     def clear_cancelled_requests(self) -> list[RequestState]:
-        """Return the requests that were cancelled, before each step."""
         cancelled: list[RequestState] = super().clear_cancelled_requests()
         if cancelled:
             self.block_new_requests = False
