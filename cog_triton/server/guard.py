@@ -42,6 +42,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -55,6 +56,7 @@ LOOK_SECONDS = {"server": 0.2, "group": 0.2, "follower": 1.0}
 """Between two looks for new stubs, by role. The guard of the group looks for those of its ranks."""
 REAP_SECONDS = 0.1  # in which Triton takes the exit status of a stub that it ended itself
 TRACKER_SECONDS = 5.0
+_TRACKER = b"multiprocessing.resource_tracker"
 LAST_BYTES_SECONDS = 0.2  # for a server that has answered every request to write its last output
 
 # mpirun hands this one on to its ranks and waits for them. A SIGTERM it keeps back for a second, and
@@ -96,7 +98,7 @@ def run(role: str, prefix: str, stop_timeout: float, directory: str, command: li
         command,
         stdin=subprocess.DEVNULL,
         start_new_session=True,
-        preexec_fn=_die_with_guard if role in ("server", "group", "0") else _become_follower,
+        preexec_fn=partial(_before_exec, role not in ("server", "group", "0")),
     )
     try:
         watch = _Watch(role, server, signals, stop_timeout)
@@ -231,7 +233,7 @@ def kill_descendants(besides: int | None = None) -> list[str]:
     # Each round makes the children of the killed this process's own. Process groups are no help: mpirun
     # gives every rank one.
     names = []
-    while killed := [process for process in children() if not _is_tracker(process.pid)]:
+    while killed := [p for p in children() if _TRACKER not in _command_line(p.pid)]:
         names += [f"{process.pid}_{process.started}" for process in killed]
         for process in killed:
             with contextlib.suppress(OSError):  # another thread has waited for it
@@ -317,13 +319,10 @@ def _signals(handled: set[signal.Signals]) -> int:
     return reader
 
 
-def _die_with_guard() -> None:
+def _before_exec(follows: bool) -> None:
     signal_with_parent(signal.SIGKILL)
-
-
-def _become_follower() -> None:
-    _die_with_guard()
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # outlasts the exec, until there is a handler
+    if follows:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # outlasts the exec, until there is a handler
 
 
 def _report_end(stub: _Process, model: str) -> bool:
@@ -349,10 +348,6 @@ def _model_of(process: _Process, processes: Mapping[int, _Process]) -> str | Non
     parent = processes.get(process.parent)
     forked = parent is not None and parent.name == SERVER and process.name in (SERVER, "bash")
     return UNKNOWN if forked and process.state == "Z" else None
-
-
-def _is_tracker(pid: int) -> bool:
-    return b"multiprocessing.resource_tracker" in _command_line(pid)
 
 
 def _command_line(pid: int) -> bytes:

@@ -19,11 +19,14 @@ from cog_triton.settings import Settings
 CONTAINER_ROOT = Path("/opt/tritonserver")
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 
-_SECRET = re.compile(r"(_TOKEN|_KEYS?|_SECRET|PASSWORD)$", re.IGNORECASE)
-_ADDRESS = re.compile(r"_(URL|DSN)$", re.IGNORECASE)
-_PASSWORD = re.compile(r"(//|^)[^/@\s:]*:[^/@\s]+@|\bpassword=", re.IGNORECASE)
-_NEEDED = "TLLM_SPAWN_PROXY_PROCESS_IPC_HMAC_KEY"  # between TensorRT-LLM's own processes
-_SOURCES = ("COG_WEIGHTS", "MODEL", "TOKENIZER")  # a URL has a signature or a password at times
+# A variable that holds a secret, as NAME=value: by its name, a password in an address, or the URL of a
+# model, which may have a signature or a password. TensorRT-LLM's own processes need the key between them.
+_SECRET = re.compile(
+    r"(?!TLLM_SPAWN_PROXY_PROCESS_IPC_HMAC_KEY=)[^=]*(_TOKEN|_KEYS?|_SECRET|PASSWORD)="
+    r"|[^=]*_(URL|DSN)=(.*//)?[^/@\s:]*:[^/@\s]+@|[^=]*_(URL|DSN)=.*\bpassword="
+    r"|(COG_WEIGHTS|MODEL|TOKENIZER)=.*://",
+    re.IGNORECASE | re.DOTALL,
+)
 
 
 @dataclass(frozen=True)
@@ -119,23 +122,12 @@ def environment(
     Args:
         passed_on: names of secrets that they get all the same.
     """
-    kept = {n: v for n, v in environ.items() if n in passed_on or not _is_secret(n, v)}
+    kept = {n: v for n, v in environ.items() if n in passed_on or not _SECRET.match(f"{n}={v}")}
     # Python's is the last: a system's has its library where other versions of CUDA's and MPI's are.
-    python_libraries = str(sysconfig.get_config_var("LIBDIR"))
+    libraries = (installation.libraries, environ.get("LD_LIBRARY_PATH", ""))
     lists = {
-        "LD_LIBRARY_PATH": (
-            *(installation.libraries, environ.get("LD_LIBRARY_PATH", "")),
-            python_libraries,
-        ),
+        "LD_LIBRARY_PATH": (*libraries, str(sysconfig.get_config_var("LIBDIR"))),
         "PATH": (str(Path(sys.executable).parent), environ.get("PATH", "")),
     }
     # An empty directory would mean the current one.
     return kept | {n: ":".join(filter(None, ":".join(v).split(":"))) for n, v in lists.items()}
-
-
-def _is_secret(name: str, value: str) -> bool:
-    return (
-        (bool(_SECRET.search(name)) and name != _NEEDED)
-        or (bool(_ADDRESS.search(name)) and bool(_PASSWORD.search(value)))
-        or (name in _SOURCES and "://" in value)
-    )
