@@ -6,11 +6,11 @@
                    and the record of each request
     bodies.py      bodies are parsed and validated by fields.py; sampling.py makes a ``Request`` of them
     answers.py     chunks to a response, as events or in one body, by the writer of an API
-    choices.py     the writer of chat.py and completions.py, whose responses are lists of choices
+    completions.py /v1/chat/completions and /v1/completions, whose responses are lists of choices
     responses.py   /v1/responses, with response_writer.py; messages.py is Anthropic's /v1/messages
     tokens.py      /tokenize and /detokenize
     turns.py       a chat to a request, and the reader of its answer
-    parsing.py     a model's text to events: text, thoughts, calls; tool_calls.py has the formats of calls
+    parsing.py     a model's text to events: text, thoughts, calls in the formats of models
     operation.py   the middleware: keys.py lets in; metrics.py and the log get each request at its end
     errors.py      the status and body of each error
     attached.py    a Triton that runs already, whose ensemble may give text

@@ -44,7 +44,7 @@ dumps = orjson.dumps
 
 
 class Writer(Protocol):
-    """Makes the response of one API of chunks: the events of a stream, or the whole body."""
+    """Makes the response of one API: the events of a stream, or the whole body."""
 
     def events(self, chunks: NumberedChunks) -> AsyncGenerator[bytes, None]: ...
 
@@ -79,8 +79,7 @@ class Answering(Response):
                     sources = self._served.generate(self._requests, self._request_id)
                     async with contextlib.aclosing(merged(sources)) as chunks:
                         if self._stream:
-                            await self._send_events(chunks, send)
-                            return
+                            return await self._send_events(chunks, send)
                         body = dumps(await self._writer.body(chunks))
                     response = Response(body, 200, self._given, "application/json")
                     await response(scope, receive, send)
@@ -137,9 +136,7 @@ async def ended_by_client(receive: Receive) -> AsyncIterator[None]:
         watching.cancel()
 
 
-async def merged(
-    sources: Sequence[Chunks],
-) -> AsyncGenerator[tuple[int, Chunk], None]:
+async def merged(sources: Sequence[Chunks]) -> AsyncGenerator[tuple[int, Chunk], None]:
     """Yield the chunks of several answers as they come."""
     if len(sources) == 1:
         async with contextlib.aclosing(sources[0]) as chunks:
@@ -149,14 +146,14 @@ async def merged(
     queue: asyncio.Queue[tuple[int, Chunk | Exception | None]] = asyncio.Queue(len(sources))
 
     async def feed(number: int, source: Chunks) -> None:
+        end = None
         try:
             async with contextlib.aclosing(source) as chunks:
                 async for chunk in chunks:
                     await queue.put((number, chunk))
         except Exception as error:
-            await queue.put((number, error))
-        else:
-            await queue.put((number, None))
+            end = error
+        await queue.put((number, end))
 
     tasks = [asyncio.create_task(feed(number, source)) for number, source in enumerate(sources)]
     try:
@@ -202,8 +199,7 @@ class ErrorResponse(Response):
         self._error = error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        error = self._error
-        of_messages = scope["path"].startswith(MESSAGES_PATH)
-        request_id = scope["state"]["request_id"]
-        body = message_error(error, request_id) if of_messages else error.body()
+        error, body = self._error, self._error.body()
+        if scope["path"].startswith(MESSAGES_PATH):
+            body = message_error(error, scope["state"]["request_id"])
         await JSONResponse(body, error.status, error.headers)(scope, receive, send)

@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 import cog_triton
 from cog_triton.errors import CogTritonError, shown
-from cog_triton.faces.openai import chat, completions, messages, metrics, responses, tokens
+from cog_triton.faces.openai import completions, messages, metrics, responses, tokens
 from cog_triton.faces.openai.answers import ErrorResponse, client_error
 from cog_triton.faces.openai.bodies import ERRORS, MESSAGE_ERRORS
 from cog_triton.faces.openai.errors import ApiError
@@ -36,7 +36,7 @@ def create_app(served: Served) -> FastAPI:
         redirect_slashes=False,  # it would name an address that clients behind a proxy cannot reach
     )
     app.state.served = served
-    for module in (chat, completions, responses, tokens, metrics):
+    for module in (completions, responses, tokens, metrics):
         app.include_router(module.router, responses=ERRORS)
     app.include_router(router, responses=ERRORS)
     app.include_router(messages.router, responses=MESSAGE_ERRORS)

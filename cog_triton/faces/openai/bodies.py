@@ -63,23 +63,10 @@ class BodyRoute(APIRoute):
             current().large = len(raw) >= LARGE_BODY
             body = await off_loop(validated, raw, model, request.app.state.served)
             current().names = body.names()
-            return await handler(ValidatedRequest(request, body))
+            request._json = body  # which FastAPI reads, and pydantic takes as it is
+            return await handler(request)
 
         return handle
-
-
-class ValidatedRequest(Request):
-    """A request whose JSON is a model already, which pydantic takes as it is."""
-
-    def __init__(self, request: Request, body: Body) -> None:
-        super().__init__(request.scope, request.receive)
-        self._validated = body
-
-    async def body(self) -> bytes:
-        return b"{}"  # not empty, so that FastAPI asks for the JSON
-
-    async def json(self) -> Body:
-        return self._validated
 
 
 async def off_loop(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -141,17 +128,17 @@ def body_error(error: ValidationError, value: Any) -> ApiError:
         key=lambda found: (not found[1]["type"].endswith("_type"), len(found[0])),
     )
     where = place[0] + "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in place[1:])
-    if problem["type"] == "missing":
-        return invalid(f"you must provide {where}", where, _CODES["missing"])
     given = problem["input"]
     number = "integer" if isinstance(given, int) else "decimal"
     code = _CODES.get(problem["type"], "invalid_type").format(number)
-    if problem["type"] == "too_long":
-        return invalid(
-            f"{where} must have at most {problem['ctx']['max_length']} items", where, code
-        )
-    kinds: dict[type, str] = {dict: "an object", list: "a list"}
-    text = f"{where}: {problem['msg']}, not {kinds.get(type(given)) or shown(given)}"
+    if problem["type"] == "missing":
+        text = f"you must provide {where}"
+    elif problem["type"] == "too_long":
+        text = f"{where} must have at most {problem['ctx']['max_length']} items"
+    else:
+        kinds: dict[type, str] = {dict: "an object", list: "a list"}
+        kind = kinds.get(type(given)) or shown(given)
+        text = f"{where}: {problem['msg']}, not {kind}"
     return invalid(text, where, code)
 
 

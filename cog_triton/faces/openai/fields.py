@@ -150,16 +150,6 @@ class Sampling(Body):
         """Answers to each prompt."""
         return self.n or 1
 
-    @property
-    def include_usage(self) -> bool:
-        return bool(self.stream_options and self.stream_options.include_usage)
-
-    @property
-    def continuous_usage(self) -> bool:
-        """Every event has the usage so far."""
-        options = self.stream_options
-        return self.include_usage and bool(options and options.continuous_usage_stats)
-
     def names(self) -> dict[str, str]:
         guided = [name for name in GUIDES if getattr(self, name) is not None]
         return {"prompt": "prompt", "guide": guided[0] if guided else "response_format"}

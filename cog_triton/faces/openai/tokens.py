@@ -18,8 +18,6 @@ from cog_triton.request.limits import UNKNOWN_TOKENS
 from cog_triton.request.request import Request
 
 router = APIRouter(route_class=BodyRoute)
-LONG_TEXT = 20_000
-"""Characters above which a text is tokenized beside the event loop."""
 
 
 @router.post("/tokenize")
@@ -27,8 +25,13 @@ async def tokenize(body: TokenizeBody, served: FromApp) -> dict[str, Any]:
     """The token ids of a prompt, or of messages as the model sees them."""
     if body.model is not None:
         served.adapter(body.model)
-    text, special = await off_loop(_text, body, served)
-    tokens = await token_ids(served, text, special=special)
+    if (body.prompt is None) == (body.messages is None):
+        raise invalid("either prompt or messages must be given", "prompt")
+    # The template of a chat has the tokens that begin a text.
+    special = body.add_special_tokens
+    if (text := body.prompt) is None:
+        text, special = await off_loop(chat_prompt, body, served), bool(special)
+    tokens = await token_ids(served, text, special=special is not False)
     names = None
     if body.return_token_strs:
         names = served.backend.tokenizer.convert_ids_to_tokens(tokens)
@@ -50,10 +53,9 @@ async def token_ids(served: Served, text: str, *, special: bool) -> list[int]:
         raise invalid("the prompt must be valid Unicode; half of a surrogate pair is not")
     served.backend.limits.check("the prompt", len(text))
 
-    def encode() -> list[int]:
-        return list(served.backend.tokenizer(text, add_special_tokens=special).input_ids)
-
-    return encode() if len(text) < LONG_TEXT else await asyncio.to_thread(encode)
+    tokenizer = served.backend.tokenizer
+    encoding = await asyncio.to_thread(tokenizer, text, add_special_tokens=special)
+    return list(encoding.input_ids)
 
 
 async def with_ids(request: Request, body: Sampling, served: Served) -> Request:
@@ -89,12 +91,3 @@ async def detokenize(body: DetokenizeBody, served: FromApp) -> dict[str, Any]:
     if any(not 0 <= token < size for token in body.tokens):
         raise invalid(f"tokens must be between 0 and {size - 1}", "tokens")
     return {"prompt": served.backend.tokenizer.decode(body.tokens)}
-
-
-def _text(body: TokenizeBody, served: Served) -> tuple[str, bool]:
-    """Return what is tokenized, and whether with the tokens that begin a text."""
-    if (body.prompt is None) == (body.messages is None):
-        raise invalid("either prompt or messages must be given", "prompt")
-    if body.prompt is not None:
-        return body.prompt, body.add_special_tokens is not False
-    return chat_prompt(body, served), bool(body.add_special_tokens)

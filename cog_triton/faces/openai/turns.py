@@ -18,10 +18,16 @@ from cog_triton.faces.openai.fields import (
     TokenizeBody,
     Tool,
 )
-from cog_triton.faces.openai.parsing import CallStart, Event, Parser, ReasoningParser
-from cog_triton.faces.openai.sampling import guides, log_probs, longest_output, sampling
+from cog_triton.faces.openai.parsing import (
+    CallStart,
+    Event,
+    Format,
+    Parser,
+    ReasoningParser,
+    format_of,
+)
+from cog_triton.faces.openai.sampling import guides, longest_output, sampling
 from cog_triton.faces.openai.served import Served
-from cog_triton.faces.openai.tool_calls import Format, format_of
 from cog_triton.generation import Chunk
 from cog_triton.request.request import Guide, GuideKind, Request
 from cog_triton.text.chat import render_chat
@@ -106,7 +112,6 @@ def chat_turn(body: ChatBody, served: Served) -> Turn:
         add_special_tokens=bool(body.add_special_tokens),
         adapter=served.adapter(body.model),
         max_tokens=longest_output(served) if given is None else given,
-        **log_probs(body),
         shown_tokens=known.marks if known else (),
         **served.token_ids(),
         **values,

@@ -10,10 +10,10 @@ import pytest
 from cog_triton.faces.openai.completions import prompt_requests
 from cog_triton.faces.openai.errors import ApiError
 from cog_triton.faces.openai.fields import ChatBody, CompletionBody
-from cog_triton.faces.openai.sampling import UNKNOWN_CONTEXT, check_fields, repeated
+from cog_triton.faces.openai.sampling import UNKNOWN_CONTEXT, check_fields
 from cog_triton.faces.openai.turns import chat_turn
 from cog_triton.request.request import Guide, GuideKind, Request
-from tests.unit.faces.openai.support import CHUNKS, MESSAGES, Backend, ask, served, talkative
+from tests.unit.faces.openai.support import CHUNKS, MESSAGES, Backend, ask, chat, served, talkative
 
 
 def of_chat(backend: Backend | None = None, **fields: Any) -> Request:
@@ -87,8 +87,9 @@ def test_the_settings_end_token_is_that_of_every_request() -> None:
 
 
 def test_a_seed_counts_up() -> None:
-    (last,) = of_text(seed=2**64 - 1)
-    assert [request.seed for request in repeated(last, 2)] == [2**64 - 1, 0]
+    last = Backend(*CHUNKS)
+    assert chat(last, n=2, seed=2**64 - 1).status_code == 200
+    assert sorted(request.seed for request, _ in last.asked) == [0, 2**64 - 1]
     backend = Backend(*CHUNKS)
     body = {"model": "m", "prompt": [[1, 2], [3]], "n": 2, "seed": 5}
     assert ask(backend, "POST", "/v1/completions", json=body).status_code == 200

@@ -19,15 +19,20 @@ from cog_triton.engines.guides import grammar
 from cog_triton.faces.openai.errors import ApiError
 from cog_triton.faces.openai.fields import ChatBody
 from cog_triton.faces.openai.parsing import (
+    HERMES,
+    LLAMA,
+    MISTRAL,
+    PYTHON,
     Arguments,
     CallStart,
     Event,
+    Format,
     Parser,
     Reasoning,
     ReasoningParser,
     Text,
+    format_of,
 )
-from cog_triton.faces.openai.tool_calls import HERMES, LLAMA, MISTRAL, PYTHON, Format, format_of
 from cog_triton.faces.openai.turns import call_guide, tool_use
 from cog_triton.request.request import Guide
 from cog_triton.text.detokenizer import IncrementalDetokenizer
