@@ -199,11 +199,6 @@ class Settings(BaseModel):
     """Log the performance metrics of every prediction, whatever its input says."""
 
     @property
-    def names_config_file(self) -> bool:
-        """COG_TRITON_CONFIG is set; the default is read only if it exists."""
-        return "config_file" in self.model_fields_set
-
-    @property
     def secrets_passed_on(self) -> frozenset[str]:
         """Names of the secrets that tritonserver gets."""
         return frozenset(filter(None, self.passed_secrets.split(",")))

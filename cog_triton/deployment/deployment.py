@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import AsyncGenerator, Sequence
+import threading
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
@@ -29,10 +30,10 @@ from cog_triton.deployment.preparation import (
     template_values,
     with_files,
 )
-from cog_triton.deployment.running import server_starter, timed
-from cog_triton.deployment.supervisor import Supervisor
+from cog_triton.deployment.running import Supervisor, server_starter, timed
+from cog_triton.errors import ConfigurationError
 from cog_triton.generation import Chunk, generate
-from cog_triton.request.admission import STOPPING, Admission, Tenant
+from cog_triton.request.admission import STOPPING, Admission, Outcome, Tenant
 from cog_triton.request.request import Request
 from cog_triton.settings import Settings
 from cog_triton.text.chat import Message, render_chat, set_chat_template
@@ -40,6 +41,8 @@ from cog_triton.text.tokenizer import Tokenizer, load_tokenizer, text_limits, wi
 
 logger = logging.getLogger("cog_triton.deployment")
 
+QUEUE_SECONDS = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80)
+"""Upper bounds of the classes of waiting times; the first holds those that did not wait."""
 EXIT_STATUS = 70  # EX_SOFTWARE of sysexits.h: its tritonserver has been given up
 
 
@@ -48,14 +51,6 @@ class Deployment:
     """A tritonserver that is kept running, and what is needed to run requests on it.
 
     To be used from the event loop that started it.
-
-    Attributes:
-        opened: closed at the end.
-        context_length: most tokens of prompt and output together; None if only the engine knows.
-        length_penalty: sent to the engine; see ``has_swapped_sampling_params``.
-        engine: what runs in the tensorrt_llm slot.
-        own_preprocessing: prompts become ids in this project's model.
-        limits: of the length of texts.
     """
 
     settings: Settings
@@ -64,11 +59,13 @@ class Deployment:
     admission: Admission
     tokenizer: Tokenizer
     _: KW_ONLY
-    opened: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
-    context_length: int | None = None
-    length_penalty: bool = True
-    engine: EngineName = "transformers"
-    own_preprocessing: bool = True
+    opened: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # until ``stop``
+    context_length: int | None = (
+        None  # tokens of prompt and output together; None: the engine knows
+    )
+    length_penalty: bool = True  # sent to the engine; see ``has_swapped_sampling_params``
+    engine: EngineName = "transformers"  # what runs in the tensorrt_llm slot
+    own_preprocessing: bool = True  # prompts become ids in this project's model
 
     def __post_init__(self) -> None:
         self.limits = text_limits(self.tokenizer, self.context_length)
@@ -99,13 +96,10 @@ class Deployment:
         )
         admission = Admission(settings.max_running, settings.max_waiting, settings.queue_timeout)
         with contextlib.ExitStack() as opening:
-            if settings.predictor_metrics_port is not None:
-                from cog_triton.deployment.metrics import Metrics
-
+            if (port := settings.predictor_metrics_port) is not None:
                 metrics = Metrics()
                 metrics.watch(admission, lambda: supervisor.restarts)
-                served = metrics.served(settings.host, settings.predictor_metrics_port)
-                opening.enter_context(served)
+                opening.enter_context(metrics.served(settings.host, port))
             await supervisor.start()
             opened = opening.pop_all()
         tokenizer = await loading
@@ -175,6 +169,71 @@ class Deployment:
         self.close()
         await self.supervisor.stop()
         await asyncio.to_thread(self.opened.close)
+
+
+class Metrics:
+    """Queue and restarts in Prometheus' text format; the metrics on Triton's port are of the engine."""
+
+    def __init__(self) -> None:
+        from prometheus_client import CollectorRegistry, Counter, Histogram  # few setups need it
+
+        self.registry = CollectorRegistry()
+        self._queued = Histogram(
+            "cog_triton_queue_seconds",
+            "Seconds that requests waited for a slot.",
+            buckets=QUEUE_SECONDS,
+            registry=self.registry,
+        )
+        self._requests = Counter(
+            "cog_triton_requests",
+            "Requests, by their outcome at the queue.",
+            ["outcome"],
+            registry=self.registry,
+        )
+
+    def observe(self, outcome: Outcome, seconds: float) -> None:
+        """Count a request that was admitted or refused, and its wait if it had one."""
+        self._requests.labels(outcome).inc()
+        if outcome in ("admitted", "late"):
+            self._queued.observe(seconds)
+
+    def watch(self, admission: Admission, restarts: Callable[[], int]) -> None:
+        """Count an admission's requests; read the gauges when the metrics are."""
+        from prometheus_client import Gauge
+
+        admission.observers.append(self.observe)
+        gauges: list[tuple[str, str, Callable[[], float]]] = [
+            ("requests_running", "Requests that have a slot.", lambda: admission.running),
+            ("requests_waiting", "Requests that wait for one.", lambda: admission.waiting),
+            ("restarts", "Restarts of tritonserver.", restarts),
+        ]
+        for name, text, value in gauges:
+            Gauge(f"cog_triton_{name}", text, registry=self.registry).set_function(value)
+
+    @contextlib.contextmanager
+    def served(self, host: str, port: int) -> Iterator[int]:
+        """Serve ``/metrics``; yield the port, or raise ConfigurationError if it is taken."""
+        from prometheus_client import make_asgi_app
+
+        from cog_triton.web.limits import Limits
+        from cog_triton.web.server import Config, Server, bound
+
+        try:
+            listener = bound(host, port)
+            listener.listen()
+        except OSError as error:
+            raise ConfigurationError(
+                f"PREDICTOR_METRICS_PORT={port}: cannot listen on {host}:{port} ({error.strerror})"
+            ) from None
+        limits = Limits(body_bytes=0, request_seconds=10.0)
+        server = Server(Config(make_asgi_app(self.registry), limits))
+        thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
+        thread.start()
+        try:
+            yield listener.getsockname()[1]
+        finally:
+            server.should_exit = True
+            thread.join()
 
 
 def own_preprocessing(settings: Settings) -> bool:

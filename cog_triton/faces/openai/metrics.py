@@ -19,7 +19,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from starlette.datastructures import Headers
 from starlette.responses import Response
 
-from cog_triton.deployment.metrics import Metrics
+from cog_triton.deployment.deployment import Metrics
 from cog_triton.faces.openai.served import Call
 from cog_triton.request.admission import Admission
 

@@ -17,9 +17,7 @@ from cog_triton.deployment.engine_choice import (
 )
 from cog_triton.deployment.preparation import (
     check_files,
-    check_model,
     merge,
-    placed,
     read_overrides,
     template_values,
     with_files,
@@ -93,17 +91,7 @@ def test_merging_keeps_models_that_only_one_side_has() -> None:
 @pytest.mark.parametrize("model", ["models/none", "/none", "./none", "a/b/c"])
 def test_a_path_where_nothing_is(model: str) -> None:
     with pytest.raises(ConfigurationError, match=f"MODEL={model} does not exist"):
-        check_model(model)
-
-
-def test_an_id_is_left_to_the_loader() -> None:
-    check_model("org/name")
-
-
-def test_a_model_may_be_a_tar_file_or_a_url(tmp_path: Path) -> None:
-    (tmp_path / "model.tar").touch()
-    for model in (str(tmp_path / "model.tar"), "https://host/path/to/model.tar"):
-        check_model(model)
+        with_files(read_settings({"MODEL": model}))
 
 
 def test_files_are_checked_of_the_engine_that_reads_them(tmp_path: Path) -> None:
@@ -205,15 +193,15 @@ def test_without_a_gpu_and_an_engine_auto_is_transformers(demo_model: Path) -> N
 
 
 def test_weights_are_an_engine_or_a_model(tmp_path: Path) -> None:
-    settings = read_settings({})
     model, packed, flat = tmp_path / "model", tmp_path / "packed", tmp_path / "flat"
     for directory in (model, packed / "engine", flat):
         directory.mkdir(parents=True)
+    (model / "config.json").touch()
     (packed / "engine" / "rank0.engine").touch()
     (flat / "rank0.engine").touch()
-    assert placed(settings, model).model == str(model)
-    assert placed(settings, packed).engine_dir == packed / "engine"
-    assert placed(settings, flat).engine_dir == flat
+    assert with_files(read_settings({"COG_WEIGHTS": str(model)})).model == str(model)
+    assert with_files(read_settings({"COG_WEIGHTS": str(packed)})).engine_dir == packed / "engine"
+    assert with_files(read_settings({"COG_WEIGHTS": str(flat)})).engine_dir == flat
 
 
 def test_what_is_on_this_machine_is_not_fetched(tmp_path: Path) -> None:

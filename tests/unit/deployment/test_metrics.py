@@ -8,7 +8,7 @@ import socket
 import httpx
 import pytest
 
-from cog_triton.deployment.metrics import Metrics
+from cog_triton.deployment.deployment import Metrics
 from cog_triton.errors import ConfigurationError, TritonOverloaded
 from cog_triton.request.admission import Admission
 

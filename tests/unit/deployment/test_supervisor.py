@@ -9,8 +9,8 @@ from typing import Any, cast
 
 import pytest
 
-from cog_triton.deployment import supervisor as module
-from cog_triton.deployment.supervisor import Supervisor
+from cog_triton.deployment import running as module
+from cog_triton.deployment.running import Supervisor
 from cog_triton.errors import ConfigurationError, TritonStartError, TritonUnavailable
 
 
