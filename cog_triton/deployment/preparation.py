@@ -41,12 +41,12 @@ def with_files(settings: Settings) -> Settings:
     name = settings.tokenizer_dir
     if Path(name).is_dir():
         return settings
-    from cog_triton.weights import hub
+    from cog_triton.weights import download
 
-    if not hub.is_hub_id(name):
+    if not download.is_hub_id(name):
         return settings
     # Triton's models load the tokenizer as well, and get no token to download it.
-    directory = hub.fetch_from_hub(name, _token(settings), without=hub.WEIGHTS)
+    directory = download.fetch_from_hub(name, _token(settings), without=download.WEIGHTS)
     return settings.model_copy(update={"tokenizer": str(directory)})
 
 

@@ -33,8 +33,7 @@ from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 
 from cog_triton.errors import ConfigurationError
 from cog_triton.processes import locked
-from cog_triton.weights.download import Download, Unreachable, Version
-from cog_triton.weights.hub import fetch_from_hub
+from cog_triton.weights.download import Download, Unreachable, Version, fetch_from_hub
 from cog_triton.weights.tar import ZSTD, unpack
 
 logger = logging.getLogger(__name__)

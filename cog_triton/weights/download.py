@@ -1,10 +1,11 @@
-"""The file of a URL, downloaded by httpx, or by pget where it is installed."""
+"""The file of a URL, by httpx or by pget where it is installed; and repositories of Hugging Face."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import logging
+import re
 import shutil
 import subprocess
 import sys
@@ -56,15 +57,6 @@ class Version(BaseModel, frozen=True):
         if self.etag or other.etag:
             return (self.etag or "").removeprefix("W/") == (other.etag or "").removeprefix("W/")
         return self.last_modified is not None and self == other
-
-
-def _version_of(headers: httpx.Headers) -> Version:
-    size = headers.get("Content-Length", "")
-    return Version(
-        etag=headers.get("ETag"),
-        last_modified=headers.get("Last-Modified"),
-        size=int(size) if size.isdecimal() else None,
-    )
 
 
 class Download:
@@ -137,7 +129,13 @@ class Download:
             if status not in (200, 206, 304, 416):
                 advice = _ADVICE.get(status, "it sends no file; check the URL")
                 raise ConfigurationError(f"{self._shown} answered HTTP {status}: {advice}")
-            self._answered, version = True, _version_of(response.headers)
+            self._answered, received = True, response.headers
+            length = received.get("Content-Length", "")
+            version = Version(
+                etag=received.get("ETag"),
+                last_modified=received.get("Last-Modified"),
+                size=int(length) if length.isdecimal() else None,
+            )
             if status == 304 and headers.get("If-None-Match"):
                 return complete
             if status == 200:
@@ -203,3 +201,81 @@ class Download:
             raise Interrupted(f"pget ended with status {status} and is left out")
         self._size = target.stat().st_size
         target.replace(self.path)
+
+
+# Hugging Face
+
+UNUSED_FORMATS = ("original/*", "*.gguf", "*.h5", "*.msgpack", "*.onnx")
+"""Second copies of the weights that repositories on Hugging Face hold for programs other than ours."""
+WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
+"""Files that a tokenizer does not need."""
+_HUB_ID = re.compile(r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>\S+))?", re.ASCII)
+# First match wins.
+_HUB_PROBLEMS = (
+    (
+        ("GatedRepoError",),
+        "is gated: accept its terms on huggingface.co, and set a token (HF_TOKEN) of the account that did",
+    ),
+    (("RevisionNotFoundError",), "has no such revision; check what follows the @"),
+    (
+        ("RepositoryNotFoundError",),
+        "is no directory that exists here, and Hugging Face has no such repository or shows it to "
+        "others only; check the name, or set a token (HF_TOKEN) that may read it",
+    ),
+    (("HFValidationError",), "is no valid Hugging Face id; write org/name@revision"),
+    # Before version 1 these are HfHubHTTPErrors, though nothing answered.
+    (
+        ("LocalEntryNotFoundError", "OfflineModeIsEnabled"),
+        "is no directory that exists here, nor complete in the Hugging Face cache, and Hugging "
+        "Face cannot be reached or is turned off (HF_HUB_OFFLINE); check the network, or name a "
+        "local directory",
+    ),
+)
+
+
+def is_hub_id(name: str) -> bool:
+    """Return whether this has the form of an id on Hugging Face, org/name or org/name@revision."""
+    return _HUB_ID.fullmatch(name) is not None
+
+
+def fetch_from_hub(source: str, token: str | None, without: tuple[str, ...] = ()) -> Path:
+    """Return the local directory of a repository, less the files that match ``without``.
+
+    Raises:
+        ConfigurationError: there is nothing to return, with the reason and what to do.
+    """
+    match = _HUB_ID.fullmatch(source)
+    if not match:
+        raise ConfigurationError(
+            f"{source!r} is no file or directory that exists, and neither a URL nor a Hugging Face "
+            "id (org/name or org/name@revision)"
+        )
+    # Imported here, because it takes a while and most deployments have their files in place.
+    from huggingface_hub import errors, snapshot_download
+
+    # The bases are those of its HTTP library: requests, httpx and httpx2, by its release.
+    foreseen: tuple[type[Exception], ...] = (OSError, ValueError, *errors.HfHubHTTPError.__bases__)
+    ignored = [*UNUSED_FORMATS, *without]
+    try:
+        return Path(
+            snapshot_download(
+                match["name"], revision=match["revision"], token=token, ignore_patterns=ignored
+            )
+        )
+    except foreseen as error:  # whose own text may hold the token
+        kinds = {kind.__name__ for kind in type(error).__mro__}
+        text = next((text for names, text in _HUB_PROBLEMS if kinds & set(names)), None)
+        if text is not None:
+            problem = f"{source} {text}"
+        elif isinstance(error, errors.HfHubHTTPError):
+            status = error.response.status_code if error.response is not None else "?"
+            advice = "check the token (HF_TOKEN)" if status in (401, 403) else "try again later"
+            problem = f"Hugging Face answered HTTP {status} for {source}; {advice}"
+        elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            problem = (
+                f"no space left for {source} in the Hugging Face cache; free some, or set HF_HOME"
+            )
+        else:
+            kind = type(error).__name__
+            problem = f"{source} could not be fetched from Hugging Face: {kind}; try again"
+        raise ConfigurationError(problem) from None

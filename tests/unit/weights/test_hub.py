@@ -15,7 +15,7 @@ from huggingface_hub import errors as hub_errors
 
 from cog_triton.errors import ConfigurationError
 from cog_triton.weights import fetch
-from cog_triton.weights.hub import UNUSED_FORMATS
+from cog_triton.weights.download import UNUSED_FORMATS
 from tests.unit.weights.support import ROOT
 
 
