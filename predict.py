@@ -14,7 +14,7 @@ from cog import BaseRunner, ConcatenateIterator, Input
 
 from cog_triton.deployment import Deployment
 from cog_triton.errors import InvalidParameter
-from cog_triton.faces.cog import control, live_stream
+from cog_triton.faces.cog import live_stream
 from cog_triton.processes import end_with_parent
 from cog_triton.request.limits import parse_list, parse_object
 from cog_triton.request.request import (
@@ -46,13 +46,10 @@ class Predictor(BaseRunner):
         self.deployment = await Deployment.start(settings)
         if beside is not None:
             beside.serve(self.deployment)
-        handlers: dict[str, Callable[..., object]] = {
-            "cancel": live_stream.cancel,
-            "forget": live_stream.forget,
-            "stop": self.deployment.close,
-            **({} if beside is None else {"drain": beside.drain}),
-        }
-        control.listen(handlers, inputs=("prompt", "messages"))
+        handlers: dict[str, Callable[..., object]] = {"stop": self.deployment.close}
+        if beside is not None:
+            handlers["drain"] = beside.drain
+        live_stream.listen(handlers, inputs=("prompt", "messages"))
         # What is alive now stays so: a full collection would go through all of it.
         gc.collect()
         gc.freeze()
@@ -298,7 +295,7 @@ def _openai(settings: Settings) -> tuple[Any, Settings]:
     settings = with_fixed_port(settings)
 
     def tell(busy: bool) -> None:
-        control.tell("busy" if busy else "idle")
+        live_stream.tell("busy" if busy else "idle")
 
     return Embedded(settings, port, tell), settings
 

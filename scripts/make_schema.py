@@ -17,7 +17,7 @@ from pathlib import Path
 
 from _checkout import ROOT
 
-from cog_triton.faces.cog.schema import openapi_schema
+from cog_triton.faces.cog.rules import openapi_schema
 
 
 def main(argv: list[str] | None = None) -> None:

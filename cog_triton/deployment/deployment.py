@@ -215,7 +215,7 @@ class Metrics:
         """Serve ``/metrics``; yield the port, or raise ConfigurationError if it is taken."""
         from prometheus_client import make_asgi_app
 
-        from cog_triton.web.limits import Limits
+        from cog_triton.web import Limits
         from cog_triton.web.server import Config, Server, bound
 
         try:

@@ -13,7 +13,7 @@ import httptools
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from cog_triton.web.limits import HEAD_END, Limits, Refusal, head_bytes, head_problem
+from cog_triton.web import HEAD_END, Limits, Refusal, head_bytes, head_problem
 
 BACKLOG = 1024
 LINGER_SECONDS = 1.0
@@ -35,13 +35,14 @@ class Config(uvicorn.Config):
         app: Any,
         limits: Limits,
         refusal_body: RefusalBody = lambda refusal, _: {"detail": refusal.detail},
+        protocol: type[LimitedProtocol] | None = None,
     ) -> None:
         self.limits = limits
         self.refusal_body = refusal_body
         super().__init__(
             app,
             loop="none",  # it runs in the one that is there
-            http=LimitedProtocol,
+            http=protocol or LimitedProtocol,
             ws="none",
             lifespan="off",
             access_log=False,

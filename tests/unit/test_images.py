@@ -34,7 +34,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from cog_triton.deployment.engine_choice import VLLM_RELEASES
-from cog_triton.faces.cog.schema import openapi_schema
+from cog_triton.faces.cog.rules import openapi_schema
 from cog_triton.settings import read_settings
 from tests.support import QuietHandler, free_port, http_server, wait_until
 

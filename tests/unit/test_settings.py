@@ -78,12 +78,13 @@ def test_every_setting_is_described_and_nothing_else_reads_the_environment() -> 
         if re.search(r"os\.(environ|getenv)", file.read_text())
     ]
     # processes.py, tritonserver.py and guard.py hand their environment on and read no setting from it,
-    # control.py names a descriptor, and vllm_processes.py writes what vLLM reads there. The tools are
-    # commands of their own.
+    # live_stream.py and predictions.py name a descriptor, and vllm_processes.py writes what vLLM reads
+    # there. The tools are commands of their own.
     own = re.compile("tools/")
     assert sorted(file for file in readers if not own.match(file)) == [
         "cog_triton/engines/interpreter.py",
-        "cog_triton/faces/cog/control.py",
+        "cog_triton/faces/cog/live_stream.py",
+        "cog_triton/faces/cog/predictions.py",
         "cog_triton/faces/openai/workers.py",
         "cog_triton/server/guard.py",
         "cog_triton/server/tritonserver.py",

@@ -13,26 +13,23 @@ import os
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from datetime import datetime, timezone
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 import uvloop
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse
+from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import Message, Receive, Scope, Send
 
 from cog_triton.faces.cog import rules
-from cog_triton.faces.cog.connections import Connection, Reply
-from cog_triton.faces.cog.control import Control
 from cog_triton.faces.cog.predictions import Predictions
 from cog_triton.faces.cog.replicate import Replicate, problem_of
 from cog_triton.settings import Settings
-from cog_triton.web.limits import Limits, Refusal
-from cog_triton.web.server import BACKLOG, Config, Server
+from cog_triton.web import HEAD_END, Limits, Refusal, head_bytes
+from cog_triton.web.server import BACKLOG, Config, LimitedProtocol, Server
 
 EXIT_STATUS = 70
 """EX_SOFTWARE of sysexits.h: the worker has ended."""
@@ -45,14 +42,43 @@ _LAST_SECONDS = 1.0  # for the predictor to end with an error what runs
 _CANCEL_SECONDS = 0.3  # for the worker to take in what was cancelled
 _FLUSH_SECONDS = 2.0
 _END_SECONDS = 4.0  # for all of that, and for Cog's server
+_PIECE_BYTES = 1 << 16
 _ERROR_EVENT = f"event: error\ndata: {json.dumps({'error': STOPPED})}\n\n".encode()
+_NOT_PASSED_ON = frozenset(
+    b"connection content-length expect keep-alive proxy-connection te transfer-encoding".split()
+)
+_NOT_RELAYED = (b"connection", b"date")  # uvicorn writes its own
 
 
-class Json(JSONResponse):
-    """A body with blanks between its fields."""
+class Connection(LimitedProtocol):
+    """A client's connection. One that only receives any more gets its answers, but for predictions.
 
-    def render(self, content: Any) -> bytes:
-        return json.dumps(content).encode()
+    Such a client cannot be told from one that has gone.
+    """
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.scope["connection"] = self  # type: ignore[typeddict-unknown-key]
+
+    def write_chunk(self, data: bytes) -> None:
+        """Write a piece of the response past uvicorn, which takes three times as long."""
+        if not self.transport.is_closing():
+            self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        cycle = self.cycle  # of the last request
+        if cycle is None or cycle.response_complete or cycle.scope["method"] != "GET":
+            return False
+        cycle.keep_alive = False
+        return True
+
+
+class Reply(NamedTuple):
+    """A response of Cog's server, in HTTP/1.0: its body ends with its connection."""
+
+    status: int
+    headers: list[tuple[bytes, bytes]]
+    body: asyncio.StreamReader
 
 
 class Front:
@@ -60,29 +86,26 @@ class Front:
 
     Args:
         listener: bound to the public address; listens from when Cog's server does.
-        control: to the predictor, which may answer requests that do not pass here.
     """
 
-    def __init__(self, listener: socket.socket, settings: Settings, control: Control) -> None:
+    def __init__(self, listener: socket.socket, settings: Settings) -> None:
         self.draining = False
-        self.predictions = Predictions(control.send)
+        self.predictions = Predictions()
         self._port = 0
-        self._listener, self._settings, self._control = listener, settings, control
+        self._listener, self._settings = listener, settings
         self._worker_ended = False
         self._busy_since: float | None = None
         self._stop = asyncio.Event()
         self._retry_after = max(1, math.ceil(settings.drain_seconds))
-        own = [
+        routes = [
             Route("/health/live", self._health),
             Route("/health/ready", self._health),
             Route("/shutdown", self._shutdown, methods=["POST"]),
+            *Replicate(self).routes,
         ]
-        routes = [*own, *Replicate(self).routes]
         self._router = Router(routes, redirect_slashes=False, default=self._pass)
         limits = Limits(settings.max_request_bytes, request_seconds=settings.receive_timeout)
-        config = Config(self, limits)
-        config.http = Connection
-        self._server = Server(config)
+        self._server = Server(Config(self, limits, protocol=Connection))
 
     def run(self, port: Callable[[], int | None], stop: int) -> None:
         """Serve until the process ends.
@@ -101,7 +124,7 @@ class Front:
             self._stop.set()
 
         asyncio.get_running_loop().add_reader(stop, stop_by_signal)
-        self._control.listen(self.predictions.receive)
+        self.predictions.listen()
         watching = asyncio.create_task(self._end_with_worker())
         while not self._port:
             await asyncio.sleep(_POLL_SECONDS)
@@ -118,19 +141,19 @@ class Front:
         await asyncio.gather(serving, watching)  # Cog's server ends the process
 
     async def _end_with_worker(self) -> None:
-        """End this process soon after its worker, in which the predictor runs.
+        """End this process soon after its only child, the worker, in which the predictor runs.
 
         Measured with Cog 0.23.1: its server starts no other and does not end, so that what runs the
         container sees a process that runs. If the worker's setup failed, it says why to who asks.
         """
-        while (worker := worker_pid()) is None:
+        seen = False
+        while not self._worker_ended:
             await asyncio.sleep(_WORKER_POLL_SECONDS)
-        with contextlib.suppress(ProcessLookupError):
-            pidfd, ended = os.pidfd_open(worker), asyncio.Event()
-            asyncio.get_running_loop().add_reader(pidfd, ended.set)
-            await ended.wait()
-            asyncio.get_running_loop().remove_reader(pidfd)
-        self._worker_ended = True
+            try:
+                ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                seen, self._worker_ended = True, ended is not None
+            except ChildProcessError:  # Cog's server has not started it, or has waited for it
+                self._worker_ended = seen
         await asyncio.sleep(_GRACE_SECONDS)
         # Cog's server that lost its worker before it listens has no status, and may never have one.
         if not self._port or await self._status() != "SETUP_FAILED":
@@ -142,7 +165,7 @@ class Front:
     async def _drain(self) -> None:
         """Let running predictions end, for a bounded time, and then Cog's server."""
         self.draining, predictions = True, self.predictions
-        self._control.send("drain")
+        predictions.send("drain")
         seconds, stop_seconds = self._settings.drain_seconds, self._settings.stop_timeout
         if left := predictions.left():
             text = f"waiting for {left}, at most {seconds:g} s (DRAIN_SECONDS)"
@@ -152,10 +175,9 @@ class Front:
             log("INFO", text, stops_within=stop_seconds)
         if not await predictions.idle_within(seconds):
             log("WARN", f"{predictions.left()} did not end in {seconds:g} s: stopped at once")
-            self._control.send("stop")
+            predictions.send("stop")
             if not await predictions.idle_within(_LAST_SECONDS):
-                for task in filter(None, list(predictions.tasks)):
-                    task.cancel()
+                predictions.cancel_relays()
                 await asyncio.sleep(_CANCEL_SECONDS)
         deadline = time.monotonic() + _FLUSH_SECONDS
         connections = self._server.server_state.connections
@@ -177,39 +199,37 @@ class Front:
         except ClientDisconnect:
             pass
         except Refusal as refusal:
-            body: dict[str, Any] = {"detail": refusal.detail}
-            if scope["path"].startswith("/v1/"):
-                body = problem_of(refusal)
+            replicates = scope["path"].startswith("/v1/")
+            body = problem_of(refusal) if replicates else {"detail": refusal.detail}
             after = refusal.retry_after
             headers = {} if after is None else {"retry-after": str(after)}
-            await Json(body, refusal.status, headers)(scope, receive, send_last)
+            await as_json(body, refusal.status, headers)(scope, receive, send_last)
 
     async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer with the response of Cog's server, as it comes."""
-        request = Request(scope, receive)
+        request, predictions = Request(scope, receive), self.predictions
         body = await request.body()
         if body and "json" not in request.headers.get("content-type", ""):
             raise Refusal(415, "the body must be sent with Content-Type: application/json")
         query = scope["query_string"]
         target = (scope["raw_path"] + (b"?" + query if query else b"")).decode("latin-1")
         passage = self.check(request.method, target, body)
-        if passage.cancels is not None and self.predictions.listening:
+        if passage.cancels is not None and predictions.listening:
             # Passed on, it could find a prediction that has come meanwhile, and be dropped there.
-            cancelled = self.predictions.cancel(passage.cancels)
-            await Json({}, 200 if cancelled else 404)(scope, receive, send)
+            cancelled = predictions.cancel(passage.cancels)
+            await as_json({}, 200 if cancelled else 404)(scope, receive, send)
             return
         if passage.starts is None:
             await self._relay(passage, scope, send)
             return
-        starts, relaying, connection = passage.starts, asyncio.current_task(), scope["connection"]
-        watches = starts in self.predictions.running  # one that another request has started
+        starts, relaying = passage.starts, asyncio.current_task()
+        watches = predictions.runs(starts)  # one that another request has started
 
         async def cancel_if_disconnected() -> None:
             while (await receive())["type"] != "http.disconnect":
                 pass
-            if watches or self.predictions.cancel(starts):
-                connection.resume_writing()  # its end is awaited all the same
-            elif relaying is not None:
+            # The end of a prediction that the predictor cancels is awaited all the same.
+            if not watches and not predictions.cancel(starts) and relaying is not None:
                 relaying.cancel()  # Cog's server cancels it as its connection ends
 
         watching = asyncio.create_task(cancel_if_disconnected())
@@ -224,64 +244,74 @@ class Front:
 
     async def _relay(self, passage: rules.Passage, scope: Scope, send: Send) -> None:
         started, last, connection = False, b"", scope["connection"]
-
-        def write(data: bytes) -> None:
-            nonlocal last
-            self.predictions.progress = time.monotonic()
-            if data:
-                last = data
-                connection.write_chunk(data)
-
         try:
             async with self.exchange(passage, scope["headers"]) as reply:
                 head = {"type": "http.response.start", "status": reply.status}
                 await send({**head, "headers": reply.headers})
                 started, rest = True, b""
                 if any(name == b"content-length" for name, _ in reply.headers):
-                    rest = await reply.read()
+                    rest = await reply.body.read()
                 else:
-                    connection.source = reply.transport
-                    await reply.copy(write)
+                    while data := await reply.body.read(_PIECE_BYTES):
+                        last, self.predictions.progress = data, time.monotonic()
+                        connection.write_chunk(data)
+                        if connection.flow.write_paused:
+                            await connection.flow.drain()
             await send({"type": "http.response.body", "body": rest})
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, OSError):
             if not started:
                 raise Refusal(503, STOPPED, retry_after=self._retry_after) from None
             event = _ERROR_EVENT if last.endswith(b"\n\n") else b""
             await send({"type": "http.response.body", "body": event})
-        finally:
-            connection.source = None
 
     @contextlib.asynccontextmanager
     async def exchange(
-        self, passage: rules.Passage, headers: Iterable[tuple[bytes, bytes]] = ()
+        self,
+        passage: rules.Passage,
+        headers: Iterable[tuple[bytes, bytes]] = (),
+        limit: int = _PIECE_BYTES,
     ) -> AsyncIterator[Reply]:
         """Send a request to Cog's server; the end of this is that of the prediction which it starts.
+
+        Args:
+            limit: of the bytes that are read ahead.
 
         Raises:
             Refusal: there is no response.
         """
-        reply, starts, task = Reply(), passage.starts, asyncio.current_task()
-        if starts is not None:
-            self.predictions.begin(starts, task)
+        status, writer = 0, None
+        if passage.starts is not None:
+            self.predictions.begin(passage.starts)
         try:
-            if not await reply.open(self._port, passage, headers):
-                raise Refusal(502, "Cog's server closed the connection without an answer")
-            yield reply
-        except OSError:
-            detail = "Cog's server takes no connection: it is stopping"
-            raise Refusal(503, detail, retry_after=self._retry_after) from None
+            try:
+                body, writer = await asyncio.open_connection("127.0.0.1", self._port, limit=limit)
+                sent = [pair for pair in headers if pair[0] not in _NOT_PASSED_ON]
+                sent.append((b"content-length", b"%d" % len(passage.body)))
+                target = passage.target.encode("latin-1")
+                head = head_bytes(passage.method.encode(), target, b"1.0", sent)
+                writer.write(head + passage.body)
+                first, *lines = (await body.readuntil(HEAD_END))[:-4].split(b"\r\n")
+            except asyncio.IncompleteReadError:
+                detail = "Cog's server closed the connection without an answer"
+                raise Refusal(502, detail) from None
+            except OSError:
+                detail = "Cog's server takes no connection: it is stopping"
+                raise Refusal(503, detail, retry_after=self._retry_after) from None
+            status = int(first.split()[1])
+            pairs = [(name, value) for name, _, value in (line.partition(b": ") for line in lines)]
+            yield Reply(status, [pair for pair in pairs if pair[0] not in _NOT_RELAYED], body)
         finally:
-            if reply.transport is not None:
-                reply.transport.abort()
-            if starts is not None:
-                self.predictions.end(starts, task, reply.status if reply.ended.done() else None)
+            if writer is not None:
+                writer.transport.abort()
+            if passage.starts is not None:
+                self.predictions.end(passage.starts, status)
 
     async def ask(self, method: str, path: str) -> Any:
         """Return the JSON that Cog's server answers; None if it does not answer."""
 
         async def asked() -> Any:
             async with self.exchange(rules.Passage(method, path)) as reply:
-                return orjson.loads(await reply.read())
+                return orjson.loads(await reply.body.read())
 
         with contextlib.suppress(OSError, ValueError, Refusal, asyncio.TimeoutError):
             return await asyncio.wait_for(asked(), _ASK_SECONDS)
@@ -293,11 +323,11 @@ class Front:
         self._busy_since = (self._busy_since or time.monotonic()) if status == "BUSY" else None
         return status
 
-    async def _shutdown(self, _: Request) -> Json:
+    async def _shutdown(self, _: Request) -> Response:
         self._stop.set()
-        return Json({})
+        return as_json({})
 
-    async def _health(self, request: Request) -> Json:
+    async def _health(self, request: Request) -> Response:
         status, now, problem = await self._status(), time.monotonic(), None
         busy_for = now - max(self._busy_since or now, self.predictions.progress)
         if request.url.path == "/health/live":
@@ -315,21 +345,12 @@ class Front:
         elif status not in ("READY", "BUSY"):
             problem = "Cog's server is not ready"
         body = {"status": status or "UNKNOWN", **({"detail": problem} if problem else {})}
-        return Json(body, 503 if problem else 200)
+        return as_json(body, 503 if problem else 200)
 
 
-def worker_pid() -> int | None:
-    """Return the process id of the worker of Cog's server; None before there is one.
-
-    A worker that was killed as it appeared stays a zombie, which has no command line.
-    """
-    for thread in os.listdir("/proc/self/task"):
-        with contextlib.suppress(OSError):  # the thread or the child has ended
-            for pid in Path("/proc/self/task", thread, "children").read_text().split():
-                command = Path("/proc", pid, "cmdline").read_bytes()
-                if not command or b"coglet.server._run_worker" in command:
-                    return int(pid)
-    return None
+def as_json(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """Return a response with blanks between its fields."""
+    return Response(json.dumps(content), status, headers, "application/json")
 
 
 def log(level: str, text: str, **fields: Any) -> None:

@@ -1,15 +1,12 @@
-"""Live streaming and cancelling under Cog's server, coglet, in the predictor's process.
+"""Live streaming, and messages of the front, in the predictor's process under Cog's server, coglet.
 
 Measured with Cog 0.23: coglet drains an ``async def predict`` that yields into a list and sends it at the
 end. It does stream from one that *returns* a synchronous generator, on a thread for each, which is what
 ``live`` makes of an asynchronous one.
 
-Cancels come by the control channel, and ``cancel`` keeps those that come before their prediction: coglet
-drops a cancel that reaches its worker early, and one that comes while it prepares the call makes the
-prediction fail. Those of coglet itself, where no front stands before it, do not reach the generator, whose
-coroutine returned long ago. But coglet starts each prediction by looking up
-``asyncio.run_coroutine_threadsafe``, and cancels by calling ``cancel`` on the future it got, so ``install``
-gives it one that stops ``live``. That is an internal of coglet: without it, predictions still stream.
+Cancels come from the front, and ``cancel`` keeps those that come before their prediction: coglet drops a
+cancel that reaches its worker early, and one that comes while it prepares the call makes the prediction
+fail. Its own cancels, where no front stands before it, do not reach the generator.
 """
 
 from __future__ import annotations
@@ -17,21 +14,48 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import os
 import queue
-import weakref
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
+import socket
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Mapping
 from concurrent.futures import Future
 from typing import Any
 
 from coglet import CancelationException
 
-from cog_triton.faces.cog import control
+from cog_triton.faces.cog.predictions import VARIABLE, Channel
 
 _IDENTIFIER = "_coglet_prediction_id"  # coglet's variable, which it does not publish
 _End = BaseException | None
+_front: Channel | None = None
 _running: dict[Callable[[], None], str] = {}  # ids, by what stops their prediction
 _cancelled_early: set[str] = set()
-_stops: contextvars.ContextVar[list[Callable[[], None]]] = contextvars.ContextVar("stops")
+
+
+def listen(handlers: Mapping[str, Callable[..., object]], inputs: tuple[str, ...] = ()) -> None:
+    """Act on the front's messages, on this event loop; does nothing where there is no front.
+
+    Args:
+        handlers: of messages other than cancels, by the first word; the others are their arguments.
+        inputs: a prediction has to have one of them.
+    """
+    global _front
+    if descriptor := os.environ.get(VARIABLE):
+        _front, known = Channel(socket.socket(fileno=int(descriptor))), dict(handlers)
+        known.update(cancel=cancel, forget=_cancelled_early.discard)
+
+        def handle(name: str, *words: str) -> None:
+            if name in known:
+                known[name](*words)
+
+        _front.listen(handle)
+        tell("hello", *inputs)
+
+
+def tell(*words: str) -> None:
+    """Send a message to the front, if there is one that takes it."""
+    if _front is not None:
+        _front.send(*words)
 
 
 def cancel(identifier: str) -> None:
@@ -44,41 +68,20 @@ def cancel(identifier: str) -> None:
         stop()
 
 
-def forget(identifier: str) -> None:
-    """Drop a cancel that came after the prediction's end."""
-    _cancelled_early.discard(identifier)
-
-
 def install() -> None:
-    """Let ``live`` learn of coglet's cancels. To be called once, before the first prediction."""
-    original = asyncio.run_coroutine_threadsafe
-    if getattr(original, "tells_live", False):
+    """Report predictions that end before ``live``. To be called once, before the first prediction.
+
+    coglet begins each by looking up ``asyncio.run_coroutine_threadsafe``.
+    """
+    original: Any = asyncio.run_coroutine_threadsafe
+    if original.__module__ == __name__:
         return
 
     def run_coroutine_threadsafe(
         coroutine: Coroutine[Any, Any, Any], loop: asyncio.AbstractEventLoop
     ) -> Future[Any]:
-        stops: list[Callable[[], None]] = []
-        # The loop copies this thread's context for the coroutine while ``original`` runs.
-        token = _stops.set(stops)
-        try:
-            future = original(_begun(coroutine), loop)
-        finally:
-            _stops.reset(token)
-        # A strong reference would be a cycle, which keeps the result of a future that coglet drops, and
-        # with it the generator that is to be closed then, until the next collection.
-        dropped = weakref.ref(future)
+        return original(_begun(coroutine), loop)  # type: ignore[no-any-return]
 
-        def cancel_all() -> bool:
-            for stop in stops:
-                stop()
-            future = dropped()
-            return future is not None and Future.cancel(future)
-
-        future.cancel = cancel_all  # type: ignore[method-assign]
-        return future
-
-    run_coroutine_threadsafe.tells_live = True  # type: ignore[attr-defined]
     asyncio.run_coroutine_threadsafe = run_coroutine_threadsafe  # type: ignore[assignment]
 
 
@@ -104,7 +107,6 @@ def live(source: AsyncGenerator[str, None]) -> Generator[str, None, None]:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nothing is left to cancel
             loop.call_soon_threadsafe(task.cancel)
 
-    _stops.get([]).append(stop)
     identifier = _identifier()
     _running[stop] = identifier
     if identifier in _cancelled_early:
@@ -173,4 +175,4 @@ def _identifier() -> str:
 
 def _tell_ended(identifier: str) -> None:
     if identifier:
-        control.tell("ended", identifier)
+        tell("ended", identifier)

@@ -22,7 +22,7 @@ from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 
 from cog_triton.faces.cog import rules
-from cog_triton.web.limits import Refusal
+from cog_triton.web import Refusal
 
 if TYPE_CHECKING:
     from cog_triton.faces.cog.front import Front
@@ -33,9 +33,9 @@ _WAIT_SECONDS = 60.0  # of `Prefer: wait`, as Replicate's
 _CANCEL_SECONDS = 1.0  # in which a cancelled prediction ends
 _MODEL = "cog-triton/model"  # of a request that names a version only
 _VERSION = "hidden"  # as of Replicate's official models, which have one version
+_READ_AHEAD = 1 << 30  # an event is a line
 _EVENTS = [(b"content-type", b"application/json"), (b"accept", b"text/event-stream")]
 _STOPPED = "E2105 TritonUnavailable: the server is being stopped"
-_EVENT = re.compile(rb"^event: (\w+)\ndata: (.*)\n\n", re.MULTILINE)
 _DATA_URL = re.compile(r"data:[\w.+/-]*(?:;[\w.+-]+=[\w.+-]+)*;base64,")
 
 
@@ -58,24 +58,29 @@ class Prediction:
             | {"created_at": now(), "started_at": None, "completed_at": None}
         )
         self.changed = asyncio.Event()
-        self._unread = b""
 
-    def feed(self, data: bytes) -> None:
-        """Read the next bytes of Cog's server-sent events."""
-        whole, end, rest = (self._unread + data).rpartition(b"\n\n")
-        self._unread = rest
-        for name, text in _EVENT.findall(whole + end):
-            given, fields = orjson.loads(text), self.fields
-            if name == b"start":
-                fields.update(status="processing", started_at=now())
-            elif name == b"output":
-                fields["output"] = fields["output"] or []
-                fields["output"].append(given["chunk"])
-                self.size += len(str(given["chunk"]))
-            elif name == b"log":
-                fields["logs"] += given["data"]
-            elif name == b"completed":
-                self.end(given["status"], given.get("error"), given.get("metrics"))
+    async def read(self, body: asyncio.StreamReader) -> None:
+        """Read Cog's server-sent events."""
+        name = b""
+        async for line in body:
+            key, _, text = line.partition(b": ")
+            if key == b"event":
+                name = text.strip()
+            elif key == b"data" and line.endswith(b"\n"):
+                self._note(name, orjson.loads(text))
+
+    def _note(self, name: bytes, given: dict[str, Any]) -> None:
+        fields = self.fields
+        if name == b"start":
+            fields.update(status="processing", started_at=now())
+        elif name == b"output":
+            fields["output"] = fields["output"] or []
+            fields["output"].append(given["chunk"])
+            self.size += len(str(given["chunk"]))
+        elif name == b"log":
+            fields["logs"] += given["data"]
+        elif name == b"completed":
+            self.end(given["status"], given.get("error"), given.get("metrics"))
         self.changed.set()
         self.changed = asyncio.Event()
 
@@ -159,17 +164,16 @@ class Replicate:
         self, prediction: Prediction, passage: rules.Passage, accepted: asyncio.Future[None]
     ) -> None:
         try:
-            async with self._front.exchange(passage, _EVENTS) as reply:
+            async with self._front.exchange(passage, _EVENTS, _READ_AHEAD) as reply:
                 if (status := reply.status) != 200:
-                    problem = orjson.loads(await reply.read())
+                    problem = orjson.loads(await reply.body.read())
                     detail = problem.get("detail") or problem.get("error")
                     raise Refusal(status, detail, retry_after=1 if status == 409 else None)
                 accepted.set_result(None)
-                await reply.copy(prediction.feed)
+                await prediction.read(reply.body)
         except Refusal as refusal:
-            if not accepted.done():
-                accepted.set_exception(refusal)
-        except asyncio.CancelledError:
+            accepted.set_exception(refusal)
+        except (asyncio.CancelledError, OSError):
             if not accepted.done():
                 accepted.set_exception(Refusal(503, _STOPPED, retry_after=1))
             elif not self._front.draining:

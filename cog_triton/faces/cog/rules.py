@@ -1,20 +1,23 @@
-"""Which requests reach Cog's server, and in what form. No I/O."""
+"""Which requests reach Cog's server, and the schema by which it checks their inputs."""
 
 from __future__ import annotations
 
 import re
 import uuid
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
 import orjson
+import yaml
 
-from cog_triton.web.limits import Refusal
+from cog_triton.web import Refusal
 
 IDENTIFIER = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,127}", re.ASCII)
-_IDENTIFIER_RULE = "1 to 128 letters, digits, '_', '-' and '.', and no '.' in front"
+SKELETON = Path(__file__).with_name("openapi.yaml")
 
 
 @dataclass(frozen=True)
@@ -96,4 +99,55 @@ def invalid(place: list[str], text: str, kind: str) -> Refusal:
 
 def _check_identifier(identifier: str, place: list[str]) -> None:
     if not IDENTIFIER.fullmatch(identifier):  # it could not name a directory of its own
-        raise invalid(place, f"must be {_IDENTIFIER_RULE}", "value_error")
+        rule = "must be 1 to 128 letters, digits, '_', '-' and '.', and no '.' in front"
+        raise invalid(place, rule, "value_error")
+
+
+def openapi_schema(module: str, predictor: str, training: str) -> dict[str, Any]:
+    """Return the schema of a streaming predictor and a training, in the skeleton of openapi.yaml.
+
+    Args:
+        module: has the class ``predictor``.
+        training: a module that has a function of the same name.
+    """
+    from cog._inspector import create_predictor
+
+    skeleton = yaml.safe_load(SKELETON.read_text(encoding="utf-8"))
+    schemas = skeleton.pop("schemas")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # predict() is the name we keep
+        # Cog's server reads those of the training instead when it trains.
+        for prefix, of in (("", (module, predictor)), ("Training", (training, training))):
+            info = create_predictor(*of)
+            fields = sorted(info.inputs.values(), key=lambda field: field.order)
+            inputs = {field.name: _property(field) for field in fields}
+            optional = {"default", "nullable"}
+            schemas[f"{prefix}Input"] = {
+                "title": f"{prefix}Input",
+                "type": "object",
+                "properties": inputs,
+                "required": [
+                    name for name, schema in inputs.items() if not optional & schema.keys()
+                ],
+            }
+            title = {"title": f"{prefix}Output"} if prefix else {}
+            schemas[f"{prefix}Output"] = {**info.output.json_type(), **title}
+    return {**skeleton, "components": {"schemas": schemas}}
+
+
+def _property(field: Any) -> dict[str, Any]:
+    limits: tuple[Any, ...] = (field.ge, field.le)
+    if field.type.primitive.name == "INTEGER":
+        # Cog makes a float of a limit, which rounds the largest integer of its server up.
+        limits = tuple(None if v is None else min(int(v), 2**64 - 1) for v in limits)
+    given = {
+        **field.type.json_type(),
+        "title": field.name.replace("_", " ").title(),
+        "x-order": field.order,
+        "minimum": limits[0],
+        "maximum": limits[1],
+        "description": field.description or None,
+        "default": field.default,
+        "nullable": str(field.type.repetition.name).startswith("OPTIONAL") or None,
+    }
+    return {name: value for name, value in given.items() if value is not None}

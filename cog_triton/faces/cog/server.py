@@ -44,7 +44,6 @@ def serve(
         OSError: nothing can listen on the address.
     """
     from cog_triton.errors import ConfigurationError
-    from cog_triton.faces.cog.control import offer
     from cog_triton.faces.cog.front import Front
     from cog_triton.settings import read_settings
     from cog_triton.web.server import bound
@@ -56,9 +55,9 @@ def serve(
     # The usual limit of open files is 1,024. Cog's server takes one for each slot, used or not, and a
     # request takes three, two of them because of the front: 512 of each go beyond it.
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if 0 <= limit < _OPEN_FILES:  # negative for none
-        wanted = _OPEN_FILES if most < 0 else min(_OPEN_FILES, most)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+    wanted = _OPEN_FILES if most == resource.RLIM_INFINITY else min(_OPEN_FILES, most)
+    if limit not in (resource.RLIM_INFINITY, most):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(limit, wanted), most))
     # The main thread is in Cog's server, which lets no handler of Python's run; Python writes the
     # signal to this pipe all the same.
     stop, writer = os.pipe()
@@ -67,10 +66,8 @@ def serve(
     signal.signal(signal.SIGINT, lambda *_: None)
     if not await_explicit_shutdown:
         signal.signal(signal.SIGTERM, lambda *_: None)
-    front = Front(bound(host.strip("[]"), port), settings, offer())
-    threading.Thread(
-        target=front.run, args=[_port_without_delay, stop], name="front", daemon=True
-    ).start()
+    front = Front(bound(host.strip("[]"), port), settings)
+    threading.Thread(target=front.run, args=[_port_without_delay, stop], daemon=True).start()
     original = signal.signal
 
     def keep_sigterm(number: int, handler: Any) -> Any:

@@ -18,8 +18,8 @@ from cog_triton.faces.openai.app import create_app
 from cog_triton.faces.openai.errors import MESSAGES_PATH, ApiError, message_error
 from cog_triton.faces.openai.served import LAST_SECONDS, Served
 from cog_triton.faces.terminal.interrupt import end_at_once_on_signals
+from cog_triton.web import Limits, Refusal
 from cog_triton.web import server as web
-from cog_triton.web.limits import Limits, Refusal
 
 logger = logging.getLogger(__name__)
 MARGIN_SECONDS = 3.0

@@ -13,7 +13,7 @@ import pytest
 from coglet import CancelationException
 
 from cog_triton.errors import PromptRequired
-from cog_triton.faces.cog import control, live_stream
+from cog_triton.faces.cog import live_stream
 
 
 @pytest.fixture
@@ -98,26 +98,6 @@ def test_closing_it_before_the_first_piece_ends_the_source(
     assert source.ended.wait(5)
 
 
-def test_cancelling_the_future_of_a_finished_coroutine_ends_its_stream(
-    run: Callable[[Any], Future[Any]],
-) -> None:
-    source, other = Source(), Source()
-    future, other_future = run(source.predict()), run(other.predict())
-    pieces, others = future.result(), other_future.result()
-    source.let.release()
-    assert next(pieces) == "0 "
-    future.cancel()
-    with pytest.raises(CancelationException):
-        next(pieces)
-    source.let.release()
-    assert source.ended.wait(5)
-    # The other prediction goes on.
-    other.let.release()
-    assert next(others) == "0 "
-    others.close()
-    other.let.release()
-
-
 def test_installing_twice_wraps_once() -> None:
     live_stream.install()
     wrapped = asyncio.run_coroutine_threadsafe
@@ -139,7 +119,7 @@ async def in_prediction(identifier: str, coroutine: Any) -> Any:
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     messages: list[tuple[str, ...]] = []
-    monkeypatch.setattr(control, "tell", lambda *words: messages.append(words))
+    monkeypatch.setattr(live_stream, "tell", lambda *words: messages.append(words))
     return messages
 
 
@@ -166,7 +146,7 @@ def test_a_cancel_that_comes_before_its_prediction(
 ) -> None:
     live_stream.cancel("early")
     live_stream.cancel("late")
-    live_stream.forget("late")
+    live_stream._cancelled_early.discard("late")
     source = Source()
     with pytest.raises(CancelationException):
         next(run(in_prediction("early", source.predict())).result())

@@ -15,11 +15,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cog_triton.faces.cog.control import VARIABLE, offer
 from cog_triton.faces.cog.front import Front
+from cog_triton.faces.cog.predictions import VARIABLE
 from cog_triton.faces.cog.rules import Passage, check, fields_of
 from cog_triton.settings import read_settings
-from cog_triton.web.limits import Refusal
+from cog_triton.web import Refusal
 from cog_triton.web.server import bound
 
 
@@ -154,7 +154,7 @@ def test_a_body_that_is_not_json(body: bytes) -> None:
 
 async def ask_health(path: str, status: str | None, **state: Any) -> httpx.Response:
     settings = read_settings({"BUSY_TIMEOUT": "10"})
-    front = Front(bound("127.0.0.1", 0), settings, offer())
+    front = Front(bound("127.0.0.1", 0), settings)
     front.predictions.progress = time.monotonic() - state.pop("busy_for", 0.0)
     front._busy_since = 1.0
     vars(front).update(state, ask=AsyncMock(return_value=status and {"status": status}))

@@ -15,7 +15,7 @@ from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from cog_triton.web.limits import Limits, Refusal
+from cog_triton.web import Limits, Refusal
 from cog_triton.web.server import Config, LimitedProtocol
 
 LIMITS = Limits(body_bytes=100, head_bytes=200)
