@@ -65,6 +65,8 @@ def _members(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
             if ".." in path.parts or links & {path, *path.parents}:
                 raise tarfile.FilterError(f"{member.name!r} leads through a link or through ..")
         if member.issym():
+            # The filter takes "a/" for a directory, and its link's target for relative to it.
+            member.name = member.name.rstrip("/")
             links.add(PurePosixPath(member.name))
         yield member
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cog_triton.errors import ConfigurationError
@@ -85,6 +85,7 @@ MEMBERS = st.lists(
 
 @settings(deadline=None, max_examples=100)
 @given(members=MEMBERS)
+@example(members=[("a//", SYM, "..")])
 def test_whatever_is_unpacked_stays_inside(
     members: list[tuple[str, bytes, str]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
