@@ -11,6 +11,7 @@ import logging
 import secrets
 import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import orjson
@@ -54,53 +55,48 @@ class Writer(Protocol):
         """Return the last events of a stream that fails."""
 
 
+@dataclass(eq=False)
 class Answering(Response):
     """The response that a writer makes of the answers to requests; it ends with its client."""
 
-    def __init__(
-        self,
-        served: Served,
-        writer: Writer,
-        requests: Sequence[Request],
-        request_id: str,
-        headers: Mapping[str, str],
-        *,
-        stream: bool,
-    ) -> None:
-        self._served, self._writer, self._stream = served, writer, stream
-        self._requests, self._request_id, self._given = requests, request_id, headers
-        self._started = False
-        self.background = None
+    served: Served
+    writer: Writer
+    requests: Sequence[Request]
+    request_id: str
+    given_headers: Mapping[str, str]
+    stream: bool
+    started: bool = False
+    background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            with self._served.answering():
+            with self.served.answering():
                 async with ended_by_client(receive):
-                    sources = self._served.generate(self._requests, self._request_id)
+                    sources = self.served.generate(self.requests, self.request_id)
                     async with contextlib.aclosing(merged(sources)) as chunks:
-                        if self._stream:
+                        if self.stream:
                             return await self._send_events(chunks, send)
-                        body = dumps(await self._writer.body(chunks))
-                    response = Response(body, 200, self._given, "application/json")
+                        body = dumps(await self.writer.body(chunks))
+                    response = Response(body, 200, self.given_headers, "application/json")
                     await response(scope, receive, send)
         except ClientGone:
-            if not self._started:  # for those who count responses; nobody reads it
+            if not self.started:  # for those who count responses; nobody reads it
                 await Response(status_code=CLIENT_GONE)(scope, receive, send)
 
     async def _send_events(self, chunks: NumberedChunks, send: Send) -> None:
         try:
-            async with contextlib.aclosing(self._writer.events(chunks)) as events:
+            async with contextlib.aclosing(self.writer.events(chunks)) as events:
                 async for data in events:
-                    if not self._started:
-                        self._started = True
-                        headers = Headers({**EVENT_STREAM, **self._given}).raw
+                    if not self.started:
+                        self.started = True
+                        headers = Headers({**EVENT_STREAM, **self.given_headers}).raw
                         start = {"type": "http.response.start", "status": 200, "headers": headers}
                         await send(start)
                     await send({"type": "http.response.body", "body": data, "more_body": True})
         except Exception as error:
-            if not self._started:
+            if not self.started:
                 raise  # as the error of a whole response
-            data = self._writer.failed(client_error(error))
+            data = self.writer.failed(client_error(error))
             await send({"type": "http.response.body", "body": data, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
 

@@ -22,11 +22,10 @@ from cog_triton.faces.openai.fields import (
 from cog_triton.faces.openai.parsing import Arguments, CallStart, Event, Reasoning, Text
 from cog_triton.faces.openai.sampling import check_fields, sampling
 from cog_triton.faces.openai.served import FromApp, RequestId, Served
-from cog_triton.faces.openai.tokens import with_ids
+from cog_triton.faces.openai.tokens import chat_log_probs, token_text, with_ids
 from cog_triton.faces.openai.turns import Turn, chat_turn
 from cog_triton.generation import Chunk, FinishReason
 from cog_triton.request.request import MAX_SEED, Request
-from cog_triton.text.tokenizer import Tokenizer
 from cog_triton.wire import TokenLogProb
 
 router = APIRouter(route_class=BodyRoute)
@@ -73,13 +72,10 @@ def prompt_requests(body: CompletionBody, served: Served) -> list[Request]:
         **served.token_ids(),
         **sampling(body),
     }
-    return [
-        Request(
-            **{"prompt": "", "prompt" if isinstance(prompt, str) else "prompt_ids": prompt},
-            **values,
-        )
-        for prompt in prompts
+    texts = [
+        {"prompt": p} if isinstance(p, str) else {"prompt": "", "prompt_ids": p} for p in prompts
     ]
+    return [Request(**text, **values) for text in texts]
 
 
 def answering(
@@ -154,6 +150,7 @@ class ChatChoice(Choice):
     ) -> None:
         super().__init__(index, served, body, request)
         self._echo, self._reader, self._named = echoed(body), turn.reader(), turn.named
+        self._plain = self._reader.plain and not body.return_token_ids
 
     def begin(self) -> dict[str, Any]:
         role = self._piece({"role": "assistant", "content": self._echo, "refusal": None})
@@ -163,6 +160,8 @@ class ChatChoice(Choice):
         return self.prompt(chunk.prompt_log_probs)
 
     def pieces(self, chunk: Chunk) -> list[Piece]:
+        if self._plain and not chunk.log_probs and chunk.finish_reason is None:  # most tokens
+            return [self._piece({"content": chunk.text})] if chunk.text else []
         deltas = [_delta(event) for event in self._reader.read(chunk)]
         about = self._about_tokens(chunk)
         if about and not deltas:
@@ -250,8 +249,11 @@ class TextChoice(Choice):
         self._prompt_only = bool(body.echo) and body.max_tokens == 0
         # The prompt's tokens come in the first chunk.
         self._prompt_log_probs = bool(body.echo) and self._top is not None
-        self._offset = 0 if self._prompt_log_probs else len(self._prompt)
-        self._begun = False
+        self._lead = "" if self._prompt_log_probs else self._prompt
+        self._offset, self._begun = len(self._lead), False
+
+    def begin(self) -> dict[str, Any]:
+        return {"choices": [self._piece(self._lead, Chunk("", 0, None))]} if self._lead else {}
 
     def pieces(self, chunk: Chunk) -> list[Piece]:
         first, self._begun = not self._begun, True
@@ -261,21 +263,24 @@ class TextChoice(Choice):
             chunk = replace(chunk, text="", ids=(), finish_reason=reason, stop_token=None)
         elif self._top is not None:
             tokens += chunk.log_probs
-        text = self._prompt + chunk.text if first else chunk.text
+        text = self._prompt + chunk.text if first and self._prompt_log_probs else chunk.text
         if not (text or tokens or chunk.finish_reason or self._body.return_token_ids):
             return []
         log_probs = self._log_probs(tokens) if tokens else None
         if log_probs and first and self._prompt_log_probs:
             # The prompt's first token follows nothing.
             log_probs["token_logprobs"][0] = log_probs["top_logprobs"][0] = None
-        piece = {"text": text, "index": self._index, "logprobs": log_probs, **self._ended(chunk)}
+        piece = {**self._piece(text, chunk), "logprobs": log_probs}
         if self._body.return_token_ids:
             piece |= {"token_ids": chunk.ids, **(self.prompt() if first else {})}
         return [piece]
 
     def whole(self, chunk: Chunk) -> Piece:
         (piece,) = self.pieces(chunk)
-        return {**piece, **self.prompt(chunk.prompt_log_probs)}
+        return {**piece, "text": self._lead + piece["text"], **self.prompt(chunk.prompt_log_probs)}
+
+    def _piece(self, text: str, chunk: Chunk) -> Piece:
+        return {"text": text, "index": self._index, "logprobs": None, **self._ended(chunk)}
 
     def _log_probs(self, tokens: Iterable[TokenLogProb]) -> dict[str, list[Any]]:
         # Special tokens that the text does not show take no characters.
@@ -373,26 +378,3 @@ def joined(chunks: Sequence[Chunk]) -> Chunk:
         log_probs=tuple(token for chunk in chunks for token in chunk.log_probs),
         prompt_log_probs=tuple(token for chunk in chunks for token in chunk.prompt_log_probs),
     )
-
-
-def chat_log_probs(
-    tokenizer: Tokenizer, tokens: Iterable[TokenLogProb], top: int | None = None
-) -> list[dict[str, Any]]:
-    """Return the entries of a chat's log probabilities, with so many alternatives; None for all."""
-
-    def entry(token: int, log_prob: float) -> dict[str, Any]:
-        text = token_text(tokenizer, token)
-        return {"token": text, "logprob": log_prob, "bytes": list(text.encode())}
-
-    return [
-        {
-            **entry(token.id, token.log_prob),
-            "top_logprobs": [entry(other, value) for other, value in token.top[:top]],
-        }
-        for token in tokens
-    ]
-
-
-def token_text(tokenizer: Tokenizer, token: int) -> str:
-    """Return one token's text, by itself; special ones have theirs."""
-    return str(tokenizer.decode([token], skip_special_tokens=False))

@@ -13,17 +13,14 @@ from pydantic import BaseModel, ConfigDict, Field
 from cog_triton.request.limits import MESSAGES, TOP_LOG_PROBS
 from cog_triton.request.request import MAX_INT32
 
-MOST_ANSWERS = 1024
-"""Of the prompts of one request together."""
+MOST_ANSWERS = 1024  # of the prompts of one request together
 Temperature = Annotated[float, Field(le=2)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 OutputTokens = Annotated[int, Field(ge=1, le=MAX_INT32)]
-FunctionName = Field(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_.-]+$")
-Name = Annotated[str, FunctionName]
+Name = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_.-]+$")]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Ids = Annotated[list[int], Field(fail_fast=True)]
-Bounded = Field(max_length=MESSAGES, fail_fast=True)
-"""Of a list of objects."""
+Bounded = Field(max_length=MESSAGES, fail_fast=True)  # of a list of objects
 Answers = Field(max_length=MOST_ANSWERS, fail_fast=True)
 Schema = dict[str, Any]
 
@@ -71,8 +68,6 @@ class AllowedToolNames(Body):
 
 
 class AllowedTools(Body):
-    """Of the tools, those that may be called."""
-
     type: Literal["allowed_tools"]
     allowed_tools: AllowedToolNames
 
@@ -151,14 +146,11 @@ class Sampling(Body):
         return self.n or 1
 
     def names(self) -> dict[str, str]:
-        guided = [name for name in GUIDES if getattr(self, name) is not None]
-        return {"prompt": "prompt", "guide": guided[0] if guided else "response_format"}
-
-
-GUIDES = (
-    "structured_outputs",
-    *(f"guided_{kind}" for kind in ("json", "regex", "grammar", "choice")),
-)
+        guides = [
+            name for name in type(self).model_fields if name.startswith(("guided_", "struct"))
+        ]
+        given = [name for name in guides if getattr(self, name) is not None]
+        return {"prompt": "prompt", "guide": given[0] if given else "response_format"}
 
 
 class Message(Body):
@@ -171,8 +163,6 @@ class Message(Body):
 
 
 class ChatBody(Sampling):
-    """The body of /v1/chat/completions."""
-
     messages: Annotated[list[Message], Field(min_length=1), Bounded]
     max_completion_tokens: OutputTokens | None = None
     reasoning_effort: Effort | None = None
@@ -203,8 +193,6 @@ class ChatBody(Sampling):
 
 
 class CompletionBody(Sampling):
-    """The body of /v1/completions."""
-
     prompt: str | Annotated[list[str], Answers] | Ids | Annotated[list[Ids], Answers]
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=TOP_LOG_PROBS)
@@ -215,8 +203,6 @@ class CompletionBody(Sampling):
 
 
 class TokenizeBody(Body):
-    """The body of /tokenize: a prompt, or messages."""
-
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], Bounded] | None = None
@@ -232,8 +218,6 @@ class TokenizeBody(Body):
 
 
 class DetokenizeBody(Body):
-    """The body of /detokenize."""
-
     model: str | None = None
     tokens: Ids
 

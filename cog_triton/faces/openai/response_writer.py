@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cog_triton.faces.openai.answers import NumberedChunks, dumps, new_id, typed_event
-from cog_triton.faces.openai.completions import chat_log_probs
 from cog_triton.faces.openai.errors import ApiError, invalid
 from cog_triton.faces.openai.parsing import Arguments, CallStart, Reasoning, Text
+from cog_triton.faces.openai.tokens import chat_log_probs
 from cog_triton.faces.openai.turns import Reader
 from cog_triton.generation import Chunk
 from cog_triton.text.tokenizer import Tokenizer

@@ -29,9 +29,9 @@ _KINDS = {
     "grammar": GuideKind.GRAMMAR,
     "choice": GuideKind.CHOICE,
 }
-# Fields that a Request has under the same name; one that is not given is left to its default.
+# Fields that go to a Request as they are; one that is not given is left to its default.
 _SAME = Sampling.model_fields.keys() & Request.__dataclass_fields__.keys()
-_OTHERS = {"max_tokens", "add_special_tokens", "seed", "logit_bias"}
+_SAME -= {"max_tokens", "add_special_tokens", "seed", "logit_bias"}
 
 
 def sampling(body: ChatBody | CompletionBody) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def sampling(body: ChatBody | CompletionBody) -> dict[str, Any]:
         raise invalid("stream_options is only allowed when stream is true", "stream_options")
     if body.prompt_logprobs is not None and body.stream:
         raise invalid("prompt_logprobs is not allowed when stream is true", "prompt_logprobs")
-    values = {name: getattr(body, name) for name in _SAME - _OTHERS}
+    values = {name: getattr(body, name) for name in _SAME}
     asked = [n for n in (body.wanted_log_probs, body.prompt_logprobs) if n is not None]
     echoes = isinstance(body, CompletionBody) and bool(body.echo and asked)
     return {
@@ -67,12 +67,7 @@ def check_fields(
     refused: Mapping[str, tuple[Any, ...]] = REFUSED,
     ignored: Collection[str] = IGNORED,
 ) -> dict[str, str]:
-    """Refuse known fields that no engine honours; return the headers that name unknown ones.
-
-    Args:
-        refused: with the values that ask for nothing.
-        ignored: are not named.
-    """
+    """Refuse known fields that no engine honours; return the headers that name unknown ones."""
     given = body.__pydantic_extra__ or {}
     for name in sorted(refused.keys() & given.keys()):
         if given[name] is not None and given[name] not in refused[name]:
@@ -81,9 +76,8 @@ def check_fields(
         return {}
     # A header takes neither line feeds nor quotes, and no long list.
     names = ", ".join("".join(filter(str.isidentifier, name))[:40] or "?" for name in unknown[:10])
-    return {
-        "Warning": f'199 cog-triton "ignored fields: {names.encode("ascii", "replace").decode()}"'
-    }
+    names = names.encode("ascii", "replace").decode()
+    return {"Warning": f'199 cog-triton "ignored fields: {names}"'}
 
 
 def logit_bias(given: dict[str, float]) -> list[tuple[int, float]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,8 @@ from cog_triton.faces.openai.served import FromApp, Served
 from cog_triton.faces.openai.turns import chat_prompt
 from cog_triton.request.limits import UNKNOWN_TOKENS
 from cog_triton.request.request import Request
+from cog_triton.text.tokenizer import Tokenizer
+from cog_triton.wire import TokenLogProb
 
 router = APIRouter(route_class=BodyRoute)
 
@@ -35,12 +38,8 @@ async def tokenize(body: TokenizeBody, served: FromApp) -> dict[str, Any]:
     names = None
     if body.return_token_strs:
         names = served.backend.tokenizer.convert_ids_to_tokens(tokens)
-    return {
-        "count": len(tokens),
-        "max_model_len": served.backend.context_length,
-        "tokens": tokens,
-        "token_strs": names,
-    }
+    most = served.backend.context_length
+    return {"count": len(tokens), "max_model_len": most, "tokens": tokens, "token_strs": names}
 
 
 async def token_ids(served: Served, text: str, *, special: bool) -> list[int]:
@@ -52,7 +51,6 @@ async def token_ids(served: Served, text: str, *, special: bool) -> list[int]:
     if not is_unicode(text):
         raise invalid("the prompt must be valid Unicode; half of a surrogate pair is not")
     served.backend.limits.check("the prompt", len(text))
-
     tokenizer = served.backend.tokenizer
     encoding = await asyncio.to_thread(tokenizer, text, add_special_tokens=special)
     return list(encoding.input_ids)
@@ -91,3 +89,26 @@ async def detokenize(body: DetokenizeBody, served: FromApp) -> dict[str, Any]:
     if any(not 0 <= token < size for token in body.tokens):
         raise invalid(f"tokens must be between 0 and {size - 1}", "tokens")
     return {"prompt": served.backend.tokenizer.decode(body.tokens)}
+
+
+def chat_log_probs(
+    tokenizer: Tokenizer, tokens: Iterable[TokenLogProb], top: int | None = None
+) -> list[dict[str, Any]]:
+    """Return the entries of a chat's log probabilities, with so many alternatives; None for all."""
+
+    def entry(token: int, log_prob: float) -> dict[str, Any]:
+        text = token_text(tokenizer, token)
+        return {"token": text, "logprob": log_prob, "bytes": list(text.encode())}
+
+    return [
+        {
+            **entry(token.id, token.log_prob),
+            "top_logprobs": [entry(other, value) for other, value in token.top[:top]],
+        }
+        for token in tokens
+    ]
+
+
+def token_text(tokenizer: Tokenizer, token: int) -> str:
+    """Return one token's text, by itself; special ones have theirs."""
+    return str(tokenizer.decode([token], skip_special_tokens=False))
