@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Puts streams on real servers for minutes or hours, kills parts of them, and checks every answer.
+"""Put streams on real servers for minutes or hours, kill parts of them, and check every answer.
 
     python scripts/soak.py --minutes 10
     python scripts/soak.py --minutes 2 --chaos
@@ -9,21 +9,12 @@ Its report is in artifacts/soak: soak.json, and soak.html with the plots. The ex
 promise was missed (docs/reliability.md lists them), and 2 when a server could not be started.
 """
 
-from __future__ import annotations
-
-import logging
 import sys
 
 import _checkout  # noqa: F401
 
-
-def main(argv: list[str] | None = None) -> int:
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    from tools.benchmark.command import exit_status
+if __name__ == "__main__":
+    from tools.benchmark.cli import exit_status
     from tools.soak.cli import run
 
-    return exit_status(run, argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_status(run))

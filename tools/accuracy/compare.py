@@ -23,7 +23,7 @@ from cog_triton.text.tokenizer import Tokenizer, load_tokenizer
 from tools.accuracy.sides import Answers, Progress, Reference, engine_answers, text_ids
 from tools.accuracy.texts import TASKS, DataError, Example, Task, hub_examples, prepared
 from tools.accuracy.texts import read_examples as read_file
-from tools.benchmark.machine import machine, reported_settings, versions
+from tools.benchmark.cli import circumstances
 from tools.benchmark.servers import triton_server
 
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
@@ -302,6 +302,9 @@ def report(
     environment: Mapping[str, str],
 ) -> dict[str, Any]:
     agreed = None
+    facts = circumstances(environment)
+    if not options.starts_engine:
+        facts["settings"] = None
     if len(sides) == 2:
         pair = sides[ENGINE], sides[HUGGING_FACE]
         agreed = agreement(*pair, ids_of_text=options.url is not None)
@@ -311,7 +314,6 @@ def report(
     }
     return {
         "endpoint": options.url or options.grpc_url or options.http_url,
-        "settings": reported_settings(environment) if options.starts_engine else None,
         "task": options.eval_task,
         "data": str(options.dataset_dir or TASKS[options.eval_task].hub),
         "model": options.hf_model_dir,
@@ -319,8 +321,7 @@ def report(
         "batch_size": options.batch_size,
         "output_len": options.output_len,
         "max_input_length": options.max_input_length,
-        "machine": machine(),
-        "versions": versions(),
+        **facts,
         "examples": len(examples),
         **{name: figures.get(name) for name in NAMES},
         "agreement": agreed,

@@ -1,14 +1,11 @@
 """A load generator for every layer of the stack, and a report of what it measured.
 
-- ``load`` plans the requests. ``measure`` starts the generators, which are processes of their own
-  (``worker``) that speak one target's protocol (``drivers``, by ``driver``), and samples the processes of
-  the servers meanwhile (``processes``).
-- ``servers`` starts what is measured; ``turns`` puts all loads on all targets, one after another or in
-  turns, and compares them.
-- ``report`` makes figures of what came back, a table and CSV. ``html`` makes the page, of what ``reading``
-  finds in them and of ``plots``, which ``figures`` draws.
-- ``cli`` runs it all for the command line of ``options``. Two sets of measurements have promises
-  (``checks``): ``suite``, which is ``make bench``, and ``engine_comparison``, on a ``random_model``.
+- ``load`` plans the requests; a ``generator`` is a process that sends them to one of the ``targets``.
+- ``servers`` starts what is measured; ``measure`` puts all loads on all targets, one after another or in
+  turns, compares them, and reads the ``processes`` of the servers meanwhile.
+- ``report`` makes figures, tables and promises of it, and ``page`` the HTML page.
+- ``cli`` runs it for a command line. Two sets of measurements have promises: ``suite``, which is ``make
+  bench``, and ``engines``, an embedded engine beside its library.
 
 It imports ``cog_triton`` and is never imported by it. After a change: ``pytest tests/unit/tools`` and
 ``tests/integration/test_benchmark.py``.

@@ -1,165 +1,41 @@
-"""A measurement: a load on one target of servers that run, by generators in processes of their own."""
+"""Loads on targets, one target after another or in turns, and what each took beside the others."""
 
 from __future__ import annotations
 
-import contextlib
-import json
-import subprocess
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import replace
+from statistics import median
 
-from cog_triton.server.installation import PACKAGE_ROOT
-from tools.benchmark.drivers import is_in_process
-from tools.benchmark.load import Load, Planned, Share, plan, shares
+from tools.benchmark.generator import Generator, Record
+from tools.benchmark.load import Load, plan
 from tools.benchmark.processes import LOAD_GENERATOR, Watch
-from tools.benchmark.report import Result, result
-from tools.benchmark.vocabulary import load_vocabulary
-from tools.benchmark.worker import Record
+from tools.benchmark.report import Result, medians, result
+from tools.benchmark.targets import Endpoints
+from tools.benchmark.triton_targets import TARGETS, load_tokenizer
 
-STOP_SECONDS = 10.0
-
-
-class BenchmarkError(Exception):
-    """A measurement that could not be made."""
-
-
-@dataclass(frozen=True)
-class Running:
-    """Targets that run and can be measured.
-
-    Attributes:
-        tokenizer: directory or Hugging Face id of the tokenizer.
-        url: of the Cog server, or of transformers'.
-        grpc, http, metrics: host:port of Triton's endpoints.
-        engine: parameters of the tensorrt_llm model, for an engine in the load generator.
-        pids: of the servers, whose descendants are watched with them.
-    """
-
-    tokenizer: str
-    url: str = ""
-    grpc: str = ""
-    http: str = ""
-    metrics: str = ""
-    engine: Mapping[str, str] = field(default_factory=dict)
-    pids: tuple[int, ...] = ()
-
-    @property
-    def endpoints(self) -> dict[str, Any]:
-        """The addresses that a driver needs."""
-        return {"url": self.url, "grpc": self.grpc, "http": self.http, "engine": dict(self.engine)}
-
-
-class Generator:
-    """One load generator process, from its start to the end of the context."""
-
-    def __init__(self, running: Running, target: str, load: Load) -> None:
-        self._target = target
-        self._spec = {
-            "target": target,
-            "tokenizer": running.tokenizer,
-            "endpoints": running.endpoints,
-            "temperature": load.temperature,
-            "ignore_eos": load.ignore_eos,
-        }
-
-    def __enter__(self) -> Generator:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tools.benchmark.worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=PACKAGE_ROOT,  # where -m looks first
-            start_new_session=True,  # Ctrl-C reaches the benchmark alone, which ends this one
-        )
-        self._write(json.dumps(self._spec))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Ends it: without standard input, a generator does not stay."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
-        try:
-            self._process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._process.stdout.close()
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def prepare(self, load: Load, warmup: list[Planned], share: Share) -> None:
-        """Hands over its share of a load, for which it is ``ready`` after the warm-up."""
-        spec = {
-            "timeout": load.timeout,
-            "concurrency": share.concurrency,
-            "warmup": [asdict(request) for request in warmup],
-            "requests": [asdict(request) for request in share.requests],
-        }
-        self._write(json.dumps(spec))
-
-    def start(self) -> None:
-        """Starts the load, which runs until ``wait_for("done")``."""
-        self._write("go")
-
-    def wait_for(self, line: str) -> None:
-        """Waits for a line of the generator's.
-
-        Raises:
-            BenchmarkError: it ended instead.
-        """
-        answer = self._read()
-        if answer != line:
-            raise BenchmarkError(f"a load generator for {self._target} said {answer[:200]!r}")
-
-    def result(self) -> dict[str, Any]:
-        """Return the generator's measurements."""
-        report: dict[str, Any] = json.loads(self._read())
-        return report
-
-    def _read(self) -> str:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise BenchmarkError(
-                f"a load generator for {self._target} ended with status {self._process.wait()}"
-            )
-        return line.rstrip("\n")
-
-    def _write(self, line: str) -> None:
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # its end is told where its answer is read
-            self._process.stdin.write(line + "\n")
-            self._process.stdin.flush()
+Say = Callable[[str], object]
+Start = Callable[[str, ExitStack], Endpoints]
 
 
 class Session:
     """The load generators of one target, for any number of loads until the end of the context."""
 
-    def __init__(self, running: Running, target: str, loads: Sequence[Load]) -> None:
-        """Nothing is started yet.
-
-        Args:
-            target: one of ``drivers.DRIVERS``.
-            loads: those that will be measured, or the like.
-        """
-        self._running = running
-        self._target = target
-        self._tokenizer = load_vocabulary(running.tokenizer).tokenizer
-        count = max(len(shares([], load)) for load in loads)
-        self._generators = [Generator(running, target, loads[0]) for _ in range(count)]
+    def __init__(self, endpoints: Endpoints, target: str, loads: Sequence[Load]) -> None:
+        self._endpoints, self._target = endpoints, target
+        self._tokenizer = load_tokenizer(endpoints.tokenizer)
+        self._count = max(
+            min(load.generators, load.concurrency or load.generators) for load in loads
+        )
+        self._load = loads[0]
         self._cleanup = ExitStack()
 
     def __enter__(self) -> Session:
         with ExitStack() as cleanup:
-            for generator in self._generators:
-                cleanup.enter_context(generator)
+            self._generators = [
+                cleanup.enter_context(Generator(self._target, self._endpoints, self._load))
+                for _ in range(self._count)
+            ]
             self._cleanup = cleanup.pop_all()
         return self
 
@@ -167,42 +43,112 @@ class Session:
         self._cleanup.close()
 
     def measure(self, load: Load, turn: int = 0, *, warm_up: bool = True) -> Result:
-        """Puts a load on the target and returns what was measured.
-
-        Args:
-            turn: another one has other prompts.
-            warm_up: whether the load's warm-up comes first.
-
-        Raises:
-            BenchmarkError: a load generator could not do its work.
-        """
-        warmup, requests = plan(load, self._tokenizer, turn)
-        parts = shares(requests, load)
-        generators = self._generators[: len(parts)]
-        for number, (generator, share) in enumerate(zip(generators, parts, strict=True)):
-            # One generator warms up the server for all of them.
-            generator.prepare(load, warmup if warm_up and number == 0 else [], share)
+        """Put a load on the target. Raises ``BenchmarkError``."""
+        shares = plan(load, self._tokenizer, turn)
+        generators = self._generators[: len(shares)]
+        for generator, share in zip(generators, shares, strict=True):
+            generator.send((share if warm_up else replace(share, warmup=[]), load.timeout))
         for generator in generators:
-            generator.wait_for("ready")
-        alone = is_in_process(self._target)
-        watch = Watch(
-            () if alone else self._running.pids,
-            [generator.pid for generator in generators],
-            role=self._target if alone else LOAD_GENERATOR,
-        )
-        watch.start()
+            generator.read()  # ready
+        server = TARGETS[self._target].server
+        pids = [generator.pid for generator in generators]
+        watched = self._endpoints.pids if server else ()
+        watch = Watch(watched, pids, role=LOAD_GENERATOR if server else self._target)
         for generator in generators:
-            generator.start()
+            generator.send("go")
         for generator in generators:
-            generator.wait_for("done")
+            generator.read()  # done
         usages = watch.stop()
-        reports = [generator.result() for generator in generators]
-        records = [Record(**record) for report in reports for record in report["records"]]
-        cpu_s = [report["cpu_s"] for report in reports]
-        return result(self._target, load, records, usages, cpu_s)
+        reports = [generator.read() for generator in generators]
+        records: list[Record] = [record for found, _ in reports for record in found]
+        return result(self._target, load, records, usages, [cpu_s for _, cpu_s in reports])
 
 
-def measure(running: Running, target: str, load: Load) -> Result:
-    """One load on one target; see ``Session``. May be called by several threads at once."""
-    with Session(running, target, [load]) as session:
+def measure(endpoints: Endpoints, target: str, load: Load) -> Result:
+    """Put one load on one target. May be called by several threads at once."""
+    with Session(endpoints, target, [load]) as session:
         return session.measure(load)
+
+
+def run_loads(
+    targets: Sequence[str],
+    baselines: Sequence[str],
+    loads: Sequence[Load],
+    start: Start,
+    progress: Say,
+) -> list[Result]:
+    """Put every load on every target; return the results in the order of the targets.
+
+    One server runs at a time, and each target has all its loads one after another. If the loads have
+    several rounds, all servers run at once and the targets take turns: figures of a machine at
+    different times say little, and the ratios within a round say more.
+
+    Args:
+        start: starts what a target needs, see ``servers.started``, until the stack ends.
+
+    Raises:
+        CogTritonError, BenchmarkError: something could not be started or measured.
+    """
+    in_turns = any(load.rounds > 1 for load in loads)
+    kinds = {target: TARGETS[target].server or target for target in targets}
+    found: list[dict[str, list[Result]]] = [{} for _ in loads]
+    together = [list(targets)] if in_turns else [[target] for target in targets]
+    with ExitStack() as servers:
+        running: dict[str, Endpoints] = {}
+        for part in together:
+            if not in_turns and kinds[part[0]] not in running:
+                servers.close()  # the one before
+                running.clear()
+            for kind in dict.fromkeys(kinds[target] for target in part):
+                if kind not in running:
+                    running[kind] = start(kind, servers)
+            with ExitStack() as generators:
+                sessions = {
+                    target: generators.enter_context(Session(running[kinds[target]], target, loads))
+                    for target in part
+                }
+                _take_turns(sessions, loads, found, progress)
+    results = [one for rounds in found for one in compared(rounds, baselines)]
+    return sorted(results, key=lambda one: targets.index(one.target))
+
+
+def _take_turns(
+    sessions: Mapping[str, Session],
+    loads: Sequence[Load],
+    found: Sequence[dict[str, list[Result]]],
+    progress: Say,
+) -> None:
+    """Add the rounds of each load. The order is turned round each time; each turn has its prompts."""
+    turn = 0
+    for load, rounds in zip(loads, found, strict=True):
+        for number in range(load.rounds):
+            for target in list(sessions) if number % 2 == 0 else list(sessions)[::-1]:
+                one = sessions[target].measure(load, turn, warm_up=number == 0)
+                rounds.setdefault(target, []).append(one)
+                name = f"{target} {load.name}"
+                name += f", round {number + 1}" if load.rounds > 1 else ""
+                progress(f"{name}: {one.output_tokens_per_s:.0f} tokens/s")
+                turn += load.rounds > 1
+        turn += load.rounds == 1  # targets that run one after another get the same prompts
+
+
+def compared(rounds: Mapping[str, Sequence[Result]], baselines: Sequence[str]) -> list[Result]:
+    """Return the medians of each target's rounds, and those of the ratios within a round."""
+    results = []
+    for target, own in rounds.items():
+        one = replace(medians(own), baseline=target in baselines)
+        for baseline in baselines:
+            if baseline == target or baseline not in rounds:
+                continue
+            pairs = list(zip(own, rounds[baseline], strict=True))
+            if all(b.output_tokens_per_s for _, b in pairs):
+                ratios = [a.output_tokens_per_s / b.output_tokens_per_s for a, b in pairs]
+                one.ratio_to_baseline[baseline] = median(ratios)
+            if all(b.cpu_s for _, b in pairs):
+                one.cpu_ratio_to_baseline[baseline] = median([a.cpu_s / b.cpu_s for a, b in pairs])
+            firsts = [(a.ttft_ms["p50"], b.ttft_ms["p50"]) for a, b in pairs]
+            added = [a - b for a, b in firsts if a is not None and b is not None]
+            if len(added) == len(pairs):
+                one.ttft_p50_added_ms[baseline] = median(added)
+        results.append(one)
+    return results

@@ -7,13 +7,12 @@ import json
 import shlex
 import sys
 from collections.abc import Sequence
-from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from cog_triton.settings import read_settings
-from tools.benchmark.machine import machine, reported_settings, server_environment, versions
+from tools.benchmark.cli import circumstances, server_environment
 from tools.soak.judge import judge
 from tools.soak.openai_faces import CHAT_TEMPLATE
 from tools.soak.page import render
@@ -78,10 +77,7 @@ def about(argv: Sequence[str] | None, environment: dict[str, str]) -> dict[str, 
     return {
         "title": "Soak",
         "command": shlex.join(["scripts/soak.py", *given]),
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "machine": machine(),
-        "versions": versions(),
-        "settings": reported_settings(environment),
+        **circumstances(environment),
     }
 
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tools.benchmark.checks import Check, at_least, at_most
+from tools.benchmark.report import Check
 from tools.soak.chaos import Recovery
 from tools.soak.faces import CUT, RETRYABLE
 from tools.soak.streams import Outcome
@@ -97,20 +97,20 @@ def judge(figures: Figures) -> list[Check]:
     tally = figures.tally
     retryable = sum(tally.errors[code] for code in RETRYABLE)
     failed = sum(tally.errors.values()) - retryable
+    none = {
+        "tokens lost": tally.lost,
+        "tokens wrong": tally.wrong,
+        "requests that failed": failed,
+        "requests that failed with a retryable error, six times in a row": retryable,
+        "streams or servers that did not come to an end, or back": len(figures.unfinished),
+        "crashes that nobody caused": len(figures.crashes),
+        "left behind: processes, shared memory, files": len(figures.left),
+    }
+    name = "resident memory, most growth of a process"
     return [
-        at_least("whole answers", tally.whole, 1, digits=0),  # a soak without any shows nothing
-        at_most("tokens lost", tally.lost, 0),
-        at_most("tokens wrong", tally.wrong, 0),
-        at_most("requests that failed", failed, 0),
-        at_most("requests that failed with a retryable error, six times in a row", retryable, 0),
-        at_most(
-            "streams or servers that did not come to an end, or back", len(figures.unfinished), 0
-        ),
-        at_most("crashes that nobody caused", len(figures.crashes), 0),
-        at_most(
-            "resident memory, most growth of a process", worst(figures.growths), MOST_GROWTH, "%"
-        ),
-        at_most("left behind: processes, shared memory, files", len(figures.left), 0),
+        Check("whole answers", tally.whole, 1),  # a soak without any shows nothing
+        *(Check(what, count, 0, least=False) for what, count in none.items()),
+        Check(name, worst(figures.growths), MOST_GROWTH, "%", least=False),
     ]
 
 

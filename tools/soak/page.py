@@ -10,14 +10,14 @@ import plotly.graph_objects as go
 from jinja2 import ChoiceLoader, Environment, PackageLoader
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
+from plotly.subplots import make_subplots
 
-from tools.benchmark.figures import Line, Panel, Point, figure_of, linear_axis
-from tools.benchmark.html import machine_facts
+from tools.benchmark.page import styled
 from tools.soak.report import phase_rows, recovery_rows
 
 NOTES = 20  # of a phase, at most, and so many characters of each
 NOTE_LENGTH = 600
-TOKENS, KILLS, SHARED = "tokens", "kills", "/dev/shm"
+PLOTS = ("Tokens/s", "RSS (MB)", "File descriptors", "Threads", "/dev/shm (MB)")
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ def render(report: Mapping[str, Any]) -> str:
     page = environment.get_template("soak.html").render(
         report=report,
         facts={
-            "Machine": machine_facts(report["machine"]),
+            "Machine": report["machine"],
             "Versions": report["versions"],
             "Settings": report["settings"],
         },
@@ -66,41 +66,22 @@ def remarks(phase: Mapping[str, Any]) -> list[str]:
 
 def figure_over_time(phase: Mapping[str, Any]) -> go.Figure:
     """Tokens a second with the kills, and what each role used, over the seconds of a phase."""
-    slots = {name: slot for slot, name in enumerate([TOKENS, KILLS, SHARED, *phase["usage"]])}
-    tokens = _line(TOKENS, slots, phase["tokens_per_s"]["at"], phase["tokens_per_s"]["tokens"])
-    shared = phase["shared_memory"]
-    rows = [
-        [
-            _panel("Tokens/s", [tokens, _kills(phase["recoveries"], slots)]),
-            _panel("RSS (MB)", _by_role(phase["usage"], "rss_mb", slots)),
-        ],
-        [
-            _panel("File descriptors", _by_role(phase["usage"], "descriptors", slots)),
-            _panel("Threads", _by_role(phase["usage"], "threads", slots)),
-        ],
-        [_panel("/dev/shm (MB)", [_line(SHARED, slots, shared["at"], shared["mb"])])],
-    ]
-    figure = figure_of(rows)
-    figure.update_layout(legend_title_text="")
-    return figure
-
-
-def _by_role(
-    usage: Mapping[str, Mapping[str, list[float]]], figure: str, slots: Mapping[str, int]
-) -> list[Line]:
-    return [_line(role, slots, series["at"], series[figure]) for role, series in usage.items()]
-
-
-def _line(
-    name: str, slots: Mapping[str, int], at: Sequence[float], values: Sequence[float]
-) -> Line:
-    return Line(name, slots[name], False, (), tuple(zip(at, values, strict=True)) or ((0.0, 0.0),))
-
-
-def _kills(recoveries: Sequence[Mapping[str, Any]], slots: Mapping[str, int]) -> Line:
-    points = tuple(Point(r["at"], 0.0, "", f"{r['role']} killed") for r in recoveries)
-    return Line(KILLS, slots[KILLS], False, points, ((0.0, 0.0),))
-
-
-def _panel(title: str, lines: Sequence[Line]) -> Panel:
-    return Panel(lines, linear_axis("Time (s)"), linear_axis(title))
+    figure = make_subplots(rows=3, cols=2, subplot_titles=PLOTS)
+    tokens, shared, kills = phase["tokens_per_s"], phase["shared_memory"], phase["recoveries"]
+    figure.add_scatter(x=tokens["at"], y=tokens["tokens"], name="tokens", row=1, col=1)
+    figure.add_scatter(
+        x=[kill["at"] for kill in kills],
+        y=[0] * len(kills),
+        hovertext=[f"{kill['role']} killed" for kill in kills],
+        mode="markers",
+        name="kills",
+        row=1,
+        col=1,
+    )
+    for role, series in phase["usage"].items():
+        for number, what in enumerate(("rss_mb", "descriptors", "threads"), 1):
+            at = {"row": number // 2 + 1, "col": number % 2 + 1}
+            figure.add_scatter(x=series["at"], y=series[what], name=role, **at)
+    figure.add_scatter(x=shared["at"], y=shared["mb"], name="/dev/shm", row=3, col=1)
+    figure.update_layout(height=1100)
+    return styled(figure)

@@ -21,7 +21,7 @@ from random import Random
 from typing import Any
 
 from cog_triton.server.installation import PACKAGE_ROOT
-from tools.benchmark.measure import BenchmarkError
+from tools.benchmark.generator import BenchmarkError
 from tools.soak.chaos import Kill, Killer, Recovery, crashes, recovery
 from tools.soak.expected import Expected
 from tools.soak.faces import id_prefix

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from tools.benchmark.checks import Check, as_report, report_rows, verdict
-from tools.benchmark.tables import text_table
+from tools.benchmark.report import Check, check_table, text_table, verdict
 from tools.soak.chaos import Recovery
 from tools.soak.judge import Figures, Tally, growth, recovery_table
 from tools.soak.phase import PhaseReport
@@ -41,7 +40,7 @@ def as_json(
         by_engine.setdefault(report.phase.engine, []).append(report)
     return {
         **about,
-        "checks": as_report(checks),
+        "checks": [check.as_report() for check in checks],
         "recovery": {name: recovery_table(recoveries(of)) for name, of in by_engine.items()},
         "phases": [_phase(report) for report in reports],
     }
@@ -49,13 +48,11 @@ def as_json(
 
 def terminal(report: dict[str, Any], checks: Sequence[Check]) -> str:
     """The report as tables."""
-    tables = [text_table(*phase_rows(report), wrapped=(0, 10, 11))]
+    tables = [text_table(*phase_rows(report))]
     for engine, rows in report["recovery"].items():
         if rows[-1]["kills"]:
-            tables.append(
-                f"Seconds from a kill, {engine}:\n{text_table(*recovery_rows(rows), wrapped=())}"
-            )
-    return "\n\n".join([*tables, report_rows(checks), verdict(checks)])
+            tables.append(f"Seconds from a kill, {engine}:\n{text_table(*recovery_rows(rows))}")
+    return "\n\n".join([*tables, check_table(checks), verdict(checks)])
 
 
 PHASE_HEADER = (

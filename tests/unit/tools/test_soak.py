@@ -14,12 +14,13 @@ from random import Random
 from typing import Any
 
 import pytest
-import soak
 
 from cog_triton.text.chat import render_chat, set_chat_template
 from cog_triton.text.tokenizer import load_tokenizer
 from tests.support import ROOT, wait_until
+from tools.benchmark.cli import exit_status
 from tools.soak.chaos import Kill, Killer, Recovery, choose, crashes, recovery
+from tools.soak.cli import run
 from tools.soak.expected import Difference, Expected, compare
 from tools.soak.faces import (
     CUT,
@@ -562,18 +563,15 @@ def test_the_report_says_what_was_missed_and_the_page_shows_it() -> None:
 
 
 @pytest.mark.parametrize(("kept", "status"), [(True, 0), (False, 1)])
-def test_the_exit_status_is_the_judgement(
-    kept: bool, status: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tools.soak.cli.run", lambda _: kept)
-    assert soak.main([]) == status
+def test_the_exit_status_is_the_judgement(kept: bool, status: int) -> None:
+    assert exit_status(lambda: kept) == status
 
 
 def test_a_server_that_cannot_be_started_is_status_2(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     nothing = ["--settings", "MODEL=/nothing/there", "--artifact-dir", str(tmp_path)]
-    assert soak.main(["--engine", "simulated", *nothing]) == 2
+    assert exit_status(lambda: run(["--engine", "simulated", *nothing])) == 2
     assert "/nothing/there" in capsys.readouterr().err
 
 
@@ -606,6 +604,6 @@ def test_where_a_stream_stands_can_be_told() -> None:
 def test_a_mistake_in_the_settings_is_one_line(
     capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    assert soak.main(["--engine", "nowhere", "--artifact-dir", str(tmp_path)]) == 2
+    assert exit_status(lambda: run(["--engine", "nowhere", "--artifact-dir", str(tmp_path)])) == 2
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("E3001 ConfigurationError: invalid settings: ENGINE='nowhere'")
