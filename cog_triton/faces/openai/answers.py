@@ -69,19 +69,38 @@ class Answering(Response):
     background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        task, gone = asyncio.current_task(), False
+        assert task is not None
+
+        async def end_with_client() -> None:
+            nonlocal gone
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            gone = True
+            task.cancel()
+
+        watching = asyncio.create_task(end_with_client())
         try:
             with self.served.answering():
-                async with ended_by_client(receive):
-                    sources = self.served.generate(self.requests, self.request_id)
-                    async with contextlib.aclosing(merged(sources)) as chunks:
-                        if self.stream:
-                            return await self._send_events(chunks, send)
-                        body = dumps(await self.writer.body(chunks))
-                    response = Response(body, 200, self.given_headers, "application/json")
-                    await response(scope, receive, send)
-        except ClientGone:
+                await self._answer(scope, receive, send)
+        except asyncio.CancelledError:
+            if not gone:
+                raise
+            if sys.version_info >= (3, 11):  # which counts them
+                task.uncancel()
             if not self.started:  # for those who count responses; nobody reads it
                 await Response(status_code=CLIENT_GONE)(scope, receive, send)
+        finally:
+            watching.cancel()
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        sources = self.served.generate(self.requests, self.request_id)
+        async with contextlib.aclosing(merged(sources)) as chunks:
+            if self.stream:
+                await self._send_events(chunks, send)
+                return
+            body = dumps(await self.writer.body(chunks))
+        await Response(body, 200, self.given_headers, "application/json")(scope, receive, send)
 
     async def _send_events(self, chunks: NumberedChunks, send: Send) -> None:
         try:
@@ -99,37 +118,6 @@ class Answering(Response):
             data = self.writer.failed(client_error(error))
             await send({"type": "http.response.body", "body": data, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
-
-
-class ClientGone(Exception):
-    """Nobody reads the response any more."""
-
-
-@contextlib.asynccontextmanager
-async def ended_by_client(receive: Receive) -> AsyncIterator[None]:
-    """Cancel what runs in it when the client goes away, and raise ClientGone."""
-    task = asyncio.current_task()
-    assert task is not None
-    gone = False
-
-    async def watch() -> None:
-        nonlocal gone
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        gone = True
-        task.cancel()
-
-    watching = asyncio.create_task(watch())
-    try:
-        yield
-    except asyncio.CancelledError:
-        if not gone:
-            raise
-        if sys.version_info >= (3, 11):  # which counts them
-            task.uncancel()
-        raise ClientGone from None
-    finally:
-        watching.cancel()
 
 
 async def merged(sources: Sequence[Chunks]) -> AsyncGenerator[tuple[int, Chunk], None]:

@@ -102,7 +102,7 @@ class Choice(ABC):
         self._top: int | None = body.wanted_log_probs
 
     def begin(self) -> dict[str, Any]:
-        """Return the fields of an event before those of the first chunk; empty for none."""
+        """Return the fields of an event before those of the first chunk."""
         return {}
 
     @abstractmethod
@@ -376,5 +376,5 @@ def joined(chunks: Sequence[Chunk]) -> Chunk:
         text="".join(chunk.text for chunk in chunks),
         ids=tuple(id for chunk in chunks for id in chunk.ids),
         log_probs=tuple(token for chunk in chunks for token in chunk.log_probs),
-        prompt_log_probs=tuple(token for chunk in chunks for token in chunk.prompt_log_probs),
+        prompt_log_probs=chunks[0].prompt_log_probs,
     )

@@ -142,7 +142,6 @@ class Sampling(Body):
 
     @property
     def choices(self) -> int:
-        """Answers to each prompt."""
         return self.n or 1
 
     def names(self) -> dict[str, str]:
@@ -203,7 +202,7 @@ class CompletionBody(Sampling):
 
 
 class TokenizeBody(Body):
-    model: str | None = None
+    model: str
     prompt: str | None = None
     messages: Annotated[list[Message], Bounded] | None = None
     tools: Annotated[list[Tool], Bounded] | None = None
@@ -218,25 +217,21 @@ class TokenizeBody(Body):
 
 
 class DetokenizeBody(Body):
-    model: str | None = None
+    model: str
     tokens: Ids
 
 
-# Fields of OpenAI's reference that ask for what no engine here does, with the values that ask for nothing.
+# Fields of OpenAI's and vLLM's that ask for what no engine here does, with the values that ask for nothing.
 REFUSED: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("audio", "prediction", "web_search_options"), ()),
+    **dict.fromkeys(("audio", "prediction", "web_search_options", "chat_template"), ()),
+    **dict.fromkeys(("logprob_token_ids", "prompt_embeds", "repetition_detection"), ()),
+    **dict.fromkeys(("functions", "documents", "logits_processors"), ([],)),
+    **dict.fromkeys(("include_reasoning", "spaces_between_special_tokens"), (True,)),
+    **dict.fromkeys(("use_beam_search", "return_tokens_as_token_ids", "watermarking"), (False,)),
     "suffix": ("",),
     "best_of": (1,),
-    "functions": ([],),
     "function_call": ("none",),
     "modalities": (["text"],),
-    "use_beam_search": (False,),
-    # vLLM's:
-    **dict.fromkeys(("chat_template", "logprob_token_ids", "prompt_embeds"), ()),
-    **dict.fromkeys(("documents", "logits_processors"), ([],)),
-    **dict.fromkeys(("include_reasoning", "spaces_between_special_tokens"), (True,)),
-    **dict.fromkeys(("return_tokens_as_token_ids", "watermarking"), (False,)),
-    "repetition_detection": (),
     "thinking_token_budget": (-1,),
     "vllm_xargs": ({},),
 }

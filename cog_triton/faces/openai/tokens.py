@@ -26,15 +26,13 @@ router = APIRouter(route_class=BodyRoute)
 @router.post("/tokenize")
 async def tokenize(body: TokenizeBody, served: FromApp) -> dict[str, Any]:
     """The token ids of a prompt, or of messages as the model sees them."""
-    if body.model is not None:
-        served.adapter(body.model)
+    served.adapter(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise invalid("either prompt or messages must be given", "prompt")
-    # The template of a chat has the tokens that begin a text.
-    special = body.add_special_tokens
-    if (text := body.prompt) is None:
-        text, special = await off_loop(chat_prompt, body, served), bool(special)
-    tokens = await token_ids(served, text, special=special is not False)
+    text, special = body.prompt, body.add_special_tokens is not False
+    if text is None:  # the template of a chat has the tokens that begin a text
+        text, special = await off_loop(chat_prompt, body, served), bool(body.add_special_tokens)
+    tokens = await token_ids(served, text, special=special)
     names = None
     if body.return_token_strs:
         names = served.backend.tokenizer.convert_ids_to_tokens(tokens)
@@ -43,11 +41,7 @@ async def tokenize(body: TokenizeBody, served: FromApp) -> dict[str, Any]:
 
 
 async def token_ids(served: Served, text: str, *, special: bool) -> list[int]:
-    """Return the token ids of a text; ``special``: with the tokens that begin a text.
-
-    Raises:
-        PromptTooLong, ApiError: it has more characters than the limits allow, or is no Unicode.
-    """
+    """Return the token ids of a text, or refuse it; ``special``: with the tokens that begin a text."""
     if not is_unicode(text):
         raise invalid("the prompt must be valid Unicode; half of a surrogate pair is not")
     served.backend.limits.check("the prompt", len(text))
@@ -61,9 +55,9 @@ async def with_ids(request: Request, body: Sampling, served: Served) -> Request:
     most = body.truncate_prompt_tokens
     if not body.return_token_ids and most is None:
         return request
-    ids, special = list(request.prompt_ids), request.add_special_tokens is not False
-    beginning: list[int] = []
+    ids, beginning = list(request.prompt_ids), list[int]()
     if not ids:
+        special = request.add_special_tokens is not False
         ids = await token_ids(served, request.prompt, special=special)
         beginning = await token_ids(served, "", special=special)
     if most is None:
@@ -83,8 +77,7 @@ async def with_ids(request: Request, body: Sampling, served: Served) -> Request:
 @router.post("/detokenize")
 async def detokenize(body: DetokenizeBody, served: FromApp) -> dict[str, Any]:
     """The text of token ids, special ones included."""
-    if body.model is not None:
-        served.adapter(body.model)
+    served.adapter(body.model)
     size = len(served.backend.tokenizer)
     if any(not 0 <= token < size for token in body.tokens):
         raise invalid(f"tokens must be between 0 and {size - 1}", "tokens")
@@ -101,10 +94,7 @@ def chat_log_probs(
         return {"token": text, "logprob": log_prob, "bytes": list(text.encode())}
 
     return [
-        {
-            **entry(token.id, token.log_prob),
-            "top_logprobs": [entry(other, value) for other, value in token.top[:top]],
-        }
+        entry(token.id, token.log_prob) | {"top_logprobs": [entry(*own) for own in token.top[:top]]}
         for token in tokens
     ]
 
