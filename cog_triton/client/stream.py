@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
-import operator
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -58,16 +56,6 @@ class Response:
     keeps_end_token: bool = field(default=True, compare=False)
     log_probs: list[TokenLogProb] = field(default_factory=list)
     prompt_log_probs: list[TokenLogProb] = field(default_factory=list)
-
-    def __add__(self, later: Response) -> Response:
-        return Response(
-            self.ids + later.ids,
-            self.input_tokens if later.input_tokens is None else later.input_tokens,
-            later.final,
-            self.keeps_end_token and later.keeps_end_token,
-            self.log_probs + later.log_probs,
-            self.prompt_log_probs + later.prompt_log_probs,
-        )
 
 
 class Streams(Protocol):
@@ -234,7 +222,17 @@ class ResponseStream(Arrivals[Response]):
     async def __anext__(self) -> Response:
         if not (arrived := await self.take()):
             raise StopAsyncIteration
-        return functools.reduce(operator.add, arrived)
+        if len(arrived) == 1:
+            return arrived[0]
+        counts = [r.input_tokens for r in arrived if r.input_tokens is not None]
+        return Response(
+            [token for response in arrived for token in response.ids],
+            counts[-1] if counts else None,
+            arrived[-1].final,
+            all(response.keeps_end_token for response in arrived),
+            [log_prob for response in arrived for log_prob in response.log_probs],
+            [log_prob for response in arrived for log_prob in response.prompt_log_probs],
+        )
 
 
 class TritonClient(ABC):
