@@ -65,8 +65,10 @@ async def generate(
         CogTritonError: see ``cog_triton.errors``.
     """
     text_limits(tokenizer, context_length).check("the prompt", len(request.prompt))
-    detokenizer, stops = new_detokenizer(request, tokenizer), StopSequences(request.stop_sequences)
-    stop_ids, stop_token = frozenset(request.stop_token_ids), None
+    detokenizer = IncrementalDetokenizer(
+        tokenizer, skip_special_tokens=request.skip_special_tokens, shown=request.shown_tokens
+    )
+    stops, stop_token = StopSequences(request.stop_sequences), None
     end_id = request.effective_end_id(tokenizer.eos_token_id)
     ids: list[int] = []  # of the whole output
     input_tokens, keeps_end_token = None, True
@@ -74,17 +76,13 @@ async def generate(
     stream = client.stream(request_id or secrets.token_hex(8), inputs, parameters=parameters)
     place = admission.acquire(tenant) if admission else contextlib.nullcontext(Slot())
     async with place as slot, stream as responses:
-        async for arrived in responses:
-            response, stop_token = split_at_stop_token(arrived, stop_ids)
-            new_ids = shown_ids(request, response.ids, stop_token, end_id)
-            text = stops.feed(detokenizer.decode(new_ids))
-            if stops.matched is not None:
-                response = first_tokens(response, tokens_to_stop(request, tokenizer, ids, new_ids))
-            ids += response.ids
+        async for response in responses:
+            text, count, stop_token = _decoded(request, response.ids, detokenizer, stops, end_id)
+            ids += response.ids[:count]
             input_tokens = response.input_tokens or input_tokens
             slot.used = len(ids) + (input_tokens or 0)
             keeps_end_token = keeps_end_token and response.keeps_end_token
-            chunk = _chunk(response, text, len(ids), input_tokens)
+            chunk = _chunk(response, count, text, len(ids), input_tokens)
             if response.final or stops.matched is not None or stop_token is not None:
                 break
             yield chunk
@@ -93,64 +91,52 @@ async def generate(
         text += stops.feed(detokenizer.flush()) + stops.flush()
     if request.include_stop:
         text += stops.matched or ""
-    stop_token = stop_token if stops.matched is None else None
-    length = (input_tokens or 0) + len(ids)
-    full = len(ids) >= request.max_tokens or length >= (context_length or math.inf)
+    room = min(request.max_tokens, (context_length or math.inf) - (input_tokens or 0))
     # Where the engine leaves the end token out, an answer that was not cut off ended with it.
-    by_end_token = ids[-1:] == [end_id] if keeps_end_token else not full
+    by_end_token = ids[-1:] == [end_id] if keeps_end_token else len(ids) < room
     ended = stops.matched is not None or stop_token is not None or by_end_token
     reason: FinishReason = "stop" if ended else "length"
     chunk = replace(chunk, text=text, queued=slot.waited, stop_sequence=stops.matched)
+    stop_token = None if stops.matched is not None else stop_token
     yield replace(chunk, finish_reason=reason, stop_token=stop_token)
 
 
-def _chunk(response: Response, text: str, output_tokens: int, input_tokens: int | None) -> Chunk:
-    ids, log_probs = tuple(response.ids), tuple(response.log_probs)
+def _chunk(
+    response: Response, count: int, text: str, output_tokens: int, input_tokens: int | None
+) -> Chunk:
+    ids, log_probs = tuple(response.ids[:count]), tuple(response.log_probs[:count])
     prompt = tuple(response.prompt_log_probs)
     return Chunk(
         text, output_tokens, input_tokens, ids=ids, log_probs=log_probs, prompt_log_probs=prompt
     )
 
 
-def new_detokenizer(request: Request, tokenizer: Tokenizer) -> IncrementalDetokenizer:
-    return IncrementalDetokenizer(
-        tokenizer, skip_special_tokens=request.skip_special_tokens, shown=request.shown_tokens
-    )
+def _decoded(
+    request: Request,
+    ids: list[int],
+    detokenizer: IncrementalDetokenizer,
+    stops: StopSequences,
+    end_id: int,
+) -> tuple[str, int, int | None]:
+    """Decode ids up to what ends the output. Returns (text, number of ids, stop token or None).
 
-
-def split_at_stop_token(response: Response, stops: frozenset[int]) -> tuple[Response, int | None]:
-    """Truncate after the first stop token. Returns (response, stop token or None)."""
-    for count, token in enumerate(response.ids, 1):
-        if token in stops:
-            return first_tokens(response, count), token
-    return response, None
-
-
-def first_tokens(response: Response, count: int) -> Response:
-    return replace(response, ids=response.ids[:count], log_probs=response.log_probs[:count])
-
-
-def shown_ids(request: Request, ids: list[int], stop_token: int | None, end_id: int) -> list[int]:
-    """Return the ids whose text is in the output: without the token that ended it, unless wanted."""
-    if not ids or request.include_stop:
-        return ids
-    ended = stop_token is not None or (not request.skip_special_tokens and ids[-1] == end_id)
-    return ids[:-1] if ended else ids
-
-
-def tokens_to_stop(
-    request: Request, tokenizer: Tokenizer, before: list[int], new: list[int]
-) -> int:
-    """Count the new ids up to the one that completed a stop sequence, which all of them have.
-
-    The engine ran on meanwhile, by as many tokens as it had time for.
+    The engine ran on meanwhile, by as many tokens as it had time for. One by one, only where that matters.
     """
-    if len(new) == 1:
-        return 1
-    detokenizer, stops = new_detokenizer(request, tokenizer), StopSequences(request.stop_sequences)
-    stops.feed(detokenizer.decode(before))
-    for count, token in enumerate(new, 1):
-        stops.feed(detokenizer.decode([token]))
-        if stops.matched is not None:
-            return count
-    return len(new)
+    if not request.stop_sequences and not request.stop_token_ids:
+        shown = ids[:-1] if _hides_last(request, ids, end_id) else ids
+        return detokenizer.decode(shown), len(ids), None
+    text = ""
+    for count, token in enumerate(ids, 1):
+        stop_token = token if token in request.stop_token_ids else None
+        hidden = stop_token is not None and not request.include_stop
+        if not hidden and not _hides_last(request, [token], end_id):
+            text += stops.feed(detokenizer.decode([token]))
+        if stop_token is not None or stops.matched is not None:
+            return text, count, stop_token
+    return text, len(ids), None
+
+
+def _hides_last(request: Request, ids: list[int], end_id: int) -> bool:
+    """Say whether the last id is an end token whose text is not part of the output."""
+    wanted = request.include_stop or request.skip_special_tokens
+    return not wanted and ids[-1:] == [end_id]
