@@ -112,10 +112,6 @@ class Choice(ABC):
     def whole(self, chunk: Chunk) -> Piece:
         """Return the whole answer, made of one chunk with all that came."""
 
-    def beside(self, _: Chunk, /) -> dict[str, Any]:
-        """Return fields that a whole response has beside its choices."""
-        return {}
-
     def prompt(self, prompt_tokens: Sequence[TokenLogProb] = ()) -> dict[str, Any]:
         """Return fields about the prompt, with vLLM's ``prompt_logprobs``: entries by token ids.
 
@@ -155,9 +151,6 @@ class ChatChoice(Choice):
     def begin(self) -> dict[str, Any]:
         role = self._piece({"role": "assistant", "content": self._echo, "refusal": None})
         return {"choices": [role], **self.prompt()}
-
-    def beside(self, chunk: Chunk) -> dict[str, Any]:
-        return self.prompt(chunk.prompt_log_probs)
 
     def pieces(self, chunk: Chunk) -> list[Piece]:
         if self._plain and not chunk.log_probs and chunk.finish_reason is None:  # most tokens
@@ -340,9 +333,10 @@ class ChoiceWriter:
             came[number].append(chunk)
         wholes = [joined(own) for own in came]
         choices = [choice.whole(own) for choice, own in zip(self._choices, wholes, strict=True)]
-        beside = self._choices[0].beside(wholes[0])
-        head = {**self._head, "object": self._kind}
-        return {**head, "choices": choices, "usage": self._total(), **beside}
+        body = {**self._head, "object": self._kind, "choices": choices, "usage": self._total()}
+        if isinstance(first := self._choices[0], ChatChoice):
+            body |= first.prompt(wholes[0].prompt_log_probs)
+        return body
 
     def failed(self, error: ApiError) -> bytes:
         return event(error.body()) + DONE
