@@ -74,9 +74,7 @@ async def _serve(
                 stack.push_async_callback(attached.stop)
                 server = InProcess(Served(attached, names), listener)
         text = invitation(settings, names[0], url_of(listener))
-        return await run_until_signal(
-            server, listener, settings.drain_seconds, lambda: print(text, flush=True)
-        )
+        return await run_until_signal(server, listener, lambda: print(text, flush=True))
 
 
 class Embedded:

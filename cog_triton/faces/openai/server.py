@@ -1,4 +1,4 @@
-"""The lifecycle of a face: sockets, a server in this process, signals, and the end.
+"""The lifecycle of a face: a socket, a server in this process, and its end by a signal.
 
 ``workers.Workers`` is a server in several processes.
 """
@@ -16,14 +16,12 @@ from typing import Any, Protocol
 from cog_triton.errors import ConfigurationError
 from cog_triton.faces.openai.app import create_app
 from cog_triton.faces.openai.errors import MESSAGES_PATH, ApiError, message_error
-from cog_triton.faces.openai.served import LAST_SECONDS, Served
+from cog_triton.faces.openai.served import Served
 from cog_triton.faces.terminal.interrupt import end_at_once_on_signals
 from cog_triton.web import Limits, Refusal
 from cog_triton.web import server as web
 
 logger = logging.getLogger(__name__)
-MARGIN_SECONDS = 3.0
-"""Beyond what a server may take to end."""
 _REFUSAL_CODES = {413: "request_too_large", 415: "unsupported_content_encoding"}
 
 
@@ -35,10 +33,7 @@ class Server(Protocol):
         """Refuse new requests."""
 
     def stop(self) -> None:
-        """Drain, let requests end for DRAIN_SECONDS, and make ``run`` return."""
-
-    def kill(self) -> None:
-        """End at once."""
+        """Drain, let requests end for DRAIN_SECONDS, end the others, and make ``run`` return."""
 
 
 class InProcess:
@@ -63,10 +58,10 @@ class InProcess:
 
     def stop(self) -> None:
         logger.info("stopping: %d requests run", self._served.running)
-        self._draining = asyncio.create_task(self._served.drain())
-        self._draining.add_done_callback(lambda _: self.kill())
+        self._stopping = asyncio.create_task(self._stop())
 
-    def kill(self) -> None:
+    async def _stop(self) -> None:
+        await self._served.drain()
         self._server.should_exit = True
 
 
@@ -77,7 +72,7 @@ def refusal_body(refusal: Refusal, target: str) -> dict[str, Any]:
 
 
 async def run_until_signal(
-    server: Server, listener: socket.socket, drain_seconds: float, ready: Callable[[], object]
+    server: Server, listener: socket.socket, ready: Callable[[], object]
 ) -> int:
     """Run a server until a signal comes; return the exit status.
 
@@ -87,31 +82,25 @@ async def run_until_signal(
     gc.collect()
     gc.freeze()  # what is alive now stays so: full collections need not go through it
     loop = asyncio.get_running_loop()
-    signalled: asyncio.Future[int] = loop.create_future()
+    received: list[int] = []
 
     def handle(number: int) -> None:
-        signalled.set_result(number)
+        received.append(number)
         for name in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(name)
         end_at_once_on_signals()
+        server.stop()
 
     for name in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(name, handle, name)
     try:
         listen(listener)
-        running = asyncio.create_task(server.run(ready))
-        first: list[asyncio.Future[Any]] = [running, signalled]
-        await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
-        if not running.done():
-            server.stop()
-            await asyncio.wait([running], timeout=drain_seconds + LAST_SECONDS + MARGIN_SECONDS)
-            server.kill()
-        await running
+        await server.run(ready)
     finally:
         end_at_once_on_signals()
-    if not signalled.done():
+    if not received:
         return 1
-    return 128 + signal.SIGINT if signalled.result() == signal.SIGINT else 0
+    return 128 + signal.SIGINT if received[0] == signal.SIGINT else 0
 
 
 def bind(host: str, port: int, setting: str = "") -> socket.socket:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import json
 import logging
 import os
@@ -20,26 +19,23 @@ from typing import Any
 import uvloop
 from prometheus_client.multiprocess import mark_process_dead
 
-from cog_triton.errors import ConfigurationError
 from cog_triton.faces.openai.attached import attach
-from cog_triton.faces.openai.served import Served
-from cog_triton.faces.openai.server import InProcess, run_until_signal
+from cog_triton.faces.openai.served import LAST_SECONDS, Served
+from cog_triton.faces.openai.server import InProcess, bind, run_until_signal
 from cog_triton.processes import end_with_parent
 from cog_triton.server.log import log_to
 from cog_triton.settings import Settings, read_settings
 
 logger = logging.getLogger(__name__)
+MARGIN_SECONDS = 3.0
+"""Beyond what a worker may take to end."""
 
 
 def with_fixed_port(settings: Settings) -> Settings:
     """Return the settings with a gRPC port that a restarted Triton has again, if there are workers."""
     if settings.openai_workers == 1 or settings.grpc_port:
         return settings
-    with socket.socket() as free:
-        try:
-            free.bind((settings.host, 0))
-        except OSError as error:
-            raise ConfigurationError(f"TRITON_HOST={settings.host}: {error.strerror}") from None
+    with bind(settings.host, 0, "TRITON_HOST: ") as free:
         return settings.model_copy(update={"grpc_port": int(free.getsockname()[1])})
 
 
@@ -58,6 +54,7 @@ class Workers:
         """Start nothing yet; see ``command.run``. Without an endpoint, Triton's port has to be fixed."""
         count, file = settings.openai_workers, settings.openai_api_keys_file
         own = f"{settings.host.replace('0.0.0.0', '127.0.0.1')}:{settings.grpc_port}"
+        self._end_seconds = settings.drain_seconds + LAST_SECONDS + MARGIN_SECONDS
         self._options: dict[str, Any] = {
             "models": models,
             "endpoint": endpoint or own,
@@ -75,13 +72,14 @@ class Workers:
             },
         }
         self._processes: set[asyncio.subprocess.Process] = set()
-        self._count = self._starting = count
+        self._starting = count
         self._stopping = False
 
     async def run(self, ready: Callable[[], object]) -> None:
         with tempfile.TemporaryDirectory(prefix="cog-triton-metrics-") as metrics:
             self._options["metrics"] = metrics
-            workers = [asyncio.create_task(self._keep_running(ready)) for _ in range(self._count)]
+            count = self._options["processes"]
+            workers = [asyncio.create_task(self._keep_running(ready)) for _ in range(count)]
             await asyncio.wait(workers, return_when=asyncio.FIRST_COMPLETED)
             self.stop()
             await asyncio.gather(*workers)
@@ -91,10 +89,11 @@ class Workers:
             self._stopping = True
             for process in self._processes:
                 _send(process.terminate)
+            asyncio.get_running_loop().call_later(self._end_seconds, self._kill)
 
     drain = stop
 
-    def kill(self) -> None:
+    def _kill(self) -> None:
         for process in self._processes:
             _send(process.kill)
 
@@ -156,9 +155,7 @@ async def _run_worker(
     try:
         served = Served(backend, tuple(models), processes=processes, metrics_directory=metrics)
         shared = socket.socket(fileno=listener)
-        server = InProcess(served, shared)
-        tell = functools.partial(os.write, ready, b".")
-        await run_until_signal(server, shared, own.drain_seconds, tell)
+        await run_until_signal(InProcess(served, shared), shared, lambda: os.write(ready, b"."))
     finally:
         await backend.stop()
 
