@@ -7,7 +7,7 @@
     bodies.py      bodies are parsed and validated by fields.py; sampling.py makes a ``Request`` of them
     answers.py     chunks to a response, as events or in one body, by the writer of an API
     completions.py /v1/chat/completions and /v1/completions, whose responses are lists of choices
-    responses.py   /v1/responses, with response_writer.py; messages.py is Anthropic's /v1/messages
+    responses.py   /v1/responses; messages.py is Anthropic's /v1/messages
     tokens.py      /tokenize and /detokenize
     turns.py       a chat to a request, and the reader of its answer
     parsing.py     a model's text to events: text, thoughts, calls in the formats of models
