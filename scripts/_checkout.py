@@ -20,7 +20,7 @@ def explain(kind: type[BaseException], error: BaseException, trace: TracebackTyp
         sys.__excepthook__(kind, error, trace)
         return
     print(
-        f"{sys.executable} has no package {error.name}. `make setup` makes an environment that has all: "
+        f"{sys.executable} has no package {error.name}. `make setup-dev` makes an environment that has it: "
         f"run `source {ROOT / '.venv' / 'bin' / 'activate'}` and try again.",
         file=sys.stderr,
     )

@@ -60,10 +60,11 @@ def checkout(tmp_path: Path) -> Path:
     environment.mkdir()
     for entry in Path(sys.prefix).iterdir():
         (environment / entry.name).symlink_to(entry)
-    stamp = re.findall(r"^STAMP := (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[0]
-    if not (directory / stamp).exists():  # where the tests' Python was not set up by make
-        (directory / stamp).touch()
-        shutil.copystat(ROOT / "pyproject.toml", directory / stamp)
+    makefile = (ROOT / "Makefile").read_text()
+    for stamp in re.findall(r"^(?:STAMP|DEVELOPED) := (.+)$", makefile, re.MULTILINE):
+        if not (directory / stamp).exists():  # where the tests' Python was not set up by make
+            (directory / stamp).touch()
+            shutil.copystat(ROOT / "pyproject.toml", directory / stamp)
     tools = directory / "tools-of-the-test"
     tools.mkdir()
     (tools / "curl").write_text(CURL.format(curl=shutil.which("curl")))

@@ -18,7 +18,6 @@ FOR_DEVELOPERS = {
     "image_additions.py",
     "make_docs.py",
     "setup_environment.py",
-    "setup_vllm.py",
 }
 NAMED = ("bench", "summarize")  # whose usage has the name of their file
 
