@@ -9,7 +9,7 @@ from typing import Any
 
 from cog_triton.adapters.tensors import AdapterTensors
 from cog_triton.deployment.engine_choice import EngineName, adapter_dtype, check_checkpoint
-from cog_triton.engines.arguments import read_arguments
+from cog_triton.engines.library import read_arguments
 from cog_triton.errors import ConfigurationError
 from cog_triton.repository.fill import read_config, unmet_needs
 from cog_triton.repository.variables import load_overrides

@@ -1,12 +1,12 @@
 """Engines for the tensorrt_llm slot. They know token ids, never text.
 
-    base.py            the interface of an engine, and create_engine
+    base.py            the interface of an engine, and the base of those whose requests are coroutines
     serving.py         between Triton's requests and an engine
     transformers.py    transformers' continuous batching; transformers_step.py is one step of it, with
                        token_sampling.py and structured_output.py, whose guides.py tries guides out first
+    library.py         base of the next two: their arguments, by library.yaml, sampling and tokens
     llm_api.py         TensorRT-LLM's LLM API
     vllm.py            vLLM; interpreter.py starts its processes
-    event_loop.py      base of these two, coroutines on a thread of their own; arguments.py is of both
     simulated.py       tokens without a model
 
 May import ``adapters``, and of ``text`` how a model's own code is refused and how many tokens of context a

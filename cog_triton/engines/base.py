@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
+from concurrent.futures import Future
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from itertools import chain
 from pkgutil import resolve_name
@@ -12,6 +17,8 @@ from cog_triton.errors import EngineError as EngineError
 from cog_triton.errors import EngineUnavailable as EngineUnavailable
 from cog_triton.request.request import Guide
 from cog_triton.wire import TokenLogProb as TokenLogProb
+
+logger = logging.getLogger(__name__)
 
 LEAST_LOG_PROB = -9999.0
 """Stands for the logarithm of 0, which JSON has no number for."""
@@ -110,7 +117,7 @@ class Step:
         prompt_log_probs: of the prompt's tokens, with the first ids, if asked for. The first token's is 0.
     """
 
-    ids: list[int]
+    ids: list[int] = field(default_factory=list)
     log_probs: list[TokenLogProb] = field(default_factory=list)
     finished: bool = False
     error: str | None = None
@@ -119,6 +126,7 @@ class Step:
 
 
 Sink = Callable[[Step], None]  # called from the engine's thread; must not block
+Steps = AsyncGenerator[Step, None]
 
 
 class Engine(ABC):
@@ -154,6 +162,111 @@ class Engine(ABC):
     @abstractmethod
     def close(self) -> None:
         """End the engine; running requests are dropped."""
+
+
+class EventLoopEngine(Engine):
+    """Runs the ``steps`` of each request as a coroutine on an event loop, which has a thread of its own.
+
+    The libraries that engines run promise to work on one loop only: their queues belong to the loop that
+    they were made on, and their sockets to one thread at a time.
+
+    The loop is uvloop's. On asyncio's own, vLLM's tokens came in pieces of 80 on two busy cores, the first
+    after 1.2 s; on this one in pieces of 3, after 70 ms.
+    """
+
+    def __init__(self, thread: str) -> None:
+        import uvloop
+
+        self._lock = threading.Lock()  # guards the next two, and that the loop is open
+        self._running: dict[str, tuple[Sink, Future[None]]] = {}
+        self._stopped: str | None = None  # why no more requests are taken
+        self._loop = uvloop.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name=thread, daemon=True)
+        self._thread.start()
+
+    @abstractmethod
+    def steps(self, request: GenerationRequest) -> Steps:
+        """Check a request at once, and return the generator of its steps, which runs on the loop.
+
+        The last step is finished. When the generator is closed early, it drops the request.
+
+        Raises:
+            EngineError: the engine cannot serve such a request.
+        """
+
+    def failure(self, request: GenerationRequest, error: Exception) -> Step | None:  # noqa: ARG002
+        """Return the last step of a request whose generator raised; None ends the engine."""
+        return None
+
+    def submit(self, request: GenerationRequest, sink: Sink) -> None:
+        steps = self.steps(request)
+        with self._lock:
+            if self._stopped is not None:
+                raise EngineUnavailable(stopped_text(self._stopped))
+            task = asyncio.run_coroutine_threadsafe(self._forward(request, steps, sink), self._loop)
+            self._running[request.key] = sink, task
+
+    def abort(self, key: str) -> None:
+        with self._lock:
+            if running := self._running.pop(key, None):
+                running[1].cancel()
+
+    def active(self) -> int:
+        return len(self._running)
+
+    def close(self) -> None:
+        with self._lock:
+            self._stopped = self._stopped or "it was closed"
+            self._running.clear()
+            if not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+    def die(self, reason: str) -> None:
+        """End all requests, on the loop, after the library has died."""
+        with self._lock:
+            if self._stopped is not None:
+                return
+            self._stopped = reason
+            ended = list(self._running.values())
+            self._running.clear()
+        logger.error(stopped_text(reason))
+        for sink, task in ended:
+            task.cancel()
+            sink(Step(finished=True, error=stopped_text(reason)))
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+        self._loop.run_until_complete(self._drop_tasks())
+        with self._lock:
+            self._loop.close()
+
+    async def _drop_tasks(self) -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _forward(self, request: GenerationRequest, steps: Steps, sink: Sink) -> None:
+        try:
+            async with aclosing(steps):
+                async for step in steps:
+                    if not self._deliver(request.key, step, sink):
+                        return
+        except Exception as error:
+            if last := self.failure(request, error):
+                self._deliver(request.key, last, sink)
+            else:
+                self.die(str(error) or repr(error))
+
+    def _deliver(self, key: str, step: Step, sink: Sink) -> bool:
+        """Hand a step over, unless the request has been aborted or the engine has died."""
+        with self._lock:
+            running = self._running.pop(key, None) if step.finished else self._running.get(key)
+        if running is not None:
+            sink(step)
+        return running is not None
 
 
 def create_engine(parameters: Mapping[str, str]) -> Engine:

@@ -1,9 +1,5 @@
 """TensorRT-LLM by its Python LLM API, 1.1 and later; from 1.3 on it has no other.
 
-TensorRT-LLM schedules, batches and samples; this module hands it token ids and takes token ids. The LLM's
-arguments come from the same template variables as the C++ backend's configuration. Those of
-``llm_api_config``, a YAML file, are handed over as they stand there and win.
-
 All of this has run only on a fake that keeps to the interface promised for 1.x. Unchecked on the real one:
 
 - start and end: the time of loading, worker processes started from Triton's Python stub, also by MPI, and
@@ -22,28 +18,13 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 from packaging.version import InvalidVersion, Version
 
-from cog_triton.adapters.directory import LoraRequests
-from cog_triton.engines.arguments import (
-    context_length,
-    llm_arguments,
-    merged,
-    read_arguments,
-    without_effect,
-)
-from cog_triton.engines.base import (
-    EngineError,
-    GenerationRequest,
-    Step,
-    TokenLogProb,
-)
-from cog_triton.engines.event_loop import EventLoopEngine, Steps
-from cog_triton.text.tokenizer import remote_code_refusal
+from cog_triton.engines import library
+from cog_triton.engines.base import EngineError, GenerationRequest, Steps
 
 logger = logging.getLogger(__name__)
 
@@ -55,8 +36,11 @@ ANY_ID = 0  # pads what is never read; without it the LLM would pad with NO_END_
 _TOO_LONG = re.compile(r"prompt length.*(exceed|larger than)", re.IGNORECASE | re.DOTALL)
 
 
-class TensorrtLlmEngine(EventLoopEngine):
+class TensorrtLlmEngine(library.LibraryEngine):
     """See the module's docstring."""
+
+    title = "TensorRT-LLM"
+    lora_request = "tensorrt_llm.executor.request:LoRARequest"
 
     def __init__(self, parameters: Mapping[str, str]) -> None:
         """Load the model that the tensorrt_llm model's parameters name.
@@ -80,29 +64,23 @@ class TensorrtLlmEngine(EventLoopEngine):
                 "text. Penalties and bad words are refused. To have them, %s",
                 *(version, REMEDY),
             )
-        try:
+        with library.explained(arguments):
             self._llm = tensorrt_llm.LLM(**arguments)
-        except Exception as error:
-            text = remote_code_refusal(error, "model", str(arguments["model"]))
-            if arguments.get("trust_remote_code") or not text:
-                raise
-            raise ValueError(text) from error
         try:
             self.context_length = context_length(arguments, self._llm)
         except BaseException:
             self._llm.shutdown()
             raise
         self._sampling_params = tensorrt_llm.SamplingParams
-        adapters = parameters.get("lora_prefetch_dir")
-        self.features = frozenset({"lora_task_id"} if adapters else ())
-        self._adapters = LoraRequests(Path(adapters) if adapters else None)
-        super().__init__("llm-api-engine")
+        if "lora_prefetch_dir" in parameters:
+            self.features = frozenset({"lora_task_id"})
+        super().__init__(parameters)
 
     def close(self) -> None:
         super().close()
         self._llm.shutdown()
 
-    def steps(self, request: GenerationRequest) -> Steps:
+    def sampling_params(self, request: GenerationRequest) -> Any:
         sampling = request.sampling
         asked = [*sampling.penalties, *(["bad_words"] if any(sampling.bad_words) else [])]
         if self._forgetful and asked:
@@ -110,35 +88,56 @@ class TensorrtLlmEngine(EventLoopEngine):
                 f"the default sampler of TensorRT-LLM {self._forgetful} does not support "
                 f"{', '.join(asked)}, and would ignore it; {REMEDY}"
             )
+        return self._sampling_params(**sampling_arguments(request))
+
+    async def generate(self, request: GenerationRequest, sampling: Any, adapter: Any) -> Steps:
+        asked = {"inputs": request.input_ids, "sampling_params": sampling}
+        output = self._llm.generate_async(**asked, lora_request=adapter, streaming=True)
+        last_id = None
         try:
-            params = self._sampling_params(**sampling_arguments(request))
-            return self._generate(request, params, self._adapter(request.lora_task_id))
-        except (ValueError, TypeError) as error:
-            raise EngineError(str(error)) from error
-
-    def _adapter(self, task_id: int) -> Any:
-        if not task_id:
-            return None
-        from tensorrt_llm.executor.request import LoRARequest
-
-        return self._adapters.of(task_id, LoRARequest)
-
-    async def _generate(self, request: GenerationRequest, params: Any, adapter: Any) -> Steps:
-        output, last_id = None, None
-        try:
-            asked = {"inputs": request.input_ids, "sampling_params": params}
-            output = self._llm.generate_async(**asked, lora_request=adapter, streaming=True)
             async for update in output:
-                step = next_step(update.outputs[0], request, last_id, finished=update.finished)
+                new = update.outputs[0]
+                end = (new.finish_reason or "stop") if update.finished else None
+                step = self.step(request, list(new.token_ids_diff), new.logprobs_diff, end)
                 last_id = step.ids[-1] if step.ids else last_id
+                if end == "stop" and request.end_id not in (None, last_id):
+                    # No stop words are given to the LLM, so it has left out the end token.
+                    step.ids.append(request.end_id)
                 yield step
-        except Exception as error:
-            if is_fatal(error):
-                raise
-            yield Step([], finished=True, error=error_text(error, len(request.input_ids)))
         finally:
-            if output is not None and not output.finished:
+            if not output.finished:
                 output.abort()
+
+    def is_refusal(self, error: Exception) -> bool:
+        return isinstance(error, (ValueError, TypeError))
+
+    def is_fatal(self, error: Exception) -> bool:
+        """Tell an error that ends the LLM from one of a request.
+
+        A request's own errors are ``RequestError``, or those of Python for arguments; what ends the
+        executor, or is raised because it has ended, is a RuntimeError or comes from a socket or pipe.
+        """
+        # By name, for its place in the package is not promised.
+        if any(base.__name__ == "RequestError" for base in type(error).__mro__):
+            return False
+        return isinstance(error, (RuntimeError, OSError))
+
+    def error_text(self, error: Exception, prompt_length: int) -> str:
+        """Return the text for the client; of a prompt that is too long it begins as the C++ backend's."""
+        text = super().error_text(error, prompt_length)
+        if _TOO_LONG.search(text) and "exceeds maximum input length" not in text:
+            return f"Prompt length ({prompt_length}) exceeds maximum input length: {text}"
+        return text
+
+
+def llm_arguments(parameters: Mapping[str, str]) -> dict[str, Any]:
+    """Return the arguments of ``tensorrt_llm.LLM`` that the parameters stand for, without the file's."""
+    arguments = library.table_arguments(parameters, "llmapi")
+    if "lora_prefetch_dir" in parameters:
+        arguments.setdefault("lora_config", {})
+    if backend := parameters.get("guided_decoding_backend"):
+        arguments["guided_decoding_backend"] = backend
+    return arguments
 
 
 def loading_arguments(parameters: Mapping[str, str]) -> dict[str, Any]:
@@ -150,21 +149,30 @@ def loading_arguments(parameters: Mapping[str, str]) -> dict[str, Any]:
     """
     from tensorrt_llm.llmapi import KvCacheConfig, llm_args
 
-    for name in without_effect(parameters, "llmapi"):
-        logger.warning("tensorrt_llm: %s has no effect with the engine llmapi", name)
-    arguments = llm_arguments(parameters)
-    if path := parameters.get("llm_api_config"):
-        convert = getattr(llm_args, "update_llm_args_with_extra_dict", None)
-        extra = read_arguments(Path(path), "llm_api_config")
-        arguments = merged(arguments, extra, path, convert)
-    if "model" not in arguments:
-        raise ValueError("tensorrt_llm: model: the engine llmapi needs it")
+    convert = getattr(llm_args, "update_llm_args_with_extra_dict", None)
+    arguments = library.with_file(llm_arguments(parameters), parameters, "llmapi", convert)
     # LoraConfig from the module that uses it; its own has changed.
     kinds = {"kv_cache_config": KvCacheConfig, "lora_config": getattr(llm_args, "LoraConfig", None)}
     for name, kind in kinds.items():
         if kind is not None and isinstance(section := arguments.get(name), dict):
             arguments[name] = kind(**section)
     return arguments
+
+
+def context_length(arguments: Mapping[str, Any], llm: Any) -> int:
+    """Return the most tokens that prompt and output of an ``LLM`` may have together.
+
+    Raises:
+        ValueError: the arguments, the LLM's and the model's configuration do not have it.
+        OSError: the model's configuration cannot be read.
+    """
+    known = arguments.get("max_seq_len") or getattr(getattr(llm, "args", None), "max_seq_len", None)
+    if known is None:
+        config = library.model_config(arguments)
+        known = config.get("text_config", config).get("max_position_embeddings")
+    if known is None:
+        raise ValueError(f"the configuration of {arguments['model']} does not say; set max_seq_len")
+    return int(known)
 
 
 def is_forgetful(version: str, options: Mapping[str, Any]) -> bool:
@@ -193,99 +201,27 @@ def _parsed(version: str) -> Version:
 
 
 def sampling_arguments(request: GenerationRequest) -> dict[str, Any]:
-    """Return the arguments of ``tensorrt_llm.SamplingParams`` that a request stands for.
-
-    What changes nothing is left out, but for what means something else when it is missing. Stop words are
-    not given to the LLM: they stay in the output here, and ``Serving`` looks for them.
+    """Return the arguments of ``tensorrt_llm.SamplingParams`` for a request.
 
     Raises:
         EngineError: a bad word has several tokens.
     """
-    sampling = request.sampling
-    arguments: dict[str, Any] = {"max_tokens": request.max_tokens, "end_id": request.end_id}
+    arguments = {**library.sampling_arguments(request), "end_id": request.end_id}
     if request.end_id is None:
         # Without a tokenizer the LLM refuses requests that give no end id.
         arguments |= {"end_id": NO_END_ID, "pad_id": ANY_ID, "ignore_eos": True}
-    if sampling.greedy:
+    if request.sampling.greedy:
         # The one that means greedy in all releases. A temperature or top_p of 0 does not.
         arguments["top_k"] = 1
-    else:
-        # The LLM takes a top_p of 0 as greedy, even with a top_k; SamplingParams takes it as none.
-        top_p = sampling.top_p or 1.0
-        arguments |= {"temperature": sampling.temperature, "top_p": top_p, "seed": sampling.seed}
-        arguments |= {"top_k": sampling.top_k} if sampling.top_k else {}
-    arguments |= sampling.penalties
-    if sampling.min_tokens > 0:
-        arguments["min_tokens"] = sampling.min_tokens
-    for word in sampling.bad_words:
+    bad_words = [word for word in request.sampling.bad_words if word]
+    for word in bad_words:
         if len(word) > 1:
             raise EngineError(
                 "TensorRT-LLM's LLM API does not support bad words of several tokens, such as token "
                 f"ids {list(word)}"
             )
-    if bad := [word[0] for word in sampling.bad_words if word]:
-        arguments["bad_token_ids"] = bad
+    if bad_words:
+        arguments["bad_token_ids"] = [word[0] for word in bad_words]
     if request.return_log_probs:
         arguments["logprobs"] = 1  # 0 means none in older releases
     return arguments
-
-
-def next_step(
-    completion: Any, request: GenerationRequest, last_id: int | None, *, finished: bool
-) -> Step:
-    """Return the new tokens of one of the LLM's ``CompletionOutput``.
-
-    Args:
-        last_id: the last id of the update before.
-        finished: that of the ``RequestOutput``.
-
-    Raises:
-        EngineError: log probabilities are missing, or the LLM gave the request up.
-    """
-    ids = list(completion.token_ids_diff)
-    log_probs = chosen_log_probs(ids, completion.logprobs_diff) if request.return_log_probs else []
-    reason = completion.finish_reason if finished else None
-    if reason in ("timeout", "cancelled"):
-        raise EngineError(f"TensorRT-LLM ended the request: {reason}")
-    # No stop words are given to the LLM, so "stop" is the end token.
-    if reason == "stop" and request.end_id not in (None, ids[-1] if ids else last_id):
-        ids.append(request.end_id)
-    return Step(ids, log_probs, finished)
-
-
-def chosen_log_probs(ids: Sequence[int], entries: Sequence[Any] | None) -> list[TokenLogProb]:
-    """Return the log probability of each id; as releases differ, each entry is a number, or a mapping
-    from ids to objects with a ``logprob``.
-
-    Raises:
-        EngineError: one is missing.
-    """
-    log_probs = []
-    for token, entry in zip(ids, entries or (), strict=False):
-        chosen = entry.get(token) if isinstance(entry, Mapping) else entry
-        value = getattr(chosen, "logprob", chosen)
-        if value is not None:
-            log_probs.append(TokenLogProb(token, float(value)))
-    if len(log_probs) < len(ids):
-        raise EngineError("TensorRT-LLM left out the log probability of a token")
-    return log_probs
-
-
-def is_fatal(error: Exception) -> bool:
-    """Tell an error that ends the LLM from one of a request.
-
-    A request's own errors are ``RequestError``, or those of Python for arguments; what ends the executor,
-    or is raised because it has ended, is a RuntimeError or comes from a socket or pipe.
-    """
-    # By name, for its place in the package is not promised.
-    if any(base.__name__ == "RequestError" for base in type(error).__mro__):
-        return False
-    return isinstance(error, (RuntimeError, OSError))
-
-
-def error_text(error: Exception, prompt_length: int) -> str:
-    """Return the text for the client; of a prompt that is too long it begins as the C++ backend's."""
-    text = str(error) or repr(error)
-    if _TOO_LONG.search(text) and "exceeds maximum input length" not in text:
-        return f"Prompt length ({prompt_length}) exceeds maximum input length: {text}"
-    return text

@@ -63,17 +63,6 @@ Send = Callable[[Output], None]
 
 
 @dataclass
-class Counters:
-    """Counts since the start: tokens that the engine made and Triton got, and sequences by their end."""
-
-    generated: int = 0
-    served: int = 0
-    finished: int = 0
-    stopped: int = 0
-    failed: int = 0
-
-
-@dataclass
 class _Sequence:
     """A sequence on its way from the engine to Triton. ``lock`` guards what both threads touch."""
 
@@ -81,15 +70,13 @@ class _Sequence:
     request_id: str
     send: Send
     streaming: bool
-    prompt_in_output: bool
+    prompt_first: bool
     lock: threading.Lock = field(default_factory=threading.Lock)
-    ids: list[int] = field(default_factory=list)  # not sent yet, as the next two
-    log_probs: list[TokenLogProb] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+    sent: int = 0  # of the ids
+    log_probs: list[TokenLogProb] = field(default_factory=list)  # not sent yet, as the next
     prompt_log_probs: list[TokenLogProb] = field(default_factory=list)
-    tail: list[int] = field(default_factory=list)  # the last ids generated, for stop words
-    context: list[int] = field(default_factory=list)  # the last ids sent
     cum_log_prob: float = 0.0
-    taken: int = 0
     ended: bool = False
     error: str | None = None
     refused: bool = False
@@ -100,12 +87,14 @@ class _Sequence:
 
     def add(self, step: Step) -> bool:
         """Add a step; return True if it completed a stop word, which ends the sequence."""
-        stop = self._stop_word_end(step.ids)
-        ids = step.ids[:stop]
-        self.ids += ids
-        self.log_probs += step.log_probs[: len(ids)]
+        before = len(self.ids)
+        self.ids += step.ids
+        stop = self._stop_word_end(before)
+        if stop is not None:
+            del self.ids[stop:]
+        self.log_probs += step.log_probs[: len(self.ids) - before]
         self.prompt_log_probs += step.prompt_log_probs
-        if ids:
+        if step.ids:
             self.last_token = time.monotonic_ns()
             self.first_token = self.first_token or self.last_token
         self.error, self.refused = step.error, step.refused
@@ -114,20 +103,19 @@ class _Sequence:
 
     def take(self, limit: int) -> Output:
         """Take what is ready as one response: of a stream at most ``limit`` ids, unless 0."""
-        end = limit if limit and self.streaming else len(self.ids)
-        ids, self.ids = self.ids[:end], self.ids[end:]
-        log_probs, self.log_probs = self.log_probs[:end], self.log_probs[end:]
+        begin, size = self.sent, limit if limit and self.streaming else len(self.ids)
+        ids = self.ids[begin : begin + size]
+        log_probs, self.log_probs = self.log_probs[:size], self.log_probs[size:]
         prompt_log_probs, self.prompt_log_probs = self.prompt_log_probs, []
-        context, self.context = self.context, (self.context + ids)[-CONTEXT_TOKENS:]
-        self.taken += len(ids)
+        self.sent += len(ids)
         self.cum_log_prob += sum(token.log_prob for token in log_probs)
-        final = self.ended and not self.ids
+        final = self.ended and self.sent == len(self.ids)
         return Output(
-            self.request.input_ids + ids if self.prompt_in_output else ids,
+            self.request.input_ids + ids if self.prompt_first else ids,
             log_probs,
             self.cum_log_prob,
-            context,
-            self.taken,
+            self.ids[max(0, begin - CONTEXT_TOKENS) : begin],
+            self.sent,
             final,
             self.error if final else None,
             Times(self.arrival, self.first_token, self.last_token if final else 0),
@@ -135,17 +123,14 @@ class _Sequence:
             prompt_log_probs,
         )
 
-    def _stop_word_end(self, ids: list[int]) -> int | None:
-        """Return the number of ``ids`` up to the end of the first stop word."""
+    def _stop_word_end(self, before: int) -> int | None:
+        """Return the number of ids up to the end of the first stop word that ends after ``before``."""
         words = self.request.stop_words
-        if not words:
-            return None
-        text = self.tail + ids
-        for end in range(len(self.tail) + 1, len(text) + 1):
+        for end in range(before + 1, len(self.ids) + 1) if words else ():
             for word in words:
-                if word[-1] == text[end - 1] and tuple(text[max(0, end - len(word)) : end]) == word:
-                    return end - len(self.tail)
-        self.tail = text[-max(map(len, words)) :]
+                begin = max(0, end - len(word))
+                if word[-1] == self.ids[end - 1] and word == tuple(self.ids[begin:end]):
+                    return end
         return None
 
 
@@ -161,10 +146,10 @@ class Serving:
         """
         self.engine = engine
         self._limit = tokens_per_response
-        self.counters = Counters()
+        # Tokens that the engine made and Triton got, and sequences by their end.
+        self.counters = dict.fromkeys(("generated", "served", "finished", "stopped", "failed"), 0)
         self._keys = itertools.count()
-        self._running: dict[str, dict[str, _Sequence]] = {}  # request id → engine key → sequence
-        self._running_lock = threading.Lock()
+        self._running: dict[str, _Sequence] = {}  # by the engine's key
         self._ready: queue.SimpleQueue[_Sequence | None] = queue.SimpleQueue()
         self._delivery = threading.Thread(target=self._deliver, name="delivery", daemon=True)
         self._delivery.start()
@@ -203,22 +188,21 @@ class Serving:
             raise EngineError(f"max_tokens must be at least 1, not {request.max_tokens}")
         key = f"{request_id}#{next(self._keys)}"
         request = replace(request, key=key, max_tokens=min(request.max_tokens, limit - length))
-        prompt_first = prompt_in_output and not streaming
-        sequence = _Sequence(request, request_id, send, streaming, prompt_first)
-        with self._running_lock:
-            self._running.setdefault(request_id, {})[key] = sequence
+        sequence = _Sequence(
+            request, request_id, send, streaming, prompt_first=prompt_in_output and not streaming
+        )
+        self._running[key] = sequence
         try:
             self.engine.submit(request, partial(self._on_step, sequence))
         except BaseException:
-            self._forget(sequence)
+            del self._running[key]
             raise
         return partial(self._stop, sequence)
 
     def stop(self, request_id: str) -> int:
         """End the sequences of a request, delivering what they have; return their number."""
-        with self._running_lock:
-            sequences = list(self._running.get(request_id, {}).values())
-        return sum(map(self._stop, sequences))
+        running = list(self._running.values())
+        return sum(self._stop(each) for each in running if each.request_id == request_id)
 
     def active(self) -> int:
         """Return the number of sequences that hold a slot of the engine or wait for one."""
@@ -235,24 +219,19 @@ class Serving:
             if sequence.ended:
                 return False
             sequence.ended, sequence.error = True, error
-            if error is None:
-                self.counters.stopped += 1
-            else:
-                self.counters.failed += 1
+            self.counters["failed" if error else "stopped"] += 1
             self._queue(sequence)
         self.engine.abort(sequence.request.key)
         return True
 
     def _on_step(self, sequence: _Sequence, step: Step) -> None:
-        self.counters.generated += len(step.ids)
+        self.counters["generated"] += len(step.ids)
         with sequence.lock:
             if sequence.ended:
                 return
             stop_word = sequence.add(step)
-            if sequence.ended and sequence.error is None:
-                self.counters.finished += 1
-            elif sequence.ended:
-                self.counters.failed += 1
+            if sequence.ended:
+                self.counters["finished" if sequence.error is None else "failed"] += 1
             if sequence.streaming or sequence.ended:
                 self._queue(sequence)
         if stop_word:
@@ -263,19 +242,12 @@ class Serving:
             sequence.queued = True
             self._ready.put(sequence)
 
-    def _forget(self, sequence: _Sequence) -> None:
-        with self._running_lock:
-            sequences = self._running.get(sequence.request_id, {})
-            sequences.pop(sequence.request.key, None)
-            if not sequences:
-                self._running.pop(sequence.request_id, None)
-
     def _deliver(self) -> None:
         for sequence in iter(self._ready.get, None):
             with sequence.lock:
                 sequence.queued = False
                 output = sequence.take(self._limit)
-                if sequence.ids:  # behind the others that have something ready
+                if sequence.sent < len(sequence.ids):  # behind the others that have something ready
                     self._queue(sequence)
             try:
                 sequence.send(output)
@@ -286,9 +258,9 @@ class Serving:
                 self._stop(sequence, "a response could not be delivered")
             else:
                 new = len(output.ids) if sequence.streaming else output.generated
-                self.counters.served += new
+                self.counters["served"] += new
             if output.final:
-                self._forget(sequence)
+                self._running.pop(sequence.request.key, None)
 
 
 def words_from_list(word_list: Iterable[Iterable[int]]) -> tuple[tuple[int, ...], ...]:

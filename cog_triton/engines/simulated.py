@@ -1,35 +1,33 @@
 """An engine that makes tokens at a set pace without a model, for tests and for sizing a deployment.
 
-``Schedule`` computes which tokens are due when; ``SimulatedEngine`` adds the thread and the clock.
 docs/sizing.md has what the costs stand for on a real engine. The tokens are those of a text, from a place
-that depends on the prompt: the same prompt always gives the same tokens.
+that depends on the prompt: the same prompt always gives the same tokens, and every token is certain.
 """
 
 from __future__ import annotations
 
-import itertools
-import threading
-import time
+import asyncio
+import sys
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from heapq import heappop, heappush
 from pathlib import Path
 from random import Random
+from time import monotonic
 from typing import Any, Literal, cast, get_args
 
 from cog_triton.engines.base import (
     LEAST_LOG_PROB,
-    Engine,
     EngineUnavailable,
+    EventLoopEngine,
     GenerationRequest,
-    Sink,
     Step,
+    Steps,
     TokenLogProb,
-    stopped_text,
 )
 
 DEFAULT_CONTEXT_LENGTH = 131_072
-TICK = 0.0005  # seconds; what is due within one is served together, by one wake-up of the thread
+TICK = 0.0005  # seconds; the loop's timers are rounded to 0.001
 BURST = 32  # most tokens of one sequence in one step, so that the others get theirs in between
 SPARED_TOKENS = 2  # a request for so few never fails: the warm-up of a setup is one
 
@@ -47,9 +45,7 @@ FailureKind = Literal["error", "stall", "refuse"]
 class Costs:
     """Costs of requests; none by default."""
 
-    prefill: float = (
-        0.0  # seconds from the end of a prompt's prefill to its first token; they overlap
-    )
+    prefill: float = 0.0  # seconds from a prompt's prefill to its first token; they overlap
     prefill_rate: float = 0.0  # prompt tokens a second, one prompt after another; 0 is no limit
     inter_token: float = 0.0  # seconds between two tokens of a request
     max_batch: int = 0  # requests that run at once, others wait for a slot; 0 is no limit
@@ -91,153 +87,29 @@ class Failures:
         return Failure(kind, after=max(0, after - request.continued))
 
 
-def _prompt(request: GenerationRequest) -> list[int]:
-    return request.input_ids[: len(request.input_ids) - request.continued]
+class _Slots:
+    """Slots, first come, first served. Each is free from when its last user was due to leave it."""
+
+    def __init__(self, count: int) -> None:
+        self._semaphore = asyncio.Semaphore(count)
+        self._free: deque[float] = deque()  # the times from which on slots are free, if not always
+
+    async def acquire(self, at: float) -> float:
+        """Wait for a slot; return the time from which on it is the caller's, who wants it at ``at``."""
+        await self._semaphore.acquire()
+        return max(at, self._free.popleft() if self._free else 0.0)
+
+    def release(self, at: float) -> None:
+        self._free.append(min(at, monotonic()))
+        self._semaphore.release()
 
 
-@dataclass(eq=False)
-class _Sequence:
-    request: GenerationRequest
-    sink: Sink
-    failure: Failure | None
-    start: int  # place in the text
-    since: float  # when it came; from its start on, when it got its slot
-    generated: int = 0
-    aborted: bool = False
-
-
-class Schedule:
-    """The times at which sequences get their tokens, in seconds from any origin.
+class SimulatedEngine(EventLoopEngine):
+    """Makes tokens by the clock.
 
     What happens late happens as if it had been on time: the next token, the next prompt and the next
     request in the queue follow from when it was due.
     """
-
-    def __init__(self, token_ids: list[int], costs: Costs) -> None:
-        """Start with no request; ``token_ids`` is generated again and again."""
-        self._costs = costs
-        self._length = len(token_ids)
-        # So that any BURST tokens are one slice.
-        self._text = [token_ids[i % self._length] for i in range(self._length + BURST)]
-        self._waiting: dict[str, _Sequence] = {}  # for a slot, first come, first served
-        self._running: dict[str, _Sequence] = {}  # with a slot
-        self._prompts: dict[str, _Sequence] = {}  # of those, in prefill (the first) or before it
-        # The next event of a running sequence, at most one entry each; equal times keep their order.
-        self._due: list[tuple[float, int, _Sequence]] = []
-        self._serial = itertools.count()
-
-    def __len__(self) -> int:
-        return len(self._running) + len(self._waiting)
-
-    def add(
-        self, request: GenerationRequest, sink: Sink, failure: Failure | None, now: float
-    ) -> None:
-        """Start a request, or queue it for a slot."""
-        place = (sum(_prompt(request)) + request.continued) % self._length
-        sequence = _Sequence(request, sink, failure, start=place, since=now)
-        if 0 < self._costs.max_batch <= len(self._running):
-            self._waiting[request.key] = sequence
-        else:
-            self._start(sequence, now)
-
-    def remove(self, key: str, now: float) -> None:
-        """Remove a request; an unknown one is not an error."""
-        if self._waiting.pop(key, None) is None and key in self._running:
-            sequence = self._running[key]
-            sequence.aborted = True
-            self._leave(sequence, now)
-
-    def next_due(self) -> float | None:
-        """Return the time of the next event, None without one."""
-        while self._due and self._due[0][2].aborted:
-            heappop(self._due)
-        return self._due[0][0] if self._due else None
-
-    def step(self, now: float) -> list[tuple[Sink, Step]]:
-        """Do all that is due by ``now``, or a tick later: each sequence at most one burst."""
-        limit = now + TICK
-        due = []
-        while self._due and self._due[0][0] <= limit:
-            due.append(heappop(self._due))
-        responses = []
-        for at, _, sequence in due:
-            if sequence.aborted:
-                continue
-            if sequence.request.key in self._prompts:
-                self._end_prefill(sequence, at)
-            elif sequence.failure is not None and sequence.generated == sequence.failure.after:
-                responses += self._fail(sequence, at)
-            else:
-                responses.append((sequence.sink, self._generate(sequence, at, limit)))
-        return responses
-
-    def _start(self, sequence: _Sequence, at: float) -> None:
-        sequence.since = at
-        self._running[sequence.request.key] = sequence
-        if not self._costs.prefill_rate:
-            self._enter(sequence, at + self._costs.prefill)
-            return
-        self._prompts[sequence.request.key] = sequence
-        if len(self._prompts) == 1:
-            self._prefill_next(at)
-
-    def _prefill_next(self, at: float) -> None:
-        sequence = next(iter(self._prompts.values()), None)
-        if sequence is not None:
-            seconds = len(sequence.request.input_ids) / self._costs.prefill_rate
-            self._enter(sequence, max(at, sequence.since) + seconds)
-
-    def _end_prefill(self, sequence: _Sequence, at: float) -> None:
-        del self._prompts[sequence.request.key]
-        self._enter(sequence, at + self._costs.prefill)
-        self._prefill_next(at)
-
-    def _generate(self, sequence: _Sequence, at: float, limit: float) -> Step:
-        request, pace = sequence.request, self._costs.inter_token
-        end = sequence.failure.after if sequence.failure else request.max_tokens
-        # Without a pace, twice as many each time: the first token comes alone and at once.
-        due = 1 + int((limit - at) / pace) if pace else max(1, sequence.generated)
-        place = (sequence.start + sequence.generated) % self._length
-        ids = self._text[place : place + min(due, end - sequence.generated, BURST)]
-        if request.end_id is not None and request.end_id in ids:
-            ids = ids[: ids.index(request.end_id) + 1]
-        sequence.generated += len(ids)
-        finished = sequence.generated == request.max_tokens or ids[-1] == request.end_id
-        if finished:
-            self._leave(sequence, at + (len(ids) - 1) * pace)
-        else:
-            self._enter(sequence, at + len(ids) * pace)
-        asked, count = request.return_log_probs, request.top_log_probs
-        log_probs = [TokenLogProb(i, 0.0, _top(i, count)) for i in ids] if asked else []
-        return Step(ids, log_probs, finished)
-
-    def _fail(self, sequence: _Sequence, at: float) -> list[tuple[Sink, Step]]:
-        assert sequence.failure is not None
-        if sequence.failure.kind == "stall":  # nothing will be due any more, and the slot is kept
-            return []
-        self._leave(sequence, at)
-        error = f"a simulated failure after {sequence.generated} tokens (simulated_failure_rate)"
-        return [(sequence.sink, Step([], finished=True, error=error))]
-
-    def _leave(self, sequence: _Sequence, at: float) -> None:
-        """Free the sequence's slot, and its place among the prompts."""
-        key = sequence.request.key
-        del self._running[key]
-        if key in self._prompts:
-            was_first = next(iter(self._prompts)) == key
-            del self._prompts[key]
-            if was_first:
-                self._prefill_next(at)
-        if self._waiting:
-            first = self._waiting.pop(next(iter(self._waiting)))
-            self._start(first, max(at, first.since))
-
-    def _enter(self, sequence: _Sequence, at: float) -> None:
-        heappush(self._due, (at, next(self._serial), sequence))
-
-
-class SimulatedEngine(Engine):
-    """Runs a schedule by the clock. Every token is certain."""
 
     features = frozenset({"min_p", "top_logprobs"})
 
@@ -249,15 +121,16 @@ class SimulatedEngine(Engine):
         *,
         context_length: int = DEFAULT_CONTEXT_LENGTH,
     ) -> None:
-        """Start the stepping thread; ``token_ids`` is generated again and again."""
+        """Start the engine's thread; ``token_ids`` is generated again and again."""
         self.context_length = context_length
-        self._schedule = Schedule(token_ids, costs or Costs())
+        self._costs = costs or Costs()
         self._failures = failures or Failures()
-        self._ending = 0  # have left the schedule, but their last tokens are not handed over yet
-        self._changed = threading.Condition()
-        self._closed = False
-        self._thread = threading.Thread(target=self._run, name="simulated-engine", daemon=True)
-        self._thread.start()
+        self._length = len(token_ids)
+        # So that any BURST tokens are one slice.
+        self._text = [token_ids[i % self._length] for i in range(self._length + BURST)]
+        self._slots = _Slots(self._costs.max_batch or sys.maxsize)
+        self._prefills = _Slots(1)
+        super().__init__("simulated-engine")
 
     @classmethod
     def from_parameters(cls, parameters: Mapping[str, str]) -> SimulatedEngine:
@@ -284,59 +157,77 @@ class SimulatedEngine(Engine):
         length = int(parameters.get("max_seq_len", DEFAULT_CONTEXT_LENGTH))
         return cls(ids, costs, failures, context_length=length)
 
-    def submit(self, request: GenerationRequest, sink: Sink) -> None:
+    def steps(self, request: GenerationRequest) -> Steps:
         failure = self._failures.of(request)
-        with self._changed:
-            if self._closed:
-                raise EngineUnavailable(stopped_text(None))
-            if failure is not None and failure.kind == "refuse":
-                # TensorRT-LLM's wording, which clients know.
-                raise EngineUnavailable(
-                    "Maximum queue size of 0 has been reached, please try again later "
-                    "(simulated_failure_rate)"
-                )
-            self._schedule.add(request, sink, failure, time.perf_counter())
-            self._changed.notify()
+        if failure is not None and failure.kind == "refuse":
+            # TensorRT-LLM's wording, which clients know.
+            raise EngineUnavailable(
+                "Maximum queue size of 0 has been reached, please try again later "
+                "(simulated_failure_rate)"
+            )
+        return self._generate(request, failure, monotonic())
 
-    def abort(self, key: str) -> None:
-        with self._changed:
-            self._schedule.remove(key, time.perf_counter())
-            self._changed.notify()
-
-    def active(self) -> int:
-        with self._changed:
-            return len(self._schedule) + self._ending
-
-    def close(self) -> None:
-        with self._changed:
-            self._closed = True
-            self._changed.notify()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                if not self._wait_until_due():
+    async def _generate(
+        self, request: GenerationRequest, failure: Failure | None, arrival: float
+    ) -> Steps:
+        at = await self._slots.acquire(arrival)  # when the next event is due
+        try:
+            if self._costs.prefill_rate:
+                at = await self._prefill(len(request.input_ids), at)
+            at += self._costs.prefill
+            place = sum(_prompt(request)) + request.continued
+            made, finished = 0, False
+            while not finished:
+                await _sleep_until(at)
+                if failure is not None and made == failure.after:
+                    if failure.kind == "stall":  # the slot is kept
+                        await asyncio.get_running_loop().create_future()
+                    error = f"a simulated failure after {made} tokens (simulated_failure_rate)"
+                    yield Step(finished=True, error=error)
                     return
-                responses = self._schedule.step(time.perf_counter())
-                self._ending = sum(tokens.finished for _, tokens in responses)
-            for sink, tokens in responses:
-                self._ending -= tokens.finished
-                sink(tokens)
+                end = failure.after if failure is not None else request.max_tokens
+                count = min(self._due(made, at), end - made)
+                ids = self._ids((place + made) % self._length, count, request.end_id)
+                made += len(ids)
+                finished = made == request.max_tokens or ids[-1] == request.end_id
+                at += (len(ids) - finished) * self._costs.inter_token
+                asked, top = ids if request.return_log_probs else (), request.top_log_probs
+                yield Step(ids, [TokenLogProb(i, 0.0, _top(i, top)) for i in asked], finished)
+        finally:
+            self._slots.release(at)
 
-    def _wait_until_due(self) -> bool:
-        """Wait for the next event; return False if the engine was closed instead."""
-        while not self._closed:
-            due = self._schedule.next_due()
-            wait = None if due is None else due - time.perf_counter()
-            if wait is not None and wait <= 0:
-                return True
-            self._changed.wait(wait)
-        return False
+    async def _prefill(self, tokens: int, at: float) -> float:
+        at = await self._prefills.acquire(at)
+        try:
+            at += tokens / self._costs.prefill_rate
+            await _sleep_until(at)
+        finally:
+            self._prefills.release(at)
+        return at
+
+    def _due(self, made: int, at: float) -> int:
+        if pace := self._costs.inter_token:
+            return min(BURST, 1 + int(max(0.0, monotonic() + TICK - at) / pace))
+        # Without a pace, twice as many each time: the first token comes alone and at once.
+        return min(BURST, max(1, made))
+
+    def _ids(self, place: int, count: int, end_id: int | None) -> list[int]:
+        ids = self._text[place : place + count]
+        return ids[: ids.index(end_id) + 1] if end_id in ids else ids
+
+
+async def _sleep_until(at: float) -> None:
+    await asyncio.sleep(max(0.0, at - monotonic()))  # others get their turn in any case
+    while (left := at - monotonic()) > TICK:
+        await asyncio.sleep(left)
+
+
+def _prompt(request: GenerationRequest) -> list[int]:
+    return request.input_ids[: len(request.input_ids) - request.continued]
 
 
 def _top(token: int, count: int) -> tuple[tuple[int, float], ...]:
-    """The most likely tokens where the engine makes one for certain: that one, and any others."""
+    """Return the most likely tokens where one is certain: that one, and any others."""
     others = ((other, LEAST_LOG_PROB) for other in range(count) if other != token)
     return ((token, 0.0), *others)[:count]
 

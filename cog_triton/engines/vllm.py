@@ -1,10 +1,7 @@
-"""vLLM, by its ``AsyncLLM``: it schedules, batches and samples, and this module hands it token ids.
+"""vLLM, by its ``AsyncLLM``.
 
 Its engine core and its workers are processes of their own; see ``interpreter``. When the engine core ends
 by itself, all requests end with that reason, no more are taken, and ``on_death``'s function is called.
-
-The arguments come from the same template variables as TensorRT-LLM's. Those of ``vllm_config``, a YAML
-file, are handed over as they stand there and win.
 
 What differs from the embedded engine on transformers, by vLLM's nature:
 
@@ -25,31 +22,16 @@ import logging
 import multiprocessing
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from cog_triton.adapters.directory import LoraRequests
-from cog_triton.engines.arguments import (
-    cpu_arguments,
-    engine_arguments,
-    loading_dtype,
-    without_effect,
-)
-from cog_triton.engines.base import (
-    LEAST_LOG_PROB,
-    EngineError,
-    GenerationRequest,
-    Step,
-    TokenLogProb,
-    check_ids,
-)
-from cog_triton.engines.event_loop import EventLoopEngine, Steps
+from cog_triton.engines import library
+from cog_triton.engines.base import EngineError, GenerationRequest, Steps, TokenLogProb, check_ids
 from cog_triton.engines.interpreter import prepare, renice
 from cog_triton.request.request import Guide, GuideKind
-from cog_triton.text.tokenizer import remote_code_refusal
 
 logger = logging.getLogger(__name__)
 
+CPU_CACHE_BYTES = 1 << 30  # holds 8,192 tokens of an 8 B model
 SEEDS = 2**63  # of an int64 that is not negative: others end vLLM's runner
 
 # Measured with vLLM 0.32: its kernels for CPUs index the adapters by -1 where a request has none, and so
@@ -67,8 +49,11 @@ _GUIDES = {  # a guide's kind → the argument of vLLM's StructuredOutputsParams
 }
 
 
-class VllmEngine(EventLoopEngine):
+class VllmEngine(library.LibraryEngine):
     """See the module's docstring."""
+
+    title = "vLLM"
+    lora_request = "vllm.lora.request:LoRARequest"
 
     def __init__(self, parameters: Mapping[str, str]) -> None:
         """Load the model that the tensorrt_llm model's parameters name.
@@ -79,27 +64,22 @@ class VllmEngine(EventLoopEngine):
             OSError: there is no such file or model.
             Exception: whatever else vLLM raises while it loads.
         """
-        for name in without_effect(parameters, "vllm"):
-            logger.warning("tensorrt_llm: %s has no effect with the engine vllm", name)
         arguments = loading_arguments(parameters)
-        adapters = parameters.get("lora_prefetch_dir")
+        adapters = "lora_prefetch_dir" in parameters
         if adapters and _on_cpu():
             logger.warning(NO_ADAPTERS)
-        self._adapters = LoraRequests(Path(adapters) if adapters else None)
         self._loadable: set[int] = set()  # numbers of the adapters that vLLM has loaded
         self._then: Callable[[], object] = lambda: None
         self._llm: Any = None
-        super().__init__("vllm-engine")
+        super().__init__(parameters)
         try:
-            asyncio.run_coroutine_threadsafe(self._load(arguments), self._loop).result()
+            with library.explained(arguments):
+                asyncio.run_coroutine_threadsafe(self._load(arguments), self._loop).result()
         except BaseException as error:
             self.close()
             if isinstance(error, TypeError):  # an argument that its release does not know
                 raise ValueError(f"vLLM: {error}") from error
-            text = remote_code_refusal(error, "model", str(arguments["model"]))
-            if arguments.get("trust_remote_code") or not text:
-                raise
-            raise ValueError(text) from error
+            raise
         llm: Any = self._llm
         config = llm.model_config
         self.context_length = int(config.max_model_len)
@@ -121,7 +101,7 @@ class VllmEngine(EventLoopEngine):
         super().die(reason)
         self._then()
 
-    def steps(self, request: GenerationRequest) -> Steps:
+    def sampling_params(self, request: GenerationRequest) -> Any:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
@@ -132,23 +112,18 @@ class VllmEngine(EventLoopEngine):
                 raise EngineError("an answer with a guide cannot be continued")
             guide = StructuredOutputsParams(**guide_arguments(request.guide))
             arguments["structured_outputs"] = guide
-        try:
-            sampling = SamplingParams(output_kind=RequestOutputKind.DELTA, **arguments)
-        except Exception as error:
-            if not _is_refusal(error):
-                raise
-            raise EngineError(str(error)) from error
+        sampling = SamplingParams(output_kind=RequestOutputKind.DELTA, **arguments)
         if request.sampling.bad_words:
             # Its own way is from text, by a tokenizer; this is where that would put the ids.
             sampling._bad_words_token_ids = [list(word) for word in request.sampling.bad_words]
-        return self._generate(request, sampling, self._adapter(request.lora_task_id))
+        return sampling
 
-    def _adapter(self, task_id: int) -> Any:
-        if not task_id:
-            return None
-        from vllm.lora.request import LoRARequest
+    def is_refusal(self, error: Exception) -> bool:
+        # Older releases raise only ValueError.
+        return isinstance(error, ValueError) or _is_a(error, "VLLMClientError")
 
-        return self._adapters.of(task_id, LoRARequest)
+    def is_fatal(self, error: Exception) -> bool:
+        return _is_a(error, "EngineDeadError")
 
     # What follows runs on the loop.
 
@@ -167,26 +142,22 @@ class VllmEngine(EventLoopEngine):
         self._loop.remove_reader(process.sentinel)
         self.die(f"vLLM's process {process.name} has ended, with status {process.exitcode}")
 
-    async def _generate(self, request: GenerationRequest, sampling: Any, adapter: Any) -> Steps:
+    async def generate(self, request: GenerationRequest, sampling: Any, adapter: Any) -> Steps:
         prompt, finished = {"prompt_token_ids": request.input_ids}, False
         wants_prompt = request.prompt_log_probs
         try:
             await self._load_adapter(adapter, request.lora_task_id)
             outputs = self._llm.generate(prompt, sampling, request.key, lora_request=adapter)
             async for output in outputs:
-                step = next_step(output.outputs[0], request, finished=output.finished)
+                new, finished = output.outputs[0], output.finished
+                end = str(new.finish_reason) if finished else None
+                step = self.step(request, list(new.token_ids), new.logprobs, end)
                 if wants_prompt and step.ids:
                     wants_prompt = False
-                    told = prompt_log_probs(output.prompt_logprobs, request)
-                    step = replace(step, prompt_log_probs=told)
-                finished = step.finished
+                    of_prompt = prompt_log_probs(output.prompt_logprobs, request)
+                    step = replace(step, prompt_log_probs=of_prompt)
                 if step.ids or finished:
                     yield step
-        except Exception as error:
-            if _is_a(error, "EngineDeadError"):
-                raise
-            text = str(error) or repr(error)
-            yield Step([], finished=True, error=text, refused=_is_refusal(error))
         finally:
             if not finished:
                 # vLLM drops a request whose task is cancelled, but not between two of the task's steps.
@@ -200,7 +171,7 @@ class VllmEngine(EventLoopEngine):
         try:
             await self._llm.add_lora(adapter)
         except Exception as error:
-            if _is_a(error, "EngineDeadError"):
+            if self.is_fatal(error):
                 raise
             raise EngineError(f"lora_task_id {task_id}: {error}") from error
         self._loadable.add(adapter.lora_int_id)
@@ -221,28 +192,61 @@ def loading_arguments(parameters: Mapping[str, str]) -> dict[str, Any]:
     return arguments | loading_dtype(arguments, on_cpu=on_cpu)
 
 
-def sampling_arguments(request: GenerationRequest) -> dict[str, Any]:
-    """Return the arguments of ``vllm.SamplingParams`` for a request, but for bad words and guides.
-
-    What changes nothing is left out. Stop words are not given to vLLM: they stay in the output here, and
-    ``Serving`` looks for them.
-    """
-    sampling = request.sampling
-    arguments: dict[str, Any] = {
-        "max_tokens": request.max_tokens,
-        "detokenize": False,
-        "ignore_eos": True,  # the request's end token is the one that counts
-        "temperature": 0.0 if sampling.greedy else sampling.temperature,
-        **sampling.penalties,
+def engine_arguments(parameters: Mapping[str, str]) -> dict[str, Any]:
+    """Return the arguments of ``vllm.AsyncEngineArgs`` on any machine; see ``loading_arguments``."""
+    arguments = {
+        "disable_log_stats": True,
+        # Else the model's own defaults of sampling and of end tokens would be added to each request's.
+        "generation_config": "vllm",
+        **library.table_arguments(parameters, "vllm"),
     }
-    if not sampling.greedy:
-        arguments |= {"top_p": sampling.top_p or 1.0, "top_k": sampling.top_k}
-        arguments |= {"min_p": sampling.min_p} if sampling.min_p else {}
+    if backend := parameters.get("guided_decoding_backend"):
+        # Some models write white space until max_tokens. The other backends have no such argument.
+        compact = {"disable_any_whitespace": True} if backend in ("xgrammar", "guidance") else {}
+        arguments["structured_outputs_config"] = {"backend": backend, **compact}
+    return library.with_file(arguments, parameters, "vllm")
+
+
+def loading_dtype(arguments: Mapping[str, Any], *, on_cpu: bool) -> dict[str, Any]:
+    """Return the data type of a model that vLLM would not find by itself.
+
+    It halves float32 weights, which stay as they are here; but on GPUs it applies adapters only in half
+    precision.
+
+    Raises:
+        ValueError: adapters are to be applied in float32 on a GPU.
+        OSError: the model's configuration cannot be read.
+    """
+    if arguments.get("enable_lora") and not on_cpu:
+        if arguments.get("dtype") in ("float32", "float"):
+            raise ValueError(
+                "tensorrt_llm: dtype float32 does not go with lora_prefetch_dir: vLLM applies adapters on "
+                "a GPU in float16 or bfloat16 (auto takes one of them)"
+            )
+        return {}
+    if "dtype" in arguments:
+        return {}
+    config = library.model_config(arguments)
+    saved = config.get("dtype") or config.get("torch_dtype")
+    return {"dtype": "float32"} if str(saved).endswith("float32") else {}
+
+
+def cpu_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments for CPUs, where vLLM would take most of the memory and minutes to compile."""
+    cache = {"kv_cache_memory_bytes": CPU_CACHE_BYTES}
+    sized = "gpu_memory_utilization" in arguments
+    return {"enforce_eager": True, **({} if sized else cache), **arguments}
+
+
+def sampling_arguments(request: GenerationRequest) -> dict[str, Any]:
+    """Return the arguments of ``vllm.SamplingParams`` for a request, but for bad words and guides."""
+    # The request's end token is the one that counts.
+    arguments: dict[str, Any] = {"temperature": 0.0, "detokenize": False, "ignore_eos": True}
+    arguments |= library.sampling_arguments(request)
+    if not request.sampling.greedy:
+        arguments |= {"min_p": request.sampling.min_p} if request.sampling.min_p else {}
         # Its noise begins anew with a request: a continuation is not to repeat that of the beginning.
-        arguments["seed"] = (sampling.seed + request.continued) % SEEDS
-    if sampling.min_tokens > 0:
-        # The context may have cut the maximum since the two were compared.
-        arguments["min_tokens"] = min(sampling.min_tokens, request.max_tokens)
+        arguments["seed"] = (request.sampling.seed + request.continued) % SEEDS
     if request.end_id is not None:
         arguments["stop_token_ids"] = [request.end_id]
     if request.logit_bias:
@@ -263,47 +267,17 @@ def guide_arguments(guide: Guide) -> dict[str, Any]:
     return {_GUIDES[guide.kind]: guide.text}
 
 
-def next_step(output: Any, request: GenerationRequest, *, finished: bool) -> Step:
-    """Return the new tokens of one of vLLM's ``CompletionOutput`` of the kind DELTA.
-
-    Args:
-        finished: that of the ``RequestOutput``.
-
-    Raises:
-        EngineError: vLLM gave the request up.
-    """
-    if finished and output.finish_reason not in ("stop", "length"):
-        raise EngineError(f"vLLM ended the request: {output.finish_reason}")
-    ids = list(output.token_ids)
-    entries = zip(ids, output.logprobs, strict=True) if request.return_log_probs else ()
-    log_probs = [_log_prob(token, entry, request.top_log_probs) for token, entry in entries]
-    return Step(ids, log_probs, finished)
-
-
 def prompt_log_probs(entries: Any, request: GenerationRequest) -> list[TokenLogProb]:
     """Return those of the prompt's tokens. ``entries`` are vLLM's, None at the first place."""
-    ids, count = request.input_ids, request.top_log_probs
-    rest = zip(ids[1:], entries[1:], strict=True)
-    return [TokenLogProb(ids[0], 0.0), *(_log_prob(token, entry, count) for token, entry in rest)]
-
-
-def _log_prob(token: int, entry: Mapping[int, Any], count: int) -> TokenLogProb:
-    # Rounding may leave a certain token a hair above 0.
-    values = {i: max(LEAST_LOG_PROB, min(0.0, float(e.logprob))) for i, e in entry.items()}
-    # vLLM adds the chosen token to the most likely ones.
-    top = sorted(values.items(), key=lambda item: -entry[item[0]].logprob)[:count]
-    return TokenLogProb(token, values[token], tuple(top))
+    ids = request.input_ids
+    rest = library.log_probs(ids[1:], entries[1:], request.top_log_probs)
+    return [TokenLogProb(ids[0], 0.0), *rest]
 
 
 def _on_cpu() -> bool:
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_cpu())
-
-
-def _is_refusal(error: Exception) -> bool:
-    # Older releases raise only ValueError.
-    return isinstance(error, ValueError) or _is_a(error, "VLLMClientError")
 
 
 def _is_a(error: Exception, name: str) -> bool:

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -131,7 +131,7 @@ class TritonPythonModel:
         before = dict.fromkeys(metrics, 0)
         while not self._closed.wait(METRICS_SECONDS):
             # What is active first: where it is 0, the counts are complete.
-            now = {"active": self._serving.active(), **asdict(self._serving.counters)}
+            now = {"active": self._serving.active(), **self._serving.counters}
             for name, metric in metrics.items():
                 if now[name] != before[name]:
                     metric.increment(now[name] - before[name])

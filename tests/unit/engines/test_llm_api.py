@@ -18,12 +18,6 @@ from typing import Any
 
 import pytest
 
-from cog_triton.engines.arguments import (
-    context_length,
-    llm_arguments,
-    merged,
-    read_arguments,
-)
 from cog_triton.engines.base import (
     EngineError,
     GenerationRequest,
@@ -32,13 +26,12 @@ from cog_triton.engines.base import (
     TokenLogProb,
     create_engine,
 )
+from cog_triton.engines.library import TABLE, log_probs, read_arguments, with_file
 from cog_triton.engines.llm_api import (
     TensorrtLlmEngine,
-    chosen_log_probs,
-    error_text,
-    is_fatal,
+    context_length,
     is_forgetful,
-    next_step,
+    llm_arguments,
     sampling_arguments,
 )
 from cog_triton.errors import error_from_text
@@ -53,7 +46,6 @@ NOT_PROMISED = {"backend", "cuda_graph_config", "scheduler_config", "attn_backen
 # Arguments outside of the contract that the tests here need, as read in TensorRT-LLM's repository.
 READ = {"build_config", "sampler_type"}
 HONOURS_ALL = "1.3.0rc26"
-EXPECTED_END = Step([], finished=True)
 
 
 @pytest.fixture(autouse=True)
@@ -312,8 +304,6 @@ def test_the_llm_takes_them_all(make: Make, caplog: pytest.LogCaptureFixture) ->
 
 
 def test_every_variable_is_an_argument_or_said_to_have_no_effect() -> None:
-    from cog_triton.engines import arguments as engine
-
     keys = {  # where the parameter's name differs
         "batching_strategy": "gpt_model_type",
         "encoder_engine_dir": "encoder_model_path",
@@ -326,21 +316,21 @@ def test_every_variable_is_an_argument_or_said_to_have_no_effect() -> None:
         "llm_api_config",
         "max_tokens_per_response",  # of what delivers the tokens of all embedded engines
         "tokenizer_dir",
+        "vllm_config",  # has no effect
     }
     table = VARIABLES["tensorrt_llm"]
     template = (TESTS.parent / "triton_model_repo" / "tensorrt_llm" / "config.pbtxt").read_text()
     quoted = set(re.findall(r'string_value: "\$\{(\w+)\}"', template))
     names = {keys.get(name, name) for name in quoted if not name.startswith("simulated_")}
     assert quoted <= table.keys()
-    known = {*engine.TABLE, *engine.NO_ARGUMENT["llmapi"]}
-    assert names - known == apart
+    assert names - TABLE.keys() == apart
 
 
 # The YAML file
 
 
-def test_the_file_wins_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    ours = {
+def test_the_file_wins_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    ours: dict[str, Any] = {
         "model": "m",
         "max_batch_size": 8,
         "max_seq_len": 9,
@@ -352,7 +342,9 @@ def test_the_file_wins_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
         "attn_backend": "FLASHINFER",
         "kv_cache_config": {"max_tokens": 3, "event_buffer_max_size": 4},
     }
-    assert merged(ours, theirs) == {
+    file = tmp_path / "llm.yaml"
+    file.write_text(json.dumps(theirs))
+    assert with_file(ours, {"llm_api_config": str(file)}, "llmapi") == {
         "model": "m",
         "max_batch_size": 16,
         "max_seq_len": 9,
@@ -649,50 +641,63 @@ def test_a_parameter_that_the_llm_refuses(make: Make) -> None:
 # Updates
 
 
-def completion(**values: Any) -> SimpleNamespace:
-    return SimpleNamespace(
-        **{"token_ids_diff": [8], "logprobs_diff": [], "finish_reason": None, **values}
-    )
+class Update:
+    """A RequestOutput of the LLM with one update."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        given = {"token_ids_diff": [8], "logprobs_diff": [], "finish_reason": None, **values}
+        self.outputs, self.finished = [SimpleNamespace(**given)], given["finish_reason"] is not None
+        self.updates = [self]
+
+    def __aiter__(self) -> Update:
+        return self
+
+    async def __anext__(self) -> Update:
+        if not self.updates:
+            raise StopAsyncIteration
+        return self.updates.pop()
+
+    def abort(self) -> None:
+        pass
 
 
 @pytest.mark.parametrize(
-    ("values", "last_id", "finished", "tokens"),
+    ("values", "tokens"),
     [
-        ({}, None, False, Step([8])),
-        ({"token_ids_diff": []}, 8, False, Step([])),
-        ({"finish_reason": "length"}, None, True, Step([8], finished=True)),
-        ({"finish_reason": "stop"}, None, True, Step([8, 2], finished=True)),
+        ({}, Step([8])),
+        ({"finish_reason": "length"}, Step([8], finished=True)),
+        ({"finish_reason": "stop"}, Step([8, 2], finished=True)),
+        ({"finish_reason": "stop", "token_ids_diff": [8, 2]}, Step([8, 2], finished=True)),
+        ({"finish_reason": "stop", "token_ids_diff": []}, Step([2], finished=True)),
         (
-            {"finish_reason": "stop", "token_ids_diff": [8, 2]},
-            None,
-            True,
-            Step([8, 2], finished=True),
+            {"finish_reason": "timeout"},
+            Step(finished=True, error="TensorRT-LLM ended the request: timeout"),
         ),
-        ({"finish_reason": "stop", "token_ids_diff": []}, 2, True, EXPECTED_END),
-        ({"finish_reason": "stop", "token_ids_diff": []}, 8, True, Step([2], finished=True)),
+        (
+            {"finish_reason": "cancelled"},
+            Step(finished=True, error="TensorRT-LLM ended the request: cancelled"),
+        ),
     ],
 )
-def test_updates(values: dict[str, Any], last_id: int | None, finished: bool, tokens: Step) -> None:
-    found = next_step(completion(**values), request(end_id=2), last_id, finished=finished)
-    assert found == tokens
-
-
-@pytest.mark.parametrize("reason", ["timeout", "cancelled"])
-def test_a_request_that_the_llm_gives_up(reason: str) -> None:
-    with pytest.raises(EngineError, match=f"TensorRT-LLM ended the request: {reason}"):
-        next_step(completion(finish_reason=reason), request(), None, finished=True)
+def test_updates(
+    values: dict[str, Any], tokens: Step, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, sink = make(), Sink()
+    monkeypatch.setattr(engine._llm, "generate_async", lambda **_: Update(values))
+    engine.submit(request(end_id=2), sink)
+    assert sink.next() == tokens
 
 
 def test_log_probabilities_of_all_releases() -> None:
     entries = [{5: SimpleNamespace(logprob=-0.5), 6: SimpleNamespace(logprob=-1.5)}, -0.25]
-    assert chosen_log_probs([6, 7], entries) == [TokenLogProb(6, -1.5), TokenLogProb(7, -0.25)]
-    assert chosen_log_probs([], None) == []
+    assert log_probs([6, 7], entries) == [TokenLogProb(6, -1.5), TokenLogProb(7, -0.25)]
+    assert log_probs([], None) == []
 
 
 @pytest.mark.parametrize("entries", [None, [], [{9: SimpleNamespace(logprob=-1.0)}]])
 def test_a_log_probability_that_is_missing(entries: list[Any] | None) -> None:
     with pytest.raises(EngineError, match="left out the log probability"):
-        chosen_log_probs([5], entries)
+        log_probs([5], entries)
 
 
 # Errors
@@ -713,8 +718,8 @@ class RequestError(RuntimeError):
         (BrokenPipeError(), True),
     ],
 )
-def test_which_errors_are_the_end(error: Exception, fatal: bool) -> None:
-    assert is_fatal(error) is fatal
+def test_which_errors_are_the_end(make: Make, error: Exception, fatal: bool) -> None:
+    assert make().is_fatal(error) is fatal
 
 
 @pytest.mark.parametrize(
@@ -727,15 +732,15 @@ def test_which_errors_are_the_end(error: Exception, fatal: bool) -> None:
         ("something else", "E2100"),
     ],
 )
-def test_the_texts_lead_to_codes(text: str, code: str) -> None:
-    found = error_text(RequestError(text), 9)
+def test_the_texts_lead_to_codes(make: Make, text: str, code: str) -> None:
+    found = make().error_text(RequestError(text), 9)
     assert text in found
     assert error_from_text(found).code == code
     assert found.startswith("Prompt length (9) exceeds maximum input length") or code != "E1002"
 
 
-def test_an_error_without_a_text() -> None:
-    assert error_text(AssertionError(), 1) == "AssertionError()"
+def test_an_error_without_a_text(make: Make) -> None:
+    assert make().error_text(AssertionError(), 1) == "AssertionError()"
 
 
 # Running

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import asyncio
 import math
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -22,6 +24,7 @@ from cog_triton.engines.base import (
     GenerationRequest,
     SamplingParams,
     Step,
+    Steps,
     TokenLogProb,
     create_engine,
 )
@@ -33,7 +36,6 @@ from cog_triton.engines.simulated import (
     Failure,
     FailureKind,
     Failures,
-    Schedule,
     SimulatedEngine,
 )
 from cog_triton.errors import (
@@ -54,37 +56,51 @@ MakeEngine = Callable[..., SimulatedEngine]
 TEMPLATES = Path(__file__).resolve().parents[3] / "triton_model_repo"
 
 
-class Clockwork:
-    """A schedule with a clock that stands still until it is told to go on."""
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """A loop whose clock moves only by waiting, which takes no time. It stops when nothing is due."""
 
-    def __init__(self, **costs: Any) -> None:
-        self.schedule = Schedule(TEXT, Costs(**costs))
+    def __init__(self) -> None:
+        super().__init__()
         self.now = 0.0
+        self._selector.select = self._wait  # type: ignore[attr-defined]
+
+    def time(self) -> float:
+        return self.now
+
+    def _wait(self, timeout: float | None) -> list[Any]:
+        if timeout is None:
+            self.stop()
+        self.now += timeout or 0.0
+        return []
+
+
+class Clockwork:
+    """An engine's requests by a clock that stands still until it is moved."""
+
+    def __init__(self, engine: SimulatedEngine, loop: VirtualLoop) -> None:
+        self.engine, self.loop = engine, loop
+        self.tasks: dict[str, asyncio.Task[None]] = {}
         self.log: list[tuple[float, str, Step]] = []
 
     def submit(
         self, key: str, prompt_tokens: int = 1, failure: Failure | None = None, **values: Any
     ) -> None:
         request = GenerationRequest(key, [4] * prompt_tokens, **{"max_tokens": 8, **values})
-        self.schedule.add(
-            request, lambda tokens: self.log.append((self.now, key, tokens)), failure, self.now
-        )
+        steps = self.engine._generate(request, failure, self.loop.now)
+        self.tasks[key] = self.loop.create_task(self._consume(key, steps))
+
+    async def _consume(self, key: str, steps: Steps) -> None:
+        async with aclosing(steps):
+            async for step in steps:
+                self.log.append((self.loop.now, key, step))
 
     def abort(self, key: str) -> None:
-        self.schedule.remove(key, self.now)
+        self.tasks[key].cancel()
 
     def run(self, until: float = math.inf) -> None:
-        """Wakes up whenever something is due, as the engine does."""
-        while (due := self.schedule.next_due()) is not None and due <= until:
-            self.wake(max(self.now, due))
         if until < math.inf:
-            self.now = until
-
-    def wake(self, now: float) -> None:
-        """Steps once, at whatever time it is by then."""
-        self.now = now
-        for sink, tokens in self.schedule.step(now):
-            sink(tokens)
+            self.loop.call_at(until, self.loop.stop)
+        self.loop.run_forever()
 
     def ids(self, key: str) -> list[int]:
         return [token for _, name, tokens in self.log if name == key for token in tokens.ids]
@@ -96,6 +112,24 @@ class Clockwork:
         return self.times(key)[0]
 
 
+MakeClockwork = Callable[..., Clockwork]
+
+
+@pytest.fixture
+def clockworks(engines: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeClockwork]:
+    loop = VirtualLoop()
+    monkeypatch.setattr("cog_triton.engines.simulated.monotonic", loop.time)
+
+    def make(text: list[int] = TEXT, **costs: Any) -> Clockwork:
+        return Clockwork(engines(text, Costs(**costs)), loop)
+
+    yield make
+    for task in asyncio.all_tasks(loop):
+        task.cancel()
+    loop.run_forever()
+    loop.close()
+
+
 def exactly(*times: float) -> Any:
     return pytest.approx(list(times), abs=1e-9)
 
@@ -103,8 +137,10 @@ def exactly(*times: float) -> Any:
 # The pace
 
 
-def test_tokens_come_one_inter_token_latency_apart_after_the_prefill() -> None:
-    clockwork = Clockwork(prefill=0.05, inter_token=0.02)
+def test_tokens_come_one_inter_token_latency_apart_after_the_prefill(
+    clockworks: MakeClockwork,
+) -> None:
+    clockwork = clockworks(prefill=0.05, inter_token=0.02)
     clockwork.submit("a", max_tokens=4)
     clockwork.run(until=0.015)
     clockwork.submit("b", max_tokens=2)
@@ -114,66 +150,35 @@ def test_tokens_come_one_inter_token_latency_apart_after_the_prefill() -> None:
     assert all(len(tokens.ids) == 1 for _, _, tokens in clockwork.log)
 
 
-def test_who_wakes_up_late_catches_up_in_one_batch_and_keeps_the_schedule() -> None:
-    clockwork = Clockwork(prefill=0.01, inter_token=0.01)
-    clockwork.submit("a", max_tokens=20)
-    clockwork.wake(0.055)  # the tokens of 10, 20, 30, 40 and 50 ms
-    assert [len(tokens.ids) for _, _, tokens in clockwork.log] == [5]
-    assert clockwork.schedule.next_due() == pytest.approx(0.06)
-    clockwork.run()
-    assert len(clockwork.ids("a")) == 20
-    assert clockwork.now == pytest.approx(0.2)
-
-
-def test_catching_up_ends_exactly_and_in_bursts() -> None:
-    clockwork = Clockwork(inter_token=0.001)
-    clockwork.submit("a", max_tokens=2 * BURST + 3)
-    for _ in range(3):
-        clockwork.wake(100.0)
-    assert [len(tokens.ids) for _, _, tokens in clockwork.log] == [BURST, BURST, 3]
-    assert [tokens.finished for _, _, tokens in clockwork.log] == [False, False, True]
-    assert clockwork.schedule.next_due() is None
-
-
-def test_what_is_due_within_a_tick_is_served_together_and_nothing_else() -> None:
-    clockwork = Clockwork(inter_token=0.01)
-    for key, arrival in (("a", 0.0), ("b", 0.8 * TICK), ("c", 1.2 * TICK)):
-        clockwork.now = arrival
-        clockwork.submit(key)
-    clockwork.wake(0.0)
-    assert [key for _, key, _ in clockwork.log] == ["a", "b"]
-    assert clockwork.schedule.next_due() == pytest.approx(1.2 * TICK)
-
-
-def test_a_pace_faster_than_a_tick_keeps_its_rate() -> None:
-    clockwork = Clockwork(inter_token=TICK / 5)
+def test_a_pace_faster_than_a_tick_keeps_its_rate(clockworks: MakeClockwork) -> None:
+    clockwork = clockworks(inter_token=TICK / 5)
     clockwork.submit("a", max_tokens=1000)
     clockwork.run()
     assert len(clockwork.ids("a")) == 1000
-    assert clockwork.now == pytest.approx(1000 * TICK / 5, abs=2 * TICK)
+    assert clockwork.loop.now == pytest.approx(1000 * TICK / 5, abs=2 * TICK)
 
 
 # The prefill
 
 
-def test_prompts_are_prefilled_one_after_another() -> None:
-    clockwork = Clockwork(prefill_rate=1000, inter_token=1)
+def test_prompts_are_prefilled_one_after_another(clockworks: MakeClockwork) -> None:
+    clockwork = clockworks(prefill_rate=1000, inter_token=1)
     for key, length in (("a", 100), ("b", 100), ("c", 300)):
         clockwork.submit(key, length)
     clockwork.run()
     assert [clockwork.first(key) for key in "abc"] == exactly(0.1, 0.2, 0.5)
 
 
-def test_the_fixed_latencies_of_prompts_overlap() -> None:
-    clockwork = Clockwork(prefill=0.5, prefill_rate=1000, inter_token=1)
+def test_the_fixed_latencies_of_prompts_overlap(clockworks: MakeClockwork) -> None:
+    clockwork = clockworks(prefill=0.5, prefill_rate=1000, inter_token=1)
     for key in "abc":
         clockwork.submit(key, 100)
     clockwork.run()
     assert [clockwork.first(key) for key in "abc"] == exactly(0.6, 0.7, 0.8)
 
 
-def test_decoding_goes_on_while_others_are_prefilled() -> None:
-    clockwork = Clockwork(prefill_rate=1000, inter_token=0.01)
+def test_decoding_goes_on_while_others_are_prefilled(clockworks: MakeClockwork) -> None:
+    clockwork = clockworks(prefill_rate=1000, inter_token=0.01)
     clockwork.submit("a", 10, max_tokens=10)
     clockwork.submit("b", 1000)
     clockwork.run()
@@ -181,8 +186,8 @@ def test_decoding_goes_on_while_others_are_prefilled() -> None:
     assert clockwork.first("b") == pytest.approx(1.01)
 
 
-def test_a_prompt_that_finds_nobody_before_it_begins_at_once() -> None:
-    clockwork = Clockwork(prefill_rate=1000, inter_token=1)
+def test_a_prompt_that_finds_nobody_before_it_begins_at_once(clockworks: MakeClockwork) -> None:
+    clockwork = clockworks(prefill_rate=1000, inter_token=1)
     clockwork.submit("a", 100)
     clockwork.run(until=0.3)
     clockwork.submit("b", 100)
@@ -190,26 +195,14 @@ def test_a_prompt_that_finds_nobody_before_it_begins_at_once() -> None:
     assert clockwork.first("b") == pytest.approx(0.4)
 
 
-def test_who_wakes_up_late_prefills_as_if_on_time_but_not_before_a_prompt_was_there() -> None:
-    clockwork = Clockwork(prefill_rate=1000, inter_token=1)
-    clockwork.submit("a", 100)
-    clockwork.submit("b", 100)
-    clockwork.now = 0.35  # by then a and b are through
-    clockwork.submit("c", 100)
-    for _ in range(4):
-        clockwork.wake(0.36)
-    assert clockwork.first("b") == 0.36
-    assert clockwork.schedule.next_due() == pytest.approx(0.45)  # c's first token
-
-
 @pytest.mark.parametrize(
     ("aborted", "firsts"),
     [("a", {"b": 0.15, "c": 0.25}), ("b", {"a": 0.1, "c": 0.2}), ("c", {"a": 0.1, "b": 0.2})],
 )
 def test_an_aborted_prompt_leaves_its_share_to_those_behind_it(
-    aborted: str, firsts: dict[str, float]
+    clockworks: MakeClockwork, aborted: str, firsts: dict[str, float]
 ) -> None:
-    clockwork = Clockwork(prefill_rate=1000, inter_token=1)
+    clockwork = clockworks(prefill_rate=1000, inter_token=1)
     for key in "abc":
         clockwork.submit(key, 100)
     clockwork.run(until=0.05)
@@ -222,64 +215,48 @@ def test_an_aborted_prompt_leaves_its_share_to_those_behind_it(
 # The maximum batch
 
 
-def test_requests_queue_first_come_first_served() -> None:
-    clockwork = Clockwork(prefill=0.1, inter_token=0.1, max_batch=2)
+def test_requests_queue_first_come_first_served(clockworks: MakeClockwork) -> None:
+    clockwork = clockworks(prefill=0.1, inter_token=0.1, max_batch=2)
     for key, tokens in (("a", 5), ("b", 2), ("c", 2), ("d", 9)):
         clockwork.submit(key, max_tokens=tokens)
-    assert len(clockwork.schedule) == 4
     clockwork.run()
     # b ends at 0.2 and c begins, c at 0.4 and d.
     assert [clockwork.first(key) for key in "abcd"] == exactly(0.1, 0.1, 0.3, 0.5)
-    assert len(clockwork.schedule) == 0
 
 
-def test_a_queued_request_begins_when_a_running_one_is_aborted() -> None:
-    clockwork = Clockwork(prefill=0.1, inter_token=0.1, max_batch=1)
+def test_a_queued_request_begins_when_a_running_one_is_aborted(clockworks: MakeClockwork) -> None:
+    clockwork = clockworks(prefill=0.1, inter_token=0.1, max_batch=1)
     for key in "abc":
         clockwork.submit(key)
     clockwork.run(until=0.25)
     clockwork.abort("a")
-    assert len(clockwork.schedule) == 2
     clockwork.run()
     assert clockwork.first("b") == pytest.approx(0.35)
     assert clockwork.times("a") == exactly(0.1, 0.2)
 
 
-def test_aborting_a_queued_request_frees_nothing_else() -> None:
-    clockwork = Clockwork(prefill=0.1, inter_token=0.1, max_batch=1)
+def test_aborting_a_queued_request_frees_nothing_else(clockworks: MakeClockwork) -> None:
+    clockwork = clockworks(prefill=0.1, inter_token=0.1, max_batch=1)
     for key in "abc":
         clockwork.submit(key, max_tokens=3)
     clockwork.run(until=0.15)
     clockwork.abort("b")
-    assert len(clockwork.schedule) == 2
     clockwork.run()
     assert clockwork.times("a") == exactly(0.1, 0.2, 0.3)
     assert clockwork.times("b") == []
     assert clockwork.times("c") == exactly(0.4, 0.5, 0.6)
 
 
-def test_who_wakes_up_late_gives_the_slot_away_as_if_on_time() -> None:
-    clockwork = Clockwork(prefill=0.1, inter_token=0.1, max_batch=1)
-    clockwork.submit("a", max_tokens=3)
-    clockwork.submit("b", max_tokens=1)
-    clockwork.wake(1.0)  # a has ended at 0.3
-    assert clockwork.schedule.next_due() == pytest.approx(0.4)
-    clockwork.now = 1.1
-    clockwork.submit("c", max_tokens=1)
-    clockwork.run()
-    assert clockwork.first("c") == pytest.approx(1.2), "it was not there at 0.4"
-
-
-def test_a_prompt_needs_a_slot_to_be_prefilled() -> None:
-    clockwork = Clockwork(prefill_rate=1000, inter_token=0.1, max_batch=1)
+def test_a_prompt_needs_a_slot_to_be_prefilled(clockworks: MakeClockwork) -> None:
+    clockwork = clockworks(prefill_rate=1000, inter_token=0.1, max_batch=1)
     clockwork.submit("a", 100, max_tokens=3)
     clockwork.submit("b", 100)
     clockwork.run()
     assert clockwork.first("b") == pytest.approx(0.1 + 2 * 0.1 + 0.1)
 
 
-def test_aborting_who_holds_a_slot_in_prefill_passes_both_on() -> None:
-    clockwork = Clockwork(prefill_rate=1000, inter_token=1, max_batch=2)
+def test_aborting_who_holds_a_slot_in_prefill_passes_both_on(clockworks: MakeClockwork) -> None:
+    clockwork = clockworks(prefill_rate=1000, inter_token=1, max_batch=2)
     for key in "abc":
         clockwork.submit(key, 100)
     clockwork.run(until=0.05)
@@ -288,20 +265,68 @@ def test_aborting_who_holds_a_slot_in_prefill_passes_both_on() -> None:
     assert [clockwork.first(key) for key in "bc"] == exactly(0.15, 0.25)
 
 
+# Late
+
+
+def test_late_tokens_come_in_one_batch_and_the_next_ones_on_time(clockworks: MakeClockwork) -> None:
+    clockwork = clockworks(prefill=0.01, inter_token=0.01)
+    clockwork.submit("a", max_tokens=20)
+    clockwork.loop.now = 0.055  # the tokens of 10, 20, 30, 40 and 50 ms
+    clockwork.run()
+    assert [len(tokens.ids) for _, _, tokens in clockwork.log] == [5] + [1] * 15
+    assert clockwork.times("a")[:2] == exactly(0.055, 0.06)
+    assert clockwork.loop.now == pytest.approx(0.2)
+
+
+def test_catching_up_ends_exactly_and_in_bursts(clockworks: MakeClockwork) -> None:
+    clockwork = clockworks(inter_token=0.001)
+    clockwork.submit("a", max_tokens=2 * BURST + 3)
+    clockwork.loop.now = 100.0
+    clockwork.run()
+    assert [len(tokens.ids) for _, _, tokens in clockwork.log] == [BURST, BURST, 3]
+    assert [tokens.finished for _, _, tokens in clockwork.log] == [False, False, True]
+
+
+def test_a_late_prompt_is_prefilled_as_if_on_time_but_not_before_it_was_there(
+    clockworks: MakeClockwork,
+) -> None:
+    clockwork = clockworks(prefill_rate=1000, inter_token=1)
+    clockwork.submit("a", 100)
+    clockwork.submit("b", 100)
+    clockwork.loop.now = 0.35  # by then a and b are through
+    clockwork.submit("c", 100)
+    clockwork.run()
+    assert [clockwork.first(key) for key in "abc"] == exactly(0.35, 0.35, 0.45)
+
+
+def test_a_slot_is_given_away_late_as_if_on_time(clockworks: MakeClockwork) -> None:
+    clockwork = clockworks(prefill=0.1, inter_token=0.1, max_batch=1)
+    clockwork.submit("a", max_tokens=3)
+    clockwork.submit("b", max_tokens=2)
+    clockwork.loop.now = 0.45  # a has ended at 0.3, and b has begun at 0.4
+    clockwork.run(until=1.1)
+    assert clockwork.times("b") == exactly(0.45, 0.5)
+    clockwork.submit("c", max_tokens=1)
+    clockwork.run()
+    assert clockwork.first("c") == pytest.approx(1.2), "it was not there at 0.5"
+
+
 # Without costs
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 31, 32, 33, 64, 1000])
-def test_max_tokens_is_kept_exactly_and_the_text_is_whole(tokens: int) -> None:
-    clockwork = Clockwork()
+def test_max_tokens_is_kept_exactly_and_the_text_is_whole(
+    clockworks: MakeClockwork, tokens: int
+) -> None:
+    clockwork = clockworks()
     clockwork.submit("a", max_tokens=tokens)
     clockwork.run()
     assert clockwork.ids("a") == (TEXT * 1000)[:tokens]
     assert [t.finished for _, _, t in clockwork.log] == [False] * (len(clockwork.log) - 1) + [True]
 
 
-def test_the_first_token_comes_alone_and_later_ones_in_batches() -> None:
-    clockwork = Clockwork()
+def test_the_first_token_comes_alone_and_later_ones_in_batches(clockworks: MakeClockwork) -> None:
+    clockwork = clockworks()
     clockwork.submit("a", max_tokens=1000)
     clockwork.run()
     sizes = [len(tokens.ids) for _, _, tokens in clockwork.log]
@@ -310,8 +335,8 @@ def test_the_first_token_comes_alone_and_later_ones_in_batches() -> None:
     assert len(sizes) < 1000 / BURST + 10
 
 
-def test_all_requests_get_a_batch_in_turn() -> None:
-    clockwork = Clockwork()
+def test_all_requests_get_a_batch_in_turn(clockworks: MakeClockwork) -> None:
+    clockwork = clockworks()
     for key in "abc":
         clockwork.submit(key, max_tokens=500)
     clockwork.run()
@@ -320,23 +345,22 @@ def test_all_requests_get_a_batch_in_turn() -> None:
 
 
 @pytest.mark.parametrize("costs", [{}, {"inter_token": 0.0001}])
-def test_the_end_token_ends_a_batch_and_is_part_of_it(costs: Any) -> None:
+def test_the_end_token_ends_a_batch_and_is_part_of_it(
+    clockworks: MakeClockwork, costs: Any
+) -> None:
     text = list(range(50))
-    schedule = Schedule(text, Costs(**costs))
-    got: list[Step] = []
-    request = GenerationRequest("a", [50], max_tokens=500, end_id=40)
-    schedule.add(request, got.append, None, 0.0)
-    while schedule.next_due() is not None:
-        for sink, tokens in schedule.step(10.0):
-            sink(tokens)
-    assert [token for tokens in got for token in tokens.ids] == text[:41]
-    assert [tokens.finished for tokens in got].count(True) == 1
-    assert len(got[-1].ids) > 1
-    assert len(schedule) == 0
+    clockwork = clockworks(text, **costs)
+    clockwork.submit("a", 25, max_tokens=500, end_id=40)  # its text begins at 0
+    clockwork.loop.now = 10.0
+    clockwork.run()
+    assert clockwork.ids("a") == text[:41]
+    finished = [tokens.finished for _, _, tokens in clockwork.log]
+    assert finished == [False] * (len(finished) - 1) + [True]
+    assert len(clockwork.log[-1][2].ids) > 1
 
 
-def test_every_token_has_a_log_probability_when_asked_for() -> None:
-    clockwork = Clockwork()
+def test_every_token_has_a_log_probability_when_asked_for(clockworks: MakeClockwork) -> None:
+    clockwork = clockworks()
     clockwork.submit("a", max_tokens=100, return_log_probs=True)
     clockwork.submit("b", max_tokens=100)
     clockwork.run()
@@ -404,8 +428,10 @@ def test_the_warm_up_never_fails() -> None:
 
 
 @pytest.mark.parametrize("costs", [{}, {"inter_token": 0.01}])
-def test_an_error_comes_after_a_part_of_the_tokens_and_frees_the_slot(costs: Any) -> None:
-    clockwork = Clockwork(max_batch=1, **costs)
+def test_an_error_comes_after_a_part_of_the_tokens_and_frees_the_slot(
+    clockworks: MakeClockwork, costs: Any
+) -> None:
+    clockwork = clockworks(max_batch=1, **costs)
     clockwork.submit("a", failure=Failure("error", 5), max_tokens=8)
     clockwork.submit("b")
     clockwork.run()
@@ -417,15 +443,13 @@ def test_an_error_comes_after_a_part_of_the_tokens_and_frees_the_slot(costs: Any
     assert len(clockwork.ids("b")) == 8
 
 
-def test_a_stalled_request_keeps_its_slot_until_it_is_aborted() -> None:
-    clockwork = Clockwork(max_batch=1, inter_token=0.01)
+def test_a_stalled_request_keeps_its_slot_until_it_is_aborted(clockworks: MakeClockwork) -> None:
+    clockwork = clockworks(max_batch=1, inter_token=0.01)
     clockwork.submit("a", failure=Failure("stall", 5), max_tokens=8)
     clockwork.submit("b")
     clockwork.run()
     assert len(clockwork.ids("a")) == 5
     assert not any(tokens.finished for _, _, tokens in clockwork.log)
-    assert clockwork.schedule.next_due() is None
-    assert len(clockwork.schedule) == 2
     clockwork.abort("a")
     clockwork.run()
     assert len(clockwork.ids("b")) == 8
@@ -461,9 +485,9 @@ def engines() -> Iterator[MakeEngine]:
         engine.close()
 
 
-def generate(engine: Any, input_ids: list[int], **values: Any) -> list[int]:
+def generate(engine: Any, input_ids: list[int], key: str = "a", **values: Any) -> list[int]:
     tokens: queue.SimpleQueue[Step] = queue.SimpleQueue()
-    engine.submit(GenerationRequest("a", input_ids, **values), tokens.put)
+    engine.submit(GenerationRequest(key, input_ids, **values), tokens.put)
     ids: list[int] = []
     while True:
         new = tokens.get(timeout=TIMEOUT)
@@ -523,22 +547,6 @@ def test_a_request_is_active_until_its_last_tokens_are_handed_over(engines: Make
     assert active == [2, 1, 0]
 
 
-def test_closing_just_before_the_thread_begins_to_wait() -> None:
-    engine = SimulatedEngine([1])
-    engine.close()
-    due: list[bool] = []
-
-    def wait() -> None:
-        with engine._changed:
-            due.append(engine._wait_until_due())
-
-    thread = threading.Thread(target=wait, daemon=True)
-    thread.start()
-    thread.join(10)
-
-    assert due == [False]
-
-
 # What configures it
 
 
@@ -556,7 +564,7 @@ def test_the_parameters(demo_model: Path) -> None:
         }
     )
     assert isinstance(engine, SimulatedEngine)
-    assert engine._schedule._costs == Costs(0.02, 200, 0.003, 5)
+    assert engine._costs == Costs(0.02, 200, 0.003, 5)
     assert engine._failures == Failures(0.5, ("stall", "refuse"))
     assert engine.context_length == 131_072
     engine.close()
@@ -565,7 +573,7 @@ def test_the_parameters(demo_model: Path) -> None:
 def test_without_parameters_it_costs_nothing_and_never_fails(demo_model: Path) -> None:
     engine = create_engine({"engine": "simulated", "tokenizer_dir": str(demo_model)})
     assert isinstance(engine, SimulatedEngine)
-    assert engine._schedule._costs == Costs()
+    assert engine._costs == Costs()
     assert engine._failures == Failures() == Failures(0.0, ("error",))
     engine.close()
 
@@ -695,14 +703,11 @@ def test_all_name_the_same_failures() -> None:
 
 
 @pytest.mark.parametrize("delivered", [1, 5, 39])
-def test_an_output_that_is_continued_is_that_of_one_request(delivered: int) -> None:
+def test_an_output_that_is_continued_is_that_of_one_request(
+    engines: MakeEngine, delivered: int
+) -> None:
     def output(wanted: GenerationRequest) -> list[int]:
-        schedule, ids = Schedule(list(range(10, 27)), Costs()), []
-        schedule.add(wanted, lambda tokens: ids.extend(tokens.ids), None, 0.0)
-        while len(schedule):
-            for sink, tokens in schedule.step(1.0):
-                sink(tokens)
-        return ids
+        return generate(engines(list(range(10, 27))), **vars(wanted))
 
     whole = output(GenerationRequest("a", [3, 4], max_tokens=40))
     rest = GenerationRequest(

@@ -12,14 +12,6 @@ from typing import Any
 import pytest
 
 from cog_triton.adapters.directory import LoraRequests
-from cog_triton.engines import arguments as table
-from cog_triton.engines.arguments import (
-    CPU_CACHE_BYTES,
-    cpu_arguments,
-    engine_arguments,
-    loading_dtype,
-    without_effect,
-)
 from cog_triton.engines.base import (
     LEAST_LOG_PROB,
     EngineError,
@@ -29,10 +21,14 @@ from cog_triton.engines.base import (
     TokenLogProb,
 )
 from cog_triton.engines.interpreter import python
+from cog_triton.engines.library import TABLE
 from cog_triton.engines.vllm import (
+    CPU_CACHE_BYTES,
     VllmEngine,
+    cpu_arguments,
+    engine_arguments,
     guide_arguments,
-    next_step,
+    loading_dtype,
     prompt_log_probs,
     sampling_arguments,
 )
@@ -87,13 +83,16 @@ def test_template_variables_become_arguments() -> None:
     }
 
 
-def test_what_is_as_it_is_anyway_is_left_out() -> None:
+def test_what_is_as_it_is_anyway_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
     given = {"model": "/m", "dtype": "auto", "device": "auto", "trust_remote_code": "false"}
     assert engine_arguments(given) == {**ALWAYS, "model": "/m", "skip_tokenizer_init": True}
-    assert without_effect(given, "vllm") == []
-    assert without_effect({"device": "cpu", "max_beam_width": "2"}, "vllm") == [
-        "device",
-        "max_beam_width",
+    assert caplog.messages == []
+    engine_arguments(
+        {"model": "/m", "device": "cpu", "max_beam_width": "2", "llm_api_config": "/f"}
+    )
+    assert sorted(caplog.messages) == [
+        f"tensorrt_llm: {name} has no effect with the engine vllm"
+        for name in ("device", "llm_api_config", "max_beam_width")
     ]
 
 
@@ -253,6 +252,10 @@ def test_guides(guide: Guide, arguments: dict[str, Any]) -> None:
     assert guide_arguments(guide) == arguments
 
 
+def bare_engine() -> VllmEngine:
+    return VllmEngine.__new__(VllmEngine)
+
+
 def save_adapter(directory: Path, weights: str = "") -> None:
     directory.mkdir(exist_ok=True)
     (directory / "adapter_config.json").touch()
@@ -283,7 +286,7 @@ def test_vllm_is_told_another_adapter_when_the_files_are_replaced(
 ) -> None:
     fake = SimpleNamespace(LoRARequest=lambda *arguments: arguments)
     monkeypatch.setitem(sys.modules, "vllm.lora.request", fake)
-    engine = VllmEngine.__new__(VllmEngine)
+    engine = bare_engine()
     engine._adapters = LoraRequests(tmp_path)
     save_adapter(tmp_path / "poet")
     task_id = adapter_task_id("poet")
@@ -296,14 +299,11 @@ def test_vllm_is_told_another_adapter_when_the_files_are_replaced(
 
 
 def test_tokens() -> None:
-    def output(reason: str | None, **values: Any) -> Any:
-        return SimpleNamespace(token_ids=[5, 6], logprobs=None, finish_reason=reason, **values)
-
-    one = GenerationRequest("a", [5], 8)
-    assert next_step(output(None), one, finished=False) == Step([5, 6])
-    assert next_step(output("stop"), one, finished=True) == Step([5, 6], finished=True)
+    one, step = GenerationRequest("a", [5], 8), bare_engine().step
+    assert step(one, [5, 6], None, None) == Step([5, 6])
+    assert step(one, [5, 6], None, "stop") == Step([5, 6], finished=True)
     with pytest.raises(EngineError, match="vLLM ended the request: error"):
-        next_step(output("error"), one, finished=True)
+        step(one, [5, 6], None, "error")
 
 
 def test_the_most_likely_tokens() -> None:
@@ -312,11 +312,10 @@ def test_the_most_likely_tokens() -> None:
 
     # vLLM adds the chosen token to those that were asked for.
     places = [entry(t5=-4.0, t1=-0.1, t2=-2.0), entry(t6=1e-9, t1=float("-inf"))]
-    output = SimpleNamespace(token_ids=[5, 6], logprobs=places, finish_reason=None)
     one = GenerationRequest("a", [5], 8, return_log_probs=True, top_log_probs=2)
 
     assert sampling_arguments(one)["logprobs"] == 2
-    assert next_step(output, one, finished=False) == Step(
+    assert bare_engine().step(one, [5, 6], places, None) == Step(
         [5, 6],
         [
             TokenLogProb(5, -4.0, ((1, -0.1), (2, -2.0))),
@@ -349,12 +348,11 @@ def test_every_variable_is_an_argument_or_said_to_have_no_effect() -> None:
         "exclude_input_in_output",
         "gpt_model_path",
         "guided_decoding_backend",
+        "llm_api_config",  # has no effect
         "max_tokens_per_response",  # of what delivers the tokens of all embedded engines
         "tokenizer_dir",
         "vllm_config",
     }
     template = (ROOT / "triton_model_repo" / "tensorrt_llm" / "config.pbtxt").read_text()
     names = re.findall(r'key: "(\w+)" value \{ string_value: "\$\{(?!simulated)\w+\}"', template)
-    known = {*table.TABLE, *table.NO_ARGUMENT["vllm"]}
-    assert {*names} - known == apart - known
-    assert not known & apart - {"encoder_model_path"}
+    assert {*names} - TABLE.keys() == apart - {"encoder_model_path"}
