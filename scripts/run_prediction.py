@@ -29,7 +29,7 @@ from typing import Any, TextIO
 
 import _checkout  # noqa: F401
 
-from cog_triton.faces.terminal.interrupt import end_at_once_on_signals
+from cog_triton.faces.terminal import end_at_once_on_signals
 from cog_triton.faces.terminal.report import DIM, RED, Report, style_of
 
 DEFAULT_PROMPT = "What is machine learning?"

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 
 from _checkout import ROOT
 
-from cog_triton.faces.terminal.interrupt import end_at_once_on_signals
+from cog_triton.faces.terminal import end_at_once_on_signals
 
 if TYPE_CHECKING:
     from cog_triton.faces.terminal.report import Report

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import _checkout  # noqa: F401
 
-from cog_triton.faces.terminal.interrupt import end_at_once_on_signals
+from cog_triton.faces.terminal import end_at_once_on_signals
 
 
 def main(argv: list[str] | None = None) -> int:

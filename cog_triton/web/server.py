@@ -185,11 +185,10 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _answer_in_turn(self) -> None:
         """Answer the last request with its refusal, once those ahead of it have been answered."""
-        behind_others = self._behind_others
-        if self._in_body and self.pipeline:
-            self.pipeline.popleft()  # its application would wait for the rest of the body
-        if not behind_others:
+        if not self._behind_others:
             self._answer()
+        elif self._in_body:
+            self.pipeline.popleft()  # its application would wait for the rest of the body
 
     def on_response_complete(self) -> None:
         waiting = bool(self.pipeline)

@@ -120,7 +120,7 @@ class Predictions:
             self._settle(words[0], entry)
 
     def begin(self, identifier: str) -> None:
-        """Note a prediction whose response the current task relays."""
+        """Note a prediction whose response the current task relays, until ``end``."""
         entry = self._table.setdefault(identifier, Entry())
         entry.tasks.add(asyncio.current_task())
         entry.in_predictor = True
@@ -131,7 +131,6 @@ class Predictions:
             (directory / self._mark).touch()
 
     def end(self, identifier: str, status: int) -> None:
-        """Note the end of the response that the current task relays."""
         entry = self._table[identifier]
         entry.tasks.discard(asyncio.current_task())
         entry.in_predictor &= status == 202  # the predictor has begun it, and no response waits

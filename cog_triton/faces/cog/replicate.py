@@ -116,13 +116,11 @@ class Replicate:
     def __init__(self, front: Front) -> None:
         self._front, self._began = front, now()
         self._predictions: dict[str, Prediction] = {}
-        one, model = "/v1/predictions/{id}", "/v1/models/{owner}/{name}"
-        deployment = model.replace("models", "deployments")
+        every, one, model = "/v1/predictions", "/v1/predictions/{id}", "/v1/models/{owner}/{name}"
+        created = (every, f"{model}/predictions", "/v1/deployments/{owner}/{name}/predictions")
         self.routes = [
-            Route("/v1/predictions", self._create, methods=["POST"]),
-            Route(f"{model}/predictions", self._create, methods=["POST"]),
-            Route(f"{deployment}/predictions", self._create, methods=["POST"]),
-            Route("/v1/predictions", self._list),
+            *(Route(path, self._create, methods=["POST"]) for path in created),
+            Route(every, self._list),
             Route(one, self._get),
             Route(f"{one}/stream", self._stream),
             Route(f"{one}/cancel", self._cancel, methods=["POST"]),
@@ -173,10 +171,10 @@ class Replicate:
                 await prediction.read(reply.body)
         except Refusal as refusal:
             accepted.set_exception(refusal)
-        except (asyncio.CancelledError, OSError):
+        except (asyncio.CancelledError, OSError) as error:
             if not accepted.done():
                 accepted.set_exception(Refusal(503, _STOPPED, retry_after=1))
-            elif not self._front.draining:
+            elif isinstance(error, asyncio.CancelledError) and not self._front.draining:
                 prediction.end("canceled")
         if not prediction.ended:
             prediction.end("failed", _STOPPED)
@@ -198,8 +196,7 @@ class Replicate:
 
     async def _list(self, request: Request) -> JSONResponse:
         newest = [*self._predictions.values()][:-101:-1]
-        results = [prediction.view(request) for prediction in newest]
-        return JSONResponse({"previous": None, "next": None, "results": results})
+        return page([prediction.view(request) for prediction in newest])
 
     async def _get(self, request: Request) -> JSONResponse:
         return JSONResponse(self._find(request).view(request))
@@ -218,20 +215,21 @@ class Replicate:
 
     async def _model(self, request: Request) -> JSONResponse:
         owner, name = request.path_params["owner"], request.path_params["name"]
-        none = ("description", "github_url", "paper_url", "license_url", "cover_image_url")
-        model = (
-            dict.fromkeys((*none, "default_example"))
-            | {"owner": owner, "name": name, "url": f"{base_url(request)}/v1/models/{owner}/{name}"}
-            | {"visibility": "private", "run_count": len(self._predictions)}
-            | {"latest_version": await self._version_of(request)}
-        )
+        unset = "description github_url paper_url license_url cover_image_url default_example"
+        model = {
+            **dict.fromkeys(unset.split()),
+            "owner": owner,
+            "name": name,
+            "url": f"{base_url(request)}/v1/models/{owner}/{name}",
+            "visibility": "private",
+            "run_count": len(self._predictions),
+            "latest_version": await self._version_of(request),
+        }
         return JSONResponse(model)
 
     async def _versions(self, request: Request) -> JSONResponse:
         found = await self._version_of(request)
-        one = "id" in request.path_params
-        page = {"previous": None, "next": None, "results": [found]}
-        return JSONResponse(found if one else page)
+        return JSONResponse(found) if "id" in request.path_params else page([found])
 
     async def _version_of(self, request: Request) -> dict[str, Any]:
         made = {"id": request.path_params.get("id", _VERSION), "created_at": self._began}
@@ -247,11 +245,15 @@ class Replicate:
                 content, kind_of = part.get_payload(decode=True), part.get_content_type()
                 assert isinstance(content, bytes)
                 url = f"data:{kind_of};base64,{base64.b64encode(content).decode()}"
-                file = {"id": uuid.uuid4().hex, "name": part.get_filename(), "etag": ""}
+                name = {"id": uuid.uuid4().hex, "name": part.get_filename(), "etag": ""}
                 about = {"content_type": kind_of, "size": len(content), "created_at": now()}
                 rest = {"checksums": {}, "metadata": {}, "expires_at": None, "urls": {"get": url}}
-                return JSONResponse(file | about | rest, 201)
+                return JSONResponse({**name, **about, **rest}, 201)
         raise rules.invalid(["body", "content"], "a file is required", "value_error.missing")
+
+
+def page(results: list[dict[str, Any]]) -> JSONResponse:
+    return JSONResponse({"previous": None, "next": None, "results": results})
 
 
 def problem_of(refusal: Refusal) -> dict[str, Any]:

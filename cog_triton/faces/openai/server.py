@@ -17,7 +17,7 @@ from cog_triton.errors import ConfigurationError
 from cog_triton.faces.openai.app import create_app
 from cog_triton.faces.openai.errors import MESSAGES_PATH, ApiError, message_error
 from cog_triton.faces.openai.served import Served
-from cog_triton.faces.terminal.interrupt import end_at_once_on_signals
+from cog_triton.faces.terminal import end_at_once_on_signals
 from cog_triton.web import Limits, Refusal
 from cog_triton.web import server as web
 

@@ -1,5 +1,37 @@
 """The output of ``make serve`` and ``make predict`` in a terminal or a pipe, and Ctrl-C there.
 
-May import settings, errors and server. After a change: pytest tests/unit/faces/test_terminal.py
+This file imports little, so that Ctrl-C can be in force before anything else is imported. The room may
+import settings, errors and server. After a change: pytest tests/unit/faces/test_terminal.py
 tests/integration/test_terminal.py
 """
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable
+
+from cog_triton.server.guard import adopt_orphans, kill_and_clean
+
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def end_at_once_on_signals(before: Callable[[], str] = lambda: "\n") -> None:
+    """Make Ctrl-C, SIGTERM and SIGHUP end this process and all that it started, with 128 plus the signal.
+
+    Args:
+        before: returns the text before "stopped" on a terminal, which shows ^C there.
+    """
+
+    def end(number: int, _: object) -> None:
+        logging.disable()  # the killed processes' ends are not errors
+        start = before() if sys.stderr.isatty() else ""
+        os.write(sys.stderr.fileno(), f"{start}stopped\n".encode())
+        kill_and_clean()
+        os._exit(128 + number)  # no exit handlers: the signal may have interrupted anything
+
+    adopt_orphans()
+    for name in ENDING:
+        signal.signal(name, end)

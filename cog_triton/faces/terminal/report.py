@@ -31,18 +31,15 @@ _OF_TRITON = re.compile(r'(?:\w+\.cc:\d+\] )?("?)(.*?)(?:\\n.*)?\1', re.DOTALL)
 class Line(logging.LogRecord):
     """A line of a log, with what coglet adds to the message, such as a prediction's id."""
 
-    def __init__(
-        self, level: int, name: str, text: str, timestamp: str = "", **fields: Any
-    ) -> None:
+    def __init__(self, level: int, name: str, text: str, time: str = "", **fields: Any) -> None:
         super().__init__(name, level, "", 0, shortened(text, LONGEST_RECORD), None, None)
-        self.timestamp, self.fields = timestamp, fields
+        self.timestamp, self.fields = time, fields
 
 
 class LogReader:
     """Read the lines of Cog's server, coglet, in their order.
 
-    It writes a JSON object a line. Some hold a line that its worker printed, to which the
-    predictor's logging has given a level and a name.
+    Each is a JSON object. Some hold a line that the worker printed, with the level and name of its logging.
     """
 
     _level = logging.INFO  # of the worker's last line that had one
@@ -91,17 +88,13 @@ class Report(logging.Handler):
         passing: progress stands in a line that the next one replaces.
     """
 
+    _in_progress = False  # such a line is shown
+
     def __init__(
-        self,
-        stream: TextIO,
-        style: Style | None,
-        level: int = logging.INFO,
-        *,
-        passing: bool = False,
+        self, stream: TextIO, style: Style | None, level: int = logging.INFO, passing: bool = False
     ) -> None:
         super().__init__(level)
-        self._stream, self.style = stream, style
-        self._passing, self._in_progress = passing, False
+        self._stream, self.style, self._passing = stream, style, passing
 
     def emit(self, record: logging.LogRecord) -> None:
         text, level = record.getMessage(), record.levelno

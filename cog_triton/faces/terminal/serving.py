@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from cog_triton.faces.terminal.interrupt import ENDING
+from cog_triton.faces.terminal import ENDING
 from cog_triton.faces.terminal.report import BOLD, Line, LogReader, Report
 from cog_triton.server.guard import adopt_orphans, kill_and_clean, signal_with_parent, sweep
 from cog_triton.server.log import describe_status

@@ -240,7 +240,7 @@ def test_a_signal_ends_all_and_takes_away_what_they_named(tmp_path: Path) -> Non
     """In a process of its own, with a child that ignores SIGTERM and a grandchild."""
     code = (
         "import subprocess, sys, os, tempfile, signal\n"
-        "from cog_triton.faces.terminal.interrupt import end_at_once_on_signals\n"
+        "from cog_triton.faces.terminal import end_at_once_on_signals\n"
         "from cog_triton.server.guard import process_name\n"
         "end_at_once_on_signals()\n"
         "child = subprocess.Popen(['sh', '-c', 'trap \"\" TERM; sleep 600 & wait'])\n"
