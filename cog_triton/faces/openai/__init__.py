@@ -4,7 +4,7 @@
     server.py      the lifecycle: a server in this process, until a signal comes; workers.py several
     app.py         the application, models, health and the chat page, page.html; served.py its state,
                    and the record of each request
-    bodies.py      bodies are parsed and validated by fields.py; sampling.py makes a ``Request`` of them
+    bodies.py      bodies are parsed and validated; fields.py has their fields, to a ``Request``
     answers.py     chunks to a response, as events or in one body, by the writer of an API
     completions.py /v1/chat/completions and /v1/completions, whose responses are lists of choices
     responses.py   /v1/responses; messages.py is Anthropic's /v1/messages

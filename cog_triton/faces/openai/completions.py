@@ -18,9 +18,10 @@ from cog_triton.faces.openai.fields import (
     CompletionBody,
     Sampling,
     StreamOptions,
+    check_fields,
+    sampling,
 )
 from cog_triton.faces.openai.parsing import Arguments, CallStart, Event, Reasoning, Text
-from cog_triton.faces.openai.sampling import check_fields, sampling
 from cog_triton.faces.openai.served import FromApp, RequestId, Served
 from cog_triton.faces.openai.tokens import chat_log_probs, token_text, with_ids
 from cog_triton.faces.openai.turns import Turn, chat_turn

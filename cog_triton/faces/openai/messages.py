@@ -14,9 +14,8 @@ from cog_triton.errors import shown
 from cog_triton.faces.openai.answers import Answering, NumberedChunks, new_id, typed_event
 from cog_triton.faces.openai.bodies import STREAMED, BodyRoute, off_loop
 from cog_triton.faces.openai.errors import ApiError, invalid, message_error
-from cog_triton.faces.openai.fields import Body, Bounded, ChatBody, Name, Temperature
+from cog_triton.faces.openai.fields import Body, Bounded, ChatBody, Name, Temperature, check_fields
 from cog_triton.faces.openai.parsing import Arguments, CallStart, Reasoning, Text
-from cog_triton.faces.openai.sampling import check_fields
 from cog_triton.faces.openai.served import FromApp, RequestId
 from cog_triton.faces.openai.tokens import token_ids
 from cog_triton.faces.openai.turns import THINKING_SWITCH, Turn, chat_prompt, chat_turn

@@ -21,9 +21,9 @@ from cog_triton.faces.openai.fields import (
     JsonSchema,
     OutputTokens,
     Temperature,
+    check_fields,
 )
 from cog_triton.faces.openai.parsing import CallStart, Reasoning, Text
-from cog_triton.faces.openai.sampling import check_fields
 from cog_triton.faces.openai.served import FromApp, RequestId
 from cog_triton.faces.openai.tokens import chat_log_probs
 from cog_triton.faces.openai.turns import Reader, chat_turn

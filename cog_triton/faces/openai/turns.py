@@ -11,12 +11,15 @@ from typing import Any
 from cog_triton.errors import shown
 from cog_triton.faces.openai.errors import invalid
 from cog_triton.faces.openai.fields import (
+    UNKNOWN_CONTEXT,
     AllowedTools,
     ChatBody,
     Message,
     NamedTool,
     TokenizeBody,
     Tool,
+    guides,
+    sampling,
 )
 from cog_triton.faces.openai.parsing import (
     CallStart,
@@ -26,7 +29,6 @@ from cog_triton.faces.openai.parsing import (
     ReasoningParser,
     format_of,
 )
-from cog_triton.faces.openai.sampling import guides, longest_output, sampling
 from cog_triton.faces.openai.served import Served
 from cog_triton.generation import Chunk
 from cog_triton.request.request import Guide, GuideKind, Request
@@ -111,7 +113,7 @@ def chat_turn(body: ChatBody, served: Served) -> Turn:
         prompt=chat_prompt(body, served),
         add_special_tokens=bool(body.add_special_tokens),
         adapter=served.adapter(body.model),
-        max_tokens=longest_output(served) if given is None else given,
+        max_tokens=served.backend.context_length or UNKNOWN_CONTEXT if given is None else given,
         shown_tokens=known.marks if known else (),
         **served.token_ids(),
         **values,

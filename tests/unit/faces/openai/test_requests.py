@@ -9,8 +9,7 @@ import pytest
 
 from cog_triton.faces.openai.completions import prompt_requests
 from cog_triton.faces.openai.errors import ApiError
-from cog_triton.faces.openai.fields import ChatBody, CompletionBody
-from cog_triton.faces.openai.sampling import UNKNOWN_CONTEXT, check_fields
+from cog_triton.faces.openai.fields import UNKNOWN_CONTEXT, ChatBody, CompletionBody, check_fields
 from cog_triton.faces.openai.turns import chat_turn
 from cog_triton.request.request import Guide, GuideKind, Request
 from tests.unit.faces.openai.support import CHUNKS, MESSAGES, Backend, ask, chat, served, talkative
