@@ -77,6 +77,7 @@ class TritonServer:
         self._name = "tritonserver" if rank is None else f"tritonserver of rank {rank}"
         self._has_endpoints = not rank
         self._stopping = self._started = False
+        self._one_stop = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._threads: list[threading.Thread] = []
         name = guard.process_name(os.getpid())
@@ -144,15 +145,16 @@ class TritonServer:
 
     def stop(self) -> None:
         """Stop the server, its stubs and all they hold. Safe to call again, and before a start."""
-        if self._process is None:
-            return
-        assert self._process.stdin is not None
-        self._stopping = True
-        self._tell_guard(guard.STOP)
-        self.wait()
-        with contextlib.suppress(BrokenPipeError):  # the last order came after its end
-            self._process.stdin.close()
-        self._process = None
+        with self._one_stop:  # a start that was given up and a deployment's end may meet here
+            if (process := self._process) is None:
+                return
+            self._stopping = True
+            self._tell_guard(guard.STOP)
+            self.wait()
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):  # the last order came after its end
+                process.stdin.close()
+            self._process = None
 
     def kill(self) -> None:
         """End a server that hangs: its guard kills it, and clears up. Returns at once."""
@@ -176,7 +178,7 @@ class TritonServer:
 
     @property
     def alive(self) -> bool:
-        return self._process is not None and self._process.poll() is None
+        return (process := self._process) is not None and process.poll() is None
 
     def ends_within(self, seconds: float) -> bool:
         """Wait for the end at most so long; return whether it came."""

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -121,6 +124,24 @@ def test_without_an_mpirun_in_path(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     server = TritonServer(tmp_path, tmp_path, read_settings({"WORLD_SIZE": "2"}))
     with pytest.raises(ConfigurationError, match="no mpirun in PATH, which WORLD_SIZE=2 needs"):
         server.start()
+
+
+def test_two_stops_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = TritonServer(tmp_path, tmp_path, read_settings({}))
+    server._process = subprocess.Popen(
+        ["head", "-c1"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
+    )
+    both, wait = threading.Semaphore(0), server.wait
+
+    def slow_wait() -> int:
+        both.acquire(timeout=0.2)  # a second stop would begin, and end, meanwhile
+        return wait()
+
+    monkeypatch.setattr(server, "wait", slow_wait)
+    with ThreadPoolExecutor(2) as pool:
+        for stopped in [pool.submit(server.stop) for _ in range(2)]:
+            stopped.result(10)
+    assert not server.alive
 
 
 SECRETS = {
