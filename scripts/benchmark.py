@@ -13,7 +13,7 @@ import sys
 
 import _checkout  # noqa: F401
 
-if __name__ == "__main__":
-    from tools.benchmark.cli import main
+from tools.benchmark.cli import main
 
+if __name__ == "__main__":
     sys.exit(main())

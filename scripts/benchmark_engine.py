@@ -15,7 +15,7 @@ import sys
 
 import _checkout  # noqa: F401
 
-if __name__ == "__main__":
-    from tools.benchmark.engines import main
+from tools.benchmark.engines import main
 
+if __name__ == "__main__":
     sys.exit(main())

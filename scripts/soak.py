@@ -13,8 +13,7 @@ import sys
 
 import _checkout  # noqa: F401
 
-if __name__ == "__main__":
-    from tools.benchmark.cli import exit_status
-    from tools.soak.cli import run
+from tools.soak.cli import main
 
-    sys.exit(exit_status(run))
+if __name__ == "__main__":
+    sys.exit(main())

@@ -95,7 +95,8 @@ def assemble(installation: Installation, directory: Path) -> tuple[Path, Path]:
     """
     server, backends = installation.server, directory / "backends"
     python = backends / "python"
-    python.mkdir(parents=True)
+    backends.mkdir(parents=True)
+    python.mkdir()
     for backend in installation.backends.iterdir():
         if backend.name != "python":
             (backends / backend.name).symlink_to(backend)

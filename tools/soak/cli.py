@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cog_triton.settings import read_settings
-from tools.benchmark.cli import circumstances, server_environment
+from tools.benchmark.cli import circumstances, exit_status, server_environment
 from tools.soak.judge import judge
 from tools.soak.openai_faces import CHAT_TEMPLATE
 from tools.soak.page import render
@@ -25,6 +25,11 @@ DEFAULTS = {"SIMULATED_INTER_TOKEN_MS": "30", "CHAT_TEMPLATE": CHAT_TEMPLATE}
 CHAOS = {"TRITON_RESTARTS": "1000000", "RESUME_ATTEMPTS": "100", "RESUME_TIMEOUT": "120"}
 
 say = partial(print, file=sys.stderr, flush=True)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a command line. Returns the status of the benchmark's ``exit_status``."""
+    return exit_status(lambda: run(argv))
 
 
 def run(argv: Sequence[str] | None = None) -> bool:
