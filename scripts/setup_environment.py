@@ -36,7 +36,8 @@ def main(arguments: list[str]) -> int:
     if subprocess.call([sys.executable, "-m", "venv", venv]):
         return fail("there is no venv, which Debian and Ubuntu have in python3-venv")
     python = str(Path(venv, "bin", "python"))
-    if status := subprocess.call([python, "-m", "pip", "install", "--quiet", UV]):
+    # An old pip does not find what PIP_CONFIG_FILE says when it is asked.
+    if status := subprocess.call([python, "-m", "pip", "install", "-q", "--upgrade", "pip", UV]):
         return status
     environment = {**os.environ, **pip_configuration(python)}
     uv = [python, "-m", "uv", "pip", "install", "--python", python]

@@ -68,7 +68,7 @@ class Watch:
         """
         self._roles = {process: role for pid in generators for process in tree(pid)}
         self._roles |= {
-            process: role_of(_command(process)) for pid in servers for process in tree(pid)
+            process: role_of(command_of(process)) for pid in servers for process in tree(pid)
         }
         self._cpu: dict[psutil.Process, tuple[float, float]] = {}
         self._rss: defaultdict[str, float] = defaultdict(float)
@@ -126,7 +126,7 @@ def tree(pid: int) -> list[psutil.Process]:
         return []
 
 
-def _command(process: psutil.Process) -> list[str]:
+def command_of(process: psutil.Process) -> list[str]:
     try:
         return list(process.cmdline())
     except _ERRORS:

@@ -30,7 +30,7 @@ from cog_triton.server.installation import PACKAGE_ROOT
 from cog_triton.server.tritonserver import TritonServer
 from cog_triton.settings import read_settings
 from tools.benchmark.generator import BenchmarkError
-from tools.benchmark.processes import free_port
+from tools.benchmark.processes import command_of, free_port
 from tools.benchmark.targets import MODEL, Endpoints
 
 STOP_SECONDS = 60.0
@@ -162,7 +162,7 @@ def triton_server(environment: Environment) -> Iterator[Endpoints]:
                 tokenizer=settings.tokenizer_dir,
                 grpc=server.endpoints.grpc,
                 http=server.endpoints.http,
-                pids=tuple(p.pid for p in children if server.shm_prefix in str(p.cmdline()))[:1],
+                pids=tuple(p.pid for p in children if server.shm_prefix in str(command_of(p)))[:1],
             )
         finally:
             server.stop()

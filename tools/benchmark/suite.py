@@ -23,7 +23,7 @@ from cog_triton.server.installation import PACKAGE_ROOT
 from tools.benchmark.generator import BenchmarkError
 from tools.benchmark.load import WORDS, Length, Load
 from tools.benchmark.measure import measure, run_loads
-from tools.benchmark.processes import LOAD_GENERATOR, MEGABYTE, role_of, tree
+from tools.benchmark.processes import LOAD_GENERATOR, MEGABYTE, command_of, role_of, tree
 from tools.benchmark.report import Check, Result
 from tools.benchmark.servers import (
     ANY_PORTS,
@@ -265,7 +265,7 @@ def _cog(environment: Environment) -> Iterator[Endpoints]:
 
 def _without_engine(running: Endpoints) -> list[Any]:
     processes = [process for pid in running.pids for process in tree(pid)]
-    return [process for process in processes if role_of(process.cmdline()) != "tensorrt_llm"]
+    return [process for process in processes if role_of(command_of(process)) != "tensorrt_llm"]
 
 
 def _number(value: float | None) -> float:
