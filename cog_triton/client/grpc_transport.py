@@ -129,7 +129,6 @@ class Connection(asyncio.Protocol):
         return stream
 
     def cancel(self, stream: Stream) -> None:
-        """Reset a stream and call back no more."""
         if self._streams.pop(stream.number, None) is not None:
             self._h2.reset_stream(stream.number, ErrorCodes.CANCEL)
             self._flush()
@@ -205,7 +204,10 @@ class Connection(asyncio.Protocol):
 
     def _flush(self) -> None:
         if data := self._h2.data_to_send():
-            self._transport.write(data)
+            with contextlib.suppress(
+                RuntimeError
+            ):  # uvloop's, if it has closed: the loss comes next
+                self._transport.write(data)
 
 
 async def connect(address: str) -> Connection:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -249,3 +249,26 @@ def test_a_stream_or_a_connection_that_the_server_ends() -> None:
 def test_nobody_listens() -> None:
     with pytest.raises(OSError, match="Connect call failed"):
         asyncio.run(connect("127.0.0.1:1"))
+
+
+class ClosedTransport:
+    """As uvloop's is between its end and ``connection_lost``."""
+
+    def write(self, _: bytes) -> None:
+        raise RuntimeError("unable to perform operation on <TCPTransport closed=True>")
+
+    def abort(self) -> None:
+        return
+
+
+def test_a_request_in_the_moment_of_a_loss_ends_with_it() -> None:
+    async def test(_: grpc.aio.Server, connection: Connection) -> None:
+        transport = connection._transport
+        connection._transport = cast("asyncio.Transport", ClosedTransport())
+        arrivals = ask(connection, "echo", b"hello")[1]
+        transport.abort()
+        with pytest.raises(OSError, match="closed the connection"):
+            await all_of(arrivals)
+        assert not connection.usable
+
+    run(test)
