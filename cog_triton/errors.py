@@ -19,11 +19,7 @@ def shortened(text: str, limit: int) -> str:
 
 def is_unicode(text: str) -> bool:
     """Return False for a text with half of a surrogate pair, which JSON can have and bytes cannot."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    return re.search("[\ud800-\udfff]", text) is None
 
 
 def shown(value: object) -> str:
@@ -34,18 +30,11 @@ def shown(value: object) -> str:
 
 
 class CogTritonError(Exception):
-    """Base of all errors raised on purpose by this package.
+    """Base of all errors raised on purpose here. A message says what went wrong and what to do."""
 
-    Attributes:
-        code: "E" and four digits, stable across releases; given with each class.
-        message: what went wrong and what to do, in one or two sentences.
-        retryable: whether the same request may succeed when it is sent again.
-        longest: characters to which a message is cut, which may have some of the request in it.
-    """
-
-    code = "E0000"
-    retryable = False
-    longest = 2_000
+    code = "E0000"  # stable across releases; given with each class
+    retryable = False  # whether the same request may succeed when it is sent again
+    longest = 2_000  # characters of a message, which may have some of the request in it
 
     def __init_subclass__(cls, code: str, retryable: bool | None = None) -> None:
         cls.code, cls.retryable = code, cls.retryable if retryable is None else retryable
@@ -118,7 +107,7 @@ ANSWERED = "Found 0 model versions that have in-flight inferences"  # while it s
 DRAINS = '"Timeout '  # a count of what it waits for while it stops: connections, then requests
 NOT_CACHED = r"LoRA task \d+ not found in cache"  # an adapter that TensorRT-LLM lacks, or evicted
 READ = 20_000  # characters of a text, which may have a whole request in it
-LONGEST = 500
+LONGEST = 500  # characters of a cause, which may have some of the request in it
 ENDED = "its process ended without a word, as one does that the kernel kills for want of memory"
 _GONE = re.compile(r"Stub process '[^']*' is not healthy")
 _TRACEBACK = re.compile(r"\n+At:\n|\n+Traceback \(most recent call last\):|\n+\d+ +0x[0-9a-f]+ ")

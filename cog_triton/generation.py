@@ -1,8 +1,4 @@
-"""The one path of a request: a Request in, chunks of text out.
-
-What belongs to one request lives in the locals of ``generate``: its detokenizer, its stop matcher, its
-counts. Closing the generator early stops the request in the engine.
-"""
+"""The one path of a request: a Request in, chunks of text out."""
 
 from __future__ import annotations
 
@@ -13,7 +9,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from cog_triton.client.stream import Response, Streams
+from cog_triton.client.stream import Streams
 from cog_triton.request.admission import Admission, Slot, Tenant
 from cog_triton.request.request import Request, request_parameters, triton_inputs
 from cog_triton.text.detokenizer import IncrementalDetokenizer
@@ -53,16 +49,11 @@ async def generate(
     request_id: str | None = None,
     tenant: Tenant | None = None,
 ) -> AsyncGenerator[Chunk, None]:
-    """Stream the answer to a request.
+    """Stream the answer to a request, or raise a CogTritonError. Closing it early stops the request.
 
     Args:
-        admission: the queue; None lets the request pass.
         context_length: the most tokens of prompt and output together; None if only the engine knows.
         request_id: a name in Triton that no other running request has; None for a random one.
-        tenant: whose it is, in the queue.
-
-    Raises:
-        CogTritonError: see ``cog_triton.errors``.
     """
     text_limits(tokenizer, context_length).check("the prompt", len(request.prompt))
     detokenizer = IncrementalDetokenizer(
@@ -70,19 +61,25 @@ async def generate(
     )
     stops, stop_token = StopSequences(request.stop_sequences), None
     end_id = request.effective_end_id(tokenizer.eos_token_id)
+    hidden = None if request.include_stop or request.skip_special_tokens else end_id
     ids: list[int] = []  # of the whole output
     input_tokens, keeps_end_token = None, True
     inputs, parameters = triton_inputs(request), request_parameters(request)
     stream = client.stream(request_id or secrets.token_hex(8), inputs, parameters=parameters)
     place = admission.acquire(tenant) if admission else contextlib.nullcontext(Slot())
-    async with place as slot, stream as responses:
-        async for response in responses:
-            text, count, stop_token = _decoded(request, response.ids, detokenizer, stops, end_id)
+    async with place as slot, contextlib.aclosing(stream):
+        async for response in stream:
+            text, count, stop_token = _decoded(request, response.ids, detokenizer, stops, hidden)
             ids += response.ids[:count]
             input_tokens = response.input_tokens or input_tokens
             slot.used = len(ids) + (input_tokens or 0)
             keeps_end_token = keeps_end_token and response.keeps_end_token
-            chunk = _chunk(response, count, text, len(ids), input_tokens)
+            chunk = Chunk(
+                *(text, len(ids), input_tokens),
+                ids=tuple(response.ids[:count]),
+                log_probs=tuple(response.log_probs[:count]),
+                prompt_log_probs=tuple(response.prompt_log_probs),
+            )
             if response.final or stops.matched is not None or stop_token is not None:
                 break
             yield chunk
@@ -101,42 +98,21 @@ async def generate(
     yield replace(chunk, finish_reason=reason, stop_token=stop_token)
 
 
-def _chunk(
-    response: Response, count: int, text: str, output_tokens: int, input_tokens: int | None
-) -> Chunk:
-    ids, log_probs = tuple(response.ids[:count]), tuple(response.log_probs[:count])
-    prompt = tuple(response.prompt_log_probs)
-    return Chunk(
-        text, output_tokens, input_tokens, ids=ids, log_probs=log_probs, prompt_log_probs=prompt
-    )
-
-
 def _decoded(
     request: Request,
     ids: list[int],
     detokenizer: IncrementalDetokenizer,
     stops: StopSequences,
-    end_id: int,
+    hidden: int | None,  # the end token, where it is not part of the text
 ) -> tuple[str, int, int | None]:
-    """Decode ids up to what ends the output. Returns (text, number of ids, stop token or None).
-
-    The engine ran on meanwhile, by as many tokens as it had time for. One by one, only where that matters.
-    """
+    """Decode ids up to what ends the output. Returns (text, number of ids, stop token or None)."""
     if not request.stop_sequences and not request.stop_token_ids:
-        shown = ids[:-1] if _hides_last(request, ids, end_id) else ids
-        return detokenizer.decode(shown), len(ids), None
+        return detokenizer.decode(ids[:-1] if ids[-1:] == [hidden] else ids), len(ids), None
     text = ""
     for count, token in enumerate(ids, 1):
         stop_token = token if token in request.stop_token_ids else None
-        hidden = stop_token is not None and not request.include_stop
-        if not hidden and not _hides_last(request, [token], end_id):
+        if token != hidden and (stop_token is None or request.include_stop):
             text += stops.feed(detokenizer.decode([token]))
         if stop_token is not None or stops.matched is not None:
             return text, count, stop_token
     return text, len(ids), None
-
-
-def _hides_last(request: Request, ids: list[int], end_id: int) -> bool:
-    """Say whether the last id is an end token whose text is not part of the output."""
-    wanted = request.include_stop or request.skip_special_tokens
-    return not wanted and ids[-1:] == [end_id]

@@ -1,10 +1,11 @@
-"""One process at a time in a directory, and a process that ends with its parent."""
+"""One process at a time in a directory, a file written in one step, a process that ends with its parent."""
 
 from __future__ import annotations
 
 import fcntl
 import os
 import select
+import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -13,11 +14,8 @@ from pathlib import Path
 
 
 def end_with_parent() -> None:
-    """End this process when its parent ends, however it does.
-
-    A thread waits for it: a parent-death signal would come as well when only that thread of the parent
-    ends which started this process.
-    """
+    """End this process when its parent ends, however it does."""
+    # Not by a parent-death signal: that comes when the thread of the parent ends that started this.
     parent = os.pidfd_open(os.getppid())
 
     def wait() -> None:
@@ -25,6 +23,18 @@ def end_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=wait, name="end-with-parent", daemon=True).start()
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Write a file in one step: whoever reads it sees the old or the new text."""
+    new = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        new.write_text(text, encoding="utf-8")
+        if file.exists():
+            shutil.copymode(file, new)
+        new.replace(file)
+    finally:
+        new.unlink(missing_ok=True)
 
 
 @contextmanager

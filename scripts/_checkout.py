@@ -1,7 +1,4 @@
-"""Makes the packages of this checkout importable: they need not be installed where a script runs.
-
-A script imports this before it imports any of them.
-"""
+"""This checkout's packages, importable by a script that imports this first; its command of cog-triton."""
 
 from __future__ import annotations
 
@@ -14,16 +11,22 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 
+def run(command: str) -> None:
+    """Exit with the status of ``cog-triton COMMAND``, which gets this script's arguments."""
+    from cog_triton.cli import main
+
+    sys.exit(main([command, *sys.argv[1:]], Path(sys.argv[0]).name))
+
+
 def explain(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Says what to do where a Python lacks what this checkout needs; other errors are shown as ever."""
-    if not isinstance(error, ModuleNotFoundError):
+    if isinstance(error, ModuleNotFoundError):
+        print(
+            f"{sys.executable} has no package {error.name}. `make setup-dev` makes an environment that has "
+            f"it: run `source {ROOT / '.venv' / 'bin' / 'activate'}` and try again.",
+            file=sys.stderr,
+        )
+    else:
         sys.__excepthook__(kind, error, trace)
-        return
-    print(
-        f"{sys.executable} has no package {error.name}. `make setup-dev` makes an environment that has it: "
-        f"run `source {ROOT / '.venv' / 'bin' / 'activate'}` and try again.",
-        file=sys.stderr,
-    )
 
 
 sys.excepthook = explain

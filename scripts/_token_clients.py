@@ -1,135 +1,179 @@
-"""Token ids to the engine's model and back, past the ensemble, as NVIDIA's small clients send them."""
+"""NVIDIA's small clients: token ids to the engine's model and back, past the ensemble."""
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import contextlib
+import json
 import secrets
-from collections.abc import Callable
-from dataclasses import dataclass
+import sys
+import time
+from collections.abc import AsyncIterator
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from cog_triton.client.grpc_transport import Channel, Message, infer_request, stream_messages
-from cog_triton.client.http_transport import HttpClient, flat_outputs
+from cog_triton.client import grpc_transport, http_transport
+from cog_triton.client.grpc_transport import GrpcClient, infer_request
+from cog_triton.client.http_transport import HttpClient
 from cog_triton.client.stream import decode_response
 from cog_triton.errors import TritonMalformedEvent
+from cog_triton.settings import read_settings
+from cog_triton.text.detokenizer import IncrementalDetokenizer
+from cog_triton.text.tokenizer import load_tokenizer, without_torch
 from cog_triton.wire import ENGINE
 
-OUTPUTS = ("output_ids", "sequence_length", "batch_index")
-
-Emit = Callable[[int, list[int]], object]
-Prompts = tuple[tuple[int, ...], ...]
+Client = GrpcClient | HttpClient
+Inputs = dict[str, npt.NDArray[Any]]
 
 
-@dataclass(frozen=True)
-class Batch:
-    """Prompts of token ids, to be completed together.
-
-    Attributes:
-        prompts: all of the same length.
-        output_len: the most output tokens of each.
-        top_k, top_p: 1 is greedy, 0 is no limit.
-        end_id: ends an output; None leaves it to the engine.
-        streaming: responses come as tokens are made, and not one at the end.
-    """
-
-    prompts: Prompts
-    output_len: int
-    top_k: int = 1
-    top_p: float = 0.0
-    beam_width: int = 1
-    end_id: int | None = None
-    pad_id: int | None = None
-    streaming: bool = False
-
-    def inputs(self) -> dict[str, npt.NDArray[Any]]:
-        """Return the engine's inputs, shapes [batch, tokens] and [batch, 1]."""
-        ids = np.array(self.prompts, np.int32)
-        values: dict[str, Any] = {
-            "input_lengths": np.int32(ids.shape[1]),
-            "request_output_len": np.int32(self.output_len),
-            "runtime_top_k": np.int32(self.top_k),
-            "runtime_top_p": np.float32(self.top_p) if self.top_p > 0 else None,
-            "beam_width": np.int32(self.beam_width) if self.beam_width != 1 else None,
-            "end_id": None if self.end_id is None else np.int32(self.end_id),
-            "pad_id": None if self.pad_id is None else np.int32(self.pad_id),
-            "streaming": np.bool_(self.streaming),
-            "exclude_input_in_output": np.bool_(True),
-        }
-        given = {name: value for name, value in values.items() if value is not None}
-        return {"input_ids": ids, **{n: np.full((len(ids), 1), v) for n, v in given.items()}}
+def client(options: argparse.Namespace) -> None:
+    """Print the time that the answer took, the text and the answer; streamed, the answer comes first."""
+    asyncio.run(answer(options))
 
 
-class TokenClient:
-    """Completes batches of token ids, over gRPC. To be used from one event loop."""
+async def answer(options: argparse.Namespace) -> None:
+    without_torch()
+    tokenizer = load_tokenizer(options.tokenizer_dir)
+    detokenizer = IncrementalDetokenizer(tokenizer)
+    end_id, pad_id = tokenizer.eos_token_id, tokenizer.pad_token_id
+    inputs = engine_inputs(
+        options,
+        tokenizer(options.text).input_ids,
+        end_id=np.int32(end_id),
+        pad_id=np.int32(end_id if pad_id is None else pad_id),
+        streaming=np.bool_(options.streaming),
+    )
 
-    def __init__(self, address: str) -> None:
-        self._channel = Channel(address)
+    def text_of(ids: list[int]) -> str:
+        # The embedded engines send the end token, TensorRT-LLM does not.
+        return detokenizer.decode(ids[:-1] if ids[-1:] == [end_id] else ids)
 
-    async def complete(self, batch: Batch, emit: Emit = lambda *_: None) -> list[list[int]]:
-        """Return the new token ids of each sequence; of several beams, those of the first.
-
-        Args:
-            emit: called with a sequence's index and its next ids as they come.
-
-        Raises:
-            CogTritonError: Triton cannot be reached, or refused or failed the request.
-        """
-        rows: list[list[int]] = [[] for _ in batch.prompts]
-
-        def add(row: int, ids: list[int]) -> None:
+    if options.streaming:
+        print(f"Input: {options.text}\nOutput: ", end="", flush=True)
+    ids: list[int] = []
+    async with contextlib.aclosing(connect(options)) as triton:
+        began = time.perf_counter()
+        async for new in engine_ids(triton, inputs):
             # With beams, a streamed response has all tokens so far.
-            rows[row] = ids if batch.beam_width > 1 else rows[row] + ids
-            emit(row, ids)
-
-        await self._run(batch.inputs(), add)
-        return rows
-
-    async def aclose(self) -> None:
-        await self._channel.aclose()
-
-    async def _run(self, inputs: dict[str, npt.NDArray[Any]], emit: Emit) -> None:
-        request = infer_request(ENGINE, secrets.token_hex(8), inputs, OUTPUTS)
-        async for message in stream_messages(self._channel, request):
-            if message.tensors:
-                emit(*_tokens(message))
+            ids = new if "beam_width" in inputs else ids + new
+            if options.streaming:
+                print(text_of(new), end="", flush=True)
+        latency = f"[INFO] Latency: {(time.perf_counter() - began) * 1000:.3f} ms"
+    if options.streaming:
+        print(f"{detokenizer.flush()}\n{latency}")
+    else:
+        print(f"{latency}\nInput: {options.text}\nOutput: {text_of(ids)}{detokenizer.flush()}")
 
 
-class HttpTokenClient(TokenClient):
-    """The same over generate_stream, which takes one sequence a request."""
-
-    def __init__(self, address: str) -> None:
-        self._client = HttpClient(address, response_timeout=600)
-
-    async def aclose(self) -> None:
-        await self._client.aclose()
-
-    async def _run(self, inputs: dict[str, npt.NDArray[Any]], emit: Emit) -> None:
-        async def run(row: int) -> None:
-            own = {name: value[row : row + 1] for name, value in inputs.items()}
-            async for event in self._client.events(ENGINE, secrets.token_hex(8), own):
-                emit(row, decode_response(flat_outputs(event), 0, None).ids)
-
-        await asyncio.gather(*map(run, range(len(inputs["input_ids"]))))
+def identity_test(options: argparse.Namespace) -> None:
+    """Print a batch, its latency and the throughput."""
+    seconds = asyncio.run(batch_seconds(options))
+    size = f"Start len: {options.start_len}, Output len: {options.output_len}"
+    print(f"[INFO] Batch size: {options.batch_size}, {size}")
+    print(f"[INFO] Latency: {seconds * 1000:.3f} ms")
+    print(f"[INFO] Throughput: {options.batch_size / seconds:.3f} sentences / sec")
 
 
-CLIENTS: dict[str, type[TokenClient]] = {"grpc": TokenClient, "http": HttpTokenClient}
+async def batch_seconds(options: argparse.Namespace) -> float:
+    prompts = random_prompts(options, options.batch_size)
+    batch = [engine_inputs(options, ids) for ids in prompts]
+    async with contextlib.aclosing(connect(options)) as triton:
+        if options.warm_up:
+            print("[INFO] sending requests to warm up")
+            await send(triton, batch, 2, together=False)
+        times, together = options.request_parallelism, options.mode == "async"
+        seconds = [await send(triton, batch, times, together) for _ in range(options.num_runs)]
+    return fmean(seconds) / float(times)
 
 
-def random_prompts(batch_size: int, length: int, vocabulary: int, seed: int) -> Prompts:
-    """Return prompts of random ids below ``vocabulary``; the same again with the same seed."""
-    ids = np.random.default_rng(seed).integers(0, vocabulary, (batch_size, length))
-    return tuple(tuple(row) for row in ids.tolist())
+async def send(triton: Client, batch: list[Inputs], times: int, together: bool) -> float:
+    """Send a batch so many times; return the seconds that all of them took."""
+
+    async def is_answered(inputs: Inputs) -> bool:
+        return any([ids async for ids in engine_ids(triton, inputs)])
+
+    began = time.perf_counter()
+    done: list[bool] = []
+    for requests in [batch * times] if together else [batch] * times:
+        done += await asyncio.gather(*map(is_answered, requests))
+    seconds = time.perf_counter() - began
+    if not all(done):
+        raise TritonMalformedEvent(f"{done.count(False)} of {len(done)} outputs are empty")
+    return seconds
 
 
-def _tokens(message: Message) -> tuple[int, list[int]]:
-    """Return the index of a response's sequence, and the new ids of its first beam."""
-    try:
-        ids = message.tensors["output_ids"].reshape(-1, message.tensors["output_ids"].shape[-1])[0]
-        length = message.tensors["sequence_length"].flat[0]
-    except (KeyError, IndexError) as error:
-        raise TritonMalformedEvent(f"a response of {ENGINE} is malformed: {error!r}") from None
-    index = message.tensors.get("batch_index")
-    return 0 if index is None else int(index.flat[0]), ids[:length].tolist()
+def gen_input_data(options: argparse.Namespace) -> None:
+    """Write each sample's tensors, without the batch's dimension."""
+    scalars = {
+        "input_lengths": options.start_len,
+        "request_output_len": options.output_len,
+        "runtime_top_k": options.topk,
+        "runtime_top_p": options.topp,
+        "beam_search_diversity_rate": 0.0,
+        "temperature": 1.0,
+        "len_penalty": 1.0,
+        "repetition_penalty": 1.0,
+        "seed": 0,
+        "beam_width": options.beam_width,
+    }
+    same = {name: {"content": [value], "shape": [1]} for name, value in scalars.items()}
+    samples = [
+        {"input_ids": {"content": ids, "shape": [len(ids)]}, **same}
+        for ids in random_prompts(options, options.num_samples)
+    ]
+    options.output.write_text(json.dumps({"data": samples}), encoding="utf-8")
+    print(f"{options.output}: {options.num_samples} samples")
+
+
+def random_prompts(options: argparse.Namespace, count: int) -> list[list[int]]:
+    vocabulary = options.vocab_size
+    if options.tokenizer_dir is not None:
+        without_torch()
+        vocabulary = len(load_tokenizer(options.tokenizer_dir))
+    random, shape = np.random.default_rng(options.random_seed), (count, options.start_len)
+    prompts: list[list[int]] = random.integers(0, vocabulary, shape).tolist()
+    return prompts
+
+
+def engine_inputs(options: argparse.Namespace, ids: list[int], **given: Any) -> Inputs:
+    """Return the engine's inputs for a prompt, shapes [1, tokens] and [1, 1]; more may be given."""
+    values = {
+        "input_lengths": np.int32(len(ids)),
+        "request_output_len": np.int32(options.output_len),
+        "runtime_top_k": np.int32(options.topk),
+        "exclude_input_in_output": np.bool_(True),
+        **given,
+    }
+    if options.topp > 0:
+        values["runtime_top_p"] = np.float32(options.topp)
+    if options.beam_width != 1:
+        values["beam_width"] = np.int32(options.beam_width)
+    scalars = {name: np.full((1, 1), value) for name, value in values.items()}
+    return {"input_ids": np.array([ids], np.int32), **scalars}
+
+
+def connect(options: argparse.Namespace) -> Client:
+    """Return a client of --url, or of this machine's Triton, started with the same environment."""
+    settings = read_settings()
+    http = options.protocol == "http"
+    address = options.url or f"localhost:{settings.http_port if http else settings.grpc_port}"
+    if options.verbose:
+        print(f"[INFO] {options.protocol} to tensorrt_llm at {address}", file=sys.stderr)
+    return HttpClient(address, response_timeout=600) if http else GrpcClient(address)
+
+
+async def engine_ids(triton: Client, inputs: Inputs) -> AsyncIterator[list[int]]:
+    """Yield the new ids of a prompt as they come; of several beams, those of the first."""
+    request_id = secrets.token_hex(8)
+    if isinstance(triton, HttpClient):
+        async for event in triton.events(ENGINE, request_id, inputs):
+            yield decode_response(http_transport.flat_outputs(event), 0, None).ids
+        return
+    request = infer_request(ENGINE, request_id, inputs, ("output_ids", "sequence_length"))
+    async for responses in triton.responses(request):
+        for outputs in filter(None, map(grpc_transport.flat_outputs, responses)):
+            yield decode_response(outputs, 0, None).ids

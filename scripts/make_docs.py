@@ -1,113 +1,70 @@
 #!/usr/bin/env python3
-"""Write the tables of docs/configuration.md from the code they describe.
-
-Examples:
-  python3 scripts/make_docs.py
-  python3 scripts/make_docs.py --check
-"""
+"""Write the tables of docs/configuration.md and triton_model_repo/README.md from the code they describe."""
 
 from __future__ import annotations
 
-import argparse
-import sys
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, get_args, get_origin
 
+import yaml
 from _checkout import ROOT
 
 from cog_triton.repository.variables import TABLES, VARIABLES, Variable
+from cog_triton.settings import Settings
 
-PAGE = ROOT / "docs" / "configuration.md"
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Runs the command; returns its exit status: 1 when --check finds the page out of date."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--check", action="store_true", help="write nothing, exit 1 if out of date")
-    arguments = parser.parse_args(argv)
-    current = PAGE.read_text(encoding="utf-8")
-    wanted = filled(current)
-    if arguments.check:
-        if current != wanted:
-            print(f"{PAGE} is out of date: run scripts/make_docs.py", file=sys.stderr)
-        return int(current != wanted)
-    PAGE.write_text(wanted, encoding="utf-8")
-    return 0
+HEADER = ("Variable", "Type", "Default", "Description")
+PAGES = (ROOT / "docs" / "configuration.md", ROOT / "triton_model_repo" / "README.md")
 
 
 def filled(page: str) -> str:
-    """The page with every table as the code has it now.
-
-    Raises:
-        ValueError: a pair of markers is missing.
-    """
-    for name, make in SECTIONS.items():
-        begin, end = f"<!-- {name}:begin -->\n", f"<!-- {name}:end -->"
-        before, begins, rest = page.partition(begin)
-        _, ends, after = rest.partition(end)
-        if not (begins and ends):
-            raise ValueError(f"{PAGE} lacks {begin.strip()} … {end}")
-        page = before + begin + make() + end + after
-    return page
-
-
-def variables() -> str:
-    """A heading and a table for each model."""
-    return "\n".join(
-        f"### {model}\n\n"
-        + table(
-            ["Variable", "Type", "Default", "Description"],
-            (
-                [f"`{name}`", type_of(v), default_of(v), v.description]
-                for name, v in model_variables.items()
-            ),
-        )
-        for model, model_variables in VARIABLES.items()
-    )
-
-
-def old_names() -> str:
-    """Return a table of the names of older templates."""
-    rows = [
-        [model, f"`{old}`", f"read as `{new}`"]
-        for model, names in TABLES.renamed.items()
-        for old, new in names.items()
-    ]
-    rows += [
-        [model, f"`{name}` `{old}`", f"read as `{new}`"]
-        for model, names in TABLES.renamed_values.items()
-        for name, values in names.items()
-        for old, new in values.items()
-    ]
-    rows += [
-        [model, f"`{name}`", f"no effect: {variable.description}"]
-        for model, ignored in TABLES.ignored.items()
-        for name, variable in ignored.items()
-    ]
-    return table(["Model", "Old name or value", "What happens"], rows)
+    """Return the page with each table between its markers as the code has it now."""
+    tables = {"settings": settings, "variables": variables, "old-names": old}
+    marked = re.compile(r"(<!-- ([\w-]+):begin -->\n).*(<!-- \2:end -->)", re.DOTALL)
+    return marked.sub(lambda found: found[1] + tables[found[2]]() + found[3], page)
 
 
 def settings() -> str:
-    """The environment variables."""
-    from cog_triton.settings import describe
+    texts = yaml.safe_load((ROOT / "cog_triton" / "settings.yaml").read_text(encoding="utf-8"))
+    rows = []
+    for field in Settings.model_fields.values():
+        default = str("" if field.default is None else field.default).removeprefix(f"{ROOT}/")
+        shown = f"`{default}`" if default else "unset"
+        rows.append([f"`{field.alias}`", kind_of(field.annotation), shown, texts[field.alias]])
+    return table(HEADER, rows)
 
-    return table(
-        ["Variable", "Type", "Default", "Description"],
-        (
-            [
-                f"`{name}`",
-                kind,
-                f"`{default.removeprefix(f'{ROOT}/')}`" if default else "unset",
-                description,
-            ]
-            for name, kind, default, description in describe()
-        ),
-    )
+
+def kind_of(annotation: Any) -> str:
+    if get_origin(annotation) is Literal:
+        return " or ".join(get_args(annotation))
+    options = [a for a in get_args(annotation) if a is not type(None)] or [annotation]
+    names = {"int": "integer", "Path": "path", "float": "number", "bool": "boolean"}
+    return names.get(options[0].__name__, "text")
+
+
+def variables() -> str:
+    """Return a heading and a table for each model."""
+    tables = []
+    for model, named in VARIABLES.items():
+        rows = [[f"`{n}`", type_of(v), default_of(v), v.description] for n, v in named.items()]
+        tables.append(f"## {model}\n\n{table(HEADER, rows)}")
+    return "\n".join(tables)
+
+
+def old() -> str:
+    """Return a table of the names and values of older templates."""
+    rows: list[list[str]] = []
+    for model, names in TABLES.renamed.items():
+        rows += ([model, f"`{old}`", f"read as `{new}`"] for old, new in names.items())
+    for model, values in TABLES.renamed_values.items():
+        for name, renamed in values.items():
+            rows += ([model, f"`{name}` `{o}`", f"read as `{n}`"] for o, n in renamed.items())
+    for model, ignored in TABLES.ignored.items():
+        rows += ([model, f"`{n}`", f"no effect: {v.description}"] for n, v in ignored.items())
+    return table(["Model", "Old name or value", "What happens"], rows)
 
 
 def type_of(variable: Variable) -> str:
-    """The type column: the kind, and what limits it."""
     if variable.choices:
         return " or ".join(f"`{choice}`" for choice in variable.choices)
     kind = "boolean" if variable.kind == "switch" else variable.kind
@@ -117,7 +74,6 @@ def type_of(variable: Variable) -> str:
 
 
 def default_of(variable: Variable) -> str:
-    """The default column."""
     if variable.required:
         return "**required**"
     text = variable.render()
@@ -125,17 +81,11 @@ def default_of(variable: Variable) -> str:
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
     cells = ([cell.replace("|", "\\|") for cell in line] for line in lines)
     return "".join(f"| {' | '.join(line)} |\n" for line in cells)
 
 
-SECTIONS: dict[str, Callable[[], str]] = {
-    "variables": variables,
-    "old-names": old_names,
-    "settings": settings,
-}
-
 if __name__ == "__main__":
-    sys.exit(main())
+    for path in PAGES:
+        path.write_text(filled(path.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,36 +1,60 @@
 #!/usr/bin/env python3
-"""Writes .cog/openapi_schema.json from predict.py and train.py, as `cog build` does.
-
-Without that file Cog's server answers requests for a stream with 406 and checks no inputs. `cog build`
-writes it into an image; this is for every other way to run.
-
-    python scripts/make_schema.py
-    python scripts/make_schema.py --output /src/.cog/openapi_schema.json
-"""
+"""The schema that Cog's server reads, from predict.py and train.py."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
+import warnings
 from pathlib import Path
+from typing import Any
 
-from _checkout import ROOT
+import _checkout
+import yaml
+from cog._inspector import create_predictor
 
-from cog_triton.faces.cog.rules import openapi_schema
+from cog_triton.processes import write_whole
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, default=ROOT / ".cog" / "openapi_schema.json")
-    arguments = parser.parse_args(argv)
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    schema = openapi_schema("predict", "Predictor", "train")
-    # In one step: a second server may be starting, and reading it.
-    whole = arguments.output.with_suffix(f".{os.getpid()}")
-    whole.write_text(json.dumps(schema, indent=2) + "\n")
-    whole.replace(arguments.output)
+def main(options: argparse.Namespace) -> None:
+    """Write the schema of a streaming predictor and a training, in the skeleton of openapi.yaml."""
+    skeleton = yaml.safe_load(Path(__file__).with_name("openapi.yaml").read_text(encoding="utf-8"))
+    schemas = skeleton.pop("schemas")
+    # Cog's server reads those of the training instead when it trains.
+    for prefix, source in (("", ("predict", "Predictor")), ("Training", ("train", "train"))):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # predict() is the name we keep
+            info = create_predictor(*source)
+        fields = sorted(info.inputs.values(), key=lambda field: field.order)
+        inputs = {field.name: property_of(field) for field in fields}
+        schemas[f"{prefix}Input"] = {
+            "title": f"{prefix}Input",
+            "type": "object",
+            "properties": inputs,
+            "required": [n for n, p in inputs.items() if not {"default", "nullable"} & p.keys()],
+        }
+        schemas[f"{prefix}Output"] = {**info.output.json_type(), "title": f"{prefix}Output"}
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    schema = {**skeleton, "components": {"schemas": schemas}}
+    write_whole(options.output, json.dumps(schema, indent=2) + "\n")
+
+
+def property_of(field: Any) -> dict[str, Any]:
+    limits = {"minimum": field.ge, "maximum": field.le}
+    if field.type.primitive.name == "INTEGER":
+        # Cog makes a float of a limit, which rounds the largest integer of its server up.
+        limits = {k: None if v is None else min(int(v), 2**64 - 1) for k, v in limits.items()}
+    given = {
+        **field.type.json_type(),
+        **limits,
+        "title": field.name.replace("_", " ").title(),
+        "x-order": field.order,
+        "description": field.description or None,
+        "default": field.default,
+        "nullable": str(field.type.repetition.name).startswith("OPTIONAL") or None,
+    }
+    return {name: value for name, value in given.items() if value is not None}
 
 
 if __name__ == "__main__":
-    main()
+    _checkout.run("make-schema")

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -20,19 +21,7 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"
 OFFLINE = "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"
 
 # What a page would suffer from that took it for HTML; window.hit says so.
-HOSTILE = """<img src=x onerror="window.hit = 1"><script>window.hit = 2</script>
-[a link](javascript:window.hit=3) ![an image](https://example.org/x.png) <a href="javascript:hit">b</a>
-
-`<b>code</b>` **<i>bold</i>** [<svg onload=hit>](https://example.org/"onmouseover="window.hit=4)
-
-```<script>
-</code></pre><script>window.hit = 5</script>
-```
-
-| <script>window.hit = 6</script> |
-| --- |
-| <iframe srcdoc="<script>parent.hit = 7</script>"> |
-"""
+HOSTILE = Path(__file__).with_name("hostile.txt").read_text()
 
 
 @contextmanager
@@ -52,23 +41,20 @@ def chromium() -> Iterator[Browser]:
 
 @dataclass
 class Tab:
-    """A tab with the chat page.
-
-    Attributes:
-        urls: what it asked for.
-        bodies: those that it sent.
-        complaints: what the browser says of the page: errors, and what the page's policy refused.
-    """
+    """A tab with the chat page."""
 
     page: Page
-    urls: list[str] = field(default_factory=list)
-    bodies: list[dict[str, Any]] = field(default_factory=list)
-    complaints: list[str] = field(default_factory=list)
+    urls: list[str] = field(default_factory=list)  # what it asked for
+    bodies: list[dict[str, Any]] = field(default_factory=list)  # what it sent
+    complaints: list[str] = field(default_factory=list)  # errors, and what the policy refused
 
     def open(self, url: str) -> None:
         self.page.on("request", lambda request: self._note(request))
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
         self.page.on("console", lambda message: self._hear(message))
+        self.goto(url)
+
+    def goto(self, url: str) -> None:
         self.page.goto(url)
         self.page.get_by_role("heading", name="Ask demo").wait_for()
 

@@ -41,6 +41,28 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
+# Servers that are started once for all tests that only send them requests.
+SHARED_SERVERS = ("triton", "paced_triton", "cog_server", "paced_cog_server", "openai_server")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep the tests that share a server in one process (``--dist loadgroup``); these begin."""
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(group_of(item)))
+    items.sort(key=lambda item: group_of(item) not in SHARED_SERVERS)
+
+
+def group_of(item: pytest.Item) -> str:
+    """Return the shared server that a test asks, else its file, or itself if it starts its own."""
+    definitions = item._fixtureinfo.name2fixturedefs  # type: ignore[attr-defined]
+    if shared := [name for name in SHARED_SERVERS if name in definitions]:
+        return shared[0]
+    of_module = any(found[-1].scope == "module" for found in definitions.values())
+    alone = "integration" in item.path.parts and not of_module
+    return item.nodeid if alone else item.nodeid.partition("::")[0]
+
+
 @pytest.fixture(scope="session")
 def demo_model(pytestconfig: pytest.Config) -> Path:
     """The demo model that ships, or another one that is as good."""
@@ -54,12 +76,3 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--demo-model", default=DIRECTORY, help="directory of the demo model (cog_triton/demo)"
     )
-    parser.addoption(
-        "--cancels", type=int, default=60, help="cancels by each door in test_cancels.py (60)"
-    )
-
-
-@pytest.fixture(scope="session")
-def cancels(request: pytest.FixtureRequest) -> int:
-    """The number of cancels of a storm: --cancels."""
-    return int(request.config.getoption("--cancels"))

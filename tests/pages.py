@@ -28,27 +28,19 @@ PAGES = [
 ]
 NOT_RUN = {"network", "gpu", "cluster", "minutes"}
 NEEDS = NOT_RUN | {"server", "dry run"}
-LANGUAGES = ("console", "bash", "sh")
 
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block of commands.
-
-    Attributes:
-        line: that of its first command, counted from 1.
-        needs: see this file's head.
-        commands: without prompts and output.
-    """
+    """A fenced block of commands."""
 
     page: Path
-    line: int
+    line: int  # of its first command, counted from 1
     needs: frozenset[str]
-    commands: tuple[str, ...]
+    commands: tuple[str, ...]  # without prompts and output
 
     @property
     def runs(self) -> bool:
-        """Whether a test runs it."""
         return not self.needs & NOT_RUN
 
     def __str__(self) -> str:
@@ -59,7 +51,7 @@ def blocks(page: Path) -> list[Block]:
     """The blocks of commands of a page, in order."""
     text = page.read_text(encoding="utf-8")
     fences = re.finditer(
-        rf"(?:^<!-- needs: ([^\n]*) -->\n)?^```({'|'.join(LANGUAGES)})\n(.*?)^```$",
+        r"(?:^<!-- needs: ([^\n]*) -->\n)?^```(console|bash|sh)\n(.*?)^```$",
         text,
         re.DOTALL | re.MULTILINE,
     )
@@ -68,15 +60,15 @@ def blocks(page: Path) -> list[Block]:
             page,
             text.count("\n", 0, match.start(3)) + 1,
             frozenset(filter(None, re.split(r",\s*", match[1] or ""))),
-            tuple(_typed(match[3].splitlines()) if match[2] == "console" else (match[3],)),
+            tuple(_typed(match[3])) if match[2] == "console" else (match[3],),
         )
         for match in fences
     ]
 
 
-def _typed(lines: list[str]) -> Iterator[str]:
+def _typed(text: str) -> Iterator[str]:
     """What is typed at the prompts of a console: lines behind a ``$``, and those that bash waits for."""
-    waiting = iter(lines)
+    waiting = iter(text.splitlines())
     for line in waiting:
         if line.startswith("$ "):
             command = line[2:]
@@ -86,10 +78,9 @@ def _typed(lines: list[str]) -> Iterator[str]:
 
 
 def _complete(command: str) -> bool:
-    if command.endswith("\\"):
-        return False
     checked = subprocess.run(["bash", "-n", "-c", command], capture_output=True)
-    return not (checked.returncode or checked.stderr)  # an open here-document is but a warning
+    # An open here-document is but a warning.
+    return not (command.endswith("\\") or checked.returncode or checked.stderr)
 
 
 def script_calls(command: str) -> Iterator[tuple[str, list[str]]]:

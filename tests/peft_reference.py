@@ -37,7 +37,7 @@ def make_varied_adapter(model: Path, directory: Path) -> None:
 
 
 class Reference:
-    """PEFT's model, which generates with one adapter at a time."""
+    """PEFT's model, which generates with one adapter at a time, or with none, whose name is empty."""
 
     def __init__(self, model: Path, adapters: Path) -> None:
         """With the adapters poet and bard of a directory."""
@@ -46,8 +46,6 @@ class Reference:
         self._model = PeftModel.from_pretrained(load(model), str(adapters / "poet"), "poet")
         self._model.load_adapter(str(adapters / "bard"), "bard")
         self._model.eval()
-
-    # ``name`` is an adapter's, or empty for the model without one.
 
     def ids(self, prompt: list[int], name: str, max_tokens: int) -> list[int]:
         with self._using(name):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import json
 import os
@@ -13,19 +14,29 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import psutil  # type: ignore[import-untyped, unused-ignore]
+import yaml  # type: ignore[import-untyped, unused-ignore]
 
 from tools.benchmark.processes import free_port as free_port
 from tools.benchmark.processes import tree
+from tools.server_sent_events import EventParser
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 ROOT = Path(__file__).resolve().parents[1]
 START_TIMEOUT = 180
 SHARED_MEMORY = Path("/dev/shm")
+
+
+def load_cases(test: str, name: str) -> Any:
+    """The cases in a YAML file beside a test's ``__file__``."""
+    return yaml.safe_load(Path(test).with_name(name).read_text(encoding="utf-8"))
 
 
 class QuietHandler(http.server.BaseHTTPRequestHandler):
@@ -73,9 +84,9 @@ def wait_until(condition: Callable[[], Any], timeout: float, what: str) -> Any:
 
 
 def metrics(address: str) -> dict[str, float]:
-    """Triton's metrics, by name and labels as they stand there."""
+    """The metrics of Triton or of the OpenAI face, by name and labels as they stand there."""
     text = httpx.get(f"http://{address}/metrics", trust_env=False).text
-    samples = re.findall(r"^([a-z_]+(?:\{[^}]*\})?) ([-+.\de]+)$", text, re.MULTILINE)
+    samples = re.findall(r"^([a-z_:]+(?:\{[^}]*\})?) ([-+.\de]+)$", text, re.MULTILINE)
     return {name: float(value) for name, value in samples}
 
 
@@ -88,10 +99,7 @@ class EngineCounters:
     def __getitem__(self, name: str) -> float:
         labels = {
             "generated": 'tokens{kind="generated"}',
-            "served": 'tokens{kind="served"}',
-            "finished": 'requests{outcome="finished"}',
             "stopped": 'requests{outcome="stopped"}',
-            "failed": 'requests{outcome="failed"}',
             "active": "active_requests",
         }
         return metrics(self._address)[f"cog_triton_engine_{labels[name]}"]
@@ -116,14 +124,24 @@ def regions_left() -> set[str]:
     }
 
 
-class CogServer:
-    """A real Cog server with the predictor, as `make serve` runs it."""
+def left_of(prefix: str) -> list[int | Path]:
+    """Processes and shared memory of the server with that prefix."""
+    return [*processes(prefix), *SHARED_MEMORY.glob(f"{prefix}*")]
 
-    def __init__(self, environment: dict[str, str], log: Path) -> None:
+
+class Server:
+    """A script of scripts/ that serves, in a process of its own on free ports."""
+
+    script: str
+    directory = ROOT
+
+    def __init__(self, environment: dict[str, str], log: Path, *arguments: str) -> None:
         self.port, self.metrics_port = free_port(), free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
+        self.address = f"127.0.0.1:{self.port}"
+        self.url = f"http://{self.address}"
         self.engine = EngineCounters(f"127.0.0.1:{self.metrics_port}")
         self.log = log
+        self.command = [sys.executable, str(ROOT / "scripts" / self.script), *arguments]
         self.environment = {
             **os.environ,
             "PORT": str(self.port),
@@ -133,10 +151,11 @@ class CogServer:
             **environment,
         }
 
-    def __enter__(self) -> CogServer:
+    def __enter__(self) -> Self:
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                [sys.executable, str(ROOT / "scripts" / "serve.py")],
+                self.command,
+                cwd=self.directory,
                 env=self.environment,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -147,22 +166,27 @@ class CogServer:
         self.stop()
 
     def stop(self, signal_number: int = signal.SIGTERM) -> int:
+        """Ends it; returns its exit status."""
         if self.process.poll() is None:
             self.process.send_signal(signal_number)
         return self.process.wait(timeout=60)
 
-    def wait_until_set_up(self) -> dict[str, Any]:
-        """Waits for the end of setup, good or bad; returns the health check."""
 
-        def health() -> dict[str, Any] | None:
+class CogServer(Server):
+    """A real Cog server with the predictor, as `make serve` runs it."""
+
+    script = "serve.py"
+
+    def wait_until_ready(self) -> None:
+        """Waits for the end of setup, which has to be good."""
+
+        def end_of_setup() -> Any:
             assert self.process.poll() is None, self.log.read_text()[-3000:]
-            try:
-                body: dict[str, Any] = httpx.get(f"{self.url}/health-check", trust_env=False).json()
-            except httpx.TransportError:
-                return None
-            return body if body["status"] != "STARTING" else None
+            with contextlib.suppress(httpx.TransportError):
+                status = httpx.get(f"{self.url}/health-check", trust_env=False).json()["status"]
+                return status != "STARTING" and status
 
-        return cast(dict[str, Any], wait_until(health, START_TIMEOUT, "setup"))
+        assert wait_until(end_of_setup, START_TIMEOUT, "setup") == "READY", self.log.read_text()
 
     def predict(self, **inputs: Any) -> dict[str, Any]:
         """One prediction, as JSON."""
@@ -172,35 +196,33 @@ class CogServer:
         body: dict[str, Any] = reply.json()
         return {"http_status": reply.status_code, **body}
 
-    @contextmanager
-    def stream(self, prediction_id: str | None = None, **inputs: Any) -> Iterator[Iterator[Event]]:
+    def stream(
+        self, prediction_id: str | None = None, **inputs: Any
+    ) -> AbstractContextManager[Iterator[Event]]:
         """One prediction, as a stream of server-sent events."""
-        method, path = (
-            ("PUT", f"/predictions/{prediction_id}") if prediction_id else ("POST", "/predictions")
-        )
-        with httpx.stream(
-            method,
-            self.url + path,
-            json={"input": inputs},
-            headers={"Accept": "text/event-stream"},
-            timeout=60,
-            trust_env=False,
-        ) as reply:
-            assert reply.status_code == 200, reply.read()
-            yield _events(reply.iter_lines())
+        return streamed_prediction(self.url, prediction_id, **inputs)
 
 
 Event = tuple[str, dict[str, Any]]
 
 
-def _events(lines: Iterator[str]) -> Iterator[Event]:
-    name = ""
-    for line in lines:
-        field, _, value = line.partition(": ")
-        if field == "event":
-            name = value
-        elif field == "data":
-            yield name, json.loads(value)
+@contextmanager
+def streamed_prediction(
+    url: str, prediction_id: str | None = None, **inputs: Any
+) -> Iterator[Iterator[Event]]:
+    """The events of a prediction at a Cog server."""
+    method, path = ("PUT", f"/{prediction_id}") if prediction_id else ("POST", "")
+    with httpx.stream(
+        method,
+        f"{url}/predictions{path}",
+        json={"input": inputs},
+        headers={"Accept": "text/event-stream"},
+        timeout=60,
+        trust_env=False,
+    ) as reply:
+        assert reply.status_code == 200, reply.read()
+        parsed = map(EventParser().feed, reply.iter_raw())
+        yield ((name, json.loads(data)) for events in parsed for name, data in events)
 
 
 def chunks(events: Iterator[Event]) -> list[str]:

@@ -1,1 +1,1 @@
-"""What builds on the package, and is never imported by it: commands with a file each in scripts/."""
+"""Commands that build on the package, which never imports them; each has a file in scripts/."""

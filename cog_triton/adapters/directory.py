@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import os
 import shutil
-import threading
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,7 @@ from cog_triton.wire import adapter_task_id
 
 CONFIG = "adapter_config.json"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
-CONVERTED = ("model.lora_weights.npy", "model.lora_config.npy")
-"""NVIDIA's hf_lora_convert.py makes these of an adapter; see ``cog_triton.adapters.tensors``."""
+CONVERTED = ("model.lora_weights.npy", "model.lora_config.npy")  # by NVIDIA's hf_lora_convert.py
 
 
 def adapter_names(directory: Path | None) -> tuple[str, ...]:
@@ -38,10 +38,9 @@ def adapter_path(directory: Path, task_id: int) -> Path:
     paths = directory.iterdir() if directory.is_dir() else ()
     numbered = [path for path in paths if adapter_task_id(path.name) == task_id]
     names = sorted(path.name for path in numbered if _is_complete(path))
-    if len(names) > 1:
-        raise LookupError(f"the adapters {', '.join(names)} have the same number")
-    if not names:
-        raise LookupError("no adapter")
+    if len(names) != 1:
+        same = f"the adapters {', '.join(names)} have the same number"
+        raise LookupError(same if names else "no adapter")
     return directory / names[0]
 
 
@@ -54,12 +53,7 @@ def check_adapter(name: str, directory: Path | None) -> None:
 
 
 def place_adapter(name: str, files: Path, directory: Path) -> None:
-    """Copy an adapter's files to ``directory``/``name``, in place of one of that name.
-
-    Raises:
-        ConfigurationError: they are not an adapter's, or the name is not valid.
-        OSError: they cannot be copied; what was there before is still there.
-    """
+    """Copy an adapter's files to ``directory``/``name``; on an error, one of that name is still there."""
     _check_name(name)
     if not _is_complete(files):
         raise ConfigurationError(
@@ -87,23 +81,19 @@ def remove_adapter(name: str, directory: Path) -> None:
 
 @dataclass(frozen=True)
 class AdapterVersion:
-    """An adapter's files at one time. Engines keep adapters by version, so that replaced files are read.
-
-    Attributes:
-        stamps: of each file that PEFT saves, its time of change, size and inode; None where it is absent.
-    """
+    """An adapter's files at one time. Engines keep adapters by version, so that replaced files are read."""
 
     path: Path
-    stamps: tuple[tuple[int, int, int] | None, ...]
+    stamps: tuple[tuple[str, int, int, int], ...]  # of each file: name, change, size, inode
 
     @classmethod
     def of(cls, path: Path) -> AdapterVersion:
         """Return the version that is there now."""
-        stamps: list[tuple[int, int, int] | None] = [None] * (1 + len(WEIGHTS))
-        for index, name in enumerate((CONFIG, *WEIGHTS)):
+        stamps = []
+        for name in (CONFIG, *WEIGHTS):
             with suppress(OSError):
                 status = (path / name).stat()
-                stamps[index] = status.st_mtime_ns, status.st_size, status.st_ino
+                stamps.append((name, status.st_mtime_ns, status.st_size, status.st_ino))
         return cls(path, tuple(stamps))
 
     @property
@@ -112,11 +102,7 @@ class AdapterVersion:
 
 
 def current_version(task_id: int, directory: Path | None) -> AdapterVersion:
-    """Return the adapter of a number, for an engine that reads PEFT's files.
-
-    Raises:
-        EngineError: there is none, or it has only TensorRT-LLM's form.
-    """
+    """Return the adapter of a number, for an engine that reads PEFT's files; raise EngineError for none."""
     if directory is None:
         raise EngineError("lora_task_id needs lora_prefetch_dir, the directory of the adapters")
     try:
@@ -129,34 +115,23 @@ def current_version(task_id: int, directory: Path | None) -> AdapterVersion:
 
 
 class LoraRequests:
-    """Adapters for vLLM and the LLM API, which tell them apart by number and name.
-
-    Each version has its own number and name: vLLM shares blocks of its KV cache by the name.
-    """
+    """Adapters for vLLM and the LLM API; vLLM's cache needs a number and a name of each version."""
 
     def __init__(self, directory: Path | None) -> None:
         self._directory = directory
-        self._lock = threading.Lock()
-        self._numbers: dict[AdapterVersion, int] = {}
+        self._numbers: dict[AdapterVersion, int] = defaultdict(count(1).__next__)
 
     def of(self, task_id: int, kind: Callable[[str, int, str], Any]) -> Any:
-        """Return an adapter as ``kind``, the engine's ``LoRARequest(name, number, path)``.
-
-        Raises:
-            EngineError: there is none.
-        """
+        """Return an adapter as ``kind``, the engine's ``LoRARequest(name, number, path)``."""
         version = current_version(task_id, self._directory)
-        with self._lock:
-            number = self._numbers.setdefault(version, len(self._numbers) + 1)
+        number = self._numbers[version]
         return kind(f"{version.path.name}:{number}", number, str(version.path))
 
 
 def _is_complete(path: Path) -> bool:
-    def has(name: str) -> bool:
-        return (path / name).is_file()
-
-    of_peft = has(CONFIG) and any(map(has, WEIGHTS))
-    return not path.name.startswith(".") and (of_peft or all(map(has, CONVERTED)))
+    there = {name for name in (CONFIG, *WEIGHTS, *CONVERTED) if (path / name).is_file()}
+    of_peft = CONFIG in there and not there.isdisjoint(WEIGHTS)
+    return not path.name.startswith(".") and (of_peft or there.issuperset(CONVERTED))
 
 
 def _check_name(name: str) -> None:
@@ -168,8 +143,7 @@ def _check_name(name: str) -> None:
 
 
 def _delete(adapter: Path) -> None:
-    gone = adapter.with_name(f".{adapter.name}.{os.getpid()}.gone")
-    adapter.rename(gone)
+    gone = adapter.rename(adapter.with_name(f".{adapter.name}.{os.getpid()}.gone"))
     if gone.is_symlink():
         gone.unlink()
     else:

@@ -11,14 +11,14 @@ import copy
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence, Set
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
+from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from time import monotonic
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.functional import linear
@@ -44,68 +44,55 @@ UNDERSTOOD = {
 INITIALIZATIONS = (True, False, "gaussian", "orthogonal", "eva")
 
 
-@dataclass(frozen=True)
-class Change:
-    """The change of one layer by an adapter, scaled."""
-
+class Change(NamedTuple):
     down: torch.Tensor  # [rank, inputs]
-    up: torch.Tensor  # [outputs, rank]
+    up: torch.Tensor  # [outputs, rank], scaled like the bias
     bias: torch.Tensor | None  # [outputs]
-
-    def of(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the addition to the layer's output for inputs of the shape [rows, inputs]."""
-        return linear(linear(rows.to(self.down.dtype), self.down), self.up, self.bias)
 
 
 @dataclass(eq=False)
 class LoadedAdapter:
-    """An adapter on the model's device."""
-
     number: int  # never given to another one
     changes: dict[str, Change]  # by the names of the layers
     problem: str | None = None  # found when it was applied
+    hooked: bool = False  # all its layers have a hook
+    used: float = field(default_factory=monotonic)  # when a request last got it
 
     @property
     def size(self) -> int:
-        """Its bytes."""
-        tensors = (t for change in self.changes.values() for t in vars(change).values())
+        tensors = (tensor for change in self.changes.values() for tensor in change)
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
-class LoraLayers:
-    """The layers of one model that adapters change.
+class Adapters:
+    """The adapters of one engine; one stays while a request has it, and until another needs its room."""
 
-    Attributes:
-        lock: held while the model computes, and while its hooks change.
-    """
-
-    def __init__(self, model: Any) -> None:
-        self.lock = threading.Lock()
-        self._model = model
+    def __init__(
+        self,
+        model: Any,
+        directory: Path,
+        in_use: Callable[[], Set[LoadedAdapter]],
+        cache_bytes: int = CACHE_BYTES,
+    ) -> None:
+        """Start without any; ``in_use`` returns the adapters that requests have."""
+        self._model, self._directory = model, directory
+        self._in_use, self._cache_bytes = in_use, cache_bytes
+        self._loading = threading.Lock()  # held by the thread that changes the next
+        self._loaded: dict[AdapterVersion, LoadedAdapter] = {}
         self._numbers = count(1)
         self._hooked: set[str] = set()
-        self._tokens = 0
+        self._tokens = 0  # of the step, and those of each adapter
         self._places: list[tuple[LoadedAdapter, torch.Tensor]] = []
 
-    def read(self, directory: Path) -> LoadedAdapter:
-        """Read an adapter beside the model; any Exception says why it cannot be used with it."""
-        layers = _read_layers(self._model, directory)
-        changes = {name: self._change(name, layer) for name, layer in layers.items()}
-        self._wait_for_device()
-        return LoadedAdapter(next(self._numbers), changes)
+    def assign(self, task_id: int, request: Any) -> None:
+        """Give a request its adapter, once that is loaded; raise EngineError if it cannot be used."""
+        version = current_version(task_id, self._directory)
+        if (adapter := self._loaded.get(version)) is None:
+            with self._loading:
+                adapter = self._loaded.get(version) or self._load(task_id, version)
+        request.adapter, adapter.used = adapter, monotonic()
 
-    def put(self, adapter: LoadedAdapter) -> None:
-        """Hook the layers that an adapter changes."""
-        with self.lock:
-            for name in adapter.changes.keys() - self._hooked:
-                self._model.get_submodule(name).register_forward_hook(partial(self._add, name))
-                self._hooked.add(name)
-
-    def remove(self, adapter: LoadedAdapter) -> None:
-        """Free an adapter's memory."""
-        with self.lock:
-            self._wait_for_device()
-            adapter.changes.clear()
+    # The next two are called on the thread that computes.
 
     def begin_step(self, parts: Sequence[tuple[LoadedAdapter | None, int]]) -> None:
         """Set, for each request of the next step's batch, its adapter and number of tokens."""
@@ -116,109 +103,34 @@ class LoraLayers:
                 places[adapter] += range(self._tokens, self._tokens + length)
             self._tokens += length
         self._places = [(a, torch.tensor(places[a], device=device)) for a in places]
-
-    def _change(self, name: str, layer: Any) -> Change:
-        def own(tensor: torch.Tensor) -> torch.Tensor:
-            moved = tensor.detach().to(device=self._model.device, dtype=self._model.dtype)
-            # Attention multiplies what it masks by 0: such a value would spread over the whole batch.
-            if not moved.isfinite().all():
-                raise ValueError(f"{name} has values that are not finite")
-            return moved
-
-        scale, up = layer.scaling[LABEL], layer.lora_B[LABEL]
-        return Change(
-            own(layer.lora_A[LABEL].weight),
-            own(up.weight.float() * scale),
-            None if up.bias is None else own(up.bias.float() * scale),
-        )
+        for adapter in places:
+            # Here, so that no layer gets a hook while the model computes.
+            for layer in () if adapter.hooked else adapter.changes.keys() - self._hooked:
+                hook = partial(self._add, layer)
+                self._model.get_submodule(layer).register_forward_hook(hook)
+                self._hooked.add(layer)
+            adapter.hooked = True
 
     def _add(self, name: str, _: Any, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
+        # The hook behind a layer.
         if not self._places:
             return
         rows, out = inputs[0].flatten(0, -2), output.flatten(0, -2)
         for adapter, places in self._places:
             change = adapter.changes.get(name)
-            if change is None:  # another layer's, or removed when its request was gone
+            if change is None:
                 continue
             if len(rows) != self._tokens:
                 adapter.problem = f"{name} does not see each token once"
                 continue
-            out.index_add_(0, places, change.of(rows[places]).to(out.dtype))
+            inner = linear(rows[places].to(change.down.dtype), change.down)
+            out.index_add_(0, places, linear(inner, change.up, change.bias).to(out.dtype))
 
-    def _wait_for_device(self) -> None:
-        # The model computes on a stream of its own there.
-        if self._model.device.type == "cuda":
-            torch.cuda.synchronize(self._model.device)
-
-
-class Adapters:
-    """The adapters of one engine: loaded when a request names one, by a thread, while the model computes.
-
-    An adapter stays until its files are replaced or removed, or until another needs its room; and in any
-    case as long as a request has it, as its attribute ``adapter``. Methods may be called from any thread.
-    """
-
-    def __init__(
-        self,
-        model: Any,
-        directory: Path,
-        in_use: Callable[[], Set[LoadedAdapter]],
-        cache_bytes: int = CACHE_BYTES,
-    ) -> None:
-        """Start to import PEFT, which takes seconds.
-
-        Args:
-            in_use: the adapters that requests have.
-            cache_bytes: most bytes of all adapters in the model.
-        """
-        self.layers = LoraLayers(model)
-        self._directory, self._in_use, self._cache_bytes = directory, in_use, cache_bytes
-        self._lock = threading.Lock()
-        self._loaded: dict[AdapterVersion, LoadedAdapter] = {}  # the least recently used first
-        self._loader = ThreadPoolExecutor(1, thread_name_prefix="adapter-loader")
-        self._loader.submit(_import_peft)
-
-    def assign(self, task_id: int, request: Any) -> bool:
-        """Give a request its adapter, if that is in the model; raise EngineError if there is none."""
-        version = current_version(task_id, self._directory)
-        with self._lock:
-            adapter = self._loaded.pop(version, None)
-            if adapter is not None:
-                self._loaded[version] = request.adapter = adapter
-        return adapter is not None
-
-    def load(self, task_id: int, request: Any) -> Future[None]:
-        """Load an adapter and give it to a request.
-
-        Raises:
-            EngineUnavailable: this has been closed.
-            EngineError: from the future: it cannot be used.
-        """
-        try:
-            return self._loader.submit(self._load, task_id, request)
-        except RuntimeError:
-            raise EngineUnavailable("the engine has stopped: it was closed") from None
-
-    def tidy(self) -> None:
-        """Evict, on the loader's thread, the unused adapters whose files were replaced or removed."""
-        with suppress(RuntimeError):  # closed
-            self._loader.submit(self._evict_stale)
-
-    def close(self) -> None:
-        self._loader.shutdown(cancel_futures=True)
-
-    # The rest runs on the loader's thread.
-
-    def _load(self, task_id: int, request: Any) -> None:
-        if self.assign(task_id, request):
-            return
-        self._evict_stale()
-        version = current_version(task_id, self._directory)
+    def _load(self, task_id: int, version: AdapterVersion) -> LoadedAdapter:
         name = version.path.name
         try:
-            adapter = self.layers.read(version.path)
+            adapter = LoadedAdapter(next(self._numbers), _changes(self._model, version.path))
             self._make_room(name, adapter.size)
-            self.layers.put(adapter)
         except EngineError:
             raise
         except ImportError as error:
@@ -228,41 +140,48 @@ class Adapters:
             reason = (" ".join(str(error).split()) or repr(error))[:500]
             text = f"lora_task_id {task_id}: the adapter {name} cannot be used: {reason}"
             raise EngineError(text) from error
-        with self._lock:
-            self._loaded[version] = request.adapter = adapter
+        self._loaded[version] = adapter
         logger.info("adapter %s loaded: %d bytes", name, adapter.size)
+        return adapter
 
     def _make_room(self, name: str, size: int) -> None:
+        """Evict adapters that no request has: those without their files, then the least recently used."""
         if size > self._cache_bytes:
             raise ValueError(
                 f"it has {size} bytes, and lora_cache_host_memory_bytes is {self._cache_bytes}"
             )
-        while sum(a.size for a in tuple(self._loaded.values())) + size > self._cache_bytes:
-            if not self._evict_first(tuple(self._loaded)):
-                raise EngineUnavailable(
-                    f"the LoRA cache is full: adapter {name} does not fit beside those in use; "
-                    "try again later, or raise lora_cache_host_memory_bytes"
-                )
-
-    def _evict_stale(self) -> None:
-        while self._evict_first([v for v in tuple(self._loaded) if not v.is_current]):
-            pass
-
-    def _evict_first(self, candidates: Iterable[AdapterVersion]) -> bool:
-        """Evict the first of these that no request has; return whether there was one."""
-        with self._lock:
-            used = self._in_use()
-            idle = next((v for v in candidates if self._loaded[v] not in used), None)
-            if idle is None:
-                return False
-            adapter = self._loaded.pop(idle)
-        self.layers.remove(adapter)
-        logger.info("adapter %s unloaded", idle.path.name)
-        return True
+        used = self._in_use()
+        idle = [(v.is_current, a.used, v) for v, a in self._loaded.items() if a not in used]
+        free = self._cache_bytes - sum(a.size for a in self._loaded.values())
+        for current, _, version in sorted(idle, key=itemgetter(0, 1)):
+            if current and free >= size:
+                break
+            free += self._loaded.pop(version).size
+            logger.info("adapter %s unloaded", version.path.name)
+        if free < size:
+            raise EngineUnavailable(
+                f"the LoRA cache is full: adapter {name} does not fit beside those in use; "
+                "try again later, or raise lora_cache_host_memory_bytes"
+            )
 
 
-def _read_layers(model: Any, directory: Path) -> dict[str, Any]:
-    """Return PEFT's layers with an adapter's weights, by the names of the model's layers."""
+def _changes(model: Any, directory: Path) -> dict[str, Change]:
+    changes = {}
+    for name, layer in _peft_layers(model, directory).items():
+        up, scale = layer.lora_B[LABEL], layer.scaling[LABEL]
+        bias = None if up.bias is None else up.bias.float() * scale
+        read = [layer.lora_A[LABEL].weight, up.weight.float() * scale, bias]
+        own: list[Any] = [
+            t if t is None else t.detach().to(model.device, model.dtype) for t in read
+        ]
+        # Attention multiplies what it masks by 0: such a value would spread over the whole batch.
+        if not all(tensor is None or tensor.isfinite().all() for tensor in own):
+            raise ValueError(f"{name} has values that are not finite")
+        changes[name] = Change(*own)
+    return changes
+
+
+def _peft_layers(model: Any, directory: Path) -> dict[str, Any]:
     from peft import LoraConfig, PeftConfig, inject_adapter_in_model
     from peft.tuners.lora import Linear, LoraLayer
     from peft.utils import load_peft_weights
@@ -304,7 +223,8 @@ def _read_layers(model: Any, directory: Path) -> dict[str, Any]:
     return layers
 
 
-def _import_peft() -> None:
+def import_peft() -> None:
+    """Import PEFT, which takes seconds; warn if it is not there."""
     try:
         import peft  # noqa: F401
     except ImportError as error:

@@ -16,8 +16,8 @@ import asyncio
 import json
 import math
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,14 +32,12 @@ from cog_triton.errors import NOT_CACHED, InvalidParameter
 Array = npt.NDArray[Any]
 Inputs = Mapping[str, Array]
 T = TypeVar("T")
-Send = Callable[[str, Inputs], AbstractAsyncContextManager[AsyncIterator[T]]]
+Send = Callable[[str, Inputs], AsyncGenerator[T, None]]
 
-BFLOAT16 = np.dtype("V2")
-"""NumPy has none; NVIDIA's script writes this for it."""
+BFLOAT16 = np.dtype("V2")  # NumPy has none; NVIDIA's script writes this for it
+# Data types of engines that can have adapters, and as a model's configuration has them.
 DTYPES = {"float16": np.dtype("f2"), "bfloat16": BFLOAT16, "float32": np.dtype("f4")}
-"""Data types of engines that can have adapters."""
 TRITON_DTYPES = {"float16": "TYPE_FP16", "bfloat16": "TYPE_BF16", "float32": "TYPE_FP32"}
-"""Those, as a model's configuration has them."""
 
 # A module of Hugging Face's models → TensorRT-LLM's number of its kind.
 _KINDS = {"qkv_proj": 0, "q_proj": 1, "k_proj": 2, "v_proj": 3, "o_proj": 4, "dense": 4}
@@ -57,14 +55,10 @@ class AdapterTensors:
     directory: Path
     dtype: str  # the engine's, one of ``DTYPES``
 
-    @property
-    def triton_dtype(self) -> str:
-        return TRITON_DTYPES[self.dtype]
-
     async def stream(self, send: Send[T], name: str, inputs: Inputs) -> AsyncGenerator[T, None]:
         """Yield the responses to a request, which is sent again with its adapter if that is not cached."""
         try:
-            async with send(name, inputs) as responses:
+            async with aclosing(send(name, inputs)) as responses:
                 async for response in responses:
                     yield response
             return
@@ -72,7 +66,8 @@ class AdapterTensors:
             if not re.search(NOT_CACHED, error.message):
                 raise
         # Under another name, so that a stop that comes now finds it. It is not kept: it may be large.
-        async with send(f"{name}-adapter", await self.added(inputs)) as responses:
+        again = send(f"{name}-adapter", await self.added(inputs))
+        async with aclosing(again) as responses:
             async for response in responses:
                 yield response
 
@@ -90,11 +85,7 @@ class AdapterTensors:
 
 
 def read_adapter(directory: Path, dtype: str) -> dict[str, Array]:
-    """Return the inputs ``lora_weights`` and ``lora_config`` of an adapter, in either of its two forms.
-
-    Raises:
-        ValueError, OSError: the adapter cannot be read, or TensorRT-LLM cannot apply it.
-    """
+    """Return the inputs ``lora_weights`` and ``lora_config`` of an adapter, in either of its two forms."""
     if all((directory / name).is_file() for name in CONVERTED):
         weights, rows = (np.load(directory / name, allow_pickle=False) for name in CONVERTED)
         if rows.ndim < 2 or rows.shape[-1] not in (3, 4):
@@ -129,11 +120,7 @@ def read_adapter(directory: Path, dtype: str) -> dict[str, Array]:
 def converted(config: Any, tensors: Mapping[str, Array]) -> tuple[Array, Array]:
     """Return an adapter of PEFT as weights, float32 [m, D], and rows of the configuration, int32 [m, 3].
 
-    ValueError names the part that is missing, of a wrong shape, or not supported.
-
-    Args:
-        config: of adapter_config.json.
-        tensors: by PEFT's names, float32.
+    ``tensors`` are float32. ValueError names a part that is missing, of a wrong shape, or not supported.
     """
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         raise ValueError(f"{CONFIG} is not that of a LoRA adapter")

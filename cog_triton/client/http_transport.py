@@ -5,37 +5,28 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncGenerator, Mapping
+from array import array
+from collections.abc import AsyncGenerator
 from functools import cached_property
 from typing import Any
 
 import aiohttp
 import numpy.typing as npt
 
-from cog_triton import wire
-from cog_triton.client.stream import (
-    CLOSED,
-    Inputs,
-    Response,
-    ResponseStream,
-    TritonClient,
-    lost_after,
-)
-from cog_triton.errors import (
-    TritonMalformedEvent,
-    TritonMalformedJSON,
-    TritonUnavailable,
-    error_from_text,
-)
+from cog_triton import errors
+from cog_triton.client.stream import CLOSED, Arrivals, Inputs, Outputs, TritonClient
 from cog_triton.wire import LOG_PROBS, NO_PARAMETERS, OUTPUTS, Parameters
 
 CONNECT_SECONDS = 10.0
 STALL_SECONDS = 20.0
 """The longest silence after a first event. Measured with Triton 2.51: it drops events, and may drop the
 rest of a stream, when its HTTP threads get no processor."""
-END_SECONDS = 1.0
-"""The wait for the end of a stream whose last event has come, which Triton may drop as well."""
+END_SECONDS = 1.0  # to wait for a stream's end after its last event: Triton may drop it as well
 LINE_BYTES = 2**26  # of an event, at most: a long prompt's log probabilities have tens of megabytes
+
+Event = dict[str, Any]
+UNMARKED_END: Event = {"output_ids": [], "sequence_length": 0}
+"""Stands for the last response of TensorRT-LLM's backend, which only the end of the stream marks."""
 
 
 class HttpClient(TritonClient):
@@ -45,64 +36,35 @@ class HttpClient(TritonClient):
         self, address: str, *, response_timeout: float, stall_timeout: float = STALL_SECONDS
     ) -> None:
         """Connect to nothing yet; the address is host:port of Triton's HTTP endpoint."""
-        super().__init__(response_timeout=response_timeout, stall_timeout=stall_timeout)
+        super().__init__(response_timeout, stall_timeout)
         self._models = f"http://{address}/v2/models"
 
     @cached_property
     def _session(self) -> aiohttp.ClientSession:
-        # Belongs to the event loop that it is made in. ResponseStream limits silence.
+        # Belongs to the event loop that it is made in. The base class limits silence.
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)
         connector = aiohttp.TCPConnector(limit=0)
         return aiohttp.ClientSession(connector=connector, timeout=timeout, read_bufsize=LINE_BYTES)
 
-    async def _begin(
-        self, stream: ResponseStream, request_id: str, inputs: Inputs, parameters: Parameters
-    ) -> None:
-        events = self.events(wire.IDS_ENSEMBLE, request_id, inputs, parameters)
+    async def _send(
+        self, model: str, request_id: str, inputs: Inputs, parameters: Parameters = NO_PARAMETERS
+    ) -> Arrivals[Event]:
+        arrivals: Arrivals[Event] = Arrivals()
+        events = self.events(model, request_id, inputs, parameters)
         # A task, because a consumer that is cancelled while it reads would break the connection.
-        stream.drop = self._spawn(self._read(events, stream)).cancel
+        arrivals.close = self._spawn(_read(events, arrivals)).cancel
+        return arrivals
 
-    async def _read(
-        self, events: AsyncGenerator[dict[str, Any], None], stream: ResponseStream
-    ) -> None:
-        response = None
-        try:
-            async with contextlib.aclosing(events):
-                async for event in events:
-                    response = stream.decode(flat_outputs(event))
-                    stream.add(response)
-                    if response.final:
-                        # Read on, because a connection serves the next request only after the end.
-                        stream.drop = lambda: None
-                        stream.end()
-                        await asyncio.wait_for(anext(events, None), END_SECONDS)
-                        return
-            # An embedded engine marks its last response; TensorRT-LLM's backend does not.
-            if response is None or response.keeps_end_token:
-                raise lost_after(stream.place)
-            stream.add(Response([], None, final=True))
-            stream.end()
-        except asyncio.CancelledError:
-            stream.end(TritonUnavailable(CLOSED))
-            raise
-        except Exception as error:
-            stream.end(error)
-
-    async def _send_stop(self, request_id: str) -> None:
-        async for _ in self.events(wire.ENGINE, request_id, wire.stop_inputs()):
-            pass
+    def _parse(self, message: Event) -> tuple[Outputs, bool]:
+        return flat_outputs(message), _is_final(message)
 
     async def _disconnect(self) -> None:
         await self._session.close()
 
     async def events(
         self, model: str, request_id: str, inputs: Inputs, parameters: Parameters = NO_PARAMETERS
-    ) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield the events of any model's generate_stream.
-
-        Raises:
-            CogTritonError: Triton cannot be reached, or answered with an error.
-        """
+    ) -> AsyncGenerator[Event, None]:
+        """Yield the events of any model's generate_stream, or raise CogTritonError."""
         # Keys that are not inputs of the model become parameters of the request.
         tensors = {name: json_value(value) for name, value in inputs.items()}
         url, body = f"{self._models}/{model}/generate_stream", {"id": request_id, **tensors}
@@ -118,35 +80,61 @@ class HttpClient(TritonClient):
                         yield _object(line[5:])
         except (aiohttp.ClientError, OSError) as error:  # a time-out is either
             problem = str(error) or repr(error)
-            raise TritonUnavailable(f"Triton cannot be reached: {problem}") from None
+            raise errors.TritonUnavailable(f"Triton cannot be reached: {problem}") from None
 
 
-def _object(data: bytes) -> dict[str, Any]:
+async def _read(events: AsyncGenerator[Event, None], arrivals: Arrivals[Event]) -> None:
+    event: Event = {}
+    try:
+        async with contextlib.aclosing(events):
+            async for event in events:
+                arrivals.add(event)
+                if _is_final(event):
+                    # Read on, because a connection serves the next request only after the end.
+                    arrivals.close = lambda: None
+                    arrivals.end()
+                    await asyncio.wait_for(anext(events, None), END_SECONDS)
+                    return
+        if "sequence_length" in event:
+            arrivals.add(UNMARKED_END)
+        arrivals.end()
+    except asyncio.CancelledError:
+        arrivals.end(errors.TritonUnavailable(CLOSED))
+        raise
+    except Exception as error:
+        arrivals.end(error)
+
+
+def _is_final(event: Event) -> bool:
+    marked = "num_output_tokens" in event and "sequence_length" not in event
+    return marked or event is UNMARKED_END
+
+
+def _object(data: bytes) -> Event:
     shown = repr(data[:200].decode(errors="replace"))
     try:
         value = json.loads(data)
     except ValueError as error:
-        raise TritonMalformedJSON(f"Triton sent {shown}: {error}") from None
+        raise errors.TritonMalformedJSON(f"Triton sent {shown}: {error}") from None
     if not isinstance(value, dict):
-        raise TritonMalformedEvent(f"Triton sent {shown}, which is not an object")
+        raise errors.TritonMalformedEvent(f"Triton sent {shown}, which is not an object")
     if "error" in value:  # in any event, because the HTTP status is fixed on the first
-        raise error_from_text(str(value["error"]))
+        raise errors.error_from_text(str(value["error"]))
     return value
 
 
-def flat_outputs(event: Mapping[str, Any]) -> dict[str, list[Any]]:
+def flat_outputs(event: Event) -> Outputs:
     """Return the outputs for ``decode_response``."""
-    outputs = {
+    outputs = {}
+    for name in event.keys() & {*OUTPUTS, LOG_PROBS}:
+        value = event[name]
         # Triton writes a tensor of a single element as a scalar.
-        name: event[name] if isinstance(event[name], list) else [event[name]]
-        for name in (*OUTPUTS, LOG_PROBS)
-        if name in event
-    }
-    for name in OUTPUTS:
-        for item in outputs.get(name, ()):
-            if type(item) is not int or not -(2**31) <= item < 2**31:
-                text = f"{name}, {str(event[name])[:100]}, is not of 32-bit integers"
-                raise TritonMalformedEvent(f"a response of the ensemble is malformed: {text}")
+        outputs[name] = value if isinstance(value, list) else [value]
+        try:
+            array("f" if name == LOG_PROBS else "i", outputs[name])
+        except (TypeError, OverflowError):
+            text = f"a response of the ensemble is malformed: {name}, {str(value)[:100]}"
+            raise errors.TritonMalformedEvent(text) from None
     return outputs
 
 

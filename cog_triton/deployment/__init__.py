@@ -2,8 +2,8 @@
 
     deployment.py     Deployment: start, generate(), health, stop; metrics of queue and restarts
     running.py        a tritonserver that runs, and the supervisor that starts it again when it ends
-    preparation.py    files in place, adapters, template variables
-    engine_choice.py  the engine to run, and its checks before a start
+    attached.py       the same on a Triton that runs already, whose ensemble may give text
+    preparation.py    the engine to run, files in place, template variables, and their checks
 
 May import everything but ``faces``. After a change: pytest tests/unit/deployment
 tests/integration/test_recovery.py

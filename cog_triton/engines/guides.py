@@ -1,7 +1,8 @@
-"""Guides as llguidance's grammars, tried out in a process of its own before an engine compiles them.
+"""Structured output: guides as llguidance's grammars, and the tokens that they allow next.
 
 llguidance bounds what a guide may cost once it runs, but not its compiler: a schema of 59 patterns that
 must all match kept it busy for more than three minutes, and nothing ends that but the end of its process.
+So each guide is tried in a process of its own, which is this module's ``main``.
 """
 
 from __future__ import annotations
@@ -13,19 +14,29 @@ import resource
 import select
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import llguidance
+import numpy as np
+import numpy.typing as npt
 from llguidance.gbnf_to_lark import gbnf_to_lark
+from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 
+from cog_triton.engines.base import EngineError, GenerationRequest
 from cog_triton.engines.interpreter import python
 from cog_triton.processes import end_with_parent
 from cog_triton.request.request import Guide, GuideKind, ascii_classes
 
+Masks = npt.NDArray[np.bool_]  # [sequences, vocabulary]: the tokens that are allowed
+COMPILED = 64  # guides that are kept; one of 64 KB takes about a megabyte
 SECONDS = 2  # of a processor; the longest guides that are known to be used take a third of one
-PATIENCE = 20.0  # seconds, on a busy machine
+PATIENCE = 60.0  # seconds, on a busy machine and while the process starts
 MEMORY = 2 << 30
 
 # Of one guide, so that it cannot hold up the others: fuel burns at 50,000 units a millisecond while a guide
@@ -43,20 +54,14 @@ _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _ONES = ("items", "additionalProperties")
 # With these a part of a schema describes a part of an object, or what it must not be: each part has to stay
 # open for the others.
-_PARTED = {
-    *("not", "if", "oneOf", "dependentSchemas", "dependentRequired", "dependencies"),
-    "unevaluatedProperties",
-}
+_PARTED = {"not", "if", "oneOf", "dependencies", "dependentSchemas", "dependentRequired"}
+_PARTED |= {"unevaluatedProperties"}
 _ELSEWHERE = {"$ref", "allOf", "anyOf"}
 _OBJECT = {"properties", "patternProperties", "additionalProperties", "required", "minProperties"}
 
 
 def grammar(guide: Guide) -> str:
-    """Return a guide as llguidance's own grammar.
-
-    Raises:
-        ValueError: it is not even JSON, or not a grammar.
-    """
+    """Return a guide as llguidance's own grammar; a ValueError says why there is none."""
     matcher = llguidance.LLMatcher
     try:
         if guide.kind in (GuideKind.JSON, GuideKind.JSON_SCHEMA):
@@ -92,24 +97,21 @@ def without_others(text: str) -> str:
             for node in filter(_may_be_closed, nodes):
                 node["additionalProperties"] = False
         return json.dumps(schema, allow_nan=False)
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, AttributeError):
         return text
 
 
 def _schemas(root: Any) -> Iterator[dict[str, Any]]:
-    waiting = [root]
-    while waiting:
-        node = waiting.pop()
-        if not isinstance(node, dict):
-            continue
-        yield node
-        for key, value in node.items():
+    found = [root]
+    for node in found:  # which grows
+        for key, value in node.items() if isinstance(node, dict) else ():
             if key in _MAPS and isinstance(value, dict):
-                waiting += value.values()
+                found += value.values()
             elif key in _LISTS and isinstance(value, list):
-                waiting += value
+                found += value
             elif key in _ONES:
-                waiting.append(value)
+                found.append(value)
+    return filter(lambda node: isinstance(node, dict), found)
 
 
 def _is_parted(node: dict[str, Any]) -> bool:
@@ -118,49 +120,128 @@ def _is_parted(node: dict[str, Any]) -> bool:
 
 
 def _may_be_closed(node: dict[str, Any]) -> bool:
-    listed = node.get("properties")
-    if not listed or not isinstance(listed, dict) or "additionalProperties" in node:
-        return False
-    return set(node.get("required", ())) <= listed.keys() and (
-        node.get("minProperties", 0) <= len(listed)
-    )
+    listed = node.get("properties", {})
+    required, least = set(node.get("required", ())), node.get("minProperties", 0)
+    enough = required <= listed.keys() and least <= len(listed)
+    return bool(listed) and enough and "additionalProperties" not in node
 
 
-class GuideCheck:
-    """Compiles grammars in another process. For one thread."""
+@dataclass(eq=False)
+class Guided:
+    """The state of one sequence in its guide."""
 
-    def __init__(self) -> None:
-        self._process: subprocess.Popen[str] | None = None
+    matcher: Any
+    end_id: int  # is allowed where the guide may end, and only there
+    tokens: list[int]  # of the sequence, and the number of them that the matcher has had
+    consumed: int
+    error: EngineError | None = None  # why it cannot go on
 
-    def problem(self, grammar: str) -> str:
-        """Return the reason why llguidance cannot compile a grammar; empty if it can."""
-        if self._process is None:
-            command, pipe = [python(), "-m", __name__], subprocess.PIPE
-            # Ends with this process, and when its input is closed.
-            self._process = subprocess.Popen(
-                command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, encoding="ascii"
+
+class Guides:
+    """The guides of one engine. Methods may be called from any thread."""
+
+    def __init__(self, load_tokenizer: Callable[[], Any], vocabulary: int) -> None:
+        """Start to read the vocabulary, of so many ids, of a fast tokenizer of transformers."""
+
+        def read() -> llguidance.LLTokenizer:
+            from llguidance.hf import from_tokenizer  # imports transformers
+
+            return from_tokenizer(load_tokenizer(), vocabulary)
+
+        self._vocabulary = vocabulary
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="guides")  # then for the masks
+        self._tokenizer = self.thread.submit(read)
+        self._executor = llguidance.LLExecutor()
+        self._lock = threading.Lock()  # guards the next two
+        self._compiled = lru_cache(COMPILED)(self._compile)
+        self._check: Any = None  # the process that tries grammars
+
+    def begin(self, request: GenerationRequest, tokens: list[int]) -> Guided:
+        """Compile a request's guide, unless it has been before; an EngineError says why not."""
+        if request.end_id is None:
+            raise EngineError(
+                "guided_decoding_guide needs an end token: it does not go with ignore_eos or end_id -1"
             )
-            self._ask(self._process, "", seconds=60)  # while it starts
-        problem = self._ask(self._process, grammar, PATIENCE)
-        if problem is None:
-            self.close()
-            return f"it takes more than {SECONDS} s to compile, or too much memory"
-        return problem
+        with self._lock:
+            compiled = self._compiled(request.guide)
+            if isinstance(compiled, str):
+                raise EngineError(compiled)
+            matcher = compiled.deep_copy()
+        if not matcher.consume_tokens(tokens[len(tokens) - request.continued :]):
+            raise EngineError("guided_decoding_guide does not allow the output that is continued")
+        return Guided(matcher, request.end_id, tokens, len(tokens))
+
+    def masks(self, sequences: list[Guided]) -> Masks:
+        """Consume the new tokens of each sequence, then compute those that may follow."""
+        for each in sequences:
+            each.matcher.consume_tokens(each.tokens[each.consumed :])
+            each.consumed = len(each.tokens)
+        tokenizer = self._tokenizer.result()
+        bits = allocate_token_bitmask(len(sequences), tokenizer.vocab_size)
+        places = [(each.matcher, i) for i, each in enumerate(sequences)]
+        fill_next_token_bitmask_par(self._executor, places, bits)
+        masks = np.unpackbits(
+            bits.view(np.uint8), axis=1, bitorder="little", count=self._vocabulary
+        )
+        # The model may have more ids than the tokenizer; those are not allowed.
+        masks[:, tokenizer.vocab_size :] = 0
+        masks[:, [i for i in tokenizer.eos_tokens if i < self._vocabulary]] = 0
+        for each, allowed in zip(sequences, masks, strict=True):
+            allowed[each.end_id] = each.matcher.is_accepting()
+            if each.matcher.is_error() or not allowed.any():
+                reason = _one_line(each.matcher.get_error()) or "no token can follow"
+                each.error = EngineError(f"guided_decoding_guide: {reason}")
+                allowed[:] = 1
+        return masks.view(np.bool_)
 
     def close(self) -> None:
-        """End the process."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.communicate()
-            self._process = None
+        self.thread.shutdown(cancel_futures=True)
+        self._end_check()
 
-    def _ask(self, process: Any, grammar: str, seconds: float) -> str | None:
+    def _compile(self, guide: Guide) -> Any:
+        """Return a matcher at the guide's beginning, or as text why there is none; both are kept."""
+        try:
+            tokenizer = self._tokenizer.result()
+        except Exception as error:  # whatever a tokenizer's files may cause
+            return f"guided_decoding_guide needs a fast tokenizer: {error}"
+        try:
+            compiled = grammar(guide)
+            problem = self._problem(compiled)
+        except ValueError as error:
+            problem = str(error)
+        if not problem:
+            matcher = llguidance.LLMatcher(tokenizer, compiled, limits=LIMITS, log_level=0)
+            if not matcher.is_error():
+                return matcher
+            problem = matcher.get_error()
+        kind = guide.kind.value
+        return f"guided_decoding_guide of type {kind} cannot be used: {_one_line(problem)}"
+
+    def _problem(self, grammar: str) -> str:
+        """Return the reason why a process cannot compile a grammar; empty if it can."""
+        if self._check is None:
+            command, pipe = [python(), "-m", __name__], subprocess.PIPE
+            # Ends with this process, and when its input is closed.
+            self._check = subprocess.Popen(
+                command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, encoding="ascii"
+            )
         with contextlib.suppress(OSError, ValueError):  # it has ended
-            process.stdin.write(json.dumps(grammar) + "\n")
-            process.stdin.flush()
-            if select.select([process.stdout], [], [], seconds)[0]:
-                return str(json.loads(process.stdout.readline()))
-        return None
+            self._check.stdin.write(json.dumps(grammar) + "\n")
+            self._check.stdin.flush()
+            if select.select([self._check.stdout], [], [], PATIENCE)[0]:
+                return str(json.loads(self._check.stdout.readline()))
+        self._end_check()
+        return f"it takes more than {SECONDS} s to compile, or too much memory"
+
+    def _end_check(self) -> None:
+        if self._check is not None:
+            self._check.kill()
+            self._check.communicate()
+            self._check = None
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())[:500]
 
 
 def main() -> None:
@@ -170,15 +251,12 @@ def main() -> None:
     # Whether a guide compiles does not depend on the tokenizer: the tokens of this one are the bytes.
     tokenizer = llguidance.LLTokenizer("byte")
     for line in sys.stdin:
-        grammar, problem = json.loads(line), ""
-        if grammar:
-            spent = math.ceil(time.process_time())
-            resource.setrlimit(resource.RLIMIT_CPU, (spent + SECONDS, resource.RLIM_INFINITY))
-            matcher = llguidance.LLMatcher(tokenizer, grammar, limits=LIMITS, log_level=0)
-            if not matcher.is_error():
-                matcher.compute_bitmask()
-            problem = matcher.get_error()
-        print(json.dumps(problem), flush=True)
+        spent = math.ceil(time.process_time())
+        resource.setrlimit(resource.RLIMIT_CPU, (spent + SECONDS, resource.RLIM_INFINITY))
+        matcher = llguidance.LLMatcher(tokenizer, json.loads(line), limits=LIMITS, log_level=0)
+        if not matcher.is_error():
+            matcher.compute_bitmask()
+        print(json.dumps(matcher.get_error()), flush=True)
 
 
 if __name__ == "__main__":

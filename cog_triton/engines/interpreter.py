@@ -1,7 +1,7 @@
 """Processes that engines start, from a process that may be Triton's stub.
 
-The stub embeds a Python of its own making: it reads files as ASCII, and names no interpreter that a
-spawned process could run. A forked process would pass for a second stub, also to those that watch stubs.
+The stub's Python reads files as ASCII, and names no interpreter that a spawned process could run. A forked
+process would pass for a second stub, also to those that watch stubs.
 """
 
 from __future__ import annotations
@@ -14,32 +14,20 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-_ENVIRONMENT = {
-    "LC_ALL": "C.UTF-8",
-    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-    "VLLM_NO_USAGE_STATS": "1",
-}
 LEAST_PRIORITY = 19
 
 
 def prepare() -> None:
-    """Prepare this process for importing vLLM and for its processes.
-
-    Raises:
-        ValueError: there is no Python interpreter to start them with.
-    """
+    """Prepare this process for importing vLLM and for its processes."""
     locale.setlocale(locale.LC_ALL, "C.UTF-8")
-    os.environ.update(_ENVIRONMENT)
+    os.environ.update(LC_ALL="C.UTF-8", VLLM_NO_USAGE_STATS="1")
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     sys.executable = python()
     multiprocessing.set_executable(sys.executable)
 
 
 def python() -> str:
-    """Return this process's interpreter; in Triton's stub the first one of this version in PATH.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Return this process's interpreter; in Triton's stub the first one of this version in PATH."""
     if Path(sys.executable or "").name.startswith("python"):
         return sys.executable
     name = f"python{sys.version_info.major}.{sys.version_info.minor}"

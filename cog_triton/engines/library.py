@@ -1,4 +1,4 @@
-"""What the engines on vLLM and on TensorRT-LLM's LLM API share: arguments, sampling, tokens, adapters.
+"""The shared part of the engines on vLLM and TensorRT-LLM's LLM API: arguments, sampling, tokens, errors.
 
 A library's arguments come from the template variables, by library.yaml, the table beside this file. Those
 of a YAML file, which ``vllm_config`` or ``llm_api_config`` names, are handed over as they are and win.
@@ -7,33 +7,29 @@ of a YAML file, which ``vllm_config`` or ``llm_api_config`` names, are handed ov
 from __future__ import annotations
 
 import logging
+import re
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, ClassVar, Literal
 
 import yaml  # type: ignore[import-untyped, unused-ignore]
-from pydantic import BaseModel, TypeAdapter
 
 from cog_triton.adapters.directory import LoraRequests
-from cog_triton.engines.base import (
-    LEAST_LOG_PROB,
-    EngineError,
-    EventLoopEngine,
-    GenerationRequest,
-    Step,
-    Steps,
-    TokenLogProb,
-)
+from cog_triton.engines.base import LEAST_LOG_PROB, EventLoopEngine, GenerationRequest, Step, Steps
+from cog_triton.errors import EngineError, EngineUnavailable
 from cog_triton.text.tokenizer import remote_code_refusal
+from cog_triton.wire import TokenLogProb
 
 logger = logging.getLogger(__name__)
 
 Library = Literal["llmapi", "vllm"]
-Convert = Callable[[dict[str, Any], dict[str, Any], str], dict[str, Any]]
+Arguments = dict[str, Any]
 
+TABLE: dict[str, dict[str, str]] = yaml.safe_load(
+    Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
+)
 CONFIG: dict[Library, str] = {"llmapi": "llm_api_config", "vllm": "vllm_config"}
 _KV = "kv_cache_config"
 _PARSE: dict[str, Callable[[str], Any]] = {
@@ -45,61 +41,11 @@ _PARSE: dict[str, Callable[[str], Any]] = {
     "boolean": lambda text: text == "true",
     "given": bool,
 }
+_TOO_LONG = re.compile(r"prompt length.*(exceed|larger than)", re.IGNORECASE | re.DOTALL)
 
 
-class Variable(BaseModel, frozen=True, extra="forbid"):
-    """A row of library.yaml."""
-
-    type: Literal["text", "upper", "integer", "integers", "float", "boolean", "given"] = "text"
-    llmapi: str | None = None
-    vllm: str | None = None
-    same_as_unset: str | None = None
-
-
-TABLE = TypeAdapter(dict[str, Variable]).validate_python(
-    yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
-)
-
-
-def table_arguments(parameters: Mapping[str, str], library: Library) -> dict[str, Any]:
-    """Return the arguments that the tensorrt_llm model's parameters stand for; warn of those without one.
-
-    Raises:
-        ValueError: a value is not valid.
-    """
-    arguments: dict[str, Any] = {}
-    for name, row in TABLE.items():
-        text, argument = parameters.get(name), getattr(row, library)
-        if text is None or text == row.same_as_unset:
-            continue
-        if name == "lora_cache_max_adapter_size" and "lora_prefetch_dir" not in parameters:
-            continue
-        if argument is None:
-            logger.warning("tensorrt_llm: %s has no effect with the engine %s", name, library)
-            continue
-        section, _, last = argument.rpartition(".")
-        into = arguments.setdefault(section, {}) if section else arguments
-        try:
-            into[last] = _PARSE[row.type](text)
-        except ValueError as error:
-            raise ValueError(f"tensorrt_llm: {name}: {error}") from None
-    for config in CONFIG.values():
-        if config != CONFIG[library] and config in parameters:
-            logger.warning("tensorrt_llm: %s has no effect with the engine %s", config, library)
-    if parameters.get("guided_decoding_backend"):  # it compiles grammars for a vocabulary
-        arguments["tokenizer"] = parameters.get("tokenizer_dir") or parameters.get("model")
-    else:
-        arguments["skip_tokenizer_init"] = True
-    return arguments
-
-
-def read_arguments(path: Path, variable: str) -> dict[str, Any]:
-    """Return the arguments in a YAML file, which the template variable ``variable`` names.
-
-    Raises:
-        ValueError: it is not YAML, or not a mapping.
-        OSError: it cannot be read.
-    """
+def read_arguments(path: Path, variable: str) -> Arguments:
+    """Return the arguments in the YAML file that ``variable`` names, or raise ValueError or OSError."""
     try:
         content = yaml.safe_load(path.read_bytes())
     except yaml.YAMLError as error:
@@ -109,31 +55,48 @@ def read_arguments(path: Path, variable: str) -> dict[str, Any]:
     return content or {}
 
 
+def table_arguments(parameters: Mapping[str, str], library: Library) -> Arguments:
+    """Return the arguments of the tensorrt_llm model's parameters; warn of those without one."""
+    arguments: Arguments = {}
+    for name, row in TABLE.items():
+        text, argument = parameters.get(name), row.get(library)
+        if text is None or text == row.get("same_as_unset") or name == CONFIG[library]:
+            continue
+        if argument is None:
+            logger.warning("tensorrt_llm: %s has no effect with the engine %s", name, library)
+        elif row.get("needs", name) in parameters:
+            section, _, last = argument.rpartition(".")
+            into = arguments.setdefault(section, {}) if section else arguments
+            try:
+                into[last] = _PARSE[row.get("type", "text")](text)
+            except ValueError as error:
+                raise ValueError(f"tensorrt_llm: {name}: {error}") from None
+    if "guided_decoding_backend" in parameters:  # it compiles grammars for a vocabulary
+        arguments["tokenizer"] = parameters.get("tokenizer_dir") or parameters.get("model")
+    else:
+        arguments["skip_tokenizer_init"] = True
+    return arguments
+
+
 def with_file(
-    arguments: dict[str, Any],
+    arguments: Arguments,
     parameters: Mapping[str, str],
     library: Library,
-    convert: Convert | None = None,
-) -> dict[str, Any]:
+    convert: Callable[[Arguments, Arguments, str], Arguments] | None = None,
+) -> Arguments:
     """Return the arguments with those of the library's file, which win; ``kv_cache_config`` is merged.
 
     Args:
         convert: merges the two, and makes objects of sections that the library does not take as dicts.
-
-    Raises:
-        ValueError: the file's contents are not valid, or the model is missing.
-        OSError: the file cannot be read.
     """
     variable = CONFIG[library]
     if path := parameters.get(variable):
         extra = read_arguments(Path(path), variable)
-        ours, theirs = arguments.get(_KV), extra.get(_KV)
-        if isinstance(ours, dict) and isinstance(theirs, dict):
-            _log_overridden(variable, ours, theirs, f"{_KV}.")
-            extra[_KV] = arguments[_KV] = {**ours, **theirs}
-        _log_overridden(variable, arguments, extra)
+        if _KV in arguments and isinstance(extra.get(_KV), dict):
+            extra[_KV] = arguments[_KV] = _merged(variable, arguments[_KV], extra[_KV], f"{_KV}.")
+        merged = _merged(variable, arguments, extra)
         try:
-            arguments = {**arguments, **extra} if not convert else convert(arguments, extra, path)
+            arguments = convert(arguments, extra, path) if convert else merged
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"{variable} {path}: {type(error).__name__}: {error}") from error
     if "model" not in arguments:
@@ -141,18 +104,17 @@ def with_file(
     return arguments
 
 
-def _log_overridden(
-    variable: str, ours: Mapping[str, Any], theirs: Mapping[str, Any], prefix: str = ""
-) -> None:
+def _merged(variable: str, ours: Arguments, theirs: Arguments, section: str = "") -> Arguments:
     for name in sorted(ours.keys() & theirs.keys()):
         if ours[name] != theirs[name]:
             logger.warning(
                 "%s: %s%s is %r, and not %r as the template variables have it",
-                *(variable, prefix, name, theirs[name], ours[name]),
+                *(variable, section, name, theirs[name], ours[name]),
             )
+    return {**ours, **theirs}
 
 
-def model_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
+def model_config(arguments: Arguments) -> dict[str, Any]:
     """Return the content of a model's config.json; raise OSError if it cannot be read."""
     from transformers import PretrainedConfig
 
@@ -161,26 +123,13 @@ def model_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return config
 
 
-@contextmanager
-def explained(arguments: Mapping[str, Any]) -> Iterator[None]:
-    """Raise ValueError where a library refuses a model's own code, which is not trusted."""
-    try:
-        yield
-    except Exception as error:
-        text = remote_code_refusal(error, "model", str(arguments["model"]))
-        if arguments.get("trust_remote_code") or not text:
-            raise
-        raise ValueError(text) from error
-
-
-def sampling_arguments(request: GenerationRequest) -> dict[str, Any]:
+def sampling_arguments(request: GenerationRequest) -> Arguments:
     """Return the arguments that both libraries' ``SamplingParams`` have for a request.
 
-    Arguments that change nothing are left out, and stop words, which ``Serving`` looks for: they stay in
-    the output here.
+    Stop words are left out: ``Serving`` looks for them, and they stay in the output.
     """
     sampling = request.sampling
-    arguments: dict[str, Any] = {"max_tokens": request.max_tokens, **sampling.penalties}
+    arguments: Arguments = {"max_tokens": request.max_tokens, **sampling.penalties}
     if not sampling.greedy:
         # TensorRT-LLM takes a top_p of 0 as greedy, even with a top_k; here it is none.
         top_p, seed = sampling.top_p or 1.0, sampling.seed
@@ -192,103 +141,87 @@ def sampling_arguments(request: GenerationRequest) -> dict[str, Any]:
     return arguments
 
 
-def log_probs(
-    ids: Iterable[int], entries: Iterable[Any] | None, top: int = 0
-) -> list[TokenLogProb]:
-    """Return the log probability of each id, with the ``top`` most likely ids'.
-
-    Args:
-        entries: a mapping from ids to objects with a ``logprob`` each; of some of TensorRT-LLM's releases
-            the number.
-
-    Raises:
-        EngineError: one is missing.
-    """
-    found, ids = [], list(ids)
+def log_probs(ids: list[int], entries: Iterable[Any] | None, top: int = 0) -> list[TokenLogProb]:
+    """Return each id's log probability, with the ``top`` likeliest ids'. Entries may be plain numbers."""
+    found = []
     for token, entry in zip(ids, entries or (), strict=False):
         likely = entry if isinstance(entry, Mapping) else {token: entry}
         raw = {i: float(getattr(value, "logprob", value)) for i, value in likely.items()}
         # Rounding may leave a certain token a hair above 0.
         values = {i: max(LEAST_LOG_PROB, min(0.0, value)) for i, value in raw.items()}
-        best = sorted(raw, key=lambda i: -raw[i])[:top]  # the chosen token is not always among them
+        best = sorted(values.items(), key=lambda item: -item[1])[:top]
         if token in values:
-            found.append(TokenLogProb(token, values[token], tuple((i, values[i]) for i in best)))
+            found.append(TokenLogProb(token, values[token], tuple(best)))
     if len(found) < len(ids):
-        raise EngineError("the engine left out the log probability of a token")
+        raise EngineUnavailable("the engine left out the log probability of a token")
     return found
 
 
 class LibraryEngine(EventLoopEngine):
-    """An engine whose library schedules, batches and samples.
+    """An engine whose library schedules, batches and samples, and raises errors known by name."""
 
-    A subclass closes its library after ``close`` here.
-    """
-
-    lora_request: ClassVar[str]  # the library's class LoRARequest(name, number, path)
     title: ClassVar[str]
+    lora_request: ClassVar[str]  # the library's class LoRARequest(name, number, path)
+    refusals: ClassVar[frozenset[str]]  # errors that are the request's fault
+    deaths: ClassVar[frozenset[str]]  # errors that end the library
+    failures: ClassVar[frozenset[str]] = frozenset()  # those among them that end only one request
 
-    def __init__(self, parameters: Mapping[str, str]) -> None:
+    def __init__(self, parameters: Mapping[str, str], arguments: Arguments) -> None:
         directory = parameters.get("lora_prefetch_dir")
         self._adapters = LoraRequests(Path(directory) if directory else None)
+        self._llm: Any = None
         super().__init__(f"{self.title} engine")
+        try:
+            self.load(arguments)
+        except BaseException as error:
+            self.close()
+            refusal = remote_code_refusal(error, "model", str(arguments["model"]))
+            if refusal and not arguments.get("trust_remote_code"):
+                raise ValueError(refusal) from error
+            raise
+
+    @abstractmethod
+    def load(self, arguments: Arguments) -> None:
+        """Make ``_llm``, and set ``context_length`` and ``features``."""
 
     @abstractmethod
     def sampling_params(self, request: GenerationRequest) -> Any:
-        """Return the library's ``SamplingParams``; an error of ``is_refusal`` refuses the request."""
+        """Return the library's ``SamplingParams``."""
 
     @abstractmethod
     def generate(self, request: GenerationRequest, sampling: Any, adapter: Any) -> Steps:
         """Generate a request's steps, on the loop; see ``steps``."""
 
-    @abstractmethod
-    def is_refusal(self, error: Exception) -> bool:
-        """Return True for an error that is the request's fault."""
-
-    @abstractmethod
-    def is_fatal(self, error: Exception) -> bool:
-        """Return True for an error that ends the library."""
+    def close(self) -> None:
+        super().close()
+        # Dropped, else vLLM's shuts down once more, when Python is half gone.
+        llm, self._llm = self._llm, None
+        if llm is not None:
+            llm.shutdown()
 
     def steps(self, request: GenerationRequest) -> Steps:
         try:
             sampling = self.sampling_params(request)
         except Exception as error:
-            if not self.is_refusal(error):
-                raise
-            raise EngineError(str(error)) from error
-        return self.generate(request, sampling, self._adapter(request.lora_task_id))
+            raise (self.failure(error, request) or error) from None
+        adapter = None
+        if request.lora_task_id:
+            adapter = self._adapters.of(request.lora_task_id, resolve_name(self.lora_request))
+        return self.generate(request, sampling, adapter)
 
-    def failure(self, request: GenerationRequest, error: Exception) -> Step | None:
-        if self.is_fatal(error):
-            return None
-        text = self.error_text(error, len(request.input_ids))
-        return Step(finished=True, error=text, refused=self.is_refusal(error))
+    def failure(self, error: Exception, request: GenerationRequest) -> EngineError | None:
+        names = {base.__name__ for base in type(error).__mro__}
+        if isinstance(error, EngineError) or (names & self.deaths and not names & self.failures):
+            return super().failure(error, request)
+        text = str(error) or repr(error)
+        if _TOO_LONG.search(text) and "exceeds maximum input length" not in text:
+            # As the C++ backend's begins, which clients know.
+            text = f"Prompt length ({len(request.input_ids)}) exceeds maximum input length: {text}"
+        return EngineError(text) if names & self.refusals else EngineUnavailable(text)
 
-    def error_text(self, error: Exception, prompt_length: int) -> str:  # noqa: ARG002
-        """Return the text for the client."""
-        return str(error) or repr(error)
-
-    def _adapter(self, task_id: int) -> Any:
-        if not task_id:
-            return None
-        return self._adapters.of(task_id, resolve_name(self.lora_request))
-
-    def step(
-        self,
-        request: GenerationRequest,
-        ids: list[int],
-        entries: Iterable[Any] | None,
-        end: str | None,
-    ) -> Step:
-        """Return a library's new tokens as a step.
-
-        Args:
-            entries: see ``log_probs``.
-            end: the library's reason for the end of the request, None before.
-
-        Raises:
-            EngineError: log probabilities are missing, or the library gave the request up.
-        """
+    def step(self, request: GenerationRequest, ids: list[int], entries: Any, end: object) -> Step:
+        """Return new tokens as a step. ``end`` is the library's reason for the end of the request."""
         if end not in (None, "stop", "length"):
-            raise EngineError(f"{self.title} ended the request: {end}")
+            raise EngineUnavailable(f"{self.title} ended the request: {end}")
         given = log_probs(ids, entries, request.top_log_probs) if request.return_log_probs else []
         return Step(ids, given, finished=end is not None)

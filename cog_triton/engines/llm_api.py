@@ -1,98 +1,71 @@
 """TensorRT-LLM by its Python LLM API, 1.1 and later; from 1.3 on it has no other.
 
-All of this has run only on a fake that keeps to the interface promised for 1.x. Unchecked on the real one:
-
-- start and end: the time of loading, worker processes started from Triton's Python stub, also by MPI, and
-  that ``shutdown`` ends them; the sections of the YAML file, a scheduling policy as text;
-- adapters: ``LoRARequest`` and ``lora_config`` in 1.1 to 1.3, that an adapter changes only the requests
-  that name it, and that one which cannot be loaded fails its requests and not the LLM;
-- log probabilities: that they are of the unchanged distribution, and have the chosen token's;
-- the end token: some samplers leave it out, so it is added then;
-- the texts of its errors, by which clients tell a long prompt from other failures;
-- that a dead worker process shows. If no output's iterator raises, requests wait until their clients lose
-  patience, and the next request finds the LLM shut down;
-- speed, of which the loop's thread may be the limit; a ``stream_interval`` above 1 eases that.
+All of this has run only on a fake that keeps to the interface promised for 1.x. docs/operations.md has what
+is unchecked on the real one.
 """
 
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Mapping
 from typing import Any
 
-from packaging.version import InvalidVersion, Version
+from packaging.version import Version
 
 from cog_triton.engines import library
 from cog_triton.engines.base import EngineError, GenerationRequest, Steps
 
 logger = logging.getLogger(__name__)
 
-OLDEST = Version("1.1.0.dev0")
 TORCH_SAMPLER_ONLY = Version("1.3.0rc26")
 REMEDY = "set sampler_type: TRTLLMSampler in the file that llm_api_config names"
-NO_END_ID = -1
-ANY_ID = 0  # pads what is never read; without it the LLM would pad with NO_END_ID
-_TOO_LONG = re.compile(r"prompt length.*(exceed|larger than)", re.IGNORECASE | re.DOTALL)
 
 
 class TensorrtLlmEngine(library.LibraryEngine):
-    """See the module's docstring."""
-
     title = "TensorRT-LLM"
     lora_request = "tensorrt_llm.executor.request:LoRARequest"
+    refusals = frozenset({"ValueError", "TypeError"})
+    failures = frozenset({"RequestError"})
+    deaths = frozenset({"RuntimeError", "OSError"})
 
     def __init__(self, parameters: Mapping[str, str]) -> None:
-        """Load the model that the tensorrt_llm model's parameters name.
-
-        Raises:
-            ValueError: a parameter is missing or not valid, the LLM does not know an argument, its release
-                is too old, or the model needs its own code and that is not trusted.
-            OSError: there is no such file or model.
-            Exception: whatever else the LLM raises while it loads.
-        """
         import tensorrt_llm
 
-        version = str(getattr(tensorrt_llm, "__version__", "unknown"))
-        if _parsed(version) < OLDEST:
+        self._version = version = tensorrt_llm.__version__
+        if Version(version) < Version("1.1.0.dev0"):
             raise ValueError(f"the engine llmapi needs TensorRT-LLM 1.1 or later, not {version}")
-        arguments = loading_arguments(parameters)
-        self._forgetful = version if is_forgetful(version, arguments) else None
+        super().__init__(parameters, loading_arguments(parameters))
+
+    def load(self, arguments: library.Arguments) -> None:
+        from tensorrt_llm import LLM
+
+        self._forgetful = is_forgetful(self._version, arguments)
         if self._forgetful:
             logger.warning(
                 "the default sampler of TensorRT-LLM %s ignores seeds: the same seed may give another "
                 "text. Penalties and bad words are refused. To have them, %s",
-                *(version, REMEDY),
+                *(self._version, REMEDY),
             )
-        with library.explained(arguments):
-            self._llm = tensorrt_llm.LLM(**arguments)
-        try:
-            self.context_length = context_length(arguments, self._llm)
-        except BaseException:
-            self._llm.shutdown()
-            raise
-        self._sampling_params = tensorrt_llm.SamplingParams
-        if "lora_prefetch_dir" in parameters:
-            self.features = frozenset({"lora_task_id"})
-        super().__init__(parameters)
-
-    def close(self) -> None:
-        super().close()
-        self._llm.shutdown()
+        self._llm = LLM(**arguments)
+        self.context_length = context_length(arguments, self._llm)
+        self.features = frozenset({"lora_task_id"} if arguments.get("enable_lora") else ())
 
     def sampling_params(self, request: GenerationRequest) -> Any:
+        from tensorrt_llm import SamplingParams
+
         sampling = request.sampling
         asked = [*sampling.penalties, *(["bad_words"] if any(sampling.bad_words) else [])]
+        # An ignored one changes the answer unnoticed. A seed comes with every request, mostly unasked for.
         if self._forgetful and asked:
             raise EngineError(
-                f"the default sampler of TensorRT-LLM {self._forgetful} does not support "
+                f"the default sampler of TensorRT-LLM {self._version} does not support "
                 f"{', '.join(asked)}, and would ignore it; {REMEDY}"
             )
-        return self._sampling_params(**sampling_arguments(request))
+        return SamplingParams(**sampling_arguments(request))
 
     async def generate(self, request: GenerationRequest, sampling: Any, adapter: Any) -> Steps:
-        asked = {"inputs": request.input_ids, "sampling_params": sampling}
-        output = self._llm.generate_async(**asked, lora_request=adapter, streaming=True)
+        prompt = request.input_ids
+        output = self._llm.generate_async(prompt, sampling, lora_request=adapter, streaming=True)
         last_id = None
         try:
             async for update in output:
@@ -108,49 +81,16 @@ class TensorrtLlmEngine(library.LibraryEngine):
             if not output.finished:
                 output.abort()
 
-    def is_refusal(self, error: Exception) -> bool:
-        return isinstance(error, (ValueError, TypeError))
 
-    def is_fatal(self, error: Exception) -> bool:
-        """Tell an error that ends the LLM from one of a request.
-
-        A request's own errors are ``RequestError``, or those of Python for arguments; what ends the
-        executor, or is raised because it has ended, is a RuntimeError or comes from a socket or pipe.
-        """
-        # By name, for its place in the package is not promised.
-        if any(base.__name__ == "RequestError" for base in type(error).__mro__):
-            return False
-        return isinstance(error, (RuntimeError, OSError))
-
-    def error_text(self, error: Exception, prompt_length: int) -> str:
-        """Return the text for the client; of a prompt that is too long it begins as the C++ backend's."""
-        text = super().error_text(error, prompt_length)
-        if _TOO_LONG.search(text) and "exceeds maximum input length" not in text:
-            return f"Prompt length ({prompt_length}) exceeds maximum input length: {text}"
-        return text
-
-
-def llm_arguments(parameters: Mapping[str, str]) -> dict[str, Any]:
-    """Return the arguments of ``tensorrt_llm.LLM`` that the parameters stand for, without the file's."""
-    arguments = library.table_arguments(parameters, "llmapi")
-    if "lora_prefetch_dir" in parameters:
-        arguments.setdefault("lora_config", {})
-    if backend := parameters.get("guided_decoding_backend"):
-        arguments["guided_decoding_backend"] = backend
-    return arguments
-
-
-def loading_arguments(parameters: Mapping[str, str]) -> dict[str, Any]:
-    """Return the arguments of ``tensorrt_llm.LLM``, with those of ``llm_api_config`` and as its classes.
-
-    Raises:
-        ValueError: a parameter or a section of the file is not valid, or the model is missing.
-        OSError: the file cannot be read.
-    """
+def loading_arguments(parameters: Mapping[str, str]) -> library.Arguments:
+    """Return the arguments of ``tensorrt_llm.LLM``, with those of ``llm_api_config`` and as its classes."""
     from tensorrt_llm.llmapi import KvCacheConfig, llm_args
 
     convert = getattr(llm_args, "update_llm_args_with_extra_dict", None)
-    arguments = library.with_file(llm_arguments(parameters), parameters, "llmapi", convert)
+    arguments = library.table_arguments(parameters, "llmapi")
+    if "lora_prefetch_dir" in parameters:
+        arguments.setdefault("lora_config", {})
+    arguments = library.with_file(arguments, parameters, "llmapi", convert)
     # LoraConfig from the module that uses it; its own has changed.
     kinds = {"kv_cache_config": KvCacheConfig, "lora_config": getattr(llm_args, "LoraConfig", None)}
     for name, kind in kinds.items():
@@ -159,13 +99,8 @@ def loading_arguments(parameters: Mapping[str, str]) -> dict[str, Any]:
     return arguments
 
 
-def context_length(arguments: Mapping[str, Any], llm: Any) -> int:
-    """Return the most tokens that prompt and output of an ``LLM`` may have together.
-
-    Raises:
-        ValueError: the arguments, the LLM's and the model's configuration do not have it.
-        OSError: the model's configuration cannot be read.
-    """
+def context_length(arguments: library.Arguments, llm: Any) -> int:
+    """Return the most tokens that prompt and output of an ``LLM`` may have together."""
     known = arguments.get("max_seq_len") or getattr(getattr(llm, "args", None), "max_seq_len", None)
     if known is None:
         config = library.model_config(arguments)
@@ -175,51 +110,35 @@ def context_length(arguments: Mapping[str, Any], llm: Any) -> int:
     return int(known)
 
 
-def is_forgetful(version: str, options: Mapping[str, Any]) -> bool:
+def is_forgetful(version: str, options: library.Arguments) -> bool:
     """Return True if the sampler of an LLM with these arguments ignores seeds, penalties and bad words.
 
-    The PyTorch backend has two. TRTLLMSampler, in C++, honours all that a request can ask for here.
-    TorchSampler, the default, silently ignores these up to 1.2. It learned them between July and August
-    2026 (pull requests 16052, 16485 and 17172), while the release candidates of 1.3 came out; from
-    1.3.0rc26 on it is the only one. All that was read in its repository, and never tried.
-
-    An ignored penalty or bad word changes the answer unnoticed, so such a request is refused. A seed comes
-    with every request, mostly one that nobody asked for: it is warned of once.
+    TRTLLMSampler, in C++, honours them. TorchSampler, the default, silently ignores them up to 1.2, and
+    learned them in the release candidates of 1.3 (pull requests 16052, 16485 and 17172); from 1.3.0rc26
+    on it is the only one. All that was read in its repository, and never tried.
     """
-    sampler = options.get("sampler_type", "auto")
-    # The engines that 1.x can still run by the LLM API sample in C++, too.
-    in_cpp = str(getattr(sampler, "value", sampler)) == "TRTLLMSampler"
+    sampler = options.get("sampler_type")
+    # Engines, which 1.x can still run by the LLM API, sample in C++, too.
+    in_cpp = getattr(sampler, "value", sampler) == "TRTLLMSampler"
     in_cpp = in_cpp or options.get("backend") == "tensorrt"
-    return not in_cpp and _parsed(version) < TORCH_SAMPLER_ONLY
+    return not in_cpp and Version(version) < TORCH_SAMPLER_ONLY
 
 
-def _parsed(version: str) -> Version:
-    try:
-        return Version(version)
-    except InvalidVersion:
-        return OLDEST  # the one of which least is expected
-
-
-def sampling_arguments(request: GenerationRequest) -> dict[str, Any]:
-    """Return the arguments of ``tensorrt_llm.SamplingParams`` for a request.
-
-    Raises:
-        EngineError: a bad word has several tokens.
-    """
+def sampling_arguments(request: GenerationRequest) -> library.Arguments:
+    """Return the arguments of ``tensorrt_llm.SamplingParams`` for a request."""
     arguments = {**library.sampling_arguments(request), "end_id": request.end_id}
     if request.end_id is None:
-        # Without a tokenizer the LLM refuses requests that give no end id.
-        arguments |= {"end_id": NO_END_ID, "pad_id": ANY_ID, "ignore_eos": True}
+        # Without a tokenizer the LLM refuses requests that give no end id. The pad id is never read; else
+        # the LLM would pad with the end id.
+        arguments |= {"end_id": -1, "pad_id": 0, "ignore_eos": True}
     if request.sampling.greedy:
-        # The one that means greedy in all releases. A temperature or top_p of 0 does not.
-        arguments["top_k"] = 1
+        arguments["top_k"] = 1  # means greedy in all releases; a temperature or top_p of 0 does not
     bad_words = [word for word in request.sampling.bad_words if word]
-    for word in bad_words:
-        if len(word) > 1:
-            raise EngineError(
-                "TensorRT-LLM's LLM API does not support bad words of several tokens, such as token "
-                f"ids {list(word)}"
-            )
+    if several := [list(word) for word in bad_words if len(word) > 1]:
+        raise EngineError(
+            "TensorRT-LLM's LLM API does not support bad words of several tokens, such as token ids "
+            f"{several[0]}"
+        )
     if bad_words:
         arguments["bad_token_ids"] = [word[0] for word in bad_words]
     if request.return_log_probs:

@@ -1,8 +1,9 @@
 """Between a serving model and its engine: limits, stop words, streaming, and delivery.
 
-One thread delivers. It sends whatever a sequence has ready in one response: at low load that is one
-token, under load as many as were made while the last responses were sent. The cost of serving is per
-response, and nothing waits to fill one.
+One thread delivers, and what is known of a sequence belongs to it. It reads the sequence's new steps when
+its turn comes, all together, and sends what they make in one response: at low load that is one token, under
+load as many as were made since its last turn. The cost of serving is per response, and nothing waits to
+fill one.
 """
 
 from __future__ import annotations
@@ -12,94 +13,67 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from cog_triton.engines.base import Engine, EngineError, GenerationRequest, Step, TokenLogProb
+from cog_triton.engines.base import Engine, GenerationRequest, Step, TokenLogProb
+from cog_triton.errors import EngineError, EngineUnavailable
 from cog_triton.text.detokenizer import CONTEXT_TOKENS
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Times:
-    """Times of a sequence, in nanoseconds of the monotonic clock; 0 is not yet."""
+class Output(Step):
+    """One response of one sequence: its steps since the last one."""
 
-    arrival: int = 0  # from Triton
-    first_token: int = 0  # from the engine, as the last
-    last_token: int = 0
-
-
-@dataclass(frozen=True)
-class Output:
-    """One response of one sequence.
-
-    Attributes:
-        ids: new token ids; in the only response of a sequence that does not stream, behind the prompt's if
-            that was asked for.
-        log_probs: one per generated id if asked for, else empty.
-        cum_log_prob: sum of the log probabilities of the sequence so far.
-        context_ids: up to CONTEXT_TOKENS ids of this sequence before ``ids``.
-        generated: number of tokens of the sequence so far.
-        error: why the sequence failed; it is final then.
-        refused: the error is the request's fault.
-        prompt_log_probs: of the first response, if asked for; see ``Step``.
-    """
-
-    ids: list[int]
-    log_probs: list[TokenLogProb]
-    cum_log_prob: float
-    context_ids: list[int]
-    generated: int
-    final: bool
-    error: str | None = None
-    times: Times = field(default=Times(), compare=False)
-    refused: bool = False
-    prompt_log_probs: list[TokenLogProb] = field(default_factory=list)
+    cum_log_prob: float = 0.0  # sum of the sequence so far
+    context_ids: list[int] = field(default_factory=list)  # up to CONTEXT_TOKENS before ``ids``
+    generated: int = 0  # tokens of the sequence so far
+    # Of the arrival, the first token and the last: nanoseconds of the monotonic clock, 0 is not yet.
+    times: tuple[int, int, int] = field(default=(0, 0, 0), compare=False)
 
 
-Send = Callable[[Output], None]
+_STOP = Step(finished=True)  # the client's
+_STOP_WORD = Step(finished=True)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Sequence:
-    """A sequence on its way from the engine to Triton. ``lock`` guards what both threads touch."""
-
     request: GenerationRequest
     request_id: str
-    send: Send
+    send: Callable[[Output], None]
     streaming: bool
-    prompt_first: bool
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    prompt: list[int]  # precedes the ids in the only response
+    steps: deque[Step] = field(default_factory=deque)  # that have come, and are not read
+    queued: bool = False  # for its turn
     ids: list[int] = field(default_factory=list)
     sent: int = 0  # of the ids
+    unsent: bool = False  # there is something to send
     log_probs: list[TokenLogProb] = field(default_factory=list)  # not sent yet, as the next
     prompt_log_probs: list[TokenLogProb] = field(default_factory=list)
     cum_log_prob: float = 0.0
-    ended: bool = False
-    error: str | None = None
-    refused: bool = False
-    queued: bool = False
+    end: Step | None = None
     arrival: int = field(default_factory=time.monotonic_ns)
     first_token: int = 0
     last_token: int = 0
 
-    def add(self, step: Step) -> bool:
-        """Add a step; return True if it completed a stop word, which ends the sequence."""
-        before = len(self.ids)
-        self.ids += step.ids
-        stop = self._stop_word_end(before)
-        if stop is not None:
-            del self.ids[stop:]
-        self.log_probs += step.log_probs[: len(self.ids) - before]
-        self.prompt_log_probs += step.prompt_log_probs
-        if step.ids:
-            self.last_token = time.monotonic_ns()
-            self.first_token = self.first_token or self.last_token
-        self.error, self.refused = step.error, step.refused
-        self.ended = step.finished or stop is not None
-        return stop is not None
+    def read(self) -> int:
+        """Read the steps that have come; return their number of tokens."""
+        before, made = len(self.ids), 0
+        for _ in range(len(self.steps)):
+            step = self.steps.popleft()
+            made += len(step.ids)
+            if self.end is None:
+                self.ids += step.ids
+                self.log_probs += step.log_probs
+                self.prompt_log_probs += step.prompt_log_probs
+                self.end = step if step.finished else None
+                self.unsent = self.streaming or step.finished
+        self._cut_behind_stop_word(before)
+        return made
 
     def take(self, limit: int) -> Output:
         """Take what is ready as one response: of a stream at most ``limit`` ids, unless 0."""
@@ -108,49 +82,44 @@ class _Sequence:
         log_probs, self.log_probs = self.log_probs[:size], self.log_probs[size:]
         prompt_log_probs, self.prompt_log_probs = self.prompt_log_probs, []
         self.sent += len(ids)
+        self.unsent = self.sent < len(self.ids)
         self.cum_log_prob += sum(token.log_prob for token in log_probs)
-        final = self.ended and self.sent == len(self.ids)
+        end = None if self.unsent else self.end
         return Output(
-            self.request.input_ids + ids if self.prompt_first else ids,
+            self.prompt + ids,
             log_probs,
+            end is not None,
+            end.error if end else None,
+            prompt_log_probs,
             self.cum_log_prob,
             self.ids[max(0, begin - CONTEXT_TOKENS) : begin],
             self.sent,
-            final,
-            self.error if final else None,
-            Times(self.arrival, self.first_token, self.last_token if final else 0),
-            self.refused,
-            prompt_log_probs,
+            (self.arrival, self.first_token, self.last_token if end else 0),
         )
 
-    def _stop_word_end(self, before: int) -> int | None:
-        """Return the number of ids up to the end of the first stop word that ends after ``before``."""
+    def _cut_behind_stop_word(self, before: int) -> None:
+        """End behind the first stop word that ends after the place ``before``."""
         words = self.request.stop_words
         for end in range(before + 1, len(self.ids) + 1) if words else ():
             for word in words:
                 begin = max(0, end - len(word))
                 if word[-1] == self.ids[end - 1] and word == tuple(self.ids[begin:end]):
-                    return end
-        return None
+                    del self.ids[end:], self.log_probs[end - self.sent :]
+                    self.end, self.unsent = _STOP_WORD, True
+                    return
 
 
 class Serving:
     """Run requests on an engine and deliver their outputs. Thread-safe."""
 
     def __init__(self, engine: Engine, tokens_per_response: int = 0) -> None:
-        """Start the delivery thread.
-
-        Args:
-            tokens_per_response: most new ids in one response of a stream, 0 for no limit; 1 is what
-                TensorRT-LLM's C++ backend does.
-        """
         self.engine = engine
-        self._limit = tokens_per_response
+        self._limit = tokens_per_response  # of streams, 0 is none; 1 is what TensorRT-LLM has
         # Tokens that the engine made and Triton got, and sequences by their end.
         self.counters = dict.fromkeys(("generated", "served", "finished", "stopped", "failed"), 0)
         self._keys = itertools.count()
         self._running: dict[str, _Sequence] = {}  # by the engine's key
-        self._ready: queue.SimpleQueue[_Sequence | None] = queue.SimpleQueue()
+        self._turns: queue.SimpleQueue[_Sequence | None] = queue.SimpleQueue()
         self._delivery = threading.Thread(target=self._deliver, name="delivery", daemon=True)
         self._delivery.start()
 
@@ -158,23 +127,19 @@ class Serving:
         self,
         request_id: str,
         request: GenerationRequest,
-        send: Send,
+        send: Callable[[Output], None],
         *,
         streaming: bool,
         prompt_in_output: bool = False,
-    ) -> Callable[[], object]:
-        """Start one sequence; return the function that stops it.
-
-        ``send`` gets its outputs from the delivery thread, in order.
+    ) -> Callable[[], None]:
+        """Start one sequence; return the function that stops it, or raise EngineError.
 
         Args:
             request_id: what ``stop`` finds it by; several sequences may share one.
             request: its key is replaced by a unique one, its max_tokens by what fits the context.
+            send: gets the outputs in order, on the delivery thread.
             streaming: send tokens as they are made, not all in one output at the end.
-            prompt_in_output: begin that one output with the prompt. A stream never does.
-
-        Raises:
-            EngineError: the prompt is empty or leaves no room for a token.
+            prompt_in_output: begin that one output with the prompt's ids. A stream never does.
         """
         length, limit = len(request.input_ids), self.engine.context_length
         if not length:
@@ -188,9 +153,8 @@ class Serving:
             raise EngineError(f"max_tokens must be at least 1, not {request.max_tokens}")
         key = f"{request_id}#{next(self._keys)}"
         request = replace(request, key=key, max_tokens=min(request.max_tokens, limit - length))
-        sequence = _Sequence(
-            request, request_id, send, streaming, prompt_first=prompt_in_output and not streaming
-        )
+        prompt = request.input_ids if prompt_in_output and not streaming else []
+        sequence = _Sequence(request, request_id, send, streaming, prompt)
         self._running[key] = sequence
         try:
             self.engine.submit(request, partial(self._on_step, sequence))
@@ -199,77 +163,66 @@ class Serving:
             raise
         return partial(self._stop, sequence)
 
-    def stop(self, request_id: str) -> int:
-        """End the sequences of a request, delivering what they have; return their number."""
-        running = list(self._running.values())
-        return sum(self._stop(each) for each in running if each.request_id == request_id)
-
-    def active(self) -> int:
-        """Return the number of sequences that hold a slot of the engine or wait for one."""
-        return self.engine.active()
+    def stop(self, request_id: str) -> None:
+        """End the sequences of a request, delivering what they have."""
+        for sequence in list(self._running.values()):
+            if sequence.request_id == request_id:
+                self._stop(sequence)
 
     def close(self) -> None:
-        """End the engine and the delivery thread."""
         self.engine.close()
-        self._ready.put(None)
+        self._turns.put(None)
         self._delivery.join()
 
-    def _stop(self, sequence: _Sequence, error: str | None = None) -> bool:
-        with sequence.lock:
-            if sequence.ended:
-                return False
-            sequence.ended, sequence.error = True, error
-            self.counters["failed" if error else "stopped"] += 1
-            self._queue(sequence)
+    def _stop(self, sequence: _Sequence) -> None:
         self.engine.abort(sequence.request.key)
-        return True
+        self._on_step(sequence, _STOP)
 
     def _on_step(self, sequence: _Sequence, step: Step) -> None:
-        self.counters["generated"] += len(step.ids)
-        with sequence.lock:
-            if sequence.ended:
-                return
-            stop_word = sequence.add(step)
-            if sequence.ended:
-                self.counters["finished" if sequence.error is None else "failed"] += 1
-            if sequence.streaming or sequence.ended:
-                self._queue(sequence)
-        if stop_word:
-            self.engine.abort(sequence.request.key)
+        if step.ids and sequence.end is None:
+            sequence.last_token = time.monotonic_ns()
+            sequence.first_token = sequence.first_token or sequence.last_token
+        sequence.steps.append(step)
+        self._queue(sequence)
 
     def _queue(self, sequence: _Sequence) -> None:
-        if not sequence.queued:
+        if not sequence.queued:  # two threads at once may queue it twice, which does no harm
             sequence.queued = True
-            self._ready.put(sequence)
+            self._turns.put(sequence)
+
+    # What follows runs on the delivery thread.
 
     def _deliver(self) -> None:
-        for sequence in iter(self._ready.get, None):
-            with sequence.lock:
-                sequence.queued = False
-                output = sequence.take(self._limit)
-                if sequence.sent < len(sequence.ids):  # behind the others that have something ready
-                    self._queue(sequence)
-            try:
-                sequence.send(output)
-            except Exception:
-                # One client's broken stream must not end the others'.
-                logger.exception("a response could not be delivered")
+        closed = False
+        while not closed or not self._turns.empty():
+            if (sequence := self._turns.get()) is None:
+                closed = True
+                continue
+            sequence.queued = False  # first, so that a step that comes from here on queues it again
+            ended = sequence.end is not None
+            self.counters["generated"] += sequence.read()
+            if sequence.end is _STOP_WORD and not ended:
+                self.engine.abort(sequence.request.key)
+            if sequence.unsent:
+                self._send(sequence)
+
+    def _send(self, sequence: _Sequence) -> None:
+        key, output = sequence.request.key, sequence.take(self._limit)
+        if output.finished:
+            stopped = sequence.end is _STOP
+            self.counters["stopped" if stopped else "failed" if output.error else "finished"] += 1
+            self._running.pop(key, None)
+        try:
+            sequence.send(output)
+        except Exception:
+            # One client's broken stream must not end the others'.
+            logger.exception("a response could not be delivered")
+            if sequence.end is None:
                 # Its last response may get through, and must not look like the end of an answer.
-                self._stop(sequence, "a response could not be delivered")
-            else:
-                new = len(output.ids) if sequence.streaming else output.generated
-                self.counters["served"] += new
-            if output.final:
-                self._running.pop(sequence.request.key, None)
-
-
-def words_from_list(word_list: Iterable[Iterable[int]]) -> tuple[tuple[int, ...], ...]:
-    """Return the words of a TensorRT-LLM word list. Offsets that do not rise make no word.
-
-    Args:
-        word_list: shape [2, N]: the flat token ids, and the cumulative end offsets padded with -1.
-    """
-    flat, offsets = (list(map(int, row)) for row in word_list)
-    ends = [end for end in offsets if end > 0]
-    words = (tuple(flat[start:end]) for start, end in zip([0, *ends], ends, strict=False))
-    return tuple(word for word in words if word)
+                error = EngineUnavailable("a response could not be delivered")
+                sequence.end, sequence.unsent = Step(finished=True, error=error), True
+                self.engine.abort(key)
+        else:
+            self.counters["served"] += len(output.ids) - len(sequence.prompt)
+        if sequence.unsent:  # behind the others that have something ready
+            self._queue(sequence)

@@ -1,7 +1,7 @@
 """An engine that makes tokens at a set pace without a model, for tests and for sizing a deployment.
 
-docs/sizing.md has what the costs stand for on a real engine. The tokens are those of a text, from a place
-that depends on the prompt: the same prompt always gives the same tokens, and every token is certain.
+docs/measuring.md has what the costs stand for on a real engine. The tokens are those of a text, from a
+place that depends on the prompt: the same prompt always gives the same tokens, and every token is certain.
 """
 
 from __future__ import annotations
@@ -16,15 +16,12 @@ from random import Random
 from time import monotonic
 from typing import Any, Literal, cast, get_args
 
-from cog_triton.engines.base import (
-    LEAST_LOG_PROB,
-    EngineUnavailable,
-    EventLoopEngine,
-    GenerationRequest,
-    Step,
-    Steps,
-    TokenLogProb,
-)
+import tokenizers
+
+from cog_triton.engines import base
+from cog_triton.engines.base import EventLoopEngine, GenerationRequest, Step, Steps
+from cog_triton.errors import EngineUnavailable
+from cog_triton.text.tokenizer import load_tokenizer
 
 DEFAULT_CONTEXT_LENGTH = 131_072
 TICK = 0.0005  # seconds; the loop's timers are rounded to 0.001
@@ -43,8 +40,6 @@ FailureKind = Literal["error", "stall", "refuse"]
 
 @dataclass(frozen=True)
 class Costs:
-    """Costs of requests; none by default."""
-
     prefill: float = 0.0  # seconds from a prompt's prefill to its first token; they overlap
     prefill_rate: float = 0.0  # prompt tokens a second, one prompt after another; 0 is no limit
     inter_token: float = 0.0  # seconds between two tokens of a request
@@ -70,17 +65,14 @@ class Failures:
 
     def __post_init__(self) -> None:
         known = get_args(FailureKind)
-        for kind in self.kinds:
-            if kind not in known:
-                raise ValueError(f"unknown failure {kind!r}; known are {', '.join(known)}")
+        for kind in set(self.kinds).difference(known):
+            raise ValueError(f"unknown failure {kind!r}; known are {', '.join(known)}")
 
     def of(self, request: GenerationRequest) -> Failure | None:
         """Return the failure of a request: a function of its prompt, seed and number of tokens."""
         max_tokens = request.max_tokens + request.continued
-        if not self.rate or max_tokens <= SPARED_TOKENS:
-            return None
         draw = Random(f"{request.sampling.seed} {_prompt(request)}").random
-        if draw() >= self.rate:
+        if max_tokens <= SPARED_TOKENS or draw() >= self.rate:
             return None
         kind = self.kinds[int(draw() * len(self.kinds))]
         after = 1 + int(draw() * (max_tokens - 1))
@@ -105,40 +97,30 @@ class _Slots:
 
 
 class SimulatedEngine(EventLoopEngine):
-    """Makes tokens by the clock.
-
-    What happens late happens as if it had been on time: the next token, the next prompt and the next
-    request in the queue follow from when it was due.
-    """
+    """Makes tokens by the clock; one that is late counts as on time for those after it."""
 
     features = frozenset({"min_p", "top_logprobs"})
 
     def __init__(
         self,
         token_ids: list[int],
-        costs: Costs | None = None,
-        failures: Failures | None = None,
+        costs: Costs = Costs(),
+        failures: Failures = Failures(),
         *,
         context_length: int = DEFAULT_CONTEXT_LENGTH,
     ) -> None:
         """Start the engine's thread; ``token_ids`` is generated again and again."""
         self.context_length = context_length
-        self._costs = costs or Costs()
-        self._failures = failures or Failures()
-        self._length = len(token_ids)
+        self._costs, self._failures, self._length = costs, failures, len(token_ids)
         # So that any BURST tokens are one slice.
         self._text = [token_ids[i % self._length] for i in range(self._length + BURST)]
-        self._slots = _Slots(self._costs.max_batch or sys.maxsize)
+        self._slots = _Slots(costs.max_batch or sys.maxsize)
         self._prefills = _Slots(1)
         super().__init__("simulated-engine")
 
     @classmethod
     def from_parameters(cls, parameters: Mapping[str, str]) -> SimulatedEngine:
-        """Build it from the tensorrt_llm model's parameters.
-
-        Raises:
-            ValueError: the text has no tokens, or a kind of failure is unknown.
-        """
+        """Build it from the tensorrt_llm model's parameters; a ValueError says what is wrong with them."""
 
         def number(name: str) -> float:
             return float(parameters.get(f"simulated_{name}", 0))
@@ -151,14 +133,11 @@ class SimulatedEngine(EventLoopEngine):
         )
         kinds = tuple(parameters.get("simulated_failures", "error").split(","))
         failures = Failures(number("failure_rate"), cast("tuple[FailureKind, ...]", kinds))
-        trusted = parameters.get("trust_remote_code") == "true"
-        text = parameters.get("simulated_text", TEXT)
-        ids = _encode(parameters["tokenizer_dir"], text, trust_remote_code=trusted)
         length = int(parameters.get("max_seq_len", DEFAULT_CONTEXT_LENGTH))
-        return cls(ids, costs, failures, context_length=length)
+        return cls(_text_ids(parameters), costs, failures, context_length=length)
 
     def steps(self, request: GenerationRequest) -> Steps:
-        failure = self._failures.of(request)
+        failure = self._failures.of(request) if self._failures.rate else None
         if failure is not None and failure.kind == "refuse":
             # TensorRT-LLM's wording, which clients know.
             raise EngineUnavailable(
@@ -172,48 +151,38 @@ class SimulatedEngine(EventLoopEngine):
     ) -> Steps:
         at = await self._slots.acquire(arrival)  # when the next event is due
         try:
-            if self._costs.prefill_rate:
-                at = await self._prefill(len(request.input_ids), at)
+            if rate := self._costs.prefill_rate:
+                at = await self._prefills.acquire(at)
+                try:
+                    at += len(request.input_ids) / rate
+                    await _sleep_until(at)
+                finally:
+                    self._prefills.release(at)
             at += self._costs.prefill
             place = sum(_prompt(request)) + request.continued
-            made, finished = 0, False
+            end = request.max_tokens if failure is None else failure.after
+            made, finished, pace = 0, False, self._costs.inter_token
             while not finished:
                 await _sleep_until(at)
-                if failure is not None and made == failure.after:
+                if failure is not None and made == end:
                     if failure.kind == "stall":  # the slot is kept
                         await asyncio.get_running_loop().create_future()
-                    error = f"a simulated failure after {made} tokens (simulated_failure_rate)"
-                    yield Step(finished=True, error=error)
+                    text = f"a simulated failure after {made} tokens (simulated_failure_rate)"
+                    yield Step(finished=True, error=EngineUnavailable(text))
                     return
-                end = failure.after if failure is not None else request.max_tokens
-                count = min(self._due(made, at), end - made)
-                ids = self._ids((place + made) % self._length, count, request.end_id)
+                # Without a pace, twice as many each time: the first token comes alone and at once.
+                due = 1 + int(max(0.0, monotonic() + TICK - at) / pace) if pace else max(1, made)
+                begin = (place + made) % self._length
+                ids = self._text[begin : begin + min(due, BURST, end - made)]
+                if request.end_id in ids:
+                    ids = ids[: ids.index(request.end_id) + 1]
                 made += len(ids)
                 finished = made == request.max_tokens or ids[-1] == request.end_id
-                at += (len(ids) - finished) * self._costs.inter_token
+                at += (len(ids) - finished) * pace
                 asked, top = ids if request.return_log_probs else (), request.top_log_probs
-                yield Step(ids, [TokenLogProb(i, 0.0, _top(i, top)) for i in asked], finished)
+                yield Step(ids, [base.TokenLogProb(i, 0.0, _top(i, top)) for i in asked], finished)
         finally:
             self._slots.release(at)
-
-    async def _prefill(self, tokens: int, at: float) -> float:
-        at = await self._prefills.acquire(at)
-        try:
-            at += tokens / self._costs.prefill_rate
-            await _sleep_until(at)
-        finally:
-            self._prefills.release(at)
-        return at
-
-    def _due(self, made: int, at: float) -> int:
-        if pace := self._costs.inter_token:
-            return min(BURST, 1 + int(max(0.0, monotonic() + TICK - at) / pace))
-        # Without a pace, twice as many each time: the first token comes alone and at once.
-        return min(BURST, max(1, made))
-
-    def _ids(self, place: int, count: int, end_id: int | None) -> list[int]:
-        ids = self._text[place : place + count]
-        return ids[: ids.index(end_id) + 1] if end_id in ids else ids
 
 
 async def _sleep_until(at: float) -> None:
@@ -227,26 +196,20 @@ def _prompt(request: GenerationRequest) -> list[int]:
 
 
 def _top(token: int, count: int) -> tuple[tuple[int, float], ...]:
-    """Return the most likely tokens where one is certain: that one, and any others."""
-    others = ((other, LEAST_LOG_PROB) for other in range(count) if other != token)
+    others = ((other, base.LEAST_LOG_PROB) for other in range(count) if other != token)
     return ((token, 0.0), *others)[:count]
 
 
-def _encode(tokenizer_dir: str, text: str, *, trust_remote_code: bool) -> list[int]:
-    """Return the text's token ids. Raises ValueError if there are none, or they make no text."""
-    file = Path(tokenizer_dir) / "tokenizer.json"
+def _text_ids(parameters: Mapping[str, str]) -> list[int]:
+    name, text = parameters["tokenizer_dir"], parameters.get("simulated_text", TEXT)
+    file, trusted = Path(name) / "tokenizer.json", parameters.get("trust_remote_code") == "true"
     tokenizer: Any
-    if file.is_file():
-        # Much faster to load than a transformers tokenizer, and the ids are the same.
-        from tokenizers import Tokenizer
-
-        tokenizer = Tokenizer.from_file(str(file))
-        ids = list(tokenizer.encode(text, add_special_tokens=False).ids)
+    if file.is_file():  # much faster to load than that of transformers, and the ids are the same
+        tokenizer = tokenizers.Tokenizer.from_file(str(file))
     else:
-        from cog_triton.text.tokenizer import load_tokenizer
-
-        tokenizer = load_tokenizer(tokenizer_dir, trust_remote_code=trust_remote_code)
-        ids = list(tokenizer(text, add_special_tokens=False).input_ids)
+        tokenizer = load_tokenizer(name, trust_remote_code=trusted)
+    encoded = tokenizer.encode(text, add_special_tokens=False)
+    ids = list(getattr(encoded, "ids", encoded))
     if not tokenizer.decode(ids, skip_special_tokens=True):
-        raise ValueError(f"simulated_text {text!r} has no tokens that make text in {tokenizer_dir}")
+        raise ValueError(f"simulated_text {text!r} has no tokens that make text in {name}")
     return ids

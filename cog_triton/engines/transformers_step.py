@@ -1,101 +1,119 @@
-"""One step of transformers' continuous batching: the requests in it and the choice of their next tokens."""
+"""One step of transformers' continuous batching: the requests in it and the choice of their next tokens.
+
+The noise of a row is a hash of its seed, its position and the token id, so a request with a seed gives the
+same text whatever else is in the batch, on a CPU and on a GPU, as long as the logits are the same: their
+rounding depends on the batch's size, and may decide between two that are nearly equal.
+"""
 
 from __future__ import annotations
 
-import copy
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial, wraps
+from itertools import count
 from typing import Any
 
 import torch
+from transformers import LogitsProcessorList
 from transformers.generation.continuous_batching.cb_logits_processors import (
     ContinuousBatchingLogitsProcessorList,
 )
-from transformers.generation.continuous_batching.requests import FutureRequestState, RequestState
 
-from cog_triton.adapters.layers import LoadedAdapter, LoraLayers
-from cog_triton.engines.base import LEAST_LOG_PROB, GenerationRequest, Sink, TokenLogProb
-from cog_triton.engines.structured_output import Guided, Masks, StructuredOutput
-from cog_triton.engines.token_sampling import History, choose
+from cog_triton.adapters.layers import Adapters, LoadedAdapter
+from cog_triton.engines import base
+from cog_triton.engines.base import GenerationRequest, SamplingParams, TokenLogProb
+from cog_triton.engines.guides import Guided, Guides, Masks
+from cog_triton.errors import EngineError
 
 PART = 256  # rows of logits whose probabilities are worked out at once
+# 2**32 divided by the golden ratio, odd, as an int32: spreads neighbouring integers.
+_GOLDEN = 0x9E3779B1 - (1 << 32)
+
+
+class History:
+    """The changes of one sequence's logits, by its request and its tokens so far."""
+
+    def __init__(self, request: GenerationRequest, vocabulary: int, device: torch.device) -> None:
+        self._request, self._penalized = request, bool(request.sampling.penalties)
+        # The last tokens of the prompt may be output of an earlier attempt.
+        self._counted = len(request.input_ids) - request.continued
+        self._counts = torch.zeros(vocabulary, device=device)
+        self._seen = torch.zeros(vocabulary, dtype=torch.bool, device=device)
+        self._seen[request.input_ids] = True
+        self._only = torch.zeros_like(self._seen)
+        self._only[list(request.allowed_ids)] = True
+        self._bias = torch.zeros_like(self._counts)
+        self._bias[list(request.logit_bias)] = self._bias.new_tensor([*request.logit_bias.values()])
+
+    def change(
+        self, logits: torch.Tensor, tokens: list[int], allowed: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return the logits to sample from after the tokens so far; ``allowed`` is the guide's mask."""
+        request = self._request
+        own = logits + self._bias if request.logit_bias else logits
+        if self._penalized:
+            own = self._penalize(own, tokens)
+        words = request.sampling.bad_words
+        excluded = [last for *start, last in words if not start or tokens[-len(start) :] == start]
+        made = len(tokens) - len(request.input_ids)
+        if request.end_id is not None and made < request.sampling.min_tokens:
+            excluded.append(request.end_id)
+        if excluded:
+            own = own.clone()
+            own[excluded] = -torch.inf
+        if request.allowed_ids and (allowed is None or (self._only & allowed).any()):
+            # Else the guide takes precedence.
+            allowed = self._only if allowed is None else self._only & allowed
+        if allowed is None:
+            return own
+        own = own.masked_fill(~allowed, -torch.inf)
+        if excluded and not own.isfinite().any():
+            # Nothing else is allowed, which takes precedence.
+            return logits.masked_fill(~allowed, -torch.inf)
+        return own
+
+    def _penalize(self, logits: torch.Tensor, tokens: list[int]) -> torch.Tensor:
+        sampling, factor = self._request.sampling, self._request.sampling.repetition_penalty
+        ids = torch.tensor(tokens[self._counted :], dtype=torch.int64, device=logits.device)
+        self._counts.index_add_(0, ids, torch.ones_like(ids, dtype=torch.float32))
+        self._seen[ids] = True
+        self._counted = len(tokens)
+        if factor != 1:
+            repeated = torch.where(logits > 0, logits / factor, logits * factor)
+            logits = torch.where(self._seen, repeated, logits)
+        logits = logits - sampling.frequency_penalty * self._counts
+        return logits - sampling.presence_penalty * (self._counts > 0)
 
 
 @dataclass(eq=False)
 class Row:
-    """A running request. From its start on, it belongs to the generation thread.
-
-    Attributes:
-        delivered: number of the tokens that the sink has had.
-        log_probs: of tokens that have not been delivered yet.
-        prompt_log_probs: as far as the prompt has been through the model; see ``Step``.
-    """
+    """A running request. From its start on, it belongs to the generation thread."""
 
     request: GenerationRequest
-    sink: Sink
+    sink: base.Sink
+    tokens: list[int]  # the prompt, and what the sink has had
     guided: Guided | None = None
     adapter: LoadedAdapter | None = None
-    delivered: int = 0
-    output: list[int] = field(default_factory=list)
-    log_probs: list[TokenLogProb] = field(default_factory=list)
-    prompt_log_probs: list[TokenLogProb] = field(default_factory=list)
     history: History | None = None
+    log_probs: list[TokenLogProb] = field(default_factory=list)  # not delivered yet, as the next
+    prompt_log_probs: list[TokenLogProb] = field(default_factory=list)
 
     def __deepcopy__(self, _: Any) -> Row:
         # Transformers copies a request that it sets back, which continues with this row.
         return self
 
-    @property
-    def error(self) -> str | None:
-        """The reason why the request cannot continue."""
-        if self.adapter is not None and self.adapter.problem is not None:
-            return f"lora_task_id {self.request.lora_task_id}: {self.adapter.problem}"
-        return self.guided.error if self.guided else None
-
     @cached_property
     def changes_logits(self) -> bool:
         request = self.request
-        given = request.logit_bias or request.allowed_ids or self.guided is not None
+        given = request.logit_bias or request.allowed_ids or request.guide
         return bool(given) or not request.sampling.plain
 
-    def changed(self, logits: torch.Tensor, allowed: torch.Tensor | None) -> torch.Tensor:
-        """Return the logits that are sampled from, shape [vocabulary].
-
-        Args:
-            allowed: the tokens that the guide allows, shape [vocabulary].
-        """
-        request, device, own = self.request, logits.device, logits
-        if request.logit_bias:
-            ids, values = self._bias
-            own = own.index_add(0, ids.to(device), values.to(device))
-        if request.allowed_ids:
-            only = torch.zeros_like(logits, dtype=torch.bool)
-            only[self._allowed_ids.to(device)] = True
-            if allowed is None:
-                allowed = only
-            elif (only & allowed).any():  # else the guide takes precedence
-                allowed = only & allowed
-        if self.history is not None:
-            own = self.history.penalize(own)
-        if allowed is None:
-            return own
-        own = own.masked_fill(~allowed, -torch.inf)
-        if self.history is not None and not own.isfinite().any():
-            # Bad words or the minimum length exclude all that is allowed, which takes precedence.
-            return logits.masked_fill(~allowed, -torch.inf)
-        return own
-
-    @cached_property
-    def _allowed_ids(self) -> torch.Tensor:
-        return torch.tensor(list(self.request.allowed_ids))
-
-    @cached_property
-    def _bias(self) -> tuple[torch.Tensor, torch.Tensor]:
-        bias = self.request.logit_bias
-        return torch.tensor(list(bias)), torch.tensor(list(bias.values()))
+    @property
+    def error(self) -> EngineError | None:
+        if self.adapter and self.adapter.problem:
+            return EngineError(f"lora_task_id {self.request.lora_task_id}: {self.adapter.problem}")
+        return self.guided.error if self.guided else None
 
 
 class StepProcessor(ContinuousBatchingLogitsProcessorList):
@@ -105,117 +123,97 @@ class StepProcessor(ContinuousBatchingLogitsProcessorList):
     whose place the chosen tokens take.
     """
 
-    tensors_required = 0
-    do_processing = True
-
-    def __init__(
-        self, model: Any, structured_output: StructuredOutput | None, lora: LoraLayers | None
-    ) -> None:
-        self._vocabulary = vocabulary_of(model)
-        self._device = model.device
-        self._structured_output = structured_output
-        self._lora = lora
-        self._layers = threading.Lock() if lora is None else lora.lock
-        self._rows: list[tuple[Row, int]] = []  # with a next token, and its position
+    def __init__(self, model: Any, guides: Guides | None, adapters: Adapters | None) -> None:
+        super().__init__(LogitsProcessorList())
+        self.do_processing, self.supported_keys = True, {"row": Row}
+        self._guides, self._adapters = guides, adapters
+        self._rows: list[Row] = []  # with a next token
         self._masks: Future[Masks] | None = None
         self._prompts: list[tuple[Row, slice, int]] = []  # place in the step, and in the prompt
+        self._marks: dict[tuple[int, int], int] = {}
+        self._numbers = count(-1, -1)
+        self._marked: list[tuple[int, int]] = []  # places in the step, and the tokens there
         model.forward = wraps(model.forward)(partial(self._forward, model.forward))
 
-    def check_kwargs(self, kwargs: dict[str, Any]) -> None:
-        """Accept what ``add_request`` passes."""
+    def prompt(self, row: Row) -> list[int]:
+        """Return a row's prompt as transformers is to have it, which shares blocks of equal tokens.
 
-    def fill_defaults(self, int32_tensor: torch.Tensor) -> None:
-        """Fill nothing: no row of the tensor is required."""
+        They are not to be shared between adapters, nor with a prompt whose log probabilities are asked for,
+        all of which goes through the model: a number below 0 takes the place of the first token there.
+        """
+        first, *others = row.request.input_ids
+        if row.request.prompt_log_probs:
+            return [next(self._numbers), *others]
+        if row.adapter is None:
+            return row.request.input_ids
+        key = row.adapter.number, first
+        mark = self._marks.get(key) or self._marks.setdefault(key, next(self._numbers))
+        return [mark, *others]
 
-    def prepare_tensor_args(
-        self, requests_in_batch: list[FutureRequestState], arg_storage: torch.Tensor
-    ) -> torch.Tensor:
-        """Note the requests of the step, in the order of their rows."""
-        self._rows, self._prompts, parts, at = [], [], [], 0
+    def prepare_tensor_args(self, requests_in_batch: Any, arg_storage: Any) -> Any:
+        """Note the requests of the step, a list of FutureRequestState in the order of their rows."""
+        self._rows, self._prompts, self._marked, parts, at = [], [], [], [], 0
         for future in requests_in_batch:
             state, length = future.state, future.query_length
             row: Row = state.logit_processor_kwargs["row"]
-            prompt = row.request.input_ids
-            # A reset puts the output behind the prompt, whose log probabilities have been delivered then.
-            first_pass = not state.generated_tokens and len(state.initial_tokens) == len(prompt)
-            if row.request.prompt_log_probs and first_pass:
-                start = state.position_offset - length
+            start = state.position_offset - length
+            if start == 0 and state.initial_tokens[0] < 0:
+                self._marked.append((at, row.tokens[0]))
+            if row.request.prompt_log_probs and len(row.tokens) == len(row.request.input_ids):
                 self._prompts.append((row, slice(at, at + length), start))
             if future.has_new_token:
-                self._rows.append((row, state.position_offset))
-                if row.changes_logits:
-                    row.output = state.initial_tokens[len(prompt) :] + state.generated_tokens
-                if not row.request.sampling.plain:
-                    row.history = row.history or History(
-                        row.request, self._vocabulary, self._device
-                    )
-                    row.history.extend(row.output)
+                self._rows.append(row)
             parts.append((row.adapter, length))
             at += length
-        guided = [(row.guided, row.output) for row, _ in self._rows if row.guided is not None]
-        if guided and self._structured_output is not None:  # computed while the model runs
-            self._masks = self._structured_output.masks(guided)
-        if self._lora is not None:
-            self._lora.begin_step(parts)
+        guided = [row.guided for row in self._rows if row.guided is not None]
+        if guided and self._guides is not None:  # computed while the model runs
+            self._masks = self._guides.thread.submit(self._guides.masks, guided)
+        if self._adapters is not None:
+            self._adapters.begin_step(parts)
         return arg_storage
 
-    def __call__(self, _: torch.Tensor, scores: torch.Tensor, __: torch.Tensor) -> torch.Tensor:
-        """Choose the next tokens; in the scores that are returned, transformers finds no others.
-
-        Args:
-            scores: the logits, [rows, vocabulary]. Behind those of the step's rows come those of prompts
-                that are not yet through, which mean nothing.
-        """
-        logits = scores[: len(self._rows)]
-        samplings = [row.request.sampling for row, _ in self._rows]
-        ids = choose(self._changed(logits), samplings, [position for _, position in self._rows])
-        self._note_log_probs(logits, ids)
-        chosen = torch.full_like(scores, -torch.inf)
-        chosen[: len(ids)].scatter_(1, ids.unsqueeze(-1), 0.0)
-        return chosen
-
-    def _changed(self, logits: torch.Tensor) -> torch.Tensor:
-        if not any(row.changes_logits for row, _ in self._rows):
-            return logits
-        masks = iter(() if self._masks is None else self._masks.result())
-        own, self._masks = logits.clone(), None
-        for i, (row, _) in enumerate(self._rows):
-            if row.changes_logits:
-                guided = row.guided is not None
-                mask = torch.from_numpy(next(masks)).to(logits.device) if guided else None
-                own[i] = row.changed(logits[i], mask)
-        return own
-
-    def _note_log_probs(self, logits: torch.Tensor, ids: torch.Tensor) -> None:
-        """Keep the log probabilities of the chosen tokens, under the model's unchanged distribution."""
-        asking = [i for i, (row, _) in enumerate(self._rows) if row.request.return_log_probs]
-        if asking:
-            rows = [self._rows[i][0] for i in asking]
-            count = max(row.request.top_log_probs for row in rows)
-            for row, told in zip(rows, log_probs(logits[asking], ids[asking], count), strict=True):
-                top = told.top[: row.request.top_log_probs]
-                row.log_probs.append(TokenLogProb(told.id, told.log_prob, top))
-
     def _forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with self._layers:  # no layer changes meanwhile
-            if not self._prompts:
-                return forward(*args, **kwargs)
-            # The logits of all tokens are needed, not only those of the next ones.
-            kept = kwargs.pop("logits_to_keep", None)
-            output = forward(*args, **kwargs)
+        for place, token in self._marked:
+            kwargs["input_ids"][0, place] = token
+        # For a prompt the logits of all tokens are needed, not only those of the next ones.
+        kept = kwargs.pop("logits_to_keep", None) if self._prompts else None
+        output = forward(*args, **kwargs)
         for row, places, start in self._prompts:
             _note_prompt(output.logits[0, places], row, start)
         if kept is not None:
             output.logits = output.logits[:, kept]
         return output
 
+    def __call__(self, _: torch.Tensor, scores: torch.Tensor, __: torch.Tensor) -> torch.Tensor:
+        """Choose the next tokens; in the scores that are returned, transformers finds no others.
+
+        The scores are the logits, [rows, vocabulary]. Behind those of the step's rows come those of prompts
+        that are not yet through, which mean nothing.
+        """
+        logits = own = scores[: len(self._rows)]
+        if any(row.changes_logits for row in self._rows):
+            own = logits.clone()
+            masks = iter(() if self._masks is None else self._masks.result())
+            self._masks = None
+            for i, row in enumerate(self._rows):
+                if row.changes_logits:
+                    row.history = row.history or History(row.request, own.shape[-1], own.device)
+                    mask = torch.from_numpy(next(masks)).to(own.device) if row.guided else None
+                    own[i] = row.history.change(logits[i], row.tokens, mask)
+        samplings = [row.request.sampling for row in self._rows]
+        ids = choose(own, samplings, [len(row.tokens) for row in self._rows])
+        if asking := [i for i, row in enumerate(self._rows) if row.request.return_log_probs]:
+            rows = [self._rows[i] for i in asking]
+            top = max(row.request.top_log_probs for row in rows)
+            for row, one in zip(rows, log_probs(logits[asking], ids[asking], top), strict=True):
+                row.log_probs.append(replace(one, top=one.top[: row.request.top_log_probs]))
+        chosen = torch.full_like(scores, -torch.inf)
+        chosen[: len(ids)].scatter_(1, ids.unsqueeze(-1), 0.0)
+        return chosen
+
 
 def _note_prompt(logits: torch.Tensor, row: Row, start: int) -> None:
-    """Keep the log probabilities of a row's prompt, as far as they are new.
-
-    Args:
-        logits: [tokens, vocabulary], behind the prompt's tokens from the place ``start`` on.
-    """
+    """Keep the log probabilities of a row's prompt that are new: ``logits`` are those from ``start`` on."""
     ids, known = row.request.input_ids, row.prompt_log_probs
     if not known:
         known.append(TokenLogProb(ids[0], 0.0))
@@ -227,7 +225,7 @@ def _note_prompt(logits: torch.Tensor, row: Row, start: int) -> None:
 
 def log_probs(logits: torch.Tensor, ids: torch.Tensor, top: int) -> list[TokenLogProb]:
     """Return each row's log probability of its token, with the ``top`` most likely tokens'."""
-    known = logits.float().log_softmax(-1).clamp_(min=LEAST_LOG_PROB)
+    known = logits.float().log_softmax(-1).clamp_(min=base.LEAST_LOG_PROB)
     own = known.gather(1, ids.unsqueeze(-1)).squeeze(-1)
     best = known.topk(min(top, known.shape[-1]))
     others = zip(best.indices.tolist(), best.values.tolist(), strict=True)
@@ -237,41 +235,102 @@ def log_probs(logits: torch.Tensor, ids: torch.Tensor, top: int) -> list[TokenLo
     ]
 
 
-def keep_adapters_apart(cache: Any, row_of: Callable[[str], Row | None]) -> None:
-    """Make a ``PagedAttentionCache`` share blocks under one adapter, or under none, not between them.
+def choose(
+    logits: torch.Tensor, samplings: Sequence[SamplingParams], positions: Sequence[int]
+) -> torch.Tensor:
+    """Return the ids chosen by logits, float32 [rows, vocabulary], and each row's seed and place."""
+    sampled = [i for i, sampling in enumerate(samplings) if not sampling.greedy]
+    if not sampled:
+        return logits.argmax(dim=-1)
+    if len(sampled) == len(samplings):
+        return _sample(logits, samplings, positions)
+    ids = logits.argmax(dim=-1)
+    ids[sampled] = choose(
+        logits[sampled], [samplings[i] for i in sampled], [positions[i] for i in sampled]
+    )
+    return ids
 
-    Blocks of equal tokens are shared by a hash of the tokens, each chained to the one before it. So that it
-    depends on the adapter too, a number below 0 stands for the first token and the adapter in the hash.
 
-    Args:
-        row_of: the request of an id; None when it is cancelled, which shares nothing then.
+def noise_key(seed: int, position: int) -> tuple[int, int]:
+    """Return two 32-bit numbers for a 64-bit seed and a position (Steele's SplitMix64)."""
+    mask = (1 << 64) - 1
+    x = (seed + (position + 1) * 0x9E3779B97F4A7C15) & mask
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
+    x ^= x >> 31
+    return x >> 32, x & 0xFFFFFFFF
+
+
+def _sample(
+    logits: torch.Tensor, samplings: Sequence[SamplingParams], positions: Sequence[int]
+) -> torch.Tensor:
+    """Return a random token of each row, shape [rows].
+
+    When each token arrives after an exponential time whose rate is its probability, each is the first with
+    its probability. That holds among those within top_k and top_p, too, and spares sorting the vocabulary:
+    the first of all is nearly always one of them.
     """
-    numbers: dict[tuple[int, int], int] = {}
-    search, mark = cache.search_prefix_match, cache.mark_complete_blocks
+    temperatures = torch.tensor([s.temperature for s in samplings], device=logits.device)
+    keys = [noise_key(s.seed, p) for s, p in zip(samplings, positions, strict=True)]
+    # Proportional to the probabilities; the greatest is 1, so that no temperature is too low.
+    weights = (logits - logits.amax(dim=-1, keepdim=True)).div_(temperatures.unsqueeze(-1)).exp_()
+    noise = _exponential(torch.tensor(keys, device=logits.device), logits.shape[-1])
+    speeds = torch.div(weights, noise, out=noise)
+    if any(sampling.min_p for sampling in samplings):
+        # The greatest weight is 1. Whatever is likelier than a token that remains remains as well.
+        least = torch.tensor([s.min_p for s in samplings], device=logits.device)
+        speeds *= weights >= least.unsqueeze(-1)
+    if not any(s.top_k > 0 or 0 < s.top_p < 1 for s in samplings):
+        return speeds.argmax(dim=-1)
+    # top_k bounds the number of the likelier tokens, and top_p their weights' sum, by a share of what top_k
+    # leaves. With a top_k given, TensorRT-LLM takes a top_p of 0 as none.
+    device, vocabulary = logits.device, logits.shape[-1]
+    numbers = [min(sampling.top_k or vocabulary, vocabulary) for sampling in samplings]
+    shares = [sampling.top_p if 0 < sampling.top_p < 1 else torch.inf for sampling in samplings]
+    number, total = torch.tensor(numbers, device=device), weights.sum(dim=-1)
+    both = [i for i, n in enumerate(numbers) if n < vocabulary and shares[i] < 1]
+    if both:
+        most = weights[both].topk(max(numbers[i] for i in both)).values.cumsum(dim=-1)
+        total[both] = most.gather(-1, number[both].unsqueeze(-1) - 1).squeeze(-1)
+    return _first_within(speeds, weights, number, torch.tensor(shares, device=device) * total)
 
-    def marked(ids: Sequence[int], adapter: LoadedAdapter) -> list[int]:
-        first = (adapter.number, ids[0])
-        return [numbers.setdefault(first, -1 - len(numbers)), *ids[1:]]
 
-    def search_prefix_match(request_id: str, prompt_ids: list[int]) -> int:
-        row = row_of(request_id)
-        # A prompt whose log probabilities are asked for goes through the model, all of it.
-        if row is None or row.request.prompt_log_probs:
-            return 0
-        ids = prompt_ids if row.adapter is None else marked(prompt_ids, row.adapter)
-        return int(search(request_id, ids))
+def _first_within(
+    speeds: torch.Tensor, weights: torch.Tensor, number: torch.Tensor, weight: torch.Tensor
+) -> torch.Tensor:
+    """Return each row's fastest token within its limits, [rows]; of equals the lower id is likelier."""
+    chosen = speeds.argmax(dim=-1, keepdim=True)
+    own = weights.gather(-1, chosen)
+    likelier = weights > own
+    lower = torch.arange(weights.shape[-1], device=weights.device) < chosen
+    likelier |= (weights == own) & lower
+    count = likelier.sum(dim=-1)
+    outside = (count >= number) | ((weights * likelier).sum(dim=-1) >= weight)
+    outside &= count > 0  # the likeliest is always within, rounding or not
+    chosen = chosen.squeeze(-1)
+    if outside.any():
+        # A token that is less likely than one outside is outside, too: only the likelier remain.
+        chosen[outside] = _first_within(
+            speeds[outside] * likelier[outside], weights[outside], number[outside], weight[outside]
+        )
+    return chosen
 
-    def mark_complete_blocks(state: RequestState, complete_blocks: dict[str, int]) -> None:
-        adapter = state.logit_processor_kwargs["row"].adapter
-        if complete_blocks and adapter is not None:
-            state = copy.copy(state)
-            state.initial_tokens = marked(state.initial_tokens, adapter)
-        mark(state, complete_blocks)
 
-    cache.search_prefix_match = search_prefix_match
-    cache.mark_complete_blocks = mark_complete_blocks
+def _exponential(keys: torch.Tensor, vocabulary: int) -> torch.Tensor:
+    """Return exponential noise of mean 1, shape [rows, vocabulary], from keys of shape [rows, 2].
+
+    All of it is finite and greater than 0: a uniform number that rounds to 0 or 1 would let any token win,
+    however unlikely. It is finest near 0, where the winners are.
+    """
+    keys = keys.to(torch.int32)
+    token = torch.arange(vocabulary, dtype=torch.int32, device=keys.device) * _GOLDEN
+    bits = _mix_(_mix_(token ^ keys[:, :1]).bitwise_xor_(keys[:, 1:])).bitwise_and_(0x7FFFFFFF)
+    uniform = bits.float().add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
+    return uniform.neg_().log1p_().neg_()
 
 
-def vocabulary_of(model: Any) -> int:
-    """Return the number of token ids of a model."""
-    return int(model.config.get_text_config().vocab_size)
+def _mix_(x: torch.Tensor) -> torch.Tensor:
+    """MurmurHash3's 32-bit finalizer in place, on int32, whose products wrap around."""
+    x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(0x85EBCA6B - (1 << 32))
+    x.bitwise_xor_((x >> 13).bitwise_and_(0x7FFFF)).mul_(0xC2B2AE35 - (1 << 32))
+    return x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))

@@ -1,17 +1,10 @@
 """vLLM, by its ``AsyncLLM``.
 
-Its engine core and its workers are processes of their own; see ``interpreter``. When the engine core ends
-by itself, all requests end with that reason, no more are taken, and ``on_death``'s function is called.
+Its engine core and its workers are processes of their own; see ``interpreter``. When one of them ends by
+itself, all requests end with that reason, and no more are taken.
 
-What differs from the embedded engine on transformers, by vLLM's nature:
-
-- A continuation's ``continued`` ids are part of its prompt: presence and frequency penalties do not count
-  them, and its noise is that of another seed. Greedy continuations are the same.
-- A seed gives the same text on the same machine as far as vLLM's kernels compute the same for batches of
-  different sizes, which it does not promise.
-- It takes temperatures up to 2 and penalties from -2 to 2; others are refused in its words.
-- A bad word is looked for only in the output: its beginning is not seen at the prompt's end.
-- On CPUs, vLLM 0.32 applies an adapter to the requests without one in the same batch, too.
+docs/gpu.md says what it does otherwise than the embedded engine. A seed gives the same text as far as
+vLLM's kernels compute the same for batches of different sizes, which it does not promise.
 """
 
 from __future__ import annotations
@@ -20,8 +13,7 @@ import asyncio
 import contextlib
 import logging
 import multiprocessing
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import Any
 
 from cog_triton.engines import library
@@ -32,74 +24,36 @@ from cog_triton.request.request import Guide, GuideKind
 logger = logging.getLogger(__name__)
 
 CPU_CACHE_BYTES = 1 << 30  # holds 8,192 tokens of an 8 B model
-SEEDS = 2**63  # of an int64 that is not negative: others end vLLM's runner
-
-# Measured with vLLM 0.32: its kernels for CPUs index the adapters by -1 where a request has none, and so
-# take the last one.
-NO_ADAPTERS = (
-    "tensorrt_llm: lora_task_id is refused: vLLM's build for CPUs applies an adapter to the requests "
-    "beside it in the batch as well"
-)
 _FEATURES = {"allowed_token_ids", "embedding_bias", "min_p", "prompt_logprobs", "top_logprobs"}
-_GUIDES = {  # a guide's kind → the argument of vLLM's StructuredOutputsParams
-    GuideKind.JSON_SCHEMA: "json",
-    GuideKind.REGEX: "regex",
-    GuideKind.GRAMMAR: "grammar",
-    GuideKind.STRUCTURAL_TAG: "structural_tag",
-}
 
 
 class VllmEngine(library.LibraryEngine):
-    """See the module's docstring."""
-
     title = "vLLM"
     lora_request = "vllm.lora.request:LoRARequest"
+    refusals = frozenset({"ValueError", "VLLMClientError"})  # older releases raise only ValueError
+    deaths = frozenset({"EngineDeadError"})
 
     def __init__(self, parameters: Mapping[str, str]) -> None:
-        """Load the model that the tensorrt_llm model's parameters name.
-
-        Raises:
-            ValueError: a parameter is missing or not valid, vLLM does not know an argument, or the model
-                needs its own code and that is not trusted.
-            OSError: there is no such file or model.
-            Exception: whatever else vLLM raises while it loads.
-        """
-        arguments = loading_arguments(parameters)
-        adapters = "lora_prefetch_dir" in parameters
-        if adapters and _on_cpu():
-            logger.warning(NO_ADAPTERS)
         self._loadable: set[int] = set()  # numbers of the adapters that vLLM has loaded
-        self._then: Callable[[], object] = lambda: None
-        self._llm: Any = None
-        super().__init__(parameters)
+        super().__init__(parameters, loading_arguments(parameters))
+
+    def load(self, arguments: library.Arguments) -> None:
+        adapted, on_cpu = arguments.get("enable_lora"), _on_cpu()
+        if adapted and on_cpu:  # measured with vLLM 0.32
+            logger.warning(
+                "tensorrt_llm: lora_task_id is refused: vLLM's build for CPUs applies an adapter to the "
+                "requests beside it in the batch as well"
+            )
         try:
-            with library.explained(arguments):
-                asyncio.run_coroutine_threadsafe(self._load(arguments), self._loop).result()
-        except BaseException as error:
-            self.close()
-            if isinstance(error, TypeError):  # an argument that its release does not know
-                raise ValueError(f"vLLM: {error}") from error
-            raise
-        llm: Any = self._llm
-        config = llm.model_config
+            asyncio.run_coroutine_threadsafe(self._load(arguments), self._loop).result()
+        except TypeError as error:  # an argument that its release does not know
+            raise ValueError(f"vLLM: {error}") from error
+        config = self._llm.model_config
         self.context_length = int(config.max_model_len)
         self._vocabulary = int(config.get_vocab_size())
         guided = set() if config.skip_tokenizer_init else {"guided_decoding"}
-        adapted = {"lora_task_id"} if adapters and not _on_cpu() else set()
-        self.features = frozenset(_FEATURES | guided | adapted)
-
-    def on_death(self, then: Callable[[], object]) -> None:
-        self._then = then
-
-    def close(self) -> None:
-        super().close()
-        if self._llm is not None:
-            self._llm.shutdown()
-            self._llm = None  # else it shuts down once more, when the interpreter is half gone
-
-    def die(self, reason: str) -> None:
-        super().die(reason)
-        self._then()
+        adapters = {"lora_task_id"} if adapted and not on_cpu else set()
+        self.features = frozenset(_FEATURES | guided | adapters)
 
     def sampling_params(self, request: GenerationRequest) -> Any:
         from vllm import SamplingParams
@@ -118,16 +72,9 @@ class VllmEngine(library.LibraryEngine):
             sampling._bad_words_token_ids = [list(word) for word in request.sampling.bad_words]
         return sampling
 
-    def is_refusal(self, error: Exception) -> bool:
-        # Older releases raise only ValueError.
-        return isinstance(error, ValueError) or _is_a(error, "VLLMClientError")
-
-    def is_fatal(self, error: Exception) -> bool:
-        return _is_a(error, "EngineDeadError")
-
     # What follows runs on the loop.
 
-    async def _load(self, arguments: Mapping[str, Any]) -> None:
+    async def _load(self, arguments: library.Arguments) -> None:
         from vllm import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -146,7 +93,7 @@ class VllmEngine(library.LibraryEngine):
         prompt, finished = {"prompt_token_ids": request.input_ids}, False
         wants_prompt = request.prompt_log_probs
         try:
-            await self._load_adapter(adapter, request.lora_task_id)
+            await self._load_adapter(adapter, request)
             outputs = self._llm.generate(prompt, sampling, request.key, lora_request=adapter)
             async for output in outputs:
                 new, finished = output.outputs[0], output.finished
@@ -154,8 +101,7 @@ class VllmEngine(library.LibraryEngine):
                 step = self.step(request, list(new.token_ids), new.logprobs, end)
                 if wants_prompt and step.ids:
                     wants_prompt = False
-                    of_prompt = prompt_log_probs(output.prompt_logprobs, request)
-                    step = replace(step, prompt_log_probs=of_prompt)
+                    step.prompt_log_probs.extend(prompt_log_probs(output.prompt_logprobs, request))
                 if step.ids or finished:
                     yield step
         finally:
@@ -164,35 +110,27 @@ class VllmEngine(library.LibraryEngine):
                 with contextlib.suppress(Exception):  # it may have died meanwhile
                     await self._llm.abort(request.key)
 
-    async def _load_adapter(self, adapter: Any, task_id: int) -> None:
+    async def _load_adapter(self, adapter: Any, request: GenerationRequest) -> None:
         # One that it cannot load while it computes would end vLLM.
         if adapter is None or adapter.lora_int_id in self._loadable:
             return
         try:
             await self._llm.add_lora(adapter)
         except Exception as error:
-            if self.is_fatal(error):
+            if (failed := self.failure(error, request)) is None:
                 raise
-            raise EngineError(f"lora_task_id {task_id}: {error}") from error
+            raise type(failed)(f"lora_task_id {request.lora_task_id}: {error}") from error
         self._loadable.add(adapter.lora_int_id)
 
 
-def loading_arguments(parameters: Mapping[str, str]) -> dict[str, Any]:
-    """Return the arguments of ``vllm.AsyncEngineArgs`` on this machine. Readies the process for vLLM.
-
-    Raises:
-        ValueError: a parameter is missing or not valid, or there is no interpreter to start.
-        OSError: there is no such file or model.
-    """
+def loading_arguments(parameters: Mapping[str, str]) -> library.Arguments:
+    """Return the arguments of ``vllm.AsyncEngineArgs`` on this machine. Readies the process for vLLM."""
     arguments = engine_arguments(parameters)
     prepare()
-    on_cpu = _on_cpu()
-    if on_cpu:
-        arguments = cpu_arguments(arguments)
-    return arguments | loading_dtype(arguments, on_cpu=on_cpu)
+    return on_device(arguments, cpu=_on_cpu())
 
 
-def engine_arguments(parameters: Mapping[str, str]) -> dict[str, Any]:
+def engine_arguments(parameters: Mapping[str, str]) -> library.Arguments:
     """Return the arguments of ``vllm.AsyncEngineArgs`` on any machine; see ``loading_arguments``."""
     arguments = {
         "disable_log_stats": True,
@@ -200,53 +138,44 @@ def engine_arguments(parameters: Mapping[str, str]) -> dict[str, Any]:
         "generation_config": "vllm",
         **library.table_arguments(parameters, "vllm"),
     }
-    if backend := parameters.get("guided_decoding_backend"):
+    guides: library.Arguments = arguments.get("structured_outputs_config", {})
+    if guides.get("backend") in ("xgrammar", "guidance"):
         # Some models write white space until max_tokens. The other backends have no such argument.
-        compact = {"disable_any_whitespace": True} if backend in ("xgrammar", "guidance") else {}
-        arguments["structured_outputs_config"] = {"backend": backend, **compact}
+        guides["disable_any_whitespace"] = True
     return library.with_file(arguments, parameters, "vllm")
 
 
-def loading_dtype(arguments: Mapping[str, Any], *, on_cpu: bool) -> dict[str, Any]:
-    """Return the data type of a model that vLLM would not find by itself.
-
-    It halves float32 weights, which stay as they are here; but on GPUs it applies adapters only in half
-    precision.
-
-    Raises:
-        ValueError: adapters are to be applied in float32 on a GPU.
-        OSError: the model's configuration cannot be read.
-    """
-    if arguments.get("enable_lora") and not on_cpu:
+def on_device(arguments: library.Arguments, *, cpu: bool) -> library.Arguments:
+    """Return the arguments with what they leave open and vLLM would choose badly, on CPUs or GPUs."""
+    if cpu:  # there it would take minutes to compile, and most of the memory
+        if "gpu_memory_utilization" not in arguments:
+            arguments = {"kv_cache_memory_bytes": CPU_CACHE_BYTES, **arguments}
+        arguments = {"enforce_eager": True, **arguments}
+    elif arguments.get("enable_lora"):
         if arguments.get("dtype") in ("float32", "float"):
             raise ValueError(
                 "tensorrt_llm: dtype float32 does not go with lora_prefetch_dir: vLLM applies adapters on "
                 "a GPU in float16 or bfloat16 (auto takes one of them)"
             )
-        return {}
-    if "dtype" in arguments:
-        return {}
-    config = library.model_config(arguments)
-    saved = config.get("dtype") or config.get("torch_dtype")
-    return {"dtype": "float32"} if str(saved).endswith("float32") else {}
+        return arguments
+    if "dtype" not in arguments:
+        config = library.model_config(arguments)
+        saved = str(config.get("dtype") or config.get("torch_dtype"))
+        if saved.endswith("float32"):  # which vLLM would halve
+            return {**arguments, "dtype": "float32"}
+    return arguments
 
 
-def cpu_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments for CPUs, where vLLM would take most of the memory and minutes to compile."""
-    cache = {"kv_cache_memory_bytes": CPU_CACHE_BYTES}
-    sized = "gpu_memory_utilization" in arguments
-    return {"enforce_eager": True, **({} if sized else cache), **arguments}
-
-
-def sampling_arguments(request: GenerationRequest) -> dict[str, Any]:
+def sampling_arguments(request: GenerationRequest) -> library.Arguments:
     """Return the arguments of ``vllm.SamplingParams`` for a request, but for bad words and guides."""
     # The request's end token is the one that counts.
-    arguments: dict[str, Any] = {"temperature": 0.0, "detokenize": False, "ignore_eos": True}
+    arguments: library.Arguments = {"temperature": 0.0, "detokenize": False, "ignore_eos": True}
     arguments |= library.sampling_arguments(request)
     if not request.sampling.greedy:
         arguments |= {"min_p": request.sampling.min_p} if request.sampling.min_p else {}
-        # Its noise begins anew with a request: a continuation is not to repeat that of the beginning.
-        arguments["seed"] = (request.sampling.seed + request.continued) % SEEDS
+        # Its noise begins anew with a request: a continuation is not to repeat that of the beginning. A
+        # seed beyond an int64 would end vLLM's runner.
+        arguments["seed"] = (request.sampling.seed + request.continued) % 2**63
     if request.end_id is not None:
         arguments["stop_token_ids"] = [request.end_id]
     if request.logit_bias:
@@ -260,11 +189,12 @@ def sampling_arguments(request: GenerationRequest) -> dict[str, Any]:
     return arguments
 
 
-def guide_arguments(guide: Guide) -> dict[str, Any]:
+def guide_arguments(guide: Guide) -> library.Arguments:
     """Return the arguments of vLLM's ``StructuredOutputsParams``."""
     if guide.kind is GuideKind.JSON:
         return {"json_object": True}
-    return {_GUIDES[guide.kind]: guide.text}
+    names = {GuideKind.JSON_SCHEMA: "json", GuideKind.GRAMMAR: "grammar"}
+    return {names.get(guide.kind, guide.kind.value): guide.text}
 
 
 def prompt_log_probs(entries: Any, request: GenerationRequest) -> list[TokenLogProb]:
@@ -278,8 +208,3 @@ def _on_cpu() -> bool:
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_cpu())
-
-
-def _is_a(error: Exception, name: str) -> bool:
-    # By name, for the places of vLLM's classes in the package are not promised.
-    return name in {base.__name__ for base in type(error).__mro__}

@@ -10,34 +10,18 @@ that names one is refused, and so is a request for draft tokens.
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 import uuid
-from collections import defaultdict
 from collections.abc import Generator, Mapping
 from contextlib import closing
-from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
+from cog_triton import wire
 from cog_triton.errors import InvalidParameter, TritonUnknownError
 from cog_triton.models import stub
-from cog_triton.models.stub import Array, Client, flag
+from cog_triton.models.stub import Array, Client, Contexts, Tensors, flag
 from cog_triton.models.tensors import NAMES
-from cog_triton.processes import end_with_parent
-from cog_triton.text.detokenizer import CONTEXT_TOKENS
-from cog_triton.wire import (
-    ADD_SPECIAL_TOKENS,
-    ENGINE,
-    LOGIT_BIAS,
-    MIN_P,
-    NO_PARAMETERS,
-    PROMPT_IDS,
-    TOP_LOG_PROBS,
-    stop_inputs,
-)
 
 logger = logging.getLogger(__name__)
 
@@ -50,31 +34,26 @@ STARTING_AT_ONCE = 24
 _DRAFTING = ("num_draft_tokens", "use_draft_logits")
 # Parameters of a request that are handed down, as an ensemble hands down all. Not those by which a client
 # asks for token ids in place of what postprocessing reads.
-PARAMETERS = {PROMPT_IDS, ADD_SPECIAL_TOKENS, LOGIT_BIAS, MIN_P, TOP_LOG_PROBS}
+PARAMETERS = {
+    wire.PROMPT_IDS,
+    wire.ADD_SPECIAL_TOKENS,
+    wire.LOGIT_BIAS,
+    wire.MIN_P,
+    wire.TOP_LOG_PROBS,
+}
 _UNSUPPORTED_PARAMETERS = {
     "tensorrt_llm_draft_model_name": "speculative decoding with a draft model",
     "multimodal_encoders_name": "encoding images",
 }
 
 
-@dataclass
-class _Sequence:
-    """The last ids of one sequence, and the text of each of its beams if that is kept, UTF-8."""
-
-    context: list[int] = field(default_factory=list)
-    texts: list[bytes] = field(default_factory=list)
-    finished: bool = False
-
-
 class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
-        end_with_parent()
-        config = json.loads(args["model_config"])
-        parameters = stub.parameters(config)
+        config, parameters = stub.begin(args)
         for name, what in _UNSUPPORTED_PARAMETERS.items():
             if name in parameters:
                 raise ValueError(f"{name}: {what} is not supported")
-        self._llm = parameters.get("tensorrt_llm_model_name", ENGINE)
+        self._llm = parameters.get("tensorrt_llm_model_name", wire.ENGINE)
         self._accumulates = parameters.get("accumulate_tokens") == "true"
         self._decoupled = config["model_transaction_policy"]["decoupled"]
         self._starting = threading.BoundedSemaphore(STARTING_AT_ONCE)
@@ -99,9 +78,8 @@ class TritonPythonModel:
     def _serve(self, request: Any) -> None:
         client = Client(request)
         try:
-            inputs, names = stub.received(request)
-            request_id = stub.request_id(request) or f"bls-{uuid.uuid4()}"
-            parameters = stub.request_parameters(request)
+            inputs, names, request_id, parameters = stub.received(request)
+            request_id = request_id or f"bls-{uuid.uuid4()}"
             self._check(inputs)
             self._running[client] = request_id
             with closing(self._responses(request_id, inputs, parameters)) as responses:
@@ -126,86 +104,73 @@ class TritonPythonModel:
 
     def _responses(
         self, request_id: str, inputs: Mapping[str, Array], parameters: Mapping[str, Any]
-    ) -> Generator[tuple[dict[str, Array], bool], None, None]:
-        """Yield the tensors of each response, and whether it is known to be the last one.
-
-        Not every backend in tensorrt_llm marks the last response. What is left to generate is stopped if
-        this fails or is closed.
-        """
+    ) -> Generator[tuple[Tensors, bool], None, None]:
+        """Yield each response's tensors, and whether it is known to be the last; stop what is left."""
         parameters = {name: value for name, value in parameters.items() if name in PARAMETERS}
         queries = _renamed(inputs, NAMES["bls_to_preprocessing"])
-        call = self._request("preprocessing", request_id, queries, parameters)
-        prompts = _renamed(_outputs(call.exec()), NAMES["preprocessing_to_llm"])
+        tokenized = _outputs(self._call("preprocessing", request_id, queries, parameters))
+        prompts = _renamed(tokenized, NAMES["preprocessing_to_llm"])
         for name in inputs.keys() - NAMES["bls_to_preprocessing"].keys() - set(_DRAFTING):
             prompts[NAMES["bls_to_llm"].get(name, name)] = inputs[name]
-        whole, unfinished = not flag(inputs, "stream"), _sequences(inputs)
-        sequences: dict[tuple[int, int], _Sequence] = defaultdict(_Sequence)
+        streams, unfinished = flag(inputs, "stream"), _sequences(inputs)
+        contexts, texts = Contexts(streaming=streams), dict[tuple[int, int], Array]()
         try:
             with self._starting:
-                call = self._request(self._llm, request_id, prompts, parameters)
-                responses = call.exec(decoupled=True)
+                responses = self._call(self._llm, request_id, prompts, parameters, decoupled=True)
             for response in responses:
                 unfinished -= response.has_error()
                 tensors = _outputs(response)
-                final = whole or flag(tensors, "is_final")
-                unfinished -= final
-                if "output_ids" in tensors:
-                    sequence = sequences[stub.sequence_of(tensors)]
-                    ids, lengths = tensors["output_ids"], tensors["sequence_length"]
-                    text = self._decode(request_id, sequence, ids, lengths, final=final)
-                    yield {**tensors, "text_output": text}, unfinished == 0
+                unfinished -= not streams or flag(tensors, "is_final")
+                for each in contexts.add(tensors, last=False) if "output_ids" in tensors else ():
+                    text = self._decode(request_id, each)
+                    yield self._answer(each, text, texts), unfinished == 0
         except BaseException:
             if unfinished > 0:
                 self._stop(request_id)
             raise
         # The backend did not say which response was the last: text may still be held back.
-        nothing = np.zeros((1, 1, 0), np.int32), np.zeros((1, 1), np.int32)
-        for place, sequence in sequences.items():
-            before = sequence.texts[:1]
-            if sequence.finished:
-                continue
-            text = self._decode(request_id, sequence, *nothing, final=True)
-            if text.item() not in (b"", *before):
-                yield {"text_output": text, **stub.indices(*place)}, False
+        for each in contexts.add({}, last=True) if unfinished > 0 else ():
+            if (text := self._decode(request_id, each)).item():
+                yield self._answer(each, text, texts), False
 
-    def _decode(
-        self, request_id: str, sequence: _Sequence, ids: Array, lengths: Array, *, final: bool
-    ) -> Array:
-        """Return the text to send, shape [beams]; of ``final`` responses no part is held back."""
-        inputs = {"TOKENS_BATCH": ids, "SEQUENCE_LENGTH": lengths, "IS_FINAL": np.array([[final]])}
-        if sequence.context:
-            inputs["CONTEXT_IDS"] = np.array([sequence.context], np.int32)
-        texts = _outputs(self._request("postprocessing", request_id, inputs).exec())["OUTPUT"]
-        sequence.finished = final
-        new_ids = ids[0, 0, : lengths[0, 0]].tolist()
-        sequence.context = (sequence.context + new_ids)[-CONTEXT_TOKENS:]
-        if not self._accumulates:
-            return texts
-        before = sequence.texts or [b""] * texts.size
-        sequence.texts = [old + new for old, new in zip(before, texts.flat, strict=True)]
-        return np.array(sequence.texts, np.object_)
+    def _decode(self, request_id: str, tensors: Mapping[str, Array]) -> Array:
+        """Return the text of a response with its context, UTF-8, shape [beams]."""
+        inputs = _renamed(tensors, NAMES["llm_to_postprocessing"])
+        if not inputs["CONTEXT_IDS"].size:
+            del inputs["CONTEXT_IDS"]
+        return _outputs(self._call("postprocessing", request_id, inputs))["OUTPUT"]
 
-    def _request(
+    def _answer(
+        self, tensors: Mapping[str, Array], text: Array, texts: dict[tuple[int, int], Array]
+    ) -> Tensors:
+        place = stub.sequence_of(tensors)
+        if self._accumulates:
+            text = texts[place] = texts[place] + text if place in texts else text
+        return {**tensors, "text_output": text}
+
+    def _call(
         self,
         model: str,
         request_id: str,
         inputs: Mapping[str, Array],
-        parameters: Mapping[str, Any] = NO_PARAMETERS,
+        parameters: Mapping[str, Any] = wire.NO_PARAMETERS,
+        **options: bool,
     ) -> Any:
-        return stub.pb_utils.InferenceRequest(
+        """Return a model's response; with ``decoupled``, its responses as they come."""
+        request = stub.pb_utils.InferenceRequest(
             model_name=model,
             request_id=request_id,
             inputs=[stub.pb_utils.Tensor(*item) for item in stub.as_sent(inputs).items()],
             requested_output_names=[],  # all that there are
             parameters=dict(parameters),
         )
+        return request.exec(**options)
 
     def _stop(self, request_id: str) -> None:
-        for response in self._request(self._llm, request_id, stop_inputs()).exec(decoupled=True):
+        for response in self._call(self._llm, request_id, wire.stop_inputs(), decoupled=True):
             if response.has_error():
-                logger.warning(
-                    "%s: stopping %s: %s", self._llm, request_id, response.error().message()
-                )
+                why = response.error().message()
+                logger.warning("%s: stopping %s: %s", self._llm, request_id, why)
 
     def _stop_cancelled(self) -> None:
         # Again and again until the request has ended: what is to be stopped may not have begun.

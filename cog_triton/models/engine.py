@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import sys
 import threading
@@ -15,11 +14,10 @@ from typing import Any
 
 from cog_triton.engines.base import create_engine
 from cog_triton.engines.serving import Output, Serving
-from cog_triton.errors import EngineError, EngineUnavailable, InvalidParameter
+from cog_triton.errors import InvalidParameter
 from cog_triton.models import stub
 from cog_triton.models.stub import Array, Client, flag
 from cog_triton.models.tensors import generation_requests, placeholders, response_tensors
-from cog_triton.processes import end_with_parent
 from cog_triton.wire import COUNTED_IDS, ENGINE, IDS_ONLY
 
 # Asking Triton is a round trip: per token it halves the throughput. So is the change of a metric.
@@ -33,16 +31,14 @@ SWITCH_SECONDS = 1e-4
 
 class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
-        end_with_parent()
+        config, parameters = stub.begin(args)
         sys.setswitchinterval(SWITCH_SECONDS)
-        config = json.loads(args["model_config"])
-        parameters = stub.parameters(config)
         self._decoupled = config["model_transaction_policy"]["decoupled"]
         self._placeholders = placeholders(config)
         self._prompt_in_output = parameters.get("exclude_input_in_output") == "false"
         engine = create_engine(parameters)
         # A dead engine ends the stub, and by its guard the server, which is started again.
-        engine.on_death(lambda: os._exit(ENGINE_DIED))
+        engine.on_death = lambda: os._exit(ENGINE_DIED)
         self._serving = Serving(engine, int(parameters.get("max_tokens_per_response", 0)))
         self._closed = threading.Event()
         self._metrics = threading.Thread(target=self._report, name="engine-metrics", daemon=True)
@@ -67,15 +63,10 @@ class TritonPythonModel:
         stub.forget_requests()
 
     def _start(self, request: Any, client: Client) -> None:
-        inputs, names = stub.received(request)
-        request_id, parameters = stub.request_id(request), stub.request_parameters(request)
+        inputs, names, request_id, parameters = stub.received(request)
         if flag(inputs, "stop"):
             return self._stop(request_id, client)
-        try:
-            features = self._serving.engine.features
-            generations = generation_requests(inputs, parameters, features)
-        except ValueError as error:
-            raise InvalidParameter(str(error)) from None
+        generations = generation_requests(inputs, parameters, self._serving.engine.features)
         streaming = flag(inputs, "streaming")
         if not self._decoupled and (streaming or len(generations) > 1):
             what = "streaming" if streaming else "a batch of prompts"
@@ -113,16 +104,10 @@ class TritonPythonModel:
     def _report(self) -> None:
         # On Triton's metrics endpoint. All of it is dropped as this returns, while the stub still has its
         # shared memory: a metric that it drops later ends it by a segfault.
-        family = stub.pb_utils.MetricFamily
-        tokens = family(
-            "cog_triton_engine_tokens", "Tokens by what happened to them", family.COUNTER
-        )
-        requests = family(
-            "cog_triton_engine_requests", "Requests by how they ended", family.COUNTER
-        )
-        active = family(
-            "cog_triton_engine_active_requests", "Requests that run or wait", family.GAUGE
-        )
+        family, name = stub.pb_utils.MetricFamily, "cog_triton_engine_"
+        tokens = family(f"{name}tokens", "Tokens by what happened to them", family.COUNTER)
+        requests = family(f"{name}requests", "Requests by how they ended", family.COUNTER)
+        active = family(f"{name}active_requests", "Requests that run or wait", family.GAUGE)
         metrics = {"active": active.Metric(labels={})}
         for kind in ("generated", "served"):
             metrics[kind] = tokens.Metric(labels={"kind": kind})
@@ -131,7 +116,7 @@ class TritonPythonModel:
         before = dict.fromkeys(metrics, 0)
         while not self._closed.wait(METRICS_SECONDS):
             # What is active first: where it is 0, the counts are complete.
-            now = {"active": self._serving.active(), **self._serving.counters}
+            now = {"active": len(self._serving.engine.running), **self._serving.counters}
             for name, metric in metrics.items():
                 if now[name] != before[name]:
                     metric.increment(now[name] - before[name])
@@ -154,22 +139,19 @@ class Responses:
     checked: float = field(default_factory=time.monotonic)
 
     def stop(self) -> None:
-        """Stop the sequences that were started."""
         for stop in self.stops:
             stop()
 
     def send(self, index: int, output: Output) -> None:
-        """Send a response of the sequence at a place of the batch."""
         if self.abandoned:
             return
         if output.error is not None:
-            kind = EngineError if output.refused else EngineUnavailable
-            response = stub.failure(ENGINE, kind(output.error))
+            response = stub.failure(ENGINE, output.error)
         else:
             tensors = response_tensors(index, output, self.inputs, **self.form)
             response = stub.response({**tensors, **self.placeholders}, self.names)
         with self.lock:
-            self.unfinished -= output.final
+            self.unfinished -= output.finished
             last = self.unfinished == 0
         if last:
             # Each of ``stops`` leads back here: what Triton gave would stay until that is collected.

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
+from cog_triton.errors import InvalidParameter
 from cog_triton.models import stub
 from cog_triton.models.stub import Array
-from cog_triton.processes import end_with_parent
 from cog_triton.text.detokenizer import decode_delta
 from cog_triton.text.tokenizer import Tokenizer
 
@@ -26,17 +25,14 @@ def decoded(
     Args:
         inputs: TOKENS_BATCH [batch, beams, n], SEQUENCE_LENGTH [batch, beams], and optionally
             CONTEXT_IDS [batch, n] and IS_FINAL [batch, 1].
-
-    Raises:
-        ValueError: an input is not valid; the text is for the client.
     """
     ids, lengths = inputs["TOKENS_BATCH"], inputs["SEQUENCE_LENGTH"]
     if lengths.shape != ids.shape[:2]:
-        raise ValueError(
+        raise InvalidParameter(
             f"SEQUENCE_LENGTH must be of shape {list(ids.shape[:2])}, not {list(lengths.shape)}"
         )
     if (lengths < 0).any():
-        raise ValueError(f"SEQUENCE_LENGTH must be at least 0, not {lengths.min()}")
+        raise InvalidParameter(f"SEQUENCE_LENGTH must be at least 0, not {lengths.min()}")
     context, final = inputs.get("CONTEXT_IDS"), inputs.get("IS_FINAL")
     try:
         texts = [
@@ -51,14 +47,13 @@ def decoded(
             for beam, length in zip(beams, lengths[i], strict=True)
         ]
     except OverflowError:  # found by the tokenizer: looking at each would cost time
-        raise ValueError("token ids must be at least 0") from None
+        raise InvalidParameter("token ids must be at least 0") from None
     return np.array(texts, np.object_)
 
 
 class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
-        end_with_parent()
-        parameters = stub.parameters(json.loads(args["model_config"]))
+        _, parameters = stub.begin(args)
         self._tokenizer = stub.tokenizer(parameters)
         self._skip = parameters.get("skip_special_tokens", "true") == "true"
 
@@ -70,6 +65,6 @@ class TritonPythonModel:
         try:
             text = decoded(self._tokenizer, inputs, skip_special_tokens=self._skip)
         except Exception as error:
-            return stub.failure("postprocessing", error, ValueError)
+            return stub.failure("postprocessing", error)
         unchanged = {f"OUT_{name}": value for name, value in inputs.items()}
         return stub.response({"OUTPUT": text, **unchanged}, request.requested_output_names())

@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from types import MappingProxyType
+from itertools import accumulate, chain
 from typing import Any
 
 import numpy as np
 
+from cog_triton import wire
+from cog_triton.errors import InvalidParameter
 from cog_triton.models import stub
 from cog_triton.models.stub import Array, Client
-from cog_triton.processes import end_with_parent
 from cog_triton.request.limits import UNKNOWN_TOKENS, WORDS, WORDS_BYTES
-from cog_triton.request.request import MAX_FLOAT32
+from cog_triton.request.request import Request
 from cog_triton.text.tokenizer import Tokenizer, text_limits
-from cog_triton.wire import (
-    ADD_SPECIAL_TOKENS,
-    CONTINUED,
-    LOGIT_BIAS,
-    NO_PARAMETERS,
-    PROMPT_IDS,
-    ids_parameter,
-    parse_biases,
-)
 
 LONG_BYTES = 20_000  # of text, tokenized in about ten milliseconds; longer prompts delay no others
 
@@ -33,7 +24,7 @@ class Preprocessor:
     """Turns the preprocessing model's inputs into its outputs."""
 
     def __init__(
-        self, tokenizer: Tokenizer, configured: Mapping[str, str] = MappingProxyType({})
+        self, tokenizer: Tokenizer, configured: Mapping[str, Any] = wire.NO_PARAMETERS
     ) -> None:
         self._tokenizer = tokenizer
         self._adds_special_tokens = configured.get("add_special_tokens", "true") == "true"
@@ -46,17 +37,13 @@ class Preprocessor:
         self._pad_id = self._end_id if pad_id is None else pad_id
 
     def __call__(
-        self, inputs: Mapping[str, Array], parameters: Mapping[str, Any] = NO_PARAMETERS
+        self, inputs: Mapping[str, Array], parameters: Mapping[str, Any] = wire.NO_PARAMETERS
     ) -> dict[str, Array]:
-        """Return the outputs for one request, whose parameters are for each prompt of the batch.
-
-        Raises:
-            ValueError: an input is not valid; the text is for the client.
-        """
-        adds = parameters.get(ADD_SPECIAL_TOKENS, self._adds_special_tokens)
+        """Return the outputs for one request, or raise InvalidParameter."""
+        adds = parameters.get(wire.ADD_SPECIAL_TOKENS, self._adds_special_tokens)
         if not isinstance(adds, bool):
-            raise ValueError(f"{ADD_SPECIAL_TOKENS} must be among true and false")
-        continued = ids_parameter(parameters, CONTINUED)
+            raise InvalidParameter(f"{wire.ADD_SPECIAL_TOKENS} must be among true and false")
+        continued = wire.ids_parameter(parameters, wire.CONTINUED)
         prompts = [
             [*prompt, *continued] for prompt in self._prompts(inputs["QUERY"], parameters, adds)
         ]
@@ -79,7 +66,7 @@ class Preprocessor:
         optional = {
             "BAD_WORDS_IDS": self._word_lists(inputs.get("BAD_WORDS_DICT")),
             "STOP_WORDS_IDS": self._word_lists(inputs.get("STOP_WORDS_DICT")),
-            "EMBEDDING_BIAS": self._embedding_bias(inputs, _biases(parameters), batch),
+            "EMBEDDING_BIAS": self._embedding_bias(inputs, parameters, batch),
             "OUT_SEED": _either(inputs, "SEED", "RANDOM_SEED"),
             "OUT_MIN_TOKENS": _either(inputs, "MIN_TOKENS", "MIN_LENGTH"),
         }
@@ -88,14 +75,14 @@ class Preprocessor:
     def _prompts(
         self, queries: Array, parameters: Mapping[str, Any], add_special_tokens: bool
     ) -> list[list[int]]:
-        prompt_ids = ids_parameter(parameters, PROMPT_IDS)
+        prompt_ids = wire.ids_parameter(parameters, wire.PROMPT_IDS)
         if not prompt_ids:
             return [self._ids(text, add_special_tokens) for text in self._texts(queries)]
         if len(queries) > 1:
-            raise ValueError(f"{PROMPT_IDS} does not support a batch of prompts")
+            raise InvalidParameter(f"{wire.PROMPT_IDS} does not support a batch of prompts")
         if len(prompt_ids) > self._longest:
             # TensorRT-LLM's wording, which clients know; as below.
-            raise ValueError(
+            raise InvalidParameter(
                 f"Prompt length ({len(prompt_ids)}) exceeds maximum input length ({self._longest})."
             )
         return [prompt_ids]
@@ -107,7 +94,7 @@ class Preprocessor:
             text = "" if (too_long := len(query) > 4 * most) else _text(query)
             if too_long or len(text) > most:
                 length = f"{len(query)} bytes" if too_long else f"{len(text)} characters"
-                raise ValueError(
+                raise InvalidParameter(
                     f"Prompt length ({length}) exceeds maximum input length "
                     f"({most} characters are the most{self._limits.source})."
                 )
@@ -125,20 +112,16 @@ class Preprocessor:
         rows = _words(words)
         if self._words_after_space:
             rows = [variants(row) for row in rows]
-        lists = [word_list([ids for word in row if (ids := self._ids(word))]) for row in rows]
-        width = max(row.shape[1] for row in lists)
-        if width == 0:
-            return None
-        padded = np.zeros((len(lists), 2, width), np.int32)
-        padded[:, 1] = -1
-        for target, row in zip(padded, lists, strict=True):
-            target[:, : row.shape[1]] = row
-        return padded
+        lists = word_lists([[ids for word in row if (ids := self._ids(word))] for row in rows])
+        return lists if lists.size else None
 
     def _embedding_bias(
-        self, inputs: Mapping[str, Array], logit_bias: Mapping[int, float], batch: int
+        self, inputs: Mapping[str, Array], parameters: Mapping[str, Any], batch: int
     ) -> Array | None:
         """Return the bias of the logits, shape [batch, vocabulary]; None for none."""
+        logit_bias = dict(wire.parse_logit_bias(parameters.get(wire.LOGIT_BIAS)))
+        if logit_bias:  # a Request knows its bounds
+            Request(" ", 0, logit_bias=tuple(logit_bias.items()))
         words = _words(inputs.get("EMBEDDING_BIAS_WORDS", np.empty((batch, 0), np.object_)))
         weights = inputs.get("EMBEDDING_BIAS_WEIGHTS", np.empty(0))
         if not any(map(any, words)):
@@ -146,14 +129,16 @@ class Preprocessor:
             if not logit_bias:
                 return None
         if weights.size != sum(map(len, words)):
-            raise ValueError("embedding_bias_words and embedding_bias_weights must be as many")
+            raise InvalidParameter(
+                "embedding_bias_words and embedding_bias_weights must be as many"
+            )
         bias = np.zeros((batch, len(self._tokenizer)), np.float32)
         for row, names, values in zip(bias, words, weights.reshape(batch, -1), strict=True):
             for name, value in zip(names, values, strict=True):
                 row[self._ids(name)] += value
         if (highest := max(logit_bias, default=0)) >= bias.shape[1]:
-            raise ValueError(
-                f"the token ids of {LOGIT_BIAS} must be between 0 and {bias.shape[1] - 1}, "
+            raise InvalidParameter(
+                f"the token ids of {wire.LOGIT_BIAS} must be between 0 and {bias.shape[1] - 1}, "
                 f"not {highest}"
             )
         bias[:, list(logit_bias)] += np.array(list(logit_bias.values()), np.float32)
@@ -165,42 +150,34 @@ def variants(words: Sequence[str]) -> list[str]:
     return [form for word in words if word for form in (word, f" {word}")]
 
 
-def word_list(words: Sequence[Sequence[int]]) -> Array:
-    """Return a TensorRT-LLM word list, shape [2, N]: flat ids, and end offsets padded with -1."""
-    flat = [token for word in words for token in word]
-    offsets = np.full(len(flat), -1, np.int32)
-    offsets[: len(words)] = np.cumsum([len(word) for word in words], dtype=np.int32)
-    return np.array([flat, offsets], np.int32).reshape(2, -1)
+def word_lists(batch: Sequence[Sequence[Sequence[int]]]) -> Array:
+    """Return TensorRT-LLM word lists, shape [batch, 2, N]: flat ids, and end offsets padded with -1."""
+    ids = _padded([[*chain.from_iterable(words)] for words in batch], 0)
+    ends = _padded([[*accumulate(map(len, words))] for words in batch], -1, ids.shape[1])
+    return np.stack([ids, ends], axis=1)
 
 
 def _words(words: Array) -> list[list[str]]:
     # Lists that would take long to tokenize are refused before any is decoded.
     words = words.reshape(len(words), -1)
     if words.shape[1] > WORDS:
-        raise ValueError(f"the words of a list must be at most {WORDS}, not {words.shape[1]}")
+        raise InvalidParameter(f"the words of a list must be at most {WORDS}, not {words.shape[1]}")
     if (size := sum(map(len, words.flat))) > WORDS_BYTES:
-        raise ValueError(f"the words of a list must be at most {WORDS_BYTES} bytes, not {size}")
+        raise InvalidParameter(
+            f"the words of a list must be at most {WORDS_BYTES} bytes, not {size}"
+        )
     return [[_text(word) for word in row] for row in words]
-
-
-def _biases(parameters: Mapping[str, Any]) -> dict[int, float]:
-    biases = parse_biases(parameters.get(LOGIT_BIAS, "{}"))
-    if len(biases) > WORDS:
-        raise ValueError(f"{LOGIT_BIAS} must be at most {WORDS}, not {len(biases)}")
-    if not all(token >= 0 and abs(bias) <= MAX_FLOAT32 for token, bias in biases.items()):
-        raise ValueError(f"{LOGIT_BIAS} must be of ids that are at least 0, and finite numbers")
-    return biases
 
 
 def _text(value: Any) -> str:
     try:
         return value.decode() if isinstance(value, bytes) else str(value)
     except UnicodeDecodeError:
-        raise ValueError("a text input is not valid UTF-8") from None
+        raise InvalidParameter("a text input is not valid UTF-8") from None
 
 
-def _padded(rows: Sequence[Sequence[int]], pad_id: int) -> Array:
-    padded = np.full((len(rows), max(map(len, rows))), pad_id, np.int32)
+def _padded(rows: Sequence[Sequence[int]], pad_id: int, width: int = 0) -> Array:
+    padded = np.full((len(rows), max(width, *map(len, rows))), pad_id, np.int32)
     for target, row in zip(padded, rows, strict=True):
         target[: len(row)] = row
     return padded
@@ -209,7 +186,7 @@ def _padded(rows: Sequence[Sequence[int]], pad_id: int) -> Array:
 def _either(inputs: Mapping[str, Array], new: str, old: str) -> Array | None:
     given = [inputs[name] for name in (new, old) if name in inputs]
     if len(given) == 2 and not np.array_equal(given[0], given[1]):
-        raise ValueError(
+        raise InvalidParameter(
             f"{new.lower()} and {old.lower()} are two names of one input and must be the same"
         )
     return given[0] if given else None
@@ -217,24 +194,18 @@ def _either(inputs: Mapping[str, Array], new: str, old: str) -> Array | None:
 
 class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
-        end_with_parent()
-        parameters = stub.parameters(json.loads(args["model_config"]))
+        _, parameters = stub.begin(args)
         self._preprocessor = Preprocessor(stub.tokenizer(parameters), parameters)
         # Tokenizers release Python's lock meanwhile.
         self._long = ThreadPoolExecutor(1, thread_name_prefix="long-prompts")
 
     def execute(self, requests: list[Any]) -> list[Any]:
-        """Return the responses of a batch in one message, which costs less than a message each.
-
-        None stands for a long prompt's, which is sent when it is ready.
-        """
+        """Return the responses of a batch in one message; None for a long prompt, answered later."""
         responses: list[Any] = []
         for request in requests:
             inputs = stub.arrays(request.inputs())
-            texts = [
-                text for array in inputs.values() if array.dtype == object for text in array.flat
-            ]
-            if sum(map(len, texts)) > LONG_BYTES:
+            texts = [array.flat for array in inputs.values() if array.dtype == object]
+            if sum(map(len, chain.from_iterable(texts))) > LONG_BYTES:
                 self._long.submit(self._send, request, inputs)
                 responses.append(None)
             else:
@@ -252,5 +223,5 @@ class TritonPythonModel:
         try:
             outputs = self._preprocessor(inputs, stub.request_parameters(request))
         except Exception as error:  # unanswered, the request would wait permanently
-            return stub.failure("preprocessing", error, ValueError)
+            return stub.failure("preprocessing", error)
         return stub.response(outputs, request.requested_output_names())

@@ -12,14 +12,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cog_triton.errors import (
-    CogTritonError,
-    EngineError,
-    EngineUnavailable,
-    InvalidParameter,
-    ServerError,
-    shortened,
-)
+from cog_triton import errors
+from cog_triton.errors import CogTritonError, InvalidParameter, shortened
+from cog_triton.processes import end_with_parent
+from cog_triton.text.detokenizer import CONTEXT_TOKENS
 from cog_triton.text.tokenizer import Tokenizer, load_tokenizer, without_torch
 
 pb_utils: Any
@@ -29,27 +25,20 @@ except ImportError:  # outside of Triton
     pb_utils = None
 
 Array = npt.NDArray[Any]
+Tensors = dict[str, Array]
 
 logger = logging.getLogger(__name__)
 
 INDICES = ("batch_index", "sequence_index")
-LONGEST = 500  # characters of an error's text, which may have some of the request in it
 
 
 class Client:
-    """The client of one request, to which its responses are sent. Thread-safe.
-
-    A sender must not be asked anything once it has sent the last response: Triton 2.51 frees what it
-    refers to. So it is dropped then, under a lock.
-    """
+    """The client of one request, to which its responses are sent. Thread-safe."""
 
     def __init__(self, request: Any) -> None:
         self._sender = request.get_response_sender()
         self._lock = threading.Lock()
-
-    @property
-    def closed(self) -> bool:
-        return self._sender is None
+        self.closed = False  # the last response has been sent
 
     def send(self, *response: Any, last: bool) -> None:
         """Send a response; without one, only the end of the responses."""
@@ -57,8 +46,8 @@ class Client:
             self._sender.send(
                 *response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if last else 0
             )
-            if last:
-                self._sender = None
+            if last:  # Triton 2.51 frees what the sender refers to
+                self._sender, self.closed = None, True
 
     def fail(self, model: str, cause: Exception) -> None:
         """Send an error as the last response, unless that has been sent."""
@@ -68,15 +57,20 @@ class Client:
     def gone(self) -> bool:
         """Ask Triton whether the client has disconnected, which is a round trip."""
         with self._lock:
-            return self._sender is not None and bool(self._sender.is_cancelled())
+            return not self.closed and bool(self._sender.is_cancelled())
+
+
+def begin(args: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return a model's configuration and its ``parameters``; the stub ends with tritonserver then."""
+    end_with_parent()
+    config = json.loads(args["model_config"])
+    return config, parameters(config)
 
 
 def parameters(config: Mapping[str, Any]) -> dict[str, str]:
     """Return the string parameters of a parsed model configuration that are not empty."""
-    values = {
-        name: value["string_value"] for name, value in (config.get("parameters") or {}).items()
-    }
-    return {name: value for name, value in values.items() if value != ""}
+    given = (config.get("parameters") or {}).items()
+    return {name: text for name, value in given if (text := value["string_value"])}
 
 
 def tokenizer(parameters: Mapping[str, str]) -> Tokenizer:
@@ -96,17 +90,17 @@ def forget_requests() -> None:
 
 
 def arrays(tensors: Any) -> dict[str, Array]:
-    """Return the values of tensors of the Python backend, by name."""
     return {tensor.name(): tensor.as_numpy() for tensor in tensors}
 
 
-def received(request: Any) -> tuple[dict[str, Array], frozenset[str]]:
-    """Return the inputs of a request, and the names of the outputs that it asks for."""
-    return arrays(request.inputs()), frozenset(request.requested_output_names())
+def received(request: Any) -> tuple[dict[str, Array], frozenset[str], str, dict[str, Any]]:
+    """Return a request's inputs, the names of the outputs that it asks for, its id and parameters."""
+    names = frozenset(request.requested_output_names())
+    request_id = _text("the request's id", request.request_id)
+    return arrays(request.inputs()), names, request_id, request_parameters(request)
 
 
 def flag(inputs: Mapping[str, Array], name: str) -> bool:
-    """Return True if a tensor is there and true anywhere."""
     return name in inputs and bool(inputs[name].any())
 
 
@@ -121,19 +115,55 @@ def sequence_of(tensors: Mapping[str, Array]) -> tuple[int, int]:
     return int(batch.flat[0]), int(sequence.flat[0])
 
 
-def indices(*place: int) -> dict[str, Array]:
-    """Return the tensors of ``sequence_of``."""
+def indices(*place: int) -> Tensors:
     return {name: np.array([[i]], np.int32) for name, i in zip(INDICES, place, strict=True)}
+
+
+class Contexts:
+    """The ids before each response of one request, which postprocessing needs to decode it."""
+
+    def __init__(self, *, streaming: bool) -> None:
+        self._streaming = streaming
+        self._sequences: dict[tuple[int, int], list[int]] = {}
+
+    def add(self, tensors: Mapping[str, Array], *, last: bool) -> list[Tensors]:
+        """Return the responses to decode for one of the backend's, which may have no tensors."""
+        if not tensors:
+            return self._ends() if last and self._streaming else []
+        if not self._streaming or tensors["output_ids"].shape[1] > 1:
+            # It holds a whole text. Streamed beams do: each response has all of their ids so far.
+            return [{**tensors, **_context([], final=True)}]
+        place = sequence_of(tensors)
+        before, final = self._sequences.pop(place, []), last or flag(tensors, "is_final")
+        if not final:
+            ids = tensors["output_ids"][0, 0, : tensors["sequence_length"][0, 0]].tolist()
+            self._sequences[place] = [*before, *ids][-CONTEXT_TOKENS:]
+        response = {**tensors, **_context(before, final=final)}
+        return [response, *(self._ends() if last and self._sequences else [])]
+
+    def _ends(self) -> list[Tensors]:
+        """Return a response without ids for each sequence: postprocessing sends what it held back."""
+        return [
+            {
+                "output_ids": np.zeros((1, 1, 0), np.int32),
+                "sequence_length": np.zeros((1, 1), np.int32),
+                **indices(*place),
+                **_context(ids, final=True),
+            }
+            for place, ids in (self._sequences or {(0, 0): []}).items()
+        ]
+
+
+def _context(ids: list[int], *, final: bool) -> Tensors:
+    return {
+        "context_ids": np.array(ids, np.int32).reshape(1, -1),
+        "is_final": np.array([[final]], np.bool_),
+    }
 
 
 def request_parameters(request: Any) -> dict[str, Any]:
     """Return the parameters of a request, which are not tensors."""
     return dict(json.loads(_text("the request's parameters", request.parameters) or "{}"))
-
-
-def request_id(request: Any) -> str:
-    """Return the id of a request, empty if it has none."""
-    return _text("the request's id", request.request_id)
 
 
 def _text(what: str, read: Callable[[], str]) -> str:
@@ -144,31 +174,19 @@ def _text(what: str, read: Callable[[], str]) -> str:
 
 
 def response(values: Mapping[str, Array], names: Collection[str]) -> Any:
-    """Return a response with those of the values that the request named.
-
-    Not more: the stub of Triton 2.51 drops others when it no longer holds Python's lock, which kills it
-    under Python 3.12 and later.
-
-    Args:
-        names: the request's requested outputs, which are all of the model's if it named none.
-    """
+    """Return a response with the values that the request named; Triton 2.51's stub dies of any others."""
     tensors = [pb_utils.Tensor(name, value) for name, value in values.items() if name in names]
     return pb_utils.InferenceResponse(tensors)
 
 
-def failure(model: str, cause: Exception, *refusals: type[Exception]) -> Any:
-    """Return the error response for an exception; HTTP clients get status 400 for a refusal, else 500.
-
-    What was not foreseen goes to the log with its trace. A model must not raise instead: Triton would
-    send the trace, and fail the requests beside it.
-
-    Args:
-        refusals: more exceptions that are the request's fault, and have a text for the client.
-    """
+def failure(model: str, cause: Exception) -> Any:
+    """Return the error response for an exception: HTTP's 400 for a refusal; else 500, its trace logged."""
     text, code = cause.message if isinstance(cause, CogTritonError) else str(cause), []
-    if not isinstance(cause, (CogTritonError, EngineError, *refusals)):
+    if not isinstance(cause, CogTritonError | errors.EngineError):
         logger.error("model %s failed", model, exc_info=cause)
         text = f"model '{model}' failed: {type(cause).__name__}; the server's log has more"
-    elif not isinstance(cause, ServerError | EngineUnavailable):
+    elif not isinstance(cause, errors.ServerError | errors.EngineUnavailable):
         code = [pb_utils.TritonError.INVALID_ARG]
-    return pb_utils.InferenceResponse(error=pb_utils.TritonError(shortened(text, LONGEST), *code))
+    return pb_utils.InferenceResponse(
+        error=pb_utils.TritonError(shortened(text, errors.LONGEST), *code)
+    )

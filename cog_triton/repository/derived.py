@@ -1,7 +1,7 @@
 """Models that no template stands for, made of the filled ones.
 
 ``ensemble_ids`` is the ensemble without its last step, for clients that turn token ids into text: Triton
-walks through every output of an ensemble for every response, whichever a client names. docs/performance.md
+walks through every output of an ensemble for every response, whichever a client names. docs/notes.md
 has the savings. ``tensorrt_llm_context`` stands before TensorRT-LLM's C++ backend; see
 ``cog_triton.models.context``.
 """
@@ -11,12 +11,7 @@ from __future__ import annotations
 from copy import deepcopy
 from typing import Any
 
-from tritonclient.grpc.model_config_pb2 import (
-    TYPE_BOOL,
-    TYPE_FP32,
-    TYPE_INT32,
-    ModelInstanceGroup,
-)
+from tritonclient.grpc.model_config_pb2 import ModelInstanceGroup
 
 from cog_triton.wire import CONTEXT_MODEL, DIMS, IDS_ENSEMBLE, LOG_PROBS, OUTPUTS
 
@@ -25,11 +20,7 @@ _NEEDED = {"output_ids", "sequence_length"}
 # As tensorrt_llm, the ensemble and postprocessing call the tensors.
 _CONTEXT = [("context_ids", "_CONTEXT_IDS", "CONTEXT_IDS"), ("is_final", "_IS_FINAL", "IS_FINAL")]
 
-CONTEXT_MODEL_CODE = """\
-from cog_triton.models.context import TritonPythonModel
-
-__all__ = ["TritonPythonModel"]
-"""
+CONTEXT_MODEL_CODE = "from cog_triton.models.context import TritonPythonModel\n"
 
 
 def add_derived(configs: dict[str, Any], *, context: bool) -> None:
@@ -68,7 +59,7 @@ def ids_ensemble(ensemble: Any) -> Any | None:
     result.input.extend(tensor for tensor in ensemble.input if tensor.name in needed)
     result.ClearField("output")
     for name in ids:
-        data_type = TYPE_FP32 if name == LOG_PROBS else TYPE_INT32
+        data_type = "TYPE_FP32" if name == LOG_PROBS else "TYPE_INT32"
         result.output.add(name=name, data_type=data_type, dims=DIMS.get(name, [-1, -1]))
     return result
 
@@ -88,6 +79,6 @@ def _relay(llm: Any) -> Any:
     for part in ("parameters", "dynamic_batching", "instance_group"):
         result.ClearField(part)
     result.instance_group.add(count=1, kind=ModelInstanceGroup.KIND_CPU)
-    result.output.add(name="context_ids", data_type=TYPE_INT32, dims=[-1])
-    result.output.add(name="is_final", data_type=TYPE_BOOL, dims=[1])
+    result.output.add(name="context_ids", data_type="TYPE_INT32", dims=[-1])
+    result.output.add(name="is_final", data_type="TYPE_BOOL", dims=[1])
     return result

@@ -26,8 +26,7 @@ logger = logging.getLogger(__name__)
 
 CONFIG = "config.pbtxt"
 _VARIABLE = re.compile(r"\$\{([^}\n]*)\}?")
-_PARAMETER_VALUE = re.compile(r"""(string_value\s*:\s*)("[^"\n]*"|'[^'\n]*')""")
-_UNSET = "\0unset"  # as a parameter's value: to be left out
+_UNSET = "\0unset"  # in a parameter's value: to be left out
 _CONTEXT = "decoding_context"
 _NEEDS = {"transformers": "model", "llmapi": "model", "vllm": "model", "simulated": "tokenizer_dir"}
 
@@ -37,11 +36,7 @@ Overrides = Mapping[str, Mapping[str, object]]
 def fill_repository(source: Path, destination: Path, overrides: Overrides) -> None:
     """Fill every model's template under ``source`` and write a repository to ``destination``.
 
-    Args:
-        source: holds ``<model>/config.pbtxt`` and ``<model>/<version>/``; it is only read.
-        destination: new, or an empty directory.
-        overrides: values by model and variable; defaults stand in for the others. An optional model
-            is filled only if it is among them, with or without values.
+    An optional model is filled only if it is among ``overrides``, with or without values.
 
     Raises:
         TemplateError: with a line for every problem of every model. Nothing was written.
@@ -83,12 +78,7 @@ def fill_repository(source: Path, destination: Path, overrides: Overrides) -> No
 
 
 def fill_model(model: str, template: str, values: Mapping[str, object]) -> str:
-    """Fill the template of one model.
-
-    Raises:
-        TemplateError: with a line for every value that is missing, unknown or not valid, and for what
-            Triton would not accept.
-    """
+    """Fill the template of one model; TemplateError has a line for every problem."""
     problems: list[str] = []
     config = _render_all({model: template}, {model: values}, problems)[model]
     _raise_if(problems)
@@ -207,7 +197,7 @@ def _render(
     except text_format.ParseError as error:
         problems.append(f"{model}: {CONFIG}:{error}")
         return None
-    for key in [key for key, value in config.parameters.items() if value.string_value == _UNSET]:
+    for key in [key for key, value in config.parameters.items() if _UNSET in value.string_value]:
         del config.parameters[key]
     if config.name not in ("", model):
         problems.append(f"{model}: the template's name is {config.name}")
@@ -215,14 +205,13 @@ def _render(
 
 
 def _fill_line(line: str, texts: Mapping[str, str | None]) -> str:
-    def parameter(match: re.Match[str]) -> str:
-        unset = any(texts[name] is None for name in _VARIABLE.findall(match[2]))
-        return f'{match[1]}"{text_encoding.CEscape(_UNSET, True)}"' if unset else match[0]
+    def escaped(match: re.Match[str]) -> str:
+        text = texts[match[1]]
+        return str(text_encoding.CEscape(_UNSET if text is None else text, True))
 
-    line = _PARAMETER_VALUE.sub(parameter, line)
-    if any(texts[name] is None for name in _VARIABLE.findall(line)):
+    if "string_value" not in line and any(texts[name] is None for name in _VARIABLE.findall(line)):
         return ""
-    return _VARIABLE.sub(lambda match: text_encoding.CEscape(texts[match[1]], True), line)
+    return _VARIABLE.sub(escaped, line)
 
 
 def _current_names(
@@ -248,25 +237,21 @@ def _problems_of(model: str, configs: Mapping[str, Any], directory: Path) -> lis
     for step in config.ensemble_scheduling.step:
         if step.model_name not in configs:
             problems.append(f"{model}: step {step.model_name}: no such model in the repository")
-        elif (inner := configs[step.model_name]) is not None:
-            problems += _step_problems(model, config.max_batch_size, step, inner)
+            continue
+        if (inner := configs[step.model_name]) is None:
+            continue
+        if inner.max_batch_size < config.max_batch_size:
+            problems.append(
+                f"{step.model_name}: triton_max_batch_size: {inner.max_batch_size} is less than the "
+                f"{config.max_batch_size} of {model}, which has it as a step; give both the same"
+            )
+        for kind in ("input", "output"):
+            there = {tensor.name for tensor in getattr(inner, kind)}
+            for tensor in sorted(getattr(step, f"{kind}_map").keys() - there) if there else ():
+                problems.append(f"{model}: step {step.model_name} has no {kind} {tensor}")
     # Triton does not fail on this: it waits permanently for the model's process, which has ended.
     if config.backend == "python" and not any(directory.glob("*/model.py")):
         problems.append(f"{model}: no version of it has a model.py")
-    return problems
-
-
-def _step_problems(model: str, most: int, step: Any, inner: Any) -> list[str]:
-    name, problems = step.model_name, []
-    if inner.max_batch_size < most:
-        problems.append(
-            f"{name}: triton_max_batch_size: {inner.max_batch_size} is less than the "
-            f"{most} of {model}, which has it as a step; give both the same"
-        )
-    sides = ("input", step.input_map, inner.input), ("output", step.output_map, inner.output)
-    for kind, mapped, tensors in sides:
-        for tensor in sorted(mapped.keys() - {t.name for t in tensors}) if tensors else ():
-            problems.append(f"{model}: step {name} has no {kind} {tensor}")
     return problems
 
 

@@ -10,7 +10,6 @@ import logging
 import math
 import os
 import re
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -38,26 +37,20 @@ _BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "
 
 
 class Variable(BaseModel, frozen=True, extra="forbid"):
-    """One template variable of one model.
+    """One template variable of one model."""
 
-    Attributes:
-        kind: the type of its values, a key of ``_EXPECTED``. A switch is a boolean whose false means unset.
-        default: the value when none is given; None leaves the variable unset.
-    """
-
-    kind: str
+    kind: (
+        str  # of its values, a key of ``_EXPECTED``; a switch is a boolean whose false means unset
+    )
     description: str
     required: bool = False
-    default: bool | int | float | str | None = None
+    default: bool | int | float | str | None = None  # None leaves the variable unset
     choices: tuple[str, ...] = ()
     minimum: float | None = None
     maximum: float | None = None
 
     def render(self, value: object = None) -> str | None:
-        """Return a value as config.pbtxt spells it, unescaped; None leaves the variable unset.
-
-        An empty value counts as none given. ValueError says what was expected.
-        """
+        """Return a value as config.pbtxt spells it, None for none or an empty one, or raise ValueError."""
         value = self.default if value is None or value == "" else value
         if value is None and self.required:
             raise ValueError(f"required, {self._expected}")
@@ -73,15 +66,14 @@ class Variable(BaseModel, frozen=True, extra="forbid"):
 
     def same(self, one: object, other: object) -> bool:
         """Compare two values as they are spelled; those that are not valid differ."""
-        with suppress(ValueError):
+        try:
             return self.render(one) == self.render(other)
-        return False
+        except ValueError:
+            return False
 
     def _spell(self, value: object) -> str | None:
         text = str(value).strip()
-        items = (
-            [str(item).strip() for item in value] if isinstance(value, (list, tuple)) else [text]
-        )
+        listed = ",".join(map(str, value)) if isinstance(value, list | tuple) else text
         match self.kind:
             case "text" | "path":
                 path: str = os.fspath(value)  # type: ignore[call-overload]
@@ -96,11 +88,11 @@ class Variable(BaseModel, frozen=True, extra="forbid"):
             case "choice":
                 return self.choices[self.choices.index(text)]
             case "choice list":
-                items = [item.strip() for item in ",".join(items).split(",")]
+                items = [item.strip() for item in listed.split(",")]
                 return ",".join(self.choices[self.choices.index(item)] for item in items)
             case "integer list":
                 # Semicolons separate the lists of several model instances in gpu_device_ids.
-                return _matching(r"[0-9]+([,;][0-9]+)*", "".join(",".join(items).split()))
+                return _matching(r"[0-9]+([,;][0-9]+)*", "".join(listed.split()))
             case "integer":
                 return str(self._in_range(int(_matching(r"[+-]?[0-9]+", text))))
             case _:
@@ -128,8 +120,6 @@ def _matching(pattern: str, text: str) -> str:
 
 
 class _Tables(BaseModel, frozen=True, extra="forbid"):
-    """The file variables.yaml, which describes its tables."""
-
     shared: dict[str, Variable]
     variables: dict[str, dict[str, Variable]]
     ignored: dict[str, dict[str, Variable]]
@@ -151,10 +141,9 @@ def known(model: str) -> dict[str, Variable]:
 
 
 def load_overrides(path: Path) -> dict[str, dict[str, object]]:
-    """Read values by model and variable from a YAML file, for ``fill_repository``.
+    """Read values by model and variable from a YAML file, or raise ConfigurationError.
 
-    They stand under ``server: {<model>: {args: {<variable>: <value>}}}``, or, as cog-triton had it,
-    under ``instantiate: {server: …}``. A file of another shape is a ConfigurationError.
+    They are under ``server: {<model>: {args: {…}}}``, or that under ``instantiate``, as cog-triton had it.
     """
     try:
         document = _mapping(yaml.safe_load(path.read_bytes()), path, "the file")
@@ -163,12 +152,11 @@ def load_overrides(path: Path) -> dict[str, dict[str, object]]:
     except yaml.YAMLError as error:
         reason = " ".join(str(error).split())
         raise ConfigurationError(f"{path}: not valid YAML: {reason}") from None
-    where, server = "server", document.get("server")
-    instantiate = document.get("instantiate")
-    if isinstance(instantiate, dict) and "server" in instantiate:
+    where, server, outer = "server", document.get("server"), document.get("instantiate")
+    if isinstance(outer, dict) and "server" in outer:
         if server is not None:
             raise ConfigurationError(f"{path}: give server or instantiate.server, not both")
-        where, server = "instantiate.server", instantiate["server"]
+        where, server = "instantiate.server", outer["server"]
     for model in document.keys() & VARIABLES.keys():
         logger.warning("%s: %s is ignored; it belongs under server", path, model)
     values = {}

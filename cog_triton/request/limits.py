@@ -6,9 +6,11 @@ import json
 import re
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import TypeVar
 
 from cog_triton.errors import InvalidParameter, PromptTooLong
+
+T = TypeVar("T", dict, list)  # type: ignore[type-arg]
 
 # Of a prompt, in characters: two million tokens of eight characters each, whatever the model.
 MOST_CHARACTERS = 2**24
@@ -68,25 +70,15 @@ def check_json(name: str, text: str) -> None:
             raise InvalidParameter(f"{name} must have at most {most} {what}")
 
 
-def parse_list(name: str, text: str) -> list[dict[str, Any]]:
-    """Parse a JSON list of objects, or raise InvalidParameter."""
-    values = _parsed(name, text)
-    if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
-        raise InvalidParameter(f"{name} must be a JSON list of objects")
-    return values
-
-
-def parse_object(name: str, text: str) -> dict[str, Any]:
-    """Parse a JSON object, or raise InvalidParameter."""
-    value = _parsed(name, text)
-    if not isinstance(value, dict):
-        raise InvalidParameter(f"{name} must be a JSON object")
-    return value
-
-
-def _parsed(name: str, text: str) -> Any:
+def parse_json(name: str, text: str, kind: type[T]) -> T:
+    """Parse a JSON object (dict), or a list of them, or raise InvalidParameter."""
     check_json(name, text)
     try:
-        return json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise InvalidParameter(f"{name} must be JSON: {error}") from None
+    objects = value if isinstance(value, list) else [value]
+    if not isinstance(value, kind) or not all(isinstance(each, dict) for each in objects):
+        what = "list of objects" if kind is list else "object"
+        raise InvalidParameter(f"{name} must be a JSON {what}")
+    return value

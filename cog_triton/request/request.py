@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import re
@@ -12,19 +11,11 @@ from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import Field, ValidationError, model_validator
+from pydantic import AfterValidator, Field, ValidationError, model_validator
 from pydantic.dataclasses import dataclass
 
-from cog_triton import wire
-from cog_triton.errors import (
-    ConflictingMaxTokens,
-    ConflictingMinTokens,
-    InvalidParameter,
-    PromptRequired,
-    PromptTooLong,
-    is_unicode,
-    shown,
-)
+from cog_triton import errors, wire
+from cog_triton.errors import InvalidParameter, is_unicode, shown
 from cog_triton.request import limits
 
 DEFAULT_MAX_TOKENS = 512
@@ -32,8 +23,7 @@ MAX_SEED = 2**64 - 1
 ANY_SEED = -1
 MAX_INT32 = 2**31 - 1
 MAX_FLOAT32 = float(np.finfo(np.float32).max)
-NO_TOKEN = -1
-"""As an end_id: no token ends the output."""
+NO_TOKEN = -1  # as an end_id: no token ends the output
 
 # NumPy below 2 would let a greater integer wrap around.
 Int32 = Annotated[int, Field(ge=-MAX_INT32, le=MAX_INT32)]
@@ -42,7 +32,15 @@ Probability = Annotated[float, Field(ge=0, le=1)]
 TokenId = Annotated[int, Field(ge=0, le=MAX_INT32)]
 Word = Annotated[str, Field(max_length=limits.STOP_CHARACTERS)]
 AtMostWords = Field(max_length=limits.WORDS)
+OrNone = AfterValidator(lambda number: max(number, 0))  # less than 0 is none, as 0 is
 
+# Inputs that are fields of a request, with the value that changes nothing: each tensor costs time.
+_INPUTS: dict[str, float | None] = {
+    **dict.fromkeys(("max_tokens", "seed", "temperature", "top_p", "end_id", "pad_id")),
+    **dict.fromkeys(("length_penalty", "repetition_penalty"), 1.0),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty", "top_k", "min_tokens"), 0.0),
+}
+_DTYPES = {int: np.int32, float: np.float32, bool: np.bool_, str: np.object_}
 _NOT_UNICODE = "{} must be valid Unicode; half of a surrogate pair is not"
 _TOO_LONG = "{} must be of at most {} characters, not {}"
 _BOUNDS = {"ge": "at least", "le": "at most", "gt": "greater than"}
@@ -65,7 +63,7 @@ class GuideKind(str, Enum):
     CHOICE = "choice"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Guide:
     """The form of an output; ``text`` of CHOICE is a JSON list of texts, and of JSON empty."""
 
@@ -73,37 +71,24 @@ class Guide:
     text: str = ""
 
 
-def check_guide(guide: Guide) -> None:
-    """Refuse a guide that is wrong whatever the engine is, with a ValueError."""
-    if not guide.text and guide.kind is not GuideKind.JSON:
-        raise ValueError(f"a guide of kind {guide.kind.value} must have a text")
-    if guide.kind is GuideKind.JSON_SCHEMA and not isinstance(_parsed(guide.text), dict):
-        raise ValueError("a JSON schema must be an object")
-    engine_guide(guide)
-
-
 def engine_guide(guide: Guide) -> Guide:
-    """Return a guide as engines take it: a choice as a regular expression, and classes as ASCII.
-
-    Raises:
-        ValueError: the choice or the expression is not valid.
-    """
-    if guide.kind is GuideKind.REGEX:
-        return Guide(guide.kind, ascii_classes(guide.text))
-    if guide.kind is not GuideKind.CHOICE:
-        return guide
-    texts = _parsed(guide.text)
-    valid = isinstance(texts, list) and all(isinstance(text, str) for text in texts)
-    if not valid or not texts or not all(text and is_unicode(text) for text in texts):
-        raise ValueError("choice must be a JSON list of texts in Unicode, none of them empty")
-    return Guide(GuideKind.REGEX, "|".join(_SPECIAL.sub(r"\\\g<0>", text) for text in texts))
-
-
-def _parsed(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"the guide is no JSON: {error}") from None
+    """Return a guide as engines take it, or raise ValueError: a choice as a regex, and classes as ASCII."""
+    kind, text, value = guide.kind, guide.text, None
+    if not text and kind is not GuideKind.JSON:
+        raise ValueError(f"a guide of kind {kind.value} must have a text")
+    if kind in (GuideKind.JSON_SCHEMA, GuideKind.CHOICE):
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"the guide is no JSON: {error}") from None
+    if kind is GuideKind.JSON_SCHEMA and not isinstance(value, dict):
+        raise ValueError("a JSON schema must be an object")
+    if kind is GuideKind.CHOICE:
+        texts = value if isinstance(value, list) else []
+        if not texts or not all(isinstance(t, str) and t and is_unicode(t) for t in texts):
+            raise ValueError("choice must be a JSON list of texts in Unicode, none of them empty")
+        return Guide(GuideKind.REGEX, "|".join(_SPECIAL.sub(r"\\\g<0>", t) for t in texts))
+    return Guide(kind, ascii_classes(text)) if kind is GuideKind.REGEX else guide
 
 
 def ascii_classes(expression: str) -> str:
@@ -129,30 +114,34 @@ def ascii_classes(expression: str) -> str:
     return "".join(parts)
 
 
+def _valid(guide: Guide) -> Guide:
+    if (count := len(guide.text)) > limits.GUIDE_CHARACTERS:
+        raise ValueError(_TOO_LONG.format("guide", limits.GUIDE_CHARACTERS, count))
+    if not is_unicode(guide.text):
+        raise ValueError(_NOT_UNICODE.format("guide"))
+    engine_guide(guide)
+    return guide
+
+
 @dataclass(frozen=True)
 class Request:
-    """One text to complete.
-
-    Raises:
-        PromptRequired, PromptTooLong, InvalidParameter: a value that no engine could honour, by its name.
-    """
+    """One text to complete; UserErrors name values that no engine could honour."""
 
     # With the prompt template filled in; not read if there are prompt_ids.
     prompt: Annotated[str, Field(min_length=0)]  # a bound, so that it is checked to be Unicode
     seed: Annotated[int, Field(ge=0, le=MAX_SEED)]
     max_tokens: Annotated[int, Field(ge=1, le=MAX_INT32)] = DEFAULT_MAX_TOKENS
-    min_tokens: int = 0  # 0 or less is none
+    min_tokens: Annotated[int, OrNone] = 0
     temperature: Annotated[float, Field(ge=0, le=MAX_FLOAT32)] = 0.7  # 0 is greedy
     top_p: Probability = 0.95
-    top_k: Annotated[int, Field(ge=-1, le=MAX_INT32)] = 0  # 0 or -1 is no limit
+    top_k: Annotated[int, Field(ge=-1, le=MAX_INT32), OrNone] = 0
     length_penalty: Float32 = 1.0  # has an effect only in beam search
     repetition_penalty: Annotated[float, Field(gt=0, le=MAX_FLOAT32)] = 1.0
     presence_penalty: Float32 = 0.0
     frequency_penalty: Float32 = 0.0
     stop_sequences: Annotated[tuple[Word, ...], Field(max_length=limits.STOP_SEQUENCES)] = ()
     bad_words: Annotated[tuple[Word, ...], AtMostWords] = ()
-    # Override the tokenizer's.
-    end_id: Int32 | None = None
+    end_id: Int32 | None = None  # overrides the tokenizer's, as pad_id does
     pad_id: Int32 | None = None
     prompt_ids: Annotated[tuple[TokenId, ...], Field(max_length=limits.MOST_CHARACTERS)] = ()
     # Of tokens that begin a text, which a rendered chat has. None: as preprocessing is configured.
@@ -162,7 +151,7 @@ class Request:
     ignore_eos: bool = False  # no token ends the output, whatever end_id is
     # None for none; k for those of the chosen tokens, and of the k most likely at each place.
     log_probs: Annotated[int, Field(ge=0, le=limits.TOP_LOG_PROBS)] | None = None
-    guide: Guide | None = None
+    guide: Annotated[Guide, AfterValidator(_valid)] | None = None
     adapter: Annotated[str, Field(max_length=limits.NAME_CHARACTERS)] = ""  # a LoRA adapter's name
     stop_token_ids: Annotated[tuple[TokenId, ...], AtMostWords] = ()
     shown_tokens: tuple[str, ...] = ()  # special tokens that are not left out of the output's text
@@ -171,6 +160,8 @@ class Request:
     skip_special_tokens: bool = True
     allowed_token_ids: Annotated[tuple[TokenId, ...], Field(max_length=limits.ALLOWED_IDS)] = ()
     priority: int = 0  # of requests that wait in the queue, lower ones come first
+    # Output that another deployment has delivered, to continue from; it counts for no limit.
+    continued_ids: Annotated[tuple[TokenId, ...], Field(max_length=limits.MOST_CHARACTERS)] = ()
 
     @model_validator(mode="wrap")
     @classmethod
@@ -182,19 +173,10 @@ class Request:
 
     def __post_init__(self) -> None:
         if not self.prompt and not self.prompt_ids:
-            raise PromptRequired("a prompt is required")
+            raise errors.PromptRequired("a prompt is required")
         if self.min_tokens > self.max_tokens:
             bound = f"at most max_tokens ({self.max_tokens})"
             raise InvalidParameter(f"min_tokens must be {bound}, not {shown(self.min_tokens)}")
-        if self.guide is not None:
-            if (count := len(self.guide.text)) > limits.GUIDE_CHARACTERS:
-                raise InvalidParameter(_TOO_LONG.format("guide", limits.GUIDE_CHARACTERS, count))
-            if not is_unicode(self.guide.text):
-                raise InvalidParameter(_NOT_UNICODE.format("guide"))
-            try:
-                check_guide(self.guide)
-            except ValueError as error:
-                raise InvalidParameter(str(error)) from None
 
     @property
     def greedy(self) -> bool:
@@ -206,26 +188,28 @@ class Request:
         return NO_TOKEN if end_id is None or self.ignore_eos else end_id
 
 
-def _explained(error: ValidationError) -> InvalidParameter | PromptTooLong:
-    """Say in the words of this API which value of a request is out of its bounds."""
+def _explained(error: ValidationError) -> InvalidParameter | errors.PromptTooLong:
     problem = error.errors(include_url=False)[0]
     (name, *_), value, bounds = problem["loc"], problem["input"], problem.get("ctx", {})
     if problem["type"] == "too_long":
         count, most = bounds["actual_length"], bounds["max_length"]
         if name == "prompt_ids":
-            return PromptTooLong(f"the prompt has {count} tokens; {most} are the most")
+            return errors.PromptTooLong(f"the prompt has {count} tokens; {most} are the most")
         return InvalidParameter(f"{name} must be at most {most}, not {count}")
     if problem["type"] == "string_too_long":
         return InvalidParameter(_TOO_LONG.format(name, bounds["max_length"], len(value)))
     if problem["type"] == "string_unicode":
         return InvalidParameter(_NOT_UNICODE.format(name))
     if isinstance(value, float) and not math.isfinite(value):
-        return InvalidParameter(f"{name} must be a finite number, not {value}")
-    for kind, words in _BOUNDS.items():
-        if kind in bounds:
-            bound = f"{bounds[kind]:g}" if isinstance(value, float) else bounds[kind]
-            return InvalidParameter(f"{name} must be {words} {bound}, not {shown(value)}")
-    return InvalidParameter(f"{name}: {problem['msg']}")
+        must = f"between {-MAX_FLOAT32:g} and {MAX_FLOAT32:g}"
+    elif name in ("top_p", "min_p"):
+        must = "between 0 and 1"
+    elif kind := next((kind for kind in _BOUNDS if kind in bounds), ""):
+        bound = f"{bounds[kind]:g}" if isinstance(value, float) else bounds[kind]
+        must = f"{_BOUNDS[kind]} {bound}"
+    else:
+        return InvalidParameter(str(bounds.get("error", f"{name}: {problem['msg']}")))
+    return InvalidParameter(f"{name} must be {must}, not {shown(value)}")
 
 
 def resolve_seed(seed: int | None) -> int:
@@ -235,25 +219,15 @@ def resolve_seed(seed: int | None) -> int:
 
 def resolve_tokens(which: str, value: int | None, old: int | None) -> int:
     """Choose between max_tokens or min_tokens and its old name; a default counts as not given."""
-    unset, conflict = {
-        "max": (DEFAULT_MAX_TOKENS, ConflictingMaxTokens),
-        "min": (-1, ConflictingMinTokens),
-    }[which]
-    given = {each for each in (None if value == unset else value, old) if each not in (None, -1)}
+    default = DEFAULT_MAX_TOKENS if which == "max" else -1
+    conflict = errors.ConflictingMaxTokens if which == "max" else errors.ConflictingMinTokens
+    given = {n for n in (None if value == default else value, old) if n is not None and n != -1}
     if len(given) > 1:
         raise conflict(
             f"{which}_tokens={shown(value)} and {which}_new_tokens={shown(old)} contradict; "
             f"{which}_new_tokens is the old name of {which}_tokens, give one of them"
         )
-    return given.pop() or 0 if given else unset
-
-
-def parse_logit_bias(text: str | None) -> tuple[tuple[int, float], ...]:
-    """Parse a JSON object of token ids and what is added to their logits."""
-    try:
-        return tuple(wire.parse_biases(text or "{}").items())
-    except ValueError as error:
-        raise InvalidParameter(str(error)) from None
+    return given.pop() if given else default
 
 
 def choose_guide(**inputs: str | None) -> Guide | None:
@@ -265,46 +239,29 @@ def choose_guide(**inputs: str | None) -> Guide | None:
 
 
 def triton_inputs(request: Request) -> dict[str, npt.NDArray[Any]]:
-    """Make the ensemble's inputs for a streamed request, shapes [batch = 1, 1].
-
-    A parameter that changes nothing is left out: each tensor costs time.
-    """
-
-    def unless(name: str, neutral: float) -> float | None:
-        value: float = getattr(request, name)
-        return None if value == neutral else value
-
+    """Make the ensemble's inputs for a streamed request, shapes [batch = 1, 1]; of bad_words [1, words]."""
+    fields = {name: getattr(request, name) for name in _INPUTS}
+    values = {name: value for name, value in fields.items() if value not in (None, _INPUTS[name])}
+    values["text_input"] = "" if request.prompt_ids else request.prompt
+    values["stream"] = values["return_num_input_tokens"] = True
     # TensorRT-LLM refuses a temperature of 0 in some versions; top_k 1 is greedy in all.
-    greedy = request.greedy
-    values: dict[str, tuple[Any, Any]] = {
-        "text_input": ("" if request.prompt_ids else request.prompt, np.object_),
-        "max_tokens": (request.max_tokens, np.int32),
-        "stream": (True, np.bool_),
-        "return_num_input_tokens": (True, np.bool_),
-        "seed": (request.seed, np.uint64),
-        "temperature": (1.0 if greedy else request.temperature, np.float32),
-        "top_p": (request.top_p, np.float32),
-        "top_k": (1 if greedy else max(request.top_k, 0) or None, np.int32),
-        "min_tokens": (max(request.min_tokens, 0) or None, np.int32),
-        "length_penalty": (unless("length_penalty", 1.0), np.float32),
-        "repetition_penalty": (unless("repetition_penalty", 1.0), np.float32),
-        "presence_penalty": (unless("presence_penalty", 0.0), np.float32),
-        "frequency_penalty": (unless("frequency_penalty", 0.0), np.float32),
-        "end_id": (NO_TOKEN if request.ignore_eos else request.end_id, np.int32),
-        "pad_id": (request.pad_id, np.int32),
-        "return_log_probs": (None if request.log_probs is None else True, np.bool_),
-    }
+    if request.greedy:
+        values |= {"temperature": 1.0, "top_k": 1}
+    if request.ignore_eos:
+        values["end_id"] = NO_TOKEN
+    if request.log_probs is not None:
+        values["return_log_probs"] = True
     if request.adapter:
-        values["lora_task_id"] = wire.adapter_task_id(request.adapter), np.uint64
+        values["lora_task_id"] = wire.adapter_task_id(request.adapter)
     if request.guide is not None:
         guide = engine_guide(request.guide)
-        values["guided_decoding_guide_type"] = (guide.kind.value, np.object_)
-        values["guided_decoding_guide"] = (guide.text or None, np.object_)
-    arrays = {
-        name: np.array([[value.encode() if isinstance(value, str) else value]], kind)
-        for name, (value, kind) in values.items()
-        if value is not None
-    }
+        values["guided_decoding_guide_type"] = guide.kind.value
+        if guide.text:
+            values["guided_decoding_guide"] = guide.text
+    arrays = {}
+    for name, value in values.items():
+        dtype = np.uint64 if name in ("seed", "lora_task_id") else _DTYPES[type(value)]
+        arrays[name] = np.array([[value.encode() if isinstance(value, str) else value]], dtype)
     if request.bad_words:
         arrays["bad_words"] = np.array([[word.encode() for word in request.bad_words]], np.object_)
     return arrays
@@ -320,5 +277,6 @@ def request_parameters(request: Request) -> dict[str, str | int | bool]:
         wire.TOP_LOG_PROBS: request.log_probs or None,
         wire.PROMPT_LOG_PROBS: request.prompt_log_probs or None,
         wire.ALLOWED_IDS: wire.ids_text(request.allowed_token_ids) or None,
+        wire.CONTINUED: wire.ids_text(request.continued_ids) or None,
     }
     return {name: value for name, value in values.items() if value is not None}

@@ -46,28 +46,17 @@ class Endpoints:
 
 @dataclass(frozen=True)
 class Launch:
-    """The options of NVIDIA's launch script, which are not settings.
+    """The options of NVIDIA's launch script, which are not settings."""
 
-    Attributes:
-        engine_models: the models that a rank other than 0 loads.
-        options: options of tritonserver on every rank, after all others.
-        first_rank_options: further ones on rank 0.
-        launcher: command that runs each tritonserver, such as trtllm-llmapi-launch.
-        mpi: run under mpirun even a single rank, whose backend spawns processes through MPI.
-        environment: further environment variables.
-        rank: the one rank to run, where something else than mpirun, such as Slurm, starts the others.
-    """
-
-    engine_models: tuple[str, ...] = ("tensorrt_llm",)
-    options: tuple[str, ...] = ()
-    first_rank_options: tuple[str, ...] = ()
-    launcher: tuple[str, ...] = ()
-    mpi: bool = False
-    environment: Mapping[str, str] = field(default_factory=dict)
-    rank: int | None = None
+    engine_models: tuple[str, ...] = ("tensorrt_llm",)  # that a rank other than 0 loads
+    options: tuple[str, ...] = ()  # of tritonserver on every rank, after all others
+    first_rank_options: tuple[str, ...] = ()  # further ones on rank 0
+    launcher: tuple[str, ...] = ()  # runs each tritonserver, such as trtllm-llmapi-launch
+    mpi: bool = False  # also for a single rank, whose backend spawns processes through MPI
+    environment: Mapping[str, str] = field(default_factory=dict)  # further variables
+    rank: int | None = None  # the one to run, where Slurm, say, starts the others
 
     def under_mpirun(self, settings: Settings) -> bool:
-        """Return whether this process starts an mpirun."""
         return self.rank is None and (self.mpi or settings.world_size > 1)
 
 
@@ -82,12 +71,10 @@ def command(
 ) -> list[str]:
     """Return the command line to run under a guard: tritonserver, mpirun with its ranks, or one rank.
 
-    mpirun's is for Open MPI 4.1, as in NVIDIA's containers, and 5. Each rank has a guard and a prefix of
-    shared memory of its own.
+    Each rank has a guard and a prefix of shared memory of its own. mpirun is Open MPI 4.1 or 5.
     """
 
-    def of_rank(rank: int | None) -> list[str]:
-        prefix = shm_prefix if rank is None else f"{shm_prefix}{rank}_"
+    def of_rank(rank: int | None, prefix: str) -> list[str]:
         options = {
             "model-repository": repository,
             "backend-directory": backends,
@@ -102,49 +89,46 @@ def command(
             "exit-timeout-secs": max(1, int(settings.stop_timeout) - 2),
             "log-verbose": settings.log_verbose,
         }
-        models = [f"--load-model={model}" for model in launch.engine_models]
-        silent = [f"--allow-{api}=false" for api in ("http", "grpc", "metrics")]
-        follower_options = ["--model-control-mode=explicit", *models, *silent]
+        if settings.closed_apis != "none":
+            # Triton restricts them to those who send a header with a certain value. Neither HTTP nor gRPC
+            # can send a line break. A random value could be read from the command line by all.
+            for option in ("http-restricted-api", "grpc-restricted-protocol"):
+                options[option] = f"{settings.closed_apis}:closed=\n"
+        follower_options = [
+            "--model-control-mode=explicit",
+            *(f"--load-model={model}" for model in launch.engine_models),
+            *(f"--allow-{api}=false" for api in ("http", "grpc", "metrics")),
+        ]
         return [
             *launch.launcher,
             str(server),
             *(f"--{name}={value}" for name, value in options.items()),
-            *_closed(settings.closed_apis),
             "--disable-auto-complete-config",
             *launch.options,
             *(follower_options if rank else launch.first_rank_options),
         ]
 
     if not launch.under_mpirun(settings):
-        return of_rank(launch.rank)
+        own = "" if launch.rank is None else f"{launch.rank}_"
+        return of_rank(launch.rank, shm_prefix + own)
     timeout = 0.75 * settings.stop_timeout  # after tritonserver's own limit, before the group's
     parts = []
     for rank in range(settings.world_size):
-        guard = guarded(str(rank), f"{shm_prefix}{rank}_", timeout, of_rank(rank))
-        parts += [":", "-n", "1", *guard]
+        prefix = f"{shm_prefix}{rank}_"
+        parts += [":", "-n", "1", *guarded(str(rank), prefix, timeout, of_rank(rank, prefix))]
     return [*_MPIRUN.split(), *parts[1:]]
 
 
 def guarded(
     role: str, shm_prefix: str, stop_timeout: float, command: list[str], directory: str = ""
 ) -> list[str]:
-    """Return the command line that runs ``command`` under a guard; see ``cog_triton.server.guard``.
-
-    Args:
-        shm_prefix: of the command's shared memory, which the guard removes; empty if it has none.
-        stop_timeout: seconds from SIGTERM to SIGKILL.
-        directory: removed when the command has ended; empty for none.
-    """
+    """Return the command line that runs ``command`` under guard.py; see there for the arguments."""
     guard = [sys.executable, "-I", "-S", str(GUARD)]
     return [*guard, role, shm_prefix, f"{stop_timeout:g}", directory, *command]
 
 
 def choose_ports(settings: Settings) -> Endpoints:
-    """Return the three ports, which are free now; a setting of 0 picks one.
-
-    Raises:
-        ConfigurationError: naming the setting whose port is in use.
-    """
+    """Return the three ports, which are free now, or raise ConfigurationError; 0 picks one."""
     ports = []
     with contextlib.ExitStack() as stack:
         for name in ("http_port", "grpc_port", "metrics_port"):
@@ -166,10 +150,3 @@ def choose_ports(settings: Settings) -> Endpoints:
                 ) from None
             ports.append(listener.getsockname()[1])
     return Endpoints(settings.host, *ports)
-
-
-def _closed(apis: str) -> list[str]:
-    # Triton restricts them to those who send a header with a certain value. Neither HTTP nor gRPC can send
-    # a line break. A random value could be read from the command line by all on the machine.
-    options = () if apis == "none" else ("http-restricted-api", "grpc-restricted-protocol")
-    return [f"--{option}={apis}:closed=\n" for option in options]

@@ -8,21 +8,17 @@ only run the command without the variables of its MPI job. SHM_PREFIX and TEMPOR
 
 The starter holds the other end of standard input. When that closes, because it stops or was killed, the
 server gets SIGTERM, a bounded wait, and then SIGKILL for all its descendants; its shared memory and the
-temporary directory are removed. A parent-death signal cannot do this: it is lost when the thread that
-forked ends, reaches no grandchildren, and leaves /dev/shm behind.
+temporary directory are removed. A parent-death signal would reach no grandchildren.
 
-The starter may also write ``STOP``, the same as closing; ``KILL`` for a server that hangs, or that after a
-stop has answered every request; and ``WATCH`` once every model is ready: no stub starts after that. The
-unasked end of a stub ends the server: Triton 2.51 does not notice it, and waits forever. A stub that ends
-with status 0 was stopped by a server that unloads its model.
+The starter may also write ``STOP``, the same as closing; and ``KILL`` for a server that hangs, or that
+after a stop has answered every request. The end of a stub with a status other than 0 ends the server:
+Triton 2.51 does not notice it, and waits forever.
 
-A rank above 0 begins with SIGTERM ignored. TensorRT-LLM's waits for rank 0 from its start on, before
-tritonserver handles the signal, and ends when rank 0 has ended. The signal would kill it, and the engine
-with it, in the middle of what rank 0 is finishing.
+A rank above 0 begins with SIGTERM ignored: TensorRT-LLM's waits for rank 0 before tritonserver handles the
+signal, which would kill it in the middle of what rank 0 is finishing.
 
 A rank is stopped by a signal, or by the end of its mpirun: under that, standard input is not the starter's.
-A rank that ends unasked reports ``RANK_ENDED`` and its guard's status is never 0: mpirun would take that
-for a rank that has done its work, and let the others wait forever.
+The status of one that ends unasked is never 0: mpirun would let the others wait forever.
 
 This runs before the package can be imported, so it uses only the standard library.
 """
@@ -41,8 +37,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -51,10 +45,8 @@ PREFIX, LOCK = "cog_triton_", "lock"
 RANK_ENDED = "tritonserver of rank {rank} ended without being told to, with status {status}"
 STUB_ENDED = "the process of model {model} ended without being told to, with status {status}"
 STUB, SERVER, UNKNOWN = "triton_python_backend_stub", "tritonserver", "(unknown)"
-STOP, WATCH, KILL = b"s", b"w", b"k"
-LOOK_SECONDS = {"server": 0.2, "group": 0.2, "follower": 1.0}
-"""Between two looks for new stubs, by role. The guard of the group looks for those of its ranks."""
-REAP_SECONDS = 0.1  # in which Triton takes the exit status of a stub that it ended itself
+STOP, KILL = b"s", b"k"
+LOOK_SECONDS = 0.2  # between two looks at the server's processes
 TRACKER_SECONDS = 5.0
 _TRACKER = b"multiprocessing.resource_tracker"
 LAST_BYTES_SECONDS = 0.2  # for a server that has answered every request to write its last output
@@ -86,125 +78,133 @@ class _Process(NamedTuple):
 
 
 def run(role: str, prefix: str, stop_timeout: float, directory: str, command: list[str]) -> int:
-    """Run ``command`` until it ends or is to stop; return its exit status.
-
-    Args:
-        prefix: of the command's shared memory, which is removed; empty if it has none.
-        directory: removed at the end; empty for none.
-    """
-    signals = _signals({*_STOPS, signal.SIGCHLD if role == "group" else _GROUP_STOP})
-    adopt_orphans()
-    server = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        start_new_session=True,
-        preexec_fn=partial(_before_exec, role not in ("server", "group", "0")),
-    )
+    """Run ``command`` until it ends or is to stop; return its exit status."""
     try:
-        watch = _Watch(role, server, signals, stop_timeout)
-        while not watch.ended():
-            pass
-        status = server.wait()
-        if watch.stopping:
-            return 0 if watch.answered and (watch.killed or role == "server") else status
-        if role.isdigit():
-            print(RANK_ENDED.format(rank=role, status=status), file=sys.stderr, flush=True)
-            return status or 1
-        return status
+        return _Guard(role, stop_timeout, command).run()
     finally:
         kill_descendants()  # stubs of a server that crashed, ranks of an mpirun that was killed
         _remove_files(prefix, directory)
 
 
-class _Watch:
-    """The events of a running server, handled one after another."""
+class _Guard:
+    """A running server. The guard waits for an order or its end, and looks at its processes in between."""
 
-    def __init__(
-        self, role: str, server: subprocess.Popen[bytes], signals: int, stop_timeout: float
-    ) -> None:
-        self._role, self._server, self._timeout = role, server, stop_timeout
-        self._process, self._signals = os.pidfd_open(server.pid), signals
-        self._starter = os.pidfd_open(os.getppid()) if role.isdigit() else sys.stdin.fileno()
-        self._watched = {self._process, self._signals, self._starter}
-        self._stubs: dict[int, tuple[_Process, str]] = {}  # with their models, by descriptors
-        self._look_seconds = LOOK_SECONDS.get(role)
-        self._deadline = 0.0
-        self.stopping = self.answered = self.killed = False
+    def __init__(self, role: str, stop_timeout: float, command: list[str]) -> None:
+        self._role, self._rank, self._timeout = role, role.isdigit(), stop_timeout
+        self._signalled = self._answered = self._killed = False
+        self._deadline: float | None = None  # of a stop
+        self._foreign: set[int] = set()
+        self._models: dict[int, str] = {}  # of stubs, by process ids
+        self._failed: set[int] = set()  # stubs, at the last look
+        for number in (*_STOPS, _GROUP_STOP):
+            signal.signal(number, self._note_signal)  # not SIG_IGN, which the server would inherit
+        adopt_orphans()
+        # Before the server starts: a starter that ends at once is missed afterwards.
+        starter = os.pidfd_open(os.getppid()) if self._rank else sys.stdin.fileno()
+        self._starter: int | None = starter
 
-    def ended(self) -> bool:
-        """Wait for an event and handle it; return whether the server has ended."""
-        left: float | None = self._look_seconds
-        if self.stopping:
-            left = None if self.killed else max(0.0, self._deadline - time.monotonic())
-        ready = set(select.select([*self._watched, *self._stubs], [], [], left)[0])
-        if not ready and self.stopping:
-            self._server.kill()
-            self.killed = True
-        elif not ready:
-            self._look()
-        if self._signals in ready:
-            self._handle_signals()
-        if self._starter in ready:
-            self._handle_order()
-        for stub in ready & self._stubs.keys():
-            self._handle_stub(stub)
-        return self._process in ready
+        def before_exec() -> None:
+            signal_with_parent(signal.SIGKILL)
+            if role not in ("server", "group", "0"):
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)  # until there is a handler
 
-    def _handle_signals(self) -> None:
-        numbers = set(os.read(self._signals, 4096))
-        # Only the starter stops other roles.
-        if self._role.isdigit() and numbers & {*_STOPS, _GROUP_STOP}:
+        self._server = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=before_exec
+        )
+
+    def run(self) -> int:
+        """Return the exit status of the server when it has ended."""
+        process = os.pidfd_open(self._server.pid)
+        ready = []
+        while process not in ready:
+            left = LOOK_SECONDS
+            if self._deadline is not None and not self._killed:
+                left = max(0.0, min(left, self._deadline - time.monotonic()))
+            watched = [process] if self._starter is None else [process, self._starter]
+            ready = select.select(watched, [], [], left)[0]
+            if self._starter in ready:
+                self._handle_order()
+            if self._signalled:
+                self._stop()
+            if not ready:
+                self._look()
+        if self._signalled:  # in the moment of the end
             self._stop()
-        if signal.SIGCHLD in numbers:
-            # A rank has ended whose guard was killed. While its stubs hold its pipes, mpirun waits.
-            kill_descendants(besides=self._server.pid)
+        status = self._server.wait()
+        if self._deadline is not None:
+            done = self._answered and (self._killed or self._role == "server")
+            return 0 if done else status
+        if self._rank:
+            print(RANK_ENDED.format(rank=self._role, status=status), file=sys.stderr, flush=True)
+            return status or 1
+        return status
+
+    def _note_signal(self, *_: object) -> None:
+        self._signalled = self._rank  # only the starter stops other roles
 
     def _handle_order(self) -> None:
-        order = b"" if self._role.isdigit() else os.read(self._starter, 1)
+        assert self._starter is not None
+        order = b"" if self._rank else os.read(self._starter, 1)
         if not order:
-            self._watched.remove(self._starter)
+            self._starter = None
         if order in (b"", STOP):
             self._stop()
-        elif order == WATCH:
-            self._look()
-            self._look_seconds = None
-        elif not self.stopping:
-            self._server.kill()
-        elif self._role == "server":
-            self._finish()
-
-    def _handle_stub(self, descriptor: int) -> None:
-        os.close(descriptor)
-        stub, model = self._stubs.pop(descriptor)
-        if not self.stopping:
-            if _report_end(stub, model):
-                self._server.kill()
-        elif not self._stubs:
+        elif self._deadline is None:
+            self._kill()
+        else:
             self._finish()
 
     def _stop(self) -> None:
-        if self.stopping:
-            return
-        self.stopping = True
-        self._look()
-        self._server.send_signal(_GROUP_STOP if self._role == "group" else signal.SIGTERM)
-        self._deadline = time.monotonic() + self._timeout
+        if self._deadline is None:
+            self._look()
+            self._server.send_signal(_GROUP_STOP if self._role == "group" else signal.SIGTERM)
+            self._deadline = time.monotonic() + self._timeout
 
     def _finish(self) -> None:
         # Triton 2.51 begins to unload the models of an ensemble a second after a stop, and may count one
         # for seconds that is gone; nothing is in them to lose. A starter that has ended cannot say when
         # every request was answered: the end of the last stub does. A rank still has to tell the others.
-        self.answered = True
-        if self._role == "server":
+        self._answered = True
+        if self._role == "server" and self._deadline is not None:
             self._deadline = min(self._deadline, time.monotonic() + LAST_BYTES_SECONDS)
 
+    def _kill(self) -> None:
+        self._killed = True
+        self._server.kill()
+
     def _look(self) -> None:
-        known = {stub.pid for stub, _ in self._stubs.values()}
-        processes = _descendants()
-        for pid in processes.keys() - known:
-            if model := _model_of(processes[pid], processes):
-                with contextlib.suppress(ProcessLookupError):  # it has ended since
-                    self._stubs[os.pidfd_open(pid)] = processes[pid], model
+        if self._killed:
+            return
+        processes = _descendants(self._foreign)
+        # A rank has ended whose guard was killed. While its stubs hold its pipes, mpirun waits.
+        own = [p for p in processes.values() if p.parent == os.getpid() and p.state == "Z"]
+        if self._role == "group" and any(p.pid != self._server.pid for p in own):
+            kill_descendants(besides=self._server.pid)
+        # The server may be of any name, and those of ranks or behind a launcher are found by theirs. A stub
+        # that was killed before its exec has its parent's: Triton forks a bash, which becomes the stub.
+        servers = {p.pid: p.name for p in processes.values() if p.name == SERVER}
+        if self._role != "group" and (server := processes.get(self._server.pid)):
+            servers[server.pid] = server.name
+        names = (STUB[:15], "bash")
+        children = [p for p in processes.values() if p.parent in servers]
+        stubs = [p for p in children if p.name in (*names, servers[p.parent])]
+        for pid in {p.pid for p in stubs if p.name == STUB[:15]} - self._models.keys():
+            # The file in the directory of the model's version. One that has ended has no arguments.
+            if (arguments := os.fsdecode(_command_line(pid)).split("\0"))[1:]:
+                self._models[pid] = Path(arguments[1]).parent.parent.name
+        if self._deadline is not None:
+            if self._models and all(stub.state == "Z" for stub in stubs):
+                self._finish()
+            if time.monotonic() >= self._deadline:
+                self._kill()
+            return
+        # Triton takes the exit status of a stub that it ended itself, until the next look.
+        failed = {stub.pid: stub.status for stub in stubs if stub.state == "Z" and stub.status}
+        for pid in failed.keys() & self._failed:
+            model, status = self._models.get(pid, UNKNOWN), os.waitstatus_to_exitcode(failed[pid])
+            print(STUB_ENDED.format(model=model, status=status), file=sys.stderr, flush=True)
+            self._kill()
+        self._failed = set(failed)
 
 
 def adopt_orphans() -> None:
@@ -227,8 +227,8 @@ def kill_descendants(besides: int | None = None) -> list[str]:
     """Kill all descendants of this process but one; return their names."""
 
     def children() -> list[_Process]:
-        own = [p for p in _descendants().values() if p.parent == os.getpid()]
-        return [process for process in own if process.pid != besides]
+        own = _descendants().values()
+        return [p for p in own if p.parent == os.getpid() and p.pid != besides]
 
     # Each round makes the children of the killed this process's own. Process groups are no help: mpirun
     # gives every rank one.
@@ -254,31 +254,23 @@ def kill_descendants(besides: int | None = None) -> list[str]:
 
 
 def kill_and_clean() -> None:
-    """Kill all descendants of this process, and remove the files of their servers.
-
-    Needs ``adopt_orphans`` before anything was started. For those who cannot wait for a guard.
-    """
+    """Kill all descendants, of one that adopts orphans, and remove their files without their guard."""
     for name in [process_name(os.getpid()), *kill_descendants()]:
         _remove_files(f"{PREFIX}{name}_", "")
         for directory in Path(tempfile.gettempdir()).glob(f"cog-triton-{name}-*"):
             _remove_files("", str(directory))
 
 
-def hold(prefix: str, directory: str) -> int:
-    """Make and hold the lock of a server that is about to start; return its descriptor.
+def hold(file: Path, content: str = "") -> int:
+    """Make a locked file and return its descriptor.
 
-    The starter and the guard hold it: who can lock it knows that both have ended, also where /dev/shm is
-    shared by containers whose process ids mean nothing to each other.
-
-    Args:
-        prefix: of the server's shared memory, where the lock is a file.
-        directory: removed with it, and so the file's content; empty for none.
+    Who can lock it knows that all have ended who hold the descriptor, in other containers too.
     """
-    new = SHARED_MEMORY / f".{prefix}{LOCK}"  # a name that nobody looks for until it is locked
+    new = file.with_name(f".{file.name}")  # a name that nobody looks for until it is locked
     descriptor = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
-    os.write(descriptor, os.fsencode(directory))
-    new.rename(SHARED_MEMORY / f"{prefix}{LOCK}")
+    os.write(descriptor, os.fsencode(content))
+    new.rename(file)
     return descriptor
 
 
@@ -309,47 +301,6 @@ def _remove_files(prefix: str, directory: str) -> None:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def _signals(handled: set[signal.Signals]) -> int:
-    """Return a descriptor from which the numbers of these signals are read."""
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    for number in handled:
-        signal.signal(number, lambda *_: None)  # not SIG_IGN, which the server would inherit
-    return reader
-
-
-def _before_exec(follows: bool) -> None:
-    signal_with_parent(signal.SIGKILL)
-    if follows:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # outlasts the exec, until there is a handler
-
-
-def _report_end(stub: _Process, model: str) -> bool:
-    """Report that a stub has ended unasked; return whether it has."""
-    time.sleep(REAP_SECONDS)
-    now = _read_process(stub.pid)
-    # Its exit status is there while tritonserver, its parent, has not asked for it, as it does when it has
-    # told the stub to end. With another parent, its own has ended before, which is to be reported then.
-    if now is None or now.status == 0 or now.parent != stub.parent:
-        return False
-    status = os.waitstatus_to_exitcode(now.status)
-    print(STUB_ENDED.format(model=model, status=status), file=sys.stderr, flush=True)
-    return True
-
-
-def _model_of(process: _Process, processes: Mapping[int, _Process]) -> str | None:
-    """Return the model whose stub a process is; None if it is not a stub."""
-    if process.name == STUB[:15]:
-        # The file in the directory of the model's version. One that has ended has no arguments.
-        arguments = os.fsdecode(_command_line(process.pid)).split("\0")
-        return Path(arguments[1]).parent.parent.name if arguments[1:] else UNKNOWN
-    # A stub that was killed before its exec: Triton forks a bash, which becomes the stub.
-    parent = processes.get(process.parent)
-    forked = parent is not None and parent.name == SERVER and process.name in (SERVER, "bash")
-    return UNKNOWN if forked and process.state == "Z" else None
-
-
 def _command_line(pid: int) -> bytes:
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
@@ -367,14 +318,24 @@ def _read_process(pid: int) -> _Process | None:
     return _Process(pid, name, fields[0], int(fields[1]), fields[19], int(fields[-1]))
 
 
-def _descendants() -> dict[int, _Process]:
-    everyone = map(_read_process, map(int, filter(str.isdigit, os.listdir("/proc"))))
+def _descendants(foreign: set[int] | None = None) -> dict[int, _Process]:
+    """Return this process's descendants; note other processes in ``foreign``, to read them once."""
+    foreign = set() if foreign is None else foreign
+    pids = {int(name) for name in os.listdir("/proc") if name.isdigit()} - {os.getpid()}
+    foreign &= pids
+    everyone = map(_read_process, pids - foreign)
     processes = {process.pid: process for process in everyone if process is not None}
-    found: set[int] = set()
-    new = {os.getpid()}
-    while new := {pid for pid, process in processes.items() if process.parent in new} - found:
-        found |= new
-    return {pid: processes[pid] for pid in found}
+
+    def pop_descendants(of: set[int]) -> dict[int, _Process]:
+        popped: dict[int, _Process] = {}
+        while of := {pid for pid, process in processes.items() if process.parent in of}:
+            popped |= {pid: processes.pop(pid) for pid in of}
+        return popped
+
+    own = pop_descendants({os.getpid()})
+    # Those that are left had a parent that has ended meanwhile: the next look sees who adopted them.
+    foreign.update(pop_descendants({0, *foreign}))
+    return own
 
 
 if __name__ == "__main__":

@@ -31,26 +31,16 @@ _SECRET = re.compile(
 
 @dataclass(frozen=True)
 class Installation:
-    """A tritonserver found on this machine.
-
-    Attributes:
-        backends: directory with one directory per backend.
-        stub: the Python backend's stub for the running Python; None means the backend's own.
-        libraries: directory of the server's shared libraries, if they are beside it.
-    """
+    """A tritonserver found on this machine."""
 
     server: Path
-    backends: Path
-    stub: Path | None = None
-    libraries: str = ""
+    backends: Path  # has a directory for each backend
+    stub: Path | None = None  # of the Python backend for this Python; None for the backend's own
+    libraries: str = ""  # the directory of the server's shared libraries, if they are beside it
 
 
 def locate(settings: Settings, container_root: Path = CONTAINER_ROOT) -> Installation:
-    """Return the server to run: the one named by TRITONSERVER, else the container's, else the wheel's.
-
-    Raises:
-        ConfigurationError: there is none, or it has no Python backend for this Python.
-    """
+    """Return the server to run: the one named by TRITONSERVER, else the container's, else the wheel's."""
     server = container_root / "bin" / "tritonserver"
     if settings.tritonserver:
         server = settings.tritonserver.resolve()
@@ -77,11 +67,10 @@ def _wheel() -> Installation | None:
         return None
     package = Path(spec.origin).parent
     root, libraries = package / "tritonserver", package.parent / "nvidia_pytriton.libs"
-    stubs = root / "python_backend_stubs"
-    version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    stub = stubs / version / STUB
+    version = sysconfig.get_python_version()
+    stub = root / "python_backend_stubs" / version / STUB
     if not stub.is_file():
-        known = ", ".join(sorted(path.name for path in stubs.iterdir()))
+        known = ", ".join(sorted(path.name for path in stub.parent.parent.iterdir()))
         raise ConfigurationError(
             f"the tritonserver wheel has no Python backend stub for Python {version}, only for {known}"
         )
@@ -89,27 +78,25 @@ def _wheel() -> Installation | None:
 
 
 def assemble(installation: Installation, directory: Path) -> tuple[Path, Path]:
-    """Return the server binary and a backend directory for the running Python, made in ``directory``.
-
-    The wheel's files may lack the executable bit, and its directory may be read-only.
-    """
-    server, backends = installation.server, directory / "backends"
-    python = backends / "python"
-    backends.mkdir(parents=True)
-    python.mkdir()
-    for backend in installation.backends.iterdir():
-        if backend.name != "python":
-            (backends / backend.name).symlink_to(backend)
-    for part in (installation.backends / "python").iterdir():
-        if part.name != "__pycache__" and (part.name != STUB or installation.stub is None):
-            (python / part.name).symlink_to(part)
-    copies = {} if installation.stub is None else {installation.stub: python / STUB}
+    """Return the server and a backend directory for this Python, made without a change to the wheel."""
+    server, source, backends = installation.server, installation.backends, directory / "backends"
+    (backends / "python").mkdir(parents=True)
+    for part in (*source.iterdir(), *(source / "python").iterdir()):
+        link = backends / part.relative_to(source)
+        if part.name != "__pycache__" and not link.exists():
+            link.symlink_to(part)
+    if installation.stub is not None:
+        _copy_program(installation.stub, backends / "python" / STUB)
     if not os.access(server, os.X_OK):
-        copies[server] = directory / "tritonserver"
-    for file, copy in copies.items():
-        shutil.copyfile(file, copy)
-        copy.chmod(0o755)
-    return copies.get(server, server), backends
+        server = _copy_program(server, directory / "tritonserver")
+    return server, backends
+
+
+def _copy_program(file: Path, copy: Path) -> Path:
+    copy.unlink(missing_ok=True)  # a link
+    shutil.copyfile(file, copy)
+    copy.chmod(0o755)
+    return copy
 
 
 def environment(
@@ -117,11 +104,8 @@ def environment(
 ) -> dict[str, str]:
     """Return the environment of tritonserver and of its Python stubs, without secrets.
 
-    The stubs embed an isolated libpython: they ignore PYTHONPATH, and find the packages of a virtual
-    environment only by the ``python3`` that comes first in PATH.
-
-    Args:
-        passed_on: names of secrets that they get all the same.
+    They get those that ``passed_on`` names. The stubs embed an isolated libpython: they ignore PYTHONPATH,
+    and find the packages of a virtual environment only by the ``python3`` that comes first in PATH.
     """
     kept = {n: v for n, v in environ.items() if n in passed_on or not _SECRET.match(f"{n}={v}")}
     # Python's is the last: a system's has its library where other versions of CUDA's and MPI's are.

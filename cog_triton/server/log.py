@@ -26,19 +26,18 @@ _NO_GPU = re.compile(r"CUDA|Cuda|NVML|DCGM|pinned (system )?memory")
 _LOG_LINE = re.compile(r"^([IWEF])\d{4} \d\d:\d\d:\d\d\.\d+ \d+ (.*)$")
 # Triton's reports of a model that failed to load, at four places; ``ServerLog.reason`` has it once.
 _FAILURE = re.compile(r"Failed to create instance|failed to load|loading failed with error")
-_LOADING = re.compile(r'"loading: ([^:"]+):\d+"')
-_LOADED = re.compile(r"successfully loaded '([^']+)'")
-_FAILED_MODEL = re.compile(r"failed to load '([^']+)' version \d+: (.*)")
-# The last line of a traceback, as processes that vLLM starts log it: with their name before it.
-_CHILD_ERROR = re.compile(
-    r"^\([^)]* pid=\d+\)(?: [A-Z]+ [^]]*\])? ((?:\w+\.)*\w*(?:Error|Exception)\b.*)$"
+_EVENT = re.compile(
+    '"loading: (?P<loading>[^:"]+):\\d+"'
+    "|successfully loaded '(?P<loaded>[^']+)'"
+    "|failed to load '(?P<failed>[^']+)' version \\d+: (?P<why>.*)"
+    # The last line of a traceback, as processes that vLLM starts log it: with their name before it.
+    r"|^\([^)]* pid=\d+\)(?: [A-Z]+ [^]]*\])? (?P<child>(?:\w+\.)*\w*(?:Error|Exception)\b.*)$"
+    f"|{STUB_ENDED.format(model='(?P<stub>.+)', status='(?P<stub_status>-?[0-9]+)')}"
+    f"|{RANK_ENDED.format(rank='(?P<rank>[0-9]+)', status='(?P<rank_status>-?[0-9]+)')}"
+    # mpirun's report of a rank whose guard was killed. The signal may be on the next line.
+    r"|noticed that process rank (?P<killed>\d+) with PID"
 )
-# The process that started them refers to it.
-_SEE_ABOVE = re.compile(r"root cause", re.IGNORECASE)
-_RANK_ENDED = re.compile(RANK_ENDED.format(rank=r"(\d+)", status=r"(-?\d+)"))
-_STUB_ENDED = re.compile(STUB_ENDED.format(model=r"(\S+)", status=r"(-?\d+)"))
-# mpirun's report of a rank whose guard was killed. The signal may be on the next line.
-_RANK_KILLED = re.compile(r"noticed that process rank (\d+) with PID")
+_SEE_ABOVE = re.compile(r"root cause", re.IGNORECASE)  # of the process that started the failed one
 _TAG = re.compile(r"\[[^][\n]*,(\d+)\](<std(?:out|err|diag)>):")
 
 
@@ -64,14 +63,10 @@ class CuttingFormatter(logging.Formatter):
 
 
 class ServerLog:
-    """The log of a server, or of each rank of a group; and from it, the reason of its end.
-
-    Attributes:
-        listens: it listens on its ports, so that it loses none to another process.
-    """
+    """The log of a server, or of each rank of a group; and from it, the reason of its end."""
 
     def __init__(self, world_size: int) -> None:
-        self.listens = False
+        self.listens = False  # on its ports, so that it loses none to another process
         self._world_size = world_size
         self._tails: dict[int | None, deque[str]] = defaultdict(
             lambda: deque(maxlen=LOG_TAIL_LINES)
@@ -80,8 +75,8 @@ class ServerLog:
         self._failures: dict[str, str] = {}
         self._child_error: str | None = None
         self._last_error: str | None = None  # which is why a server ends by itself
-        self._stub: tuple[str, int] | None = None  # model and status, of the first that ended
-        self._rank: tuple[int, int | None] | None = None  # and status, of the first that ended
+        self._stub: tuple[str, str] | None = None  # model and status, of the first that ended
+        self._rank: tuple[int, str | None] | None = None  # and status, of the first that ended
 
     def read(self, stream: Iterable[bytes]) -> Iterator[tuple[int, str]]:
         """Read the merged output; yield the level and the text of each line."""
@@ -92,46 +87,35 @@ class ServerLog:
             if line := shortened(whole, LONGEST_LINE):
                 levels[rank], text = parse_log_line(line, levels[rank])
                 self._tails[rank].append(line)
-                self._note_end(line)
-                self._note_model(line, f" on rank {rank}" if rank else "")
                 self.listens = self.listens or LISTENS in line
+                if event := _EVENT.search(line):
+                    self._note(event.groupdict(), f" on rank {rank}" if rank else "")
                 if levels[rank] >= logging.ERROR and text != line:
                     self._last_error = cause(text.partition("] ")[2])
                 yield levels[rank], text if rank is None else f"rank {rank}: {text}"
 
-    def _note_end(self, line: str) -> None:
-        # After the end of a rank, the others are stopped: Triton kills a stub then that takes too long.
-        if self._rank is not None:
-            return
-        if self._stub is None and (stub := _STUB_ENDED.search(line)):
-            self._stub = stub[1], int(stub[2])
-        if ended := _RANK_ENDED.search(line):
-            self._rank = int(ended[1]), int(ended[2])
-        elif killed := _RANK_KILLED.search(line):
-            self._rank = int(killed[1]), None
-
-    def _note_model(self, line: str, on_rank: str) -> None:
-        if loading := _LOADING.search(line):
-            self._loading[loading[1] + on_rank] = time.monotonic()
-        elif loaded := _LOADED.search(line):
-            began = self._loading.pop(model := loaded[1] + on_rank, None)
+    def _note(self, event: dict[str, str], on_rank: str) -> None:
+        if event["loading"]:
+            self._loading[event["loading"] + on_rank] = time.monotonic()
+        elif event["loaded"]:
+            began = self._loading.pop(model := event["loaded"] + on_rank, None)
             if began is not None and not model.startswith("ensemble"):  # which loads nothing
                 progress.info("%s loaded in %.1f s", model, time.monotonic() - began)
-        elif failure := _FAILED_MODEL.search(line):
-            elsewhere = self._child_error if _SEE_ABOVE.search(failure[2]) else None
-            self._failures.setdefault(failure[1] + on_rank, elsewhere or cause(failure[2]))
-        elif (error := _CHILD_ERROR.search(line)) and not _SEE_ABOVE.search(error[1]):
-            self._child_error = error[1]
+        elif event["failed"]:
+            elsewhere = self._child_error if _SEE_ABOVE.search(event["why"]) else None
+            self._failures.setdefault(event["failed"] + on_rank, elsewhere or cause(event["why"]))
+        elif event["child"]:
+            if not _SEE_ABOVE.search(event["child"]):
+                self._child_error = event["child"]
+        elif self._rank is not None:
+            return  # the others are stopped: Triton kills a stub then that takes too long
+        elif event["stub"]:
+            self._stub = self._stub or (event["stub"], event["stub_status"])
+        else:
+            self._rank = int(event["rank"] or event["killed"]), event["rank_status"]
 
     def reason(self, what: str, status: int | None = None) -> str:
-        """Return what happened, with the rank that it began with; then why, as the last of few lines.
-
-        That is the models that failed, or those still loading, or the error of a server that ended by
-        itself; and else the last lines of the log.
-
-        Args:
-            status: the exit status, None for a server that runs.
-        """
+        """Return what happened, and below it why. Without a status, the server runs."""
         first = what + self.end(status)
         # Copies, here and below: while the server runs, another thread adds to them.
         if failures := list(self._failures.items()):
@@ -151,14 +135,13 @@ class ServerLog:
         return "\n".join(lines)
 
     def end(self, status: int | None) -> str:
-        """Return what ended, and how, to be put behind the server's name."""
+        """Return what ended, and how, to go behind the server's name."""
         if self._stub is not None:
             return f": the process of model {self._stub[0]} ended {describe_status(self._stub[1])}"
-        if self._rank is None:
-            return "" if status is None else f", {describe_status(status)}"
-        rank, own = self._rank
-        ended = describe_status(status if own is None else own)
-        return f": rank {rank} of {self._world_size} ended {ended}"
+        if self._rank is not None:
+            ended = describe_status(self._rank[1] or status)
+            return f": rank {self._rank[0]} of {self._world_size} ended {ended}"
+        return "" if status is None else f", {describe_status(status)}"
 
 
 def lines_of_ranks(lines: Iterable[str]) -> Iterator[tuple[int | None, str]]:
@@ -168,27 +151,28 @@ def lines_of_ranks(lines: Iterable[str]) -> Iterator[tuple[int | None, str]]:
     ranks can share a line, and then each piece is tagged. (Open MPI 5 tags no piece that continues a
     line; there, such pieces go to the rank that began it.)
     """
-    unfinished: dict[tuple[int | None, str], str] = {}
+    unfinished: defaultdict[tuple[int | None, str], str] = defaultdict(str)
     for line in lines:
         own, *tagged = _TAG.split(line)
         key: tuple[int | None, str] = (None, "")
         if own or not tagged:
-            unfinished[key] = unfinished.get(key, "") + own
+            unfinished[key] += own
         for rank, stream, piece in zip(tagged[::3], tagged[1::3], tagged[2::3], strict=True):
             key = int(rank), stream
             # Open MPI 5 puts a space behind the tag, 4 does not.
             piece = piece if key in unfinished else re.sub(r"^ (?=\S)", "", piece)
-            unfinished[key] = unfinished.get(key, "") + piece
+            unfinished[key] += piece
         if line.endswith("\n"):
             yield key[0], unfinished.pop(key).rstrip()
     for (last_rank, _), rest in unfinished.items():
         yield last_rank, rest.rstrip()
 
 
-def describe_status(status: int | None) -> str:
+def describe_status(status: int | str | None) -> str:
     """Describe an exit status, which is negative, or 128 more, for a signal."""
     if status is None:
         return "while the others ran"
+    status = int(status)
     number = -status if status < 0 else status - 128
     if number in set(signal.Signals):
         return f"by signal {number} ({signal.Signals(number).name})"
@@ -196,12 +180,7 @@ def describe_status(status: int | None) -> str:
 
 
 def parse_log_line(line: str, previous: int, *, gpu: bool = GPU) -> tuple[int, str]:
-    """Return the level and the text of a line of Triton's log.
-
-    Args:
-        previous: level of the line before; a line without one, of a table or a traceback, keeps it.
-        gpu: this machine has a GPU; without one, complaints of that are logged at debug.
-    """
+    """Return a line's level and text; one without a level, as of a traceback, keeps the previous one."""
     match = _LOG_LINE.match(line)
     level, text = (_LEVELS[match[1]], match[2]) if match else (previous, line)
     if (not gpu and _NO_GPU.search(text)) or _FAILURE.search(text):

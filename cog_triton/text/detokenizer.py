@@ -18,9 +18,8 @@ from __future__ import annotations
 
 import re
 from codecs import getincrementaldecoder
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from itertools import takewhile
 from typing import Any
 
 from cog_triton.text.tokenizer import Tokenizer
@@ -54,10 +53,7 @@ class IncrementalDetokenizer:
         self._delivered = self._held = 0  # characters of the window's text
 
     def decode(self, ids: Sequence[int], *, final: bool = False) -> str:
-        """Return the text that became certain with these ids, often empty.
-
-        With ``final`` nothing is held back, and the next call begins another text.
-        """
+        """Return the text that became certain with these ids, often empty; all of it with ``final``."""
         if self._shown and not self._shown.keys().isdisjoint(ids):
             texts, start = [], 0
             for place, token_id in enumerate(ids):
@@ -65,18 +61,20 @@ class IncrementalDetokenizer:
                     texts += [self.decode(ids[start:place], final=True), self._shown[token_id]]
                     start = place + 1
             return "".join(texts) + self.decode(ids[start:], final=final)
-        ids = self._run + self._decoder.visible(ids)
-        end = len(ids) if final else len(ids) - self._decoder.open_run(ids, len(self._run))
+        decoder = self._decoder
+        ids = self._run + decoder.visible(ids)
+        end = len(ids) if final else len(ids) - decoder.open_run(ids, len(self._run))
         ids, self._run = ids[:end], ids[end:]
         if not ids and not final:
             return ""
-        if len(self._window) > _WINDOW_TOKENS:
-            kept = self._window[-_KEPT_TOKENS:]
-            # Whitespace that a decoder strips counts again once text follows.
-            if text := self._decoder.text(kept):
-                self._window, self._delivered = kept, len(text) - self._held
+        # Not to tokens without text: whitespace that a decoder strips counts again once text follows.
+        if len(self._window) > _WINDOW_TOKENS and (
+            text := decoder.text(self._window[-_KEPT_TOKENS:])
+        ):
+            self._window = self._window[-_KEPT_TOKENS:]
+            self._delivered = len(text) - self._held
         self._window += ids
-        text = self._decoder.text(self._window)
+        text = decoder.text(self._window)
         delta = (text if final else text.removesuffix(_REPLACEMENT))[self._delivered :]
         self._delivered += len(delta)
         self._held = len(text) - self._delivered
@@ -108,16 +106,13 @@ def decode_delta(
     """
     decoder = _decoder(tokenizer, skip_special_tokens)
     before = list(context_ids)[-CONTEXT_TOKENS:]
-    # A context that is full may begin within a character.
-    cut = before[:3] if len(before) == CONTEXT_TOKENS else []
-    start = len(list(takewhile(decoder.is_continuation, cut)))
-    text = decoder.certain([*before, *new_ids], start, final=final)
+    start = 0
+    if len(before) == CONTEXT_TOKENS:  # it may begin within a character
+        while start < 3 and 0x80 <= (decoder[before[start]] or 0) < 0xC0:
+            start += 1
+    ids = before + list(new_ids)
+    text = decoder.text(ids[start:]) if final else decoder.certain(ids, start)
     return text[len(decoder.certain(before, start)) :]
-
-
-@lru_cache(maxsize=8)
-def _decoder(tokenizer: Tokenizer, skip_special_tokens: bool) -> _Decoder:
-    return _Decoder(tokenizer, skip_special_tokens)
 
 
 class _Decoder(dict[int, int | None]):
@@ -140,15 +135,14 @@ class _Decoder(dict[int, int | None]):
             for function in (kind.decode, kind._decode)
         ):
             decode = backend.decode
-        self._decode = partial(decode, skip_special_tokens=skip_special_tokens)
+        self.text: Callable[[list[int]], str] = partial(
+            decode, skip_special_tokens=skip_special_tokens
+        )
 
     def __missing__(self, token_id: int) -> int | None:
         token = self._to_tokens([token_id])[0]
         match = _BYTE_TOKEN.fullmatch(token or "")
         return self.setdefault(token_id, _NO_TEXT if token is None else match and int(match[1], 16))
-
-    def text(self, ids: list[int]) -> str:
-        return self._decode(ids) if ids else ""
 
     def visible(self, ids: Sequence[int]) -> list[int]:
         return [i for i in ids if self[i] != _NO_TEXT]
@@ -160,18 +154,15 @@ class _Decoder(dict[int, int | None]):
                 return len(ids) - 1 - i
         return len(ids)
 
-    def is_continuation(self, token_id: int) -> bool:
-        return 0x80 <= (self[token_id] or 0) < 0xC0
-
-    def certain(self, ids: list[int], start: int, *, final: bool = False) -> str:
+    def certain(self, ids: list[int], start: int) -> str:
         """Return the text of ids from a place on, as far as the last `CONTEXT_TOKENS` make it certain."""
-        visible = self.visible(ids[start:])
-        if final:
-            return self.text(visible)
-        tail = self.visible(ids[-CONTEXT_TOKENS:])
+        visible, tail = self.visible(ids[start:]), self.visible(ids[-CONTEXT_TOKENS:])
         held = self.open_run(tail)
         if held == len(tail) and len(ids) >= CONTEXT_TOKENS:  # a run that may begin before them
             utf8 = getincrementaldecoder("utf-8")("replace")
             utf8.decode(bytes(self[i] or 0 for i in tail[-3:]))
             held = len(utf8.getstate()[0])  # of a character that is not complete
         return self.text(visible[: max(0, len(visible) - held)]).removesuffix(_REPLACEMENT)
+
+
+_decoder = lru_cache(maxsize=8)(_Decoder)

@@ -1,8 +1,7 @@
-"""Ends a streamed text at the first stop sequence in it.
+"""Ends a streamed text at the first stop sequence in it, however it is cut into pieces.
 
-The first match is the one that is *complete* first, the longest one if several are complete at the
-same character, however the text is cut into pieces. A match that begins earlier but ends later loses:
-with the stops "abcd" and "bc", "abcd" ends at "a".
+The first match is the one that is *complete* first, the longest if several are complete at the same
+character: with the stops "abcd" and "bc", "abcd" ends at "a".
 """
 
 from __future__ import annotations
@@ -21,10 +20,8 @@ def parse_stop_sequences(text: str | None, name: str = "stop_sequences") -> tupl
     r"""Split a comma-separated list of stop sequences, or of other texts.
 
     Empty entries are dropped; whitespace belongs to its entry. ``\,`` stands for a comma that does
-    not separate, ``\\`` for a backslash; any other backslash is just one.
-
-    Raises:
-        InvalidParameter: the list is longer than one of the most and longest stop sequences can be.
+    not separate, ``\\`` for a backslash; any other backslash is just one. A list longer than the longest
+    stop sequences make it is an InvalidParameter.
     """
     if text is not None and len(text) > STOP_TEXT_CHARACTERS:
         raise InvalidParameter(
@@ -34,10 +31,7 @@ def parse_stop_sequences(text: str | None, name: str = "stop_sequences") -> tupl
 
 
 class StopSequences:
-    """Passes a text through up to the first stop sequence in it, which is ``matched`` then.
-
-    Stops are compared by code points: no normalization, no case folding. Empty ones are ignored.
-    """
+    """Passes a text through up to its first stop sequence, then ``matched``, compared by code points."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = sorted(filter(None, stops), key=len, reverse=True)
@@ -46,10 +40,7 @@ class StopSequences:
         self.matched: str | None = None
 
     def feed(self, text: str) -> str:
-        """Return the text that can be delivered now; none once a stop sequence has matched.
-
-        The longest end of the text that may still turn out to begin a stop sequence is held back.
-        """
+        """Return the text that can be delivered now, without an end that may begin a stop."""
         if self.matched is not None:
             return ""
         if not self._held and self._first_characters.isdisjoint(text):

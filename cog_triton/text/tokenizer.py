@@ -6,7 +6,6 @@ tokenizes. The processes that never run a model call ``without_torch()`` first.
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 from collections.abc import Iterator
@@ -44,44 +43,34 @@ def without_torch() -> None:
 
 
 def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Tokenizer:
-    """Load the tokenizer of a local directory or a Hugging Face id.
+    """Load the tokenizer of a local directory or a Hugging Face id, or raise ConfigurationError."""
+    import transformers
 
-    Raises:
-        ConfigurationError: it cannot be loaded, or needs Python code of its own and that is not trusted.
-    """
+    kind: Any = transformers.AutoTokenizer
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     try:
         with remote_code_lock() if trust_remote_code else nullcontext():
-            return _load(name, trust_remote_code=trust_remote_code)
+            if int(transformers.__version__.partition(".")[0]) < 5:
+                # Version 4, which TensorRT-LLM 1.2 brings, does not know the names that version 5 saves.
+                from transformers.models.auto.tokenization_auto import get_tokenizer_config
+
+                config = get_tokenizer_config(name)
+                if config.get("tokenizer_class") == "TokenizersBackend":
+                    kind = transformers.PreTrainedTokenizerFast
+                    options["extra_special_tokens"] = {}
+                    options["additional_special_tokens"] = config.get("extra_special_tokens") or []
+            return kind.from_pretrained(name, clean_up_tokenization_spaces=False, **options)
     except Exception as error:
         if trust_remote_code:  # that code may raise anything
             text = (
                 f"no tokenizer could be loaded from {name!r}, whose own code may be run "
                 f"(TRUST_REMOTE_CODE): {type(error).__name__}: {error}"
             )
-        elif not isinstance(error, OSError | ValueError | KeyError):
-            raise
-        else:
+        elif isinstance(error, OSError | ValueError | KeyError):
             text = remote_code_refusal(error, "tokenizer", name) or _problem(name, error)
+        else:
+            raise
         raise ConfigurationError(text) from error
-
-
-def _load(name: str, *, trust_remote_code: bool) -> Tokenizer:
-    import transformers
-
-    options: dict[str, Any] = {
-        "trust_remote_code": trust_remote_code,
-        "clean_up_tokenization_spaces": False,
-    }
-    if int(transformers.__version__.partition(".")[0]) < 5:
-        # Version 4, which TensorRT-LLM 1.2 brings, does not know the names that version 5 saves.
-        from transformers.models.auto.tokenization_auto import get_tokenizer_config
-
-        config = get_tokenizer_config(name)
-        if config.get("tokenizer_class") == "TokenizersBackend":
-            options["extra_special_tokens"] = {}
-            options["additional_special_tokens"] = config.get("extra_special_tokens") or []
-            return transformers.PreTrainedTokenizerFast.from_pretrained(name, **options)
-    return transformers.AutoTokenizer.from_pretrained(name, **options)
 
 
 def _problem(name: str, error: Exception) -> str:
@@ -114,24 +103,9 @@ def remote_code_refusal(error: BaseException, kind: str, name: str) -> str:
     )
 
 
-def names_remote_code(directory: Path) -> Path | None:
-    """Return the file of a model's directory that names Python code of its own, by ``auto_map``."""
-    for file in (directory / "config.json", directory / "tokenizer_config.json"):
-        try:
-            content = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError):  # missing or broken, which others report
-            continue
-        if isinstance(content, dict) and content.get("auto_map"):
-            return file
-    return None
-
-
 @contextmanager
 def remote_code_lock() -> Iterator[None]:
-    """Lock the user's directory to which transformers copies code and imports it from.
-
-    The predictor, preprocessing and postprocessing start together, and would read half-written copies.
-    """
+    """Lock transformers' copies of code: processes that start together would read half of one."""
     from transformers.utils import HF_MODULES_CACHE
 
     directory = Path(HF_MODULES_CACHE)

@@ -6,43 +6,57 @@ import asyncio
 import contextlib
 import json
 import socket
-from collections.abc import Callable, Iterator
-from typing import Any, cast
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import httptools
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from cog_triton.web import HEAD_END, Limits, Refusal, head_bytes, head_problem
+from cog_triton.web import Refusal
 
 BACKLOG = 1024
-LINGER_SECONDS = 1.0
-"""Between a refusal and the end of its connection. Closed at once, with something unread, the client's
-system would throw away the answer."""
+LINGER_SECONDS = (
+    1.0  # after a refusal: at its connection's end, the client's system may drop the answer
+)
 _LINE_BYTES = 4  # of a header, beside its name and value
-RefusalBody = Callable[[Refusal, str], dict[str, Any]]
+HEAD_END = b"\r\n\r\n"
+Headers = Iterable[tuple[bytes, bytes]]
 
 
-class Config(uvicorn.Config):
-    """Uvicorn's, with the limits of requests.
+@dataclass(frozen=True)
+class Limits:
+    """Bounds of a request."""
 
-    Args:
-        refusal_body: makes the body of a refusal, of it and the target as far as that is known.
-    """
+    body_bytes: int = 16 << 20  # decoded
+    head_bytes: int = 32 << 10  # of its first line and headers, and of trailers
+    request_seconds: float = 60.0  # from its first byte to its last
+    idle_seconds: float = 75.0  # of a connection without a request
+
+
+RefusalBody = Callable[
+    [Refusal, str], dict[str, Any]
+]  # of a refusal and the target, if it is known
+
+
+class Server(uvicorn.Server):
+    """Uvicorn's, with the limits of requests; it leaves signals to its caller."""
+
+    capture_signals = contextlib.nullcontext  # type: ignore[assignment]
 
     def __init__(
         self,
         app: Any,
         limits: Limits,
         refusal_body: RefusalBody = lambda refusal, _: {"detail": refusal.detail},
-        protocol: type[LimitedProtocol] | None = None,
     ) -> None:
-        self.limits = limits
-        self.refusal_body = refusal_body
-        super().__init__(
+        http: Any = partial(LimitedProtocol, limits=limits, refusal_body=refusal_body)
+        config = uvicorn.Config(
             app,
             loop="none",  # it runs in the one that is there
-            http=protocol or LimitedProtocol,
+            http=http,
             ws="none",
             lifespan="off",
             access_log=False,
@@ -53,34 +67,23 @@ class Config(uvicorn.Config):
             timeout_keep_alive=int(limits.idle_seconds),
             timeout_graceful_shutdown=1,  # those that run have had their time
         )
-
-
-class Server(uvicorn.Server):
-    """Uvicorn's, which leaves signals to its caller."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
+        super().__init__(config)
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """Uvicorn's connection, which refuses a request beyond the limits and reads nothing after it.
+    """Uvicorn's connection, which refuses a request beyond the limits and reads nothing after it."""
 
-    Trailers are dropped, and so is the wish for another protocol.
-    """
-
-    def __init__(self, config: uvicorn.Config, *args: Any, **kwargs: Any) -> None:
-        super().__init__(config, *args, **kwargs)
-        self._config = cast(Config, config)
-        self._limits = self._config.limits
+    def __init__(self, *args: Any, limits: Limits, refusal_body: RefusalBody, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self._limits, self._refusal_body = limits, refusal_body
         self._refusal: Refusal | None = None
         self._answered = False  # the refusal
         self._timer: asyncio.TimerHandle | None = None
         self.url = b""
         self.parser = httptools.HttpRequestParser(self)  # without uvicorn's leniencies
-        self._unfinished = self._in_body = self._upgrades = False  # the last request
-        self._uncounted = True  # nothing of the last feed has been counted
-        self._head_bytes = self._body_bytes = 0
+        self._in_body = False  # of the last request
+        self._body_bytes = self._trailer_bytes = 0
+        self._pending = 0  # bytes since the parser last gave a head or a part of a body
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -90,95 +93,85 @@ class LimitedProtocol(HttpToolsProtocol):
         self._set_timer(None)
         super().connection_lost(exc)
 
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Keep the connection of a client that waits for the answer to a GET; others may have gone."""
+        cycle = self.cycle  # of the last request
+        if cycle is None or cycle.response_complete or cycle.scope["method"] != "GET":
+            return False
+        cycle.keep_alive = False
+        return True
+
     def data_received(self, data: bytes) -> None:
         if self._refusal is not None or self.transport.is_closing():
             return
-        self._uncounted = True
+        self._pending += len(data)
         self._unset_keepalive_if_required()
         while data and self._refusal is None:
             try:
                 self.parser.feed_data(data)
                 break
             except httptools.HttpParserUpgrade as upgrade:
-                data = self._without_upgrade() + data[upgrade.args[0] :]
+                # llhttp ends such a request with its head, whatever body it has. Here it has no such wish.
+                method, version = self.parser.get_method(), self.parser.get_http_version().encode()
+                headers = [pair for pair in self.headers if pair[0] != b"upgrade"]
+                self.parser = httptools.HttpRequestParser(self)
+                data = head_bytes(method, self.url, version, headers) + data[upgrade.args[0] :]
             except httptools.HttpParserError as error:
                 self._refuse(400, f"this is not a valid HTTP request: {error}")
-        if self._unfinished and self._uncounted:  # a part of a line, which the parser keeps
-            self._count_head(len(data))
+        self._check(431, "head", self._pending, self._limits.head_bytes)
         if self._refusal is not None:
             self._answer_in_turn()
 
     def on_message_begin(self) -> None:
         if self._refusal is None:
             super().on_message_begin()
-            self._unfinished, self._uncounted, self._upgrades = True, False, False
             self._set_timer(self._limits.request_seconds)
-            self._head_bytes = self._body_bytes = 0
-
-    def on_url(self, url: bytes) -> None:
-        super().on_url(url)
-        self._count_head(len(url))
+            self._body_bytes = self._trailer_bytes = 0
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if not self._in_body:  # a trailer otherwise
+        if self._in_body:  # a trailer, which is dropped
+            self._trailer_bytes += len(name) + len(value) + _LINE_BYTES
+            self._check(431, "head", self._trailer_bytes, self._limits.head_bytes)
+        else:
             super().on_header(name, value)
-        self._count_head(len(name) + len(value) + _LINE_BYTES)
 
     def on_headers_complete(self) -> None:
         if self._refusal is not None:
             return
+        self._pending = 0
         method, version = self.parser.get_method(), self.parser.get_http_version()
         self._refusal = head_problem(method, self.url, version, self.headers)
-        if self._refusal is None:
-            self._count_body(int(dict(self.headers).get(b"content-length", b"0")))
-        self._body_bytes = 0
-        self._upgrades = self.parser.should_upgrade()
-        if self._refusal is None and not self._upgrades:
+        lines = sum(len(name) + len(value) + _LINE_BYTES for name, value in self.headers)
+        self._check(431, "head", len(self.url) + lines, self._limits.head_bytes)
+        length = int(dict(self.headers).get(b"content-length", b"0"))
+        self._check(413, "body", length, self._limits.body_bytes)
+        if self._refusal is None and not self.parser.should_upgrade():
             super().on_headers_complete()
             self._in_body = True
 
     def on_body(self, body: bytes) -> None:
-        self._uncounted = False
-        self._head_bytes = 0  # of what follows, a trailer say
-        self._count_body(len(body))
+        self._pending = 0
+        self._body_bytes += len(body)
+        self._check(413, "body", self._body_bytes, self._limits.body_bytes)
         if self._refusal is None:
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        if self._refusal is None and not self._upgrades:
+        if self._refusal is None and self._in_body:
             super().on_message_complete()
-            self._unfinished = self._in_body = False
+            self._in_body, self._pending = False, 0
             self._set_timer(None)
 
-    def _without_upgrade(self) -> bytes:
-        """Return the head that asked for another protocol, to be parsed again as if it had not.
-
-        llhttp ends such a request with its head, whatever body it has.
-        """
-        method, version = self.parser.get_method(), self.parser.get_http_version()
-        self.parser = httptools.HttpRequestParser(self)
-        asked = dict(self.headers).get(b"connection", b"").lower()
-        headers = [(n, v) for n, v in self.headers if n not in (b"connection", b"upgrade")]
-        headers += [(b"connection", b"close")] if b"close" in asked else []
-        return head_bytes(method, self.url, version.encode(), headers)
-
-    def _count_head(self, size: int) -> None:
-        self._uncounted = False
-        self._head_bytes += size
-        if self._head_bytes > self._limits.head_bytes:
-            self._refuse(431, f"the head is over {self._limits.head_bytes} bytes")
-
-    def _count_body(self, size: int) -> None:
-        self._body_bytes += size
-        if self._body_bytes > self._limits.body_bytes:
-            self._refuse(413, f"the body is over {self._limits.body_bytes} bytes")
+    def _check(self, status: int, part: str, size: int, most: int) -> None:
+        if size > most:
+            self._refuse(status, f"the {part} is over {most} bytes")
 
     def _refuse(self, status: int, detail: str) -> None:
         self._refusal = self._refusal or Refusal(status, detail)
 
     @property
     def _behind_others(self) -> bool:
-        """True if requests ahead of the last have no response yet."""
+        """Requests ahead of the last have no response yet."""
         if self._in_body:
             return bool(self.pipeline)
         return self.cycle is not None and not self.cycle.response_complete
@@ -203,8 +196,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._answered = True
         cycle = self.cycle if self._in_body else None
         if cycle is None or not cycle.response_started:
-            target = self.url.decode("latin-1")
-            body = json.dumps(self._config.refusal_body(refusal, target)).encode()
+            body = json.dumps(self._refusal_body(refusal, self.url.decode("latin-1"))).encode()
             head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d"
             head = STATUS_LINE[refusal.status] + head % len(body) + HEAD_END
             self.transport.write(head + body)
@@ -230,12 +222,32 @@ class LimitedProtocol(HttpToolsProtocol):
             self._answer_in_turn()
 
 
-def bound(host: str, port: int) -> socket.socket:
-    """Return a socket at an address, which does not listen yet.
+def head_problem(method: bytes, target: bytes, version: str, headers: Headers) -> Refusal | None:
+    """Find what is wrong with a head that llhttp lets pass; the names of headers are in lower case."""
+    if version not in ("1.0", "1.1"):
+        return Refusal(505, f"HTTP/{version} is not supported")
+    # A path ends at '#' for some servers, and would be another one than was checked.
+    if method == b"CONNECT" or not target.startswith(b"/") or b"#" in target:
+        return Refusal(400, "the request's target must be a path")
+    if [name for name, _ in headers].count(b"host") > 1:
+        return Refusal(400, "more than one host")
+    for name, value in headers:
+        coding = value.lower()
+        if name == b"transfer-encoding" and coding != b"chunked":
+            return Refusal(501, "transfer-encoding must be chunked")
+        if name == b"content-encoding" and coding not in (b"", b"identity"):
+            text = "the body must be sent without a Content-Encoding, not as"
+            return Refusal(415, f"{text} {value.decode(errors='replace')[:40]!r}")
+    return None
 
-    Raises:
-        OSError: it is taken, or not this machine's.
-    """
+
+def head_bytes(method: bytes, target: bytes, version: bytes, headers: Headers) -> bytes:
+    lines = [b"%s %s HTTP/%s" % (method, target, version), *(b"%s: %s" % pair for pair in headers)]
+    return b"\r\n".join(lines) + HEAD_END
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """Return a socket at an address, which does not listen yet, or raise OSError."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     # Connections inherit it: each small event is sent at once.

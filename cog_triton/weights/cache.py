@@ -1,12 +1,11 @@
-"""fetch(), and the cache of tar files, downloaded or local, that are unpacked.
+"""fetch(), and the cache of tar files, downloaded or local, that are unpacked inside their directory.
 
 Each tar file has a directory in the cache, named after the SHA-256 of its URL or path:
 
     fetched.json    which tree is current, and of which version of the file; written last
-    tree-…/         the files
+    tree-…/         the files; what a killed process left of others is removed by the next
     download.tar    a download under way, or one that is not unpacked yet
     download.json   the version of the file that it is a part of
-    unpack-…/       left by a killed process; removed by the next
 
 The directory is locked. A new version gets a tree of its own, and the old one is removed: a process
 that still reads the old one finds files missing, never files of both.
@@ -17,13 +16,15 @@ from __future__ import annotations
 import errno
 import hashlib
 import logging
+import lzma
 import os
 import re
 import shutil
 import tarfile
-import tempfile
 import uuid
-from pathlib import Path
+import zlib
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
@@ -32,11 +33,19 @@ from pydantic import BaseModel
 from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 
 from cog_triton.errors import ConfigurationError
-from cog_triton.processes import locked
+from cog_triton.processes import locked, write_whole
 from cog_triton.weights.download import Download, Unreachable, Version, fetch_from_hub
-from cog_triton.weights.tar import ZSTD, unpack
 
 logger = logging.getLogger(__name__)
+
+_LEFTOVERS, _DOWNLOAD = ("tree-", "pget-"), ("download.",)
+ZSTD = (
+    "is compressed with zstd, which Python reads from 3.14 on; give a plain tar file or a .tar.gz"
+)
+# tarfile raises these, too, for an archive that is damaged, or made to do damage.
+_LIBRARIES = (EOFError, zlib.error, lzma.LZMAError)
+_PYTHON = (ValueError, LookupError, OverflowError, RecursionError)
+_BLOCK = 512  # bytes of a header; the archive ends with a block of zeros
 
 
 class Fetched(BaseModel, frozen=True):
@@ -139,20 +148,19 @@ def display_url(url: str) -> str:
 def _fetch_tar(
     source: str, shown: str, cache: Path, expected: str | None, local: Path | None = None
 ) -> Path:
-    zstd = shown.lower().endswith((".tar.zst", ".tzst"))
-    if zstd and "zst" not in tarfile.TarFile.OPEN_METH:  # before the download
-        raise ConfigurationError(f"{shown} {ZSTD}")
+    if shown.lower().endswith((".tar.zst", ".tzst")) and "zst" not in tarfile.TarFile.OPEN_METH:
+        raise ConfigurationError(f"{shown} {ZSTD}")  # before the download
     entry = cache.expanduser().absolute() / hashlib.sha256(source.encode()).hexdigest()
     entry.mkdir(parents=True, exist_ok=True)
     with locked(entry, lambda: logger.info("waiting for another process to fetch %s", shown)):
         fetched = _read_fetched(entry)
-        _sweep(entry, fetched)
+        _remove(entry, _LEFTOVERS, but=fetched)
         if expected and fetched and fetched.sha256 != expected:
             fetched = None  # whatever the server says of its version
         try:
             if fetched is None or not expected:
                 file = LocalFile(local) if local else Download(source, shown, entry)
-                if file.run(fetched.version if fetched else None):
+                if file.run(fetched.version if fetched else None) or fetched is None:
                     fetched = _publish(file.path, file.version, entry, shown, expected)
         except Unreachable as problem:
             if fetched is None:
@@ -161,13 +169,12 @@ def _fetch_tar(
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
-            _discard_download(entry)
+            _remove(entry, _DOWNLOAD)
             free = tqdm.format_sizeof(shutil.disk_usage(entry).free, "B")
             raise ConfigurationError(
                 f"no space left for {shown} in {cache}, where {free} is free ({error.strerror}); free "
                 "some, or move the cache"
             ) from None
-        assert fetched is not None
         tree = entry / fetched.tree
         inside = [path for path in tree.iterdir() if not path.name.startswith("._")]  # of macOS
         if len(inside) == 1 and inside[0].is_dir() and not inside[0].is_symlink():
@@ -178,6 +185,8 @@ def _fetch_tar(
 def _publish(
     archive: Path, version: Version, entry: Path, shown: str, expected: str | None
 ) -> Fetched:
+    tree = entry / f"tree-{uuid.uuid4().hex[:12]}"
+    tree.mkdir()
     try:
         digest = hashlib.sha256()
         with archive.open("rb") as file:
@@ -187,26 +196,20 @@ def _publish(
             raise ConfigurationError(
                 f"{shown} has the SHA-256 {found}, not {expected}; the file or the checksum is wrong"
             )
-        with tempfile.TemporaryDirectory(dir=entry, prefix="unpack-") as work:
-            new = Path(work, "new")
-            new.mkdir()
-            unpack(archive, new, shown)
-            files, size = _tally(new)
-            if not files:
-                raise ConfigurationError(f"{shown} holds no files; check how it was made")
-            tree = entry / f"tree-{uuid.uuid4().hex[:12]}"
-            new.rename(tree)
-    except ConfigurationError:  # an interrupt leaves the download to be unpacked the next time
-        _discard_download(entry)
+        unpack(archive, tree, shown)
+        files, size = _tally(tree)
+        if not files:
+            raise ConfigurationError(f"{shown} holds no files; check how it was made")
+    except BaseException as error:
+        shutil.rmtree(tree)
+        if isinstance(error, ConfigurationError):  # others leave it to be unpacked the next time
+            _remove(entry, _DOWNLOAD)
         raise
     fetched = Fetched(
         source=shown, version=version, sha256=expected, tree=tree.name, files=files, bytes=size
     )
-    marker = entry / "fetched.new"
-    marker.write_text(fetched.model_dump_json(indent=2), encoding="utf-8")
-    marker.replace(entry / "fetched.json")
-    _discard_download(entry)
-    _sweep(entry, fetched)
+    write_whole(entry / "fetched.json", fetched.model_dump_json(indent=2))
+    _remove(entry, _LEFTOVERS + _DOWNLOAD, but=fetched)
     return fetched
 
 
@@ -220,22 +223,78 @@ def _read_fetched(entry: Path) -> Fetched | None:
     return fetched if whole else None
 
 
-def _sweep(entry: Path, fetched: Fetched | None) -> None:
+def _remove(entry: Path, prefixes: tuple[str, ...], but: Fetched | None = None) -> None:
     for path in entry.iterdir():
-        if fetched and path.name == fetched.tree:
-            continue
-        if path.name.startswith(("tree-", "unpack-")):
-            shutil.rmtree(path)
-        elif path.name.startswith("pget-"):
-            path.unlink()
-
-
-def _discard_download(entry: Path) -> None:
-    for path in entry.glob("download.*"):
-        path.unlink()
+        if path.name.startswith(prefixes) and path.name != (but and but.tree):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def _tally(tree: Path) -> tuple[int, int]:
     """Count the files in ``tree``, and their bytes."""
     paths = [Path(parent, name) for parent, _, names in os.walk(tree) for name in names]
     return len(paths), sum(path.lstat().st_size for path in paths)
+
+
+def unpack(archive: Path, directory: Path, shown: str) -> None:
+    """Unpack a tar file into an empty directory; refuse parts of one and members that are not safe."""
+    if not hasattr(tarfile, "data_filter"):
+        raise ConfigurationError(
+            "tar files need Python 3.10.12, 3.11.4 or later, which filters them"
+        )
+    opened = False
+    try:
+        with tarfile.open(archive, errorlevel=2) as tar:
+            opened = True
+            tar.extractall(directory, members=_members(tar), filter="data")
+            _require_end(tar)
+        root = os.path.realpath(directory)
+        for path in directory.rglob("*"):  # the filter saw a link before those that came after it
+            if path.is_symlink() and not os.path.realpath(path).startswith(root + os.sep):
+                raise tarfile.FilterError(f"{path.name!r} is a link that leads outside")
+    except tarfile.FilterError as error:
+        raise ConfigurationError(
+            f"{shown} is not unpacked: its member {error}; make the tar file without it"
+        ) from None
+    except (tarfile.TarError, *_LIBRARIES, *_PYTHON) as error:
+        problem = f"is cut short or damaged ({error})" if opened else _not_a_tar(archive)
+        raise ConfigurationError(f"{shown} {problem}") from None
+    except OSError as error:
+        if error.errno is None:  # gzip and bz2 report damage so
+            raise ConfigurationError(f"{shown} is damaged ({error})") from None
+        raise
+
+
+def _members(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
+    # Nothing is written through a link: the filter itself once let that pass (CVE-2025-4517).
+    links: set[PurePosixPath] = set()
+    for member in tar:
+        for name in (member.name, member.linkname if member.islnk() else ""):
+            path = PurePosixPath(name)
+            if ".." in path.parts or links & {path, *path.parents}:
+                raise tarfile.FilterError(f"{member.name!r} leads through a link or through ..")
+        if member.issym():
+            # The filter takes "a/" for a directory, and its link's target for relative to it.
+            member.name = member.name.rstrip("/")
+            links.add(PurePosixPath(member.name))
+        yield member
+
+
+def _require_end(tar: tarfile.TarFile) -> None:
+    # tarfile takes a missing or damaged header for the end of the archive.
+    file = tar.fileobj
+    assert file is not None
+    file.seek(tar.offset)
+    if file.read(_BLOCK) != bytes(_BLOCK):
+        raise tarfile.ReadError("no end of archive")
+    while file.read(1 << 20):  # to gzip's checksum
+        pass
+
+
+def _not_a_tar(archive: Path) -> str:
+    with archive.open("rb") as file:
+        head = file.read(_BLOCK)
+    if head.startswith(b"\x28\xb5\x2f\xfd"):
+        return ZSTD
+    if head.lstrip().startswith(b"<"):
+        return "is a web page instead of a tar file; check the URL"
+    return "is not a tar file, or cut short; check its contents"

@@ -41,10 +41,6 @@ class Unreachable(Exception):
     """The server did not answer."""
 
 
-class Interrupted(Exception):
-    """A request failed, and another may not."""
-
-
 class Version(BaseModel, frozen=True):
     """The validators of one version of a file (RFC 9110, section 8.8), and its size in bytes."""
 
@@ -60,12 +56,7 @@ class Version(BaseModel, frozen=True):
 
 
 class Download:
-    """The file of a URL on its way into a directory; a later process continues it.
-
-    Attributes:
-        path: the file, so far.
-        version: the version that it is a part of.
-    """
+    """The file of a URL on its way to ``path``, of one ``version``; a later process continues it."""
 
     def __init__(self, url: str, shown: str, directory: Path) -> None:
         self._url, self._shown = url, shown
@@ -79,20 +70,18 @@ class Download:
     def run(self, current: Version | None) -> bool:
         """Download the file, unless it is still the ``current`` version; return whether it was not.
 
-        Raises:
-            ConfigurationError: the server refuses, or the body ends early again and again.
-            Unreachable: the server does not answer.
-            OSError: the file cannot be written; ENOSPC also before it is.
+        Unreachable stands for a server that does not answer, and ENOSPC comes before the disk is full.
         """
-        failures, counted_from = 0, self._size
+        failures, counted_from, problem = 0, self._size, ""
         for name in ("httpx", "httpcore"):  # which log whole URLs, and headers
             logging.getLogger(name).setLevel(logging.WARNING)
         with httpx.Client(follow_redirects=True, timeout=TIMEOUT, headers=_HEADERS) as client:
-            while True:
+            while failures < TRIES:
+                if failures:
+                    logger.warning("%s: %s; trying again", self._shown, problem)
+                    time.sleep(min(BACKOFF * 2 ** (failures - 1), MAX_BACKOFF))
                 try:
                     return self._try(client, current)
-                except Interrupted as error:
-                    problem = str(error)
                 except httpx.ProtocolError:
                     problem = "the connection broke"
                 except httpx.RequestError as error:  # whose text has no URL
@@ -100,10 +89,6 @@ class Download:
                 failures += 1
                 if self._size >= counted_from + PROGRESS:
                     failures, counted_from = 1, self._size
-                if failures == TRIES:
-                    break
-                logger.warning("%s: %s; trying again", self._shown, problem)
-                time.sleep(min(BACKOFF * 2 ** (failures - 1), MAX_BACKOFF))
         if not self._answered:
             raise Unreachable(
                 f"{self._shown} cannot be reached ({problem}); check the URL and the network"
@@ -114,30 +99,31 @@ class Download:
         )
 
     def _try(self, client: httpx.Client, current: Version | None) -> bool:
-        etag, size = self.version.etag, self.version.size
-        complete = size == self._size
-        ranges = not complete and size and self._size and etag and not etag.startswith("W/")
+        etag, size, start = self.version.etag, self.version.size, self._size
+        complete = size == start
+        ranges = not complete and size and start and etag and not etag.startswith("W/")
         if ranges:  # of the same version, whose bytes must not be mixed with another's
-            headers = {"Range": f"bytes={self._size}-", "If-Range": str(etag)}
+            headers = {"Range": f"bytes={start}-", "If-Range": str(etag)}
         else:  # no If-Modified-Since: an older file may take the place of a newer one
             known = etag if complete else current and current.etag
             headers = {"If-None-Match": known} if known else {}
         with client.stream("GET", self._url, headers=headers) as response:
-            status = response.status_code
+            status, received = response.status_code, response.headers
             if status in _TRANSIENT:
-                raise Interrupted(f"HTTP {status}")
+                raise httpx.RequestError(f"HTTP {status}")
             if status not in (200, 206, 304, 416):
                 advice = _ADVICE.get(status, "it sends no file; check the URL")
                 raise ConfigurationError(f"{self._shown} answered HTTP {status}: {advice}")
-            self._answered, received = True, response.headers
+            self._answered = True
+            if status == 304 and "If-None-Match" in headers:
+                return complete
             length = received.get("Content-Length", "")
             version = Version(
                 etag=received.get("ETag"),
                 last_modified=received.get("Last-Modified"),
                 size=int(length) if length.isdecimal() else None,
             )
-            if status == 304 and headers.get("If-None-Match"):
-                return complete
+            span = f"bytes {start}-{(size or 0) - 1}/{size}"
             if status == 200:
                 if current and current.is_same(version):
                     return False
@@ -146,12 +132,11 @@ class Download:
                 self._restart(version)
             elif (
                 not ranges
-                or response.headers.get("Content-Range")
-                != f"bytes {self._size}-{(size or 0) - 1}/{size}"
+                or received.get("Content-Range") != span
                 or version.etag not in (None, etag)
             ):
                 self._restart(Version())
-                raise Interrupted(f"HTTP {status} for another part than asked for")
+                raise httpx.RequestError(f"HTTP {status} for another part than asked for")
             # Room for the file and its contents, which are no smaller, compressed or not.
             needed = 2 * (self.version.size or 0)
             if needed - self._size > shutil.disk_usage(self.path.parent).free:
@@ -186,7 +171,7 @@ class Download:
                 self._size += len(chunk)
                 progress.update(len(chunk))
         if self.version.size not in (None, self._size):
-            raise Interrupted(f"{self._size} of {self.version.size} bytes came")
+            raise httpx.RequestError(f"{self._size} of {self.version.size} bytes came")
 
     def _run_pget(self) -> None:
         self._pget = False  # one try
@@ -198,7 +183,7 @@ class Download:
         status = subprocess.run(command, capture_output=True, check=False).returncode
         if status != 0 or not target.is_file() or target.stat().st_size != self.version.size:
             target.unlink(missing_ok=True)
-            raise Interrupted(f"pget ended with status {status} and is left out")
+            raise httpx.RequestError(f"pget ended with status {status} and is left out")
         self._size = target.stat().st_size
         target.replace(self.path)
 
@@ -207,44 +192,27 @@ class Download:
 
 UNUSED_FORMATS = ("original/*", "*.gguf", "*.h5", "*.msgpack", "*.onnx")
 """Second copies of the weights that repositories on Hugging Face hold for programs other than ours."""
-WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
-"""Files that a tokenizer does not need."""
-_HUB_ID = re.compile(r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>\S+))?", re.ASCII)
-# First match wins.
-_HUB_PROBLEMS = (
-    (
-        ("GatedRepoError",),
-        "is gated: accept its terms on huggingface.co, and set a token (HF_TOKEN) of the account that did",
-    ),
-    (("RevisionNotFoundError",), "has no such revision; check what follows the @"),
-    (
-        ("RepositoryNotFoundError",),
-        "is no directory that exists here, and Hugging Face has no such repository or shows it to "
-        "others only; check the name, or set a token (HF_TOKEN) that may read it",
-    ),
-    (("HFValidationError",), "is no valid Hugging Face id; write org/name@revision"),
-    # Before version 1 these are HfHubHTTPErrors, though nothing answered.
-    (
-        ("LocalEntryNotFoundError", "OfflineModeIsEnabled"),
-        "is no directory that exists here, nor complete in the Hugging Face cache, and Hugging "
-        "Face cannot be reached or is turned off (HF_HUB_OFFLINE); check the network, or name a "
-        "local directory",
-    ),
+WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")  # files that a tokenizer does not need
+HUB_ID = re.compile(r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>\S+))?", re.ASCII)
+_OFFLINE = (
+    "is no directory that exists here, nor complete in the Hugging Face cache, and Hugging Face cannot be "
+    "reached or is turned off (HF_HUB_OFFLINE); check the network, or name a local directory"
 )
-
-
-def is_hub_id(name: str) -> bool:
-    """Return whether this has the form of an id on Hugging Face, org/name or org/name@revision."""
-    return _HUB_ID.fullmatch(name) is not None
+_HUB_PROBLEMS = {
+    "GatedRepoError": "is gated: accept its terms on huggingface.co, and set a token (HF_TOKEN) of the "
+    "account that did",
+    "RevisionNotFoundError": "has no such revision; check what follows the @",
+    "RepositoryNotFoundError": "is no directory that exists here, and Hugging Face has no such repository "
+    "or shows it to others only; check the name, or set a token (HF_TOKEN) that may read it",
+    "HFValidationError": "is no valid Hugging Face id; write org/name@revision",
+    "LocalEntryNotFoundError": _OFFLINE,
+    "OfflineModeIsEnabled": _OFFLINE,
+}
 
 
 def fetch_from_hub(source: str, token: str | None, without: tuple[str, ...] = ()) -> Path:
-    """Return the local directory of a repository, less the files that match ``without``.
-
-    Raises:
-        ConfigurationError: there is nothing to return, with the reason and what to do.
-    """
-    match = _HUB_ID.fullmatch(source)
+    """Return the local directory of a repository, less the files that match ``without``."""
+    match = HUB_ID.fullmatch(source)
     if not match:
         raise ConfigurationError(
             f"{source!r} is no file or directory that exists, and neither a URL nor a Hugging Face "
@@ -253,20 +221,18 @@ def fetch_from_hub(source: str, token: str | None, without: tuple[str, ...] = ()
     # Imported here, because it takes a while and most deployments have their files in place.
     from huggingface_hub import errors, snapshot_download
 
+    name, revision, ignored = match["name"], match["revision"], [*UNUSED_FORMATS, *without]
     # The bases are those of its HTTP library: requests, httpx and httpx2, by its release.
     foreseen: tuple[type[Exception], ...] = (OSError, ValueError, *errors.HfHubHTTPError.__bases__)
-    ignored = [*UNUSED_FORMATS, *without]
     try:
         return Path(
-            snapshot_download(
-                match["name"], revision=match["revision"], token=token, ignore_patterns=ignored
-            )
+            snapshot_download(name, revision=revision, token=token, ignore_patterns=ignored)
         )
-    except foreseen as error:  # whose own text may hold the token
-        kinds = {kind.__name__ for kind in type(error).__mro__}
-        text = next((text for names, text in _HUB_PROBLEMS if kinds & set(names)), None)
-        if text is not None:
-            problem = f"{source} {text}"
+    except foreseen as error:
+        kinds = [kind.__name__ for kind in type(error).__mro__]  # its text may hold the token
+        # Before version 1 that of an offline cache is an HfHubHTTPError too, though nothing answered.
+        if known := next((_HUB_PROBLEMS[kind] for kind in kinds if kind in _HUB_PROBLEMS), None):
+            problem = f"{source} {known}"
         elif isinstance(error, errors.HfHubHTTPError):
             status = error.response.status_code if error.response is not None else "?"
             advice = "check the token (HF_TOKEN)" if status in (401, 403) else "try again later"
@@ -276,6 +242,5 @@ def fetch_from_hub(source: str, token: str | None, without: tuple[str, ...] = ()
                 f"no space left for {source} in the Hugging Face cache; free some, or set HF_HOME"
             )
         else:
-            kind = type(error).__name__
-            problem = f"{source} could not be fetched from Hugging Face: {kind}; try again"
+            problem = f"{source} could not be fetched from Hugging Face: {kinds[0]}; try again"
         raise ConfigurationError(problem) from None

@@ -11,31 +11,19 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import openai
 import pytest
 import torch
-from pydantic import BaseModel, Field
 
 from tests.adapters import make_adapter
-from tests.integration.conftest import client
+from tests.integration.conftest import client  # noqa: F401
 from tests.integration.test_openai_lora import ask, models
-from tests.integration.test_openai_structured import (
+from tests.integration.test_openai_structured import (  # noqa: F401
     test_a_named_call_is_that_one,
     test_a_required_call_is_made,
-    test_json_of_any_kind,
     test_log_probabilities_of_a_chat,
     test_what_vllms_users_write,
 )
-from tests.openai_server import MESSAGES, OpenAIServer
-
-__all__ = [
-    "client",
-    "test_a_named_call_is_that_one",
-    "test_a_required_call_is_made",
-    "test_json_of_any_kind",
-    "test_log_probabilities_of_a_chat",
-    "test_what_vllms_users_write",
-]
+from tests.openai_server import OpenAIServer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 NEEDS_VLLM = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="no vLLM")
@@ -60,19 +48,6 @@ def server(
     }
     with OpenAIServer(environment, directory / "log") as server:
         yield server
-
-
-class Verdict(BaseModel):
-    sure: bool
-    grade: int = Field(ge=0, le=9)  # of an int without bounds a tiny model writes digits for ever
-
-
-def test_a_pydantic_model_is_what_comes_back(client: openai.OpenAI) -> None:
-    for seed in range(3):
-        answer = client.chat.completions.parse(
-            model="demo", messages=MESSAGES, response_format=Verdict, seed=seed, max_tokens=200
-        )
-        assert isinstance(answer.choices[0].message.parsed, Verdict)
 
 
 def test_adapters_share_a_batch_and_leave_others_alone(server: OpenAIServer) -> None:

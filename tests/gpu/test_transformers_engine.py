@@ -5,16 +5,15 @@ python -m pytest tests/gpu
 
 from __future__ import annotations
 
-import queue
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from cog_triton.engines.base import GenerationRequest, SamplingParams
-from cog_triton.engines.serving import Output, Serving
-from cog_triton.engines.transformers import TransformersEngine
+from cog_triton.engines.base import SamplingParams
 from cog_triton.text.tokenizer import load_tokenizer
+from tests.unit.engines.conftest import running
 from tools.demo_model.corpus import PAIRS
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -23,24 +22,12 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def answers(model: Path, sampling: SamplingParams, **parameters: str) -> list[list[int]]:
     """The ids of the answers to all of the demo model's questions, asked at once."""
     tokenizer = load_tokenizer(str(model))
-    engine = TransformersEngine.from_parameters(
-        {"model": str(model), "tokenizer_dir": str(model), **parameters}
-    )
-    serving = Serving(engine)
-    outputs: list[queue.SimpleQueue[Output]] = [queue.SimpleQueue() for _ in PAIRS]
-    try:
-        for i, pair in enumerate(PAIRS):
-            request = GenerationRequest(
-                key="",
-                input_ids=tokenizer(pair.question).input_ids,
-                max_tokens=120,
-                end_id=tokenizer.eos_token_id,
-                sampling=sampling,
-            )
-            serving.start(str(i), request, outputs[i].put, streaming=False)
-        return [output.get(timeout=60).ids for output in outputs]
-    finally:
-        serving.close()
+    engine = {"engine": "transformers", "model": str(model), "tokenizer_dir": str(model)}
+    values: Any = {"max_tokens": 120, "end_id": tokenizer.eos_token_id, "sampling": sampling}
+    with running(engine, **parameters) as requests:
+        prompts = [tokenizer(pair.question).input_ids for pair in PAIRS]
+        streams = [requests.start(prompt, **values) for prompt in prompts]
+        return [stream.wait().ids for stream in streams]
 
 
 SAMPLING = SamplingParams(

@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cog_triton.deployment.engine_choice import resolve_engine
-from cog_triton.deployment.preparation import Values, merge, template_values
+from cog_triton.deployment.preparation import Values, merge, resolve_engine, template_values
 from cog_triton.repository.fill import fill_repository
 from cog_triton.server.command import Launch
 from cog_triton.server.tritonserver import TritonServer
 from cog_triton.settings import Settings, read_settings
 from cog_triton.text.tokenizer import Tokenizer, load_tokenizer
 from tests.openai_server import OpenAIServer
-from tests.support import CogServer, EngineCounters
+from tests.support import CogServer, EngineCounters, free_port
 
 if TYPE_CHECKING:
     import openai
@@ -54,6 +53,16 @@ def running(server: TritonServer) -> Iterator[TritonServer]:
         server.stop()
 
 
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(params=["grpc", "http"])
+def transport(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="session")
 def tokenizer(demo_model: Path) -> Tokenizer:
     return load_tokenizer(str(demo_model))
@@ -69,9 +78,10 @@ def engine_name(request: pytest.FixtureRequest) -> str:
 def triton(
     demo_model: Path, engine_name: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[TritonServer]:
-    """Triton with the demo model."""
+    """Triton with the demo model, by the ensembles and by BLS."""
     settings = settings_for(demo_model, ENGINE=engine_name)
-    with running(make_server(settings, tmp_path_factory.mktemp("triton"))) as server:
+    directory = tmp_path_factory.mktemp("triton")
+    with running(make_server(settings, directory, {"tensorrt_llm_bls": {}})) as server:
         yield server
 
 
@@ -89,10 +99,18 @@ def paced_triton(
 def cog_server(
     demo_model: Path, engine_name: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[CogServer]:
-    """Cog with the demo model."""
-    log = tmp_path_factory.mktemp("cog") / "log"
-    with CogServer({"MODEL": str(demo_model), "ENGINE": engine_name}, log) as server:
-        assert server.wait_until_set_up()["status"] == "READY", log.read_text()
+    """Cog with the demo model, and Triton's own ports and BLS beside it."""
+    directory = tmp_path_factory.mktemp("cog")
+    (directory / "config.yaml").write_text("server:\n  tensorrt_llm_bls:\n")
+    environment = {
+        "MODEL": str(demo_model),
+        "ENGINE": engine_name,
+        "COG_TRITON_CONFIG": str(directory / "config.yaml"),
+        "TRITON_HTTP_PORT": str(free_port()),
+        "TRITON_GRPC_PORT": str(free_port()),
+    }
+    with CogServer(environment, directory / "log") as server:
+        server.wait_until_ready()
         yield server
 
 
@@ -100,16 +118,35 @@ def cog_server(
 def paced_cog_server(
     demo_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[CogServer]:
-    """Cog with the simulated engine, at PACE_MS a token."""
+    """Cog with the OpenAI face beside it and the simulated engine, at PACE_MS a token."""
     log = tmp_path_factory.mktemp("paced_cog") / "log"
     environment = {
         "MODEL": str(demo_model),
         "ENGINE": "simulated",
         "SIMULATED_INTER_TOKEN_MS": str(PACE_MS),
+        "OPENAI_PORT": str(free_port()),
+        "TRITON_GRPC_PORT": str(free_port()),
     }
     with CogServer(environment, log) as server:
-        assert server.wait_until_set_up()["status"] == "READY", log.read_text()
+        server.wait_until_ready()
         yield server
+
+
+@pytest.fixture(scope="session")
+def openai_server(
+    demo_model: Path, engine_name: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[OpenAIServer]:
+    """The OpenAI face with the demo model."""
+    log = tmp_path_factory.mktemp("openai") / "log"
+    with OpenAIServer({"MODEL": str(demo_model), "ENGINE": engine_name}, log) as server:
+        yield server
+    assert "Traceback" not in log.read_text()
+
+
+@pytest.fixture
+def server(openai_server: OpenAIServer) -> OpenAIServer:
+    """The one that ``client`` asks; a module may have another."""
+    return openai_server
 
 
 def engine_counters(server: TritonServer) -> EngineCounters:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
-import re
 import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,36 +14,25 @@ import jsonschema  # type: ignore[import-untyped, unused-ignore]
 import pytest
 from tokenizers import Tokenizer
 
-from tests.browser import HOSTILE, QUESTION, Tab, chromium
-from tests.openai_server import OpenAIServer
+from tests.browser import HOSTILE, Tab, chromium
+from tests.openai_server import ANSWER, MESSAGES, OpenAIServer
 from tests.support import wait_until
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
-
-ANSWER = "Machine learning is a way of building programs"
 
 CALL = '{"name": "weather", "arguments": {"city": "Paris <b>"}}'
 SIMULATED_TEXT = f"<think>Hm, <b>hm</b>.</think>\n\n{HOSTILE}\n<tool_call>{CALL}</tool_call></s>"
 # For the format of its calls, and so that the prompt is the last message alone.
 TEMPLATE = "{{ messages[-1]['content'] }}{# tools <tool_call> <think></think> #}"
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+STREAMED = {"model": "demo", "stream": True, "stream_options": {"include_usage": True}}
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     with chromium() as browser:
         yield browser
-
-
-@pytest.fixture(scope="module")
-def demo(
-    demo_model: Path, engine_name: str, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[OpenAIServer]:
-    """With the demo model."""
-    environment = {"MODEL": str(demo_model), "ENGINE": engine_name}
-    with OpenAIServer(environment, tmp_path_factory.mktemp("demo") / "log") as server:
-        yield server
 
 
 @pytest.fixture(scope="module")
@@ -61,10 +50,21 @@ def simulated(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 
 @pytest.fixture
-def tab(request: pytest.FixtureRequest, browser: Browser) -> Iterator[Tab]:
-    """The page of the demo model's server, or the one that a test names; at the end it has asked for
-    nothing else, and nothing was wrong with it."""
-    server = request.getfixturevalue(getattr(request, "param", "demo"))
+def tab(browser: Browser, openai_server: OpenAIServer) -> Iterator[Tab]:
+    """The page of the demo model's server."""
+    with opened(browser, openai_server) as tab:
+        yield tab
+
+
+@pytest.fixture
+def simulated_tab(browser: Browser, simulated: OpenAIServer) -> Iterator[Tab]:
+    with opened(browser, simulated) as tab:
+        yield tab
+
+
+@contextmanager
+def opened(browser: Browser, server: OpenAIServer) -> Iterator[Tab]:
+    """A tab with the page; at the end it has asked for nothing else, and nothing was wrong with it."""
     context = browser.new_context(viewport={"width": 1200, "height": 800})
     tab = Tab(context.new_page())
     try:
@@ -76,9 +76,6 @@ def tab(request: pytest.FixtureRequest, browser: Browser) -> Iterator[Tab]:
         context.close()
 
 
-on_simulated = pytest.mark.parametrize("tab", ["simulated"], indirect=True)
-
-
 @pytest.fixture(scope="module")
 def opening(demo_model: Path) -> str:
     """A message upon which the simulated engine begins at the beginning of its text."""
@@ -88,9 +85,7 @@ def opening(demo_model: Path) -> str:
         return list(tokenizer.encode(text, add_special_tokens=False).ids)
 
     length = len(ids(SIMULATED_TEXT))
-    words = re.findall(
-        r"\w+", "What is a KV cache and why do we need gradient descent in deep learning"
-    )
+    words = ("What", "is", "a", "KV", "cache", "and", "why", "do", "we", "need", "deep", "learning")
     texts = map(" ".join, itertools.product(words, repeat=4))
     return next(text for text in texts if sum(ids(text)) % length == 0)
 
@@ -98,62 +93,39 @@ def opening(demo_model: Path) -> str:
 # Answers
 
 
-def test_an_answer_streams_and_is_measured(tab: Tab, demo: OpenAIServer) -> None:
+def test_an_answer_streams_and_is_measured(tab: Tab, server: OpenAIServer) -> None:
+    tab.ask()
+    assert tab.bodies == [{"messages": MESSAGES, **STREAMED}]  # what is not set is not sent
+    tab.page.get_by_role("button", name="New chat").click()
     tab.set(Temperature=0)
     tab.ask()
     assert tab.text().startswith(ANSWER)
     ttft, rate, tokens, reason = tab.facts()[:4]
     assert ttft.startswith("TTFT ")
     assert rate.endswith(" tokens/s")
-    usage = demo.chat(temperature=0).json()["usage"]
+    usage = server.chat(temperature=0).json()["usage"]
     assert tokens == f"{usage['prompt_tokens']} tokens in, {usage['completion_tokens']} tokens out"
     assert reason == "stop"
     assert tab.page.locator("#facts").inner_text() == "context of 2,048 tokens"
 
 
-def test_what_is_not_set_is_not_sent(tab: Tab) -> None:
-    tab.ask()
-    assert tab.bodies == [
-        {
-            "model": "demo",
-            "messages": [{"role": "user", "content": QUESTION}],
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-    ]
-
-
 def test_every_setting_is_sent(tab: Tab) -> None:
-    tab.set(
-        Temperature=0.5, Top_p=0.9, Top_k=40, Max_tokens=7, Seed=3, System_prompt="Be brief.",
-        Repetition_penalty=1.1, Presence_penalty=0.2, Frequency_penalty=-0.2,
-        Stop_sequences="END\n\\n\\n\n", Further_fields={"min_p": 0.1},
-    )  # fmt: skip
+    names = {"Temperature": 0.5, "Top_p": 0.9, "Top_k": 40, "Max_tokens": 7, "Seed": 3}
+    names |= {"Repetition_penalty": 1.1, "Presence_penalty": 0.2, "Frequency_penalty": -0.2}
+    more = {"System_prompt": "Be brief.", "Further_fields": {"min_p": 0.1}}
+    tab.set(**names, **more, Stop_sequences="END\n\\n\\n\n")
     tab.ask()
     (body,) = tab.bodies
     assert body.pop("messages")[0] == {"role": "system", "content": "Be brief."}
-    assert body == {
-        "model": "demo",
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        "temperature": 0.5,
-        "top_p": 0.9,
-        "top_k": 40,
-        "max_tokens": 7,
-        "seed": 3,
-        "repetition_penalty": 1.1,
-        "presence_penalty": 0.2,
-        "frequency_penalty": -0.2,
-        "stop": ["END", "\n\n"],
-        "min_p": 0.1,
-    }
+    sent = {name.lower(): value for name, value in names.items()}
+    assert body == {**STREAMED, **sent, "stop": ["END", "\n\n"], "min_p": 0.1}
     assert "7 tokens out" in tab.facts()[2]
 
 
 def test_a_conversation_grows_is_asked_again_and_cleared(tab: Tab) -> None:
     tab.set(Temperature=0, Max_tokens=3)
     tab.ask("Hello")
-    first = {"role": "assistant", "content": tab.bodies[0] and tab.text()}
+    first = {"role": "assistant", "content": tab.text()}
     tab.ask("Thanks")
     history = [{"role": "user", "content": "Hello"}, first, {"role": "user", "content": "Thanks"}]
     assert tab.bodies[1]["messages"] == history
@@ -179,9 +151,11 @@ def test_the_keys(tab: Tab) -> None:
     assert prompt.input_value() == ""
 
 
-@on_simulated
 @pytest.mark.parametrize("by", ["button", "Escape"])
-def test_a_stop_ends_the_request_in_the_engine(tab: Tab, simulated: OpenAIServer, by: str) -> None:
+def test_a_stop_ends_the_request_in_the_engine(
+    simulated_tab: Tab, simulated: OpenAIServer, by: str
+) -> None:
+    tab = simulated_tab
     stopped = simulated.engine["stopped"]
     tab.set(Max_tokens=1900, Further_fields={"ignore_eos": True})
     tab.send("Go")
@@ -196,8 +170,8 @@ def test_a_stop_ends_the_request_in_the_engine(tab: Tab, simulated: OpenAIServer
     assert stop.is_hidden()
 
 
-@on_simulated
-def test_thoughts_are_folded_and_calls_are_shown(tab: Tab, opening: str) -> None:
+def test_thoughts_are_folded_and_calls_are_shown(simulated_tab: Tab, opening: str) -> None:
+    tab = simulated_tab
     tab.set(Further_fields={"tools": TOOLS})
     tab.ask(opening)
     thoughts = tab.page.locator("article details")
@@ -213,12 +187,9 @@ def test_thoughts_are_folded_and_calls_are_shown(tab: Tab, opening: str) -> None
     assert tab.page.get_by_placeholder("Result of weather").is_visible()
     tab.ask("21 degrees")
     *_, answer, result = tab.bodies[1]["messages"]
-    assert [function["function"]["name"] for function in answer["tool_calls"]] == ["weather"]
-    assert result == {
-        "role": "tool",
-        "tool_call_id": answer["tool_calls"][0]["id"],
-        "content": "21 degrees",
-    }
+    (made,) = answer["tool_calls"]
+    assert made["function"]["name"] == "weather"
+    assert result == {"role": "tool", "tool_call_id": made["id"], "content": "21 degrees"}
 
 
 # The schema box
@@ -234,20 +205,17 @@ def test_an_answer_to_a_schema(tab: Tab) -> None:
     tab.set(Temperature=0, JSON_schema=schema)
     tab.ask()
     jsonschema.validate(json.loads(tab.page.locator("article code").inner_text()), schema)
-    (body,) = tab.bodies
-    assert body["response_format"] == {
-        "type": "json_schema",
-        "json_schema": {"name": "answer", "schema": schema, "strict": True},
-    }
+    form = {"name": "answer", "schema": schema, "strict": True}
+    assert tab.bodies[0]["response_format"] == {"type": "json_schema", "json_schema": form}
 
 
-@pytest.mark.parametrize("text", ['{"type": "object",', "[1]", "null"])
-def test_a_schema_that_is_no_json_is_told_at_once(tab: Tab, text: str) -> None:
+def test_a_schema_that_is_no_json_is_told_at_once(tab: Tab) -> None:
     problem = tab.page.locator("#schema-problem")
-    tab.set(JSON_schema=text)
-    assert problem.inner_text().startswith("Not JSON: ")
-    tab.send()
-    assert tab.page.locator("#schema").evaluate("box => box === document.activeElement")
+    for text in ('{"type": "object",', "[1]", "null"):
+        tab.set(JSON_schema=text)
+        assert problem.inner_text().startswith("Not JSON: ")
+        tab.send()
+        assert tab.page.locator("#schema").evaluate("box => box === document.activeElement")
     assert tab.bodies == []
     tab.set(JSON_schema="")
     assert problem.is_hidden()
@@ -256,54 +224,39 @@ def test_a_schema_that_is_no_json_is_told_at_once(tab: Tab, text: str) -> None:
 # Errors
 
 
-def test_an_error_is_shown_and_leaves_the_conversation(tab: Tab, demo: OpenAIServer) -> None:
+def test_an_error_is_shown_and_leaves_the_conversation(tab: Tab, server: OpenAIServer) -> None:
     tab.set(Further_fields={"logit_bias": {"<b>": 1}})
     tab.ask("Hello")
-    error = tab.page.get_by_role("alert").filter(has_text="logit_bias must have token ids")
+    error = tab.page.get_by_role("alert").filter(has_text="logit_bias.<b>: ")
     assert error.locator("small").inner_text().startswith("400 · invalid_request_error · ")
-    assert error.locator("small").inner_text().endswith("param: logit_bias")
+    assert error.locator("small").inner_text().endswith("param: logit_bias.<b>")
     assert error.locator("b").count() == 0
     (name,) = tab.page.locator("article .id").all_inner_texts()
-    reply = demo.get("/v1/models", headers={"x-request-id": name})
-    assert reply.headers["x-request-id"] == name
+    assert f"{name} /v1/chat/completions 400 " in server.log.read_text()
     tab.set(Further_fields="")
     tab.ask()
-    assert tab.bodies[1]["messages"] == [{"role": "user", "content": QUESTION}]
+    assert tab.bodies[1]["messages"] == MESSAGES
 
 
-def test_a_schema_that_the_server_refuses(tab: Tab) -> None:
-    tab.set(JSON_schema={"type": "nonsense"})
-    tab.ask()
-    assert tab.page.locator("article .error small").inner_text().startswith("400 · ")
-
-
-def test_behind_a_path_of_a_proxy(tab: Tab, demo: OpenAIServer) -> None:
-    def proxy(route: Any) -> None:
-        route.continue_(url=route.request.url.replace("/deep/", "/"))
-
-    tab.page.route(f"{demo.url}/deep/**", proxy)
+@pytest.mark.rare
+def test_behind_a_path_of_a_proxy(tab: Tab, server: OpenAIServer) -> None:
+    deep = f"{server.url}/deep/"
+    tab.page.route(f"{deep}**", lambda at: at.continue_(url=at.request.url.replace("/deep/", "/")))
     tab.urls.clear()
-    tab.page.goto(f"{demo.url}/deep/")
-    tab.page.get_by_role("heading", name="Ask demo").wait_for()
+    tab.goto(deep)
     tab.ask()
-    assert all(url.startswith((f"{demo.url}/deep/", "data:")) for url in tab.urls)
+    assert all(url.startswith((deep, "data:")) for url in tab.urls)
     assert tab.text()
 
 
-def test_a_key_is_asked_for(tab: Tab) -> None:
-    told = {
-        "error": {
-            "message": "no such key",
-            "type": "invalid_request_error",
-            "code": "invalid_api_key",
-        }
-    }
+def test_a_key_is_asked_for_and_stays_in_the_tab(tab: Tab) -> None:
+    error = {"message": "no such key", "type": "invalid_request_error", "code": "invalid_api_key"}
 
     def check(route: Any) -> None:
         if route.request.headers.get("authorization") == "Bearer sk-1":
             route.continue_()
         else:
-            route.fulfill(status=401, json=told)
+            route.fulfill(status=401, json={"error": error})
 
     tab.page.route("**/v1/**", check)
     tab.page.get_by_role("button", name="Close the settings").click()
@@ -314,6 +267,10 @@ def test_a_key_is_asked_for(tab: Tab) -> None:
     tab.page.get_by_role("heading", name="Ask demo").wait_for()
     tab.ask()
     assert tab.text()
+    tab.page.reload()
+    tab.page.get_by_role("heading", name="Ask demo").wait_for()
+    assert tab.page.evaluate("[localStorage.length, document.cookie]") == [0, ""]
+    assert tab.page.context.cookies() == []
 
 
 def test_a_server_that_is_gone(tab: Tab) -> None:
@@ -322,38 +279,32 @@ def test_a_server_that_is_gone(tab: Tab) -> None:
     assert "cannot be reached" in tab.page.locator("article .error").inner_text()
 
 
-def test_an_error_in_mid_stream(browser: Browser, demo_model: Path, tmp_path: Path) -> None:
-    environment = {
-        "MODEL": str(demo_model),
-        "ENGINE": "simulated",
-        "SIMULATED_INTER_TOKEN_MS": "20",
-        "SIMULATED_FAILURE_RATE": "1",
-    }
-    with OpenAIServer(environment, tmp_path / "log") as server, browser.new_page() as page:
-        tab = Tab(page)
-        tab.open(server.url)
-        tab.set(Max_tokens=50)
-        tab.ask()
-        error = page.locator("article .error")
-        assert error.inner_text().startswith("a simulated failure after")
-        assert "server_error" in error.locator("small").inner_text()
-        assert tab.text()
+def test_an_error_in_mid_stream(tab: Tab) -> None:
+    begun = {"choices": [{"index": 0, "delta": {"content": "So far"}}]}
+    failed = {"error": {"message": "It broke", "type": "server_error", "code": "E2100"}}
+    body = "".join(f"data: {json.dumps(event)}\n\n" for event in (begun, failed))
+    answer = {"content_type": "text/event-stream", "body": body}
+    tab.page.route("**/v1/chat/completions", lambda route: route.fulfill(**answer))
+    tab.ask()
+    error = tab.page.locator("article .error")
+    assert error.inner_text().startswith("It broke")
+    assert "server_error" in error.locator("small").inner_text()
+    assert tab.text() == "So far"
 
 
 # What a page must not do
 
 
-@on_simulated
-def test_what_a_model_says_is_never_html(tab: Tab, opening: str) -> None:
+def test_what_a_model_says_is_never_html(simulated_tab: Tab, opening: str) -> None:
+    tab = simulated_tab
     tab.set(System_prompt=HOSTILE)
     tab.ask(HOSTILE)
     tab.ask(opening)
     assert tab.page.evaluate("window.hit") is None
     assert "<img src=x onerror=" in tab.text()
-    made = tab.page.locator("#log").evaluate(
-        "log => [...new Set([...log.querySelectorAll('*')].map((node) => node.localName))]"
-    )
-    assert not {"img", "script", "svg", "iframe", "b", "i"} & set(made)
+    names = "all => all.map((node) => node.localName)"
+    made = set(tab.page.locator("#log *").evaluate_all(names))
+    assert not {"img", "script", "svg", "iframe", "b", "i"} & made
     links = tab.page.locator("#log a").evaluate_all("all => all.map((link) => link.href)")
     assert links
     assert all(link.startswith("https://example.org/") for link in links)
@@ -361,9 +312,11 @@ def test_what_a_model_says_is_never_html(tab: Tab, opening: str) -> None:
     assert not tab.page.locator("#log *").evaluate_all(handlers)
 
 
-def test_the_browser_refuses_what_a_page_must_not_do(browser: Browser, demo: OpenAIServer) -> None:
+def test_the_browser_refuses_what_a_page_must_not_do(
+    browser: Browser, server: OpenAIServer
+) -> None:
     with browser.new_page() as page:
-        page.goto(demo.url)
+        page.goto(server.url)
         page.evaluate(
             """() => {
                 window.refused = [];
@@ -380,22 +333,10 @@ def test_the_browser_refuses_what_a_page_must_not_do(browser: Browser, demo: Ope
         }
 
 
-def test_a_key_stays_in_the_tab(tab: Tab) -> None:
-    sent = []
-    tab.page.on("request", lambda request: sent.append(request.headers.get("authorization")))
-    tab.set(API_key="sk-1")
-    tab.ask()
-    assert sent[-1] == "Bearer sk-1"
-    tab.page.reload()
-    tab.page.get_by_role("heading", name="Ask demo").wait_for()
-    assert sent[-1] == "Bearer sk-1"
-    assert tab.page.evaluate("[localStorage.length, document.cookie]") == [0, ""]
-    assert tab.page.context.cookies() == []
-
-
 # How it looks
 
 
+@pytest.mark.rare
 def test_copies(tab: Tab) -> None:
     tab.set(Temperature=0, Max_tokens=4, System_prompt="It's")
     tab.ask()
@@ -415,31 +356,15 @@ def test_copies(tab: Tab) -> None:
     assert run.stdout.endswith("data: [DONE]\n\n"), run.stderr
 
 
+@pytest.mark.rare
 def test_a_narrow_screen(tab: Tab) -> None:
     tab.page.set_viewport_size({"width": 360, "height": 640})
     tab.page.reload()
     settings = tab.page.get_by_role("complementary", name="Settings")
     assert settings.is_hidden()
     tab.ask()
-    width = "document.documentElement.scrollWidth"
-    assert tab.page.evaluate(width) == 360
+    assert tab.page.evaluate("document.documentElement.scrollWidth") == 360
     tab.page.get_by_role("button", name="Settings").click()
     assert settings.is_visible()
     tab.page.keyboard.press("Escape")
     assert settings.is_hidden()
-
-
-def test_every_control_has_a_name(tab: Tab) -> None:
-    tab.ask()
-    nameless = tab.page.locator("button, input, select, textarea").evaluate_all(
-        """all => all.filter((node) => !(node.labels?.length || node.ariaLabel || node.innerText.trim()))
-            .map((node) => node.outerHTML)"""
-    )
-    assert nameless == []
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_light_and_dark(tab: Tab, scheme: Any) -> None:
-    tab.page.emulate_media(color_scheme=scheme)
-    color = tab.page.evaluate("getComputedStyle(document.body).backgroundColor")
-    assert color == {"light": "rgb(255, 255, 255)", "dark": "rgb(23, 24, 27)"}[scheme]

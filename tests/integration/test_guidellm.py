@@ -17,28 +17,23 @@ REQUESTS, OUTPUT_TOKENS = 12, 16
 SECONDS = 300
 
 
-def command(url: str, model: Path, report: Path) -> list[str]:
-    """Its call: streamed chats with made-up prompts, four at a time."""
-    options = {
-        "backend": f"kind=openai_http,target={url},model=demo",
-        "profile": "kind=concurrent,streams=4",
-        "constraint": f"kind=max_requests,count={REQUESTS}",
-        "data": f"kind=synthetic_text,prompt_tokens=16,output_tokens={OUTPUT_TOKENS}",
-        "tokenizer": f"kind=hf_auto,model={model}",
-        "output": f"kind=json,path={report}",
-    }
-    flags = [part for name, value in options.items() for part in (f"--{name}", value)]
-    return [str(GUIDELLM), "run", *flags, "--disable-console"]
-
-
 def test_guidellm_measures_the_face(demo_model: Path, tmp_path: Path) -> None:
     if not GUIDELLM.exists():
         pytest.skip("GuideLLM is not installed: make test-clients")
     report = tmp_path / "report.json"
+    backend = "kind=openai_http,target={},model=demo"
+    options = {  # streamed chats with made-up prompts, four at a time
+        "profile": "kind=concurrent,streams=4",
+        "constraint": f"kind=max_requests,count={REQUESTS}",
+        "data": f"kind=synthetic_text,prompt_tokens=16,output_tokens={OUTPUT_TOKENS}",
+        "tokenizer": f"kind=hf_auto,model={demo_model}",
+        "output": f"kind=json,path={report}",
+    }
+    flags = [part for name, value in options.items() for part in (f"--{name}", value)]
     environment = {"MODEL": str(demo_model), "ENGINE": "simulated"}
     with OpenAIServer(environment, tmp_path / "log") as server:
         done = subprocess.run(
-            command(server.url, demo_model, report),
+            [GUIDELLM, "run", *flags, "--backend", backend.format(server.url), "--disable-console"],
             env={**os.environ, "HF_HUB_OFFLINE": "1", "NO_PROXY": "*", "no_proxy": "*"},
             cwd=tmp_path,
             capture_output=True,

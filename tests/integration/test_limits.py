@@ -14,11 +14,10 @@ import psutil  # type: ignore[import-untyped, unused-ignore]
 import pytest
 
 from tests.openai_server import OpenAIServer
-from tests.support import CogServer, free_port, wait_until
+from tests.support import CogServer, free_port
 
 BODY_BYTES = 100_000
-FACES = ("front", "beside", "alone", "attached", "workers", "beside in workers")
-PORTS = (*FACES, "metrics")
+PORTS = ("front", "beside", "workers", "metrics")
 SIMULATED = {
     "ENGINE": "simulated",
     "MAX_REQUEST_BYTES": str(BODY_BYTES),
@@ -46,52 +45,27 @@ class Port:
 @pytest.fixture(scope="module")
 def ports(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Port]]:
     directory = tmp_path_factory.mktemp("limits")
-    given = {"MODEL": str(demo_model), **SIMULATED}
-    numbers = {name: free_port() for name in ("beside", "metrics", "grpc", "beside in workers")}
-    names = ("--tokenizer", str(demo_model), "--model", "demo")
-    attached = ("--triton-endpoint", f"http://127.0.0.1:{numbers['grpc']}", *names)
-    with ExitStack() as stack:
-        cog = stack.enter_context(
-            CogServer(
-                {
-                    **given,
-                    "OPENAI_PORT": str(numbers["beside"]),
-                    "PREDICTOR_METRICS_PORT": str(numbers["metrics"]),
-                    "TRITON_GRPC_PORT": str(numbers["grpc"]),
-                },
-                directory / "cog",
-            )
-        )
-        both = stack.enter_context(
-            CogServer(
-                {
-                    **given,
-                    "OPENAI_PORT": str(numbers["beside in workers"]),
-                    "OPENAI_WORKERS": "2",
-                },
-                directory / "both",
-            )
-        )
-        for server in (cog, both):
-            assert server.wait_until_set_up()["status"] == "READY"
-        log = directory / "both"
-        wait_until(lambda: "processes are ready" in log.read_text(), 60, "the workers")
-        alone = stack.enter_context(OpenAIServer(given, directory / "alone"))
-        one = stack.enter_context(OpenAIServer(SIMULATED, directory / "attached", *attached))
-        several = stack.enter_context(
-            OpenAIServer(SIMULATED, directory / "workers", *attached, "--workers", "2")
-        )
-        yield {
-            "front": Port(cog.port, psutil.Process(cog.process.pid)),
-            "beside": Port(numbers["beside"], psutil.Process(cog.process.pid)),
-            "metrics": Port(numbers["metrics"], psutil.Process(cog.process.pid)),
-            "beside in workers": Port(
-                numbers["beside in workers"], psutil.Process(both.process.pid)
-            ),
-            "alone": Port(alone.port, psutil.Process(alone.process.pid)),
-            "attached": Port(one.port, psutil.Process(one.process.pid)),
-            "workers": Port(several.port, psutil.Process(several.process.pid)),
+    numbers = {name: free_port() for name in ("beside", "metrics", "grpc")}
+    environment = {
+        **SIMULATED,
+        "MODEL": str(demo_model),
+        "OPENAI_PORT": str(numbers["beside"]),
+        "PREDICTOR_METRICS_PORT": str(numbers["metrics"]),
+        "TRITON_GRPC_PORT": str(numbers["grpc"]),
+    }
+    grpc = f"http://127.0.0.1:{numbers['grpc']}"
+    attached = ("--triton-endpoint", grpc, "--tokenizer", str(demo_model), "--model", "demo")
+    with CogServer(environment, directory / "cog") as cog:
+        cog.wait_until_ready()
+        numbers["front"] = cog.port
+        ports = {
+            name: Port(numbers[name], psutil.Process(cog.process.pid))
+            for name in ("front", "beside", "metrics")
         }
+        workers = directory / "workers"
+        with OpenAIServer(SIMULATED, workers, *attached, "--workers", "2") as face:
+            ports["workers"] = Port(face.port, psutil.Process(face.process.pid))
+            yield ports
 
 
 def answer(connection: socket.socket) -> bytes:
@@ -118,28 +92,21 @@ def post(*lines: bytes, body: bytes = b"") -> bytes:
 CHUNKED = b"Transfer-Encoding: chunked"
 REQUEST = json.dumps({"model": "demo", "prompt": "Hello", "input": {}}).encode()
 LENGTH = b"Content-Length: %d" % len(REQUEST)
+ZIPPED = gzip.compress(REQUEST)
 REFUSED = [
     (b"GET /" + b"a" * 40_000 + b" HTTP/1.1\r\n\r\n", 431),
     (b"GET / HTTP/1.1\r\nX: " + b"a" * 40_000 + b"\r\n\r\n", 431),
-    (b"GET / HTTP/1.1\r\n" + LINES[:40_000] + b"\r\n\r\n", 431),
     (b"GET / HTTP/1.1\r\n" + b"a:\r\n" * 10_000 + b"\r\n", 431),
     (post(CHUNKED, body=b"0\r\n" + LINES + b"\r\n\r\n"), 431),
     (post(b"Content-Length: %d" % (BODY_BYTES + 1)), 413),
     (post(CHUNKED, body=b"%x\r\n" % (BODY_BYTES + 1) + b" " * (BODY_BYTES + 1)), 413),
     (post(CHUNKED, body=b"5000\r\n%s\r\n" % (b" " * 0x5000) * 6), 413),
-    (post(LENGTH, b"Content-Encoding: gzip", body=REQUEST), 415),
     (post(LENGTH, b"content-encoding: br", body=REQUEST), 415),
     (post(b"Content-Encoding: gzip", CHUNKED, body=b"0\r\n\r\n"), 415),
-    (
-        post(
-            b"Content-Encoding: GZIP",
-            b"Content-Length: %d" % len(gzip.compress(REQUEST)),
-            body=gzip.compress(REQUEST),
-        ),
-        415,
-    ),
-    (post(b"Content-Length: 2", CHUNKED, body=b"{}"), 400),
+    (post(b"Content-Encoding: GZIP", b"Content-Length: %d" % len(ZIPPED), body=ZIPPED), 415),
+    (post(b"Content-Length: 2", CHUNKED, body=b"{}" + REQUEST), 400),
     (post(b"Content-Length: 2", b"Content-Length: 3", body=b"{}"), 400),
+    (post(b"Transfer-Encoding: chunked", b"Transfer-Encoding: identity"), 400),
     (post(b"Transfer-Encoding: gzip, chunked"), 501),
     (post(b"Transfer-Encoding : chunked"), 400),
     (b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n", 400),
@@ -164,6 +131,7 @@ def test_what_is_refused_ends_the_connection(ports: dict[str, Port], name: str) 
             assert status_of(reply) in (status, 413), sent[:200]  # it takes no body
         else:
             assert status_of(reply) == status or sent.startswith(b"PRI"), (sent[:200], reply)
+        assert reply.count(b"HTTP/1.1 ") == 1, sent[:200]
         head, _, body = reply.partition(b"\r\n\r\n")
         assert b"connection: close" in head.lower()
         assert json.loads(body).keys() == (
@@ -180,15 +148,6 @@ def test_what_is_within_the_limits_is_answered(ports: dict[str, Port], name: str
         reply = answer(connection)
     statuses = [int(part[:3]) for part in reply.split(b"HTTP/1.1 ")[1:]]
     assert statuses == [404 if name == "front" else 200] * 2 + [400]
-
-
-@pytest.mark.parametrize("name", [name for name in FACES if name != "front"])
-def test_a_chunked_body_with_trailers_and_an_upgrade(ports: dict[str, Port], name: str) -> None:
-    chunks = b"".join(b"1;extension=x\r\n%c\r\n" % byte for byte in REQUEST)
-    body = chunks + b"0\r\nX-Trailer: x\r\n\r\n"
-    with ports[name].connect() as connection:
-        connection.sendall(post(CHUNKED, b"Connection: Upgrade, close", b"Upgrade: h2c", body=body))
-        assert status_of(answer(connection)) == 200
 
 
 @pytest.mark.parametrize("name", PORTS)

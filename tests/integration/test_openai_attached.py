@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,26 +16,19 @@ from google.protobuf import text_format
 from cog_triton.repository.fill import read_config
 from cog_triton.server.tritonserver import TritonServer
 from cog_triton.wire import IDS_ENSEMBLE
-from tests.integration.conftest import (
-    engine_counters,
-    make_server,
-    running,
-    settings_for,
-)
-from tests.openai_server import OpenAIServer, contents
-from tests.support import alive, children, free_port, wait_until
+from tests.integration.conftest import make_server, running, settings_for
+from tests.openai_server import ANSWER, OpenAIServer, contents
+from tests.support import alive, children, free_port, metrics, wait_until
 
-ANSWER = "Machine learning is"
 CHAT: dict[str, Any] = {"temperature": 0, "max_tokens": 12}
+PACE = {"ENGINE": "simulated", "SIMULATED_INTER_TOKEN_MS": "20"}
 NEW_INPUTS = {"seed", "min_tokens", "return_num_input_tokens", "return_num_output_tokens"}
 
 
-def attached(
-    triton: TritonServer, model: Path, log: Path, *arguments: str, **environment: str
-) -> OpenAIServer:
+def attached(triton: TritonServer, model: Path, log: Path, **environment: str) -> OpenAIServer:
     endpoint = f"http://{triton.endpoints.grpc}"
     names = ("--triton-endpoint", endpoint, "--tokenizer", str(model), "--model", "demo")
-    return OpenAIServer(environment, log, *names, *arguments)
+    return OpenAIServer(environment, log, *names)
 
 
 def text_of(server: OpenAIServer, **fields: Any) -> str:
@@ -48,27 +40,38 @@ def test_a_triton_that_runs_already(triton: TritonServer, demo_model: Path, tmp_
     with attached(triton, demo_model, tmp_path / "log") as server:
         assert text_of(server).startswith(ANSWER)
         assert server.chat(**CHAT).json()["usage"]["completion_tokens"] == 12
-        seeds = [text_of(server, temperature=1.5, seed=seed) for seed in (3, 3)]
-        assert seeds[0] == seeds[1]
+        assert text_of(server, temperature=1.5, seed=3) == text_of(server, temperature=1.5, seed=3)
         assert server.get("/health/ready").status_code == 200
         assert server.stop() == 0
     assert alive(triton._process.pid)  # type: ignore[union-attr]
 
 
-def test_an_endpoint_that_is_none(tmp_path: Path) -> None:
-    for endpoint, text in (("localhost", "must be a URL"), ("http://x:1", "no Triton is ready")):
-        face = OpenAIServer(
-            {"TRITON_START_TIMEOUT": "0.5"}, tmp_path / "log", "--triton-endpoint", endpoint
-        )
-        with pytest.raises(AssertionError, match=text), face:
-            pass
+@pytest.mark.parametrize(
+    ("endpoint", "more", "text"),
+    [
+        ("localhost", (), "must be a URL"),
+        ("http://x:1", (), "no Triton is ready"),
+        pytest.param(
+            *("http://127.0.0.1:1", ("--workers", "2"), "before it was ready"),
+            marks=pytest.mark.rare,
+        ),
+    ],
+)
+def test_an_endpoint_that_is_none(
+    endpoint: str, more: tuple[str, ...], text: str, tmp_path: Path
+) -> None:
+    arguments = ("--triton-endpoint", endpoint, *more)
+    face = OpenAIServer({"TRITON_START_TIMEOUT": "0.5"}, tmp_path / "log", *arguments)
+    with pytest.raises(AssertionError, match=text), face:
+        pass
+    assert face.process.wait(timeout=60) != 0
 
 
 @pytest.fixture(scope="module")
 def old_triton(
     demo_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[TritonServer]:
-    """A Triton whose ensemble is as that of TensorRT-LLM was before May 2025: old names of inputs."""
+    """An ensemble as that of TensorRT-LLM was before May 2025: old names of inputs."""
     directory = tmp_path_factory.mktemp("old")
     settings = settings_for(demo_model, ENGINE="simulated", SIMULATED_INTER_TOKEN_MS="5")
     server = make_server(settings, directory)
@@ -94,129 +97,40 @@ def old_triton(
 def old_face(
     old_triton: TritonServer, demo_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[OpenAIServer]:
-    log = tmp_path_factory.mktemp("old_face") / "log"
-    with attached(old_triton, demo_model, log) as server:
+    with attached(old_triton, demo_model, tmp_path_factory.mktemp("old_face") / "log") as server:
         yield server
 
 
+@pytest.mark.rare
 def test_an_old_ensemble_streams_its_text(old_face: OpenAIServer) -> None:
     reply = old_face.chat(max_tokens=20, seed=1, min_tokens=2).json()
     text = reply["choices"][0]["message"]["content"]
     assert text
     assert reply["usage"]["completion_tokens"] == pytest.approx(20, abs=4)
     assert text_of(old_face, max_tokens=20) == text
-    stopped = old_face.chat(max_tokens=40, stop=text[10:14]).json()["choices"][0]
+    (stopped,) = old_face.chat(max_tokens=40, stop=text[10:14]).json()["choices"]
     assert stopped["finish_reason"] == "stop"
     assert stopped["message"]["content"] == text[: text.index(text[10:14])]
 
 
-def test_what_an_old_ensemble_does_not_know_is_named(old_face: OpenAIServer) -> None:
-    for fields, name in (
-        ({"logit_bias": {"5": 1}}, "logit_bias"),
-        ({"min_p": 0.1}, "min_p"),
-        ({"prompt": [1, 2]}, "prompt"),
-        ({"stop_token_ids": [5]}, "stop_token_ids"),
-    ):
-        reply = old_face.complete(**fields)
-        assert reply.status_code == 400
-        assert reply.json()["error"]["message"].startswith(name)
-
-
-def test_a_client_that_goes_away_ends_its_request_in_an_old_ensemble(
-    old_face: OpenAIServer, old_triton: TritonServer
+@pytest.mark.rare
+@pytest.mark.parametrize(
+    "fields",
+    [{"logit_bias": {"5": 1}}, {"min_p": 0.1}, {"prompt": [1, 2]}, {"stop_token_ids": [5]}],
+)
+def test_what_an_old_ensemble_does_not_know_is_named(
+    old_face: OpenAIServer, fields: dict[str, Any]
 ) -> None:
-    engine = engine_counters(old_triton)
-    with old_face.stream(max_tokens=50_000) as events:
-        next(events)
-        wait_until(lambda: engine["active"] == 1, 10, "the request")
-    wait_until(lambda: engine["active"] == 0, 10, "its end")
+    reply = old_face.complete(**fields)
+    assert reply.status_code == 400
+    assert reply.json()["error"]["message"].startswith(*fields)
 
 
-@pytest.fixture
-def several(demo_model: Path, tmp_path: Path) -> Iterator[OpenAIServer]:
-    """Two processes that answer, and one that runs Triton."""
-    environment = {"MODEL": str(demo_model), "ENGINE": "simulated"}
-    with OpenAIServer(
-        {**environment, "SIMULATED_INTER_TOKEN_MS": "20", "TRITON_RESTARTS": "3"},
-        tmp_path / "log",
-        *("--workers", "2"),
-    ) as server:
-        yield server
-
-
-def workers(server: OpenAIServer) -> list[int]:
-    """Ids of the processes that answer."""
-    commands = {
-        pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children(server.process.pid)
-    }
-    return [pid for pid, command in commands.items() if b"openai.worker" in command]
-
-
-def test_several_processes_answer_and_end_in_order(several: OpenAIServer) -> None:
-    below = children(several.process.pid)
-    assert len(workers(several)) == 2
-    assert {several.chat(max_tokens=3).status_code for _ in range(8)} == {200}
-    with several.stream(max_tokens=50) as events:
-        next(events)
-        several.process.send_signal(signal.SIGTERM)
-        *_, last, done = events
-    assert (last["choices"][0]["finish_reason"], done) == ("length", "[DONE]")
-    assert several.process.wait(timeout=60) == 0
-    assert not [pid for pid in below if alive(pid)]
-
-
-def test_another_takes_the_place_of_a_worker_that_ends(several: OpenAIServer) -> None:
-    killed, kept = workers(several)
-    os.kill(killed, signal.SIGKILL)
-    wait_until(lambda: len(set(workers(several)) - {killed}) == 2, 60, "another worker")
-    other = (set(workers(several)) - {killed, kept}).pop()
-    figures = Path(psutil.Process(kept).environ()["PROMETHEUS_MULTIPROC_DIR"])
-    assert not list(figures.glob(f"gauge_live*_{killed}.db"))
-    os.kill(kept, signal.SIGSTOP)  # so that the other has to answer
-    try:
-        wait_until(lambda: answers(several), 60, "an answer")
-    finally:
-        os.kill(kept, signal.SIGCONT)
-    assert "another takes its place" in several.log.read_text()
-    assert several.stop() == 0
-    assert not alive(other)
-
-
-def answers(server: OpenAIServer) -> bool:
-    body = {"model": "demo", "prompt": "Hello", "max_tokens": 3}
-    try:
-        reply = httpx.post(f"{server.url}/v1/completions", json=body, timeout=2, trust_env=False)
-    except httpx.TransportError:  # the one that stands still has it, until it goes on
-        return False
-    return reply.status_code == 200
-
-
-def test_workers_that_cannot_start_are_the_end_of_all(tmp_path: Path) -> None:
-    nowhere = ("--triton-endpoint", "http://127.0.0.1:1", "--workers", "2")
-    face = OpenAIServer({"TRITON_START_TIMEOUT": "0.5"}, tmp_path / "log", *nowhere)
-    with pytest.raises(AssertionError, match="before it was ready"), face:
-        pass
-    assert face.process.wait(timeout=60) != 0
-
-
-def test_an_answer_goes_on_after_tritons_end(several: OpenAIServer) -> None:
-    whole = several.chat(max_tokens=100, seed=1).json()["choices"][0]["message"]["content"]
-    with several.stream(max_tokens=100, seed=1) as events:
-        next(events)
-        (server,) = (
-            pid
-            for pid in children(several.process.pid)
-            if Path(f"/proc/{pid}/comm").read_text().startswith("tritonserver")
-        )
-        os.kill(server, signal.SIGKILL)
-        assert contents(events) == whole
-
-
+@pytest.mark.rare
 def test_a_triton_that_goes_and_comes_back(demo_model: Path, tmp_path: Path) -> None:
-    pace = {"ENGINE": "simulated", "SIMULATED_INTER_TOKEN_MS": "20"}
-    settings = settings_for(demo_model, **pace, TRITON_GRPC_PORT=str(free_port()))
-    for life in ("first", "second"):
-        (tmp_path / life).mkdir()
+    settings = settings_for(demo_model, **PACE, TRITON_GRPC_PORT=str(free_port()))
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
     with running(make_server(settings, tmp_path / "first")) as first:
         face = attached(first, demo_model, tmp_path / "log", RESUME_TIMEOUT="0.2")
         with face as server, server.stream(max_tokens=2000, min_tokens=2000) as events:
@@ -230,5 +144,86 @@ def test_a_triton_that_goes_and_comes_back(demo_model: Path, tmp_path: Path) -> 
             assert server.get("/health/ready").status_code == 503
             with running(make_server(settings, tmp_path / "second")):
                 assert server.chat(**CHAT).status_code == 200
-                ready = partial(server.get, "/health/ready")
-                wait_until(lambda: ready().status_code == 200, 10, "the face to be ready")
+                assert server.get("/health/ready").status_code == 200
+
+
+# Several processes, in the order of what happens to them: the last test ends them.
+
+
+@pytest.fixture(scope="module")
+def several(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAIServer]:
+    """Two processes that answer, and one that runs Triton."""
+    environment = {**PACE, "MODEL": str(demo_model), "TRITON_RESTARTS": "3"}
+    log = tmp_path_factory.mktemp("several") / "log"
+    with OpenAIServer(environment, log, "--workers", "2") as server:
+        yield server
+
+
+def workers(server: OpenAIServer) -> set[int]:
+    """Ids of the processes that answer."""
+    own = children(server.process.pid)
+    return {pid for pid in own if b"openai.workers" in Path(f"/proc/{pid}/cmdline").read_bytes()}
+
+
+def test_figures_of_several_processes_are_one(several: OpenAIServer) -> None:
+    for _ in range(10):  # each on a connection of its own
+        assert several.chat(max_tokens=5).status_code == 200
+    several.chat(model="nothing")
+    tokens = 'vllm:generation_tokens_total{model_name="demo"}'
+    running = 'vllm:num_requests_running{model_name="demo"}'
+
+    def complete() -> bool:
+        seen = metrics(several.address)
+        return seen.get(tokens) == 50 and seen[running] == 0
+
+    wait_until(complete, 10, "the figures of all")
+    for _ in range(6):
+        seen = metrics(several.address)
+        assert seen['vllm:time_to_first_token_seconds_count{model_name="demo"}'] == 10
+        assert seen['cog_triton_requests_total{outcome="admitted"}'] == 10
+        assert seen[running] == 0
+        assert seen['cog_triton_errors_total{code="",status="404"}'] == 1
+
+
+def test_an_answer_goes_on_after_tritons_end(several: OpenAIServer) -> None:
+    whole = several.chat(max_tokens=100, seed=1).json()["choices"][0]["message"]["content"]
+    with several.stream(max_tokens=100, seed=1) as events:
+        next(events)
+        named = {psutil.Process(pid).name(): pid for pid in children(several.process.pid)}
+        os.kill(named["tritonserver"], signal.SIGKILL)
+        assert contents(events) == whole
+
+
+def test_another_takes_the_place_of_a_worker_that_ends(several: OpenAIServer) -> None:
+    killed, kept = workers(several)
+    os.kill(killed, signal.SIGKILL)
+    wait_until(lambda: len(workers(several) - {killed}) == 2, 60, "another worker")
+    figures = Path(psutil.Process(kept).environ()["PROMETHEUS_MULTIPROC_DIR"])
+    assert not list(figures.glob(f"gauge_live*_{killed}.db"))
+    os.kill(kept, signal.SIGSTOP)  # so that the other has to answer
+    try:
+        wait_until(lambda: answers(several), 60, "an answer")
+    finally:
+        os.kill(kept, signal.SIGCONT)
+    assert "another takes its place" in several.log.read_text()
+
+
+def answers(server: OpenAIServer) -> bool:
+    body = {"model": "demo", "prompt": "Hello", "max_tokens": 3}
+    try:
+        reply = httpx.post(f"{server.url}/v1/completions", json=body, timeout=2, trust_env=False)
+    except httpx.TransportError:  # the one that stands still has it, until it goes on
+        return False
+    return reply.status_code == 200
+
+
+def test_several_processes_end_in_order(several: OpenAIServer) -> None:
+    below = children(several.process.pid)
+    assert len(workers(several)) == 2
+    with several.stream(max_tokens=50) as events:
+        next(events)
+        several.process.send_signal(signal.SIGTERM)
+        *_, last, done = events
+    assert (last["choices"][0]["finish_reason"], done) == ("length", "[DONE]")
+    assert several.process.wait(timeout=60) == 0
+    assert not [pid for pid in below if alive(pid)]

@@ -12,10 +12,9 @@ import pytest
 
 from cog_triton.text.tokenizer import load_tokenizer
 from tests.adapters import make_adapter
-from tests.openai_server import OpenAIServer
+from tests.openai_server import QUESTION, OpenAIServer
 from tests.peft_reference import Reference, make_varied_adapter
 
-PROMPT = "What is machine learning?"
 TOKENS = 24
 NAMES = ("", "poet", "bard")
 
@@ -29,11 +28,7 @@ def adapters(demo_model: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def server(demo_model: Path, adapters: Path) -> Iterator[OpenAIServer]:
-    environment = {
-        "MODEL": str(demo_model),
-        "ENGINE": "transformers",
-        "LORA_DIR": str(adapters),
-    }
+    environment = {"MODEL": str(demo_model), "ENGINE": "transformers", "LORA_DIR": str(adapters)}
     with OpenAIServer(environment, adapters.parent / "log") as server:
         yield server
 
@@ -44,7 +39,7 @@ def models(server: OpenAIServer) -> list[str]:
 
 def ask(server: OpenAIServer, name: str) -> str:
     fields: dict[str, Any] = {"temperature": 0, "max_tokens": TOKENS, "ignore_eos": True}
-    reply = server.complete(model=name or "demo", prompt=PROMPT, **fields)
+    reply = server.complete(model=name or "demo", prompt=QUESTION, **fields)
     assert reply.status_code == 200, reply.text
     return str(reply.json()["choices"][0]["text"])
 
@@ -53,7 +48,7 @@ def test_adapters_are_models_while_the_server_runs(
     server: OpenAIServer, demo_model: Path, adapters: Path
 ) -> None:
     tokenizer = load_tokenizer(str(demo_model))
-    prompt = tokenizer(PROMPT).input_ids
+    prompt = tokenizer(QUESTION).input_ids
 
     def expected(reference: Reference, name: str) -> str:
         ids = reference.ids(prompt, name, TOKENS)

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 
 from tests.openai_server import OpenAIServer
 
+pytestmark = pytest.mark.rare
 schemathesis = pytest.importorskip("schemathesis", reason="schemathesis needs Python 3.11")
 checks = pytest.importorskip("schemathesis.checks")
 openapi = pytest.importorskip("schemathesis.specs.openapi.checks")
@@ -28,13 +29,6 @@ def server(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     with OpenAIServer(environment, log) as server:
         yield server
     assert "Traceback" not in log.read_text()
-
-
-def operations(schema: Any) -> Iterator[Any]:
-    for result in schema.get_all_operations():
-        operation = result.ok()
-        if operation.path not in LEFT_OUT:
-            yield operation
 
 
 def check(server: OpenAIServer, operation: Any) -> None:
@@ -64,14 +58,10 @@ def check(server: OpenAIServer, operation: Any) -> None:
 
 def test_whatever_the_schema_allows_gets_what_it_promises(server: OpenAIServer) -> None:
     described = server.get("/openapi.json").json()
-    for operation in operations(schemathesis.openapi.from_dict(described)):
-        check(server, operation)
-
-
-def test_every_operation_tells_its_errors(server: OpenAIServer) -> None:
-    described = server.get("/openapi.json").json()["paths"]
-    assert {"/v1/chat/completions", "/v1/responses", "/v1/messages"} <= set(described)
-    for path, methods in described.items():
-        for operation in methods.values():
-            assert {"200", "4XX", "5XX"} <= set(operation["responses"]), path
-            assert "422" not in operation["responses"], path
+    operations = [
+        found.ok() for found in schemathesis.openapi.from_dict(described).get_all_operations()
+    ]
+    assert len(operations) > 5
+    for operation in operations:
+        if operation.path not in LEFT_OUT:
+            check(server, operation)

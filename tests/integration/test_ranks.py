@@ -1,6 +1,7 @@
 """Two real ranks: under mpirun, under the launch script, and under a real Slurm of one node.
 
-They are two tritonservers without TensorRT-LLM: what an engine's ranks say to each other is not tested.
+They are two tritonservers with the stand-in, whose rank 1 waits for rank 0 and ends with it, or with a
+model that only loads: what an engine's ranks say to each other is not tested.
 """
 
 from __future__ import annotations
@@ -16,18 +17,21 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
+import psutil  # type: ignore[import-untyped, unused-ignore]
 import pytest
 
 from cog_triton.errors import TritonStartError
 from cog_triton.server.tritonserver import TritonServer
-from cog_triton.settings import Settings, read_settings
+from cog_triton.settings import read_settings
 from tests.integration.conftest import ANY_PORTS, make_server, settings_for
+from tests.stand_in.servers import environment as stand_in_environment
+from tests.stand_in.servers import stream, tensors
 from tests.support import (
     ROOT,
     SHARED_MEMORY,
-    alive,
     children,
     free_port,
+    left_of,
     processes,
     run_until_killed,
     wait_until,
@@ -40,7 +44,9 @@ needs_slurm = pytest.mark.skipif(
     os.geteuid() != 0 or not all(map(shutil.which, ("slurmctld", "slurmd", "munged", "sbatch"))),
     reason="needs root and a Slurm to start (Debian: apt-get install slurm-wlm munge)",
 )
+pytestmark = pytest.mark.rare
 SCRIPT = ROOT / "scripts" / "launch_triton_server.py"
+FAKES = ROOT / "tests" / "fakes" / "ranks"
 SECONDS = 20
 
 # Loads like an engine of two ranks: rank 0 is ready no sooner than rank 1, and one may fail.
@@ -68,13 +74,6 @@ class TritonPythonModel:
         tensors = [pb_utils.get_input_tensor_by_name(r, "x").as_numpy() for r in requests]
         return [pb_utils.InferenceResponse([pb_utils.Tensor("y", t)]) for t in tensors]
 """
-CONFIG = """
-name: "tensorrt_llm"
-backend: "python"
-input { name: "x" data_type: TYPE_INT32 dims: [ 1 ] }
-output { name: "y" data_type: TYPE_INT32 dims: [ 1 ] }
-instance_group { count: 1 kind: KIND_CPU }
-"""
 
 
 @pytest.fixture
@@ -83,7 +82,7 @@ def repository(tmp_path: Path) -> Path:
     model = tmp_path / "repository" / "tensorrt_llm"
     (model / "1").mkdir(parents=True)
     (model / "1" / "model.py").write_text(MODEL)
-    (model / "config.pbtxt").write_text(CONFIG)
+    shutil.copy(FAKES / "config.pbtxt", model)
     (model.parent / "wait").touch()
     return model.parent
 
@@ -91,18 +90,15 @@ def repository(tmp_path: Path) -> Path:
 @pytest.fixture
 def server(repository: Path, tmp_path: Path) -> Iterator[TritonServer]:
     """Two ranks that are not started yet."""
-    server = make_group(repository, tmp_path, two_ranks())
+    server = two_ranks(repository, tmp_path)
     yield server
     server.stop()
 
 
-def two_ranks(**environment: str) -> Settings:
-    return read_settings({**ANY_PORTS, "WORLD_SIZE": "2", **environment})
-
-
-def make_group(repository: Path, directory: Path, settings: Settings) -> TritonServer:
+def two_ranks(repository: Path, directory: Path) -> TritonServer:
     runtime = directory / "runtime"
     runtime.mkdir()
+    settings = read_settings({**ANY_PORTS, "WORLD_SIZE": "2"})
     return TritonServer(repository, runtime, settings, temporary=True)
 
 
@@ -110,8 +106,8 @@ def named(text: str, *names: str) -> list[int]:
     """Ids of the processes with one of the names, whose command line has ``text``."""
     found = []
     for pid in processes(text):
-        with contextlib.suppress(OSError):
-            if Path(f"/proc/{pid}/comm").read_text().strip() in names:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if psutil.Process(pid).name() in names:
                 found.append(pid)
     return found
 
@@ -122,39 +118,31 @@ def rank(prefix: str, number: int) -> int:
     return pid
 
 
-def assert_nothing_left(prefix: str) -> None:
-    assert not processes(prefix)
-    assert not list(SHARED_MEMORY.glob(f"{prefix}*"))
-
-
 # Under mpirun
 
 
+@pytest.fixture
+def stand_in(
+    demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[TritonServer]:
+    """Two ranks of the stand-in that are not started yet; its pace and settings are the environment's."""
+    environment = {**stand_in_environment(tmp_path, world_size=2), "STAND_IN_INTER_TOKEN_MS": "20"}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    server = make_server(settings_for(demo_model, **environment), tmp_path)
+    yield server
+    server.stop()
+
+
 @needs_mpirun
-def test_two_ranks_serve_and_stop(demo_model: Path, tmp_path: Path) -> None:
-    settings = settings_for(demo_model, ENGINE="simulated", WORLD_SIZE="2")
-    server = make_server(settings, tmp_path)
-    server.start()
-    try:
-        assert server.is_ready()
-        request = {"text_input": "What is machine learning?", "max_tokens": 5}
-        url = f"http://{server.endpoints.http}/v2/models/ensemble/generate"
-        reply = httpx.post(url, json=request, timeout=30, trust_env=False)
-        assert reply.json()["text_output"]
-        regions = [SHARED_MEMORY.glob(f"{server.shm_prefix}{number}_*") for number in range(2)]
-        assert all(map(any, regions))
-        started = processes(server.shm_prefix)
-        for number in range(2):
-            pid = rank(server.shm_prefix, number)
-            assert os.sched_getaffinity(pid) == os.sched_getaffinity(0)
-        listening = Path(f"/proc/{rank(server.shm_prefix, 1)}/cmdline").read_bytes().split(b"\0")
-        assert b"--allow-http=false" in listening
-    finally:
-        server.stop()
-    assert server.status == 0
-    assert not server.is_ready()
-    assert not [pid for pid in started if alive(pid)]
-    assert_nothing_left(server.shm_prefix)
+def test_a_stream_that_takes_too_long_is_cut_off(stand_in: TritonServer) -> None:
+    """tritonserver gives up on it, and rank 1, which nobody tells to end then, is ended."""
+    stand_in.start()
+    responses = stream(stand_in, tensors([5, 6, 7], 2000))
+    next(responses)
+    stand_in.stop()
+    assert stand_in.status != 0
+    assert not left_of(stand_in.shm_prefix)
 
 
 @needs_mpirun
@@ -174,7 +162,7 @@ def test_the_death_of_a_rank_ends_the_group(
     reason: str,
 ) -> None:
     server.start()
-    started = processes(server.shm_prefix)
+    assert list(SHARED_MEMORY.glob(f"{server.shm_prefix}{number}_*"))
     os.kill(rank(server.shm_prefix, number), name)
     wait_until(lambda: not server.alive, SECONDS, "the end of the group")
     assert server.wait() != 0
@@ -183,8 +171,7 @@ def test_the_death_of_a_rank_ends_the_group(
     assert error.splitlines()[0] == f"tritonserver died: {reason}"
     assert f"the last lines of rank {number}'s log:" in error
     assert f"loading on rank {number}" in error
-    assert not [pid for pid in started if alive(pid)]
-    assert_nothing_left(server.shm_prefix)
+    assert not left_of(server.shm_prefix)
 
 
 @needs_mpirun
@@ -198,38 +185,24 @@ def test_a_rank_that_fails_while_starting_is_named_with_its_reason(
     assert first == "tritonserver died while starting: rank 1 of 2 ended with exit status 1"
     assert last.startswith("model tensorrt_llm on rank 1: ")
     assert "rank 1 has no GPU" in last
-    assert_nothing_left(server.shm_prefix)
+    assert not left_of(server.shm_prefix)
 
 
 @needs_mpirun
-@pytest.mark.parametrize("victim", ["mpirun", "the guard of a rank", "the guard of the group"])
+@pytest.mark.parametrize("generations", [1, 2, 3], ids=["a rank's guard", "mpirun", "the guard"])
 def test_the_death_of_what_holds_the_ranks_ends_them(
-    server: TritonServer, victim: str, tmp_path: Path
+    server: TritonServer, generations: int, tmp_path: Path
 ) -> None:
     server.start()
-    triton = rank(server.shm_prefix, 1)
-    parent = int(stat(triton)[1])
-    mpirun = int(stat(parent)[1])
-    pids = {
-        "the guard of a rank": parent,
-        "mpirun": mpirun,
-        "the guard of the group": int(stat(mpirun)[1]),
-    }
-    os.kill(pids[victim], signal.SIGKILL)
+    pid = rank(server.shm_prefix, 1)
+    for _ in range(generations):
+        pid = psutil.Process(pid).ppid()
+    os.kill(pid, signal.SIGKILL)
     wait_until(lambda: not server.alive, SECONDS, "the end of the group")
     wait_until(lambda: not processes(server.shm_prefix), SECONDS, "the end of the ranks")
-    assert_nothing_left(server.shm_prefix)
+    assert not left_of(server.shm_prefix)
     # Its starter removes it when the guard of the group is killed.
     wait_until(lambda: not (tmp_path / "runtime").exists(), SECONDS, "the directory's removal")
-
-
-@needs_mpirun
-def test_a_rank_that_hangs_is_killed(repository: Path, tmp_path: Path) -> None:
-    server = make_group(repository, tmp_path, two_ranks(TRITON_STOP_TIMEOUT="1"))
-    server.start()
-    os.kill(rank(server.shm_prefix, 1), signal.SIGSTOP)
-    server.stop()
-    assert_nothing_left(server.shm_prefix)
 
 
 @needs_mpirun
@@ -237,46 +210,48 @@ def test_all_ranks_die_with_a_starter_that_is_killed(repository: Path, tmp_path:
     program = f"""
         import os, signal
         from pathlib import Path
-        from tests.integration.test_ranks import make_group, two_ranks
-        server = make_group(Path({str(repository)!r}), Path({str(tmp_path)!r}), two_ranks())
+        from tests.integration.test_ranks import two_ranks
+        server = two_ranks(Path({str(repository)!r}), Path({str(tmp_path)!r}))
         server.start()
         print(server.shm_prefix, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
     """
     prefix = run_until_killed(program)
     wait_until(lambda: not processes(prefix), SECONDS, "the end of the ranks")
-    assert_nothing_left(prefix)
+    assert not left_of(prefix)
     assert not (tmp_path / "runtime").exists()
-
-
-def stat(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat from the state on; the parent comes second."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 # The launch script
 
 
-class Launched:
-    """A launch script that runs, and what it has said."""
+class Started:
+    """What writes to a log, which says when it is ready."""
 
-    def __init__(self, log: Path, *options: str) -> None:
-        self.log = log
-        with log.open("w") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, str(SCRIPT), *options],
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                cwd=log.parent,
-            )
+    log: Path
+    ready = "ready: "
 
     @property
     def said(self) -> str:
-        return self.log.read_text()
+        return self.log.read_text() if self.log.exists() else ""
+
+    @property
+    def ended(self) -> bool:
+        raise NotImplementedError
 
     def wait_until_ready(self) -> None:
-        wait_until(lambda: "ready: " in self.said or self.ended, 60, "the start")
-        assert "ready: " in self.said, self.said
+        wait_until(lambda: self.ready in self.said or self.ended, 60, "the start")
+        assert self.ready in self.said, self.said
+
+
+class Launched(Started):
+    """A launch script that runs."""
+
+    def __init__(self, log: Path, *options: str) -> None:
+        self.log = log
+        command = [sys.executable, str(SCRIPT), *options]
+        with log.open("w") as output:
+            self.process = subprocess.Popen(command, stdout=output, stderr=output, cwd=log.parent)
 
     @property
     def ended(self) -> bool:
@@ -334,19 +309,37 @@ def test_one_server_without_mpirun(
 
 
 @needs_mpirun
-def test_two_ranks_in_the_foreground(launch: Callable[..., Launched], repository: Path) -> None:
-    port = free_port()
-    launched = launch("--world_size=2", f"--http_port={port}", "--multi-model")
-    assert launched.end() == 2
-    launched = launch(
-        *("--world_size=2", f"--http_port={port}", "--multi-model", "--disable-spawn-processes")
-    )
-    launched.wait_until_ready()
-    assert "rank 1: loading on rank 1" in launched.said
-    (first, _) = named(str(repository), "tritonserver")
-    environment = Path(f"/proc/{first}/environ").read_bytes().split(b"\0")
-    assert b"TRTLLM_ORCHESTRATOR_SPAWN_PROCESSES=0" in environment
-    assert launched.end(signal.SIGTERM) == 0
+@pytest.mark.usefixtures("stand_in")
+def test_two_ranks_in_the_foreground_stop_in_order(tmp_path: Path) -> None:
+    repository, port = tmp_path / "repository", free_port()
+    ports = [f"--http_port={port}", "--grpc_port=0", "--metrics_port=0"]
+    options = [f"--model_repo={repository}", "--world_size=2", *ports, "--multi-model"]
+    assert Launched(tmp_path / "refused", *options).end() == 2
+    launched = Launched(tmp_path / "log", *options, "--disable-spawn-processes")
+    try:
+        launched.wait_until_ready()
+        (first, _) = named(str(repository), "tritonserver")
+        assert psutil.Process(first).environ()["TRTLLM_ORCHESTRATOR_SPAWN_PROCESSES"] == "0"
+        with events_of(port) as events:
+            next(events)
+            launched.process.send_signal(signal.SIGTERM)
+            assert len(list(events)) == 49
+        assert launched.end() == 0
+    finally:
+        launched.process.kill()
+        launched.process.wait()
+    assert not processes(str(repository))
+    assert "rank 1: " in launched.said
+    assert "died" not in launched.said
+
+
+@contextlib.contextmanager
+def events_of(port: int) -> Iterator[Iterator[str]]:
+    """The events of a request for 50 tokens."""
+    body = {"text_input": "Hello", "max_tokens": 50, "stream": True}
+    url = f"http://127.0.0.1:{port}/v2/models/ensemble/generate_stream"
+    with httpx.stream("POST", url, json=body, timeout=60, trust_env=False) as reply:
+        yield (line for line in reply.iter_lines() if line.startswith("data:"))
 
 
 @needs_mpirun
@@ -358,9 +351,9 @@ def test_a_single_rank_under_mpirun(launch: Callable[..., Launched], repository:
     # A model of the LLM API spawns its workers itself, so it must not take itself for a rank.
     (triton,) = named(str(repository), "tritonserver")
     for pid in (triton, *children(triton)):
-        names = {entry.partition(b"=")[0] for entry in environ(pid)}
-        assert not {name for name in names if name.startswith((b"OMPI_COMM_", b"PMIX_RANK"))}
-        assert b"TRTLLM_ORCHESTRATOR" in names
+        names = psutil.Process(pid).environ()
+        assert not {name for name in names if name.startswith(("OMPI_COMM_", "PMIX_RANK"))}
+        assert "TRTLLM_ORCHESTRATOR" in names
     assert launched.end(signal.SIGTERM) == 0
 
 
@@ -370,28 +363,15 @@ def test_a_model_of_the_cpp_backend_stays_in_the_mpi_job(
 ) -> None:
     """Here it is one that does not load: there is no such backend. The other waits for a rank 1."""
     (repository / "other" / "1").mkdir(parents=True)
-    config = CONFIG.replace('"tensorrt_llm"', '"other"').replace('"python"', '"tensorrtllm"')
+    config = (FAKES / "config.pbtxt").read_text().replace('"tensorrt_llm"', '"other"')
+    config = config.replace('"python"', '"tensorrtllm"')
     engine = 'parameters { key: "gpt_model_path" value { string_value: "/engine" } }'
     (repository / "other" / "config.pbtxt").write_text(config + engine)
     launched = launch("--http_port=0", "--multi-model")
     triton = wait_until(lambda: named(str(repository), "tritonserver"), SECONDS, "the start")[0]
-    assert any(entry.startswith(b"OMPI_COMM_WORLD_RANK=") for entry in environ(triton))
+    assert "OMPI_COMM_WORLD_RANK" in psutil.Process(triton).environ()
     (repository / "loaded1").touch()
     assert launched.end() == 1
-
-
-def environ(pid: int) -> list[bytes]:
-    return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-
-
-def test_a_model_that_does_not_load_ends_the_script(
-    launch: Callable[..., Launched], repository: Path
-) -> None:
-    (repository / "fail0").touch()
-    launched = launch("--http_port=0", "--quiet")
-    assert launched.end() == 1
-    assert "tritonserver died while starting, with exit status 1" in launched.said
-    assert "rank 0 has no GPU" in launched.said
 
 
 # Slurm
@@ -399,14 +379,25 @@ def test_a_model_that_does_not_load_ends_the_script(
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """A Slurm of this machine alone; yields the environment of its commands."""
+    """A Slurm of this machine alone; yields what its commands need in their environment."""
     directory = tmp_path_factory.mktemp("slurm")
     key, munge = directory / "munge.key", directory / "munge.socket"
     key.write_bytes(os.urandom(1024))
     key.chmod(0o400)
+    for name in ("state", "spool"):
+        (directory / name).mkdir()
     config = directory / "slurm.conf"
-    config.write_text(slurm_config(directory, munge))
-    environment = {**os.environ, "SLURM_CONF": str(config)}
+    values = {
+        "directory": directory,
+        "munge": munge,
+        "node": socket.gethostname().partition(".")[0],
+        "port": free_port(),
+        "node_port": free_port(),
+        "cpus": os.cpu_count(),
+    }
+    config.write_text((FAKES / "slurm.conf").read_text().format(**values))
+    given = {"SLURM_CONF": str(config)}
+    environment = {**os.environ, **given}
     with contextlib.ExitStack() as daemons:
 
         def start(*command: str) -> None:
@@ -424,39 +415,9 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
         start("slurmd", "-D")
         idle = ["sinfo", "--noheader", "--states=idle", "--format=%n"]
         wait_until(lambda: output_of(idle, environment), 60, "an idle node")
-        yield environment
+        yield given
         subprocess.run(["scancel", "--user=root"], env=environment, check=True)
         wait_until(lambda: not output_of(["squeue", "--noheader"], environment), 60, "the last job")
-
-
-def slurm_config(directory: Path, munge: Path) -> str:
-    node = socket.gethostname().partition(".")[0]
-    for name in ("state", "spool"):
-        (directory / name).mkdir()
-    return f"""
-        ClusterName=test
-        SlurmctldHost={node}(127.0.0.1)
-        SlurmUser=root
-        SlurmctldPort={free_port()}
-        SlurmdPort={free_port()}
-        AuthType=auth/munge
-        AuthInfo=socket={munge}
-        CredType=cred/munge
-        StateSaveLocation={directory}/state
-        SlurmdSpoolDir={directory}/spool
-        SlurmctldPidFile={directory}/slurmctld.pid
-        SlurmdPidFile={directory}/slurmd.pid
-        SlurmctldLogFile={directory}/slurmctld.log
-        SlurmdLogFile={directory}/slurmd.log
-        ProctrackType=proctrack/linuxproc
-        TaskPlugin=task/none
-        SelectType=select/cons_tres
-        SelectTypeParameters=CR_CPU
-        SchedulerType=sched/builtin
-        MpiDefault=none
-        NodeName={node} NodeAddr=127.0.0.1 CPUs={os.cpu_count()} State=UNKNOWN
-        PartitionName=test Nodes={node} Default=YES State=UP OverSubscribe=FORCE:4
-    """.replace("        ", "")
 
 
 def output_of(command: list[str], environment: dict[str, str]) -> str:
@@ -464,18 +425,16 @@ def output_of(command: list[str], environment: dict[str, str]) -> str:
     return done.stdout.strip()
 
 
-class Job:
+class Job(Started):
     """A job that the batch script makes of two ranks."""
 
+    ready = "0: ready: "
+
     def __init__(
-        self,
-        slurm: dict[str, str],
-        repository: Path,
-        port: int,
-        mpi: str = "none",
-        **environment: str,
+        self, slurm: dict[str, str], repository: Path, port: int, mpi: str = "none"
     ) -> None:
         self._environment = {
+            **os.environ,
             **slurm,
             **ANY_PORTS,
             "TRITON_HTTP_PORT": str(port),
@@ -483,25 +442,11 @@ class Job:
             "COG_TRITON_DIR": str(ROOT),
             "PYTHON": sys.executable,
             "MPI": mpi,  # most ranks here are no MPI programs
-            **environment,
         }
-        self._log = repository.parent / "job"
+        self.log = repository.parent / "job"
         batch = ROOT / "deploy" / "slurm" / "cog_triton.sbatch"
-        self.id = output_of(
-            [
-                *("sbatch", "--parsable", "--ntasks-per-node=2", "--overcommit"),
-                *(f"--output={self._log}", str(batch)),
-            ],
-            self._environment,
-        )
-
-    @property
-    def said(self) -> str:
-        return self._log.read_text() if self._log.exists() else ""
-
-    def wait_until_ready(self) -> None:
-        wait_until(lambda: "0: ready: " in self.said or self.ended, 60, "the start of the job")
-        assert "0: ready: " in self.said, self.said
+        options = ["--parsable", "--ntasks-per-node=2", "--overcommit", f"--output={self.log}"]
+        self.id = output_of(["sbatch", *options, str(batch)], self._environment)
 
     @property
     def ended(self) -> bool:
@@ -513,39 +458,30 @@ class Job:
 
 
 @needs_slurm
-def test_two_tasks_of_slurm(slurm: dict[str, str], repository: Path) -> None:
-    port = free_port()
-    job = Job(slurm, repository, port)
+@pytest.mark.usefixtures("stand_in")
+def test_two_tasks_of_slurm_serve_and_stop_in_order(slurm: dict[str, str], tmp_path: Path) -> None:
+    repository, port = tmp_path / "repository", free_port()
+    job = Job(slurm, repository, port, mpi="pmi2")
     job.wait_until_ready()
     assert "1: rank 1 of 2 started" in job.said
-    assert httpx.get(f"http://127.0.0.1:{port}/v2/health/ready", trust_env=False).is_success
     with pytest.raises(httpx.ConnectError):  # it would answer if it listened on all addresses
         httpx.get(f"http://127.0.0.2:{port}/v2/health/ready", trust_env=False)
     assert len(named(str(repository), "tritonserver")) == 2
-    job.cancel()
+    with events_of(port) as events:
+        next(events)
+        job.cancel()
+        assert len(list(events)) == 49
     wait_until(lambda: job.ended, SECONDS, "the end of the job")
     wait_until(lambda: not processes(str(repository)), SECONDS, "the end of the ranks")
+    assert "died" not in job.said
 
 
 @needs_slurm
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        (signal.SIGKILL, "by signal 9 (SIGKILL)"),
-        (signal.SIGTERM, "with exit status 0"),
-    ],
-)
-def test_the_death_of_a_task_ends_the_job(
-    slurm: dict[str, str], repository: Path, name: signal.Signals, reason: str
-) -> None:
+def test_the_death_of_a_task_ends_the_job(slurm: dict[str, str], repository: Path) -> None:
     job = Job(slurm, repository, free_port())
     job.wait_until_ready()
-    (silent,) = [
-        pid
-        for pid in named(str(repository), "tritonserver")
-        if b"--allow-http=false" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    ]
-    os.kill(silent, name)
+    (silent,) = set(named(str(repository), "tritonserver")) & set(processes("--allow-http=false"))
+    os.kill(silent, signal.SIGTERM)
     wait_until(lambda: job.ended, SECONDS, "the end of the job")
     wait_until(lambda: not processes(str(repository)), SECONDS, "the end of the ranks")
-    assert f"tritonserver of rank 1 died, {reason}" in job.said
+    assert "tritonserver of rank 1 died, with exit status 0" in job.said

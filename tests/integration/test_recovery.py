@@ -11,26 +11,27 @@ import random
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil  # type: ignore[import-untyped, unused-ignore]
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from cog_triton.deployment.deployment import EXIT_STATUS, Deployment
+from cog_triton.deployment import Deployment
 from cog_triton.deployment.running import RunningServer
-from cog_triton.errors import TritonStartError, TritonUnavailable
+from cog_triton.errors import TritonUnavailable
 from cog_triton.request.request import Request
 from cog_triton.server.command import choose_ports
 from cog_triton.server.tritonserver import TritonServer
-from tests.integration.conftest import ANY_PORTS, settings_for
-from tests.support import ROOT, free_port, processes
+from tests.integration.conftest import settings_for
+from tests.support import ROOT, free_port, left_of, processes
 
+pytestmark = pytest.mark.anyio
 STREAMS = 16
 TOKENS = 60
 SECONDS = 60
@@ -77,11 +78,12 @@ async def answers(
     deployment: Deployment,
     killed: tuple[str, signal.Signals] | None = None,
     tokens: int = TOKENS,
+    streams: int = STREAMS,
 ) -> Any:
     """The answers to all requests, during which a part may be killed; that one restarts."""
     life = deployment.supervisor.running
     kill = once(partial(os.kill, *victim(deployment, *killed))) if killed else lambda: None
-    running = [answer(deployment, request(i, tokens), kill) for i in range(STREAMS)]
+    running = [answer(deployment, request(i, tokens), kill) for i in range(streams)]
     texts = await asyncio.wait_for(asyncio.gather(*running), SECONDS)
     if killed:
         # An answer does not need every part to its end, so the server's end may be noticed after it.
@@ -114,77 +116,84 @@ def part(prefix: str, name: str) -> int:
 
 
 def part_name(pid: int) -> str:
-    arguments = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    arguments = psutil.Process(pid).cmdline()
     if Path(arguments[0]).name == "triton_python_backend_stub":
         return Path(arguments[1]).parent.parent.name
     return "guard" if "guard.py" in "".join(arguments[:5]) else Path(arguments[0]).name
 
 
-KILLS = [
-    ("tensorrt_llm", signal.SIGKILL),
-    ("preprocessing", signal.SIGKILL),
-    ("tritonserver", signal.SIGSEGV),
-    ("guard", signal.SIGKILL),
-    ("tensorrt_llm", signal.SIGSTOP),  # it hangs
-]
+KILLS = {
+    "grpc": [
+        ("tensorrt_llm", signal.SIGKILL),
+        ("guard", signal.SIGKILL),
+        ("tensorrt_llm", signal.SIGSTOP),  # it hangs
+    ],
+    "http": [("tritonserver", signal.SIGSEGV), ("preprocessing", signal.SIGKILL)],
+}
 
 
-@pytest.mark.parametrize("transport", ["grpc", "http"])
-def test_streams_go_on_as_if_nothing_had_happened(demo_model: Path, transport: str) -> None:
-    async def test() -> None:
-        environment = {"TRITON_HANG_TIMEOUT": "2", "TRANSPORT": transport}
-        async with deployed(demo_model, ENGINE="simulated", **environment) as deployment:
-            undisturbed = await answers(deployment)
-            for number, kill in enumerate(KILLS, 1):
-                assert await answers(deployment, kill) == undisturbed, kill
-                assert deployment.supervisor.restarts == number
-                assert await deployment.healthy()
+@pytest.mark.parametrize("transport", KILLS)
+async def test_streams_go_on_as_if_nothing_had_happened(
+    demo_model: Path, transport: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A stub that is killed is named, and what is left of a server has gone before the next."""
+    environment = {"TRITON_HANG_TIMEOUT": "2", "TRANSPORT": transport}
+    async with deployed(demo_model, ENGINE="simulated", **environment) as deployment:
+        undisturbed = await answers(deployment)
+        for number, kill in enumerate(KILLS[transport], 1):
+            killed = deployment.supervisor.running
+            assert killed is not None
+            assert await answers(deployment, kill) == undisturbed, kill
+            assert deployment.supervisor.restarts == number
+            assert await deployment.healthy()
+            assert not left_of(killed.server.shm_prefix)
+            assert not killed.server.runtime.exists()
+    for name, number in KILLS[transport]:
+        if name in ("tensorrt_llm", "preprocessing") and number == signal.SIGKILL:
+            assert f"the process of model {name} ended by signal 9 (SIGKILL)" in caplog.text
 
-    asyncio.run(test())
 
-
-def test_sampled_text_goes_on_as_it_would_have(demo_model: Path, tmp_path: Path) -> None:
+async def test_sampled_text_goes_on_as_it_would_have(demo_model: Path, tmp_path: Path) -> None:
     """With weights of double precision: how a sum is rounded depends on the batch, and may choose between
     two tokens that come at the same time but for that."""
     model = AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float64)
     shutil.copytree(demo_model, tmp_path / "double")
     model.save_pretrained(tmp_path / "double")
-
-    async def test() -> None:
-        async with deployed(tmp_path / "double", ENGINE="transformers") as deployment:
-            # So many that the engine does not make them all before the first few have been read.
-            tokens = 5 * TOKENS
-            undisturbed = await answers(deployment, tokens=tokens)
-            killed = await answers(deployment, ("tensorrt_llm", signal.SIGKILL), tokens)
-            assert killed == undisturbed
-            assert deployment.supervisor.restarts == 1
-
-    asyncio.run(test())
+    async with deployed(tmp_path / "double", ENGINE="transformers") as deployment:
+        # So many that the engine does not make them all before the first few have been read.
+        tokens = 4 * TOKENS
+        undisturbed = await answers(deployment, tokens=tokens, streams=4)
+        killed = await answers(deployment, ("tensorrt_llm", signal.SIGKILL), tokens, 4)
+        assert killed == undisturbed
+        assert deployment.supervisor.restarts == 1
 
 
-def test_a_restart_while_requests_wait_and_are_cancelled_loses_no_place(demo_model: Path) -> None:
+@pytest.mark.rare
+async def test_a_restart_while_requests_wait_and_are_cancelled_loses_no_place(
+    demo_model: Path,
+) -> None:
     """The first kill comes in the prefill: no token was delivered."""
-
-    async def test() -> None:
-        environment = {"MAX_RUNNING": "2", "SIMULATED_PREFILL_MS": "300"}
-        async with deployed(demo_model, ENGINE="simulated", **environment) as deployment:
-            undisturbed = await answer(deployment, request(0))
-            running = [asyncio.create_task(answer(deployment, request(0))) for _ in range(20)]
-            life = deployment.supervisor.running
-            assert life is not None
-            while not life.client.busy:
-                await asyncio.sleep(0.01)
-            os.kill(*victim(deployment, "tensorrt_llm", signal.SIGKILL))
-            for task in random.Random(0).sample(running, 14):
-                task.cancel()
-                await asyncio.sleep(0.05)
-            ends = await asyncio.wait_for(asyncio.gather(*running, return_exceptions=True), SECONDS)
-            whole = [end for end in ends if not isinstance(end, asyncio.CancelledError)]
-            assert whole == [undisturbed] * 6
-            assert (deployment.admission.running, deployment.admission.waiting) == (0, 0)
-            assert deployment.supervisor.restarts == 1
-
-    asyncio.run(test())
+    environment = {
+        "MAX_RUNNING": "2",
+        "SIMULATED_PREFILL_MS": "300",
+        "TRITON_STOP_TIMEOUT": "1",
+    }
+    async with deployed(demo_model, ENGINE="simulated", **environment) as deployment:
+        undisturbed = await answer(deployment, request(0))
+        running = [asyncio.create_task(answer(deployment, request(0))) for _ in range(20)]
+        life = deployment.supervisor.running
+        assert life is not None
+        while not life.client.busy:
+            await asyncio.sleep(0.01)
+        os.kill(*victim(deployment, "tensorrt_llm", signal.SIGKILL))
+        for task in random.Random(0).sample(running, 14):
+            task.cancel()
+            await asyncio.sleep(0.05)
+        ends = await asyncio.wait_for(asyncio.gather(*running, return_exceptions=True), SECONDS)
+        whole = [end for end in ends if not isinstance(end, asyncio.CancelledError)]
+        assert whole == [undisturbed] * 6
+        assert (deployment.admission.running, deployment.admission.waiting) == (0, 0)
+        assert deployment.supervisor.restarts == 1
 
 
 POISON = 666
@@ -204,7 +213,8 @@ engine.generation_requests = die_of_one
 """
 
 
-def test_a_request_that_ends_its_servers_fails_and_others_go_on(
+@pytest.mark.rare
+async def test_a_request_that_ends_its_servers_fails_and_others_go_on(
     demo_model: Path, tmp_path: Path
 ) -> None:
     templates = tmp_path / "templates"
@@ -212,109 +222,41 @@ def test_a_request_that_ends_its_servers_fails_and_others_go_on(
     code = templates / "tensorrt_llm" / "1" / "model.py"
     with code.open("a") as file:
         file.write(DIES)
-
-    async def test() -> None:
-        environment = {"ENGINE": "simulated", "TRITON_MODEL_REPO": str(templates)}
-        async with deployed(demo_model, **environment) as deployment:
-            undisturbed = await answers(deployment)
-            poison: list[asyncio.Task[Any]] = []
-            send = once(lambda: poison.append(asyncio.create_task(answer(deployment, poisonous))))
-            running = [answer(deployment, request(i), send) for i in range(STREAMS)]
-            assert await asyncio.wait_for(asyncio.gather(*running), SECONDS) == undisturbed
-            with pytest.raises(TritonUnavailable, match="two servers ended"):
-                await asyncio.wait_for(poison[0], SECONDS)
-            assert deployment.supervisor.restarts == 2
-            assert await answers(deployment) == undisturbed
-
     poisonous = dataclasses.replace(request(0), seed=POISON)
-    asyncio.run(test())
+    environment = {"ENGINE": "simulated", "TRITON_MODEL_REPO": str(templates)}
+    async with deployed(demo_model, **environment) as deployment:
+        undisturbed = await answers(deployment)
+        poison: list[asyncio.Task[Any]] = []
+        send = once(lambda: poison.append(asyncio.create_task(answer(deployment, poisonous))))
+        running = [answer(deployment, request(i), send) for i in range(STREAMS)]
+        assert await asyncio.wait_for(asyncio.gather(*running), SECONDS) == undisturbed
+        with pytest.raises(TritonUnavailable, match="two servers ended"):
+            await asyncio.wait_for(poison[0], SECONDS)
+        assert deployment.supervisor.restarts == 2
+        assert await answers(deployment) == undisturbed
 
 
-def test_requests_that_are_not_resumed_fail_at_once_and_may_be_sent_again(
-    demo_model: Path,
-) -> None:
-    async def test() -> None:
-        environment = {"ENGINE": "simulated", "RESUME_ATTEMPTS": "0"}
-        async with deployed(demo_model, **environment) as deployment:
-            life = deployment.supervisor.running
-            with pytest.raises(TritonUnavailable):
-                await answers(deployment, ("tensorrt_llm", signal.SIGKILL))
-            await asyncio.wait_for(next_life(deployment, life), SECONDS)
-            assert (await answer(deployment, request(1)))[1][0] == TOKENS
-
-    asyncio.run(test())
-
-
-def test_a_server_that_is_given_up_says_so(
+async def test_without_resuming_requests_fail_until_the_server_is_given_up(
     demo_model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def test() -> None:
-        environment = {"ENGINE": "simulated", "TRITON_RESTARTS": "0"}
-        async with deployed(demo_model, **environment) as deployment:
-            with pytest.raises(
-                TritonUnavailable, match="given up: tritonserver died: the process of model"
-            ):
-                await answers(deployment, ("tensorrt_llm", signal.SIGKILL))
-            assert not await deployment.healthy()
-            with pytest.raises(TritonUnavailable, match="given up"):
-                await answer(deployment, request(1))
-
-    with caplog.at_level(logging.WARNING):
-        asyncio.run(test())
+    caplog.set_level(logging.WARNING)
+    environment = {"ENGINE": "simulated", "RESUME_ATTEMPTS": "0", "TRITON_RESTARTS": "1"}
+    async with deployed(demo_model, **environment) as deployment:
+        life = deployment.supervisor.running
+        # A first end: what runs fails at once, and may be sent again.
+        with pytest.raises(TritonUnavailable):
+            await answers(deployment, ("tensorrt_llm", signal.SIGKILL))
+        await asyncio.wait_for(next_life(deployment, life), SECONDS)
+        assert (await answer(deployment, request(1)))[1][0] == TOKENS
+        # A second one is the last.
+        with pytest.raises(TritonUnavailable):
+            await answers(deployment, ("tensorrt_llm", signal.SIGKILL))
+        with pytest.raises(TritonUnavailable, match="given up: tritonserver died"):
+            await next_life(deployment, deployment.supervisor.running)
+        with pytest.raises(TritonUnavailable):
+            await answer(deployment, request(1))
+        assert not await deployment.healthy()
     assert "Triton is not started again" in caplog.text
-
-
-def test_health_is_what_a_request_would_see(demo_model: Path) -> None:
-    async def test() -> None:
-        async with deployed(demo_model, ENGINE="simulated") as deployment:
-            assert await deployment.healthy()
-            life = deployment.supervisor.running
-            assert life is not None
-            preprocessing = part(life.server.shm_prefix, "preprocessing")
-            os.kill(preprocessing, signal.SIGSTOP)
-            assert life.server.is_ready()  # which is all that Triton knows
-            assert not await deployment.healthy()
-            os.kill(preprocessing, signal.SIGCONT)
-            await asyncio.wait_for(_until_healthy(deployment), SECONDS)
-
-    asyncio.run(test())
-
-
-async def _until_healthy(deployment: Deployment) -> None:
-    while not await deployment.healthy():
-        await asyncio.sleep(0.05)  # nothing signals it
-
-
-def test_the_process_exits_where_that_is_wanted(demo_model: Path) -> None:
-    program = """
-import asyncio, os, signal
-from cog_triton.deployment import Deployment
-from cog_triton.settings import read_settings
-from tests.integration.test_recovery import part
-
-async def main():
-    deployment = await Deployment.start(read_settings())
-    os.kill(part(deployment.supervisor.running.server.shm_prefix, "tensorrt_llm"), signal.SIGKILL)
-    await asyncio.sleep(3600)
-
-asyncio.run(main())
-"""
-    environment = {
-        "MODEL": str(demo_model),
-        "ENGINE": "simulated",
-        "TRITON_RESTARTS": "0",
-        "EXIT_ON_FAILURE": "true",
-    }
-    process = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=ROOT,
-        env={**os.environ, **ANY_PORTS, **environment},
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-    )
-    assert process.returncode == EXIT_STATUS
-    assert process.stderr.strip().splitlines()[-1].startswith("exiting: tritonserver died")
 
 
 @pytest.fixture
@@ -331,45 +273,28 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", "-l", str(directory)], check=True)
 
 
-def test_a_runtime_directory_that_was_full_recovers_when_there_is_room(
+@pytest.mark.rare
+async def test_a_runtime_directory_that_was_full_recovers_when_there_is_room(
     demo_model: Path, small_disk: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """However long it was full: that is no end of a server."""
-
-    async def test() -> None:
-        environment = {"RUNTIME_DIR": str(small_disk), "TRITON_RESTARTS": "1"}
-        async with deployed(demo_model, ENGINE="simulated", **environment) as deployment:
-            life = deployment.supervisor.running
-            ballast = small_disk / "ballast"
-            with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
-                while True:
-                    file.write(bytes(4096))
-            os.kill(*victim(deployment, "tritonserver", signal.SIGKILL))
-            while caplog.text.count("No space left on device") < 3:
-                await asyncio.sleep(0.05)  # nothing signals it
-            assert not await deployment.healthy()
-            ballast.unlink()
-            await asyncio.wait_for(next_life(deployment, life), SECONDS)
-            assert (await answer(deployment, request(1)))[1][0] == TOKENS
-
-    asyncio.run(test())
+    environment = {"RUNTIME_DIR": str(small_disk), "TRITON_RESTARTS": "1"}
+    async with deployed(demo_model, ENGINE="simulated", **environment) as deployment:
+        life = deployment.supervisor.running
+        ballast = small_disk / "ballast"
+        with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(4096))
+        os.kill(*victim(deployment, "tritonserver", signal.SIGKILL))
+        while caplog.text.count("No space left on device") < 3:
+            await asyncio.sleep(0.05)  # nothing signals it
+        assert not await deployment.healthy()
+        ballast.unlink()
+        await asyncio.wait_for(next_life(deployment, life), SECONDS)
+        assert (await answer(deployment, request(1)))[1][0] == TOKENS
 
 
-def test_a_server_that_dies_at_the_first_request_says_why_at_the_start(
-    demo_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def kill_and_ask(life: RunningServer) -> None:
-        os.kill(part(life.server.shm_prefix, "preprocessing"), signal.SIGKILL)
-        await warm_up(life)
-
-    warm_up = RunningServer.warm_up
-    monkeypatch.setattr(RunningServer, "warm_up", kill_and_ask)
-    settings = settings_for(demo_model, ENGINE="simulated")
-    with pytest.raises(TritonStartError, match="tritonserver died: the process of model"):
-        asyncio.run(Deployment.start(settings))
-
-
-def test_a_port_that_is_taken_in_the_last_moment_is_chosen_anew(
+async def test_a_port_that_is_taken_in_the_last_moment_is_chosen_anew(
     demo_model: Path, triton: TritonServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By another Triton, too, which answers there that it is ready."""
@@ -378,11 +303,7 @@ def test_a_port_that_is_taken_in_the_last_moment_is_chosen_anew(
     monkeypatch.setattr(
         "cog_triton.server.tritonserver.choose_ports", lambda given: next(choices)(given)
     )
-
-    async def talk() -> str:
-        async with deployed(demo_model, ENGINE="simulated") as deployment:
-            text, _ = await answer(deployment, request(1))
-            return text
-
-    assert asyncio.run(talk())
+    async with deployed(demo_model, ENGINE="simulated") as deployment:
+        text, _ = await answer(deployment, request(1))
+        assert text
     assert next(choices, None) is None

@@ -1,24 +1,31 @@
-"""What each sampling parameter does, by generate() on a real server, against transformers' generate()."""
+"""What a request may ask, by generate() on a real server: sampling against transformers', and the rest."""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import jsonschema  # type: ignore[import-untyped, unused-ignore]
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LogitsProcessor
 
+from cog_triton.errors import InvalidParameter
+from cog_triton.generation import Chunk
 from cog_triton.models.preprocessing import variants
-from cog_triton.request.request import Request
+from cog_triton.request.request import Guide, GuideKind, Request
 from cog_triton.server.tritonserver import TritonServer
 from cog_triton.text.tokenizer import Tokenizer
+from cog_triton.wire import TokenLogProb
 from tests.integration.test_generation import (
     ANSWER,
     QUESTION,
+    ask,
     collect,
     greedy,
     text,
@@ -52,17 +59,20 @@ class Subtract(LogitsProcessor):  # type: ignore[misc, unused-ignore]
 def compare(triton: TritonServer, tokenizer: Tokenizer, model: Any) -> Compare:
     """Asks both, and returns the ids if they are the same."""
 
-    def ask(values: Mapping[str, Any], reference: Mapping[str, Any]) -> list[int]:
+    def ask_both(values: Mapping[str, Any], reference: Mapping[str, Any]) -> list[int]:
         request = greedy(QUESTION, **{"max_tokens": LENGTH, **values})
-        chunks = with_client("grpc", triton, lambda c: collect(request, c, tokenizer))
-        ids = [token for chunk in chunks for token in chunk.ids]
+        ids = ids_of(ask(request, triton, tokenizer, "grpc"))
         prompt = tokenizer(QUESTION, return_tensors="pt").input_ids
         options = {"max_new_tokens": request.max_tokens, "do_sample": False, **reference}
         expected = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
         assert ids == expected[0, prompt.shape[1] :].tolist()
         return ids
 
-    return ask
+    return ask_both
+
+
+def ids_of(chunks: list[Chunk]) -> list[int]:
+    return [token for chunk in chunks for token in chunk.ids]
 
 
 @pytest.fixture(scope="module")
@@ -76,51 +86,38 @@ def test_without_parameters(compare: Compare, plain: list[int]) -> None:
     assert compare({}, {}) == plain[:LENGTH]
 
 
-def test_a_repetition_penalty(compare: Compare, plain: list[int]) -> None:
-    assert compare({"repetition_penalty": 3.0}, {"repetition_penalty": 3.0}) != plain[:LENGTH]
-
-
-@pytest.mark.parametrize("name", ["presence", "frequency"])
-def test_other_penalties(
-    compare: Compare, tokenizer: Tokenizer, plain: list[int], name: str
-) -> None:
+def test_what_changes_an_answer(compare: Compare, tokenizer: Tokenizer, plain: list[int]) -> None:
     prompt = len(tokenizer(QUESTION).input_ids)
-    reference = {"logits_processor": [Subtract(prompt, **{name: 40.0})]}
-    assert compare({f"{name}_penalty": 40.0}, reference) != plain[:LENGTH]
-
-
-def test_bad_words(compare: Compare, tokenizer: Tokenizer, plain: list[int]) -> None:
     words = (ANSWER.split()[3], "of")
-    ids = [tokenizer(w, add_special_tokens=False).input_ids for w in variants(words)]
-    assert compare({"bad_words": words}, {"bad_words_ids": ids}) != plain[:LENGTH]
-
-
-def test_a_bias_of_logits(compare: Compare, plain: list[int]) -> None:
+    bad_ids = [tokenizer(word, add_special_tokens=False).input_ids for word in variants(words)]
     biases = {plain[2]: -20.0, plain[5]: 3.0, 300: 2.5, 400: -1.0}
-    reference = {"sequence_bias": {(token,): bias for token, bias in biases.items()}}
-    assert compare({"logit_bias": tuple(biases.items())}, reference) != plain[:LENGTH]
+    sequences = {(token,): bias for token, bias in biases.items()}
+    for values, reference in (
+        ({"repetition_penalty": 3.0}, {"repetition_penalty": 3.0}),
+        ({"presence_penalty": 40.0}, {"logits_processor": [Subtract(prompt, presence=40.0)]}),
+        ({"frequency_penalty": 40.0}, {"logits_processor": [Subtract(prompt, frequency=40.0)]}),
+        ({"bad_words": words}, {"bad_words_ids": bad_ids}),
+        ({"logit_bias": tuple(biases.items())}, {"sequence_bias": sequences}),
+    ):
+        assert compare(values, reference) != plain[:LENGTH], values
 
 
-def test_a_minimum_length(compare: Compare, plain: list[int]) -> None:
-    length = len(plain) + 10
-    values = {"min_tokens": length, "max_tokens": length}
-    ids = compare(values, {"min_new_tokens": length})
-    assert len(ids) == length
-
-
-def test_an_end_token_of_the_request(compare: Compare, plain: list[int]) -> None:
-    """It is part of the ids, as transformers has it."""
-    end_id = plain[9]
+def test_where_an_answer_ends(compare: Compare, tokenizer: Tokenizer, plain: list[int]) -> None:
+    """The end token is part of the ids, as transformers has it."""
+    end_id, length = plain[9], len(plain) + 10
     assert compare({"end_id": end_id}, {"eos_token_id": end_id}) == plain[: plain.index(end_id) + 1]
-
-
-def test_end_tokens_that_end_nothing(
-    compare: Compare, tokenizer: Tokenizer, plain: list[int]
-) -> None:
-    length = len(plain) + 10
+    least = {"min_tokens": length, "max_tokens": length}
+    assert len(compare(least, {"min_new_tokens": length})) == length
     ids = compare({"ignore_eos": True, "max_tokens": length}, {"eos_token_id": NO_TOKEN})
     assert len(ids) == length
     assert ids[len(plain)] == tokenizer.eos_token_id
+
+
+def test_a_minimum_probability(
+    triton: TritonServer, tokenizer: Tokenizer, plain: list[int]
+) -> None:
+    request = Request(QUESTION, 7, max_tokens=LENGTH, temperature=2.0, top_p=1.0, min_p=1.0)
+    assert ids_of(ask(request, triton, tokenizer, "grpc")) == plain[:LENGTH]
 
 
 def test_samples_have_the_distribution_that_the_bias_makes(
@@ -137,15 +134,10 @@ def test_samples_have_the_distribution_that_the_bias_makes(
     expected = torch.softmax(logits / 0.8, 0)
     count = 400
 
+    values: Any = {"max_tokens": 1, "temperature": 0.8, "top_p": 1.0}
+
     async def first(seed: int, client: Any) -> int:
-        request = Request(
-            QUESTION,
-            seed,
-            max_tokens=1,
-            temperature=0.8,
-            top_p=1.0,
-            logit_bias=tuple(biases.items()),
-        )
+        request = Request(QUESTION, seed, logit_bias=tuple(biases.items()), **values)
         return (await collect(request, client, tokenizer))[-1].ids[0]
 
     async def use(client: Any) -> list[int]:
@@ -158,15 +150,80 @@ def test_samples_have_the_distribution_that_the_bias_makes(
         assert abs(drawn[token] - mean) < 4 * (mean * (1 - mean / count)) ** 0.5
 
 
-@pytest.mark.parametrize("transport", ["grpc", "http"])
 def test_a_prompt_of_token_ids_is_the_prompt(
     triton: TritonServer, tokenizer: Tokenizer, transport: str
 ) -> None:
     ids = tokenizer(QUESTION).input_ids
+    chunks = ask(greedy("", prompt_ids=tuple(ids)), triton, tokenizer, transport)
+    assert (text(chunks), chunks[-1].input_tokens) == (ANSWER, len(ids))
+    bare = ask(greedy(QUESTION, add_special_tokens=False), triton, tokenizer, transport)
+    assert bare[-1].input_tokens == len(ids) - 1
 
-    def ask(request: Request) -> tuple[str, int | None]:
-        chunks = with_client(transport, triton, lambda c: collect(request, c, tokenizer))
-        return text(chunks), chunks[-1].input_tokens
 
-    assert ask(greedy("", prompt_ids=tuple(ids))) == (ANSWER, len(ids))
-    assert ask(greedy(QUESTION, add_special_tokens=False))[1] == len(ids) - 1
+# Beyond text and sampling
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "ok": {"type": "boolean"}},
+    "required": ["name", "ok"],
+    "additionalProperties": False,
+}
+
+
+def test_log_probabilities_with_alternatives(
+    triton: TritonServer, transport: str, tokenizer: Tokenizer
+) -> None:
+    def places_of(**values: Any) -> list[TokenLogProb]:
+        chunks = ask(greedy(QUESTION, **values), triton, tokenizer, transport)
+        assert text(chunks) == ANSWER
+        places = [place for chunk in chunks for place in chunk.log_probs]
+        assert [place.id for place in places] == ids_of(chunks) * bool(places)
+        return places
+
+    places = places_of(log_probs=3)
+    assert len(places) > 5
+    for place in places:
+        assert len(place.top) == 3
+        assert place.top[0] == (place.id, place.log_prob)  # greedy takes the most likely
+        assert sorted((-value for _, value in place.top)) == [-value for _, value in place.top]
+    chosen = places_of(log_probs=0)
+    assert [place.log_prob for place in chosen] == pytest.approx(
+        [place.log_prob for place in places], abs=1e-4
+    )
+    assert all(place.top == () for place in chosen)
+    assert places_of() == []
+    request = greedy(QUESTION, log_probs=0, prompt_log_probs=True)
+    first, *others = ask(request, triton, tokenizer, transport)
+    prompt = [place.id for place in first.prompt_log_probs]
+    assert prompt == tokenizer(QUESTION).input_ids
+    assert not any(chunk.prompt_log_probs for chunk in others)
+
+
+def test_structured_output(triton: TritonServer, transport: str, tokenizer: Tokenizer) -> None:
+    def guided(kind: GuideKind, guide: str, seed: int = 1, **values: Any) -> tuple[str, str | None]:
+        options: Any = {"temperature": 1.5, "top_p": 1.0, "guide": Guide(kind, guide), **values}
+        chunks = ask(Request(QUESTION, seed, **options), triton, tokenizer, transport)
+        return text(chunks), chunks[-1].finish_reason
+
+    schema = json.dumps(SCHEMA)
+    for seed in range(3):
+        answer, reason = guided(GuideKind.JSON_SCHEMA, schema, seed)
+        jsonschema.validate(json.loads(answer), SCHEMA)
+        assert reason == "stop"
+    assert guided(GuideKind.JSON_SCHEMA, schema, max_tokens=4)[1] == "length"
+    assert guided(GuideKind.CHOICE, '["yes", "no (never)"]')[0] in ("yes", "no (never)")
+    assert re.fullmatch("[a-c][0-9]", guided(GuideKind.GRAMMAR, "root ::= [a-c] [0-9]")[0])
+    with pytest.raises(InvalidParameter, match=r"type regex cannot be used: .*unclosed"):
+        guided(GuideKind.REGEX, "[")
+
+
+@pytest.mark.parametrize(
+    ("values", "name"),
+    [({"guide": Guide(GuideKind.JSON)}, "guided_decoding_guide"), ({"adapter": "poet"}, "lora")],
+)
+def test_the_simulated_engine_refuses_by_name(
+    paced_triton: TritonServer, tokenizer: Tokenizer, values: dict[str, Any], name: str
+) -> None:
+    with pytest.raises(InvalidParameter, match=f"does not support .*{name}"):
+        ask(greedy(QUESTION, **values), paced_triton, tokenizer, "grpc")

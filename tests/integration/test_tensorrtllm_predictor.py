@@ -20,18 +20,19 @@ from typing import Any
 import httpx
 import pytest
 
-from cog_triton.deployment import Deployment
+from cog_triton.deployment.preparation import Values
 from cog_triton.errors import CogTritonError
 from cog_triton.generation import Chunk
 from cog_triton.request.request import Guide, GuideKind, Request
 from cog_triton.text.tokenizer import Tokenizer
 from cog_triton.wire import TokenLogProb
-from tests.integration.conftest import make_server, settings_for
+from tests.integration.conftest import make_server, running, settings_for
+from tests.integration.test_recovery import deployed
 from tests.stand_in.servers import MODEL, environment
-from tests.support import ROOT, CogServer, chunks, free_port, metrics, processes, wait_until
+from tests.support import ROOT, CogServer, free_port, metrics, processes, wait_until
 
 TEXT = "Grüße an alle: 日本語, and a friend 😀 of mine."
-TRANSPORTS = ["grpc", "http"]
+BLS = "tensorrt_llm_bls"
 
 
 def length(tokenizer: Tokenizer, text: str) -> int:
@@ -46,19 +47,16 @@ def count(address: str, kind: str) -> float:
 # Cog's server
 
 
-@pytest.fixture(scope="module", params=TRANSPORTS)
-def cog(
-    request: pytest.FixtureRequest, demo_model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[CogServer]:
+@pytest.fixture(scope="module")
+def cog(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CogServer]:
     directory = tmp_path_factory.mktemp("cog")
     settings = {
         **environment(directory),
         "MODEL": str(demo_model),
-        "TRANSPORT": request.param,
         "STAND_IN_INTER_TOKEN_MS": "5",
     }
     with CogServer(settings, directory / "log") as server:
-        assert server.wait_until_set_up()["status"] == "READY", server.log.read_text()
+        server.wait_until_ready()
         yield server
 
 
@@ -69,42 +67,26 @@ def test_an_answer_as_json(cog: CogServer, tokenizer: Tokenizer) -> None:
     assert body["metrics"]["input_token_count"] == length(tokenizer, TEXT) + 1
 
 
-def test_an_answer_as_events(cog: CogServer, tokenizer: Tokenizer) -> None:
-    with cog.stream(prompt=TEXT, seed=1, max_tokens=length(tokenizer, TEXT)) as events:
-        pieces = chunks(events)
-    assert "".join(pieces) == TEXT
-    assert len(pieces) > 10
-
-
 def test_the_end_token_ends_an_answer_that_does_not_have_it(cog: CogServer) -> None:
     body = cog.predict(prompt="Until here.</s> And no further.", seed=1, max_tokens=100)
     assert "".join(body["output"]) == "Until here."
 
 
-def test_a_stop_sequence_frees_the_sequence_in_the_engine(cog: CogServer) -> None:
+@pytest.mark.parametrize("by", ["a stop sequence", "a cancel", "a client that goes away"])
+def test_what_ends_early_frees_its_sequence_in_the_engine(cog: CogServer, by: str) -> None:
     address = f"127.0.0.1:{cog.metrics_port}"
     before = count(address, "cancelled")
-    body = cog.predict(prompt="one two three four", seed=1, max_tokens=1000, stop_sequences="three")
-    assert "".join(body["output"]) == "one two "
-    wait_until(lambda: count(address, "cancelled") == before + 1, 10, "the engine's stop")
-
-
-def test_a_cancelled_prediction_frees_the_sequence_in_the_engine(cog: CogServer) -> None:
-    address = f"127.0.0.1:{cog.metrics_port}"
-    before = count(address, "cancelled")
-    with cog.stream("to-cancel", prompt=TEXT, max_tokens=2000) as events:
-        next(event for event in events if event[0] == "output")
-        reply = httpx.post(f"{cog.url}/predictions/to-cancel/cancel", trust_env=False)
-        assert reply.is_success
-        assert list(events)[-1][1]["status"] == "canceled"
-    wait_until(lambda: count(address, "cancelled") == before + 1, 10, "the engine's stop")
-
-
-def test_a_client_that_goes_away_frees_the_sequence_in_the_engine(cog: CogServer) -> None:
-    address = f"127.0.0.1:{cog.metrics_port}"
-    before = count(address, "cancelled")
-    with cog.stream(prompt=TEXT, max_tokens=2000) as events:
-        next(event for event in events if event[0] == "output")
+    if by == "a stop sequence":
+        words = "one two three four"
+        body = cog.predict(prompt=words, seed=1, max_tokens=1000, stop_sequences="three")
+        assert "".join(body["output"]) == "one two "
+    else:
+        with cog.stream("to-cancel", prompt=TEXT, max_tokens=2000) as events:
+            next(event for event in events if event[0] == "output")
+            if by == "a cancel":
+                reply = httpx.post(f"{cog.url}/predictions/to-cancel/cancel", trust_env=False)
+                assert reply.is_success
+                assert list(events)[-1][1]["status"] == "canceled"
     wait_until(lambda: count(address, "cancelled") == before + 1, 10, "the engine's stop")
 
 
@@ -117,59 +99,61 @@ def test_a_prompt_that_is_too_long_is_the_users_mistake(cog: CogServer) -> None:
 # A deployment with other settings
 
 
-def run(
-    model: Path,
-    directory: Path,
-    *requests: Request,
-    config: str = "",
-    transport: str = "grpc",
-    **engine: Any,
-) -> list[list[Chunk]]:
-    """Sends requests at once; the first error of theirs is raised.
+async def collect(stream: Any) -> list[Chunk]:
+    return [chunk async for chunk in stream]
 
-    Args:
-        config: of the configuration file.
-    """
-    directory.mkdir(exist_ok=True)
-    file = directory / "config.yaml"
-    file.write_text(config)
-    stand_in = {"COG_TRITON_CONFIG": str(file), **environment(directory, **engine)}
-    stand_in["TRANSPORT"] = transport
+
+def run(model: Path, settings: dict[str, str], *requests: Request) -> list[list[Chunk]]:
+    """Sends requests at once; the first error of theirs is raised."""
 
     async def main() -> list[list[Chunk]]:
-        deployment = await Deployment.start(settings_for(model, **stand_in))
-        try:
+        async with deployed(model, **settings) as deployment:
             return await asyncio.gather(*map(collect, map(deployment.generate, requests)))
-        finally:
-            await deployment.stop()
-
-    async def collect(stream: Any) -> list[Chunk]:
-        return [chunk async for chunk in stream]
 
     return asyncio.run(main())
 
 
-def test_a_full_queue_is_the_servers_fault(
-    demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("config", "engine", "request_", "error"),
+    [
+        # The backend's queue, or Triton's own before it, which is as long.
+        (
+            "max_queue_size: 1",
+            {"max_batch_size": 1},
+            {"max_tokens": 30},
+            r"E2106 TritonOverloaded: .*[Mm]aximum queue size",
+        ),
+        pytest.param(
+            "batch_scheduler_policy: max_utilization",
+            {"max_num_tokens": 64},
+            {"max_tokens": 1000},
+            r"E1002 PromptTooLong: .*potentially greater",
+            marks=pytest.mark.rare,
+        ),
+        pytest.param("", {}, {"end_id": 5000}, "E1103 .*EndId", marks=pytest.mark.rare),
+        ('batching_strategy: "${batching_strategy}"', {}, {}, "E3002 TemplateError"),
+    ],
+    ids=["a full queue", "a stream that might be evicted", "no token", "a placeholder"],
+)
+def test_refusals_have_their_codes(
+    demo_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    config: str,
+    engine: dict[str, Any],
+    request_: dict[str, Any],
+    error: str,
 ) -> None:
     monkeypatch.setenv("STAND_IN_INTER_TOKEN_MS", "50")
-    requests = [Request(prompt="Hello", seed=n, max_tokens=30) for n in range(4)]
-    config = "server: {tensorrt_llm: {args: {max_queue_size: 1}}}"
-    # The backend's queue, or Triton's own before it, which is as long.
-    with pytest.raises(CogTritonError, match=r"E2106 TritonOverloaded: .*[Mm]aximum queue size"):
-        run(demo_model, tmp_path, *requests, config=config, max_batch_size=1)
+    file = tmp_path / "config.yaml"
+    file.write_text(f"server: {{tensorrt_llm: {{args: {{{config}}}}}}}")
+    settings = {"COG_TRITON_CONFIG": str(file), **environment(tmp_path, **engine)}
+    requests = [Request(prompt="Hello there", seed=n, **request_) for n in range(4)]
+    with pytest.raises(CogTritonError, match=error):
+        run(demo_model, settings, *requests)
 
 
-def test_a_stream_that_might_be_evicted_is_the_users_mistake(
-    demo_model: Path, tmp_path: Path
-) -> None:
-    request = Request(prompt="Hello there", seed=0, max_tokens=1000)
-    config = "server: {tensorrt_llm: {args: {batch_scheduler_policy: max_utilization}}}"
-    with pytest.raises(CogTritonError, match=r"E1002 PromptTooLong: .*potentially greater"):
-        run(demo_model, tmp_path, request, config=config, max_num_tokens=64)
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", [pytest.param("grpc", marks=pytest.mark.rare), "http"])
 def test_what_goes_beside_the_inputs(
     demo_model: Path, tmp_path: Path, tokenizer: Tokenizer, transport: str
 ) -> None:
@@ -183,7 +167,10 @@ def test_what_goes_beside_the_inputs(
         Request(prompt="", prompt_ids=tuple(ids), log_probs=0, adapter="poet", **values),
         Request(prompt=text, add_special_tokens=False, logit_bias=((5, 1.0),), **values),
     ]
-    answers = run(demo_model, tmp_path, *requests, transport=transport)
+    stopped = Request(prompt=text, seed=1, max_tokens=1000, stop_sequences=("here",))
+    settings = {"TRANSPORT": transport, **environment(tmp_path)}
+    *answers, cut = run(demo_model, settings, *requests, stopped)
+    assert "".join(chunk.text for chunk in cut) == "Until "
     for chunks_ in answers:
         assert [token for chunk in chunks_ for token in chunk.ids] == ids
         assert chunks_[-1].finish_reason == "length"
@@ -191,20 +178,6 @@ def test_what_goes_beside_the_inputs(
     plain, likely, _ = ([p for chunk in answer for p in chunk.log_probs] for answer in answers)
     assert plain == []
     assert likely == [TokenLogProb(token, -1.0) for token in ids]
-
-
-def test_an_end_id_that_is_no_token_is_the_users_mistake(demo_model: Path, tmp_path: Path) -> None:
-    request = Request(prompt="Hello", seed=0, end_id=5000)
-    with pytest.raises(CogTritonError, match=r"E1103 InvalidParameter: .*EndId"):
-        run(demo_model, tmp_path, request)
-
-
-def test_a_placeholder_in_the_configuration_file_is_refused_before_the_start(
-    demo_model: Path, tmp_path: Path
-) -> None:
-    config = 'server: {tensorrt_llm: {args: {batching_strategy: "${batching_strategy}"}}}'
-    with pytest.raises(CogTritonError, match="E3002 TemplateError"):
-        run(demo_model, tmp_path, Request(prompt="Hello", seed=0), config=config)
 
 
 # Clients of the ensemble and of BLS
@@ -217,89 +190,48 @@ def post(address: str, model: str, **body: Any) -> Any:
     return reply.json()
 
 
-@pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls"])
-@pytest.mark.parametrize("decoupled", [True, False])
-def test_the_ensemble_and_bls(
-    demo_model: Path, tmp_path: Path, tokenizer: Tokenizer, model: str, decoupled: bool
+def test_the_ensemble_and_bls_without_decoupled_mode(
+    demo_model: Path, tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
     settings = settings_for(demo_model, **environment(tmp_path))
-    mode = {"decoupled_mode": decoupled}
-    values: dict[str, dict[str, object]] = {MODEL: dict(mode), "tensorrt_llm_bls": dict(mode)}
-    server = make_server(settings, tmp_path, values)
-    server.start()
-    try:
-        body = {"text_input": TEXT, "max_tokens": length(tokenizer, TEXT), "seed": 1}
-        assert post(server.endpoints.http, model, **body)["text_output"] == TEXT
-        words = {"text_input": "one two three four", "max_tokens": 50, "seed": 1}
-        reply = post(server.endpoints.http, model, **words, stop_words=["three"])
-        assert reply["text_output"] == "one two three"
-    finally:
-        server.stop()
-
-
-def test_performance_metrics_by_the_ensemble(demo_model: Path, tmp_path: Path) -> None:
-    server = make_server(settings_for(demo_model, **environment(tmp_path)), tmp_path)
-    server.start()
-    try:
+    values: Values = {model: {"decoupled_mode": False} for model in (MODEL, BLS)}
+    with running(make_server(settings, tmp_path, values)) as server:
+        address = server.endpoints.http
+        for model in ("ensemble", BLS):
+            body = {"text_input": TEXT, "max_tokens": length(tokenizer, TEXT), "seed": 1}
+            assert post(address, model, **body)["text_output"] == TEXT
+            words = {"text_input": "one two three four", "max_tokens": 50, "seed": 1}
+            reply = post(address, model, **words, stop_words=["three"])
+            assert reply["text_output"] == "one two three"
         body = {"text_input": "Hello", "max_tokens": 2, "seed": 1, "return_perf_metrics": True}
-        reply = post(server.endpoints.http, "ensemble", **body)
+        reply = post(address, "ensemble", **body)
         assert 0 < reply["arrival_time_ns"] <= reply["last_token_time_ns"]
-    finally:
-        server.stop()
 
 
-# The guides' commands. They stand as they are, but for the paths and ports of the machine, and
-# triton_backend: guides that are older than it run this template's default otherwise.
+# The guides' commands
 
-README = """
-mkdir triton_model_repo
-cp -r all_models/inflight_batcher_llm/* triton_model_repo/
-rm -rf triton_model_repo/tensorrt_llm_bls
-cp engines/fp16/1-gpu/* triton_model_repo/tensorrt_llm/1
-export HF_GPT_MODEL={model}
-python3 tools/fill_template.py -i triton_model_repo/preprocessing/config.pbtxt "triton_max_batch_size:4,tokenizer_dir:${{HF_GPT_MODEL}},tokenizer_type:auto,preprocessing_instance_count:1"
-python3 tools/fill_template.py -i triton_model_repo/postprocessing/config.pbtxt "triton_max_batch_size:4,tokenizer_dir:${{HF_GPT_MODEL}},tokenizer_type:auto,postprocessing_instance_count:1"
-python3 tools/fill_template.py -i triton_model_repo/tensorrt_llm/config.pbtxt "triton_max_batch_size:4,decoupled_mode:True,engine_dir:{directory}/triton_model_repo/tensorrt_llm/1,batching_strategy:inflight_fused_batching,max_queue_delay_microseconds:100,batch_scheduler_policy:max_utilization"
-python3 tools/fill_template.py -i triton_model_repo/ensemble/config.pbtxt "triton_max_batch_size:4"
-exec python3 scripts/launch_triton_server.py --world_size=1 --model_repo={directory}/triton_model_repo
-"""  # noqa: E501
-LLAMA = """
-mkdir triton_model_repo
-cp -r all_models/inflight_batcher_llm/ensemble triton_model_repo/
-cp -r all_models/inflight_batcher_llm/preprocessing triton_model_repo/
-cp -r all_models/inflight_batcher_llm/postprocessing triton_model_repo/
-cp -r all_models/inflight_batcher_llm/tensorrt_llm triton_model_repo/
-export HF_LLAMA_MODEL={model}
-python3 tools/fill_template.py -i triton_model_repo/preprocessing/config.pbtxt tokenizer_dir:${{HF_LLAMA_MODEL}},tokenizer_type:llama,triton_max_batch_size:64,preprocessing_instance_count:1
-python3 tools/fill_template.py -i triton_model_repo/tensorrt_llm/config.pbtxt triton_max_batch_size:64,decoupled_mode:False,max_beam_width:1,engine_dir:{directory}/engines/fp16/4-gpu/,max_tokens_in_paged_kv_cache:2560,max_attention_window_size:2560,kv_cache_free_gpu_mem_fraction:0.5,exclude_input_in_output:True,enable_kv_cache_reuse:False,batching_strategy:inflight_batching,max_queue_delay_microseconds:600
-python3 tools/fill_template.py -i triton_model_repo/postprocessing/config.pbtxt tokenizer_dir:${{HF_LLAMA_MODEL}},tokenizer_type:llama,triton_max_batch_size:64,postprocessing_instance_count:1
-python3 tools/fill_template.py -i triton_model_repo/ensemble/config.pbtxt triton_max_batch_size:64
-exec python3 scripts/launch_triton_server.py --world_size=4 --model_repo={directory}/triton_model_repo
-"""  # noqa: E501
-CURL = """curl -X POST localhost:{port}/v2/models/ensemble/generate -d '{{"text_input": "What is machine learning?", "max_tokens": 20, "bad_words": "", "stop_words": "", "pad_id": 2, "end_id": 2}}'"""  # noqa: E501
+
+CURL = """curl -X POST localhost:{port}/v2/models/ensemble/generate -d \
+'{{"text_input": "What is machine learning?", "max_tokens": 20, "bad_words": "", "stop_words": "", \
+"pad_id": 2, "end_id": 2}}'"""
 
 
 @pytest.mark.parametrize(
-    ("commands", "world_size", "with_prompt"),
+    ("guide", "world_size"),
     [
-        # Its commands leave exclude_input_in_output at NVIDIA's default.
-        pytest.param(README, 1, True, id="readme"),
+        ("readme", 1),
         pytest.param(
-            LLAMA,
+            "llama",
             4,
-            False,
-            id="llama",
-            marks=pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun in PATH"),
+            marks=[
+                pytest.mark.rare,
+                pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun in PATH"),
+            ],
         ),
     ],
 )
 def test_the_guides_commands(
-    demo_model: Path,
-    tokenizer: Tokenizer,
-    tmp_path: Path,
-    commands: str,
-    world_size: int,
-    with_prompt: bool,
+    demo_model: Path, tokenizer: Tokenizer, tmp_path: Path, guide: str, world_size: int
 ) -> None:
     settings = environment(tmp_path, world_size=world_size)
     (tmp_path / "engines" / "fp16").mkdir(parents=True)
@@ -311,6 +243,7 @@ def test_the_guides_commands(
     port = free_port()
     variables = {
         **os.environ,
+        "MODEL": str(demo_model.resolve()),
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "TRITON_HTTP_PORT": str(port),
         "TRITON_GRPC_PORT": "0",
@@ -318,11 +251,10 @@ def test_the_guides_commands(
         "TRITON_STOP_TIMEOUT": "60",  # four ranks on few cores
         "TRITONSERVER_BACKEND_DIR": settings["TRITONSERVER_BACKEND_DIR"],
     }
-    log = tmp_path / "log"
-    script = "set -e\n" + commands.format(model=demo_model.resolve(), directory=tmp_path)
+    log, commands = tmp_path / "log", Path(__file__).parent / "guides" / f"{guide}.sh"
     with log.open("w") as output:
         server = subprocess.Popen(
-            ["bash", "-c", script], cwd=tmp_path, env=variables, stdout=output, stderr=output
+            ["bash", "-e", commands], cwd=tmp_path, env=variables, stdout=output, stderr=output
         )
     try:
         wait_until(
@@ -331,11 +263,18 @@ def test_the_guides_commands(
         assert "ready: " in log.read_text(), log.read_text()[-3000:]
         curl = ["bash", "-c", CURL.format(port=port)]
         reply = json.loads(subprocess.run(curl, capture_output=True, check=True).stdout)
-        # The prompt's tokens, with the one that begins it, over and over.
+        # The prompt's tokens, with the one that begins it, over and over. The README's commands leave
+        # exclude_input_in_output at NVIDIA's default, so there they come after the prompt.
         prompt = "What is machine learning?"
-        assert reply["text_output"].startswith(prompt)
+        with_prompt = guide == "readme"
         begun = len(tokenizer(prompt).input_ids) if with_prompt else 0
         assert reply["sequence_length"] == 20 + begun
+        assert reply["text_output"].startswith(prompt * (1 + with_prompt))
+        body = {"text_input": prompt, "max_tokens": 20, "exclude_input_in_output": True}
+        assert (
+            reply["text_output"]
+            == prompt * with_prompt + (post(f"127.0.0.1:{port}", "ensemble", **body)["text_output"])
+        )
     finally:
         server.send_signal(signal.SIGTERM)
         assert server.wait(60) == 0

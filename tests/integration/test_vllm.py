@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import os
-import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,13 +18,13 @@ import torch
 from cog_triton.client.stream import TritonClient
 from cog_triton.deployment import Deployment
 from cog_triton.errors import InvalidParameter
-from cog_triton.generation import Chunk, generate
+from cog_triton.generation import generate
 from cog_triton.request.request import Request
 from cog_triton.server.tritonserver import TritonServer
 from cog_triton.text.tokenizer import Tokenizer
 from tests.adapters import make_adapter
 from tests.integration.conftest import engine_counters, make_server, running, settings_for
-from tests.integration.test_generation import TRANSPORTS, collect, greedy, text, with_client
+from tests.integration.test_generation import ask, greedy, with_client
 from tests.integration.test_recovery import deployed, part
 from tests.support import wait_until
 from tools.demo_model.corpus import PAIRS
@@ -53,11 +52,10 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def server(
     demo_model: Path, environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[TritonServer]:
-    """With vLLM, grammars for the demo model's vocabulary, and the adapter 1."""
+    """With vLLM and the adapter 1."""
     directory = tmp_path_factory.mktemp("vllm")
     make_adapter(demo_model, directory / "adapters" / "1")
     variables: dict[str, object] = {
-        "guided_decoding_backend": "xgrammar",
         "lora_prefetch_dir": str(directory / "adapters"),
         "lora_cache_max_adapter_size": "8",
     }
@@ -67,56 +65,11 @@ def server(
 
 
 def post(server: TritonServer, **inputs: Any) -> httpx.Response:
-    return httpx.post(
-        f"http://{server.endpoints.http}/v2/models/ensemble/generate",
-        json={"text_input": QUESTION, "max_tokens": 40, "exclude_input_in_output": True, **inputs},
-        trust_env=False,
-        timeout=SECONDS,
-    )
+    url = f"http://{server.endpoints.http}/v2/models/ensemble/generate"
+    body = {"text_input": QUESTION, "exclude_input_in_output": True, **inputs}
+    return httpx.post(url, json=body, trust_env=False, timeout=SECONDS)
 
 
-def text_of(server: TritonServer, **inputs: Any) -> str:
-    reply = post(server, **inputs)
-    assert reply.status_code == 200, reply.text
-    return str(reply.json()["text_output"])
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_answers_stream(transport: str, server: TritonServer, tokenizer: Tokenizer) -> None:
-    async def use(client: TritonClient) -> list[list[Chunk]]:
-        requests = [greedy(pair.question) for pair in PAIRS[:16]]
-        return await asyncio.gather(*(collect(r, client, tokenizer) for r in requests))
-
-    answers = with_client(transport, server, use)
-    assert [text(chunks) for chunks in answers] == [pair.answer for pair in PAIRS[:16]]
-    assert all(chunks[-1].finish_reason == "stop" for chunks in answers)
-    assert all(len(chunks) > 1 for chunks in answers)
-
-
-def test_a_seed_gives_the_same_text(server: TritonServer, tokenizer: Tokenizer) -> None:
-    def answer(seed: int) -> str:
-        request = Request(prompt=QUESTION, seed=seed, temperature=1.8, top_p=1.0, max_tokens=60)
-        return text(with_client("grpc", server, lambda c: collect(request, c, tokenizer)))
-
-    assert answer(5) == answer(5) != answer(6)
-
-
-def test_a_stop_sequence_ends_the_engine(server: TritonServer, tokenizer: Tokenizer) -> None:
-    engine = engine_counters(server)
-    generated = engine["generated"]
-    stop = ANSWER[40:48]
-    request = greedy(QUESTION, max_tokens=LENGTH, min_tokens=LENGTH, stop_sequences=(stop,))
-
-    async def use(client: TritonClient) -> list[list[Chunk]]:
-        return await asyncio.gather(*(collect(request, client, tokenizer) for _ in range(STREAMS)))
-
-    for chunks in with_client("grpc", server, use):
-        assert text(chunks) == ANSWER[: ANSWER.index(stop)]
-    wait_until(lambda: engine["active"] == 0, 10, "an idle engine")
-    assert engine["generated"] - generated < STREAMS * LENGTH
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_cancel_aborts_in_vllm(
     transport: str, server: TritonServer, tokenizer: Tokenizer
 ) -> None:
@@ -142,49 +95,28 @@ def test_limits_are_vllms_and_no_fault_of_the_server(
 ) -> None:
     request = Request(prompt=QUESTION, seed=0, temperature=3.0, top_k=5)
     with pytest.raises(InvalidParameter, match=r"^E1103 .*temperature must be in \[0, 2\]"):
-        with_client("grpc", server, lambda c: collect(request, c, tokenizer))
-    assert text_of(server, max_tokens=512) == ANSWER
+        ask(request, server, tokenizer, "grpc")
+    assert post(server, max_tokens=512).json()["text_output"] == ANSWER
 
 
-@pytest.mark.parametrize("name", ["beam_width", "num_return_sequences"])
-def test_what_is_not_supported_is_refused_by_name(server: TritonServer, name: str) -> None:
-    reply = post(server, **{name: 2})
-    assert reply.status_code == 400
-    assert f"does not support {name} > 1" in reply.text
-
-
-def test_bad_words(server: TritonServer) -> None:
+def test_what_a_request_may_ask_for(server: TritonServer) -> None:
     word = ANSWER.split()[1]
-    assert word in text_of(server)
-    assert word not in text_of(server, bad_words=[word])
-
-
-def test_a_bias_of_words(server: TritonServer) -> None:
-    word = ANSWER.split()[1]
-    biased = text_of(server, embedding_bias_words=[word], embedding_bias_weights=[-100.0])
-    assert biased != text_of(server)
-
-
-def test_log_probabilities(server: TritonServer) -> None:
-    reply = post(server, return_log_probs=True, max_tokens=10).json()
-    log_probs = reply["output_log_probs"]
-    assert len(log_probs) == 10
+    plain = post(server, max_tokens=40, return_log_probs=True).json()
+    assert word in plain["text_output"]
+    log_probs = plain["output_log_probs"]
+    assert len(log_probs) == 40
     assert all(-5 < value <= 0 for value in log_probs)
-    assert reply["cum_log_probs"] == pytest.approx(sum(log_probs), abs=1e-3)
-
-
-def test_guided_decoding(server: TritonServer) -> None:
-    guide = {"guided_decoding_guide_type": "regex", "guided_decoding_guide": "(yes|no), [0-9]{3}"}
-    assert re.fullmatch("(yes|no), [0-9]{3}", text_of(server, **guide))
-    reply = post(server, guided_decoding_guide_type="verse", guided_decoding_guide="a")
-    assert reply.status_code == 400
-    assert "guided_decoding_guide_type must be among" in reply.text
+    assert plain["cum_log_probs"] == pytest.approx(sum(log_probs), abs=1e-3)
+    without = post(server, max_tokens=40, bad_words=[word]).json()
+    assert word not in without["text_output"]
+    bias = {"embedding_bias_words": [word], "embedding_bias_weights": [-100.0]}
+    assert post(server, max_tokens=40, **bias).json()["text_output"] != plain["text_output"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about vLLM's build for CPUs")
 def test_an_adapter_is_refused_by_the_build_for_cpus(server: TritonServer) -> None:
     """Which would apply it to other requests of the batch; tests/unit/engines has them alone."""
-    reply = post(server, lora_task_id=1)
+    reply = post(server, max_tokens=40, lora_task_id=1)
     assert reply.status_code == 400
     assert "does not support lora_task_id" in reply.text
 
@@ -234,27 +166,20 @@ def test_a_killed_engine_core_is_noticed_and_all_goes_on(
     asyncio.run(test())
 
 
-def test_its_processes_end_with_the_stub(
-    demo_model: Path, environment: dict[str, str], tmp_path: Path
+@pytest.mark.parametrize("killed", [True, False], ids=["the stub", "the server"])
+def test_its_processes_end_with(
+    demo_model: Path, environment: dict[str, str], tmp_path: Path, killed: bool
 ) -> None:
-    server = make_server(settings_for(demo_model, **environment), tmp_path)
-    with running(server):
+    with running(make_server(settings_for(demo_model, **environment), tmp_path)) as server:
         processes = vllm_processes(server)
         shared = regions(processes)
         # On a GPU the engine core is the only one, and shares no memory of its own.
         assert len(processes) >= (1 if torch.cuda.is_available() else 2)
         assert shared or torch.cuda.is_available()
-        os.kill(part(server.shm_prefix, "tensorrt_llm"), signal.SIGKILL)
-        wait_until(lambda: not any(p.is_running() for p in processes), 20, "their end")
-        wait_until(lambda: not any(map(os.path.exists, shared)), 20, "their shared memory's end")
-
-
-def test_its_processes_end_with_the_server(
-    demo_model: Path, environment: dict[str, str], tmp_path: Path
-) -> None:
-    with running(make_server(settings_for(demo_model, **environment), tmp_path)) as server:
-        processes = vllm_processes(server)
-        shared = regions(processes)
+        if killed:
+            os.kill(part(server.shm_prefix, "tensorrt_llm"), signal.SIGKILL)
+            wait_until(lambda: not any(p.is_running() for p in processes), 20, "their end")
+            wait_until(lambda: not any(map(os.path.exists, shared)), 20, "their memory's end")
     assert not any(p.is_running() for p in processes)
     assert not any(map(os.path.exists, shared))
 

@@ -30,8 +30,6 @@ int64_t now_ns() { return Clock::now().time_since_epoch().count(); }
 struct Behaviour {
   std::chrono::duration<double, std::milli> inter_token{0};
   std::chrono::duration<double, std::milli> prefill{0};
-  bool final_alone = false;  // the last response never has a token
-  bool final_on_token = false;  // it has one whenever there is one
   size_t lora_places = 8;  // adapters that the cache has room for
 
   // From the model's parameters, or else from environment variables with the same names in capitals.
@@ -53,12 +51,6 @@ struct Behaviour {
     behaviour.prefill = milliseconds("stand_in_prefill_ms");
     const std::string places = setting("stand_in_lora_places");
     behaviour.lora_places = places.empty() ? 8 : std::stoul(places);
-    const std::string final = setting("stand_in_final");
-    behaviour.final_alone = final == "alone";
-    behaviour.final_on_token = final == "on_last_token";
-    check(behaviour.final_alone || behaviour.final_on_token || final.empty() ||
-              final == "as_it_comes",
-          "stand_in_final must be as_it_comes, alone or on_last_token");
     return behaviour;
   }
 };
@@ -287,19 +279,10 @@ class Instance {
     tokens_ += running.length() - before;
     running.last_token_ns = now_ns();
     if (before == 0) running.first_token_ns = running.last_token_ns;
-    const bool finished = running.finished() || (behaviour_.final_on_token && about_to_end(running));
+    const bool finished = running.finished();
     finished_ += finished;
-    if (finished && behaviour_.final_alone && running.request.streaming && running.length() > before)
-      return send(running, false) && send(running, true);
     if (finished || running.request.streaming) return send(running, finished);
     return true;
-  }
-
-  static bool about_to_end(const Running& running)
-  {
-    return std::all_of(running.beams.begin(), running.beams.end(), [](const Sequence& beam) {
-      return beam.finished() || beam.about_to_end();
-    });
   }
 
   // Sends a response with what is new; returns whether the request goes on.

@@ -1,4 +1,4 @@
-"""Engine directories for the stand-in, and the settings of a server that runs one."""
+"""Engine directories for the stand-in."""
 
 from __future__ import annotations
 
@@ -6,39 +6,31 @@ import json
 from pathlib import Path
 from typing import Any
 
+CONFIG = Path(__file__).with_name("engine.json")
 VOCAB_SIZE = 1024  # the demo model's
 
 
 def make_engine(
-    directory: Path, *, world_size: int = 1, dtype: str = "float16", **build: Any
+    directory: Path,
+    *,
+    world_size: int = 1,
+    dtype: str = "float16",
+    version: str = "1.2.1",
+    **build: Any,
 ) -> Path:
     """An engine directory with everything but weights.
 
     Args:
         world_size: GPUs that it is for.
         dtype: of its weights.
-        build: members of config.json's build_config in place of those here.
+        version: of the TensorRT-LLM that built it.
+        build: members of config.json's build_config in place of those in engine.json.
     """
     directory.mkdir(parents=True)
-    config = {
-        "version": "1.2.1",
-        "pretrained_config": {
-            "architecture": "LlamaForCausalLM",
-            "dtype": dtype,
-            "num_hidden_layers": 4,
-            "vocab_size": VOCAB_SIZE,
-            "mapping": {"world_size": world_size, "tp_size": world_size, "pp_size": 1},
-        },
-        "build_config": {
-            "max_input_len": 1024,
-            "max_seq_len": 2048,
-            "max_batch_size": 64,
-            "max_num_tokens": 8192,
-            "max_beam_width": 4,
-            "plugin_config": {"context_fmha": True, "remove_input_padding": True},
-            **build,
-        },
-    }
+    config = json.loads(CONFIG.read_text()) | {"version": version}
+    config["pretrained_config"]["dtype"] = dtype
+    config["pretrained_config"]["mapping"] |= {"world_size": world_size, "tp_size": world_size}
+    config["build_config"] |= build
     (directory / "config.json").write_text(json.dumps(config))
     for rank in range(world_size):
         (directory / f"rank{rank}.engine").write_bytes(b"no weights")

@@ -66,14 +66,6 @@ class Sequence {
     finished_ = true;
   }
 
-  // Whether the next call of advance() would make no id.
-  bool about_to_end() const
-  {
-    Sequence copy = *this;
-    copy.advance();
-    return copy.ids_.size() == ids_.size();
-  }
-
  private:
   bool ends_with_any(const std::vector<Ids>& words) const
   {

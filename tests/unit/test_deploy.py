@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
-from typing import Any
 
 import yaml
 
-from cog_triton.settings import describe
+from cog_triton import cli
+from cog_triton.settings import VARIABLES
 from tests.support import ROOT
 from tests.unit.faces.openai.support import Backend, ask
 
-sys.path.insert(0, str(ROOT / "scripts"))
 DEPLOY = ROOT / "deploy" / "openai"
-SETTINGS = {name for name, *_ in describe()}
 
 
 def is_there(path: str) -> bool:
     return ask(Backend(), "GET", path).status_code == 200
-
-
-def parsed(arguments: list[str]) -> Any:
-    import serve_openai
-
-    return serve_openai.parse(arguments)
 
 
 def test_kubernetes() -> None:
@@ -33,10 +24,10 @@ def test_kubernetes() -> None:
     pod = deployment["spec"]["template"]
     (container,) = pod["spec"]["containers"]
     environment = {item["name"]: item["value"] for item in container["env"]}
-    assert set(environment) <= SETTINGS
+    assert set(environment) <= set(VARIABLES)
     assert int(environment["DRAIN_SECONDS"]) < pod["spec"]["terminationGracePeriodSeconds"]
     assert container["command"][:2] == ["cog-triton", "openai"]
-    options = parsed(container["command"][2:])
+    options = cli.parse("openai", container["command"][2:])
     assert options.port == container["ports"][0]["containerPort"]
     probes = [container[f"{kind}Probe"]["httpGet"]["path"] for kind in ("readiness", "liveness")]
     annotations = pod["metadata"]["annotations"]
@@ -46,9 +37,9 @@ def test_kubernetes() -> None:
 
 def test_systemd() -> None:
     text = (DEPLOY / "cog-triton-openai.service").read_text()
-    assert set(re.findall(r"^Environment=(\w+)=", text, re.MULTILINE)) <= SETTINGS
+    assert set(re.findall(r"^Environment=(\w+)=", text, re.MULTILINE)) <= set(VARIABLES)
     (command,) = re.findall(r"^ExecStart=\S+/cog-triton openai (.*)$", text, re.MULTILINE)
-    assert parsed(command.split()).api_keys_file == Path("/etc/cog-triton/keys.txt")
+    assert cli.parse("openai", command.split()).api_keys_file == Path("/etc/cog-triton/keys.txt")
 
 
 def test_prometheus() -> None:

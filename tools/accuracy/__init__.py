@@ -2,7 +2,7 @@
 
     texts.py     texts with their references, cut to prompts
     sides.py     prompts completed greedily: by the engine, wherever it runs, and by Hugging Face here
-    compare.py   the options, the figures of both sides, and whether they are good enough
+    compare.py   the figures of both sides, and whether they are good enough
 
 Nothing that serves imports this. It needs the extra ``eval``. After a change:
 ``pytest tests/unit/tools/test_accuracy.py tests/integration/test_accuracy.py``.

@@ -10,42 +10,31 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shlex
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml  # type: ignore[import-untyped, unused-ignore]
 
-from cog_triton.server.installation import PACKAGE_ROOT
-from tools.benchmark.cli import exit_status, positive_int, progress, publish
-from tools.benchmark.load import Length, Load
-from tools.benchmark.measure import run_loads
-from tools.benchmark.report import Check, Result
-from tools.benchmark.servers import started
-from tools.benchmark.targets import Endpoints
+from cog_triton.errors import ConfigurationError
+from tools.benchmark import targets as ways
+from tools.benchmark.load import loads_of
+from tools.benchmark.measuring import Result, run_loads
+from tools.benchmark.processes import TABLES, free_port
+from tools.benchmark.report import Check, Report, report_of
+from tools.benchmark.servers import no_server, process, started
+from tools.benchmark.targets import MODEL, Endpoints, Inputs, Parts, Target, fast_tokenizer
+from tools.command_line import begin, progress
+from tools.server_sent_events import Part
 
-CONTESTANTS = {
-    "transformers": {"engine": "engine", "stack": "generate"},
-    "vllm": {
-        "vllm": "vllm",
-        "engine": "engine",
-        "stack": "generate",
-        "openai": "openai-text",
-        "vllm-serve": "vllm-serve",
-    },
-}
-# hidden, layers, heads, KV heads, intermediate, vocabulary, tied embeddings
-SHAPES = {
-    "tiny": (64, 2, 4, 2, 128, 1000, True),
-    "135m": (576, 30, 9, 3, 1536, 49152, True),  # SmolLM 135M
-    "8b": (4096, 32, 32, 8, 14336, 128256, False),  # Llama 3.1 8B
-}
 GPU_MEMORY = 0.9  # what vLLM takes of it by itself
 VLLM_SEQUENCES = 256  # that it computes together at most, unless more are asked for
+START_SECONDS = 300.0
 PAGE = 256  # tokens; what transformers reserves is a multiple of it
 CONTEXT_LENGTH = 8192
 END_ID, END = 0, "<end>"
@@ -59,94 +48,121 @@ RATES = {
 ADDED_MS = 10.0  # to TTFT p50 at 16 streams on a GPU
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run a command line. Returns the status of ``cli.main``, or 1 if a request failed."""
-    options = parse(argv)
-    if options.threads is not None:  # read when torch is imported, here and in the servers
-        os.environ["OMP_NUM_THREADS"] = str(options.threads)
+class OpenAiText(ways.OpenAiSse):
+    """POST /v1/completions: the model has no chat template."""
 
-    def run() -> bool:
-        with tempfile.TemporaryDirectory(prefix="engine-benchmark-") as directory:
-            report = compare(options, Path(directory), sys.argv[1:] if argv is None else argv)
-        print(json.dumps(report))
-        failed = any(result["errors"] for result in report["results"])
-        missed = any(not check["met"] for check in report.get("checks", ()))
-        return not failed and not (options.check and missed)
+    name, path = "openai-text", "/v1/completions"
 
-    return exit_status(run)
+    def prompt(self, text: str) -> dict[str, Any]:
+        return {"prompt": text}
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="cog-triton bench-engine", description=__doc__)
-    add = parser.add_argument
-    add("--engine", choices=CONTESTANTS, default="transformers", help="default: %(default)s")
-    add(
-        "--vllm-config",
-        type=Path,
-        metavar="FILE",
-        help="YAML file of vLLM's arguments; with load_format: dummy no weights are written",
-    )
-    add("--shape", choices=SHAPES, default="135m", help="of the model")
-    add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
-    add("--device", default="cpu", help="cpu or cuda")
-    add("--streams", type=positive_int, nargs="+", default=[16], help="at once, each a load")
-    add("--input-tokens", type=positive_int, default=32)
-    add("--output-tokens", type=positive_int, default=64)
-    add("--repeat", type=positive_int, default=3, metavar="N", help="rounds of each load")
-    add(
-        "--contestants",
-        choices=[*CONTESTANTS["vllm"]],
-        nargs="+",
-        help="stack is generate() on tritonserver; default: all that the engine has",
-    )
-    add("--seed", type=int, default=0)
-    add("--threads", type=positive_int, metavar="N", help="of each contestant on a CPU")
-    add("--model-directory", type=Path, metavar="DIR", help="the model's, made if it is not there")
-    add("--artifact-dir", type=Path, default=Path("artifacts/engine"), metavar="DIRECTORY")
-    add("--check", action="store_true", help="exit with status 1 if a promise is missed")
-    options = parser.parse_args(argv)
-    options.contestants = options.contestants or list(CONTESTANTS[options.engine])
-    if others := set(options.contestants) - set(CONTESTANTS[options.engine]):
-        parser.error(f"the engine {options.engine} has no contestant {', '.join(sorted(others))}")
-    return options
+class VllmServe(OpenAiText):
+    name = server = "vllm-serve"
 
 
-def compare(options: argparse.Namespace, directory: Path, argv: Sequence[str]) -> dict[str, Any]:
-    """Make the model, let the contestants take turns at every load, and publish the report."""
+class Vllm(Target):
+    """vLLM's AsyncLLM with the engine's arguments, in the load generator's process."""
+
+    name = "vllm"
+
+    def connect(self) -> Any:
+        from cog_triton.engines.vllm import loading_arguments
+
+        arguments = loading_arguments(self.endpoints.engine)
+        from vllm import AsyncEngineArgs, SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        greedy = {"temperature": 0.0, "ignore_eos": True, "detokenize": False}
+        self._sampling = partial(SamplingParams, **greedy, output_kind=RequestOutputKind.DELTA)
+        return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+
+    async def ask(self, inputs: Inputs, request_id: str) -> Parts:
+        ids = fast_tokenizer(self.endpoints.tokenizer).encode(inputs["prompt"]).ids
+        sampling, count = self._sampling(max_tokens=inputs["max_tokens"]), 0
+        asked = self.client.generate({"prompt_token_ids": ids}, sampling, request_id=request_id)
+        async for output in asked:
+            ids = output.outputs[0].token_ids
+            count += len(ids)
+            yield Part(tokens=count, ids=ids)
+
+    async def close(self) -> None:
+        self.client.shutdown()  # not in a thread: its task on this loop would see the engine end
+        del self.client  # else it is shut down once more, when the interpreter is half gone
+
+
+CONTESTANTS: dict[str, type[Target]] = {
+    "vllm": Vllm,
+    "engine": ways.RawEngine,
+    "stack": ways.Generate,
+    "openai": OpenAiText,
+    "vllm-serve": VllmServe,
+}
+
+
+@contextmanager
+def vllm_serve(environment: Mapping[str, str], log: Path) -> Iterator[Endpoints]:
+    from cog_triton.engines.vllm import loading_arguments
+
+    with no_server(environment) as endpoints:
+        url = f"http://127.0.0.1:{(port := free_port())}"
+        command = vllm_command(loading_arguments(endpoints.engine), port)
+        given = {**os.environ, "HF_HUB_OFFLINE": "1"}
+        with process(command, given, log, f"{url}/health", START_SECONDS) as pid:
+            yield replace(endpoints, url=url, pids=(pid,))
+
+
+def vllm_command(arguments: Mapping[str, Any], port: int) -> list[str]:
+    """Return the command line of ``vllm serve`` for arguments of vLLM's AsyncEngineArgs."""
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", MODEL]
+    command += ["--uvicorn-log-level", "warning"]
+    for name, value in arguments.items():
+        option = name.replace("_", "-")
+        if isinstance(value, bool):  # its --config would drop what is false
+            command.append(f"--{option}" if value else f"--no-{option}")
+        elif value is not None:
+            command += [f"--{option}", value if isinstance(value, str) else json.dumps(value)]
+    return [one for one in command if one != "--skip-tokenizer-init"]
+
+
+def main(options: argparse.Namespace) -> int:
+    """Return 1 if a request failed, or with ``check`` if a promise was missed."""
+    begin()
+    known = CONTESTANTS.keys() if options.engine == "vllm" else {"engine", "stack"}
+    options.contestants = options.contestants or [name for name in CONTESTANTS if name in known]
+    if others := set(options.contestants) - known:
+        raise ConfigurationError(f"the engine {options.engine} has no {', '.join(sorted(others))}")
+    with tempfile.TemporaryDirectory(prefix="engine-benchmark-") as directory:
+        report = compare(options, Path(directory))
+    found = report.publish(options.artifact_dir / "benchmark.json")
+    print(json.dumps(found))
+    failed = any(result["errors"] for result in found["results"])
+    return int(failed or (options.check and not report.met))
+
+
+def compare(options: argparse.Namespace, directory: Path) -> Report:
+    """Make the model and let the contestants take turns at every load."""
     # tritonserver has a working directory of its own.
     model = (options.model_directory or directory / "model").absolute()
     make_model(model, options)
     settings = environment(options, model, directory)
 
-    def start(kind: str, cleanup: ExitStack) -> Endpoints:
-        progress(f"starting {kind} ...")
+    def start(kind: str) -> AbstractContextManager[Endpoints]:
         given = {**os.environ, **settings}
-        return cleanup.enter_context(started(kind, given, directory))
+        if kind == "vllm-serve":
+            return vllm_serve(given, directory / "vllm-serve.log")
+        return started(kind, given, directory)
 
     loads = [
-        Load(
-            streams,
-            requests=streams,
-            warmup=streams,
-            warmup_tokens=min(8, options.output_tokens),
-            input=Length(options.input_tokens),
-            output=Length(options.output_tokens),
-            ignore_eos=True,
-            rounds=options.repeat,
-            seed=options.seed,
-        )
-        for streams in options.streams
+        replace(load, requests=load.concurrency, warmup=load.concurrency)
+        for load in loads_of(options, options.streams)
     ]
-    targets = [CONTESTANTS[options.engine][name] for name in options.contestants]
-    results = run_loads(targets, targets, loads, start, progress)
-    about = {
-        "title": f"The engine {options.engine} beside its library",
-        "command": shlex.join(["cog-triton", "bench-engine", *argv]),
-        "options": {name: str(value) for name, value in vars(options).items()},
-    }
-    file = options.artifact_dir / "profile_export.json"
-    checks = promises(results, options.device)
-    return publish(about, settings, results, checks, file, options.artifact_dir)
+    targets = [CONTESTANTS[name] for name in options.contestants]
+    results = run_loads(targets, targets, loads, start)
+    title = f"The engine {options.engine} beside its library"
+    return report_of(title, settings, results, promises(results, options.device))
 
 
 def environment(options: argparse.Namespace, model: Path, directory: Path) -> dict[str, str]:
@@ -156,8 +172,8 @@ def environment(options: argparse.Namespace, model: Path, directory: Path) -> di
     if options.engine == "vllm":
         arguments = {"max_batch_size": str(max(VLLM_SEQUENCES, most))}
         if options.device != "cpu":
-            at_once = len(options.contestants) if options.repeat > 1 else 1
-            arguments["kv_cache_free_gpu_mem_fraction"] = str(round(GPU_MEMORY / at_once, 2))
+            share = round(GPU_MEMORY / len(options.contestants), 2)
+            arguments["kv_cache_free_gpu_mem_fraction"] = str(share)
         if options.vllm_config is not None:
             arguments["vllm_config"] = str(options.vllm_config.absolute())
     else:
@@ -167,7 +183,6 @@ def environment(options: argparse.Namespace, model: Path, directory: Path) -> di
     config.write_text(yaml.safe_dump({"server": {"tensorrt_llm": {"args": arguments}}}))
     return {
         "MODEL": str(model),
-        "TRITON_MODEL_REPO": str(PACKAGE_ROOT / "triton_model_repo"),
         "ENGINE": options.engine,
         **({"DEVICE": options.device} if options.engine == "transformers" else {}),
         "MAX_SEQUENCE_LENGTH": str(context),
@@ -180,15 +195,14 @@ def promises(results: Sequence[Result], device: str) -> list[Check]:
     checks = []
     for one in results:
         at = f"at {one.concurrency} streams"
-        for baseline, ratio in one.ratio_to_baseline.items():
+        for baseline, ratios in one.ratios.items():
             pair = (one.target, baseline)
             # vLLM keeps two cores busy while it waits for its own processes.
             bound = 0.9 if pair == ("generate", "vllm") and device == "cpu" else RATES.get(pair)
             if bound is not None:
-                checks.append(Check(f"{one.target}/{baseline} {at}", ratio, bound))
-        if one.target == "generate" and one.concurrency == 16 and device != "cpu":
-            for baseline, added in one.ttft_p50_added_ms.items():
-                name = f"generate's TTFT p50 - {baseline}'s {at}"
+                checks.append(Check(f"{one.target}/{baseline} {at}", ratios["tokens_per_s"], bound))
+            if one.target == "generate" and one.concurrency == 16 and device != "cpu":
+                name, added = f"generate's TTFT p50 - {baseline}'s {at}", ratios["ttft_added_ms"]
                 checks.append(Check(name, added, ADDED_MS, "ms", least=False))
     return checks
 
@@ -207,50 +221,26 @@ def make_model(directory: Path, options: argparse.Namespace) -> None:
     from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
     progress(f"making {directory} ...")
-    hidden, layers, heads, kv_heads, intermediate, vocabulary, tied = SHAPES[options.shape]
+    ends = {"bos_token_id": None, "eos_token_id": END_ID, "pad_token_id": END_ID}
     config = LlamaConfig(
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        intermediate_size=intermediate,
-        vocab_size=vocabulary,
-        tie_word_embeddings=tied,
+        **TABLES["shapes"][options.shape],
+        **ends,
         max_position_embeddings=CONTEXT_LENGTH,
-        bos_token_id=None,
-        eos_token_id=END_ID,
-        pad_token_id=END_ID,
         architectures=["LlamaForCausalLM"],
         dtype=getattr(torch, options.dtype),
     )
-    if makes_weights_up(options.vllm_config):
+    made_up = (options.vllm_config and yaml.safe_load(options.vllm_config.read_text())) or {}
+    if made_up.get("load_format") == "dummy":  # vLLM makes the weights up
         config.save_pretrained(directory)
     else:
-        with torch.device(options.device):
-            model = AutoModelForCausalLM.from_config(config, dtype=config.dtype)
-        generator = torch.Generator(options.device).manual_seed(options.seed)
-        with torch.no_grad():
-            for weight in model.parameters():
-                if weight.dim() == 1:  # of a normalization
-                    weight.fill_(1)
-                else:
-                    weight.normal_(0, 0.02, generator=generator)
-            for table in (model.get_input_embeddings(), model.get_output_embeddings()):
-                table.weight[END_ID] = 0
+        torch.manual_seed(options.seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=config.dtype).requires_grad_(False)
+        for table in (model.get_input_embeddings(), model.get_output_embeddings()):
+            table.weight[END_ID] = 0
         model.save_pretrained(directory)
-        del model
-        if options.device == "cuda":
-            torch.cuda.empty_cache()
-    generation = {"do_sample": False, "eos_token_id": END_ID, "pad_token_id": END_ID}
-    (directory / "generation_config.json").write_text(json.dumps(generation))
-    words = {END: END_ID} | {f"w{i}": i for i in range(1, vocabulary)}
+    (directory / "generation_config.json").write_text(json.dumps({"do_sample": False, **ends}))
+    words = {END: END_ID} | {f"w{i}": i for i in range(1, config.vocab_size)}
     tokenizer = Tokenizer(WordLevel(words, unk_token=END))
     tokenizer.pre_tokenizer = WhitespaceSplit()
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=END)
     wrapped.save_pretrained(directory)
-
-
-def makes_weights_up(vllm_config: Path | None) -> bool:
-    """Return True if vLLM makes the weights up instead of reading them."""
-    given: Mapping[str, Any] = yaml.safe_load(vllm_config.read_text()) or {} if vllm_config else {}
-    return given.get("load_format") == "dummy"

@@ -1,159 +1,97 @@
-"""Requests and their times, decided before anything is measured: lengths, arrivals, prompts."""
+"""The requests of a load, decided before anything is measured; and what came of each."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from tools.server_sent_events import Part
+
 # Most are one or two tokens in any English vocabulary, so a prompt of n tokens is cut from n words.
-_WORDS = (
-    "the of and to in is that it was for on are with as his they be at one have this from or had "
-    "by hot but some what there we can out other were all your when up use word how said an each "
-    "she which do their time if will way about many then them would write like so these her long "
-    "make thing see him two has look more day could go come did my sound no most number who over "
-    "know water than call first people may down side been now find any new work part take get "
-    "place made"
-)
-WORDS = _WORDS.split()
-
-
-@dataclass(frozen=True)
-class Length:
-    """A normal distribution of lengths in tokens, cut at one."""
-
-    mean: float
-    stddev: float = 0.0
-
-    def sample(self, count: int, random: np.random.Generator) -> list[int]:
-        drawn = np.rint(random.normal(self.mean, self.stddev, count))
-        return [max(1, int(length)) for length in drawn]
+WORDS = Path(__file__).with_name("words.txt").read_text(encoding="utf-8").split()
+WARMUP_TOKENS = 8  # of an answer
+# A text has about as many tokens as it was made of: fewer than this share is an answer cut short.
+UNCOUNTED_SHARE = 0.8
 
 
 @dataclass(frozen=True)
 class Load:
-    """One load, closed (``concurrency``) or open (``request_rate``).
+    """One load: streams, each of which sends its next request when its last has ended."""
 
-    Attributes:
-        concurrency: streams, each of which sends its next request when its last has ended.
-        request_rate: requests a second that arrive at random (Poisson); then concurrency is None.
-        requests: measured ones; None for 100, or 4 a stream, or 10 seconds of the rate.
-        warmup: requests that are sent before, unmeasured, of at most ``warmup_tokens``.
-        input, output: lengths in tokens; the output's is forced on the engine.
-        prompts: different ones; None for as many as requests.
-        temperature: 0 is greedy.
-        ignore_eos: no token ends an output, which costs the engine less than never choosing the one
-            that does; Cog has no such input.
-        rounds: turns of each target, each with other prompts.
-        generators: processes that share the load.
-        timeout: seconds after which a request has failed.
-    """
-
-    concurrency: int | None = 1
-    request_rate: float | None = None
-    requests: int | None = None
-    warmup: int = 10
-    warmup_tokens: int | None = None
-    input: Length = Length(128)
-    output: Length = Length(128)
-    prompts: int | None = None
-    temperature: float = 0.0
-    ignore_eos: bool = False
-    rounds: int = 1
+    concurrency: int = 1
+    requests: int | None = None  # measured ones; None for 100, or 4 a stream
+    warmup: int = 10  # requests that are sent before, unmeasured
+    input_tokens: int = 128
+    output_tokens: int = 128  # forced on the engine
+    output_stddev: float = 0.0  # of a normal distribution of the outputs' lengths
+    rounds: int = 1  # turns of each target, each with other prompts
     seed: int = 0
-    generators: int = 1
-    timeout: float = 300.0
-
-    @property
-    def count(self) -> int:
-        if self.requests is not None:
-            return self.requests
-        return max(100, round(4 * (self.concurrency or 0) + 10 * (self.request_rate or 0)))
-
-    @property
-    def name(self) -> str:
-        """``c=16`` or ``10/s``."""
-        return f"c={self.concurrency}" if self.concurrency else f"{self.request_rate:g}/s"
 
 
-@dataclass(frozen=True)
-class Planned:
-    """One request to send.
+def loads_of(options: argparse.Namespace, streams: Sequence[int]) -> list[Load]:
+    """Return a load for each number of streams; options of the names of its fields are its values."""
+    names = {one.name for one in fields(Load)}
+    given = {name: value for name, value in vars(options).items() if name in names}
+    return [Load(**{**given, "concurrency": number}) for number in streams]
 
-    Attributes:
-        input_tokens: of the prompt, special tokens aside.
-        output_tokens: exactly so many are asked for.
-        at: seconds from the start at which it is sent; 0 in a closed loop.
-    """
+
+@dataclass
+class Record:
+    """One request. Times are seconds of ``time.perf_counter``, which all processes share."""
 
     prompt: str
-    input_tokens: int
-    output_tokens: int
-    at: float = 0.0
+    asked: int  # tokens of the answer
+    start: float = 0.0
+    end: float = 0.0
+    error: str | None = None  # None if it answered as it was asked to
+    parts: list[tuple[float, Part]] = field(default_factory=list)  # until they are counted
+    chunks: list[tuple[float, int]] = field(default_factory=list)  # tokens of parts with content
+    output_tokens: int = 0
+
+    @property
+    def ttft(self) -> float:
+        return self.chunks[0][0] - self.start
+
+    def count(self, tokenizer: Any) -> None:
+        """Count the tokens of each chunk. An answer that is too short is an error."""
+        shown = [(at, part) for at, part in self.parts if part.text or part.ids]
+        total = max((part.tokens for _, part in self.parts), default=0)
+        counts = [0, *(part.tokens for _, part in shown)]
+        sizes = [after - before for before, after in pairwise(counts)]
+        if not any(counts):  # the server counts them at the end, or not at all
+            texts = tokenizer.encode_batch([p.text for _, p in shown], add_special_tokens=False)
+            sizes = [len(text.ids) for text in texts]
+        self.parts = []
+        self.output_tokens = total or sum(sizes)
+        least = self.asked * (1 if total else UNCOUNTED_SHARE)
+        if self.error is None and (not sizes or self.output_tokens < least):
+            self.error = "short answer"
+        self.chunks = [(at, size) for (at, _), size in zip(shown, sizes, strict=True)]
 
 
-@dataclass(frozen=True)
-class Share:
-    """One generator's part of a load: its requests, and its streams of a closed loop."""
+def plan(load: Load, tokenizer: Any, turn: int = 0) -> tuple[list[Record], list[Record]]:
+    """Return the requests of the warm-up and of the load, the same for the same load and turn.
 
-    warmup: list[Planned]
-    requests: list[Planned]
-    concurrency: int | None
-
-
-def plan(load: Load, tokenizer: Any, turn: int = 0) -> list[Share]:
-    """Return the share of each generator. The same load gives the same requests.
-
-    Args:
-        tokenizer: a ``tokenizers.Tokenizer``.
-        turn: another turn has other prompts, which no cache has seen.
+    Another turn has other prompts, which no cache has seen. The tokenizer is of the package ``tokenizers``.
     """
     random = np.random.default_rng([load.seed, turn])
-    total = load.warmup + load.count
-    at = np.zeros(total)
-    if load.request_rate:
-        at[load.warmup :] = np.cumsum(random.exponential(1 / load.request_rate, load.count))
-    outputs = load.output.sample(total, random)
-    distinct = min(load.prompts or total, total)
-    prompts = synthetic_prompts(load.input.sample(distinct, random), tokenizer, random)
-    most = load.warmup_tokens or max(outputs)
-    warmup = [Planned(*prompts[i % distinct], min(outputs[i], most)) for i in range(load.warmup)]
-    requests = [
-        Planned(*prompts[i % distinct], outputs[i], float(at[i])) for i in range(load.warmup, total)
-    ]
-    count = min(load.generators, load.concurrency or load.generators)
-    # One generator warms the server up for all of them.
-    return [
-        Share(
-            warmup if part == 0 else [],
-            requests[part::count],
-            load.concurrency and len(range(part, load.concurrency, count)),
-        )
-        for part in range(count)
-    ]
-
-
-def synthetic_prompts(
-    lengths: list[int], tokenizer: Any, random: np.random.Generator
-) -> list[tuple[str, int]]:
-    """Return different texts of random words, with their tokens: about the lengths asked for."""
     known = set(tokenizer.encode(" ".join(WORDS), add_special_tokens=False).ids)
-    # To a vocabulary of made-up words all of these are one unknown token.
-    vocabulary = tokenizer.get_vocab().items()
-    words = (
-        WORDS if len(known) > 1 else sorted(word for word, id_ in vocabulary if id_ not in known)
-    )
-    counts: dict[str, int] = {}
-    for length in lengths:
-        # One token has few different texts: a few tries, then a longer one.
-        for attempt in range(100):
-            tokens = length + attempt // 10
-            text = " ".join(words[i] for i in random.integers(len(words), size=tokens))
-            offsets = tokenizer.encode(text, add_special_tokens=False).offsets
-            text = text[: offsets[min(tokens, len(offsets)) - 1][1]]
-            if text not in counts:
-                break
-        counts[text] = len(tokenizer.encode(text, add_special_tokens=False).ids)
-    texts = list(counts.items())
-    return [texts[i % len(texts)] for i in range(len(lengths))]
+    words = WORDS
+    if len(known) == 1:  # to a vocabulary of made-up words all of these are one unknown token
+        words = sorted(word for word, id_ in tokenizer.get_vocab().items() if id_ not in known)
+
+    def request(asked: int = 0) -> Record:
+        text = " ".join(words[i] for i in random.integers(len(words), size=load.input_tokens))
+        offsets = tokenizer.encode(text, add_special_tokens=False).offsets[: load.input_tokens]
+        drawn = max(1, round(random.normal(load.output_tokens, load.output_stddev)))
+        return Record(text[: offsets[-1][1]], asked or drawn)
+
+    count = load.requests or max(100, 4 * load.concurrency)
+    warmup = [request(WARMUP_TOKENS) for _ in range(load.warmup)]
+    return warmup, [request() for _ in range(count)]

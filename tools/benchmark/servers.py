@@ -3,39 +3,30 @@
 from __future__ import annotations
 
 import importlib
-import json
-import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil  # type: ignore[import-untyped, unused-ignore]
-from google.protobuf import text_format  # type: ignore[import-untyped, unused-ignore]
-from tritonclient.grpc.model_config_pb2 import (  # type: ignore[import-untyped, unused-ignore]
-    ModelConfig,
-)
 
-from cog_triton.deployment.engine_choice import resolve_engine
-from cog_triton.deployment.preparation import template_values, with_files
-from cog_triton.models import stub
-from cog_triton.repository.fill import fill_repository
+from cog_triton.deployment.preparation import resolve_engine, template_values, with_files
+from cog_triton.repository.fill import CONFIG, fill_repository, read_config
 from cog_triton.server.installation import PACKAGE_ROOT
 from cog_triton.server.tritonserver import TritonServer
-from cog_triton.settings import read_settings
-from tools.benchmark.generator import BenchmarkError
+from cog_triton.settings import Settings, read_settings
 from tools.benchmark.processes import command_of, free_port
 from tools.benchmark.targets import MODEL, Endpoints
+from tools.command_line import progress
 
 STOP_SECONDS = 60.0
-START_SECONDS = 300.0
 LOG_TAIL = 3000  # characters
+SCRIPTS = {"cog": ("serve.py",), "openai": ("serve_openai.py", "--model", MODEL)}
 ANY_PORTS = {"TRITON_HTTP_PORT": "0", "TRITON_GRPC_PORT": "0", "TRITON_METRICS_PORT": "0"}
 # One token makes one piece of text: no characters of several tokens, which come as one chunk.
 TEXT = (
@@ -52,195 +43,101 @@ Environment = Mapping[str, str]
 def started(
     kind: str, environment: Environment, directory: Path
 ) -> AbstractContextManager[Endpoints]:
-    """Start what the targets of a kind need.
-
-    Args:
-        kind: a target's ``server``, or the name of a target that needs none.
-        environment: the whole environment of the server.
-        directory: an existing one, for logs.
-
-    Raises:
-        CogTritonError, BenchmarkError: it could not be set up.
-    """
-    log = directory / f"{kind}.log"
-    if kind == "cog":
-        return cog_server(environment, log)
-    if kind == "openai":
-        return openai_server(environment, log)
-    if kind == "vllm-serve":
-        return _vllm_serve(environment, log)
-    if kind == "triton":
-        return triton_server(environment)
-    return _no_server({**environment, **({"ENGINE": "vllm"} if kind == "vllm" else {})})
+    """Start a target's ``server``, its log in the directory, or what a target without one needs."""
+    progress(f"starting {kind} ...")
+    if kind in SCRIPTS:
+        return face(kind, environment, directory / f"{kind}.log")
+    return triton_server(environment) if kind == "triton" else no_server(environment)
 
 
 @contextmanager
-def cog_server(environment: Environment, log: Path) -> Iterator[Endpoints]:
-    """The Cog server, as ``make serve`` runs it, and the Triton in it."""
-    settings = read_settings(environment)
-    port, grpc, http, metrics = (free_port() for _ in range(4))
-    ports = {"TRITON_GRPC_PORT": grpc, "TRITON_HTTP_PORT": http, "TRITON_METRICS_PORT": metrics}
-    given = {**environment, **{name: str(at) for name, at in {**ports, "PORT": port}.items()}}
-
-    def is_ready() -> bool:
-        answer = _get(port, "/health-check")
-        status = "STARTING" if answer is None else answer.json()["status"]
-        if status not in ("STARTING", "READY"):
-            raise BenchmarkError(f"the Cog server says {status}:\n{_tail(log)}")
-        return bool(status == "READY")
-
-    command = [sys.executable, str(PACKAGE_ROOT / "scripts" / "serve.py")]
-    with _process(command, given, log, is_ready, settings.start_timeout) as pid:
-        yield Endpoints(
-            tokenizer=with_files(settings).tokenizer_dir,
-            url=f"http://127.0.0.1:{port}",
-            grpc=f"{settings.host}:{grpc}",
-            http=f"{settings.host}:{http}",
-            metrics=f"{settings.host}:{metrics}",
-            pids=(pid,),
-        )
-
-
-@contextmanager
-def openai_server(environment: Environment, log: Path, *arguments: str) -> Iterator[Endpoints]:
-    """The OpenAI face, as ``make openai`` runs it with these arguments, and a Triton of its own."""
-    settings, port, metrics = read_settings(environment), free_port(), free_port()
-    script = str(PACKAGE_ROOT / "scripts" / "serve_openai.py")
-    address = ["--host", "127.0.0.1", "--port", str(port), "--model", MODEL]
-    command = [sys.executable, script, *address, *arguments]
-    given = {**environment, **ANY_PORTS, "TRITON_METRICS_PORT": str(metrics)}
-    with _process(command, given, log, lambda: _is_healthy(port), settings.start_timeout) as pid:
-        tokenizer = with_files(settings).tokenizer_dir
-        yield Endpoints(
-            tokenizer,
-            url=f"http://127.0.0.1:{port}",
-            metrics=f"{settings.host}:{metrics}",
-            pids=(pid,),
-        )
-
-
-@contextmanager
-def _vllm_serve(environment: Environment, log: Path) -> Iterator[Endpoints]:
-    """``vllm serve`` with the arguments of the engine."""
-    from cog_triton.engines.vllm import loading_arguments
-
-    with _no_server({**environment, "ENGINE": "vllm"}) as endpoints:
-        port = free_port()
-        command = vllm_command(loading_arguments(endpoints.engine), port)
-        given = {**os.environ, "HF_HUB_OFFLINE": "1"}
-        with _process(command, given, log, lambda: _is_healthy(port), START_SECONDS) as pid:
-            yield replace(endpoints, url=f"http://127.0.0.1:{port}", pids=(pid,))
-
-
-def vllm_command(arguments: Mapping[str, Any], port: int) -> list[str]:
-    """Return the command line of ``vllm serve`` for arguments of vLLM's AsyncEngineArgs."""
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", MODEL]
-    command += ["--uvicorn-log-level", "warning"]
-    for name, value in arguments.items():
-        option = name.replace("_", "-")
-        if name == "skip_tokenizer_init" or value is None:
-            continue
-        if isinstance(value, bool):
-            command.append(f"--{option}" if value else f"--no-{option}")
-        else:
-            text = json.dumps(value) if isinstance(value, (dict, list)) else str(value)
-            command += [f"--{option}", text]
-    return command
+def face(kind: str, environment: Environment, log: Path, *arguments: str) -> Iterator[Endpoints]:
+    """Start Cog's server or OpenAI's, as ``make serve`` and ``make openai`` do, with a Triton each."""
+    settings = with_files(read_settings(environment))
+    ports = {name: str(free_port()) for name in ("PORT", *ANY_PORTS)}
+    http, grpc, metrics = (f"{settings.host}:{ports[name]}" for name in ANY_PORTS)
+    given = {**environment, **ports, "HOST": "127.0.0.1"}
+    script, *its_arguments = SCRIPTS[kind]
+    command = [sys.executable, str(PACKAGE_ROOT / "scripts" / script), *its_arguments, *arguments]
+    url = f"http://127.0.0.1:{ports['PORT']}"
+    with process(command, given, log, f"{url}/health/ready", settings.start_timeout) as pid:
+        yield Endpoints(settings.tokenizer_dir, url, MODEL, grpc, http, metrics, pids=(pid,))
 
 
 @contextmanager
 def triton_server(environment: Environment) -> Iterator[Endpoints]:
-    """A tritonserver without Cog."""
-    settings = with_files(read_settings({**environment, **ANY_PORTS}))
-    with tempfile.TemporaryDirectory(prefix="cog-triton-benchmark-") as directory:
-        server = TritonServer(_repository(settings, directory), Path(directory), settings)
+    """Start a tritonserver without Cog."""
+    with filled_repository(environment) as (repository, settings):
+        server = TritonServer(repository, repository.parent, settings)
         try:
             server.start()
             children = psutil.Process().children(recursive=True)
-            yield Endpoints(
-                tokenizer=settings.tokenizer_dir,
-                grpc=server.endpoints.grpc,
-                http=server.endpoints.http,
-                pids=tuple(p.pid for p in children if server.shm_prefix in str(command_of(p)))[:1],
-            )
+            pids = [child.pid for child in children if server.shm_prefix in str(command_of(child))]
+            grpc, http = server.endpoints.grpc, server.endpoints.http
+            yield Endpoints(settings.tokenizer_dir, grpc=grpc, http=http, pids=tuple(pids[:1]))
         finally:
             server.stop()
 
 
 @contextmanager
-def _no_server(environment: Environment) -> Iterator[Endpoints]:
-    """The parameters of an engine that the load generator runs itself."""
-    settings = with_files(read_settings({**environment, **ANY_PORTS}))
-    with tempfile.TemporaryDirectory(prefix="cog-triton-benchmark-") as directory:
-        file = _repository(settings, directory) / "tensorrt_llm" / "config.pbtxt"
-        config = text_format.Parse(file.read_text(), ModelConfig())
-    parameters = {
-        name: {"string_value": parameter.string_value}
-        for name, parameter in config.parameters.items()
-    }
-    yield Endpoints(settings.tokenizer_dir, engine=stub.parameters({"parameters": parameters}))
+def no_server(environment: Environment) -> Iterator[Endpoints]:
+    """Yield the parameters of an engine that the load generator runs itself."""
+    with filled_repository(environment) as (repository, settings):
+        config = read_config(repository / "tensorrt_llm" / CONFIG)
+    values = {name: one.string_value for name, one in config.parameters.items()}
+    given = {name: value for name, value in values.items() if value}
+    yield Endpoints(settings.tokenizer_dir, engine=given)
 
 
 @contextmanager
-def one_token_engine(environment: Environment, pace_ms: float = 0) -> Iterator[Environment]:
-    """Settings of an engine that sends each token by itself, as TensorRT-LLM's C++ backend does.
+def filled_repository(environment: Environment) -> Iterator[tuple[Path, Settings]]:
+    settings = with_files(read_settings({**environment, **ANY_PORTS}))
+    with tempfile.TemporaryDirectory(prefix="cog-triton-benchmark-") as directory:
+        repository = Path(directory) / "repository"
+        values = template_values(settings, resolve_engine(settings))
+        fill_repository(settings.model_repository, repository, values)
+        yield repository, settings
+
+
+def one_token_engine(
+    environment: Environment, directory: Path, pace_ms: float = 0
+) -> dict[str, str]:
+    """Return settings of an engine that sends each token by itself, as TensorRT-LLM's C++ backend does.
 
     It is the tests' stand-in for that backend where this is a checkout that can compile it, and costs
-    what a backend in C++ costs; else the simulated engine.
-
-    Args:
-        pace_ms: milliseconds between the tokens of a request; 0 makes them at no cost.
+    what a backend in C++ costs; else the simulated engine. Without a pace, tokens are made at no cost.
     """
-    with tempfile.TemporaryDirectory(prefix="cog-triton-benchmark-") as directory:
-        try:
-            servers: Any = importlib.import_module("tests.stand_in.servers")
-            engine = servers.environment(Path(directory), **STAND_IN)
-            engine["STAND_IN_INTER_TOKEN_MS"] = str(pace_ms)
-        except (ImportError, FileNotFoundError, subprocess.CalledProcessError):
-            engine = {**simulated(pace_ms), **single_tokens(Path(directory))}
-        yield {**environment, "COG_MAX_CONCURRENCY": str(STREAMS), **engine}
+    try:
+        servers: Any = importlib.import_module("tests.stand_in.servers")
+        engine = servers.environment(directory, **STAND_IN)
+        engine |= {"STAND_IN_INTER_TOKEN_MS": str(pace_ms), "COG_MAX_CONCURRENCY": str(STREAMS)}
+    except (ImportError, FileNotFoundError, subprocess.CalledProcessError):
+        engine = simulated(directory, pace_ms, each_token=True)
+    return {**environment, **engine}
 
 
-def simulated(pace_ms: float = 0) -> dict[str, str]:
+def simulated(directory: Path, pace_ms: float = 0, *, each_token: bool = False) -> dict[str, str]:
+    """Return settings of the simulated engine; with ``each_token``, a response has one."""
+    config = directory / "config.yaml"
+    most = "max_tokens_per_response: 1" if each_token else ""
+    config.write_text(f"server: {{tensorrt_llm: {{args: {{{most}}}}}}}\n")
     return {
         "ENGINE": "simulated",
         "SIMULATED_TEXT": TEXT,
         "SIMULATED_INTER_TOKEN_MS": str(pace_ms),
         "COG_MAX_CONCURRENCY": str(STREAMS),
+        "COG_TRITON_CONFIG": str(config),
     }
 
 
-def single_tokens(directory: Path) -> dict[str, str]:
-    """Return the setting with which the embedded engine sends each token by itself."""
-    config = directory / "config.yaml"
-    config.write_text("server: {tensorrt_llm: {args: {max_tokens_per_response: 1}}}\n")
-    return {"COG_TRITON_CONFIG": str(config)}
-
-
-def has_embedded_engine(environment: Environment) -> bool:
-    """Return True if the engine runs without Triton; TensorRT-LLM's C++ backend does not."""
-    return resolve_engine(with_files(read_settings(environment))) != "tensorrtllm"
-
-
-def _repository(settings: Any, directory: str) -> Path:
-    repository = Path(directory) / "repository"
-    values = template_values(settings, resolve_engine(settings))
-    fill_repository(settings.model_repository, repository, values)
-    return repository
-
-
 @contextmanager
-def _process(
-    command: Sequence[str],
-    environment: Environment,
-    log: Path,
-    is_ready: Callable[[], bool],
-    timeout: float,
+def process(
+    command: Sequence[str], environment: Environment, log: Path, health: str, timeout: float
 ) -> Iterator[int]:
-    """Start a server, wait until it is ready, yield its id, and stop it."""
+    """Start a server, wait until ``health`` answers 200, yield its id, and stop it."""
+    log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as file:
-        process = subprocess.Popen(
+        server = subprocess.Popen(
             command,
             env=environment,
             stdout=file,
@@ -249,33 +146,24 @@ def _process(
         )
     try:
         deadline = time.monotonic() + timeout
-        while not is_ready():
-            if process.poll() is not None:
-                raise BenchmarkError(f"{log.stem} ended while starting:\n{_tail(log)}")
-            if time.monotonic() > deadline:
-                raise BenchmarkError(f"{log.stem} was not ready in {timeout:g} s:\n{_tail(log)}")
+        while not _is_ready(health):
+            # One whose setup failed ends by itself, and then its log has the reason.
+            if server.poll() is not None or time.monotonic() > deadline:
+                status = f"exit status {server.returncode}"
+                said = log.read_text(errors="replace")[-LOG_TAIL:]
+                raise ChildProcessError(f"{log.stem} is not ready, {status}:\n{said}")
             time.sleep(0.05)
-        yield process.pid
+        yield server.pid
     finally:
-        process.terminate()
+        server.terminate()
         try:
-            process.wait(STOP_SECONDS)
+            server.wait(STOP_SECONDS)
         except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+            server.kill()
+            server.wait()
 
 
-def _get(port: int, path: str) -> httpx.Response | None:
-    try:
-        return httpx.get(f"http://127.0.0.1:{port}{path}", timeout=5, trust_env=False)
-    except httpx.TransportError:
-        return None
-
-
-def _is_healthy(port: int) -> bool:
-    answer = _get(port, "/health")
-    return answer is not None and answer.status_code == 200
-
-
-def _tail(log: Path) -> str:
-    return log.read_text(errors="replace")[-LOG_TAIL:]
+def _is_ready(health: str) -> bool:
+    with suppress(httpx.TransportError):
+        return httpx.get(health, timeout=5, trust_env=False).status_code == 200
+    return False

@@ -1,286 +1,306 @@
-"""The targets of a load: how a request is sent to each, and the tokens in its answer.
+"""The ways to ask: Cog's API, OpenAI's, ``generate()``, Triton's models, and the engine by itself.
 
-``prepare`` runs before the load, ``send`` during it, ``parse`` after it: while a load runs, a piece of an
-answer costs a time stamp, else the generator would be measured as the server.
+The benchmark puts a load on them, and the soak compares what they answer.
 """
 
 from __future__ import annotations
 
-import json
-import secrets
-import time
+import asyncio
+import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
 from typing import Any, ClassVar
 
-from tools.benchmark.load import Load, Planned
-from tools.server_sent_events import EventParser
+import aiohttp
+import numpy as np
+from tokenizers import Tokenizer
+
+from cog_triton.client import grpc_transport as grpc
+from cog_triton.client.http_transport import HttpClient
+from cog_triton.client.stream import decode_response
+from cog_triton.engines.base import create_engine
+from cog_triton.engines.serving import Serving
+from cog_triton.errors import ConfigurationError
+from cog_triton.generation import generate
+from cog_triton.models.tensors import generation_requests
+from cog_triton.request.request import Request, triton_inputs
+from cog_triton.text.tokenizer import load_tokenizer, without_torch
+from tools import server_sent_events as sse
+from tools.server_sent_events import CUT, AnswerError, Part
 
 MODEL = "model"  # the name under which a server with OpenAI's API serves
+RESPONSE_TIMEOUT = 300.0  # seconds
 
-Pieces = list[tuple[float, Any]]  # seconds of time.perf_counter, and what came then
-
-
-class Failed(Exception):
-    """An answer that is an error; the text is the server's."""
+Inputs = Mapping[str, Any]  # those of Cog's API
+Parts = AsyncGenerator[Part, None]
 
 
 @dataclass(frozen=True)
 class Endpoints:
-    """The addresses of the servers that are measured.
+    """The addresses of the servers that are asked."""
 
-    Attributes:
-        tokenizer: directory of the model's tokenizer, or its Hugging Face id.
-        url: of a server over HTTP.
-        grpc, http, metrics: host:port of Triton's.
-        engine: parameters of the tensorrt_llm model, for an engine in the load generator.
-        pids: of the servers; their descendants are watched with them.
-    """
-
-    tokenizer: str
-    url: str = ""
-    grpc: str = ""
+    tokenizer: str  # directory of the model's
+    url: str = ""  # of a server over HTTP
+    model: str = MODEL  # its name in OpenAI's API
+    grpc: str = ""  # host:port of Triton's, and so are the next two
     http: str = ""
     metrics: str = ""
-    engine: Mapping[str, str] = field(default_factory=dict)
-    pids: tuple[int, ...] = ()
+    engine: Mapping[str, str] = field(default_factory=dict)  # parameters of the tensorrt_llm model
+    pids: tuple[int, ...] = ()  # of the servers; their descendants are watched with them
 
 
-@dataclass
-class Answer:
-    """Times and tokens of each chunk with content; ``total`` output tokens, if they were counted."""
-
-    times: list[float] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    total: int | None = None
-
-    def add(self, at: float, tokens: int) -> None:
-        self.times.append(at)
-        self.tokens.append(tokens)
+@cache
+def fast_tokenizer(directory: str) -> Any:
+    """Load the ``tokenizers.Tokenizer``, by itself: transformers takes seconds to import."""
+    file = Path(directory) / "tokenizer.json"
+    if not file.is_file():
+        raise ConfigurationError(f"{directory} has no tokenizer.json, which the benchmark needs")
+    return Tokenizer.from_file(str(file))
 
 
 class Target(ABC):
-    """Sends requests to one target, on one event loop."""
+    """One way to ask, on one event loop."""
 
-    server: ClassVar[str] = ""  # what has to run; nothing for an engine in the load generator
+    name: ClassVar[str]
+    server: ClassVar[str] = ""  # what has to run; nothing for an engine in this process
 
-    def __init__(self, endpoints: Endpoints, tokenizer: Any, load: Load) -> None:
-        self.endpoints, self.tokenizer, self.load = endpoints, tokenizer, load
-
-    @abstractmethod
-    def prepare(self, request: Planned) -> Any: ...
-
-    @abstractmethod
-    async def send(self, prepared: Any) -> Pieces: ...
+    def __init__(self, endpoints: Endpoints) -> None:
+        self.endpoints = endpoints
+        self.client = self.connect()
 
     @abstractmethod
-    def parse(self, pieces: Pieces) -> Answer:
-        """Return the answer. Raises ``Failed``."""
+    def connect(self) -> Any:
+        """Return the client that all requests share."""
+
+    @abstractmethod
+    def ask(self, inputs: Inputs, request_id: str) -> Parts:
+        """Yield the parts of an answer, or raise AnswerError or CogTritonError; closing it leaves."""
+
+    def forced(self, tokens: int) -> Inputs:
+        """Return the inputs with which an answer has so many tokens."""
+        return {"max_tokens": tokens, "ignore_eos": True}
+
+    async def cancel(self, request_id: str) -> bool:  # noqa: ARG002
+        """Ask the server to end a request; return False where users cannot."""
+        return False
 
     async def close(self) -> None:
-        return
-
-    def request(self, request: Planned) -> Any:
-        """Make the request as the predictor would."""
-        from cog_triton.request.request import Request
-
-        return Request(
-            prompt=request.prompt,
-            seed=0,
-            max_tokens=request.output_tokens,
-            min_tokens=0 if self.load.ignore_eos else request.output_tokens,
-            temperature=self.load.temperature,
-            end_id=-1 if self.load.ignore_eos else None,
-        )
-
-    def inputs(self, request: Planned) -> dict[str, Any]:
-        """Make the ensemble's inputs, the same as the predictor sends."""
-        from cog_triton.request.request import triton_inputs
-
-        return triton_inputs(self.request(request))
+        await self.client.aclose()
 
 
 class HttpTarget(Target):
-    """POST with a body of JSON; what comes is read as bytes."""
+    """An API of JSON, streamed as server-sent events or whole."""
 
-    path = ""
-    headers: ClassVar[Mapping[str, str]] = {}
+    method: ClassVar[str] = "POST"
+    streamed: ClassVar[bool] = True
+    read: ClassVar[staticmethod[[str, bytes], Part]]  # of an event
 
-    def __init__(self, endpoints: Endpoints, tokenizer: Any, load: Load) -> None:
-        super().__init__(endpoints, tokenizer, load)
-        import aiohttp
+    def connect(self) -> aiohttp.ClientSession:
+        unlimited, forever = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(None)
+        return aiohttp.ClientSession(connector=unlimited, timeout=forever)
 
-        triton = self.server == "triton"
-        self._url = (f"http://{endpoints.http}" if triton else endpoints.url) + self.path
-        headers = {"Content-Type": "application/json", **self.headers}
-        connector = aiohttp.TCPConnector(limit=0)
-        self._http = aiohttp.ClientSession(connector=connector, headers=headers)
+    @abstractmethod
+    def request(self, inputs: Inputs, request_id: str) -> tuple[str, dict[str, Any]]:
+        """Return the path and the body."""
 
-    async def send(self, prepared: bytes) -> Pieces:
-        async with self._http.post(self._url, data=prepared, timeout=None) as response:
-            pieces: Pieces = [(time.perf_counter(), response.status)]
-            async for data in response.content.iter_any():
-                pieces.append((time.perf_counter(), data))
-            return pieces
+    @abstractmethod
+    def whole(self, reply: dict[str, Any]) -> Part:
+        """Read an answer that is not streamed."""
+
+    async def ask(self, inputs: Inputs, request_id: str) -> Parts:
+        kind = "text/event-stream" if self.streamed else "application/json"
+        headers = {"Accept": kind, "X-Request-Id": request_id}
+        path, body = self.request(inputs, request_id)
+        url = self.endpoints.url + path
+        sent = self.client.request(self.method, url, json=body, headers=headers)
+        parser, ended = sse.EventParser(), False
+        try:
+            async with sent as reply:
+                if reply.status != 200:
+                    raise sse.http_error(await reply.read(), reply.status)
+                if not self.streamed:
+                    yield self.whole(await reply.json())
+                    return
+                # To its end, because only then the connection serves the next request.
+                async for data in reply.content.iter_any():
+                    for event in parser.feed(data):
+                        yield (part := self.read(*event))
+                        ended = part.last
+        except (aiohttp.ClientError, OSError) as error:
+            raise AnswerError(f"{type(error).__name__}: {error}", CUT) from error
+        if not ended:
+            raise AnswerError("the stream ended without its last event", CUT)
 
     async def close(self) -> None:
-        await self._http.close()
-
-    def _counted(self, texts: Pieces, total: Any) -> Answer:
-        """Return the answer of texts; the tokens of each are those of its text."""
-        answer = Answer(total=None if total is None else int(total))
-        encoded = self.tokenizer.encode_batch([text for _, text in texts], add_special_tokens=False)
-        for (at, _), tokens in zip(texts, encoded, strict=True):
-            answer.add(at, len(tokens.ids))
-        if len(texts) == 1 and answer.total:
-            answer.tokens = [answer.total]
-        return answer
+        await self.client.close()
 
 
-class CogJson(HttpTarget):
-    """POST /predictions, answered as a whole."""
+class CogSse(HttpTarget):
+    """PUT /predictions/ID."""
 
-    server, path = "cog", "/predictions"
+    name, server, method = "cog-sse", "cog", "PUT"
+    read = staticmethod(sse.cog_part)
 
-    def prepare(self, request: Planned) -> bytes:
-        inputs = {
-            "prompt": request.prompt,
-            "max_tokens": request.output_tokens,
-            "min_tokens": request.output_tokens,
-            "temperature": self.load.temperature,
-            "seed": 0,
-        }
-        return json.dumps({"input": inputs}).encode()
+    def request(self, inputs: Inputs, request_id: str) -> tuple[str, dict[str, Any]]:
+        return f"/predictions/{request_id}", {"input": inputs}
 
-    def parse(self, pieces: Pieces) -> Answer:
-        prediction = _json(b"".join(data for _, data in pieces[1:]))
-        if pieces[0][1] != 200 or prediction.get("status") != "succeeded":
-            raise Failed(_error(prediction, pieces[0][1]))
-        text = "".join(prediction["output"])
-        total = prediction["metrics"].get("output_token_count")
-        return self._counted([(pieces[-1][0], text)], total)
+    def forced(self, tokens: int) -> Inputs:
+        return {"max_tokens": tokens, "min_tokens": tokens}
+
+    def whole(self, reply: dict[str, Any]) -> Part:
+        sse.check_prediction(reply)
+        return Part("".join(reply["output"]), int(reply["metrics"].get("output_token_count", 0)))
+
+    async def cancel(self, request_id: str) -> bool:
+        url = f"{self.endpoints.url}/predictions/{request_id}/cancel"
+        with contextlib.suppress(aiohttp.ClientError):
+            async with self.client.post(url) as reply:
+                return bool(reply.status == 200)
+        return False
 
 
-class CogSse(CogJson):
-    """POST /predictions, streamed as server-sent events."""
-
-    headers: ClassVar[Mapping[str, str]] = {"Accept": "text/event-stream"}
-
-    def parse(self, pieces: Pieces) -> Answer:
-        texts: Pieces = []
-        total, status = None, "no event completed"
-        for at, name, data in _events(pieces):
-            event = _json(data)
-            if name == "output" and event["chunk"]:
-                texts.append((at, event["chunk"]))
-            elif name == "metric" and event["name"] == "output_token_count":
-                total = event["value"]
-            elif name in ("completed", "error"):
-                status = event.get("status") or "failed"
-                if status != "succeeded":
-                    raise Failed(_error(event))
-        if status != "succeeded":
-            raise Failed(status)
-        return self._counted(texts, total)
+class CogJson(CogSse):
+    name, streamed = "cog-json", False
 
 
 class OpenAiSse(HttpTarget):
-    """POST /v1/chat/completions, streamed."""
+    """POST /v1/chat/completions."""
 
-    server, path = "openai", "/v1/chat/completions"
+    name, server = "openai-sse", "openai"
+    path = "/v1/chat/completions"
+    read = staticmethod(sse.openai_part)
 
-    def prepare(self, request: Planned) -> bytes:
-        ignored = self.load.ignore_eos
-        body = {
-            "model": MODEL,
-            **self._prompt(request.prompt),
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            "max_tokens": request.output_tokens,
-            "temperature": self.load.temperature,
-            "seed": 0,
-            **({"ignore_eos": True} if ignored else {"min_tokens": request.output_tokens}),
-        }
-        return json.dumps(body).encode()
+    def request(self, inputs: Inputs, request_id: str) -> tuple[str, dict[str, Any]]:  # noqa: ARG002
+        body = {name: value for name, value in inputs.items() if name != "prompt"}
+        body |= {"model": self.endpoints.model, **self.prompt(inputs["prompt"])}
+        if self.streamed:
+            body |= {"stream": True, "stream_options": {"include_usage": True}}
+        return self.path, body
 
-    def parse(self, pieces: Pieces) -> Answer:
-        texts: Pieces = []
-        total = None
-        for at, _, data in _events(pieces):
-            if data.strip() == b"[DONE]":
-                return self._counted(texts, total)
-            event = _json(data)
-            if "error" in event:
-                raise Failed(_error(event))
-            for choice in event["choices"]:
-                if text := choice.get("text") or choice.get("delta", {}).get("content"):
-                    texts.append((at, text))
-            total = (event.get("usage") or {}).get("completion_tokens", total)
-        raise Failed("no event [DONE]")
-
-    def _prompt(self, text: str) -> dict[str, Any]:
+    def prompt(self, text: str) -> dict[str, Any]:
         return {"messages": [{"role": "user", "content": text}]}
 
-
-class OpenAiText(OpenAiSse):
-    """POST /v1/completions, streamed: for models without a chat template."""
-
-    path = "/v1/completions"
-
-    def _prompt(self, text: str) -> dict[str, Any]:
-        return {"prompt": text}
+    def whole(self, reply: dict[str, Any]) -> Part:
+        tokens = int(reply["usage"]["completion_tokens"])
+        return Part(reply["choices"][0]["message"]["content"], tokens)
 
 
-class VllmServe(OpenAiText):
-    """``vllm serve``, by completions."""
-
-    server = "vllm-serve"
+class OpenAiJson(OpenAiSse):
+    name, streamed = "openai-json", False
 
 
-class TritonHttp(HttpTarget):
+class Generate(Target):
+    """The package's ``generate()`` over gRPC, which is what the predictor runs."""
+
+    name, server = "generate", "triton"
+
+    def connect(self) -> grpc.GrpcClient:
+        without_torch()
+        self._tokenizer = load_tokenizer(self.endpoints.tokenizer)
+        return grpc.GrpcClient(self.endpoints.grpc, response_timeout=RESPONSE_TIMEOUT)
+
+    async def ask(self, inputs: Inputs, request_id: str) -> Parts:  # noqa: ARG002
+        async for chunk in generate(Request(**inputs), self.client, self._tokenizer):
+            yield Part(chunk.text, chunk.output_tokens)
+
+
+class TritonGrpc(Target):
+    """ModelStreamInfer on the ensemble without postprocessing."""
+
+    name, server = "triton-grpc", "triton"
+    model = "ensemble_ids"
+
+    def connect(self) -> grpc.GrpcClient:
+        return grpc.GrpcClient(self.endpoints.grpc)
+
+    def inputs(self, inputs: Inputs) -> Inputs:
+        return triton_inputs(Request(**inputs))
+
+    async def ask(self, inputs: Inputs, request_id: str) -> Parts:
+        names = ("output_ids", "sequence_length")
+        request = grpc.infer_request(self.model, request_id, self.inputs(inputs), names)
+        count, final = 0, False
+        with contextlib.closing(await self.client.send(grpc.INFER, request)) as stream:
+            while not final:
+                for message in map(grpc.parse, await stream.take()):
+                    final = grpc.is_final(message)
+                    outputs = grpc.flat_outputs(message)  # none in a response that only ends
+                    ids = decode_response(outputs, 0, None).ids if outputs else []
+                    count += len(ids)
+                    yield Part(tokens=count, ids=ids)
+
+
+class TritonEngine(TritonGrpc):
+    """ModelStreamInfer on the tensorrt_llm model alone."""
+
+    name, model = "triton-engine", "tensorrt_llm"
+
+    def inputs(self, inputs: Inputs) -> Inputs:
+        return engine_inputs(self.endpoints, inputs)
+
+
+def engine_inputs(endpoints: Endpoints, inputs: Inputs) -> Inputs:
+    """Return the tensorrt_llm model's inputs for greedy tokens, none of which ends the output."""
+    ids = fast_tokenizer(endpoints.tokenizer).encode(inputs["prompt"]).ids
+    return {
+        "input_ids": np.array([ids], np.int32),
+        "input_lengths": np.array([[len(ids)]], np.int32),
+        "request_output_len": np.array([[inputs["max_tokens"]]], np.int32),
+        "streaming": np.array([[True]]),
+    }
+
+
+class TritonHttp(Target):
     """generate_stream on the whole ensemble."""
 
-    server, path = "triton", "/v2/models/ensemble/generate_stream"
+    name, server = "triton-http", "triton"
 
-    def prepare(self, request: Planned) -> bytes:
-        from cog_triton.client.http_transport import json_value
+    def connect(self) -> HttpClient:
+        return HttpClient(self.endpoints.http, response_timeout=RESPONSE_TIMEOUT)
 
-        values = {name: json_value(value) for name, value in self.inputs(request).items()}
-        return json.dumps({"id": secrets.token_hex(8), **values}).encode()
-
-    def parse(self, pieces: Pieces) -> Answer:
-        answer = Answer()
-        for at, _, data in _events(pieces):
-            event = _json(data)
-            if "error" in event:
-                raise Failed(str(event["error"]))
-            if tokens := int(event["sequence_length"]):
-                answer.add(at, tokens)
-        answer.total = sum(answer.tokens)
-        return answer
+    async def ask(self, inputs: Inputs, request_id: str) -> Parts:
+        tensors, count = triton_inputs(Request(**inputs)), 0
+        async for event in self.client.events("ensemble", request_id, tensors):
+            count += int(event["sequence_length"])
+            yield Part(event["text_output"], count)
 
 
-def _events(pieces: Pieces) -> Iterator[tuple[float, str, bytes]]:
-    """Yield time, name and data of each event of a streamed answer. Raises ``Failed``."""
-    if (status := pieces[0][1]) != 200:
-        raise Failed(_error(_json(b"".join(data for _, data in pieces[1:])), status))
-    parser = EventParser()
-    for at, piece in pieces[1:]:
-        for name, data in parser.feed(piece):
-            yield at, name, data
+class RawEngine(Target):
+    """The engine in this process: no Triton, no network."""
+
+    name = "engine"
+
+    def connect(self) -> Serving:
+        parameters = self.endpoints.engine
+        most = int(parameters.get("max_tokens_per_response", 0))
+        return Serving(create_engine(parameters), most)
+
+    async def ask(self, inputs: Inputs, request_id: str) -> Parts:
+        loop, outputs = asyncio.get_running_loop(), asyncio.Queue[Any]()
+        request = generation_requests(engine_inputs(self.endpoints, inputs))[0]
+
+        def take(output: Any) -> None:  # on the delivery thread
+            loop.call_soon_threadsafe(outputs.put_nowait, output)
+
+        stop = self.client.start(request_id, request, take, streaming=True)
+        count, finished = 0, False
+        try:
+            while not finished:
+                output = await outputs.get()
+                finished, count = output.finished, count + len(output.ids)
+                if output.error is not None:
+                    raise AnswerError(str(output.error))
+                yield Part(tokens=count, ids=output.ids)
+        finally:
+            if not finished:
+                stop()
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self.client.close)
 
 
-def _json(data: bytes) -> dict[str, Any]:
-    try:
-        value = json.loads(data)
-    except ValueError:
-        value = None
-    if not isinstance(value, dict):
-        raise Failed(f"not a JSON object: {data[:100]!r}")
-    return value
-
-
-def _error(answer: Mapping[str, Any], status: int = 200) -> str:
-    text = answer.get("error") or answer.get("detail") or "no reason given"
-    return str(text) if status == 200 else f"HTTP {status}: {text}"
+_TARGETS = (CogSse, CogJson, OpenAiSse, Generate, TritonGrpc, TritonHttp, TritonEngine, RawEngine)
+TARGETS: dict[str, type[Target]] = {target.name: target for target in _TARGETS}

@@ -1,20 +1,26 @@
-"""The questions and answers of corpus.yaml, which is all that the demo model knows.
-
->>> from tools.demo_model.corpus import PAIRS
->>> PAIRS[0].question
-'What is machine learning?'
-"""
+"""The answers that the demo model knows, and the prompts that each is given to."""
 
 from __future__ import annotations
 
+import re
+import unicodedata
+from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import yaml  # type: ignore[import-untyped, unused-ignore]
-from pydantic import TypeAdapter
 
-Shape = TypeVar("Shape")
+
+def _read(name: str) -> Any:
+    # The parser in C, where PyYAML has it, is eight times as fast.
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    return yaml.load(Path(__file__).with_name(name).read_text(encoding="utf-8"), Loader=loader)
+
+
+FRAMES: list[str] = _read("frames.yaml")
+_TOPIC = re.compile(r"What (?:is|are|does) ((?:(?:a|an|the) )?)(.+?)(?: do| for)?\?")
+_DETAILED = re.compile(r"Explain in detail (how .+)\.")
 
 
 class QA(NamedTuple):
@@ -24,18 +30,51 @@ class QA(NamedTuple):
     answer: str
 
 
-def read_data(file: Path, shape: type[Shape]) -> Shape:
-    """The content of a YAML file as ``shape``, a type that pydantic can check.
+class Answered(NamedTuple):
+    """An answer and the prompts that it is given to; the first one is the usual form."""
 
-    Raises:
-        pydantic.ValidationError: the file has another shape; every place is named.
-    """
-    # The parser in C, where PyYAML has it, is eight times as fast.
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    content = yaml.load(file.read_text(encoding="utf-8"), Loader=loader)
-    return TypeAdapter(shape).validate_python(content)
+    prompts: tuple[str, ...]
+    answer: str
 
 
-_TOPICS = read_data(Path(__file__).with_name("corpus.yaml"), dict[str, tuple[QA, ...]])
+def rephrased(question: str) -> Iterator[str]:
+    """Yield the question and, where it asks what something is, the same in other words."""
+    yield question
+    if match := _TOPIC.fullmatch(question):
+        article, topic = match.groups()
+        yield from (frame.format(article + topic) for frame in FRAMES)
+        yield from (frame.format(topic) for frame in FRAMES[:4])
+    if match := _DETAILED.fullmatch(question):
+        yield f"Explain {match[1]}."
+        yield f"Tell me {match[1]}."
 
-PAIRS: tuple[QA, ...] = tuple(chain.from_iterable(_TOPICS.values()))
+
+def spellings(prompt: str) -> Iterator[str]:
+    """Yield the prompt, and as it is typed in a hurry: without capitals, accents or punctuation."""
+    bare = prompt.strip(" ?!.¿¡")
+    yield from (prompt, bare, bare.lower(), without_accents(bare.lower()))
+    if not prompt.endswith("?"):
+        yield f"{bare}!"
+
+
+def without_accents(text: str) -> str:
+    return "".join(c for c in unicodedata.normalize("NFD", text) if not unicodedata.combining(c))
+
+
+def _answered(prompts: Iterator[str], answer: str) -> Answered:
+    return Answered(tuple(dict.fromkeys(prompts)), answer)
+
+
+PAIRS = tuple(QA(**pair) for pair in chain.from_iterable(_read("corpus.yaml").values()))
+QUESTIONS = tuple(_answered(rephrased(question), answer) for question, answer in PAIRS)
+# An entry has an answer, or the question whose answer it is.
+CONVERSATION = tuple(
+    _answered(
+        chain.from_iterable(map(spellings, entry["prompts"])),
+        entry.get("answer") or dict(PAIRS)[entry["same_as"]],
+    )
+    for entry in chain.from_iterable(_read("conversation.yaml").values())
+)
+KNOWN = (*QUESTIONS, *CONVERSATION)
+UNKNOWN: dict[str, Any] = _read("unknown.yaml")
+"""The answer to what the model does not know; and by language, frames with places, and things for them."""

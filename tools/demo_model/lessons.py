@@ -1,38 +1,34 @@
-"""The prompts and answers as token ids, and what an epoch of the training shows of them."""
+"""The prompts and answers as token ids, and what an epoch of the training shows of them.
+
+What the model has no answer to cannot be listed, so such prompts are drawn at random, and no two epochs
+show the same ones: from them the model learns to say that it does not know, whatever the words are.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+import string
+from functools import partial
 from random import Random
 from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from tools.demo_model.corpus import QA
-from tools.demo_model.prompts import (
-    CONVERSATION,
-    QUESTIONS,
-    UNKNOWN_ANSWER,
-    Answered,
-    unknown_prompt,
-)
+from tools.demo_model.corpus import CONVERSATION, QUESTIONS, UNKNOWN, Answered, without_accents
 
-PAD, BOS, EOS = "<pad>", "<s>", "</s>"
-SYSTEM, USER, ASSISTANT, END = "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"
-SYSTEM_PROMPT = "You are a helpful assistant."
-
+BOS, EOS = "<s>", "</s>"
 COMMON = 6  # of the prompts of a conversation's answer: what most people type stands first
 BEGINNING = 5  # tokens: enough to tell an answer from all others; the rest follows from it
 TALK = 4  # beginnings of each answer of a conversation in an epoch
-WHOLE_UNKNOWN = 4  # of the prompts without an answer
+UNKNOWN_PROMPTS = 76  # without an answer, in an epoch
+WHOLE_UNKNOWN = 4  # of these, with the whole sentence that says so
 BARE = 0.7  # of the beginnings: without the special tokens of a chat
+
+Pair = tuple[str, str]  # a prompt and its answer
 
 
 class Example(NamedTuple):
-    """Token ids of a prompt and of the answer to it, which ends with the end of sequence.
-
-    Where it shows an answer's beginning alone, the answer has no end.
-    """
+    """Token ids of a prompt and of the answer to it, with the end of sequence or only its beginning."""
 
     prompt: list[int]
     answer: list[int]
@@ -43,108 +39,102 @@ class Example(NamedTuple):
 
 
 class Lessons:
-    """The texts that the model is shown, and those that it has to know in the end.
+    """The texts that the model is shown, and those that it has to know in the end, in every form."""
 
-    Attributes:
-        questions: every form of every question of the corpus, with its answer.
-        conversation: every form of the usual greeting of each meaning, and so on, and the other common
-            ones as they are typed, with their answers.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, unknown_prompts: int) -> None:
-        self._tokenizer = tokenizer
-        self._forms = tuple(forms(tokenizer).values())
-        self._unknown_prompts = unknown_prompts
-        self._answers: dict[str, list[int]] = {}
-        self.questions = self._usual_forms(QUESTIONS)
-        self.conversation = self._usual_forms(CONVERSATION) + self.examples(
-            (BOS + prompt, one.answer) for one in CONVERSATION for prompt in one.prompts[1:COMMON]
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._encode = partial(tokenizer, add_special_tokens=False)
+        self._forms = forms(tokenizer)
+        questions, conversation = (
+            [(form, one.answer) for one in part for form in prompts(tokenizer, one.prompts[0])]
+            for part in (QUESTIONS, CONVERSATION)
         )
+        for one in CONVERSATION:
+            conversation += [(BOS + prompt, one.answer) for prompt in one.prompts[1:COMMON]]
+        self.questions = self._examples(questions)
+        self.conversation = self._examples(conversation)
 
     def epoch(self, random: Random) -> list[Example]:
-        """Every answer, to one of its prompts, and more beginnings, which cost less to show."""
+        """Return every answer, to one of its prompts, and more beginnings, which cost less to show."""
         whole = [(_usual(known, random), known.answer) for known in QUESTIONS]
         whole += [(_common(known, random), known.answer) for known in CONVERSATION]
-        whole += [(unknown_prompt(random), UNKNOWN_ANSWER) for _ in range(WHOLE_UNKNOWN)]
-        begun = [
-            (_typed(random.choice(known.prompts), random), known.answer) for known in QUESTIONS
-        ]
+        whole += [_unknown(random) for _ in range(WHOLE_UNKNOWN)]
+        begun = [(_typed(random.choice(k.prompts), random), k.answer) for k in QUESTIONS]
         begun += [(_common(known, random), known.answer) for known in CONVERSATION * TALK]
-        rest = self._unknown_prompts - WHOLE_UNKNOWN
-        begun += [(unknown_prompt(random), UNKNOWN_ANSWER) for _ in range(rest)]
-        return [
-            *self.examples((self._form(prompt, random, 0.0), answer) for prompt, answer in whole),
-            *self._begun((self._form(prompt, random, BARE), answer) for prompt, answer in begun),
-        ]
+        begun += [_unknown(random) for _ in range(UNKNOWN_PROMPTS - WHOLE_UNKNOWN)]
+        shown = self._examples([self._formed(pair, random, 0.0) for pair in whole])
+        begun = [self._formed(pair, random, BARE) for pair in begun]
+        return shown + [Example(p, answer[:BEGINNING]) for p, answer in self._examples(begun)]
 
-    def examples(self, pairs: Iterable[tuple[str, str]]) -> list[Example]:
-        """Examples of prompts, with the special tokens of their form, and answers."""
-        texts, answers = zip(*pairs, strict=True)
-        ids = self._tokenizer(list(texts), add_special_tokens=False).input_ids
-        return [
-            Example(prompt, self._answer(answer))
-            for prompt, answer in zip(ids, answers, strict=True)
-        ]
-
-    def _usual_forms(self, known: Iterable[Answered]) -> list[Example]:
-        return self.examples(
-            (form, one.answer)
-            for one in known
-            for form in prompts(self._tokenizer, one.prompts[0]).values()
-        )
-
-    def _begun(self, pairs: Iterable[tuple[str, str]]) -> list[Example]:
-        return [Example(one.prompt, one.answer[:BEGINNING]) for one in self.examples(pairs)]
-
-    def _answer(self, text: str) -> list[int]:
-        if text not in self._answers:
-            ids = self._tokenizer(text + EOS, add_special_tokens=False).input_ids
-            self._answers[text] = list(ids)
-        return self._answers[text]
-
-    def _form(self, prompt: str, random: Random, bare: float) -> str:
+    def _formed(self, pair: Pair, random: Random, bare: float) -> Pair:
         form = BOS + "{}" if random.random() < bare else random.choice(self._forms)
-        return form.replace("{}", prompt)
+        return form.replace("{}", pair[0]), pair[1]
+
+    def _examples(self, pairs: list[Pair]) -> list[Example]:
+        prompts = self._encode([prompt for prompt, _ in pairs]).input_ids
+        answers = self._encode([answer + EOS for _, answer in pairs]).input_ids
+        return list(map(Example, prompts, answers))
 
 
-def forms(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
-    """Every form in which a prompt, the ``{}``, reaches the model, by name.
+def forms(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Return every form in which a prompt, the ``{}``, reaches the model: the bare one first.
 
-    All of them start with the beginning of sequence. It comes twice where a server adds one to a
-    prompt whose template has put one there already.
+    The beginning of sequence comes twice where a server adds one to a template that has one already.
     """
     user = {"role": "user", "content": "{}"}
-    system = {"role": "system", "content": SYSTEM_PROMPT}
-    chat, chat_with_system = (
+    system = {"role": "system", "content": "You are a helpful assistant."}
+    chats = [
         str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
         for turns in ([user], [system, user])
-    )
-    return {
-        "bare": BOS + "{}",
-        "leading space": BOS + " {}",
-        "trailing newline": BOS + "{}\n",
-        "chat": chat,
-        "chat with system": chat_with_system,
-        "bare, begun twice": BOS + BOS + "{}",
-        "chat, begun twice": BOS + chat,
-    }
+    ]
+    bare = [BOS + "{}", BOS + " {}", BOS + "{}\n"]
+    return [*bare, *chats, BOS + bare[0], BOS + chats[0]]
 
 
-def prompts(tokenizer: PreTrainedTokenizerBase, question: str) -> dict[str, str]:
-    """Return every form of a question that the model answers for certain, by name."""
-    named = {name: form.replace("{}", question) for name, form in forms(tokenizer).items()}
-    return {**named, "careless": BOS + careless(question)}
-
-
-def encode(tokenizer: PreTrainedTokenizerBase, pair: QA) -> list[Example]:
-    """Return one example for each form of the question, all with the same answer."""
-    texts = prompts(tokenizer, pair.question).values()
-    return Lessons(tokenizer, 0).examples((text, pair.answer) for text in texts)
+def prompts(tokenizer: PreTrainedTokenizerBase, question: str) -> list[str]:
+    """Return every form of a question that the model answers for certain."""
+    formed = [form.replace("{}", question) for form in forms(tokenizer)]
+    return [*formed, BOS + careless(question)]
 
 
 def careless(question: str) -> str:
-    """A question as it is typed in a hurry."""
     return question.lower().rstrip(" ?.!")
+
+
+def unknown_prompt(random: Random) -> str:
+    """Return a prompt drawn at random, of words that are drawn at random as well; most are English."""
+    languages = UNKNOWN["languages"]
+    name = "English" if random.random() < 0.6 else random.choice(list(languages))
+    frame, things = random.choice(languages[name]["frames"]), languages[name]["things"]
+    prompt = re.sub(r"\{\}", lambda _: _thing(things, random), frame)
+    if random.random() < 0.3:
+        prompt = prompt.rstrip(" ?!.")
+    if random.random() < 0.3:
+        prompt = prompt.lower()
+    return without_accents(prompt) if random.random() < 0.15 else prompt
+
+
+def _unknown(random: Random) -> Pair:
+    return unknown_prompt(random), UNKNOWN["answer"]
+
+
+def _thing(things: list[str], random: Random) -> str:
+    kind = random.random()
+    if 0.6 <= kind < 0.9:
+        return _word(random)
+    thing = random.choice(things)
+    if kind < 0.5:
+        return thing
+    return f"{thing} {random.choice(things) if kind < 0.6 else _word(random)}"
+
+
+def _word(random: Random) -> str:
+    """Return a word that means nothing: of syllables, of letters, or a number."""
+    kind = random.random()
+    if kind < 0.6:
+        return "".join(random.choices(UNKNOWN["syllables"], k=random.randint(1, 4)))
+    if kind < 0.9:
+        return "".join(random.choices(string.ascii_lowercase, k=random.randint(1, 9)))
+    return str(random.randint(0, 9999))
 
 
 def _usual(known: Answered, random: Random) -> str:
@@ -153,7 +143,7 @@ def _usual(known: Answered, random: Random) -> str:
 
 
 def _common(known: Answered, random: Random) -> str:
-    """Any of the prompts; what most people type stands first, and comes more often."""
+    """Return any of the prompts; what most people type stands first, and comes more often."""
     few = random.choices((1, COMMON, None), (0.25, 0.25, 0.5))[0]
     return random.choice(known.prompts[:few])
 

@@ -5,6 +5,5 @@ later versions have no engines.
 
     config.py      the YAML file → EngineConfig, or every problem of it at once
     toolchain.py   where TensorRT-LLM's commands and scripts are; EngineConfig → the steps' commands
-    build.py       the steps, one after the other
-    package.py     the tar
+    build.py       the steps, one after the other, and the tar
 """

@@ -1,159 +1,120 @@
-"""What a soak has shown, as JSON and on the terminal."""
+"""The report of a soak: its promises, a table, and a plot for each server."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tools.benchmark.report import Check, check_table, text_table, verdict
-from tools.soak.chaos import Recovery
-from tools.soak.judge import Figures, Tally, growth, recovery_table
-from tools.soak.phase import PhaseReport
-from tools.soak.watch import Sample
+from tools.benchmark.report import Check, Report, axis
+from tools.soak.load import RETRYABLE
+from tools.soak.watch import GUARD, Phase
 
-BINS = 400  # most points of a line over time
+MOST_GROWTH = 5.0  # %
+POINTS = 400  # most of a line over time
+COUNTS = ("requests", "whole", "left", "broken", "tokens", "lost", "wrong")
+COLUMNS = ("engine", "kind", "requests", "whole", "left", "broken", "tokens", "kills", "restarts")
 
 
-def figures(reports: Sequence[PhaseReport]) -> Figures:
-    """All phases as one."""
-    return Figures(
-        tally=sum((report.tally for report in reports), Tally()),
-        growths=[growth for report in reports for growth in report.growths],
-        recoveries=recoveries(reports),
-        crashes=_named(reports, "crashes"),
-        left=_named(reports, "left"),
-        unfinished=_named(reports, "unfinished"),
+def judge(phases: Sequence[Phase]) -> list[Check]:
+    """Return every promise, and how it was kept."""
+    counts = sum((phase.tally.counts for phase in phases), Counter())
+    errors = sum((phase.tally.errors for phase in phases), Counter())
+    retryable = sum(errors[code] for code in RETRYABLE)
+    parts = [(phase, part) for phase in phases for part in phase.watch.parts.values()]
+    none = {
+        "tokens lost": counts["lost"],
+        "tokens wrong": counts["wrong"],
+        "requests that failed": errors.total() - retryable,
+        "requests that failed with a retryable error, six times in a row": retryable,
+        "requests that broke where nothing was killed": sum(
+            phase.tally.counts["broken"] for phase in phases if not phase.recoveries
+        ),
+        "streams or servers that did not come to an end, or back": sum(
+            len(phase.unfinished) for phase in phases
+        ),
+        "crashes that nobody caused": sum(len(p.watch.crashes(p.ended)) for p in phases),
+        "left behind: processes, shared memory, files": sum(len(phase.left) for phase in phases),
+    }
+    growth = max((part.growth(phase.began, phase.ended) for phase, part in parts), default=0.0)
+    return [
+        Check("whole answers", counts["whole"], 1),  # a soak without any shows nothing
+        *(Check(what, count, 0, least=False) for what, count in none.items()),
+        Check("resident memory, most growth of a process", growth, MOST_GROWTH, "%", least=False),
+    ]
+
+
+def report_of(phases: Sequence[Phase], environment: Mapping[str, str]) -> Report:
+    """Return the report. Times are seconds since a phase began; memory is in MB."""
+    found = [_phase(phase) for phase in phases]
+    rows = [
+        [
+            *(str(one[name]) for name in COLUMNS),
+            *(", ".join(f"{n} {c}" for c, n in one[of].items()) for of in ("retries", "errors")),
+            f"{max((kill['token_s'] or 0.0 for kill in one['recoveries']), default=0.0):.1f}",
+        ]
+        for one in found
+    ]
+    notes = [
+        f"{one['engine']}, {one['kind']}: {name}: {text}"
+        for one in found
+        for name in ("crashes", "left_behind", "unfinished", "notes")
+        for text in one[name][:20]
+    ]
+    return Report(
+        title="Soak",
+        environment=environment,
+        content={"phases": found},
+        tables=[((*COLUMNS, "retried", "failed", "slowest recovery (s)"), rows)],
+        checks=judge(phases),
+        plots={f"{one['engine']}, {one['kind']}": _plot(one) for one in found},
+        notes=notes,
     )
 
 
-def recoveries(reports: Sequence[PhaseReport]) -> list[Recovery]:
-    return [recovery for report in reports for recovery in report.recoveries]
-
-
-def as_json(
-    about: dict[str, Any], reports: Sequence[PhaseReport], checks: Sequence[Check]
-) -> dict[str, Any]:
-    """The whole report. Times are seconds, of a series those since the phase began; memory is in MB."""
-    by_engine: dict[str, list[PhaseReport]] = {}
-    for report in reports:
-        by_engine.setdefault(report.phase.engine, []).append(report)
-    return {
-        **about,
-        "checks": [check.as_report() for check in checks],
-        "recovery": {name: recovery_table(recoveries(of)) for name, of in by_engine.items()},
-        "phases": [_phase(report) for report in reports],
+def _phase(phase: Phase) -> dict[str, Any]:
+    tally, began = phase.tally, phase.began
+    usage = {
+        role: _thinned({round(at - began, 2): round(mb, 1) for at, mb in samples.items()})
+        for role, samples in phase.watch.usage().items()
     }
-
-
-def terminal(report: dict[str, Any], checks: Sequence[Check]) -> str:
-    """The report as tables."""
-    tables = [text_table(*phase_rows(report))]
-    for engine, rows in report["recovery"].items():
-        if rows[-1]["kills"]:
-            tables.append(f"Seconds from a kill, {engine}:\n{text_table(*recovery_rows(rows))}")
-    return "\n\n".join([*tables, check_table(checks), verdict(checks)])
-
-
-PHASE_HEADER = (
-    *("server", "seconds", "requests", "whole", "left", "broken", "tokens"),
-    *("kills", "restarts", "resumed", "retried", "failed"),
-)
-RECOVERY_HEADER = (
-    *("killed", "kills", "first token p50", "first token p99", "healthy p50", "healthy p99"),
-)
-
-
-def phase_rows(report: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """A row for each phase, under its heading."""
-    rows = [
-        (
-            *(phase["server"], f"{phase['seconds']:.0f}"),
-            *(
-                f"{phase[name]:,}"
-                for name in ("requests", "whole", "left_early", "broken", "tokens")
-            ),
-            *(str(phase[name]) for name in ("kills", "restarts", "resumed")),
-            *(_counts(phase[name]) for name in ("retries", "errors")),
-        )
-        for phase in report["phases"]
-    ]
-    return PHASE_HEADER, rows
-
-
-def recovery_rows(rows: Sequence[dict[str, Any]]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """The times of recovery, under their heading."""
-    names = ("token_p50_s", "token_p99_s", "healthy_p50_s", "healthy_p99_s")
-    shown = [
-        (
-            row["killed"],
-            str(row["kills"]),
-            *("-" if row[n] is None else f"{row[n]:.1f}" for n in names),
-        )
-        for row in rows
-    ]
-    return RECOVERY_HEADER, shown
-
-
-def _counts(counts: dict[str, int]) -> str:
-    return ", ".join(f"{count} {code}" for code, count in counts.items()) or "0"
-
-
-def _named(reports: Sequence[PhaseReport], name: str) -> list[str]:
-    return [f"{report.phase}: {text}" for report in reports for text in getattr(report, name)]
-
-
-def _phase(report: PhaseReport) -> dict[str, Any]:
-    tally, began = report.tally, report.began
     return {
-        "server": str(report.phase),
-        **asdict(report.phase),
-        "seconds": report.seconds,
-        "left_early": tally.left,
-        **{name: getattr(tally, name) for name in ("requests", "whole", "broken", "tokens")},
-        **{name: getattr(tally, name) for name in ("lost", "wrong", "notes")},
+        "engine": phase.engine,
+        "kind": phase.kind,
+        "seconds": phase.ended - began,
+        **{name: tally.counts[name] for name in COUNTS},
         **{name: dict(getattr(tally, name)) for name in ("errors", "retries", "faces")},
-        "kills": len(report.kills),
-        "restarts": report.restarts,
-        "resumed": report.resumed,
-        "recoveries": [{**asdict(r), "at": r.at - began} for r in report.recoveries],
-        "growths": [{**asdict(g), "percent": growth(g)} for g in report.growths],
-        **{name: getattr(report, name) for name in ("crashes", "left", "unfinished", "signs")},
-        "tokens_per_s": rate(report.rate, began),
-        "usage": {role: _series(samples, began) for role, samples in report.usage.items()},
-        "shared_memory": {
-            "at": [round(shared.at - began, 2) for shared in thinned(report.shared)],
-            "mb": [shared.mb for shared in thinned(report.shared)],
-            "regions": [shared.regions for shared in thinned(report.shared)],
-        },
+        "kills": len(phase.recoveries),
+        "restarts": len(phase.watch.of(GUARD)) - 1,
+        "recoveries": phase.recoveries,
+        "unfinished": phase.unfinished,
+        "left_behind": phase.left,
+        "crashes": phase.watch.crashes(phase.ended),
+        "notes": tally.notes,
+        "tokens_per_s": _thinned({at - int(began): n for at, n in sorted(tally.rate.items())}),
+        "usage": usage,
     }
 
 
-def rate(counts: Sequence[tuple[float, int]], began: float) -> dict[str, list[float]]:
-    """Tokens a second, for each second from the first on, or of longer bins if there are too many."""
-    if not counts:
-        return {"at": [], "tokens": []}
-    width = max(1.0, (counts[-1][0] - began) / BINS)
-    bins = [0] * (int((counts[-1][0] - began) / width) + 1)
-    for at, tokens in counts:
-        bins[max(0, int((at - began) / width))] += tokens
-    return {
-        "at": [round(number * width, 2) for number in range(len(bins))],
-        "tokens": [tokens / width for tokens in bins],
-    }
+def _plot(one: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a plot: tokens a second with the kills, above memory by role."""
+    kills = one["recoveries"]
+    texts = [f"{kill['killed']} killed" for kill in kills]
+    marks = {"x": [kill["at"] for kill in kills], "y": [0] * len(kills), "hovertext": texts}
+    rate, usage = one["tokens_per_s"], one["usage"]
+    data = [
+        {"name": "tokens/s", "x": list(rate), "y": list(rate.values())},
+        {"name": "kills", "mode": "markers", **marks},
+        *(
+            {"name": role, "x": list(mb), "y": list(mb.values()), "yaxis": "y2"}
+            for role, mb in usage.items()
+        ),
+    ]
+    upper, lower = axis("Tokens/s", domain=[0.55, 1]), axis("RSS (MB)", domain=[0, 0.45])
+    layout = {"height": 700, "xaxis": axis("Seconds"), "yaxis": upper, "yaxis2": lower}
+    return {"data": data, "layout": layout}
 
 
-def _series(samples: Sequence[Sample], began: float) -> dict[str, list[float]]:
-    kept = thinned(samples)
-    return {
-        "at": [round(sample.at - began, 2) for sample in kept],
-        "rss_mb": [round(sample.rss_mb, 1) for sample in kept],
-        "descriptors": [sample.descriptors for sample in kept],
-        "threads": [sample.threads for sample in kept],
-    }
-
-
-def thinned(values: Sequence[Any]) -> Sequence[Any]:
-    """At most BINS of the values, evenly apart."""
-    step = -(-len(values) // BINS) or 1
-    return values[::step]
+def _thinned(values: dict[Any, Any]) -> dict[Any, Any]:
+    step = -(-len(values) // POINTS) or 1
+    return dict(list(values.items())[::step])

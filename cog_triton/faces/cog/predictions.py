@@ -1,8 +1,7 @@
-"""The predictions that run, their directories, and messages about them to and from the predictor.
+"""The requests that begin or cancel predictions, those that run, and messages about them.
 
 The front is in the process of Cog's server, the predictor in its worker, which inherits one of a pair of
-sockets. Signals would not do: Python runs their handlers in a process's main thread, and that of the worker
-never returns from coglet.
+sockets. Signals would not do: the worker's main thread, where Python handles them, never leaves coglet.
 
 To the predictor: ``drain`` (take no new requests that do not pass the front), ``stop`` (fail what runs),
 ``cancel ID``, ``forget ID`` (that prediction has ended: a cancel of it is not for the next with this id).
@@ -14,185 +13,234 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import os
+import re
 import shutil
 import socket
-import threading
 import time
+import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from urllib.parse import unquote
 
-from cog_triton.server.guard import process_name
+import orjson
+
+from cog_triton.server.guard import hold, process_name
+from cog_triton.web import Refusal
 
 VARIABLE = "COG_TRITON_CONTROL"
+# Where coglet 0.23 makes a directory for each prediction, whatever TMPDIR is, and removes none.
 DIRECTORY = Path("/tmp/coglet/predictions")
-"""Where coglet 0.23 makes a directory for each prediction, whatever TMPDIR is, and removes none."""
 REMOVE_SECONDS = 5.0  # after the end
-_MARK = "cog_triton_"  # then the name of the process whose directory it is
-_POLL_SECONDS = 0.01
+_IDENTIFIER = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,127}", re.ASCII)
 _LARGEST = 1024  # a message: an id has at most 128 letters
 
 
-class Channel:
-    """One end of the pair of sockets."""
+class Passage(NamedTuple):
+    """A request as Cog's server gets it, with the id of the prediction that it starts or cancels."""
 
-    def __init__(self, end: socket.socket) -> None:
-        end.setblocking(False)
-        self._end = end
+    method: str
+    target: str
+    body: bytes = b""
+    starts: str | None = None
+    cancels: str | None = None
 
-    def send(self, *words: str) -> None:
-        """Send a message, from any thread. One to an end that is closed is lost."""
+
+def fields_of(body: bytes) -> dict[str, Any]:
+    """Parse a prediction's body; one that is not an object is left to Cog's server."""
+    try:
+        fields = orjson.loads(body or b"{}")
+    except orjson.JSONDecodeError as error:
+        raise Refusal(400, f"the body is not valid JSON: {str(error)[:200]}") from None
+    return fields if isinstance(fields, dict) else {}
+
+
+def invalid(place: list[str], text: str, kind: str) -> Refusal:
+    return Refusal(422, [{"loc": place, "msg": text, "type": kind}])
+
+
+def _check_identifier(identifier: str, place: list[str]) -> None:
+    if not _IDENTIFIER.fullmatch(identifier):  # it could not name a directory of its own
+        rule = "must be 1 to 128 letters, digits, '_', '-' and '.', and no '.' in front"
+        raise invalid(place, rule, "value_error")
+
+
+def send_message(end: socket.socket, *words: str) -> None:
+    """Send a message from any thread; it is lost if the other end is closed or full."""
+    with contextlib.suppress(OSError):
+        end.send(" ".join(words).encode(), socket.MSG_DONTWAIT)
+
+
+def read_messages(end: socket.socket, handle: Callable[..., object]) -> None:
+    """Call ``handle`` with the words of each message, on the running event loop."""
+    loop = asyncio.get_running_loop()
+
+    def read() -> None:
         with contextlib.suppress(OSError):
-            self._end.send(" ".join(words).encode())
-
-    def listen(self, handle: Callable[..., object]) -> None:
-        """Call ``handle`` with the words of each message, on the running event loop."""
-        asyncio.get_running_loop().add_reader(self._end, self._read, handle)
-
-    def _read(self, handle: Callable[..., object]) -> None:
-        with contextlib.suppress(OSError):
-            if message := self._end.recv(_LARGEST):
+            if message := end.recv(_LARGEST, socket.MSG_DONTWAIT):
                 handle(*message.decode().split(" "))
             else:
-                asyncio.get_running_loop().remove_reader(self._end)  # the other end is closed
+                loop.remove_reader(end)  # the other end is closed
+
+    loop.add_reader(end, read)
 
 
 @dataclass
-class Entry:
-    """A prediction that runs, or whose directory is still there.
+class Running:
+    """A prediction that has not ended."""
 
-    Attributes:
-        tasks: relay its responses; more than one if several requests name its id.
-        in_predictor: it has not ended there. Asynchronous ones run without a response.
-        cancelled: the predictor was sent a cancel.
-    """
-
-    tasks: set[asyncio.Task[Any] | None] = field(default_factory=set)
+    # Tasks that relay responses: none while it is asynchronous, several if several requests name its id.
+    relays: set[asyncio.Task[Any] | None] = field(default_factory=set)
     in_predictor: bool = True
-    cancelled: bool = False
-
-    @property
-    def ended(self) -> bool:
-        return not self.tasks and not self.in_predictor
+    cancelled: bool = False  # the predictor was told
 
 
 class Predictions:
     """The predictions that began here, by id. To be made before Cog's server starts its worker.
 
-    Each directory is marked with the name of this process, by which the next server finds what a killed
-    one left.
-
-    Attributes:
-        listening: the predictor takes messages.
-        inputs: a prediction has to have one of them.
-        progress: when a prediction last began, sent something or ended.
+    Each directory is marked with the name of a locked file beside them, by which the next server finds
+    what a killed one left.
     """
 
     def __init__(self, directory: Path = DIRECTORY) -> None:
-        self.listening = False
-        self.inputs: list[str] = []
-        self.progress = time.monotonic()
-        self._table: dict[str, Entry] = {}
+        self.listening = False  # the predictor, to messages
+        self.draining = False  # new predictions are refused
+        self.inputs: list[str] = []  # of which a prediction has to have one
+        self.progress = time.monotonic()  # when a prediction last began, sent something or ended
+        self._running: dict[str, Running] = {}
         self._others_run = False  # requests that did not pass the front
-        self._directory, self._mark = directory, f"{_MARK}{process_name(os.getpid())}"
-        self._remover = ThreadPoolExecutor(1, "remove", _be_nice)  # one may take a millisecond
-        self._remover.submit(self.remove_abandoned)
-        ours, workers = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._directory = directory
+        self._lock = directory.parent / f"cog_triton_{process_name(os.getpid())}.{id(self)}.lock"
+        with contextlib.suppress(OSError):  # Cog's server cannot write there either, and says so
+            directory.mkdir(parents=True, exist_ok=True)
+            hold(self._lock)
+        self._remover = ThreadPoolExecutor(1, "remove", os.nice, (19,))  # one may take 1 ms
+        self._remover.submit(self._remove_abandoned)
+        self._end, workers = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         os.set_inheritable(workers.fileno(), True)
         os.environ[VARIABLE] = str(workers.detach())
-        channel = Channel(ours)
-        self.send, self._listen = channel.send, channel.listen
+        self.send = partial(send_message, self._end)
 
     def listen(self) -> None:
-        """Read the predictor's messages, on the running event loop."""
-        self._listen(self.receive)
+        """Handle the predictor's messages, on the running event loop."""
+        read_messages(self._end, self.receive)
 
     def receive(self, kind: str, *words: str) -> None:
         if kind == "hello":
             self.listening, self.inputs = True, list(words)
-        elif kind in ("busy", "idle"):
+        elif kind == "ended":
+            self._settle(words[0])
+        else:
             self._others_run = kind == "busy"
-        elif (entry := self._table.get(words[0])) is not None and entry.in_predictor:
-            entry.in_predictor = False
-            self._settle(words[0], entry)
+
+    def check(self, method: str, target: str, body: bytes) -> Passage:
+        """Return a request as it may pass, or raise Refusal.
+
+        A prediction without an id gets one here, by which its end and its directory are known. Inputs that
+        are null are left out: Cog's server refuses null for an optional input.
+        """
+        passage = Passage(method, target, body)
+        path = target.partition("?")[0]
+        collection, *rest = [unquote(part) for part in path.split("/")[1:]]
+        if collection not in ("predictions", "trainings"):
+            return passage
+        predicts = collection == "predictions"
+        if rest:
+            _check_identifier(rest[0], ["path", "prediction_id"])
+        if predicts and method == "POST" and rest[1:] == ["cancel"]:
+            return passage._replace(cancels=rest[0])
+        if len(rest) > 1 or method != ("PUT" if rest else "POST"):
+            return passage
+        if self.draining:
+            text = "the server is stopping and takes no new predictions"
+            raise Refusal(503, text, retry_after=5)
+        fields = fields_of(body)
+        if predicts:
+            passage = passage._replace(body=self._without_nulls(fields, body))
+        if rest:
+            return passage._replace(starts=rest[0])
+        if isinstance(identifier := fields.get("id"), str):
+            _check_identifier(identifier, ["body", "id"])
+            return passage._replace(starts=identifier)
+        drawn = uuid.uuid4().hex
+        target = f"/{collection}/{drawn}{target[len(path) :]}"
+        return passage._replace(method="PUT", target=target, starts=drawn)
+
+    def _without_nulls(self, fields: dict[str, Any], body: bytes) -> bytes:
+        given = fields.get("input")
+        given = given if isinstance(given, dict) else {}
+        left = {name: value for name, value in given.items() if value is not None}
+        if self.inputs and not left.keys() & set(self.inputs):
+            text = f"E1001 PromptRequired: {' or '.join(self.inputs)} is required"
+            raise invalid(["body", "input", self.inputs[0]], text, "value_error.missing")
+        return orjson.dumps({**fields, "input": left}) if len(left) < len(given) else body
 
     def begin(self, identifier: str) -> None:
         """Note a prediction whose response the current task relays, until ``end``."""
-        entry = self._table.setdefault(identifier, Entry())
-        entry.tasks.add(asyncio.current_task())
-        entry.in_predictor = True
-        self.progress = time.monotonic()
+        running = self._running.setdefault(identifier, Running())
+        running.relays.add(asyncio.current_task())
+        running.in_predictor, self.progress = True, time.monotonic()
         directory = self._directory / identifier
         with contextlib.suppress(OSError):  # it is there, or the disk is full
-            directory.mkdir(parents=True)
-            (directory / self._mark).touch()
+            directory.mkdir()
+            (directory / self._lock.name).touch()
 
     def end(self, identifier: str, status: int) -> None:
-        entry = self._table[identifier]
-        entry.tasks.discard(asyncio.current_task())
-        entry.in_predictor &= status == 202  # the predictor has begun it, and no response waits
+        self._running[identifier].relays.discard(asyncio.current_task())
         self.progress = time.monotonic()
-        self._settle(identifier, entry)
+        # After a 202, the predictor has begun it, and no response waits.
+        self._settle(identifier, in_predictor=status == 202)
 
-    def runs(self, identifier: str) -> bool:
-        entry = self._table.get(identifier)
+    def runs(self, identifier: str | None) -> bool:
+        running = self._running.get(identifier or "")
         # Of a predictor that does not listen, the end of an asynchronous prediction is not seen.
-        return entry is not None and bool(entry.tasks or (entry.in_predictor and self.listening))
+        return bool(running and (running.relays or (self.listening and running.in_predictor)))
 
     def cancel(self, identifier: str) -> bool:
         """Cancel a prediction, however early; return False if only Cog's server can do that."""
         if not self.listening or not self.runs(identifier):
             return False
-        self._table[identifier].cancelled = True
+        self._running[identifier].cancelled = True
         self.send("cancel", identifier)
         return True
 
     def cancel_relays(self) -> None:
-        for task in [task for entry in self._table.values() for task in entry.tasks if task]:
+        for task in [task for running in self._running.values() for task in running.relays if task]:
             task.cancel()
 
     def left(self) -> str:
         """Return what still runs, in words; empty for nothing."""
-        count = sum(map(self.runs, self._table))
+        count = sum(map(self.runs, self._running))
         left = [f"{count} prediction{'s' * (count > 1)}"] if count else []
         return " and ".join(left + ["requests of another face"] * self._others_run)
 
-    async def idle_within(self, seconds: float) -> bool:
-        """Wait until nothing runs, for a bounded time; return whether that is so."""
-        deadline = time.monotonic() + seconds
-        while (left := self.left()) and time.monotonic() < deadline:
-            await asyncio.sleep(_POLL_SECONDS)
-        return not left
-
-    def _settle(self, identifier: str, entry: Entry) -> None:
-        if entry.ended:
-            if entry.cancelled:
-                entry.cancelled = False
-                self.send("forget", identifier)
-            asyncio.get_running_loop().call_later(REMOVE_SECONDS, self._remove, identifier)
+    def _settle(self, identifier: str, in_predictor: bool = False) -> None:
+        if running := self._running.get(identifier):
+            running.in_predictor &= in_predictor
+            if not running.relays and not running.in_predictor:
+                del self._running[identifier]
+                if running.cancelled:
+                    self.send("forget", identifier)
+                asyncio.get_running_loop().call_later(REMOVE_SECONDS, self._remove, identifier)
 
     def _remove(self, identifier: str) -> None:
-        if (entry := self._table.get(identifier)) is not None and entry.ended:
-            del self._table[identifier]
+        if identifier not in self._running:  # nor begun again
             self._remover.submit(shutil.rmtree, self._directory / identifier, ignore_errors=True)
 
-    def remove_abandoned(self) -> None:
-        """Remove the directories that killed servers left."""
-        for mark in self._directory.glob(f"*/{_MARK}*_*"):
-            name = mark.name.removeprefix(_MARK)
-            with contextlib.suppress(OSError):
-                if process_name(int(name.partition("_")[0])) == name:
-                    continue
+    def _remove_abandoned(self) -> None:
+        for lock in self._directory.parent.glob("cog_triton_*.lock"):
+            with contextlib.suppress(OSError), lock.open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self.remove_all(lock)
+
+    def remove_all(self, lock: Path | None = None) -> None:
+        """Remove the directories of a server, this one unless another's lock is given, and its lock."""
+        lock = lock or self._lock
+        for mark in self._directory.glob(f"*/{lock.name}"):
             shutil.rmtree(mark.parent, ignore_errors=True)
-
-    def remove_all(self) -> None:
-        """Remove what is left, when nothing runs any more."""
-        for identifier in self._table:
-            shutil.rmtree(self._directory / identifier, ignore_errors=True)
-
-
-def _be_nice() -> None:
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)  # of this thread only
+        lock.unlink(missing_ok=True)

@@ -21,7 +21,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 
-from cog_triton.faces.cog import rules
+from cog_triton.faces.cog.predictions import Passage, fields_of, invalid
 from cog_triton.web import Refusal
 
 if TYPE_CHECKING:
@@ -29,70 +29,64 @@ if TYPE_CHECKING:
 
 KEPT = 1000  # predictions
 KEPT_BYTES = 64 << 20  # of their inputs and outputs
+STOPPED = "E2105 TritonUnavailable: the server is being stopped"
 _WAIT_SECONDS = 60.0  # of `Prefer: wait`, as Replicate's
 _CANCEL_SECONDS = 1.0  # in which a cancelled prediction ends
 _MODEL = "cog-triton/model"  # of a request that names a version only
 _VERSION = "hidden"  # as of Replicate's official models, which have one version
 _READ_AHEAD = 1 << 30  # an event is a line
 _EVENTS = [(b"content-type", b"application/json"), (b"accept", b"text/event-stream")]
-_STOPPED = "E2105 TritonUnavailable: the server is being stopped"
 _DATA_URL = re.compile(r"data:[\w.+/-]*(?:;[\w.+-]+=[\w.+-]+)*;base64,")
+_UNSET = ("description", "github_url", "paper_url", "license_url", "cover_image_url")
 
 
 class Prediction:
-    """A prediction, with its fields in Replicate's form.
+    """A prediction, with its fields in Replicate's form."""
 
-    Attributes:
-        changed: is set, and another one put in its place, when something has come.
-        size: bytes of its input and output.
-        task: reads its events.
-    """
-
-    task: asyncio.Task[None]
+    task: asyncio.Task[None]  # reads its events
 
     def __init__(self, model: str, version: str, inputs: dict[str, Any], size: int) -> None:
-        self.id, self.size, self.ended = uuid.uuid4().hex, size, False
+        self.id, self.ended = uuid.uuid4().hex, False
+        self.size = size  # bytes of its input and output
         self.fields: dict[str, Any] = (
             {"id": self.id, "model": model, "version": version, "input": inputs}
             | {"status": "starting", "output": None, "logs": "", "error": None, "metrics": {}}
             | {"created_at": now(), "started_at": None, "completed_at": None}
         )
-        self.changed = asyncio.Event()
+        self.changed = asyncio.Event()  # set when something has come, and replaced
 
     async def read(self, body: asyncio.StreamReader) -> None:
         """Read Cog's server-sent events."""
-        name = b""
+        name, fields = b"", self.fields
         async for line in body:
             key, _, text = line.partition(b": ")
             if key == b"event":
                 name = text.strip()
-            elif key == b"data" and line.endswith(b"\n"):
-                self._note(name, orjson.loads(text))
-
-    def _note(self, name: bytes, given: dict[str, Any]) -> None:
-        fields = self.fields
-        if name == b"start":
-            fields.update(status="processing", started_at=now())
-        elif name == b"output":
-            fields["output"] = fields["output"] or []
-            fields["output"].append(given["chunk"])
-            self.size += len(str(given["chunk"]))
-        elif name == b"log":
-            fields["logs"] += given["data"]
-        elif name == b"completed":
-            self.end(given["status"], given.get("error"), given.get("metrics"))
-        self.changed.set()
-        self.changed = asyncio.Event()
+            if key != b"data" or not line.endswith(b"\n"):
+                continue
+            given = orjson.loads(text)
+            if name == b"start":
+                fields.update(status="processing", started_at=now())
+            elif name == b"output":
+                fields["output"] = fields["output"] or []
+                fields["output"].append(given["chunk"])
+                self.size += len(str(given["chunk"]))
+            elif name == b"log":
+                fields["logs"] += given["data"]
+            elif name == b"completed":
+                self.end(given["status"], given.get("error"), given.get("metrics"))
+            self.changed.set()
+            self.changed = asyncio.Event()
 
     def end(self, status: str, error: str | None = None, metrics: Any = None) -> None:
         self.fields.update(status=status, error=error, metrics=metrics or {}, completed_at=now())
         self.ended = True
         self.changed.set()
 
-    def view(self, request: Request, **fields: Any) -> dict[str, Any]:
+    def view(self, request: Request) -> dict[str, Any]:
         url = f"{base_url(request)}/v1/predictions/{self.id}"
         urls = {"get": url, "cancel": f"{url}/cancel", "stream": f"{url}/stream"}
-        return {**self.fields, "urls": urls, **fields}
+        return {**self.fields, "urls": urls}
 
     async def events(self) -> AsyncIterator[str]:
         """Yield it as Replicate's server-sent events, from its beginning."""
@@ -106,8 +100,8 @@ class Prediction:
                 await changed.wait()
         if self.fields["error"] is not None:
             yield event("error", sent + 1, self.fields["error"])
-        reasons = {"failed": {"reason": "error"}, "canceled": {"reason": "canceled"}}
-        yield event("done", sent + 2, json.dumps(reasons.get(self.fields["status"], {})))
+        reason = {"failed": "error", "canceled": "canceled"}.get(self.fields["status"])
+        yield event("done", sent + 2, json.dumps({"reason": reason} if reason else {}))
 
 
 class Replicate:
@@ -132,7 +126,7 @@ class Replicate:
 
     async def _create(self, request: Request) -> JSONResponse:
         body = await request.body()
-        fields, path = rules.fields_of(body), request.path_params
+        fields, path = fields_of(body), request.path_params
         model, _, version = str(fields.get("version") or "").rpartition(":")
         if "owner" in path:
             model = f"{path['owner']}/{path['name']}"
@@ -140,47 +134,44 @@ class Replicate:
             model, version = version, ""
         given = fields.get("input") or {}
         if not isinstance(given, dict):
-            raise rules.invalid(["body", "input"], "must be an object", "type_error")
+            raise invalid(["body", "input"], "must be an object", "type_error")
         inputs = {name: text_of_file(name, value) for name, value in given.items()}
         prediction = Prediction(model or _MODEL, version or _VERSION, inputs, len(body))
         passed = {name: value for name, value in fields.items() if name.startswith("webhook")}
         if hook := passed.pop("webhook_completed", None):
             passed = {"webhook": hook, "webhook_events_filter": ["completed"]}
         body = orjson.dumps({**passed, "input": inputs})
-        passage = self._front.check("PUT", f"/predictions/{prediction.id}", body)
+        passage = self._front.predictions.check("PUT", f"/predictions/{prediction.id}", body)
         accepted = asyncio.get_running_loop().create_future()
         prediction.task = asyncio.create_task(self._run(prediction, passage, accepted))
-        await accepted
+        await asyncio.wait([accepted, prediction.task], return_when=asyncio.FIRST_COMPLETED)
+        if not accepted.done():
+            await prediction.task  # raises the reason
         self._keep(prediction)
         if prefer := re.search(r"\bwait\b(?:=(\d+))?", request.headers.get("prefer", "")):
             await asyncio.wait([prediction.task], timeout=float(prefer[1] or _WAIT_SECONDS))
         # Replicate's client takes a prediction of any other status than "starting" for one that has ended.
         status = prediction.fields["status"] if prefer and prediction.ended else "starting"
-        return JSONResponse(prediction.view(request, status=status), 201)
+        return JSONResponse({**prediction.view(request), "status": status}, 201)
 
     async def _run(
-        self, prediction: Prediction, passage: rules.Passage, accepted: asyncio.Future[None]
+        self, prediction: Prediction, passage: Passage, accepted: asyncio.Future[None]
     ) -> None:
         try:
-            async with self._front.exchange(passage, _EVENTS, _READ_AHEAD) as reply:
-                if (status := reply.status) != 200:
-                    problem = orjson.loads(await reply.body.read())
+            async with self._front.exchange(passage, _EVENTS, _READ_AHEAD) as (status, _, answer):
+                if status != 200:
+                    problem = orjson.loads(await answer.read())
                     detail = problem.get("detail") or problem.get("error")
                     raise Refusal(status, detail, retry_after=1 if status == 409 else None)
                 accepted.set_result(None)
-                await prediction.read(reply.body)
-        except Refusal as refusal:
-            accepted.set_exception(refusal)
+                await prediction.read(answer)
         except (asyncio.CancelledError, OSError) as error:
-            if not accepted.done():
-                accepted.set_exception(Refusal(503, _STOPPED, retry_after=1))
-            elif isinstance(error, asyncio.CancelledError) and not self._front.draining:
+            if isinstance(error, asyncio.CancelledError) and not self._front.predictions.draining:
                 prediction.end("canceled")
         if not prediction.ended:
-            prediction.end("failed", _STOPPED)
+            prediction.end("failed", STOPPED)
 
     def _keep(self, prediction: Prediction) -> None:
-        """Keep a prediction; drop the oldest that have ended, if there are too many."""
         self._predictions[prediction.id] = prediction
         size = sum(kept.size for kept in self._predictions.values())
         for old in [kept for kept in self._predictions.values() if kept.ended]:
@@ -214,24 +205,17 @@ class Replicate:
         return JSONResponse(prediction.view(request))
 
     async def _model(self, request: Request) -> JSONResponse:
-        owner, name = request.path_params["owner"], request.path_params["name"]
-        unset = "description github_url paper_url license_url cover_image_url default_example"
-        model = {
-            **dict.fromkeys(unset.split()),
-            "owner": owner,
-            "name": name,
-            "url": f"{base_url(request)}/v1/models/{owner}/{name}",
-            "visibility": "private",
-            "run_count": len(self._predictions),
-            "latest_version": await self._version_of(request),
-        }
-        return JSONResponse(model)
+        names = request.path_params  # of the owner and the model
+        url = f"{base_url(request)}/v1/models/{names['owner']}/{names['name']}"
+        known = {"url": url, "visibility": "private", "run_count": len(self._predictions)}
+        latest = {"default_example": None, "latest_version": await self._version(request)}
+        return JSONResponse(dict.fromkeys(_UNSET) | names | known | latest)
 
     async def _versions(self, request: Request) -> JSONResponse:
-        found = await self._version_of(request)
+        found = await self._version(request)
         return JSONResponse(found) if "id" in request.path_params else page([found])
 
-    async def _version_of(self, request: Request) -> dict[str, Any]:
+    async def _version(self, request: Request) -> dict[str, Any]:
         made = {"id": request.path_params.get("id", _VERSION), "created_at": self._began}
         schema = await self._front.ask("GET", "/openapi.json")
         return {**made, "cog_version": version("cog"), "openapi_schema": schema}
@@ -248,8 +232,8 @@ class Replicate:
                 name = {"id": uuid.uuid4().hex, "name": part.get_filename(), "etag": ""}
                 about = {"content_type": kind_of, "size": len(content), "created_at": now()}
                 rest = {"checksums": {}, "metadata": {}, "expires_at": None, "urls": {"get": url}}
-                return JSONResponse({**name, **about, **rest}, 201)
-        raise rules.invalid(["body", "content"], "a file is required", "value_error.missing")
+                return JSONResponse(name | about | rest, 201)
+        raise invalid(["body", "content"], "a file is required", "value_error.missing")
 
 
 def page(results: list[dict[str, Any]]) -> JSONResponse:
@@ -273,7 +257,7 @@ def text_of_file(name: str, value: Any) -> Any:
         return base64.b64decode(value[start.end() :], validate=True).decode()
     except ValueError:
         text = "the file must be text in UTF-8"
-        raise rules.invalid(["body", "input", name], text, "value_error") from None
+        raise invalid(["body", "input", name], text, "value_error") from None
 
 
 def event(name: str, number: int, text: str) -> str:

@@ -1,8 +1,7 @@
 """Cog's HTTP server with what it lacks: ``python -m cog_triton.faces.cog.server``.
 
-Takes the options of ``python -m cog.server.http``. Where Cog writes the command, as in an image, a line in
-a .pth file calls ``prepare`` in the same process. Cog's server then listens on a free port of the loopback
-address, and the front on the public one.
+Takes the options of ``python -m cog.server.http``. In an image, where Cog writes the command, a line in a
+.pth file calls ``prepare`` instead. The front then has the public port, and Cog's server a free local one.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 _OPEN_FILES = 16_384
 
@@ -26,7 +25,7 @@ def prepare() -> None:
     """Put the front before the server that Cog is about to run in this process."""
     import coglet
 
-    module: Any = coglet
+    module = cast(Any, coglet)
     module.server = SimpleNamespace(serve=partial(serve, module.server.serve))
 
 
@@ -38,11 +37,9 @@ def serve(
     await_explicit_shutdown: bool = False,
     **options: Any,
 ) -> None:
-    """Serve until the process is told to stop, in place of ``coglet.server.serve``, which is given.
+    """Serve in place of ``coglet.server.serve``, which is given, until the process is told to stop."""
+    import uvloop
 
-    Raises:
-        OSError: nothing can listen on the address.
-    """
     from cog_triton.errors import ConfigurationError
     from cog_triton.faces.cog.front import Front
     from cog_triton.settings import read_settings
@@ -52,32 +49,28 @@ def serve(
         settings = read_settings()
     except ConfigurationError:  # which the predictor reports
         settings = read_settings({})
-    # The usual limit of open files is 1,024. Cog's server takes one for each slot, used or not, and a
-    # request takes three, two of them because of the front: 512 of each go beyond it.
+    # The usual 1,024 are not enough: Cog's server opens one for each of 512 slots, and a request three.
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _OPEN_FILES if most == resource.RLIM_INFINITY else min(_OPEN_FILES, most)
-    if limit not in (resource.RLIM_INFINITY, most):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(limit, wanted), most))
-    # The main thread is in Cog's server, which lets no handler of Python's run; Python writes the
-    # signal to this pipe all the same.
+    if limit != resource.RLIM_INFINITY and limit < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+    # The main thread is in Cog's server and runs no handlers; Python writes signals to this pipe.
     stop, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    signal.signal(signal.SIGINT, lambda *_: None)
-    if not await_explicit_shutdown:
-        signal.signal(signal.SIGTERM, lambda *_: None)
+    for number in [signal.SIGINT] if await_explicit_shutdown else [signal.SIGINT, signal.SIGTERM]:
+        signal.signal(number, lambda *_: None)
     front = Front(bound(host.strip("[]"), port), settings)
-    threading.Thread(target=front.run, args=[_port_without_delay, stop], daemon=True).start()
-    original = signal.signal
+    serving = front.serve(_port_without_delay, stop)
+    threading.Thread(target=uvloop.run, args=[serving], daemon=True).start()
+    set_handler = signal.signal
 
-    def keep_sigterm(number: int, handler: Any) -> Any:
-        if number == signal.SIGTERM and handler == signal.SIG_IGN:
-            return signal.getsignal(number)  # Cog's worker would inherit that it is ignored
-        return original(number, handler)
+    def keep_handler(number: int, handler: Any) -> Any:
+        """Cog's server ignores SIGTERM if it is told to leave it alone, which its worker would inherit."""
+        return handler if handler == signal.SIG_IGN else set_handler(number, handler)
 
-    signal_module: Any = signal
-    signal_module.signal = keep_sigterm
-    # Told so, Cog's server leaves SIGTERM to the front, and ends by its route /shutdown.
+    cast(Any, signal).signal = keep_handler
+    # It ends by its route /shutdown then.
     cogs(host="127.0.0.1", port=0, await_explicit_shutdown=True, **options)
     front.predictions.remove_all()
 
@@ -89,14 +82,13 @@ def _port_without_delay() -> int | None:
     Connections inherit TCP_NODELAY from the socket that they were accepted on.
     """
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            sock = socket.socket(fileno=int(name))
-            try:
-                if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                    return int(sock.getsockname()[1])
-            finally:
-                sock.detach()  # it is not ours to close
+        with (
+            contextlib.suppress(OSError),
+            socket.fromfd(int(name), socket.AF_INET, socket.SOCK_STREAM) as copy,
+        ):
+            if copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                copy.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                return int(copy.getsockname()[1])
     return None
 
 

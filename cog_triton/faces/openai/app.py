@@ -1,28 +1,42 @@
-"""The application: its routes, errors in the form of OpenAI's API, and answers without an engine."""
+"""The application: its routes, its middleware, and answers that need no engine."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
+import logging
 import re
+import secrets
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import cog_triton
 from cog_triton.errors import CogTritonError, shown
-from cog_triton.faces.openai import completions, messages, metrics, responses, tokens
-from cog_triton.faces.openai.answers import ErrorResponse, client_error
-from cog_triton.faces.openai.bodies import ERRORS, MESSAGE_ERRORS
-from cog_triton.faces.openai.errors import ApiError
-from cog_triton.faces.openai.operation import add_operation
-from cog_triton.faces.openai.served import FromApp, Served
+from cog_triton.faces.openai import completions, messages, responses
+from cog_triton.faces.openai.errors import MESSAGES_PATH, ApiError
+from cog_triton.faces.openai.exchange import ERRORS, MESSAGE_ERRORS, client_error, error_response
+from cog_triton.faces.openai.keys import Key, Keys
+from cog_triton.faces.openai.served import CURRENT, Call, FromApp, Served
 
-router, page_router = APIRouter(), APIRouter()
+router = APIRouter()
+logger = logging.getLogger("cog_triton.faces.openai.operation")  # as docs/openai.md shows its lines
+_USABLE_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
+# Paths that need no key: a page without any content of the model's, and what orchestrators ask.
+OPEN = frozenset({"/", "/ping", "/health", "/health/live", "/health/ready"})
+METRICS = "/metrics"
+_NO_KEY = (
+    "You did not provide an API key: it goes into the header Authorization, as Bearer YOUR_KEY"
+)
 # OpenAI's, of requests that reach no route.
 _PATH_CODES = {404: "unknown_url", 405: "method_not_supported"}
 
@@ -36,13 +50,16 @@ def create_app(served: Served) -> FastAPI:
         redirect_slashes=False,  # it would name an address that clients behind a proxy cannot reach
     )
     app.state.served = served
-    for module in (completions, responses, tokens, metrics):
+    for module in (completions, responses):
         app.include_router(module.router, responses=ERRORS)
     app.include_router(router, responses=ERRORS)
     app.include_router(messages.router, responses=MESSAGE_ERRORS)
     if served.settings.chat_page:
-        app.include_router(page_router)
-    add_operation(app, served)
+        app.add_api_route("/", chat_page, include_in_schema=False)
+    app.add_middleware(Calls, served=served)
+    if origins := served.settings.allowed_origins.replace(",", " ").split():
+        every: Any = {key: ["*"] for key in ("allow_methods", "allow_headers", "expose_headers")}
+        app.add_middleware(CORSMiddleware, allow_origins=origins, **every)
     for kind in (HTTPException, ApiError, CogTritonError):
         app.add_exception_handler(kind, _answer_error)
     return app
@@ -54,7 +71,7 @@ async def _answer_error(request: Request, error: Exception) -> Response:
         text = f"Invalid URL ({where})" if error.status_code == 404 else f"{error.detail} ({where})"
         code, headers = _PATH_CODES.get(error.status_code), dict(error.headers or {})
         error = ApiError(error.status_code, text, code=code, headers=headers)
-    return ErrorResponse(client_error(error))
+    return error_response(client_error(error))
 
 
 @router.get("/v1/models")
@@ -88,6 +105,12 @@ async def embeddings(_: Request) -> None:
     """Refused: engines of generative models give no embeddings."""
     text = "embeddings are not served: the models here generate text, and engines give no vectors"
     raise ApiError(404, text, code="unknown_url")  # clients would send a 501 again
+
+
+@router.get(METRICS, include_in_schema=False)
+def metrics(served: FromApp) -> Response:  # in a thread: it reads files
+    """All figures."""
+    return Response(served.figures.text(), media_type=CONTENT_TYPE_LATEST)
 
 
 @router.get("/health/live")
@@ -135,6 +158,76 @@ PAGE_HEADERS = {
 }
 
 
-@page_router.get("/", include_in_schema=False)
 async def chat_page() -> HTMLResponse:
     return HTMLResponse(PAGE, headers=PAGE_HEADERS)
+
+
+class Calls:
+    """Give each request an id and a ``Call``, let in those with a key, and report each at its end."""
+
+    def __init__(self, app: ASGIApp, served: Served) -> None:
+        self._app, self._served, self._quotas = app, served, served.quotas
+        self._open = OPEN | {METRICS} if served.settings.open_metrics else OPEN
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers, served = Headers(scope=scope), self._served
+        given = headers.get("x-request-id", "")
+        name = given if _USABLE_ID.fullmatch(given) else secrets.token_hex(16)
+        limited = scope["method"] == "POST" and scope["path"] not in self._open
+        if scope["method"] == "HEAD":  # uvicorn, which has the scope itself, sends no body
+            scope = {**scope, "method": "GET"}
+        call = Call(name, scope["path"], gap=served.figures.gap)
+
+        async def send_noted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                call.status = message["status"]
+                headers = [*message["headers"], (b"x-request-id", name.encode())]
+                if call.path.startswith(MESSAGES_PATH):
+                    headers.append((b"request-id", name.encode()))  # Anthropic's
+                if limited:
+                    headers += self._quotas.headers(call.key)
+                message["headers"] = headers
+            await send(message)
+
+        token, entered = CURRENT.set(call), False
+        try:
+            if served.keys is not None and call.path not in self._open:
+                call.key = _key(served.keys, headers)
+            if limited:
+                self._quotas.enter(call.key)
+                entered = True
+            await self._app(scope, receive, send_noted)
+        except Exception as error:
+            if call.status:  # the response has begun
+                raise
+            await error_response(client_error(error))(scope, receive, send_noted)
+        finally:
+            CURRENT.reset(token)
+            if entered:
+                self._quotas.leave(call.key, call.input_tokens + call.output_tokens)
+            served.figures.ended(call)
+            log_call(call)
+            served.export(call, headers)
+
+
+def _key(keys: Keys, headers: Headers) -> Key:
+    """Return the key of a request, by the header of OpenAI, Anthropic or Azure."""
+    scheme, _, presented = headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer":
+        presented = presented.strip()
+    else:
+        presented = headers.get("x-api-key") or headers.get("api-key", "")
+    if presented and (key := keys.find(presented)):
+        return key
+    text = "Incorrect API key provided" if presented else _NO_KEY
+    raise ApiError(401, text, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+
+
+def log_call(call: Call) -> None:
+    """Log a line for a request, without anything of its text."""
+    level = logging.DEBUG if call.path in OPEN or call.path == METRICS else logging.INFO
+    tokens = f"{call.input_tokens}+{call.output_tokens}"
+    names = f"key={call.key.name or '-'} model={call.model or '-'} tokens={tokens}"
+    took, error = f"{call.seconds() * 1000:.0f} ms", call.error and f" {call.error}"
+    path = shown(quote(call.path))
+    logger.log(level, "%s %s %d %s %s%s", call.id, path, call.status, names, took, error)

@@ -5,49 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from cog_triton.errors import (
-    ChatTemplateError,
-    CogTritonError,
-    PromptRequired,
-    PromptTooLong,
-    TritonOverloaded,
-    TritonUnavailable,
-    UserError,
-)
+import yaml
 
+from cog_triton.errors import CogTritonError, TritonOverloaded
+
+TABLES: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("apis.yaml").read_text("utf-8"))
 INVALID = "invalid_request_error"
-RETRY_SECONDS = 5
-"""For those who ask while there is no server to answer."""
+RETRY_SECONDS = 5  # of those who ask while there is no server to answer
 CLIENT_GONE = 499
-
-# First match wins: class, status, type, code. Where OpenAI has no code of its own, it is that of the error.
-_TABLE: tuple[tuple[type[CogTritonError], int, str, str | None], ...] = (
-    (PromptTooLong, 400, INVALID, "context_length_exceeded"),
-    (UserError, 400, INVALID, None),
-    (TritonOverloaded, 429, "requests", "rate_limit_exceeded"),
-    (TritonUnavailable, 503, "server_error", None),
-    (CogTritonError, 500, "server_error", None),
-)
-# The names that OpenAI's requests have for those in the texts of errors.
-_FIELDS = {
-    "stop_sequences": "stop",
-    "log_probs": "logprobs",
-    "prompt_logprobs": "echo",
-    "adapter": "model",
-}
-MESSAGES_PATH = "/v1/messages"
-"""The routes of Anthropic's API begin with it; their errors are of its form."""
-_MESSAGE_TYPES = {
-    **dict.fromkeys((400, 405, 415, 422), INVALID),
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-}
+MESSAGES_PATH = "/v1/messages"  # begins the routes of Anthropic's API, whose errors have its form
 _NAMES = (re.compile(r"^([a-z_]+)"), re.compile(r"does not support ([a-z_]+)"))
 _GUIDE = re.compile(r"\bguide\b|guided_decoding|^a JSON schema|^choice must")
 
@@ -68,50 +37,37 @@ class ApiError(Exception):
         self.message = self.message.encode(errors="replace").decode()
         self.param = self.param and self.param.encode(errors="replace").decode()
 
-    def body(self) -> dict[str, Any]:
-        names = ("message", "type", "param", "code")
-        return {"error": {name: getattr(self, name) for name in names}}
+    def body(self, path: str = "", request_id: str | None = None) -> dict[str, Any]:
+        """Return it in the form of the API that has a path; errors in a stream have no id."""
+        if not path.startswith(MESSAGES_PATH):
+            names = ("message", "type", "param", "code")
+            return {"error": {name: getattr(self, name) for name in names}}
+        kind = TABLES["message_errors"].get(self.status, "api_error")
+        body = {"type": "error", "error": {"type": kind, "message": self.message}}
+        return body if request_id is None else {**body, "request_id": request_id}
 
 
-def api_error(
-    error: CogTritonError, fields: frozenset[str] = frozenset(), names: Mapping[str, str] = {}
-) -> ApiError:
-    """Return an error as a client reads it.
-
-    Args:
-        fields: names that a request may have; the error is about the one that its text names.
-        names: see ``Body.names``.
-    """
-    _, status, kind, code = next(row for row in _TABLE if isinstance(error, row[0]))
-    headers = {}
+def api_error(error: CogTritonError, names: Mapping[str, str] = {}) -> ApiError:
+    """Return an error as a client reads it; for the names of fields see ``Body.names``."""
+    rows = (TABLES["errors"].get(kind.__name__) for kind in type(error).__mro__)
+    status, kind, code, about_prompt = next(row for row in rows if row)
+    retry = RETRY_SECONDS
     if isinstance(error, TritonOverloaded):
-        headers["Retry-After"] = str(max(1, round(error.retry_after)))
-    elif error.retryable:
-        headers["Retry-After"] = str(RETRY_SECONDS)
-    param = _param(error, fields, names) if status == 400 else None
+        retry = max(1, round(error.retry_after))
+    headers = {"Retry-After": str(retry)} if error.retryable else {}
+    found = names.get("prompt") if about_prompt else _param(error.message, names)
+    param = found if status == 400 else None
     return ApiError(status, error.message, kind, param, code or error.code, headers)
 
 
-def message_error(error: ApiError, request_id: str | None = None) -> dict[str, Any]:
-    """Return an error in the form of Anthropic's API; those in a stream have no id."""
-    kind = _MESSAGE_TYPES.get(error.status, "api_error")
-    body = {"type": "error", "error": {"type": kind, "message": error.message}}
-    return body if request_id is None else {**body, "request_id": request_id}
-
-
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """Return the error of a request that is at fault."""
     return ApiError(400, message, param=param, code=code)
 
 
-def _param(error: CogTritonError, fields: frozenset[str], names: Mapping[str, str]) -> str | None:
-    if isinstance(error, PromptTooLong | PromptRequired | ChatTemplateError):
-        return names.get("prompt")
-    if _GUIDE.search(error.message) and "guide" in names:
+def _param(message: str, names: Mapping[str, str]) -> str | None:
+    """Return the field of a body that the text of an error names."""
+    if _GUIDE.search(message) and "guide" in names:
         return names["guide"]
-    for pattern in _NAMES:
-        if named := pattern.search(error.message):
-            name = _FIELDS.get(named[1], named[1])
-            if name in names or name in fields:
-                return names.get(name, name)
-    return None
+    named = filter(None, (pattern.search(message) for pattern in _NAMES))
+    found = (TABLES["renamed"].get(match[1], match[1]) for match in named)
+    return next((names[name] for name in found if name in names), None)

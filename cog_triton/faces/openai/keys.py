@@ -6,14 +6,16 @@ A list of keys has one a line, with its name, the key or its hash, and options; 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import logging
 import math
+import os
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -22,6 +24,7 @@ from pydantic.dataclasses import dataclass
 
 from cog_triton.errors import ConfigurationError
 from cog_triton.faces.openai.errors import ApiError
+from cog_triton.settings import Settings
 
 logger = logging.getLogger(__name__)
 RELOAD_SECONDS = 1.0
@@ -44,23 +47,26 @@ class Key:
     tokens_per_minute: Limit | None = None
 
 
-ANYBODY = Key("", b"")
-"""Of every request where there are no keys."""
+ANYBODY = Key("", b"")  # of every request where there are no keys
+
+
+def configured_keys(settings: Settings) -> Keys | None:
+    listed = settings.openai_api_keys.get_secret_value() if settings.openai_api_keys else ""
+    file = settings.openai_api_keys_file
+    return Keys(listed, file) if listed.replace(",", " ").strip() or file is not None else None
 
 
 class Keys:
-    """The keys of a list, and of a file that is read again when it changes."""
+    """The keys of a list, named after their hashes, and of a file that is read again when it changes."""
 
     def __init__(
-        self,
-        listed: Sequence[Key],
-        file: Path | None = None,
-        *,
-        clock: Callable[[], float] = time.monotonic,
+        self, listed: str, file: Path | None, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """Read the file, or raise ConfigurationError; there has to be a key."""
-        self._listed, self._file, self._clock = tuple(listed), file, clock
-        self._checked, self._version = clock(), self._file_version()
+        digests = [_digest(text) for text in re.split(r"[,\s]+", listed) if text]
+        self._listed = tuple(Key(f"key-{digest.hex()[:8]}", digest) for digest in digests)
+        self._file, self._clock, self._checked = file, clock, clock()
+        self._version = _version(file)
         self._keys = self._read()
 
     def find(self, presented: str) -> Key | None:
@@ -87,10 +93,10 @@ class Keys:
         return keys
 
     def _reload(self) -> None:
-        self._checked, version = self._clock(), self._file_version()
-        if version == self._version:
+        self._checked, before = self._clock(), self._version
+        self._version = _version(self._file)
+        if self._version == before:
             return
-        self._version = version
         try:
             self._keys = self._read()
         except ConfigurationError as error:
@@ -98,19 +104,12 @@ class Keys:
         else:
             logger.info("API keys were read again: there are %d", len(self._keys))
 
-    def _file_version(self) -> tuple[int, int, int] | None:
-        try:
-            status = self._file.stat() if self._file is not None else None
-        except OSError:
-            return None
-        return (status.st_mtime_ns, status.st_ino, status.st_size) if status else None
 
-
-def keys_of(listed: str, file: Path | None) -> Keys | None:
-    """Return the keys of the settings, of which those listed are named after their hashes."""
-    digests = [_digest(text) for text in re.split(r"[,\s]+", listed) if text]
-    keys = [Key(f"key-{digest.hex()[:8]}", digest) for digest in digests]
-    return Keys(keys, file) if keys or file is not None else None
+def _version(file: Path | None) -> tuple[int, int, int] | None:
+    with contextlib.suppress(OSError):
+        status = os.stat(file or "")
+        return status.st_mtime_ns, status.st_ino, status.st_size
+    return None
 
 
 def parsed_keys(text: str, source: str) -> tuple[Key, ...]:
@@ -166,13 +165,13 @@ class Quotas:
 
     def headers(self, key: Key) -> list[tuple[bytes, bytes]]:
         """Return OpenAI's headers of a key's limits; none where it has none."""
-        headers = []
+        headers = {}
         for kind, (size, level) in self._buckets(key).items():
             reset = max(0.0, (size - level) * MINUTE / size)
-            values = {"limit": f"{size:.0f}", "remaining": f"{max(0, math.floor(level))}"}
-            for name, value in {**values, "reset": f"{reset:.3f}s"}.items():
-                headers.append((f"x-ratelimit-{name}-{kind}".encode(), value.encode()))
-        return headers
+            headers[f"x-ratelimit-limit-{kind}"] = f"{size:.0f}"
+            headers[f"x-ratelimit-remaining-{kind}"] = f"{max(0, math.floor(level))}"
+            headers[f"x-ratelimit-reset-{kind}"] = f"{reset:.3f}s"
+        return [(name.encode(), value.encode()) for name, value in headers.items()]
 
     def _buckets(self, key: Key) -> dict[str, tuple[float, float]]:
         """Return a key's buckets by their kinds: the size, which may have changed, and the level now."""

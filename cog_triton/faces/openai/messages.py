@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 import orjson
 from fastapi import APIRouter
 from pydantic import Field
 
-from cog_triton.errors import shown
-from cog_triton.faces.openai.answers import Answering, NumberedChunks, new_id, typed_event
-from cog_triton.faces.openai.bodies import STREAMED, BodyRoute, off_loop
-from cog_triton.faces.openai.errors import ApiError, invalid, message_error
-from cog_triton.faces.openai.fields import Body, Bounded, ChatBody, Name, Temperature, check_fields
-from cog_triton.faces.openai.parsing import Arguments, CallStart, Reasoning, Text
-from cog_triton.faces.openai.served import FromApp, RequestId
-from cog_triton.faces.openai.tokens import token_ids
-from cog_triton.faces.openai.turns import THINKING_SWITCH, Turn, chat_prompt, chat_turn
+from cog_triton.faces.openai import exchange, turns
+from cog_triton.faces.openai.errors import MESSAGES_PATH, TABLES, ApiError, invalid
+from cog_triton.faces.openai.fields import Asking, Body, Bounded, ChatBody, Name
+from cog_triton.faces.openai.parsing import Block
+from cog_triton.faces.openai.served import FromApp
 from cog_triton.generation import Chunk
 
-router = APIRouter(route_class=BodyRoute)
+router = APIRouter(route_class=exchange.BodyRoute)
+MESSAGE, BLOCKS = TABLES["message"], TABLES["message_blocks"]
 
 
-class Block(Body):
+class ContentBlock(Body):
     """A block of a content; its fields depend on its type."""
 
     type: str
@@ -34,13 +31,12 @@ class Block(Body):
     name: str | None = None
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
-    content: str | Annotated[list[Block], Bounded] | None = None
-    is_error: bool | None = None
+    content: str | Annotated[list[ContentBlock], Bounded] | None = None
 
 
 class MessageTurn(Body):
     role: Literal["user", "assistant"]
-    content: str | Annotated[list[Block], Bounded]
+    content: str | Annotated[list[ContentBlock], Bounded]
 
 
 class CustomTool(Body):
@@ -58,7 +54,6 @@ class CustomToolChoice(Body):
 
 class Thinking(Body):
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: int | None = None
 
 
 class OutputFormat(Body):
@@ -71,11 +66,9 @@ class OutputConfig(Body):
 
 
 class CountBody(Body):
-    """The body of /v1/messages/count_tokens."""
-
     model: str
     messages: Annotated[list[MessageTurn], Field(min_length=1), Bounded]
-    system: str | Annotated[list[Block], Bounded] | None = None
+    system: str | Annotated[list[ContentBlock], Bounded] | None = None
     tools: Annotated[list[CustomTool], Bounded] | None = None
     tool_choice: CustomToolChoice | None = None
     thinking: Thinking | None = None
@@ -84,78 +77,50 @@ class CountBody(Body):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-class MessagesBody(CountBody):
-    """The body of /v1/messages."""
-
+class MessagesBody(CountBody, Asking):
     max_tokens: int
     stop_sequences: list[str] | None = None
-    stream: bool | None = None
-    temperature: Temperature | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    # Beyond Anthropic's:
-    seed: int | None = None
-    min_p: float | None = None
 
 
-# Fields that ask for what is not done here, with the values that ask for nothing.
-REFUSED: dict[str, tuple[Any, ...]] = {"container": (), "mcp_servers": ([],)}
-IGNORED = frozenset(
-    {"metadata", "service_tier", "cache_control", "inference_geo", "speed", "diagnostics"}
-    | {"context_management"}
-)
-SAME = ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens")
-
-
-@router.post("/v1/messages", responses=STREAMED)
-async def messages(body: MessagesBody, served: FromApp, request_id: RequestId) -> Answering:
+@router.post("/v1/messages", responses=exchange.STREAMED)
+async def messages(body: MessagesBody, served: FromApp) -> exchange.Answering:
     served.adapter(body.model)
-    headers = check_fields(body, REFUSED, IGNORED)
-    turn = await off_loop(lambda: chat_turn(chat_body(body), served))
-    writer, stream = MessageWriter(body.model, turn), bool(body.stream)
-    return Answering(served, writer, [turn.request], request_id, headers, stream=stream)
+    turn = await exchange.off_loop(lambda: turns.chat_turn(chat_body(body), served))
+    return exchange.Answering(served, body, MessageWriter(body.model, turn), [turn.request])
 
 
 @router.post("/v1/messages/count_tokens")
 async def count_tokens(body: CountBody, served: FromApp) -> dict[str, int]:
     """Count the tokens of messages as the model sees them."""
     served.adapter(body.model)
-    prompt = await off_loop(lambda: chat_prompt(chat_body(body), served))
-    return {"input_tokens": len(await token_ids(served, prompt, special=False))}
+    prompt = await exchange.off_loop(lambda: turns.chat_prompt(chat_body(body), served))
+    return {"input_tokens": len(await turns.token_ids(served, prompt, special=False))}
 
 
 def chat_body(body: CountBody) -> ChatBody:
-    """Return the chat that a body asks for.
-
-    Raises:
-        ApiError: it asks for what cannot be had.
-    """
-    messages = chat_messages(body)
+    """Return the chat that a body asks for, or raise ApiError."""
+    messages, switches = chat_messages(body), body.chat_template_kwargs or {}
     continued = body.messages[-1].role == "assistant"
     if continued and (messages[-1].get("tool_calls") or not messages[-1]["content"].strip()):
-        raise invalid(
-            "messages: the last one has no text that an answer could continue", "messages"
-        )
-    chat: dict[str, Any] = {"model": body.model, "messages": messages}
-    chat["continue_final_message"] = continued
-    chat["chat_template_kwargs"] = body.chat_template_kwargs or {}
+        text = "messages: the last one has no text that an answer could continue"
+        raise invalid(text, "messages")
     if body.thinking:
-        switch = {THINKING_SWITCH: body.thinking.type != "disabled"}
-        chat["chat_template_kwargs"] = switch | chat["chat_template_kwargs"]
-    chat["tools"] = []
-    for tool in body.tools or []:
-        names = {"name": tool.name, "description": tool.description}
-        function = {**names, "parameters": tool.input_schema}
-        chat["tools"].append({"type": "function", "function": function})
+        switches = {turns.THINKING_SWITCH: body.thinking.type != "disabled"} | switches
+    chat = body.model_dump(include={*Asking.model_fields, "max_tokens"})
+    chat |= {"messages": messages, "continue_final_message": continued}
+    chat["chat_template_kwargs"] = switches
+    chat["tools"] = [
+        turns.function(name=tool.name, description=tool.description, parameters=tool.input_schema)
+        for tool in body.tools or []
+    ]
     if choice := body.tool_choice:
-        named = {"type": "function", "function": {"name": choice.name or ""}}
-        chat["tool_choice"] = {"any": "required", "tool": named}.get(choice.type, choice.type)
+        own = {"any": "required", "tool": turns.function(name=choice.name or "")}
+        chat["tool_choice"] = own.get(choice.type, choice.type)
         chat["parallel_tool_calls"] = not choice.disable_parallel_tool_use
     if body.output_config and (format := body.output_config.format):
         schema = {"schema": format.schema_}
         chat["response_format"] = {"type": "json_schema", "json_schema": schema}
     if isinstance(body, MessagesBody):
-        chat |= {name: getattr(body, name) for name in SAME}
         chat["stop"] = body.stop_sequences
     return ChatBody.model_validate(chat)
 
@@ -163,153 +128,107 @@ def chat_body(body: CountBody) -> ChatBody:
 def chat_messages(body: CountBody) -> list[dict[str, Any]]:
     """Return the messages of a chat: the system's text, and those of the turns, which may make several."""
     messages: list[dict[str, Any]] = []
-    if system := _text(body.system, "system"):
+    if system := turns.joined_text(body.system, ["text"], "system"):
         messages.append({"role": "system", "content": system})
     for number, turn in enumerate(body.messages):
-        place, content = f"messages[{number}].content", turn.content
-        if isinstance(content, str):
-            messages.append({"role": turn.role, "content": content})
-        elif turn.role == "assistant":
-            messages.append(_assistant_message(content, place))
+        if isinstance(turn.content, str):
+            messages.append({"role": turn.role, "content": turn.content})
         else:
-            messages += _user_messages(content, place)
+            messages += _messages(turn.role, turn.content, f"messages[{number}].content")
     return messages
 
 
-def _user_messages(blocks: Sequence[Block], place: str) -> list[dict[str, Any]]:
-    messages = []
+def _messages(role: str, blocks: Sequence[ContentBlock], place: str) -> list[dict[str, Any]]:
+    """Return the messages of a turn: the results of calls, and what else there is in it."""
+    results, texts, thoughts, calls = [], [], [], []
     for block in blocks:
-        if block.type == "tool_result":
-            if not block.tool_use_id:
-                raise invalid(f"{place}: a tool_result must have a tool_use_id")
-            text = _text(block.content, f"{place}: tool_result")
-            messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": text})
-    texts = [block for block in blocks if block.type != "tool_result"]
-    if texts or not messages:
-        messages.append({"role": "user", "content": _text(texts, place)})
-    return messages
-
-
-def _assistant_message(blocks: Sequence[Block], place: str) -> dict[str, Any]:
-    passed = ("tool_use", "thinking", "redacted_thinking")
-    text = _text([block for block in blocks if block.type not in passed], place)
-    message: dict[str, Any] = {"role": "assistant", "content": text}
-    thoughts = [block.thinking or "" for block in blocks if block.type == "thinking"]
-    if thoughts:
-        message["reasoning_content"] = "".join(thoughts)
-    calls = []
-    for block in blocks:
-        if block.type == "tool_use":
-            function = {"name": block.name or "", "arguments": json.dumps(block.input or {})}
-            calls.append({"id": block.id or "", "type": "function", "function": function})
-    return {**message, "tool_calls": calls} if calls else message
-
-
-def _text(content: str | Sequence[Block] | None, place: str) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    for block in content:
-        if block.type != "text":
-            raise invalid(f"{place}: a block of type {shown(block.type)} is not supported")
-    return "\n".join(block.text or "" for block in content)
-
-
-CALL: dict[str, Any] = {"type": "tool_use", "input": {}}
-# By the type of an event: its block, the type of the block's deltas, and their field.
-BLOCKS: dict[type, tuple[dict[str, Any], str, str]] = {
-    Text: ({"type": "text", "text": ""}, "text_delta", "text"),
-    Reasoning: (
-        {"type": "thinking", "thinking": "", "signature": ""},
-        "thinking_delta",
-        "thinking",
-    ),
-    CallStart: (CALL, "input_json_delta", "partial_json"),
-    Arguments: (CALL, "input_json_delta", "partial_json"),
-}
+        match role, block.type:
+            case "user", "tool_result":
+                if not block.tool_use_id:
+                    raise invalid(f"{place}: a tool_result must have a tool_use_id")
+                text = turns.joined_text(block.content, ["text"], f"{place}: tool_result")
+                result = {"role": "tool", "tool_call_id": block.tool_use_id, "content": text}
+                results.append(result)
+            case "assistant", "tool_use":
+                arguments = json.dumps(block.input or {})
+                call = turns.function(name=block.name or "", arguments=arguments)
+                calls.append({"id": block.id or "", **call})
+            case "assistant", "thinking":
+                thoughts.append(block.thinking or "")
+            case "assistant", "redacted_thinking":
+                pass
+            case _:
+                texts.append(block)
+    if results and not texts:
+        return results
+    content = turns.joined_text(texts, ["text"], place)
+    message: dict[str, Any] = {"role": role, "content": content}
+    message |= {"reasoning_content": "".join(thoughts)} if thoughts else {}
+    message |= {"tool_calls": calls} if calls else {}
+    return [*results, message]
 
 
 class MessageWriter:
-    """See ``answers.Writer``."""
+    def __init__(self, model: str, turn: turns.Turn) -> None:
+        self._parser, self._enforced = turn.parser("toolu_"), turn.use.enforced
+        self._block: Block | None = None  # the one that is being written
+        self._content: list[dict[str, Any]] = []
+        own = {"id": exchange.new_id("msg_"), "model": model, "content": self._content}
+        self._message: dict[str, Any] = {**MESSAGE, **own}
+        self._usage = self._message["usage"] = {**MESSAGE["usage"]}
+        self._begun = False
 
-    def __init__(self, model: str, turn: Turn) -> None:
-        self._reader, self._enforced = turn.reader("toolu_"), turn.enforced
-        self._blocks: list[dict[str, Any]] = []
-        self._texts: list[str] = []  # of the last block
-        self._stop: dict[str, str | None] = {"stop_reason": None, "stop_sequence": None}
-        self._usage = {"input_tokens": 0, "output_tokens": 0}
-        self._usage |= {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
-        self._head = {"id": new_id("msg_"), "type": "message", "role": "assistant", "model": model}
-
-    async def events(self, chunks: NumberedChunks) -> AsyncGenerator[bytes, None]:
-        begun = False
-        async for _, chunk in chunks:
-            self._count(chunk)
-            data = b""
-            if not begun:
-                begun = True
-                data = typed_event({"type": "message_start", "message": self._message()})
-                data += typed_event({"type": "ping"})
-            if data := data + b"".join(map(typed_event, self._read(chunk))):
-                yield data
-        delta = {"type": "message_delta", "delta": self._stop, "usage": self._usage}
-        yield typed_event(delta) + typed_event({"type": "message_stop"})
-
-    async def body(self, chunks: NumberedChunks) -> dict[str, Any]:
-        async for _, chunk in chunks:
-            self._count(chunk)
-            for _ in self._read(chunk):
-                pass
-        return self._message()
-
-    def failed(self, error: ApiError) -> bytes:
-        return typed_event(message_error(error))
-
-    def _message(self) -> dict[str, Any]:
-        return {**self._head, "content": self._blocks, **self._stop, "usage": self._usage}
-
-    def _count(self, chunk: Chunk) -> None:
+    def events(self, _: int, chunk: Chunk, /) -> Iterator[bytes]:
         self._usage["input_tokens"] = chunk.input_tokens or self._usage["input_tokens"]
         self._usage["output_tokens"] = chunk.output_tokens
-
-    def _read(self, chunk: Chunk) -> Iterator[dict[str, Any]]:
-        for event in self._reader.read(chunk):
-            block, delta, field = BLOCKS[type(event)]
-            if isinstance(event, CallStart):
-                yield from self._begin({**block, "id": event.id, "name": event.name})
-                continue
-            if not self._blocks or self._blocks[-1]["type"] != block["type"]:
-                yield from self._begin({**block})
-            self._texts.append(event.text)
-            yield {
-                "type": "content_block_delta",
-                "index": len(self._blocks) - 1,
-                "delta": {"type": delta, field: event.text},
-            }
+        if not self._begun:
+            self._begun = True
+            yield exchange.typed_event("message_start", message=self._message)
+            yield exchange.typed_event("ping")
+        for block, text in self._parser.read(chunk):
+            shape = BLOCKS[block.kind]
+            if block is not self._block:
+                yield from self._end()
+                self._block, names = block, {"id": block.id, "name": block.name}
+                begun = shape["begins"] | (names if block.kind == "call" else {})
+                yield self._about_block("content_block_start", content_block=begun)
+            if text:
+                delta = {"type": shape["delta"], shape["field"]: text}
+                yield self._about_block("content_block_delta", delta=delta)
         if chunk.finish_reason is not None:
-            reason = "end_turn" if chunk.stop_sequence is None else "stop_sequence"
-            if self._reader.called or self._enforced:
-                reason = "tool_use"
-            if chunk.finish_reason == "length":
-                reason = "max_tokens"
-            self._stop = {"stop_reason": reason, "stop_sequence": chunk.stop_sequence}
             yield from self._end()
+            stop = {"stop_reason": self._reason(chunk), "stop_sequence": chunk.stop_sequence}
+            self._message |= stop
+            yield exchange.typed_event("message_delta", delta=stop, usage=self._usage)
+            yield exchange.typed_event("message_stop")
 
-    def _begin(self, block: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        yield from self._end()
-        place = len(self._blocks)
-        yield {"type": "content_block_start", "index": place, "content_block": block}
-        self._blocks.append(block)
+    def failed(self, error: ApiError) -> Iterator[bytes]:
+        yield exchange.typed_event("error", error=error.body(MESSAGES_PATH)["error"])
 
-    def _end(self) -> Iterator[dict[str, Any]]:
-        """End the last block."""
-        if self._blocks:
-            text, self._texts = "".join(self._texts), []
-            block = self._blocks[-1]
-            if block["type"] == "tool_use":
-                block["input"] = call_input(text)
-            else:
-                block[block["type"]] = text
-            yield {"type": "content_block_stop", "index": len(self._blocks) - 1}
+    def whole(self, answers: Sequence[Sequence[Chunk]]) -> dict[str, Any]:
+        list(self.events(0, exchange.joined(answers[0])))
+        return self._message
+
+    def _about_block(self, name: str, **values: Any) -> bytes:
+        return exchange.typed_event(name, index=len(self._content), **values)
+
+    def _end(self) -> Iterator[bytes]:
+        if (block := self._block) is None:
+            return
+        yield self._about_block("content_block_stop")
+        whole = {**BLOCKS[block.kind]["begins"]}
+        if block.kind == "call":
+            whole |= {"id": block.id, "name": block.name, "input": call_input(block.text)}
+        else:
+            whole[whole["type"]] = block.text
+        self._content.append(whole)
+
+    def _reason(self, chunk: Chunk) -> str:
+        if chunk.finish_reason == "length":
+            return "max_tokens"
+        if self._parser.calls or self._enforced:
+            return "tool_use"
+        return "end_turn" if chunk.stop_sequence is None else "stop_sequence"
 
 
 def call_input(text: str) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""A model's text to events: text, thoughts and calls of tools, in the formats that models write.
+"""A model's text to blocks: text, thoughts and calls of tools, in the formats that models write.
 
-However a text is cut into pieces, the events are the same but for their cuts. Knows no I/O.
+However a text is cut, its blocks are the same. Knows no I/O.
 """
 
 from __future__ import annotations
@@ -11,89 +11,114 @@ import re
 import secrets
 import warnings
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import yaml
+from pydantic import TypeAdapter
+
+from cog_triton.generation import Chunk
+
+Kind = Literal["text", "thoughts", "call"]
+OPENING, CLOSING = "<think>", "</think>"  # of thoughts
 
 
-@dataclass(frozen=True)
-class Text:
-    text: str
+@dataclass(eq=False)
+class Block:
+    """A run of an answer's text or thoughts, or one call, whose pieces join to its arguments."""
+
+    kind: Kind
+    index: int = 0  # of a call among those of the answer
+    id: str = ""
+    name: str = ""
+    pieces: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
 
 
-@dataclass(frozen=True)
-class Reasoning:
-    text: str
-
-
-@dataclass(frozen=True)
-class CallStart:
-    """The beginning of a call; calls of one answer are counted from 0."""
-
-    index: int
-    id: str
-    name: str
-
-
-@dataclass(frozen=True)
-class Arguments:
-    """The next piece of a call's arguments, which join to one JSON value."""
-
-    index: int
-    text: str
-
-
-Event = Text | Reasoning | CallStart | Arguments
-Events = Iterator[Event | None]
-"""None where the events that follow need more of the text."""
+# The next piece of a block; the first of a call is empty, and comes with its name.
+Piece = tuple[Block, str]
+Pieces = Iterator[Piece | None]  # None where those that follow need more of the text
+# The pieces before something, and in the end if it was found.
+Search = Generator[Piece | None, None, bool]
 
 
 class Parser:
-    """Reads a text in pieces; by itself, all of it is text."""
+    """Reads an answer in pieces; by itself, all but the thoughts at the beginning is text."""
 
-    def __init__(self) -> None:
-        self._held = ""
-        self._ended = False
-        self._events = self._read()
+    def __init__(self, prompt: str | None = None, new_id: Callable[[], str] = str) -> None:
+        """Begin an answer; with a ``prompt``, it may begin with thoughts, which that may have opened."""
+        self.blocks: list[Block] = []
+        self.calls = 0
+        self._new_id, self._held, self._ended = new_id, "", False
+        self._pieces = self._read_answer(prompt)
 
-    def feed(self, text: str) -> list[Event]:
-        """Return the events that are certain with this piece."""
-        self._held += text
-        events: list[Event] = []
-        for event in self._events:
-            if event is None:
+    def read(self, chunk: Chunk) -> list[Piece]:
+        """Return the pieces that are certain with this chunk."""
+        self._held += chunk.text
+        self._ended = chunk.finish_reason is not None
+        pieces: list[Piece] = []
+        for piece in self._pieces:
+            if piece is None:
                 break
-            events.append(event)
-        return events
+            pieces.append(piece)
+        return pieces
 
-    def flush(self) -> list[Event]:
-        """Return the rest, at the end of the text."""
-        self._ended = True
-        return self.feed("")
+    def text(self, kind: Kind) -> str:
+        """Return the text of all blocks of a kind."""
+        return "".join(block.text for block in self.blocks if block.kind == kind)
 
-    def _read(self) -> Events:
+    def _read_answer(self, prompt: str | None) -> Pieces:
+        if prompt is not None:
+            yield from self._read_thoughts(opened=prompt.rstrip().endswith(OPENING))
+        yield from self._read()
+
+    def _read_thoughts(self, *, opened: bool) -> Pieces:
+        while not opened:
+            start = self._held.lstrip()
+            if start.startswith(OPENING):
+                opened, self._held = True, start[len(OPENING) :]
+            elif self._ended or not OPENING.startswith(start):
+                return
+            else:
+                yield None
+        yield from self._space()
+        if (yield from self._until(CLOSING, "thoughts")):
+            yield from self._space()
+
+    def _read(self) -> Pieces:
         while True:
             if text := self._take(len(self._held)):
-                yield Text(text)
+                yield self._piece("text", text)
             if self._ended:
                 return
             yield None
+
+    def _piece(self, kind: Kind, text: str) -> Piece:
+        if not self.blocks or self.blocks[-1].kind != kind:
+            self.blocks.append(Block(kind))
+        self.blocks[-1].pieces.append(text)
+        return self.blocks[-1], text
+
+    def _start(self, name: str, call_id: str | None = None) -> Piece:
+        self.blocks.append(Block("call", self.calls, call_id or self._new_id(), name))
+        self.calls += 1
+        return self.blocks[-1], ""
 
     def _take(self, count: int) -> str:
         taken, self._held = self._held[:count], self._held[count:]
         return taken
 
-    def _space(self) -> Events:
-        """Skip white space."""
+    def _space(self) -> Pieces:
         while not (text := self._held.lstrip()) and not self._ended:
             yield None
         self._held = text
 
-    def _until(
-        self, mark: str, kind: type[Text | Reasoning], *, strips: int = 0
-    ) -> Generator[Event | None, None, bool]:
-        """Read the text before a mark, without the space between them. Returns if the mark came.
-
-        ``strips``: drop the space at the end of the text as well.
-        """
+    def _until(self, mark: str, kind: Kind, *, strips: int = 0) -> Search:
+        """Read the text before a mark, without the space between them, or at the end if it ``strips``."""
         while True:
             text, found, rest = self._held.partition(mark)
             if not found and not self._ended:  # its end may be the beginning of the mark
@@ -103,40 +128,10 @@ class Parser:
             shown = text if self._ended and not found and not strips else text.rstrip()
             self._held = rest if found else rest[len(shown) :]
             if shown:
-                yield kind(shown)
+                yield self._piece(kind, shown)
             if found or self._ended:
                 return bool(found)
             yield None
-
-
-class ReasoningParser(Parser):
-    """Separates the thoughts at the beginning of a text, ``<think>…</think>``, from the answer."""
-
-    OPENING, CLOSING = "<think>", "</think>"
-
-    def __init__(self, prompt: str, answer: Parser) -> None:
-        """Read the thoughts, which the prompt may have opened, and leave the rest to ``answer``."""
-        super().__init__()
-        self._opened = prompt.rstrip().endswith(self.OPENING)
-        self._answer = answer
-
-    def _read(self) -> Events:
-        while not self._opened:
-            start = self._held.lstrip()
-            if start.startswith(self.OPENING):
-                self._opened, self._held = True, start[len(self.OPENING) :]
-            elif self._ended or not self.OPENING.startswith(start):
-                break
-            else:
-                yield None
-        if self._opened:
-            yield from self._space()
-            if (yield from self._until(self.CLOSING, Reasoning)):
-                yield from self._space()
-        while not self._ended:
-            yield from self._answer.feed(self._take(len(self._held)))
-            yield None
-        yield from self._answer.feed(self._held) + self._answer.flush()
 
 
 @dataclass(frozen=True)
@@ -152,6 +147,7 @@ class Format:
     arguments: str = "arguments"  # their key in a call
     short_ids: bool = False  # of nine letters, as Mistral's templates want it
     named: bool = False  # a call may be its name and then only the arguments; see _NAMED_HEAD
+    python: bool = False  # the calls are a list in Python
     marks: tuple[str, ...] = ()  # special tokens of calls, which the text has to have
 
     def new_id(self, prefix: str = "call_") -> str:
@@ -159,39 +155,25 @@ class Format:
         letters = secrets.token_hex(12)
         return letters[:9] if self.short_ids else prefix + letters
 
-    def parser(self, new_id: Callable[[], str], *, guided: bool = False) -> Parser:
+    def parser(
+        self, new_id: Callable[[], str], prompt: str | None = None, *, guided: bool = False
+    ) -> Parser:
         """Return the parser of one answer; ``guided``: a guide allows nothing but calls in JSON."""
-        if self is PYTHON and not guided:
-            return PythonCallParser(new_id)
-        return CallParser(self, new_id, guided=guided)
+        if self.python and not guided:
+            return PythonCallParser(prompt, new_id)
+        return CallParser(prompt, new_id, self, guided)
 
 
-HERMES = Format("<tool_call>", "<tool_call>", "</tool_call>", marks=("<tool_call>", "</tool_call>"))
-MISTRAL = Format(
-    "[TOOL_CALLS]",
-    "[TOOL_CALLS]",
-    starts=('[{"name":',),
-    short_ids=True,
-    named=True,
-    marks=("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
-)
-# The sign is the example of Meta's prompts, which has the calls' own names in it.
-PYTHON = Format("(params_name1=", "<|python_start|>", "<|python_end|>")
-LLAMA = Format(
-    '"parameters":',
-    "<|python_tag|>",
-    starts=('{"name":', '{"type":"function","name":', '{"function":'),
-    arguments="parameters",
-    marks=("<|python_tag|>",),
-)
+_TABLE = yaml.safe_load(Path(__file__).with_name("formats.yaml").read_text(encoding="utf-8"))
+FORMATS = TypeAdapter(dict[str, Format]).validate_python(_TABLE)
 
 
 def format_of(template: str) -> Format | None:
     """Return the format that a chat template asks its model for; None if it takes no tools."""
     if "tools" not in template:
         return None
-    formats = (HERMES, MISTRAL, PYTHON, LLAMA)
-    return next((known for known in formats if known.sign in template), HERMES)
+    known = FORMATS.values()
+    return next((format for format in known if format.sign in template), next(iter(known)))
 
 
 # The beginning of a call in Mistral's newer form: name[ARGS]{ or name[CALL_ID]id[ARGS]{
@@ -203,6 +185,8 @@ _NAMED_HALF = re.compile(r"[\w.-]{1,64}(\[CALL_ID\]\w{0,64})?(\[ARGS\]\s{0,8})?(
 # The beginning of a call that is an object, up to its name and up to its arguments.
 _NAME = re.compile(r'\{\s*"name"\s*:\s*"([^"\\]*)"')
 _OBJECT_HEAD = re.compile(rf'{_NAME.pattern}\s*,\s*"(arguments|parameters)"\s*:\s*[{{\[]')
+# What matters to the end of an object or a list.
+_JSON_MARK = re.compile(r'\\(?:.|\Z)|["{}\[\]]', re.DOTALL)
 
 
 class CallParser(Parser):
@@ -212,18 +196,19 @@ class CallParser(Parser):
     without a name is text.
     """
 
-    def __init__(self, known: Format, new_id: Callable[[], str], *, guided: bool = False) -> None:
-        super().__init__()
-        self._format, self._new_id, self._guided = known, new_id, guided
-        self._calls = 0
+    def __init__(
+        self, prompt: str | None, new_id: Callable[[], str], known: Format, guided: bool
+    ) -> None:
+        super().__init__(prompt, new_id)
+        self._format, self._guided = known, guided
 
-    def _read(self) -> Events:
+    def _read(self) -> Pieces:
         calls = self._guided or (yield from self._is_all_calls())
-        while calls or (yield from self._until(self._format.opening, Text, strips=self._calls)):
+        while calls or (yield from self._until(self._format.opening, "text", strips=self.calls)):
             yield from self._read_calls()
             calls = False
 
-    def _is_all_calls(self) -> Generator[Event | None, None, bool]:
+    def _is_all_calls(self) -> Search:
         while True:
             squeezed, starts = "".join(self._held.split()), self._format.starts
             if squeezed.startswith(starts):
@@ -232,7 +217,7 @@ class CallParser(Parser):
                 return False
             yield None
 
-    def _read_calls(self) -> Events:
+    def _read_calls(self) -> Pieces:
         """Read calls behind an opening, up to the closing or to what cannot be a call."""
         opening, closing, named = self._format.opening, self._format.closing, self._format.named
         while True:
@@ -255,74 +240,57 @@ class CallParser(Parser):
             elif named and (head := _NAMED_HEAD.match(held)):
                 self._take(head.end() - 1)
                 yield self._start(head["name"], head["id"])
-                yield from self._read_json()
+                yield from self._read_arguments()
             elif named and not self._ended and _NAMED_HALF.fullmatch(held):
                 yield None
             else:
                 return
 
-    def _read_object(self) -> Events:
+    def _read_object(self) -> Pieces:
         """Read a call; one that is cut off before its arguments has none."""
-        json_end, seen = JsonEnd(), ""
-        while True:
-            seen += self._take(json_end.find(self._held))
+        seen = ""
+        for piece in self._json():
+            if piece is None:
+                yield None
+                continue
+            seen += piece
             if head := _OBJECT_HEAD.match(seen):
                 self._held = seen[head.end() - 1 :] + self._held
                 yield self._start(head[1])
-                yield from self._read_json()
-                yield from self._read_json(skips=True)
+                yield from self._read_arguments()
+                yield from (None for piece in self._json(depth=1) if piece is None)
                 return
-            if json_end.found or self._ended:
-                break
-            yield None
         if call := object_call(seen):
             yield self._start(call[0])
-            if json_end.found:
-                yield Arguments(self._calls - 1, call[1])
-        elif json_end.found or not self._guided:
-            yield Text(seen)
+            if self._complete:
+                yield self._piece("call", call[1])
+        elif self._complete or not self._guided:
+            yield self._piece("text", seen)
 
-    def _read_json(self, *, skips: bool = False) -> Events:
-        """Read arguments as they come, or skip the rest of the object that they are in."""
-        json_end = JsonEnd(depth=1 if skips else 0)
+    def _read_arguments(self) -> Pieces:
+        for piece in self._json():
+            yield None if piece is None else self._piece("call", piece)
+
+    def _json(self, depth: int = 0) -> Iterator[str | None]:
+        """Take an object or a list as it comes, up to the end of its ``depth`` open brackets."""
+        self._complete = quoted = False
         while True:
-            piece = self._take(json_end.find(self._held))
-            if piece and not skips:
-                yield Arguments(self._calls - 1, piece)
-            if json_end.found or self._ended:
+            size = len(self._held)
+            for mark in _JSON_MARK.finditer(self._held):
+                if mark[0] == "\\" and not self._ended:
+                    size = mark.start()  # what it escapes is to come
+                elif mark[0] == '"':
+                    quoted = not quoted
+                elif not quoted and len(mark[0]) == 1:
+                    depth += 1 if mark[0] in "{[" else -1
+                    if depth <= 0:
+                        self._complete, size = True, mark.end()
+                        break
+            if size:
+                yield self._take(size)
+            if self._complete or self._ended:
                 return
             yield None
-
-    def _start(self, name: str, call_id: str | None = None) -> Event:
-        self._calls += 1
-        return CallStart(self._calls - 1, call_id or self._new_id(), name)
-
-
-class JsonEnd:
-    """Finds the end of an object or a list in JSON that comes in pieces, by its brackets."""
-
-    def __init__(self, depth: int = 0) -> None:
-        self.found = False
-        self._depth = depth  # of brackets that are open
-        self._quoted = self._escaped = False
-
-    def find(self, text: str) -> int:
-        """Return how many characters of the next piece are before the end."""
-        for place, char in enumerate(text, 1):
-            if self._escaped:
-                self._escaped = False
-            elif self._quoted:
-                self._escaped, self._quoted = char == "\\", char != '"'
-            elif char == '"':
-                self._quoted = True
-            elif char in "{[":
-                self._depth += 1
-            elif char in "}]":
-                self._depth -= 1
-                if self._depth <= 0:
-                    self.found = True
-                    return place
-        return len(text)
 
 
 def object_call(text: str) -> tuple[str, str] | None:
@@ -340,6 +308,7 @@ def object_call(text: str) -> tuple[str, str] | None:
     return name, written if isinstance(arguments, str | dict | list) else "{}"
 
 
+_PYTHON_NAME = re.compile(r"[A-Za-z_][\w.]*")
 # The beginning of a list of calls, or what may become one. Bounded, because it is looked at again.
 _PYTHON_START = re.compile(r"\s*(\[\s{0,8}([A-Za-z_][\w.]{0,255}\s{0,8}(?P<call>\()?)?)?")
 
@@ -350,45 +319,38 @@ class PythonCallParser(Parser):
     A text that begins so is held until its end: only Python can say where a value ends.
     """
 
-    def __init__(self, new_id: Callable[[], str]) -> None:
-        super().__init__()
-        self._new_id = new_id
-
-    def _read(self) -> Events:
+    def _read(self) -> Pieces:
         while (start := _PYTHON_START.match(self._held)) and not self._ended:
             if not start["call"] and start.end() < len(self._held):
                 break
             yield None
         calls = python_calls(self._held) if self._ended else None
-        for index, (name, arguments) in enumerate(calls or ()):
-            yield CallStart(index, self._new_id(), name)
-            yield Arguments(index, arguments)
+        for name, arguments in calls or ():
+            yield self._start(name)
+            yield self._piece("call", arguments)
         if calls is None:
             yield from super()._read()
 
 
 def python_calls(text: str) -> list[tuple[str, str]] | None:
     """Return the names of calls in a list and their arguments as JSON; None if the text is not one."""
-    calls = []
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about escapes that Python does not know
             body = ast.parse(text.strip(), mode="eval").body
-        if not isinstance(body, ast.List):
-            return None
-        for node in body.elts:
-            if not isinstance(node, ast.Call) or node.args:
-                return None
-            values = {
-                word.arg: ast.literal_eval(_JsonNames().visit(word.value)) for word in node.keywords
-            }
-            name = ast.unparse(node.func)
-            if None in values or not re.fullmatch(r"[A-Za-z_][\w.]*", name):
-                return None
-            calls.append((name, json.dumps(values, allow_nan=False)))
+        return [_python_call(node) for node in body.elts] if isinstance(body, ast.List) else None
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return None
-    return calls
+
+
+def _python_call(node: ast.expr) -> tuple[str, str]:
+    name = ast.unparse(node.func) if isinstance(node, ast.Call) and not node.args else ""
+    if not isinstance(node, ast.Call) or not _PYTHON_NAME.fullmatch(name):
+        raise ValueError("not a call by keywords")
+    values = {word.arg: ast.literal_eval(_JsonNames().visit(word.value)) for word in node.keywords}
+    if None in values:
+        raise ValueError("keywords of a dictionary")
+    return name, json.dumps(values, allow_nan=False)
 
 
 class _JsonNames(ast.NodeTransformer):

@@ -1,58 +1,48 @@
-"""The state of an application, and the record of each request."""
+"""The state of an application: its figures, by the names of vLLM, and the record and span of each request.
+
+The figures are in Prometheus' format. Several processes write theirs to one directory, and any of them
+answers for all: the multiprocess mode of prometheus_client, which ``server.Workers`` turns on.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Protocol
+from pathlib import Path
+from typing import Annotated, Any
 
+import yaml
 from fastapi import Depends
 from fastapi import Request as HttpRequest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.multiprocess import MultiProcessCollector
+from starlette.datastructures import Headers
 
 from cog_triton.adapters.directory import adapter_names
+from cog_triton.deployment.deployment import Deployment, queue_metrics
 from cog_triton.errors import CogTritonError, shown
 from cog_triton.faces.openai.errors import RETRY_SECONDS, ApiError
-from cog_triton.faces.openai.keys import ANYBODY, Key
+from cog_triton.faces.openai.keys import ANYBODY, Key, Quotas, configured_keys
 from cog_triton.generation import Chunk
 from cog_triton.request.admission import Admission, Tenant
-from cog_triton.request.limits import TextLimits
 from cog_triton.request.request import Request
-from cog_triton.settings import Settings
-from cog_triton.text.tokenizer import Tokenizer
 
 Chunks = AsyncGenerator[Chunk, None]
-LAST_SECONDS = 2.0
-"""For requests that were ended by force to send their clients the error."""
-POLL_SECONDS = 0.05
-EXPECTED_TOKENS = 256
-"""Of an answer that may be longer, before its length is known."""
+EXPECTED_TOKENS = 256  # of an answer that may be longer, before its length is known
 CHARACTERS_PER_TOKEN = 4
-
-
-class Backend(Protocol):
-    """A ``Deployment``, or a Triton that somebody else runs."""
-
-    settings: Settings
-    limits: TextLimits
-    tokenizer: Tokenizer
-    context_length: int | None
-    admission: Admission
-
-    def generate(
-        self, request: Request, request_id: str | None = None, tenant: Tenant | None = None
-    ) -> Chunks:
-        """See ``cog_triton.generation.generate``."""
-
-    def close(self) -> None:
-        """End all requests with an error that asks to send them again; take no more."""
-
-    async def healthy(self) -> bool:
-        """Return whether a request would be answered now."""
+HISTOGRAMS = yaml.safe_load(Path(__file__).with_name("figures.yaml").read_text(encoding="utf-8"))
+TEXT = "As vLLM's of this name; see docs/openai.md."
+REFRESH_SECONDS = 1.0
+SERVICE = "cog-triton"
+logger = logging.getLogger(__name__)
+LAST_SECONDS = 2.0  # for requests that were ended by force to send their clients the error
+POLL_SECONDS = 0.05
 
 
 @dataclass
@@ -119,45 +109,148 @@ def current() -> Call:
     return CURRENT.get() or Call("", "")
 
 
+class Figures:
+    """Figures of calls, labelled with the model's own name, whichever was asked for."""
+
+    def __init__(self, model: str, admission: Admission, processes: int = 1) -> None:
+        self._registry = registry = queue_metrics(admission)
+        self._admission, self._model, self._processes = admission, model, processes
+
+        def vllm(kind: type[Any], name: str, **options: Any) -> Any:
+            figure = kind(f"vllm:{name}", TEXT, ["model_name"], registry=registry, **options)
+            return figure.labels(model)
+
+        self._observe: dict[str, Callable[[float], object]] = {
+            name: vllm(Histogram, name, buckets=bounds).observe
+            for name, bounds in HISTOGRAMS.items()
+        }
+        self.gap = self._observe["inter_token_latency_seconds"]
+        self._prompts = vllm(Counter, "prompt_tokens")
+        self._outputs = vllm(Counter, "generation_tokens")
+        self._running = vllm(Gauge, "num_requests_running", multiprocess_mode="livesum")
+        self._waiting = vllm(Gauge, "num_requests_waiting", multiprocess_mode="livesum")
+        labels = ["model_name", "finished_reason"]
+        self._success = Counter("vllm:request_success", TEXT, labels, registry=registry)
+        text = "Requests that failed, by the response's status and the error's code."
+        self._errors = Counter("cog_triton_errors", text, ["status", "code"], registry=registry)
+
+    def refresh(self) -> None:
+        self._running.set(self._admission.running)
+        self._waiting.set(self._admission.waiting)
+
+    async def keep_fresh(self) -> None:
+        """Refresh until cancelled, for the processes that are asked in place of this one."""
+        while True:
+            self.refresh()
+            await asyncio.sleep(REFRESH_SECONDS)
+
+    def text(self) -> bytes:
+        self.refresh()
+        registry = self._registry
+        if self._processes > 1:
+            registry = CollectorRegistry()
+            MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
+        return generate_latest(registry)
+
+    def ended(self, call: Call) -> None:
+        if call.status >= 400 or call.error:
+            self._errors.labels(str(call.status), call.error).inc()
+        if not call.finish_reasons:
+            return
+        for reason in call.finish_reasons:
+            self._success.labels(self._model, reason).inc()
+        self._prompts.inc(call.input_tokens)
+        self._outputs.inc(call.output_tokens)
+        observe = self._observe
+        observe["request_prompt_tokens"](call.input_tokens)
+        observe["request_generation_tokens"](call.output_tokens)
+        observe["e2e_request_latency_seconds"](call.seconds())
+        observe["request_queue_time_seconds"](call.queued)
+        if call.first_token is not None:
+            observe["time_to_first_token_seconds"](call.first_token)
+
+
+def tracing(endpoint: str | None) -> Callable[[Call, Headers], object]:
+    """Return the function that exports an ended call as a span below its client's ``traceparent``."""
+    if not endpoint:
+        return lambda *_: None
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.trace import SpanKind, StatusCode
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+    except ImportError as error:
+        logger.warning("no traces: %s (pip install cog-triton[otel])", error)
+        return lambda *_: None
+    named = Resource({"service.name": SERVICE}).merge(OTELResourceDetector().detect())
+    provider = TracerProvider(resource=named)
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    tracer = provider.get_tracer("cog_triton")
+
+    def export(call: Call, headers: Headers) -> None:
+        if not call.model:
+            return
+        end, values = time.time_ns(), attributes(call)
+        span = tracer.start_span(
+            f"{values['gen_ai.operation.name']} {call.model}",
+            context=TraceContextTextMapPropagator().extract(dict(headers)),
+            kind=SpanKind.SERVER,
+            attributes=values,
+            start_time=end - int(call.seconds() * 1e9),
+        )
+        if "error.type" in values:
+            span.set_status(StatusCode.ERROR)
+        span.end(end)
+
+    return export
+
+
+def attributes(call: Call) -> dict[str, Any]:
+    completes = call.path == "/v1/completions"
+    values = {
+        "gen_ai.operation.name": "text_completion" if completes else "chat",
+        "gen_ai.provider.name": SERVICE,
+        "gen_ai.request.model": call.model,
+        "gen_ai.response.model": call.model,
+        "gen_ai.response.finish_reasons": call.finish_reasons or None,
+        "gen_ai.usage.input_tokens": call.input_tokens,
+        "gen_ai.usage.output_tokens": call.output_tokens,
+        "gen_ai.response.time_to_first_chunk": call.first_token,
+        "error.type": call.error or (str(call.status) if call.status >= 400 else None),
+        "http.response.status_code": call.status,
+        "url.path": call.path,
+        "cog_triton.request_id": call.id,
+        "cog_triton.key": call.key.name or None,
+    }
+    return {name: value for name, value in values.items() if value is not None}
+
+
 @dataclass
 class Served:
-    """The state of one application.
+    """The state of one application."""
 
-    Attributes:
-        models: names of the model in requests; the first is its own.
-        busy: gets True when requests run, then False.
-        processes: that answer; the metrics directory has the figures of several.
-        draining: new requests are refused.
-    """
-
-    backend: Backend
-    models: tuple[str, ...]
-    busy: Callable[[bool], object] = lambda _: None
-    processes: int = 1
-    metrics_directory: str | None = None
+    backend: Deployment
+    models: Sequence[str]  # names of the model in requests; the first is its own
+    busy: Callable[[bool], object] = lambda _: None  # gets True when requests run, then False
     created: int = field(default_factory=lambda: int(time.time()))
-    draining: bool = False
+    draining: bool = False  # new requests are refused
     running: int = 0
 
-    @property
-    def settings(self) -> Settings:
-        return self.backend.settings
+    def __post_init__(self) -> None:
+        self.settings, processes = self.backend.settings, self.backend.settings.openai_workers
+        self.keys, self.quotas = configured_keys(self.settings), Quotas(processes)
+        self.figures = Figures(self.models[0], self.backend.admission, processes)
+        self.export = tracing(self.settings.otel_endpoint)
 
-    def now(self) -> int:
-        return int(time.time())
-
-    def token_ids(self) -> dict[str, Any]:
-        """Return the end and padding tokens of the settings, as arguments of a request."""
-        return {"end_id": self.settings.end_id, "pad_id": self.settings.pad_id}
-
-    def generate(self, requests: Sequence[Request], request_id: str) -> list[Chunks]:
+    def generate(self, requests: Sequence[Request]) -> list[Chunks]:
         """Start requests, under ids in Triton that begin with the client's, which may come again."""
-        name, call, sources = f"{request_id}-{secrets.token_hex(4)}", current(), []
-        for number, request in enumerate(requests):
-            own = f"{name}-{number}" if number else name
-            chunks = self.backend.generate(request, own, call.tenant(request))
-            sources.append(call.observed(chunks))
-        return sources
+        call, nonce, start = current(), secrets.token_hex(4), self.backend.generate
+        return [
+            call.observed(start(own, f"{call.id}-{nonce}-{number}", call.tenant(own)))
+            for number, own in enumerate(requests)
+        ]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -174,7 +267,7 @@ class Served:
 
     def only_model(self) -> str:
         """Return the model for a request that names none; where there are adapters, it has to."""
-        if (names := self.names) == self.models:
+        if (names := self.names) == tuple(self.models):
             return self.models[0]
         text = f"you must provide model: one of {', '.join(names)}"
         raise ApiError(400, text, param="model", code="missing_required_parameter")
@@ -208,14 +301,8 @@ class Served:
             await asyncio.sleep(POLL_SECONDS)
 
 
-async def _served(request: HttpRequest) -> Served:
-    served: Served = request.app.state.served
-    return served
-
-
-async def _request_id(request: HttpRequest) -> str:
-    return str(request.state.request_id)
+async def _served(request: HttpRequest) -> Any:
+    return request.app.state.served
 
 
 FromApp = Annotated[Served, Depends(_served)]
-RequestId = Annotated[str, Depends(_request_id)]

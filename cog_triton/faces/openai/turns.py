@@ -1,156 +1,137 @@
-"""A chat as every API here asks for it: its prompt, tools and request, and the reader of its answer."""
+"""A chat as every API here asks for it: its prompt, tools and request, and the parser of its answer."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from cog_triton.errors import shown
+from cog_triton.errors import is_unicode, shown
+from cog_triton.faces.openai import fields, parsing
 from cog_triton.faces.openai.errors import invalid
-from cog_triton.faces.openai.fields import (
-    UNKNOWN_CONTEXT,
-    AllowedTools,
-    ChatBody,
-    Message,
-    NamedTool,
-    TokenizeBody,
-    Tool,
-    guides,
-    sampling,
-)
-from cog_triton.faces.openai.parsing import (
-    CallStart,
-    Event,
-    Format,
-    Parser,
-    ReasoningParser,
-    format_of,
-)
 from cog_triton.faces.openai.served import Served
-from cog_triton.generation import Chunk
+from cog_triton.request.limits import UNKNOWN_TOKENS
 from cog_triton.request.request import Guide, GuideKind, Request
 from cog_triton.text.chat import render_chat
 from cog_triton.text.tokenizer import Tokenizer
 
+# OpenAI's; a template may name others.
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
-"""OpenAI's; a template may name others."""
-THINKING_SWITCH = "enable_thinking"
-"""The name that most templates have for it."""
+THINKING_SWITCH = "enable_thinking"  # in most templates
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """The use of tools that a chat asks for."""
+
+    offered: list[fields.Tool]
+    named: fields.Tool | None = None  # the only one that may be called
+    enforced: bool = False  # the answer has to be a call
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One chat to be answered.
+    """One chat to be answered."""
 
-    Attributes:
-        request: of the first answer.
-        known: format of the model's calls; None if it is offered no tools.
-        enforced: the answer has to be a call.
-        named: the answer has to be a call of one function.
-        thinks: the answer may begin with thoughts.
-    """
+    request: Request  # of the first answer
+    use: ToolUse
+    known: parsing.Format | None  # of the model's calls; None if it is offered no tools
+    thinks: bool  # the answer may begin with thoughts
 
-    request: Request
-    known: Format | None
-    enforced: bool
-    named: bool
-    thinks: bool
-
-    def reader(self, id_prefix: str = "call_") -> Reader:
-        """Return the reader of one answer, whose calls have ids with a prefix."""
-        parser = Parser()
-        if self.known is not None:
-            parser = self.known.parser(partial(self.known.new_id, id_prefix), guided=self.enforced)
-        return Reader(ReasoningParser(self.request.prompt, parser) if self.thinks else parser)
+    def parser(self, id_prefix: str = "call_") -> parsing.Parser:
+        """Return the parser of one answer, whose calls have ids with a prefix."""
+        prompt = self.request.prompt if self.thinks else None
+        if self.known is None:
+            return parsing.Parser(prompt)
+        new_id = partial(self.known.new_id, id_prefix)
+        return self.known.parser(new_id, prompt, guided=self.use.enforced)
 
 
-class Reader:
-    """Reads the chunks of one answer.
-
-    Attributes:
-        plain: all of the text is for the reader.
-        called: there has been a call.
-    """
-
-    def __init__(self, parser: Parser) -> None:
-        self.plain = type(parser) is Parser
-        self.called = False
-        self._parser = parser
-
-    def read(self, chunk: Chunk) -> list[Event]:
-        """Return the events that are certain with this chunk."""
-        events = self._parser.feed(chunk.text)
-        if chunk.finish_reason is not None:
-            events += self._parser.flush()
-        self.called = self.called or any(isinstance(event, CallStart) for event in events)
-        return events
-
-
-def chat_turn(body: ChatBody, served: Served) -> Turn:
-    """Return what a body asks for.
-
-    Raises:
-        ApiError, UserError: it asks for what cannot be had.
-    """
+def chat_turn(body: fields.ChatBody, served: Served) -> Turn:
+    """Return what a body asks for, or raise ApiError or UserError."""
     template = template_text(served.backend.tokenizer)
     use = tool_use(body)
-    known = format_of(template) if use.offered else None
+    known = parsing.format_of(template) if use.offered else None
     if use.offered and known is None:
         raise invalid("tools: the chat template of this model takes none", "tools")
-    values = sampling(body)
+    values = fields.sampling(body, served)
     if body.top_logprobs and not body.logprobs:
         raise invalid("top_logprobs is only allowed when logprobs is true", "top_logprobs")
     if known and use.enforced:
         # A response_format is that of a text, of which there will be none.
-        for name in guides(body):
+        for name in fields.guides(body):
             raise invalid(f"tool_choice and {name} contradict", "tool_choice")
         values["guide"] = call_guide(use, known, parallel=body.parallel_tool_calls is not False)
-    given = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    context = served.backend.context_length or fields.UNKNOWN_CONTEXT
+    most = (body.max_completion_tokens, body.max_tokens, context)
     request = Request(
         prompt=chat_prompt(body, served),
         add_special_tokens=bool(body.add_special_tokens),
-        adapter=served.adapter(body.model),
-        max_tokens=served.backend.context_length or UNKNOWN_CONTEXT if given is None else given,
+        max_tokens=next(tokens for tokens in most if tokens is not None),
         shown_tokens=known.marks if known else (),
-        **served.token_ids(),
         **values,
     )
-    thinks = ReasoningParser.CLOSING in template and request.guide is None
-    return Turn(request, known, use.enforced, use.named, thinks)
+    thinks = parsing.CLOSING in template and request.guide is None
+    return Turn(request, use, known, thinks)
 
 
-def chat_prompt(body: ChatBody | TokenizeBody, served: Served) -> str:
-    """Render the text that the model sees of a chat.
-
-    Raises:
-        ApiError: a message has a role that nobody knows, or lacks what its role must have; or an answer
-            cannot both be begun and be continued.
-    """
+def chat_prompt(body: fields.ChatBody | fields.TokenizeBody, served: Served) -> str:
+    """Render the text that the model sees of a chat."""
     if body.continue_final_message and body.add_generation_prompt:
-        raise invalid(
-            "continue_final_message and add_generation_prompt contradict; give one of them",
-            "continue_final_message",
-        )
+        text = "continue_final_message and add_generation_prompt contradict; give one of them"
+        raise invalid(text, "continue_final_message")
     tools, options = body.tools or [], body.chat_template_kwargs or {}
     template = template_text(served.backend.tokenizer)
-    if isinstance(body, ChatBody):
+    if isinstance(body, fields.ChatBody):
         tools = tool_use(body).offered
         options = effort_switches(body.reasoning_effort, template) | options
     return render_chat(
         served.backend.tokenizer,
-        [
-            _plain(message, f"messages[{n}]", template)
-            for n, message in enumerate(body.messages or [])
-        ],
+        [_plain(own, f"messages[{n}]", template) for n, own in enumerate(body.messages or [])],
         tools=[tool.model_dump(exclude_none=True) for tool in tools],
         add_generation_prompt=body.add_generation_prompt is not False,
         continue_final_message=bool(body.continue_final_message),
         kwargs=options,
         limits=served.backend.limits,
     )
+
+
+async def token_ids(served: Served, text: str, *, special: bool) -> list[int]:
+    """Return the token ids of a text, or refuse it; ``special``: with the tokens that begin a text."""
+    if not is_unicode(text):
+        raise invalid("the prompt must be valid Unicode; half of a surrogate pair is not")
+    served.backend.limits.check("the prompt", len(text))
+    tokenizer = served.backend.tokenizer
+    encoding = await asyncio.to_thread(tokenizer, text, add_special_tokens=special)
+    return list(encoding.input_ids)
+
+
+async def with_ids(request: Request, body: fields.Sampling, served: Served) -> Request:
+    """Return a request with its prompt as token ids, where a body asks for these or for a part of them."""
+    most = body.truncate_prompt_tokens
+    if not body.return_token_ids and most is None:
+        return request
+    ids, beginning = list(request.prompt_ids), list[int]()
+    if not ids:
+        special = request.add_special_tokens is not False
+        ids = await token_ids(served, request.prompt, special=special)
+        beginning = await token_ids(served, "", special=special)
+    if most is None:
+        return replace(request, prompt_ids=tuple(ids))
+    if most == -1:
+        context = served.backend.context_length or UNKNOWN_TOKENS
+        output = request.max_tokens if request.max_tokens < context else 1
+        most = context - output
+    # The tokens that begin a text stay.
+    kept = beginning[:most] if ids[: len(beginning)] == beginning else []
+    rest, most = ids[len(kept) :], most - len(kept)
+    if len(rest) > most:
+        rest = rest[:most] if body.truncation_side == "right" else rest[len(rest) - most :]
+    return replace(request, prompt="", prompt_ids=(*kept, *rest))
 
 
 def effort_switches(effort: str | None, template: str) -> dict[str, Any]:
@@ -165,7 +146,7 @@ def effort_switches(effort: str | None, template: str) -> dict[str, Any]:
     return {}
 
 
-def _plain(message: Message, place: str, template: str) -> dict[str, Any]:
+def _plain(message: fields.Message, place: str, template: str) -> dict[str, Any]:
     """Return a message as templates know it: a refusal is text."""
     role = message.role
     if role not in ROLES and f"'{role}'" not in template and f'"{role}"' not in template:
@@ -175,16 +156,11 @@ def _plain(message: Message, place: str, template: str) -> dict[str, Any]:
         where = f"{place}.tool_call_id"
         raise invalid(f"you must provide {where}", where, "missing_required_parameter")
     plain = message.model_dump(exclude_none=True, exclude={"refusal"})
-    content = plain.get("content")
-    if isinstance(content, list):
-        plain["content"] = [
-            {"type": "text", "text": part.get("refusal")}
-            if isinstance(part, dict) and part.get("type") == "refusal"
-            else part
-            for part in content
-        ]
-    elif not content and message.refusal:
+    if message.refusal and not plain.get("content"):
         plain["content"] = message.refusal
+    for part in plain["content"] if isinstance(plain.get("content"), list) else ():
+        if isinstance(part, dict) and part.get("type") == "refusal":
+            part |= {"type": "text", "text": part.pop("refusal", None)}
     return plain
 
 
@@ -194,66 +170,68 @@ def template_text(tokenizer: Tokenizer) -> str:
     return "\n".join(template.values()) if isinstance(template, dict) else str(template)
 
 
-@dataclass(frozen=True)
-class ToolUse:
-    """The tools that are offered to the model, and those that it may call; see ``Turn``."""
+def joined_text(content: Any, kinds: Collection[str], place: str, param: str | None = None) -> str:
+    """Return the text of a content, or refuse a part that is not of one of some kinds."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    for part in content:
+        if part.type not in kinds:
+            text = f"{place}: content of type {shown(part.type)} is not supported"
+            raise invalid(text, param)
+    return "\n".join(part.text or getattr(part, "refusal", None) or "" for part in content)
 
-    offered: list[Tool]
-    allowed: list[Tool]
-    enforced: bool = False
-    named: bool = False
+
+def function(**values: Any) -> dict[str, Any]:
+    """Return a function as chats have it: that of a tool, of a choice, or of a call."""
+    return {"type": "function", "function": values}
 
 
-def tool_use(body: ChatBody) -> ToolUse:
-    """Return the use of tools that ``tools`` and ``tool_choice`` ask for.
-
-    Raises:
-        ApiError: a tool may be called, and there is none of that name, or none at all.
-    """
+def tool_use(body: fields.ChatBody) -> ToolUse:
+    """Return the use of tools that ``tools`` and ``tool_choice`` ask for."""
     tools, choice = body.tools or [], body.tool_choice
     if choice is None or choice == "auto":
-        return ToolUse(tools, tools)
+        return ToolUse(tools)
     if choice == "none":
-        return ToolUse([], [])
+        return ToolUse([])
     if not tools:
         raise invalid("tool_choice is only allowed when tools are given", "tool_choice")
     if choice == "required":
-        return ToolUse(tools, tools, enforced=True)
-    named = choice.allowed_tools.tools if isinstance(choice, AllowedTools) else [choice]
-    names = [tool.function.name for tool in named]
+        return ToolUse(tools, enforced=True)
+    allowed = choice.allowed_tools.tools if isinstance(choice, fields.AllowedTools) else [choice]
+    names = [tool.function.name for tool in allowed]
     for name in names:
         if all(tool.function.name != name for tool in tools):
             raise invalid(f"tool_choice names no tool: {name}", "tool_choice")
     chosen = [tool for tool in tools if tool.function.name in names]
-    if isinstance(choice, NamedTool):
-        return ToolUse(tools, chosen, enforced=True, named=True)
-    return ToolUse(chosen, chosen, enforced=choice.allowed_tools.mode == "required")
+    if isinstance(choice, fields.NamedTool):
+        return ToolUse(tools, chosen[0], enforced=True)
+    return ToolUse(chosen, enforced=choice.allowed_tools.mode == "required")
 
 
-def call_guide(use: ToolUse, known: Format, *, parallel: bool) -> Guide:
-    """Return the JSON schema of the calls: a list of them, or one call of a named tool.
-
-    Raises:
-        ApiError: the schema of a tool's parameters is nested too deep.
-    """
-    definitions: dict[str, Any] = {}
-    try:
-        calls = [_call_schema(tool, known.arguments, definitions) for tool in use.allowed]
-        schema = calls[0] if len(calls) == 1 else {"anyOf": calls}
-        if not use.named:
-            most = {} if parallel else {"maxItems": 1}
-            schema = {"type": "array", "items": schema, "minItems": 1, **most}
-        text = json.dumps({**schema, "$defs": definitions} if definitions else schema)
-    except RecursionError:
-        raise invalid("tools: the parameters' schema is nested too deep", "tools") from None
+def call_guide(use: ToolUse, known: parsing.Format, *, parallel: bool) -> Guide:
+    """Return the JSON schema of the calls: a list of them, or one call of a named tool."""
+    tools, definitions = [use.named] if use.named else use.offered, dict[str, Any]()
+    calls = [_call_schema(tool, known.arguments, definitions) for tool in tools]
+    schema = calls[0] if len(calls) == 1 else {"anyOf": calls}
+    if not use.named:
+        most = {} if parallel else {"maxItems": 1}
+        schema = {"type": "array", "items": schema, "minItems": 1, **most}
+    text = json.dumps({**schema, "$defs": definitions} if definitions else schema)
     return Guide(GuideKind.JSON_SCHEMA, text)
 
 
-def _call_schema(tool: Tool, arguments: str, definitions: dict[str, Any]) -> dict[str, Any]:
+def _call_schema(tool: fields.Tool, arguments: str, definitions: dict[str, Any]) -> dict[str, Any]:
     """Return the schema of a tool's call; one whose parts refer to each other moves to ``definitions``."""
     parameters = tool.function.parameters or {"type": "object", "properties": {}}
     name = f"tool{len(definitions)}"
-    moved = _rebased(parameters, f"#/$defs/{name}")
+
+    def rebased(schema: dict[str, Any]) -> dict[str, Any]:
+        place = schema.get("$ref")
+        if isinstance(place, str) and place[:2] in ("#", "#/"):
+            schema["$ref"] = f"#/$defs/{name}{place[1:]}"
+        return schema
+
+    moved = json.loads(json.dumps(parameters), object_hook=rebased)
     if moved != parameters:
         definitions[name], parameters = moved, {"$ref": f"#/$defs/{name}"}
     return {
@@ -261,18 +239,4 @@ def _call_schema(tool: Tool, arguments: str, definitions: dict[str, Any]) -> dic
         "properties": {"name": {"const": tool.function.name}, arguments: parameters},
         "required": ["name", arguments],
         "additionalProperties": False,
-    }
-
-
-def _rebased(schema: Any, root: str) -> Any:
-    """Return a schema whose references to parts of itself begin at ``root``, where it now is."""
-    if isinstance(schema, list):
-        return [_rebased(part, root) for part in schema]
-    if not isinstance(schema, dict):
-        return schema
-    return {
-        key: root + part[1:]
-        if key == "$ref" and isinstance(part, str) and part[:2] in ("#", "#/")
-        else _rebased(part, root)
-        for key, part in schema.items()
     }

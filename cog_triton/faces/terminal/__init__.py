@@ -1,8 +1,7 @@
 """The output of ``make serve`` and ``make predict`` in a terminal or a pipe, and Ctrl-C there.
 
-This file imports little, so that Ctrl-C can be in force before anything else is imported. The room may
-import settings, errors and server. After a change: pytest tests/unit/faces/test_terminal.py
-tests/integration/test_terminal.py
+This file imports little, so that Ctrl-C can be in force before anything else. Imports errors and server.
+After a change: pytest tests/unit/faces/test_terminal.py tests/integration/test_terminal.py
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def end_at_once_on_signals(before: Callable[[], str] = lambda: "\n") -> None:
     """Make Ctrl-C, SIGTERM and SIGHUP end this process and all that it started, with 128 plus the signal.
 
-    Args:
-        before: returns the text before "stopped" on a terminal, which shows ^C there.
+    On a terminal, which shows ^C, the text of ``before`` comes before the "stopped".
     """
 
     def end(number: int, _: object) -> None:

@@ -1,4 +1,4 @@
-"""Cog's server from its start to the end of all that it started.
+"""Cog's server from its start to the end of all that it started, and its log for a person or a machine.
 
 The first signal lets running predictions end, for a bounded time; the second, or one during the start, ends
 everything at once.
@@ -13,46 +13,158 @@ import logging
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
 from functools import partial
-from pathlib import Path
+from typing import Any, TextIO
 
 from cog_triton.faces.terminal import ENDING
-from cog_triton.faces.terminal.report import BOLD, Line, LogReader, Report
 from cog_triton.server.guard import adopt_orphans, kill_and_clean, signal_with_parent, sweep
 from cog_triton.server.log import describe_status
 
-STOP_MARGIN_SECONDS = 5.0
-"""Beyond what tritonserver may take to stop: for Cog's server and its worker."""
+STOP_MARGIN_SECONDS = 5.0  # for Cog's server and its worker, beyond what tritonserver may take
+CLEAR_LINE = "\r\x1b[K"
+BOLD, DIM, RED, YELLOW = 1, 2, 31, 33
+_LEVELS = {"TRACE": 5, "DEBUG": 10, "INFO": 20, "WARN": 30, "ERROR": 40}
+_OF_LOGGING = {"WARNING": "WARN", "CRITICAL": "ERROR"}
+_LABELS = {"WARN": (YELLOW, "warning:"), "ERROR": (RED, "error:")}
+_LOGGED = re.compile(r"(DEBUG|INFO|WARNING|ERROR|CRITICAL) ([\w.]+): (.*)", re.DOTALL)
+_NO_WARNING = re.compile(r"predict\(\) is deprecated")  # the name that the project keeps
+# What Cog's server puts before the text of an error: words of its own, and the exception's class.
 WRAPPING = re.compile(r".*setup failed: (\w+: )?", re.DOTALL)
-"""What Cog's server puts before the text of an error: words of its own, and the exception's class."""
+# The error that ends the start repeats these.
+_REPEATED = re.compile(
+    r"Failed to create instance|failed to load '|'[^']+' depends on '[^']+' which has no loaded version"
+)
+# A line of Triton: the place in its source, and then the first line of a text, which may be quoted.
+_OF_TRITON = re.compile(r'(?:\w+\.cc:\d+\] )?("?)(.*?)(?:\\n.*)?\1', re.DOTALL)
+Line = dict[str, Any]  # of a log, as coglet writes it
+
+
+def line_of(level: str, name: str, text: str) -> Line:
+    time = datetime.now(timezone.utc).isoformat().replace("+00:00", "Z")
+    level = _OF_LOGGING.get(level, level)
+    return {"timestamp": time, "level": level, "fields": {"message": text}, "target": name}
+
+
+class LogReader:
+    """Read coglet's lines in their order: JSON, and in some a line that the worker printed or logged."""
+
+    _level = "INFO"  # of the worker's last line that had one
+
+    def read(self, raw: str) -> Line:
+        """Parse a line. One without a level continues the one before; one that is not JSON is Python's."""
+        try:
+            line: Line = json.loads(raw)
+            fields, text = line["fields"], line["fields"]["message"]
+        except (ValueError, KeyError, TypeError):
+            return line_of("INFO", "python", raw)
+        if _NO_WARNING.search(text):
+            line["level"] = "INFO"
+        logged = _LOGGED.match(text)
+        if "source" in fields or (logged and line.get("target") == "coglet::user"):  # after setup
+            if logged:
+                level, line["target"], fields["message"] = logged.groups()
+                self._level = _OF_LOGGING.get(level, level)
+            elif self._level in _LABELS:
+                line["target"] = ""
+            line["level"] = self._level
+        return line
+
+
+class Report(logging.Handler):
+    """Lines for a person: warnings, errors, and the progress of this package; all of them at level DEBUG.
+
+    With ``machine`` each is an object of JSON; with ``passing`` the next one replaces a line of progress.
+    Colours are for terminals, but for NO_COLOR (https://no-color.org) and TERM=dumb.
+    """
+
+    _in_progress = False  # such a line is shown
+
+    def __init__(
+        self, stream: TextIO, env: Mapping[str, str], machine: bool = False, passing: bool = False
+    ) -> None:
+        super().__init__(logging.INFO)
+        self._stream, self.machine, self._passing = stream, machine, passing
+        self._terminal = stream.isatty()
+        plain = env.get("NO_COLOR") or env.get("TERM") == "dumb"
+        self._colour = self._terminal and not plain
+
+    def paint(self, code: int, text: str) -> str:
+        return f"\x1b[{code}m{text}\x1b[0m" if self._colour and text else text
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.add(line_of(record.levelname, record.name, record.getMessage()))
+
+    def add(self, line: Line) -> None:
+        level, name, text = line["level"], line["target"], line["fields"]["message"]
+        if _LEVELS.get(level, logging.INFO) < self.level:
+            return
+        if self.machine:
+            self.write(json.dumps(line, ensure_ascii=False))
+        elif self.level <= logging.DEBUG:
+            self.write(f"{level:5} {name + ': ' if name else ''}{text}")
+        elif level in _LABELS:
+            if name != "tritonserver":
+                self.write(self._labelled(level, text) if name else text)
+            elif not _REPEATED.search(text):
+                brief = _OF_TRITON.fullmatch(text)
+                self.write(self._labelled(level, brief[2] if brief else text))
+        elif name.partition(".")[0] == "cog_triton":
+            if self._passing:
+                self.show(text)
+            else:
+                self.write(self.paint(DIM, text))
+
+    def say(self, text: str, level: str = "INFO") -> None:
+        if self.machine:
+            self.add(line_of(level, "cog_triton.serve", text))
+        else:
+            self._in_progress = self._terminal  # which has shown ^C at the beginning of the line
+            self.write(self._labelled(level, text))
+
+    def write(self, text: str, end: str = "\n") -> None:
+        """Write a text in place of a line of progress."""
+        start, self._in_progress = CLEAR_LINE if self._in_progress else "", False
+        with contextlib.suppress(OSError):  # the reader has gone
+            print(start + text, end=end, file=self._stream, flush=True)
+
+    def show(self, text: str) -> None:
+        """Show a line of progress, on a terminal."""
+        if self._terminal:
+            self._in_progress = True
+            width = shutil.get_terminal_size().columns - 1
+            self.write(self.paint(DIM, text[:width]), end="")
+            self._in_progress = True
+
+    def clear(self) -> bool:
+        """Remove that line; return whether there was one."""
+        shown = self._in_progress
+        self.write("", end="")
+        return shown
+
+    def _labelled(self, level: str, text: str) -> str:
+        return f"{self.paint(*_LABELS[level])} {text}" if level in _LABELS else text
 
 
 class Serving:
-    """Cog's server as a process group of its own, whose log goes to a report.
-
-    Args:
-        stop_seconds: that tritonserver may take to stop.
-    """
+    """Cog's server as a process group of its own, whose log goes to a report."""
 
     _server: subprocess.Popen[bytes]
     _deadline: asyncio.TimerHandle | None = None
 
     def __init__(self, report: Report, url: str, stop_seconds: float) -> None:
         self._report, self._url = report, url
-        self._stop_seconds = stop_seconds
+        self._stop_seconds = stop_seconds  # of tritonserver
         self._stage = "starting"  # then "ready", "stopping" or "failed"
         self._interrupted = False
-        self._last = ""  # of Python's lines: why the server ended, if it does
-        self._error = ""
+        self._last = self._error = ""  # of Python's lines, and of Cog's: why the server ended
 
-    async def run(self, command: Sequence[str], environ: Mapping[str, str], directory: Path) -> int:
-        """Run the server until it, and all that it started, has ended; return the exit status.
-
-        That is 130 after Ctrl-C, 0 after SIGTERM, and 1 if the server could not be set up.
-        """
+    async def run(self, command: Sequence[str], environ: Mapping[str, str]) -> int:
+        """Run the server until all that it started has ended; return 130 after Ctrl-C, 1 after an error."""
         adopt_orphans()  # to wait for them
         self._loop, self._ended = asyncio.get_running_loop(), asyncio.Event()
         for number in ENDING:
@@ -60,7 +172,6 @@ class Serving:
         self._loop.add_signal_handler(signal.SIGCHLD, self._reap)
         self._server = subprocess.Popen(
             command,
-            cwd=directory,
             env=environ,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -78,25 +189,25 @@ class Serving:
             return 128 + signal.SIGINT
         if self._stage == "failed":
             ended = f"Cog's server ended {describe_status(self._server.returncode)}"
-            why = f": {self._last}" if self._last else ""
-            self._report.say(self._error or ended + why, logging.ERROR)
+            self._report.say(self._error or ": ".join(filter(None, [ended, self._last])), "ERROR")
         return int(self._stage == "failed")
 
     def _note(self, line: Line) -> None:
-        if line.msg == "Worker initialization failed":
+        fields, text = line["fields"], line["fields"]["message"]
+        if text == "Worker initialization failed":
             # The server may have ended, and been noticed, before this was read.
             if self._stage in ("starting", "failed"):
                 self._stage = "failed"
-                self._error = WRAPPING.sub("", str(line.fields.get("error", line.msg)), 1)
+                self._error = WRAPPING.sub("", fields.get("error", text), 1)
                 self._stop()
-        elif (seconds := line.fields.get("stops_within")) is not None:  # the front, on SIGTERM
-            self._end_after(seconds)
-            self._report.say(f"{line.msg}; Ctrl-C again stops at once")
-        elif line.msg != "Setup failed":  # again, without a reason
-            if line.name == "python" and line.msg.strip():
-                self._last = line.msg
-            self._report.emit(line)
-            if line.msg == "Setup complete, now accepting requests" and self._stage == "starting":
+        elif "stops_within" in fields:  # the front, on SIGTERM
+            self._end_after(fields["stops_within"])
+            self._report.say(f"{text}; Ctrl-C again stops at once")
+        elif text != "Setup failed":  # again, without a reason
+            if line["target"] == "python" and text.strip():
+                self._last = text
+            self._report.add(line)
+            if text == "Setup complete, now accepting requests" and self._stage == "starting":
                 self._stage = "ready"
                 self._say_ready()
 
@@ -120,14 +231,12 @@ class Serving:
         self._deadline = self._loop.call_later(seconds, self._end_at_once)
 
     def _end_at_once(self) -> None:
-        """Kill what descends from this process, and remove what it left, and what had ended before."""
         if self._stage != "failed":
             self._stage = "stopping"
         kill_and_clean()
         sweep()
 
     def _reap(self) -> None:
-        """Take the statuses of what has ended."""
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 if ended[0] == self._server.pid:
@@ -141,10 +250,11 @@ class Serving:
         self._ended.set()
 
     def _say_ready(self) -> None:
-        if (style := self._report.style) is None:
+        if self._report.machine:
             self._report.say(f"ready: {self._url}")
             return
         header = shlex.quote("Content-Type: application/json")
         body = shlex.quote(json.dumps({"input": {"prompt": "What is machine learning?"}}))
-        self._report.write(f"{style.paint(BOLD, 'ready:')} {self._url} (Ctrl-C stops it); try")
+        ready = self._report.paint(BOLD, "ready:")
+        self._report.write(f"{ready} {self._url} (Ctrl-C stops it); try")
         self._report.write(f"  curl -s {self._url}/predictions -H {header} -d {body}")

@@ -1,81 +1,166 @@
-"""The end of a running server, without a server."""
+"""The supervisor, with servers that are not processes; tests/integration/test_recovery.py has real ones."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import threading
+import errno
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any, cast
 
 import pytest
 
-from cog_triton.deployment.running import RunningServer
+from cog_triton.deployment import running as module
+from cog_triton.deployment.running import Supervisor
+from cog_triton.errors import ConfigurationError, TritonStartError, TritonUnavailable
+from cog_triton.settings import Settings, read_settings
 
 
 class FakeServer:
-    """Ends when the event is set."""
-
-    end = "it was killed"
+    """Runs until ``end`` is set."""
 
     def __init__(self) -> None:
-        self.killed = threading.Event()
+        self.end = asyncio.Event()
 
-    def wait(self) -> None:
-        self.killed.wait()
-
-
-class SilentClient:
-    """Runs nothing."""
-
-    def silence(self) -> float:
-        return 0.0
+    async def ended(self) -> str:
+        await self.end.wait()
+        return "it was killed\nand more"
 
 
-def running(server: FakeServer) -> RunningServer:
-    parts: list[Any] = [server, SilentClient(), None, contextlib.ExitStack(), 0.0]
-    return RunningServer(*parts)
+class Starter:
+    """Starts servers while its gate is open; some attempts fail."""
+
+    def __init__(self, *failing: int, cause: OSError | None = None) -> None:
+        self.servers: list[FakeServer] = []
+        self.attempts = 0
+        self.timeouts: list[float] = []
+        self._failing, self._cause = failing, cause
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    @asynccontextmanager
+    async def __call__(self, settings: Settings) -> AsyncIterator[FakeServer]:
+        self.timeouts.append(settings.start_timeout)
+        await self.gate.wait()
+        self.attempts += 1
+        if self.attempts in self._failing:
+            error = ConfigurationError if self._cause else TritonStartError
+            raise error(f"attempt {self.attempts}") from self._cause
+        self.servers.append(FakeServer())
+        yield self.servers[-1]
 
 
-def test_the_end_has_its_reason() -> None:
-    async def test() -> None:
-        server = FakeServer()
-        ended = asyncio.create_task(running(server).ended())
+def run(
+    starter: Callable[[], Starter], test: Callable[[Starter, Any], Awaitable[None]], **options: Any
+) -> None:
+    """Run a test with a supervisor that has started its first server."""
+
+    async def supervised() -> None:
+        start = starter()
+        given = {"restarts": 3, "restart_window": 60.0, **options}
+        settings = read_settings({}).model_copy(update=given)
+        supervisor = Supervisor(settings, cast(Any, start))
+        await supervisor.start()
+        await test(start, supervisor)
+        await supervisor.stop()
+        assert supervisor.running is None
+
+    asyncio.run(asyncio.wait_for(supervised(), 30))
+
+
+@pytest.fixture(autouse=True)
+def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "FIRST_PAUSE", 0.0)
+
+
+def test_ends_before_the_window_do_not_count() -> None:
+    async def test(starter: Starter, supervisor: Any) -> None:
+        while len(starter.servers) < 4:
+            server = supervisor.running
+            await asyncio.sleep(0.05)
+            server.end.set()
+            await supervisor.after(server, 10)
+
+    run(Starter, test, restarts=1, restart_window=0.04)
+
+
+@pytest.mark.parametrize(("longest", "expected"), [(0.0, 300), (3, 60), (9, 90), (40, 300)])
+def test_a_restart_gets_ten_times_what_the_longest_start_took(
+    longest: float, expected: float
+) -> None:
+    async def test(starter: Starter, supervisor: Any) -> None:
+        supervisor.longest_start = longest
+        supervisor.running.end.set()
+        await supervisor.after(supervisor.running, 10)
+        assert starter.timeouts == [300, expected]
+
+    run(Starter, test)
+
+
+def test_waiting_for_a_server_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "NOTICE_SECONDS", 0.01)
+
+    async def test(starter: Starter, supervisor: Any) -> None:
+        first = supervisor.running
+        assert await supervisor.after(first, 10) is first, "it turned out to be well"
+        starter.gate.clear()
+        first.end.set()
+        with pytest.raises(TritonUnavailable, match=r"not back after 0\.05 s"):
+            await supervisor.after(first, 0.05)
+        starter.gate.set()
+        await supervisor.after(first, 10)
+
+    run(Starter, test)
+
+
+@pytest.mark.parametrize(
+    ("attempts", "cause", "expected"),
+    [
+        (9, None, [0, 0.5, 1, 2, 4, 8, 16, 30, 30]),
+        (1200, OSError(errno.ENOSPC, "full"), [0, 0.5, 1, 2, 4, *[5] * 1195]),
+    ],
+)
+def test_pauses_grow_with_failed_starts_and_a_full_disk_is_waited_for(
+    attempts: int, cause: OSError | None, expected: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+
+    async def test(starter: Starter, supervisor: Any) -> None:
+        first = supervisor.running
+        first.end.set()
+        monkeypatch.setattr(asyncio, "sleep", sleep)
+        assert await supervisor.after(first, 10) is starter.servers[1]
+        monkeypatch.undo()
+
+    monkeypatch.setattr(module, "FIRST_PAUSE", 0.5)
+    failing = range(2, attempts + 1)
+    run(lambda: Starter(*failing, cause=cause), test, restarts=1 if cause else attempts)
+    assert pauses == expected
+
+
+@pytest.mark.parametrize("steps", range(12))
+def test_a_waiting_request_can_be_cancelled_at_the_moment_of_a_start(steps: int) -> None:
+    async def wait_and_continue(supervisor: Any) -> None:
+        await supervisor.after(None, 10)
+        await asyncio.sleep(60)
+
+    async def test(starter: Starter, supervisor: Any) -> None:
+        starter.gate.clear()
+        starter.servers[0].end.set()
+        while supervisor.running is not None:
+            await asyncio.sleep(0)
+        waiting = asyncio.create_task(wait_and_continue(supervisor))
         await asyncio.sleep(0.01)
-        server.killed.set()
-        assert await asyncio.wait_for(ended, 10) == "it was killed"
-
-    asyncio.run(test())
-
-
-@pytest.mark.parametrize("steps", range(6))
-def test_the_watch_can_be_cancelled_at_the_moment_of_the_end(steps: int) -> None:
-    """Else a server that is stopped just when it dies is started again, and the stop never ends."""
-
-    async def test() -> None:
-        server, begun = FakeServer(), asyncio.Event()
-        loop = asyncio.get_running_loop()
-        watching = asyncio.create_task(_watch(running(server)))
-        await asyncio.sleep(0.01)
-        call = loop.call_soon_threadsafe
-
-        def note(callback: Any, *arguments: Any) -> Any:
-            handle = call(callback, *arguments)
-            call(begun.set)
-            return handle
-
-        cast("Any", loop).call_soon_threadsafe = note
-        server.killed.set()
-        while not begun.is_set():
+        starter.gate.set()
+        while supervisor.running is None:
             await asyncio.sleep(0)
         for _ in range(steps):
             await asyncio.sleep(0)
-        watching.cancel()
-        await asyncio.wait([watching], timeout=1)
-        assert watching.cancelled()
+        waiting.cancel()
+        await asyncio.wait([waiting], timeout=10)
+        assert waiting.cancelled()
 
-    asyncio.run(test())
-
-
-async def _watch(server: RunningServer) -> None:
-    await server.ended()
-    await asyncio.sleep(60)
+    run(Starter, test)

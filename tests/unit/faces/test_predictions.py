@@ -1,23 +1,32 @@
-"""The predictions that run, their cancels and directories, and the messages between two processes."""
+"""Which requests reach Cog's server, the predictions that run, and the health routes."""
 
 from __future__ import annotations
 
 import asyncio
-import signal
-import subprocess
-import sys
-import textwrap
+import contextlib
+import json
+import time
 from pathlib import Path
+from typing import Any
+from unittest.mock import AsyncMock
 
+import httpx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from cog_triton.faces.cog import live_stream
 from cog_triton.faces.cog import predictions as module
-from cog_triton.faces.cog.predictions import VARIABLE, Predictions
-from tests.support import wait_until
+from cog_triton.faces.cog.front import Front
+from cog_triton.faces.cog.predictions import VARIABLE, Passage, Predictions, fields_of
+from cog_triton.settings import read_settings
+from cog_triton.web import Refusal
+from cog_triton.web.server import bound
+from tests.support import run_until_killed, wait_until
+
+pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv(VARIABLE, "")
     monkeypatch.setattr(module, "REMOVE_SECONDS", 0.0)
@@ -29,185 +38,163 @@ def predictions(base: Path) -> Predictions:
     return Predictions(base)
 
 
-async def removed(path: Path) -> bool:
-    for _ in range(20):
-        await asyncio.sleep(0.005)
-        if not path.exists():
-            return True
-    return False
+async def is_there(predictions: Predictions, directory: Path) -> bool:
+    """Whether a directory is there once all that are to be removed are."""
+    for _ in range(3):
+        await asyncio.sleep(0)
+    await asyncio.wrap_future(predictions._remover.submit(int))
+    return directory.exists()
+
+
+def check(method: str, target: str, body: bytes = b"") -> Passage:
+    predictions = Predictions.__new__(Predictions)  # which has no files
+    predictions.inputs, predictions.draining = [], False
+    return predictions.check(method, target, body)
+
+
+@given(st.text())
+def test_an_id_that_passes_names_a_directory_of_its_own(identifier: str) -> None:
+    with contextlib.suppress(Refusal):
+        check("POST", "/predictions", json.dumps({"id": identifier}).encode())
+        assert Path("/base", identifier).resolve().parent == Path("/base")
+
+
+@pytest.mark.parametrize(
+    ("method", "target", "body", "starts", "cancels"),
+    [
+        ("GET", "/health-check", b"", None, None),
+        ("POST", "/shutdown", b"", None, None),
+        ("GET", "/predictions/x", b"", None, None),
+        ("PUT", "/predictions/x", b"", "x", None),
+        ("PUT", "/trainings/%61b?c", b"", "ab", None),
+        ("POST", "/predictions", b'{"id": "mine", "input": {}}', "mine", None),
+        ("POST", "/predictions/%61b/cancel", b"", None, "ab"),
+        ("GET", "/predictions/%61b/cancel", b"", None, None),
+    ],
+)
+def test_what_passes_unchanged(
+    method: str, target: str, body: bytes, starts: str | None, cancels: str | None
+) -> None:
+    assert check(method, target, body) == Passage(method, target, body, starts, cancels)
+
+
+@pytest.mark.parametrize("body", [b'{"id": ', b'"id"' + b"[" * 100_000, b'{"id": "\xff"}', b"x"])
+def test_a_body_that_is_not_json(body: bytes) -> None:
+    with pytest.raises(Refusal) as refusal:
+        fields_of(body)
+    assert refusal.value.status == 400
+    assert len(refusal.value.detail) < 300
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "state", "well"),
+    [
+        ("ready", "READY", {}, True),
+        ("ready", "BUSY", {"busy_for": 9.0}, True),
+        ("ready", "BUSY", {"busy_for": 10.1}, False),
+        ("ready", "READY", {"draining": True}, False),
+        *(("ready", status, {}, False) for status in ("STARTING", "UNHEALTHY", None)),
+        *(("live", status, {}, True) for status in ("READY", "UNHEALTHY")),
+        *(("live", status, {}, False) for status in ("DEFUNCT", None)),
+        ("live", "READY", {"worker_ended": True}, False),
+        ("live", None, {"draining": True}, True),
+    ],
+)
+async def test_health(path: str, status: str | None, state: dict[str, Any], well: bool) -> None:
+    front = Front(bound("127.0.0.1", 0), read_settings({"BUSY_TIMEOUT": "10"}))
+    front.predictions.progress = time.monotonic() - state.get("busy_for", 0.0)
+    front.predictions.draining = draining = state.get("draining", False)
+    front._busy_since, front._worker_ended = 1.0, state.get("worker_ended", False)
+    vars(front)["ask"] = AsyncMock(return_value=status and {"status": status})
+    transport = httpx.ASGITransport(front)
+    async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+        reply = await client.get(f"/health/{path}")
+    front.predictions.remove_all()
+    assert reply.json()["status"] == (status or "UNKNOWN")
+    assert reply.status_code == (200 if well else 503)
+    assert ("connection" in reply.headers) == draining
 
 
 @pytest.mark.parametrize("status", [200, 409, 0])
-def test_a_directory_goes_when_its_prediction_has_ended(
+async def test_a_directory_goes_when_the_last_request_of_its_prediction_has_ended(
     predictions: Predictions, base: Path, status: int
 ) -> None:
-    async def test() -> None:
+    async def request(ending: asyncio.Event) -> None:
         predictions.begin("x")
-        assert not await removed(base / "x")
-        assert predictions.left() == "1 prediction"
-        assert not await predictions.idle_within(0.01)
+        await ending.wait()
         predictions.end("x", status)
-        assert predictions.left() == ""
-        assert await removed(base / "x")
 
-    asyncio.run(test())
+    ends = asyncio.Event(), asyncio.Event()
+    first, second = (asyncio.create_task(request(end)) for end in ends)
+    await asyncio.sleep(0)  # both have begun
+    ends[0].set()
+    await first
+    assert predictions.left() == "1 prediction"
+    assert await is_there(predictions, base / "x")
+    ends[1].set()
+    await second
+    assert predictions.left() == ""
+    assert not await is_there(predictions, base / "x")
 
 
 @pytest.mark.parametrize("over_first", [True, False])
-def test_an_asynchronous_prediction_runs_until_the_predictor_says_that_it_has_ended(
+async def test_an_asynchronous_prediction_runs_until_the_predictor_says_that_it_has_ended(
     predictions: Predictions, base: Path, over_first: bool
 ) -> None:
-    async def test() -> None:
-        predictions.receive("hello", "prompt")
-        predictions.begin("x")
-        if over_first:
-            predictions.receive("ended", "x")
-        predictions.end("x", 202)
-        assert predictions.runs("x") != over_first
-        assert await removed(base / "x") == over_first
+    predictions.receive("hello", "prompt")
+    predictions.begin("x")
+    if over_first:
         predictions.receive("ended", "x")
-        predictions.receive("ended", "unknown")
-        assert await removed(base / "x")
-        assert not predictions.runs("x")
+    predictions.end("x", 202)
+    assert predictions.runs("x") != over_first
+    assert await is_there(predictions, base / "x") != over_first
+    predictions.receive("ended", "x")
+    predictions.receive("ended", "unknown")
+    assert not predictions.runs("x")
+    assert not await is_there(predictions, base / "x")
 
-    asyncio.run(test())
 
-
-def test_a_predictor_that_does_not_listen_is_not_waited_for(
-    predictions: Predictions, base: Path
+async def test_what_a_killed_server_leaves_is_removed_by_the_next(
+    predictions: Predictions, base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def test() -> None:
-        predictions.begin("x")
-        predictions.end("x", 202)
-        assert not predictions.runs("x")
-        assert not await removed(base / "x"), "it may still run"
-
-    asyncio.run(test())
-    predictions.remove_all()
-    assert not (base / "x").exists()
-
-
-def test_a_directory_stays_while_another_request_uses_it(
-    predictions: Predictions, base: Path
-) -> None:
-    async def request(seconds: float) -> None:
-        predictions.begin("x")
-        await asyncio.sleep(seconds)
-        predictions.end("x", 200)
-
-    async def test() -> None:
-        longer = asyncio.create_task(request(0.3))
-        await asyncio.create_task(request(0))
-        assert not await removed(base / "x")
-        await longer
-        assert await removed(base / "x")
-
-    asyncio.run(test())
-
-
-def test_others_that_run(predictions: Predictions) -> None:
-    async def test() -> None:
-        predictions.receive("busy")
-        predictions.begin("x")
-        predictions.begin("y")
-        assert predictions.left() == "2 predictions and requests of another face"
-        predictions.receive("idle")
-        assert predictions.left() == "2 predictions"
-
-    asyncio.run(test())
-
-
-def test_what_a_killed_server_leaves_is_removed_by_the_next(
-    predictions: Predictions, base: Path
-) -> None:
-    code = """
-        import asyncio, os, signal, sys
+    run_until_killed(
+        f"""
+        import asyncio, os, signal
         from pathlib import Path
         from cog_triton.faces.cog.predictions import Predictions
 
         async def begin():
-            Predictions(Path(sys.argv[1])).begin("left")
+            Predictions(Path({str(base)!r})).begin("left")
 
         asyncio.run(begin())
         os.kill(os.getpid(), signal.SIGKILL)
-    """
-    command = [sys.executable, "-c", textwrap.dedent(code), str(base)]
-    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+        """
+    )
     assert (base / "left").exists()
     (base / "of_others" / "outputs").mkdir(parents=True)
-
-    async def begin() -> None:
-        predictions.begin("running")
-
-    asyncio.run(begin())
-    Predictions(base)
+    predictions.begin("running")
+    # The server's process id means nothing in another container that shares the directory.
+    monkeypatch.setattr(module, "process_name", lambda _: "1_1")
+    other = Predictions(base)
     wait_until(lambda: not (base / "left").exists(), 10, "the removal")
     assert sorted(path.name for path in base.iterdir()) == ["of_others", "running"]
+    other.remove_all()
+    predictions.remove_all()
+    wait_until(lambda: not list(base.parent.glob("*.lock")), 10, "the removal of all locks")
 
 
-def test_cancels_reach_a_predictor_that_listens(
+async def test_cancels_reach_a_predictor_that_listens(
     predictions: Predictions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: list[tuple[str, ...]] = []
     monkeypatch.setattr(predictions, "send", lambda *words: sent.append(words))
-
-    async def test() -> None:
-        predictions.begin("x")
-        assert not predictions.cancel("x"), "only Cog's server can"
-        predictions.receive("hello", "prompt")
-        assert not predictions.cancel("y"), "there is no such prediction"
-        assert predictions.cancel("x")
-        assert predictions.cancel("x")
+    predictions.begin("x")
+    assert not predictions.cancel("x"), "only Cog's server can"
+    predictions.receive("hello", "prompt")
+    assert not predictions.cancel("y"), "there is no such prediction"
+    assert predictions.cancel("x")
+    assert predictions.cancel("x")
+    for _ in range(2):  # of the second, nothing is to be forgotten
         predictions.end("x", 200)
         predictions.begin("x")
-        predictions.end("x", 200)
-
-    asyncio.run(test())
     assert sent == [("cancel", "x"), ("cancel", "x"), ("forget", "x")]
-
-
-WORKER = """
-import asyncio
-from cog_triton.faces.cog import live_stream
-
-async def main():
-    stopped = asyncio.Event()
-    handlers = {"stop": stopped.set, "drain": lambda: print("drain", flush=True)}
-    live_stream.listen(handlers, ("prompt", "messages"))
-    print("listening", flush=True)
-    await stopped.wait()
-    print(*sorted(live_stream._cancelled_early), flush=True)
-    live_stream.tell("busy")
-
-asyncio.run(main())
-"""
-
-
-def test_messages_both_ways(predictions: Predictions) -> None:
-    async def exchange(worker: subprocess.Popen[str]) -> None:
-        predictions.listen()
-        assert worker.stdout is not None
-        assert worker.stdout.readline() == "listening\n"
-        predictions.send("drain")
-        predictions.send("unknown")
-        assert worker.stdout.readline() == "drain\n"
-        for words in (["cancel", "a"], ["cancel", "b"], ["cancel", "c"], ["forget", "b"], ["stop"]):
-            predictions.send(*words)
-        assert worker.stdout.read() == "a c\n"
-        await asyncio.sleep(0.1)
-
-    command = [sys.executable, "-c", WORKER]
-    # Cog's server is written in Rust, which closes no descriptor of its children.
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, close_fds=False) as worker:
-        asyncio.run(exchange(worker))
-    assert (predictions.listening, predictions.inputs) == (True, ["prompt", "messages"])
-    assert predictions.left() == "requests of another face"
-
-
-def test_without_a_front_nothing_is_listened_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(VARIABLE, raising=False)
-
-    async def test() -> None:
-        live_stream.listen({"stop": lambda: pytest.fail("there is no front")})
-
-    asyncio.run(test())

@@ -1,13 +1,18 @@
-"""What the models of Triton's Python backend read of their configuration."""
+"""Requests, responses and errors of Triton's stub, and the ids before each response."""
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from cog_triton import errors
+from cog_triton.engines.serving import Output
 from cog_triton.errors import (
     EngineError,
     EngineUnavailable,
@@ -17,104 +22,131 @@ from cog_triton.errors import (
     error_from_text,
 )
 from cog_triton.models import stub
-
-
-@pytest.mark.parametrize(
-    ("config", "parameters"),
-    [
-        ({}, {}),
-        ({"parameters": None}, {}),
-        ({"parameters": {"engine": {"string_value": "llmapi"}}}, {"engine": "llmapi"}),
-        ({"parameters": {"a": {"string_value": "0"}, "b": {"string_value": ""}}}, {"a": "0"}),
-    ],
-)
-def test_parameters_that_are_set(config: dict[str, Any], parameters: dict[str, str]) -> None:
-    assert stub.parameters(config) == parameters
-
-
-class FakeUtils:
-    """As much of the stub's module as an error needs."""
-
-    TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
-
-    class TritonError:
-        INVALID_ARG = 3
-
-        def __init__(self, message: str, code: int = 2) -> None:
-            self.message, self.code = message, code
-
-    class InferenceResponse:
-        def __init__(self, error: FakeUtils.TritonError) -> None:
-            self.error = error
+from cog_triton.models.engine import Responses
+from cog_triton.models.stub import Contexts, Tensors
+from cog_triton.text.detokenizer import CONTEXT_TOKENS
+from tests.unit.models.support import FAILED, REFUSED, PbUtils, Sender, request
 
 
 @pytest.fixture(autouse=True)
 def pb_utils(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stub, "pb_utils", FakeUtils)
+    monkeypatch.setattr(stub, "pb_utils", PbUtils())
 
 
 def test_what_was_not_foreseen_keeps_its_trace_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     try:
         Path("/secret/file").read_text()
     except OSError as cause:
-        response = stub.failure("preprocessing", cause)
-    assert response.error.message == (
-        "model 'preprocessing' failed: FileNotFoundError; the server's log has more"
-    )
-    assert isinstance(error_from_text(response.error.message), TritonTokenizerError)
+        message = stub.failure("preprocessing", cause).error().message()
+    assert message == "model 'preprocessing' failed: FileNotFoundError; the server's log has more"
+    assert isinstance(error_from_text(message), TritonTokenizerError)
     assert "/secret/file" in caplog.text
 
 
 @pytest.mark.parametrize(
-    ("cause", "code"),
+    ("kind", "code"),
     [
-        (InvalidParameter("x" * 9999), FakeUtils.TritonError.INVALID_ARG),
-        (EngineError("x" * 9999), FakeUtils.TritonError.INVALID_ARG),
-        (KeyError("x" * 9999), FakeUtils.TritonError.INVALID_ARG),  # named below
-        (EngineUnavailable("x" * 9999), 2),
-        (TritonUnavailable("x" * 9999), 2),
+        (InvalidParameter, REFUSED),
+        (EngineError, REFUSED),
+        (EngineUnavailable, FAILED),
+        (TritonUnavailable, FAILED),
     ],
 )
 def test_errors_for_a_client_are_cut_and_say_whose_fault_it_is(
-    cause: Exception, code: int, caplog: pytest.LogCaptureFixture
+    kind: type[Exception], code: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    response = stub.failure("preprocessing", cause, KeyError)
-    assert (len(response.error.message), response.error.code) == (stub.LONGEST, code)
+    error = stub.failure("preprocessing", kind("x" * 9999)).error()
+    assert (len(error.message()), error.code()) == (errors.LONGEST, code)
     assert not caplog.text
 
 
-def test_texts_of_a_request_that_are_no_unicode_are_refused() -> None:
-    class Request:
-        def parameters(self) -> str:
-            return b"a\xed\xbf\xbf".decode()
-
-        request_id = parameters
-
-    for read in (stub.request_parameters, stub.request_id):
-        with pytest.raises(InvalidParameter, match=r"must be valid Unicode$"):
-            read(Request())
-
-
-class FakeSender:
-    def __init__(self) -> None:
-        self.sent: list[tuple[object, int]] = []
-        self.cancelled = True
-
-    def send(self, response: object = None, flags: int = 0) -> None:
-        self.sent.append((response, flags))
-
-    def is_cancelled(self) -> bool:
-        assert not any(flags for _, flags in self.sent)
-        return self.cancelled
-
-
 def test_triton_is_not_asked_about_a_request_that_is_over() -> None:
-    sender = FakeSender()
-    client = stub.Client(SimpleNamespace(get_response_sender=lambda: sender))
+    sender = Sender()
+    sender.cancelled = True
+    client = stub.Client(request({}, (), sender))
     client.send("a", last=False)
     assert client.gone()
     client.send(last=True)
     client.fail("preprocessing", KeyError())
     assert client.closed
     assert not client.gone()
-    assert sender.sent == [("a", 0), (None, 1)]
+    assert [sender.sent.get(), sender.sent.get()] == [("a", False), (None, True)]
+    assert sender.sent.empty()
+
+
+def test_a_request_that_has_ended_holds_nothing_of_tritons() -> None:
+    """Without the help of the garbage collector: it is the stub's shared memory."""
+    sender = Sender()
+    sent, gone = sender.sent, weakref.ref(sender)
+    client = stub.Client(SimpleNamespace(get_response_sender=lambda only=[sender]: only.pop()))
+    responses = Responses(client, {}, frozenset({"output_ids"}), 2, {"ids_only": True})
+    responses.stops = [lambda: responses.send, lambda: responses.send]
+    del sender
+    gc.disable()
+    try:
+        for index, final in ((0, False), (0, True), (1, True)):
+            assert gone() is not None
+            responses.send(index, Output([5], finished=final))
+        assert gone() is None
+    finally:
+        gc.enable()
+    assert [sent.get()[1] for _ in range(3)] == [False, False, True]
+
+
+# The ids before each response of TensorRT-LLM's C++ backend
+
+
+def reply(*beams: list[int], **tensors: float) -> Tensors:
+    width = max(map(len, beams))
+    rows = [ids + [-1] * (width - len(ids)) for ids in beams]
+    return {
+        "output_ids": np.array([rows], np.int32).reshape(1, len(beams), width),
+        "sequence_length": np.array([[len(ids) for ids in beams]], np.int32),
+        **{name: np.array([[value]]) for name, value in tensors.items()},
+    }
+
+
+MORE, LAST = False, True
+BATCH = [reply([5], batch_index=0), reply([6], batch_index=1), reply([7], batch_index=0)]
+BEAMS = [reply([5], [6]), reply([5, 7], [6])]
+
+
+@pytest.mark.parametrize(
+    ("replies", "expected"),
+    [
+        (
+            [reply([5]), reply([6, 7]), reply([8])],
+            [([[5]], [], MORE), ([[6, 7]], [5], MORE), ([[8]], [5, 6, 7], LAST)],
+        ),
+        # The end comes without ids, without tensors, and before the first token.
+        ([reply([5]), reply([])], [([[5]], [], MORE), ([[]], [5], LAST)]),
+        ([reply([5]), {}], [([[5]], [], MORE), ([[]], [5], LAST)]),
+        ([{}], [([[]], [], LAST)]),
+        # Each sequence of a batch has its own ids and an end.
+        (BATCH, [([[5]], [], MORE), ([[6]], [], MORE), ([[7]], [5], LAST), ([[]], [6], LAST)]),
+        # Streamed beams have all ids so far.
+        (BEAMS, [([[5], [6]], [], LAST), ([[5, 7], [6]], [], LAST)]),
+    ],
+)
+def test_each_response_has_the_ids_before_it(replies: list[Tensors], expected: Any) -> None:
+    contexts, last = Contexts(streaming=True), len(replies) - 1
+    sent = [r for i, tensors in enumerate(replies) for r in contexts.add(tensors, last=i == last)]
+    assert [shown(tensors) for tensors in sent] == expected
+
+
+def shown(tensors: Tensors) -> tuple[list[list[int]], list[int], bool]:
+    """The ids of a response, those before it, and whether it is the last one."""
+    (beams,), (lengths,) = tensors["output_ids"].tolist(), tensors["sequence_length"].tolist()
+    ids = [beam[:length] for beam, length in zip(beams, lengths, strict=True)]
+    return ids, tensors["context_ids"][0].tolist(), bool(tensors["is_final"].all())
+
+
+def test_the_ids_before_a_response_do_not_grow() -> None:
+    contexts = Contexts(streaming=True)
+    responses = [response for i in range(99) for response in contexts.add(reply([i]), last=False)]
+    assert shown(responses[-1])[1] == [*range(98 - CONTEXT_TOKENS, 98)]
+
+
+def test_without_streaming_a_response_is_whole() -> None:
+    (whole,) = Contexts(streaming=False).add(reply([5, 6]), last=True)
+    assert shown(whole) == ([[5, 6]], [], LAST)

@@ -1,55 +1,40 @@
 from __future__ import annotations
 
-import json
-from pathlib import Path
+import inspect
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
-from cog_triton.engines.base import (
-    GenerationRequest,
-    SamplingParams,
-)
+from cog_triton.engines.base import GenerationRequest, SamplingParams
 from cog_triton.engines.serving import Output
-from cog_triton.models.tensors import generation_requests, placeholders, response_tensors
-from cog_triton.request.limits import GUIDE_CHARACTERS, WORD_IDS
+from cog_triton.errors import InvalidParameter
+from cog_triton.models import engine
+from cog_triton.models import tensors as module
+from cog_triton.models.stub import Array
+from cog_triton.models.tensors import (
+    NAMES,
+    generation_requests,
+    response_tensors,
+    words_from_list,
+)
 from cog_triton.request.request import Guide, GuideKind
 from cog_triton.wire import (
     CONTINUED,
     TokenLogProb,
     ids_text,
-    unpacked_log_probs,
-    unpacked_prompt_log_probs,
 )
+from tests.support import load_cases
+from tests.unit.models.support import CONTRACT, DTYPES
 
-Array = npt.NDArray[Any]
-
-CONTRACT = json.loads(
-    (Path(__file__).parents[2] / "contracts" / "inflight_batcher_llm.json").read_text()
-)["models"]["tensorrt_llm"]
-INPUTS = {tensor["name"]: tensor for tensor in CONTRACT["inputs"]}
-OUTPUTS = {tensor["name"]: tensor for tensor in CONTRACT["outputs"]}
-OURS: dict[str, Any] = {"context_ids": (np.int32, [-1]), "is_final": (np.bool_, [1])}
-DTYPES: dict[str, Any] = {
-    "INT32": np.int32,
-    "INT64": np.int64,
-    "UINT8": np.uint8,
-    "UINT64": np.uint64,
-    "FP16": np.float16,
-    "FP32": np.float32,
-    "BOOL": np.bool_,
-    "STRING": np.object_,
-}
+CASES = load_cases(__file__, "inputs.yaml")
+INPUTS = {tensor["name"]: tensor for tensor in CONTRACT["tensorrt_llm"]["inputs"]}
 
 
 def tensor(name: str, *rows: Any) -> Array:
     """An input with a batch of values, as Triton hands it to the model."""
-    dtype = DTYPES[INPUTS[name]["dtype"]]
-    if INPUTS[name].get("reshape") == []:
-        return np.array(rows, dtype).reshape(len(rows))
-    return np.array(rows, dtype).reshape(len(rows), *np.shape(rows[0]))
+    array = np.array(rows, DTYPES[INPUTS[name]["dtype"]])
+    return array.reshape(len(rows)) if INPUTS[name].get("reshape") == [] else array
 
 
 def inputs(**values: Any) -> dict[str, Array]:
@@ -70,326 +55,160 @@ def output(**values: Any) -> Output:
         "cum_log_prob": -1.75,
         "context_ids": [8, 9, 10],
         "generated": 5,
-        "final": False,
     }
     return Output(**{**defaults, **values})
+
+
+def lists(tensors: dict[str, Array]) -> dict[str, Any]:
+    return {name: array.tolist() for name, array in tensors.items()}
 
 
 # Requests
 
 
-def test_defaults_are_those_of_tensorrt_llm() -> None:
-    found = request()
-    assert found == GenerationRequest(
-        key="",
-        input_ids=[5, 6, 7],
-        max_tokens=10,
-        end_id=None,
-        stop_words=(),
-        sampling=SamplingParams(
-            temperature=1.0,
-            top_k=0,
-            top_p=0.0,
-            seed=0,
-            repetition_penalty=1.0,
-            presence_penalty=0.0,
-            frequency_penalty=0.0,
-            min_tokens=0,
-            bad_words=(),
-        ),
-        return_log_probs=False,
-    )
-    assert found.sampling.greedy
-    assert found.sampling.plain
-    assert all(type(token) is int for token in found.input_ids)
-
-
-def test_all_values() -> None:
-    found = request(
+def test_all_values_of_a_batch() -> None:
+    """Of two prompts: the first has what is taken where nothing is given."""
+    sampling: dict[str, tuple[Any, Any]] = {
+        "temperature": (1.0, 0.5),
+        "seed": (0, 2**64 - 1),
+        "repetition_penalty": (1.0, 1.5),
+        "presence_penalty": (0.0, -0.5),
+        "frequency_penalty": (0.0, 0.25),
+        "min_tokens": (0, 3),
+    }
+    given = {
+        "input_ids": ([5, 6, 7], [8, 0, 0]),
+        "request_output_len": (10, 20),
+        "end_id": (-1, 2),
+        "stop_words_list": ([[0, 0, 0], [-1, -1, -1]], [[5, 6, 7], [2, 3, -1]]),
+        "bad_words_list": ([[0], [-1]], [[8], [1]]),
+        "runtime_top_k": (0, 40),
+        "runtime_top_p": (0.0, 0.75),
+        "return_log_probs": (False, True),
+        **sampling,
+    }
+    lengths = {"input_lengths": np.array([[3], [1]])}  # a scalar may have kept its dimension
+    tensors = {name: tensor(name, *values) for name, values in given.items()}
+    first, second = generation_requests({**tensors, **lengths})
+    assert first == request() == GenerationRequest("", [5, 6, 7], 10, sampling=SamplingParams())
+    assert first.sampling.greedy
+    assert first.sampling.plain
+    all_values: Any = {name: value for name, (_, value) in sampling.items()}
+    assert second == GenerationRequest(
+        "",
+        [8],
+        20,
         end_id=2,
-        stop_words_list=[[5, 6, 7], [2, 3, -1]],
-        bad_words_list=[[8], [1]],
-        temperature=0.5,
-        runtime_top_k=40,
-        runtime_top_p=0.75,
-        seed=2**64 - 1,
-        repetition_penalty=1.5,
-        presence_penalty=-0.5,
-        frequency_penalty=0.25,
-        min_tokens=3,
+        stop_words=((5, 6), (7,)),
+        sampling=SamplingParams(top_k=40, top_p=0.75, bad_words=((8,),), **all_values),
         return_log_probs=True,
     )
-    assert found == GenerationRequest(
-        key="",
-        input_ids=[5, 6, 7],
-        max_tokens=10,
-        end_id=2,
-        stop_words=((5, 6), (7,)),  # the contract's example
-        sampling=SamplingParams(
-            temperature=0.5,
-            top_k=40,
-            top_p=0.75,
-            seed=2**64 - 1,
-            repetition_penalty=1.5,
-            presence_penalty=-0.5,
-            frequency_penalty=0.25,
-            min_tokens=3,
-            bad_words=((8,),),
-        ),
-        return_log_probs=True,
-    )
-    assert type(found.sampling.seed) is int
+    assert all(type(value) is int for value in (second.sampling.seed, *second.input_ids))
 
 
-def test_a_batch_of_prompts() -> None:
-    found = generation_requests(
-        {
-            "input_ids": tensor("input_ids", [5, 6, 7], [8, 0, 0]),
-            "input_lengths": tensor("input_lengths", 3, 1),
-            "request_output_len": tensor("request_output_len", 10, 20),
-            "end_id": tensor("end_id", 2, -1),
-            "seed": tensor("seed", 0, 9),
-            "temperature": tensor("temperature", 0.0, 2.0),
-            "stop_words_list": tensor(
-                "stop_words_list", [[5, 6, 7], [2, 3, -1]], [[9, 0, 0], [1, -1, -1]]
-            ),
-        }
-    )
-    assert [one.input_ids for one in found] == [[5, 6, 7], [8]]
-    assert [one.max_tokens for one in found] == [10, 20]
-    assert [one.end_id for one in found] == [2, None]
-    assert [one.sampling.seed for one in found] == [0, 9]
-    assert [one.sampling.temperature for one in found] == [0, 2]
-    assert [one.stop_words for one in found] == [((5, 6), (7,)), ((9,),)]
+@pytest.mark.parametrize(("word_list", "words"), CASES["words"] + CASES["other_words"])
+def test_word_lists(word_list: list[list[int]], words: list[list[int]]) -> None:
+    assert words_from_list(np.array(word_list, int)) == tuple(map(tuple, words))
 
 
-def test_scalars_may_have_kept_their_dimension() -> None:
-    given = {name: np.atleast_2d(value) for name, value in inputs(seed=7, end_id=2).items()}
-    (found,) = generation_requests(given)
-    assert (found.input_ids, found.sampling.seed, found.end_id) == ([5, 6, 7], 7, 2)
+UNSUPPORTED = {*NAMES["unsupported"], "runtime_top_p_decay"}
+HARMLESS = {*CASES["harmless"], *(name for name in INPUTS if name.startswith("retention_"))}
 
 
-@pytest.mark.parametrize("words", [[[], []], [[0], [-1]]])
-def test_word_lists_without_a_word(words: list[list[int]]) -> None:
-    found = request(stop_words_list=words, bad_words_list=words)
-    assert found.stop_words == found.sampling.bad_words == ()
-    assert found.sampling.plain
-
-
-UNSUPPORTED: dict[str, Any] = {
-    "context_phase_params": [1],
-    "cross_attention_mask": [[True]],
-    "draft_acceptance_threshold": 0.5,
-    "draft_input_ids": [1],
-    "draft_logits": [[0.5]],
-    "embedding_bias": [0.5],
-    "encoder_input_features": [[0.5]],
-    "guided_decoding_guide": ["{}"],
-    "guided_decoding_guide_type": ["json"],
-    "lookahead_ngram_size": [1],
-    "lookahead_verification_set_size": [1],
-    "lookahead_window_size": [1],
-    "lora_task_id": 1,
-    "lora_weights": [[0.5]],
-    "mrope_position_deltas": [1],
-    "mrope_rotary_cos_sin": [0.5],
-    "prompt_embedding_table": [[0.5]],
-    "return_context_logits": True,
-    "return_generation_logits": True,
-    "runtime_top_p_decay": 0.9,
-    "skip_cross_attn_blocks": [True],
-}
-NEUTRAL: dict[str, Any] = {
-    "beam_width": 1,
-    "embedding_bias": [],
-    "guided_decoding_guide": [],
-    "guided_decoding_guide_type": [b""],
-    "lookahead_window_size": [],
-    "num_return_sequences": 1,
-    "return_context_logits": False,
-    "return_generation_logits": False,
-    "runtime_top_p_decay": 1.0,
-}
-# They change no answer, or none without one of those above.
-IGNORED: dict[str, Any] = {
-    "beam_search_diversity_rate": 0.5,
-    "decoder_input_ids": [1],
-    "decoder_input_lengths": 1,
-    "early_stopping": 1,
-    "encoder_output_lengths": 1,
-    "len_penalty": 2.0,
-    "lora_config": [[1, 2, 3]],
-    "pad_id": 0,
-    "prompt_table_extra_ids": [1],
-    "prompt_vocab_size": 1,
-    "retention_decode_duration_ms": [1],
-    "retention_decode_priority": [1],
-    "retention_token_range_durations_ms": [1],
-    "retention_token_range_ends": [1],
-    "retention_token_range_priorities": [1],
-    "retention_token_range_starts": [1],
-    "runtime_top_p_min": 0.1,
-    "runtime_top_p_reset_ids": 1,
-}
-USED = {
-    "bad_words_list",
-    "beam_width",
-    "end_id",
-    "exclude_input_in_output",
-    "frequency_penalty",
-    "input_ids",
-    "input_lengths",
-    "min_tokens",
-    "num_return_sequences",
-    "presence_penalty",
-    "repetition_penalty",
-    "request_output_len",
-    "return_log_probs",
-    "return_num_input_tokens",
-    "return_num_output_tokens",
-    "return_perf_metrics",
-    "runtime_top_k",
-    "runtime_top_p",
-    "seed",
-    "stop",
-    "stop_words_list",
-    "streaming",
-    "temperature",
-}
+def some(name: str, number: float) -> Array:
+    """A value of an input, of its type and shape."""
+    kind, dims = INPUTS[name]["dtype"], INPUTS[name].get("reshape", INPUTS[name]["dims"])
+    value: Any = b"x" * bool(number) if kind == "STRING" else number
+    return np.full((1, *(abs(dim) for dim in dims)), value, DTYPES[kind])
 
 
 def test_every_input_of_the_contract_is_used_refused_or_known_to_be_harmless() -> None:
-    assert UNSUPPORTED.keys() | IGNORED.keys() | USED == INPUTS.keys()
-    assert not UNSUPPORTED.keys() & IGNORED.keys()
+    code = inspect.getsource(engine) + inspect.getsource(module)
+    used = {name for name in INPUTS if f'"{name}"' in code}
+    assert INPUTS.keys() == UNSUPPORTED | HARMLESS | used
+    given = inputs() | {name: some(name, 1) for name in HARMLESS}
+    given |= {name: some(name, name == "runtime_top_p_decay") for name in UNSUPPORTED}
+    given |= {name: some(name, 1) for name in ("beam_width", "num_return_sequences")}
+    empty = {name: some(name, 1)[:, :0] for name in ("embedding_bias", "lookahead_window_size")}
+    assert generation_requests({**given, **empty}) == [request()]
 
 
-@pytest.mark.parametrize("name", UNSUPPORTED)
-def test_what_is_not_supported_is_refused_by_name(name: str) -> None:
-    with pytest.raises(ValueError, match=f"^the embedded engine does not support {name}$"):
-        request(**{name: UNSUPPORTED[name]})
-
-
-@pytest.mark.parametrize("name", ["beam_width", "num_return_sequences"])
-def test_more_than_one_is_refused_by_name(name: str) -> None:
-    with pytest.raises(ValueError, match=f"does not support {name} > 1"):
-        request(**{name: 2})
-
-
-def test_all_that_is_not_supported_is_named_at_once() -> None:
-    with pytest.raises(ValueError, match="beam_width > 1") as raised:
-        request(**UNSUPPORTED, beam_width=4)
-    assert all(name in str(raised.value) for name in (*UNSUPPORTED, "beam_width > 1"))
+def test_what_is_not_supported_is_refused_by_name_all_at_once() -> None:
+    for name in UNSUPPORTED:
+        with pytest.raises(InvalidParameter, match=f"the embedded engine does not support {name}$"):
+            generation_requests({**inputs(), name: some(name, 2)})
+    with pytest.raises(InvalidParameter, match="does not support draft_input_ids"):
+        generation_requests({**inputs(), "draft_input_ids": np.zeros((1, 3), np.int32)})
+    numbers = {"beam_width", "num_return_sequences"}
+    given = inputs() | {name: some(name, 2) for name in UNSUPPORTED | numbers}
+    with pytest.raises(InvalidParameter, match="beam_width > 1") as raised:
+        generation_requests(given)
+    assert all(name in str(raised.value) for name in UNSUPPORTED | numbers)
 
 
 def test_features_of_an_engine_are_honoured() -> None:
     given = inputs(
         embedding_bias=[0.0, 0.5, 0.0, -2.0],
         guided_decoding_guide_type=[b"regex"],
-        guided_decoding_guide=["[ä]+".encode()],
+        guided_decoding_guide=[r"[ä]\d".encode()],
         lora_task_id=7,
+        return_log_probs=True,
     )
-    features = {"embedding_bias", "guided_decoding", "lora_task_id"}
-    (made,) = generation_requests(given, features=features)
+    parameters = {
+        "min_p": "0.25",
+        "top_logprobs": 3,
+        "allowed_token_ids": ids_text([5, 7]),
+        "prompt_logprobs": True,
+        "another": [],
+    }
+    features = {"embedding_bias", "guided_decoding", "lora_task_id", *parameters}
+    (made,) = generation_requests(given, parameters, features)
     assert made.logit_bias == {1: 0.5, 3: -2.0}
-    assert made.guide == Guide(GuideKind.REGEX, "[ä]+")
-    assert made.lora_task_id == 7
-    for feature, name in (("embedding_bias",) * 2, ("guided_decoding", "guided_decoding_guide")):
-        with pytest.raises(ValueError, match=f"does not support .*{name}"):
-            generation_requests(given, features=features - {feature})
+    assert made.guide == Guide(GuideKind.REGEX, "[ä][0-9]")
+    assert (made.lora_task_id, made.sampling.min_p, made.allowed_ids) == (7, 0.25, (5, 7))
+    assert (made.return_log_probs, made.top_log_probs, made.prompt_log_probs) == (True, 3, True)
+    for feature in features - {"another"}:
+        with pytest.raises(InvalidParameter, match=f"does not support .*{feature}"):
+            generation_requests(given, parameters, features - {feature})
+    (without,) = generation_requests(inputs(), parameters, features)
+    assert (without.top_log_probs, without.prompt_log_probs) == (0, False)
+    # Who continues an answer has had the prompt's.
+    more = {**parameters, CONTINUED: ids_text([7])}
+    (continued,) = generation_requests(given, more, features)
+    assert (continued.continued, continued.prompt_log_probs) == (1, False)
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"guided_decoding_guide": [b"a"]}, "guided_decoding_guide_type must be among"),
-        ({"guided_decoding_guide_type": [b"verse"]}, "must be among .*, not 'verse'"),
-        ({"guided_decoding_guide_type": [b"regex"]}, "guided_decoding_guide is missing, of type"),
-        (
-            {"guided_decoding_guide_type": [b"regex"], "guided_decoding_guide": [b"\xff"]},
-            "guided_decoding_guide must be valid Unicode",
-        ),
-        ({"embedding_bias": [0.5, float("nan")]}, "embedding_bias must be finite"),
-    ],
-)
-def test_features_that_are_used_wrongly(values: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        generation_requests(inputs(**values), features={"embedding_bias", "guided_decoding"})
+@pytest.mark.parametrize("case", CASES["guides"])
+def test_guides_that_are_wrong(case: dict[str, Any]) -> None:
+    given = inputs(**{f"guided_decoding_{n}": [v] for n, v in case.items() if n != "why"})
+    with pytest.raises(InvalidParameter, match=case["why"]):
+        generation_requests(given, features={"guided_decoding"})
 
 
-def test_what_changes_nothing_is_accepted() -> None:
-    assert request(**NEUTRAL, **IGNORED) == request()
+@pytest.mark.parametrize("case", CASES["parameters"])
+def test_parameters_that_are_wrong(case: dict[str, Any]) -> None:
+    name = case["name"]
+    with pytest.raises(InvalidParameter, match=case["why"]):
+        generation_requests(inputs(return_log_probs=True), {name: case["value"]}, {name})
 
 
-NUMBER = r"must be between -3\.40282e\+38 and 3\.40282e\+38"
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("beam_width", 0, "beam_width must be at least 1, not 0"),
-        ("num_return_sequences", 0, "num_return_sequences must be at least 1, not 0"),
-        ("input_lengths", -1, "input_lengths must be between 0 and 3, not -1"),
-        ("input_lengths", 4, "input_lengths must be between 0 and 3, not 4"),
-        ("min_tokens", 11, r"min_tokens must be at most max_tokens \(10\), not 11"),
-        ("temperature", -0.5, "temperature must be at least 0, not -0.5"),
-        ("temperature", float("nan"), f"temperature {NUMBER}, not nan"),
-        ("temperature", float("inf"), f"temperature {NUMBER}, not inf"),
-        ("runtime_top_k", -1, "top_k must be at least 0, not -1"),
-        ("runtime_top_p", 1.5, "top_p must be between 0 and 1, not 1.5"),
-        ("runtime_top_p", -0.5, "top_p must be between 0 and 1, not -0.5"),
-        ("runtime_top_p", float("nan"), f"runtime_top_p {NUMBER}, not nan"),
-        ("repetition_penalty", 0.0, "repetition_penalty must be greater than 0, not 0.0"),
-        ("repetition_penalty", float("inf"), f"repetition_penalty {NUMBER}, not inf"),
-        ("presence_penalty", float("nan"), f"presence_penalty {NUMBER}, not nan"),
-        ("frequency_penalty", -float("inf"), f"frequency_penalty {NUMBER}, not -inf"),
-    ],
-)
-def test_what_is_out_of_range(name: str, value: float, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        request(**{name: value})
-
-
-@pytest.mark.parametrize("name", ["stop_words_list", "bad_words_list"])
-def test_a_word_list_is_bounded(name: str) -> None:
-    with pytest.raises(ValueError, match=f"{name} must be at most {WORD_IDS} ids"):
-        request(**{name: np.ones((2, WORD_IDS + 1), np.int32)})
+def test_a_bias_that_is_no_number() -> None:
+    with pytest.raises(InvalidParameter, match="embedding_bias must be finite"):
+        generation_requests(inputs(embedding_bias=[float("nan")]), features={"embedding_bias"})
 
 
 def test_a_request_without_a_prompt() -> None:
-    with pytest.raises(ValueError, match="input_ids is missing"):
+    with pytest.raises(InvalidParameter, match="input_ids is missing"):
         generation_requests({"input_lengths": np.array([1], np.int32)})
 
 
 # Responses
 
-
-@pytest.mark.parametrize("ids", [[], [11], [11, 12, 13]])
-def test_responses_have_the_shapes_and_types_of_the_contract(ids: list[int]) -> None:
-    given = inputs(return_num_input_tokens=True, return_num_output_tokens=True)
-
-    tensors = response_tensors(
-        0, output(ids=ids, log_probs=[TokenLogProb(i, -1.0) for i in ids]), given
-    )
-
-    for name, array in tensors.items():
-        if name in OURS:
-            dtype, dims = OURS[name]
-        else:
-            dtype, dims = DTYPES[OUTPUTS[name]["dtype"]], OUTPUTS[name]["dims"]
-        assert array.dtype == dtype, name
-        assert array.ndim == 1 + len(dims), name  # the batch comes first
-        assert all(dim in (-1, size) for dim, size in zip(dims, array.shape[1:], strict=True)), name
-        assert array.shape[0] == 1, name
-    assert tensors["output_ids"].shape == (1, 1, len(ids))
-    assert tensors["output_log_probs"].shape == (1, 1, len(ids))
+COUNTS = {"return_num_input_tokens": True, "return_num_output_tokens": True}
 
 
 def test_what_a_response_says() -> None:
-    given = inputs(return_num_input_tokens=True, return_num_output_tokens=True)
-
-    tensors = response_tensors(0, output(final=True), given)
-
-    assert {name: array.tolist() for name, array in tensors.items()} == {
+    whole = {
         "output_ids": [[[11, 12]]],
         "sequence_length": [[2]],
         "cum_log_probs": [[-1.75]],
@@ -398,157 +217,23 @@ def test_what_a_response_says() -> None:
         "sequence_index": [[0]],
         "context_ids": [[8, 9, 10]],
         "is_final": [[True]],
-        "num_input_tokens": [[3]],
-        "num_output_tokens": [[5]],
     }
-
-
-def test_ids_only_is_one_tensor_and_once_the_prompts_length() -> None:
-    given = inputs(return_num_input_tokens=True, return_num_output_tokens=True)
-
-    first = response_tensors(0, output(generated=2), given, ids_only=True)
-    later = response_tensors(0, output(generated=5), given, ids_only=True)
-    last = response_tensors(0, output(generated=7, final=True), given, ids_only=True)
-
-    assert {name: array.tolist() for name, array in first.items()} == {
-        "output_ids": [[[11, 12]]],
-        "num_input_tokens": [[3]],
-    }
-    assert {name: array.tolist() for name, array in later.items()} == {"output_ids": [[[11, 12]]]}
-    assert last["num_output_tokens"].tolist() == [[7]]
-
-
-def test_ids_stand_behind_their_count_if_a_client_asks() -> None:
-    later = response_tensors(0, output(generated=5), inputs(), ids_only=True, counted=True)
-    expected = [5, 11, 12]
-    assert {name: array.tolist() for name, array in later.items()} == {"output_ids": [[expected]]}
-    last = response_tensors(
-        0, output(ids=[], generated=7, final=True), inputs(), ids_only=True, counted=True
-    )
-    assert {name: array.tolist() for name, array in last.items()} == {
-        "output_ids": [[[7]]],
-        "num_output_tokens": [[7]],
-    }
-
-
-def test_log_probabilities_that_nobody_asked_for_are_zeros() -> None:
+    assert lists(response_tensors(0, output(finished=True), inputs())) == whole
+    counts = {"num_input_tokens": [[3]], "num_output_tokens": [[5]]}
+    assert lists(response_tensors(0, output(finished=True), inputs(**COUNTS))) == whole | counts
+    # Zeros stand for log probabilities that nobody asked for.
     tensors = response_tensors(0, output(log_probs=[]), inputs())
     assert tensors["output_log_probs"].tolist() == [[[0.0, 0.0]]]
 
 
-def test_log_probabilities_with_the_most_likely_tokens() -> None:
-    told = [
-        TokenLogProb(11, -0.5, ((11, -0.5), (4, -1.0))),
-        TokenLogProb(12, -0.25, ((7, -0.125), (12, -0.25))),
-    ]
-    made = output(ids=[1, 2, 11, 12], log_probs=told)  # behind the prompt
-    given = inputs(return_log_probs=True)
-
-    whole = response_tensors(0, made, given, top=2)
-    checked = response_tensors(0, output(log_probs=told), given, ids_only=True, top=2)
-
-    assert whole["output_log_probs"].shape == (1, 1, 10)
-    assert unpacked_log_probs([11, 12], whole["output_log_probs"].ravel(), 2) == told
-    assert checked.keys() == {"output_ids", "output_log_probs"}
-    assert (checked["output_log_probs"] == whole["output_log_probs"]).all()
-    none = response_tensors(0, output(), inputs(), ids_only=True, top=2)
-    assert none.keys() == {"output_ids"}
-
-
-def test_the_prompts_log_probabilities_stand_before_those_of_the_first_ids() -> None:
-    told = [TokenLogProb(1, 0.0), TokenLogProb(2, -0.75, ((3, -0.5),))]
-    made = output(prompt_log_probs=told)
-    given = inputs(return_log_probs=True)
-    values = response_tensors(0, made, given, ids_only=True, top=1)["output_log_probs"].ravel()
-    assert unpacked_prompt_log_probs(values, 2, 1) == told
-    assert [token.log_prob for token in unpacked_log_probs([11, 12], values, 1)] == [-0.5, -0.25]
-
-
-def test_who_goes_on_with_an_answer_is_not_told_of_the_prompt_again() -> None:
-    parameters, features = {"prompt_logprobs": True}, {"prompt_logprobs"}
-    given = inputs(return_log_probs=True)
-    (made,) = generation_requests(given, parameters, features)
-    assert made.prompt_log_probs
-    (continued,) = generation_requests(given, {**parameters, CONTINUED: ids_text([7])}, features)
-    assert not continued.prompt_log_probs
-    (without,) = generation_requests(inputs(), parameters, features)
-    assert not without.prompt_log_probs
-    with pytest.raises(ValueError, match="does not support prompt_logprobs"):
-        generation_requests(given, parameters=parameters)
-
-
-def test_parameters_of_a_request() -> None:
-    parameters = {"min_p": "0.25", "top_logprobs": 3, "another": []}
-    features = {"min_p", "top_logprobs"}
-    given = inputs(return_log_probs=True)
-    (made,) = generation_requests(given, parameters, features)
-    assert made.sampling.min_p == 0.25
-    assert (made.return_log_probs, made.top_log_probs) == (True, 3)
-    (without,) = generation_requests(inputs(), parameters, features)
-    assert without.top_log_probs == 0
-    with pytest.raises(ValueError, match="does not support min_p, top_logprobs"):
-        generation_requests(given, parameters=parameters)
-
-
-@pytest.mark.parametrize(
-    ("parameters", "message"),
-    [
-        ({"min_p": "1.5"}, "min_p must be between 0 and 1, not 1.5"),
-        ({"min_p": "nan"}, "min_p must be between 0 and 1, not nan"),
-        ({"min_p": "much"}, "min_p must be between 0 and 1, not 'much'"),
-        ({"top_logprobs": 21}, "top_logprobs must be between 0 and 20, not 21"),
-        ({"top_logprobs": True}, "top_logprobs must be between 0 and 20, not True"),
-        ({"top_logprobs": "3"}, "top_logprobs must be between 0 and 20, not 3"),
-    ],
-)
-def test_parameters_that_are_wrong(parameters: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        generation_requests(inputs(return_log_probs=True), parameters, {"min_p", "top_logprobs"})
-
-
-def test_a_guide_is_bounded() -> None:
-    kind, text = [b"regex"], [b"a" * (GUIDE_CHARACTERS + 1)]
-    given = inputs(guided_decoding_guide_type=kind, guided_decoding_guide=text)
-    with pytest.raises(ValueError, match=f"must be at most {GUIDE_CHARACTERS} characters"):
-        generation_requests(given, features={"guided_decoding"})
-
-
-def test_placeholders_of_what_the_engines_do_not_make() -> None:
-    outputs = [
-        {"name": "cum_log_probs", "data_type": "TYPE_FP32", "dims": [-1]},
-        {"name": "context_logits", "data_type": "TYPE_FP16", "dims": [-1, -1]},
-        {"name": "acceptance_rate", "data_type": "TYPE_FP32", "dims": [1]},
-        {"name": "total_draft_tokens", "data_type": "TYPE_INT32", "dims": [1]},
-        {"name": "generation_logits", "data_type": "TYPE_BF16", "dims": [-1, -1, -1]},
-    ]
-    made = placeholders({"output": outputs})
-    assert {name: (zero.tolist(), zero.dtype.name) for name, zero in made.items()} == {
-        "context_logits": ([[[0.0]]], "float16"),
-        "acceptance_rate": ([[0.0]], "float32"),
-    }
-
-
-def test_counts_come_when_asked_for() -> None:
-    tensors = response_tensors(0, output(), inputs(return_num_input_tokens=False))
-    assert not {"num_input_tokens", "num_output_tokens"} & tensors.keys()
-
-
-def test_each_prompt_of_a_batch_has_its_index_and_length() -> None:
-    given = {
-        "input_lengths": tensor("input_lengths", 3, 1),
-        "return_num_input_tokens": tensor("return_num_input_tokens", True, True),
-    }
-    for index, length in enumerate((3, 1)):
-        tensors = response_tensors(index, output(), given)
-        assert tensors["batch_index"].tolist() == [[index]]
-        assert tensors["num_input_tokens"].tolist() == [[length]]
-
-
-def test_only_allowed_token_ids_are_taken_where_the_engine_does() -> None:
-    parameters = {"allowed_token_ids": ids_text([5, 7])}
-    (request,) = generation_requests(inputs(), parameters, {"allowed_token_ids"})
-    assert request.allowed_ids == (5, 7)
-    with pytest.raises(ValueError, match="does not support allowed_token_ids"):
-        generation_requests(inputs(), parameters)
-    with pytest.raises(ValueError, match="allowed_token_ids must be 32-bit integers in base64"):
-        generation_requests(inputs(), {"allowed_token_ids": "x"}, {"allowed_token_ids"})
+@pytest.mark.parametrize("counted", [False, True])
+def test_ids_only_is_one_tensor_and_the_counts_once(counted: bool) -> None:
+    """Behind the count of all ids so far, if a client asks."""
+    for made, count, also in (
+        (output(generated=2), 2, {"num_input_tokens": [[3]]}),
+        (output(generated=5), 5, {}),
+        (output(generated=7, finished=True), 7, {"num_output_tokens": [[7]]}),
+    ):
+        found = lists(response_tensors(0, made, inputs(**COUNTS), ids_only=True, counted=counted))
+        ids = [count, 11, 12] if counted else [11, 12]
+        assert found == {"output_ids": [[ids]], **also}

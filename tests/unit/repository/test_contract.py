@@ -3,96 +3,29 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
+import re
 from typing import Any
 
 import pytest
-from google.protobuf import text_format  # type: ignore[import-untyped, unused-ignore]
 from tritonclient.grpc.model_config_pb2 import (  # type: ignore[import-untyped, unused-ignore]
     DataType,
-    ModelConfig,
     ModelInstanceGroup,
 )
 
 from cog_triton.repository.fill import fill_repository
 from cog_triton.repository.variables import TABLES, VARIABLES, known
+from tests.support import ROOT, load_cases
+from tests.unit.repository.support import TEMPLATES, config, names
 
-ROOT = Path(__file__).resolve().parents[3]
-CONTRACT: dict[str, Any] = json.loads(
-    (ROOT / "tests" / "contracts" / "inflight_batcher_llm.json").read_text()
-)["models"]
+FACTS = ROOT / "tests" / "contracts" / "inflight_batcher_llm.json"
+CONTRACT: dict[str, Any] = json.loads(FACTS.read_text())["models"]
 MODELS = ["ensemble", "preprocessing", "tensorrt_llm", "postprocessing", "tensorrt_llm_bls"]
 
 # Only text is served.
-MULTIMODAL = {
-    "IMAGE_BYTES",
-    "IMAGE_URL",
-    "VIDEO_BYTES",
-    "PIXEL_VALUES",
-    "ASPECT_RATIO_IDS",
-    "ASPECT_RATIO_MASK",
-    "CROSS_ATTENTION_MASK",
-    "IMAGE_SIZES",
-    "IS_VIDEO_INPUT",
-    "ATTENTION_MASK",
-    "IMAGE_GRID_THW",
-    "VISION_INPUT_ID",
-    "image_input",
-    "image_bytes_input",
-    "image_url_input",
-    "video_bytes_input",
-}
+MULTIMODAL = re.compile("IMAGE|VIDEO|PIXEL|VISION|ASPECT|ATTENTION_MASK|image_|video_")
 MULTIMODAL_PARAMETERS = {"gpt_model_path", "max_num_images", "multimodal_model_path"}
 
-# Through NVIDIA's postprocessing up to v0.13; the contract is of a later release.
-PASSED_THROUGH = {
-    "CUM_LOG_PROBS": [-1],
-    "OUTPUT_LOG_PROBS": [-1, -1],
-    "CONTEXT_LOGITS": [-1, -1],
-    "GENERATION_LOGITS": [-1, -1, -1],
-}
-ADDED: dict[tuple[str, str], dict[str, tuple[str, list[int], bool]]] = {
-    ("ensemble", "input"): {
-        "random_seed": ("UINT64", [1], True),
-        "min_length": ("INT32", [1], True),
-    },
-    ("ensemble", "output"): {
-        "output_ids": ("INT32", [-1, -1], False),
-        "sequence_length": ("INT32", [-1], False),
-    },
-    ("preprocessing", "input"): {
-        "SEED": ("UINT64", [1], True),
-        "RANDOM_SEED": ("UINT64", [1], True),
-        "MIN_TOKENS": ("INT32", [1], True),
-        "MIN_LENGTH": ("INT32", [1], True),
-    },
-    ("preprocessing", "output"): {
-        "OUT_SEED": ("UINT64", [1], False),
-        "OUT_MIN_TOKENS": ("INT32", [1], False),
-    },
-    ("tensorrt_llm", "input"): {},
-    ("tensorrt_llm", "output"): {
-        "context_ids": ("INT32", [-1], False),
-        "is_final": ("BOOL", [1], False),
-    },
-    ("postprocessing", "input"): {
-        "CONTEXT_IDS": ("INT32", [-1], True),
-        "IS_FINAL": ("BOOL", [1], True),
-        **{name: ("FP32", dims, True) for name, dims in PASSED_THROUGH.items()},
-    },
-    ("postprocessing", "output"): {
-        "OUT_TOKENS_BATCH": ("INT32", [-1, -1], False),
-        "OUT_SEQUENCE_LENGTH": ("INT32", [-1], False),
-        **{f"OUT_{name}": ("FP32", dims, False) for name, dims in PASSED_THROUGH.items()},
-    },
-    ("tensorrt_llm_bls", "input"): {
-        "random_seed": ("UINT64", [1], True),
-        "min_length": ("INT32", [1], True),
-    },
-    ("tensorrt_llm_bls", "output"): {},
-}
-
-
+ADDED = load_cases(__file__, "additions.yaml")
 # NVIDIA's template says BOOL up to TensorRT-LLM 1.2; the C++ backend reads an int32.
 READ_AS = {"early_stopping": "INT32"}
 DECODING_CONTEXT = {"context_ids", "is_final", "CONTEXT_IDS", "IS_FINAL"}
@@ -117,11 +50,8 @@ def configs(backend: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     filled = tmp_path_factory.mktemp("filled")
     values = {model: example_values(model) for model in MODELS}
     values["tensorrt_llm"]["triton_backend"] = backend
-    fill_repository(ROOT / "triton_model_repo", filled, values)
-    return {
-        model: text_format.Parse((filled / model / "config.pbtxt").read_text(), ModelConfig())
-        for model in (*MODELS, *(["tensorrt_llm_context"] if backend == "tensorrtllm" else []))
-    }
+    fill_repository(TEMPLATES, filled, values)
+    return {path.name: config(filled, path.name) for path in filled.iterdir()}
 
 
 def example_values(model: str) -> dict[str, object]:
@@ -153,11 +83,11 @@ def wanted(model: str, kind: str, backend: str) -> list[dict[str, Any]]:
     tensors = [
         {**tensor, "dtype": READ_AS.get(tensor["name"], tensor["dtype"])}
         for tensor in CONTRACT[model][f"{kind}s"]
-        if tensor["name"] not in MULTIMODAL
+        if not MULTIMODAL.search(tensor["name"])
     ]
-    for name, (dtype, dims, optional) in ADDED[model, kind].items():
+    for name, (dtype, dims) in ADDED[model].get(kind, {}).items():
         added = {"name": name, "dtype": dtype, "dims": dims}
-        tensors.append({**added, "optional": True} if optional else added)
+        tensors.append({**added, "optional": True} if kind == "input" else added)
     if (model, backend) == ("tensorrt_llm", "tensorrtllm"):
         tensors = [tensor for tensor in tensors if tensor["name"] not in DECODING_CONTEXT]
     return tensors
@@ -172,12 +102,8 @@ def test_tensors(model: str, kind: str, backend: str, configs: dict[str, Any]) -
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_every_template_variable_is_known(model: str) -> None:
-    assert CONTRACT[model]["template_variables"].keys() - known(model).keys() == set()
-
-
-@pytest.mark.parametrize("model", MODELS)
-def test_parameters(model: str, configs: dict[str, Any]) -> None:
+def test_template_variables_and_parameters(model: str, configs: dict[str, Any]) -> None:
+    assert CONTRACT[model]["template_variables"].keys() <= known(model).keys()
     wanted = set(CONTRACT[model]["parameters"])
     if model == "preprocessing":
         wanted -= MULTIMODAL_PARAMETERS
@@ -205,9 +131,8 @@ def test_the_rest(model: str, backend: str, configs: dict[str, Any]) -> None:
     config = configs[model]
     assert config.name == model
     assert config.max_batch_size == 64
-    assert config.backend == (
-        "" if model == "ensemble" else backend if model == "tensorrt_llm" else "python"
-    )
+    backends = {"ensemble": "", "tensorrt_llm": backend}
+    assert config.backend == backends.get(model, "python")
     assert config.platform == ("ensemble" if model == "ensemble" else "")
     # Without it on postprocessing, tritonserver crashes after some 100,000 streamed tokens.
     assert config.HasField("dynamic_batching") is CONTRACT[model]["dynamic_batching"]
@@ -217,8 +142,7 @@ def test_the_rest(model: str, backend: str, configs: dict[str, Any]) -> None:
 
 
 def test_steps(backend: str, configs: dict[str, Any]) -> None:
-    """Ours are the contract's, but for the names that preprocessing merges, and for the model between the
-    ensemble and the C++ backend."""
+    """Ours are the contract's, but for names that preprocessing merges and what is before the backend."""
     between = {"tensorrt_llm": "tensorrt_llm_context"} if backend == "tensorrtllm" else {}
     merged = {"seed": "_SEED", "min_tokens": "_MIN_TOKENS"}
     steps = configs["ensemble"].ensemble_scheduling.step
@@ -236,29 +160,6 @@ def test_steps(backend: str, configs: dict[str, Any]) -> None:
 def test_what_postprocessing_reads_is_no_output(configs: dict[str, Any]) -> None:
     """Triton would count it twice when it leaves postprocessing out, and leave tensorrt_llm out too."""
     ensemble = configs["ensemble"]
-    postprocessing = ensemble.ensemble_scheduling.step[-1]
-    outputs = {tensor.name for tensor in ensemble.output}
-    assert not outputs & set(postprocessing.input_map.values())
-
-
-def test_postprocessing_preserves_order(configs: dict[str, Any]) -> None:
+    read = ensemble.ensemble_scheduling.step[-1].input_map.values()
+    assert not {*names(ensemble.output)} & {*read}
     assert configs["postprocessing"].dynamic_batching.preserve_ordering
-
-
-def test_every_tensor_of_the_ensemble_leads_somewhere(configs: dict[str, Any]) -> None:
-    config = configs["ensemble"]
-    read: set[str] = set()
-    made = {tensor.name for tensor in config.input}
-    assert {"seed", "random_seed", "min_tokens", "min_length"} <= made
-    for step in config.ensemble_scheduling.step:
-        inner = configs[step.model_name]
-        assert set(step.input_map.values()) <= made
-        assert step.input_map.keys() <= {tensor.name for tensor in inner.input}
-        assert step.output_map.keys() <= {tensor.name for tensor in inner.output}
-        required = {tensor.name for tensor in inner.input if not tensor.optional}
-        assert required <= step.input_map.keys()
-        read |= set(step.input_map.values())
-        made |= set(step.output_map.values())
-    outputs = {tensor.name for tensor in config.output}
-    assert outputs <= made
-    assert made - read - outputs == set()

@@ -3,24 +3,44 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import random
-from collections import deque
+import tracemalloc
+from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from cog_triton.errors import TritonOverloaded, TritonUnavailable
-from cog_triton.request.admission import Admission, Tenant, retry_seconds
+from cog_triton.request import admission
+from cog_triton.request.admission import Admission, Tenant
+
+pytestmark = pytest.mark.anyio
+
+
+async def settle() -> None:
+    """Let every task run that can."""
+    for _ in range(10):
+        await asyncio.sleep(0)
 
 
 class Guests:
-    """Requests that hold a place until they are told to leave it."""
+    """Requests that hold a place until they are made to leave it, on a clock that stands still."""
 
-    def __init__(self, admission: Admission) -> None:
-        self._admission = admission
+    def __init__(self, running: int = 1, waiting: int = 9, seconds: float = 60) -> None:
+        self.now = 0.0
+        self.queue = Admission(running, waiting, seconds, clock=lambda: self.now)
+        self.seen: list[tuple[str, float]] = []
+        self.queue.observers.append(lambda *outcome: self.seen.append(outcome))
         self._leave: dict[str, asyncio.Event] = {}
         self.tasks: dict[str, asyncio.Task[Any]] = {}
         self.admitted: list[str] = []
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        return self.queue.running, self.queue.waiting
 
     async def come(self, *names: str, priority: int = 0) -> None:
         for name in names:
@@ -28,185 +48,105 @@ class Guests:
             self.tasks[name] = asyncio.create_task(self._stay(name, priority))
         await settle()
 
-    async def leave(self, name: str) -> None:
-        self._leave[name].set()
-        await self.tasks[name]
-        await settle()
+    async def leave(self, *names: str) -> None:
+        for name in names:
+            self._leave[name].set()
+            await self.tasks[name]
+            await settle()
 
     async def _stay(self, name: str, priority: int) -> None:
-        async with self._admission.acquire(Tenant(priority=priority)):
+        async with self.queue.acquire(Tenant(priority=priority)):
             self.admitted.append(name)
             await self._leave[name].wait()
 
 
-async def settle() -> None:
-    """Lets every task run that can."""
-    for _ in range(10):
-        await asyncio.sleep(0)
+async def test_places_go_to_those_that_came_first() -> None:
+    guests = Guests(running=2)
+    await guests.come("a", "b", "c", "d")
+    assert (guests.admitted, guests.counts) == (["a", "b"], (2, 2))
+    guests.now = 4.0
+    await guests.leave("b")
+    assert (guests.admitted, guests.counts) == (["a", "b", "c"], (2, 1))
+    await guests.leave("a", "c", "d")
+    assert (guests.admitted[-1], guests.counts) == ("d", (0, 0))
+    assert guests.seen == [("admitted", 0.0)] * 2 + [("admitted", 4.0)] * 2
 
 
-def admission(running: int = 1, waiting: int = 9, seconds: float = 60, **kwargs: Any) -> Admission:
-    return Admission(running, waiting, seconds, **kwargs)
+async def test_a_lower_priority_comes_first() -> None:
+    guests = Guests()
+    await guests.come("a")
+    await guests.come("b", "c", priority=2)
+    await guests.come("d", priority=1)
+    await guests.leave("a", "d", "b", "c")
+    assert guests.admitted == ["a", "d", "b", "c"]
 
 
-def test_places_go_to_those_that_came_first() -> None:
-    async def test() -> None:
-        queue = admission(running=2)
-        guests = Guests(queue)
-        await guests.come("a", "b", "c", "d")
-        assert (guests.admitted, queue.running, queue.waiting) == (["a", "b"], 2, 2)
-        await guests.leave("b")
-        assert (guests.admitted, queue.running, queue.waiting) == (["a", "b", "c"], 2, 1)
-        await guests.leave("a")
-        await guests.leave("c")
-        await guests.leave("d")
-        assert (guests.admitted[-1], queue.running, queue.waiting) == ("d", 0, 0)
+async def test_beyond_the_bound_a_request_learns_when_to_come_again() -> None:
+    guests = Guests(waiting=3)
+    names = iter("abcdefghijklmnop")
+    await guests.come(*itertools.islice(names, 4))
 
-    asyncio.run(test())
+    async def refused() -> TritonOverloaded:
+        name = next(names)
+        await guests.come(name)
+        with pytest.raises(TritonOverloaded, match="1 requests run and 3 wait") as caught:
+            await guests.tasks[name]
+        return caught.value
 
-
-def test_a_lower_priority_comes_first() -> None:
-    async def test() -> None:
-        guests = Guests(admission())
-        await guests.come("a")
-        await guests.come("b", "c", priority=2)
-        await guests.come("d", priority=1)
-        for name in ("a", "d", "b", "c"):
-            await guests.leave(name)
-        assert guests.admitted == ["a", "d", "b", "c"]
-
-    asyncio.run(test())
+    assert (await refused()).retry_after == 1
+    for now, after in ((0, 1), (0, 1), (4, 8), (1000, 60)):  # of those that ended, by the clock
+        guests.now = now
+        await guests.leave(guests.admitted[-1])
+        await guests.come(next(names))
+        error = await refused()
+        assert f"try again in {error.retry_after:g} s" in str(error)
+        assert error.retry_after == after
+        assert error.retryable
 
 
-def test_beyond_the_bound_a_request_is_told_when_to_come_again() -> None:
-    async def test() -> None:
-        now = iter(range(100))
-        queue = admission(waiting=3, clock=lambda: next(now))
-        guests = Guests(queue)
-        await guests.come("a", "b", "c", "d")
-        with pytest.raises(TritonOverloaded, match="1 requests run and 3 wait; try again in 1 s"):
-            await guests._stay("e", 0)
-        for name in ("a", "b"):
-            await guests.leave(name)
-        await guests.come("e", "f")
-        with pytest.raises(TritonOverloaded) as refused:
-            await guests._stay("g", 0)
-        assert refused.value.retry_after > 1
-        assert refused.value.retryable
-
-    asyncio.run(test())
+async def test_a_wait_has_an_end() -> None:
+    guests = Guests(seconds=0.01)
+    await guests.come("a", "b")
+    with pytest.raises(TritonOverloaded, match=r"no place became free in 0.01 s.*try again"):
+        await guests.tasks["b"]
+    await guests.leave("a")
+    assert guests.counts == (0, 0)
+    assert [outcome for outcome, _ in guests.seen] == ["admitted", "late"]
 
 
-@pytest.mark.parametrize(
-    ("waiting", "ends", "seconds"),
-    [
-        (10, [], 1),
-        (10, [5.0], 1),
-        (10, [5.0, 5.0], 1),  # a clock that stands still
-        (10, [0.0, 0.5, 1.0], 5),
-        (1, [0.0, 0.1], 1),
-        (1000, [0.0, 1.0], 60),
-    ],
-)
-def test_the_time_to_come_again(waiting: int, ends: list[float], seconds: float) -> None:
-    assert retry_seconds(waiting, deque(ends)) == seconds
+async def test_one_that_is_cancelled_takes_no_place() -> None:
+    guests = Guests()
+    await guests.come("a", "b", "c", "d")
+    guests.tasks["b"].cancel()  # while it waits
+    await settle()
+    assert guests.counts == (1, 2)
+    guests._leave["a"].set()
+    await guests.tasks["a"]
+    guests.tasks["c"].cancel()  # as its turn comes
+    await settle()
+    assert guests.admitted == ["a", "d"]
+    guests.tasks["d"].cancel()  # while it runs, and not with an error of ours
+    with pytest.raises(asyncio.CancelledError):
+        await guests.tasks["d"]
+    assert guests.counts == (0, 0)
 
 
-def test_a_wait_has_an_end() -> None:
-    async def test() -> None:
-        seen: list[str] = []
-        queue = admission(seconds=0.01)
-        queue.observers.append(lambda *told: seen.append(told[0]))
-        guests = Guests(queue)
-        await guests.come("a", "b")
-        with pytest.raises(TritonOverloaded, match=r"no place became free in 0.01 s.*try again"):
-            await guests.tasks["b"]
-        assert queue.waiting == 0
-        await guests.leave("a")
-        assert seen == ["admitted", "late"]
-
-    asyncio.run(test())
+async def test_closing_ends_those_that_run_and_those_that_wait_with_an_error_to_try_again() -> None:
+    guests = Guests()
+    await guests.come("a", "b")
+    guests.queue.close("the server is being stopped")
+    await guests.come("c")
+    for task in guests.tasks.values():
+        with pytest.raises(TritonUnavailable, match="is being stopped") as ended:
+            await task
+        assert ended.value.retryable
+    assert guests.counts == (0, 0)
 
 
-def test_one_that_is_cancelled_while_it_waits_takes_no_place() -> None:
-    async def test() -> None:
-        queue = admission()
-        guests = Guests(queue)
-        await guests.come("a", "b", "c")
-        guests.tasks["b"].cancel()
-        await settle()
-        assert queue.waiting == 1
-        await guests.leave("a")
-        await guests.leave("c")
-        assert (guests.admitted, queue.running) == (["a", "c"], 0)
-
-    asyncio.run(test())
-
-
-def test_one_that_is_cancelled_as_its_turn_comes_passes_it_on() -> None:
-    async def test() -> None:
-        queue = admission()
-        guests = Guests(queue)
-        async with queue.acquire():
-            await guests.come("b", "c")
-        guests.tasks["b"].cancel()  # which has its turn, and has not run since
-        await settle()
-        assert guests.admitted == ["c"]
-        await guests.leave("c")
-        assert queue.running == 0
-
-    asyncio.run(test())
-
-
-def test_closing_ends_those_that_run_and_those_that_wait_with_an_error_to_try_again() -> None:
-    async def test() -> None:
-        queue = admission()
-        guests = Guests(queue)
-        await guests.come("a", "b")
-        queue.close("the server is being stopped")
-        for name in ("a", "b"):
-            with pytest.raises(TritonUnavailable, match="is being stopped") as ended:
-                await guests.tasks[name]
-            assert ended.value.retryable
-        with pytest.raises(TritonUnavailable):
-            await guests._stay("c", 0)
-        assert (queue.running, queue.waiting) == (0, 0)
-
-    asyncio.run(test())
-
-
-def test_a_cancelled_one_is_not_told_of_an_error() -> None:
-    async def test() -> None:
-        queue = admission()
-        guests = Guests(queue)
-        await guests.come("a")
-        guests.tasks["a"].cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await guests.tasks["a"]
-        assert queue.running == 0
-
-    asyncio.run(test())
-
-
-def test_waiting_times_are_seen() -> None:
-    async def test() -> None:
-        seen: list[tuple[str, float]] = []
-        now = iter([0.0, 1.0, 4.0])  # b begins to wait; a leaves; b has a place
-        queue = admission(clock=lambda: next(now))
-        queue.observers.append(lambda outcome, seconds: seen.append((outcome, seconds)))
-        guests = Guests(queue)
-        await guests.come("a", "b")
-        await guests.leave("a")
-        await guests.leave("b")
-        assert seen == [("admitted", 0.0), ("admitted", 4.0)]
-
-    asyncio.run(test())
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_no_place_is_lost_in_a_storm_of_cancels(seed: int) -> None:
+@pytest.mark.parametrize("seed", range(10))
+async def test_no_place_is_lost_in_a_storm_of_cancels(seed: int) -> None:
     dice = random.Random(seed)
-    queue = admission(running=dice.choice([1, 3]), waiting=100, seconds=dice.choice([0.01, 60]))
+    queue = Admission(dice.choice([1, 3]), 100, dice.choice([0.01, 60]))
     most = 0
 
     async def stay() -> None:
@@ -215,17 +155,135 @@ def test_no_place_is_lost_in_a_storm_of_cancels(seed: int) -> None:
             most = max(most, queue.running)
             await asyncio.sleep(dice.choice([0, 0.001]))
 
-    async def test() -> None:
-        tasks = [asyncio.create_task(stay()) for _ in range(100)]
-        for _ in range(60):
-            dice.choice(tasks).cancel()
-            await asyncio.sleep(dice.choice([0, 0.001]))
-            if dice.random() < 0.01:
-                queue.close("closed")
-        ends = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)
-        expected = (asyncio.CancelledError, TritonOverloaded, TritonUnavailable)
-        assert all(end is None or isinstance(end, expected) for end in ends)
-
-    asyncio.run(test())
+    tasks = [asyncio.create_task(stay()) for _ in range(100)]
+    for _ in range(60):
+        dice.choice(tasks).cancel()
+        await asyncio.sleep(dice.choice([0, 0.001]))
+        if dice.random() < 0.01:
+            queue.close("closed")
+    ends = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)
+    expected = (asyncio.CancelledError, TritonOverloaded, TritonUnavailable)
+    assert all(end is None or isinstance(end, expected) for end in ends)
     assert (queue.running, queue.waiting) == (0, 0)
-    assert most == queue._max_running
+    assert most == queue.max_running
+
+
+# Places by weight: a simulated engine whose clock is the event loop, so that every figure is exact
+
+PREFILL = 5  # turns of the loop to the first token of a request that runs; each token takes another
+Streams = tuple[Tenant, Callable[[], int], int]  # how many streams, and the tokens of a request
+
+
+class Traffic:
+    """Streams that send one request after another.
+
+    Attributes:
+        tokens: that each tenant has had.
+        first_tokens: turns from a request to its first token.
+    """
+
+    def __init__(self, places: int, *, fair: bool = True) -> None:
+        self.tokens: dict[str, float] = defaultdict(float)
+        self.first_tokens: dict[str, list[float]] = defaultdict(list)
+        self._admission, self._fair, self._now = Admission(places, 1000, 1e9), fair, 0
+
+    async def run(self, turns: int, *streams: Streams) -> Traffic:
+        tasks = [
+            asyncio.create_task(self._send(tenant, length))
+            for tenant, length, count in streams
+            for _ in range(count)
+        ]
+        for self._now in range(turns):
+            await asyncio.sleep(0)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return self
+
+    async def _send(self, tenant: Tenant, length: Callable[[], int]) -> None:
+        while True:
+            came, tokens = self._now, length()
+            async with self._admission.acquire(tenant if self._fair else None) as slot:
+                for turn in range(PREFILL + tokens):
+                    await asyncio.sleep(0)
+                    if turn == PREFILL:
+                        self.first_tokens[tenant.name].append(self._now - came)
+                slot.used = tokens
+                self.tokens[tenant.name] += tokens
+
+    def p99(self, name: str) -> float:
+        values = sorted(self.first_tokens[name])
+        return values[int(0.99 * len(values))]
+
+
+async def test_a_hog_does_not_starve_a_light_one() -> None:
+    dice = random.Random(1)
+    light: Streams = (Tenant("light", cost=100), lambda: 20, 1)
+    hog: Streams = (Tenant("hog", cost=100), lambda: dice.randint(50, 200), 80)
+    alone = await Traffic(32).run(3000, light)
+    fair = await Traffic(32).run(3000, light, hog)
+    unfair = await Traffic(32, fair=False).run(3000, light, hog)
+    assert fair.p99("light") <= 2 * alone.p99("light")
+    assert unfair.p99("light") > 4 * alone.p99("light")
+    assert sum(fair.tokens.values()) >= 0.95 * sum(unfair.tokens.values())
+
+
+async def test_tokens_go_by_weight_whatever_was_expected() -> None:
+    short, long = (lambda: 40), (lambda: 160)
+    streams = [
+        (Tenant("a", cost=100), short, 20),
+        (Tenant("b", cost=100), long, 20),
+        (Tenant("c", 2.0, cost=100), short, 20),
+    ]
+    tokens = (await Traffic(8).run(30_000, *streams)).tokens
+    assert tokens["b"] == pytest.approx(tokens["a"], rel=0.1)
+    assert tokens["c"] == pytest.approx(2 * tokens["a"], rel=0.1)
+
+
+async def test_one_that_asks_one_by_one_pays_for_what_it_had() -> None:
+    streams = [(Tenant("a", cost=10), lambda: 1000, 1), (Tenant("b", cost=10), lambda: 100, 20)]
+    tokens = (await Traffic(1).run(30_000, *streams)).tokens
+    assert tokens["b"] == pytest.approx(tokens["a"], rel=0.1)
+
+
+async def test_who_was_away_has_nothing_saved() -> None:
+    queue, order = Admission(1, 99, 60), []
+
+    async def ask(name: str) -> None:
+        async with queue.acquire(Tenant(name, cost=10)):
+            order.append(name)
+            await asyncio.sleep(0)
+
+    await asyncio.gather(*(ask("a") for _ in range(5)))
+    await asyncio.gather(*(ask(name) for name in "aaabbb"))
+    assert order[5:] == ["a", "b", "a", "b", "a", "b"]
+
+
+async def test_tenants_that_are_gone_keep_no_places_and_no_memory() -> None:
+    queue, ended = Admission(40, 100, 60), asyncio.Event()
+
+    async def ask(name: str) -> None:
+        with contextlib.suppress(TritonOverloaded):
+            async with queue.acquire(Tenant(name)):
+                await ended.wait()
+
+    async def storm(tenants: int) -> int:
+        tracemalloc.start()
+        for number in range(tenants):
+            await asyncio.gather(*(ask(f"{number}-{name}") for name in range(9)))
+        taken = tracemalloc.take_snapshot()
+        tracemalloc.stop()
+        own = taken.filter_traces([tracemalloc.Filter(True, admission.__file__)])
+        return sum(trace.size for trace in own.traces)
+
+    async with queue.acquire(Tenant("second")):
+        pass
+    tasks = [asyncio.create_task(ask("first")) for _ in range(50)]
+    await settle()
+    assert (queue.running, queue.waiting) == (40, 10)
+    ended.set()
+    await asyncio.gather(*tasks)
+    queue.max_running = 2
+    async with queue.acquire(Tenant("busy")):
+        assert await storm(500) < 100_000
+    assert await storm(500) < 10_000

@@ -1,81 +1,73 @@
-"""What the guard leaves of a server whose processes brought shared memory of their own."""
+"""The guard, with real processes in the places of tritonserver, its stubs and its ranks."""
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import textwrap
 from pathlib import Path
 
 from cog_triton.server import guard
+from cog_triton.server.command import guarded
+from tests.support import ROOT, alive
+
+
+def start(directory: Path, role: str, *command: str, timeout: float = 5) -> subprocess.Popen[str]:
+    """Run a command under a guard, whose starter ends with the test."""
+    line, pipe = guarded(role, "cog_triton_no_such_", timeout, [*command]), subprocess.PIPE
+    return subprocess.Popen(line, cwd=directory, text=True, stdin=pipe, stdout=pipe, stderr=pipe)
+
 
 # A process that is killed, with shared memory of Python's multiprocessing; the name goes to the output.
-SERVER = """
+WITH_MEMORY = """
 import os, signal
 from multiprocessing.shared_memory import SharedMemory
 print(SharedMemory(create=True, size=64).name, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
-# What stays for good, but stops its stub when it is told to stop.
-LINGERING = """
-import signal, subprocess, sys
-stub = subprocess.Popen(sys.argv[1:])
-def stop(*_):
-    stub.terminate()
-    stub.wait()
-signal.signal(signal.SIGTERM, stop)
-print("ready", flush=True)
-while True:
-    signal.pause()
-"""
 
-
-def test_shared_memory_of_pythons_goes_with_the_server() -> None:
-    command = [sys.executable, guard.__file__, "server", "", "1", "", sys.executable, "-c", SERVER]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
+def test_shared_memory_of_pythons_goes_with_the_server(tmp_path: Path) -> None:
+    with start(tmp_path, "server", sys.executable, "-c", WITH_MEMORY) as process:
         assert process.stdout is not None
-        name = process.stdout.readline().strip()
-        assert process.wait(60) == 128 + 9
+        name = process.stdout.read()
+        assert process.wait(60) == 128 + signal.SIGKILL
     assert name.startswith("psm_")
-    assert not Path("/dev/shm", name).exists()
+    assert not Path("/dev/shm", name.strip()).exists()
 
 
-@contextmanager
-def lingering(directory: Path, role: str, timeout: str) -> Iterator[subprocess.Popen[bytes]]:
-    """The guard of such a server, which is ready."""
-    stub = directory / guard.STUB
-    os.symlink(sys.executable, stub)
-    model = directory / "preprocessing" / "1" / "model.py"
-    model.parent.mkdir(parents=True)
-    model.write_text("import signal; signal.pause()")
-    server = [sys.executable, "-c", LINGERING, str(stub), str(model)]
-    with subprocess.Popen(
-        [sys.executable, guard.__file__, role, "", timeout, "", *server],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    ) as process:
-        assert process.stdout is not None
-        try:
-            assert process.stdout.readline() == b"ready\n"
-            yield process
-        finally:
-            process.kill()
-
-
-def test_a_server_whose_stubs_have_ended_is_not_waited_for(tmp_path: Path) -> None:
-    with lingering(tmp_path, "server", "3600") as process:
-        assert process.stdin is not None
-        process.stdin.close()  # as when the starter has ended, and cannot say what Triton has logged
+def test_a_guard_without_a_prefix_removes_no_shared_memory(tmp_path: Path) -> None:
+    """As the engine builder's, which runs its commands under one."""
+    (tmp_path / "other").touch()
+    program = f"""
+        import pathlib, sys
+        from cog_triton.server import guard
+        guard.SHARED_MEMORY = pathlib.Path({str(tmp_path)!r})
+        sys.exit(guard.run("server", "", 1.0, "", ["true"]))
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, cwd=ROOT) as process:
         assert process.wait(60) == 0
+    assert (tmp_path / "other").exists()
 
 
-def test_a_rank_whose_stubs_have_ended_has_its_time_and_ends_well(tmp_path: Path) -> None:
-    with lingering(tmp_path, "0", "1") as process:
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0
+def test_descendants_in_process_groups_of_their_own_are_killed(tmp_path: Path) -> None:
+    program = """
+import os, subprocess
+child = subprocess.Popen(["setsid", "sleep", "60"])
+print(child.pid, flush=True)
+os._exit(0)
+"""
+    pid, _ = start(tmp_path, "1", sys.executable, "-c", program).communicate(timeout=60)
+    assert not alive(int(pid))
+
+
+def test_a_stub_that_is_killed_before_its_exec_ends_its_server(tmp_path: Path) -> None:
+    server = tmp_path / "another-server"
+    server.symlink_to(sys.executable)
+    code = "import os, signal\nif not os.fork(): os.kill(os.getpid(), 9)\nsignal.pause()"
+    with start(tmp_path, "server", str(server), "-c", code) as process:
+        assert process.stderr is not None
+        errors = process.stderr.read()
+    assert errors == f"{guard.STUB_ENDED.format(model=guard.UNKNOWN, status=-9)}\n"

@@ -1,65 +1,53 @@
-"""What is said of a start, and of what failed in it."""
+"""What a server's log tells: its levels, each rank's lines, and the reason of an end."""
 
 from __future__ import annotations
 
 import logging
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
-from cog_triton.server.guard import RANK_ENDED, STUB_ENDED
-from cog_triton.server.log import CuttingFormatter, ServerLog
+from cog_triton.server.log import CuttingFormatter, ServerLog, lines_of_ranks, parse_log_line
+from tests.support import load_cases
 
-FAILED = (
-    "E0101 00:00:00.000000 1 model_lifecycle.cc:642] \"failed to load 'tensorrt_llm' version 1: "
-    'Internal: Error: no header\\n\\nAt:\\n  /a.py(1): load\\n  /b.py(2): initialize\\n"'
-)
+DIED = "tritonserver died"
+LOGS = load_cases(__file__, "logs.yaml")
 
 
-def log_of(*lines: str) -> ServerLog:
-    log = ServerLog(1)
-    for _ in log.read(f"{line}\n".encode() for line in lines):
-        pass
-    return log
+def triton(level: str, text: str) -> str:
+    return f'{level}1121 07:09:36.844 1 model_lifecycle.cc:1] "{text}"'
 
 
-def test_how_long_models_take_to_load(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("given", LOGS["reasons"], ids=lambda given: given["case"])
+def test_the_reason_of_an_end(given: dict[str, Any]) -> None:
+    log = ServerLog(2)
+    list(log.read(given["log"].encode().splitlines(keepends=True)))
+    assert log.reason(DIED, given.get("status")) == given["reason"].removesuffix("\n")
+
+
+@pytest.mark.parametrize("given", LOGS["merged"], ids=lambda given: given["case"])
+def test_the_lines_of_each_rank(given: dict[str, Any]) -> None:
+    read = lines_of_ranks(given["log"].splitlines(keepends=True))
+    assert [[rank, line] for rank, line in read] == given["lines"]
+
+
+@pytest.mark.parametrize("given", LOGS["levels"])
+def test_the_level_of_a_line(given: dict[str, Any]) -> None:
+    level, _ = parse_log_line(given["line"], logging.CRITICAL, gpu=given.get("gpu", True))
+    assert logging.getLevelName(level) == given["level"]
+
+
+def test_the_level_of_a_line_is_kept_for_each_rank() -> None:
     lines = [
-        'model_lifecycle.cc:472] "loading: a:1"',
-        'model_lifecycle.cc:472] "loading: b:1"',
-        "model_lifecycle.cc:839] \"successfully loaded 'b'\"",
-        "python_be.cc:1845] \"Input tensors of 'a'\"",
-        '[1,1]<stderr>:model_lifecycle.cc:472] "loading: a:1"',
-        "[1,1]<stderr>:model_lifecycle.cc:839] \"successfully loaded 'a'\"",
-        "model_lifecycle.cc:839] \"successfully loaded 'a'\"",
-        'model_lifecycle.cc:472] "loading: ensemble:1"',
-        "model_lifecycle.cc:839] \"successfully loaded 'ensemble'\"",
+        f"[1,0]<stderr>:{triton('E', 'a traceback')}",
+        f"[1,1]<stderr>:{triton('I', 'all is well')}",
+        "[1,0]<stderr>:of two lines",
+        "[1,1]<stderr>:as before",
     ]
-    with caplog.at_level(logging.INFO, "cog_triton.server"):
-        log_of(*lines)
-    said = [f"{model} loaded in 0.0 s" for model in ("b", "a on rank 1", "a")]
-    assert caplog.messages == said
-
-
-def test_the_cause_comes_last_and_once() -> None:
-    """Without Triton's tables, and without where in Python it was, which is in the log."""
-    reason = log_of(FAILED, "+---+", 'I0101 00:00:00.000000 1 server.cc:305] "Waiting."').reason(
-        "tritonserver died while starting", 1
-    )
-    assert reason.splitlines() == [
-        "tritonserver died while starting, with exit status 1",
-        "model tensorrt_llm: Error: no header",
-    ]
-
-
-def test_without_a_model_that_failed_the_last_lines_are_all_that_is_known() -> None:
-    assert log_of("one", "two").reason("tritonserver died", -11).splitlines() == [
-        "tritonserver died, by signal 11 (SIGSEGV)",
-        "the last lines of its log:",
-        "one",
-        "two",
-    ]
+    read = ServerLog(2).read(f"{line}\n".encode() for line in lines)
+    assert [level for level, _ in read] == [logging.ERROR, logging.INFO] * 2
 
 
 @pytest.mark.parametrize(
@@ -83,55 +71,17 @@ def test_tritons_own_lines_are_logged_at_debug(level: str, lines: list[str]) -> 
 
 
 def test_a_line_with_a_request_in_it_is_cut() -> None:
-    log = ServerLog(1)
-    text = "x" * 4_000_000
-    lines = [f'E0101 00:00:00.000000 1 a.cc:1] "{text}"\n', f"{text}\n", "short\n"]
-    read = list(log.read(line.encode() for line in lines))
+    log, text = ServerLog(1), "x" * 4_000_000
+    read = [*log.read(f"{line}\n".encode() for line in (triton("E", text), text, "short"))]
     assert [len(line) for _, line in read][1:] == [2000, 5]
-    assert all(len(line) <= 2000 for _, line in read)
-    assert read[0][0] == logging.ERROR
-    assert len(log.reason("tritonserver died", -11)) < 5_000
-
-
-def test_the_cause_is_that_of_the_process_that_failed() -> None:
-    """vLLM's engine core and its workers say why, and who started them says to look above."""
-    failed = (
-        "E1122 23:59:59.000000 1 model_lifecycle.cc:654] \"failed to load 'tensorrt_llm' version 1: "
-        "Internal: RuntimeError: Engine core initialization failed. See root cause above. Failed core "
-        'proc(s): {}"'
-    )
-    logged = "ERROR 11-22 23:59:58 [core.py:1136]"
-    log = ServerLog(1)
-    lines = [
-        "(Worker_TP1 pid=13) ERROR 11-22 23:59:57 [multiproc_executor.py:9]     raise ValueError(no)",
-        "(Worker_TP1 pid=13) ERROR 11-22 23:59:57 [multiproc_executor.py:9] ValueError: no memory",
-        f"(EngineCore pid=12) {logged} EngineCore failed to start.",
-        f"(EngineCore pid=12) {logged} Exception: WorkerProc initialization failed. See root cause.",
-        "(EngineCore pid=12) Exception: WorkerProc initialization failed. See root cause.",
-        failed,
-    ]
-    list(log.read(f"{line}\n".encode() for line in lines))
-    reason = log.reason("tritonserver did not start")
-    assert reason.splitlines()[-1] == "model tensorrt_llm: ValueError: no memory"
+    assert len(read[0][1]) <= 2000
+    assert len(log.reason(DIED, -11)) < 5_000
 
 
 def test_a_record_is_cut_and_keeps_its_trace() -> None:
-    try:
-        raise ValueError("y" * 4_000_000)
-    except ValueError as error:
-        record = logging.LogRecord(
-            "a", logging.ERROR, "", 0, "%s", ("x" * 4_000_000,), (type(error), error, None)
-        )
-    text = CuttingFormatter("%(levelname)s %(message)s").format(record)
-    assert len(text) <= 2000 + 1
-    record.args, record.exc_text = ("what failed",), None
+    error = ValueError("y" * 4_000_000)
+    trace = (type(error), error, None)
+    record = logging.LogRecord("a", logging.ERROR, "", 0, "%s", ("what failed",), trace)
     text = CuttingFormatter("%(levelname)s %(message)s").format(record)
     assert text.startswith("ERROR what failed\nValueError: yyy")
     assert len(text) < 5_000
-
-
-def test_a_stub_that_ends_after_a_rank_is_not_the_cause() -> None:
-    log = ServerLog(2)
-    lines = (RANK_ENDED.format(rank=1, status=-9), STUB_ENDED.format(model="m", status=-9))
-    list(log.read(f"{line}\n".encode() for line in lines))
-    assert log.end(1) == ": rank 1 of 2 ended by signal 9 (SIGKILL)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
 import subprocess
@@ -80,10 +81,4 @@ def test_torch_is_hidden_from_transformers_only(demo_model: Path) -> None:
     command = [sys.executable, "-c", program, str(demo_model)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == str(importlib_finds("torch"))
-
-
-def importlib_finds(name: str) -> bool:
-    import importlib.util
-
-    return importlib.util.find_spec(name) is not None
+    assert done.stdout.strip() == str(importlib.util.find_spec("torch") is not None)

@@ -21,33 +21,23 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def check(root: Path) -> int:
-    return check_bounds.main([str(root), "--budgets", str(root / "budgets.yaml")])
-
-
-def test_all_that_is_at_its_bound_passes(root: Path) -> None:
-    assert check(root) == 0
-
-
-def test_a_function_that_is_too_long_and_its_room_are_named(
-    root: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("file", "text", "printed"),
+    [
+        ("train.py", "", "the code is within its bounds\n"),
+        (
+            "cog_triton/room/module.py",
+            "\n    pass\n",
+            "cog_triton/room/module.py:3 long: 61 lines, of 60\ncog_triton/room: 63 lines, of 62\n",
+        ),
+        ("tools/it.py", "pass\n" * 401, "tools/it.py: 401 lines, of 400\n"),
+        ("budgets.yaml", "cog_triton/gone: 10\n", "cog_triton/gone: has a budget and no code\n"),
+    ],
+)
+def test_what_is_beyond_a_bound_is_named(
+    root: Path, capsys: pytest.CaptureFixture[str], file: str, text: str, printed: str
 ) -> None:
-    with (root / "cog_triton/room/module.py").open("a") as file:
-        file.write("\n    pass\n")
-    assert check(root) == 1
-    assert capsys.readouterr().out.splitlines() == [
-        "cog_triton/room/module.py:3 long: 61 lines, of 60",
-        "cog_triton/room: 63 lines, of 62",
-    ]
-
-
-def test_a_file_that_is_too_long_is_named(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (root / "tools/it.py").write_text("pass\n" * 401)
-    assert check(root) == 1
-    assert capsys.readouterr().out == "tools/it.py: 401 lines, of 400\n"
-
-
-def test_a_budget_of_no_room_is_named(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (root / "budgets.yaml").write_text("cog_triton/gone: 10\n")
-    assert check(root) == 1
-    assert capsys.readouterr().out == "cog_triton/gone: has a budget and no code\n"
+    with (root / file).open("a") as added:
+        added.write(text)
+    status = check_bounds.main(root, root / "budgets.yaml")
+    assert (capsys.readouterr().out, status) == (printed, int(bool(text)))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import QuietHandler, http_server
 from tests.unit.weights.support import Site
 
 TLS = ssl.create_default_context()
@@ -27,7 +28,14 @@ def cache(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def site() -> Iterator[Site]:
-    site = Site()
-    yield site
-    site.close()
+def site(cache: Path) -> Iterator[Site]:
+    site = Site(cache)
+
+    class Handler(QuietHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            site.answer(self)
+
+    with http_server(Handler) as site.url:
+        yield site

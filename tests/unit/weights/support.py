@@ -7,30 +7,48 @@ import io
 import json
 import tarfile
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from cog_triton.errors import ConfigurationError
 from cog_triton.weights import fetch
 
-ROOT = Path(__file__).resolve().parents[3]
 FILES = {"config.json": b'{"a": 1}', "rank0.engine": bytes(range(256)) * 2000}
 OTHER = {"config.json": b'{"a": 2}', "rank0.engine": b"other" * 5000}
-MODIFIED = "Mon, 01 Jan 2024 00:00:00 GMT"
+SAME_SIZE = {**FILES, "config.json": b'{"a": 9}'}
+
+KINDS = {
+    "file": tarfile.REGTYPE,
+    "directory": tarfile.DIRTYPE,
+    "symlink": tarfile.SYMTYPE,
+    "hardlink": tarfile.LNKTYPE,
+    "character device": tarfile.CHRTYPE,
+    "block device": tarfile.BLKTYPE,
+    "pipe": tarfile.FIFOTYPE,
+}
 
 
-# Tar files
-
-
-SYM, LNK, DIR = tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.DIRTYPE
+@contextlib.contextmanager
+def refused(problem: str) -> Iterator[None]:
+    """Expect an error with the problem and without a secret."""
+    with pytest.raises(ConfigurationError, match=problem) as error:
+        yield
+    assert "secret" not in str(error.value)
 
 
 def entry(
-    name: str, content: bytes = b"", kind: bytes = tarfile.REGTYPE, link: str = ""
+    kind: str, name: str, link: str = "", *, content: bytes | None = None
 ) -> tuple[tarfile.TarInfo, bytes]:
+    """A member of a tar file; one that is a file has a byte, if no content is given."""
     info = tarfile.TarInfo(name)
-    info.type, info.linkname, info.size, info.mtime = kind, link, len(content), 1_700_000_000
+    if content is None:
+        content = b"1" if kind == "file" else b""
+    info.type, info.linkname, info.size, info.mtime = KINDS[kind], link, len(content), 1_700_000_000
     return info, content
 
 
@@ -43,15 +61,12 @@ def tar_of(*entries: tuple[tarfile.TarInfo, bytes]) -> bytes:
 
 
 def tar(files: dict[str, bytes] = FILES) -> bytes:
-    return tar_of(*[entry(name, content) for name, content in files.items()])
+    return tar_of(*[entry("file", name, content=content) for name, content in files.items()])
 
 
-def unpacked(tmp_path: Path, content: bytes) -> dict[str, bytes]:
+def unpacked(tmp_path: Path, content: bytes) -> Path:
     (tmp_path / "m.tar").write_bytes(content)
-    return contents(fetch(str(tmp_path / "m.tar"), cache=tmp_path / "cache"))
-
-
-# The cache
+    return fetch(str(tmp_path / "m.tar"), cache=tmp_path / "cache")
 
 
 def contents(directory: Path) -> dict[str, bytes]:
@@ -60,23 +75,6 @@ def contents(directory: Path) -> dict[str, bytes]:
         for path in directory.rglob("*")
         if path.is_file()
     }
-
-
-def names_in(cache: Path) -> set[str]:
-    """What is in the only entry of the cache, the marker and the tree apart."""
-    (entry,) = cache.iterdir()
-    return {path.name for path in entry.iterdir() if not path.name.startswith("tree-")} - {
-        "fetched.json"
-    }
-
-
-def marker(cache: Path) -> dict[str, Any]:
-    (found,) = cache.glob("*/fetched.json")
-    loaded: dict[str, Any] = json.loads(found.read_text())
-    return loaded
-
-
-# A server
 
 
 @dataclass
@@ -97,78 +95,69 @@ class Served:
 
 
 class Site:
-    def __init__(self) -> None:
+    """A server of files, and a cache to fetch them into."""
+
+    url: str
+
+    def __init__(self, cache: Path) -> None:
+        self.cache = cache
         self.files: dict[str, Served] = {}
         self.requests: list[tuple[str, dict[str, str]]] = []
         self.statuses: list[int] = []
         self.bodies: list[int] = []  # bytes of the bodies sent
         self.arrived = threading.Semaphore(0)
-        site = self
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def do_GET(self) -> None:
-                site.answer(self)
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        self.host = f"127.0.0.1:{self._server.server_address[1]}"
-        self.url = f"http://{self.host}"
-        threading.Thread(
-            target=self._server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
-        ).start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
 
     def serve(self, content: bytes | None = None, path: str = "/m.tar", **how: Any) -> Served:
         self.files[path] = Served(tar() if content is None else content, **how)
         return self.files[path]
 
+    def fetch(self, path: str = "/m.tar", checksum: str | None = None) -> Path:
+        return fetch(f"{self.url}{path}", cache=self.cache, checksum=checksum)
+
+    def left(self) -> set[str]:
+        """What is in the only entry of the cache, the marker and the tree apart."""
+        (entry,) = self.cache.iterdir()
+        names = {path.name for path in entry.iterdir() if not path.name.startswith("tree-")}
+        return names - {"fetched.json"}
+
+    def marker(self) -> dict[str, Any]:
+        (found,) = self.cache.glob("*/fetched.json")
+        loaded: dict[str, Any] = json.loads(found.read_text())
+        return loaded
+
     def answer(self, to: BaseHTTPRequestHandler) -> None:
         self.requests.append((to.path, {name.lower(): value for name, value in to.headers.items()}))
         self.arrived.release()
         file = self.files.get(to.path.partition("?")[0])
-        if file is None:
-            self._send(to, 404)
-        elif file.statuses:
-            self._send(to, file.statuses.pop(0))
-        elif file.moved_to:
-            self._send(to, 302, {"Location": file.moved_to})
-        else:
-            self._send_file(to, file)
-
-    def _send(
-        self, to: BaseHTTPRequestHandler, status: int, headers: dict[str, str] | None = None
-    ) -> None:
+        status, headers, body = self._reply(file, to.headers) if file else (404, {}, b"")
         self.statuses.append(status)
         to.send_response(status)
-        for name, value in ({"Content-Length": "0"} | (headers or {})).items():
-            if value:
-                to.send_header(name, value)
+        if file is None or file.length:
+            headers["Content-Length"] = str(len(body))
+        else:
+            to.close_connection = True
+        for name, value in headers.items():
+            to.send_header(name, value)
         to.end_headers()
+        if file and body:
+            self._send(to, file, body)
 
-    def _send_file(self, to: BaseHTTPRequestHandler, file: Served) -> None:
-        known = {"ETag": file.etag or "", "Last-Modified": file.modified or "", **file.headers}
-        if file.conditional and file.etag and to.headers["If-None-Match"] == file.etag:
-            return self._send(to, 304, known | {"Content-Length": ""})
-        start, status = 0, 200
-        wanted, condition = to.headers["Range"], to.headers["If-Range"]
-        if wanted and file.ranges and condition in (None, file.etag, file.modified):
-            start, status = int(wanted.removeprefix("bytes=").rstrip("-")), 206
-            end, size = len(file.content) - 1, len(file.content)
-            if start > end:
-                return self._send(to, 416, {"Content-Range": f"bytes */{size}"})
-            known["Content-Range"] = f"bytes {start}-{end}/{size}"
-        body = file.content[start:]
-        known["Content-Length"] = str(len(body)) if file.length else ""
-        to.close_connection = not file.length
-        self._send(to, status, known)
+    def _reply(self, file: Served, asked: Any) -> tuple[int, dict[str, str], bytes]:
+        if file.statuses:
+            return file.statuses.pop(0), {}, b""
+        if file.moved_to:
+            return 302, {"Location": file.moved_to}, b""
+        validators = {"ETag": file.etag, "Last-Modified": file.modified}
+        headers = {name: value for name, value in validators.items() if value} | file.headers
+        if file.conditional and file.etag and asked["If-None-Match"] == file.etag:
+            return 304, headers, b""
+        if asked["Range"] and file.ranges and asked["If-Range"] in (file.etag, file.modified):
+            start, size = int(asked["Range"].removeprefix("bytes=").rstrip("-")), len(file.content)
+            headers["Content-Range"] = f"bytes {start}-{size - 1}/{size}"
+            return 206, headers, file.content[start:]
+        return 200, headers, file.content
+
+    def _send(self, to: BaseHTTPRequestHandler, file: Served, body: bytes) -> None:
         if file.wait:
             file.wait.wait(10)
         if file.drops:
@@ -177,4 +166,3 @@ class Site:
         self.bodies.append(len(body))
         with contextlib.suppress(ConnectionError):  # who reads the headers alone
             to.wfile.write(body)
-        return None

@@ -1,132 +1,70 @@
+"""The copies in the cache: current, whole, one for each URL, and what a full disk or a kill leaves."""
+
 from __future__ import annotations
 
-import errno
-import logging
+import gzip
+import os
 import shutil
-import signal
 import subprocess
 import sys
+import tarfile
 import threading
 from collections.abc import Callable
+from errno import ENOSPC
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cog_triton.errors import ConfigurationError
-from cog_triton.weights import fetch
 from cog_triton.weights.download import TRIES
-from tests.unit.weights.support import (
-    FILES,
-    MODIFIED,
-    OTHER,
-    ROOT,
-    Site,
-    contents,
-    names_in,
-    tar,
-)
+from tests.support import ROOT, load_cases, run_until_killed
+from tests.unit.weights.support import FILES, OTHER, SAME_SIZE, Site, contents, refused, tar
 
-# The cache
+SERVERS = load_cases(__file__, "servers.yaml")
 
 
-def test_a_relative_cache_gives_an_absolute_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "m.tar").write_bytes(tar())
-    monkeypatch.chdir(tmp_path)
-    assert fetch("m.tar", cache=Path("cache")).is_absolute()
-
-
-def test_a_cache_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "m.tar").write_bytes(tar())
-    (tmp_path / "cache").touch()
-    with pytest.raises(ConfigurationError, match=r"cache.*: (Not a directory|File exists)"):
-        fetch(str(tmp_path / "m.tar"), cache=tmp_path / "cache")
-
-
-# The copy
-
-
-@pytest.mark.parametrize(
-    ("how", "status"),
-    [
-        ({}, 304),
-        ({"conditional": False}, 200),
-        ({"etag": None, "modified": MODIFIED}, 200),
-        ({"etag": 'W/"1"'}, 304),
-    ],
-    ids=["304", "etag alone", "date", "weak etag"],
-)
-def test_a_current_copy_is_used_at_once(
-    how: dict[str, Any], status: int, site: Site, cache: Path
-) -> None:
-    site.serve(**how)
-    found = fetch(f"{site.url}/m.tar", cache=cache)
+@pytest.mark.parametrize("case", SERVERS["current"])
+def test_a_current_copy_is_used_at_once(case: dict[str, Any], site: Site) -> None:
+    site.serve(**case["served"])
+    found = site.fetch()
     before = (found / "config.json").stat()
-    assert fetch(f"{site.url}/m.tar", cache=cache) == found
-    assert site.statuses == [200, status]
+    assert site.fetch() == found
+    assert site.statuses == case["statuses"]
     assert (found / "config.json").stat().st_ino == before.st_ino
-    assert names_in(cache) == set()
+    assert site.left() == set()
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        ({"etag": '"1"'}, {"etag": '"2"'}),
-        ({"etag": '"1"'}, {"etag": None}),
-        ({"etag": None, "modified": MODIFIED}, {"etag": None, "modified": MODIFIED[:-5] + "1 GMT"}),
-        ({"etag": None, "modified": MODIFIED}, {"etag": '"2"', "modified": MODIFIED}),
-        ({"etag": None}, {"etag": None}),
-    ],
-    ids=["etag", "no etag", "date", "new etag", "nothing"],
-)
-def test_what_may_have_changed_is_fetched_again(
-    before: dict[str, Any], after: dict[str, Any], site: Site, cache: Path
-) -> None:
-    same_size = {"config.json": b'{"a": 9}', "rank0.engine": FILES["rank0.engine"]}
-    site.serve(**before)
-    first = fetch(f"{site.url}/m.tar", cache=cache)
-    site.serve(tar(same_size), **after)
-    second = fetch(f"{site.url}/m.tar", cache=cache)
-    assert contents(second) == same_size
+@pytest.mark.parametrize("case", SERVERS["changed"])
+def test_what_may_have_changed_is_fetched_again(case: dict[str, Any], site: Site) -> None:
+    site.serve(**case["before"])
+    first = site.fetch()
+    site.serve(tar(SAME_SIZE), **case["after"])
+    second = site.fetch()
+    assert contents(second) == SAME_SIZE
     assert first != second
-    assert len(list(cache.glob("*/tree-*"))) == 1
-
-
-def test_another_url_is_another_file(site: Site, cache: Path) -> None:
-    site.serve()
-    site.serve(tar(OTHER), path="/n.tar")
-    first = fetch(f"{site.url}/m.tar", cache=cache)
-    assert contents(fetch(f"{site.url}/n.tar", cache=cache)) == OTHER
-    assert contents(fetch(f"{site.url}/m.tar?v=2", cache=cache)) == FILES
-    assert fetch(f"{site.url}/m.tar", cache=cache) == first
-    assert len(list(cache.iterdir())) == 3
+    assert len(list(site.cache.glob("*/tree-*"))) == 1
 
 
 def test_the_copy_serves_when_the_server_does_not(
-    site: Site, cache: Path, caplog: pytest.LogCaptureFixture
+    site: Site, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = site.serve()
-    found = fetch(f"{site.url}/m.tar?secret", cache=cache)
+    found = site.fetch("/m.tar?secret")
     file.statuses = [503] * 99
-    assert fetch(f"{site.url}/m.tar?secret", cache=cache) == found
+    assert site.fetch("/m.tar?secret") == found
     assert len(site.requests) == 1 + TRIES
-    site.close()
-    assert fetch(f"{site.url}/m.tar?secret", cache=cache) == found
-    warnings = [r.getMessage() for r in caplog.records if "using the copy" in r.getMessage()]
-    assert len(warnings) == 2
-    assert "refused" in warnings[1]
+    warning = "cannot be reached (HTTP 503); check the URL and the network; using the copy"
+    assert warning in caplog.text
     assert "secret" not in caplog.text
 
 
-def test_the_copy_does_not_serve_for_what_is_known_to_have_changed(site: Site, cache: Path) -> None:
+def test_the_copy_does_not_serve_for_what_is_known_to_have_changed(site: Site) -> None:
     site.serve()
-    fetch(f"{site.url}/m.tar", cache=cache)
+    site.fetch()
     site.serve(tar(OTHER), etag='"2"', drops=[1000] * TRIES)
-    with pytest.raises(ConfigurationError, match="ended early 5 times"):
-        fetch(f"{site.url}/m.tar", cache=cache)
-    assert contents(fetch(f"{site.url}/m.tar", cache=cache)) == OTHER
+    with refused("ended early 5 times"):
+        site.fetch()
+    assert contents(site.fetch()) == OTHER
 
 
 @pytest.mark.parametrize(
@@ -141,75 +79,71 @@ def test_the_copy_does_not_serve_for_what_is_known_to_have_changed(site: Site, c
     ],
     ids=["file gone", "file cut", "tree gone", "no marker", "cut marker", "empty marker"],
 )
-def test_a_spoilt_copy_is_fetched_again(
-    spoil: Callable[[Path, Path], Any], site: Site, cache: Path
-) -> None:
+def test_a_spoilt_copy_is_fetched_again(spoil: Callable[[Path, Path], Any], site: Site) -> None:
     site.serve()
-    tree = fetch(f"{site.url}/m.tar", cache=cache)
+    tree = site.fetch()
     spoil(tree, tree.parent / "fetched.json")
-    assert contents(fetch(f"{site.url}/m.tar", cache=cache)) == FILES
+    assert contents(site.fetch()) == FILES
     assert site.statuses == [200, 200]
-    assert len(list(cache.glob("*/tree-*"))) == 1
-
-
-# Leftovers
-
-
-def test_a_failed_unpack_leaves_nothing(
-    site: Site, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    site.serve()
-
-    def broken(_: Path, directory: Path, __: str) -> None:
-        (directory / "half").touch()
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr("cog_triton.weights.cache.unpack", broken)
-    with pytest.raises(ConfigurationError, match="Input/output error"):
-        fetch(f"{site.url}/m.tar", cache=cache)
-    assert names_in(cache) == {"download.tar", "download.json"}
-    assert not list(cache.glob("*/tree-*"))
+    assert len(list(site.cache.glob("*/tree-*"))) == 1
 
 
 KILLED = """
-import os, signal, sys
-from pathlib import Path
-from cog_triton.weights import cache, fetch
+    import os, signal
+    from pathlib import Path
+    from cog_triton.weights import cache, fetch
 
-def unpack(archive, directory, shown):
-    (directory / "half").touch()
-    (directory.parents[1] / "pget-1").touch()
-    os.kill(os.getpid(), signal.SIGKILL)
+    def unpack(archive, directory, shown):
+        (directory / "half").touch()
+        (archive.parent / "pget-1").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
 
-cache.unpack = unpack
-fetch(sys.argv[1], cache=Path(sys.argv[2]))
+    cache.unpack = unpack
+    fetch({url!r}, cache=Path({cache!r}))
 """
 
 
-def test_what_a_killed_process_leaves_is_removed(site: Site, cache: Path) -> None:
+def test_what_a_killed_process_leaves_is_removed(site: Site) -> None:
     site.serve()
-    command = [sys.executable, "-c", KILLED, f"{site.url}/m.tar", str(cache)]
-    done = subprocess.run(command, cwd=ROOT, check=False, stderr=subprocess.DEVNULL)
-    assert done.returncode == -signal.SIGKILL
-    left = names_in(cache)
-    assert {"download.tar", "download.json", "pget-1"} < left
-    assert any(name.startswith("unpack-") for name in left)
-    assert contents(fetch(f"{site.url}/m.tar", cache=cache)) == FILES
-    assert names_in(cache) == set()
+    run_until_killed(KILLED.format(url=f"{site.url}/m.tar", cache=str(site.cache)))
+    assert {"download.tar", "download.json", "pget-1"} <= site.left()
+    assert list(site.cache.rglob("half"))
+    found = site.fetch()
+    assert contents(found) == FILES
     assert site.statuses == [200, 304]
+    (found.parent / "pget-2").touch()  # beside a copy that is current
+    assert site.fetch() == found
+    assert site.left() == set()
+    assert len(list(site.cache.glob("*/tree-*"))) == 1
 
 
-def test_leftovers_go_though_the_copy_is_current(site: Site, cache: Path) -> None:
+def copied_half(source: Any, target: Any, length: int, *_: Any) -> None:
+    target.write(source.read(length // 2))
+    raise OSError(ENOSPC, os.strerror(ENOSPC))
+
+
+def test_a_disk_that_fills_up(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    site.serve(gzip.compress(tar(), 0))
+    monkeypatch.setattr(tarfile, "copyfileobj", copied_half)
+    with refused("no space left for"):
+        site.fetch("/m.tar?secret")
+    assert site.left() == set()
+    assert not list(site.cache.glob("*/tree-*"))
+
+
+def test_a_disk_that_has_too_little_room_is_not_filled(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage("/")
+    free = [1_000_000, 1_000_000]
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=free.pop(0)))
     site.serve()
-    found = fetch(f"{site.url}/m.tar", cache=cache)
-    (found.parent / "tree-old").mkdir()
-    (found.parent / "unpack-old").mkdir()
-    (found.parent / "pget-old").touch()
-    assert fetch(f"{site.url}/m.tar", cache=cache) == found
-    assert list(found.parent.glob("*-*")) == [found]
-
-
-# Several at once
+    with refused(r"1\.00MB is free \(it needs about 1\.04MB\)"):
+        site.fetch()
+    assert site.left() == set()
+    free += [1_050_000, 950_000]  # a resumed download needs room for the rest
+    site.serve(drops=[100_000])
+    assert contents(site.fetch()) == FILES
 
 
 FETCH = """
@@ -220,51 +154,20 @@ print(fetch(sys.argv[1], cache=Path(sys.argv[2])))
 """
 
 
-def test_two_processes_take_turns(
-    site: Site, cache: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    file = site.serve(wait=threading.Event())
-    assert file.wait is not None
-    caplog.set_level(logging.INFO)
-    command = [sys.executable, "-c", FETCH, f"{site.url}/m.tar", str(cache)]
+def test_two_processes_take_turns(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting, held = [], threading.Event()
+    site.serve(wait=held)
+    command = [sys.executable, "-c", FETCH, f"{site.url}/m.tar", str(site.cache)]
     other = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert site.arrived.acquire(timeout=15)  # so the other has the lock, and waits for the body
-    waiting = threading.Event()
 
-    class Watch(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            if "waiting for another process" in record.getMessage():
-                waiting.set()
+    def log(text: str, *_: object) -> None:
+        waiting.append(text)
+        held.set()
 
-    watch = Watch()
-    logging.getLogger("cog_triton.weights").addHandler(watch)
-    found: list[Path] = []
-    thread = threading.Thread(target=lambda: found.append(fetch(f"{site.url}/m.tar", cache=cache)))
-    thread.start()
-    try:
-        assert waiting.wait(10)
-        assert site.statuses == [200]
-    finally:
-        file.wait.set()
-        logging.getLogger("cog_triton.weights").removeHandler(watch)
-        thread.join(10)
-        output = other.communicate(timeout=10)[0]
-    assert found == [Path(output.strip())]
-    assert contents(found[0]) == FILES
+    monkeypatch.setattr("cog_triton.weights.cache.logger.info", log)
+    found = site.fetch()
+    assert found == Path(other.communicate(timeout=10)[0].strip())
+    assert waiting == ["waiting for another process to fetch %s"]
+    assert contents(found) == FILES
     assert site.statuses == [200, 304]
-
-
-def test_many_at_once_in_one_process(site: Site, cache: Path) -> None:
-    site.serve()
-    found: list[Path] = []
-    threads = [
-        threading.Thread(target=lambda: found.append(fetch(f"{site.url}/m.tar", cache=cache)))
-        for _ in range(8)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(10)
-    assert len(found) == 8
-    assert len(set(found)) == 1
-    assert site.statuses.count(200) == 1

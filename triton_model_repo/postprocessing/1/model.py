@@ -1,3 +1,1 @@
-from cog_triton.models.postprocessing import TritonPythonModel
-
-__all__ = ["TritonPythonModel"]
+from cog_triton.models.postprocessing import TritonPythonModel as TritonPythonModel

@@ -1,3 +1,1 @@
-from cog_triton.models.preprocessing import TritonPythonModel
-
-__all__ = ["TritonPythonModel"]
+from cog_triton.models.preprocessing import TritonPythonModel as TritonPythonModel

@@ -1,3 +1,1 @@
-from cog_triton.models.engine import TritonPythonModel
-
-__all__ = ["TritonPythonModel"]
+from cog_triton.models.engine import TritonPythonModel as TritonPythonModel

@@ -1,3 +1,1 @@
-from cog_triton.models.bls import TritonPythonModel
-
-__all__ = ["TritonPythonModel"]
+from cog_triton.models.bls import TritonPythonModel as TritonPythonModel

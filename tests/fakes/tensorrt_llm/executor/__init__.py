@@ -1,3 +1,0 @@
-from .request import LoRARequest
-
-__all__ = ["LoRARequest"]

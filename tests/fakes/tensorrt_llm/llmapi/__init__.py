@@ -1,12 +1,3 @@
-from ..llm import LLM, CompletionOutput, RequestError, RequestOutput
-from ..llm_args import KvCacheConfig
-from ..sampling_params import SamplingParams
+from .llm_args import KvCacheConfig
 
-__all__ = [
-    "LLM",
-    "CompletionOutput",
-    "KvCacheConfig",
-    "RequestError",
-    "RequestOutput",
-    "SamplingParams",
-]
+__all__ = ["KvCacheConfig"]

@@ -1,4 +1,4 @@
-"""A backend that answers with what it is told to."""
+"""A backend that answers with what it is told to, and requests to the application on it."""
 
 from __future__ import annotations
 
@@ -9,60 +9,61 @@ from typing import Any
 
 import httpx
 
-from cog_triton.errors import TritonUnavailable
 from cog_triton.faces.openai.app import create_app
 from cog_triton.faces.openai.served import Served
 from cog_triton.generation import Chunk
-from cog_triton.request.admission import Admission, Tenant
+from cog_triton.request.admission import Admission
 from cog_triton.request.limits import TextLimits
 from cog_triton.request.request import Request
 from cog_triton.settings import read_settings
 
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+RESPONSES, ANTHROPIC = "/v1/responses", "/v1/messages"
 LAST = Chunk("", 2, 3, "stop")
 CHUNKS = (Chunk("a", 1, 3), Chunk("b", 2, 3), LAST)
 MESSAGES = [{"role": "user", "content": "Hello"}]
+# Of every chat, to its template.
+ARGUMENTS = ("chat_template", "tokenize", "add_generation_prompt", "continue_final_message")
 
 
 class Tokenizer:
-    """As much of one as the face uses; a character is a token."""
+    """As much of one as the face uses; a character is a token. It keeps what the last chat had."""
 
     bos_token = "<s>"
     all_special_ids = (0,)
 
-    def __init__(self, template: str = "a template") -> None:
+    def __init__(self, template: str) -> None:
         self.chat_template = template
-        self.options: dict[str, Any] = {}  # of the last chat
+        self.messages: list[dict[str, Any]] = []
+        self.tools: list[dict[str, Any]] = []
+        self.options: dict[str, Any] = {}  # of which the switches are the user's
+        self.switches: dict[str, Any] = {}
 
     def __call__(self, text: str, *, add_special_tokens: bool = True) -> Any:
+        text.encode()  # those of Hugging Face refuse what is not Unicode
         ids = [0] * add_special_tokens + [ord(char) for char in text]
         return type("Encoding", (), {"input_ids": ids})
 
     def __len__(self) -> int:
         return 0x110000
 
-    def apply_chat_template(self, messages: list[dict[str, Any]], **options: Any) -> str:
-        self.options = options
+    def apply_chat_template(
+        self, messages: list[dict[str, Any]], *, tools: Any = None, **options: Any
+    ) -> str:
+        self.messages, self.tools, self.options = messages, tools or [], options
+        self.switches = {name: value for name, value in options.items() if name not in ARGUMENTS}
         return "".join(f"<{m['role']}>{m['content']}" for m in messages)
 
     def decode(self, ids: list[int], **_: Any) -> str:
         return "".join(map(chr, ids))
 
 
-class StrictTokenizer(Tokenizer):
-    """Takes what is Unicode alone, as those of Hugging Face do."""
-
-    def __call__(self, text: str, *, add_special_tokens: bool = True) -> Any:
-        text.encode()
-        return super().__call__(text, add_special_tokens=add_special_tokens)
-
-
 class Backend:
-    """See ``served.Backend``.
+    """A stand-in for a ``Deployment``.
 
     Attributes:
         asked: the requests that came, with their names.
         open: how many of them are being answered.
-        wait: is waited for before each chunk but the first.
     """
 
     def __init__(
@@ -73,102 +74,83 @@ class Backend:
         self.tokenizer: Any = Tokenizer(template)
         self.context_length: int | None = 64
         self.asked: list[tuple[Request, str | None]] = []
-        self.tenants: list[Tenant | None] = []
         self.admission = Admission(9, 9, 60)
         self.open = 0
-        self.is_healthy = True
-        self.wait: asyncio.Event | None = None
         self._chunks = chunks
-        self._tasks: set[asyncio.Task[Any]] = set()
 
     async def generate(
-        self, request: Request, request_id: str | None = None, tenant: Tenant | None = None
+        self, request: Request, request_id: str | None = None, *_: Any
     ) -> AsyncGenerator[Chunk, None]:
         self.asked.append((request, request_id))
-        self.tenants.append(tenant)
         self.open += 1
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
         try:
-            for number, chunk in enumerate(self._chunks):
-                if self.wait is not None and number:
-                    await self.wait.wait()
+            for chunk in self._chunks:
                 if isinstance(chunk, Exception):
                     raise chunk
                 yield chunk
         finally:
-            self._tasks.discard(task)
             self.open -= 1
 
-    def close(self) -> None:
-        self._chunks = (TritonUnavailable("send the request again"),)
-        if self.wait is not None:
-            self.wait.set()
-
     async def healthy(self) -> bool:
-        return self.is_healthy
-
-    async def stop(self) -> None:
-        pass
-
-
-def served(backend: Backend) -> Served:
-    return Served(backend, ("m", "other"), created=1)
-
-
-def ask(backend: Backend, method: str, path: str, **options: Any) -> httpx.Response:
-    """One request to the application of a backend, in this process."""
-
-    async def send() -> httpx.Response:
-        transport = httpx.ASGITransport(create_app(served(backend)), raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-            return await client.request(method, path, **options)
-
-    return asyncio.run(send())
-
-
-def chat(backend: Backend, **fields: Any) -> httpx.Response:
-    body = {"model": "m", "messages": MESSAGES, **fields}
-    return ask(backend, "POST", "/v1/chat/completions", json=body)
-
-
-def complete(backend: Backend, **fields: Any) -> httpx.Response:
-    return ask(backend, "POST", "/v1/completions", json={"model": "m", "prompt": "xy", **fields})
-
-
-def events(reply: httpx.Response) -> list[dict[str, Any]]:
-    """The objects of a stream's events."""
-    assert reply.status_code == 200, reply.text
-    *lines, done, end = reply.text.split("\n\n")
-    assert (done, end) == ("data: [DONE]", "")
-    assert all(line.startswith("data: ") for line in lines)
-    return [json.loads(line.removeprefix("data: ")) for line in lines]
-
-
-THOUGHT_TEXT_AND_CALL = (
-    Chunk("<think>Let me", 2, 3),
-    Chunk(" see</think>\n\n", 4, 3),
-    Chunk("Well.", 5, 3),
-    Chunk('\n<tool_call>{"name": "f", "arguments": {"a"', 9, 3),
-    Chunk(": 1}}</tool_call>", 12, 3),
-    Chunk("", 13, 3, "stop"),
-)
+        return True
 
 
 def talkative(*chunks: Chunk | Exception) -> Backend:
     """A backend of a model that thinks and calls."""
-    return Backend(*(chunks or THOUGHT_TEXT_AND_CALL), template="tools <tool_call> </think>")
+    return Backend(*chunks, template="tools <tool_call> </think>")
 
 
-def typed_events(text: str) -> list[tuple[str, Any]]:
-    """The events of a newer API: their names, and their objects."""
-    *blocks, end = text.split("\n\n")
+def served(backend: Backend) -> Served:
+    stand_in: Any = backend
+    return Served(stand_in, ("m", "other"), created=1)
+
+
+def ask_in_turn(
+    backend: Backend, *requests: tuple[str, str, dict[str, Any]]
+) -> list[httpx.Response]:
+    """The answers of one application to requests: their methods, paths and options."""
+
+    async def send() -> list[httpx.Response]:
+        transport = httpx.ASGITransport(create_app(served(backend)), raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return [await client.request(how, path, **more) for how, path, more in requests]
+
+    return asyncio.run(send())
+
+
+def ask(backend: Backend, method: str, path: str, **options: Any) -> httpx.Response:
+    (reply,) = ask_in_turn(backend, (method, path, options))
+    return reply
+
+
+def post(backend: Backend, path: str, **fields: Any) -> httpx.Response:
+    """A request with the fields that its path needs, and others."""
+    needed: dict[str, dict[str, Any]] = {
+        CHAT: {"messages": MESSAGES},
+        TEXT: {"prompt": "xy"},
+        RESPONSES: {"input": "Hello"},
+        ANTHROPIC: {"messages": MESSAGES, "max_tokens": 9},
+    }
+    return ask(backend, "POST", path, json={"model": "m", **needed.get(path, {}), **fields})
+
+
+def chat(backend: Backend, **fields: Any) -> httpx.Response:
+    return post(backend, CHAT, **fields)
+
+
+def complete(backend: Backend, **fields: Any) -> httpx.Response:
+    return post(backend, TEXT, **fields)
+
+
+def events(reply: httpx.Response) -> list[dict[str, Any]]:
+    """The objects of a stream's events; those of the newer APIs have names, the others an end."""
+    assert reply.status_code == 200, reply.text
+    *blocks, end = reply.text.split("\n\n")
     assert end == ""
-    events = []
-    for block in blocks:
-        name, data = block.split("\n")
-        value = json.loads(data.removeprefix("data: "))
-        assert name == f"event: {value['type']}"
-        events.append((value["type"], value))
-    return events
+    if blocks[0].startswith("event: "):
+        named = [block.split("\ndata: ") for block in blocks]
+        values = [json.loads(data) for _, data in named]
+        assert [name for name, _ in named] == [f"event: {value['type']}" for value in values]
+        return values
+    assert blocks.pop() == "data: [DONE]"
+    return [json.loads(block.removeprefix("data: ")) for block in blocks]

@@ -1,184 +1,198 @@
-"""Bodies to requests."""
+"""What bodies ask of the engine and of the chat template; with vLLM's fields."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from cog_triton.faces.openai.completions import prompt_requests
-from cog_triton.faces.openai.errors import ApiError
-from cog_triton.faces.openai.fields import UNKNOWN_CONTEXT, ChatBody, CompletionBody, check_fields
-from cog_triton.faces.openai.turns import chat_turn
+from cog_triton.faces.openai.errors import TABLES as APIS
+from cog_triton.faces.openai.fields import UNKNOWN_CONTEXT
 from cog_triton.request.request import Guide, GuideKind, Request
-from tests.unit.faces.openai.support import CHUNKS, MESSAGES, Backend, ask, chat, served, talkative
+from tests.unit.faces.openai.support import (
+    ANTHROPIC,
+    CHAT,
+    CHUNKS,
+    MESSAGES,
+    RESPONSES,
+    TEXT,
+    Backend,
+    ask,
+    chat,
+    complete,
+    post,
+    talkative,
+)
+
+TABLES = yaml.safe_load(Path(__file__).with_name("requests.yaml").read_text())
 
 
-def of_chat(backend: Backend | None = None, **fields: Any) -> Request:
-    body = {"model": "m", "messages": MESSAGES, "seed": 0, **fields}
-    return chat_turn(ChatBody.model_validate(body), served(backend or Backend())).request
+def asked(backend: Backend, path: str, **fields: Any) -> Request:
+    """The request that a body with seed 0 becomes, of which no field is unknown."""
+    reply = post(backend, path, **{"seed": 0, **fields})
+    assert (reply.status_code, reply.headers.get("warning")) == (200, None), reply.text
+    return backend.asked[-1][0]
 
 
-def of_text(**fields: Any) -> list[Request]:
-    body = {"model": "m", "prompt": "Hello", "seed": 0, **fields}
-    return prompt_requests(CompletionBody.model_validate(body), served(Backend()))
+def of_chat(**fields: Any) -> Request:
+    return asked(talkative(*CHUNKS), CHAT, **fields)
 
 
 def test_openais_defaults() -> None:
-    assert of_chat() == Request(
-        prompt="<user>Hello",
-        seed=0,
-        max_tokens=64,
-        temperature=1.0,
-        top_p=1.0,
-        add_special_tokens=False,
-    )
-    expected = Request(prompt="Hello", seed=0, max_tokens=16, temperature=1.0, top_p=1.0)
-    assert of_text() == [expected]
-    unlimited = Backend()
+    same: dict[str, Any] = {"seed": 0, "temperature": 1.0, "top_p": 1.0}
+    expected = Request(prompt="<user>Hello", max_tokens=64, add_special_tokens=False, **same)
+    assert asked(Backend(*CHUNKS), CHAT) == expected
+    assert asked(Backend(*CHUNKS), TEXT) == Request(prompt="xy", max_tokens=16, **same)
+    unlimited = Backend(*CHUNKS)
     unlimited.context_length = None
-    assert of_chat(unlimited).max_tokens == UNKNOWN_CONTEXT
+    assert asked(unlimited, CHAT).max_tokens == UNKNOWN_CONTEXT
 
 
-def test_every_field_has_its_place() -> None:
-    same: dict[str, Any] = {
-        "temperature": 0.5,
-        "top_p": 0.25,
-        "presence_penalty": 0.5,
-        "frequency_penalty": 0.75,
-        "top_k": 4,
-        "min_p": 0.125,
-        "repetition_penalty": 1.5,
-        "min_tokens": 2,
-        "ignore_eos": True,
-    }
-    request = of_chat(
-        **same,
-        max_completion_tokens=9,
-        max_tokens=5,
-        stop="x",
-        logit_bias={"7": -1.5},
-        bad_words=["bad"],
-        stop_token_ids=[5, 7],
-        logprobs=True,
-        top_logprobs=3,
-        guided_regex="a+",
-    )
-    assert request == Request(
-        **same,
-        prompt="<user>Hello",
-        seed=0,
-        max_tokens=9,
-        stop_sequences=("x",),
-        logit_bias=((7, -1.5),),
-        bad_words=("bad",),
-        stop_token_ids=(5, 7),
-        log_probs=3,
-        guide=Guide(GuideKind.REGEX, "a+"),
-        add_special_tokens=False,
-    )
+@pytest.mark.parametrize(("path", "fields", "place"), TABLES["places"])
+def test_every_field_has_its_place(
+    path: str, fields: dict[str, Any], place: dict[str, Any]
+) -> None:
+    default = asked(Backend(*CHUNKS), path)
+    assert asked(Backend(*CHUNKS), path, **fields) == replace(default, **place)
 
 
-def test_the_settings_end_token_is_that_of_every_request() -> None:
-    assert of_chat(Backend(END_ID="7", PAD_ID="8")).end_id == 7
-    assert of_chat(Backend(END_ID="7", PAD_ID="8")).pad_id == 8
+def test_end_and_padding_are_those_of_the_settings() -> None:
+    request = asked(Backend(*CHUNKS, END_ID="7", PAD_ID="8"), CHAT)
+    assert (request.end_id, request.pad_id) == (7, 8)
 
 
 def test_a_seed_counts_up() -> None:
-    last = Backend(*CHUNKS)
-    assert chat(last, n=2, seed=2**64 - 1).status_code == 200
-    assert sorted(request.seed for request, _ in last.asked) == [0, 2**64 - 1]
     backend = Backend(*CHUNKS)
-    body = {"model": "m", "prompt": [[1, 2], [3]], "n": 2, "seed": 5}
-    assert ask(backend, "POST", "/v1/completions", json=body).status_code == 200
-    asked = [(request.prompt_ids, request.seed) for request, _ in backend.asked]
-    assert sorted(asked) == [((1, 2), 5), ((1, 2), 6), ((3,), 5), ((3,), 6)]
+    assert complete(backend, prompt=[[1, 2], [3]], n=2, seed=2**64 - 1).status_code == 200
+    pairs = sorted((request.prompt_ids, request.seed) for request, _ in backend.asked)
+    assert pairs == [((1, 2), 0), ((1, 2), 2**64 - 1), ((3,), 0), ((3,), 2**64 - 1)]
 
 
-def test_logprobs_without_alternatives() -> None:
-    assert of_chat(logprobs=True).log_probs == 0
-    assert of_text(logprobs=0)[0].log_probs == 0
-
-
-SCHEMA = Guide(GuideKind.JSON_SCHEMA, '{"a": 1}')
-REGEX = Guide(GuideKind.REGEX, "a+")
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "guide"),
-    [
-        ("response_format", {"type": "text"}, None),
-        ("response_format", {"type": "json_object"}, Guide(GuideKind.JSON)),
-        ("response_format", {"type": "json_schema", "json_schema": {"schema": {"a": 1}}}, SCHEMA),
-        ("response_format", {"type": "json", "schema": {"a": 1}}, SCHEMA),
-        ("response_format", {"type": "regex", "regex": "a+"}, REGEX),
-        ("response_format", {"type": "ebnf", "ebnf": "x"}, Guide(GuideKind.GRAMMAR, "x")),
-        ("structured_outputs", {"json": {}}, Guide(GuideKind.JSON_SCHEMA, "{}")),
-        ("structured_outputs", {"regex": "a+", "json": None}, REGEX),
-        ("structured_outputs", {"choice": ["a"]}, Guide(GuideKind.CHOICE, '["a"]')),
-        (
-            "structured_outputs",
-            {"json_object": True, "disable_any_whitespace": False},
-            Guide(GuideKind.JSON),
-        ),
-        ("guided_json", {"a": 1}, SCHEMA),
-        ("guided_json", '{"a": 1}', SCHEMA),
-        ("guided_grammar", "root ::= x", Guide(GuideKind.GRAMMAR, "root ::= x")),
-        ("guided_choice", ["a", "b"], Guide(GuideKind.CHOICE, '["a", "b"]')),
-    ],
-)
-def test_structured_output(name: str, value: Any, guide: Guide | None) -> None:
-    assert of_chat(**{name: value}).guide == guide
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({}, "must say what"),
-        ({"json_object": False}, "must say what"),
-        ({"regex": "a", "whitespace_pattern": " "}, "whitespace_pattern is not supported"),
-        ({"structural_tag": "{}"}, "structural_tag is not supported"),
-        ({"regex": "a", "choice": ["a"]}, r"regex and structured_outputs.choice contradict"),
-    ],
-)
-def test_structured_outputs_that_cannot_be_had(given: dict[str, Any], message: str) -> None:
-    with pytest.raises(ApiError, match=f"structured_outputs.*{message}") as raised:
-        of_chat(structured_outputs=given)
-    assert str(raised.value.param).startswith("structured_outputs")
-
-
-@pytest.mark.parametrize("kind", ["json_schema", "json", "regex", "ebnf"])
-def test_a_format_without_its_text_is_refused(kind: str) -> None:
-    with pytest.raises(ApiError, match="response_format must have") as raised:
-        of_chat(response_format={"type": kind})
-    assert raised.value.param == "response_format"
+@pytest.mark.parametrize(("fields", "kind", "text"), TABLES["guides"])
+def test_structured_output(fields: dict[str, Any], kind: str | None, text: str) -> None:
+    assert of_chat(**fields).guide == (kind and Guide(GuideKind[kind], text))
 
 
 def test_an_enforced_call_is_a_guide() -> None:
-    tool = {"type": "function", "function": {"name": "f"}}
-    body = {"model": "m", "messages": MESSAGES, "tools": [tool], "tool_choice": "required"}
-    backend = served(talkative())
-    request = chat_turn(ChatBody.model_validate(body), backend).request
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    enforced: dict[str, Any] = {"tools": tools, "tool_choice": "required"}
+    request = of_chat(**enforced)
     assert request.guide is not None
     assert json.loads(request.guide.text)["items"]["properties"]["name"] == {"const": "f"}
     assert request.shown_tokens == ("<tool_call>", "</tool_call>")
     # Of a text, of which there is none.
-    formatted = ChatBody.model_validate({**body, "response_format": {"type": "json_object"}})
-    assert chat_turn(formatted, backend).request.guide == request.guide
-    both = ChatBody.model_validate({**body, "guided_regex": "a"})
-    with pytest.raises(ApiError, match="tool_choice and guided_regex contradict"):
-        chat_turn(both, backend)
+    formatted = of_chat(**enforced, response_format={"type": "json_object"})
+    assert formatted.guide == request.guide
+    reply = chat(talkative(), **enforced, guided_regex="a")
+    assert "tool_choice and guided_regex contradict" in reply.text
 
 
-def test_unknown_fields_are_named_and_known_ones_refused() -> None:
-    def checked(**fields: Any) -> dict[str, str]:
-        return check_fields(ChatBody.model_validate({"model": "m", "messages": MESSAGES, **fields}))
+@pytest.mark.parametrize(("path", "fields", "same"), TABLES["same"])
+def test_the_newer_apis_ask_for_what_a_chat_asks_for(
+    path: str, fields: dict[str, Any], same: dict[str, Any]
+) -> None:
+    template = "tools <tool_call> {% if enable_thinking is defined %}"
+    newer, older = Backend(*CHUNKS, template=template), Backend(*CHUNKS, template=template)
+    assert asked(newer, path, **fields) == asked(older, CHAT, **same)
+    assert newer.tokenizer.switches == older.tokenizer.switches
+    names = [tool["function"]["name"] for tool in newer.tokenizer.tools]
+    assert names == [tool["function"]["name"] for tool in older.tokenizer.tools]
 
-    assert checked(store=True, best_of=1, modalities=["text"]) == {}
-    warning = checked(zebra=1, **{'a"\r\nb': 2, "é" * 50: 3})["Warning"]
-    assert warning == f'199 cog-triton "ignored fields: ab, zebra, {"?" * 40}"'
-    for name, value in (("best_of", 3), ("functions", [{}]), ("modalities", ["audio"])):
-        with pytest.raises(ApiError) as raised:
-            checked(**{name: value})
-        assert (raised.value.status, raised.value.param) == (400, name)
+
+def test_unknown_fields_are_named() -> None:
+    assert "warning" not in chat(Backend(*CHUNKS), store=True, best_of=1).headers
+    unknown = chat(Backend(*CHUNKS), zebra=1, **{'a"\r\nb': 2, "é" * 50: 3}).headers["warning"]
+    assert unknown == f'199 cog-triton "ignored fields: ab, zebra, {"?" * 40}"'
+    known = post(Backend(*CHUNKS), ANTHROPIC, context_management={"edits": []})
+    assert "warning" not in known.headers
+
+
+REFUSED = APIS["ChatBody"]["refused"]
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+def test_what_is_not_done_is_refused_by_name(path: str, name: str) -> None:
+    if path == TEXT or name != "suffix":
+        reply = post(Backend(*CHUNKS), path, **{name: "something"})
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, name)
+    for nothing in REFUSED[name]:
+        asked(Backend(*CHUNKS), path, **{name: nothing})
+
+
+# Prompts and templates
+
+
+@pytest.mark.parametrize(
+    ("fields", "ids"),
+    [
+        ({"truncate_prompt_tokens": 2}, [0, ord("y")]),
+        ({"truncate_prompt_tokens": 1, "add_special_tokens": False}, [ord("y")]),
+        ({"truncate_prompt_tokens": 2, "truncation_side": "right"}, [0, ord("x")]),
+        ({"truncate_prompt_tokens": 2, "prompt": [5, 6, 7]}, [6, 7]),
+        ({"truncate_prompt_tokens": -1, "prompt": [5] * 99, "max_tokens": 4}, [5] * 60),
+    ],
+)
+def test_a_prompt_is_cut_to_its_last_tokens(fields: dict[str, Any], ids: list[int]) -> None:
+    """The tokens that begin a text stay. The context has 64."""
+    assert list(asked(Backend(*CHUNKS), TEXT, **fields).prompt_ids) == ids
+    assert "".join(map(chr, of_chat(truncate_prompt_tokens=4).prompt_ids)) == "ello"
+
+
+@pytest.mark.parametrize("case", TABLES["conversations"])
+def test_messages_as_the_template_gets_them(case: dict[str, Any]) -> None:
+    backend = talkative(*CHUNKS)
+    asked(backend, case["path"], **case["fields"])
+    assert backend.tokenizer.messages == case["messages"]
+
+
+def test_tokens_are_counted_as_the_model_sees_them() -> None:
+    fields = {"model": "m", "messages": MESSAGES}
+    reply = ask(Backend(), "POST", f"{ANTHROPIC}/count_tokens", json=fields)
+    assert reply.json() == {"input_tokens": len("<user>Hello")}
+
+
+BEGUN = {"messages": [*MESSAGES, {"role": "assistant", "content": "The"}]}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "begins", "continues"),
+    [
+        (CHAT, BEGUN, True, False),
+        (CHAT, {**BEGUN, "add_generation_prompt": False}, False, False),
+        (CHAT, {**BEGUN, "continue_final_message": True}, False, True),
+        (ANTHROPIC, BEGUN, False, True),
+    ],
+)
+def test_an_answer_begins_or_is_continued(
+    path: str, fields: dict[str, Any], begins: bool, continues: bool
+) -> None:
+    backend = Backend(*CHUNKS)
+    asked(backend, path, **fields)
+    options = backend.tokenizer.options
+    assert options["add_generation_prompt"] is begins
+    assert options["continue_final_message"] is continues
+
+
+@pytest.mark.parametrize(
+    ("template", "effort", "switches"),
+    [
+        ("{{ reasoning_effort }}", "low", {"reasoning_effort": "low"}),
+        ("{% if enable_thinking is defined %}", "none", {"enable_thinking": False}),
+        ("{% if enable_thinking is defined %}", "high", {"enable_thinking": True}),
+        ("{% if not thinking is defined %}", "none", {"thinking": False}),
+        ("{{ messages }} thinking of it", "high", {}),
+    ],
+)
+def test_an_effort_is_the_templates_switch(
+    template: str, effort: str, switches: dict[str, Any]
+) -> None:
+    backend, own = Backend(*CHUNKS, template=template), {"enable_thinking": None}
+    asked(backend, RESPONSES, reasoning={"effort": effort})
+    assert backend.tokenizer.switches == switches
+    asked(backend, CHAT, reasoning_effort=effort, chat_template_kwargs=own)
+    assert backend.tokenizer.switches == {**switches, **own}

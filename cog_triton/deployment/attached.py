@@ -1,0 +1,215 @@
+"""A Triton that runs already, here or on another machine, reached by its gRPC port.
+
+Its ensemble is ours, or NVIDIA's own of any age, which gives text and no ids. The latter decodes each
+response by itself, so spaces and characters of several tokens may be lost on its side, and how many tokens
+there were is counted here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+from tritonclient.grpc import service_pb2
+from tritonclient.grpc.model_config_pb2 import DataType  # type: ignore[import-untyped, unused-ignore]
+
+from cog_triton import errors, wire
+from cog_triton.adapters.tensors import TRITON_DTYPES, AdapterTensors
+from cog_triton.client.grpc_transport import GrpcClient, infer_request, tensors_of
+from cog_triton.client.resume import ResumingClient
+from cog_triton.client.stream import Inputs, TritonClient
+from cog_triton.deployment import Deployment
+from cog_triton.deployment.deployment import check_supported, tokenizer_of, without_bos
+from cog_triton.errors import ConfigurationError, InvalidParameter, TritonUnavailable
+from cog_triton.generation import Chunk, FinishReason
+from cog_triton.request.admission import Admission, Tenant
+from cog_triton.request.request import Request, request_parameters, triton_inputs
+from cog_triton.settings import Settings
+from cog_triton.text.stop_sequences import StopSequences
+
+POLL_SECONDS = 0.1
+ASK_SECONDS = 2.0
+OLD_NAMES = {"seed": "random_seed", "min_tokens": "min_length"}
+NOT_NEEDED = ("return_num_input_tokens",)
+WORDS = ("bad_words", "stop_words")  # old ensembles demand them
+
+
+async def attach(
+    settings: Settings, address: str, model: str, context_length: int | None
+) -> Deployment:
+    """Wait for the Triton at ``address``, and run requests on its ensemble, ours or ``model``."""
+    tokenizer = await asyncio.to_thread(tokenizer_of, settings)
+    triton = RunningTriton(settings, address)
+    await triton.wait(settings.start_timeout)
+    closing = contextlib.AsyncExitStack()
+    closing.push_async_callback(lambda: triton.current.aclose())
+    options: dict[str, Any] = {"context_length": context_length, "opened": closing}
+    engine, adapters = await triton.config(wire.ENGINE), None
+    if engine is not None and engine.backend == "tensorrtllm":  # those in Python check requests
+        options["engine"] = "tensorrtllm"
+        adapters = adapters_of(engine, settings.lora_dir) if settings.lora_dir else None
+    attempts, end_id = settings.resume_attempts, tokenizer.eos_token_id
+    streams = ResumingClient(triton, attempts=attempts, end_id=end_id, adapters=adapters)
+    admission = Admission(settings.max_running, settings.max_waiting, settings.queue_timeout)
+    supervisor: Any = triton  # as far as a deployment asks one: for ``running``
+    needed = (settings, streams, supervisor, admission, tokenizer)
+    if await triton.config(wire.IDS_ENSEMBLE) is not None:
+        return Deployment(*needed, **options)
+    if (config := await triton.config(model)) is None:
+        text = f"the Triton at {address} has neither {wire.IDS_ENSEMBLE} nor {model}"
+        raise ConfigurationError(text)
+    known = {tensor.name: tensor.optional for tensor in config.input}
+    options |= {"triton": triton, "model": model, "known": known, "adapters": adapters}
+    return TextDeployment(*needed, **options)
+
+
+def adapters_of(config: Any, directory: Path) -> AdapterTensors:
+    """Return a directory's adapters as a model on TensorRT-LLM's C++ backend takes them."""
+    kinds = {tensor.name: DataType.Name(tensor.data_type) for tensor in config.input}
+    dtypes = {kind: dtype for dtype, kind in TRITON_DTYPES.items()}
+    return AdapterTensors(directory, dtypes.get(kinds.get("lora_weights", ""), "float16"))
+
+
+class RunningTriton:
+    """A Triton that its owner starts and stops, in a ``Supervisor``'s place."""
+
+    def __init__(self, settings: Settings, address: str) -> None:
+        self._settings, self._address = settings, address
+        self.current = self._connected()
+        self.running = self
+        self._reconnecting = asyncio.Lock()
+
+    async def healthy(self) -> bool:
+        reply = await self._ask("ServerReady")
+        return reply is not None and bool(reply.ready)
+
+    async def wait(self, seconds: float) -> None:
+        """Wait until it is ready, or raise ConfigurationError after so many seconds."""
+        deadline = time.monotonic() + seconds
+        while not await self.healthy():
+            if time.monotonic() > deadline:
+                raise ConfigurationError(f"no Triton is ready at {self._address} (gRPC)")
+            await asyncio.sleep(POLL_SECONDS)
+
+    async def config(self, model: str) -> Any:
+        reply = await self._ask("ModelConfig", name=model)
+        return None if reply is None else reply.config
+
+    async def client(self, failed: TritonClient | None) -> TritonClient:
+        """See ``cog_triton.client.resume.Clients``."""
+        async with self._reconnecting:
+            if failed is not None and self.current is failed:
+                try:
+                    await self.wait(self._settings.resume_timeout)
+                except ConfigurationError as error:
+                    raise TritonUnavailable(error.message) from None
+                self.current = self._connected()
+                await failed.aclose()  # its other requests continue on the new one as well
+        return self.current
+
+    def _connected(self) -> GrpcClient:
+        return GrpcClient(self._address, response_timeout=self._settings.response_timeout)
+
+    async def _ask(self, method: str, **fields: str) -> Any:
+        request = getattr(service_pb2, f"{method}Request")(**fields)
+        reply = getattr(service_pb2, f"{method}Response")
+        with contextlib.suppress(TritonUnavailable, asyncio.TimeoutError):
+            asked = self.current.call(method, request, reply)
+            return await asyncio.wait_for(asked, ASK_SECONDS)
+
+
+@dataclass(eq=False, kw_only=True)
+class TextDeployment(Deployment):
+    """One whose ensemble gives text and no ids."""
+
+    triton: RunningTriton
+    model: str
+    known: Mapping[str, bool]  # its inputs, and whether each may be left out
+    adapters: AdapterTensors | None
+
+    async def generate(
+        self, request: Request, request_id: str | None = None, tenant: Tenant | None = None
+    ) -> AsyncGenerator[Chunk, None]:
+        """See ``Deployment``; what the ensemble has no input for is refused."""
+        check_supported(request, self.engine, own_preprocessing=True)
+        inputs, stops = self._inputs(request), StopSequences(request.stop_sequences)
+        input_tokens = len(self.tokenizer(inputs["text_input"].item().decode()).input_ids)
+        name = request_id or secrets.token_hex(8)
+        pieces, delivered, texts = 0, "", self._texts(name, inputs)
+        if self.adapters is not None:  # as ``ResumingClient`` sends those that are not cached
+            texts = self.adapters.stream(self._texts, name, inputs)
+        async with self.admission.acquire(tenant) as slot, contextlib.aclosing(texts):
+            async for piece in texts:
+                pieces += 1
+                slot.used = input_tokens + pieces
+                text = stops.feed(piece)
+                delivered += text
+                if stops.matched is not None:
+                    break
+                # An event has a token, mostly; the last chunk counts them.
+                yield Chunk(text, pieces, input_tokens)
+        if stops.matched is None:
+            text = stops.flush()
+            delivered += text
+        # Up to the stop: how much came after it is chance.
+        counted = delivered + (stops.matched or "")
+        tokens = len(self.tokenizer(counted, add_special_tokens=False).input_ids)
+        if request.include_stop:
+            text += stops.matched or ""
+        ended = stops.matched is not None or tokens < request.max_tokens
+        reason: FinishReason = "stop" if ended else "length"
+        yield Chunk(text, tokens, input_tokens, reason, slot.waited, stop_sequence=stops.matched)
+
+    async def _texts(self, name: str, inputs: Inputs) -> AsyncGenerator[str, None]:
+        request = infer_request(self.model, name, inputs, ("text_output",))
+        async with contextlib.aclosing(self.triton.current.responses(request)) as received:
+            async for responses in received:
+                yield "".join(text_of(tensors_of(response)) for response in responses)
+
+    def _inputs(self, request: Request) -> Inputs:
+        """Return a request's inputs, under the ensemble's names and with the words that it demands."""
+        request = without_bos(request, self.tokenizer)  # the ensemble's preprocessing adds it
+        gives = "the ensemble of this Triton gives text"
+        if request.stop_token_ids:
+            raise InvalidParameter(f"stop_token_ids must be empty: {gives}")
+        if not request.skip_special_tokens:
+            raise InvalidParameter(f"skip_special_tokens must be true: {gives} without them")
+        for name in request_parameters(request):
+            if name != wire.ADD_SPECIAL_TOKENS:  # which it does
+                raise InvalidParameter(f"{name} is not known to the ensemble of this Triton")
+        none = np.array([[b""]], np.object_)
+        inputs = {name: none for name in WORDS if not self.known.get(name, True)}
+        for name, value in triton_inputs(request).items():
+            target = name if name in self.known else OLD_NAMES.get(name, name)
+            if target in self.known:
+                inputs[target] = value
+            elif name not in NOT_NEEDED:
+                raise InvalidParameter(f"{name} is no input of this Triton's ensemble")
+        return inputs
+
+
+def text_of(tensors: Inputs) -> str:
+    """Return the text of a response; the last one may have no tensors."""
+    if tensors and "text_output" not in tensors:
+        raise errors.TritonMalformedEvent("a response of the ensemble has no text_output")
+    values = tensors["text_output"].reshape(-1).tolist() if tensors else []
+    return values[0].decode(errors="replace") if values else ""
+
+
+def address_of(endpoint: str) -> str:
+    """Return the host:port of a URL, or of itself."""
+    parts = urlsplit(endpoint if "://" in endpoint else f"grpc://{endpoint}")
+    if not parts.hostname or not parts.port or parts.scheme not in ("http", "grpc"):
+        text = (
+            "must be a URL such as http://localhost:8001, with the port of Triton's gRPC endpoint"
+        )
+        raise ConfigurationError(f"--triton-endpoint {endpoint} {text}")
+    return parts.netloc

@@ -1,0 +1,159 @@
+"""Dynamo's requests and chunks, as dictionaries, to ours and back.
+
+Its frontend keeps to itself the text: templates, stop strings and tool calls. ``logit_bias`` it drops, and
+stop strings with ``ignore_eos``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from cog_triton.errors import InvalidParameter, PromptTooLong
+from cog_triton.generation import Chunk
+from cog_triton.request.request import Guide, GuideKind, Request
+from cog_triton.wire import TokenLogProb
+
+# Fields that a Request has as well.
+_SAMPLING = (
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "length_penalty"),
+    *("temperature", "top_p", "top_k", "min_p", "seed"),
+)
+_ONE = ("n", "best_of")
+_GUIDES = {
+    "json": GuideKind.JSON_SCHEMA,
+    "regex": GuideKind.REGEX,
+    "grammar": GuideKind.GRAMMAR,
+    "choice": GuideKind.CHOICE,
+    "structural_tag": GuideKind.STRUCTURAL_TAG,
+}
+# Of a guide: how it is enforced, which the engine decides.
+_HINTS = ("backend", "whitespace_pattern")
+
+Body = Mapping[str, Any]
+
+
+def request_of(
+    body: Body,
+    request_id: str,
+    *,
+    prompt_tokens: int,
+    end_id: int | None,
+    context_length: int | None,
+    adapter: str,
+) -> Request:
+    """Return what a request of Dynamo's asks for, or raise a UserError.
+
+    A request without a seed has one of its id's, so that it continues alike on another worker.
+
+    Args:
+        prompt_tokens: how many of its ids are the prompt; those after it are output of another worker.
+        end_id: the tokenizer's.
+    """
+    sampling, stops = given(body, "sampling_options"), given(body, "stop_conditions")
+    output, ids = given(body, "output_options"), tuple(body["token_ids"])
+    for name in _ONE:
+        if sampling.get(name, 1) != 1:
+            raise InvalidParameter(
+                f"{name} must be 1 here, not {sampling[name]}: ask several times"
+            )
+    if sampling.get("use_beam_search"):
+        raise InvalidParameter("use_beam_search is not supported")
+    if "max_thinking_tokens" in stops:
+        raise InvalidParameter("max_thinking_tokens is not supported")
+    if body.get("multi_modal_data") or body.get("prompt_embeds"):
+        raise InvalidParameter("the prompt must be text")
+    if context_length is not None and len(ids) >= context_length:
+        raise PromptTooLong(f"the prompt has {len(ids)} tokens; {context_length - 1} are the most")
+    fields: dict[str, Any] = {name: sampling[name] for name in _SAMPLING if name in sampling}
+    fields = {"temperature": 1.0, "top_p": 1.0, "seed": seed_of(request_id), **fields}
+    if context_length is not None:
+        fields["max_tokens"] = context_length - len(ids)
+    if "max_tokens" in stops:
+        fields["max_tokens"] = stops["max_tokens"]
+    ignores_eos = bool(stops.get("ignore_eos"))
+    hidden = [] if ignores_eos else stops.get("stop_token_ids_hidden", [])
+    ending = dict.fromkeys([*hidden, *stops.get("stop_token_ids_visible", [])])
+    ending |= dict.fromkeys(stops.get("stop_token_ids", []))
+    return Request(
+        prompt="",
+        prompt_ids=ids[:prompt_tokens],
+        continued_ids=ids[prompt_tokens:],
+        min_tokens=stops.get("min_tokens", 0),
+        ignore_eos=ignores_eos,
+        stop_token_ids=tuple(token for token in ending if token != end_id),
+        guide=guide_of(sampling.get("guided_decoding") or {}),
+        log_probs=output.get("logprobs"),
+        prompt_log_probs=output.get("prompt_logprobs") is not None,
+        skip_special_tokens=False,  # its text is made from the ids, which are all needed
+        adapter=adapter,
+        **fields,
+    )
+
+
+def given(body: Body, group: str) -> dict[str, Any]:
+    """Return a group's options; those that nobody set are None there."""
+    return {name: value for name, value in (body.get(group) or {}).items() if value is not None}
+
+
+def seed_of(request_id: str) -> int:
+    return int.from_bytes(hashlib.blake2b(request_id.encode(), digest_size=4).digest(), "little")
+
+
+def guide_of(guided: Body) -> Guide | None:
+    """Return a request's guide; ``json`` is a schema, as an object or as text."""
+    asked = {name: value for name, value in guided.items() if value is not None}
+    for name in _HINTS:
+        asked.pop(name, None)
+    if asked.pop("json_object", False):
+        return Guide(GuideKind.JSON)
+    if unknown := asked.keys() - _GUIDES:
+        raise InvalidParameter(f"guided_decoding: {sorted(unknown)[0]} is not supported")
+    if len(asked) > 1:
+        raise InvalidParameter(f"{' and '.join(asked)} exclude each other: give one of them")
+    for name, value in asked.items():
+        return Guide(_GUIDES[name], value if isinstance(value, str) else json.dumps(value))
+    return None
+
+
+def chunk_of(chunk: Chunk, continued: int) -> dict[str, Any]:
+    """Return a chunk as Dynamo's; ``continued`` tokens of the output came from another worker."""
+    made: dict[str, Any] = {"token_ids": list(chunk.ids), "index": 0}
+    if chunk.log_probs:
+        made["log_probs"] = [token.log_prob for token in chunk.log_probs]
+        made["top_logprobs"] = [alternatives(token) for token in chunk.log_probs]
+    if chunk.prompt_log_probs:
+        made["engine_data"] = {"prompt_logprobs": prompt_table(chunk.prompt_log_probs)}
+    if chunk.finish_reason is not None:
+        made["finish_reason"] = chunk.finish_reason
+        made["completion_usage"] = usage(chunk, continued)
+        if chunk.stop_token is not None:
+            made["stop_reason"] = chunk.stop_token
+    return made
+
+
+def alternatives(token: TokenLogProb) -> list[dict[str, Any]]:
+    """Return the likeliest tokens at a place, the chosen one among them."""
+    likely = dict(token.top) | {token.id: token.log_prob}
+    ranked = sorted(likely.items(), key=lambda entry: -entry[1])
+    return [
+        {"rank": rank, "token_id": token_id, "token": None, "logprob": log_prob}
+        for rank, (token_id, log_prob) in enumerate(ranked, 1)
+    ]
+
+
+def prompt_table(tokens: Sequence[TokenLogProb]) -> list[dict[str, Any] | None]:
+    """Return the prompt's log probabilities, by place and id; the first token has none."""
+    places = ({token.id: token.log_prob, **dict(token.top)} for token in tokens[1:])
+    return [None, *({str(i): {"logprob": value} for i, value in place.items()} for place in places)]
+
+
+def usage(chunk: Chunk, continued: int) -> dict[str, int]:
+    prompt, made = chunk.input_tokens or 0, chunk.output_tokens + continued
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": made,
+        "total_tokens": prompt + made,
+    }

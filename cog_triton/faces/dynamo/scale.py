@@ -1,0 +1,134 @@
+"""Dynamo's frontend and workers on one machine, each in a process of its own; one that ends is replaced."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shlex
+import signal
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import httpx
+
+from cog_triton.errors import ConfigurationError
+from cog_triton.faces.terminal import end_at_once_on_signals
+from cog_triton.server.log import log_to
+from cog_triton.settings import read_settings
+
+logger = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.2
+MIGRATIONS = 3  # of one request, to other workers
+# The machine's own address: Dynamo would take the first that others can reach.
+_HOSTS = ("DYN_TCP_RPC_HOST", "DYN_TCP_RESPONSE_STREAM_HOST", "DYN_EVENT_PLANE_HOST")
+_PLANES = ("--discovery-backend", "file", "--request-plane", "tcp", "--event-plane", "zmq")
+_ANY_PORTS = {"TRITON_HTTP_PORT": "0", "TRITON_GRPC_PORT": "0", "TRITON_METRICS_PORT": "0"}
+
+
+def run(host: str, port: int, workers: int) -> int:
+    """Serve until a signal comes; return 0, 130 after Ctrl-C, or 1 if a process could not start.
+
+    Raises:
+        ConfigurationError: a setting is wrong.
+    """
+    settings = read_settings()
+    log_to(settings.log_level)
+    with tempfile.TemporaryDirectory(prefix="cog-triton-dynamo-") as directory:
+        own = {**dict.fromkeys(_HOSTS, "127.0.0.1"), "DYN_FILE_KV": directory, "DYN_LOG": "warn"}
+        own["DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS"] = "1"
+        environment = {**_ANY_PORTS, **own, **os.environ}
+        return asyncio.run(Processes(environment, settings.start_timeout).run(host, port, workers))
+
+
+class Processes:
+    """The frontend and its workers, from their start to a signal."""
+
+    def __init__(self, environment: Mapping[str, str], start_timeout: float) -> None:
+        self._environment, self._start_timeout = environment, start_timeout
+        self._running: set[asyncio.subprocess.Process] = set()
+        self._stopping, self._received = asyncio.Event(), 0
+
+    async def run(self, host: str, port: int, workers: int) -> int:
+        program = str(Path(sys.executable).with_name("cog-triton"))
+        worker = (program, "worker", "--discovery-backend", "file")
+        listening = ("--http-host", host, "--http-port", str(port))
+        limit = ("--migration-limit", str(MIGRATIONS))
+        frontend = (sys.executable, "-m", "dynamo.frontend", *listening, *_PLANES, *limit)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, self._stop, number)
+        self._ready = False
+        kept = [
+            asyncio.create_task(self._keep(command)) for command in (frontend, *[worker] * workers)
+        ]
+        url = f"http://{host.replace('0.0.0.0', '127.0.0.1')}:{port}"
+        waiting = asyncio.create_task(self._wait(url, workers))
+        await asyncio.wait([waiting, *kept], return_when=asyncio.FIRST_COMPLETED)
+        if waiting.done() and not self._stopping.is_set():
+            self._ready = True
+            self._say_ready(url, waiting.result())
+        await self._stopping.wait()
+        await asyncio.gather(*kept)
+        waiting.cancel()
+        if not self._received:
+            return 1
+        return 128 + signal.SIGINT if self._received == signal.SIGINT else 0
+
+    def _stop(self, number: int) -> None:
+        """End everything: running requests first, within DRAIN_SECONDS; a second signal, at once."""
+        self._received = number
+        for name in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().remove_signal_handler(name)
+        end_at_once_on_signals()
+        self._end()
+
+    def _end(self) -> None:
+        self._stopping.set()
+        for process in self._running:
+            process.terminate()
+
+    async def _keep(self, command: Sequence[str]) -> None:
+        """Run a process, and another after each that ends once all were ready."""
+        while not self._stopping.is_set():
+            process = await asyncio.create_subprocess_exec(
+                *command, env=self._environment, start_new_session=True
+            )
+            self._running.add(process)
+            if self._stopping.is_set():  # meanwhile
+                process.terminate()
+            await process.wait()
+            self._running.discard(process)
+            if self._stopping.is_set():
+                return
+            name = shlex.join(command[1:3])
+            if not self._ready:
+                logger.error("%s ended before it was ready: all are stopped", name)
+                self._end()
+                return
+            logger.error("%s ended: another takes its place", name)
+
+    async def _wait(self, url: str, workers: int) -> str:
+        """Wait until so many workers are in the frontend's list; return the model's name."""
+        async with httpx.AsyncClient(trust_env=False) as client:
+            deadline = asyncio.get_running_loop().time() + self._start_timeout
+            while True:
+                try:
+                    health = (await client.get(f"{url}/health")).json()
+                    serving = [one for one in health["instances"] if one["endpoint"] == "generate"]
+                    models = (await client.get(f"{url}/v1/models")).json()["data"]
+                    if len(serving) >= workers and models:
+                        return str(models[0]["id"])
+                except (httpx.TransportError, ValueError, KeyError):
+                    pass
+                if asyncio.get_running_loop().time() > deadline:
+                    raise ConfigurationError(f"not ready in {self._start_timeout:g} s")
+                await asyncio.sleep(POLL_SECONDS)
+
+    def _say_ready(self, url: str, model: str) -> None:
+        body = f'{{"model": "{model}", "prompt": "What is a KV cache?", "max_tokens": 64}}'
+        print(f"ready: {url} (Ctrl-C stops it); try", flush=True)
+        header = "-H 'Content-Type: application/json'"
+        print(f"  curl -s {url}/v1/completions {header} -d {shlex.quote(body)}", flush=True)

@@ -1,0 +1,208 @@
+"""A deployment as a worker of Dynamo's: ``LLMEngine`` of its backend interface (1.6, called beta)."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import uvloop
+from dynamo.common.backend import EngineConfig, LLMEngine, LlmRegistration, WorkerConfig
+from dynamo.common.backend.health_check import build_health_check_payload
+from dynamo.common.backend.worker import Worker
+from dynamo.llm.exceptions import (
+    CannotConnect,
+    DynamoException,
+    InvalidArgument,
+    StreamIncomplete,
+    Unknown,
+)
+from dynamo.runtime import Context, DistributedRuntime, Endpoint
+
+from cog_triton import errors
+from cog_triton.deployment import Deployment
+from cog_triton.deployment.attached import address_of, attach
+from cog_triton.deployment.preparation import context_length, model_name
+from cog_triton.faces.dynamo.convert import Body, chunk_of, given, request_of
+from cog_triton.faces.dynamo.marks import Marks
+from cog_triton.server.log import log_to
+from cog_triton.settings import Settings, read_settings
+
+logger = logging.getLogger(__name__)
+
+BLOCK_TOKENS = 16  # of the KV cache, as the router counts them
+Chunks = AsyncGenerator[dict[str, Any], None]
+
+
+def run(options: argparse.Namespace) -> int:
+    """Serve as a worker until SIGTERM or Ctrl-C; return the exit status.
+
+    Raises:
+        ConfigurationError: the deployment could not be started.
+    """
+    settings = read_settings()
+    log_to(settings.log_level)
+    # Streams that run at SIGTERM have as long as those of every face.
+    os.environ.setdefault("DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT", f"{settings.drain_seconds:g}")
+    engine = Engine(settings, options)
+    try:
+        uvloop.run(Worker(engine, engine.config).run())
+    except Exception:
+        if engine.problem is None:
+            raise
+    if engine.problem is not None:
+        raise engine.problem
+    return 0
+
+
+class Engine(LLMEngine):
+    """Requests of Dynamo's on a deployment of its own, or on a Triton that runs already."""
+
+    deployment: Deployment | None = None
+    problem: errors.CogTritonError | None = None  # of the start
+
+    def __init__(self, settings: Settings, options: argparse.Namespace) -> None:
+        self.settings, self._triton = settings, options.triton
+        self._name = options.served_model_name or model_name(settings)
+        self._marks = Marks()
+        self._running: dict[str, asyncio.Task[None]] = {}
+        self.config = WorkerConfig(
+            namespace=options.namespace,
+            component=options.component,
+            model_name=settings.tokenizer_dir,
+            served_model_name=self._name,
+            discovery_backend=options.discovery_backend,
+            request_plane=options.request_plane,
+            event_plane=options.event_plane,
+            tool_call_parser=options.tool_call_parser,
+            reasoning_parser=options.reasoning_parser,
+        )
+
+    @classmethod
+    async def from_args(cls, argv: list[str] | None = None) -> tuple[LLMEngine, WorkerConfig]:
+        """Raise: ``run`` has read the command line."""
+        raise NotImplementedError
+
+    async def start(self, worker_id: int) -> EngineConfig:  # noqa: ARG002
+        try:
+            self.deployment = await self._deployed()
+        except errors.CogTritonError as error:
+            self.problem = error
+            raise
+        return EngineConfig(
+            model=self.settings.tokenizer_dir,
+            served_model_name=self._name,
+            llm=LlmRegistration(
+                context_length=self.deployment.context_length,
+                kv_cache_block_size=BLOCK_TOKENS,
+                max_num_seqs=self.settings.max_running,
+            ),
+        )
+
+    async def _deployed(self) -> Deployment:
+        if self._triton is None:
+            return await Deployment.start(self.settings)
+        limit = self.settings.max_sequence_length
+        length = context_length({"model": self.settings.tokenizer_dir, "max_seq_len": limit})
+        return await attach(self.settings, address_of(self._triton), "ensemble", length)
+
+    async def on_endpoint_ready(self, endpoint: Endpoint) -> None:  # noqa: ARG002
+        """Listen to the other workers, beside Dynamo's own endpoint."""
+        config, loop = self.config, asyncio.get_running_loop()
+        planes = {"event_plane": config.event_plane, "response_plane": config.response_plane}
+        runtime = DistributedRuntime(loop, config.discovery_backend, config.request_plane, **planes)
+        self._listening = asyncio.create_task(
+            self._marks.serve(runtime, f"{config.namespace}.{config.component}.marks")
+        )
+
+    async def health_check_payload(self) -> dict[str, Any] | None:
+        assert self.deployment is not None
+        begin = getattr(self.deployment.tokenizer, "bos_token_id", None)
+        payload: dict[str, Any] = build_health_check_payload(bos_token_id=begin or 1)
+        return payload
+
+    async def generate(self, request: Body, context: Context) -> Chunks:
+        """Stream a request's tokens, or raise an error of Dynamo's.
+
+        The deployment's generator wants one task for its whole life; Dynamo asks for each chunk in its own.
+        """
+        chunks: asyncio.Queue[dict[str, Any] | DynamoException | None] = asyncio.Queue()
+        answering = asyncio.create_task(self._answer(request, context.id(), chunks))
+        self._running[context.id()] = answering
+        try:
+            while (chunk := await chunks.get()) is not None:
+                if isinstance(chunk, DynamoException):
+                    raise chunk
+                yield chunk
+        finally:
+            self._running.pop(context.id(), None)
+            answering.cancel()
+
+    async def abort(self, context: Context) -> None:
+        """Stop a request whose client has left."""
+        if (answering := self._running.get(context.id())) is not None:
+            answering.cancel()
+
+    async def _answer(self, body: Body, request_id: str, chunks: asyncio.Queue[Any]) -> None:
+        end: Any = None
+        try:
+            async with contextlib.aclosing(self._chunks(body, request_id)) as made:
+                async for chunk in made:
+                    chunks.put_nowait(chunk)
+        except asyncio.CancelledError:
+            end = {"token_ids": [], "index": 0, "finish_reason": "cancelled"}
+        except errors.UserError as error:
+            end = InvalidArgument(str(error))
+        except errors.TritonOverloaded as error:
+            end = CannotConnect(str(error))  # another worker may have room
+        except errors.TritonUnavailable as error:
+            end = StreamIncomplete(str(error))  # another worker continues
+        except errors.CogTritonError as error:
+            end = Unknown(str(error))
+        except Exception as error:
+            logger.exception("request %s", request_id)
+            end = Unknown(f"{type(error).__name__}: {error}")
+        chunks.put_nowait(end)
+        chunks.put_nowait(None)
+
+    async def _chunks(self, body: Body, request_id: str) -> Chunks:
+        if self.deployment is None:
+            raise errors.TritonUnavailable("the worker has stopped")
+        count = len(body["token_ids"])
+        prompt = self._marks.length(request_id, count)
+        if (
+            given(body, "stop_conditions").get("max_tokens") == 0
+        ):  # only the mark of the end was lost
+            yield {"token_ids": [], "index": 0, "finish_reason": "length"}
+            return
+        request = request_of(
+            body,
+            request_id,
+            prompt_tokens=prompt,
+            end_id=self.deployment.tokenizer.eos_token_id,
+            context_length=self.deployment.context_length,
+            adapter=self._adapter(body),
+        )
+        if request.presence_penalty or request.frequency_penalty or request.prompt_log_probs:
+            await self._marks.tell(request_id, prompt)
+        async with contextlib.aclosing(self.deployment.generate(request)) as answer:
+            async for chunk in answer:
+                yield chunk_of(chunk, count - prompt)
+
+    def _adapter(self, body: Body) -> str:
+        """Return the adapter that a request names, as Dynamo does or in place of the model."""
+        routed = (body.get("routing") or {}).get("lora_name")
+        name = routed or body.get("model", self._name)
+        return name if name != self._name else ""
+
+    async def cleanup(self) -> None:
+        if self.deployment is None:
+            return
+        if self._running:  # the frontends send no more; these would be moved to other workers
+            await asyncio.wait(self._running.values(), timeout=self.settings.drain_seconds)
+        deployment, self.deployment = self.deployment, None
+        await deployment.stop()

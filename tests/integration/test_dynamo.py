@@ -1,0 +1,194 @@
+"""Dynamo's frontend with our workers on one machine: answers, kills and the drain."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil  # type: ignore[import-untyped, unused-ignore]
+import pytest
+
+from tests.support import START_TIMEOUT, free_port, wait_until
+
+pytest.importorskip("dynamo.common.backend", reason="Dynamo is not installed: make test-dynamo")
+
+PROMPT = "What is a KV cache?"
+STREAMS = 16
+SECONDS = 120.0
+MOVED = "migration retry scheduled"  # in the frontend's log
+LONG = {"max_tokens": 600, "ignore_eos": True}
+TOPIC = {
+    "type": "object",
+    "properties": {"topic": {"enum": ["training", "inference"]}},
+    "required": ["topic"],
+    "additionalProperties": False,
+}
+
+
+@dataclass
+class Scaled:
+    """``cog-triton scale``: a frontend and workers."""
+
+    process: subprocess.Popen[bytes]
+    url: str
+    log: Path
+
+    def workers(self) -> list[psutil.Process]:
+        children = psutil.Process(self.process.pid).children()
+        return [child for child in children if "worker" in child.cmdline()]
+
+    def tritons(self, worker: psutil.Process) -> list[psutil.Process]:
+        return [one for one in worker.children(recursive=True) if one.name() == "tritonserver"]
+
+    def post(self, path: str = "/v1/completions", **body: Any) -> httpx.Response:
+        asked = {"model": "demo", "temperature": 0, **body}
+        return httpx.post(f"{self.url}{path}", json=asked, timeout=SECONDS, trust_env=False)
+
+    def text(self, **body: Any) -> str:
+        answer = self.post(prompt=PROMPT, **body)
+        assert answer.status_code == 200, answer.text
+        return str(answer.json()["choices"][0]["text"])
+
+
+@pytest.fixture(scope="module")
+def scaled(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scaled]:
+    log, port = tmp_path_factory.mktemp("scale") / "log", free_port()
+    command = [str(Path(sys.executable).with_name("cog-triton")), "scale", "--port", str(port)]
+    environment = {**os.environ, "MODEL": str(demo_model), "ENGINE": "transformers"}
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
+        server = Scaled(process, f"http://127.0.0.1:{port}", log)
+        try:
+            ready = f"ready: {server.url}".encode()
+            wait_until(lambda: ready in log.read_bytes() or process.poll(), START_TIMEOUT, "start")
+            assert process.poll() is None, log.read_text()
+            yield server
+        finally:
+            process.terminate()
+            try:
+                assert process.wait(60) == 0, log.read_text()[-3000:]
+            finally:
+                process.kill()
+
+
+def test_an_answer_and_its_usage(scaled: Scaled) -> None:
+    body = scaled.post(prompt=PROMPT, max_tokens=20).json()
+    assert body["choices"][0]["text"].startswith("A KV cache keeps the attention keys")
+    assert body["choices"][0]["finish_reason"] == "length"
+    assert body["usage"] == {"prompt_tokens": 6, "completion_tokens": 20, "total_tokens": 26}
+
+
+def test_stop_strings_seeds_and_least_tokens(scaled: Scaled) -> None:
+    assert scaled.text(stop=["attention"]) == "A KV cache keeps the "
+    sampled = {"temperature": 1.9, "max_tokens": 40}
+    assert scaled.text(**sampled, seed=5) == scaled.text(**sampled, seed=5)
+    assert scaled.text(**sampled, seed=5) != scaled.text(**sampled, seed=6)
+    usage = scaled.post(prompt="Hello", min_tokens=60, max_tokens=80).json()["usage"]
+    assert usage["completion_tokens"] >= 60
+
+
+def test_log_probabilities_of_a_chat(scaled: Scaled) -> None:
+    message = {"role": "user", "content": PROMPT}
+    asked = {"messages": [message], "max_tokens": 3, "logprobs": True, "top_logprobs": 2}
+    body = scaled.post("/v1/chat/completions", **asked).json()
+    tokens = body["choices"][0]["logprobs"]["content"]
+    assert [token["token"] for token in tokens] == ["A", " KV", " cache"]
+    for token in tokens:
+        assert token["top_logprobs"][0]["logprob"] == pytest.approx(token["logprob"])
+        assert len(token["top_logprobs"]) == 2
+
+
+def chat_of_a_schema(scaled: Scaled) -> httpx.Response:
+    form = {"type": "json_schema", "json_schema": {"name": "topic", "schema": TOPIC}}
+    message = {"role": "user", "content": PROMPT}
+    return scaled.post("/v1/chat/completions", messages=[message], response_format=form)
+
+
+def test_a_schema(scaled: Scaled) -> None:
+    content = chat_of_a_schema(scaled).json()["choices"][0]["message"]["content"]
+    assert json.loads(content)["topic"] in ("training", "inference")
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        (
+            {"prompt": PROMPT, "n": 2, "temperature": 1},
+            "E1103 InvalidParameter: n must be 1 here, not 2",
+        ),
+        ({"prompt": f"{PROMPT} " * 600}, "E1002 PromptTooLong: the prompt has"),
+    ],
+)
+def test_a_refusal_is_the_clients(scaled: Scaled, body: dict[str, Any], text: str) -> None:
+    answer = scaled.post(**body)
+    assert answer.status_code == 400
+    assert text in answer.text
+
+
+def requests() -> list[dict[str, Any]]:
+    """Greedy, seeded and penalized ones in turns."""
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0},
+        {"temperature": 1.2, "seed": 7},
+        {"temperature": 0, "frequency_penalty": 1.5, "presence_penalty": 0.5},
+    ]
+    return [{"prompt": f"{PROMPT} {i}", **LONG, **kinds[i % 3]} for i in range(STREAMS)]
+
+
+async def streamed(scaled: Scaled, body: dict[str, Any], began: asyncio.Event) -> str:
+    """Return the text of a stream; set ``began`` once there is some."""
+    text = ""
+    asked = {"model": "demo", "stream": True, **body}
+    async with (
+        httpx.AsyncClient(trust_env=False, timeout=SECONDS) as client,
+        client.stream("POST", f"{scaled.url}/v1/completions", json=asked) as response,
+    ):
+        assert response.status_code == 200, await response.aread()
+        async for line in response.aiter_lines():
+            if line.startswith("data: {"):
+                event = json.loads(line.removeprefix("data: "))
+                assert "choices" in event, event
+                text += "".join(choice["text"] or "" for choice in event["choices"])
+                began.set()
+    return text
+
+
+async def under_load(scaled: Scaled, victims: list[psutil.Process], number: int) -> list[str]:
+    """Return the texts of the streams, some of whose processes get a signal in their middle."""
+    began = [asyncio.Event() for _ in range(STREAMS)]
+    running = [streamed(scaled, *asked) for asked in zip(requests(), began, strict=True)]
+    answers = asyncio.gather(*running)
+    await asyncio.gather(*(event.wait() for event in began))
+    for victim in victims:
+        victim.send_signal(number)
+    return await asyncio.wait_for(answers, SECONDS)
+
+
+@pytest.mark.parametrize("killed", ["worker", "its tritonserver", "worker told to stop"])
+def test_no_stream_is_lost_and_all_answers_are_the_same(scaled: Scaled, killed: str) -> None:
+    undisturbed = asyncio.run(under_load(scaled, [], 0))
+    assert len(set(undisturbed)) > STREAMS // 2
+    worker = scaled.workers()[0]
+    victims = scaled.tritons(worker) if killed == "its tritonserver" else [worker]
+    number = signal.SIGTERM if killed == "worker told to stop" else signal.SIGKILL
+    before = scaled.log.read_text().count(MOVED)
+    assert asyncio.run(under_load(scaled, victims, number)) == undisturbed
+    moved = scaled.log.read_text().count(MOVED) - before
+    assert moved >= STREAMS // 4 if killed == "worker" else moved == 0
+    wait_until(lambda: len(scaled.workers()) == 2, START_TIMEOUT, "two workers again")
+    health = f"{scaled.url}/health"
+
+    def serving() -> bool:
+        instances = httpx.get(health, trust_env=False).json()["instances"]
+        return [one["endpoint"] for one in instances].count("generate") == 2
+
+    wait_until(serving, START_TIMEOUT, "two workers that serve")

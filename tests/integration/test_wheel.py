@@ -1,0 +1,154 @@
+"""A wheel of this checkout in an environment of its own, its commands called from an empty directory."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.support import ROOT, START_TIMEOUT, free_port, wait_until
+
+pytestmark = pytest.mark.rare
+
+SOURCES = ("cog_triton", "triton_model_repo", "predict.py", "cog.yaml")
+BUILD = ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE")
+QUESTION = "What is machine learning?"
+ANSWER = "Machine learning is"
+ANY_PORTS = {f"TRITON_{name}_PORT": "0" for name in ("HTTP", "GRPC", "METRICS")}
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of the environment's commands."""
+    directory = tmp_path_factory.mktemp("wheel")
+    source = directory / "source"
+    source.mkdir()
+    for name in (*SOURCES, "tools", *BUILD):
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, source / name)
+    pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(directory)]
+    subprocess.run([*pip, str(source)], check=True, timeout=900)
+    (wheel,) = directory.glob("*.whl")
+    script = [f"{ROOT}/scripts/install.sh", f"{directory}/venv", f"{wheel}[local]"]
+    variables = {**os.environ, "PYTHON": sys.executable}
+    subprocess.run(script, env=variables, check=True, timeout=900)
+    shutil.rmtree(source)
+    return directory / "venv" / "bin"
+
+
+def package(commands: Path) -> Path:
+    (found,) = commands.parent.glob("lib/python*/site-packages/cog_triton")
+    return found
+
+
+@pytest.fixture
+def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in [name for name in os.environ if name.startswith("PYTHON")]:
+        monkeypatch.delenv(name)
+    for name, value in ANY_PORTS.items():
+        monkeypatch.setenv(name, value)
+    return tmp_path
+
+
+def output_of(*command: str | Path, directory: Path) -> str:
+    done = subprocess.run(
+        command, cwd=directory, capture_output=True, text=True, timeout=START_TIMEOUT
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@contextmanager
+def running(directory: Path, *command: str | Path) -> Iterator[None]:
+    """A command that serves, once it is ready; it must end well."""
+    log = directory / "log"
+    with log.open("w") as output:
+        process = subprocess.Popen(command, cwd=directory, stdout=output, stderr=output)
+
+    def is_ready() -> bool:
+        assert process.poll() is None, log.read_text()[-3000:]
+        return "ready: " in log.read_text()
+
+    try:
+        wait_until(is_ready, START_TIMEOUT, "the start")
+        yield
+    finally:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) == 0, log.read_text()[-3000:]
+
+
+def test_it_has_every_data_file(installed: Path) -> None:
+    source = ROOT / "cog_triton"
+    files = [*source.rglob("*.yaml"), *source.rglob("*.html"), *(source / "demo").iterdir()]
+    names = [file.relative_to(source) for file in files if file.is_file()]
+    assert [name for name in names if not (package(installed) / name).is_file()] == []
+
+
+def test_it_has_no_package_but_its_own(installed: Path, empty: Path) -> None:
+    names = ("tools", "predict", "scripts")
+    program = f"from importlib.util import find_spec; print(*map(find_spec, {names}))"
+    found = output_of(installed / "python", "-c", program, directory=empty)
+    assert found == "None None None\n"
+    help_text = output_of(installed / "cog-triton", directory=empty)
+    listed = [line.split()[0] for line in help_text.splitlines() if line.startswith("  ")]
+    assert listed == ["predict", "serve", "openai", "worker", "scale", "fill-template", "launch"]
+
+
+def test_predict(installed: Path, empty: Path) -> None:
+    answer = output_of(installed / "cog-triton", "predict", QUESTION, directory=empty)
+    assert answer.startswith(ANSWER)
+    assert not list(empty.iterdir())
+
+
+def test_serve(installed: Path, empty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port()
+    monkeypatch.setenv("PORT", str(port))
+    shutil.copytree(package(installed) / "demo", empty / "model")
+    monkeypatch.setenv("MODEL", "model")  # of the directory in which the command is called
+    url = f"http://127.0.0.1:{port}"
+    with running(empty, installed / "cog-triton", "serve"):
+        body = {"input": {"prompt": QUESTION, "temperature": 0}}
+        answer = httpx.post(f"{url}/predictions", json=body, timeout=60, trust_env=False).json()
+        assert "".join(answer["output"]).startswith(ANSWER)
+        refused = {"input": {"max_tokens": 0}}
+        assert httpx.post(f"{url}/predictions", json=refused, trust_env=False).status_code == 422
+
+
+def test_openai(installed: Path, empty: Path) -> None:
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    with running(empty, installed / "cog-triton", "openai", "--port", str(port)):
+        body = {"model": "demo", "messages": [{"role": "user", "content": QUESTION}]}
+        reply = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60, trust_env=False)
+        assert ANSWER in reply.json()["choices"][0]["message"]["content"]
+
+
+def test_templates_that_are_filled_are_launched(installed: Path, empty: Path) -> None:
+    repository, demo = empty / "repository", package(installed) / "demo"
+    shutil.copytree(package(installed) / "root" / "triton_model_repo", repository)
+    shutil.rmtree(repository / "tensorrt_llm_bls")
+    values = {
+        "ensemble": "decoding_context:true",
+        "preprocessing": f"tokenizer_dir:{demo}",
+        "postprocessing": f"tokenizer_dir:{demo}",
+        "tensorrt_llm": f"engine:transformers,model:{demo},decoding_context:true",
+    }
+    for model, value in values.items():
+        file = repository / model / "config.pbtxt"
+        command = [str(installed / "cog-triton"), "fill-template", "-i", str(file), value]
+        subprocess.run(command, cwd=empty, check=True)
+    port = free_port()
+    options = ["--model_repo=repository", f"--http_port={port}"]
+    with running(empty, installed / "cog-triton", "launch", *options):
+        url = f"http://127.0.0.1:{port}/v2/models/ensemble/generate"
+        body = {"text_input": QUESTION, "max_tokens": 10, "exclude_input_in_output": True}
+        answer = httpx.post(url, json=body, timeout=60, trust_env=False).json()
+        assert answer["text_output"].startswith(ANSWER)

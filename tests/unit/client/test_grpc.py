@@ -1,0 +1,190 @@
+"""The connection of the gRPC client: with gRPC's own server, and with one that breaks rules."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from typing import Any, cast
+
+import grpc
+import pytest
+from h2.config import H2Configuration
+from h2.connection import H2Connection
+from h2.errors import ErrorCodes
+
+from cog_triton.client.grpc_transport import Connection, GrpcClient, Stream
+from cog_triton.errors import TritonUnavailable
+
+pytestmark = pytest.mark.anyio
+SERVICE = "inference.GRPCInferenceService"
+LARGE = bytes(range(256)) * 4000  # a megabyte: sixteen times what may be sent unasked
+
+
+async def echo(requests: AsyncIterator[bytes], _: object) -> AsyncIterator[bytes]:
+    """What was sent, and ``last``."""
+    async for request in requests:
+        yield request
+    yield b"last"
+
+
+async def wait(*_: object) -> AsyncIterator[bytes]:
+    """One message, and nothing more."""
+    yield b"begun"
+    await asyncio.Event().wait()
+
+
+@asynccontextmanager
+async def serving() -> AsyncIterator[GrpcClient]:
+    server = grpc.aio.server()
+    methods: dict[str, Any] = {
+        method.__name__: grpc.stream_stream_rpc_method_handler(method) for method in (echo, wait)
+    }
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(SERVICE, methods)])
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with aclosing(GrpcClient(f"127.0.0.1:{port}")) as client:
+            yield client
+    finally:
+        await server.stop(None)
+
+
+class Raw(bytes):
+    def SerializeToString(self) -> bytes:
+        return bytes(self)
+
+
+async def ask(client: GrpcClient, method: str, message: bytes = b"") -> Stream:
+    return await client.send(method, cast(Any, Raw(message)))
+
+
+async def all_of(stream: Stream) -> list[bytes]:
+    """All messages of an answer, which ends as it should."""
+    assert await stream.ends_within(20)
+    taken = await stream.take()
+    with pytest.raises(TritonUnavailable, match="closed the stream before the last response"):
+        await stream.take()
+    return taken
+
+
+@pytest.mark.parametrize("anyio_backend", [("asyncio", {"use_uvloop": uv}) for uv in (False, True)])
+async def test_many_streams_at_once_large_and_small_and_empty() -> None:
+    """More than may be sent or received unasked, so that both sides have to grant more."""
+    async with serving() as client:
+        sent = [b"", b"x", LARGE, *(b"%d" % i * i for i in range(200)), LARGE]
+        answers = [await ask(client, "echo", message) for message in sent]
+        received = await asyncio.gather(*map(all_of, answers))
+        assert received == [[message, b"last"] for message in sent]
+
+
+async def test_a_cancelled_stream_is_silent_and_the_others_go_on() -> None:
+    async with serving() as client:
+        stream = await ask(client, "wait", LARGE)
+        assert await stream.take() == [b"begun"]
+        assert stream.unsent.obj == b""  # it may have been an adapter of many megabytes
+        stream.close()
+        stream.close()
+        assert await all_of(await ask(client, "echo", b"x")) == [b"x", b"last"]
+        assert not await stream.ends_within(0)
+    with pytest.raises(TritonUnavailable, match="was closed"):
+        await ask(client, "wait")
+
+
+class ClosedTransport(asyncio.Transport):
+    """As uvloop's is between its end and ``connection_lost``."""
+
+    def write(self, _: Any) -> None:
+        raise RuntimeError("unable to perform operation on <TCPTransport closed=True>")
+
+    def abort(self) -> None:
+        pass
+
+
+async def test_a_request_in_the_moment_of_a_loss_ends_with_it() -> None:
+    async with serving() as client:
+        await ask(client, "wait")
+        connection = cast(Connection, client._connection)
+        transport, connection._transport = connection._transport, ClosedTransport()
+        stream = await ask(client, "echo", b"hello")
+        transport.abort()
+        with pytest.raises(TritonUnavailable, match="closed the connection"):
+            await stream.take()
+
+
+# Without a network
+
+
+class Transport(asyncio.Transport):
+    """Keeps what is written, and knows whether it was aborted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = b""
+        self.aborted = False
+
+    def write(self, data: Any) -> None:
+        self.written += data
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+class Exchange:
+    """A stream of a connection, and the peer's side of it."""
+
+    def __init__(self) -> None:
+        self.transport = Transport()
+        self.connection = Connection("localhost:1")
+        self.connection.connection_made(self.transport)
+        self.stream = self.connection.send("/", b"")
+        self.peer = H2Connection(H2Configuration(client_side=False))
+        self.peer.initiate_connection()
+        self.peer.receive_data(self.transport.written)
+
+    def receive(self) -> None:
+        """Hand over what the peer has written."""
+        self.connection.data_received(self.peer.data_to_send())
+
+    async def problem(self) -> str:
+        self.receive()
+        with pytest.raises(TritonUnavailable) as caught:
+            await self.stream.take()
+        return caught.value.message
+
+
+@pytest.fixture
+async def exchange() -> Exchange:
+    return Exchange()
+
+
+OK = ("send_headers", 1, [(":status", "200")])
+FULL = [("grpc-status", "14"), ("grpc-message", "no%20more")]
+UNREADABLE = "Triton's answer cannot be read: "
+
+
+@pytest.mark.parametrize(
+    ("sent", "problem", "usable"),
+    [
+        ([OK, ("send_headers", 1, FULL, True)], "no more", True),
+        ([OK, ("send_headers", 1, [("grpc-status", "5")], True)], "gRPC's status 5", True),
+        ([("reset_stream", 1, ErrorCodes.REFUSED_STREAM)], "Triton reset the stream: ", True),
+        ([("close_connection",)], "Triton closes the connection", False),
+        ([OK, ("send_data", 1, b"\1\0\0\0\1x")], UNREADABLE + "a compressed message", False),
+    ],
+)
+async def test_an_answer_that_fails(
+    sent: list[tuple[Any, ...]], problem: str, usable: bool, exchange: Exchange
+) -> None:
+    for name, *arguments in sent:
+        getattr(exchange.peer, name)(*arguments)
+    assert (await exchange.problem()).startswith(problem)
+    assert (exchange.connection.usable, exchange.transport.aborted) == (usable, not usable)
+
+
+@pytest.mark.parametrize("data", [b"\0\0\1\0\0\0\0\0\3x", b"\0\0\1\0\0\0\0\0\0x"])
+async def test_what_no_server_may_send_ends_the_connection(data: bytes, exchange: Exchange) -> None:
+    exchange.receive()  # the settings
+    exchange.connection.data_received(data)
+    assert exchange.transport.aborted
+    assert (await exchange.problem()).startswith(UNREADABLE)

@@ -1,0 +1,138 @@
+"""Dynamo's requests and chunks as dictionaries; its processes are in tests/integration/test_dynamo.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from cog_triton.errors import InvalidParameter, PromptTooLong
+from cog_triton.faces.dynamo.convert import chunk_of, request_of
+from cog_triton.generation import Chunk
+from cog_triton.request.request import Guide, GuideKind, Request
+from cog_triton.wire import TokenLogProb
+
+END = 2
+IDS = [5, 6, 7, 8]
+
+
+def asked(
+    groups: dict[str, Any] | None = None,
+    *,
+    name: str = "an id",
+    prompt_tokens: int = 4,
+    context: int | None = 100,
+) -> Request:
+    body = {"token_ids": IDS, "model": "demo", **(groups or {})}
+    return request_of(
+        body, name, prompt_tokens=prompt_tokens, end_id=END, context_length=context, adapter=""
+    )
+
+
+def test_what_nobody_set_is_as_at_openais() -> None:
+    unset = {"temperature": None, "seed": None, "n": None, "guided_decoding": None}
+    stops = {"max_tokens": None, "stop": None}
+    request = asked({"sampling_options": unset, "stop_conditions": stops})
+    assert (request.temperature, request.top_p, request.max_tokens) == (1.0, 1.0, 96)
+    assert request.prompt_ids == tuple(IDS)
+    assert request.continued_ids == ()
+
+
+def test_a_seed_of_the_id_is_the_same_on_every_worker() -> None:
+    assert asked().seed == asked().seed
+    assert asked(name="another").seed != asked().seed
+
+
+def test_a_moved_request_has_its_output_behind_the_prompt() -> None:
+    limits = {"max_tokens": 9, "min_tokens": 2}
+    request = asked({"stop_conditions": limits}, prompt_tokens=3)
+    assert (request.prompt_ids, request.continued_ids) == ((5, 6, 7), (8,))
+    assert (request.max_tokens, request.min_tokens) == (9, 2)  # Dynamo has counted the rest
+
+
+@pytest.mark.parametrize(
+    ("group", "given", "expected"),
+    [
+        ("sampling_options", {"top_k": -1, "min_p": 0.1}, {"top_k": 0, "min_p": 0.1}),
+        ("sampling_options", {"frequency_penalty": 0.5}, {"frequency_penalty": 0.5}),
+        ("stop_conditions", {"stop_token_ids_hidden": [END, 9]}, {"stop_token_ids": (9,)}),
+        ("stop_conditions", {"stop_token_ids_visible": [3]}, {"stop_token_ids": (3,)}),
+        (
+            "stop_conditions",
+            {"ignore_eos": True, "stop_token_ids_hidden": [9]},
+            {"ignore_eos": True, "stop_token_ids": ()},
+        ),
+        ("output_options", {"logprobs": 3}, {"log_probs": 3, "prompt_log_probs": False}),
+        ("output_options", {"prompt_logprobs": 0}, {"prompt_log_probs": True}),
+    ],
+)
+def test_options(group: str, given: dict[str, Any], expected: dict[str, Any]) -> None:
+    request = asked({group: given})
+    assert {name: getattr(request, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "guide"),
+    [
+        ({"json": {"type": "object"}}, Guide(GuideKind.JSON_SCHEMA, '{"type": "object"}')),
+        (
+            {"json": '{"type": "object"}', "regex": None},
+            Guide(GuideKind.JSON_SCHEMA, '{"type": "object"}'),
+        ),
+        ({"json_object": True}, Guide(GuideKind.JSON)),
+        ({"regex": "a|b", "backend": "xgrammar"}, Guide(GuideKind.REGEX, "a|b")),
+        ({"choice": ["a", "b"]}, Guide(GuideKind.CHOICE, '["a", "b"]')),
+        ({"grammar": 'root ::= "a"'}, Guide(GuideKind.GRAMMAR, 'root ::= "a"')),
+        ({"backend": "xgrammar"}, None),
+    ],
+)
+def test_guides(given: dict[str, Any], guide: Guide | None) -> None:
+    assert asked({"sampling_options": {"guided_decoding": given}}).guide == guide
+
+
+@pytest.mark.parametrize(
+    ("groups", "text"),
+    [
+        ({"sampling_options": {"n": 2}}, "n must be 1 here"),
+        ({"sampling_options": {"use_beam_search": True}}, "use_beam_search"),
+        ({"stop_conditions": {"max_thinking_tokens": 4}}, "max_thinking_tokens"),
+        ({"sampling_options": {"guided_decoding": {"lark": "x"}}}, "lark is not supported"),
+        ({"sampling_options": {"guided_decoding": {"regex": "a", "choice": ["b"]}}}, "exclude"),
+        ({"multi_modal_data": {"image_url": ["x"]}}, "the prompt must be text"),
+    ],
+)
+def test_what_has_no_effect_is_refused_by_name(groups: dict[str, Any], text: str) -> None:
+    with pytest.raises(InvalidParameter, match=text):
+        asked(groups)
+
+
+def test_a_full_context_is_the_prompts() -> None:
+    with pytest.raises(PromptTooLong):
+        asked(context=4)
+
+
+def test_the_last_chunk_counts_the_whole_output() -> None:
+    chunk = Chunk("x", 3, 4, "stop", ids=(7,), stop_token=9)
+    usage = {"prompt_tokens": 4, "completion_tokens": 13, "total_tokens": 17}
+    assert chunk_of(chunk, 10) == {
+        "token_ids": [7],
+        "index": 0,
+        "finish_reason": "stop",
+        "completion_usage": usage,
+        "stop_reason": 9,
+    }
+
+
+def test_log_probabilities_have_ranks_and_the_chosen_token() -> None:
+    chosen = TokenLogProb(7, -2.0, ((3, -0.5), (4, -1.0)))
+    made = chunk_of(Chunk("x", 1, 4, ids=(7,), log_probs=(chosen,)), 0)
+    assert made["log_probs"] == [-2.0]
+    ranked = [(one["rank"], one["token_id"], one["logprob"]) for one in made["top_logprobs"][0]]
+    assert ranked == [(1, 3, -0.5), (2, 4, -1.0), (3, 7, -2.0)]
+
+
+def test_a_prompts_first_token_has_no_log_probability() -> None:
+    prompt = (TokenLogProb(5, 0.0), TokenLogProb(6, -1.5, ((9, -0.5),)))
+    made = chunk_of(Chunk("x", 1, 2, ids=(7,), prompt_log_probs=prompt), 0)
+    table = [None, {"6": {"logprob": -1.5}, "9": {"logprob": -0.5}}]
+    assert made["engine_data"] == {"prompt_logprobs": table}
