@@ -60,6 +60,7 @@ def test_an_engine_that_the_script_starts(demo_model: Path) -> None:
     assert report["settings"]["ENGINE"] == "transformers"
 
 
+@pytest.mark.rare
 def test_an_engine_that_says_something_else(paced_triton: TritonServer, demo_model: Path) -> None:
     done, report = summarize(
         demo_model,

@@ -163,6 +163,7 @@ def test_weights_that_vllm_makes_up_are_not_written(tmp_path: Path) -> None:
     assert main(["bench-engine", "--contestants", "vllm"]) == 2
 
 
+@pytest.mark.rare
 @pytest.mark.slow
 def test_an_engine_beside_the_stack(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path

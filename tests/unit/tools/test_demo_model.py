@@ -70,6 +70,7 @@ make_demo_model(Path(sys.argv[1]))
 """
 
 
+@pytest.mark.rare
 @pytest.mark.slow
 def test_two_trainings_save_the_same_and_too_few_steps_are_an_error(tmp_path: Path) -> None:
     made = [tmp_path / "first", tmp_path / "second"]
