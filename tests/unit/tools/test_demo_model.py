@@ -82,27 +82,13 @@ def test_two_trainings_save_the_same_and_too_few_steps_are_an_error(tmp_path: Pa
     assert [name for name, _ in other] == ["model.safetensors"]
 
 
-# The tokenizer
-
-
-@pytest.fixture(scope="module")
-def tokenizer(demo_model: Path) -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(demo_model)
+# The tokenizer; its chat template is in tests/unit/text/test_chat.py
 
 
 @given(text=st.text())
 def test_any_text_survives_encoding_and_decoding(tokenizer: Any, text: str) -> None:
     ids = tokenizer(text, add_special_tokens=False).input_ids
     assert tokenizer.decode(ids) == text
-
-
-def test_the_chat_template_renders_every_role(tokenizer: Any) -> None:
-    turns = [{"role": role, "content": role[0]} for role in ("system", "user", "assistant", "user")]
-    assert tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True) == (
-        "<s><|system|>s<|end|><|user|>u<|end|><|assistant|>a</s><|user|>u<|end|><|assistant|>"
-    )
 
 
 # The model that ships

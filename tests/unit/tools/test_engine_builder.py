@@ -1,5 +1,4 @@
 """Engine configurations, the commands they become, and the tar. Whole builds are integration tests."""
-# ruff: noqa: E501
 
 from __future__ import annotations
 
@@ -9,11 +8,12 @@ import shlex
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cog_triton.errors import ConfigurationError
-from tests.support import ROOT
+from tests.support import ROOT, load_cases
 from tools.engine_builder import build
 from tools.engine_builder.config import EngineConfig, load_config
 from tools.engine_builder.toolchain import (
@@ -54,52 +54,12 @@ def test_commands(load: Load, config: str, made: list[str]) -> None:
     assert re.sub(r"\S+/(\w+\.py)", r"\1", text).splitlines() == made
 
 
-def test_every_problem_is_reported_at_once_with_its_key(load: Load) -> None:
+@pytest.mark.parametrize("case", load_cases(__file__, "engine_problems.yaml"))
+def test_every_problem_is_reported_at_once_with_its_key(load: Load, case: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError) as caught:
-        load(
-            """
-            modell: x
-            tp_size: 0
-            max_batch_size: true
-            family: ../x
-            plugins: {gemm_plugin: fp17, gemm_plugins: auto, tokens_per_block: many}
-            build_args: {max_batch_sise: 3, context_fmha_fp32_acc: enable, max_num_tokens: 1, use_gemm_plugin: , brand_new: 3}
-            convert_args: [1]
-            """
-        )
-    first, *problems = caught.value.message.splitlines()
-    assert first.endswith("engine.yaml cannot be used:")
-    assert [line.strip() for line in problems] == [
-        "model: Field required",
-        "family: String should match pattern '^[\\w.-]+$'",
-        "tp_size: Input should be greater than or equal to 1",
-        "max_batch_size: Input should be a valid integer",
-        "plugins: gemm_plugin: expected auto or float16 or bfloat16 or float32 or int32 or disable or fp8 or nvfp4, got 'fp17'",
-        "plugins: gemm_plugins: unknown plugin; did you mean gemm_plugin?",
-        "plugins: tokens_per_block: expected a whole number above 0, got 'many'",
-        "convert_args: Input should be a valid dictionary",
-        "build_args: max_batch_sise: unknown argument of trtllm-build; did you mean max_batch_size?",
-        "build_args: context_fmha_fp32_acc: since TensorRT-LLM 0.12 it is set when the engine is served (enable_context_fmha_fp32_acc); remove it here",
-        "build_args: max_num_tokens: use the key max_num_tokens",
-        "build_args: use_gemm_plugin: use plugins: gemm_plugin",
-        "modell: unknown key; did you mean model?",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        ("{model: m, max_input_len: 4096, max_seq_len: 2048}", "max_input_len: 4096 is more than max_seq_len"),
-        ("{model: m, kv_cache_dtype: fp8}", "kv_cache_dtype: has no effect without quantization"),
-        ("{model: m, quantization: fp8, convert_args: {x: 1}}", "convert_args: has no effect: quantize.py"),
-        ("{model: m, checkpoint: /c, tp_size: 2}", "tp_size: has no effect with checkpoint"),
-        ("model: [x", "is not YAML: while parsing a flow sequence"),
-        ("", "Input should be a valid dictionary"),
-    ],
-)  # fmt: skip
-def test_a_file_that_cannot_be_used(load: Load, text: str, problem: str) -> None:
-    with pytest.raises(ConfigurationError, match=re.escape(problem)):
-        load(text)
+        load(case["file"])
+    lines = [line.strip() for line in caught.value.message.splitlines()]
+    assert case["said"] in "\n".join(lines)
 
 
 @pytest.mark.parametrize("family", ["phi", "mamba", "gemma"])
