@@ -7,8 +7,6 @@ import contextlib
 import itertools
 import random
 import tracemalloc
-from collections import defaultdict
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -168,81 +166,40 @@ async def test_no_place_is_lost_in_a_storm_of_cancels(seed: int) -> None:
     assert most == queue.max_running
 
 
-# Places by weight: a simulated engine whose clock is the event loop, so that every figure is exact
-
-PREFILL = 5  # turns of the loop to the first token of a request that runs; each token takes another
-Streams = tuple[Tenant, Callable[[], int], int]  # how many streams, and the tokens of a request
+# Places by weight, by the event loop's turns; tests/integration/test_openai_operation.py has a hog
 
 
-class Traffic:
-    """Streams that send one request after another.
+async def shares(places: int, *streams: tuple[Tenant, int, int]) -> dict[str, float]:
+    """What tenants get who send one request after another: the tokens of each, and how many do."""
+    queue, shares = Admission(places, 1000, 1e9), dict[str, float]()
 
-    Attributes:
-        tokens: that each tenant has had.
-        first_tokens: turns from a request to its first token.
-    """
-
-    def __init__(self, places: int, *, fair: bool = True) -> None:
-        self.tokens: dict[str, float] = defaultdict(float)
-        self.first_tokens: dict[str, list[float]] = defaultdict(list)
-        self._admission, self._fair, self._now = Admission(places, 1000, 1e9), fair, 0
-
-    async def run(self, turns: int, *streams: Streams) -> Traffic:
-        tasks = [
-            asyncio.create_task(self._send(tenant, length))
-            for tenant, length, count in streams
-            for _ in range(count)
-        ]
-        for self._now in range(turns):
-            await asyncio.sleep(0)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        return self
-
-    async def _send(self, tenant: Tenant, length: Callable[[], int]) -> None:
+    async def send(tenant: Tenant, tokens: int) -> None:
         while True:
-            came, tokens = self._now, length()
-            async with self._admission.acquire(tenant if self._fair else None) as slot:
-                for turn in range(PREFILL + tokens):
+            async with queue.acquire(tenant) as slot:
+                for _ in range(tokens):
                     await asyncio.sleep(0)
-                    if turn == PREFILL:
-                        self.first_tokens[tenant.name].append(self._now - came)
                 slot.used = tokens
-                self.tokens[tenant.name] += tokens
+                shares[tenant.name] = shares.get(tenant.name, 0) + tokens
 
-    def p99(self, name: str) -> float:
-        values = sorted(self.first_tokens[name])
-        return values[int(0.99 * len(values))]
-
-
-async def test_a_hog_does_not_starve_a_light_one() -> None:
-    dice = random.Random(1)
-    light: Streams = (Tenant("light", cost=100), lambda: 20, 1)
-    hog: Streams = (Tenant("hog", cost=100), lambda: dice.randint(50, 200), 80)
-    alone = await Traffic(32).run(3000, light)
-    fair = await Traffic(32).run(3000, light, hog)
-    unfair = await Traffic(32, fair=False).run(3000, light, hog)
-    assert fair.p99("light") <= 2 * alone.p99("light")
-    assert unfair.p99("light") > 4 * alone.p99("light")
-    assert sum(fair.tokens.values()) >= 0.95 * sum(unfair.tokens.values())
+    senders = [send(tenant, tokens) for tenant, tokens, count in streams for _ in range(count)]
+    tasks = [asyncio.create_task(sender) for sender in senders]
+    for _ in range(30_000):
+        await asyncio.sleep(0)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    return shares
 
 
 async def test_tokens_go_by_weight_whatever_was_expected() -> None:
-    short, long = (lambda: 40), (lambda: 160)
-    streams = [
-        (Tenant("a", cost=100), short, 20),
-        (Tenant("b", cost=100), long, 20),
-        (Tenant("c", 2.0, cost=100), short, 20),
-    ]
-    tokens = (await Traffic(8).run(30_000, *streams)).tokens
+    a, b, c = Tenant("a", cost=100), Tenant("b", cost=100), Tenant("c", 2.0, cost=100)
+    tokens = await shares(8, (a, 40, 20), (b, 160, 20), (c, 40, 20))
     assert tokens["b"] == pytest.approx(tokens["a"], rel=0.1)
     assert tokens["c"] == pytest.approx(2 * tokens["a"], rel=0.1)
 
 
 async def test_one_that_asks_one_by_one_pays_for_what_it_had() -> None:
-    streams = [(Tenant("a", cost=10), lambda: 1000, 1), (Tenant("b", cost=10), lambda: 100, 20)]
-    tokens = (await Traffic(1).run(30_000, *streams)).tokens
+    tokens = await shares(1, (Tenant("a", cost=10), 1000, 1), (Tenant("b", cost=10), 100, 20))
     assert tokens["b"] == pytest.approx(tokens["a"], rel=0.1)
 
 

@@ -9,19 +9,13 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import (
-    AddedToken,
-    Tokenizer,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    trainers,
-)
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from cog_triton.text.detokenizer import CONTEXT_TOKENS, IncrementalDetokenizer, decode_delta
 from tests.unit.text.support import split
+from tools.demo_model import DIRECTORY
 
 REPLACEMENT = "\ufffd"
 SAMPLES = [
@@ -43,16 +37,13 @@ class Kind:
 
     def whole(self, ids: Sequence[int], skip: bool = True) -> str:
         options = {"skip_special_tokens": skip, "clean_up_tokenization_spaces": False}
-        text: str = self.tokenizer.decode(list(ids), **options)
-        return text
+        return str(self.tokenizer.decode(list(ids), **options))
 
     def ids(self, *tokens: str) -> list[int]:
-        ids: list[int] = self.tokenizer.convert_tokens_to_ids(list(tokens))
-        return ids
+        return list(self.tokenizer.convert_tokens_to_ids(list(tokens)))
 
     def encode(self, text: str) -> list[int]:
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
-        return ids
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
 
 
 def wrap(tokenizer: Tokenizer, byte_tokens: Sequence[str] = ()) -> Kind:
@@ -71,20 +62,10 @@ def wrap(tokenizer: Tokenizer, byte_tokens: Sequence[str] = ()) -> Kind:
 
 
 def byte_level() -> Kind:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=420, initial_alphabet=alphabet, special_tokens=["<s>"], show_progress=False
-    )
-    tokenizer.train_from_iterator(SAMPLES, trainer)
-    # The stand-in for each byte: itself if printable, else the next from U+0100.
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(0x100) if byte not in printable]
-    return wrap(
-        tokenizer, [chr(b if b in printable else 0x100 + others.index(b)) for b in range(0x100)]
-    )
+    """The demo model's."""
+    characters = bytes_to_unicode()
+    tokenizer = Tokenizer.from_file(str(DIRECTORY / "tokenizer.json"))
+    return wrap(tokenizer, [characters[byte] for byte in range(0x100)])
 
 
 FALLBACK = [f"<0x{byte:02X}>" for byte in range(0x100)]
@@ -153,8 +134,7 @@ class Counting:
     def decode(self, token_ids: list[int], **options: Any) -> str:
         self.calls += 1
         self.decoded += len(token_ids)
-        text: str = self._tokenizer.decode(token_ids, **options)
-        return text
+        return str(self._tokenizer.decode(token_ids, **options))
 
 
 Stream = Callable[..., list[str]]
@@ -264,11 +244,8 @@ def test_flush_begins_a_new_text() -> None:
     detokenizer = IncrementalDetokenizer(kind.tokenizer)
     for _ in range(2):
         assert detokenizer.decode(kind.ids("▁the", "<0xC3>")) == "the"
-        assert [detokenizer.flush(), detokenizer.flush(), detokenizer.decode([])] == [
-            REPLACEMENT,
-            "",
-            "",
-        ]
+        assert [detokenizer.flush(), detokenizer.flush()] == [REPLACEMENT, ""]
+        assert detokenizer.decode([]) == ""
 
 
 # Characters of several tokens
