@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import httpx
 import psutil  # type: ignore[import-untyped, unused-ignore]
 import pytest
 
-from tests.support import START_TIMEOUT, free_port, wait_until
+from tests.support import ROOT, START_TIMEOUT, free_port, wait_until
 
 pytest.importorskip("dynamo.common.backend", reason="Dynamo is not installed: make test-dynamo")
 
@@ -85,6 +86,17 @@ def test_an_answer_and_its_usage(scaled: Scaled) -> None:
     assert body["choices"][0]["text"].startswith("A KV cache keeps the attention keys")
     assert body["choices"][0]["finish_reason"] == "length"
     assert body["usage"] == {"prompt_tokens": 6, "completion_tokens": 20, "total_tokens": 26}
+
+
+def test_the_frontend_has_what_the_chart_asks_of_it(scaled: Scaled) -> None:
+    """deploy/helm: probes, and the metric that scales."""
+    for path in ("/health", "/live"):
+        assert httpx.get(f"{scaled.url}{path}", trust_env=False).status_code == 200
+    assert scaled.text(max_tokens=1)
+    figures = httpx.get(f"{scaled.url}/metrics", trust_env=False).text
+    helpers = (ROOT / "deploy/helm/templates/_helpers.tpl").read_text()
+    (metric,) = re.findall(r'"dynamo" "(\w+)"\s', helpers)
+    assert f"# TYPE {metric} gauge" in figures
 
 
 def test_stop_strings_seeds_and_least_tokens(scaled: Scaled) -> None:

@@ -19,22 +19,6 @@ def is_there(path: str) -> bool:
     return ask(Backend(), "GET", path).status_code == 200
 
 
-def test_kubernetes() -> None:
-    deployment, service = yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text())
-    pod = deployment["spec"]["template"]
-    (container,) = pod["spec"]["containers"]
-    environment = {item["name"]: item["value"] for item in container["env"]}
-    assert set(environment) <= set(VARIABLES)
-    assert int(environment["DRAIN_SECONDS"]) < pod["spec"]["terminationGracePeriodSeconds"]
-    assert container["command"][:2] == ["cog-triton", "openai"]
-    options = cli.parse("openai", container["command"][2:])
-    assert options.port == container["ports"][0]["containerPort"]
-    probes = [container[f"{kind}Probe"]["httpGet"]["path"] for kind in ("readiness", "liveness")]
-    annotations = pod["metadata"]["annotations"]
-    assert all(map(is_there, [*probes, annotations["prometheus.io/path"]]))
-    assert service["spec"]["selector"] == pod["metadata"]["labels"]
-
-
 def test_systemd() -> None:
     text = (DEPLOY / "cog-triton-openai.service").read_text()
     assert set(re.findall(r"^Environment=(\w+)=", text, re.MULTILINE)) <= set(VARIABLES)

@@ -364,6 +364,8 @@ def test_the_steps_install_what_is_asked_for_and_make_the_schema(container: Cont
     command = [str(container.bin / "python3"), "-Ic", program]
     found = subprocess.check_output(command, cwd=container.root, text=True)
     assert Path(found.strip()).is_relative_to(container.source)
+    shown = subprocess.check_output([container.bin / "cog-triton", "--help"], text=True)
+    assert shown.startswith("usage: cog-triton COMMAND")
 
 
 @pytest.mark.rare

