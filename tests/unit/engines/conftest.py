@@ -24,7 +24,6 @@ from cog_triton.engines.base import (
     TokenLogProb,
     create_engine,
 )
-from cog_triton.text.tokenizer import load_tokenizer
 from tools.demo_model.corpus import PAIRS
 
 TESTS = Path(__file__).resolve().parents[2]
@@ -154,11 +153,6 @@ def llm(demo_model: Path) -> Iterator[Requests]:
     """The engine on transformers."""
     with running(ENGINES["transformers"](demo_model), tokenizer_dir=str(demo_model)) as requests:
         yield requests
-
-
-@pytest.fixture(scope="module")
-def tokenizer(demo_model: Path) -> Any:
-    return load_tokenizer(str(demo_model))
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,18 @@ from typing import Any
 
 import pytest
 
-from cog_triton.engines.base import LEAST_LOG_PROB, EngineError, TokenLogProb
+from cog_triton.engines import llm_api, vllm
+from cog_triton.engines.base import (
+    LEAST_LOG_PROB,
+    EngineError,
+    GenerationRequest,
+    SamplingParams,
+    TokenLogProb,
+)
 from cog_triton.engines.library import Library, log_probs, table_arguments, with_file
+from tests.support import load_cases
 
+CASES = load_cases(__file__, "library.yaml")
 LIBRARIES: tuple[Library, ...] = ("llmapi", "vllm")
 FILE = {"llmapi": "llm_api_config", "vllm": "vllm_config"}
 
@@ -29,6 +38,23 @@ def test_what_is_as_it_is_anyway_is_left_out(
         f"tensorrt_llm: {name} has no effect with the engine {library}"
         for name in ("decoding_mode", "device")
     ]
+
+
+@pytest.mark.parametrize("case", CASES["variables"])
+def test_variables_become_arguments(case: dict[str, Any]) -> None:
+    given, library = case["variables"], case["library"]
+    made = vllm.engine_arguments(given) if library == "vllm" else table_arguments(given, library)
+    assert made == case["arguments"]
+
+
+@pytest.mark.parametrize(
+    ("library", "case"), [(name, case) for name in LIBRARIES for case in CASES["requests"][name]]
+)
+def test_arguments_of_a_request(library: Library, case: dict[str, Any]) -> None:
+    sampling = SamplingParams(**case.get("sampling", {}))
+    asked = GenerationRequest("a", [5, 6], 8, sampling=sampling, **case.get("fields", {}))
+    module = vllm if library == "vllm" else llm_api
+    assert module.sampling_arguments(asked) == case["arguments"]
 
 
 @pytest.mark.parametrize("library", LIBRARIES)

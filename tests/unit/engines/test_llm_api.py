@@ -17,14 +17,14 @@ import pytest
 
 from cog_triton.engines.base import (
     EngineError,
-    GenerationRequest,
     SamplingParams,
     Step,
     create_engine,
 )
-from cog_triton.engines.library import TABLE, table_arguments
-from cog_triton.engines.llm_api import context_length, is_forgetful, sampling_arguments
+from cog_triton.engines.library import TABLE
+from cog_triton.engines.llm_api import context_length, is_forgetful
 from cog_triton.errors import error_from_text
+from tests.support import load_cases
 from tests.unit.engines.conftest import TESTS, Requests, request
 
 CONTRACT: dict[str, Any] = json.loads(
@@ -109,29 +109,6 @@ def test_the_fakes_outputs_are_those_of_the_contract(fake: Any) -> None:
 # The LLM's arguments; what holds for all libraries is in test_library.py
 
 
-@pytest.mark.parametrize(
-    ("parameters", "arguments"),
-    [
-        (
-            {"batch_scheduler_policy": "max_utilization"},
-            {"scheduler_config": {"capacity_scheduler_policy": "MAX_UTILIZATION"}},
-        ),
-        (
-            {"enable_kv_cache_reuse": "false", "max_attention_window_size": "4096,512"},
-            {"kv_cache_config": {"enable_block_reuse": False, "max_attention_window": [4096, 512]}},
-        ),
-        (
-            {"lora_prefetch_dir": "/a", "lora_cache_max_adapter_size": "16"},
-            {"enable_lora": True, "lora_config": {"max_lora_rank": 16}},
-        ),
-        ({"lora_cache_max_adapter_size": "16"}, {}),
-    ],
-)
-def test_arguments_of_the_llm(parameters: dict[str, str], arguments: dict[str, Any]) -> None:
-    bare = {"model": "m", "skip_tokenizer_init": True}
-    assert table_arguments({"model": "m", **parameters}, "llmapi") == {**bare, **arguments}
-
-
 def test_no_argument_is_outside_of_the_contract() -> None:
     arguments = {row["llmapi"].partition(".")[::2] for row in TABLE.values() if "llmapi" in row}
     sections = {section for section, argument in arguments if argument}
@@ -140,6 +117,10 @@ def test_no_argument_is_outside_of_the_contract() -> None:
     assert names == set(CONTRACT["KvCacheConfig"])
     plain = {section for section, argument in arguments if not argument}
     assert plain <= set(CONTRACT["LLM"]["committed_arguments"])
+    requests = load_cases(__file__, "library.yaml")["requests"]["llmapi"]
+    assert {name for case in requests for name in case["arguments"]} <= {
+        *CONTRACT["SamplingParams"]
+    }
 
 
 # Its file
@@ -212,36 +193,6 @@ def test_a_context_length_that_is_unknown_has_to_be_set(tmp_path: Path) -> None:
 
 
 # Sampling
-
-GREEDY = {"max_tokens": 8, "end_id": -1, "pad_id": 0, "ignore_eos": True, "top_k": 1}
-SAMPLED = {**GREEDY, "temperature": 0.5, "top_p": 1.0, "seed": 0}
-del SAMPLED["top_k"]
-
-
-@pytest.mark.parametrize(
-    ("sampling", "values", "arguments"),
-    [
-        ({}, {}, GREEDY),
-        ({}, {"end_id": 2}, {"max_tokens": 8, "end_id": 2, "top_k": 1}),
-        ({"temperature": 0.0, "top_p": 0.9}, {}, GREEDY),
-        ({"temperature": 0.5}, {}, GREEDY),  # neither top_k nor top_p
-        ({"temperature": 0.5, "top_k": 1, "top_p": 0.9}, {}, GREEDY),
-        ({"temperature": 0.5, "top_p": 0.9}, {}, {**SAMPLED, "top_p": 0.9}),
-        ({"temperature": 0.5, "top_k": 9, "seed": 7}, {}, {**SAMPLED, "top_k": 9, "seed": 7}),
-        ({"presence_penalty": -0.5}, {}, {**GREEDY, "presence_penalty": -0.5}),
-        ({"min_tokens": 3}, {}, {**GREEDY, "min_tokens": 3}),
-        ({"min_tokens": -1}, {}, GREEDY),
-        ({"bad_words": ((5,), (), (7,))}, {}, {**GREEDY, "bad_token_ids": [5, 7]}),
-        ({}, {"return_log_probs": True}, {**GREEDY, "logprobs": 1}),
-        ({}, {"stop_words": ((5, 6),)}, GREEDY),
-    ],
-)
-def test_arguments_of_a_request(
-    sampling: dict[str, Any], values: dict[str, Any], arguments: dict[str, Any]
-) -> None:
-    asked = GenerationRequest("a", [5], 8, sampling=SamplingParams(**sampling), **values)
-    assert sampling_arguments(asked) == arguments
-    assert set(arguments) <= set(CONTRACT["SamplingParams"])
 
 
 @pytest.mark.parametrize(
