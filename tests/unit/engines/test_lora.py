@@ -24,6 +24,7 @@ from cog_triton.request.request import Guide, GuideKind
 from cog_triton.wire import adapter_task_id
 from tests.adapters import make_adapter
 from tests.peft_reference import Reference, load, make_varied_adapter
+from tests.support import load_cases
 from tests.unit.engines.conftest import ENGINES, PROMPT, Requests, Stream, running
 
 WEIGHTS = "adapter_model.safetensors"
@@ -207,22 +208,7 @@ def test_a_file_that_is_cut_off(model: Any, broken: Path, file: str) -> None:
     assert refusal(model, broken)
 
 
-@pytest.mark.parametrize(
-    ("fields", "reason"),
-    [
-        ({"peft_type": "IA3"}, "not a LoRA adapter"),
-        ({"r": 0}, "should be a positive integer"),
-        ({"use_dora": True}, "use_dora=True is not supported"),
-        ({"bias": "all"}, "bias='all' is not supported"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save=.* not supported"),
-        ({"init_lora_weights": "pissa"}, "changes the model's own weights"),
-        ({"target_modules": ["k_proj"]}, "no weight .*_proj.lora_"),
-        ({"target_modules": ["nothing"]}, "not found in the base model"),
-        ({"target_modules": ["embed_tokens"]}, "not a linear layer"),
-        ({"target_modules": ["lm_head"]}, "lm_head is the model's last"),
-        ({"r": 5}, "size mismatch for .*lora_A"),
-    ],
-)
+@pytest.mark.parametrize(("fields", "reason"), load_cases(__file__, "lora.yaml"))
 def test_a_configuration_that_cannot_be_used(
     model: Any, broken: Path, fields: dict[str, Any], reason: str
 ) -> None:

@@ -29,12 +29,16 @@ from tests.unit.engines.conftest import ENGINES, running
 TEXT = [10, 11, 12, 13]
 
 
-class VirtualLoop(asyncio.SelectorEventLoop):
-    """A loop whose clock moves only by waiting, which takes no time. It stops when nothing is due."""
+class Clockwork(asyncio.SelectorEventLoop):
+    """An engine's requests by a clock that moves only by waiting, until nothing is due."""
+
+    engine: SimulatedEngine
 
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
+        self.tasks: dict[str, asyncio.Task[None]] = {}
+        self.log: list[tuple[float, str, Step]] = []
         self._selector.select = self._wait  # type: ignore[attr-defined]
 
     def time(self) -> float:
@@ -46,43 +50,31 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self.now += timeout or 0.0
         return []
 
-
-class Clockwork:
-    """An engine's requests by a clock that stands still until it is moved."""
-
-    def __init__(self, engine: SimulatedEngine, loop: VirtualLoop) -> None:
-        self.engine, self.loop = engine, loop
-        self.tasks: dict[str, asyncio.Task[None]] = {}
-        self.log: list[tuple[float, str, Step]] = []
-
     def submit(self, *keys: str, prompt: Sequence[int] = (4,), **values: Any) -> None:
         for key in keys:
             request = GenerationRequest(key, [*prompt], **{"max_tokens": 8, **values})
-            steps = self.engine._generate(request, None, self.loop.now)
-            self.tasks[key] = self.loop.create_task(self._consume(key, steps))
+            steps = self.engine._generate(request, None, self.now)
+            self.tasks[key] = self.create_task(self._consume(key, steps))
 
     async def _consume(self, key: str, steps: Steps) -> None:
         async with aclosing(steps):
             async for step in steps:
-                self.log.append((self.loop.now, key, step))
+                self.log.append((self.now, key, step))
 
     def run(self, until: float = math.inf, abort: str = "") -> None:
         """Runs to the end, or to a time at which a request may be aborted."""
         if until < math.inf:
-            self.loop.call_at(until, self.loop.stop)
-        self.loop.run_forever()
+            self.call_at(until, self.stop)
+        self.run_forever()
         if abort:
             self.tasks[abort].cancel()
-            self.loop.run_forever()
+            self.run_forever()
 
-    def steps(self, key: str = "a") -> list[Step]:
-        return [step for _, name, step in self.log if name == key]
+    def sizes(self) -> list[int]:
+        return [len(step.ids) for _, key, step in self.log if key == "a"]
 
-    def sizes(self, key: str = "a") -> list[int]:
-        return [len(step.ids) for step in self.steps(key)]
-
-    def ids(self, key: str = "a") -> list[int]:
-        return [token for step in self.steps(key) for token in step.ids]
+    def ids(self) -> list[int]:
+        return [token for _, key, step in self.log if key == "a" for token in step.ids]
 
     def times(self, key: str = "a") -> list[float]:
         return [at for at, name, _ in self.log if name == key]
@@ -96,20 +88,19 @@ MakeClockwork = Callable[..., Clockwork]
 
 @pytest.fixture
 def clockworks(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeClockwork]:
-    loop, engines = VirtualLoop(), []
+    loop = Clockwork()
     monkeypatch.setattr("cog_triton.engines.simulated.monotonic", loop.time)
 
     def make(text: list[int] = TEXT, **costs: Any) -> Clockwork:
-        engines.append(SimulatedEngine(text, Costs(**costs)))
-        return Clockwork(engines[-1], loop)
+        loop.engine = SimulatedEngine(text, Costs(**costs))
+        return loop
 
     yield make
     for task in asyncio.all_tasks(loop):
         task.cancel()
     loop.run_forever()
     loop.close()
-    for engine in engines:
-        engine.close()
+    loop.engine.close()
 
 
 def exactly(*times: float) -> Any:
@@ -129,7 +120,7 @@ def test_tokens_come_one_inter_token_latency_apart_after_the_prefill(
     clockwork.run()
     assert clockwork.times("a") == exactly(0.05, 0.07, 0.09, 0.11)
     assert clockwork.times("b") == exactly(0.065, 0.085)
-    assert clockwork.sizes("a") == [1] * 4
+    assert clockwork.sizes() == [1] * 4
 
 
 def test_prompts_are_prefilled_one_after_another_beside_the_decoding(
@@ -179,11 +170,11 @@ def test_requests_queue_first_come_first_served(clockworks: MakeClockwork) -> No
 def test_late_tokens_come_in_one_step_and_the_next_ones_on_time(clockworks: MakeClockwork) -> None:
     clockwork = clockworks(prefill=0.01, inter_token=0.01)
     clockwork.submit("a", max_tokens=20)
-    clockwork.loop.now = 0.055  # the tokens of 10, 20, 30, 40 and 50 ms
+    clockwork.now = 0.055  # the tokens of 10, 20, 30, 40 and 50 ms
     clockwork.run()
     assert clockwork.sizes() == [5] + [1] * 15
     assert clockwork.times()[:2] == exactly(0.055, 0.06)
-    assert clockwork.loop.now == pytest.approx(0.2)
+    assert clockwork.now == pytest.approx(0.2)
 
 
 # Without costs
@@ -204,7 +195,7 @@ def test_every_token_is_certain(clockworks: MakeClockwork) -> None:
     clockwork = clockworks()
     clockwork.submit("a", max_tokens=5, return_log_probs=True, top_log_probs=2)
     clockwork.run()
-    tokens = [token for step in clockwork.steps() for token in step.log_probs]
+    tokens = [token for _, _, step in clockwork.log for token in step.log_probs]
     assert tokens == [TokenLogProb(i, 0.0, ((i, 0.0), (0, -9999.0))) for i in [*TEXT, 10]]
 
 

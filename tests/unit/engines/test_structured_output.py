@@ -13,23 +13,17 @@ import pytest
 from cog_triton.engines.base import EngineError, SamplingParams
 from cog_triton.engines.guides import Guides, grammar, without_others
 from cog_triton.request.request import Guide, GuideKind, engine_guide
+from tests.support import load_cases
 from tests.unit.engines.conftest import ENGINES, Requests, Stream, running
 
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 8},
-        "count": {"type": "integer", "minimum": 0, "maximum": 99},
-        "colours": {"type": "array", "items": {"enum": ["red", "green"]}, "maxItems": 2},
-    },
-    "required": ["name", "count", "colours"],
-    "additionalProperties": False,
-}
+CASES = load_cases(__file__, "guides.yaml")
+SCHEMA = CASES["schema"]
 JSON_SCHEMA = Guide(GuideKind.JSON_SCHEMA, json.dumps(SCHEMA))
 # Patterns that must all match: no limit of llguidance's ends its compiler.
-ENDLESS = json.dumps(
-    {"allOf": [{"type": "string", "pattern": f".*a{{{i}}}b.*"} for i in range(1, 60)]}
-)
+PATTERNS = [{"type": "string", "pattern": f".*a{{{i}}}b.*"} for i in range(1, 60)]
+ENDLESS = {"kind": "json_schema", "guide": json.dumps({"allOf": PATTERNS})}
+ENDLESS["reason"] = "takes more than 2 s to compile"
+NESTED = {"kind": "ebnf_grammar", "guide": "root ::= " + "(" * 9000, "reason": "nested too deeply"}
 
 
 @pytest.fixture
@@ -73,28 +67,14 @@ def test_sampled_answers_are_of_the_schema_and_leave_others_alone(ask: Any, toke
     assert other.wait().ids == alone
 
 
-@pytest.mark.parametrize(
-    ("kind", "guide", "pattern", "wish"),
-    [
-        ("regex", "[0-9]{4}-[0-9]{2}", r"\d{4}-\d\d", ""),
-        ("ebnf_grammar", 'root ::= i ("," i)?\ni ::= [a-c]', "[a-c](,[a-c])?", ""),
-        ("choice", '["Rome", "Bonn (DE)"]', r"Rome|Bonn \(DE\)", ""),
-        # Classes are ASCII, as Python's re has them with that flag; Unicode's by name.
-        ("regex", r"\d{4}", "[0-9]{4}", "٣"),
-        ("regex", r"\w{4}", "[a-zA-Z0-9_]{4}", "é"),
-        ("regex", r"\p{Lu}{2}", "[^a-z]{2}", "a"),
-        ("json_schema", r'{"pattern": "^\\d{3}$", "type": "string"}', '"[0-9]{3}"', "٣"),
-    ],
-)
-def test_every_kind_of_guide(
-    ask: Any, tokenizer: Any, kind: str, guide: str, pattern: str, wish: str
-) -> None:
+@pytest.mark.parametrize("case", CASES["kinds"])
+def test_every_kind_of_guide(ask: Any, tokenizer: Any, case: dict[str, str]) -> None:
     """With a model that would rather write something else."""
-    bias = dict.fromkeys(tokenizer(wish, add_special_tokens=False).input_ids, 50.0)
+    wish = tokenizer(case.get("wish", ""), add_special_tokens=False).input_ids
     for seed in range(4):
-        made = engine_guide(Guide(GuideKind(kind), guide))
-        stream = ask(made, seed, temperature=2.0, logit_bias=bias)
-        assert re.fullmatch(pattern, text(stream, tokenizer))
+        made = engine_guide(Guide(GuideKind(case["kind"]), case["guide"]))
+        stream = ask(made, seed, temperature=2.0, logit_bias=dict.fromkeys(wish, 50.0))
+        assert re.fullmatch(case["pattern"], text(stream, tokenizer))
 
 
 @pytest.mark.parametrize(
@@ -130,23 +110,12 @@ def test_the_guide_goes_before_bad_words_and_the_minimum(ask: Any, tokenizer: An
     assert text(stream, tokenizer) == "a"
 
 
-@pytest.mark.parametrize(
-    ("kind", "guide", "reason"),
-    [
-        ("regex", "[", "type regex cannot be used: .*unclosed character class"),
-        ("regex", "(?=a)b", "look-around, .* is not supported"),
-        ("json_schema", "{", "type json_schema cannot be used: .*column 1"),
-        ("json_schema", '{"uniqueItems": true}', r"Unimplemented keys.*uniqueItems"),
-        ("json_schema", ENDLESS, "takes more than 2 s to compile"),
-        ("ebnf_grammar", "root ::= other", "ebnf_grammar .* Rule 'other' not found"),
-        ("ebnf_grammar", "root ::= " + "(" * 9000, "nested too deeply"),
-        ("structural_tag", "{}", "structural_tag .* does not support this type"),
-    ],
-)
+@pytest.mark.parametrize("case", [*CASES["refused"], ENDLESS, NESTED])
 def test_what_is_no_guide_is_refused_before_anything_is_generated(
-    ask: Any, kind: str, guide: str, reason: str
+    ask: Any, case: dict[str, str]
 ) -> None:
-    assert re.search(reason, refusal(ask(Guide(GuideKind(kind), guide))))
+    guide = Guide(GuideKind(case["kind"]), case["guide"])
+    assert re.search(case["reason"], refusal(ask(guide)))
 
 
 def test_an_end_token_that_is_text_is_the_end_alone(ask: Any, tokenizer: Any) -> None:
@@ -191,52 +160,16 @@ def test_the_checks_process_is_started_again_when_it_was_ended(tokenizer: Any) -
 
 # What of a schema's objects is closed
 
-CITY: dict[str, Any] = {
-    "type": "object",
-    "properties": {"name": {"type": "string"}, "size": {"type": "integer"}},
-    "required": ["name"],
-}
+
+@pytest.mark.parametrize("schema", CASES["closed"])
+def test_an_object_has_its_listed_properties_only(schema: Any) -> None:
+    city, closed = CASES["city"], {**CASES["city"], "additionalProperties": False}
+    text = json.dumps(schema)
+    expected = text.replace(json.dumps(city), json.dumps(closed))
+    assert json.loads(without_others(text)) == json.loads(expected)
 
 
-@pytest.mark.parametrize(
-    "schema",
-    [
-        "CITY",
-        '{"type": "array", "items": CITY}',
-        '{"type": "object", "additionalProperties": CITY}',
-        '{"anyOf": [CITY, {"type": "null"}]}',
-        '{"allOf": [CITY]}',
-        '{"$ref": "#/$defs/City", "$defs": {"City": CITY}}',
-        '{"definitions": {"C": CITY}, "prefixItems": [{"$ref": "#/definitions/C"}]}',
-        '{"minProperties": 3, "properties": {"properties": CITY, "const": CITY}}',
-    ],
-)
-def test_an_object_has_its_listed_properties_only(schema: str) -> None:
-    closed = json.dumps({**CITY, "additionalProperties": False})
-    found = without_others(schema.replace("CITY", json.dumps(CITY)))
-    assert json.loads(found) == json.loads(schema.replace("CITY", closed))
-
-
-@pytest.mark.parametrize(
-    "schema",
-    [
-        {**CITY, "additionalProperties": {"type": "string"}},
-        {"type": "object", "properties": {}},
-        {**CITY, "required": ["name", "country"]},
-        {**CITY, "minProperties": 3},
-        {"enum": [CITY], "default": CITY},
-        {"allOf": [CITY, {"properties": {"country": {"type": "string"}}}]},
-        {**CITY, "anyOf": [{"properties": {"country": {}}}]},
-        {**CITY, "$ref": "#/$defs/Other", "$defs": {"Other": CITY}},
-        {"anyOf": [CITY], "required": ["country"]},
-        {**CITY, "dependentRequired": {"name": ["country"]}},
-        {"oneOf": [CITY, {"properties": {"country": {}}}]},
-        {"type": "array", "items": {**CITY, "not": {"properties": {"size": {"const": 1}}}}},
-        {**CITY, "if": {"properties": {"size": {"const": 1}}}, "then": {"required": ["country"]}},
-        {**CITY, "required": 5},
-        [CITY],
-    ],
-)
+@pytest.mark.parametrize("schema", CASES["open"])
 def test_what_may_have_other_properties_stays_as_it_is(schema: Any) -> None:
     assert json.loads(without_others(json.dumps(schema))) == schema
 

@@ -11,7 +11,9 @@ from cog_triton.faces.dynamo.convert import chunk_of, request_of
 from cog_triton.generation import Chunk
 from cog_triton.request.request import Guide, GuideKind, Request
 from cog_triton.wire import TokenLogProb
+from tests.support import load_cases
 
+CASES = load_cases(__file__, "dynamo.yaml")
 END = 2
 IDS = [5, 6, 7, 8]
 
@@ -50,57 +52,21 @@ def test_a_moved_request_has_its_output_behind_the_prompt() -> None:
     assert (request.max_tokens, request.min_tokens) == (9, 2)  # Dynamo has counted the rest
 
 
-@pytest.mark.parametrize(
-    ("group", "given", "expected"),
-    [
-        ("sampling_options", {"top_k": -1, "min_p": 0.1}, {"top_k": 0, "min_p": 0.1}),
-        ("sampling_options", {"frequency_penalty": 0.5}, {"frequency_penalty": 0.5}),
-        ("stop_conditions", {"stop_token_ids_hidden": [END, 9]}, {"stop_token_ids": (9,)}),
-        ("stop_conditions", {"stop_token_ids_visible": [3]}, {"stop_token_ids": (3,)}),
-        (
-            "stop_conditions",
-            {"ignore_eos": True, "stop_token_ids_hidden": [9]},
-            {"ignore_eos": True, "stop_token_ids": ()},
-        ),
-        ("output_options", {"logprobs": 3}, {"log_probs": 3, "prompt_log_probs": False}),
-        ("output_options", {"prompt_logprobs": 0}, {"prompt_log_probs": True}),
-    ],
-)
-def test_options(group: str, given: dict[str, Any], expected: dict[str, Any]) -> None:
-    request = asked({group: given})
-    assert {name: getattr(request, name) for name in expected} == expected
+@pytest.mark.parametrize("case", CASES["options"])
+def test_options(case: dict[str, Any]) -> None:
+    request = asked(case["asked"])
+    for name, value in case["fields"].items():
+        expected = tuple(value) if isinstance(value, list) else value
+        assert getattr(request, name) == expected
 
 
-@pytest.mark.parametrize(
-    ("given", "guide"),
-    [
-        ({"json": {"type": "object"}}, Guide(GuideKind.JSON_SCHEMA, '{"type": "object"}')),
-        (
-            {"json": '{"type": "object"}', "regex": None},
-            Guide(GuideKind.JSON_SCHEMA, '{"type": "object"}'),
-        ),
-        ({"json_object": True}, Guide(GuideKind.JSON)),
-        ({"regex": "a|b", "backend": "xgrammar"}, Guide(GuideKind.REGEX, "a|b")),
-        ({"choice": ["a", "b"]}, Guide(GuideKind.CHOICE, '["a", "b"]')),
-        ({"grammar": 'root ::= "a"'}, Guide(GuideKind.GRAMMAR, 'root ::= "a"')),
-        ({"backend": "xgrammar"}, None),
-    ],
-)
-def test_guides(given: dict[str, Any], guide: Guide | None) -> None:
-    assert asked({"sampling_options": {"guided_decoding": given}}).guide == guide
+@pytest.mark.parametrize(("given", "kind", "text"), CASES["guides"])
+def test_guides(given: dict[str, Any], kind: str | None, text: str) -> None:
+    found = asked({"sampling_options": {"guided_decoding": given}}).guide
+    assert found == (kind and Guide(GuideKind(kind), text))
 
 
-@pytest.mark.parametrize(
-    ("groups", "text"),
-    [
-        ({"sampling_options": {"n": 2}}, "n must be 1 here"),
-        ({"sampling_options": {"use_beam_search": True}}, "use_beam_search"),
-        ({"stop_conditions": {"max_thinking_tokens": 4}}, "max_thinking_tokens"),
-        ({"sampling_options": {"guided_decoding": {"lark": "x"}}}, "lark is not supported"),
-        ({"sampling_options": {"guided_decoding": {"regex": "a", "choice": ["b"]}}}, "exclude"),
-        ({"multi_modal_data": {"image_url": ["x"]}}, "the prompt must be text"),
-    ],
-)
+@pytest.mark.parametrize(("groups", "text"), CASES["refused"])
 def test_what_has_no_effect_is_refused_by_name(groups: dict[str, Any], text: str) -> None:
     with pytest.raises(InvalidParameter, match=text):
         asked(groups)
