@@ -14,7 +14,9 @@ from cog_triton.generation import Chunk, generate
 from cog_triton.request.request import Request
 from cog_triton.text.tokenizer import text_limits
 from cog_triton.wire import Parameters, TokenLogProb
+from tests.support import load_cases
 
+CASES = load_cases(__file__, "generation.yaml")
 END = Response([], None, True)
 EOS = 2  # the demo model's end token
 
@@ -64,28 +66,13 @@ def pieces(ids: list[int], size: int) -> Client:
     return Client(*(Response(part, 2, False, True, likely(part)) for part in parts), END)
 
 
-@pytest.mark.parametrize(
-    ("ids", "keeps_end_token", "values", "reason"),
-    [
-        # TensorRT-LLM's C++ backend never sends an end token.
-        ([5, 6, 7], False, {"max_tokens": 10}, "stop"),
-        ([5, 6, 7], False, {"max_tokens": 10, "context_length": None}, "stop"),
-        ([5, 6, 7], False, {"max_tokens": 3}, "length"),
-        # Two of the prompt and three of the answer.
-        ([5, 6, 7], False, {"max_tokens": 10, "context_length": 5}, "length"),
-        ([5, EOS], True, {"max_tokens": 2, "context_length": None}, "stop"),  # at the limit
-        ([5, EOS], True, {"max_tokens": 2, "ignore_eos": True}, "length"),
-        # At the end of the context, which the engine knows.
-        ([5, 6], True, {"max_tokens": 10, "context_length": None}, "length"),
-    ],
-)
-def test_the_reason_of_the_end(
-    tokenizer: Any, ids: list[int], keeps_end_token: bool, values: dict[str, Any], reason: str
-) -> None:
-    responses = [Response([token], 2, False, keeps_end_token) for token in ids]
-    chunks = run(tokenizer, Client(*responses, END), **values)
+@pytest.mark.parametrize("case", CASES["ends"])
+def test_the_reason_of_the_end(tokenizer: Any, case: dict[str, Any]) -> None:
+    ids, kept = case["ids"], case["keeps_end_token"]
+    responses = [Response([token], 2, False, kept) for token in ids]
+    chunks = run(tokenizer, Client(*responses, END), **case["values"])
     assert {chunk.finish_reason for chunk in chunks[:-1]} == {None}
-    assert (chunks[-1].finish_reason, chunks[-1].output_tokens) == (reason, len(ids))
+    assert (chunks[-1].finish_reason, chunks[-1].output_tokens) == (case["reason"], len(ids))
 
 
 def test_a_prompt_of_too_many_characters_goes_nowhere(tokenizer: Any) -> None:
@@ -140,25 +127,8 @@ def test_a_stop_sequence_before_a_stop_token_is_what_ended_the_answer(tokenizer:
     assert (chunk.text, chunk.stop_sequence, chunk.stop_token) == ("", "one", None)
 
 
-IN_THE_MIDDLE = "a b</s>c</s>c"
-AT_THE_END = "one two</s>"
-ALL = {"ignore_eos": True}
-
-
 @pytest.mark.parametrize("size", [1, 2, 100])
-@pytest.mark.parametrize(
-    ("answer", "values", "expected"),
-    [
-        (IN_THE_MIDDLE, ALL, "a bcc"),
-        (IN_THE_MIDDLE, {**ALL, "shown_tokens": ("</s>", "<no token>")}, IN_THE_MIDDLE),
-        (IN_THE_MIDDLE, {**ALL, "skip_special_tokens": False}, IN_THE_MIDDLE),
-        # The end token is text only as the stop of a request that wants it.
-        (AT_THE_END, {}, "one two"),
-        (AT_THE_END, {"include_stop": True}, "one two"),
-        (AT_THE_END, {"skip_special_tokens": False}, "one two"),
-        (AT_THE_END, {"include_stop": True, "skip_special_tokens": False}, AT_THE_END),
-    ],
-)
+@pytest.mark.parametrize(("answer", "values", "expected"), CASES["special_tokens"])
 def test_special_tokens_are_text_where_the_request_wants_them(
     tokenizer: Any, size: int, answer: str, values: dict[str, Any], expected: str
 ) -> None:
@@ -166,4 +136,4 @@ def test_special_tokens_are_text_where_the_request_wants_them(
     assert EOS in ids
     chunks = run(tokenizer, pieces(ids, size), **values)
     assert text(chunks) == expected
-    assert chunks[-1].finish_reason == "stop" or answer is IN_THE_MIDDLE
+    assert chunks[-1].finish_reason == "stop" or "ignore_eos" in values

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
-
 import pytest
 
 from cog_triton import cli
 from cog_triton.cli import serve
 from cog_triton.faces.openai import server
-from cog_triton.faces.openai.app import PAGE, PAGE_HEADERS, page_policy
+from cog_triton.faces.openai.app import PAGE, PAGE_HEADERS
 from cog_triton.settings import read_settings
 from tests.unit.faces.openai.support import Backend, ask
 
@@ -23,14 +20,6 @@ def test_it_is_the_root() -> None:
     assert "frame-ancestors 'none'" in reply.headers["content-security-policy"]
     assert PAGE_HEADERS.keys() <= {name.title() for name in reply.headers}
     assert ask(Backend(CHAT_PAGE="false"), "GET", "/").status_code == 404
-
-
-def test_its_policy_names_its_script_and_style_by_their_hashes() -> None:
-    digest = base64.b64encode(hashlib.sha256(b"\nlet a;\n").digest()).decode()
-    page = "<style>b {}</style><body><script>\nlet a;\n</script>"
-    assert f"script-src 'sha256-{digest}';" in page_policy(page)
-    with pytest.raises(ValueError, match="unpack"):
-        page_policy(page + "<script></script>")
 
 
 def test_the_commands_flag_turns_it_off(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,19 +127,12 @@ def test_what_is_not_done_is_refused_by_name(path: str, name: str) -> None:
 # Prompts and templates
 
 
-@pytest.mark.parametrize(
-    ("fields", "ids"),
-    [
-        ({"truncate_prompt_tokens": 2}, [0, ord("y")]),
-        ({"truncate_prompt_tokens": 1, "add_special_tokens": False}, [ord("y")]),
-        ({"truncate_prompt_tokens": 2, "truncation_side": "right"}, [0, ord("x")]),
-        ({"truncate_prompt_tokens": 2, "prompt": [5, 6, 7]}, [6, 7]),
-        ({"truncate_prompt_tokens": -1, "prompt": [5] * 99, "max_tokens": 4}, [5] * 60),
-    ],
-)
+@pytest.mark.parametrize(("fields", "ids"), TABLES["cut"])
 def test_a_prompt_is_cut_to_its_last_tokens(fields: dict[str, Any], ids: list[int]) -> None:
     """The tokens that begin a text stay. The context has 64."""
     assert list(asked(Backend(*CHUNKS), TEXT, **fields).prompt_ids) == ids
+    whole: dict[str, Any] = {"prompt": [5] * 99, "truncate_prompt_tokens": -1}
+    assert len(asked(Backend(*CHUNKS), TEXT, **whole, max_tokens=4).prompt_ids) == 60
     assert "".join(map(chr, of_chat(truncate_prompt_tokens=4).prompt_ids)) == "ello"
 
 
@@ -156,38 +149,19 @@ def test_tokens_are_counted_as_the_model_sees_them() -> None:
     assert reply.json() == {"input_tokens": len("<user>Hello")}
 
 
-BEGUN = {"messages": [*MESSAGES, {"role": "assistant", "content": "The"}]}
-
-
-@pytest.mark.parametrize(
-    ("path", "fields", "begins", "continues"),
-    [
-        (CHAT, BEGUN, True, False),
-        (CHAT, {**BEGUN, "add_generation_prompt": False}, False, False),
-        (CHAT, {**BEGUN, "continue_final_message": True}, False, True),
-        (ANTHROPIC, BEGUN, False, True),
-    ],
-)
+@pytest.mark.parametrize(("path", "fields", "begins", "continues"), TABLES["begun"])
 def test_an_answer_begins_or_is_continued(
     path: str, fields: dict[str, Any], begins: bool, continues: bool
 ) -> None:
     backend = Backend(*CHUNKS)
-    asked(backend, path, **fields)
+    begun = [*MESSAGES, {"role": "assistant", "content": "The"}]
+    asked(backend, path, messages=begun, **fields)
     options = backend.tokenizer.options
     assert options["add_generation_prompt"] is begins
     assert options["continue_final_message"] is continues
 
 
-@pytest.mark.parametrize(
-    ("template", "effort", "switches"),
-    [
-        ("{{ reasoning_effort }}", "low", {"reasoning_effort": "low"}),
-        ("{% if enable_thinking is defined %}", "none", {"enable_thinking": False}),
-        ("{% if enable_thinking is defined %}", "high", {"enable_thinking": True}),
-        ("{% if not thinking is defined %}", "none", {"thinking": False}),
-        ("{{ messages }} thinking of it", "high", {}),
-    ],
-)
+@pytest.mark.parametrize(("template", "effort", "switches"), TABLES["efforts"])
 def test_an_effort_is_the_templates_switch(
     template: str, effort: str, switches: dict[str, Any]
 ) -> None:
