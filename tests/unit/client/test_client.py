@@ -8,19 +8,11 @@ from typing import Any
 
 import pytest
 
+from cog_triton import errors
 from cog_triton.client.grpc_transport import GrpcClient
 from cog_triton.client.http_transport import HttpClient
 from cog_triton.client.stream import Arrivals, Outputs, Response, TritonClient
 from cog_triton.client.stream import decode_response as decode
-from cog_triton.errors import (
-    CogTritonError,
-    TritonMalformedEvent,
-    TritonOverloaded,
-    TritonTimeout,
-    TritonUnavailable,
-    TritonUnknownError,
-    error_from_text,
-)
 from cog_triton.wire import (
     ENGINE,
     LOG_PROBS,
@@ -37,7 +29,7 @@ ERRORS = load_cases(__file__, "errors.yaml").items()
 
 @pytest.mark.parametrize(("name", "text"), [(name, text) for name, of in ERRORS for text in of])
 def test_errors_by_their_texts(name: str, text: str) -> None:
-    assert type(error_from_text(text)).__name__ == name
+    assert type(errors.error_from_text(text)).__name__ == name
 
 
 # Responses
@@ -50,20 +42,7 @@ def test_a_response_of_tensorrt_llm() -> None:
     assert not response.keeps_end_token
 
 
-@pytest.mark.parametrize(
-    ("ids", "place", "total", "whole"),
-    [
-        ([2, 5, 6], 0, [], True),
-        ([3, 7], 2, [3], True),
-        ([3], 3, [3], True),
-        ([4, 5, 6], 1, [], False),  # something before it was lost
-        ([4, 5, 6], 4, [], False),  # it came twice
-        ([4, 5], 2, [], False),
-        ([5, 6], 2, [], False),
-        ([], 2, [], False),
-        ([4, 5, 6], 2, [5], False),  # the engine's count is another
-    ],
-)
+@pytest.mark.parametrize(("ids", "place", "total", "whole"), load_cases(__file__, "counts.yaml"))
 def test_ids_behind_their_running_count(
     ids: list[int], place: int, total: list[int], whole: bool
 ) -> None:
@@ -71,7 +50,7 @@ def test_ids_behind_their_running_count(
     if whole:
         assert decode(outputs, place, None, final=bool(total)).ids == ids[1:]
     else:
-        with pytest.raises(TritonMalformedEvent, match=f"^E2104.*after {place} tokens"):
+        with pytest.raises(errors.TritonMalformedEvent, match=f"^E2104.*after {place} tokens"):
             decode(outputs, place, None, final=bool(total))
 
 
@@ -84,7 +63,7 @@ def test_log_probabilities(ids: dict[str, list[int]]) -> None:
     assert decode({**ids, LOG_PROBS: values}, 0, 2).log_probs == likely
     assert decode({**ids, LOG_PROBS: values}, 0, None).log_probs == []
     for count in (0, 1):
-        with pytest.raises(TritonMalformedEvent, match="lacks the log probabilities"):
+        with pytest.raises(errors.TritonMalformedEvent, match="lacks the log probabilities"):
             decode({**ids, LOG_PROBS: values[:count]}, 0, 2)
 
 
@@ -99,7 +78,7 @@ class Scripted(TritonClient):
         failing: how many stops fail.
     """
 
-    def __init__(self, *script: Response | CogTritonError, **timeouts: float) -> None:
+    def __init__(self, *script: Response | errors.CogTritonError, **timeouts: float) -> None:
         super().__init__(**{"response_timeout": 60, **timeouts})
         self._script = script
         self.needed, self.failing = 1, 0
@@ -111,7 +90,7 @@ class Scripted(TritonClient):
         if model == ENGINE:
             self.stops.append(request_id)
             failed = len(self.stops) <= self.failing
-            arrivals.end(TritonUnavailable("cut") if failed else None)
+            arrivals.end(errors.TritonUnavailable("cut") if failed else None)
             for stream in self.streams if len(self.stops) == self.needed else ():
                 stream.end()
         else:
@@ -120,8 +99,8 @@ class Scripted(TritonClient):
                 arrivals.add(item)
         return arrivals
 
-    def _parse(self, message: Response | CogTritonError) -> tuple[Outputs, bool]:
-        if isinstance(message, CogTritonError):
+    def _parse(self, message: Response | errors.CogTritonError) -> tuple[Outputs, bool]:
+        if isinstance(message, errors.CogTritonError):
             raise message
         outputs = {"output_ids": message.ids, "sequence_length": [len(message.ids)]}
         return {**outputs, "num_input_tokens": [message.input_tokens]}, message.final
@@ -171,13 +150,13 @@ async def test_a_request_is_stopped_until_that_is_certain(
 @pytest.mark.parametrize(
     ("timeouts", "others", "error"),
     [
-        ({"response_timeout": 0.01, "stall_timeout": 5}, 0, TritonTimeout),
+        ({"response_timeout": 0.01, "stall_timeout": 5}, 0, errors.TritonTimeout),
         # Others go on, so this one is not whole.
-        ({"stall_timeout": 0.01}, 60, TritonMalformedEvent),
+        ({"stall_timeout": 0.01}, 60, errors.TritonMalformedEvent),
     ],
 )
 async def test_silence_fails_the_request_and_stops_it(
-    timeouts: dict[str, float], others: float, error: type[CogTritonError]
+    timeouts: dict[str, float], others: float, error: type[errors.CogTritonError]
 ) -> None:
     client, other = Scripted(FIRST, **timeouts), Arrivals[Any]()
     client._running.add(other)
@@ -202,13 +181,13 @@ async def test_streams_that_are_silent_together_or_wait_for_their_first_token_ar
 @pytest.mark.parametrize(
     ("error", "stops"),
     [
-        (TritonMalformedEvent("a gap"), ["id"]),
-        (TritonUnavailable("cut"), ["id"]),
-        (TritonUnknownError("of the engine"), []),
+        (errors.TritonMalformedEvent("a gap"), ["id"]),
+        (errors.TritonUnavailable("cut"), ["id"]),
+        (errors.TritonUnknownError("of the engine"), []),
     ],
 )
 async def test_an_error_comes_after_what_arrived_and_a_broken_stream_is_stopped(
-    error: CogTritonError, stops: list[str]
+    error: errors.CogTritonError, stops: list[str]
 ) -> None:
     client = Scripted(FIRST, error)
     async with aclosing(client.stream("id", {})) as responses:
@@ -223,9 +202,9 @@ async def test_a_stream_that_ends_with_an_error_hands_on_what_came_before() -> N
     """Both are there before the consumer looks, and nothing more will wake it."""
     arrivals: Arrivals[int] = Arrivals()
     arrivals.add(1)
-    arrivals.end(TritonOverloaded("no more"))
+    arrivals.end(errors.TritonOverloaded("no more"))
     assert await arrivals.take() == [1]
-    with pytest.raises(TritonOverloaded):
+    with pytest.raises(errors.TritonOverloaded):
         await asyncio.wait_for(arrivals.take(), 5)
 
 
@@ -234,7 +213,7 @@ async def test_closing_a_client_ends_the_streams_that_its_transport_forgets() ->
     async with aclosing(client.stream("1", {})) as responses:
         await anext(responses)
         closing = asyncio.create_task(client.aclose())
-        with pytest.raises(TritonUnavailable, match="was closed"):
+        with pytest.raises(errors.TritonUnavailable, match="was closed"):
             await asyncio.wait_for(anext(responses), 5)
     await closing
 
@@ -243,7 +222,7 @@ async def test_closing_a_client_ends_the_streams_that_its_transport_forgets() ->
 async def test_a_client_that_is_closed_begins_no_stream(transport: Any) -> None:
     client = transport("127.0.0.1:1", response_timeout=1)
     await client.aclose()
-    with pytest.raises(TritonUnavailable, match="was closed"):
+    with pytest.raises(errors.TritonUnavailable, match="was closed"):
         await consume(client)
 
 
@@ -261,5 +240,5 @@ async def test_http_replies_that_end_in_an_error(reply: dict[str, Any]) -> None:
     async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
         async with aclosing(HttpClient(f"127.0.0.1:{port}", response_timeout=5)) as client:
-            with pytest.raises(CogTritonError, match=reply["error"]):
+            with pytest.raises(errors.CogTritonError, match=reply["error"]):
                 await consume(client)

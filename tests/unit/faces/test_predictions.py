@@ -21,9 +21,10 @@ from cog_triton.faces.cog.predictions import VARIABLE, Passage, Predictions, fie
 from cog_triton.settings import read_settings
 from cog_triton.web import Refusal
 from cog_triton.web.server import bound
-from tests.support import run_until_killed, wait_until
+from tests.support import load_cases, run_until_killed, wait_until
 
 pytestmark = pytest.mark.anyio
+CASES = load_cases(__file__, "predictions.yaml")
 
 
 @pytest.fixture(autouse=True)
@@ -59,23 +60,10 @@ def test_an_id_that_passes_names_a_directory_of_its_own(identifier: str) -> None
         assert Path("/base", identifier).resolve().parent == Path("/base")
 
 
-@pytest.mark.parametrize(
-    ("method", "target", "body", "starts", "cancels"),
-    [
-        ("GET", "/health-check", b"", None, None),
-        ("POST", "/shutdown", b"", None, None),
-        ("GET", "/predictions/x", b"", None, None),
-        ("PUT", "/predictions/x", b"", "x", None),
-        ("PUT", "/trainings/%61b?c", b"", "ab", None),
-        ("POST", "/predictions", b'{"id": "mine", "input": {}}', "mine", None),
-        ("POST", "/predictions/%61b/cancel", b"", None, "ab"),
-        ("GET", "/predictions/%61b/cancel", b"", None, None),
-    ],
-)
-def test_what_passes_unchanged(
-    method: str, target: str, body: bytes, starts: str | None, cancels: str | None
-) -> None:
-    assert check(method, target, body) == Passage(method, target, body, starts, cancels)
+@pytest.mark.parametrize("case", CASES["passes"])
+def test_what_passes_unchanged(case: dict[str, str]) -> None:
+    sent = case["method"], case["target"], case.get("body", "").encode()
+    assert check(*sent) == Passage(*sent, case.get("starts"), case.get("cancels"))
 
 
 @pytest.mark.parametrize("body", [b'{"id": ', b'"id"' + b"[" * 100_000, b'{"id": "\xff"}', b"x"])
@@ -86,20 +74,7 @@ def test_a_body_that_is_not_json(body: bytes) -> None:
     assert len(refusal.value.detail) < 300
 
 
-@pytest.mark.parametrize(
-    ("path", "status", "state", "well"),
-    [
-        ("ready", "READY", {}, True),
-        ("ready", "BUSY", {"busy_for": 9.0}, True),
-        ("ready", "BUSY", {"busy_for": 10.1}, False),
-        ("ready", "READY", {"draining": True}, False),
-        *(("ready", status, {}, False) for status in ("STARTING", "UNHEALTHY", None)),
-        *(("live", status, {}, True) for status in ("READY", "UNHEALTHY")),
-        *(("live", status, {}, False) for status in ("DEFUNCT", None)),
-        ("live", "READY", {"worker_ended": True}, False),
-        ("live", None, {"draining": True}, True),
-    ],
-)
+@pytest.mark.parametrize(("path", "status", "state", "well"), CASES["health"])
 async def test_health(path: str, status: str | None, state: dict[str, Any], well: bool) -> None:
     front = Front(bound("127.0.0.1", 0), read_settings({"BUSY_TIMEOUT": "10"}))
     front.predictions.progress = time.monotonic() - state.get("busy_for", 0.0)

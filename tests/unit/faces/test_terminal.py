@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 
 from cog_triton.faces.terminal.serving import LogReader, Report, line_of
+from tests.support import load_cases
+
+CASES = load_cases(__file__, "terminal.yaml")
 
 
 class Terminal(io.StringIO):
@@ -72,30 +75,13 @@ def shown(level: str, name: str, text: str, at: str = "info", to: Any = io.Strin
     return stream.getvalue()
 
 
-ENSEMBLE = "Invalid argument: ensemble 'e' depends on 'a' which has no loaded version. no"
-
-
-@pytest.mark.parametrize(
-    ("level", "target", "text", "shown_at"),
-    [
-        ("ERROR", "tritonserver", "x", "debug info warning error"),
-        ("WARN", "anything", "x", "debug info warning"),
-        ("INFO", "cog_triton.deployment", "x", "debug info"),
-        *(("INFO", name, "x", "debug") for name in ("cog_tritonish", "tritonserver", "coglet::a")),
-        # The error at the end repeats these.
-        ("ERROR", "tritonserver", "ERROR: Failed to create instance: no", "debug"),
-        ("ERROR", "tritonserver", "failed to load 'a' version 1: no", "debug"),
-        ("ERROR", "tritonserver", ENSEMBLE, "debug"),
-    ],
-)
+@pytest.mark.parametrize(("level", "target", "text", "shown_at"), CASES["shown"])
 def test_what_a_person_is_shown(level: str, target: str, text: str, shown_at: str) -> None:
     levels = ("debug", "info", "warning", "error")
     assert [at for at in levels if shown(level, target, text, at)] == shown_at.split()
 
 
-@pytest.mark.parametrize(
-    "text", ['a_b.cc:12] "no\\n\\nAt: x"', '"no"', "no", "a_b.cc:12] no\\nAt", '"no\\nAt"']
-)
+@pytest.mark.parametrize("text", CASES["warnings"])
 def test_a_warning_of_triton(text: str) -> None:
     assert shown("WARN", "tritonserver", text) == "warning: no\n"
     assert shown("WARN", "tritonserver", text, "debug") == f"WARN  tritonserver: {text}\n"

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from cog_triton.cli import parse
 from cog_triton.errors import ConfigurationError
 from cog_triton.text.tokenizer import Tokenizer
-from tests.support import ROOT
+from tests.support import ROOT, load_cases
 from tools.accuracy import compare
 from tools.accuracy.sides import Answer
 from tools.accuracy.texts import TASKS, examples, file_rows, shortened
@@ -47,17 +47,7 @@ def test_files_are_read_in_the_order_of_their_names(tmp_path: Path) -> None:
     assert [row["question"] for row in file_rows(tmp_path)] == ["1", "2", "é", "3", "4"]
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "message"),
-    [
-        ("a.jsonl", "\n{", "a.jsonl cannot be read: JSON parse error"),
-        ("a.parquet", "x", "a.parquet cannot be read: "),
-        ("a.csv", "x", "a.csv: neither .jsonl, .json, .parquet nor a directory of them"),
-        ("b.jsonl", None, "b.jsonl cannot be read: "),
-        ("a.jsonl", '{"question": "q"}', "no column 'answer' of text, but question"),
-        ("a.jsonl", '{"question": "q", "answer": 1}', "no column 'answer' of text, but answer"),
-    ],
-)
+@pytest.mark.parametrize(("name", "text", "message"), load_cases(__file__, "accuracy.yaml"))
 def test_what_is_wrong_with_a_file_is_said(
     tmp_path: Path, tokenizer: Tokenizer, name: str, text: str | None, message: str
 ) -> None:

@@ -15,7 +15,7 @@ import psutil  # type: ignore[import-untyped, unused-ignore]
 import pytest
 
 from cog_triton.cli import main
-from tests.support import ROOT
+from tests.support import ROOT, load_cases
 from tools.benchmark.targets import Endpoints, Inputs, Target
 from tools.server_sent_events import CUT, AnswerError, Part
 from tools.soak import load, watch
@@ -24,6 +24,7 @@ from tools.soak.report import judge, report_of
 from tools.soak.run import KINDS, phases
 from tools.soak.watch import Phase, Watch, Watched
 
+CASES = load_cases(__file__, "soak.yaml")
 PARTS = [Part("a", 1, [1]), Part("b", 2, [2])]
 
 
@@ -33,23 +34,10 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load, "FIRST_PAUSE", 0.0)
 
 
-@pytest.mark.parametrize(
-    ("came", "whole", "lost", "wrong"),
-    [
-        (Answer("abcd", 4), True, 0, 0),
-        (Answer("abc", 3), True, 1, 0),
-        (Answer(), True, 4, 0),
-        (Answer("abxd", 4), True, 0, 2),
-        (Answer("abcde", 5), True, 0, 1),
-        (Answer("acd", 3), True, 1, 2),
-        (Answer("abcd", 6), True, 2, 0),  # by the number of tokens
-        (Answer("", 4, [1, 2, 3, 5]), True, 0, 1),
-        (Answer("ab", 2), False, 0, 0),
-        (Answer("ax", 2), False, 0, 1),
-    ],
-)
-def test_an_answer_is_compared(came: Answer, whole: bool, lost: int, wrong: int) -> None:
-    assert difference(Answer("abcd", 4, [1, 2, 3, 4]), came, whole=whole) == (lost, wrong)
+@pytest.mark.parametrize(("came", "whole", "lost", "wrong"), CASES["compared"])
+def test_an_answer_is_compared(came: list[Any], whole: bool, lost: int, wrong: int) -> None:
+    expected = Answer("abcd", 4, [1, 2, 3, 4])
+    assert difference(expected, Answer(*came), whole=whole) == (lost, wrong)
 
 
 class Scripted(Target):
@@ -185,21 +173,7 @@ def missed(phase: Phase) -> list[str]:
     return [check.name for check in judge([phase]) if not check.met]
 
 
-@pytest.mark.parametrize(
-    ("phase", "name"),
-    [
-        ({"whole": -1}, "whole answers"),
-        ({"lost": 1}, "tokens lost"),
-        ({"wrong": 1}, "tokens wrong"),
-        ({"error": "E2100"}, "requests that failed"),
-        ({"error": "E2105"}, "requests that failed with a retryable error, six times in a row"),
-        ({"left": "x"}, "left behind: processes, shared memory, files"),
-        ({"unfinished": "x"}, "streams or servers that did not come to an end, or back"),
-        ({"part": (6, 100)}, "resident memory, most growth of a process"),
-        ({"part": (1.5, 100)}, ""),  # an allocator's noise
-        ({"part": (6, 40)}, ""),  # too short to tell
-    ],
-)
+@pytest.mark.parametrize(("phase", "name"), CASES["missed"])
 def test_what_is_missed(phase: dict[str, Any], name: str, capsys: Any, tmp_path: Path) -> None:
     found = phase_of(**phase)
     assert missed(found) == [name] * bool(name)

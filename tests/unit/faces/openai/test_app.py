@@ -10,6 +10,7 @@ from cog_triton import errors
 from cog_triton.faces.openai.errors import api_error
 from cog_triton.generation import Chunk
 from cog_triton.wire import TokenLogProb
+from tests.support import load_cases
 from tests.unit.faces.openai.support import (
     ANTHROPIC,
     CHAT,
@@ -160,20 +161,7 @@ def test_every_error_of_the_package_has_a_status() -> None:
         assert ("Retry-After" in told.headers) == kind.retryable
 
 
-@pytest.mark.parametrize(
-    ("method", "path", "status", "code"),
-    [
-        ("GET", TEXT, 405, "method_not_supported"),
-        ("HEAD", TEXT, 405, None),
-        ("GET", "/v1/none", 404, "unknown_url"),
-        # A redirection would go by the address that a proxy has this server under.
-        ("POST", f"{TEXT}/", 404, "unknown_url"),
-        ("POST", f"{TEXT}//", 404, "unknown_url"),
-        ("POST", "/v1/embeddings", 404, "unknown_url"),
-        *((method, path, 200, None) for method in ("GET", "HEAD") for path in ("/", "/version")),
-        *(("HEAD", f"/{path}", 200, None) for path in ("health", "health/ready", "ping")),
-    ],
-)
+@pytest.mark.parametrize(("method", "path", "status", "code"), load_cases(__file__, "paths.yaml"))
 def test_paths_and_methods(method: str, path: str, status: int, code: str | None) -> None:
     reply = ask(Backend(), method, path, **({"json": {}} if method == "POST" else {}))
     assert reply.status_code == status

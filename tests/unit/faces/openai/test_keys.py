@@ -11,7 +11,9 @@ import pytest
 from cog_triton.errors import ConfigurationError
 from cog_triton.faces.openai.errors import ApiError
 from cog_triton.faces.openai.keys import RELOAD_SECONDS, Key, Keys, Quotas, digest_of, parsed_keys
+from tests.support import load_cases
 
+CASES = load_cases(__file__, "keys.yaml")
 HASH = hashlib.sha256(b"sk-a").hexdigest()
 
 
@@ -32,16 +34,7 @@ def test_a_file_has_names_keys_or_hashes_and_limits() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "sk-secret",
-        "a/b sk-secret",
-        *(f"a sk-secret weight={value}" for value in ("0", "nan", "1e12")),
-        "a sk-secret sk-secret",
-        "a sk-secret name=b",
-    ],
-)
+@pytest.mark.parametrize("line", CASES["wrong"])
 def test_a_line_that_is_wrong_is_named_without_its_key(line: str) -> None:
     with pytest.raises(ConfigurationError, match="f, line 2: a line is NAME KEY ") as raised:
         parsed_keys(f"# x\n{line}", "f")
@@ -56,14 +49,7 @@ def test_keys_of_the_environment_are_named_after_their_hashes() -> None:
     assert keys.find(f"sha256:{HASH}") is None  # who reads the hash cannot ask with it
 
 
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        (None, "OPENAI_API_KEYS_FILE: .*No such"),
-        ("# none\n", "are none"),
-        ("a sk-a\na sk-b\n", "a is there twice"),
-    ],
-)
+@pytest.mark.parametrize(("text", "problem"), CASES["none"])
 def test_what_makes_no_keys_is_refused(text: str | None, problem: str, tmp_path: Path) -> None:
     if text is not None:
         (tmp_path / "keys").write_text(text)

@@ -167,18 +167,7 @@ def valid(asked: Guide, value: object) -> bool:
     return bool(jsonschema.Draft202012Validator(json.loads(asked.text)).is_valid(value))
 
 
-@pytest.mark.parametrize(
-    ("name", "arguments", "right"),
-    [
-        ("weather", {"city": "Paris"}, True),
-        ("weather", {"city": 1}, False),
-        ("time", {}, True),
-        ("other", {}, False),
-        # Of schemas that refer to parts of themselves.
-        ("tree", {"size": 3, "below": {"size": 4}}, True),
-        ("tree", {"below": {"size": "Paris"}}, False),
-    ],
-)
+@pytest.mark.parametrize(("name", "arguments", "right"), TABLES["required"])
 def test_a_required_call_is_one_of_the_tools(name: str, arguments: object, right: bool) -> None:
     asked = guide(HERMES, tool_choice="required")
     one, time = {"name": name, "arguments": arguments}, {"name": "time", "arguments": {}}
