@@ -18,9 +18,10 @@ import pytest
 
 from cog_triton.text.tokenizer import Tokenizer
 from tests.integration.conftest import PACE_MS
-from tests.support import CogServer, children, chunks, processes, wait_until
+from tests.support import CogServer, children, chunks, load_cases, processes, wait_until
 from tools.demo_model.corpus import PAIRS
 
+CASES = load_cases(__file__, "cog_server.yaml")
 QUESTION, ANSWER = PAIRS[0]
 
 
@@ -145,19 +146,7 @@ def test_no_arrival_is_refused_while_a_slot_is_free(paced_cog_server: CogServer)
     assert asyncio.run(rounds()) == [[200] * 256] * 3
 
 
-@pytest.mark.parametrize(
-    ("body", "field"),
-    [
-        ({}, "prompt"),
-        ({"input": {}}, "prompt"),
-        ({"input": {"prompt": None, "seed": 1}}, "prompt"),
-        ({"input": {"prompt": 5}}, "prompt"),
-        ({"input": {"prompt": "Hi", "max_tokens": 0}}, "max_tokens"),
-        ({"input": {"prompt": "Hi", "max_new_tokens": "many"}}, "max_new_tokens"),
-        ({"input": {"prompt": "Hi", "temperature": 5.1}}, "temperature"),
-        ({"input": {"prompt": "Hi", "seed": 2**64}}, "seed"),
-    ],
-)
+@pytest.mark.parametrize(("body", "field"), CASES["inputs"])
 def test_an_input_that_is_missing_or_out_of_range_is_a_422(
     cog_server: CogServer, body: dict[str, Any], field: str
 ) -> None:
@@ -169,28 +158,16 @@ def test_an_input_that_is_missing_or_out_of_range_is_a_422(
         assert problem["msg"] == "E1001 PromptRequired: prompt or messages is required"
 
 
-@pytest.mark.parametrize(
-    ("inputs", "code"),
-    [
-        ({"prompt": ""}, "E1001 PromptRequired"),
-        ({"messages": "[]"}, "E1001 PromptRequired"),
-        ({"messages": "{}"}, "E1103 InvalidParameter: messages must be a JSON list"),
-        ({"prompt": "Hi", "tools": "[{}]"}, "E1103 InvalidParameter: tools needs messages"),
-        ({"prompt": "Hi", "logit_bias": "[]"}, "E1103 InvalidParameter: logit_bias must be"),
-        ({"prompt": "word " * 5000}, "E1002 PromptTooLong"),
-        ({"prompt": "Hi", "prompt_template": "no place"}, "E1003 BadPromptTemplate"),
-        ({"prompt": "Hi", "prompt_template": "{prompt.__class__}"}, "E1004 PromptTemplateError"),
-        ({"prompt": "Hi", "max_tokens": 5, "max_new_tokens": 6}, "E1102 ConflictingMaxTokens"),
-        ({"prompt": "Hi", "min_tokens": 5, "min_new_tokens": 6}, "E1101 ConflictingMinTokens"),
-        # What would be large is refused before it is built, by the limits of this deployment's model.
-        ({"prompt": "x" * 20_000, "prompt_template": "{prompt}" * 2}, "E1002 PromptTooLong"),
-        ({"prompt": "Hi", "system_prompt": "x" * 30_000}, "E1002 PromptTooLong"),
-        ({"prompt": "Hi", "prompt_template": "{prompt}" * 20_000}, "E1004 PromptTemplateError"),
-        ({"prompt": "Hi", "prompt_template": "{a}" * 1_700_000}, "E1004 PromptTemplateError"),
-        ({"prompt": "Hi", "stop_sequences": "ab," * 1_600_000}, "E1103 InvalidParameter"),
-        ({"prompt": "Hi", "stop_sequences": "ab," * 65}, "E1103 InvalidParameter"),
-    ],
-)
+# What would be large is refused before it is built, by the limits of this deployment's model.
+LARGE = [
+    ({"prompt": "word " * 5000}, "E1002 PromptTooLong"),
+    ({"prompt": "x" * 20_000, "prompt_template": "{prompt}" * 2}, "E1002 PromptTooLong"),
+    ({"prompt": "Hi", "prompt_template": "{a}" * 1_700_000}, "E1004 PromptTemplateError"),
+    ({"prompt": "Hi", "stop_sequences": "ab," * 1_600_000}, "E1103 InvalidParameter"),
+]
+
+
+@pytest.mark.parametrize(("inputs", "code"), [*CASES["requests"], *LARGE])
 def test_an_invalid_request_fails_with_its_code_and_no_stack_trace(
     cog_server: CogServer, inputs: dict[str, Any], code: str
 ) -> None:
@@ -205,17 +182,9 @@ def test_an_invalid_request_fails_with_its_code_and_no_stack_trace(
     assert not body.get("output")
 
 
-@pytest.mark.parametrize(
-    "inputs",
-    [
-        {"max_new_tokens": 6},
-        {"max_tokens": 512, "max_new_tokens": 6},
-        {"max_tokens": 6, "max_new_tokens": 6},
-        {"max_tokens": 6, "min_tokens": -1, "min_new_tokens": 2},
-    ],
-)
-def test_the_old_names_still_work(cog_server: CogServer, inputs: dict[str, Any]) -> None:
-    body = cog_server.predict(prompt=QUESTION, temperature=0, **inputs)
+def test_the_old_names_still_work(cog_server: CogServer) -> None:
+    old = {"max_tokens": 512, "max_new_tokens": 6, "min_tokens": -1, "min_new_tokens": 2}
+    body = cog_server.predict(prompt=QUESTION, temperature=0, **old)
     assert body["metrics"]["output_token_count"] == 6
 
 

@@ -27,6 +27,7 @@ from cog_triton.errors import error_from_text
 from tests.support import load_cases
 from tests.unit.engines.conftest import TESTS, Requests, request
 
+CASES = load_cases(__file__, "library.yaml")
 CONTRACT: dict[str, Any] = json.loads(
     (TESTS / "contracts" / "tensorrt_llm_llm_api.json").read_text()
 )
@@ -117,8 +118,7 @@ def test_no_argument_is_outside_of_the_contract() -> None:
     assert names == set(CONTRACT["KvCacheConfig"])
     plain = {section for section, argument in arguments if not argument}
     assert plain <= set(CONTRACT["LLM"]["committed_arguments"])
-    requests = load_cases(__file__, "library.yaml")["requests"]["llmapi"]
-    assert {name for case in requests for name in case["arguments"]} <= {
+    assert {name for case in CASES["requests"]["llmapi"] for name in case["arguments"]} <= {
         *CONTRACT["SamplingParams"]
     }
 
@@ -169,15 +169,7 @@ def test_a_load_that_fails_says_why(fake: Any, make: Make, tmp_path: Path) -> No
         make()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "args", "config", "length"),
-    [
-        ({"max_seq_len": 10}, {"max_seq_len": 20}, {}, 10),
-        ({}, {"max_seq_len": 20}, {"max_position_embeddings": 30}, 20),
-        ({}, {"max_seq_len": None}, {"max_position_embeddings": 30}, 30),
-        ({}, {}, {"text_config": {"max_position_embeddings": 40}}, 40),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "args", "config", "length"), CASES["context_lengths"])
 def test_the_context_length(
     tmp_path: Path, arguments: Any, args: Any, config: Any, length: int
 ) -> None:
@@ -231,18 +223,11 @@ def test_seeds_that_are_ignored_are_said_once_and_not_refused(
     assert "seeds" not in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("version", "options", "forgetful"),
-    [
-        ("1.2.1", {"sampler_type": "auto"}, True),
-        ("1.2.1", {"sampler_type": "TorchSampler"}, True),
-        ("1.2.1", {"sampler_type": SimpleNamespace(value="TRTLLMSampler")}, False),
-        ("1.2.1", {"backend": "tensorrt"}, False),
-        ("1.3.0", {"sampler_type": "auto"}, False),
-    ],
-)
+@pytest.mark.parametrize(("version", "options", "forgetful"), CASES["samplers"])
 def test_samplers(version: str, options: dict[str, Any], forgetful: bool) -> None:
     assert is_forgetful(version, options) is forgetful
+    value = {"sampler_type": SimpleNamespace(value="TRTLLMSampler")}
+    assert not is_forgetful(version, value)
 
 
 def test_a_bad_word_of_several_tokens_and_what_the_llm_refuses(fake: Any, make: Make) -> None:

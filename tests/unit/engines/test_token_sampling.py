@@ -18,8 +18,10 @@ from transformers import (
 from cog_triton.engines import transformers_step as module
 from cog_triton.engines.base import GenerationRequest, SamplingParams
 from cog_triton.engines.transformers_step import History, choose, noise_key
+from tests.support import load_cases
 from tests.unit.engines.conftest import MAX_SEED
 
+CASES = load_cases(__file__, "sampling.yaml")
 ROWS = 20_000
 
 
@@ -30,19 +32,7 @@ def chosen(logits: torch.Tensor, sampling: SamplingParams, rows: int = 1) -> lis
 
 
 @pytest.mark.parametrize("seed", [0, MAX_SEED])
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        {"temperature": 0.5, "top_p": 1.0},
-        {"temperature": 2.0, "top_p": 1.0},
-        {"top_k": 3},
-        {"temperature": 3.0, "top_p": 0.8, "min_p": 0.1},
-        {"temperature": 0.5, "top_k": 40, "min_p": 0.01},
-        {"top_p": 1.0, "min_p": 0.5},
-        {"temperature": 2.5, "top_k": 30, "top_p": 0.5},
-        {"temperature": 1.5, "top_p": 0.2},
-    ],
-)
+@pytest.mark.parametrize("sampling", CASES["sampled"])
 def test_tokens_come_with_the_probabilities_that_transformers_gives_them(
     sampling: dict[str, Any], seed: int
 ) -> None:
@@ -65,21 +55,10 @@ def test_tokens_come_with_the_probabilities_that_transformers_gives_them(
     assert deviation < 2.5 * len(expected) + 25  # by chance in fewer than one of 100,000
 
 
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        SamplingParams(temperature=0.0, top_p=1.0),
-        SamplingParams(top_k=1, top_p=1.0),
-        SamplingParams(),  # neither top_k nor top_p
-        SamplingParams(top_p=1e-9),
-        SamplingParams(top_k=2, top_p=1e-300),
-        SamplingParams(temperature=1e-30, top_p=1.0),
-        SamplingParams(temperature=1e-300, top_p=1.0),
-    ],
-)
-def test_greedy(sampling: SamplingParams) -> None:
+@pytest.mark.parametrize("sampling", CASES["greedy"])
+def test_greedy(sampling: dict[str, Any]) -> None:
     logits = torch.tensor([50.0, 90.0, 90.5, -3.0, 90.25])
-    assert chosen(logits, sampling, 50) == [2] * 50
+    assert chosen(logits, SamplingParams(**sampling), 50) == [2] * 50
 
 
 @pytest.mark.parametrize("limits", [{"top_p": 1.0}, {"top_p": 0.999}, {"top_k": 900}])
@@ -126,23 +105,11 @@ def history(
     return History(request, vocabulary, torch.device("cpu"))
 
 
-@pytest.mark.parametrize(
-    ("values", "excluded"),
-    [
-        ({"bad_words": ((2,), (5,))}, {2, 5}),
-        ({"bad_words": ((4, 2),)}, {2}),  # the output ends in 4
-        ({"bad_words": ((3, 2),)}, set()),
-        ({"bad_words": ((4, 4, 4, 0), (4, 4, 0, 1))}, {0}),
-        ({"bad_words": ((1, 3, 3, 4, 4, 4, 5),)}, {5}),  # begun in the prompt
-        ({"bad_words": ((0, 1, 1, 3, 3, 4, 4, 4, 5),)}, set()),  # longer than all there is
-        ({"min_tokens": 4}, set()),  # 4 tokens are there
-        ({"min_tokens": 5}, {1}),
-    ],
-)
-def test_bad_words_and_the_minimum(values: dict[str, Any], excluded: set[int]) -> None:
+@pytest.mark.parametrize(("values", "excluded"), CASES["excluded"])
+def test_bad_words_and_the_minimum(values: dict[str, Any], excluded: list[int]) -> None:
     made, logits = history(PROMPT, 6, SamplingParams(**values)), torch.zeros(6)
     found = made.change(logits, PROMPT + OUTPUT)
-    assert set(found.isneginf().nonzero()[:, 0].tolist()) == excluded
+    assert set(found.isneginf().nonzero()[:, 0].tolist()) == {*excluded}
     assert not logits.any()
 
 

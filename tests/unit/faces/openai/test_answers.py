@@ -5,17 +5,16 @@ from __future__ import annotations
 import itertools
 import secrets
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from pydantic import TypeAdapter
 
 from cog_triton.generation import Chunk
+from tests.support import load_cases
 from tests.unit.faces.openai.support import events, post, talkative
 
-CASES = yaml.safe_load(Path(__file__).with_name("answers.yaml").read_text())["cases"]
+CASES = load_cases(__file__, "answers.yaml")["cases"]
 CHUNKS = TypeAdapter(list[Chunk])
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from cog_triton.errors import CogTritonError, InvalidParameter, PromptTooLong
 from cog_triton.faces.openai import exchange
 from cog_triton.faces.openai.errors import ApiError
+from tests.support import load_cases
 from tests.unit.faces.openai.support import (
     ANTHROPIC,
     CHAT,
@@ -26,7 +26,7 @@ from tests.unit.faces.openai.support import (
     post,
 )
 
-MISTAKES = yaml.safe_load(Path(__file__).with_name("mistakes.yaml").read_text())
+MISTAKES = load_cases(__file__, "mistakes.yaml")
 MESSAGE = {"role": "user", "content": "x"}
 TOOL = {"type": "function", "function": {"name": "f"}}
 

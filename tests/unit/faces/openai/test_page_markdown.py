@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-import yaml
 
 from cog_triton.faces.openai.app import PAGE
 from tests.browser import HOSTILE, chromium
+from tests.support import load_cases
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -26,7 +25,7 @@ def page() -> Iterator[Page]:
         yield page
 
 
-TABLES = yaml.safe_load(Path(__file__).with_name("markdown.yaml").read_text())
+TABLES = load_cases(__file__, "markdown.yaml")
 
 
 @pytest.mark.parametrize(("text", "html"), TABLES["html"])

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from cog_triton.faces.openai.errors import TABLES as APIS
 from cog_triton.faces.openai.fields import UNKNOWN_CONTEXT
 from cog_triton.request.request import Guide, GuideKind, Request
+from tests.support import load_cases
 from tests.unit.faces.openai.support import (
     ANTHROPIC,
     CHAT,
@@ -28,7 +27,7 @@ from tests.unit.faces.openai.support import (
     talkative,
 )
 
-TABLES = yaml.safe_load(Path(__file__).with_name("requests.yaml").read_text())
+TABLES = load_cases(__file__, "requests.yaml")
 
 
 def asked(backend: Backend, path: str, **fields: Any) -> Request:

@@ -11,7 +11,6 @@ from typing import Any
 import jsonschema  # type: ignore[import-untyped]
 import llguidance
 import pytest
-import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,9 +23,10 @@ from cog_triton.generation import Chunk
 from cog_triton.request.request import Guide
 from cog_triton.text.detokenizer import IncrementalDetokenizer
 from cog_triton.text.tokenizer import load_tokenizer
+from tests.support import load_cases
 from tests.unit.faces.openai.support import MESSAGES
 
-TABLES = yaml.safe_load(Path(__file__).with_name("calls.yaml").read_text())
+TABLES = load_cases(__file__, "calls.yaml")
 HERMES, MISTRAL, PYTHON, LLAMA = FORMATS.values()
 WEATHER, TIME = ["id0", "weather", '{"city": "Paris, {Texas}"}'], ["id1", "time", "{}"]
 END = Chunk("", 0, None, "stop")
