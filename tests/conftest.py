@@ -53,6 +53,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: group_of(item) not in SHARED_SERVERS)
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Fails where pytest-xdist lost the groups: every process would start every server."""
+    if getattr(session.config.option, "loadgroup", False):
+        assert all("@" in item.nodeid for item in session.items), "update pytest and pytest-xdist"
+
+
 def group_of(item: pytest.Item) -> str:
     """Return the shared server that a test asks, else its file, or itself if it starts its own."""
     definitions = item._fixtureinfo.name2fixturedefs  # type: ignore[attr-defined]
