@@ -14,12 +14,7 @@ import pytest
 from cog_triton.deployment.running import create_client
 from cog_triton.engines.base import GenerationRequest
 from cog_triton.engines.simulated import Failure, FailureKind, Failures
-from cog_triton.errors import (
-    CogTritonError,
-    TritonOverloaded,
-    TritonTimeout,
-    TritonUnknownError,
-)
+from cog_triton.errors import CogTritonError, TritonOverloaded, TritonTimeout, TritonUnknownError
 from cog_triton.generation import Chunk, generate
 from cog_triton.request.request import Request
 from cog_triton.server.tritonserver import TritonServer

@@ -15,12 +15,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from cog_triton.engines.base import (
-    EngineError,
-    SamplingParams,
-    Step,
-    create_engine,
-)
+from cog_triton.engines.base import EngineError, SamplingParams, Step, create_engine
 from cog_triton.engines.library import TABLE
 from cog_triton.engines.llm_api import context_length, is_forgetful
 from cog_triton.errors import error_from_text

@@ -6,12 +6,7 @@ from typing import Any
 
 import pytest
 
-from cog_triton.errors import (
-    ConflictingMaxTokens,
-    InvalidParameter,
-    PromptRequired,
-    PromptTooLong,
-)
+from cog_triton.errors import ConflictingMaxTokens, InvalidParameter, PromptRequired, PromptTooLong
 from cog_triton.request.limits import MOST_CHARACTERS, UNKNOWN_CHARACTERS, parse_json
 from cog_triton.request.request import (
     ANY_SEED,

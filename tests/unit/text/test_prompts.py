@@ -8,12 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cog_triton.errors import (
-    BadPromptTemplate,
-    CogTritonError,
-    PromptTemplateError,
-    PromptTooLong,
-)
+from cog_triton.errors import BadPromptTemplate, CogTritonError, PromptTemplateError, PromptTooLong
 from cog_triton.request.limits import TextLimits
 from cog_triton.text.chat import format_prompt
 from tests.support import load_cases

@@ -5,13 +5,7 @@ from typing import Any
 
 import pytest
 
-from tools.server_sent_events import (
-    AnswerError,
-    EventParser,
-    cog_part,
-    http_error,
-    openai_part,
-)
+from tools.server_sent_events import AnswerError, EventParser, cog_part, http_error, openai_part
 
 STREAM = (
     b'data: {"a": 1}\n\n'
