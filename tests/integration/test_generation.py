@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from cog_triton.client.grpc_transport import GrpcClient
 from cog_triton.client.http_transport import HttpClient
 from cog_triton.client.stream import TritonClient
 from cog_triton.generation import Chunk, generate
-from cog_triton.request.request import Request
+from cog_triton.request.request import Guide, GuideKind, Request
 from cog_triton.server.tritonserver import TritonServer
 from cog_triton.text.tokenizer import Tokenizer
 from tests.integration.conftest import engine_counters
@@ -76,6 +77,9 @@ def test_both_transports_give_the_same_sampled_text(
     texts = {text(ask(request, triton, tokenizer, transport)) for transport in ("grpc", "http")}
     assert len(texts) == 1
     assert texts != {ANSWER}
+    guided = Request(prompt=QUESTION, seed=1, guide=Guide(GuideKind.REGEX, "[a-c]{9}"))
+    for transport in ("grpc", "http"):
+        assert re.fullmatch("[a-c]{9}", text(ask(guided, triton, tokenizer, transport)))
 
 
 def test_the_last_chunk_counts_and_says_why_it_ended(
@@ -125,22 +129,6 @@ def test_closing_the_generator_stops_the_engine_and_leaves_nothing_in_triton(
     *_, last = ask(greedy(QUESTION, max_tokens=5), paced_triton, tokenizer, transport)
     assert last.output_tokens == 5
     wait_until(lambda: engine["generated"] == generated + 5, 10, "the count")
-
-
-def test_a_request_does_not_wait_for_those_before_it(
-    triton: TritonServer, tokenizer: Tokenizer
-) -> None:
-    """In-flight batching: it starts and ends while an earlier, longer one streams."""
-
-    async def use(client: TritonClient) -> bool:
-        long = generate(greedy(QUESTION, max_tokens=400, min_tokens=400), client, tokenizer)
-        await anext(long)
-        short = await collect(greedy(PAIRS[1].question), client, tokenizer)
-        assert text(short) == PAIRS[1].answer
-        later = [chunk async for chunk in long]
-        return len(later) > 1
-
-    assert with_client("grpc", triton, use)
 
 
 def test_max_tokens_is_cut_to_the_context(

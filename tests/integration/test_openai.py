@@ -156,12 +156,6 @@ def test_what_the_engine_refuses(server: OpenAIServer, fields: dict[str, Any], c
     assert (reply.status_code, reply.json()["error"]["code"]) == (400, code)
 
 
-def test_what_is_unknown_is_named_in_a_warning(server: OpenAIServer) -> None:
-    reply = server.complete(max_tokens=2, color="red", metadata={}, best_of=1)
-    assert reply.status_code == 200
-    assert reply.headers["warning"] == '199 cog-triton "ignored fields: color"'
-
-
 def test_the_command_of_the_ready_line(server: OpenAIServer) -> None:
     ready, command = server.log.read_text().partition("ready: ")[2].splitlines()[:2]
     page = f"{server.url}/"

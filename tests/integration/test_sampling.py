@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import jsonschema  # type: ignore[import-untyped, unused-ignore]
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LogitsProcessor
@@ -150,25 +147,7 @@ def test_samples_have_the_distribution_that_the_bias_makes(
         assert abs(drawn[token] - mean) < 4 * (mean * (1 - mean / count)) ** 0.5
 
 
-def test_a_prompt_of_token_ids_is_the_prompt(
-    triton: TritonServer, tokenizer: Tokenizer, transport: str
-) -> None:
-    ids = tokenizer(QUESTION).input_ids
-    chunks = ask(greedy("", prompt_ids=tuple(ids)), triton, tokenizer, transport)
-    assert (text(chunks), chunks[-1].input_tokens) == (ANSWER, len(ids))
-    bare = ask(greedy(QUESTION, add_special_tokens=False), triton, tokenizer, transport)
-    assert bare[-1].input_tokens == len(ids) - 1
-
-
 # Beyond text and sampling
-
-
-SCHEMA = {
-    "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 8}, "ok": {"type": "boolean"}},
-    "required": ["name", "ok"],
-    "additionalProperties": False,
-}
 
 
 def test_log_probabilities_with_alternatives(
@@ -198,24 +177,6 @@ def test_log_probabilities_with_alternatives(
     prompt = [place.id for place in first.prompt_log_probs]
     assert prompt == tokenizer(QUESTION).input_ids
     assert not any(chunk.prompt_log_probs for chunk in others)
-
-
-def test_structured_output(triton: TritonServer, transport: str, tokenizer: Tokenizer) -> None:
-    def guided(kind: GuideKind, guide: str, seed: int = 1, **values: Any) -> tuple[str, str | None]:
-        options: Any = {"temperature": 1.5, "top_p": 1.0, "guide": Guide(kind, guide), **values}
-        chunks = ask(Request(QUESTION, seed, **options), triton, tokenizer, transport)
-        return text(chunks), chunks[-1].finish_reason
-
-    schema = json.dumps(SCHEMA)
-    for seed in range(3):
-        answer, reason = guided(GuideKind.JSON_SCHEMA, schema, seed)
-        jsonschema.validate(json.loads(answer), SCHEMA)
-        assert reason == "stop"
-    assert guided(GuideKind.JSON_SCHEMA, schema, max_tokens=4)[1] == "length"
-    assert guided(GuideKind.CHOICE, '["yes", "no (never)"]')[0] in ("yes", "no (never)")
-    assert re.fullmatch("[a-c][0-9]", guided(GuideKind.GRAMMAR, "root ::= [a-c] [0-9]")[0])
-    with pytest.raises(InvalidParameter, match=r"type regex cannot be used: .*unclosed"):
-        guided(GuideKind.REGEX, "[")
 
 
 @pytest.mark.parametrize(
