@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import socket
 from pathlib import Path
@@ -10,9 +9,8 @@ from typing import Any
 
 import httpx
 import psutil  # type: ignore[import-untyped, unused-ignore]
-import pytest
 
-from tests.openai_server import MESSAGES, chat_body, streamed_chat
+from tests.openai_server import chat_body, streamed_chat
 from tests.support import CogServer, alive, children, free_port, wait_until
 
 
@@ -41,13 +39,6 @@ def test_several_answers_that_nobody_reads_end_in_the_engine(paced_cog_server: C
     wait_until(lambda: engine["active"] == 0, 10, "their end")
 
 
-def test_both_faces_answer_alike(paced_cog_server: CogServer) -> None:
-    same = {"seed": 7, "temperature": 1.0, "top_p": 0.95, "max_tokens": 12}
-    answer = chat(paced_cog_server, **same).json()["choices"][0]["message"]["content"]
-    prediction = paced_cog_server.predict(messages=json.dumps(MESSAGES), **same)
-    assert answer == "".join(prediction["output"]) != ""
-
-
 def test_running_requests_end_before_both_faces_do(demo_model: Path, tmp_path: Path) -> None:
     with server_with(demo_model, tmp_path, OPENAI_WORKERS="2") as server:
         server.wait_until_ready()
@@ -64,26 +55,6 @@ def test_running_requests_end_before_both_faces_do(demo_model: Path, tmp_path: P
         assert (last["choices"][0]["finish_reason"], done) == ("length", "[DONE]")
         assert server.process.wait(60) == 0
         wait_until(lambda: not any(map(alive, family)), 20, "the end of all processes")
-
-
-@pytest.mark.rare
-def test_what_takes_too_long_ends_with_an_error(demo_model: Path, tmp_path: Path) -> None:
-    long: dict[str, Any] = {"max_tokens": 1000, "min_tokens": 1000}
-    with server_with(demo_model, tmp_path, DRAIN_SECONDS="0.5") as server:
-        server.wait_until_ready()
-        with (
-            streamed_chat(url_of(server), **long) as events,
-            server.stream(prompt="Hello", **long) as prediction,
-        ):
-            next(events)
-            next(prediction)
-            server.process.send_signal(signal.SIGTERM)
-            *_, failed, done = events
-            *_, (_, completed) = prediction
-        assert "send the request again" in failed["error"]["message"]
-        assert done == "[DONE]"
-        assert "E2105" in json.dumps(completed)
-        assert server.process.wait(60) == 0
 
 
 def test_a_port_that_is_taken_is_named(demo_model: Path, tmp_path: Path) -> None:

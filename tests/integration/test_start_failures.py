@@ -16,7 +16,7 @@ import pytest
 from cog_triton.deployment import Deployment
 from cog_triton.errors import CogTritonError
 from tests.integration.conftest import ANY_PORTS, settings_for
-from tests.support import ROOT
+from tests.support import ROOT, load_cases
 
 MOST_LINES = 4
 
@@ -80,18 +80,7 @@ def error_of_a_start(model: Path, **environment: str) -> str:
     return caught.value.message
 
 
-@pytest.mark.parametrize(
-    ("environment", "cause"),
-    [
-        ({"MODEL": "/none/model"}, "MODEL=/none/model does not exist"),
-        ({"COG_TRITON_CONFIG": "/none.yaml"}, "COG_TRITON_CONFIG=/none.yaml does not exist"),
-        ({"TOKENIZER": "/none"}, "no tokenizer could be loaded from '/none', which is no"),
-        ({"RUNTIME_DIR": "/proc/none"}, "/proc/none: No such file or directory"),
-        ({"TRITON_HOST": "192.0.2.1"}, "TRITON_HOST=192.0.2.1 must be an address of this machine"),
-        ({"MAX_SEQUENCE_LENGTH": "2"}, "Prompt length (4) exceeds maximum input length (1)"),
-        ({"SIMULATED_TEXT": "</s>"}, "simulated_text '</s>' has no tokens that make text"),
-    ],
-)
+@pytest.mark.parametrize(("environment", "cause"), load_cases(__file__, "start_failures.yaml"))
 def test_of_a_setting(environment: dict[str, str], cause: str, demo_model: Path) -> None:
     said = error_of_a_start(demo_model, ENGINE="simulated", **environment)
     assert is_told_once(said, cause), said

@@ -142,12 +142,8 @@ def stream(environment: Mapping[str, str], max_tokens: int) -> Iterator[Iterator
 @pytest.mark.parametrize(
     ("command", "shown", "stop", "end"),
     [
-        (
-            IMPORTS + SERVE[1:],
-            " argparse\r\n",
-            CTRL_C,
-            "",
-        ),  # the script's first: Python ends itself
+        # The script's first import: Python ends itself.
+        (IMPORTS + SERVE[1:], " argparse\r\n", CTRL_C, ""),
         (IMPORTS + SERVE[1:], " pydantic.types\r\n", CTRL_C, "stopped\r\n"),
         (IMPORTS + PREDICT[1:], " numpy\r\n", CTRL_C, "stopped\r\n"),
         (SERVE, "Initialize: tensorrt_llm", CTRL_C, "stopped before it was ready\r\n"),
