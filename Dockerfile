@@ -38,8 +38,6 @@ RUN python3 /tmp/image/image_requirements.py /tmp/image \
 # Triton's Python stubs ignore PYTHONPATH: so they find cog_triton wherever they are started. And Cog's
 # server has what it lacks (see cog_triton/faces/cog/server.py).
 RUN python3 -c "import pathlib, sysconfig; pathlib.Path(sysconfig.get_path('purelib'), 'cog_triton.pth').write_text('/src\nimport sys; \'cog.server.http\' in sys.orig_argv and __import__(\'cog_triton.faces.cog.server\').faces.cog.server.prepare()')"
-# The commands of docs/, beside Python.
-RUN python3 -c "import pathlib, sys; command = pathlib.Path(sys.executable).with_name('cog-triton'); command.write_text('#!' + sys.executable + '\nimport sys\nfrom cog_triton.cli import main\nsys.exit(main())\n'); command.chmod(0o755)"
 
 # Cog's server on one thread: with more, it refuses requests although slots are free. See docs/replicate.md. What
 # OPENAI_PORT opens can be reached from without, as Cog's port can.
@@ -58,6 +56,9 @@ STOPSIGNAL SIGTERM
 # Whether predictions may be sent to it. A model may take minutes to load, in which nothing is wrong.
 HEALTHCHECK --interval=10s --timeout=5s --start-period=10m --retries=3 \
     CMD ["python3", "-c", "import http.client as h, os; c = h.HTTPConnection('127.0.0.1', int(os.environ['PORT']), timeout=4.5); c.request('GET', '/health/ready'); r = c.getresponse(); print(r.read().decode()); raise SystemExit(r.status != 200)"]
+
+# The commands of docs/, beside Python.
+RUN python3 -c "import pathlib, sys; command = pathlib.Path(sys.executable).with_name('cog-triton'); command.write_text('#!' + sys.executable + '\nimport sys\nfrom cog_triton.cli import main\nsys.exit(main())\n'); command.chmod(0o755)"
 
 # Last, because it changes most.
 COPY --chown=10001:10001 . /src
