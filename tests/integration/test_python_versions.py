@@ -23,7 +23,6 @@ RUNNING = f"{sys.version_info.major}.{sys.version_info.minor}"
 # Tests that run on the simulated engine alone.
 SUBSET = (
     "tests/integration/test_simulated.py",
-    "tests/integration/test_filled_by_hand.py",
     "tests/integration/test_outputs.py",
     "--engine=simulated",  # these environments have no PyTorch
 )
