@@ -1,8 +1,9 @@
-"""Dynamo's frontend with our workers on one machine: answers, kills and the drain."""
+"""Dynamo's frontend with our workers on one machine: answers, guides, kills, a full queue and the drain."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import re
@@ -21,18 +22,21 @@ import pytest
 from tests.support import ROOT, START_TIMEOUT, free_port, wait_until
 
 pytest.importorskip("dynamo.common.backend", reason="Dynamo is not installed: make test-dynamo")
+pytestmark = pytest.mark.rare
 
 PROMPT = "What is a KV cache?"
 STREAMS = 16
 SECONDS = 120.0
 MOVED = "migration retry scheduled"  # in the frontend's log
 LONG = {"max_tokens": 600, "ignore_eos": True}
+CHAT = {"messages": [{"role": "user", "content": PROMPT}]}
 TOPIC = {
     "type": "object",
     "properties": {"topic": {"enum": ["training", "inference"]}},
     "required": ["topic"],
     "additionalProperties": False,
 }
+FORM = {"type": "json_schema", "json_schema": {"name": "topic", "schema": TOPIC}}
 
 
 @dataclass
@@ -60,11 +64,11 @@ class Scaled:
         return str(answer.json()["choices"][0]["text"])
 
 
-@pytest.fixture(scope="module")
-def scaled(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scaled]:
-    log, port = tmp_path_factory.mktemp("scale") / "log", free_port()
+@contextlib.contextmanager
+def scale(directory: Path, **settings: str) -> Iterator[Scaled]:
+    log, port = directory / "log", free_port()
     command = [str(Path(sys.executable).with_name("cog-triton")), "scale", "--port", str(port)]
-    environment = {**os.environ, "MODEL": str(demo_model), "ENGINE": "transformers"}
+    environment = {**os.environ, "ENGINE": "transformers", **settings}
     with log.open("wb") as output:
         process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
         server = Scaled(process, f"http://127.0.0.1:{port}", log)
@@ -79,6 +83,13 @@ def scaled(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
                 assert process.wait(60) == 0, log.read_text()[-3000:]
             finally:
                 process.kill()
+
+
+@pytest.fixture(scope="module")
+def scaled(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scaled]:
+    directory = tmp_path_factory.mktemp("scale")
+    with scale(directory, MODEL=str(demo_model), DYN_TOOL_CALL_PARSER="hermes") as server:
+        yield server
 
 
 def test_an_answer_and_its_usage(scaled: Scaled) -> None:
@@ -109,9 +120,8 @@ def test_stop_strings_seeds_and_least_tokens(scaled: Scaled) -> None:
 
 
 def test_log_probabilities_of_a_chat(scaled: Scaled) -> None:
-    message = {"role": "user", "content": PROMPT}
-    asked = {"messages": [message], "max_tokens": 3, "logprobs": True, "top_logprobs": 2}
-    body = scaled.post("/v1/chat/completions", **asked).json()
+    asked = {"max_tokens": 3, "logprobs": True, "top_logprobs": 2}
+    body = scaled.post("/v1/chat/completions", **CHAT, **asked).json()
     tokens = body["choices"][0]["logprobs"]["content"]
     assert [token["token"] for token in tokens] == ["A", " KV", " cache"]
     for token in tokens:
@@ -119,15 +129,33 @@ def test_log_probabilities_of_a_chat(scaled: Scaled) -> None:
         assert len(token["top_logprobs"]) == 2
 
 
-def chat_of_a_schema(scaled: Scaled) -> httpx.Response:
-    form = {"type": "json_schema", "json_schema": {"name": "topic", "schema": TOPIC}}
-    message = {"role": "user", "content": PROMPT}
-    return scaled.post("/v1/chat/completions", messages=[message], response_format=form)
+@pytest.mark.parametrize(
+    ("guide", "pattern"),
+    [
+        ({"response_format": FORM}, r'\{\s*"topic"\s*:\s*"(training|inference)"\s*\}'),
+        ({"guided_json": {"enum": ["training"]}}, '"training"'),
+        ({"guided_regex": "[a-c]{5}"}, "[a-c]{5}"),
+        ({"guided_choice": ["training", "inference"]}, "training|inference"),
+        ({"guided_grammar": 'root ::= "yes" | "no"'}, "yes|no"),
+    ],
+)
+def test_a_guide(scaled: Scaled, guide: dict[str, Any], pattern: str) -> None:
+    answer = scaled.post("/v1/chat/completions", **CHAT, **guide)
+    assert answer.status_code == 200, answer.text
+    content = answer.json()["choices"][0]["message"]["content"]
+    assert re.fullmatch(pattern, content), content
 
 
-def test_a_schema(scaled: Scaled) -> None:
-    content = chat_of_a_schema(scaled).json()["choices"][0]["message"]["content"]
-    assert json.loads(content)["topic"] in ("training", "inference")
+def test_a_tool_is_called(scaled: Scaled) -> None:
+    function = {"name": "look_up", "parameters": TOPIC}
+    tools = {"tools": [{"type": "function", "function": function}]}
+    chosen = {"tool_choice": {"type": "function", "function": {"name": "look_up"}}}
+    answer = scaled.post("/v1/chat/completions", **CHAT, **tools, **chosen)
+    choice = answer.json()["choices"][0]
+    assert choice["finish_reason"] == "tool_calls"
+    called = choice["message"]["tool_calls"][0]["function"]
+    assert called["name"] == "look_up"
+    assert json.loads(called["arguments"])["topic"] in ("training", "inference")
 
 
 @pytest.mark.parametrize(
@@ -156,6 +184,10 @@ def requests() -> list[dict[str, Any]]:
     return [{"prompt": f"{PROMPT} {i}", **LONG, **kinds[i % 3]} for i in range(STREAMS)]
 
 
+class Failed(Exception):
+    """Say how a stream ended without its answer."""
+
+
 async def streamed(scaled: Scaled, body: dict[str, Any], began: asyncio.Event) -> str:
     """Return the text of a stream; set ``began`` once there is some."""
     text = ""
@@ -164,11 +196,13 @@ async def streamed(scaled: Scaled, body: dict[str, Any], began: asyncio.Event) -
         httpx.AsyncClient(trust_env=False, timeout=SECONDS) as client,
         client.stream("POST", f"{scaled.url}/v1/completions", json=asked) as response,
     ):
-        assert response.status_code == 200, await response.aread()
+        if response.status_code != 200:
+            raise Failed(response.status_code)
         async for line in response.aiter_lines():
             if line.startswith("data: {"):
                 event = json.loads(line.removeprefix("data: "))
-                assert "choices" in event, event
+                if "error" in event:
+                    raise Failed(event["error"])
                 text += "".join(choice["text"] or "" for choice in event["choices"])
                 began.set()
     return text
@@ -204,3 +238,44 @@ def test_no_stream_is_lost_and_all_answers_are_the_same(scaled: Scaled, killed: 
         return [one["endpoint"] for one in instances].count("generate") == 2
 
     wait_until(serving, START_TIMEOUT, "two workers that serve")
+
+
+async def killed_in_the_middle(
+    scaled: Scaled, body: dict[str, Any], victims: list[psutil.Process]
+) -> str:
+    """Return the text of a stream, in whose middle all the victims are killed."""
+    began = asyncio.Event()
+    running = asyncio.create_task(streamed(scaled, body, began))
+    await began.wait()
+    for victim in victims:
+        victim.kill()
+    return await asyncio.wait_for(running, SECONDS)
+
+
+def test_a_guided_stream_continues_in_its_worker(scaled: Scaled) -> None:
+    body = {"prompt": PROMPT, "guided_regex": "[a-c]{900}", "max_tokens": 950, "temperature": 0}
+    undisturbed = asyncio.run(killed_in_the_middle(scaled, body, []))
+    assert re.fullmatch("[a-c]{900}", undisturbed)
+    victims = [one for worker in scaled.workers() for one in scaled.tritons(worker)]
+    assert len(victims) == 2
+    assert asyncio.run(killed_in_the_middle(scaled, body, victims)) == undisturbed
+
+
+def test_a_full_queue_and_no_worker_left(demo_model: Path, tmp_path: Path) -> None:
+    """Two workers with room for one request each."""
+    body: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 200}
+    settings = {"MODEL": str(demo_model), "ENGINE": "simulated", "SIMULATED_INTER_TOKEN_MS": "20"}
+
+    async def two_run_and_two_come(scaled: Scaled) -> None:
+        began = [asyncio.Event() for _ in range(2)]
+        running = asyncio.gather(*(streamed(scaled, body, event) for event in began))
+        await asyncio.gather(*(event.wait() for event in began))
+        coming = [asyncio.to_thread(scaled.post, **body) for _ in range(2)]
+        assert [answer.status_code for answer in await asyncio.gather(*coming)] == [503, 503]
+        first, second = await running
+        assert first == second != ""
+
+    with scale(tmp_path, MAX_RUNNING="1", MAX_WAITING="0", **settings) as scaled:
+        asyncio.run(two_run_and_two_come(scaled))
+        with pytest.raises(Failed, match="unavailable"):
+            asyncio.run(killed_in_the_middle(scaled, body, scaled.workers()))
