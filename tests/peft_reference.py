@@ -58,12 +58,6 @@ class Reference:
             )
         return list(output[0, len(prompt) :].tolist())
 
-    def log_probs(self, prompt: list[int], name: str, output: list[int]) -> list[float]:
-        with self._using(name), torch.no_grad():
-            logits = self._model(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]
-        values = logits.log_softmax(-1).gather(1, torch.tensor(output).unsqueeze(-1))
-        return list(values.squeeze(-1).tolist())
-
     def _using(self, name: str) -> Any:
         if not name:
             return self._model.disable_adapter()

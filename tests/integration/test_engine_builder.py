@@ -21,7 +21,7 @@ import yaml
 from cog_triton import weights
 from cog_triton.errors import ConfigurationError, EngineBuildError
 from cog_triton.processes import locked
-from tests.support import ROOT, alive, processes, wait_until
+from tests.support import ROOT, alive, load_cases, processes, wait_until
 from tools.engine_builder.build import build
 from tools.engine_builder.config import EngineConfig
 from tools.engine_builder.toolchain import Toolchain
@@ -230,18 +230,7 @@ def test_a_model_with_code_of_its_own_is_converted_when_it_is_trusted(
 # Failures
 
 
-@pytest.mark.parametrize(
-    ("program", "fate", "problem"),
-    [
-        ("convert", "exit3", "step convert failed with exit status 3"),
-        ("quantize", "exit1", "step quantize failed with exit status 1"),
-        ("trtllm-build", "exit9", "step build failed with exit status 9"),
-        ("trtllm-build", "kill", r"step build was ended by SIGKILL \(out of memory\?\)"),
-        ("convert", "nothing", r"with status 0, but wrote no .*/checkpoint/config\.json"),
-        ("trtllm-build", "nothing", r"with status 0, but wrote no .*/engine/config\.json"),
-        ("trtllm-build", "lose", r"with status 0, but wrote no .*/rank1\.engine"),
-    ],
-)
+@pytest.mark.parametrize(("program", "fate", "problem"), load_cases(__file__, "build_steps.yaml"))
 def test_a_step_that_fails(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, program: str, fate: str, problem: str
 ) -> None:

@@ -18,7 +18,7 @@ import pytest
 
 from cog_triton.adapters.tensors import read_adapter
 from cog_triton.deployment import Deployment
-from cog_triton.errors import ConfigurationError, InvalidParameter
+from cog_triton.errors import InvalidParameter
 from cog_triton.request.request import Request
 from cog_triton.server.tritonserver import TritonServer
 from cog_triton.wire import IDS_ENSEMBLE
@@ -149,12 +149,6 @@ async def test_an_engine_in_bfloat16(demo_model: Path, tmp_path: Path) -> None:
     async with deployed(demo_model, **environ) as deployment:
         poet = make_adapter(demo_model, tmp_path / "adapters" / "poet")
         assert await answer(deployment, request("poet")) == shifted(poet, "bfloat16")
-
-
-def test_what_can_be_known_before_the_start(demo_model: Path, tmp_path: Path) -> None:
-    environ = with_adapters(tmp_path, plugin_config={})
-    with pytest.raises(ConfigurationError, match="was built without lora_plugin"):
-        asyncio.run(Deployment.start(settings_for(demo_model, **environ)))
 
 
 @pytest.mark.rare
