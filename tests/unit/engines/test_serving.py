@@ -10,6 +10,7 @@ import pytest
 from cog_triton.engines.base import Engine, EngineError, GenerationRequest, Sink, Step, TokenLogProb
 from cog_triton.engines.serving import Output, Serving
 from cog_triton.text.detokenizer import CONTEXT_TOKENS
+from tests.support import load_cases
 
 TIMEOUT = 20
 
@@ -239,28 +240,10 @@ def test_a_stop_ends_all_sequences_of_its_request(bench: Bench) -> None:
 # Stop words
 
 
-@pytest.mark.parametrize(
-    ("words", "made", "kept"),
-    [
-        ([(12,)], [[11, 12, 13, 14]], [11, 12]),
-        ([(12,)], [[11], [13], [12], [14]], [11, 13, 12]),
-        ([(12, 13)], [[11, 12], [13, 14]], [11, 12, 13]),  # cut across two steps
-        ([(12, 13, 14)], [[11, 12], [13], [14, 15]], [11, 12, 13, 14]),
-        ([(12, 12, 13)], [[12], [12], [12, 13, 14]], [12, 12, 12, 13]),
-        ([(13, 14), (12,)], [[11, 13], [12, 13, 14]], [11, 13, 12]),  # the first to be complete
-        ([(11, 12, 13), (12,)], [[11, 12, 13]], [11, 12]),
-        ([(99,), (12, 13)], [[12, 11, 12], [11, 13], [12, 13]], [12, 11, 12, 11, 13, 12, 13]),
-    ],
-)
+@pytest.mark.parametrize(("words", "made", "kept"), load_cases(__file__, "stop_words.yaml"))
 @pytest.mark.parametrize("streaming", [True, False])
-def test_stop_words(
-    bench: Bench,
-    words: list[tuple[int, ...]],
-    made: list[list[int]],
-    kept: list[int],
-    streaming: bool,
-) -> None:
-    client = bench.start(stop_words=tuple(words), streaming=streaming)
+def test_stop_words(bench: Bench, words: Any, made: Any, kept: list[int], streaming: bool) -> None:
+    client = bench.start(stop_words=tuple(map(tuple, words)), streaming=streaming)
     for ids in made:
         bench.make(*ids, to=0)
     bench.drain()

@@ -59,32 +59,14 @@ def lists(tensors: dict[str, Array]) -> dict[str, Any]:
 
 def test_all_values_of_a_batch() -> None:
     """Of two prompts: the first has what is taken where nothing is given."""
-    sampling: dict[str, tuple[Any, Any]] = {
-        "temperature": (1.0, 0.5),
-        "seed": (0, 2**64 - 1),
-        "repetition_penalty": (1.0, 1.5),
-        "presence_penalty": (0.0, -0.5),
-        "frequency_penalty": (0.0, 0.25),
-        "min_tokens": (0, 3),
-    }
-    given = {
-        "input_ids": ([5, 6, 7], [8, 0, 0]),
-        "request_output_len": (10, 20),
-        "end_id": (-1, 2),
-        "stop_words_list": ([[0, 0, 0], [-1, -1, -1]], [[5, 6, 7], [2, 3, -1]]),
-        "bad_words_list": ([[0], [-1]], [[8], [1]]),
-        "runtime_top_k": (0, 40),
-        "runtime_top_p": (0.0, 0.75),
-        "return_log_probs": (False, True),
-        **sampling,
-    }
+    given = CASES["batch"] | CASES["sampling"]
     lengths = {"input_lengths": np.array([[3], [1]])}  # a scalar may have kept its dimension
     tensors = {name: tensor(name, *values) for name, values in given.items()}
     first, second = generation_requests({**tensors, **lengths})
     assert first == request() == GenerationRequest("", [5, 6, 7], 10, sampling=SamplingParams())
     assert first.sampling.greedy
     assert first.sampling.plain
-    all_values: Any = {name: value for name, (_, value) in sampling.items()}
+    all_values: Any = {name: value for name, (_, value) in CASES["sampling"].items()}
     assert second == GenerationRequest(
         "",
         [8],

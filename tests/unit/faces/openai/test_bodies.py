@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cog_triton.errors import CogTritonError, InvalidParameter, PromptTooLong
+from cog_triton.errors import InvalidParameter, PromptTooLong
 from cog_triton.faces.openai import exchange
 from cog_triton.faces.openai.errors import ApiError
 from tests.support import load_cases
@@ -147,21 +147,11 @@ def test_a_mistake_in_anthropics_form(fields: dict[str, Any], text: str) -> None
     assert text in told["error"]["message"]
 
 
-@pytest.mark.parametrize(
-    ("error", "chat_param", "text_param"),
-    [
-        (PromptTooLong("the prompt has 99 tokens"), "messages", "prompt"),
-        (InvalidParameter("max_tokens must be at least 1"), "max_completion_tokens", "max_tokens"),
-        (InvalidParameter("guided_decoding_guide of type regex"), "guided_regex", "guided_regex"),
-        (InvalidParameter("a JSON schema must be an object"), "guided_regex", "guided_regex"),
-        (InvalidParameter("stop_sequences must be at most 64"), "stop", "stop"),
-        (InvalidParameter("the C++ backend does not support min_p"), "min_p", "min_p"),
-        (InvalidParameter("the model is what it is"), None, None),
-    ],
-)
+@pytest.mark.parametrize(("text", "chat_param", "text_param"), MISTAKES["refused"])
 def test_what_the_engine_refuses_has_the_name_that_the_body_has(
-    error: CogTritonError, chat_param: str | None, text_param: str | None
+    text: str, chat_param: str | None, text_param: str | None
 ) -> None:
+    error = (PromptTooLong if text.startswith("the prompt has") else InvalidParameter)(text)
     more = {"guided_regex": "a", "max_tokens": 5}
     told = chat(Backend(error), **more, max_completion_tokens=5).json()["error"]
     assert told["param"] == chat_param
