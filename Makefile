@@ -18,7 +18,8 @@ SCHEMA := cog_triton/cli/openapi_schema.json
 DYNAMO_STAMP := .venv/.dynamo
 VLLM_STAMP := .venv-vllm/.installed
 CLIENTS_STAMP := .venv-clients/.installed
-GUIDELLM := guidellm>=0.8,<0.9
+RAY_STAMP := .venv-ray/.installed
+CLIENTS := "guidellm>=0.8,<0.9" "smg>=1.13,<1.14"
 # Tests of whole answers, which hold with any engine.
 VLLM_ANSWERS := $(addprefix tests/integration/test_generation.py::, \
 		test_sixteen_streams_at_once_do_not_mix test_both_transports_give_the_same_sampled_text \
@@ -29,8 +30,8 @@ VLLM_ANSWERS := $(addprefix tests/integration/test_generation.py::, \
 		test_a_seed_is_drawn_logged_and_gives_the_same_text_again \
 		test_streamed_chunks_join_to_the_answer test_template_system_prompt_and_stop_sequences)
 
-.PHONY: setup setup-dev predict serve openai scale test test-all test-unit test-clients test-vllm test-dynamo \
-	demo-model bench soak lint fix docs lock audit clean
+.PHONY: setup setup-dev environments predict serve openai scale test test-all test-unit test-clients test-vllm \
+	test-dynamo demo-model bench soak lint fix docs lock audit clean
 
 setup: $(STAMP)
 
@@ -56,8 +57,17 @@ $(VLLM_STAMP): pyproject.toml requirements/vllm-overrides.txt
 
 $(CLIENTS_STAMP): $(DEVELOPED)
 	$(BIN)/uv venv -q --clear --python $(BIN)/python .venv-clients
-	$(BIN)/uv pip install -q --python .venv-clients/bin/python "$(GUIDELLM)"
+	$(BIN)/uv pip install -q --python .venv-clients/bin/python $(CLIENTS)
 	@touch $@
+
+$(RAY_STAMP): pyproject.toml
+	@PYTHON=$(PYTHON) scripts/install.sh .venv-ray --editable .[local,ray]
+	@touch $@
+
+# Of what others wrote; the tests of what cannot be installed are skipped.
+environments: $(DEVELOPED)
+	-@$(MAKE) $(CLIENTS_STAMP)
+	-@$(MAKE) $(RAY_STAMP)
 
 # Ctrl-C reaches make as well, which ends with status 130 by itself once the command has ended.
 predict: $(STAMP)
@@ -83,18 +93,19 @@ test: $(DEVELOPED)
 	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadgroup -m "not rare"
 
 # And the rarer cases: other Pythons, what computes with the kernels of other processors, and Dynamo.
-test-all: test $(DYNAMO_STAMP)
+test-all: environments test $(DYNAMO_STAMP)
 	$(BIN)/python -m pytest -q -rs -n auto --maxprocesses 4 --dist loadgroup -m rare
 
 # The fast half, on all cores, but for the few that take seconds.
 test-unit: $(DEVELOPED)
 	$(BIN)/python -m pytest -q -n auto -m "not slow and not rare" tests/unit
 
-# The OpenAI face and clients that others wrote; with GuideLLM, whose NumPy is a newer one, so it has an
-# environment of its own.
-test-clients: $(CLIENTS_STAMP)
+# The OpenAI face, and clients and routers that others wrote; GuideLLM's NumPy and Ray's uvicorn are other ones,
+# so they have environments of their own.
+test-clients: $(CLIENTS_STAMP) $(RAY_STAMP)
 	$(BIN)/python -m pytest -q -rs tests/integration/test_openai_clients.py \
-		tests/integration/test_openai_schema.py tests/integration/test_guidellm.py
+		tests/integration/test_openai_schema.py tests/integration/test_guidellm.py \
+		tests/integration/test_routers.py
 
 # The tests of whole answers with ENGINE=vllm, on vLLM's build for CPUs, in an environment of its own.
 test-vllm: $(VLLM_STAMP)

@@ -39,6 +39,11 @@ def test_several_answers_that_nobody_reads_end_in_the_engine(paced_cog_server: C
     wait_until(lambda: engine["active"] == 0, 10, "their end")
 
 
+def requests_running(server: CogServer) -> Any:
+    (load,) = httpx.get(f"{url_of(server)}/v1/loads", trust_env=False).json()["loads"]
+    return load["num_running_reqs"]
+
+
 def test_running_requests_end_before_both_faces_do(demo_model: Path, tmp_path: Path) -> None:
     with server_with(demo_model, tmp_path, OPENAI_WORKERS="2") as server:
         server.wait_until_ready()
@@ -50,6 +55,7 @@ def test_running_requests_end_before_both_faces_do(demo_model: Path, tmp_path: P
         assert [psutil.Process(pid).name() for pid in family].count("tritonserver") == 1
         with streamed_chat(url_of(server), max_tokens=200, min_tokens=200) as events:
             next(events)
+            wait_until(lambda: requests_running(server) == 1, 10, "the sum of the processes")
             server.process.send_signal(signal.SIGTERM)
             *_, last, done = events
         assert (last["choices"][0]["finish_reason"], done) == ("length", "[DONE]")

@@ -7,6 +7,7 @@ import hashlib
 import logging
 import re
 import secrets
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -33,7 +34,8 @@ logger = logging.getLogger("cog_triton.faces.openai.operation")  # as docs/opena
 _USABLE_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 # Paths that need no key: a page without any content of the model's, and what orchestrators ask.
 OPEN = frozenset({"/", "/ping", "/health", "/health/live", "/health/ready"})
-METRICS = "/metrics"
+METRICS, LOADS = "/metrics", "/v1/loads"
+_QUIET = OPEN | {METRICS, LOADS}  # asked every few seconds; logged for debugging only
 _NO_KEY = (
     "You did not provide an API key: it goes into the header Authorization, as Bearer YOUR_KEY"
 )
@@ -111,6 +113,34 @@ async def embeddings(_: Request) -> None:
 def metrics(served: FromApp) -> Response:  # in a thread: it reads files
     """All figures."""
     return Response(served.figures.text(), media_type=CONTENT_TYPE_LATEST)
+
+
+@router.get(LOADS)
+def loads(served: FromApp) -> dict[str, Any]:
+    """Requests that run and that wait, by SGLang's names; of the KV cache this server knows nothing."""
+    running, waiting = served.figures.requests()
+    load = {
+        "dp_rank": 0,
+        "num_running_reqs": running,
+        "num_waiting_reqs": waiting,
+        "num_total_reqs": running + waiting,
+        "max_running_requests": served.most_running,
+        "utilization": running / served.most_running,
+    }
+    now = datetime.now(timezone.utc).isoformat()
+    return {"timestamp": now, "dp_rank_count": 1, "loads": [load]}
+
+
+@router.get("/server_info")
+@router.get("/get_server_info")
+async def server_info(served: FromApp) -> dict[str, Any]:
+    """The model and the bounds of this server, by SGLang's names."""
+    return {
+        "served_model_name": served.models[0],
+        "context_length": served.backend.context_length,
+        "max_running_requests": served.most_running,
+        "version": cog_triton.__version__,
+    }
 
 
 @router.get("/health/live")
@@ -225,7 +255,7 @@ def _key(keys: Keys, headers: Headers) -> Key:
 
 def log_call(call: Call) -> None:
     """Log a line for a request, without anything of its text."""
-    level = logging.DEBUG if call.path in OPEN or call.path == METRICS else logging.INFO
+    level = logging.DEBUG if call.path in _QUIET else logging.INFO
     tokens = f"{call.input_tokens}+{call.output_tokens}"
     names = f"key={call.key.name or '-'} model={call.model or '-'} tokens={tokens}"
     took, error = f"{call.seconds() * 1000:.0f} ms", call.error and f" {call.error}"

@@ -145,12 +145,22 @@ class Figures:
             await asyncio.sleep(REFRESH_SECONDS)
 
     def text(self) -> bytes:
+        return generate_latest(self._of_all_processes())
+
+    def requests(self) -> tuple[int, int]:
+        """Return how many requests run, and how many wait."""
+        registry, labels = self._of_all_processes(), {"model_name": self._model}
+        running = registry.get_sample_value("vllm:num_requests_running", labels)
+        waiting = registry.get_sample_value("vllm:num_requests_waiting", labels)
+        return int(running or 0), int(waiting or 0)
+
+    def _of_all_processes(self) -> CollectorRegistry:
         self.refresh()
-        registry = self._registry
-        if self._processes > 1:
-            registry = CollectorRegistry()
-            MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
-        return generate_latest(registry)
+        if self._processes == 1:
+            return self._registry
+        registry = CollectorRegistry()
+        MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
+        return registry
 
     def ended(self, call: Call) -> None:
         if call.status >= 400 or call.error:
@@ -251,6 +261,11 @@ class Served:
             call.observed(start(own, f"{call.id}-{nonce}-{number}", call.tenant(own)))
             for number, own in enumerate(requests)
         ]
+
+    @property
+    def most_running(self) -> int:
+        """Requests that may run at once, in all processes together."""
+        return self.backend.admission.max_running * self.settings.openai_workers
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -70,6 +70,16 @@ def test_figures_have_the_names_of_vllm() -> None:
     assert seen.items() >= CASES["figures"].items()
 
 
+def test_routers_are_told_the_load_and_the_bounds() -> None:
+    backend = Backend()
+    backend.admission.running, backend.admission.waiting = 3, 2
+    loads = ask(backend, "GET", "/v1/loads").json()["loads"]
+    expected = {"dp_rank": 0, "num_running_reqs": 3, "num_waiting_reqs": 2, "num_total_reqs": 5}
+    assert loads == [{**expected, "max_running_requests": 9, "utilization": 3 / 9}]
+    info = ask(backend, "GET", "/server_info").json()
+    assert (info["served_model_name"], info["max_running_requests"]) == ("m", 9)
+
+
 def test_errors_are_counted_by_their_codes() -> None:
     seen = figures(Backend(TritonOverloaded("full", retry_after=2)), {}, {"stream": True})
     assert seen['cog_triton_errors_total{code="E2106",status="429"}'] == 2

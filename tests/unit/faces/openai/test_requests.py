@@ -108,6 +108,8 @@ def test_unknown_fields_are_named() -> None:
     assert unknown == f'199 cog-triton "ignored fields: ab, zebra, {"?" * 40}"'
     known = post(Backend(*CHUNKS), ANTHROPIC, context_management={"edits": []})
     assert "warning" not in known.headers
+    stored = post(Backend(*CHUNKS), RESPONSES, store=True)
+    assert (stored.json()["store"], "warning" in stored.headers) == (False, False)
 
 
 REFUSED = APIS["ChatBody"]["refused"]

@@ -1,0 +1,43 @@
+"""OpenAI's API as an application of Ray Serve 2.60, a Triton for each replica; docs/scale.md runs it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import AsyncIterator
+
+from fastapi import FastAPI
+from ray import serve
+
+from cog_triton.deployment import Deployment
+from cog_triton.deployment.preparation import model_name
+from cog_triton.faces.openai.app import create_app
+from cog_triton.faces.openai.served import Served
+from cog_triton.settings import read_settings
+
+# Replicas share a machine, so each takes free ports. One whose Triton cannot be started again ends, and Ray
+# starts another.
+SETTINGS = {f"TRITON_{name}_PORT": "0" for name in ("HTTP", "GRPC", "METRICS")}
+SETTINGS["EXIT_ON_FAILURE"] = "1"
+
+
+@contextlib.asynccontextmanager
+async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+    """Start a Triton before the replica is ready, and let its requests end before it stops."""
+    settings = read_settings({**SETTINGS, **os.environ})
+    deployment = await Deployment.start(settings)
+    served = Served(deployment, (model_name(settings),))
+    app.mount("/", create_app(served))
+    yield
+    await served.drain()
+    await deployment.stop()
+
+
+# Above MAX_RUNNING and MAX_WAITING together, and DRAIN_SECONDS.
+@serve.deployment(num_replicas=2, max_ongoing_requests=600, graceful_shutdown_timeout_s=40)
+@serve.ingress(lambda: FastAPI(lifespan=lifespan, openapi_url=None))
+class Face:
+    pass
+
+
+application = Face.bind()
