@@ -13,7 +13,7 @@ import pytest
 from pydantic import BaseModel
 
 from tests.openai_server import MESSAGES, OpenAIServer
-from tests.support import wait_until
+from tests.support import load_cases, wait_until
 
 
 class Verdict(BaseModel):
@@ -46,16 +46,7 @@ def test_a_pydantic_model_is_what_comes_back(client: openai.OpenAI) -> None:
         assert isinstance(answer.choices[0].message.parsed, Verdict)
 
 
-@pytest.mark.parametrize(
-    ("fields", "form"),
-    [
-        ({"guided_choice": ["red", "blue"]}, "red|blue"),
-        ({"guided_regex": r"\d{3}-[ab]"}, r"\d{3}-[ab]"),
-        ({"guided_grammar": 'root ::= "yes" | "no"'}, "yes|no"),
-        ({"guided_json": {"type": "integer", "minimum": 0, "maximum": 9}}, r"\d"),
-        ({"response_format": {"type": "json_object"}, "max_tokens": 99}, r"\s*\{(?s:.*)"),
-    ],
-)
+@pytest.mark.parametrize(("fields", "form"), load_cases(__file__, "vllm_fields.yaml"))
 def test_what_vllms_users_write(server: OpenAIServer, fields: dict[str, Any], form: str) -> None:
     assert re.fullmatch(form, content(server.chat(**fields)))
 

@@ -66,6 +66,8 @@ def test_without_alternatives_log_probabilities_are_in_tensorrt_llms_form() -> N
 def test_an_adapters_number_is_the_same_everywhere() -> None:
     """The value is fixed: a client and a server of different versions must agree."""
     assert adapter_task_id("fr") == 487058246
-    numbers = {adapter_task_id(f"adapter-{i}") for i in range(1000)}
-    assert len(numbers) == 1000
+    assert [adapter_task_id(name) for name in ("1", "2147483647")] == [1, 2**31 - 1]
+    others = ("007", "0", "2147483648", "9" * 40, "٣", "-1", *(f"adapter-{i}" for i in range(1000)))
+    numbers = {adapter_task_id(name) for name in others}
+    assert len(numbers) == len(others)
     assert all(0 < number < 2**31 for number in numbers)

@@ -54,17 +54,6 @@ def test_two_adapters_of_one_number_are_neither(
         adapter_path(tmp_path, 5)
 
 
-@pytest.mark.parametrize(
-    ("name", "number"),
-    [("1", 1), ("2147483647", 2**31 - 1)]
-    + [(name, None) for name in ("poet", "007", "0", "2147483648", "9" * 40, "٣", "-1")],
-)
-def test_numbers(name: str, number: int | None) -> None:
-    made = adapter_task_id(name)
-    assert 0 < made < 2**31
-    assert number in (None, made)
-
-
 def test_an_unknown_name_is_refused_with_those_that_are_there(tmp_path: Path) -> None:
     with pytest.raises(InvalidParameter, match="'poet' does not exist; LORA_DIR has none"):
         check_adapter("poet", tmp_path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any
 
@@ -14,11 +13,10 @@ from tritonclient.grpc.model_config_pb2 import (  # type: ignore[import-untyped,
 
 from cog_triton.repository.fill import fill_repository
 from cog_triton.repository.variables import TABLES, VARIABLES, known
-from tests.support import ROOT, load_cases
+from tests.support import load_cases
+from tests.unit.models.support import CONTRACT
 from tests.unit.repository.support import TEMPLATES, config, names
 
-FACTS = ROOT / "tests" / "contracts" / "inflight_batcher_llm.json"
-CONTRACT: dict[str, Any] = json.loads(FACTS.read_text())["models"]
 MODELS = ["ensemble", "preprocessing", "tensorrt_llm", "postprocessing", "tensorrt_llm_bls"]
 
 # Only text is served.

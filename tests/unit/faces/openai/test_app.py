@@ -88,31 +88,21 @@ def test_the_names_of_a_model() -> None:
     assert ask(Backend(), "GET", "/v1/models/m").json()["max_model_len"] == 64
 
 
-BUSY = errors.TritonOverloaded("x", retry_after=7.2)
-
-
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
-    ("error", "status", "retry", "openais", "anthropics"),
-    [
-        (errors.PromptTooLong("x"), 400, None, ("", "context_length_exceeded"), ""),
-        (errors.InvalidParameter("x"), 400, None, ("", "E1103"), ""),
-        (BUSY, 429, "7", ("requests", "rate_limit_exceeded"), "rate_limit_error"),
-        (errors.TritonUnavailable("x"), 503, "5", ("server_error", "E2105"), "overloaded_error"),
-        (errors.TritonTimeout("x"), 500, None, ("server_error", "E2101"), "api_error"),
-    ],
+    "case", load_cases(__file__, "errors.yaml"), ids=lambda case: case["error"]
 )
-def test_an_error_before_the_first_chunk_has_a_status(
-    stream: bool, error: Exception, status: int, retry: Any, openais: Any, anthropics: str
-) -> None:
+def test_an_error_before_the_first_chunk_has_a_status(stream: bool, case: dict[str, Any]) -> None:
+    error = getattr(errors, case["error"])("x", **case.get("more", {}))
     replies = [post(Backend(error), path, stream=stream) for path in (TEXT, ANTHROPIC)]
     for reply in replies:
-        assert (reply.status_code, reply.headers.get("retry-after")) == (status, retry)
-    told, by_default = replies[0].json()["error"], "invalid_request_error"
-    assert (told["type"], told["code"]) == (openais[0] or by_default, openais[1])
+        found = reply.status_code, reply.headers.get("retry-after")
+        assert found == (case["status"], case.get("retry_after"))
+    told = replies[0].json()["error"]
+    assert [told["type"], told["code"]] == case["openais"]
     name = replies[1].headers["request-id"]
     assert name == replies[1].headers["x-request-id"]
-    told = {"type": anthropics or by_default, "message": "x"}
+    told = {"type": case["anthropics"], "message": "x"}
     assert replies[1].json() == {"type": "error", "error": told, "request_id": name}
 
 
