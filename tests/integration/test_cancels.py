@@ -1,4 +1,4 @@
-"""Storms of cancels, by every door: none is lost, and the engine is idle a second later.
+"""Storms of cancels, by every door of a face: none is lost, and the engine is idle a second later.
 
 CANCELS=5000 pytest tests/integration/test_cancels.py
 """
@@ -9,15 +9,12 @@ import asyncio
 import os
 import random
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
 import httpx
-import numpy as np
 import pytest
-import tritonclient.grpc.aio as grpc
-from tritonclient.utils import np_to_triton_dtype
 
 from tests.support import CogServer
 
@@ -33,7 +30,6 @@ class Storm:
     def __init__(self, server: CogServer) -> None:
         self.server = server
         self.openai = f"http://127.0.0.1:{server.environment['OPENAI_PORT']}"
-        self.grpc = f"127.0.0.1:{server.environment['TRITON_GRPC_PORT']}"
         limits = httpx.Limits(max_connections=None)
         self.client = httpx.AsyncClient(trust_env=False, timeout=60, limits=limits)
 
@@ -62,7 +58,7 @@ DISCONNECTS: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     "cog": ("{cog}/predictions", {"input": INPUTS}, {}),
     "cog, streaming": ("{cog}/predictions", {"input": INPUTS}, EVENTS),
     "chat": ("{openai}/v1/chat/completions", CHAT, {}),
-    "chat, streaming": ("{openai}/v1/chat/completions", {**CHAT, "stream": True}, {}),
+    "chat, streaming two": ("{openai}/v1/chat/completions", {**CHAT, "stream": True, "n": 2}, {}),
     "messages": ("{openai}/v1/messages", CHAT, {}),
     "messages, streaming": ("{openai}/v1/messages", {**CHAT, "stream": True}, {}),
 }
@@ -78,43 +74,8 @@ async def disconnected(name: str, storm: Storm) -> None:
     await asyncio.gather(running, return_exceptions=True)
 
 
-def tensors(**values: Any) -> list[grpc.InferInput]:
-    """The inputs of a request to Triton, of one row."""
-    made = []
-    for name, value in values.items():
-        data = np.array([[value]], object if isinstance(value, bytes) else None)
-        data = data.astype(np.int32) if data.dtype == np.int64 else data
-        made.append(grpc.InferInput(name, [1, 1], np_to_triton_dtype(data.dtype)))
-        made[-1].set_data_from_numpy(data)
-    return made
-
-
-async def ensemble_stopped_by_id(storm: Storm) -> None:
-    """A stream of the ensemble, stopped under its id as generate() does: again until it has ended."""
-    identifier = uuid.uuid4().hex
-    ended = asyncio.Event()
-
-    async def requests() -> AsyncIterator[dict[str, Any]]:
-        inputs = tensors(text_input=b"Hello", max_tokens=PAST_ANY_TEST, stream=True)
-        common = {"request_id": identifier, "enable_empty_final_response": True}
-        yield {"model_name": "ensemble", "inputs": inputs, **common}
-        await storm.delay()
-        stop = tensors(input_ids=1, input_lengths=1, request_output_len=1, stop=True)
-        while not ended.is_set():
-            yield {"model_name": "tensorrt_llm", "inputs": stop, "request_id": identifier}
-            await asyncio.sleep(0.1)
-
-    async with grpc.InferenceServerClient(storm.grpc) as client:
-        async for result, error in client.stream_infer(requests()):
-            assert error is None, error
-            response = result.get_response()
-            if response.parameters["triton_final_response"].bool_param:
-                ended.set()
-
-
 DOORS: dict[str, Callable[[Storm], Awaitable[None]]] = {
     "cancelled by route": cancelled_by_route,
-    "ensemble, stopped by its id": ensemble_stopped_by_id,
     **{name: partial(disconnected, name) for name in DISCONNECTS},
 }
 

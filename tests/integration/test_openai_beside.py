@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import psutil  # type: ignore[import-untyped, unused-ignore]
 
-from tests.openai_server import chat_body, streamed_chat
+from tests.openai_server import streamed_chat
 from tests.support import CogServer, alive, children, free_port, wait_until
 
 
@@ -24,19 +24,6 @@ def server_with(model: Path, directory: Path, **environment: str) -> CogServer:
 
 def url_of(server: CogServer) -> str:
     return f"http://127.0.0.1:{server.environment['OPENAI_PORT']}"
-
-
-def chat(server: CogServer, **fields: Any) -> httpx.Response:
-    url = f"{url_of(server)}/v1/chat/completions"
-    return httpx.post(url, json=chat_body(**fields), trust_env=False, timeout=60)
-
-
-def test_several_answers_that_nobody_reads_end_in_the_engine(paced_cog_server: CogServer) -> None:
-    engine = paced_cog_server.engine
-    with streamed_chat(url_of(paced_cog_server), n=2, max_tokens=5000) as events:
-        next(events)
-        wait_until(lambda: engine["active"] == 2, 10, "all answers")
-    wait_until(lambda: engine["active"] == 0, 10, "their end")
 
 
 def requests_running(server: CogServer) -> Any:
