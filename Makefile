@@ -133,7 +133,7 @@ lint: $(DEVELOPED)
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python scripts/check_bounds.py
-	$(BIN)/hadolint Dockerfile
+	$(BIN)/hadolint Dockerfile deploy/dynamo.Dockerfile
 
 fix: $(DEVELOPED)
 	$(BIN)/ruff check --fix .

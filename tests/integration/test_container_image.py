@@ -1,0 +1,190 @@
+"""The Dockerfile's image, built by buildah on a stand-in for NVIDIA's, and run on a read-only root.
+
+tests/fakes/images has what makes the base and what runs the result; it needs root that may mount.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil  # type: ignore[import-untyped, unused-ignore]
+import pytest
+
+from cog_triton.server.installation import locate
+from cog_triton.settings import read_settings
+from tests.stand_in.build import library
+from tests.stand_in.engine import make_engine
+from tests.support import ROOT, START_TIMEOUT, chunks, free_port, streamed_prediction, wait_until
+from tests.unit.test_images import BROUGHT, requirements
+
+pytestmark = pytest.mark.rare
+
+SCRIPTS = ROOT / "tests" / "fakes" / "images"
+NEEDS = ("buildah", "mmdebstrap", "unshare", "setpriv")
+NAMESPACES = ("unshare", "--mount", "--pid", "--fork", "--kill-child")
+BASE = "localhost/tritonserver"
+PROMPT = {"prompt": "What is machine learning?"}
+SCHEMA = "openapi_schema.json"
+
+
+@dataclass
+class Image:
+    """An unpacked image, and what its configuration says."""
+
+    root: Path
+    config: dict[str, Any]
+
+    def start(self, *command: str, **variables: str) -> subprocess.Popen[str]:
+        """Run a command in a container, by default the image's; read-only, as user 10001."""
+        words = [*self.config["Entrypoint"], *(command or self.config["Cmd"])]
+        runner = [*NAMESPACES, str(SCRIPTS / "run.sh"), str(self.root), self.config["WorkingDir"]]
+        environment = dict(item.split("=", 1) for item in self.config["Env"]) | variables
+        return subprocess.Popen(
+            [*runner, *words], env=environment, stdout=subprocess.PIPE, text=True
+        )
+
+    def output(self, *command: str, **variables: str) -> tuple[int, str]:
+        process = self.start(*command, **variables)
+        return process.wait(60), process.communicate()[0]
+
+    def health(self, **variables: str) -> int:
+        """The status of its health check."""
+        kind, *command = self.config["Healthcheck"]["Test"]
+        assert kind == "CMD"
+        return self.output(*command, **variables)[0]
+
+
+@pytest.fixture(scope="module")
+def image() -> Iterator[Image]:
+    if os.getuid() or not all(map(shutil.which, NEEDS)):
+        pytest.skip(f"needs root, {', '.join(NEEDS)}")
+    if subprocess.run([*NAMESPACES, "mount", "-t", "tmpfs", "tmpfs", "/mnt"]).returncode:
+        pytest.skip("may not mount")
+    directory = tempfile.mkdtemp(dir="/var/tmp")
+    storage = f'driver = "vfs"\ngraphroot = "{directory}/graph"\nrunroot = "{directory}/run"\n'
+    Path(directory, "storage.conf").write_text(f"[storage]\n{storage}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CONTAINERS_STORAGE_CONF", f"{directory}/storage.conf")
+        patch.setenv("BUILDAH_ISOLATION", "chroot")
+        try:
+            yield build()
+        finally:
+            subprocess.run(["rm", "-rf", directory], check=True)
+
+
+def build() -> Image:
+    wheel = locate(read_settings({})).server.parents[2]
+    brought = (f"{name}=={version}" for name, version in BROUGHT.items())
+    run(str(SCRIPTS / "base.sh"), BASE, str(wheel), str(library()), *brought)
+    options = ("--quiet", "--format=docker", "--layers=false", f"--build-arg=TRITON_IMAGE={BASE}")
+    tag = run("buildah", "build", *options, str(ROOT))
+    config = json.loads(run("buildah", "inspect", "--type=image", tag))["Docker"]["config"]
+    root = Path(run("buildah", "mount", run("buildah", "from", tag)))
+    make_engine(root / "engine")
+    return Image(root, config)
+
+
+def run(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-5000:]
+    return done.stdout.strip()
+
+
+@dataclass
+class Container:
+    process: subprocess.Popen[str]
+    ports: dict[str, str]
+
+    def url(self, port: str = "PORT") -> str:
+        return f"http://127.0.0.1:{self.ports[port]}"
+
+    def is_ready(self) -> bool:
+        assert self.process.poll() is None
+        with contextlib.suppress(httpx.TransportError):
+            return httpx.get(f"{self.url()}/health/ready", trust_env=False).status_code == 200
+        return False
+
+    def first(self) -> psutil.Process:
+        """Its process 1."""
+        (process,) = psutil.Process(self.process.pid).children()
+        return process
+
+    def completion(self, port: str) -> str:
+        body = {**PROMPT, "max_tokens": 20}
+        answer = httpx.post(f"{self.url(port)}/v1/completions", json=body, trust_env=False)
+        assert answer.status_code == 200, answer.text
+        return str(answer.json()["choices"][0]["text"])
+
+
+@contextmanager
+def serving(image: Image, *command: str, **variables: str) -> Iterator[Container]:
+    ports = {name: str(free_port()) for name in ("PORT", "OPENAI_PORT")}
+    ports |= {f"TRITON_{name}_PORT": "0" for name in ("HTTP", "GRPC", "METRICS")}
+    container = Container(image.start(*command, **ports, **variables), ports)
+    try:
+        wait_until(container.is_ready, START_TIMEOUT, "readiness")
+        yield container
+    finally:
+        container.process.kill()
+        container.process.communicate()
+
+
+def test_it_has_what_is_asked_for_and_is_writable_where_it_must_be(image: Image) -> None:
+    places = "/ /src /src/.cog /opt /usr/local/bin /etc /tmp /home/cog /var/run/cog /dev/shm"
+    script = f"id -u; for place in {places}; do test -w $place && echo $place; done; true"
+    status, text = image.output("sh", "-c", script)
+    assert status == 0
+    assert text.split() == ["10001", "/tmp", "/home/cog", "/var/run/cog", "/dev/shm"]
+    listed = json.loads(image.output("python3", "-m", "pip", "list", "--format=json")[1])
+    installed = {one["name"].lower().replace("_", "-"): one["version"] for one in listed}
+    for name, requirement in requirements("image.in").items():
+        assert requirement.specifier.contains(installed[name]), name
+    for name, version in BROUGHT.items():
+        assert installed[name.replace("_", "-")] == version
+    made, shipped = image.root / "src" / ".cog" / SCHEMA, ROOT / "cog_triton" / "cli" / SCHEMA
+    assert json.loads(made.read_text()) == json.loads(shipped.read_text())
+    # As Triton's stubs import it; and the command of the chart.
+    assert image.output("python3", "-Ic", "import cog_triton")[0] == 0
+    assert image.output("cog-triton", "--help")[1].startswith("usage: cog-triton COMMAND")
+
+
+def test_cogs_server_and_openais_beside_it(image: Image) -> None:
+    """In a pod: Cog says there that it is ready. SIGTERM lets a stream end."""
+    engine = {"ENGINE_DIR": "/engine", "STAND_IN_INTER_TOKEN_MS": "10"}
+    with serving(image, **engine, KUBERNETES_SERVICE_HOST="10.0.0.1") as container:
+        with streamed_prediction(container.url(), **PROMPT, max_tokens=20, seed=0) as events:
+            pieces = chunks(events)
+        assert len(pieces) > 5
+        assert "".join(pieces).startswith("What is machine learning?")
+        assert container.completion("OPENAI_PORT")
+        assert image.health(**container.ports) == 0
+        assert Path(f"/proc/{container.first().pid}/root/run/cog/ready").is_file()
+        with streamed_prediction(container.url(), **PROMPT, max_tokens=100) as events:
+            assert next(data for name, data in events if name == "output")
+            container.first().send_signal(signal.SIGTERM)
+            last, data = list(events)[-1]
+        assert (last, data["status"]) == ("completed", "succeeded")
+        assert data["metrics"]["output_token_count"] == 100
+        assert container.process.wait(timeout=60) == 0
+        assert image.health(**container.ports) == 1
+
+
+def test_openais_api_on_the_llm_api(image: Image) -> None:
+    """The chart's command."""
+    with serving(image, "cog-triton", "openai", ENGINE="llmapi") as container:
+        assert container.completion("PORT")
+        assert image.health(**container.ports) == 0
+        container.first().send_signal(signal.SIGTERM)
+        assert container.process.wait(timeout=60) == 0
