@@ -166,6 +166,7 @@ def test_a_tool_is_called(scaled: Scaled) -> None:
             "E1103 InvalidParameter: n must be 1 here, not 2",
         ),
         ({"prompt": f"{PROMPT} " * 600}, "E1002 PromptTooLong: the prompt has"),
+        ({"prompt": PROMPT, "n": 2, "temperature": 1, "stream": True}, "n must be 1 here, not 2"),
     ],
 )
 def test_a_refusal_is_the_clients(scaled: Scaled, body: dict[str, Any], text: str) -> None:
@@ -270,8 +271,8 @@ def test_a_full_queue_and_no_worker_left(demo_model: Path, tmp_path: Path) -> No
         began = [asyncio.Event() for _ in range(2)]
         running = asyncio.gather(*(streamed(scaled, body, event) for event in began))
         await asyncio.gather(*(event.wait() for event in began))
-        coming = [asyncio.to_thread(scaled.post, **body) for _ in range(2)]
-        assert [answer.status_code for answer in await asyncio.gather(*coming)] == [503, 503]
+        posts = (asyncio.to_thread(scaled.post, **body, stream=one) for one in (False, True))
+        assert [answer.status_code for answer in await asyncio.gather(*posts)] == [503, 503]
         first, second = await running
         assert first == second != ""
 
