@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 
-from tests.support import START_TIMEOUT, Server, wait_until
+from tests.support import Server
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -28,7 +28,7 @@ class OpenAIServer(Server):
     def __enter__(self) -> Self:
         super().__enter__()
         try:
-            wait_until(self._is_ready, START_TIMEOUT, "the start of the OpenAI face")
+            self.wait_for_line("ready: http")
         except BaseException:
             self.stop(signal.SIGKILL)
             raise
@@ -48,10 +48,6 @@ class OpenAIServer(Server):
 
     def stream(self, **fields: Any) -> AbstractContextManager[Iterator[Any]]:
         return streamed_chat(self.url, **fields)
-
-    def _is_ready(self) -> bool:
-        assert self.process.poll() is None, self.log.read_text()[-3000:]
-        return "ready: http" in self.log.read_text()
 
 
 def chat_body(**fields: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ import httpx
 import psutil  # type: ignore[import-untyped, unused-ignore]
 import yaml  # type: ignore[import-untyped, unused-ignore]
 
+from cog_triton.server.command import Endpoints
 from tools.benchmark.processes import free_port as free_port
 from tools.benchmark.processes import tree
 from tools.server_sent_events import EventParser
@@ -57,6 +58,20 @@ def http_server(handler: Callable[..., http.server.BaseHTTPRequestHandler]) -> I
         finally:
             server.shutdown()
             thread.join()
+
+
+def script(
+    name: str, *arguments: str, cwd: Path = ROOT, environ: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """A script of scripts/, run to its end."""
+    return subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / name), *arguments],
+        cwd=cwd,
+        env={**os.environ, **(environ or {})},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
 
 
 def run_until_killed(program: str, **environ: str) -> str:
@@ -111,6 +126,22 @@ def processes(text: str) -> list[int]:
     return [process.pid for process in running if text in " ".join(process.info["cmdline"] or [])]
 
 
+def marked(mark: str) -> list[int]:
+    """Ids of the processes that have the text in their environment."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # one that has ended
+            if mark.encode() in file.read_bytes():
+                found.append(int(file.parent.name))
+    return found
+
+
+def started_by(pid: int, text: str) -> list[int]:
+    """Ids of the processes that descend from ``pid`` and whose command line has ``text``."""
+    own = children(pid)
+    return [found for found in processes(text) if found in own]
+
+
 def regions_left() -> set[str]:
     """Shared memory of servers of ours whose starter has ended, or is this process.
 
@@ -132,7 +163,7 @@ def left_of(prefix: str) -> list[int | Path]:
 class Server:
     """A script of scripts/ that serves, in a process of its own on free ports."""
 
-    script: str
+    script = ""
     directory = ROOT
 
     def __init__(self, environment: dict[str, str], log: Path, *arguments: str) -> None:
@@ -151,6 +182,12 @@ class Server:
             **environment,
         }
 
+    @property
+    def endpoints(self) -> Endpoints:
+        """Of its Triton, whose ports were given."""
+        http, grpc = (int(self.environment[f"TRITON_{name}_PORT"]) for name in ("HTTP", "GRPC"))
+        return Endpoints("127.0.0.1", http, grpc, self.metrics_port)
+
     def __enter__(self) -> Self:
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
@@ -164,6 +201,15 @@ class Server:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+    def wait_for_line(self, text: str = "ready: ") -> None:
+        """Waits until the log has it."""
+
+        def is_there() -> bool:
+            assert self.process.poll() is None, self.log.read_text()[-3000:]
+            return text in self.log.read_text()
+
+        wait_until(is_there, START_TIMEOUT, text)
 
     def stop(self, signal_number: int = signal.SIGTERM) -> int:
         """Ends it; returns its exit status."""

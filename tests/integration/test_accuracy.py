@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cog_triton.server.tritonserver import TritonServer
-from tests.support import ROOT
+from tests.support import ROOT, script
 
 DEMO = ROOT / "examples" / "summarize" / "demo.jsonl"
 EXAMPLES = 32
@@ -19,11 +18,8 @@ EXAMPLES = 32
 
 def summarize(model: Path, *flags: str) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
     """In a process of its own, as PyTorch must not be hidden from transformers there."""
-    command = [
-        *(sys.executable, str(ROOT / "scripts" / "summarize.py"), f"--hf_model_dir={model}"),
-        *("--eval_task=question_answering", f"--dataset_dir={DEMO}", "--batch_size=8"),
-    ]
-    done = subprocess.run([*command, *flags], capture_output=True, text=True, timeout=300)
+    task = ("--eval_task=question_answering", f"--dataset_dir={DEMO}", "--batch_size=8")
+    done = script("summarize.py", f"--hf_model_dir={model}", *task, *flags)
     return done, json.loads(done.stdout.splitlines()[-1]) if done.stdout else {}
 
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import secrets
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support import ROOT, CogServer
+from tests.support import CogServer, marked, script
 from tools.benchmark.targets import TARGETS
 
 MARK = "COG_TRITON_TEST_MARK"
@@ -21,31 +19,13 @@ REQUESTS, TOKENS = 6, 12
 
 def run(directory: Path, *arguments: str, mark: str = "") -> subprocess.CompletedProcess[str]:
     lengths = ("--request-count", str(REQUESTS), "--output-tokens-mean", str(TOKENS))
-    command = [sys.executable, "scripts/benchmark.py", *lengths, "--warmup-request-count", "2"]
-    return subprocess.run(
-        [*command, "--artifact-dir", str(directory), *arguments],
-        cwd=ROOT,
-        env={**os.environ, MARK: mark},
-        capture_output=True,
-        text=True,
-    )
+    fixed = (*lengths, "--warmup-request-count", "2", "--artifact-dir", str(directory))
+    return script("benchmark.py", *fixed, *arguments, environ={MARK: mark})
 
 
 def results_of(finished: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
     assert finished.returncode == 0, finished.stderr[-3000:]
     return list(json.loads(Path(finished.stdout.splitlines()[-1]).read_text())["results"])
-
-
-def marked(mark: str) -> list[int]:
-    """Ids of the processes that have inherited the mark."""
-    found = []
-    for directory in Path("/proc").iterdir():
-        try:
-            if directory.name.isdigit() and mark.encode() in (directory / "environ").read_bytes():
-                found.append(int(directory.name))
-        except OSError:
-            continue
-    return found
 
 
 @pytest.mark.rare

@@ -78,26 +78,19 @@ def test_accumulated_texts_grow_to_the_answer(
 # Ending early
 
 
-def test_a_stop_request_to_tensorrt_llm_ends_the_stream(triton: TritonServer) -> None:
+@pytest.mark.parametrize("is_stopped", [True, False], ids=["a stop", "a disconnect"])
+def test_what_ends_a_stream_ends_it_in_the_engine(triton: TritonServer, is_stopped: bool) -> None:
     engine = engine_counters(triton)
     stopped = engine["stopped"]
-    events = stream(triton, id="to-stop", **ENDLESS)
-    found = [next(events)["text_output"]]
-    stop = {"id": "to-stop", "stop": True, "input_ids": [0], "input_lengths": 1}
-    url = f"http://{triton.endpoints.http}/v2/models/tensorrt_llm/generate_stream"
-    reply = httpx.post(url, json={**stop, "request_output_len": 1}, trust_env=False)
-    assert reply.status_code == 200
-    found += texts(events)
-    assert "".join(found).startswith(ANSWER[:20])
-    wait_until(lambda: engine["stopped"] == stopped + 1, 10, "the stop")
-    wait_until(lambda: engine["active"] == 0, 10, "an idle engine")
-
-
-def test_a_client_that_disconnects_stops_the_engine(triton: TritonServer) -> None:
-    engine = engine_counters(triton)
-    stopped = engine["stopped"]
-    with closing(stream(triton, **ENDLESS)) as events:  # type: ignore[type-var]
-        next(events)
+    with closing(stream(triton, id="to-stop", **ENDLESS)) as events:  # type: ignore[type-var]
+        found = [next(events)["text_output"]]
+        if is_stopped:
+            stop = {"id": "to-stop", "stop": True, "input_ids": [0], "input_lengths": 1}
+            url = f"http://{triton.endpoints.http}/v2/models/tensorrt_llm/generate_stream"
+            reply = httpx.post(url, json={**stop, "request_output_len": 1}, trust_env=False)
+            assert reply.status_code == 200
+            found += texts(events)
+            assert "".join(found).startswith(ANSWER[:20])
     wait_until(lambda: engine["stopped"] == stopped + 1, 10, "the stop")
     wait_until(lambda: engine["active"] == 0, 10, "an idle engine")
 

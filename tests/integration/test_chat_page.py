@@ -141,11 +141,8 @@ def test_a_conversation_grows_is_asked_again_and_cleared(tab: Tab) -> None:
 
 def test_the_keys(tab: Tab) -> None:
     prompt = tab.page.get_by_label("Message")
-    prompt.press("Enter")  # nothing to send
-    prompt.type("a")
-    prompt.press("Shift+Enter")
-    prompt.type("b")
-    prompt.press("Enter")
+    for key in ("Enter", "a", "Shift+Enter", "b", "Enter"):  # at first there is nothing to send
+        prompt.press(key)
     tab.ended()
     assert [body["messages"][0]["content"] for body in tab.bodies] == ["a\nb"]
     assert prompt.input_value() == ""
@@ -273,13 +270,7 @@ def test_a_key_is_asked_for_and_stays_in_the_tab(tab: Tab) -> None:
     assert tab.page.context.cookies() == []
 
 
-def test_a_server_that_is_gone(tab: Tab) -> None:
-    tab.page.route("**/v1/chat/completions", lambda route: route.abort("connectionrefused"))
-    tab.ask()
-    assert "cannot be reached" in tab.page.locator("article .error").inner_text()
-
-
-def test_an_error_in_mid_stream(tab: Tab) -> None:
+def test_an_error_in_mid_stream_and_a_server_that_is_gone(tab: Tab) -> None:
     begun = {"choices": [{"index": 0, "delta": {"content": "So far"}}]}
     failed = {"error": {"message": "It broke", "type": "server_error", "code": "E2100"}}
     body = "".join(f"data: {json.dumps(event)}\n\n" for event in (begun, failed))
@@ -290,6 +281,9 @@ def test_an_error_in_mid_stream(tab: Tab) -> None:
     assert error.inner_text().startswith("It broke")
     assert "server_error" in error.locator("small").inner_text()
     assert tab.text() == "So far"
+    tab.page.route("**/v1/chat/completions", lambda route: route.abort("connectionrefused"))
+    tab.ask()
+    assert "cannot be reached" in error.last.inner_text()
 
 
 # What a page must not do

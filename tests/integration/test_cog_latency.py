@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.support import ROOT, CogServer, children, wait_until
+from tests.support import ROOT, CogServer, started_by, wait_until
 
 PIDFD_GETFD = 438  # a system call on x86-64
 
@@ -48,11 +48,7 @@ def listens_on(port: int) -> Callable[[socket.socket], bool]:
 
 
 def test_connections_to_the_served_predictor_send_at_once(cog_server: CogServer) -> None:
-    (cog,) = [
-        pid
-        for pid in children(cog_server.process.pid)
-        if b"cog_triton.faces.cog.server" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    ]
+    (cog,) = started_by(cog_server.process.pid, "cog_triton.faces.cog.server")
     assert nodelay(cog, listens_on(cog_server.port)) == [1]
     with socket.create_connection(("127.0.0.1", cog_server.port)) as client:
         ours = client.getsockname()

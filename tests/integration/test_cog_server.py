@@ -18,7 +18,15 @@ import pytest
 
 from cog_triton.text.tokenizer import Tokenizer
 from tests.integration.conftest import PACE_MS
-from tests.support import CogServer, children, chunks, load_cases, processes, wait_until
+from tests.support import (
+    CogServer,
+    QuietHandler,
+    chunks,
+    http_server,
+    load_cases,
+    started_by,
+    wait_until,
+)
 from tools.demo_model.corpus import PAIRS
 
 CASES = load_cases(__file__, "cog_server.yaml")
@@ -96,12 +104,6 @@ def test_a_seed_is_drawn_logged_and_gives_the_same_text_again(cog_server: CogSer
     assert "".join(other["output"]) != "".join(first["output"])
 
 
-def test_streamed_chunks_join_to_the_answer(cog_server: CogServer) -> None:
-    for pair in [pair for pair in PAIRS if not pair.answer.isascii()]:
-        with cog_server.stream(prompt=pair.question, temperature=0) as events:
-            assert "".join(chunks(events)) == pair.answer
-
-
 def test_sixty_four_predictions_at_once(paced_cog_server: CogServer) -> None:
     def answer(i: int) -> str:
         with paced_cog_server.stream(prompt="x" * i, max_tokens=40) as events:
@@ -127,11 +129,7 @@ def test_no_arrival_is_refused_while_a_slot_is_free(paced_cog_server: CogServer)
 
     Cog's server takes a race that two of its threads lose for a lack of slots: so it has one.
     """
-    (server,) = [
-        pid
-        for pid in processes("cog_triton.faces.cog.server")
-        if pid in children(paced_cog_server.process.pid)
-    ]
+    (server,) = started_by(paced_cog_server.process.pid, "cog_triton.faces.cog.server")
     threads = [file.read_text() for file in Path(f"/proc/{server}/task").glob("*/comm")]
     assert threads.count("tokio-rt-worker\n") == 1, threads
 
@@ -228,13 +226,30 @@ def test_output_comes_while_the_engine_generates_until_it_is_cancelled(
     cancelled_engine(paced_cog_server, generated)
 
 
+def test_a_url_in_a_request_is_text(paced_cog_server: CogServer) -> None:
+    asked: list[str] = []
+
+    class Handler(QuietHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_error(404)
+
+        do_PUT = do_POST = do_GET
+
+    with http_server(Handler) as url:
+        inputs = {"prompt": f"{url}/file", "max_tokens": 1}
+        body = {"input": inputs, "output_file_prefix": f"{url}/out"}
+        answer = httpx.post(f"{paced_cog_server.url}/predictions", json=body, trust_env=False)
+    assert answer.json()["status"] == "succeeded"
+    assert asked == []
+
+
 def test_health_is_what_a_request_would_see(paced_cog_server: CogServer) -> None:
     def health() -> str:
         url = f"{paced_cog_server.url}/health-check"
         return str(httpx.get(url, trust_env=False, timeout=60).json()["status"])
 
-    started = set(children(paced_cog_server.process.pid))
-    (preprocessing,) = started & set(processes("/preprocessing/1/model.py"))
+    (preprocessing,) = started_by(paced_cog_server.process.pid, "/preprocessing/1/model.py")
     os.kill(preprocessing, signal.SIGSTOP)  # of which Triton's own health tells nothing
     try:
         wait_until(lambda: health() == "UNHEALTHY", 60, "the change")
@@ -247,12 +262,8 @@ def test_a_worker_that_is_killed_as_it_appears_takes_the_server_along(
     demo_model: Path, tmp_path: Path
 ) -> None:
     with CogServer({"MODEL": str(demo_model), "ENGINE": "simulated"}, tmp_path / "log") as server:
-
-        def worker() -> list[int]:
-            started = children(server.process.pid)
-            return [pid for pid in processes("coglet.server._run_worker") if pid in started]
-
-        os.kill(wait_until(worker, 60, "the start of the worker")[0], signal.SIGKILL)
+        appears = partial(started_by, server.process.pid, "coglet.server._run_worker")
+        os.kill(wait_until(appears, 60, "the start of the worker")[0], signal.SIGKILL)
         assert server.process.wait(60) != 0
     # Cog itself says so where the worker had not read its first message.
     ends = "the predictor's process has ended", "failed to send Init"

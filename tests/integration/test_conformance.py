@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,15 +12,15 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-import tritonclient.grpc.aio as grpcclient
 
 from cog_triton.text.tokenizer import Tokenizer
 from cog_triton.wire import ADD_SPECIAL_TOKENS
+from tests.integration.test_ensemble import infer
 from tests.openai_server import MESSAGES, QUESTION, OpenAIServer
 from tests.support import ROOT, CogServer
 
 PAGE = ROOT / "docs" / "conformance.md"
-TYPES = {int: ("INT32", np.int32), float: ("FP32", np.float32), str: ("BYTES", np.object_)}
+TYPES: dict[type, Any] = {int: np.int32, float: np.float32, str: np.object_}
 NONE = "–"
 
 
@@ -79,8 +78,7 @@ def doors(
     tokenizer: Tokenizer,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Doors]:
-    ports = [cog_server.environment[f"TRITON_{name}_PORT"] for name in ("HTTP", "GRPC")]
-    http, grpc = (f"127.0.0.1:{port}" for port in ports)
+    http, grpc = cog_server.endpoints.http, cog_server.endpoints.grpc
     attached = ("--triton-endpoint", f"http://{grpc}", "--tokenizer", str(demo_model))
     log = tmp_path_factory.mktemp("doors") / "log"
     with OpenAIServer({}, log, *attached, "--model", "demo") as openai:
@@ -89,27 +87,14 @@ def doors(
 
 def kserve_grpc(doors: Doors, case: Case) -> Answer:
     """The ensemble, by NVIDIA's client."""
-
-    async def requests() -> AsyncIterator[dict[str, Any]]:
-        tensors = []
-        for name, value in {"text_input": doors.text(case), **case.fields}.items():
-            kind, dtype = TYPES[type(value)]
-            kind, dtype = ("UINT64", np.uint64) if name == "seed" else (kind, dtype)
-            tensor = grpcclient.InferInput(name, [1, 1], kind)
-            tensor.set_data_from_numpy(np.array([[value]], dtype))
-            tensors.append(tensor)
-        parameters = {ADD_SPECIAL_TOKENS: not case.is_chat}
-        yield {"model_name": "ensemble", "inputs": tensors, "parameters": parameters}
-
-    async def run() -> Answer:
-        async with grpcclient.InferenceServerClient(doors.grpc) as client:
-            async for result, error in client.stream_infer(requests()):
-                assert error is None, error
-                ids = tuple(result.as_numpy("output_ids").reshape(-1).tolist())
-                return Answer(result.as_numpy("text_output")[0].decode(), len(ids), ids)
-        raise AssertionError("no response")
-
-    return asyncio.run(run())
+    inputs = {
+        name: np.array([[value]], np.uint64 if name == "seed" else TYPES[type(value)])
+        for name, value in {"text_input": doors.text(case), **case.fields}.items()
+    }
+    parameters = {ADD_SPECIAL_TOKENS: not case.is_chat}
+    reply = infer(doors.grpc, inputs, parameters=parameters)[0]
+    ids = tuple(reply["output_ids"].reshape(-1).tolist())
+    return Answer(reply["text_output"][0].decode(), len(ids), ids)
 
 
 def generate(doors: Doors, model: str, case: Case) -> dict[str, Any]:

@@ -21,12 +21,11 @@ import yaml
 from cog_triton import weights
 from cog_triton.errors import ConfigurationError, EngineBuildError
 from cog_triton.processes import locked
-from tests.support import ROOT, alive, load_cases, processes, wait_until
+from tests.support import ROOT, alive, load_cases, processes, script, wait_until
 from tools.engine_builder.build import build
 from tools.engine_builder.config import EngineConfig
 from tools.engine_builder.toolchain import Toolchain
 
-BUILD_ENGINE = str(ROOT / "scripts" / "build_engine.py")
 TOKEN = "hf_abcdefghijklmnopqrstuvwxyz"
 
 # It stands for all three programs, records its call and writes what TensorRT-LLM would, or fails as
@@ -114,7 +113,7 @@ class Machine:
     def environment(self) -> dict[str, str]:
         """For a process that builds with what is in PATH."""
         path = f"{self.bin}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-        return {**os.environ, "PATH": path, "TENSORRT_LLM_EXAMPLES": str(self.examples)}
+        return {"PATH": path, "TENSORRT_LLM_EXAMPLES": str(self.examples)}
 
     def config_file(self, **keys: Any) -> Path:
         file = self.root / "engine.yaml"
@@ -122,9 +121,7 @@ class Machine:
         return file
 
     def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        options: Any = {"env": self.environment(), "cwd": self.root, "text": True}
-        command = [sys.executable, BUILD_ENGINE, *arguments]
-        return subprocess.run(command, capture_output=True, **options)
+        return script("build_engine.py", *arguments, cwd=self.root, environ=self.environment())
 
 
 @pytest.fixture
@@ -313,8 +310,8 @@ def test_an_interrupted_command_leaves_nothing_running_and_no_tar(
 ) -> None:
     monkeypatch.setenv("FAKE_TRTLLM_BUILD", "hang")
     process = subprocess.Popen(
-        [sys.executable, BUILD_ENGINE, str(machine.config_file())],
-        env=machine.environment(),
+        [sys.executable, ROOT / "scripts" / "build_engine.py", machine.config_file()],
+        env={**os.environ, **machine.environment()},
         stdout=subprocess.PIPE,
         text=True,
         cwd=machine.root,

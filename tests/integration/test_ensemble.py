@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -140,32 +140,38 @@ def test_the_prompt_comes_back_when_asked_for(triton: TritonServer) -> None:
     assert reply["text_output"].startswith(QUESTION)
 
 
-async def infer(
-    triton: TritonServer,
-    inputs: dict[str, npt.NDArray[Any]],
-    outputs: list[str] | None = None,
+def infer(
+    address: str,
+    inputs: Mapping[str, npt.NDArray[Any]],
+    outputs: Sequence[str] = (),
     model: str = "ensemble",
+    parameters: Mapping[str, Any] | None = None,
 ) -> list[dict[str, npt.NDArray[Any]]]:
     """A generic gRPC client: all responses, by output name."""
+    tensors = [
+        grpcclient.InferInput(
+            name, value.shape, np_to_triton_dtype(value.dtype)
+        ).set_data_from_numpy(value)
+        for name, value in inputs.items()
+    ]
+    wanted = [grpcclient.InferRequestedOutput(name) for name in outputs] or None
+    given = {"model_name": model, "inputs": tensors, "outputs": wanted, "parameters": parameters}
 
     async def requests() -> AsyncIterator[dict[str, Any]]:
-        tensors = []
-        for name, value in inputs.items():
-            kind = grpcclient.InferInput(name, value.shape, np_to_triton_dtype(value.dtype))
-            kind.set_data_from_numpy(value)
-            tensors.append(kind)
-        wanted = [grpcclient.InferRequestedOutput(name) for name in outputs or []]
-        yield {"model_name": model, "inputs": tensors, "outputs": wanted or None}
+        yield given
 
-    responses = []
-    async with grpcclient.InferenceServerClient(triton.endpoints.grpc) as client:
-        async for result, error in client.stream_infer(requests()):
-            assert error is None, error.message()
-            response = result.get_response()
-            responses.append({o.name: result.as_numpy(o.name) for o in response.outputs})
-            if response.parameters["triton_final_response"].bool_param:
-                break
-    return responses
+    async def responses() -> list[dict[str, npt.NDArray[Any]]]:
+        found = []
+        async with grpcclient.InferenceServerClient(address) as client:
+            async for result, error in client.stream_infer(requests()):
+                assert error is None, error.message()
+                response = result.get_response()
+                found.append({o.name: result.as_numpy(o.name) for o in response.outputs})
+                if response.parameters["triton_final_response"].bool_param:
+                    break
+        return found
+
+    return asyncio.run(responses())
 
 
 def rows(*prompts: str) -> dict[str, npt.NDArray[Any]]:
@@ -206,8 +212,8 @@ def test_postprocessing_passes_log_probabilities_and_logits_through(triton: Trit
         "SEQUENCE_LENGTH": np.array([[2]], np.int32),
     }
     outputs = ["OUTPUT", *(f"OUT_{name}" for name in made)]
-    (response,) = asyncio.run(infer(triton, tokens | made, outputs, "postprocessing"))
-    (alone,) = asyncio.run(infer(triton, tokens, ["OUTPUT"], "postprocessing"))
+    (response,) = infer(triton.endpoints.grpc, tokens | made, outputs, "postprocessing")
+    (alone,) = infer(triton.endpoints.grpc, tokens, ["OUTPUT"], "postprocessing")
     assert response["OUTPUT"] == alone["OUTPUT"]
     for name, value in made.items():
         assert np.array_equal(response[f"OUT_{name}"], value)
@@ -257,7 +263,7 @@ def test_a_batch_of_prompts(triton: TritonServer, model: str) -> None:
     pairs = PAIRS[:3]
     questions = [pair.question for pair in pairs]
     answers = ["", "", ""]
-    for response in asyncio.run(infer(triton, rows(*questions), model=model)):
+    for response in infer(triton.endpoints.grpc, rows(*questions), model=model):
         assert response["text_output"].shape == (1,)
         answers[response["batch_index"].item()] += response["text_output"][0].decode()
     assert answers == [pair.answer for pair in pairs]
@@ -265,7 +271,7 @@ def test_a_batch_of_prompts(triton: TritonServer, model: str) -> None:
 
 def test_a_batch_with_one_prompt_too_long_is_refused_whole(triton: TritonServer) -> None:
     with pytest.raises(AssertionError, match="exceeds maximum input length"):
-        asyncio.run(infer(triton, rows(QUESTION, "word " * 5000)))
+        infer(triton.endpoints.grpc, rows(QUESTION, "word " * 5000))
     engine = engine_counters(triton)
     wait_until(lambda: engine["active"] == 0, 10, "the stop of the other prompt")
     assert generate(triton, text_input=QUESTION, max_tokens=500)["text_output"] == ANSWER

@@ -24,7 +24,7 @@ from cog_triton.server.tritonserver import TritonServer
 from tests.faulty_proxy import Faults, FaultyProxy
 from tests.integration.conftest import make_server, running, settings_for
 
-STREAMS = int(os.environ.get("FAULTY_STREAMS", "300"))
+STREAMS = int(os.environ.get("FAULTY_STREAMS", "150"))
 REQUESTS = [
     Request(prompt=f"Prompt number {number}", seed=number, max_tokens=40) for number in range(50)
 ]

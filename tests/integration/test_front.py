@@ -153,22 +153,12 @@ def exchange(server: Server, data: bytes, *, half_close: bool = False) -> bytes:
         connection.sendall(data)
         if half_close:
             connection.shutdown(socket.SHUT_WR)
-        reply = b""
-        while part := connection.recv(1 << 16):
-            reply += part
-        return reply
+        return connection.makefile("rb").read()
 
 
 def request(method: str, path: str, body: str = "", *headers: str) -> bytes:
     lines = [f"{method} {path} HTTP/1.1", "Host: cog", *headers, f"Content-Length: {len(body)}"]
     return "\r\n".join([*lines, "Content-Type: application/json", "", body]).encode()
-
-
-def test_a_path_that_cog_would_cut_short(server: Server) -> None:
-    body = json.dumps({"id": f"../../..{server.directory}/anywhere", "input": {}})
-    reply = exchange(server, request("POST", "/predictions#/x", body))
-    assert reply.startswith(b"HTTP/1.1 400 ")
-    assert not (server.directory / "anywhere").exists()
 
 
 def test_many_pipelined_requests_are_answered_one_after_another(server: Server) -> None:
@@ -297,6 +287,25 @@ def test_an_answer_may_take_longer_than_a_request_may(server: Server) -> None:
     slow = request("POST", "/predictions", '{"input": {"wait_s": 2.5}}')
     reply = exchange(server, slow + request("GET", "/health/live", "", "Connection: close"))
     assert reply.count(b"HTTP/1.1 200 OK") == 2
+
+
+def test_who_knows_an_id_sees_the_input_and_the_output(server: Server) -> None:
+    """As docs/operations.md tells it; where this fails, Cog has changed, and the page can be mended."""
+    path, long = "/predictions/known", {"chunks": 100, "ms": 20}
+    background = {"Prefer": "respond-async"}
+    assert server.client.put(path, json={"input": long}, headers=background).is_success
+    assert server.client.put(path, json={"input": {}}).json()["input"].items() >= long.items()
+    with server.client.stream("PUT", path, json={"input": {}}, headers=EVENTS) as stream:
+        assert "event: output" in stream.iter_lines()
+    assert server.client.post(f"{path}/cancel").status_code == 200
+
+
+def test_a_body_that_is_no_json_is_refused(server: Server) -> None:
+    for kind in ("text/plain", "application/x-www-form-urlencoded"):
+        headers = {"Content-Type": kind, "Origin": "http://example.com"}
+        reply = server.client.post("/predictions", content="{}", headers=headers)
+        assert reply.status_code == 415
+    assert server.client.options("/predictions").status_code == 405
 
 
 def test_two_that_start_at_once_at_one_address(tmp_path: Path) -> None:

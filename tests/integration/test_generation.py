@@ -17,7 +17,7 @@ from cog_triton.request.request import Guide, GuideKind, Request
 from cog_triton.server.tritonserver import TritonServer
 from cog_triton.text.tokenizer import Tokenizer
 from tests.integration.conftest import engine_counters
-from tests.support import metrics, wait_until
+from tests.support import Server, metrics, wait_until
 from tools.demo_model.corpus import PAIRS
 
 QUESTION, ANSWER = PAIRS[0]
@@ -25,7 +25,7 @@ QUESTION, ANSWER = PAIRS[0]
 
 def with_client(
     transport: str,
-    server: TritonServer,
+    server: TritonServer | Server,
     use: Callable[[TritonClient], Awaitable[Any]],
 ) -> Any:
     kind = {"grpc": GrpcClient, "http": HttpClient}[transport]
@@ -47,27 +47,13 @@ async def collect(request: Request, client: TritonClient, tokenizer: Tokenizer) 
 
 
 def ask(
-    request: Request, server: TritonServer, tokenizer: Tokenizer, transport: str
+    request: Request, server: TritonServer | Server, tokenizer: Tokenizer, transport: str
 ) -> list[Chunk]:
     return list(with_client(transport, server, lambda c: collect(request, c, tokenizer)))
 
 
 def text(chunks: list[Chunk]) -> str:
     return "".join(chunk.text for chunk in chunks)
-
-
-def test_sixteen_streams_at_once_do_not_mix(
-    transport: str, triton: TritonServer, tokenizer: Tokenizer
-) -> None:
-    pairs = [pair for pair in PAIRS if not pair.answer.isascii()][:8]
-    pairs += [pair for pair in PAIRS if pair.answer.isascii()][: 16 - len(pairs)]
-
-    async def use(client: TritonClient) -> list[list[Chunk]]:
-        requests = [greedy(pair.question) for pair in pairs]
-        return await asyncio.gather(*(collect(r, client, tokenizer) for r in requests))
-
-    answers = with_client(transport, triton, use)
-    assert [text(chunks) for chunks in answers] == [pair.answer for pair in pairs]
 
 
 def test_both_transports_give_the_same_sampled_text(

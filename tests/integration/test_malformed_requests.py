@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import json
 from pathlib import Path
@@ -15,8 +14,7 @@ import pytest
 import yaml
 
 from cog_triton.server.tritonserver import TritonServer
-from tests.integration.test_ensemble import BLS
-from tests.integration.test_ensemble import infer as infer_stream
+from tests.integration.test_ensemble import BLS, infer
 
 MISTAKES = yaml.safe_load(Path(__file__).with_name("malformed_requests.yaml").read_text())
 Mistake = tuple[dict[str, Any], str]
@@ -96,7 +94,7 @@ def test_long_lists_of_ids_are_refused(triton: TritonServer, name: str) -> None:
         name: np.ones((1, 2, 100_000), np.int32),
     }
     with pytest.raises(AssertionError, match="must be at most 65536 ids"):
-        asyncio.run(infer_stream(triton, inputs, model="tensorrt_llm"))
+        infer(triton.endpoints.grpc, inputs, model="tensorrt_llm")
 
 
 def test_the_name_of_a_parameter_in_anothers_text_means_nothing(triton: TritonServer) -> None:

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from cog_triton.text.tokenizer import Tokenizer
 from tests.openai_server import ANSWER, MESSAGES, QUESTION, OpenAIServer
-from tests.support import alive, children, wait_until
+from tests.support import alive, children
 
 PACE = {"ENGINE": "simulated", "SIMULATED_INTER_TOKEN_MS": "20"}
 TEXT: dict[str, Any] = {"model": "demo", "prompt": QUESTION, "temperature": 0}
@@ -227,21 +227,6 @@ def test_vllms_fields_on_an_engine(client: openai.OpenAI, tokenizer: Tokenizer) 
 
 
 # Ends
-
-
-def test_running_requests_end_before_the_server_does(demo_model: Path, tmp_path: Path) -> None:
-    with OpenAIServer({**PACE, "MODEL": str(demo_model)}, tmp_path / "log") as server:
-        with server.stream(max_tokens=100) as events:
-            next(events)
-            server.process.send_signal(signal.SIGTERM)
-            wait_until(lambda: server.get("/health/ready").status_code == 503, 10, "draining")
-            assert server.get("/health/live").status_code == 200
-            refused = server.chat()
-            assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
-            *_, last, done = events
-        assert (last["choices"][0]["finish_reason"], done) == ("length", "[DONE]")
-        assert server.process.wait(timeout=60) == 0
-        assert server.log.read_text().count("Traceback") == 0
 
 
 @pytest.mark.rare

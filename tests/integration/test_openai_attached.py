@@ -18,7 +18,7 @@ from cog_triton.server.tritonserver import TritonServer
 from cog_triton.wire import IDS_ENSEMBLE
 from tests.integration.conftest import make_server, running, settings_for
 from tests.openai_server import ANSWER, OpenAIServer, contents
-from tests.support import alive, children, free_port, metrics, wait_until
+from tests.support import alive, children, free_port, metrics, started_by, wait_until
 
 CHAT: dict[str, Any] = {"temperature": 0, "max_tokens": 12}
 PACE = {"ENGINE": "simulated", "SIMULATED_INTER_TOKEN_MS": "20"}
@@ -161,8 +161,7 @@ def several(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 def workers(server: OpenAIServer) -> set[int]:
     """Ids of the processes that answer."""
-    own = children(server.process.pid)
-    return {pid for pid in own if b"openai.workers" in Path(f"/proc/{pid}/cmdline").read_bytes()}
+    return set(started_by(server.process.pid, "openai.workers"))
 
 
 def test_figures_of_several_processes_are_one(several: OpenAIServer) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -161,31 +163,57 @@ def test_a_stream_through_nginx(proxy: httpx.Client, keyed: OpenAIServer) -> Non
     assert [proxy.get(path).status_code for path in ("/metrics", "/docs", "/")] == [404] * 3
 
 
+# The end: what is asked of the server above comes before it.
+
+TRACE = "0af7651916cd43dd8448eb211c80319c"
+
+
+@pytest.fixture(scope="module")
+def ended(keyed: OpenAIServer) -> httpx.Response:
+    """The answer to a traced request that ran when the server was told to stop."""
+    headers = {**bearer("sk-env")["headers"], "traceparent": f"00-{TRACE}-b7ad6b7169203331-01"}
+    with ThreadPoolExecutor(1) as pool:
+        body = chat_body(max_tokens=100, ignore_eos=True)
+        running = pool.submit(keyed.post, CHAT, body, headers=headers)
+        wait_until(lambda: keyed.engine["active"] == 1, 10, "the request")
+        keyed.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: keyed.get("/health/ready").status_code == 503, 10, "draining")
+        assert keyed.get("/health/live").status_code == 200
+        refused = keyed.post(CHAT, chat_body(), **bearer("sk-hog"))
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
+        return running.result()
+
+
+def test_running_requests_end_before_the_server_does(
+    keyed: OpenAIServer, ended: httpx.Response
+) -> None:
+    assert ended.json()["choices"][0]["finish_reason"] == "length"
+    assert keyed.process.wait(timeout=60) == 0
+    assert "Traceback" not in keyed.log.read_text()
+
+
 def test_a_collector_gets_a_span_of_each_request(
-    keyed: OpenAIServer, spans: tuple[str, list[bytes]]
+    keyed: OpenAIServer, ended: httpx.Response, spans: tuple[str, list[bytes]]
 ) -> None:
     trace_service = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
-    trace = "0af7651916cd43dd8448eb211c80319c"
-    headers = {**bearer("sk-env")["headers"], "traceparent": f"00-{trace}-b7ad6b7169203331-01"}
-    reply = keyed.post(CHAT, chat_body(max_tokens=4), headers=headers)
-    assert keyed.stop() == 0  # which sends what is left; no test comes after this one
+    assert keyed.process.wait(timeout=60) == 0  # which sends what is left
     messages = map(trace_service.ExportTraceServiceRequest.FromString, spans[1])
     ((span, resource),) = (
         (span, part.resource)
         for message in messages
         for part in message.resource_spans
         for span in part.scope_spans[0].spans
-        if span.trace_id.hex() == trace
+        if span.trace_id.hex() == TRACE
     )
     assert span.name == "chat demo"
     values = {item.key: item.value for item in span.attributes}
-    usage = reply.json()["usage"]
+    usage = ended.json()["usage"]
     assert values["gen_ai.usage.input_tokens"].int_value == usage["prompt_tokens"]
-    assert values["gen_ai.usage.output_tokens"].int_value == 4
+    assert values["gen_ai.usage.output_tokens"].int_value == 100
     assert values["gen_ai.response.finish_reasons"].array_value.values[0].string_value == "length"
     assert 0 < values["gen_ai.response.time_to_first_chunk"].double_value < 60
     assert span.end_time_unix_nano > span.start_time_unix_nano
-    assert values["cog_triton.request_id"].string_value == reply.headers["x-request-id"]
+    assert values["cog_triton.request_id"].string_value == ended.headers["x-request-id"]
     of_resource = {item.key: item.value for item in resource.attributes}
     assert of_resource["service.name"].string_value == "cog-triton"

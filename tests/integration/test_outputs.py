@@ -29,7 +29,6 @@ from tests.stand_in.servers import environment
 Array = npt.NDArray[Any]
 
 MODES: list[dict[str, object]] = [
-    {},
     {"decoding_context": False},
     {"decoupled_mode": False, "decoding_context": False},
 ]
@@ -92,6 +91,21 @@ def check_every_subset(triton: TritonServer) -> None:
         if config["backend"] != "tensorrtllm":  # which refuses some
             for names in SUBSETS:
                 server.check("tensorrt_llm", IDS, names)
+    if not server.streaming:
+        check_text_alone_over_http(triton)
+
+
+def check_text_alone_over_http(triton: TritonServer) -> None:
+    """With /infer, which is for one response: there a client may name outputs, too."""
+    inputs = [
+        {"name": "text_input", "shape": [1, 1], "datatype": "BYTES", "data": ["Hello"]},
+        {"name": "max_tokens", "shape": [1, 1], "datatype": "INT32", "data": [4]},
+    ]
+    body = {"inputs": inputs, "outputs": [{"name": "text_output"}]}
+    url = f"http://{triton.endpoints.http}/v2/models/ensemble/infer"
+    (output,) = httpx.post(url, json=body, trust_env=False).json()["outputs"]
+    assert (output["name"], output["shape"]) == ("text_output", [1])
+    assert output["data"][0]
 
 
 def test_every_subset_of_outputs(triton: TritonServer) -> None:
@@ -99,8 +113,9 @@ def test_every_subset_of_outputs(triton: TritonServer) -> None:
 
 
 @pytest.mark.rare
-@pytest.mark.parametrize("changes", MODES)
-@pytest.mark.parametrize("engine", ["simulated", "stand-in"])
+@pytest.mark.parametrize(
+    ("engine", "changes"), [("stand-in", {}), *itertools.product(("simulated", "stand-in"), MODES)]
+)
 def test_every_subset_in_other_modes(
     demo_model: Path, tmp_path: Path, engine: str, changes: dict[str, object]
 ) -> None:
@@ -109,20 +124,3 @@ def test_every_subset_in_other_modes(
     values: Values = {"tensorrt_llm": dict(changes), "ensemble": context}
     with running(make_server(settings_for(demo_model, **chosen), tmp_path, values)) as server:
         check_every_subset(server)
-
-
-@pytest.mark.rare
-def test_text_alone_over_http(demo_model: Path, tmp_path: Path) -> None:
-    """Where tensors may be named as well: with /infer, which is for one response."""
-    inputs = [
-        {"name": "text_input", "shape": [1, 1], "datatype": "BYTES", "data": ["Hello"]},
-        {"name": "max_tokens", "shape": [1, 1], "datatype": "INT32", "data": [4]},
-    ]
-    body = {"inputs": inputs, "outputs": [{"name": "text_output"}]}
-    values: Values = {"tensorrt_llm": {"decoupled_mode": False}}
-    settings = settings_for(demo_model, ENGINE="simulated")
-    with running(make_server(settings, tmp_path, values)) as server:
-        url = f"http://{server.endpoints.http}/v2/models/ensemble/infer"
-        (output,) = httpx.post(url, json=body, trust_env=False).json()["outputs"]
-    assert (output["name"], output["shape"]) == ("text_output", [1])
-    assert output["data"][0]

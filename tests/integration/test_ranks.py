@@ -7,6 +7,7 @@ model that only loads: what an engine's ranks say to each other is not tested.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 import signal
@@ -25,10 +26,10 @@ from cog_triton.server.tritonserver import TritonServer
 from cog_triton.settings import read_settings
 from tests.integration.conftest import ANY_PORTS, make_server, settings_for
 from tests.stand_in.servers import environment as stand_in_environment
-from tests.stand_in.servers import stream, tensors
 from tests.support import (
     ROOT,
     SHARED_MEMORY,
+    Server,
     children,
     free_port,
     left_of,
@@ -45,7 +46,6 @@ needs_slurm = pytest.mark.skipif(
     reason="needs root and a Slurm to start (Debian: apt-get install slurm-wlm munge)",
 )
 pytestmark = pytest.mark.rare
-SCRIPT = ROOT / "scripts" / "launch_triton_server.py"
 FAKES = ROOT / "tests" / "fakes" / "ranks"
 SECONDS = 20
 
@@ -138,9 +138,9 @@ def stand_in(
 def test_a_stream_that_takes_too_long_is_cut_off(stand_in: TritonServer) -> None:
     """tritonserver gives up on it, and rank 1, which nobody tells to end then, is ended."""
     stand_in.start()
-    responses = stream(stand_in, tensors([5, 6, 7], 2000))
-    next(responses)
-    stand_in.stop()
+    with events_of(stand_in.endpoints.http_port, tokens=2000) as events:
+        next(events)
+        stand_in.stop()
     assert stand_in.status != 0
     assert not left_of(stand_in.shm_prefix)
 
@@ -150,7 +150,6 @@ def test_a_stream_that_takes_too_long_is_cut_off(stand_in: TritonServer) -> None
     ("number", "name", "reason"),
     [
         (1, signal.SIGKILL, "rank 1 of 2 ended by signal 9 (SIGKILL)"),
-        (1, signal.SIGTERM, "rank 1 of 2 ended with exit status 0"),
         (0, signal.SIGSEGV, "rank 0 of 2 ended by signal 11 (SIGSEGV)"),
     ],
 )
@@ -225,59 +224,25 @@ def test_all_ranks_die_with_a_starter_that_is_killed(repository: Path, tmp_path:
 # The launch script
 
 
-class Started:
-    """What writes to a log, which says when it is ready."""
+class Launched(Server):
+    """The launch script, on free ports but for HTTP's, which an option gives."""
 
-    log: Path
-    ready = "ready: "
-
-    @property
-    def said(self) -> str:
-        return self.log.read_text() if self.log.exists() else ""
-
-    @property
-    def ended(self) -> bool:
-        raise NotImplementedError
-
-    def wait_until_ready(self) -> None:
-        wait_until(lambda: self.ready in self.said or self.ended, 60, "the start")
-        assert self.ready in self.said, self.said
-
-
-class Launched(Started):
-    """A launch script that runs."""
-
-    def __init__(self, log: Path, *options: str) -> None:
-        self.log = log
-        command = [sys.executable, str(SCRIPT), *options]
-        with log.open("w") as output:
-            self.process = subprocess.Popen(command, stdout=output, stderr=output, cwd=log.parent)
-
-    @property
-    def ended(self) -> bool:
-        return self.process.poll() is not None
-
-    def end(self, name: signal.Signals | None = None) -> int:
-        if name is not None:
-            self.process.send_signal(name)
-        return self.process.wait(timeout=60)
+    script = "launch_triton_server.py"
 
 
 @pytest.fixture
-def launch(repository: Path, tmp_path: Path) -> Iterator[Callable[..., Launched]]:
-    """Runs the launch script on the repository; --http_port is to be given."""
-    running: list[Launched] = []
+def launch(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
+    """Runs the launch script on the repository."""
+    repository, numbers = tmp_path / "repository", itertools.count()
+    with contextlib.ExitStack() as running:
 
-    def start(*options: str) -> Launched:
-        log = tmp_path / f"log{len(running)}"
-        ports = ["--grpc_port=0", "--metrics_port=0"]
-        running.append(Launched(log, f"--model_repo={repository}", *ports, *options))
-        return running[-1]
+        def start(*options: str) -> Launched:
+            log = tmp_path / f"log{next(numbers)}"
+            launched = Launched({}, log, f"--model_repo={repository}", *options)
+            launched.directory = tmp_path
+            return running.enter_context(launched)
 
-    yield start
-    for launched in running:
-        if not launched.ended:
-            launched.end(signal.SIGTERM)
+        yield start
     assert not processes(str(repository))
 
 
@@ -287,56 +252,55 @@ def test_one_server_without_mpirun(
     (repository / "wait").unlink()
     port = free_port()
     first = launch("--no-mpi", f"--http_port={port}", "--log", "--log-file=triton.txt")
-    first.wait_until_ready()
-    assert f"HTTP on {port}" in first.said
+    first.wait_for_line()
+    assert f"HTTP on {port}" in first.log.read_text()
     assert httpx.get(f"http://127.0.0.1:{port}/v2/health/ready", trust_env=False).is_success
     assert "loading on rank 0" in (tmp_path / "triton.txt").read_text()
 
     refused = launch(f"--http_port={port}")
-    assert refused.end() == 2
-    assert f"TRITON_HTTP_PORT={port}: cannot listen" in refused.said
+    assert refused.process.wait(60) == 2
+    assert f"TRITON_HTTP_PORT={port}: cannot listen" in refused.log.read_text()
     (running,) = named(str(repository), "tritonserver")
-    assert str(running) in refused.said.partition("tritonserver runs already, as process ")[2]
+    assert (
+        str(running)
+        in refused.log.read_text().partition("tritonserver runs already, as process ")[2]
+    )
 
     beside = launch(f"--http_port={port}", "--force")
-    beside.wait_until_ready()
-    assert f"HTTP on {port}" not in beside.said
-    assert beside.end(signal.SIGINT) == 0
+    beside.wait_for_line()
+    assert f"HTTP on {port}" not in beside.log.read_text()
+    assert beside.stop(signal.SIGINT) == 0
 
     os.kill(running, signal.SIGABRT)
-    assert first.end() == 128 + signal.SIGABRT
-    assert "tritonserver died, by signal 6 (SIGABRT)" in first.said
+    assert first.process.wait(60) == 128 + signal.SIGABRT
+    assert "tritonserver died, by signal 6 (SIGABRT)" in first.log.read_text()
 
 
 @needs_mpirun
 @pytest.mark.usefixtures("stand_in")
-def test_two_ranks_in_the_foreground_stop_in_order(tmp_path: Path) -> None:
-    repository, port = tmp_path / "repository", free_port()
-    ports = [f"--http_port={port}", "--grpc_port=0", "--metrics_port=0"]
-    options = [f"--model_repo={repository}", "--world_size=2", *ports, "--multi-model"]
-    assert Launched(tmp_path / "refused", *options).end() == 2
-    launched = Launched(tmp_path / "log", *options, "--disable-spawn-processes")
-    try:
-        launched.wait_until_ready()
-        (first, _) = named(str(repository), "tritonserver")
-        assert psutil.Process(first).environ()["TRTLLM_ORCHESTRATOR_SPAWN_PROCESSES"] == "0"
-        with events_of(port) as events:
-            next(events)
-            launched.process.send_signal(signal.SIGTERM)
-            assert len(list(events)) == 49
-        assert launched.end() == 0
-    finally:
-        launched.process.kill()
-        launched.process.wait()
-    assert not processes(str(repository))
-    assert "rank 1: " in launched.said
-    assert "died" not in launched.said
+def test_two_ranks_in_the_foreground_stop_in_order(
+    launch: Callable[..., Launched], tmp_path: Path
+) -> None:
+    port = free_port()
+    options = [f"--http_port={port}", "--world_size=2", "--multi-model"]
+    assert launch(*options).process.wait(60) == 2
+    launched = launch(*options, "--disable-spawn-processes")
+    launched.wait_for_line()
+    (first, _) = named(str(tmp_path / "repository"), "tritonserver")
+    assert psutil.Process(first).environ()["TRTLLM_ORCHESTRATOR_SPAWN_PROCESSES"] == "0"
+    with events_of(port) as events:
+        next(events)
+        launched.process.send_signal(signal.SIGTERM)
+        assert len(list(events)) == 49
+    assert launched.process.wait(60) == 0
+    assert "rank 1: " in launched.log.read_text()
+    assert "died" not in launched.log.read_text()
 
 
 @contextlib.contextmanager
-def events_of(port: int) -> Iterator[Iterator[str]]:
-    """The events of a request for 50 tokens."""
-    body = {"text_input": "Hello", "max_tokens": 50, "stream": True}
+def events_of(port: int, tokens: int = 50) -> Iterator[Iterator[str]]:
+    """The events of a request."""
+    body = {"text_input": "Hello", "max_tokens": tokens, "stream": True}
     url = f"http://127.0.0.1:{port}/v2/models/ensemble/generate_stream"
     with httpx.stream("POST", url, json=body, timeout=60, trust_env=False) as reply:
         yield (line for line in reply.iter_lines() if line.startswith("data:"))
@@ -346,7 +310,7 @@ def events_of(port: int) -> Iterator[Iterator[str]]:
 def test_a_single_rank_under_mpirun(launch: Callable[..., Launched], repository: Path) -> None:
     (repository / "wait").unlink()
     launched = launch("--http_port=0", "--multi-model")
-    launched.wait_until_ready()
+    launched.wait_for_line()
     assert len(named(str(repository), "mpirun", "prterun")) == 1  # the latter in Open MPI 5
     # A model of the LLM API spawns its workers itself, so it must not take itself for a rank.
     (triton,) = named(str(repository), "tritonserver")
@@ -354,7 +318,7 @@ def test_a_single_rank_under_mpirun(launch: Callable[..., Launched], repository:
         names = psutil.Process(pid).environ()
         assert not {name for name in names if name.startswith(("OMPI_COMM_", "PMIX_RANK"))}
         assert "TRTLLM_ORCHESTRATOR" in names
-    assert launched.end(signal.SIGTERM) == 0
+    assert launched.stop() == 0
 
 
 @needs_mpirun
@@ -371,7 +335,7 @@ def test_a_model_of_the_cpp_backend_stays_in_the_mpi_job(
     triton = wait_until(lambda: named(str(repository), "tritonserver"), SECONDS, "the start")[0]
     assert "OMPI_COMM_WORLD_RANK" in psutil.Process(triton).environ()
     (repository / "loaded1").touch()
-    assert launched.end() == 1
+    assert launched.process.wait(60) == 1
 
 
 # Slurm
@@ -425,10 +389,8 @@ def output_of(command: list[str], environment: dict[str, str]) -> str:
     return done.stdout.strip()
 
 
-class Job(Started):
+class Job:
     """A job that the batch script makes of two ranks."""
-
-    ready = "0: ready: "
 
     def __init__(
         self, slurm: dict[str, str], repository: Path, port: int, mpi: str = "none"
@@ -449,9 +411,17 @@ class Job(Started):
         self.id = output_of(["sbatch", *options, str(batch)], self._environment)
 
     @property
+    def said(self) -> str:
+        return self.log.read_text() if self.log.exists() else ""
+
+    @property
     def ended(self) -> bool:
         states = ["squeue", "--noheader", f"--jobs={self.id}", "--format=%T"]
         return output_of(states, self._environment) not in ("PENDING", "RUNNING", "COMPLETING")
+
+    def wait_until_ready(self) -> None:
+        wait_until(lambda: "0: ready: " in self.said or self.ended, 60, "the start")
+        assert "0: ready: " in self.said, self.said
 
     def cancel(self) -> None:
         subprocess.run(["scancel", self.id], env=self._environment, check=True)

@@ -236,6 +236,20 @@ async def test_a_request_that_ends_its_servers_fails_and_others_go_on(
         assert await answers(deployment) == undisturbed
 
 
+@pytest.fixture
+def taken_ports(triton: TritonServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The first choice is taken in the last moment, by another Triton, which says there it is ready."""
+    taken = dataclasses.replace(triton.endpoints, grpc_port=free_port(), metrics_port=free_port())
+    choices = iter([lambda _: taken])
+    monkeypatch.setattr(
+        "cog_triton.server.tritonserver.choose_ports",
+        lambda given: next(choices, choose_ports)(given),
+    )
+    yield
+    assert next(choices, None) is None
+
+
+@pytest.mark.usefixtures("taken_ports")
 async def test_without_resuming_requests_fail_until_the_server_is_given_up(
     demo_model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -292,18 +306,3 @@ async def test_a_runtime_directory_that_was_full_recovers_when_there_is_room(
         ballast.unlink()
         await asyncio.wait_for(next_life(deployment, life), SECONDS)
         assert (await answer(deployment, request(1)))[1][0] == TOKENS
-
-
-async def test_a_port_that_is_taken_in_the_last_moment_is_chosen_anew(
-    demo_model: Path, triton: TritonServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By another Triton, too, which answers there that it is ready."""
-    taken = dataclasses.replace(triton.endpoints, grpc_port=free_port(), metrics_port=free_port())
-    choices = iter([lambda _: taken, choose_ports])
-    monkeypatch.setattr(
-        "cog_triton.server.tritonserver.choose_ports", lambda given: next(choices)(given)
-    )
-    async with deployed(demo_model, ENGINE="simulated") as deployment:
-        text, _ = await answer(deployment, request(1))
-        assert text
-    assert next(choices, None) is None

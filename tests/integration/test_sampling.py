@@ -179,6 +179,17 @@ def test_log_probabilities_with_alternatives(
     assert not any(chunk.prompt_log_probs for chunk in others)
 
 
+def test_structured_output(triton: TritonServer, transport: str, tokenizer: Tokenizer) -> None:
+    guide = Guide(GuideKind.CHOICE, '["yes", "no (never)"]')
+    for max_tokens, reason in ((50, "stop"), (1, "length")):
+        request = Request(QUESTION, 1, temperature=1.5, guide=guide, max_tokens=max_tokens)
+        chunks = ask(request, triton, tokenizer, transport)
+        assert chunks[-1].finish_reason == reason
+        assert (text(chunks) in ("yes", "no (never)")) == (reason == "stop")
+    with pytest.raises(InvalidParameter, match=r"type regex cannot be used: .*unclosed"):
+        ask(greedy(QUESTION, guide=Guide(GuideKind.REGEX, "[")), triton, tokenizer, transport)
+
+
 @pytest.mark.parametrize(
     ("values", "name"),
     [({"guide": Guide(GuideKind.JSON)}, "guided_decoding_guide"), ({"adapter": "poet"}, "lora")],

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +15,7 @@ from cog_triton.server.tritonserver import TritonServer
 from tests.integration.test_ensemble import infer
 from tests.openai_server import ANSWER
 from tests.openai_server import QUESTION as PROMPT
-from tests.support import ROOT, free_port
-
-
-def script(name: str, *arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "scripts" / name), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=120)
+from tests.support import free_port, script
 
 
 def at(server: TritonServer, protocol: str) -> tuple[str, ...]:
@@ -111,7 +103,7 @@ def test_each_sample_is_a_request_that_the_server_takes(
         inputs[name] = np.array(rows, DTYPES[kind])
     assert len({tuple(row) for row in inputs["input_ids"].tolist()}) == 3
     outputs = ["output_ids", "sequence_length", "batch_index"]
-    answers = asyncio.run(infer(triton, inputs, outputs, "tensorrt_llm"))
+    answers = infer(triton.endpoints.grpc, inputs, outputs, "tensorrt_llm")
     assert sorted(int(answer["batch_index"].item()) for answer in answers if answer) == [0, 1, 2]
 
 

@@ -3,30 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support import ROOT, regions_left, wait_until
-
-SECONDS = 300
+from tests.support import regions_left, script, wait_until
 
 
 def soak(model: Path, directory: Path, *kinds: str) -> dict[str, Any]:
     """The report of two kills, each of whose promises was kept."""
-    command = [sys.executable, str(ROOT / "scripts" / "soak.py"), "--kills", "2", "--streams", "16"]
-    what = ["--engine", "simulated", "--kind", *kinds, "--artifact-dir", str(directory)]
-    done = subprocess.run(
-        [*command, *what],
-        env={**os.environ, "MODEL": str(model)},
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-    )
+    load = ("--kills", "2", "--streams", "16", "--engine", "simulated", "--kind", *kinds)
+    done = script("soak.py", *load, "--artifact-dir", str(directory), environ={"MODEL": str(model)})
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == str(directory / "soak.json")
     return dict(json.loads((directory / "soak.json").read_text()))

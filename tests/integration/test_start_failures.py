@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +13,14 @@ import pytest
 from cog_triton.deployment import Deployment
 from cog_triton.errors import CogTritonError
 from tests.integration.conftest import ANY_PORTS, settings_for
-from tests.support import ROOT, load_cases
+from tests.support import ROOT, load_cases, script
 
 MOST_LINES = 4
 
 
-def run(script: str, *arguments: str, **environment: str) -> tuple[int, str]:
-    """The exit status of a command, and what it wrote to standard error."""
-    process = subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / script), *arguments],
-        env={**os.environ, **ANY_PORTS, **environment},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
+def run(name: str, *arguments: str, **environment: str) -> tuple[int, str]:
+    """The exit status of a script, and what it wrote to standard error."""
+    process = script(name, *arguments, environ={**ANY_PORTS, **environment})
     assert process.stdout == ""
     return process.returncode, process.stderr.strip()
 

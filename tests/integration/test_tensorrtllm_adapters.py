@@ -152,16 +152,12 @@ async def test_an_engine_in_bfloat16(demo_model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.rare
-@pytest.mark.parametrize("old", [False, True])
-def test_the_openai_face_on_a_triton_that_runs_already(
-    demo_model: Path, tmp_path: Path, old: bool
-) -> None:
-    """On an ensemble with ids, and on one without."""
+def test_the_openai_face_on_a_triton_that_runs_already(demo_model: Path, tmp_path: Path) -> None:
+    """On an ensemble without ids, as it was; with them is test_openai_attached.py's."""
     settings = settings_for(demo_model, **with_adapters(tmp_path))
     poet = make_adapter(demo_model, tmp_path / "adapters" / "poet")
     server = make_server(settings, tmp_path)
-    if old:
-        os.rename(tmp_path / "repository" / IDS_ENSEMBLE, tmp_path / IDS_ENSEMBLE)
+    os.rename(tmp_path / "repository" / IDS_ENSEMBLE, tmp_path / IDS_ENSEMBLE)
     with (
         running(server) as triton,
         attached(triton, demo_model, tmp_path / "log", LORA_DIR=str(poet.parent)) as face,

@@ -10,7 +10,6 @@ import asyncio
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,16 +19,17 @@ from typing import Any
 import httpx
 import pytest
 
+from cog_triton.deployment import Deployment
 from cog_triton.deployment.preparation import Values
 from cog_triton.errors import CogTritonError
-from cog_triton.generation import Chunk
 from cog_triton.request.request import Guide, GuideKind, Request
 from cog_triton.text.tokenizer import Tokenizer
 from cog_triton.wire import TokenLogProb
 from tests.integration.conftest import make_server, running, settings_for
+from tests.integration.test_generation import ask
 from tests.integration.test_recovery import deployed
 from tests.stand_in.servers import MODEL, environment
-from tests.support import ROOT, CogServer, free_port, metrics, processes, wait_until
+from tests.support import ROOT, CogServer, Server, free_port, metrics, processes, wait_until
 
 TEXT = "Grüße an alle: 日本語, and a friend 😀 of mine."
 BLS = "tensorrt_llm_bls"
@@ -54,6 +54,8 @@ def cog(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         **environment(directory),
         "MODEL": str(demo_model),
         "STAND_IN_INTER_TOKEN_MS": "5",
+        "TRITON_HTTP_PORT": str(free_port()),
+        "TRITON_GRPC_PORT": str(free_port()),
     }
     with CogServer(settings, directory / "log") as server:
         server.wait_until_ready()
@@ -96,21 +98,32 @@ def test_a_prompt_that_is_too_long_is_the_users_mistake(cog: CogServer) -> None:
     assert "E1002 PromptTooLong: " in body["error"]
 
 
+def test_what_goes_beside_the_inputs(cog: CogServer, tokenizer: Tokenizer, transport: str) -> None:
+    """Preprocessing reads it; the backend takes the rest as inputs, and none of it for a parameter."""
+    text = "Until here.</s> And further."
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    guide = Guide(GuideKind.CHOICE, '["a", "b"]')
+    values: dict[str, Any] = {"seed": 0, "max_tokens": len(ids), "ignore_eos": True}
+    requests = [
+        Request(prompt=text, add_special_tokens=False, guide=guide, **values),
+        Request(prompt="", prompt_ids=tuple(ids), log_probs=0, adapter="poet", **values),
+        Request(prompt=text, add_special_tokens=False, logit_bias=((5, 1.0),), **values),
+    ]
+    stopped = Request(prompt=text, seed=1, max_tokens=1000, stop_sequences=("here",))
+    *answers, cut = (ask(asked, cog, tokenizer, transport) for asked in (*requests, stopped))
+    assert "".join(chunk.text for chunk in cut) == "Until "
+    for chunks_ in answers:
+        assert [token for chunk in chunks_ for token in chunk.ids] == ids
+        assert chunks_[-1].finish_reason == "length"
+        assert chunks_[-1].input_tokens == len(ids)
+    plain, likely, _ = ([p for chunk in answer for p in chunk.log_probs] for answer in answers)
+    assert plain == []
+    assert likely == [TokenLogProb(token, -1.0) for token in ids]
+    with pytest.raises(CogTritonError, match=r"E1103 .*EndId"):
+        ask(Request(prompt=text, seed=1, end_id=5000), cog, tokenizer, transport)
+
+
 # A deployment with other settings
-
-
-async def collect(stream: Any) -> list[Chunk]:
-    return [chunk async for chunk in stream]
-
-
-def run(model: Path, settings: dict[str, str], *requests: Request) -> list[list[Chunk]]:
-    """Sends requests at once; the first error of theirs is raised."""
-
-    async def main() -> list[list[Chunk]]:
-        async with deployed(model, **settings) as deployment:
-            return await asyncio.gather(*map(collect, map(deployment.generate, requests)))
-
-    return asyncio.run(main())
 
 
 @pytest.mark.parametrize(
@@ -130,10 +143,9 @@ def run(model: Path, settings: dict[str, str], *requests: Request) -> list[list[
             r"E1002 PromptTooLong: .*potentially greater",
             marks=pytest.mark.rare,
         ),
-        pytest.param("", {}, {"end_id": 5000}, "E1103 .*EndId", marks=pytest.mark.rare),
         ('batching_strategy: "${batching_strategy}"', {}, {}, "E3002 TemplateError"),
     ],
-    ids=["a full queue", "a stream that might be evicted", "no token", "a placeholder"],
+    ids=["a full queue", "a stream that might be evicted", "a placeholder"],
 )
 def test_refusals_have_their_codes(
     demo_model: Path,
@@ -148,36 +160,17 @@ def test_refusals_have_their_codes(
     file = tmp_path / "config.yaml"
     file.write_text(f"server: {{tensorrt_llm: {{args: {{{config}}}}}}}")
     settings = {"COG_TRITON_CONFIG": str(file), **environment(tmp_path, **engine)}
-    requests = [Request(prompt="Hello there", seed=n, **request_) for n in range(4)]
+
+    async def send(deployment: Deployment, seed: int) -> None:
+        async for _ in deployment.generate(Request("Hello there", seed, **request_)):
+            pass
+
+    async def main() -> None:
+        async with deployed(demo_model, **settings) as deployment:
+            await asyncio.gather(*(send(deployment, seed) for seed in range(4)))
+
     with pytest.raises(CogTritonError, match=error):
-        run(demo_model, settings, *requests)
-
-
-@pytest.mark.parametrize("transport", [pytest.param("grpc", marks=pytest.mark.rare), "http"])
-def test_what_goes_beside_the_inputs(
-    demo_model: Path, tmp_path: Path, tokenizer: Tokenizer, transport: str
-) -> None:
-    """Preprocessing reads it; the backend takes the rest as inputs, and none of it for a parameter."""
-    text = "Until here.</s> And further."
-    ids = tokenizer(text, add_special_tokens=False).input_ids
-    guide = Guide(GuideKind.CHOICE, '["a", "b"]')
-    values: dict[str, Any] = {"seed": 0, "max_tokens": len(ids), "ignore_eos": True}
-    requests = [
-        Request(prompt=text, add_special_tokens=False, guide=guide, **values),
-        Request(prompt="", prompt_ids=tuple(ids), log_probs=0, adapter="poet", **values),
-        Request(prompt=text, add_special_tokens=False, logit_bias=((5, 1.0),), **values),
-    ]
-    stopped = Request(prompt=text, seed=1, max_tokens=1000, stop_sequences=("here",))
-    settings = {"TRANSPORT": transport, **environment(tmp_path)}
-    *answers, cut = run(demo_model, settings, *requests, stopped)
-    assert "".join(chunk.text for chunk in cut) == "Until "
-    for chunks_ in answers:
-        assert [token for chunk in chunks_ for token in chunk.ids] == ids
-        assert chunks_[-1].finish_reason == "length"
-        assert chunks_[-1].input_tokens == len(ids)
-    plain, likely, _ = ([p for chunk in answer for p in chunk.log_probs] for answer in answers)
-    assert plain == []
-    assert likely == [TokenLogProb(token, -1.0) for token in ids]
+        asyncio.run(main())
 
 
 # Clients of the ensemble and of BLS
@@ -242,25 +235,17 @@ def test_the_guides_commands(
         (tmp_path / name).symlink_to(ROOT / "scripts")
     port = free_port()
     variables = {
-        **os.environ,
         "MODEL": str(demo_model.resolve()),
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "TRITON_HTTP_PORT": str(port),
-        "TRITON_GRPC_PORT": "0",
-        "TRITON_METRICS_PORT": "0",
         "TRITON_STOP_TIMEOUT": "60",  # four ranks on few cores
         "TRITONSERVER_BACKEND_DIR": settings["TRITONSERVER_BACKEND_DIR"],
     }
-    log, commands = tmp_path / "log", Path(__file__).parent / "guides" / f"{guide}.sh"
-    with log.open("w") as output:
-        server = subprocess.Popen(
-            ["bash", "-e", commands], cwd=tmp_path, env=variables, stdout=output, stderr=output
-        )
-    try:
-        wait_until(
-            lambda: "ready: " in log.read_text() or server.poll() is not None, 90, "the start"
-        )
-        assert "ready: " in log.read_text(), log.read_text()[-3000:]
+    server = Server(variables, tmp_path / "log")
+    server.command = ["bash", "-e", str(Path(__file__).parent / "guides" / f"{guide}.sh")]
+    server.directory = tmp_path
+    with server:
+        server.wait_for_line()
         curl = ["bash", "-c", CURL.format(port=port)]
         reply = json.loads(subprocess.run(curl, capture_output=True, check=True).stdout)
         # The prompt's tokens, with the one that begins it, over and over. The README's commands leave
@@ -275,7 +260,5 @@ def test_the_guides_commands(
             reply["text_output"]
             == prompt * with_prompt + (post(f"127.0.0.1:{port}", "ensemble", **body)["text_output"])
         )
-    finally:
-        server.send_signal(signal.SIGTERM)
-        assert server.wait(60) == 0
+        assert server.stop() == 0
     assert not processes(f"{tmp_path}/triton_model_repo")

@@ -6,18 +6,17 @@ characters split over byte-level tokens, and SentencePiece's leading spaces and 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from cog_triton.server.tritonserver import TritonServer
 from cog_triton.text.tokenizer import load_tokenizer
 from tests.integration.conftest import make_server, running, settings_for
+from tests.integration.test_ensemble import generate_stream, texts
 from tests.stand_in.servers import environment
 from tests.unit.text.test_detokenizer import byte_fallback, byte_level
 
@@ -53,15 +52,11 @@ def tokenizer(tokenizer_dir: Path) -> Any:
 
 
 def streamed(server: TritonServer, model: str, text: str, tokens: int) -> list[str]:
-    reply = httpx.post(
-        f"http://{server.endpoints.http}/v2/models/{model}/generate_stream",
-        json={"text_input": text, "max_tokens": tokens, "stream": True},
-        timeout=60,
-        trust_env=False,
-    )
-    events = [json.loads(line[5:]) for line in reply.text.splitlines() if line.startswith("data:")]
-    assert not any("error" in event for event in events), events
-    return [event["text_output"] for event in events]
+    return texts(generate_stream(server, model, text_input=text, max_tokens=tokens))
+
+
+def decoded(tokenizer: Any, ids: list[int]) -> str:
+    return str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
 @pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls"])
@@ -71,8 +66,7 @@ def test_pieces_join_to_the_decoding_of_all_ids(
 ) -> None:
     ids = tokenizer(text).input_ids
     pieces = streamed(server, model, text, len(ids))
-    whole = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    assert "".join(pieces) == whole
+    assert "".join(pieces) == decoded(tokenizer, ids)
     assert len(pieces) >= len(ids)
 
 
@@ -83,9 +77,7 @@ def test_an_answer_that_is_cut_within_a_character(
     text = TEXTS[-1]
     ids = tokenizer(text).input_ids
     for count in range(1, len(ids)):
-        whole = tokenizer.decode(
-            ids[:count], skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
+        whole = decoded(tokenizer, ids[:count])
         if whole.endswith("\ufffd"):
             break
     else:
@@ -99,8 +91,7 @@ def test_many_at_once_are_kept_apart(server: TritonServer, tokenizer: Any) -> No
     def check(number: int) -> None:
         text = f"{number} {TEXTS[number % len(TEXTS)]}"
         ids = tokenizer(text).input_ids
-        whole = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        assert "".join(streamed(server, "ensemble", text, len(ids))) == whole
+        assert "".join(streamed(server, "ensemble", text, len(ids))) == decoded(tokenizer, ids)
 
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(check, range(48)))

@@ -27,7 +27,9 @@ from tests.support import (
     alive,
     children,
     free_port,
+    marked,
     processes,
+    script,
     streamed_prediction,
     wait_until,
 )
@@ -99,8 +101,7 @@ class Terminal:
 
     def leaves_nothing(self, there: set[int]) -> None:
         """No process, no shared memory of those that were there, no temporary file."""
-        mark = f"TMPDIR={self._tmp}".encode()
-        assert not [file for file in Path("/proc").glob("[0-9]*/environ") if mark in content(file)]
+        assert not marked(f"TMPDIR={self._tmp}")
         regions = [region.name for region in SHARED_MEMORY.iterdir()]
         assert not [name for name in regions for pid in there if f"cog_triton_{pid}_" in name]
         assert list(self._tmp.iterdir()) == []
@@ -113,13 +114,6 @@ class Terminal:
             return False
         self.text += data.decode(errors="replace")
         return bool(data)
-
-
-def content(file: Path) -> bytes:
-    """Nothing, of a process that has ended."""
-    with contextlib.suppress(OSError):
-        return file.read_bytes()
-    return b""
 
 
 def simulated(model: Path, **more: str) -> dict[str, str]:
@@ -226,12 +220,6 @@ def test_ctrl_c_lets_streams_end_and_a_second_one_does_not(
 # What is shown
 
 
-def run(command: Sequence[str], **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=SECONDS
-    )
-
-
 def test_a_port_in_use_is_the_last_line(tmp_path: Path) -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -245,10 +233,10 @@ def test_a_port_in_use_is_the_last_line(tmp_path: Path) -> None:
         with Terminal(SERVE, asked, tmp_path / "asked") as terminal:
             assert terminal.status() == 1
         assert json.loads(terminal.text)["level"] == "ERROR"
-        piped = run(SERVE, PORT=port)
+        piped = script("serve.py", environ={"PORT": port})
     assert piped.returncode == 1
     assert json.loads(piped.stderr)["fields"]["message"] == f"port {port} is in use"
-    assert "PORT=x is no number" in run(SERVE, PORT="x").stderr
+    assert "PORT=x is no number" in script("serve.py", environ={"PORT": "x"}).stderr
 
 
 def test_serve_ends_when_setup_fails_and_says_why_last(tmp_path: Path) -> None:
@@ -291,8 +279,8 @@ def test_a_part_that_is_killed_is_an_error_and_nothing_outlives_it(
 def test_a_pipe_gets_json_with_the_levels_of_what_was_said(
     demo_model: Path, tmp_path: Path
 ) -> None:
-    environment = {**os.environ, **simulated(demo_model), "TOKENIZER": str(tmp_path)}
-    failed = run(SERVE, **environment)
+    environment = {**simulated(demo_model), "TOKENIZER": str(tmp_path)}
+    failed = script("serve.py", environ=environment)
     assert failed.returncode == 1
     lines = [json.loads(line) for line in failed.stderr.splitlines()]
     assert {line["level"] for line in lines} >= {"INFO", "ERROR"}
@@ -304,7 +292,8 @@ def test_a_pipe_gets_json_with_the_levels_of_what_was_said(
 
 def test_predict_in_a_pipe_prints_the_answer_alone(demo_model: Path) -> None:
     environment = {**simulated(demo_model), "ENGINE": "transformers"}
-    done = run([*PREDICT, "-i", "temperature=0", "-i", "seed=0", QUESTION], **environment)
+    inputs = ("-i", "temperature=0", "-i", "seed=0", QUESTION)
+    done = script("run_prediction.py", *inputs, environ=environment)
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{ANSWER}\n"
     seed, figures = done.stderr.splitlines()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,15 +13,14 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.support import ROOT, START_TIMEOUT, free_port, wait_until
+from tests.integration.conftest import ANY_PORTS
+from tests.openai_server import ANSWER, MESSAGES, QUESTION
+from tests.support import ROOT, START_TIMEOUT, Server, free_port
 
 pytestmark = pytest.mark.rare
 
 SOURCES = ("cog_triton", "triton_model_repo", "predict.py", "cog.yaml")
 BUILD = ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE")
-QUESTION = "What is machine learning?"
-ANSWER = "Machine learning is"
-ANY_PORTS = {f"TRITON_{name}_PORT": "0" for name in ("HTTP", "GRPC", "METRICS")}
 
 
 @pytest.fixture(scope="module")
@@ -67,22 +65,14 @@ def output_of(*command: str | Path, directory: Path) -> str:
 
 
 @contextmanager
-def running(directory: Path, *command: str | Path) -> Iterator[None]:
+def running(directory: Path, *command: str | Path) -> Iterator[Server]:
     """A command that serves, once it is ready; it must end well."""
-    log = directory / "log"
-    with log.open("w") as output:
-        process = subprocess.Popen(command, cwd=directory, stdout=output, stderr=output)
-
-    def is_ready() -> bool:
-        assert process.poll() is None, log.read_text()[-3000:]
-        return "ready: " in log.read_text()
-
-    try:
-        wait_until(is_ready, START_TIMEOUT, "the start")
-        yield
-    finally:
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=60) == 0, log.read_text()[-3000:]
+    server = Server({}, directory / "log")
+    server.command, server.directory = [*map(str, command)], directory
+    with server:
+        server.wait_for_line()
+        yield server
+        assert server.stop() == 0, server.log.read_text()[-3000:]
 
 
 def test_it_has_every_data_file(installed: Path) -> None:
@@ -109,24 +99,22 @@ def test_predict(installed: Path, empty: Path) -> None:
 
 
 def test_serve(installed: Path, empty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    port = free_port()
-    monkeypatch.setenv("PORT", str(port))
     shutil.copytree(package(installed) / "demo", empty / "model")
     monkeypatch.setenv("MODEL", "model")  # of the directory in which the command is called
-    url = f"http://127.0.0.1:{port}"
-    with running(empty, installed / "cog-triton", "serve"):
+    with running(empty, installed / "cog-triton", "serve") as server:
+        url = f"{server.url}/predictions"
         body = {"input": {"prompt": QUESTION, "temperature": 0}}
-        answer = httpx.post(f"{url}/predictions", json=body, timeout=60, trust_env=False).json()
+        answer = httpx.post(url, json=body, timeout=60, trust_env=False).json()
         assert "".join(answer["output"]).startswith(ANSWER)
         refused = {"input": {"max_tokens": 0}}
-        assert httpx.post(f"{url}/predictions", json=refused, trust_env=False).status_code == 422
+        assert httpx.post(url, json=refused, trust_env=False).status_code == 422
 
 
 def test_openai(installed: Path, empty: Path) -> None:
-    port = free_port()
-    url = f"http://127.0.0.1:{port}"
-    with running(empty, installed / "cog-triton", "openai", "--port", str(port)):
-        body = {"model": "demo", "messages": [{"role": "user", "content": QUESTION}]}
+    port = str(free_port())
+    with running(empty, installed / "cog-triton", "openai", "--port", port):
+        body = {"model": "demo", "messages": MESSAGES}
+        url = f"http://127.0.0.1:{port}"
         reply = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60, trust_env=False)
         assert ANSWER in reply.json()["choices"][0]["message"]["content"]
 
