@@ -4,7 +4,8 @@
 #
 #     base.sh IMAGE WHEEL LIBRARY tensorrt_llm==VERSION torch==VERSION transformers==VERSION
 #
-# WHEEL is the directory of pytriton's package, LIBRARY the stand-in.
+# WHEEL is the directory of pytriton's package, LIBRARY the stand-in. It exits with 75 where Debian or the package index
+# cannot be had.
 set -eu
 image=$1 wheel=$2 library=$3
 shift 3
@@ -15,7 +16,7 @@ container=$(buildah from scratch)
 root=$(buildah mount "$container")
 mmdebstrap --quiet --mode=root --variant=essential \
     --include=passwd,python3-pip,libpython$python,libstdc++6 \
-    --dpkgopt='path-exclude=/usr/share/doc/*' --dpkgopt='path-exclude=/usr/share/locale/*' bookworm "$root"
+    --dpkgopt='path-exclude=/usr/share/doc/*' --dpkgopt='path-exclude=/usr/share/locale/*' bookworm "$root" || exit 75
 
 triton=$root/opt/tritonserver
 mkdir -p "$triton/backends/tensorrtllm"
@@ -43,7 +44,7 @@ chmod +x "$root/opt/nvidia/nvidia_entrypoint.sh"
 mkdir -p "$root/etc/ssl/certs"
 cp -L /etc/ssl/certs/ca-certificates.crt "$root/etc/ssl/certs"
 buildah run "$container" -- env PIP_BREAK_SYSTEM_PACKAGES=1 \
-    python3 -m pip install --quiet --no-cache-dir "$3" 'numpy<2' pydantic >&2
+    python3 -m pip install --quiet --no-cache-dir "$3" 'numpy<2' pydantic >&2 || exit 75
 
 buildah config --entrypoint '["/opt/nvidia/nvidia_entrypoint.sh"]' --cmd /bin/bash \
     --env LD_LIBRARY_PATH=/opt/tritonserver/lib "$container"
