@@ -181,6 +181,7 @@ def ended(keyed: OpenAIServer) -> httpx.Response:
         assert keyed.get("/health/live").status_code == 200
         refused = keyed.post(CHAT, chat_body(), **bearer("sk-hog"))
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
+        assert "takes no new requests" in refused.json()["error"]["message"]
         return running.result()
 
 
