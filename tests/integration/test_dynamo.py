@@ -19,6 +19,7 @@ import httpx
 import psutil  # type: ignore[import-untyped, unused-ignore]
 import pytest
 
+from tests.adapters import make_adapter
 from tests.support import ROOT, START_TIMEOUT, free_port, wait_until
 
 pytest.importorskip("dynamo.common.backend", reason="Dynamo is not installed: make test-dynamo")
@@ -88,7 +89,9 @@ def scale(directory: Path, **settings: str) -> Iterator[Scaled]:
 @pytest.fixture(scope="module")
 def scaled(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scaled]:
     directory = tmp_path_factory.mktemp("scale")
-    with scale(directory, MODEL=str(demo_model), DYN_TOOL_CALL_PARSER="hermes") as server:
+    adapters = make_adapter(demo_model, directory / "adapters" / "tuned").parent
+    settings = {"MODEL": str(demo_model), "LORA_DIR": str(adapters)}
+    with scale(directory, DYN_TOOL_CALL_PARSER="hermes", **settings) as server:
         yield server
 
 
@@ -144,6 +147,14 @@ def test_a_guide(scaled: Scaled, guide: dict[str, Any], pattern: str) -> None:
     assert answer.status_code == 200, answer.text
     content = answer.json()["choices"][0]["message"]["content"]
     assert re.fullmatch(pattern, content), content
+
+
+def test_an_adapter_is_a_model_of_its_name(scaled: Scaled) -> None:
+    listed = httpx.get(f"{scaled.url}/v1/models", trust_env=False).json()["data"]
+    assert {model["id"] for model in listed} == {"demo", "tuned"}
+    plain, tuned = scaled.text(max_tokens=20), scaled.text(max_tokens=20, model="tuned")
+    assert plain != tuned
+    assert scaled.text(max_tokens=20, model="tuned") == tuned  # on the other worker
 
 
 def test_a_tool_is_called(scaled: Scaled) -> None:

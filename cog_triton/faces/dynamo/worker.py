@@ -14,6 +14,14 @@ import uvloop
 from dynamo.common.backend import EngineConfig, LLMEngine, LlmRegistration, WorkerConfig
 from dynamo.common.backend.health_check import build_health_check_payload
 from dynamo.common.backend.worker import Worker
+from dynamo.llm import (
+    ModelInput,
+    ModelRuntimeConfig,
+    ModelType,
+    WorkerType,
+    lora_name_to_id,
+    register_model,
+)
 from dynamo.llm.exceptions import (
     CannotConnect,
     DynamoException,
@@ -24,6 +32,7 @@ from dynamo.llm.exceptions import (
 from dynamo.runtime import Context, DistributedRuntime, Endpoint
 
 from cog_triton import errors
+from cog_triton.adapters.directory import adapter_names
 from cog_triton.deployment import Deployment
 from cog_triton.deployment.attached import address_of, attach
 from cog_triton.deployment.preparation import context_length, model_name
@@ -110,8 +119,25 @@ class Engine(LLMEngine):
         length = context_length({"model": self.settings.tokenizer_dir, "max_seq_len": limit})
         return await attach(self.settings, address_of(self._triton), "ensemble", length)
 
-    async def on_endpoint_ready(self, endpoint: Endpoint) -> None:  # noqa: ARG002
-        """Listen to the other workers, beside Dynamo's own endpoint."""
+    async def on_endpoint_ready(self, endpoint: Endpoint) -> None:
+        """Register the adapters of LORA_DIR, and listen to the other workers beside Dynamo's endpoint."""
+        parsers = ModelRuntimeConfig()
+        parsers.tool_call_parser = self.config.tool_call_parser
+        parsers.reasoning_parser = self.config.reasoning_parser
+        for name in adapter_names(self.settings.lora_dir):
+            await register_model(
+                ModelInput.Tokens,
+                ModelType.Chat | ModelType.Completions,
+                endpoint,
+                self.settings.tokenizer_dir,
+                worker_type=WorkerType.Aggregated,
+                kv_cache_block_size=BLOCK_TOKENS,
+                runtime_config=parsers,
+                user_data={"lora_adapter": True, "lora_id": lora_name_to_id(name)},
+                lora_name=name,
+                base_model_path=self.settings.tokenizer_dir,
+                needs=[],
+            )
         config, loop = self.config, asyncio.get_running_loop()
         planes = {"event_plane": config.event_plane, "response_plane": config.response_plane}
         runtime = DistributedRuntime(loop, config.discovery_backend, config.request_plane, **planes)

@@ -1,0 +1,284 @@
+"""Dynamo's frontends and our workers on two machines: this one, and a network namespace beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil  # type: ignore[import-untyped, unused-ignore]
+import pytest
+
+from tests.support import START_TIMEOUT, wait_until
+
+pytest.importorskip("dynamo.common.backend", reason="Dynamo is not installed: make test-dynamo")
+pytestmark = pytest.mark.rare
+if os.geteuid() or not shutil.which("ip"):
+    pytest.skip("network namespaces need root and iproute2", allow_module_level=True)
+
+HERE, THERE = 0, 1
+PORT = 8080
+SECONDS = 90.0
+LOAD, AT_ONCE, KILL_SECONDS = 1000, 64, 10.0
+PLANES = ("--request-plane", "tcp", "--event-plane", "zmq", "--migration-limit", "3")
+REFUSED = "refused"  # a status in place of a stream; OpenAI's clients ask again
+Answer = str | None  # None: an error in the stream
+
+
+@dataclass
+class Machines:
+    """Two machines, each with a worker and a frontend that know each other by etcd or by a directory."""
+
+    discovery: str
+    model: Path
+    directory: Path
+    processes: dict[tuple[str, int], subprocess.Popen[bytes]] = field(default_factory=dict)
+    killed: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.namespace, self.link = f"there-{os.getpid()}", f"veth{os.getpid()}"
+        self.addresses = [f"10.213.{os.getpid() % 256}.{i}" for i in (1, 2)]
+
+    def ip(self, command: str) -> None:
+        subprocess.run(["ip", *command.split()], check=True, capture_output=True)
+
+    def connect(self) -> None:
+        inside = f"-n {self.namespace}"
+        self.ip(f"netns add {self.namespace}")
+        self.ip(f"link add {self.link} type veth peer name eth0 netns {self.namespace}")
+        self.ip(f"address add {self.addresses[HERE]}/30 dev {self.link}")
+        self.ip(f"{inside} address add {self.addresses[THERE]}/30 dev eth0")
+        for command in (f"link set {self.link} up", f"{inside} link set lo up"):
+            self.ip(command)
+        self.ip(f"{inside} link set eth0 up")
+
+    def command(self, part: str, machine: int) -> list[str]:
+        discovery = ("--discovery-backend", self.discovery)
+        if part == "etcd":
+            clients, peers = (f"http://{self.addresses[HERE]}:{port}" for port in (2379, 2380))
+            served = ("--listen-client-urls", clients, "--advertise-client-urls", clients)
+            return ["etcd", "--data-dir", "etcd", *served, "--listen-peer-urls", peers]
+        if part == "worker":
+            return [str(Path(sys.executable).with_name("cog-triton")), "worker", *discovery]
+        listening = ("--http-host", self.addresses[machine], "--http-port", str(PORT))
+        return [sys.executable, "-m", "dynamo.frontend", *listening, *discovery, *PLANES]
+
+    def start(self, part: str, machine: int) -> None:
+        hosts = ("DYN_TCP_RPC_HOST", "DYN_TCP_RESPONSE_STREAM_HOST", "DYN_EVENT_PLANE_HOST")
+        environment = {
+            **os.environ,
+            **dict.fromkeys(hosts, self.addresses[machine]),
+            **{f"TRITON_{port}_PORT": "0" for port in ("HTTP", "GRPC", "METRICS")},
+            "ETCD_ENDPOINTS": f"http://{self.addresses[HERE]}:2379",
+            "DYN_FILE_KV": str(self.directory / "discovery"),
+            "MODEL": str(self.model),
+            "ENGINE": "transformers",
+        }
+        command = self.command(part, machine)
+        if machine == THERE:
+            command = ["ip", "netns", "exec", self.namespace, *command]
+        with (self.directory / f"{part}-{machine}.log").open("ab") as log:
+            started = subprocess.Popen(
+                command, env=environment, cwd=self.directory, stdout=log, stderr=log
+            )
+        self.processes[part, machine] = started
+
+    def workers(self, machine: int = HERE) -> dict[int, str]:
+        """Return the workers that a frontend lists; killed ones stay in its list for a while."""
+        url = f"http://{self.addresses[machine]}:{PORT}"
+        try:
+            with httpx.Client(trust_env=False, timeout=5) as client:
+                listed = client.get(f"{url}/v1/models").json()["data"]
+                instances = client.get(f"{url}/health").json()["instances"] if listed else []
+        except (httpx.TransportError, KeyError, ValueError):
+            return {}
+        found = {one["instance_id"]: json.dumps(one) for one in instances}
+        return {i: one for i, one in found.items() if '"generate"' in one and i not in self.killed}
+
+    def both_serve(self) -> bool:
+        return all(len(self.workers(machine)) == 2 for machine in (HERE, THERE))
+
+    def wait_until_serving(self) -> None:
+        wait_until(self.both_serve, START_TIMEOUT, "two workers at both frontends")
+
+    def kill(self, part: str, machine: int) -> None:
+        worker = self.processes["worker", machine]
+        if part == "worker":
+            known = self.workers().items()
+            worker.kill()
+            worker.wait()
+            self.killed |= {i for i, one in known if self.addresses[machine] in one}
+            self.start("worker", machine)
+            return
+        for child in psutil.Process(worker.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+                if child.name() == part:
+                    child.kill()
+
+    def stop(self) -> None:
+        for process in self.processes.values():
+            process.terminate()
+        for process in self.processes.values():
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+        for command in (f"link delete {self.link}", f"netns delete {self.namespace}"):
+            with contextlib.suppress(subprocess.CalledProcessError):
+                self.ip(command)
+
+
+@pytest.fixture(scope="module")
+def machines(
+    request: pytest.FixtureRequest, demo_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Machines]:
+    if request.param == "etcd" and not shutil.which("etcd"):
+        pytest.skip("etcd is not installed")
+    found = Machines(request.param, demo_model, tmp_path_factory.mktemp(request.param))
+    try:
+        try:
+            found.connect()
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"no network namespace: {error.stderr.decode()}")
+        if request.param == "etcd":
+            found.start("etcd", HERE)
+        for part in ("worker", "frontend"):
+            found.start(part, HERE)
+            found.start(part, THERE)
+        found.wait_until_serving()
+        yield found
+    finally:
+        found.stop()
+
+
+def body_of(number: int) -> dict[str, Any]:
+    """Return one of 12 requests: greedy and seeded ones."""
+    kinds: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 1.2, "seed": 7}]
+    prompt = f"What is a KV cache? {number % 12}"
+    return {"prompt": prompt, "max_tokens": 100, "ignore_eos": True, **kinds[number % 2]}
+
+
+async def streamed(
+    machines: Machines, machine: int, body: dict[str, Any], began: asyncio.Event
+) -> Answer:
+    text, url = "", f"http://{machines.addresses[machine]}:{PORT}/v1/completions"
+    asked = {"model": machines.model.name, "stream": True, **body}
+    async with (
+        httpx.AsyncClient(trust_env=False, timeout=SECONDS) as client,
+        client.stream("POST", url, json=asked) as response,
+    ):
+        if response.status_code != 200:
+            return REFUSED
+        async for line in response.aiter_lines():
+            if line.startswith("data: {"):
+                event = json.loads(line.removeprefix("data: "))
+                if "choices" not in event:
+                    return None
+                text += "".join(choice["text"] or "" for choice in event["choices"])
+                began.set()
+    return text
+
+
+async def under_load(
+    machines: Machines, harm: Callable[[], Awaitable[None]] | None = None
+) -> list[Answer]:
+    """Return the answers of streams from both frontends, harmed once all have begun."""
+    began = [asyncio.Event() for _ in range(12)]
+    bodies = [{**body_of(i), "max_tokens": 600} for i in range(12)]
+    running = [
+        asyncio.create_task(streamed(machines, i % 2, body, event))
+        for i, (body, event) in enumerate(zip(bodies, began, strict=True))
+    ]
+    await asyncio.gather(*(event.wait() for event in began))
+    if harm is not None:
+        await harm()
+    return await asyncio.wait_for(asyncio.gather(*running), SECONDS)
+
+
+@pytest.mark.parametrize(
+    ("machines", "harmed"),
+    [*(("etcd", part) for part in ("worker", "tritonserver", "link")), ("file", "worker")],
+    indirect=["machines"],
+)
+def test_streams_of_both_frontends_survive(machines: Machines, harmed: str) -> None:
+    async def harm() -> None:
+        if harmed != "link":
+            machines.kill(harmed, THERE)
+            return
+        machines.ip(f"-n {machines.namespace} link set eth0 down")
+        await asyncio.sleep(3)
+        machines.ip(f"-n {machines.namespace} link set eth0 up")
+
+    undisturbed = asyncio.run(under_load(machines))
+    assert None not in undisturbed
+    assert asyncio.run(under_load(machines, harm)) == undisturbed
+    machines.wait_until_serving()
+
+
+@pytest.mark.parametrize("machines", ["etcd"], indirect=True)
+def test_without_a_worker_streams_end_with_an_error(machines: Machines) -> None:
+    async def harm() -> None:
+        for machine in (HERE, THERE):
+            machines.kill("worker", machine)
+
+    assert asyncio.run(under_load(machines, harm)) == [None] * 12
+    machines.wait_until_serving()
+    assert None not in asyncio.run(under_load(machines))
+
+
+async def load(machines: Machines, kills: list[str]) -> list[Answer | BaseException]:
+    """Return the answers of many streams, while a part is killed again and again."""
+    slots = asyncio.Semaphore(AT_ONCE)
+
+    async def one(number: int) -> Answer:
+        async with slots:
+            asked = streamed(machines, number % 2, body_of(number), asyncio.Event())
+            return await asyncio.wait_for(asked, SECONDS)
+
+    async def kill() -> None:
+        for turn in itertools.count():
+            await asyncio.sleep(KILL_SECONDS)
+            serving = (await asyncio.to_thread(machines.workers)).values()
+            there = [
+                m for m in (HERE, THERE) if any(machines.addresses[m] in one for one in serving)
+            ]
+            # The last worker is not killed: that all would fail then is another test.
+            part = "worker" if turn % 2 == 0 and len(there) == 2 else "tritonserver"
+            kills.append(part)
+            machines.kill(part, there[turn // 2 % len(there)])
+
+    killing = asyncio.create_task(kill())
+    try:
+        return await asyncio.gather(*map(one, range(LOAD)), return_exceptions=True)
+    finally:
+        assert not killing.done(), killing.exception()
+        killing.cancel()
+
+
+@pytest.mark.parametrize("machines", ["etcd"], indirect=True)
+def test_a_thousand_streams_with_a_kill_every_ten_seconds(machines: Machines) -> None:
+    """No stream hangs, breaks or is wrong; a new request may meet the death of its worker."""
+
+    async def undisturbed() -> list[Answer]:
+        asked = (streamed(machines, HERE, body_of(i), asyncio.Event()) for i in range(12))
+        return await asyncio.gather(*asked)
+
+    expected, kills = asyncio.run(undisturbed()), list[str]()
+    answers = asyncio.run(load(machines, kills))
+    refused = answers.count(REFUSED)
+    others = [(i, one) for i, one in enumerate(answers) if one not in (expected[i % 12], REFUSED)]
+    print(f"kills: {kills}, refused: {refused}, others: {others}")
+    assert not others
+    assert refused <= len(kills) * AT_ONCE // 4
+    assert {*kills} == {"worker", "tritonserver"}
+    machines.wait_until_serving()
