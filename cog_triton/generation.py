@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from cog_triton.client.stream import Streams
+from cog_triton.client.tracing import Steps
 from cog_triton.request.admission import Admission, Slot, Tenant
 from cog_triton.request.request import Request, request_parameters, triton_inputs
 from cog_triton.text.detokenizer import IncrementalDetokenizer
@@ -67,9 +68,12 @@ async def generate(
     inputs, parameters = triton_inputs(request), request_parameters(request)
     stream = client.stream(request_id or secrets.token_hex(8), inputs, parameters=parameters)
     place = admission.acquire(tenant) if admission else contextlib.nullcontext(Slot())
-    async with place as slot, contextlib.aclosing(stream):
+    async with Steps("admission") as trace, place as slot, contextlib.aclosing(stream):
+        parameters |= trace.begin("triton")
         async for response in stream:
             text, count, stop_token = _decoded(request, response.ids, detokenizer, stops, hidden)
+            if count and not ids:
+                trace.event("first token")
             ids += response.ids[:count]
             input_tokens = response.input_tokens or input_tokens
             slot.used = len(ids) + (input_tokens or 0)

@@ -48,6 +48,7 @@ TOP_LOG_PROBS = "top_logprobs"  # k: LOG_PROBS has the k likeliest tokens as wel
 # A boolean: with return_log_probs, the first response's LOG_PROBS begins with the prompt's tokens.
 PROMPT_LOG_PROBS = "prompt_logprobs"
 ALLOWED_IDS = "allowed_token_ids"  # ``ids_text`` of the only tokens that are generated
+TRACEPARENT = "traceparent"  # the client's span, as the W3C writes it; a header as well, for Triton
 
 Parameters = Mapping[str, str | int | bool]  # of the types that both of Triton's endpoints take
 NO_PARAMETERS: Parameters = MappingProxyType({})

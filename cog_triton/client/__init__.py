@@ -3,6 +3,7 @@
     stream.py          the interface: a client, its streams, their responses, Triton's errors
     grpc_transport.py  over gRPC, on a connection of h2's
     http_transport.py  over HTTP, by generate_stream
+    tracing.py         spans of an answer and its steps; the tracer
     resume.py          requests that continue on the restarted server
 
 May import ``adapters``, ``errors`` and ``wire``.

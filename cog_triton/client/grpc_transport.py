@@ -83,7 +83,7 @@ class Connection(asyncio.Protocol):
         self._taken = 0  # bytes received and not yet granted to the peer again
         self.usable = True
 
-    def send(self, path: str, message: bytes) -> Stream:
+    def send(self, path: str, message: bytes, traceparent: Any = None) -> Stream:
         """Send a request of one message; an OSError says that the peer takes no more streams."""
         pseudo = {
             ":method": "POST",
@@ -92,6 +92,7 @@ class Connection(asyncio.Protocol):
             ":authority": self._authority,
         }
         headers = {**pseudo, "te": "trailers", "content-type": "application/grpc"}
+        headers |= {wire.TRACEPARENT: traceparent} if traceparent else {}
         try:
             number = self._h2.get_next_available_stream_id()
             self._h2.send_headers(number, headers.items())
@@ -196,7 +197,7 @@ class GrpcClient(TritonClient):
         self._connecting = asyncio.Lock()
         self._disconnected = False
 
-    async def send(self, method: str, request: ProtobufMessage) -> Stream:
+    async def send(self, method: str, request: ProtobufMessage, traceparent: Any = None) -> Stream:
         """Send a request, or raise TritonUnavailable."""
         path, message = f"/inference.GRPCInferenceService/{method}", request.SerializeToString()
         async with self._connecting:
@@ -209,7 +210,7 @@ class GrpcClient(TritonClient):
                         partial(Connection, self._address), host.strip("[]"), int(port)
                     )
                     self._connection = (await asyncio.wait_for(connecting, CONNECT_SECONDS))[1]
-                return self._connection.send(path, message)
+                return self._connection.send(path, message, traceparent)
             except (OSError, asyncio.TimeoutError) as error:
                 problem = str(error) or f"no connection in {CONNECT_SECONDS:g} s"
                 raise errors.TritonUnavailable(f"Triton cannot be reached: {problem}") from None
@@ -241,7 +242,7 @@ class GrpcClient(TritonClient):
         outputs = wire.OUTPUTS if model == wire.IDS_ENSEMBLE else ()
         log_probs = [wire.LOG_PROBS] if "return_log_probs" in inputs else []
         request = infer_request(model, request_id, inputs, [*outputs, *log_probs], parameters)
-        return await self.send(INFER, request)
+        return await self.send(INFER, request, parameters.get(wire.TRACEPARENT))
 
     def _parse(self, message: bytes) -> tuple[Outputs, bool]:
         response = parse(message)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from cog_triton import errors
 from cog_triton.client.stream import CLOSED, Arrivals, Inputs, Outputs, TritonClient
-from cog_triton.wire import LOG_PROBS, NO_PARAMETERS, OUTPUTS, Parameters
+from cog_triton.wire import LOG_PROBS, NO_PARAMETERS, OUTPUTS, TRACEPARENT, Parameters
 
 CONNECT_SECONDS = 10.0
 STALL_SECONDS = 20.0
@@ -69,7 +69,9 @@ class HttpClient(TritonClient):
         tensors = {name: json_value(value) for name, value in inputs.items()}
         url, body = f"{self._models}/{model}/generate_stream", {"id": request_id, **tensors}
         try:
-            async with self._session.post(url, json={**body, **parameters}) as reply:
+            headers = {name: str(parameters[name]) for name in parameters.keys() & {TRACEPARENT}}
+            body |= parameters
+            async with self._session.post(url, json=body, headers=headers) as reply:
                 if reply.content_type != "text/event-stream":  # an early error is a plain object
                     plain = await reply.read()
                     if plain or not reply.ok:

@@ -13,6 +13,7 @@ from cog_triton import wire
 from cog_triton.adapters.directory import check_adapter
 from cog_triton.client.resume import ResumingClient
 from cog_triton.client.stream import Streams
+from cog_triton.client.tracing import tracer
 from cog_triton.deployment import preparation
 from cog_triton.deployment.preparation import EngineName
 from cog_triton.deployment.running import Supervisor, run_server, timed
@@ -51,6 +52,7 @@ class Deployment:
     opened: contextlib.AsyncExitStack = field(default_factory=contextlib.AsyncExitStack)
 
     def __post_init__(self) -> None:
+        tracer(self.settings.otel_endpoint)
         self.limits = text_limits(self.tokenizer, self.context_length)
 
     @classmethod

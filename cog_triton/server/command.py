@@ -103,6 +103,7 @@ def command(
             *launch.launcher,
             str(server),
             *(f"--{name}={value}" for name, value in options.items()),
+            *traces(settings.otel_endpoint),
             "--disable-auto-complete-config",
             *launch.options,
             *(follower_options if rank else launch.first_rank_options),
@@ -117,6 +118,16 @@ def command(
         prefix = f"{shm_prefix}{rank}_"
         parts += [":", "-n", "1", *guarded(str(rank), prefix, timeout, of_rank(rank, prefix))]
     return [*_MPIRUN.split(), *parts[1:]]
+
+
+def traces(endpoint: str | None) -> list[str]:
+    """Return the options for spans of requests that bring a ``traceparent``, and of no others."""
+    if not endpoint:
+        return []
+    url = f"opentelemetry,url={endpoint.rstrip('/')}/v1/traces"
+    name = "opentelemetry,resource=service.name=tritonserver"
+    words = ["mode=opentelemetry", "level=TIMESTAMPS", "rate=0", url, name]
+    return [f"--trace-config={word}" for word in words]
 
 
 def guarded(

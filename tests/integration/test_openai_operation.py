@@ -199,15 +199,15 @@ def test_a_collector_gets_a_span_of_each_request(
     trace_service = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
     assert keyed.process.wait(timeout=60) == 0  # which sends what is left
-    messages = map(trace_service.ExportTraceServiceRequest.FromString, spans[1])
+    ours = [body for body in spans[1] if not body.startswith(b"{")]  # Triton's are JSON
+    messages = map(trace_service.ExportTraceServiceRequest.FromString, ours)
     ((span, resource),) = (
         (span, part.resource)
         for message in messages
         for part in message.resource_spans
         for span in part.scope_spans[0].spans
-        if span.trace_id.hex() == TRACE
+        if span.trace_id.hex() == TRACE and span.name == "chat demo"
     )
-    assert span.name == "chat demo"
     values = {item.key: item.value for item in span.attributes}
     usage = ended.json()["usage"]
     assert values["gen_ai.usage.input_tokens"].int_value == usage["prompt_tokens"]

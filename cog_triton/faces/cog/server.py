@@ -15,10 +15,12 @@ import socket
 import threading
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any, cast
 
 _OPEN_FILES = 16_384
+_TRACING = ("opentelemetry", "opentelemetry.sdk")
 
 
 def prepare() -> None:
@@ -49,6 +51,10 @@ def serve(
         settings = read_settings()
     except ConfigurationError:  # which the predictor reports
         settings = read_settings({})
+    if settings.otel_endpoint and all(map(find_spec, _TRACING)):
+        # Cog's own spans, below which ``generate()`` has its; without a word of COG_TRACE_… there are none.
+        os.environ.setdefault("COG_TRACE_CONFIGURED", "true")
+        os.environ.setdefault("COG_TRACE_SAMPLER", "parentbased_always_on")
     # The usual 1,024 are not enough: Cog's server opens one for each of 512 slots, and a request three.
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _OPEN_FILES if most == resource.RLIM_INFINITY else min(_OPEN_FILES, most)

@@ -8,7 +8,7 @@ import contextlib
 import logging
 import os
 from collections.abc import AsyncGenerator
-from typing import Any
+from typing import Any, cast
 
 import uvloop
 from dynamo.common.backend import EngineConfig, LLMEngine, LlmRegistration, WorkerConfig
@@ -33,6 +33,7 @@ from dynamo.runtime import Context, DistributedRuntime, Endpoint
 
 from cog_triton import errors
 from cog_triton.adapters.directory import adapter_names
+from cog_triton.client.tracing import go_below
 from cog_triton.deployment import Deployment
 from cog_triton.deployment.attached import address_of, attach
 from cog_triton.deployment.preparation import context_length, model_name
@@ -157,7 +158,7 @@ class Engine(LLMEngine):
         The deployment's generator wants one task for its whole life; Dynamo asks for each chunk in its own.
         """
         chunks: asyncio.Queue[dict[str, Any] | DynamoException | None] = asyncio.Queue()
-        answering = asyncio.create_task(self._answer(request, context.id(), chunks))
+        answering = asyncio.create_task(self._answer(request, context, chunks))
         self._running[context.id()] = answering
         try:
             while (chunk := await chunks.get()) is not None:
@@ -173,8 +174,9 @@ class Engine(LLMEngine):
         if (answering := self._running.get(context.id())) is not None:
             answering.cancel()
 
-    async def _answer(self, body: Body, request_id: str, chunks: asyncio.Queue[Any]) -> None:
-        end: Any = None
+    async def _answer(self, body: Body, context: Context, chunks: asyncio.Queue[Any]) -> None:
+        end, request_id = cast(Any, None), context.id()
+        go_below(context.trace_headers() or {})
         try:
             async with contextlib.aclosing(self._chunks(body, request_id)) as made:
                 async for chunk in made:

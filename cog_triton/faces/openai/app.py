@@ -27,7 +27,7 @@ from cog_triton.faces.openai import completions, messages, responses
 from cog_triton.faces.openai.errors import MESSAGES_PATH, ApiError
 from cog_triton.faces.openai.exchange import ERRORS, MESSAGE_ERRORS, client_error, error_response
 from cog_triton.faces.openai.keys import Key, Keys
-from cog_triton.faces.openai.served import CURRENT, Call, FromApp, Served
+from cog_triton.faces.openai.served import CURRENT, Call, FromApp, Served, begin_span
 
 router = APIRouter()
 logger = logging.getLogger("cog_triton.faces.openai.operation")  # as docs/openai.md shows its lines
@@ -220,6 +220,7 @@ class Calls:
             await send(message)
 
         token, entered = CURRENT.set(call), False
+        end_span = begin_span(served.tracer, headers)
         try:
             if served.keys is not None and call.path not in self._open:
                 call.key = _key(served.keys, headers)
@@ -237,7 +238,7 @@ class Calls:
                 self._quotas.leave(call.key, call.input_tokens + call.output_tokens)
             served.figures.ended(call)
             log_call(call)
-            served.export(call, headers)
+            end_span(call)
 
 
 def _key(keys: Keys, headers: Headers) -> Key:

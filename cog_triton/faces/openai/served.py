@@ -25,6 +25,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from starlette.datastructures import Headers
 
 from cog_triton.adapters.directory import adapter_names
+from cog_triton.client.tracing import SERVICE, go_below, tracer
 from cog_triton.deployment.deployment import Deployment, queue_metrics
 from cog_triton.errors import CogTritonError, shown
 from cog_triton.faces.openai.errors import RETRY_SECONDS, ApiError
@@ -39,7 +40,6 @@ CHARACTERS_PER_TOKEN = 4
 HISTOGRAMS = yaml.safe_load(Path(__file__).with_name("figures.yaml").read_text(encoding="utf-8"))
 TEXT = "As vLLM's of this name; see docs/openai.md."
 REFRESH_SECONDS = 1.0
-SERVICE = "cog-triton"
 logger = logging.getLogger(__name__)
 LAST_SECONDS = 2.0  # for requests that were ended by force to send their clients the error
 POLL_SECONDS = 0.05
@@ -180,41 +180,27 @@ class Figures:
             observe["time_to_first_token_seconds"](call.first_token)
 
 
-def tracing(endpoint: str | None) -> Callable[[Call, Headers], object]:
-    """Return the function that exports an ended call as a span below its client's ``traceparent``."""
-    if not endpoint:
-        return lambda *_: None
-    try:
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-        from opentelemetry.sdk.resources import OTELResourceDetector, Resource
-        from opentelemetry.sdk.trace import TracerProvider
-        from opentelemetry.sdk.trace.export import BatchSpanProcessor
-        from opentelemetry.trace import SpanKind, StatusCode
-        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-    except ImportError as error:
-        logger.warning("no traces: %s (pip install cog-triton[otel])", error)
-        return lambda *_: None
-    named = Resource({"service.name": SERVICE}).merge(OTELResourceDetector().detect())
-    provider = TracerProvider(resource=named)
-    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
-    tracer = provider.get_tracer("cog_triton")
+def begin_span(tracer: Any, headers: Headers) -> Callable[[Call], object]:
+    """Begin a request's span, below its client's ``traceparent``; return the function that ends it."""
+    if tracer is None:
+        return lambda _: None
+    from opentelemetry import context, trace
 
-    def export(call: Call, headers: Headers) -> None:
+    go_below(headers)
+    span = tracer.start_span("request", kind=trace.SpanKind.SERVER)
+    context.attach(trace.set_span_in_context(span))  # of this request's task, which ends with it
+
+    def end(call: Call) -> None:
         if not call.model:
-            return
-        end, values = time.time_ns(), attributes(call)
-        span = tracer.start_span(
-            f"{values['gen_ai.operation.name']} {call.model}",
-            context=TraceContextTextMapPropagator().extract(dict(headers)),
-            kind=SpanKind.SERVER,
-            attributes=values,
-            start_time=end - int(call.seconds() * 1e9),
-        )
+            return  # what has not ended is not exported
+        values = attributes(call)
+        span.update_name(f"{values['gen_ai.operation.name']} {call.model}")
+        span.set_attributes(values)
         if "error.type" in values:
-            span.set_status(StatusCode.ERROR)
-        span.end(end)
+            span.set_status(trace.StatusCode.ERROR)
+        span.end()
 
-    return export
+    return end
 
 
 def attributes(call: Call) -> dict[str, Any]:
@@ -252,7 +238,7 @@ class Served:
         self.settings, processes = self.backend.settings, self.backend.settings.openai_workers
         self.keys, self.quotas = configured_keys(self.settings), Quotas(processes)
         self.figures = Figures(self.models[0], self.backend.admission, processes)
-        self.export = tracing(self.settings.otel_endpoint)
+        self.tracer = tracer(self.settings.otel_endpoint)
 
     def generate(self, requests: Sequence[Request]) -> list[Chunks]:
         """Start requests, under ids in Triton that begin with the client's, which may come again."""

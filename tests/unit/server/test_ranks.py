@@ -40,6 +40,8 @@ def under_guard(rank: int, *options: str) -> list[str]:
 
 def test_one_server() -> None:
     assert line({}) == SERVER
+    traced = line({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4318/"})
+    assert "--trace-config=opentelemetry,url=http://c:4318/v1/traces" in traced
 
 
 def test_the_parts_of_tritons_api_that_are_closed() -> None:

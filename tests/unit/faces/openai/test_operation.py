@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from cog_triton.client.tracing import tracer
 from cog_triton.errors import TritonOverloaded, TritonTimeout
-from cog_triton.faces.openai.served import tracing
 from cog_triton.faces.openai.server import invitation
 from cog_triton.generation import Chunk
 from cog_triton.settings import read_settings
@@ -103,7 +103,7 @@ def test_without_its_packages_there_are_no_spans(
     exporter = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     monkeypatch.delitem(sys.modules, exporter, raising=False)
-    tracing("http://127.0.0.1:9")
+    tracer("http://127.0.0.1:9")
     assert "no traces: " in caplog.text
     assert "pip install cog-triton[otel]" in caplog.text
 
