@@ -348,17 +348,3 @@ def test_copies(tab: Tab) -> None:
             tab.page.get_by_text("Copied").wait_for(state="detached")
     run = subprocess.run(["bash", "-c", commands[-1]], capture_output=True, text=True)
     assert run.stdout.endswith("data: [DONE]\n\n"), run.stderr
-
-
-@pytest.mark.rare
-def test_a_narrow_screen(tab: Tab) -> None:
-    tab.page.set_viewport_size({"width": 360, "height": 640})
-    tab.page.reload()
-    settings = tab.page.get_by_role("complementary", name="Settings")
-    assert settings.is_hidden()
-    tab.ask()
-    assert tab.page.evaluate("document.documentElement.scrollWidth") == 360
-    tab.page.get_by_role("button", name="Settings").click()
-    assert settings.is_visible()
-    tab.page.keyboard.press("Escape")
-    assert settings.is_hidden()

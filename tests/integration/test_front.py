@@ -92,32 +92,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield running
 
 
-# The faults of Cog's server. When one is mended, a test fails here, and a part of the front can go.
-
-
-def test_without_the_front_ids_make_directories_anywhere_and_take_slots_for_good(
-    tmp_path: Path,
-) -> None:
-    with serving(tmp_path, "cog.server.http") as bare:
-        name = f"../../..{tmp_path}/anywhere"
-        reply = bare.client.post("/predictions", json={"id": name, "input": {}})
-        assert reply.status_code == 200
-        assert (tmp_path / "anywhere").is_dir()
-        body = json.dumps({"input": {}, "x": "x" * (20 << 20)})
-        assert bare.client.post("/predictions", content=body, headers=JSON).status_code == 200
-        left = predictions.DIRECTORY / bare.ask().json()["id"]
-        assert left.is_dir()
-        shutil.rmtree(left)
-        for _ in range(SLOTS):
-            bare.client.put("/predictions/%00", json={"input": {}})
-        assert bare.status() == "BUSY"
-        assert bare.ask().status_code == 409
-        bare.process.kill()  # it does not end while slots are lost
-
-
-# What the front does about them
-
-
 @pytest.mark.parametrize("identifier", ["%00", "a" * 129, "..%2fx", "%2e%2e", "%ff"])
 def test_a_bad_id_never_reaches_cog(server: Server, identifier: str) -> None:
     path = f"/predictions/{identifier}"

@@ -225,17 +225,6 @@ def test_streams_of_both_frontends_survive(machines: Machines, harmed: str) -> N
     machines.wait_until_serving()
 
 
-@pytest.mark.parametrize("machines", ["etcd"], indirect=True)
-def test_without_a_worker_streams_end_with_an_error(machines: Machines) -> None:
-    async def harm() -> None:
-        for machine in (HERE, THERE):
-            machines.kill("worker", machine)
-
-    assert asyncio.run(under_load(machines, harm)) == [None] * 12
-    machines.wait_until_serving()
-    assert None not in asyncio.run(under_load(machines))
-
-
 async def load(machines: Machines, kills: list[str]) -> list[Answer | BaseException]:
     """Return the answers of many streams, while a part is killed again and again."""
     slots = asyncio.Semaphore(AT_ONCE)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
+
+import pytest
 
 from cog_triton import cli
 from cog_triton.settings import VARIABLES
@@ -12,7 +15,8 @@ from tests.support import ROOT
 DEPLOY = ROOT / "deploy" / "openai"
 
 
-def test_systemd() -> None:
+def test_systemd(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", {})  # the command's options set some
     text = (DEPLOY / "cog-triton-openai.service").read_text()
     assert set(re.findall(r"^Environment=(\w+)=", text, re.MULTILINE)) <= set(VARIABLES)
     (command,) = re.findall(r"^ExecStart=\S+/cog-triton openai (.*)$", text, re.MULTILINE)

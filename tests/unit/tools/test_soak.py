@@ -15,7 +15,7 @@ import psutil  # type: ignore[import-untyped, unused-ignore]
 import pytest
 
 from cog_triton.cli import main
-from tests.support import ROOT, load_cases
+from tests.support import load_cases
 from tools.benchmark.targets import Endpoints, Inputs, Target
 from tools.server_sent_events import CUT, AnswerError, Part
 from tools.soak import load, watch
@@ -194,10 +194,3 @@ def test_a_server_that_cannot_be_started_is_status_2(
     given = ["--engine", "simulated", *arguments, "--artifact-dir", str(tmp_path)]
     assert main(["soak", *given]) == 2
     assert reason in capsys.readouterr().err
-
-
-def test_make_hands_its_variables_on() -> None:
-    command = ["make", "-n", "soak", "MINUTES=2", "CHAOS=1", "STREAMS=8", "KILLS=5"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
-    words = " ".join(done.stdout.replace("\\\n", " ").split())
-    assert "scripts/soak.py --minutes 2 --streams 8 --chaos --kills 5" in words
