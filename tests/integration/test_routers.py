@@ -15,7 +15,7 @@ import psutil  # type: ignore[import-untyped, unused-ignore]
 import pytest
 
 from tests.openai_server import OpenAIServer
-from tests.support import ROOT, wait_until
+from tests.support import ROOT, START_TIMEOUT, wait_until
 
 pytestmark = pytest.mark.rare
 
@@ -38,9 +38,14 @@ class Router(OpenAIServer):
             return int(self.get("/readiness").json().get("healthy_workers", 0))
         return 0
 
-    def _is_ready(self) -> bool:
-        assert self.process.poll() is None, self.log.read_text()[-3000:]
-        return self.healthy_faces() == 2 or "is ready at" in self.log.read_text()
+    def wait_for_line(self, text: str = "") -> None:  # noqa: ARG002
+        """Wait for both faces; of Ray's, a line tells."""
+
+        def both_serve() -> bool:
+            assert self.process.poll() is None, self.log.read_text()[-3000:]
+            return self.healthy_faces() == 2 or "is ready at" in self.log.read_text()
+
+        wait_until(both_serve, START_TIMEOUT, "both faces behind the router")
 
     def running_requests(self) -> int:
         return sum(load["num_running_reqs"] for load in self.get("/get_loads").json()["loads"])
