@@ -92,8 +92,8 @@ scale: $(DYNAMO_STAMP)
 test: $(DEVELOPED)
 	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadgroup -m "not rare"
 
-# And the rarer cases: other Pythons, what computes with the kernels of other processors, and Dynamo.
-test-all: environments test $(DYNAMO_STAMP)
+# And the rarer cases: other Pythons, and what computes with the kernels of other processors.
+test-all: environments test
 	$(BIN)/python -m pytest -q -rs -n auto --maxprocesses 4 --dist loadgroup -m rare
 
 # The fast half, on all cores, but for the few that take seconds.

@@ -199,7 +199,7 @@ async def under_load(
         asyncio.create_task(streamed(machines, i % 2, body, event))
         for i, (body, event) in enumerate(zip(bodies, began, strict=True))
     ]
-    await asyncio.gather(*(event.wait() for event in began))
+    await asyncio.wait_for(asyncio.gather(*(event.wait() for event in began)), SECONDS)
     if harm is not None:
         await harm()
     return await asyncio.wait_for(asyncio.gather(*running), SECONDS)

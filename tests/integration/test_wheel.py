@@ -58,7 +58,7 @@ def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def output_of(*command: str | Path, directory: Path) -> str:
     done = subprocess.run(
-        command, cwd=directory, capture_output=True, text=True, timeout=START_TIMEOUT
+        command, cwd=directory, capture_output=True, text=True, timeout=2 * START_TIMEOUT
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
