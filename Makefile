@@ -30,7 +30,7 @@ VLLM_ANSWERS := $(addprefix tests/integration/test_generation.py::, \
 		test_a_seed_is_drawn_logged_and_gives_the_same_text_again \
 		test_streamed_chunks_join_to_the_answer test_template_system_prompt_and_stop_sequences)
 
-.PHONY: setup setup-dev environments predict serve openai scale test test-all test-unit test-clients test-vllm \
+.PHONY: setup setup-dev predict serve openai scale test test-all test-unit test-clients test-vllm \
 	test-dynamo demo-model bench soak lint fix docs lock audit clean
 
 setup: $(STAMP)
@@ -64,11 +64,6 @@ $(RAY_STAMP): pyproject.toml
 	@PYTHON=$(PYTHON) scripts/install.sh .venv-ray --editable .[local,ray]
 	@touch $@
 
-# Of what others wrote; the tests of what cannot be installed are skipped.
-environments: $(DEVELOPED)
-	-@$(MAKE) $(CLIENTS_STAMP)
-	-@$(MAKE) $(RAY_STAMP)
-
 # Ctrl-C reaches make as well, which ends with status 130 by itself once the command has ended.
 predict: $(STAMP)
 	@trap : INT; $(BIN)/python scripts/run_prediction.py "$(PROMPT)" || test $$? = 130
@@ -93,7 +88,7 @@ test: $(DEVELOPED)
 	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadgroup -m "not rare"
 
 # And the rarer cases: other Pythons, and what computes with the kernels of other processors.
-test-all: environments test
+test-all: test
 	$(BIN)/python -m pytest -q -rs -n auto --maxprocesses 4 --dist loadgroup -m rare
 
 # The fast half, on all cores, but for the few that take seconds.

@@ -243,14 +243,12 @@ def test_no_stream_is_lost_and_all_answers_are_the_same(scaled: Scaled, killed: 
     moved = scaled.log.read_text().count(MOVED) - before
     assert moved >= STREAMS // 4 if killed == "worker" else moved == 0
     wait_until(lambda: len(scaled.workers()) == 2, START_TIMEOUT, "two workers again")
-    health = f"{scaled.url}/health"
 
     def serving() -> bool:
-        instances = httpx.get(health, trust_env=False).json()["instances"]
-        listed = [one["endpoint"] for one in instances].count("generate")
+        instances = httpx.get(f"{scaled.url}/health", trust_env=False).json()["instances"]
         # A killed worker is listed for a while, and gets its share of requests.
-        answers = [scaled.post(prompt=PROMPT, max_tokens=1) for _ in range(4)]
-        return listed == 2 and all(answer.status_code == 200 for answer in answers)
+        codes = {scaled.post(prompt=PROMPT, max_tokens=1).status_code for _ in range(4)}
+        return [one["endpoint"] for one in instances].count("generate") == 2 and codes == {200}
 
     wait_until(serving, START_TIMEOUT, "two workers that serve")
 
