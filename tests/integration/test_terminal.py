@@ -265,7 +265,7 @@ def test_a_part_that_is_killed_is_an_error_and_nothing_outlives_it(
     """The engine's is one with EXIT_ON_FAILURE."""
     environment = simulated(demo_model, EXIT_ON_FAILURE="true", TRITON_RESTARTS="0")
     with Terminal(SERVE, environment, tmp_path) as terminal:
-        terminal.wait_for("ready:")
+        terminal.wait_for("}}'\r\n")
         there = {terminal.process.pid, *children(terminal.process.pid)}
         (pid,) = there & set(processes(process))
         os.kill(pid, signal.SIGKILL)

@@ -8,7 +8,7 @@ import contextlib
 import logging
 import os
 from collections.abc import AsyncGenerator
-from typing import Any, cast
+from typing import Any
 
 import uvloop
 from dynamo.common.backend import EngineConfig, LLMEngine, LlmRegistration, WorkerConfig
@@ -175,10 +175,10 @@ class Engine(LLMEngine):
             answering.cancel()
 
     async def _answer(self, body: Body, context: Context, chunks: asyncio.Queue[Any]) -> None:
-        end, request_id = cast(Any, None), context.id()
+        end: Any = None
         go_below(context.trace_headers() or {})
         try:
-            async with contextlib.aclosing(self._chunks(body, request_id)) as made:
+            async with contextlib.aclosing(self._chunks(body, context.id())) as made:
                 async for chunk in made:
                     chunks.put_nowait(chunk)
         except asyncio.CancelledError:
@@ -192,7 +192,7 @@ class Engine(LLMEngine):
         except errors.CogTritonError as error:
             end = Unknown(str(error))
         except Exception as error:
-            logger.exception("request %s", request_id)
+            logger.exception("request %s", context.id())
             end = Unknown(f"{type(error).__name__}: {error}")
         chunks.put_nowait(end)
         chunks.put_nowait(None)
