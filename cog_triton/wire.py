@@ -33,7 +33,7 @@ DIMS = {
 OUTPUTS = tuple(DIMS)  # INT32
 LOG_PROBS = "output_log_probs"  # FP32, [beams, values]; see ``packed_log_probs``
 
-# Parameters of a request, which are no tensors. The C++ backend takes no notice of them.
+# Parameters of a request, which are not tensors. The C++ backend takes no notice of them.
 
 IDS_ONLY = "ids_only"  # answer with token ids only
 COUNTED_IDS = "counted_ids"  # the same, each response's ids behind the count of all ids so far
@@ -80,7 +80,7 @@ def packed_log_probs(
 ) -> npt.NDArray[Any]:
     """Make the value of ``LOG_PROBS``, without batch and beams: float32, [tokens * (1 + 2 * top)].
 
-    Each token's log probability is followed by ``top`` ids, and by their log probabilities; -1 is no id.
+    Each token's log probability is followed by ``top`` ids, and by their log probabilities; -1 is unset.
     (A float32 holds ids up to 2**24 exactly.) With ``top`` 0 this is TensorRT-LLM's form. Before them stand
     those of the prompt's tokens, each the first of its own alternatives: [prompt * (3 + 2 * top)].
     """

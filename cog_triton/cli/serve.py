@@ -71,7 +71,7 @@ def environment(given: Mapping[str, str]) -> dict[str, str]:
 def why_not_free(host: str, port: str) -> str:
     """Return the reason why nothing can listen on a port; empty if something can."""
     if not port.isdecimal() or not 0 < int(port) < 65536:
-        return f"PORT={port} is no number of a port"
+        return f"PORT={port} is not a port"
     try:
         socket.create_server((host, int(port))).close()
     except OSError as error:

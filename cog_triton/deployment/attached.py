@@ -192,7 +192,7 @@ class TextDeployment(Deployment):
             if target in self.known:
                 inputs[target] = value
             elif name not in NOT_NEEDED:
-                raise InvalidParameter(f"{name} is no input of this Triton's ensemble")
+                raise InvalidParameter(f"{name} is not an input of this Triton's ensemble")
         return inputs
 
 

@@ -153,7 +153,7 @@ def _guide(inputs: Mapping[str, Array], i: int) -> Guide | None:
     for name in ("guided_decoding_guide_type", "guided_decoding_guide"):
         values = inputs.get(name, _EMPTY)
         value = values.reshape(len(values), -1)[i, 0] if values.size else ""
-        # What is no Unicode is refused as such with the request.
+        # Text that is not Unicode is refused with the request.
         texts.append(value.decode(errors="surrogateescape") if isinstance(value, bytes) else value)
     kind, text = texts
     if not kind and not text:

@@ -80,7 +80,7 @@ def engine_guide(guide: Guide) -> Guide:
         try:
             value = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"the guide is no JSON: {error}") from None
+            raise ValueError(f"the guide is not JSON: {error}") from None
     if kind is GuideKind.JSON_SCHEMA and not isinstance(value, dict):
         raise ValueError("a JSON schema must be an object")
     if kind is GuideKind.CHOICE:

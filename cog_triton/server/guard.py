@@ -230,7 +230,7 @@ def kill_descendants(besides: int | None = None) -> list[str]:
         own = _descendants().values()
         return [p for p in own if p.parent == os.getpid() and p.pid != besides]
 
-    # Each round makes the children of the killed this process's own. Process groups are no help: mpirun
+    # Each round makes the children of the killed this process's own. Process groups do not help: mpirun
     # gives every rank one.
     names = []
     while killed := [p for p in children() if _TRACKER not in _command_line(p.pid)]:

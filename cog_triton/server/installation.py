@@ -45,7 +45,7 @@ def locate(settings: Settings, container_root: Path = CONTAINER_ROOT) -> Install
     if settings.tritonserver:
         server = settings.tritonserver.resolve()
         if not server.is_file():
-            raise ConfigurationError(f"TRITONSERVER={settings.tritonserver} is no file")
+            raise ConfigurationError(f"TRITONSERVER={settings.tritonserver} is not a file")
     found = _wheel()
     if found is None or (server.is_file() and server != found.server.resolve()):
         found = Installation(server, server.parent.parent / "backends")

@@ -76,7 +76,7 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Tokenizer:
 def _problem(name: str, error: Exception) -> str:
     directory = Path(name)
     if not directory.is_dir() and name.startswith(("/", ".")):
-        return f"no tokenizer could be loaded from {name!r}, which is no directory"
+        return f"no tokenizer could be loaded from {name!r}, which is not a directory"
     if directory.is_dir() and not any(any(directory.glob(pattern)) for pattern in _FILES):
         return f"{name} holds no tokenizer: there is no tokenizer.json, tokenizer.model or the like"
     if (directory / "tokenizer.model").is_file() and not (directory / "tokenizer.json").exists():

@@ -104,7 +104,7 @@ def fetch(
             return _fetch_tar(path.as_uri(), str(path), cache, expected, path)
         if expected is not None:
             raise ConfigurationError(
-                f"a checksum was given, but {source} is no tar file; for Hugging Face, pin a commit "
+                f"a checksum was given, but {source} is not a tar file; for Hugging Face, pin a commit "
                 "with org/name@commit"
             )
         directory = path if path.exists() else fetch_from_hub(source, token)

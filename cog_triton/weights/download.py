@@ -195,16 +195,16 @@ UNUSED_FORMATS = ("original/*", "*.gguf", "*.h5", "*.msgpack", "*.onnx")
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")  # files that a tokenizer does not need
 HUB_ID = re.compile(r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>\S+))?", re.ASCII)
 _OFFLINE = (
-    "is no directory that exists here, nor complete in the Hugging Face cache, and Hugging Face cannot be "
+    "is not a local directory and not complete in the Hugging Face cache, and Hugging Face cannot be "
     "reached or is turned off (HF_HUB_OFFLINE); check the network, or name a local directory"
 )
 _HUB_PROBLEMS = {
     "GatedRepoError": "is gated: accept its terms on huggingface.co, and set a token (HF_TOKEN) of the "
     "account that did",
     "RevisionNotFoundError": "has no such revision; check what follows the @",
-    "RepositoryNotFoundError": "is no directory that exists here, and Hugging Face has no such repository "
-    "or shows it to others only; check the name, or set a token (HF_TOKEN) that may read it",
-    "HFValidationError": "is no valid Hugging Face id; write org/name@revision",
+    "RepositoryNotFoundError": "is not a local directory, and Hugging Face has no such repository "
+    "or shows it only to others; check the name, or set a token (HF_TOKEN) that may read it",
+    "HFValidationError": "is not a valid Hugging Face id; write org/name@revision",
     "LocalEntryNotFoundError": _OFFLINE,
     "OfflineModeIsEnabled": _OFFLINE,
 }
@@ -215,7 +215,7 @@ def fetch_from_hub(source: str, token: str | None, without: tuple[str, ...] = ()
     match = HUB_ID.fullmatch(source)
     if not match:
         raise ConfigurationError(
-            f"{source!r} is no file or directory that exists, and neither a URL nor a Hugging Face "
+            f"{source!r} is not a local file or directory, a URL, or a Hugging Face "
             "id (org/name or org/name@revision)"
         )
     # Imported here, because it takes a while and most deployments have their files in place.

@@ -236,7 +236,7 @@ def test_a_port_in_use_is_the_last_line(tmp_path: Path) -> None:
         piped = script("serve.py", environ={"PORT": port})
     assert piped.returncode == 1
     assert json.loads(piped.stderr)["fields"]["message"] == f"port {port} is in use"
-    assert "PORT=x is no number" in script("serve.py", environ={"PORT": "x"}).stderr
+    assert "PORT=x is not a port" in script("serve.py", environ={"PORT": "x"}).stderr
 
 
 def test_serve_ends_when_setup_fails_and_says_why_last(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ class Watch:
     def __init__(self, pid: int | None = None) -> None:
         self.pid = pid or os.getpid()
         self.parts: dict[psutil.Process, Watched] = {}
-        self.killed: list[Watched] = []  # parts whose end is no crash
+        self.killed: list[Watched] = []  # parts whose end is not a crash
 
     def sample(self) -> None:
         now = time.time()

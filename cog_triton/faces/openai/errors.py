@@ -33,7 +33,7 @@ class ApiError(Exception):
     headers: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        # They may have some of the request in them, which may be no Unicode.
+        # They may have some of the request in them, which may not be Unicode.
         self.message = self.message.encode(errors="replace").decode()
         self.param = self.param and self.param.encode(errors="replace").decode()
 

@@ -97,7 +97,7 @@ def parsed(raw: bytes) -> Any:
     except InvalidParameter as error:
         raise invalid(error.message) from None
     except (ValueError, RecursionError) as error:
-        raise invalid(f"the body is no JSON: {error}") from None
+        raise invalid(f"the body is not JSON: {error}") from None
 
 
 def body_error(error: ValidationError, value: Any) -> ApiError:

@@ -22,7 +22,7 @@ async def work(
 ) -> None:
     """Serve on a socket that was handed down, by its descriptor, until a signal comes; see ``attach``."""
     ready = os.dup(1)
-    os.dup2(2, 1)  # what a library prints is no sign of being ready
+    os.dup2(2, 1)  # what a library prints does not say that it is ready
     settings = read_settings()
     log_to(settings.log_level)
     end_with_parent()

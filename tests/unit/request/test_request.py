@@ -264,7 +264,7 @@ def test_classes_of_an_expression_are_ascii_for_every_engine(expression: str, as
         assert engine_guide(Guide(kind, expression)) == Guide(kind, expression)
 
 
-DEEP = {"kind": "json_schema", "text": "[" * 100_000, "why": "the guide is no JSON: "}
+DEEP = {"kind": "json_schema", "text": "[" * 100_000, "why": "the guide is not JSON: "}
 
 
 @pytest.mark.parametrize("case", [*CASES["guides"], DEEP])

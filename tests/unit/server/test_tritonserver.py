@@ -43,7 +43,7 @@ def test_the_setting_comes_before_the_container_and_that_before_the_wheel(tmp_pa
 
 @pytest.mark.parametrize(
     ("variable", "message"),
-    [("TRITONSERVER", "TRITONSERVER=.*is no file"), ("TRITONSERVER_BACKEND_DIR", "no Python back")],
+    [("TRITONSERVER", "TRITONSERVER=.*not a file"), ("TRITONSERVER_BACKEND_DIR", "no Python back")],
 )
 def test_a_setting_that_names_no_server(variable: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=message):
