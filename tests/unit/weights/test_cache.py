@@ -159,7 +159,7 @@ def test_two_processes_take_turns(site: Site, monkeypatch: pytest.MonkeyPatch) -
     site.serve(wait=held)
     command = [sys.executable, "-c", FETCH, f"{site.url}/m.tar", str(site.cache)]
     other = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    assert site.arrived.acquire(timeout=15)  # so the other has the lock, and waits for the body
+    assert site.arrived.acquire(timeout=60)  # so the other has the lock, and waits for the body
 
     def log(text: str, *_: object) -> None:
         waiting.append(text)
@@ -167,7 +167,7 @@ def test_two_processes_take_turns(site: Site, monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr("cog_triton.weights.cache.logger.info", log)
     found = site.fetch()
-    assert found == Path(other.communicate(timeout=10)[0].strip())
+    assert found == Path(other.communicate(timeout=60)[0].strip())
     assert waiting == ["waiting for another process to fetch %s"]
     assert contents(found) == FILES
     assert site.statuses == [200, 304]
