@@ -32,7 +32,6 @@ _LEVELS = {"TRACE": 5, "DEBUG": 10, "INFO": 20, "WARN": 30, "ERROR": 40}
 _OF_LOGGING = {"WARNING": "WARN", "CRITICAL": "ERROR"}
 _LABELS = {"WARN": (YELLOW, "warning:"), "ERROR": (RED, "error:")}
 _LOGGED = re.compile(r"(DEBUG|INFO|WARNING|ERROR|CRITICAL) ([\w.]+): (.*)", re.DOTALL)
-_NO_WARNING = re.compile(r"predict\(\) is deprecated")  # the name that the project keeps
 # What Cog's server puts before the text of an error: words of its own, and the exception's class.
 WRAPPING = re.compile(r".*setup failed: (\w+: )?", re.DOTALL)
 # The error that ends the start repeats these.
@@ -62,7 +61,7 @@ class LogReader:
             fields, text = line["fields"], line["fields"]["message"]
         except (ValueError, KeyError, TypeError):
             return line_of("INFO", "python", raw)
-        if _NO_WARNING.search(text):
+        if "predict() is deprecated" in text:  # the name that the project keeps
             line["level"] = "INFO"
         logged = _LOGGED.match(text)
         if "source" in fields or (logged and line.get("target") == "coglet::user"):  # after setup
@@ -219,6 +218,7 @@ class Serving:
         else:
             starting = self._stage == "starting"
             self._report.say("stopped before it was ready" if starting else "stopped at once")
+            self._report.setLevel(logging.CRITICAL)  # that was its last line; the log may have more
             self._end_at_once()
 
     def _stop(self) -> None:

@@ -6,12 +6,15 @@ import io
 import json
 import os
 import re
+import signal
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 
 from cog_triton.faces.terminal.serving import LogReader, Report, line_of
-from tests.support import load_cases
+from tests.support import ROOT, load_cases
 
 CASES = load_cases(__file__, "terminal.yaml")
 
@@ -105,3 +108,22 @@ def test_a_stream_that_nobody_reads_any_more_ends_nothing(machine: bool) -> None
     reader, writer = os.pipe()
     os.close(reader)
     Report(os.fdopen(writer, "w"), {}, machine=machine).say("x")
+
+
+FLOODED = """
+import asyncio, os, sys
+from cog_triton.faces.terminal.serving import Report, Serving
+report = Report(sys.stderr, os.environ)
+report.setLevel("DEBUG")
+sys.exit(asyncio.run(Serving(report, "", 1.0).run(["yes", "a line"], os.environ)))
+"""
+
+
+def test_the_last_line_says_that_it_was_stopped_however_much_was_logged() -> None:
+    command = [sys.executable, "-c", FLOODED]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline().endswith("a line\n")
+        process.send_signal(signal.SIGINT)
+        *_, last = process.stderr
+    assert (process.returncode, last) == (130, "stopped before it was ready\n")
