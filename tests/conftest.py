@@ -35,7 +35,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     before = session.config.stash[REGIONS_BEFORE]
     try:
         # The guard of a server that was killed a moment ago may still be clearing up.
-        wait_until(lambda: not regions_left() - before, 10, "the removal of shared memory")
+        wait_until(lambda: not regions_left() - before, 60, "the removal of shared memory")
     except AssertionError as error:
         print(f"\n{error}: {sorted(regions_left() - before)}")
         session.exitstatus = pytest.ExitCode.TESTS_FAILED

@@ -91,8 +91,8 @@ def test_what_ends_a_stream_ends_it_in_the_engine(triton: TritonServer, is_stopp
             assert reply.status_code == 200
             found += texts(events)
             assert "".join(found).startswith(ANSWER[:20])
-    wait_until(lambda: engine["stopped"] == stopped + 1, 10, "the stop")
-    wait_until(lambda: engine["active"] == 0, 10, "an idle engine")
+    wait_until(lambda: engine["stopped"] == stopped + 1, 60, "the stop")
+    wait_until(lambda: engine["active"] == 0, 60, "an idle engine")
 
 
 @pytest.mark.rare

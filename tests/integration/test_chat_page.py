@@ -162,7 +162,7 @@ def test_a_stop_ends_the_request_in_the_engine(
     tab.ended()
     assert tab.facts()[1] == "stopped"
     assert tab.text()
-    wait_until(lambda: simulated.engine["active"] == 0, 10, "the end of the request")
+    wait_until(lambda: simulated.engine["active"] == 0, 60, "the end of the request")
     assert simulated.engine["stopped"] == stopped + 1
     assert stop.is_hidden()
 

@@ -52,7 +52,7 @@ def test_connections_to_the_served_predictor_send_at_once(cog_server: CogServer)
     assert nodelay(cog, listens_on(cog_server.port)) == [1]
     with socket.create_connection(("127.0.0.1", cog_server.port)) as client:
         ours = client.getsockname()
-        accepted = wait_until(lambda: nodelay(cog, lambda s: s.getpeername() == ours), 10, "it")
+        accepted = wait_until(lambda: nodelay(cog, lambda s: s.getpeername() == ours), 60, "it")
         assert accepted == [1]
 
 

@@ -106,7 +106,7 @@ def test_what_does_not_end_in_time_may_be_sent_again_and_nothing_is_left(
         ends = [
             pool.submit(server.predict, prompt="Hi", max_tokens=2000) for _ in range(RUNNING + 1)
         ]
-        wait_until(lambda: running_and_waiting(server) == (RUNNING, 1), 10, "the requests")
+        wait_until(lambda: running_and_waiting(server) == (RUNNING, 1), 60, "the requests")
         assert server.stop() == 0
     for end in ends:
         body = end.result()

@@ -273,5 +273,5 @@ def test_a_batch_with_one_prompt_too_long_is_refused_whole(triton: TritonServer)
     with pytest.raises(AssertionError, match="exceeds maximum input length"):
         infer(triton.endpoints.grpc, rows(QUESTION, "word " * 5000))
     engine = engine_counters(triton)
-    wait_until(lambda: engine["active"] == 0, 10, "the stop of the other prompt")
+    wait_until(lambda: engine["active"] == 0, 60, "the stop of the other prompt")
     assert generate(triton, text_input=QUESTION, max_tokens=500)["text_output"] == ANSWER

@@ -118,7 +118,7 @@ def test_the_ids_of_clients_and_of_the_front_and_that_no_directory_stays(server:
     names = {reply["id"] for reply in [first, second, *drawn]}
     assert len(names) == 7
     left = [predictions.DIRECTORY / name for name in names]
-    wait_until(lambda: not any(path.exists() for path in left), 30, "the sweep")
+    wait_until(lambda: not any(path.exists() for path in left), 60, "the sweep")
 
 
 def exchange(server: Server, data: bytes, *, half_close: bool = False) -> bytes:
@@ -219,7 +219,7 @@ def test_webhooks_and_asynchronous_predictions(server: Server) -> None:
         headers = {"Prefer": "respond-async"}
         reply = server.client.post("/predictions", json=body, headers=headers)
         assert (reply.status_code, reply.json()["status"]) == (202, "starting")
-        wait_until(lambda: len(came) == 2, 10, "the webhook and where it is redirected to")
+        wait_until(lambda: len(came) == 2, 60, "the webhook and where it is redirected to")
     (*first, _), (*second, done) = came
     token = "Bearer of the operator"
     assert (first, second) == (["/first", token], ["/second", token])
@@ -248,12 +248,12 @@ def test_busy_for_too_long_is_not_ready(server: Server) -> None:
     with ThreadPoolExecutor(SLOTS) as pool:
         for _ in range(SLOTS):
             pool.submit(server.ask, wait_s=2.5)
-        wait_until(lambda: server.status() == "BUSY", 10, "all slots taken")
-        said = wait_until(refused, 5, "the refusal")
+        wait_until(lambda: server.status() == "BUSY", 60, "all slots taken")
+        said = wait_until(refused, 60, "the refusal")
         assert said["status"] == "BUSY"
         assert "nothing comes of it" in said["detail"]
         assert server.client.get("/health/live").status_code == 200
-    wait_until(lambda: refused() is None, 30, "the end of the predictions")
+    wait_until(lambda: refused() is None, 60, "the end of the predictions")
 
 
 def test_an_answer_may_take_longer_than_a_request_may(server: Server) -> None:
@@ -306,7 +306,7 @@ def test_sigterm_lets_predictions_end_and_takes_no_new_ones(tmp_path: Path) -> N
         server.stream(chunks=50, ms=20) as running,
     ):
         server.process.send_signal(signal.SIGTERM)
-        wait_until(lambda: server.client.get("/health/ready").status_code == 503, 10, "the change")
+        wait_until(lambda: server.client.get("/health/ready").status_code == 503, 60, "the change")
         assert server.client.get("/health/live").status_code == 200
         refused = server.ask()
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
@@ -326,7 +326,7 @@ def test_what_is_left_after_the_bound_ends_with_an_error(tmp_path: Path) -> None
         server.stream("left", chunks=100_000, ms=20) as stream,
     ):
         waiting = pool.submit(server.ask, wait_s=3600)
-        wait_until(lambda: "Starting prediction" in server.log.read_text(), 10, "the start")
+        wait_until(lambda: "Starting prediction" in server.log.read_text(), 60, "the start")
         next(event for event in stream if event[0] == "output")
         # As a form of a web page would send it: anybody who reaches the port may end the server.
         form = {"Content-Type": "text/plain", "Origin": "http://example.com"}

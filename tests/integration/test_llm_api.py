@@ -64,10 +64,10 @@ def test_closing_the_generator_aborts_in_the_llm(
         await chunks.aclose()
 
     with_client("grpc", llm_api_triton, use)
-    wait_until(lambda: "fake LLM: aborted a request" in caplog.text, 10, "the LLM's abort")
+    wait_until(lambda: "fake LLM: aborted a request" in caplog.text, 60, "the LLM's abort")
     # The counters of the metrics endpoint follow the engine some milliseconds later.
     engine = engine_counters(llm_api_triton)
-    wait_until(lambda: engine["active"] == 0, 10, "an idle engine")
+    wait_until(lambda: engine["active"] == 0, 60, "an idle engine")
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,7 @@ class Watched:
             assert httpx.post(self.openai, json=body, trust_env=False).status_code == status
         assert self.cog.predict(prompt="Hello", max_tokens=TOKENS)["status"] == "succeeded"
         after = f"min(timestamp(up)) > {time.time()}"
-        wait_until(partial(self.prometheus.values, after), 10, "a scrape after the load")
+        wait_until(partial(self.prometheus.values, after), 60, "a scrape after the load")
 
     def spans(self, trace: str) -> dict[str, dict[str, Any]]:
         """The spans of a trace by their ids; Triton sends JSON."""
@@ -208,7 +208,7 @@ def test_a_trace_goes_from_the_client_through_the_face_to_the_engine(
             above = spans[above].get("parentSpanId", "")
         return names if above == client else []
 
-    below = wait_until(partial(path, "generate"), 30, "the face's spans")
+    below = wait_until(partial(path, "generate"), 60, "the face's spans")
     assert below[1:] == ["chat demo"] if face == "openai" else below[1].startswith("cog.")
     for name in ("admission", "triton"):
         assert wait_until(partial(path, name), 30, name) == [name, *below]

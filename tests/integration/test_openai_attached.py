@@ -175,7 +175,7 @@ def test_figures_of_several_processes_are_one(several: OpenAIServer) -> None:
         seen = metrics(several.address)
         return seen.get(tokens) == 50 and seen[running] == 0
 
-    wait_until(complete, 10, "the figures of all")
+    wait_until(complete, 60, "the figures of all")
     for _ in range(6):
         seen = metrics(several.address)
         assert seen['vllm:time_to_first_token_seconds_count{model_name="demo"}'] == 10

@@ -42,12 +42,12 @@ def test_running_requests_end_before_both_faces_do(demo_model: Path, tmp_path: P
         assert [psutil.Process(pid).name() for pid in family].count("tritonserver") == 1
         with streamed_chat(url_of(server), max_tokens=200, min_tokens=200) as events:
             next(events)
-            wait_until(lambda: requests_running(server) == 1, 10, "the sum of the processes")
+            wait_until(lambda: requests_running(server) == 1, 60, "the sum of the processes")
             server.process.send_signal(signal.SIGTERM)
             *_, last, done = events
         assert (last["choices"][0]["finish_reason"], done) == ("length", "[DONE]")
         assert server.process.wait(60) == 0
-        wait_until(lambda: not any(map(alive, family)), 20, "the end of all processes")
+        wait_until(lambda: not any(map(alive, family)), 60, "the end of all processes")
 
 
 def test_a_port_that_is_taken_is_named(demo_model: Path, tmp_path: Path) -> None:

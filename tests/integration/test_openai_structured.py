@@ -115,4 +115,4 @@ def test_a_token_of_the_request_ends_the_answer(server: OpenAIServer) -> None:
     cut = ids.index(ids[3])
     assert choice["text"] == "".join(whole["logprobs"]["tokens"][:cut])
     assert reply["usage"]["completion_tokens"] == cut + 1
-    wait_until(lambda: server.engine["stopped"] > stopped, 10, "the end of the request")
+    wait_until(lambda: server.engine["stopped"] > stopped, 60, "the end of the request")

@@ -264,7 +264,7 @@ def test_a_model_that_is_unloaded_does_not_end_the_server_and_one_that_hangs_is_
     model = "repository/models/preprocessing"
     (stub,) = processes(f"/preprocessing/1/model.py {opened.shm_prefix}")
     assert status(opened, "POST", f"{model}/unload") == 200
-    wait_until(lambda: not alive(stub), 20, "the end of the stub")
+    wait_until(lambda: not alive(stub), 60, "the end of the stub")
     assert status(opened, "POST", f"{model}/load") == 200
     assert opened.is_ready()
     os.kill(tritonserver_of(opened), signal.SIGSTOP)

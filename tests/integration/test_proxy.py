@@ -74,7 +74,7 @@ def nginx(config: str, directory: Path, changes: dict[str, str]) -> Iterator[htt
     url = f"https://localhost:{port}"
     server = subprocess.Popen([NGINX, "-c", str(directory / "nginx.conf"), "-p", str(directory)])
     try:
-        wait_until((directory / "pid").exists, 10, "the start of nginx")
+        wait_until((directory / "pid").exists, 60, "the start of nginx")
         with httpx.Client(base_url=url, verify=trusted, trust_env=False, timeout=30) as client:
             yield client
     finally:
@@ -138,7 +138,7 @@ def test_a_user_has_only_so_many_requests_at_once(proxy: httpx.Client) -> None:
             assert streams.enter_context(stream).status_code == 200
         assert proxy.post("/predictions", json=SHORT).status_code == 429
     wait_until(
-        lambda: proxy.post("/predictions", json=SHORT).status_code == 200, 10, "a free place"
+        lambda: proxy.post("/predictions", json=SHORT).status_code == 200, 60, "a free place"
     )
 
 

@@ -59,7 +59,7 @@ def test_a_prediction_from_its_creation_on(client: Any) -> None:
     assert (created.status, created.model, created.version) == ("starting", "owner/name", "hidden")
     assert created.input == INPUT
     got = wait_until(
-        lambda: (found := client.predictions.get(created.id)).completed_at and found, 30, "its end"
+        lambda: (found := client.predictions.get(created.id)).completed_at and found, 60, "its end"
     )
     assert (got.status, "".join(got.output), got.error) == ("succeeded", ANSWER, None)
     assert got.created_at <= got.started_at <= got.completed_at

@@ -87,7 +87,7 @@ def test_faces_behind_smg(demo_model: Path, tmp_path: Path) -> None:
         body = {"model": "demo", "input": "Hello", "max_output_tokens": 4}
         assert router.post("/v1/responses", body).json()["status"] == "incomplete"
         with router.streams() as running:
-            wait_until(lambda: router.running_requests() == STREAMS, 10, "the faces' loads")
+            wait_until(lambda: router.running_requests() == STREAMS, 60, "the faces' loads")
             assert 0 < one.engine["active"] < STREAMS
             one.process.terminate()
         assert {stream.result() for stream in running} == {"whole"}

@@ -107,4 +107,4 @@ def test_a_request_is_answered_or_fails_as_its_prompt_says(
             assert got[-1].output_tokens == failure.after
         if kind == "refuse":
             assert not got
-    wait_until(lambda: engine["active"] == 0, 10, "an idle engine")
+    wait_until(lambda: engine["active"] == 0, 60, "an idle engine")

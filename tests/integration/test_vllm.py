@@ -86,7 +86,7 @@ def test_a_cancel_aborts_in_vllm(
 
     generated = engine["generated"]
     with_client(transport, server, use)
-    wait_until(lambda: engine["active"] == 0, 10, "an idle engine")
+    wait_until(lambda: engine["active"] == 0, 60, "an idle engine")
     assert engine["generated"] - generated < STREAMS * LENGTH
 
 
@@ -161,7 +161,7 @@ def test_a_killed_engine_core_is_noticed_and_all_goes_on(
             processes = vllm_processes(life.server)
             processes[-1].kill()
             await asyncio.to_thread(psutil.Process(stub).wait, SECONDS)
-            wait_until(lambda: not any(p.is_running() for p in processes), 10, "their end")
+            wait_until(lambda: not any(p.is_running() for p in processes), 60, "their end")
 
     asyncio.run(test())
 
@@ -178,8 +178,8 @@ def test_its_processes_end_with(
         assert shared or torch.cuda.is_available()
         if killed:
             os.kill(part(server.shm_prefix, "tensorrt_llm"), signal.SIGKILL)
-            wait_until(lambda: not any(p.is_running() for p in processes), 20, "their end")
-            wait_until(lambda: not any(map(os.path.exists, shared)), 20, "their memory's end")
+            wait_until(lambda: not any(p.is_running() for p in processes), 60, "their end")
+            wait_until(lambda: not any(map(os.path.exists, shared)), 60, "their memory's end")
     assert not any(p.is_running() for p in processes)
     assert not any(map(os.path.exists, shared))
 

@@ -151,11 +151,11 @@ async def test_what_a_killed_server_leaves_is_removed_by_the_next(
     # The server's process id means nothing in another container that shares the directory.
     monkeypatch.setattr(module, "process_name", lambda _: "1_1")
     other = Predictions(base)
-    wait_until(lambda: not (base / "left").exists(), 10, "the removal")
+    wait_until(lambda: not (base / "left").exists(), 60, "the removal")
     assert sorted(path.name for path in base.iterdir()) == ["of_others", "running"]
     other.remove_all()
     predictions.remove_all()
-    wait_until(lambda: not list(base.parent.glob("*.lock")), 10, "the removal of all locks")
+    wait_until(lambda: not list(base.parent.glob("*.lock")), 60, "the removal of all locks")
 
 
 async def test_cancels_reach_a_predictor_that_listens(

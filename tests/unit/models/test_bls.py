@@ -201,7 +201,7 @@ def test_a_cancelled_request_is_stopped_again_and_again_until_it_has_ended(
         triton.stopped = None  # type: ignore[assignment]
     sender.cancelled = True
     failures = "could not be looked after"
-    wait_until(lambda: len(triton.stopped or ()) + caplog.text.count(failures) > 2, 5, "stopping")
+    wait_until(lambda: len(triton.stopped or ()) + caplog.text.count(failures) > 2, 60, "stopping")
     end.set()
     assert sender.sent.get(timeout=10)[1]
     assert fails == (failures in caplog.text)
