@@ -323,7 +323,7 @@ def test_an_interrupted_command_leaves_nothing_running_and_no_tar(
     assert any(line == "[build] hanging\n" for line in process.stdout)
     running = wait_until(lambda: processes(str(machine.record)), 60, "the step's own process")
     process.send_signal(number)
-    assert process.wait(timeout=20) == status
+    assert process.wait(timeout=60) == status
     process.stdout.close()
     wait_until(lambda: not any(alive(pid) for pid in running), 60, "the end of the step")
     assert not list(machine.root.glob("*.tar*"))

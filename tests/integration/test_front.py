@@ -315,7 +315,7 @@ def test_sigterm_lets_predictions_end_and_takes_no_new_ones(tmp_path: Path) -> N
         events = list(running)
         assert len(chunks(iter(events))) == 50
         assert events[-1][1]["status"] == "succeeded"
-        assert server.process.wait(timeout=30) == 0
+        assert server.process.wait(timeout=60) == 0
         assert idle.recv(1) == b""
 
 
@@ -335,7 +335,7 @@ def test_what_is_left_after_the_bound_ends_with_an_error(tmp_path: Path) -> None
         assert (name, end["error"][:5]) == ("error", "E2105")
         reply = waiting.result()
         assert (reply.status_code, reply.json()["detail"][:5]) == (503, "E2105")
-        assert server.process.wait(timeout=30) == 0
+        assert server.process.wait(timeout=60) == 0
     assert "2 predictions did not end in 0.5 s: stopped at once" in server.log.read_text()
     assert not (predictions.DIRECTORY / "left").exists()
 

@@ -127,8 +127,8 @@ def test_a_stop_lets_requests_end_and_does_not_wait_for_clients_that_are_gone(
     demo_model: Path, tmp_path: Path
 ) -> None:
     """The requests of those run on in Triton, which would wait for minutes of tokens."""
-    settings = settings_for(demo_model, ENGINE="simulated", SIMULATED_INTER_TOKEN_MS="20")
-    server = make_server(settings, tmp_path)
+    slowly = {"SIMULATED_INTER_TOKEN_MS": "20", "TRITON_STOP_TIMEOUT": "100"}
+    server = make_server(settings_for(demo_model, ENGINE="simulated", **slowly), tmp_path)
     server.start()
     for _ in range(8):
         with stream(server, tokens=5000) as response:
@@ -140,7 +140,7 @@ def test_a_stop_lets_requests_end_and_does_not_wait_for_clients_that_are_gone(
             if not counts:
                 stop.start()
             counts += re.findall(r'"num_output_tokens":(\d+)', line)
-    stop.join(5)  # of 10 that it may take, and of the 100 that it would
+    stop.join(60)  # of the 100 s that it may take, and would
     assert not stop.is_alive()
     assert counts[-1] == "50"
     assert server.status == 0

@@ -47,7 +47,7 @@ needs_slurm = pytest.mark.skipif(
 )
 pytestmark = pytest.mark.rare
 FAKES = ROOT / "tests" / "fakes" / "ranks"
-SECONDS = 20
+SECONDS = 60
 
 # Loads like an engine of two ranks: rank 0 is ready no sooner than rank 1, and one may fail.
 MODEL = """

@@ -65,7 +65,7 @@ def run(
         await supervisor.stop()
         assert supervisor.running is None
 
-    asyncio.run(asyncio.wait_for(supervised(), 30))
+    asyncio.run(asyncio.wait_for(supervised(), 60))
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ from cog_triton.engines.serving import Output, Serving
 from cog_triton.text.detokenizer import CONTEXT_TOKENS
 from tests.support import load_cases
 
-TIMEOUT = 20
+TIMEOUT = 60
 
 
 class ScriptedEngine(Engine):

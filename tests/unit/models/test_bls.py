@@ -96,7 +96,7 @@ def error_of(model: TritonPythonModel, inputs: Tensors, **parameters: Any) -> An
     """The error that a request ends with."""
     sender, last = begin(model, inputs, **parameters), False
     while not last:
-        response, last = sender.sent.get(timeout=10)
+        response, last = sender.sent.get(timeout=60)
     return response.error()
 
 
@@ -195,7 +195,7 @@ def test_a_cancelled_request_is_stopped_again_and_again_until_it_has_ended(
 
     triton.replies = replies()
     sender = begin(new_model(), request())
-    sender.sent.get(timeout=10)
+    sender.sent.get(timeout=60)
     assert triton.stopped == []
     if fails:
         triton.stopped = None  # type: ignore[assignment]
@@ -203,5 +203,5 @@ def test_a_cancelled_request_is_stopped_again_and_again_until_it_has_ended(
     failures = "could not be looked after"
     wait_until(lambda: len(triton.stopped or ()) + caplog.text.count(failures) > 2, 60, "stopping")
     end.set()
-    assert sender.sent.get(timeout=10)[1]
+    assert sender.sent.get(timeout=60)[1]
     assert fails == (failures in caplog.text)
