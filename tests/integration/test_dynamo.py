@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,11 @@ class Scaled:
         asked = {"model": "demo", "temperature": 0, **body}
         return httpx.post(f"{self.url}{path}", json=asked, timeout=SECONDS, trust_env=False)
 
+    def wait(self) -> None:
+        """Wait until two workers serve, after one of them was killed."""
+        wait_until(lambda: len(self.workers()) == 2, START_TIMEOUT, "two workers again")
+        wait_until(lambda: serving(self.url), START_TIMEOUT, "two workers that serve")
+
     def text(self, **body: Any) -> str:
         answer = self.post(prompt=PROMPT, **body)
         assert answer.status_code == 200, answer.text
@@ -91,6 +97,7 @@ def scaled(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     directory = tmp_path_factory.mktemp("scale")
     adapters = make_adapter(demo_model, directory / "adapters" / "tuned").parent
     settings = {"MODEL": str(demo_model), "LORA_DIR": str(adapters)}
+    settings["DYN_FILE_KV"] = str(directory / "discovery")
     with scale(directory, DYN_TOOL_CALL_PARSER="hermes", **settings) as server:
         yield server
 
@@ -186,6 +193,55 @@ def test_a_refusal_is_the_clients(scaled: Scaled, body: dict[str, Any], text: st
     assert text in answer.text
 
 
+@contextlib.contextmanager
+def router(scaled: Scaled, *options: str) -> Iterator[str]:
+    """A further frontend, which routes by KV cache."""
+    host, port = "127.0.0.1", str(free_port())
+    command = [sys.executable, "-m", "dynamo.frontend", "--http-host", host, "--http-port", port]
+    command += ["--discovery-backend", "file", "--event-plane", "zmq", "--router-mode", "kv"]
+    hosts = dict.fromkeys(("DYN_TCP_RESPONSE_STREAM_HOST", "DYN_EVENT_PLANE_HOST"), host)
+    environment = {**os.environ, "DYN_FILE_KV": str(scaled.log.parent / "discovery"), **hosts}
+    environment["DYN_LOG"] = "error"
+    process = subprocess.Popen([*command, *options], env=environment)
+    try:
+        wait_until(lambda: serving(f"http://{host}:{port}"), START_TIMEOUT, "a router's workers")
+        yield f"http://{host}:{port}"
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def serving(url: str, workers: int = 2) -> bool:
+    """Whether a frontend lists so many workers, and the model."""
+    with contextlib.suppress(httpx.TransportError, KeyError):
+        instances = httpx.get(f"{url}/health", trust_env=False).json()["instances"]
+        models = httpx.get(f"{url}/v1/models", trust_env=False).json()["data"]
+        found = [one["endpoint"] for one in instances].count("generate")
+        return bool(models) and found == workers
+    return False
+
+
+def test_a_router_finds_what_was_cached_before_it_came(scaled: Scaled) -> None:
+    """By the workers' events; without them it has to guess."""
+    prompts = [f"{number}: {PROMPT * 20}" for number in range(24)]
+
+    def worker(url: str, prompt: str, **extra: list[str]) -> int:
+        body = {"model": "demo", "prompt": prompt, "max_tokens": 2, "nvext": extra}
+        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=SECONDS, trust_env=False)
+        return int(answer.json()["nvext"]["worker_id"]["decode_worker_id"])
+
+    def hits(url: str) -> int:
+        choosing = ["query_instance_id:"]  # only
+        chosen = [worker(url, prompt, annotations=choosing) for prompt in prompts]
+        return sum(map(int.__eq__, homes, chosen))
+
+    homes = [worker(scaled.url, prompt, extra_fields=["worker_id"]) for prompt in prompts]
+    assert len({*homes}) == 2
+    with router(scaled) as told, router(scaled, "--no-router-kv-events") as guessing:
+        wait_until(lambda: hits(told) == len(prompts), START_TIMEOUT, "a router that knows")
+        assert hits(guessing) < len(prompts)
+
+
 def requests() -> list[dict[str, Any]]:
     """Greedy, seeded and penalized ones in turns."""
     kinds: list[dict[str, Any]] = [
@@ -242,15 +298,17 @@ def test_no_stream_is_lost_and_all_answers_are_the_same(scaled: Scaled, killed: 
     assert asyncio.run(under_load(scaled, victims, number)) == undisturbed
     moved = scaled.log.read_text().count(MOVED) - before
     assert moved >= STREAMS // 4 if killed == "worker" else moved == 0
-    wait_until(lambda: len(scaled.workers()) == 2, START_TIMEOUT, "two workers again")
+    scaled.wait()
 
-    def serving() -> bool:
-        instances = httpx.get(f"{scaled.url}/health", trust_env=False).json()["instances"]
-        # A killed worker is listed for a while, and gets its share of requests.
-        codes = {scaled.post(prompt=PROMPT, max_tokens=1).status_code for _ in range(4)}
-        return [one["endpoint"] for one in instances].count("generate") == 2 and codes == {200}
 
-    wait_until(serving, START_TIMEOUT, "two workers that serve")
+def test_new_requests_do_not_meet_a_killed_worker(scaled: Scaled) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        asked = [pool.submit(scaled.post, prompt=PROMPT, max_tokens=4) for _ in range(200)]
+        wait_until(asked[40].done, SECONDS, "answers")
+        scaled.workers()[0].kill()
+        wait_until(lambda: serving(scaled.url, 1), 5, "a list without the killed worker")
+        assert {answer.result().status_code for answer in asked} == {200}
+    scaled.wait()
 
 
 async def killed_in_the_middle(

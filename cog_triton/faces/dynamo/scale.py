@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import shlex
 import signal
+import socket
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -106,6 +108,7 @@ class Processes:
             self._running.discard(process)
             if self._stopping.is_set():
                 return
+            forget_dead(self._environment)
             name = shlex.join(command[1:3])
             if not self._ready:
                 logger.error("%s ended before it was ready: all are stopped", name)
@@ -135,3 +138,15 @@ class Processes:
         print(f"ready: {url} (Ctrl-C stops it); try", flush=True)
         header = "-H 'Content-Type: application/json'"
         print(f"  curl -s {url}/v1/completions {header} -d {shlex.quote(body)}", flush=True)
+
+
+def forget_dead(environment: Mapping[str, str]) -> None:
+    """Remove from Dynamo's directory this machine's workers that have died; it lists them for 10 s more."""
+    for entry in Path(environment["DYN_FILE_KV"]).glob("v1/instances/[!.]*"):
+        try:
+            address = json.loads(entry.read_text())["transport"]["tcp"].partition("/")[0]
+            host, _, port = address.rpartition(":")
+            if host == environment["DYN_TCP_RPC_HOST"]:
+                socket.create_connection((host, int(port)), timeout=1).close()
+        except (ConnectionRefusedError, FileNotFoundError):
+            entry.unlink(missing_ok=True)
