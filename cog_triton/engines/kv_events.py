@@ -43,10 +43,6 @@ class KvEvents:
             hashes = event["block_hashes"]
             self._changes.append({"type": "BlockRemoved", "block_hashes": hashes, "medium": "GPU"})
 
-    def cleared(self) -> None:
-        self._stored.clear()
-        self._changes = [{"type": "AllBlocksCleared"}]
-
     def _marked(self, request_id: str, ids: list[int], count: int) -> None:
         """Let transformers note a request's new blocks, and publish those that were not there."""
         self._mark(request_id, ids, count)
@@ -88,7 +84,7 @@ def stored(block_hash: int, parent: int | None, ids: list[int]) -> Event:
 
 
 class _Hashes(dict[int, int]):
-    """Blocks by their hashes; transformers forgets one by ``pop``, and all by ``clear``."""
+    """Blocks by their hashes; transformers forgets one by ``pop``, and all only before it starts."""
 
     def __init__(self, events: KvEvents) -> None:
         self._events = events
@@ -96,7 +92,3 @@ class _Hashes(dict[int, int]):
     def pop(self, key: int) -> int:  # type: ignore[override]
         self._events.removed(key)
         return super().pop(key)
-
-    def clear(self) -> None:
-        self._events.cleared()
-        super().clear()

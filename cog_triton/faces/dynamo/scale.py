@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import os
+import secrets
 import shlex
 import signal
 import socket
@@ -46,14 +47,15 @@ def run(host: str, port: int, workers: int) -> int:
         # until the client acknowledges them, 40 ms on Linux.
         own["DYN_HTTP_PRE_COMMIT_ERROR_PEEK_MS"] = "10000"
         environment = {**_ANY_PORTS, **own, **os.environ}
-        return asyncio.run(Processes(environment, settings.start_timeout).run(host, port, workers))
+        processes = Processes(environment, settings.start_timeout, Path(directory))
+        return asyncio.run(processes.run(host, port, workers))
 
 
 class Processes:
     """The frontend and its workers, from their start to a signal."""
 
-    def __init__(self, environment: Mapping[str, str], start_timeout: float) -> None:
-        self._environment, self._start_timeout = environment, start_timeout
+    def __init__(self, environment: Mapping[str, str], start_timeout: float, own: Path) -> None:
+        self._environment, self._start_timeout, self._own = environment, start_timeout, own
         self._running: set[asyncio.subprocess.Process] = set()
         self._stopping, self._received = asyncio.Event(), 0
 
@@ -98,8 +100,9 @@ class Processes:
     async def _keep(self, command: Sequence[str]) -> None:
         """Run a process, and another after each that ends once all were ready."""
         while not self._stopping.is_set():
+            events = {"KV_EVENTS_ENDPOINT": f"ipc://{self._own}/{secrets.token_hex(4)}"}
             process = await asyncio.create_subprocess_exec(
-                *command, env=self._environment, start_new_session=True
+                *command, env={**self._environment, **events}, start_new_session=True
             )
             self._running.add(process)
             if self._stopping.is_set():  # meanwhile
