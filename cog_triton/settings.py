@@ -40,6 +40,7 @@ class Settings(BaseModel):
     engine_dir: Path | None = None
     world_size: int = Field(1, ge=1)
     lora_dir: Path | None = None
+    kv_events_endpoint: str | None = Field(None, pattern=r"^(ipc|tcp)://.")
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     max_sequence_length: int | None = Field(None, ge=2)

@@ -32,6 +32,7 @@ BACKEND_LIBRARY = "libtriton_tensorrtllm.so"
 VLLM_RELEASES = SpecifierSet(">=0.25,<0.34", prereleases=True)
 Values = dict[str, dict[str, object]]  # template variables by model and name
 ADAPTERS: tuple[EngineName, ...] = ("transformers", "vllm", "llmapi", "tensorrtllm")
+KV_EVENTS: tuple[EngineName, ...] = ("transformers", "vllm")  # publish what their KV cache holds
 
 
 @dataclass(frozen=True)
@@ -235,6 +236,8 @@ def template_values(
         }
         if settings.lora_dir is not None:
             llm["lora_prefetch_dir"] = str(settings.lora_dir.resolve())
+        if settings.kv_events_endpoint is not None and engine in KV_EVENTS:
+            llm["kv_events_endpoint"] = settings.kv_events_endpoint
     limit = context_length({**llm, **overrides.get("tensorrt_llm", {})})
     values: Values = {
         "ensemble": inputs,

@@ -25,6 +25,7 @@ from cog_triton.adapters.layers import CACHE_BYTES, Adapters, LoadedAdapter, imp
 from cog_triton.engines import base
 from cog_triton.engines.base import Engine, EngineError, GenerationRequest, Sink, Step
 from cog_triton.engines.guides import Guides
+from cog_triton.engines.kv_events import KvEvents
 from cog_triton.engines.transformers_step import Row, StepProcessor
 from cog_triton.text.tokenizer import load_tokenizer, remote_code_lock, remote_code_refusal
 
@@ -72,6 +73,9 @@ class TransformersEngine(Engine):
             model, self._guides, self._adapters
         )
         manager.warmup()  # allocates the cache
+        cache, endpoint = manager.batch_processor.cache, parameters.get("kv_events_endpoint")
+        # Where requests do not share blocks, nothing in it helps another one.
+        self._events = KvEvents(endpoint, cache) if endpoint and cache.use_prefix_sharing else None
         manager.start()
 
     def submit(self, request: GenerationRequest, sink: Sink) -> None:
@@ -96,6 +100,8 @@ class TransformersEngine(Engine):
         self._preparer.shutdown(cancel_futures=True)
         if self._guides is not None:
             self._guides.close()
+        if self._events is not None:
+            self._events.close()
 
     def _check_running(self) -> None:
         status = self._manager.background_thread_status

@@ -20,6 +20,7 @@ from cog_triton.engines import library
 from cog_triton.engines.base import EngineError, GenerationRequest, Steps, TokenLogProb, check_ids
 from cog_triton.engines.interpreter import prepare, renice
 from cog_triton.request.request import Guide, GuideKind
+from cog_triton.wire import KV_BLOCK_TOKENS
 
 logger = logging.getLogger(__name__)
 
@@ -138,6 +139,9 @@ def engine_arguments(parameters: Mapping[str, str]) -> library.Arguments:
         "generation_config": "vllm",
         **library.table_arguments(parameters, "vllm"),
     }
+    if events := arguments.get("kv_events_config"):
+        events["enable_kv_cache_events"] = True
+        arguments["block_size"] = KV_BLOCK_TOKENS
     guides: library.Arguments = arguments.get("structured_outputs_config", {})
     if guides.get("backend") in ("xgrammar", "guidance"):
         # Some models write white space until max_tokens. The other backends have no such argument.

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,11 @@ class Scaled:
         asked = {"model": "demo", "temperature": 0, **body}
         return httpx.post(f"{self.url}{path}", json=asked, timeout=SECONDS, trust_env=False)
 
+    def wait(self) -> None:
+        """Wait until two workers serve, after one of them was killed."""
+        wait_until(lambda: len(self.workers()) == 2, START_TIMEOUT, "two workers again")
+        wait_until(lambda: serving(self.url), START_TIMEOUT, "two workers that serve")
+
     def text(self, **body: Any) -> str:
         answer = self.post(prompt=PROMPT, **body)
         assert answer.status_code == 200, answer.text
@@ -91,6 +97,7 @@ def scaled(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     directory = tmp_path_factory.mktemp("scale")
     adapters = make_adapter(demo_model, directory / "adapters" / "tuned").parent
     settings = {"MODEL": str(demo_model), "LORA_DIR": str(adapters)}
+    settings["DYN_FILE_KV"] = str(directory / "discovery")
     with scale(directory, DYN_TOOL_CALL_PARSER="hermes", **settings) as server:
         yield server
 
@@ -172,10 +179,7 @@ def test_a_tool_is_called(scaled: Scaled) -> None:
 @pytest.mark.parametrize(
     ("body", "text"),
     [
-        (
-            {"prompt": PROMPT, "n": 2, "temperature": 1},
-            "E1103 InvalidParameter: n must be 1 here, not 2",
-        ),
+        ({"prompt": PROMPT, "n": 2, "temperature": 1}, "E1103 InvalidParameter: n must be 1"),
         ({"prompt": f"{PROMPT} " * 600}, "E1002 PromptTooLong: the prompt has"),
         ({"prompt": PROMPT, "n": 2, "temperature": 1, "stream": True}, "n must be 1 here, not 2"),
     ],
@@ -184,6 +188,52 @@ def test_a_refusal_is_the_clients(scaled: Scaled, body: dict[str, Any], text: st
     answer = scaled.post(**body)
     assert answer.status_code == 400
     assert text in answer.text
+
+
+@contextlib.contextmanager
+def router(scaled: Scaled, *options: str) -> Iterator[str]:
+    """A further frontend, which routes by KV cache."""
+    host, port = "127.0.0.1", str(free_port())
+    command = [sys.executable, "-m", "dynamo.frontend", "--http-host", host, "--http-port", port]
+    command += ["--discovery-backend", "file", "--event-plane", "zmq", "--router-mode", "kv"]
+    own = dict.fromkeys(("DYN_TCP_RESPONSE_STREAM_HOST", "DYN_EVENT_PLANE_HOST"), host)
+    own |= {"DYN_FILE_KV": str(scaled.log.parent / "discovery"), "DYN_LOG": "error"}
+    process = subprocess.Popen([*command, *options], env={**os.environ, **own})
+    try:
+        wait_until(lambda: serving(f"http://{host}:{port}"), START_TIMEOUT, "a router's workers")
+        yield f"http://{host}:{port}"
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def serving(url: str, workers: int = 2) -> bool:
+    """Ask a frontend if it lists so many workers, and the model."""
+    with contextlib.suppress(httpx.TransportError, KeyError):
+        instances = httpx.get(f"{url}/health", trust_env=False).json()["instances"]
+        models = httpx.get(f"{url}/v1/models", trust_env=False).json()["data"]
+        return bool(models) and sum(one["endpoint"] == "generate" for one in instances) == workers
+    return False
+
+
+def test_a_router_finds_what_was_cached_before_it_came(scaled: Scaled) -> None:
+    """By the workers' events; without them it has to guess."""
+    prompts = [f"{number}: {PROMPT * 20}" for number in range(24)]
+
+    def worker(url: str, prompt: str, **extra: list[str]) -> int:
+        body = {"model": "demo", "prompt": prompt, "max_tokens": 2, "nvext": extra}
+        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=SECONDS, trust_env=False)
+        return int(answer.json()["nvext"]["worker_id"]["decode_worker_id"])
+
+    def hits(url: str) -> int:
+        chosen = [worker(url, one, annotations=["query_instance_id:"]) for one in prompts]
+        return sum(map(int.__eq__, homes, chosen))
+
+    homes = [worker(scaled.url, prompt, extra_fields=["worker_id"]) for prompt in prompts]
+    assert len({*homes}) == 2
+    with router(scaled) as told, router(scaled, "--no-router-kv-events") as guessing:
+        wait_until(lambda: hits(told) == len(prompts), START_TIMEOUT, "a router that knows")
+        assert hits(guessing) < len(prompts)
 
 
 def requests() -> list[dict[str, Any]]:
@@ -220,11 +270,13 @@ async def streamed(scaled: Scaled, body: dict[str, Any], began: asyncio.Event) -
     return text
 
 
-async def under_load(scaled: Scaled, victims: list[psutil.Process], number: int) -> list[str]:
+async def under_load(
+    scaled: Scaled, victims: list[psutil.Process], number: int, *bodies: dict[str, Any]
+) -> list[str]:
     """Return the texts of the streams, some of whose processes get a signal in their middle."""
-    began = [asyncio.Event() for _ in range(STREAMS)]
-    running = [streamed(scaled, *asked) for asked in zip(requests(), began, strict=True)]
-    answers = asyncio.gather(*running)
+    asked = bodies or requests()
+    began = [asyncio.Event() for _ in asked]
+    answers = asyncio.gather(*map(streamed, [scaled] * len(asked), asked, began))
     await asyncio.wait_for(asyncio.gather(*(event.wait() for event in began)), SECONDS)
     for victim in victims:
         victim.send_signal(number)
@@ -242,36 +294,26 @@ def test_no_stream_is_lost_and_all_answers_are_the_same(scaled: Scaled, killed: 
     assert asyncio.run(under_load(scaled, victims, number)) == undisturbed
     moved = scaled.log.read_text().count(MOVED) - before
     assert moved >= STREAMS // 4 if killed == "worker" else moved == 0
-    wait_until(lambda: len(scaled.workers()) == 2, START_TIMEOUT, "two workers again")
-
-    def serving() -> bool:
-        instances = httpx.get(f"{scaled.url}/health", trust_env=False).json()["instances"]
-        # A killed worker is listed for a while, and gets its share of requests.
-        codes = {scaled.post(prompt=PROMPT, max_tokens=1).status_code for _ in range(4)}
-        return [one["endpoint"] for one in instances].count("generate") == 2 and codes == {200}
-
-    wait_until(serving, START_TIMEOUT, "two workers that serve")
+    scaled.wait()
 
 
-async def killed_in_the_middle(
-    scaled: Scaled, body: dict[str, Any], victims: list[psutil.Process]
-) -> str:
-    """Return the text of a stream, in whose middle all the victims are killed."""
-    began = asyncio.Event()
-    running = asyncio.create_task(streamed(scaled, body, began))
-    await asyncio.wait_for(began.wait(), SECONDS)
-    for victim in victims:
-        victim.kill()
-    return await asyncio.wait_for(running, SECONDS)
+def test_new_requests_do_not_meet_a_killed_worker(scaled: Scaled) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        asked = [pool.submit(scaled.post, prompt=PROMPT, max_tokens=4) for _ in range(200)]
+        wait_until(asked[40].done, SECONDS, "answers")
+        scaled.workers()[0].kill()
+        wait_until(lambda: serving(scaled.url, 1), 5, "a list without the killed worker")
+        assert {answer.result().status_code for answer in asked} == {200}
+    scaled.wait()
 
 
 def test_a_guided_stream_continues_in_its_worker(scaled: Scaled) -> None:
     body = {"prompt": PROMPT, "guided_regex": "[a-c]{900}", "max_tokens": 950, "temperature": 0}
-    undisturbed = asyncio.run(killed_in_the_middle(scaled, body, []))
-    assert re.fullmatch("[a-c]{900}", undisturbed)
+    undisturbed = asyncio.run(under_load(scaled, [], 0, body))
+    assert re.fullmatch("[a-c]{900}", undisturbed[0])
     victims = [one for worker in scaled.workers() for one in scaled.tritons(worker)]
     assert len(victims) == 2
-    assert asyncio.run(killed_in_the_middle(scaled, body, victims)) == undisturbed
+    assert asyncio.run(under_load(scaled, victims, signal.SIGKILL, body)) == undisturbed
 
 
 def test_a_full_queue_and_no_worker_left(demo_model: Path, tmp_path: Path) -> None:
@@ -291,4 +333,4 @@ def test_a_full_queue_and_no_worker_left(demo_model: Path, tmp_path: Path) -> No
     with scale(tmp_path, MAX_RUNNING="1", MAX_WAITING="0", **settings) as scaled:
         asyncio.run(two_run_and_two_come(scaled))
         with pytest.raises(Failed, match="unavailable"):
-            asyncio.run(killed_in_the_middle(scaled, body, scaled.workers()))
+            asyncio.run(under_load(scaled, scaled.workers(), signal.SIGKILL, body))

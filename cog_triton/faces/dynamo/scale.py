@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
+import secrets
 import shlex
 import signal
+import socket
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -44,14 +47,15 @@ def run(host: str, port: int, workers: int) -> int:
         # until the client acknowledges them, 40 ms on Linux.
         own["DYN_HTTP_PRE_COMMIT_ERROR_PEEK_MS"] = "10000"
         environment = {**_ANY_PORTS, **own, **os.environ}
-        return asyncio.run(Processes(environment, settings.start_timeout).run(host, port, workers))
+        processes = Processes(environment, settings.start_timeout, Path(directory))
+        return asyncio.run(processes.run(host, port, workers))
 
 
 class Processes:
     """The frontend and its workers, from their start to a signal."""
 
-    def __init__(self, environment: Mapping[str, str], start_timeout: float) -> None:
-        self._environment, self._start_timeout = environment, start_timeout
+    def __init__(self, environment: Mapping[str, str], start_timeout: float, own: Path) -> None:
+        self._environment, self._start_timeout, self._own = environment, start_timeout, own
         self._running: set[asyncio.subprocess.Process] = set()
         self._stopping, self._received = asyncio.Event(), 0
 
@@ -96,8 +100,9 @@ class Processes:
     async def _keep(self, command: Sequence[str]) -> None:
         """Run a process, and another after each that ends once all were ready."""
         while not self._stopping.is_set():
+            events = {"KV_EVENTS_ENDPOINT": f"ipc://{self._own}/{secrets.token_hex(4)}"}
             process = await asyncio.create_subprocess_exec(
-                *command, env=self._environment, start_new_session=True
+                *command, env={**self._environment, **events}, start_new_session=True
             )
             self._running.add(process)
             if self._stopping.is_set():  # meanwhile
@@ -106,6 +111,7 @@ class Processes:
             self._running.discard(process)
             if self._stopping.is_set():
                 return
+            forget_dead(self._environment)
             name = shlex.join(command[1:3])
             if not self._ready:
                 logger.error("%s ended before it was ready: all are stopped", name)
@@ -135,3 +141,15 @@ class Processes:
         print(f"ready: {url} (Ctrl-C stops it); try", flush=True)
         header = "-H 'Content-Type: application/json'"
         print(f"  curl -s {url}/v1/completions {header} -d {shlex.quote(body)}", flush=True)
+
+
+def forget_dead(environment: Mapping[str, str]) -> None:
+    """Remove from Dynamo's directory this machine's workers that have died; it lists them for 10 s more."""
+    for entry in Path(environment["DYN_FILE_KV"]).glob("v1/instances/[!.]*"):
+        try:
+            address = json.loads(entry.read_text())["transport"]["tcp"].partition("/")[0]
+            host, _, port = address.rpartition(":")
+            if host == environment["DYN_TCP_RPC_HOST"]:
+                socket.create_connection((host, int(port)), timeout=1).close()
+        except (ConnectionRefusedError, FileNotFoundError):
+            entry.unlink(missing_ok=True)

@@ -7,12 +7,14 @@ import asyncio
 import contextlib
 import logging
 import os
+import tempfile
 from collections.abc import AsyncGenerator
 from typing import Any
 
 import uvloop
 from dynamo.common.backend import EngineConfig, LLMEngine, LlmRegistration, WorkerConfig
 from dynamo.common.backend.health_check import build_health_check_payload
+from dynamo.common.backend.publisher import KvEventSource, ZmqSource
 from dynamo.common.backend.worker import Worker
 from dynamo.llm import (
     ModelInput,
@@ -36,15 +38,15 @@ from cog_triton.adapters.directory import adapter_names
 from cog_triton.client.tracing import go_below
 from cog_triton.deployment import Deployment
 from cog_triton.deployment.attached import address_of, attach
-from cog_triton.deployment.preparation import context_length, model_name
+from cog_triton.deployment.preparation import KV_EVENTS, context_length, model_name
 from cog_triton.faces.dynamo.convert import Body, chunk_of, given, request_of
 from cog_triton.faces.dynamo.marks import Marks
 from cog_triton.server.log import log_to
 from cog_triton.settings import Settings, read_settings
+from cog_triton.wire import KV_BLOCK_TOKENS
 
 logger = logging.getLogger(__name__)
 
-BLOCK_TOKENS = 16  # of the KV cache, as the router counts them
 Chunks = AsyncGenerator[dict[str, Any], None]
 
 
@@ -76,7 +78,11 @@ class Engine(LLMEngine):
     problem: errors.CogTritonError | None = None  # of the start
 
     def __init__(self, settings: Settings, options: argparse.Namespace) -> None:
-        self.settings, self._triton = settings, options.triton
+        self._triton, self._events = options.triton, settings.kv_events_endpoint
+        if self._triton is None and self._events is None:
+            self._directory = tempfile.TemporaryDirectory(prefix="cog-triton-events-")
+            self._events = f"ipc://{self._directory.name}/kv"
+        self.settings = settings.model_copy(update={"kv_events_endpoint": self._events})
         self._name = options.served_model_name or model_name(settings)
         self._marks = Marks()
         self._running: dict[str, asyncio.Task[None]] = {}
@@ -108,7 +114,7 @@ class Engine(LLMEngine):
             served_model_name=self._name,
             llm=LlmRegistration(
                 context_length=self.deployment.context_length,
-                kv_cache_block_size=BLOCK_TOKENS,
+                kv_cache_block_size=KV_BLOCK_TOKENS,
                 max_num_seqs=self.settings.max_running,
             ),
         )
@@ -119,6 +125,11 @@ class Engine(LLMEngine):
         limit = self.settings.max_sequence_length
         length = context_length({"model": self.settings.tokenizer_dir, "max_seq_len": limit})
         return await attach(self.settings, address_of(self._triton), "ensemble", length)
+
+    async def kv_event_sources(self) -> list[KvEventSource]:
+        assert self.deployment is not None
+        publishes = self._triton is not None or self.deployment.engine in KV_EVENTS
+        return [ZmqSource(self._events)] if self._events and publishes else []
 
     async def on_endpoint_ready(self, endpoint: Endpoint) -> None:
         """Register the adapters of LORA_DIR, and listen to the other workers beside Dynamo's endpoint."""
@@ -132,7 +143,7 @@ class Engine(LLMEngine):
                 endpoint,
                 self.settings.tokenizer_dir,
                 worker_type=WorkerType.Aggregated,
-                kv_cache_block_size=BLOCK_TOKENS,
+                kv_cache_block_size=KV_BLOCK_TOKENS,
                 runtime_config=parsers,
                 user_data={"lora_adapter": True, "lora_id": lora_name_to_id(name)},
                 lora_name=name,
@@ -202,9 +213,8 @@ class Engine(LLMEngine):
             raise errors.TritonUnavailable("the worker has stopped")
         count = len(body["token_ids"])
         prompt = self._marks.length(request_id, count)
-        if (
-            given(body, "stop_conditions").get("max_tokens") == 0
-        ):  # only the mark of the end was lost
+        # Only the mark of the end was lost.
+        if given(body, "stop_conditions").get("max_tokens") == 0:
             yield {"token_ids": [], "index": 0, "finish_reason": "length"}
             return
         request = request_of(
