@@ -16,7 +16,8 @@ from itertools import pairwise
 from random import Random
 from typing import Any
 
-PIECE = 65_536
+PIECE = 65_536  # of a request
+PIECE_OF_ANSWER = 512  # so that there are as many, and as many faults, where they are read late
 HEAD = 512  # bytes
 LONGEST_DELAY = 0.02  # seconds
 
@@ -83,7 +84,7 @@ class FaultyProxy:
             return hit
 
         with contextlib.suppress(OSError):
-            while piece := await reader.read(PIECE):
+            while piece := await reader.read(PIECE_OF_ANSWER if answer else PIECE):
                 if happens("cut"):
                     if random.random() < 0.5:
                         writer.transport.abort()

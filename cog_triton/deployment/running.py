@@ -39,7 +39,7 @@ PORT_CHOICES = 3
 FIRST_PAUSE = 0.5  # after a start that failed; each further one doubles it
 LONGEST_PAUSE = 30.0
 FULL_DISK_PAUSE = 5.0
-LOG_SECONDS = 0.5  # Cog's server loses what a worker logs right before its end
+LOG_SECONDS = 2.0  # Cog's server loses what a worker logs right before its end
 EXIT_STATUS = 70  # EX_SOFTWARE of sysexits.h: its tritonserver has been given up
 
 

@@ -74,7 +74,7 @@ class ServerLog:
         self._loading: dict[str, float] = {}  # models, with the time since when
         self._failures: dict[str, str] = {}
         self._child_error: str | None = None
-        self._last_error: str | None = None  # which is why a server ends by itself
+        self.last_error = ""  # which is why a server ends by itself
         self._stub: tuple[str, str] | None = None  # model and status, of the first that ended
         self._rank: tuple[int, str | None] | None = None  # and status, of the first that ended
 
@@ -91,7 +91,7 @@ class ServerLog:
                 if event := _EVENT.search(line):
                     self._note(event.groupdict(), f" on rank {rank}" if rank else "")
                 if levels[rank] >= logging.ERROR and text != line:
-                    self._last_error = cause(text.partition("] ")[2])
+                    self.last_error = cause(text.partition("] ")[2])
                 yield levels[rank], text if rank is None else f"rank {rank}: {text}"
 
     def _note(self, event: dict[str, str], on_rank: str) -> None:
@@ -125,8 +125,8 @@ class ServerLog:
         if status is None and (loading := ", ".join(list(self._loading))):
             return f"{first}\nstill loading: {loading}"
         by_itself = self._rank is None and status is not None and 0 < status < 128
-        if by_itself and self._last_error:
-            return f"{first}\n{self._last_error}"
+        if by_itself and self.last_error:
+            return f"{first}\n{self.last_error}"
         lines = [first]
         ranks = list(self._tails) if self._rank is None else [self._rank[0]]
         for rank in sorted(ranks, key=lambda rank: -1 if rank is None else rank):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cog_triton.errors import ConfigurationError
+from cog_triton.errors import ConfigurationError, TritonPortTaken
 from cog_triton.server.command import Endpoints, choose_ports
 from cog_triton.server.installation import Installation, environment, locate
 from cog_triton.server.tritonserver import TritonServer
@@ -90,6 +90,19 @@ def test_without_an_mpirun_in_path(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     server = TritonServer(tmp_path, tmp_path, read_settings({"WORLD_SIZE": "2"}))
     with pytest.raises(ConfigurationError, match="no mpirun in PATH, which WORLD_SIZE=2 needs"):
         server.start()
+
+
+def test_a_server_that_hangs_without_its_port_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cog_triton.server.tritonserver.TAKEN_SECONDS", 0.1)
+    server = TritonServer(tmp_path, tmp_path, read_settings({}))
+    line = b"E1124 05:22:00.000000 1 main.cc:257] failed to start HTTP service: already in use\n"
+    assert list(server._log.read([line]))
+    with subprocess.Popen(["sleep", "600"]) as server._process:
+        with pytest.raises(TritonPortTaken, match="tritonserver: failed to start HTTP service"):
+            server._wait_until_ready()
+        server._process.kill()
 
 
 def test_two_stops_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
