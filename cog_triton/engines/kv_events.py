@@ -47,10 +47,8 @@ class KvEvents:
         """Let transformers note a request's new blocks, and publish those that were not there."""
         self._mark(request_id, ids, count)
         parent, size = None, self._blocks.tokens_per_page
-        blocks = (
-            () if ids[0] < 0 else self._blocks.block_table[request_id]
-        )  # see StepProcessor.prompt
-        for number, block in enumerate(blocks):
+        own = [] if ids[0] < 0 else self._blocks.block_table[request_id]  # see StepProcessor.prompt
+        for number, block in enumerate(own):
             if (block_hash := self._blocks.ledger.block_to_hash.get(block)) is None:
                 break
             if block_hash not in self._stored:

@@ -153,8 +153,10 @@ class TritonServer:
                 reason = self._log.reason(f"{self._name} died while starting", self.wait())
                 in_use = errors.IN_USE in reason
                 raise (errors.TritonPortTaken if in_use else TritonStartError)(reason)
-            if errors.IN_USE in self._log.last_error and not self._ends_within(TAKEN_SECONDS):
-                raise errors.TritonPortTaken(f"{self._name}: {self._log.last_error}")
+            if errors.IN_USE in self._log.last_error:
+                self._threads[0].join(TAKEN_SECONDS)  # which waits for its end
+                if self.alive:
+                    raise errors.TritonPortTaken(f"{self._name}: {self._log.last_error}")
             if time.monotonic() > deadline:
                 what = f"{self._name} was not ready after {timeout:g} s (TRITON_START_TIMEOUT)"
                 raise TritonStartError(self._log.reason(what))
@@ -169,11 +171,6 @@ class TritonServer:
         with contextlib.suppress(*failures), contextlib.closing(connection):
             connection.request("GET", "/v2/health/ready")
             return connection.getresponse().status == 200
-        return False
-
-    def _ends_within(self, seconds: float) -> bool:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return self._process is None or self._process.wait(seconds) is not None
         return False
 
     @property

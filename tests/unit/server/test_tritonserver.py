@@ -100,6 +100,8 @@ def test_a_server_that_hangs_without_its_port_is_not_waited_for(
     line = b"E1124 05:22:00.000000 1 main.cc:257] failed to start HTTP service: already in use\n"
     assert list(server._log.read([line]))
     with subprocess.Popen(["sleep", "600"]) as server._process:
+        server._threads = [threading.Thread(target=server._process.wait)]
+        server._threads[0].start()
         with pytest.raises(TritonPortTaken, match="tritonserver: failed to start HTTP service"):
             server._wait_until_ready()
         server._process.kill()
