@@ -3,7 +3,7 @@
     base.py            the interface of an engine, and the base of those whose requests are coroutines
     serving.py         between Triton's requests and an engine
     transformers.py    transformers' continuous batching; transformers_step.py is one step of it, and
-                       guides.py what structured output allows
+                       guides.py what structured output allows, kv_events.py what its cache holds
     library.py         base of the next two: arguments by library.yaml, sampling, tokens, errors
     llm_api.py         TensorRT-LLM's LLM API
     vllm.py            vLLM; interpreter.py starts its processes
