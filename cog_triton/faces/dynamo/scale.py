@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -20,7 +21,7 @@ import httpx
 from cog_triton.errors import ConfigurationError
 from cog_triton.faces.terminal import end_at_once_on_signals
 from cog_triton.server.log import log_to
-from cog_triton.settings import read_settings
+from cog_triton.settings import Settings, read_settings
 
 logger = logging.getLogger(__name__)
 
@@ -47,15 +48,14 @@ def run(host: str, port: int, workers: int) -> int:
         # until the client acknowledges them, 40 ms on Linux.
         own["DYN_HTTP_PRE_COMMIT_ERROR_PEEK_MS"] = "10000"
         environment = {**_ANY_PORTS, **own, **os.environ}
-        processes = Processes(environment, settings.start_timeout, Path(directory))
-        return asyncio.run(processes.run(host, port, workers))
+        return asyncio.run(Processes(environment, settings, directory).run(host, port, workers))
 
 
 class Processes:
     """The frontend and its workers, from their start to a signal."""
 
-    def __init__(self, environment: Mapping[str, str], start_timeout: float, own: Path) -> None:
-        self._environment, self._start_timeout, self._own = environment, start_timeout, own
+    def __init__(self, environment: Mapping[str, str], settings: Settings, own: str) -> None:
+        self._environment, self._own, self._start_timeout = environment, own, settings.start_timeout
         self._running: set[asyncio.subprocess.Process] = set()
         self._stopping, self._received = asyncio.Event(), 0
 
@@ -146,10 +146,9 @@ class Processes:
 def forget_dead(environment: Mapping[str, str]) -> None:
     """Remove from Dynamo's directory this machine's workers that have died; it lists them for 10 s more."""
     for entry in Path(environment["DYN_FILE_KV"]).glob("v1/instances/[!.]*"):
-        try:
+        with contextlib.suppress(OSError, ValueError, LookupError):  # it goes, or is being written
             address = json.loads(entry.read_text())["transport"]["tcp"].partition("/")[0]
             host, _, port = address.rpartition(":")
-            if host == environment["DYN_TCP_RPC_HOST"]:
-                socket.create_connection((host, int(port)), timeout=1).close()
-        except (ConnectionRefusedError, FileNotFoundError):
-            entry.unlink(missing_ok=True)
+            with socket.socket() as probe:
+                if host == environment["DYN_TCP_RPC_HOST"] and probe.connect_ex((host, int(port))):
+                    entry.unlink()
