@@ -16,10 +16,10 @@ from itertools import pairwise
 from random import Random
 from typing import Any
 
-PIECE = 65_536  # of a request
-PIECE_OF_ANSWER = 512  # so that there are as many, and as many faults, where they are read late
+PIECE = 65_536
 HEAD = 512  # bytes
 LONGEST_DELAY = 0.02  # seconds
+CERTAIN_CUT = 50  # that piece of all, if any are cut: on a busy machine there may be few
 
 
 @dataclass(frozen=True)
@@ -78,14 +78,16 @@ class FaultyProxy:
     async def _pass(
         self, reader: StreamReader, writer: StreamWriter, random: Random, *, answer: bool
     ) -> None:
-        def happens(fault: str) -> bool:
-            hit: bool = random.random() < getattr(self._faults, fault)
+        def happens(fault: str, certain: bool = False) -> bool:
+            hit: bool = certain or random.random() < getattr(self._faults, fault)
             self.counts[fault] += hit
             return hit
 
         with contextlib.suppress(OSError):
-            while piece := await reader.read(PIECE_OF_ANSWER if answer else PIECE):
-                if happens("cut"):
+            while piece := await reader.read(PIECE):
+                self.counts["pieces"] += 1
+                certain = self._faults.cut > 0 and self.counts["pieces"] == CERTAIN_CUT
+                if happens("cut", certain):
                     if random.random() < 0.5:
                         writer.transport.abort()
                     return
