@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from cog_triton.engines import library
-from cog_triton.engines.base import EngineError, GenerationRequest, Steps, TokenLogProb, check_ids
+from cog_triton.engines.base import GenerationRequest, Steps, TokenLogProb, check_ids
 from cog_triton.engines.interpreter import prepare, renice
 from cog_triton.request.request import Guide, GuideKind
 
@@ -87,7 +87,10 @@ class VllmEngine(library.LibraryEngine):
             from cog_triton.engines.vllm_resume import Resuming
 
             config.resuming = Resuming()
-        except (ImportError, AttributeError) as error:  # its internals are others in another release
+        except (
+            ImportError,
+            AttributeError,
+        ) as error:  # its internals are others in another release
             logger.warning("tensorrt_llm: no answer goes on after a restart: vLLM: %s", error)
         self._llm = AsyncLLM(
             config, Executor.get_class(config), log_stats=False, log_requests=False

@@ -6,7 +6,8 @@ them, and with the V1 model runner in the workers, where its generator draws wha
 penalties, bad words, minima, guides and seeds go on as if nothing had happened. These are internals of
 vLLM; the range in pyproject.toml is as narrow as that asks for.
 
-Importing this module is enough. The processes of vLLM do, as they unpickle the ``Resuming`` in its configuration.
+To import this module is enough. vLLM's processes do so as they unpickle the ``Resuming`` in their
+configuration.
 """
 
 from __future__ import annotations

@@ -138,7 +138,7 @@ def test_a_guide_that_is_none_fails_its_request_only(llm: Requests) -> None:
 
 
 HOT = SamplingParams(temperature=2.0, top_p=1.0, seed=7)
-PENALTIES = {"presence_penalty": 0.7, "frequency_penalty": 0.5, "repetition_penalty": 1.3}
+PENALTIES: Any = {"presence_penalty": 0.7, "frequency_penalty": 0.5, "repetition_penalty": 1.3}
 CONTINUED: dict[str, dict[str, Any]] = {
     "greedy": {"return_log_probs": True, "top_log_probs": 2},
     "sampled": {"sampling": HOT, "return_log_probs": True},
@@ -154,7 +154,9 @@ CONTINUED: dict[str, dict[str, Any]] = {
 }
 
 
-def test_an_output_that_is_continued_goes_on_as_it_would_have(llm: Requests, tokenizer: Any) -> None:
+def test_an_output_that_is_continued_goes_on_as_it_would_have(
+    llm: Requests, tokenizer: Any
+) -> None:
     """All at once, from its beginning, its middle and before its end."""
     streams = []
     for name, values in CONTINUED.items():
@@ -170,8 +172,8 @@ def test_an_output_that_is_continued_goes_on_as_it_would_have(llm: Requests, tok
     for name, cut, stream, ids, tokens in streams:
         assert stream.wait().ids == ids, (name, cut)
         assert [token.id for token in stream.tokens] == [token.id for token in tokens]
-        values, expected = ([t.log_prob for t in all] for all in (stream.tokens, tokens))
-        assert values == pytest.approx(expected, abs=1e-4)
+        log_probs = [token.log_prob for token in tokens]
+        assert stream.log_probs == pytest.approx(log_probs, abs=1e-4)
     other = llm.start([*PROMPT, 40], guide=CONTINUED["regex"]["guide"], end_id=2, continued=1)
     assert other.last().error is not None
     assert len(llm.ids()) == 8
