@@ -10,6 +10,7 @@
     responses.py   /v1/responses; messages.py is Anthropic's /v1/messages
     turns.py       a chat to a request, and the parser of its answer
     parsing.py     a model's text to blocks: text, thoughts, calls in the formats of models
+    journal.py     the SQLite file of all that is kept
     keys.py        API keys and their limits
     errors.py      the status and body of each error; apis.yaml has the tables of the APIs
 
