@@ -103,6 +103,7 @@ class Settings(BaseModel):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     drain_seconds: float = Field(30.0, ge=0)
     max_request_bytes: int = Field(16 << 20, ge=1)
+    max_file_bytes: int = Field(200 << 20, ge=1)
     receive_timeout: float = Field(60.0, gt=0)
     busy_timeout: float = Field(900.0, gt=0)
     chat_page: bool = True
