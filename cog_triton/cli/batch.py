@@ -18,6 +18,7 @@ import httpx
 from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 
 LOOK_SECONDS = 0.5
+ENDS = ("completed", "failed", "expired", "cancelled")
 SERVE = """
 import sys
 from cog_triton.cli import main
@@ -43,20 +44,17 @@ def batch(options: argparse.Namespace) -> int:
     with contextlib.ExitStack() as stack:
         url = options.url or stack.enter_context(own_server())
         client = stack.enter_context(httpx.Client(base_url=url, timeout=600.0))
-        if options.api_key:
-            client.headers["Authorization"] = f"Bearer {options.api_key}"
-        batches = [begin(client, url, b"\n".join(lines)) for url, lines in groups.items()]
-        ended = wait(client, batches, len(order))
+        client.headers["Authorization"] = f"Bearer {options.api_key}"
+        names = [begin(client, url, b"\n".join(lines)) for url, lines in groups.items()]
+        ended = wait(client, names, len(order))
         answers = {own: line for one in ended for own, line in results(client, one)}
     with options.output.open("wb") as output:
         output.writelines(answers[own] + b"\n" for own in order if own in answers)
     for one in ended:
-        problems = (one["errors"] or {}).get("data", ())
-        for problem in problems:
+        for problem in (one["errors"] or {}).get("data", ()):
             print(f"line {problem['line']}: {problem['message']}", file=sys.stderr)
-        counts = one["request_counts"]
-        text = f"{counts['completed']} answers and {counts['failed']} errors"
-        print(f"{one['id']} {one['status']}: {text}", file=sys.stderr)
+        counts = "{completed} answers and {failed} errors".format(**one["request_counts"])
+        print(f"{one['id']} {one['status']}: {counts}", file=sys.stderr)
     return int(any(one["status"] != "completed" for one in ended))
 
 
@@ -70,31 +68,23 @@ def ask(client: httpx.Client, method: str, path: str, **options: Any) -> httpx.R
     return reply
 
 
-def begin(client: httpx.Client, endpoint: str, lines: bytes) -> dict[str, Any]:
+def begin(client: httpx.Client, endpoint: str, lines: bytes) -> str:
     form: Any = {"data": {"purpose": "batch"}, "files": {"file": ("batch.jsonl", lines)}}
     file = ask(client, "POST", "/v1/files", **form).json()["id"]
     body = {"input_file_id": file, "endpoint": endpoint, "completion_window": "24h"}
-    return dict(ask(client, "POST", "/v1/batches", json=body).json())
+    return str(ask(client, "POST", "/v1/batches", json=body).json()["id"])
 
 
-def wait(client: httpx.Client, batches: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
-    """Show the progress until all have ended; Ctrl-C cancels them."""
+def wait(client: httpx.Client, names: list[str], count: int) -> list[dict[str, Any]]:
+    """Show the progress until all have ended, and return them."""
     with tqdm(total=count, unit=" requests", disable=None) as bar:
-        try:
-            while any(not has_ended(one) for one in batches):
-                time.sleep(LOOK_SECONDS)
-                batches = [ask(client, "GET", f"/v1/batches/{one['id']}").json() for one in batches]
-                counts = [one["request_counts"] for one in batches]
-                bar.update(sum(own["completed"] + own["failed"] for own in counts) - bar.n)
-        except KeyboardInterrupt:
-            for one in batches:
-                ask(client, "POST", f"/v1/batches/{one['id']}/cancel")
-            raise
-    return batches
-
-
-def has_ended(one: dict[str, Any]) -> bool:
-    return one["status"] in ("completed", "failed", "expired", "cancelled")
+        while True:
+            batches = [ask(client, "GET", f"/v1/batches/{name}").json() for name in names]
+            counts = [one["request_counts"] for one in batches]
+            bar.update(sum(own["completed"] + own["failed"] for own in counts) - bar.n)
+            if all(one["status"] in ENDS for one in batches):
+                return batches
+            time.sleep(LOOK_SECONDS)
 
 
 def results(client: httpx.Client, one: dict[str, Any]) -> Iterator[tuple[Any, bytes]]:

@@ -14,10 +14,11 @@ import logging
 import sqlite3
 import time
 import zlib
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any, NamedTuple
 
+import anyio
 import httpx
 import orjson
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -31,6 +32,7 @@ from cog_triton.faces.openai.served import BATCH_CALL, Call, Served
 
 logger = logging.getLogger(__name__)
 LOOK_SECONDS = 0.5
+MOST = 8  # batches at once
 ATTEMPTS = 5  # at a line, while the server is well
 LONGEST_PAUSE = 30.0
 KEY_GONE = "failed"  # the end of a batch whose API key was removed
@@ -56,9 +58,7 @@ class Runner:
         self._app, self._served = app, served
         self._journal: Any = served.journal
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._answering: set[str] = set()  # those that may be ended
-        # As many again are being prepared or written.
-        self._places = asyncio.Semaphore(2 * served.backend.admission.max_running)
+        self._scopes: dict[str, anyio.CancelScope] = {}  # of what ends with a batch's time
 
     async def run(self) -> None:
         """Run batches until cancelled; what then runs is left to the next process."""
@@ -68,15 +68,16 @@ class Runner:
                     await self._look()
                 await asyncio.sleep(LOOK_SECONDS)
         finally:
-            await ended(self._tasks.values())
+            for task in self._tasks.values():
+                task.cancel()
+            await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     async def _look(self) -> None:
         for name, status, expires in await self._journal.read(SQL["active"]):
             if name in self._tasks:
-                over = status == "cancelling" or expires <= time.time()
-                if over and name in self._answering:  # it is taken up again, to be closed
-                    self._tasks[name].cancel()
-            elif await self._journal.write(partial(self._take, name)):
+                if name in self._scopes and (status == "cancelling" or expires <= time.time()):
+                    self._scopes[name].cancel()
+            elif len(self._tasks) < MOST and await self._journal.write(partial(self._take, name)):
                 task = self._tasks[name] = asyncio.create_task(self._run(name))
                 task.add_done_callback(partial(self._ended, name))
 
@@ -91,69 +92,63 @@ class Runner:
     def _ended(self, name: str, task: asyncio.Task[None]) -> None:
         del self._tasks[name]
         if not task.cancelled() and (error := task.exception()):
-            logger.error("batch %s is taken up again: %s", name, error, exc_info=error)
+            logger.error("batch %s is taken up again", name, exc_info=error)
 
     async def _run(self, name: str) -> None:
-        batch = await self._batch(name)
-        if batch.status == "validating" and batch.expires > time.time():
-            await self._check(batch)
-            batch = await self._batch(name)
-        end = {"cancelling": "cancelled", "finalizing": "completed"}.get(batch.status, "expired")
-        if batch.status == "in_progress" and batch.expires > time.time():
-            logger.info("batch %s runs", name)
-            self._answering.add(name)
+        with anyio.CancelScope() as self._scopes[name]:
             try:
-                end = "completed" if await self._answer_all(batch) else KEY_GONE
+                await self._work(await self._batch(name))
             finally:
-                self._answering.discard(name)
-            if end == "completed" and not await self._change(batch, "finalizing"):
-                return
-            batch = await self._batch(name)
-        if batch.status != "failed":
-            await self._close(batch, end)
+                del self._scopes[name]
+        batch = await self._batch(name)
+        if batch.status == "failed":
+            return
+        end = {"cancelling": "cancelled", "finalizing": "completed"}.get(batch.status, "expired")
+        if end == "expired" and batch.expires > time.time():
+            end = KEY_GONE
+        if end != "completed" and batch.total:
+            error = SQL["ends"][end]
+            lines = [row async for row in self._open_lines(batch)]
+            records = ((line, record_of(json.loads(data), None, error)) for line, data in lines)
+            await asyncio.gather(*(self._keep(batch, n, "error", own) for n, own in records))
+        await self._journal.write(partial(_finish, batch, end))
+        logger.info("batch %s: %s", batch.name, end)
 
     async def _batch(self, name: str) -> Batch:
         return Batch(*(await self._journal.read(SQL["batch"], name))[0])
 
-    async def _change(self, batch: Batch, status: str, **more: Any) -> Any:
+    async def _change(self, batch: Batch, status: str, **more: Any) -> None:
         change = partial(changed, name=batch.name, status=status, was=(batch.status,), **more)
-        return await self._journal.write(change)
+        await self._journal.write(change)
 
-    async def _check(self, batch: Batch) -> None:
-        checks = Checks(batch.endpoint)
-        async for rows in lines_of(self._journal, batch.source, "input"):
-            if not await asyncio.to_thread(checks.read, rows):
-                break
-        if not checks.total:
-            checks.add("empty_file")
-        if checks.errors:
-            errors = {"object": "list", "data": checks.errors}
-            await self._change(batch, "failed", errors=errors)
-        else:
+    async def _work(self, batch: Batch) -> None:
+        """Check the input and answer its lines, as far as neither is done."""
+        if batch.status == "validating":
+            checks = Checks(batch.endpoint, self._served)
+            async for rows in lines_of(self._journal, batch.source, "input"):
+                if not await asyncio.to_thread(checks.read, rows):
+                    break
+            if not checks.total:
+                checks.add("empty_file", "the input file has no requests")
+            if checks.errors:
+                errors = {"object": "list", "data": checks.errors}
+                await self._change(batch, "failed", errors=errors)
+                return
             await self._journal.write(SQL["total"], checks.total, batch.name)
             await self._change(batch, "in_progress")
-
-    async def _answer_all(self, batch: Batch) -> bool:
-        """Answer the lines that have no answer; return whether the batch's key was there to the end."""
-        tasks: set[asyncio.Task[None]] = set()
-
-        def done(task: asyncio.Task[None]) -> None:
-            self._places.release()
-            if task.cancelled() or task.exception() is None:
-                tasks.discard(task)
-
-        try:
-            async for line, data in self._open_lines(batch):
-                if (key := self._key(batch.owner)) is None:
-                    return False
-                await self._places.acquire()
-                task = asyncio.create_task(self._line(batch, key, line, data))
-                tasks.add(task)
-                task.add_done_callback(done)
-            await asyncio.gather(*tasks)
-        finally:
-            await ended(tasks)
-        return True
+            batch = await self._batch(batch.name)
+        if batch.status == "in_progress":
+            logger.info("batch %s runs", batch.name)
+            # As many again as can run are being prepared or written.
+            places = asyncio.Semaphore(2 * self._served.backend.admission.max_running)
+            async with anyio.create_task_group() as lines:
+                async for line, data in self._open_lines(batch):
+                    if (key := self._key(batch.owner)) is None:
+                        lines.cancel_scope.cancel()
+                        return
+                    await places.acquire()
+                    lines.start_soon(self._line, batch, key, line, data, places)
+            await self._change(batch, "finalizing")
 
     async def _open_lines(self, batch: Batch) -> AsyncIterator[tuple[int, bytes]]:
         answered = {line for (line,) in await self._journal.read(SQL["answered"], batch.name)}
@@ -166,26 +161,20 @@ class Runner:
         keys = self._served.keys
         return Key(owner, b"") if keys is None else keys.named(owner)
 
-    async def _line(self, batch: Batch, key: Key, line: int, data: bytes) -> None:
-        large = len(data) > exchange.LARGE_BODY
+    async def _line(
+        self, batch: Batch, key: Key, line: int, data: bytes, places: asyncio.Semaphore
+    ) -> None:
+        large, call = len(data) > exchange.LARGE_BODY, Call("", batch.endpoint)
         value = await asyncio.to_thread(json.loads, data) if large else json.loads(data)
-        call = Call("", batch.endpoint)
         try:
             body = body_of(value["body"], batch, line)
             call, status, content = await self._answer(batch.endpoint, key, body)
         except ApiError as error:
             status, content = error.status, exchange.dumps(error.body())
-        response = {"status_code": status, "request_id": call.id, "body": orjson.Fragment(content)}
-        tokens = call.input_tokens, call.output_tokens
-        part = "output" if status == 200 else "error"
-        store = partial(_store, batch, line, part, record_of(value, response, None), tokens)
-        while True:
-            try:
-                await self._journal.write(store)
-                return
-            except JournalUnavailable as error:
-                logger.warning("batch %s waits: %s", batch.name, error)
-                await asyncio.sleep(LONGEST_PAUSE)
+        answer = {"request_id": call.id, "body": orjson.Fragment(content)}
+        record = record_of(value, {"status_code": status, **answer}, None)
+        await self._keep(batch, line, "output" if status == 200 else "error", record, call)
+        places.release()
 
     async def _answer(self, path: str, key: Key, body: bytes) -> tuple[Call, int, bytes]:
         """Ask until the answer does not say to ask again."""
@@ -203,24 +192,24 @@ class Runner:
                 await asyncio.sleep(LOOK_SECONDS)
         return call, reply.status_code, reply.content
 
-    async def _close(self, batch: Batch, end: str) -> None:
-        """Give the lines without an answer their error, and the batch its files and last status."""
-        if end != "completed" and batch.total:
-            writes = []
-            async for line, data in self._open_lines(batch):
-                record = record_of(json.loads(data), None, SQL["ends"][end])
-                store = partial(_store, batch, line, "error", record, (0, 0))
-                writes.append(self._journal.write(store))
-            await asyncio.gather(*writes)
-        await self._journal.write(partial(_finish, batch, end))
-        logger.info("batch %s: %s", batch.name, end)
+    async def _keep(
+        self, batch: Batch, line: int, part: str, record: bytes, call: Call | None = None
+    ) -> None:
+        """Write an answer and count it, unless the line has one; wait while that cannot be done."""
+        tokens = (call.input_tokens, call.output_tokens) if call else (0, 0)
+        count = SQL["count"].format("completed" if part == "output" else "failed")
 
+        def write(own: sqlite3.Connection) -> None:
+            row = (batch.owner, batch.name, line, part, record)
+            if own.execute(SQL["add_line"], row).rowcount == 1:
+                own.execute(count, (*tokens, batch.name))
 
-async def ended(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    own = [*tasks]
-    for task in own:
-        task.cancel()
-    await asyncio.gather(*own, return_exceptions=True)
+        while True:
+            try:
+                return await self._journal.write(write)  # type: ignore[no-any-return]
+            except JournalUnavailable as error:
+                logger.warning("batch %s waits: %s", batch.name, error)
+                await asyncio.sleep(LONGEST_PAUSE)
 
 
 def body_of(given: dict[str, Any], batch: Batch, line: int) -> bytes:
@@ -235,25 +224,9 @@ def body_of(given: dict[str, Any], batch: Batch, line: int) -> bytes:
 
 
 def record_of(value: dict[str, Any], response: Any, error: Any) -> bytes:
-    """Return a line of an output or error file; a custom_id may be text that is no Unicode."""
-    name = orjson.Fragment(json.dumps(value["custom_id"]))
-    record = {"id": exchange.new_id("batch_req_"), "custom_id": name, "response": response}
-    return exchange.dumps({**record, "error": error}) + b"\n"
-
-
-def _store(
-    batch: Batch,
-    line: int,
-    part: str,
-    record: bytes,
-    tokens: tuple[int, int],
-    connection: sqlite3.Connection,
-) -> None:
-    """Write an answer and count it, unless the line has one."""
-    row = (batch.owner, batch.name, line, part, record)
-    if connection.execute(SQL["add_line"], row).rowcount == 1:
-        count = SQL["count"].format("completed" if part == "output" else "failed")
-        connection.execute(count, (*tokens, batch.name))
+    """Return a line of an output or error file."""
+    record = {"id": exchange.new_id("batch_req_"), "custom_id": value["custom_id"]}
+    return exchange.dumps({**record, "response": response, "error": error}) + b"\n"
 
 
 def _finish(batch: Batch, end: str, connection: sqlite3.Connection) -> None:

@@ -9,16 +9,16 @@ import asyncio
 import json
 import sqlite3
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from fastapi import APIRouter, Depends
 from fastapi import Request as HttpRequest
 from pydantic import Field, ValidationError
-from starlette.datastructures import FormData, UploadFile
+from starlette.datastructures import UploadFile
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
@@ -26,7 +26,7 @@ from cog_triton.errors import shown
 from cog_triton.faces.openai import exchange, fields
 from cog_triton.faces.openai.errors import CLIENT_GONE, ApiError, invalid, no_embeddings
 from cog_triton.faces.openai.journal import Journal, Schema
-from cog_triton.faces.openai.served import current
+from cog_triton.faces.openai.served import Served, current
 
 router = APIRouter(route_class=exchange.BodyRoute)
 SQL: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("batches.yaml").read_text("utf-8"))
@@ -36,7 +36,9 @@ ACTIVE = ("validating", "in_progress", "finalizing", "cancelling")
 WINDOW_SECONDS, MONTH_SECONDS = 86400, 30 * 86400  # a batch's, and a file's time
 UPLOAD_SECONDS = 3600  # after which one that came to no end is removed
 PAGE_BYTES = 1 << 20  # written at once
-MOST_LINES, MOST_ERRORS, CUSTOM_ID_CHARACTERS = 50_000, 100, 512
+MOST_LINES, MOST_ERRORS = 50_000, 100
+_NO_JSON = "invalid_json_line", "This line is not parseable as a JSON object."
+_AFTER = ("anchor", "seconds")
 _Pairs = dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]]
 
 
@@ -51,6 +53,18 @@ class BatchBody(fields.Body):
     completion_window: Literal["24h"]
     metadata: Annotated[_Pairs, Field(max_length=16)] | None = None
     output_expires_after: ExpiresAfter | None = None
+
+
+class LineBody(fields.Body):
+    custom_id: str = Field(min_length=1, max_length=512)
+    method: Literal["POST"]
+    url: str
+    body: dict[str, Any]
+
+
+class FileForm(fields.Body):
+    purpose: Literal["batch"]
+    expires_after: ExpiresAfter = ExpiresAfter(anchor="created_at", seconds=MONTH_SECONDS)
 
 
 async def _journal(request: HttpRequest) -> Any:
@@ -99,36 +113,27 @@ async def create_file(request: HttpRequest, journal: FromJournal) -> Response:
     """Keeps a file for a batch; the form has file, purpose and expires_after."""
     try:
         async with request.form(max_files=1, max_fields=8) as form:
-            file, seconds = checked(form)
-            longest = request.app.state.served.settings.max_request_bytes
-            return JSONResponse(await _kept(journal, file, seconds, longest))
+            file = form.get("file")
+            if not isinstance(file, UploadFile) or not file.size:
+                raise invalid("file must be given, in a body of multipart/form-data", "file")
+            after = {key: value for key in _AFTER if (value := form.get(f"expires_after[{key}]"))}
+            given = {"purpose": form.get("purpose"), **({"expires_after": after} if after else {})}
+            try:
+                seconds = FileForm.model_validate(given, strict=False).expires_after.seconds
+            except ValidationError as error:
+                raise exchange.body_error(error, given) from None
+            return JSONResponse(await _kept(journal, file, seconds))
     except ClientDisconnect:
         return Response(status_code=CLIENT_GONE)
 
 
-def checked(form: FormData) -> tuple[UploadFile, int]:
-    """Return the file of a form and its seconds, or raise ApiError."""
-    file, purpose = form.get("file"), form.get("purpose")
-    if not isinstance(file, UploadFile) or not file.size:
-        raise invalid("file must be given, in a body of multipart/form-data", "file")
-    if purpose != "batch":
-        raise invalid(f"purpose must be batch, not {shown(purpose)}", "purpose", "invalid_value")
-    given = {name: form.get(f"expires_after[{name}]") for name in ("anchor", "seconds")}
-    if not any(given.values()):
-        return file, MONTH_SECONDS
-    try:
-        return file, ExpiresAfter.model_validate(given, strict=False).seconds
-    except ValidationError as error:
-        raise exchange.body_error(error, given) from None
-
-
-async def _kept(journal: Journal, file: UploadFile, seconds: int, longest: int) -> dict[str, Any]:
+async def _kept(journal: Journal, file: UploadFile, seconds: int) -> dict[str, Any]:
     """Write the lines of an upload, and then that it is there."""
     owner, name, now, line = current().key.name, exchange.new_id("file-"), int(time.time()), 0
     named = file.size, file.filename or "upload.jsonl", "batch"
     row = (name, owner, "coming", name, "input", now, now + UPLOAD_SECONDS, *named)
     await journal.write(SQL["add_file"], *row)
-    while page := await asyncio.to_thread(next_lines, file.file, longest):
+    while page := await asyncio.to_thread(file.file.readlines, PAGE_BYTES):
         rows = [(owner, name, line + place, "input", data) for place, data in enumerate(page, 1)]
         await journal.write(partial(_add, rows))
         line += len(page)
@@ -138,15 +143,6 @@ async def _kept(journal: Journal, file: UploadFile, seconds: int, longest: int) 
 
 def _add(rows: Sequence[Any], connection: sqlite3.Connection) -> None:
     connection.executemany(SQL["add_line"], rows)
-
-
-def next_lines(file: BinaryIO, longest: int) -> list[bytes]:
-    """Read about a page of lines; one that is longer than a request may be is cut, and so is no JSON."""
-    lines, size = list[bytes](), 0
-    while size < PAGE_BYTES and (line := file.readline(longest)):
-        lines.append(line)
-        size += len(line)
-    return lines
 
 
 async def lines_of(journal: Journal, source: str, part: str) -> AsyncIterator[list[Any]]:
@@ -213,9 +209,7 @@ def batch_view(row: Sequence[Any]) -> dict[str, Any]:
     text, total, completed, failed, taken, made = row
     counts = {"total": total, "completed": completed, "failed": failed}
     usage = {"input_tokens": taken, "output_tokens": made, "total_tokens": taken + made}
-    details = {"input_tokens_details": {"cached_tokens": 0}}
-    details |= {"output_tokens_details": {"reasoning_tokens": 0}}
-    return {**json.loads(text), "request_counts": counts, "usage": {**usage, **details}}
+    return {**json.loads(text), "request_counts": counts, "usage": {**SQL["usage"], **usage}}
 
 
 @router.get("/v1/batches")
@@ -257,43 +251,35 @@ def changed(
 class Checks:
     """The errors of an input file, and the number of its requests."""
 
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self, endpoint: str, served: Served) -> None:
         self.errors, self.total = list[dict[str, Any]](), 0
-        self._endpoint, self._seen = endpoint, set[str]()
+        self._endpoint, self._served, self._seen = endpoint, served, set[str]()
 
     def read(self, rows: Sequence[tuple[int, bytes]]) -> bool:
         """Check some lines; return whether more may follow."""
         for line, data in rows:
             if data.strip():
                 self.total += 1
-                if found := next(self._problems(data), None):
-                    self.add(*found, line)
+                try:
+                    self._check(data)
+                except ApiError as error:
+                    found = (error.code, error.message) if error.code else _NO_JSON
+                    self.add(*found, error.param, line)
         if self.total > MOST_LINES:
-            self.add("too_many_tasks")
+            self.add("too_many_tasks", f"a batch may have at most {MOST_LINES} requests")
         return self.total <= MOST_LINES and len(self.errors) < MOST_ERRORS
 
-    def add(self, code: str, param: str | None = None, line: int | None = None) -> None:
-        text = SQL["problems"][code]
+    def add(self, code: str, text: str, param: str | None = None, line: int | None = None) -> None:
         self.errors += [{"code": code, "message": text, "param": param, "line": line}]
 
-    def _problems(self, data: bytes) -> Iterator[tuple[str, str | None]]:
-        try:
-            value = exchange.parsed(data)
-        except ApiError:
-            value = None
-        if not isinstance(value, dict):
-            yield "invalid_json_line", None
-            return
-        name = value.get("custom_id")
-        if not isinstance(name, str) or not 0 < len(name) <= CUSTOM_ID_CHARACTERS:
-            yield "invalid_custom_id", "custom_id"
-        elif name in self._seen:
-            yield "duplicate_custom_id", "custom_id"
-        else:
-            self._seen.add(name)
-        if value.get("method") != "POST":
-            yield "invalid_method", "method"
-        if value.get("url") != self._endpoint:
-            yield "url_mismatch", "url"
-        if not isinstance(value.get("body"), dict):
-            yield "invalid_body", "body"
+    def _check(self, data: bytes) -> None:
+        if len(data) > self._served.settings.max_request_bytes:
+            text = "This line has more bytes than a request may have."
+            raise invalid(text, code="invalid_json_line")
+        found: Any = exchange.validated(data, LineBody, self._served)
+        if found.url != self._endpoint:
+            raise invalid(f"url must be the batch's, {self._endpoint}", "url", "url_mismatch")
+        if found.custom_id in self._seen:
+            text = f"the custom_id {shown(found.custom_id)} is that of an earlier line"
+            raise invalid(text, "custom_id", "duplicate_custom_id")
+        self._seen.add(found.custom_id)
