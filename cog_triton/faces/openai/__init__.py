@@ -7,9 +7,10 @@
     exchange.py    bodies are parsed and validated, chunks to a response by the writer of an API
     fields.py      the fields of bodies, to a ``Request``
     completions.py /v1/chat/completions and /v1/completions, whose responses are lists of choices; /tokenize
-    responses.py   /v1/responses; messages.py is Anthropic's /v1/messages
+    responses.py   the forms of /v1/responses; messages.py is Anthropic's /v1/messages
     turns.py       a chat to a request, and the parser of its answer
     parsing.py     a model's text to blocks: text, thoughts, calls in the formats of models
+    store.py       its routes: responses that are kept, and run in the background
     journal.py     the SQLite file of all that is kept
     keys.py        API keys and their limits
     errors.py      the status and body of each error; apis.yaml has the tables of the APIs

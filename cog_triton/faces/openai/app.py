@@ -23,9 +23,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import cog_triton
 from cog_triton.errors import CogTritonError, shown
-from cog_triton.faces.openai import completions, messages, responses
+from cog_triton.faces.openai import completions, messages, store
 from cog_triton.faces.openai.errors import MESSAGES_PATH, ApiError
 from cog_triton.faces.openai.exchange import ERRORS, MESSAGE_ERRORS, client_error, error_response
+from cog_triton.faces.openai.journal import Journal
 from cog_triton.faces.openai.keys import Key, Keys
 from cog_triton.faces.openai.served import CURRENT, Call, FromApp, Served, begin_span
 
@@ -51,8 +52,12 @@ def create_app(served: Served) -> FastAPI:
         redoc_url=None,
         redirect_slashes=False,  # it would name an address that clients behind a proxy cannot reach
     )
-    app.state.served = served
-    for module in (completions, responses):
+    settings = served.settings
+    if (file := settings.store_file) is not None:
+        limits = settings.store_max_bytes, settings.store_days
+        served.journal = Journal(file, [store.SCHEMA], *limits)
+    app.state.served, app.state.store = served, store.Store(served, log_call)
+    for module in (completions, store):
         app.include_router(module.router, responses=ERRORS)
     app.include_router(router, responses=ERRORS)
     app.include_router(messages.router, responses=MESSAGE_ERRORS)

@@ -77,6 +77,10 @@ class Keys:
         matching = [key for key in self._keys if hmac.compare_digest(key.digest, digest)]
         return matching[0] if matching else None
 
+    def named(self, name: str) -> Key:
+        """Return the key of a name, or one without limits in place of one that is gone."""
+        return next((key for key in self._keys if key.name == name), Key(name, b""))
+
     def _read(self) -> tuple[Key, ...]:
         keys = self._listed
         if self._file is not None:
@@ -156,12 +160,12 @@ class Quotas:
             if level < 1:
                 raise _refusal(kind, f"{size:g} {kind} a minute", (1 - level) * MINUTE / size)
         self._running[key.name] += 1
-        self._take(key, "requests", 1)
+        self.take(key, "requests", 1)
 
     def leave(self, key: Key, tokens: int) -> None:
         """Count the end of a request that was let in, and the tokens that it took."""
         self._running[key.name] -= 1
-        self._take(key, "tokens", tokens)
+        self.take(key, "tokens", tokens)
 
     def headers(self, key: Key) -> list[tuple[bytes, bytes]]:
         """Return OpenAI's headers of a key's limits; none where it has none."""
@@ -184,7 +188,7 @@ class Quotas:
                 buckets[kind] = size, min(size, level + (now - then) * size / MINUTE)
         return buckets
 
-    def _take(self, key: Key, kind: str, amount: float) -> None:
+    def take(self, key: Key, kind: str, amount: float) -> None:
         if bucket := self._buckets(key).get(kind):
             self._levels[key.name, kind] = bucket[1] - amount, self._clock()
 

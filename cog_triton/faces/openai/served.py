@@ -29,6 +29,7 @@ from cog_triton.client.tracing import SERVICE, go_below, tracer
 from cog_triton.deployment.deployment import Deployment, queue_metrics
 from cog_triton.errors import CogTritonError, shown
 from cog_triton.faces.openai.errors import RETRY_SECONDS, ApiError
+from cog_triton.faces.openai.journal import Journal
 from cog_triton.faces.openai.keys import ANYBODY, Key, Quotas, configured_keys
 from cog_triton.generation import Chunk
 from cog_triton.request.admission import Admission, Tenant
@@ -233,6 +234,7 @@ class Served:
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False  # new requests are refused
     running: int = 0
+    journal: Journal | None = None  # of the application, unless STORE=0
 
     def __post_init__(self) -> None:
         self.settings, processes = self.backend.settings, self.backend.settings.openai_workers

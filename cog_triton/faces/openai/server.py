@@ -126,15 +126,22 @@ class InProcess:
     def __init__(self, served: Served, listener: socket.socket) -> None:
         settings = served.settings
         limits = web.Limits(settings.max_request_bytes, request_seconds=settings.receive_timeout)
-        self._server = web.Server(create_app(served), limits, refusal_body)
-        self._served, self._listener = served, listener
+        app = create_app(served)
+        self._server = web.Server(app, limits, refusal_body)
+        self._served, self._store, self._listener = served, app.state.store, listener
 
     async def run(self, ready: Callable[[], object]) -> None:
         """Serve until stopped; call ``ready`` once requests can come."""
-        refreshing = asyncio.create_task(self._served.figures.keep_fresh())
+        journal = self._served.journal
+        work = [self._served.figures.keep_fresh(), self._store.work()]
+        work += [journal.keep()] if journal else []
+        tasks = [asyncio.create_task(own) for own in work]
         ready()
         await self._server.serve(sockets=[self._listener])
-        refreshing.cancel()
+        for task in tasks:
+            task.cancel()
+        if journal:
+            await journal.close()
 
     def drain(self) -> None:
         self._served.draining = True
@@ -146,6 +153,7 @@ class InProcess:
 
     async def _stop(self) -> None:
         await self._served.drain()
+        await self._store.stop()
         self._server.should_exit = True
 
 
