@@ -116,7 +116,6 @@ class SimulatedEngine(EventLoopEngine):
         # So that any BURST tokens are one slice.
         self._text = [token_ids[i % self._length] for i in range(self._length + BURST)]
         self._origin, self._decoding = 0.0, 0  # of the steps; the requests that share them
-        self._waiting: dict[int, list[asyncio.Future[None]]] = {}  # for the same moments
         self._slots = _Slots(costs.max_batch or sys.maxsize)
         self._prefills = _Slots(1)
         super().__init__("simulated-engine")
@@ -153,14 +152,13 @@ class SimulatedEngine(EventLoopEngine):
     async def _generate(
         self, request: GenerationRequest, failure: Failure | None, arrival: float
     ) -> Steps:
-        at = await self._slots.acquire(arrival)  # when the next event is due
-        decoding = 0
+        at, decoding = await self._slots.acquire(arrival), 0  # when the next event is due
         try:
             if rate := self._costs.prefill_rate:
                 at = await self._prefills.acquire(at)
                 try:
                     at += len(request.input_ids) / rate
-                    await self._until(at)
+                    await _sleep_until(at)
                 finally:
                     self._prefills.release(at)
             at, decoding = self._joined(at + self._costs.prefill), 1
@@ -168,7 +166,7 @@ class SimulatedEngine(EventLoopEngine):
             end = request.max_tokens if failure is None else failure.after
             made, finished, pace = 0, False, self._costs.inter_token
             while not finished:
-                await self._until(at)
+                await _sleep_until(at)
                 if failure is not None and made == end:
                     if failure.kind == "stall":  # the slot is kept
                         await asyncio.get_running_loop().create_future()
@@ -197,23 +195,11 @@ class SimulatedEngine(EventLoopEngine):
             self._origin = at
         return at - TICK + (self._origin - at + TICK) % pace if pace else at
 
-    async def _until(self, at: float) -> None:
-        """Wait for a moment; all that wait for the same one go on in one turn of the loop."""
-        if at - monotonic() <= TICK:
-            return await asyncio.sleep(0)  # others get their turn in any case
-        waiting = self._waiting.setdefault(moment := round(at / TICK), [])
-        waiting.append(future := asyncio.get_running_loop().create_future())
-        if len(waiting) == 1:
-            self._wake(moment, at)
-        await future
 
-    def _wake(self, moment: int, at: float) -> None:
-        if (left := at - monotonic()) > TICK:
-            asyncio.get_running_loop().call_later(left, self._wake, moment, at)
-            return
-        for future in self._waiting.pop(moment):
-            if not future.done():
-                future.set_result(None)
+async def _sleep_until(at: float) -> None:
+    await asyncio.sleep(max(0.0, at - monotonic()))  # others get their turn in any case
+    while (left := at - monotonic()) > TICK:
+        await asyncio.sleep(left)
 
 
 def _prompt(request: GenerationRequest) -> list[int]:

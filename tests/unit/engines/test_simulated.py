@@ -110,9 +110,7 @@ def exactly(*times: float) -> Any:
 # The pace and the prefill
 
 
-@pytest.mark.parametrize(
-    ("steps", "seconds"), [(True, (0.07, 0.09)), (False, (0.065, 0.085))]
-)
+@pytest.mark.parametrize(("steps", "seconds"), [(True, (0.07, 0.09)), (False, (0.065, 0.085))])
 def test_tokens_come_one_inter_token_latency_apart_after_the_prefill(
     clockworks: MakeClockwork, steps: bool, seconds: tuple[float, ...]
 ) -> None:
