@@ -146,7 +146,7 @@ class Processes:
 def forget_dead(environment: Mapping[str, str]) -> None:
     """Remove from Dynamo's directory this machine's workers that have died; it lists them for 10 s more."""
     for entry in Path(environment["DYN_FILE_KV"]).glob("v1/instances/[!.]*"):
-        with contextlib.suppress(OSError, ValueError, LookupError):  # it goes, or is being written
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # gone, half written
             address = json.loads(entry.read_text())["transport"]["tcp"].partition("/")[0]
             host, _, port = address.rpartition(":")
             with socket.socket() as probe:
