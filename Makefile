@@ -109,8 +109,8 @@ test-vllm: $(VLLM_STAMP)
 
 # Dynamo's frontend and workers: answers, kills and the drain.
 test-dynamo: $(DEVELOPED) $(DYNAMO_STAMP)
-	$(BIN)/python -m pytest -q -rs tests/unit/faces/test_dynamo.py tests/unit/engines/test_kv_events.py tests/integration/test_dynamo.py \
-		tests/integration/test_machines.py
+	$(BIN)/python -m pytest -q -rs tests/unit/faces/test_dynamo.py tests/unit/engines/test_kv_events.py \
+		tests/integration/test_dynamo.py tests/integration/test_machines.py
 
 # Trains it anew, in cog_triton/demo.
 demo-model: $(DEVELOPED)

@@ -1,4 +1,4 @@
-"""What the embedded engine's KV cache holds, published by ZeroMQ in the form of vLLM's KV cache events.
+"""The content of the embedded engine's KV cache, published by ZeroMQ as vLLM's KV cache events.
 
 A new subscriber gets the whole cache with the next change, so that it may come late, and stay when the
 engine has been started anew. Blocks of adapters' requests are left out: no other request shares them.

@@ -1,4 +1,4 @@
-"""Where the prompt of a request ends, for the worker that it may move to.
+"""The end of a request's prompt, for the worker that it may move to.
 
 Dynamo sends a request that has lost its worker to another one: the prompt and the output so far as one
 list of ids, under the same id. Penalties count the output only. So a worker tells the others of each
