@@ -71,6 +71,7 @@ class TritonOverloaded(ServerError, code="E2106", retryable=True):  # a queue is
     def __init__(self, message: str, *, retry_after: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after = retry_after  # seconds after which there may be room
+class JournalUnavailable(ServerError, code="E2107", retryable=True): ...  # full, damaged or locked
 
 # Settings, configuration file or model, before any request.
 class ConfigurationError(CogTritonError, code="E3001"):

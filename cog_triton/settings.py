@@ -87,6 +87,10 @@ class Settings(BaseModel):
     openai_api_keys_file: Path | None = None
     open_metrics: bool = Field(False, alias="OPENAI_OPEN_METRICS")
     allowed_origins: str = Field("", alias="OPENAI_ALLOWED_ORIGINS")
+    store: str = "~/.local/state/cog-triton/journal.db"
+    store_max_bytes: int = Field(1 << 30, ge=1 << 20)
+    store_days: float = Field(30.0, gt=0)
+    store_background: int = Field(1000, ge=0)
     otel_endpoint: str | None = Field(None, alias="OTEL_EXPORTER_OTLP_ENDPOINT")
     log_verbose: int = Field(0, alias="TRITON_LOG_VERBOSE", ge=0)
     model_repository: Path = Field(ROOT / "triton_model_repo", alias="TRITON_MODEL_REPO")
@@ -100,6 +104,7 @@ class Settings(BaseModel):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     drain_seconds: float = Field(30.0, ge=0)
     max_request_bytes: int = Field(16 << 20, ge=1)
+    max_file_bytes: int = Field(200 << 20, ge=1)
     receive_timeout: float = Field(60.0, gt=0)
     busy_timeout: float = Field(900.0, gt=0)
     chat_page: bool = True
@@ -117,6 +122,10 @@ class Settings(BaseModel):
                 if (directory / "tokenizer_config.json").is_file():
                     return str(directory.resolve())
         return _absolute_if_directory(self.tokenizer or self.model)
+
+    @property
+    def store_file(self) -> Path | None:
+        return None if self.store in ("0", "off", "false") else Path(self.store)
 
     @property
     def model_dir(self) -> str:

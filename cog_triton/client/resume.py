@@ -20,6 +20,8 @@ from cog_triton.wire import CONTINUED, NO_PARAMETERS, Parameters, ids_parameter
 
 logger = logging.getLogger(__name__)
 
+GUIDED = "TensorRT-LLM cannot go on with a guide where its server ended"
+_GUIDE = "guided_decoding_guide_type"
 TWO_ENDED = "two servers ended as they began this request, which is not tried again"
 
 
@@ -63,7 +65,7 @@ class ResumingClient:
 
     A sampled token depends on the seed, its place and the tokens before it, so on the embedded engines the
     output is that of an undisturbed request. TensorRT-LLM takes the delivered tokens for the prompt's and
-    generates another end.
+    generates another end; a guide would begin anew, so that request fails.
     """
 
     clients: Clients
@@ -116,6 +118,8 @@ class ResumingClient:
                         break  # only the mark of the end is missing
                     if attempt == self.attempts:
                         raise
+                    if len(ids) > begun and not keeps_end_token and _GUIDE in inputs:
+                        raise errors.TritonUnavailable(GUIDED) from error
                     # In the trial: no other begins on a server whose end is not noticed yet.
                     gone = isinstance(error, errors.TritonUnavailable)
                     died = gone and await self.clients.client(client) is not client

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from cog_triton.engines import library
-from cog_triton.engines.base import EngineError, GenerationRequest, Steps, TokenLogProb, check_ids
+from cog_triton.engines.base import GenerationRequest, Steps, TokenLogProb, check_ids
 from cog_triton.engines.interpreter import prepare, renice
 from cog_triton.request.request import Guide, GuideKind
 from cog_triton.wire import KV_BLOCK_TOKENS
@@ -63,14 +63,16 @@ class VllmEngine(library.LibraryEngine):
         check_ids(request, self._vocabulary)
         arguments = sampling_arguments(request)
         if request.guide is not None:
-            if request.continued:
-                raise EngineError("an answer with a guide cannot be continued")
             guide = StructuredOutputsParams(**guide_arguments(request.guide))
             arguments["structured_outputs"] = guide
         sampling = SamplingParams(output_kind=RequestOutputKind.DELTA, **arguments)
         if request.sampling.bad_words:
             # Its own way is from text, by a tokenizer; this is where that would put the ids.
             sampling._bad_words_token_ids = [list(word) for word in request.sampling.bad_words]
+        if request.continued:
+            from cog_triton.engines.vllm_resume import deliver
+
+            deliver(sampling, request.input_ids[-request.continued :])
         return sampling
 
     # What follows runs on the loop.
@@ -78,9 +80,22 @@ class VllmEngine(library.LibraryEngine):
     async def _load(self, arguments: library.Arguments) -> None:
         from vllm import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
+        from vllm.v1.executor import Executor
 
         before = set(multiprocessing.active_children())
-        self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        config = AsyncEngineArgs(**arguments).create_engine_config()
+        try:
+            from cog_triton.engines.vllm_resume import Resuming
+
+            config.resuming = Resuming()
+        except (
+            ImportError,
+            AttributeError,
+        ) as error:  # its internals are others in another release
+            logger.warning("tensorrt_llm: no answer goes on after a restart: vLLM: %s", error)
+        self._llm = AsyncLLM(
+            config, Executor.get_class(config), log_stats=False, log_requests=False
+        )
         for process in set(multiprocessing.active_children()) - before:
             self._loop.add_reader(process.sentinel, self._ended, process)
             if process.pid is not None and _on_cpu():
@@ -177,9 +192,8 @@ def sampling_arguments(request: GenerationRequest) -> library.Arguments:
     arguments |= library.sampling_arguments(request)
     if not request.sampling.greedy:
         arguments |= {"min_p": request.sampling.min_p} if request.sampling.min_p else {}
-        # Its noise begins anew with a request: a continuation is not to repeat that of the beginning. A
-        # seed beyond an int64 would end vLLM's runner.
-        arguments["seed"] = (request.sampling.seed + request.continued) % 2**63
+        # One beyond an int64 would end vLLM's runner.
+        arguments["seed"] = request.sampling.seed % 2**63
     if request.end_id is not None:
         arguments["stop_token_ids"] = [request.end_id]
     if request.logit_bias:

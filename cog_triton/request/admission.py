@@ -1,7 +1,7 @@
 """The queue in front of the engine: so many requests run, so many wait for a slot.
 
 Tenants (API keys, say) get tokens by their weight: start-time fair queueing. A tenant's own requests go by
-priority, then in the order of their arrival.
+priority, then in the order of their arrival. Batches get what all others leave free.
 """
 
 from __future__ import annotations
@@ -26,6 +26,10 @@ STOPPING = "the server is being stopped; send the request again"  # for ``close`
 LONGEST_RETRY_SECONDS = 60.0
 # While several tenants have requests, one slot in so many is kept for tenants that have few.
 RESERVED = 20
+# Batches leave one slot in so many free, and those that other requests had more of lately.
+LEFT_FREE = 50
+HALF_LIFE_SECONDS = 10.0  # of how many they had
+LOOK_SECONDS = 1.0
 Clock = Callable[[], float]
 _RATE_SAMPLES = 64
 _REMEMBERED = 256  # idle tenants
@@ -39,6 +43,7 @@ class Tenant:
     weight: float = 1.0  # one of weight 2 gets twice the tokens of one of 1 while both wait
     cost: float = 1.0  # tokens that the request is expected to take
     priority: int = 0  # among the tenant's requests; lower ones come first
+    batch: bool = False  # waits, however long, for a slot that nobody else wants
 
 
 @dataclass(eq=False)
@@ -76,6 +81,9 @@ class Admission:
         self._tasks: dict[Slot, asyncio.Task[Any]] = {}  # until ``close`` ends them
         self._flows: dict[str, _Flow] = {}  # those with requests
         self._ahead: dict[str, float] = {}  # starts of idle ones that had more than their share
+        self._batches: deque[Slot] = deque()  # those of batches, that wait
+        self._batched = 0  # and that run
+        self._peak, self._peaked = 0.0, 0.0  # most others that ran at once, and when that was
         self._now = 0.0  # virtual time: the start of the request that got the last slot
         self._ends: deque[float] = deque(maxlen=_RATE_SAMPLES)  # of requests, while others waited
 
@@ -90,17 +98,11 @@ class Admission:
             raise TritonUnavailable(self.closed)
         task, slot = asyncio.current_task(), Slot(tenant or Tenant(), next(self._numbers))
         assert task is not None
-        flow = self._flows.get(slot.tenant.name)
-        if flow is None:
-            flow = self._flows[slot.tenant.name] = _Flow(self._ahead.pop(slot.tenant.name, 0.0))
-        if not flow.waiting:  # an idle tenant saves nothing
-            flow.start = max(flow.start, self._now)
         self._tasks[slot] = task
-        bisect.insort(flow.waiting, slot, key=lambda slot: (slot.tenant.priority, slot.number))
-        self.waiting += 1
+        flow = self._queued(slot)
         self._hand_out()
         try:
-            await self._granted(slot)
+            await (self._granted(slot) if flow else self._spared(slot))
             yield slot
         except asyncio.CancelledError:
             if slot in self._tasks:  # ``close`` did not cancel it
@@ -119,6 +121,27 @@ class Admission:
         while self._tasks:
             self._tasks.popitem()[1].cancel()
 
+    def _queued(self, slot: Slot) -> _Flow | None:
+        """Put a request into its tenant's flow, or among those of batches."""
+        name = slot.tenant.name
+        if slot.tenant.batch:
+            self._batches.append(slot)
+            return None
+        flow = self._flows.get(name)
+        if flow is None:
+            flow = self._flows[name] = _Flow(self._ahead.pop(name, 0.0))
+        if not flow.waiting:  # an idle tenant saves nothing
+            flow.start = max(flow.start, self._now)
+        bisect.insort(flow.waiting, slot, key=lambda slot: (slot.tenant.priority, slot.number))
+        self.waiting += 1
+        return flow
+
+    async def _spared(self, slot: Slot) -> None:
+        """Wait until a batch's request may run."""
+        while not slot.granted.done():
+            await asyncio.wait([slot.granted], timeout=LOOK_SECONDS)
+            self._hand_out()  # time alone makes less of what is left free
+
     async def _granted(self, slot: Slot) -> None:
         """Wait until a request may run, or raise TritonOverloaded."""
         if not slot.granted.done():
@@ -134,11 +157,17 @@ class Admission:
         if not granted:
             raise self._overloaded(f"no place became free in {self.timeout:g} s (QUEUE_TIMEOUT)")
 
-    def _leave(self, slot: Slot, flow: _Flow) -> None:
+    def _leave(self, slot: Slot, flow: _Flow | None) -> None:
         self._tasks.pop(slot, None)
-        tenant = slot.tenant
-        if slot.granted.done():
-            self.running -= 1
+        tenant, had = slot.tenant, slot.granted.done()
+        self.running -= had
+        if flow is None:
+            self._batched -= had
+            if not had:
+                self._batches.remove(slot)
+            self._hand_out()
+            return
+        if had:
             flow.running -= 1
             if slot.used is not None:
                 flow.start += (slot.used - tenant.cost) / tenant.weight
@@ -177,6 +206,19 @@ class Admission:
             self._now = max(flow.start, self._now)
             flow.start += slot.tenant.cost / slot.tenant.weight
             slot.granted.set_result(None)
+        free = self.max_running - self.running - self._left_free()
+        while self._batches and free > 0 and not self.waiting:
+            self.running, self._batched, free = self.running + 1, self._batched + 1, free - 1
+            self._batches.popleft().granted.set_result(None)
+
+    def _left_free(self) -> int:
+        """Return how many slots batches leave free: a few, and what others had more than now."""
+        others, now = self.running - self._batched, self._clock()
+        faded: float = self._peak * 0.5 ** ((now - self._peaked) / HALF_LIFE_SECONDS)
+        if others >= faded:
+            self._peak, self._peaked = others, now
+        few = min(self.max_running - 1, max(1, self.max_running // LEFT_FREE))
+        return few + max(0, round(faded) - others)
 
     def _observe(self, outcome: Outcome, seconds: float = 0.0) -> None:
         for observe in self.observers:

@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 import json
 import socket
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -34,6 +34,8 @@ class Limits:
     head_bytes: int = 32 << 10  # of its first line and headers, and of trailers
     request_seconds: float = 60.0  # from its first byte to its last
     idle_seconds: float = 75.0  # of a connection without a request
+    # Paths whose bodies may have more bytes than others, and as much more time.
+    uploads: Mapping[bytes, int] = field(default_factory=dict)
 
 
 RefusalBody = Callable[
@@ -82,7 +84,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self.url = b""
         self.parser = httptools.HttpRequestParser(self)  # without uvicorn's leniencies
         self._in_body = False  # of the last request
-        self._body_bytes = self._trailer_bytes = 0
+        self._body_bytes = self._trailer_bytes = self._most = 0
         self._pending = 0  # bytes since the parser last gave a head or a part of a body
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -143,8 +145,11 @@ class LimitedProtocol(HttpToolsProtocol):
         self._refusal = head_problem(method, self.url, version, self.headers)
         lines = sum(len(name) + len(value) + _LINE_BYTES for name, value in self.headers)
         self._check(431, "head", len(self.url) + lines, self._limits.head_bytes)
-        length = int(dict(self.headers).get(b"content-length", b"0"))
-        self._check(413, "body", length, self._limits.body_bytes)
+        length, limits = int(dict(self.headers).get(b"content-length", b"0")), self._limits
+        self._most = limits.uploads.get(self.url.partition(b"?")[0], limits.body_bytes)
+        self._check(413, "body", length, self._most)
+        if self._most > limits.body_bytes:
+            self._set_timer(limits.request_seconds * self._most / limits.body_bytes)
         if self._refusal is None and not self.parser.should_upgrade():
             super().on_headers_complete()
             self._in_body = True
@@ -152,7 +157,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         self._pending = 0
         self._body_bytes += len(body)
-        self._check(413, "body", self._body_bytes, self._limits.body_bytes)
+        self._check(413, "body", self._body_bytes, self._most)
         if self._refusal is None:
             super().on_body(body)
 

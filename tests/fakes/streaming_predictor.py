@@ -2,10 +2,12 @@
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 
 import cog
 from cog import ConcatenateIterator
+
+from cog_triton.faces.cog import live_stream
 
 
 class Predictor(cog.BasePredictor):  # type: ignore[misc, unused-ignore]
@@ -25,3 +27,23 @@ def stream(chunks: int, ms: float, size: int) -> Iterator[str]:
     for i in range(chunks):
         time.sleep(ms / 1000)
         yield f"{i} " + "x" * size
+
+
+class Listening(Predictor):
+    """Tells the front of each end, as the real one."""
+
+    async def setup(self) -> None:
+        live_stream.listen({})
+
+    @cog.concurrent(max=4)  # type: ignore[untyped-decorator, unused-ignore]
+    @cog.streaming  # type: ignore[untyped-decorator, unused-ignore]
+    async def predict(
+        self, chunks: int = 3, ms: float = 1.0, size: int = 10, wait_s: float = 0.0
+    ) -> ConcatenateIterator[str]:
+        async def source() -> AsyncGenerator[str, None]:
+            await asyncio.sleep(wait_s)
+            for text in stream(chunks, 0, size):
+                await asyncio.sleep(ms / 1000)
+                yield text
+
+        return live_stream.live(source())  # type: ignore[return-value, unused-ignore]

@@ -319,6 +319,27 @@ def test_sigterm_lets_predictions_end_and_takes_no_new_ones(tmp_path: Path) -> N
         assert idle.recv(1) == b""
 
 
+def test_sigterm_does_not_swallow_a_webhook(tmp_path: Path) -> None:
+    """Of a prediction that nobody waits for, whose receiver is away at first."""
+    came: list[str] = []
+
+    class Hook(QuietHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            came.append(body["status"])
+            self.send_response(200 if len(came) > 2 else 503)
+            self.end_headers()
+
+    stub = {"COG_PREDICT_TYPE_STUB": "predict.py:Listening"}
+    with http_server(Hook) as url, serving(tmp_path, **stub) as server:
+        body = {"input": {"chunks": 50, "ms": 20}, "webhook": url}
+        body["webhook_events_filter"] = ["completed"]
+        server.client.post("/predictions", json=body, headers={"Prefer": "respond-async"})
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(timeout=30) == 0
+    assert came == ["succeeded"] * 3
+
+
 def test_what_is_left_after_the_bound_ends_with_an_error(tmp_path: Path) -> None:
     with (
         serving(tmp_path, DRAIN_SECONDS="0.5") as server,

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import httpx
@@ -194,8 +198,20 @@ def test_an_answer_goes_on_after_tritons_end(several: OpenAIServer) -> None:
 
 
 def test_another_takes_the_place_of_a_worker_that_ends(several: OpenAIServer) -> None:
+    """Its streams end with it: nobody else has their connections. The other's go on."""
     killed, kept = workers(several)
-    os.kill(killed, signal.SIGKILL)
+    with ThreadPoolExecutor(6) as pool:
+        whole, streams = [*pool.map(partial(stream_of, several), range(6))], []
+        for standing, seeds in ((killed, (0, 1, 2)), (kept, (3, 4, 5))):
+            os.kill(standing, signal.SIGSTOP)  # so that the other has to take them
+            begun = [Event() for _ in seeds]
+            streams += [
+                pool.submit(stream_of, several, *one) for one in zip(seeds, begun, strict=True)
+            ]
+            assert all(event.wait(60) for event in begun)
+            os.kill(standing, signal.SIGCONT)
+        os.kill(killed, signal.SIGKILL)
+        assert [stream.result() for stream in streams] == [*whole[:3], None, None, None]
     wait_until(lambda: len(workers(several) - {killed}) == 2, 60, "another worker")
     figures = Path(psutil.Process(kept).environ()["PROMETHEUS_MULTIPROC_DIR"])
     assert not list(figures.glob(f"gauge_live*_{killed}.db"))
@@ -205,6 +221,18 @@ def test_another_takes_the_place_of_a_worker_that_ends(several: OpenAIServer) ->
     finally:
         os.kill(kept, signal.SIGCONT)
     assert "another takes its place" in several.log.read_text()
+
+
+def stream_of(server: OpenAIServer, seed: int, begun: Event | None = None) -> str | None:
+    """The text of a stream; None of one that was cut."""
+    try:
+        with server.stream(max_tokens=150, seed=seed, ignore_eos=True) as events:
+            first = next(events)
+            if begun is not None:
+                begun.set()
+            return contents(itertools.chain([first], events))
+    except httpx.RemoteProtocolError:
+        return None
 
 
 def answers(server: OpenAIServer) -> bool:

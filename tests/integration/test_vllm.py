@@ -26,6 +26,7 @@ from tests.adapters import make_adapter
 from tests.integration.conftest import engine_counters, make_server, running, settings_for
 from tests.integration.test_generation import ask, greedy, with_client
 from tests.integration.test_recovery import deployed, part
+from tests.integration.test_resuming import KINDS, kill_while_all_run, serving
 from tests.support import wait_until
 from tools.demo_model.corpus import PAIRS
 
@@ -164,6 +165,20 @@ def test_a_killed_engine_core_is_noticed_and_all_goes_on(
             wait_until(lambda: not any(p.is_running() for p in processes), 60, "their end")
 
     asyncio.run(test())
+
+
+@pytest.mark.anyio
+async def test_every_kind_goes_on_when_a_part_dies(
+    demo_model: Path, environment: dict[str, str], tmp_path: Path
+) -> None:
+    """But adapters, which its build for CPUs refuses."""
+    kinds = [name for name in KINDS if "adapter" not in name]
+    config = tmp_path / "guided.yaml"
+    arguments = "guided_decoding_backend: xgrammar, kv_cache_free_gpu_mem_fraction: 0.3"
+    config.write_text(f"server: {{tensorrt_llm: {{args: {{{arguments}}}}}}}")
+    given = {**environment, "COG_TRITON_CONFIG": str(config)}
+    with serving(demo_model, tmp_path, kinds, **given) as asked:
+        await kill_while_all_run(asked, ["engine core", "tensorrt_llm", "tritonserver"], 3)
 
 
 @pytest.mark.parametrize("killed", [True, False], ids=["the stub", "the server"])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import yaml
 
 from cog_triton.errors import ConfigurationError
 from cog_triton.text.tokenizer import Tokenizer
@@ -21,12 +23,8 @@ class Task(NamedTuple):
     hub: tuple[str, ...] = ()  # name and configuration
 
 
-# The first two are those of TensorRT-LLM's summarize.py.
-TASKS: Mapping[str, Task] = {
-    "summarize": Task("article", "highlights", " TL;DR: ", ("abisee/cnn_dailymail", "3.0.0")),
-    "code_completion": Task("prompt", "canonical_solution", hub=("openai/openai_humaneval",)),
-    "question_answering": Task("question", "answer"),
-}
+_TASKS = yaml.safe_load(Path(__file__).with_name("tasks.yaml").read_text(encoding="utf-8"))
+TASKS = {name: Task(*columns) for name, columns in _TASKS.items()}
 
 
 def examples(

@@ -22,7 +22,7 @@ from cog_triton.settings import read_settings
 from tools.benchmark import servers
 from tools.benchmark.load import WORDS, Load, loads_of
 from tools.benchmark.measuring import Result, measure, run_loads
-from tools.benchmark.processes import LOAD_GENERATOR
+from tools.benchmark.processes import LOAD_GENERATOR, TABLES
 from tools.benchmark.report import Check, report_of
 from tools.benchmark.servers import Environment, one_token_engine, simulated, started
 from tools.benchmark.targets import (
@@ -35,21 +35,9 @@ from tools.benchmark.targets import (
 )
 from tools.command_line import begin, environment, progress
 
-STREAMS = 64
-PACE_MS = 20.0
-LONG_PROMPT_CHARACTERS = 100_000
-LONG_PROMPTS = 100
-SETUP = """
-import asyncio, time
-from predict import Predictor
-async def main():
-    predictor = Predictor()
-    started = time.perf_counter()
-    await predictor.setup()
-    print(time.perf_counter() - started)
-    await predictor.deployment.stop()
-asyncio.run(main())
-"""
+STREAMS, PACE_MS = 64, 20.0
+LONG_PROMPTS, LONG_PROMPT_CHARACTERS = 100, 100_000
+SETUP: str = TABLES["setup"]  # a program that prints the seconds of it
 
 Found = Iterator[Result | Check]
 

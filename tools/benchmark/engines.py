@@ -39,12 +39,7 @@ PAGE = 256  # tokens; what transformers reserves is a multiple of it
 CONTEXT_LENGTH = 8192
 END_ID, END = 0, "<end>"
 # A target's share of a baseline's tokens a second.
-RATES = {
-    ("engine", "vllm"): 0.95,
-    ("generate", "engine"): 0.95,
-    ("generate", "vllm"): 0.95,
-    ("openai-text", "vllm-serve"): 1.0,
-}
+RATES = {(own, other): share for own, other, share in TABLES["rates"]}
 ADDED_MS = 10.0  # to TTFT p50 at 16 streams on a GPU
 
 

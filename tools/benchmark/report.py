@@ -17,6 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import orjson
 from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
@@ -204,8 +205,4 @@ def axis(title: str, **options: Any) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     """Return a value as JSON has it, which knows no NaN."""
-    if isinstance(value, Mapping):
-        return {name: _plain(one) for name, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return orjson.loads(orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS))

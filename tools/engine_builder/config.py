@@ -22,10 +22,7 @@ from cog_triton.errors import ConfigurationError
 
 _TABLES = yaml.safe_load(Path(__file__).with_name("arguments.yaml").read_text(encoding="utf-8"))
 PLUGINS: dict[str, list[str] | None] = _TABLES["plugins"]
-LIMITS = (
-    *("max_batch_size", "max_input_len", "max_seq_len"),
-    *("max_num_tokens", "max_beam_width", "workers"),
-)
+LIMITS: list[str] = _TABLES["limits"]
 QUANTIZED_ONLY = ("kv_cache_dtype", "calib_size", "calib_dataset", "awq_block_size")
 CONVERSION_ONLY = ("quantization", "convert_args", "convert_script", "dtype", "tp_size", "pp_size")
 

@@ -12,7 +12,7 @@ from tools.soak.watch import GUARD, Phase
 
 MOST_GROWTH = 5.0  # %
 POINTS = 400  # most of a line over time
-COUNTS = ("requests", "whole", "left", "broken", "tokens", "lost", "wrong")
+COUNTS = ("requests", "whole", "left", "broken", "tokens", "lost", "wrong", "lines", "unanswered")
 COLUMNS = ("engine", "kind", "requests", "whole", "left", "broken", "tokens", "kills", "restarts")
 
 
@@ -25,6 +25,7 @@ def judge(phases: Sequence[Phase]) -> list[Check]:
     none = {
         "tokens lost": counts["lost"],
         "tokens wrong": counts["wrong"],
+        "lines of batches that were not answered once": counts["unanswered"],
         "requests that failed": errors.total() - retryable,
         "requests that failed with a retryable error, six times in a row": retryable,
         "requests that broke where nothing was killed": sum(

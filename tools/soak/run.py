@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import re
 import signal
 import tempfile
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import httpx
 
+from cog_triton.cli import batch
 from cog_triton.settings import read_settings
 from tools.benchmark import targets as ways
 from tools.benchmark.processes import free_port
@@ -35,6 +39,7 @@ DEFAULTS = {"SIMULATED_INTER_TOKEN_MS": "30", "CHAT_TEMPLATE": CHAT_TEMPLATE}
 # A kill every few seconds is more than anybody's policy allows for.
 CHAOS = {"TRITON_RESTARTS": "1000000", "RESUME_ATTEMPTS": "100", "RESUME_TIMEOUT": "120"}
 POOL = 64
+LINES = 200  # of a batch
 LEAST_SECONDS = 60.0  # of a phase: a process is to be judged by its memory in it
 LOOK_SECONDS = 0.25
 PAUSE = 6.0  # most seconds between a recovery and the next kill
@@ -90,6 +95,7 @@ def run_phase(
 ) -> None:
     with tempfile.TemporaryDirectory(prefix="cog-triton-soak-") as temporary:
         given = {**settings, **KINDS[phase.kind], "ENGINE": phase.engine, "TMPDIR": temporary}
+        given["STORE"] = f"{log.resolve().with_suffix('')}/journal.db"
         openai_port = free_port()
         if phase.kind == "openai":
             server = face("openai", given, log, "--workers", "2")
@@ -118,7 +124,9 @@ async def _load(
             loop.add_signal_handler(number, interrupt)
         phase.began = time.time()
         looking = asyncio.create_task(_look(phase))
-        running = {asyncio.create_task(streams.run(options.streams))}
+        url = endpoints.url if phase.kind == "openai" else f"http://127.0.0.1:{openai_port}"
+        batches = asyncio.to_thread(_batches, url, streams.tally.counts, stopping)
+        running = set(map(asyncio.create_task, (streams.run(options.streams), batches)))
         if phase.kills is None:
             loop.call_later(phase.seconds, stopping.set)
         if options.chaos:
@@ -137,6 +145,28 @@ async def _load(
     phase.watch.sample()
     if active := await _active_after(endpoints.metrics, IDLE_SECONDS):
         phase.unfinished.append(f"{active:g} requests ran in the engine {IDLE_SECONDS:g} s later")
+
+
+def _batches(url: str, counts: Counter[str], stopping: asyncio.Event) -> None:
+    """Have batches answered until it is time to stop, and count the lines that are not answered once."""
+
+    def again(call: Callable[..., Any], *arguments: Any) -> Any:
+        for _ in range(round(BACK_SECONDS / LOOK_SECONDS)):
+            with suppress(OSError):
+                return call(client, *arguments)
+            time.sleep(LOOK_SECONDS)
+        return call(client, *arguments)
+
+    with httpx.Client(base_url=url, trust_env=False, timeout=BACK_SECONDS) as client:
+        path, body = "/v1/completions", {"prompt": "Hello", "max_tokens": 64}
+        asked = {"method": "POST", "url": path, "body": body}
+        lines = "\n".join(json.dumps({"custom_id": str(n), **asked}) for n in range(LINES)).encode()
+        while not stopping.is_set():
+            (ended,) = again(batch.wait, [again(batch.begin, path, lines)], LINES)
+            came = Counter(
+                name for (_, name), _ in again(lambda *own: [*batch.results(*own)], ended)
+            )
+            counts.update(lines=LINES, unanswered=sum(came[str(n)] != 1 for n in range(LINES)))
 
 
 async def _look(phase: Phase) -> None:

@@ -209,7 +209,7 @@ class Front:
         """
         status, writer = 0, None
         if passage.starts is not None:
-            self.predictions.begin(passage.starts)
+            self.predictions.begin(passage.starts, hooked=passage.hooked)
         try:
             try:
                 body, writer = await asyncio.open_connection("127.0.0.1", self._port, limit=limit)

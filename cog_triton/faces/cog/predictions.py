@@ -37,6 +37,7 @@ VARIABLE = "COG_TRITON_CONTROL"
 # Where coglet 0.23 makes a directory for each prediction, whatever TMPDIR is, and removes none.
 DIRECTORY = Path("/tmp/coglet/predictions")
 REMOVE_SECONDS = 5.0  # after the end
+WEBHOOK_SECONDS = 3.0  # after the end, in which coglet calls a webhook, again where that fails
 _IDENTIFIER = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,127}", re.ASCII)
 _LARGEST = 1024  # a message: an id has at most 128 letters
 
@@ -49,6 +50,7 @@ class Passage(NamedTuple):
     body: bytes = b""
     starts: str | None = None
     cancels: str | None = None
+    hooked: bool = False  # a webhook is called at its end
 
 
 def fields_of(body: bytes) -> dict[str, Any]:
@@ -98,6 +100,7 @@ class Running:
     relays: set[asyncio.Task[Any] | None] = field(default_factory=set)
     in_predictor: bool = True
     cancelled: bool = False  # the predictor was told
+    hooked: bool = False
 
 
 class Predictions:
@@ -113,6 +116,7 @@ class Predictions:
         self.inputs: list[str] = []  # of which a prediction has to have one
         self.progress = time.monotonic()  # when a prediction last began, sent something or ended
         self._running: dict[str, Running] = {}
+        self._webhooks_until = 0.0
         self._others_run = False  # requests that did not pass the front
         self._directory = directory
         self._lock = directory.parent / f"cog_triton_{process_name(os.getpid())}.{id(self)}.lock"
@@ -160,6 +164,7 @@ class Predictions:
             text = "the server is stopping and takes no new predictions"
             raise Refusal(503, text, retry_after=5)
         fields = fields_of(body)
+        passage = passage._replace(hooked=bool(fields.get("webhook")))
         if predicts:
             passage = passage._replace(body=self._without_nulls(fields, body))
         if rest:
@@ -180,11 +185,12 @@ class Predictions:
             raise invalid(["body", "input", self.inputs[0]], text, "value_error.missing")
         return orjson.dumps({**fields, "input": left}) if len(left) < len(given) else body
 
-    def begin(self, identifier: str) -> None:
+    def begin(self, identifier: str, *, hooked: bool = False) -> None:
         """Note a prediction whose response the current task relays, until ``end``."""
         running = self._running.setdefault(identifier, Running())
         running.relays.add(asyncio.current_task())
         running.in_predictor, self.progress = True, time.monotonic()
+        running.hooked |= hooked
         directory = self._directory / identifier
         with contextlib.suppress(OSError):  # it is there, or the disk is full
             directory.mkdir()
@@ -217,6 +223,7 @@ class Predictions:
         """Return what still runs, in words; empty for nothing."""
         count = sum(map(self.runs, self._running))
         left = [f"{count} prediction{'s' * (count > 1)}"] if count else []
+        left += ["a webhook"] * (time.monotonic() < self._webhooks_until)
         return " and ".join(left + ["requests of another face"] * self._others_run)
 
     def _settle(self, identifier: str, in_predictor: bool = False) -> None:
@@ -224,6 +231,8 @@ class Predictions:
             running.in_predictor &= in_predictor
             if not running.relays and not running.in_predictor:
                 del self._running[identifier]
+                if running.hooked:
+                    self._webhooks_until = time.monotonic() + WEBHOOK_SECONDS
                 if running.cancelled:
                     self.send("forget", identifier)
                 asyncio.get_running_loop().call_later(REMOVE_SECONDS, self._remove, identifier)

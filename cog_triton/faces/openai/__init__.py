@@ -8,8 +8,10 @@
     fields.py      the fields of bodies, to a ``Request``
     completions.py /v1/chat/completions and /v1/completions, whose responses are lists of choices; /tokenize
     responses.py   /v1/responses; messages.py is Anthropic's /v1/messages
+    batches.py     /v1/files and /v1/batches; batch_runner.py runs the latter, batches.yaml has their tables
     turns.py       a chat to a request, and the parser of its answer
     parsing.py     a model's text to blocks: text, thoughts, calls in the formats of models
+    journal.py     the SQLite file of all that is kept
     keys.py        API keys and their limits
     errors.py      the status and body of each error; apis.yaml has the tables of the APIs
 

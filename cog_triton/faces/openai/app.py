@@ -23,11 +23,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import cog_triton
 from cog_triton.errors import CogTritonError, shown
-from cog_triton.faces.openai import completions, messages, responses
-from cog_triton.faces.openai.errors import MESSAGES_PATH, ApiError
+from cog_triton.faces.openai import batches, completions, messages, responses
+from cog_triton.faces.openai.errors import MESSAGES_PATH, ApiError, no_embeddings
 from cog_triton.faces.openai.exchange import ERRORS, MESSAGE_ERRORS, client_error, error_response
+from cog_triton.faces.openai.journal import Journal
 from cog_triton.faces.openai.keys import Key, Keys
-from cog_triton.faces.openai.served import CURRENT, Call, FromApp, Served, begin_span
+from cog_triton.faces.openai.served import BATCH_CALL, CURRENT, Call, FromApp, Served, begin_span
 
 router = APIRouter()
 logger = logging.getLogger("cog_triton.faces.openai.operation")  # as docs/openai.md shows its lines
@@ -52,7 +53,11 @@ def create_app(served: Served) -> FastAPI:
         redirect_slashes=False,  # it would name an address that clients behind a proxy cannot reach
     )
     app.state.served = served
-    for module in (completions, responses):
+    settings = served.settings
+    if (store := settings.store_file) is not None:
+        limits = settings.store_max_bytes, settings.store_days
+        served.journal = Journal(store.expanduser(), [batches.SCHEMA], *limits)
+    for module in (completions, responses, batches):
         app.include_router(module.router, responses=ERRORS)
     app.include_router(router, responses=ERRORS)
     app.include_router(messages.router, responses=MESSAGE_ERRORS)
@@ -105,8 +110,7 @@ def _card(served: Served, name: str) -> dict[str, Any]:
 @router.post("/v1/embeddings")
 async def embeddings(_: Request) -> None:
     """Refused: engines of generative models give no embeddings."""
-    text = "embeddings are not served: the models here generate text, and engines give no vectors"
-    raise ApiError(404, text, code="unknown_url")  # clients would send a 501 again
+    raise no_embeddings()
 
 
 @router.get(METRICS, include_in_schema=False)
@@ -203,10 +207,11 @@ class Calls:
         headers, served = Headers(scope=scope), self._served
         given = headers.get("x-request-id", "")
         name = given if _USABLE_ID.fullmatch(given) else secrets.token_hex(16)
-        limited = scope["method"] == "POST" and scope["path"] not in self._open
+        batched: Call | None = scope.get(BATCH_CALL)  # its key and quotas are the batch's
+        limited = scope["method"] == "POST" and scope["path"] not in self._open and not batched
         if scope["method"] == "HEAD":  # uvicorn, which has the scope itself, sends no body
             scope = {**scope, "method": "GET"}
-        call = Call(name, scope["path"], gap=served.figures.gap)
+        call = batched or Call(name, scope["path"], gap=served.figures.gap)
 
         async def send_noted(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -222,7 +227,7 @@ class Calls:
         token, entered = CURRENT.set(call), False
         end_span = begin_span(served.tracer, headers)
         try:
-            if served.keys is not None and call.path not in self._open:
+            if served.keys is not None and call.path not in self._open and not batched:
                 call.key = _key(served.keys, headers)
             if limited:
                 self._quotas.enter(call.key)
@@ -256,7 +261,7 @@ def _key(keys: Keys, headers: Headers) -> Key:
 
 def log_call(call: Call) -> None:
     """Log a line for a request, without anything of its text."""
-    level = logging.DEBUG if call.path in _QUIET else logging.INFO
+    level = logging.DEBUG if call.path in _QUIET or call.batch else logging.INFO
     tokens = f"{call.input_tokens}+{call.output_tokens}"
     names = f"key={call.key.name or '-'} model={call.model or '-'} tokens={tokens}"
     took, error = f"{call.seconds() * 1000:.0f} ms", call.error and f" {call.error}"

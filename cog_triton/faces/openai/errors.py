@@ -64,6 +64,12 @@ def invalid(message: str, param: str | None = None, code: str | None = None) -> 
     return ApiError(400, message, param=param, code=code)
 
 
+def no_embeddings() -> ApiError:
+    """Return the refusal of vectors; after a 501, clients would send the request again."""
+    text = "embeddings are not served: the models here generate text, and engines give no vectors"
+    return ApiError(404, text, code="unknown_url")
+
+
 def _param(message: str, names: Mapping[str, str]) -> str | None:
     """Return the field of a body that the text of an error names."""
     if _GUIDE.search(message) and "guide" in names:

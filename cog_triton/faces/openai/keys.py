@@ -77,6 +77,12 @@ class Keys:
         matching = [key for key in self._keys if hmac.compare_digest(key.digest, digest)]
         return matching[0] if matching else None
 
+    def named(self, name: str) -> Key | None:
+        """Return the key of a name, if it is still there."""
+        if self._clock() - self._checked >= RELOAD_SECONDS:
+            self._reload()
+        return next((key for key in self._keys if key.name == name), None)
+
     def _read(self) -> tuple[Key, ...]:
         keys = self._listed
         if self._file is not None:
@@ -162,6 +168,12 @@ class Quotas:
         """Count the end of a request that was let in, and the tokens that it took."""
         self._running[key.name] -= 1
         self._take(key, "tokens", tokens)
+
+    def spend(self, key: Key, tokens: int) -> float:
+        """Count tokens of a key's batches; return the seconds until it may have more."""
+        self._take(key, "tokens", tokens)
+        size, level = self._buckets(key).get("tokens", (1.0, 1.0))
+        return max(0.0, (1 - level) * MINUTE / size)
 
     def headers(self, key: Key) -> list[tuple[bytes, bytes]]:
         """Return OpenAI's headers of a key's limits; none where it has none."""

@@ -29,6 +29,7 @@ from cog_triton.client.tracing import SERVICE, go_below, tracer
 from cog_triton.deployment.deployment import Deployment, queue_metrics
 from cog_triton.errors import CogTritonError, shown
 from cog_triton.faces.openai.errors import RETRY_SECONDS, ApiError
+from cog_triton.faces.openai.journal import Journal
 from cog_triton.faces.openai.keys import ANYBODY, Key, Quotas, configured_keys
 from cog_triton.generation import Chunk
 from cog_triton.request.admission import Admission, Tenant
@@ -64,6 +65,7 @@ class Call:
     gap: Callable[[float], object] = lambda _: None  # gets the seconds between two chunks
     large: bool = False  # its body is prepared in a thread
     names: Mapping[str, str] = field(default_factory=dict)  # see ``Body.names``
+    batch: bool = False  # it is a line of one
 
     def seconds(self) -> float:
         return time.monotonic() - self.began
@@ -72,7 +74,8 @@ class Call:
         """Return the tenant of a request to the engine, with the tokens that it may take."""
         prompt = len(request.prompt_ids) or len(request.prompt) // CHARACTERS_PER_TOKEN
         expected = prompt + min(request.max_tokens, EXPECTED_TOKENS)
-        return Tenant(self.key.name, self.key.weight, float(expected), request.priority)
+        key, order = self.key, request.priority
+        return Tenant(key.name, key.weight, float(expected), order, batch=self.batch)
 
     async def observed(self, chunks: Chunks) -> Chunks:
         """Yield the chunks of one answer, and note them."""
@@ -101,6 +104,7 @@ class Call:
                 self.queued = max(self.queued, chunk.queued)
 
 
+BATCH_CALL = "cog_triton.batch_call"  # in the scope of a batch's request
 CURRENT: ContextVar[Call | None] = ContextVar("call", default=None)
 
 
@@ -171,6 +175,8 @@ class Figures:
             self._success.labels(self._model, reason).inc()
         self._prompts.inc(call.input_tokens)
         self._outputs.inc(call.output_tokens)
+        if call.batch:  # nobody waits for it
+            return
         observe = self._observe
         observe["request_prompt_tokens"](call.input_tokens)
         observe["request_generation_tokens"](call.output_tokens)
@@ -233,6 +239,7 @@ class Served:
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False  # new requests are refused
     running: int = 0
+    journal: Journal | None = None  # of the application, unless STORE=0
 
     def __post_init__(self) -> None:
         self.settings, processes = self.backend.settings, self.backend.settings.openai_workers

@@ -25,6 +25,7 @@ from cog_triton.deployment.attached import address_of, attach
 from cog_triton.deployment.preparation import context_length, model_name
 from cog_triton.errors import ConfigurationError
 from cog_triton.faces.openai.app import create_app
+from cog_triton.faces.openai.batch_runner import Runner
 from cog_triton.faces.openai.errors import ApiError
 from cog_triton.faces.openai.keys import configured_keys
 from cog_triton.faces.openai.served import LAST_SECONDS, Served
@@ -36,6 +37,7 @@ from cog_triton.web import Refusal
 from cog_triton.web import server as web
 
 logger = logging.getLogger(__name__)
+FORM_BYTES = 1 << 16  # around an uploaded file
 MARGIN_SECONDS = 3.0  # beyond what a worker may take to end
 _REFUSAL_CODES = {413: "request_too_large", 415: "unsupported_content_encoding"}
 
@@ -125,23 +127,34 @@ class InProcess:
 
     def __init__(self, served: Served, listener: socket.socket) -> None:
         settings = served.settings
-        limits = web.Limits(settings.max_request_bytes, request_seconds=settings.receive_timeout)
-        self._server = web.Server(create_app(served), limits, refusal_body)
+        uploads = {b"/v1/files": settings.max_file_bytes + FORM_BYTES}
+        seconds, app = settings.receive_timeout, create_app(served)
+        limits = web.Limits(settings.max_request_bytes, request_seconds=seconds, uploads=uploads)
+        self._server = web.Server(app, limits, refusal_body)
+        self._runner = Runner(app, served)
         self._served, self._listener = served, listener
 
     async def run(self, ready: Callable[[], object]) -> None:
         """Serve until stopped; call ``ready`` once requests can come."""
         refreshing = asyncio.create_task(self._served.figures.keep_fresh())
+        self._batches = asyncio.create_task(self._runner.run())
+        keeping = asyncio.create_task(journal.keep()) if (journal := self._served.journal) else None
         ready()
         await self._server.serve(sockets=[self._listener])
         refreshing.cancel()
+        await asyncio.wait([self._batches])
+        if journal and keeping:
+            keeping.cancel()
+            await journal.close()
 
     def drain(self) -> None:
         self._served.draining = True
+        self._batches.cancel()
 
     def stop(self) -> None:
         """Drain, let requests end for DRAIN_SECONDS, end the others, and make ``run`` return."""
         logger.info("stopping: %d requests run", self._served.running)
+        self._batches.cancel()  # the next process goes on
         self._stopping = asyncio.create_task(self._stop())
 
     async def _stop(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -127,6 +128,14 @@ def test_it_goes_on_from_what_another_deployment_delivered() -> None:
     assert [(response.ids, response.input_tokens) for response in responses] == [([3], 5), ([4], 5)]
     rest = [({"max_tokens": 3}, [1, 2]), ({"max_tokens": 2}, [1, 2, 3])]
     assert [given[1:] for given in server.given] == rest
+
+
+def test_a_guide_of_tensorrt_llm_fails_rather_than_begin_anew() -> None:
+    begun = replace(tokens(1, prompt=5), keeps_end_token=False)
+    server = Server([GONE], [begun, GONE])
+    with pytest.raises(TritonUnavailable, match="cannot go on with a guide"):
+        run(server, inputs(max_tokens=8, guided_decoding_guide_type=0))
+    assert len(server.given) == 2  # before its first token it is tried again
 
 
 LAST = tokens(final=True)

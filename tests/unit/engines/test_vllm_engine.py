@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from cog_triton.engines.base import EngineError
+from cog_triton.engines.base import EngineError, SamplingParams
 from cog_triton.engines.interpreter import LEAST_PRIORITY
 from cog_triton.request.request import Guide, GuideKind
 from cog_triton.wire import adapter_task_id
@@ -129,10 +130,50 @@ def test_its_processes_give_way_to_all_others(llm: Requests) -> None:
     assert priorities == {LEAST_PRIORITY}
 
 
-def test_a_guide_that_is_none_or_continued_fails_its_request_only(llm: Requests) -> None:
-    with pytest.raises(EngineError, match="cannot be continued"):
-        llm.start(guide=Guide(GuideKind.JSON), continued=2)
+def test_a_guide_that_is_none_fails_its_request_only(llm: Requests) -> None:
     error = llm.start(guide=Guide(GuideKind.JSON_SCHEMA, "{not json")).last().error
     assert type(error) is EngineError
     assert "engine has stopped" not in str(error)
+    assert len(llm.ids()) == 8
+
+
+HOT = SamplingParams(temperature=2.0, top_p=1.0, seed=7)
+PENALTIES: Any = {"presence_penalty": 0.7, "frequency_penalty": 0.5, "repetition_penalty": 1.3}
+CONTINUED: dict[str, dict[str, Any]] = {
+    "greedy": {"return_log_probs": True, "top_log_probs": 2},
+    "sampled": {"sampling": HOT, "return_log_probs": True},
+    "top": {"sampling": replace(HOT, top_k=20, min_p=0.02)},
+    "penalties": {"sampling": SamplingParams(**PENALTIES)},
+    "sampled penalties": {"sampling": replace(HOT, **PENALTIES)},
+    "bad words": {"sampling": replace(HOT, bad_words=((27, 28), (30,)))},
+    "minimum": {"sampling": replace(HOT, min_tokens=25), "end_id": 2},
+    "schema": {"guide": Guide(GuideKind.JSON_SCHEMA, SCHEMA), "sampling": HOT},
+    "regex": {"guide": Guide(GuideKind.REGEX, "(yes|no), [0-9a-f]{30}"), "sampling": HOT},
+    "grammar": {"guide": Guide(GuideKind.GRAMMAR, 'root ::= ("a" | "b" | "c") root')},
+    "tag": {"guide": Guide(GuideKind.STRUCTURAL_TAG, TAG)},
+}
+
+
+def test_an_output_that_is_continued_goes_on_as_it_would_have(
+    llm: Requests, tokenizer: Any
+) -> None:
+    """All at once, from its beginning, its middle and before its end."""
+    streams = []
+    for name, values in CONTINUED.items():
+        values = {"end_id": tokenizer.eos_token_id} | values if "guide" in values else values
+        whole = llm.start(max_tokens=32, **values).wait()
+        for cut in {1, len(whole.ids) // 2, len(whole.ids) - 1}:
+            sampling = values.get("sampling", SamplingParams())
+            rest = replace(sampling, min_tokens=max(0, sampling.min_tokens - cut))
+            given = {**values, "sampling": rest, "max_tokens": 32 - cut, "continued": cut}
+            stream = llm.start([*PROMPT, *whole.ids[:cut]], **given)
+            streams.append((name, cut, stream, whole.ids[cut:], whole.tokens[cut:]))
+    assert len({tuple(ids) for *_, ids, _ in streams}) > 2 * len(CONTINUED)
+    for name, cut, stream, ids, tokens in streams:
+        assert stream.wait().ids == ids, (name, cut)
+        assert [token.id for token in stream.tokens] == [token.id for token in tokens]
+        log_probs = [token.log_prob for token in tokens]
+        assert stream.log_probs == pytest.approx(log_probs, abs=1e-4)
+    other = llm.start([*PROMPT, 40], guide=CONTINUED["regex"]["guide"], end_id=2, continued=1)
+    assert other.last().error is not None
     assert len(llm.ids()) == 8

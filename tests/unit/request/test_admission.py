@@ -40,10 +40,11 @@ class Guests:
     def counts(self) -> tuple[int, int]:
         return self.queue.running, self.queue.waiting
 
-    async def come(self, *names: str, priority: int = 0) -> None:
+    async def come(self, *names: str, priority: int = 0, batch: bool = False) -> None:
         for name in names:
             self._leave[name] = asyncio.Event()
-            self.tasks[name] = asyncio.create_task(self._stay(name, priority))
+            tenant = Tenant(priority=priority, batch=batch)
+            self.tasks[name] = asyncio.create_task(self._stay(name, tenant))
         await settle()
 
     async def leave(self, *names: str) -> None:
@@ -52,8 +53,8 @@ class Guests:
             await self.tasks[name]
             await settle()
 
-    async def _stay(self, name: str, priority: int) -> None:
-        async with self.queue.acquire(Tenant(priority=priority)):
+    async def _stay(self, name: str, tenant: Tenant) -> None:
+        async with self.queue.acquire(tenant):
             self.admitted.append(name)
             await self._leave[name].wait()
 
@@ -77,6 +78,49 @@ async def test_a_lower_priority_comes_first() -> None:
     await guests.come("d", priority=1)
     await guests.leave("a", "d", "b", "c")
     assert guests.admitted == ["a", "d", "b", "c"]
+
+
+async def test_batches_get_what_others_leave_free() -> None:
+    guests = Guests(running=4, waiting=1)
+    await guests.come("A", "B", "C", "D", "E", "F", batch=True)
+    assert (guests.admitted, guests.counts) == (["A", "B", "C"], (3, 0)), "one is left free"
+    await guests.come("a", "b")
+    assert (guests.admitted[3:], guests.counts) == (["a"], (4, 1))
+    await guests.leave("A")
+    assert guests.admitted[4:] == ["b"], "who waits goes before every batch"
+    await guests.leave("a", "b")
+    assert guests.admitted[5:] == [], "as many are left free as others had lately"
+    guests.now = admission.HALF_LIFE_SECONDS
+    await guests.leave("B", "C")
+    assert guests.admitted[5:] == ["D", "E"]
+    guests.tasks["F"].cancel()
+    await settle()
+    await guests.leave("D", "E")
+    assert guests.counts == (0, 0)
+    assert [outcome for outcome, _ in guests.seen] == ["admitted"] * 2, "of others alone"
+
+
+async def test_a_batch_begins_once_others_had_enough_time_to_come_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(admission, "LOOK_SECONDS", 0.01)
+    guests = Guests(running=2)
+    await guests.come("a", "b")
+    await guests.come("A", batch=True)
+    await guests.leave("a", "b")
+    assert guests.counts == (0, 0)
+    guests.now = admission.HALF_LIFE_SECONDS * 3
+    await asyncio.wait_for(guests.leave("A"), 60)
+
+
+async def test_a_batch_that_waits_ends_when_the_queue_closes() -> None:
+    guests = Guests(running=2)
+    await guests.come("A", "B", batch=True)
+    guests.queue.close("closed")
+    for name in "AB":
+        with pytest.raises(TritonUnavailable, match="closed"):
+            await guests.tasks[name]
+    assert guests.counts == (0, 0)
 
 
 async def test_beyond_the_bound_a_request_learns_when_to_come_again() -> None:

@@ -74,14 +74,16 @@ class Backend:
         self.tokenizer: Any = Tokenizer(template)
         self.context_length: int | None = 64
         self.asked: list[tuple[Request, str | None]] = []
+        self.tenants: list[Any] = []
         self.admission = Admission(9, 9, 60)
         self.open = 0
         self._chunks = chunks
 
     async def generate(
-        self, request: Request, request_id: str | None = None, *_: Any
+        self, request: Request, request_id: str | None = None, *tenant: Any
     ) -> AsyncGenerator[Chunk, None]:
         self.asked.append((request, request_id))
+        self.tenants += tenant
         self.open += 1
         try:
             for chunk in self._chunks:

@@ -1,0 +1,285 @@
+"""/v1/files and /v1/batches: their routes, and the checks of input; ``batch_runner.py`` runs batches.
+
+Files are in the journal line by line; batches.yaml has the tables.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sqlite3
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from fastapi import APIRouter, Depends
+from fastapi import Request as HttpRequest
+from pydantic import Field, ValidationError
+from starlette.datastructures import UploadFile
+from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from cog_triton.errors import shown
+from cog_triton.faces.openai import exchange, fields
+from cog_triton.faces.openai.errors import CLIENT_GONE, ApiError, invalid, no_embeddings
+from cog_triton.faces.openai.journal import Journal, Schema
+from cog_triton.faces.openai.served import Served, current
+
+router = APIRouter(route_class=exchange.BodyRoute)
+SQL: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("batches.yaml").read_text("utf-8"))
+SCHEMA = Schema(tuple(SQL["tables"]), tuple(SQL["expiry"]))
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+ACTIVE = ("validating", "in_progress", "finalizing", "cancelling")
+WINDOW_SECONDS, MONTH_SECONDS = 86400, 30 * 86400  # a batch's, and a file's time
+UPLOAD_SECONDS = 3600  # after which one that came to no end is removed
+PAGE_BYTES = 1 << 20  # written at once
+MOST_LINES, MOST_ERRORS = 50_000, 100
+_NO_JSON = "invalid_json_line", "This line is not parseable as a JSON object."
+_AFTER = ("anchor", "seconds")
+_Pairs = dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]]
+
+
+class ExpiresAfter(fields.Body):
+    anchor: Literal["created_at"]
+    seconds: int = Field(ge=3600, le=MONTH_SECONDS)
+
+
+class BatchBody(fields.Body):
+    input_file_id: str
+    endpoint: str
+    completion_window: Literal["24h"]
+    metadata: Annotated[_Pairs, Field(max_length=16)] | None = None
+    output_expires_after: ExpiresAfter | None = None
+
+
+class LineBody(fields.Body):
+    custom_id: str = Field(min_length=1, max_length=512)
+    method: Literal["POST"]
+    url: str
+    body: dict[str, Any]
+
+
+class FileForm(fields.Body):
+    purpose: Literal["batch"]
+    expires_after: ExpiresAfter = ExpiresAfter(anchor="created_at", seconds=MONTH_SECONDS)
+
+
+async def _journal(request: HttpRequest) -> Any:
+    if (journal := request.app.state.served.journal) is None:
+        raise ApiError(404, "nothing is kept here: STORE=0", code="unknown_url")
+    return journal
+
+
+FromJournal = Annotated[Journal, Depends(_journal)]
+
+
+async def rows_of(
+    journal: Journal, kind: str, name: str | None, query: Mapping[str, str] = {}, limit: int = 1
+) -> list[Any]:
+    """Return the key's files or batches as a query asks for them, or the one of a name, or raise 404."""
+    values = current().key.name, query.get("after"), query.get("purpose"), name, limit
+    way = ("ASC", ">") if query.get("order") == "asc" else ("DESC", "<")
+    rows: list[Any] = await journal.read(SQL["kinds"][kind]["list"].format(*way), *values)
+    if name is not None and not rows:
+        raise ApiError(404, SQL["kinds"][kind]["missing"].format(shown(name)), param="id")
+    return rows
+
+
+async def page_of(
+    request: HttpRequest, journal: Journal, kind: str, view: Callable[[Any], dict[str, Any]]
+) -> dict[str, Any]:
+    default, most = SQL["kinds"][kind]["limits"]
+    limit = request.query_params.get("limit", str(default))
+    if not (limit.isdecimal() and 1 <= int(limit[:9]) <= most):
+        raise invalid(f"limit must be between 1 and {most}", "limit", "invalid_value")
+    query, count = request.query_params, int(limit)
+    rows = await rows_of(journal, kind, None, query, count + 1)
+    data = [view(row) for row in rows[:count]]
+    ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {}
+    return {"object": "list", "data": data, **ends, "has_more": len(rows) > count}
+
+
+def file_view(row: Sequence[Any]) -> dict[str, Any]:
+    names = ("id", "created_at", "expires_at", "bytes", "filename", "purpose")
+    values = dict(zip(names, row, strict=False))
+    return {"object": "file", **values, "status": "processed", "status_details": None}
+
+
+@router.post("/v1/files")
+async def create_file(request: HttpRequest, journal: FromJournal) -> Response:
+    """Keeps a file for a batch; the form has file, purpose and expires_after."""
+    try:
+        async with request.form(max_files=1, max_fields=8) as form:
+            file = form.get("file")
+            if not isinstance(file, UploadFile) or not file.size:
+                raise invalid("file must be given, in a body of multipart/form-data", "file")
+            after = {key: value for key in _AFTER if (value := form.get(f"expires_after[{key}]"))}
+            given = {"purpose": form.get("purpose"), **({"expires_after": after} if after else {})}
+            try:
+                seconds = FileForm.model_validate(given, strict=False).expires_after.seconds
+            except ValidationError as error:
+                raise exchange.body_error(error, given) from None
+            return JSONResponse(await _kept(journal, file, seconds))
+    except ClientDisconnect:
+        return Response(status_code=CLIENT_GONE)
+
+
+async def _kept(journal: Journal, file: UploadFile, seconds: int) -> dict[str, Any]:
+    """Write the lines of an upload, and then that it is there."""
+    owner, name, now, line = current().key.name, exchange.new_id("file-"), int(time.time()), 0
+    named = file.size, file.filename or "upload.jsonl", "batch"
+    row = (name, owner, "coming", name, "input", now, now + UPLOAD_SECONDS, *named)
+    await journal.write(SQL["add_file"], *row)
+    while page := await asyncio.to_thread(file.file.readlines, PAGE_BYTES):
+        rows = [(owner, name, line + place, "input", data) for place, data in enumerate(page, 1)]
+        await journal.write(partial(_add, rows))
+        line += len(page)
+    await journal.write(SQL["arrived"], now + seconds, name)
+    return file_view((name, now, now + seconds, *named))
+
+
+def _add(rows: Sequence[Any], connection: sqlite3.Connection) -> None:
+    connection.executemany(SQL["add_line"], rows)
+
+
+async def lines_of(journal: Journal, source: str, part: str) -> AsyncIterator[list[Any]]:
+    """Yield the lines of a file, a page at a time, each with its number."""
+    last = 0
+    while rows := await journal.read(SQL["lines"], source, last, part):
+        yield rows
+        last = rows[-1][0]
+
+
+@router.get("/v1/files")
+async def files(request: HttpRequest, journal: FromJournal) -> dict[str, Any]:
+    """The files of the key, newest first."""
+    return await page_of(request, journal, "file", file_view)
+
+
+@router.get("/v1/files/{name}")
+async def file(name: str, journal: FromJournal) -> dict[str, Any]:
+    """One of them."""
+    return file_view((await rows_of(journal, "file", name))[0])
+
+
+@router.get("/v1/files/{name}/content", response_class=StreamingResponse)
+async def content(name: str, journal: FromJournal) -> Response:
+    """Its bytes."""
+    ((_, _, _, size, _, _, source, part),) = await rows_of(journal, "file", name)
+
+    async def body() -> AsyncIterator[bytes]:
+        async for rows in lines_of(journal, source, part):
+            yield b"".join(data for _, data in rows)
+
+    headers = {"Content-Length": str(size)}
+    return StreamingResponse(body(), headers=headers, media_type="application/jsonl")
+
+
+@router.delete("/v1/files/{name}")
+async def delete_file(name: str, journal: FromJournal) -> dict[str, Any]:
+    """Removes it, unless a batch is to read it."""
+    await rows_of(journal, "file", name)
+    if not await journal.write(lambda own: own.execute(SQL["gone"], (name,)).rowcount):
+        raise ApiError(409, "a batch that has not ended reads this file", param="id")
+    return {"id": name, "object": "file", "deleted": True}
+
+
+@router.post("/v1/batches")
+async def create_batch(body: BatchBody, journal: FromJournal) -> dict[str, Any]:
+    """Runs the requests of a file, each to the same endpoint."""
+    if body.endpoint == "/v1/embeddings":
+        raise no_embeddings()
+    if body.endpoint not in ENDPOINTS:
+        raise invalid(
+            f"endpoint must be one of {', '.join(ENDPOINTS)}", "endpoint", "invalid_value"
+        )
+    await rows_of(journal, "file", body.input_file_id)
+    now, name, own = int(time.time()), exchange.new_id("batch_"), set(BatchBody.model_fields)
+    given = {**body.model_dump(include=own), "created_at": now, "expires_at": now + WINDOW_SECONDS}
+    text = json.dumps({"id": name, **SQL["new_batch"], **given})
+    row = name, current().key.name, body.input_file_id, body.endpoint, "validating"
+    await journal.write(SQL["add_batch"], *row, now + WINDOW_SECONDS, text)
+    return batch_view((text, 0, 0, 0, 0, 0))
+
+
+def batch_view(row: Sequence[Any]) -> dict[str, Any]:
+    text, total, completed, failed, taken, made = row
+    counts = {"total": total, "completed": completed, "failed": failed}
+    usage = {"input_tokens": taken, "output_tokens": made, "total_tokens": taken + made}
+    return {**json.loads(text), "request_counts": counts, "usage": {**SQL["usage"], **usage}}
+
+
+@router.get("/v1/batches")
+async def batches(request: HttpRequest, journal: FromJournal) -> dict[str, Any]:
+    """The batches of the key, newest first."""
+    return await page_of(request, journal, "batch", batch_view)
+
+
+@router.get("/v1/batches/{name}")
+async def batch(name: str, journal: FromJournal) -> dict[str, Any]:
+    """One of them."""
+    return batch_view((await rows_of(journal, "batch", name))[0])
+
+
+@router.post("/v1/batches/{name}/cancel")
+async def cancel_batch(name: str, journal: FromJournal) -> dict[str, Any]:
+    """Ends it; the answers that are there stay."""
+    await rows_of(journal, "batch", name)
+    was = ("validating", "in_progress")
+    done = await journal.write(partial(changed, name=name, status="cancelling", was=was))
+    now = await batch(name, journal)
+    if not done and now["status"] not in ("cancelling", "cancelled"):
+        raise ApiError(409, f"Cannot cancel a batch with status '{now['status']}'.")
+    return now
+
+
+def changed(
+    connection: sqlite3.Connection, name: str, status: str, was: Sequence[str], **more: Any
+) -> bool:
+    """Give a batch another status, unless it has meanwhile got one that it may not follow."""
+    text, before = connection.execute(SQL["status"], (name,)).fetchone()
+    if before not in was:
+        return False
+    value = {**json.loads(text), "status": status, f"{status}_at": int(time.time()), **more}
+    connection.execute(SQL["change"], (json.dumps(value), status, status in ACTIVE, name))
+    return True
+
+
+class Checks:
+    """The errors of an input file, and the number of its requests."""
+
+    def __init__(self, endpoint: str, served: Served) -> None:
+        self.errors, self.total = list[dict[str, Any]](), 0
+        self._endpoint, self._served, self._seen = endpoint, served, set[str]()
+
+    def read(self, rows: Sequence[tuple[int, bytes]]) -> bool:
+        """Check some lines; return whether more may follow."""
+        for line, data in rows:
+            if data.strip():
+                self.total += 1
+                try:
+                    self._check(data)
+                except ApiError as error:
+                    found = (error.code, error.message) if error.code else _NO_JSON
+                    self.add(*found, error.param, line)
+        if self.total > MOST_LINES:
+            self.add("too_many_tasks", f"a batch may have at most {MOST_LINES} requests")
+        return self.total <= MOST_LINES and len(self.errors) < MOST_ERRORS
+
+    def add(self, code: str, text: str, param: str | None = None, line: int | None = None) -> None:
+        self.errors += [{"code": code, "message": text, "param": param, "line": line}]
+
+    def _check(self, data: bytes) -> None:
+        if len(data) > self._served.settings.max_request_bytes:
+            text = "This line has more bytes than a request may have."
+            raise invalid(text, code="invalid_json_line")
+        found: Any = exchange.validated(data, LineBody, self._served)
+        if found.url != self._endpoint:
+            raise invalid(f"url must be the batch's, {self._endpoint}", "url", "url_mismatch")
+        if found.custom_id in self._seen:
+            text = f"the custom_id {shown(found.custom_id)} is that of an earlier line"
+            raise invalid(text, "custom_id", "duplicate_custom_id")
+        self._seen.add(found.custom_id)

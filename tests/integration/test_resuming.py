@@ -1,0 +1,232 @@
+"""Kinds of answers, by parts that are killed while they run: each is as undisturbed, id by id."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+import os
+import random
+import shutil
+import signal
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil  # type: ignore[import-untyped, unused-ignore]
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.adapters import make_adapter
+from tests.integration.test_recovery import part_name
+from tests.openai_server import MESSAGES, QUESTION
+from tests.support import (
+    CogServer,
+    QuietHandler,
+    children,
+    free_port,
+    http_server,
+    load_cases,
+    wait_until,
+)
+
+pytestmark = pytest.mark.anyio
+KINDS: dict[str, dict[str, Any]] = load_cases(__file__, "resuming.yaml")
+TOKENS = 120
+SECONDS = 300
+# What is drawn or counted in time, and what each event repeats.
+DROPPED = {"id", "item_id", "created", "created_at", "completed_at", "model", "object", "type"}
+DROPPED |= {"sequence_number", "system_fingerprint", "prompt_token_ids"}
+LASTING = {"TRITON_RESTARTS": "1000", "RESUME_ATTEMPTS": "10", "RESUME_TIMEOUT": str(SECONDS)}
+
+
+def folded(a: Any, b: Any) -> Any:
+    """Two events as one: their texts and lists joined, and parts of one ``index`` folded."""
+    if a is None or b is None or type(a) is not type(b):
+        return a if b is None else b
+    if isinstance(a, dict):
+        return {name: folded(a.get(name), b.get(name)) for name in {**a, **b}}
+    if isinstance(a, list) and any(isinstance(item, dict) and "index" in item for item in a + b):
+        items = {item["index"]: item for item in a}
+        for item in b:
+            items[item["index"]] = folded(items.get(item["index"]), item) | {"index": item["index"]}
+        return [items[place] for place in sorted(items)]
+    both: Any = a
+    return both + b if isinstance(both, (str, list)) else b
+
+
+def kept(value: Any) -> Any:
+    """What of an answer is the same each time."""
+    if isinstance(value, dict):
+        return {name: kept(own) for name, own in value.items() if name not in DROPPED}
+    return [kept(item) for item in value] if isinstance(value, list) else value
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two answers are equal, and their numbers as nearly as the engines compute them."""
+    if isinstance(a, float) and isinstance(b, float):
+        return math.isclose(a, b, abs_tol=1e-3)
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(same(a[name], b[name]) for name in a)
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b)
+
+
+class Asked:
+    """All kinds of one server, asked at once; ``on_event`` is called at each event of a stream."""
+
+    def __init__(self, server: CogServer, hooks: str, names: list[str]) -> None:
+        self.server, self._hooks, self.names = server, hooks, names
+        self.webhook: asyncio.Future[Any]
+        self.running: set[str] = set()
+
+    async def answers(self, on_event: Callable[[], object]) -> dict[str, Any]:
+        self.webhook = asyncio.get_running_loop().create_future()
+        self.running = set(self.names)
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(trust_env=False, timeout=SECONDS, limits=limits) as client:
+            tasks = [self._answer(client, name, on_event) for name in self.names]
+            return dict(zip(self.names, await asyncio.gather(*tasks), strict=True))
+
+    async def _answer(
+        self, client: httpx.AsyncClient, name: str, on_event: Callable[[], object]
+    ) -> Any:
+        fields = {"max_tokens": TOKENS, "stream": True, "temperature": 1.0, "seed": 1}
+        fields |= {"ignore_eos": True, **KINDS[name]}
+        headers, path = {}, fields.pop("path", "")
+        if fields.pop("face", "openai") == "cog":
+            path, url = "predictions", self.server.url
+            stream, webhook = fields.pop("stream"), fields.pop("webhook", False)
+            body: dict[str, Any] = {"input": {"prompt": QUESTION, **fields}}
+            if webhook:
+                body |= {"webhook": self._hooks, "webhook_events_filter": ["completed"]}
+            headers = {"Accept": "text/event-stream"} if stream and not webhook else {}
+            headers |= {"Prefer": "respond-async"} if webhook else {}
+        else:
+            url = f"http://127.0.0.1:{self.server.environment['OPENAI_PORT']}/v1"
+            question = {"input": QUESTION} if path == "responses" else {"messages": MESSAGES}
+            question = {"prompt": QUESTION} if path == "completions" else question
+            body = {"model": "demo", **question, **fields}
+            if path in ("completions", "chat/completions"):
+                body["return_token_ids"] = True
+            if path == "responses":
+                body["max_output_tokens"] = body.pop("max_tokens")
+            body = {field: value for field, value in body.items() if value is not None}
+        whole: Any = None
+        async with client.stream("POST", f"{url}/{path}", json=body, headers=headers) as reply:
+            if "event-stream" not in reply.headers["content-type"]:
+                whole = json.loads(await reply.aread())
+                assert reply.is_success, (name, whole)
+            else:
+                async for line in reply.aiter_lines():
+                    # Which counts the tokens that came with it.
+                    if line.startswith("data: {") and '"message_start"' not in line:
+                        on_event()
+                        event = json.loads(line[6:])
+                        assert not event.get("error"), (name, event)
+                        whole = folded(whole, kept(event))
+        if whole.get("status") == "starting":
+            whole = await self.webhook
+        if "metrics" in whole:  # Cog's, whose chunks are as they come
+            output = "".join(whole.get("output") or whole.get("chunk") or [])
+            counts = {n: v for n, v in whole["metrics"].items() if "count" in n or "reason" in n}
+            whole = {"output": output, **counts, "status": whole["status"]}
+        self.running.discard(name)
+        return kept(whole)
+
+
+@contextmanager
+def serving(model: Path, directory: Path, names: list[str], **environment: str) -> Iterator[Asked]:
+    """Cog's server with the OpenAI face, and a receiver of webhooks."""
+    template = (model / "chat_template.jinja").read_text()
+    template += "{% if enable_thinking %}<think>{% endif %}{# </think> #}"
+    given = {"MODEL": str(model), "OPENAI_PORT": str(free_port()), "CHAT_TEMPLATE": template}
+    loop = asyncio.get_running_loop()
+
+    class Hook(QuietHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            loop.call_soon_threadsafe(asked.webhook.set_result, body)
+            self.send_response(200)
+            self.end_headers()
+
+    with (
+        http_server(Hook) as hooks,
+        CogServer({**given, **LASTING, **environment}, directory / "log") as server,
+    ):
+        server.wait_until_ready()
+        asked = Asked(server, hooks, names)
+        yield asked
+
+
+async def kill_while_all_run(asked: Asked, parts: list[str], kills: int) -> None:
+    """Kill the parts in turn, at random moments, and compare what came each time."""
+    dice, events, hit, killed = random.Random(0), [0], Counter[str](), 0
+
+    def count() -> None:
+        events[0] += 1
+
+    undisturbed = await asked.answers(count)
+    assert len({repr(answer) for answer in undisturbed.values()}) == len(asked.names)
+    for _ in range(5 * kills):
+        part, left = parts[killed % len(parts)], [dice.randint(len(asked.names), events[0] // 3)]
+        pid = victim(asked.server, part)
+
+        def kill(pid: int = pid, left: list[int] = left) -> None:
+            left[0] -= 1
+            if left[0] == 0:
+                os.kill(pid, signal.SIGKILL)
+                hit.update(asked.running)
+
+        answers = await asyncio.wait_for(asked.answers(kill), SECONDS)
+        for name in asked.names:
+            both = undisturbed[name], answers[name]
+            assert same(*both), (name, part, killed, *both)
+        killed += left[0] <= 0
+        if killed == kills:
+            break
+    assert killed == kills
+    assert len(hit) == len(asked.names) or kills < 10, hit
+    assert asked.server.log.read_text().count("is tried again after") >= kills
+
+
+def victim(server: CogServer, part: str) -> int:
+    """The process of a part of a server that may still be starting."""
+
+    def found() -> int | None:
+        for pid in children(server.process.pid):
+            with contextlib.suppress(psutil.Error, IndexError):
+                if part_name(pid) == ("tensorrt_llm" if part == "engine core" else part):
+                    below = psutil.Process(pid).children()
+                    core = [p.pid for p in below if "resource_tracker" not in str(p.cmdline())]
+                    return core[0] if part == "engine core" else pid
+        return None
+
+    return int(wait_until(found, SECONDS, part))
+
+
+async def kill_on_transformers(model: Path, directory: Path, parts: list[str], kills: int) -> None:
+    """With weights in double precision: how a sum is rounded depends on the batch."""
+    double = directory / "demo"
+    shutil.copytree(model, double)
+    AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64).save_pretrained(double)
+    make_adapter(model, directory / "adapters" / "poet", seed=1)
+    environment = {"ENGINE": "transformers", "LORA_DIR": str(directory / "adapters")}
+    with serving(double, directory, [*KINDS], **environment) as asked:
+        await kill_while_all_run(asked, parts, kills)
+
+
+async def test_every_kind_goes_on_when_a_part_dies(demo_model: Path, tmp_path: Path) -> None:
+    await kill_on_transformers(demo_model, tmp_path, ["tensorrt_llm", "tritonserver"], 2)
+
+
+@pytest.mark.rare
+@pytest.mark.parametrize("part", ["tensorrt_llm", "tritonserver"])
+async def test_at_any_token(demo_model: Path, tmp_path: Path, part: str) -> None:
+    await kill_on_transformers(demo_model, tmp_path, [part], 20)

@@ -1,0 +1,348 @@
+"""Files and batches on a backend that answers with what it is told to, and a real journal."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sqlite3
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from cog_triton.errors import TritonUnavailable
+from cog_triton.faces.openai import batch_runner
+from cog_triton.faces.openai.app import create_app
+from cog_triton.faces.openai.batch_runner import Runner
+from cog_triton.faces.openai.batches import Checks
+from cog_triton.faces.openai.keys import Key, Quotas
+from tests.support import load_cases
+from tests.unit.faces.openai.support import CHAT, CHUNKS, MESSAGES, TEXT, Backend, ask, served
+
+CASES = load_cases(__file__, "batches.yaml")
+pytestmark = pytest.mark.anyio
+
+
+def line_of(name: str, url: str = TEXT, **fields: Any) -> dict[str, Any]:
+    asked = {"messages": MESSAGES} if url == CHAT else {"prompt": "xy"}
+    body = {"model": "m", **asked, **fields}
+    return {"custom_id": name, "method": "POST", "url": url, "body": body}
+
+
+def text_of(*lines: Any) -> bytes:
+    return b"".join(json.dumps(line).encode() + b"\n" for line in lines)
+
+
+class Client(httpx.AsyncClient):
+    """One of an application whose batches run, while ``running`` does."""
+
+    def __init__(self, backend: Backend, key: str = "") -> None:
+        self.served = served(backend)
+        app = create_app(self.served)
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        super().__init__(transport=transport, base_url="http://test", headers=headers)
+        self.runner = Runner(app, self.served)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        task = asyncio.create_task(self.runner.run())
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
+
+    async def upload(self, content: bytes, **fields: str) -> httpx.Response:
+        form = {"purpose": "batch", **fields}
+        return await self.post("/v1/files", data=form, files={"file": ("in.jsonl", content)})
+
+    async def create(self, content: bytes, endpoint: str = TEXT, **fields: Any) -> dict[str, Any]:
+        file = (await self.upload(content)).json()["id"]
+        asked = {"input_file_id": file, "endpoint": endpoint, "completion_window": "24h"}
+        reply = await self.post("/v1/batches", json={**asked, **fields})
+        assert reply.status_code == 200, reply.text
+        made: dict[str, Any] = reply.json()
+        return made
+
+    async def batch(self, name: str) -> dict[str, Any]:
+        return dict((await self.get(f"/v1/batches/{name}")).json())
+
+    async def until(self, name: str, *states: str) -> dict[str, Any]:
+        async def state() -> dict[str, Any] | None:
+            batch = await self.batch(name)
+            return batch if batch["status"] in states else None
+
+        return dict(await until(state))
+
+    async def lines(self, batch: dict[str, Any], part: str) -> dict[str, Any]:
+        """A file's lines by their custom ids, which have to be different."""
+        if (file := batch[f"{part}_file_id"]) is None:
+            return {}
+        text = (await self.get(f"/v1/files/{file}/content")).text
+        values = [json.loads(line) for line in text.splitlines()]
+        named = {value["custom_id"]: value for value in values}
+        assert len(named) == len(values) == batch["request_counts"][COUNTS[part]]
+        return named
+
+
+COUNTS = {"output": "completed", "error": "failed"}
+
+
+async def until(condition: Callable[[], Awaitable[Any]]) -> Any:
+    deadline = time.monotonic() + 60
+    while not (value := await condition()):
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+    return value
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(batch_runner, "LOOK_SECONDS", 0.02)
+    return str(tmp_path / "journal.db")
+
+
+class Held(Backend):
+    """One whose answers come when they are let go."""
+
+    def __init__(self, *chunks: Any, **environment: str) -> None:
+        super().__init__(*chunks, **environment)
+        self.gate = asyncio.Semaphore(0)
+
+    async def generate(self, *given: Any) -> AsyncIterator[Any]:  # type: ignore[override]
+        await self.gate.acquire()
+        async for chunk in super().generate(*given):
+            yield chunk
+
+
+async def test_each_line_is_answered_and_errors_have_a_file_of_their_own(store: str) -> None:
+    backend = Backend(*CHUNKS, STORE=store)
+    lines = [
+        line_of("a"),
+        line_of("b", temperature=9),
+        line_of("c", seed=7),
+        line_of("s", stream=True),
+    ]
+    async with Client(backend) as client, client.running():
+        batch = await client.create(text_of(*lines), metadata={"by": "me"})
+        assert (batch["status"], batch["metadata"]) == ("validating", {"by": "me"})
+        batch = await client.until(batch["id"], "completed")
+        assert batch["request_counts"] == {"total": 4, "completed": 2, "failed": 2}
+        assert batch["usage"]["total_tokens"] == 2 * (3 + 2)
+        assert batch["created_at"] <= batch["in_progress_at"] <= batch["completed_at"]
+        output, errors = await client.lines(batch, "output"), await client.lines(batch, "error")
+        assert list(errors) == ["b", "s"]
+        assert errors["b"]["response"]["status_code"] == 400
+        assert errors["b"]["response"]["body"]["error"]["param"] == "temperature"
+        assert output["a"]["response"]["body"]["choices"][0]["text"] == "ab"
+        assert output["a"]["error"] is None
+    seeds = {request.seed for request, _ in backend.asked}
+    assert 7 in seeds
+    assert all(tenant.batch for tenant in backend.tenants)
+
+
+async def test_the_input_is_checked_before_anything_runs(store: str) -> None:
+    backend = Backend(*CHUNKS, STORE=store)
+    async with Client(backend) as client, client.running():
+        for content, errors in CASES["inputs"].items():
+            batch = await client.create(content.encode())
+            batch = await client.until(batch["id"], "failed")
+            found = [(e["line"], e["code"], e["param"]) for e in batch["errors"]["data"]]
+            assert found == [tuple(error) for error in errors], content
+            assert batch["request_counts"]["total"] == 0
+    assert not backend.asked
+
+
+def test_a_batch_has_so_many_lines() -> None:
+    checks = Checks(TEXT, served(Backend(STORE="0")))
+    rows = [(n, json.dumps(line_of(str(n))).encode()) for n in range(1, 50_002)]
+    assert checks.read(rows[:-1])
+    assert not checks.errors
+    assert not checks.read(rows[-1:])
+    assert [error["code"] for error in checks.errors] == ["too_many_tasks"]
+
+
+async def test_files(store: str) -> None:
+    async with Client(Backend(STORE=store)) as client:
+        for form, param in CASES["forms"]:
+            reply = await client.upload(**{"content": b"x", **form})
+            assert (reply.status_code, reply.json()["error"]["param"]) == (400, param), form
+        given = {"expires_after[anchor]": "created_at", "expires_after[seconds]": "3600"}
+        content = b'{"a": "\xff"}\n\r\nno end'
+        names = [(await client.upload(content, **given)).json()["id"] for _ in range(3)]
+        file = (await client.get(f"/v1/files/{names[0]}")).json()
+        assert (file["bytes"], file["filename"], file["purpose"]) == (
+            len(content),
+            "in.jsonl",
+            "batch",
+        )
+        assert file["expires_at"] - file["created_at"] == 3600
+        assert (await client.get(f"/v1/files/{names[0]}/content")).content == content
+        for query, expected, more in CASES["lists"]:
+            query = {**query, **({"after": names[query["after"]]} if "after" in query else {})}
+            listed = (await client.get("/v1/files", params=query)).json()
+            assert [names.index(file["id"]) for file in listed["data"]] == expected, query
+            assert listed["has_more"] is more
+        for limit in ("0", "x", "10001"):
+            assert (await client.get(f"/v1/files?limit={limit}")).status_code == 400
+        assert (await client.delete(f"/v1/files/{names[0]}")).json()["deleted"]
+        for path in (names[0], f"{names[0]}/content", "none"):
+            assert (await client.get(f"/v1/files/{path}")).status_code == 404
+        with sqlite3.connect(store) as journal:
+            journal.execute("UPDATE files SET expires = 1 WHERE id = ?", (names[1],))
+        assert [file["id"] for file in (await client.get("/v1/files")).json()["data"]] == names[2:]
+        await client.served.journal.expire()  # type: ignore[union-attr]
+        with sqlite3.connect(store) as journal:
+            assert journal.execute("SELECT DISTINCT source FROM lines").fetchall() == [(names[2],)]
+
+
+async def test_what_cannot_be_a_batch_is_refused(store: str) -> None:
+    async with Client(Backend(STORE=store)) as client:
+        file = (await client.upload(b"x")).json()["id"]
+        asked = {"input_file_id": file, "endpoint": TEXT, "completion_window": "24h"}
+        for fields, status, param in CASES["refused"]:
+            reply = await client.post("/v1/batches", json={**asked, **fields})
+            error = reply.json()["error"]
+            assert (reply.status_code, error["param"]) == (status, param), fields
+        own = (await client.post("/v1/embeddings", json={})).json()
+        reply = await client.post("/v1/batches", json={**asked, "endpoint": "/v1/embeddings"})
+        assert reply.json() == own
+
+
+def test_without_a_journal_there_are_no_files() -> None:
+    reply = ask(Backend(STORE="0"), "GET", "/v1/files")
+    assert (reply.status_code, "STORE=0" in reply.text) == (404, True)
+
+
+async def test_a_cancelled_batch_has_an_answer_or_an_error_for_each_line(store: str) -> None:
+    backend = Held(*CHUNKS, STORE=store)
+    async with Client(backend) as client, client.running():
+        name = (await client.create(text_of(*(line_of(str(n)) for n in range(40)))))["id"]
+        for _ in range(5):
+            backend.gate.release()
+        await until(lambda: counted(client, name, 5))
+        assert (
+            await client.delete(f"/v1/files/{(await client.batch(name))['input_file_id']}")
+        ).status_code == 409
+        reply = await client.post(f"/v1/batches/{name}/cancel")
+        assert reply.json()["status"] == "cancelling"
+        batch = await client.until(name, "cancelled")
+        assert batch["request_counts"] == {"total": 40, "completed": 5, "failed": 35}
+        output, errors = await client.lines(batch, "output"), await client.lines(batch, "error")
+        assert {*output, *errors} == {str(n) for n in range(40)}
+        assert {error["error"]["code"] for error in errors.values()} == {"batch_cancelled"}
+        assert (await client.post(f"/v1/batches/{name}/cancel")).json()["status"] == "cancelled"
+        assert (await client.delete(f"/v1/files/{batch['input_file_id']}")).status_code == 200
+    assert backend.open == 0
+
+
+async def counted(client: Client, name: str, completed: int) -> bool:
+    batch = await client.batch(name)
+    return bool(batch["request_counts"]["completed"] == completed)
+
+
+async def test_a_batch_that_has_ended_cannot_be_cancelled(store: str) -> None:
+    async with Client(Backend(*CHUNKS, STORE=store)) as client, client.running():
+        batch = await client.create(text_of(line_of("a")))
+        await client.until(batch["id"], "completed")
+        assert (await client.post(f"/v1/batches/{batch['id']}/cancel")).status_code == 409
+
+
+async def test_at_its_end_of_time_a_batch_keeps_the_answers_that_it_has(store: str) -> None:
+    backend = Held(*CHUNKS, STORE=store)
+    async with Client(backend) as client, client.running():
+        name = (await client.create(text_of(*(line_of(str(n)) for n in range(9)))))["id"]
+        backend.gate.release()
+        await until(lambda: counted(client, name, 1))
+        with sqlite3.connect(store) as journal:
+            journal.execute("UPDATE batches SET expires = 1")
+        batch = await client.until(name, "expired")
+        errors = await client.lines(batch, "error")
+        assert len(errors) == 8
+        assert {error["error"]["code"] for error in errors.values()} == {"batch_expired"}
+
+
+async def test_a_process_that_stops_leaves_its_batch_to_the_next(store: str) -> None:
+    backend = Held(*CHUNKS, STORE=store)
+    async with Client(backend) as first:
+        async with first.running():
+            name = (await first.create(text_of(*(line_of(str(n)) for n in range(9)))))["id"]
+            for _ in range(4):
+                backend.gate.release()
+            await until(lambda: counted(first, name, 4))
+        await first.served.journal.close()  # type: ignore[union-attr]
+    other = Backend(*CHUNKS, STORE=store)
+    async with Client(other) as second, second.running():
+        batch = await second.until(name, "completed")
+        assert len(await second.lines(batch, "output")) == 9
+    assert len(other.asked) == 5
+
+
+async def test_an_error_that_says_to_ask_again_is_no_answer(
+    store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_runner, "LONGEST_PAUSE", 0.01)
+    backend = Backend(TritonUnavailable("away"), STORE=store)
+    async with Client(backend) as client, client.running():
+        name = (await client.create(text_of(line_of("a"))))["id"]
+        batch = await client.until(name, "completed")
+        assert (await client.lines(batch, "error"))["a"]["response"]["status_code"] == 503
+        assert len(backend.asked) == batch_runner.ATTEMPTS
+        backend._chunks = CHUNKS
+        batch = await client.create(text_of(line_of("a")))
+        assert await client.lines(await client.until(batch["id"], "completed"), "output")
+
+
+async def test_keys_see_their_own_and_pay_for_their_batches(store: str, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("a sk-a tokens_per_minute=60\nb sk-b\n")
+    backend = Backend(*CHUNKS, STORE=store, OPENAI_API_KEYS_FILE=str(keys))
+    async with Client(backend, "sk-a") as client, client.running():
+        name = (await client.create(text_of(*(line_of(str(n)) for n in range(4)))))["id"]
+        batch = await client.until(name, "completed")
+        other = {"headers": {"Authorization": "Bearer sk-b"}}
+        paths = (
+            f"/v1/batches/{name}",
+            f"/v1/files/{batch['input_file_id']}",
+            f"/v1/files/{batch['output_file_id']}/content",
+        )
+        assert [(await client.get(path, **other)).status_code for path in paths] == [404] * 3  # type: ignore[arg-type]
+        assert (await client.post(f"/v1/batches/{name}/cancel", **other)).status_code == 404  # type: ignore[arg-type]
+        for path in ("files", "batches"):
+            assert (await client.get(f"/v1/{path}", **other)).json()["data"] == []  # type: ignore[arg-type]
+        used = client.served.quotas.headers(client.served.keys.named("a"))  # type: ignore[union-attr, arg-type]
+        assert int(dict(used)[b"x-ratelimit-remaining-tokens"]) <= 60 - 4 * 5 + 1
+
+
+async def test_a_batch_whose_key_is_gone_ends(store: str, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("a sk-a\n")
+    backend = Backend(*CHUNKS, STORE=store, OPENAI_API_KEYS_FILE=str(keys))
+    async with Client(backend, "sk-a") as client:
+        name = (await client.create(text_of(line_of("x"))))["id"]
+        keys.write_text("b sk-b\na-new sk-a\n")
+        client.served.keys._checked = 0.0  # type: ignore[union-attr]
+        async with client.running():
+            ended = "SELECT 1 FROM batches WHERE id = ? AND status = 'failed'"
+            await until(lambda: client.served.journal.read(ended, name))  # type: ignore[union-attr]
+    assert not backend.asked
+
+
+def test_a_key_that_has_taken_too_much_waits_for_its_tokens() -> None:
+    now = 0.0
+    quotas, key = Quotas(clock=lambda: now), Key("a", b"", tokens_per_minute=60)
+    assert quotas.spend(key, 30) == 0
+    assert quotas.spend(key, 40) == pytest.approx(11)
+    now = 11.0
+    assert quotas.spend(key, 0) == pytest.approx(0)
+    assert quotas.spend(Key("b", b""), 1000) == 0
