@@ -60,12 +60,12 @@ async def generate(
     detokenizer = IncrementalDetokenizer(
         tokenizer, skip_special_tokens=request.skip_special_tokens, shown=request.shown_tokens
     )
-    stops, stop_token = StopSequences(request.stop_sequences), None
+    stops, stop_token, input_tokens = StopSequences(request.stop_sequences), None, None
     end_id = request.effective_end_id(tokenizer.eos_token_id)
     hidden = None if request.include_stop or request.skip_special_tokens else end_id
-    ids: list[int] = []  # of the whole output
-    input_tokens, keeps_end_token = None, True
-    inputs, parameters = triton_inputs(request), request_parameters(request)
+    ids = [*request.continued_ids]  # of the whole output
+    _decoded(request, ids, detokenizer, stops, hidden)  # whose text has been delivered
+    keeps_end_token, inputs, parameters = True, triton_inputs(request), request_parameters(request)
     stream = client.stream(request_id or secrets.token_hex(8), inputs, parameters=parameters)
     place = admission.acquire(tenant) if admission else contextlib.nullcontext(Slot())
     async with Steps("admission") as trace, place as slot, contextlib.aclosing(stream):

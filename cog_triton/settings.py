@@ -125,7 +125,9 @@ class Settings(BaseModel):
 
     @property
     def store_file(self) -> Path | None:
-        return None if self.store in ("0", "off", "false") else Path(self.store)
+        """Return the file of the journal; None where there is to be none, or no home to have it in."""
+        file = os.path.expanduser(self.store)
+        return None if file in ("0", "off", "false") or file.startswith("~") else Path(file)
 
     @property
     def model_dir(self) -> str:

@@ -179,6 +179,7 @@ class Server:
             "TRITON_HTTP_PORT": "0",
             "TRITON_GRPC_PORT": "0",
             "TRITON_METRICS_PORT": str(self.metrics_port),
+            "STORE": "0",
             **environment,
         }
 

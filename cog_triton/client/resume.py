@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 GUIDED = "TensorRT-LLM cannot go on with a guide where its server ended"
 _GUIDE = "guided_decoding_guide_type"
+# Where the preprocessing is not this package's.
+CANNOT = "the server cannot continue an output that it has begun"
 TWO_ENDED = "two servers ended as they began this request, which is not tried again"
 
 
@@ -80,10 +82,11 @@ class ResumingClient:
     ) -> AsyncGenerator[Response, None]:
         """Start a request and yield its responses, see ``Streams``."""
         ids = array("i", ids_parameter(parameters, CONTINUED))
-        begun = len(ids)  # by another deployment; the limits are for the rest
+        begun = len(ids)  # by another deployment or start; the limits are for the rest
         prompt_tokens, keeps_end_token, suspect = None, True, False
         end_id = int(inputs["end_id"].flat[0]) if "end_id" in inputs else self.end_id
-        for attempt in range(self.attempts + 1):
+        whole = begun and (ids[-1] == end_id or not inputs["max_tokens"].flat[0])
+        for attempt in range(0 if whole else self.attempts + 1):
             name = f"{request_id}-{attempt}" if attempt else request_id
             continued = len(ids)
             async with self.trials.trial(alone=suspect) as answered:
@@ -100,16 +103,14 @@ class ResumingClient:
                             if response.input_tokens is not None:
                                 response.input_tokens -= continued
                                 if prompt_tokens not in (None, response.input_tokens):
-                                    # Its preprocessing is not this package's.
-                                    text = "the server cannot continue an output that it has begun"
-                                    raise errors.TritonUnknownError(text)
+                                    raise errors.TritonUnknownError(CANNOT)
                                 prompt_tokens = response.input_tokens
                             keeps_end_token = keeps_end_token and response.keeps_end_token
                             ids.extend(response.ids)
                             yield response
                     return
                 except errors.PromptTooLong:
-                    if len(ids) == begun:
+                    if not ids:
                         raise
                     break  # the context was full
                 except BROKEN as error:

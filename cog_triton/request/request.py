@@ -160,7 +160,7 @@ class Request:
     skip_special_tokens: bool = True
     allowed_token_ids: Annotated[tuple[TokenId, ...], Field(max_length=limits.ALLOWED_IDS)] = ()
     priority: int = 0  # of requests that wait in the queue, lower ones come first
-    # Output that another deployment has delivered, to continue from; it counts for no limit.
+    # Output that another deployment or start has delivered, to continue from; max_tokens has it too.
     continued_ids: Annotated[tuple[TokenId, ...], Field(max_length=limits.MOST_CHARACTERS)] = ()
 
     @model_validator(mode="wrap")
@@ -241,6 +241,8 @@ def choose_guide(**inputs: str | None) -> Guide | None:
 def triton_inputs(request: Request) -> dict[str, npt.NDArray[Any]]:
     """Make the ensemble's inputs for a streamed request, shapes [batch = 1, 1]; of bad_words [1, words]."""
     fields = {name: getattr(request, name) for name in _INPUTS}
+    for name in ("max_tokens", "min_tokens"):
+        fields[name] = max(0, fields[name] - len(request.continued_ids))
     values = {name: value for name, value in fields.items() if value not in (None, _INPUTS[name])}
     values["text_input"] = "" if request.prompt_ids else request.prompt
     values["stream"] = values["return_num_input_tokens"] = True

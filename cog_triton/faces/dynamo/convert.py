@@ -73,6 +73,9 @@ def request_of(
         fields["max_tokens"] = context_length - len(ids)
     if "max_tokens" in stops:
         fields["max_tokens"] = stops["max_tokens"]
+    continued = len(ids[prompt_tokens:])  # which those limits leave out
+    if "max_tokens" in fields:
+        fields["max_tokens"] += continued
     ignores_eos = bool(stops.get("ignore_eos"))
     hidden = [] if ignores_eos else stops.get("stop_token_ids_hidden", [])
     ending = dict.fromkeys([*hidden, *stops.get("stop_token_ids_visible", [])])
@@ -81,7 +84,7 @@ def request_of(
         prompt="",
         prompt_ids=ids[:prompt_tokens],
         continued_ids=ids[prompt_tokens:],
-        min_tokens=stops.get("min_tokens", 0),
+        min_tokens=stops.get("min_tokens", 0) + continued,
         ignore_eos=ignores_eos,
         stop_token_ids=tuple(token for token in ending if token != end_id),
         guide=guide_of(sampling.get("guided_decoding") or {}),
@@ -118,8 +121,8 @@ def guide_of(guided: Body) -> Guide | None:
     return None
 
 
-def chunk_of(chunk: Chunk, continued: int) -> dict[str, Any]:
-    """Return a chunk as Dynamo's; ``continued`` tokens of the output came from another worker."""
+def chunk_of(chunk: Chunk) -> dict[str, Any]:
+    """Return a chunk as Dynamo's."""
     made: dict[str, Any] = {"token_ids": list(chunk.ids), "index": 0}
     if chunk.log_probs:
         made["log_probs"] = [token.log_prob for token in chunk.log_probs]
@@ -128,7 +131,7 @@ def chunk_of(chunk: Chunk, continued: int) -> dict[str, Any]:
         made["engine_data"] = {"prompt_logprobs": prompt_table(chunk.prompt_log_probs)}
     if chunk.finish_reason is not None:
         made["finish_reason"] = chunk.finish_reason
-        made["completion_usage"] = usage(chunk, continued)
+        made["completion_usage"] = usage(chunk)
         if chunk.stop_token is not None:
             made["stop_reason"] = chunk.stop_token
     return made
@@ -150,8 +153,8 @@ def prompt_table(tokens: Sequence[TokenLogProb]) -> list[dict[str, Any] | None]:
     return [None, *({str(i): {"logprob": value} for i, value in place.items()} for place in places)]
 
 
-def usage(chunk: Chunk, continued: int) -> dict[str, int]:
-    prompt, made = chunk.input_tokens or 0, chunk.output_tokens + continued
+def usage(chunk: Chunk) -> dict[str, int]:
+    prompt, made = chunk.input_tokens or 0, chunk.output_tokens
     return {
         "prompt_tokens": prompt,
         "completion_tokens": made,

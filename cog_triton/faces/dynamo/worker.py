@@ -229,7 +229,7 @@ class Engine(LLMEngine):
             await self._marks.tell(request_id, prompt)
         async with contextlib.aclosing(self.deployment.generate(request)) as answer:
             async for chunk in answer:
-                yield chunk_of(chunk, count - prompt)
+                yield chunk_of(chunk)
 
     def _adapter(self, body: Body) -> str:
         """Return the adapter that a request names, as Dynamo does or in place of the model."""

@@ -7,7 +7,8 @@
     exchange.py    bodies are parsed and validated, chunks to a response by the writer of an API
     fields.py      the fields of bodies, to a ``Request``
     completions.py /v1/chat/completions and /v1/completions, whose responses are lists of choices; /tokenize
-    responses.py   /v1/responses; messages.py is Anthropic's /v1/messages
+    responses.py   the forms of /v1/responses; messages.py is Anthropic's /v1/messages
+    store.py       its routes: responses that are kept, and run in the background
     batches.py     /v1/files and /v1/batches; batch_runner.py runs the latter, batches.yaml has their tables
     turns.py       a chat to a request, and the parser of its answer
     parsing.py     a model's text to blocks: text, thoughts, calls in the formats of models

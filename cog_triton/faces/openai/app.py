@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import cog_triton
 from cog_triton.errors import CogTritonError, shown
-from cog_triton.faces.openai import batches, completions, messages, responses
+from cog_triton.faces.openai import batches, completions, messages, store
 from cog_triton.faces.openai.errors import MESSAGES_PATH, ApiError, no_embeddings
 from cog_triton.faces.openai.exchange import ERRORS, MESSAGE_ERRORS, client_error, error_response
 from cog_triton.faces.openai.journal import Journal
@@ -52,12 +52,12 @@ def create_app(served: Served) -> FastAPI:
         redoc_url=None,
         redirect_slashes=False,  # it would name an address that clients behind a proxy cannot reach
     )
-    app.state.served = served
     settings = served.settings
-    if (store := settings.store_file) is not None:
+    if (file := settings.store_file) is not None:
         limits = settings.store_max_bytes, settings.store_days
-        served.journal = Journal(store.expanduser(), [batches.SCHEMA], *limits)
-    for module in (completions, responses, batches):
+        served.journal = Journal(file, [store.SCHEMA, batches.SCHEMA], *limits)
+    app.state.served, app.state.store = served, store.Store(served, log_call)
+    for module in (completions, store, batches):
         app.include_router(module.router, responses=ERRORS)
     app.include_router(router, responses=ERRORS)
     app.include_router(messages.router, responses=MESSAGE_ERRORS)

@@ -154,6 +154,7 @@ class Answering(Response):
     writer: Writer
     requests: Sequence[Request]
     started: bool = False
+    ended: Callable[[], Awaitable[None]] | None = None  # awaited before the end is sent
     background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -185,7 +186,10 @@ class Answering(Response):
                 await self._send_events(send)
                 return
             await self._read(keep)
-            content, headers = dumps(self.writer.whole(answers)), self.asked.warning()
+            whole = self.writer.whole(answers)
+            if self.ended:
+                await self.ended()
+            content, headers = dumps(whole), self.asked.warning()
             await Response(content, 200, headers, "application/json")(scope, receive, send)
 
     async def _send_events(self, send: Send) -> None:
@@ -194,6 +198,8 @@ class Answering(Response):
         async def write(number: int, chunk: Chunk) -> None:
             if not (data := b"".join(self.writer.events(number, chunk))):
                 return
+            if self.ended and chunk.finish_reason is not None:
+                await self.ended()
             if not self.started:
                 headers = Headers({**TABLES["event_stream"], **self.asked.warning()}).raw
                 start = {"type": "http.response.start", "status": 200, "headers": headers}

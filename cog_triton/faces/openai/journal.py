@@ -32,14 +32,7 @@ KEEP_SECONDS = 5.0  # between two rounds of the housekeeping
 MOST_DELETED = 100  # rows at once, because writes wait meanwhile
 KEPT_PART = 0.9  # of the most bytes; beyond, the oldest rows go
 PAGE_BYTES = 4096
-# Checkpoints are up to ``keep``.
-PRAGMAS = [
-    "auto_vacuum=2",
-    "journal_mode=WAL",
-    "synchronous=1",
-    "secure_delete=1",
-    "wal_autocheckpoint=0",
-]
+PRAGMAS = ("auto_vacuum=2", "journal_mode=WAL", "synchronous=1", "secure_delete=1")
 LOG = "CREATE TABLE IF NOT EXISTS log (id INTEGER PRIMARY KEY, records BLOB)"
 # By parts of SQLite's texts.
 _REASONS = {
@@ -48,27 +41,24 @@ _REASONS = {
     "malformed": "the file is damaged; move it away, and another is made",
     "not a database": "the file is not a journal; move it away, and one is made",
 }
-Written = Callable[[JournalUnavailable | None], object]  # called when it is written, or cannot be
 
 
 @dataclass(frozen=True)
 class Schema:
     """The tables of one module, each with a column ``owner``: the name of the API key, or empty."""
 
-    tables: tuple[str, ...]  # CREATE TABLE IF NOT EXISTS …, and indexes
+    tables: Sequence[str]  # CREATE TABLE IF NOT EXISTS …, and indexes
     # DELETE of at most :most rows that are older than :before, in seconds since 1970.
-    expiry: tuple[str, ...] = ()
+    expiry: Sequence[str] = ()
 
 
 class Journal:
-    """Rows of several modules, used on one event loop; JournalUnavailable says what is wrong with it.
-
-    ``worker`` names this process to others; see ``alive``.
-    """
+    """Rows of several modules, used on one event loop; JournalUnavailable says what is wrong with it."""
 
     def __init__(self, path: Path, schemas: Sequence[Schema], max_bytes: int, days: float) -> None:
         """Open nothing yet: the first use does, and the next one after an error."""
-        self.path, self.worker = path, secrets.randbits(62)
+        self.path = path
+        self.worker = secrets.randbits(62)  # this process, to others; see ``alive``
         self._schemas, self._max_bytes, self._seconds = schemas, max_bytes, days * 86400
         self._pending: list[tuple[Any, Any, asyncio.Future[Any]]] = []
         self._records: list[Any] = []  # for the log, and behind each what is called then
@@ -87,16 +77,14 @@ class Journal:
         self._start()
         return future
 
-    def log(self, record: Any, written: Written) -> None:
+    def log(self, record: Any, written: Callable[[JournalUnavailable | None], object]) -> None:
         """Write a JSON value; those of one transaction are one row of the table ``log``, a list."""
         self._records += (record, written)
         self._start()
 
     async def read(self, sql: str, *values: Any) -> Any:
         """Return all rows."""
-        return await self._in_thread(
-            "r", lambda: self._connection("r").execute(sql, values).fetchall()
-        )
+        return await self._in_thread("r", partial(self._rows, sql, values))
 
     async def keep(self) -> None:
         """Do the housekeeping until cancelled: what is old or too much goes, the disk gets the rest."""
@@ -173,16 +161,17 @@ class Journal:
 
         return await asyncio.get_running_loop().run_in_executor(self._threads[name], run)
 
+    def _rows(self, sql: str, values: Any) -> list[Any]:
+        return self._connection("r").execute(sql, values).fetchall()
+
     def _commit(self, group: Sequence[Any], records: Sequence[Any]) -> dict[Any, Any]:
         connection, results = self._connection("w"), {}
         connection.execute("BEGIN IMMEDIATE")
         if records:
             connection.execute("INSERT INTO log (records) VALUES (?)", (dumps(records),))
         for do, values, future in group:
-            if isinstance(do, str):
-                results[future] = connection.execute(do, values).rowcount
-            else:
-                results[future] = do(connection)
+            called = isinstance(do, str)
+            results[future] = connection.execute(do, values).rowcount if called else do(connection)
         connection.execute("COMMIT")
         return results
 
@@ -203,6 +192,7 @@ class Journal:
         connection = sqlite3.connect(
             self.path, LOCK_SECONDS, isolation_level=None, check_same_thread=False
         )
+        connection.execute("PRAGMA wal_autocheckpoint=0")  # which ``keep`` does
         for pragma in (*PRAGMAS, f"max_page_count={self._max_bytes // PAGE_BYTES}"):
             connection.execute(f"PRAGMA {pragma}")
         version = _number(connection, "user_version")
@@ -221,8 +211,7 @@ class Journal:
 
 
 def _used_bytes(connection: sqlite3.Connection) -> int:
-    pages = _number(connection, "page_count") - _number(connection, "freelist_count")
-    return pages * PAGE_BYTES
+    return PAGE_BYTES * (_number(connection, "page_count") - _number(connection, "freelist_count"))
 
 
 def _number(connection: sqlite3.Connection, pragma: str) -> int:

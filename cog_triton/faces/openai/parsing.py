@@ -150,9 +150,9 @@ class Format:
     python: bool = False  # the calls are a list in Python
     marks: tuple[str, ...] = ()  # special tokens of calls, which the text has to have
 
-    def new_id(self, prefix: str = "call_") -> str:
+    def new_id(self, prefix: str = "call_", letters: str = "") -> str:
         """Return an id of a call, with the prefix unless the format has its own form."""
-        letters = secrets.token_hex(12)
+        letters = letters or secrets.token_hex(12)
         return letters[:9] if self.short_ids else prefix + letters
 
     def parser(

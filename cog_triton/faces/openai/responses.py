@@ -1,23 +1,19 @@
-"""POST /v1/responses: OpenAI's newer API, on the same chats. Nothing is stored."""
+"""The forms of /v1/responses, OpenAI's newer API, on the same chats; store.py has its routes."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Sequence
+import secrets
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter
 from pydantic import Field
 
 from cog_triton.errors import shown
 from cog_triton.faces.openai import exchange, fields, turns
 from cog_triton.faces.openai.errors import TABLES, ApiError, invalid
 from cog_triton.faces.openai.parsing import Block, Parser
-from cog_triton.faces.openai.served import FromApp
 from cog_triton.generation import Chunk
 from cog_triton.text.tokenizer import Tokenizer
-
-router = APIRouter(route_class=exchange.BodyRoute)
 
 
 class FlatNamedTool(fields.Body):
@@ -83,6 +79,9 @@ class ResponsesBody(fields.Asking):
     parallel_tool_calls: bool | None = None
     metadata: dict[str, str] | None = None
     user: str | None = None
+    store: bool | None = None
+    background: bool | None = None
+    previous_response_id: str | None = None
     # Beyond OpenAI's:
     stop: str | list[str] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -92,15 +91,8 @@ LOG_PROBS = "message.output_text.logprobs"
 # Values of ``include``; thoughts are not encrypted, their text comes in any case.
 INCLUDED = (LOG_PROBS, "reasoning.encrypted_content")
 _SAME = {"top_logprobs", "parallel_tool_calls", "user", "stop", "chat_template_kwargs"}
+_ECHOED = {"model", "instructions", "max_output_tokens", "user", "previous_response_id"}
 _PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")
-
-
-@router.post("/v1/responses", responses=exchange.STREAMED)
-async def responses(body: ResponsesBody, served: FromApp) -> exchange.Answering:
-    turn = await exchange.off_loop(lambda: turns.chat_turn(chat_body(body), served))
-    response = response_fields(body, int(time.time()))
-    writer = ResponseWriter(response, turn.parser(), served.backend.tokenizer)
-    return exchange.Answering(served, body, writer, [turn.request])
 
 
 def chat_body(body: ResponsesBody) -> fields.ChatBody:
@@ -170,8 +162,24 @@ def _message(item: InputItem, place: str) -> dict[str, Any]:
         return {"role": "assistant", "content": "", "reasoning_content": text}
     if kind in ("message", "function_call", "function_call_output"):
         raise invalid(f"{place} lacks a field that its type must have", "input")
-    hint = ": nothing is stored here" if kind == "item_reference" else ""
-    raise invalid(f"{place} of type {shown(kind)} is not supported{hint}", "input")
+    raise invalid(f"{place} of type {shown(kind)} is not supported", "input")
+
+
+def input_items(body: ResponsesBody) -> list[dict[str, Any]]:
+    """Return the items of a body's input, with ids, and their contents as lists."""
+    given: Any = body.input
+    if isinstance(given, str):
+        given = [InputItem(role="user", content=given)]
+    items = []
+    for item in (item.model_dump(exclude_none=True) for item in given):
+        kind = item.get("type", "message")
+        prefix = {"message": "msg_", "reasoning": "rs_"}.get(kind, "fc_")
+        item = {"id": exchange.new_id(prefix), "type": kind, "status": "completed", **item}
+        if isinstance(item.get("content"), str):
+            text = "output_text" if item.get("role") == "assistant" else "input_text"
+            item["content"] = [{"type": text, "text": item["content"]}]
+        items.append(item)
+    return items
 
 
 def response_fields(body: ResponsesBody, created: int) -> dict[str, Any]:
@@ -180,9 +188,10 @@ def response_fields(body: ResponsesBody, created: int) -> dict[str, Any]:
     choice = body.tool_choice or "auto"
     response = {
         **TABLES["response"],
-        **body.model_dump(include={"model", "instructions", "max_output_tokens", "user"}),
+        **body.model_dump(include=_ECHOED),
         "id": exchange.new_id("resp_"),
         "created_at": created,
+        "background": bool(body.background),
         "output": [],
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "reasoning": (body.reasoning or ReasoningOptions()).model_dump(),
@@ -202,8 +211,15 @@ def response_fields(body: ResponsesBody, created: int) -> dict[str, Any]:
 
 
 class ResponseWriter:
-    def __init__(self, response: dict[str, Any], parser: Parser, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        response: dict[str, Any],
+        parser: Parser,
+        tokenizer: Tokenizer,
+        letters: Callable[[], str] = lambda: secrets.token_hex(12),  # of ids
+    ) -> None:
         self._response, self._parser, self._tokenizer = response, parser, tokenizer
+        self._letters, self._runs = letters, False
         self._block: Block | None = None  # the one that is being written
         self._item: dict[str, Any] = {}  # of the block
         self._part: dict[str, Any] = {}  # its text
@@ -211,9 +227,16 @@ class ResponseWriter:
         self._log_probs: list[Any] = []  # of tokens whose text has not come yet
         self._input_tokens = self._count = 0
 
+    def queued(self) -> Iterator[bytes]:
+        self._response["status"] = "queued"
+        yield self._event("created", response=self._response)
+        yield self._event("queued", response=self._response)
+
     def events(self, _: int, chunk: Chunk, /) -> Iterator[bytes]:
         if not self._count:
             yield self._event("created", response=self._response)
+        if not self._runs:
+            self._runs, self._response["status"] = True, "in_progress"
             yield self._event("in_progress", response=self._response)
         self._input_tokens = chunk.input_tokens or self._input_tokens
         self._log_probs += exchange.chat_log_probs(self._tokenizer, chunk.log_probs)
@@ -249,6 +272,11 @@ class ResponseWriter:
         self._count += 1
         yield self._event("failed", response=self._response)
 
+    def cancelled(self) -> Iterator[bytes]:
+        yield from self._end("incomplete")
+        self._response["status"] = "cancelled"
+        yield self._event("incomplete", response=self._response)  # the end that clients know
+
     def whole(self, answers: Sequence[Sequence[Chunk]]) -> dict[str, Any]:
         chunks = answers[0]
         if not any(chunk.log_probs for chunk in chunks):  # else each is with its text
@@ -260,7 +288,7 @@ class ResponseWriter:
     def _begin(self, block: Block) -> Iterator[bytes]:
         shape, index = TABLES["items"][block.kind], len(self._response["output"])
         self._block, self._part = block, {"type": shape["text_type"], "text": ""}
-        name = exchange.new_id(shape["prefix"])
+        name = shape["prefix"] + self._letters()
         self._item = {"id": name, "status": "in_progress", **shape["item"]}
         self._place = {"item_id": name, "output_index": index}
         if block.kind == "call":

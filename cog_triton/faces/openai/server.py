@@ -131,20 +131,22 @@ class InProcess:
         seconds, app = settings.receive_timeout, create_app(served)
         limits = web.Limits(settings.max_request_bytes, request_seconds=seconds, uploads=uploads)
         self._server = web.Server(app, limits, refusal_body)
+        self._served, self._store, self._listener = served, app.state.store, listener
         self._runner = Runner(app, served)
-        self._served, self._listener = served, listener
 
     async def run(self, ready: Callable[[], object]) -> None:
         """Serve until stopped; call ``ready`` once requests can come."""
-        refreshing = asyncio.create_task(self._served.figures.keep_fresh())
+        journal = self._served.journal
         self._batches = asyncio.create_task(self._runner.run())
-        keeping = asyncio.create_task(journal.keep()) if (journal := self._served.journal) else None
+        work = [self._served.figures.keep_fresh(), self._store.work()]
+        work += [journal.keep()] if journal else []
+        tasks = [asyncio.create_task(own) for own in work]
         ready()
         await self._server.serve(sockets=[self._listener])
-        refreshing.cancel()
+        for task in tasks:
+            task.cancel()
         await asyncio.wait([self._batches])
-        if journal and keeping:
-            keeping.cancel()
+        if journal:
             await journal.close()
 
     def drain(self) -> None:
@@ -159,6 +161,7 @@ class InProcess:
 
     async def _stop(self) -> None:
         await self._served.drain()
+        await self._store.stop()
         self._server.should_exit = True
 
 

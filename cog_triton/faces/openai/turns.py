@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from cog_triton.errors import is_unicode, shown
@@ -42,13 +41,15 @@ class Turn:
     known: parsing.Format | None  # of the model's calls; None if it is offered no tools
     thinks: bool  # the answer may begin with thoughts
 
-    def parser(self, id_prefix: str = "call_") -> parsing.Parser:
-        """Return the parser of one answer, whose calls have ids with a prefix."""
+    def parser(self, id_prefix: str = "call_", letters: Callable[[], str] = str) -> parsing.Parser:
+        """Return the parser of one answer, whose calls have ids of a prefix, and of letters if given."""
         prompt = self.request.prompt if self.thinks else None
         if self.known is None:
             return parsing.Parser(prompt)
-        new_id = partial(self.known.new_id, id_prefix)
-        return self.known.parser(new_id, prompt, guided=self.use.enforced)
+        known = self.known
+        return known.parser(
+            lambda: known.new_id(id_prefix, letters()), prompt, guided=self.use.enforced
+        )
 
 
 def chat_turn(body: fields.ChatBody, served: Served) -> Turn:

@@ -49,7 +49,7 @@ def test_a_moved_request_has_its_output_behind_the_prompt() -> None:
     limits = {"max_tokens": 9, "min_tokens": 2}
     request = asked({"stop_conditions": limits}, prompt_tokens=3)
     assert (request.prompt_ids, request.continued_ids) == ((5, 6, 7), (8,))
-    assert (request.max_tokens, request.min_tokens) == (9, 2)  # Dynamo has counted the rest
+    assert (request.max_tokens, request.min_tokens) == (10, 3)  # Dynamo has counted the rest
 
 
 @pytest.mark.parametrize("case", CASES["options"])
@@ -78,9 +78,9 @@ def test_a_full_context_is_the_prompts() -> None:
 
 
 def test_the_last_chunk_counts_the_whole_output() -> None:
-    chunk = Chunk("x", 3, 4, "stop", ids=(7,), stop_token=9)
+    chunk = Chunk("x", 13, 4, "stop", ids=(7,), stop_token=9)
     usage = {"prompt_tokens": 4, "completion_tokens": 13, "total_tokens": 17}
-    assert chunk_of(chunk, 10) == {
+    assert chunk_of(chunk) == {
         "token_ids": [7],
         "index": 0,
         "finish_reason": "stop",
@@ -91,7 +91,7 @@ def test_the_last_chunk_counts_the_whole_output() -> None:
 
 def test_log_probabilities_have_ranks_and_the_chosen_token() -> None:
     chosen = TokenLogProb(7, -2.0, ((3, -0.5), (4, -1.0)))
-    made = chunk_of(Chunk("x", 1, 4, ids=(7,), log_probs=(chosen,)), 0)
+    made = chunk_of(Chunk("x", 1, 4, ids=(7,), log_probs=(chosen,)))
     assert made["log_probs"] == [-2.0]
     ranked = [(one["rank"], one["token_id"], one["logprob"]) for one in made["top_logprobs"][0]]
     assert ranked == [(1, 3, -0.5), (2, 4, -1.0), (3, 7, -2.0)]
@@ -99,6 +99,6 @@ def test_log_probabilities_have_ranks_and_the_chosen_token() -> None:
 
 def test_a_prompts_first_token_has_no_log_probability() -> None:
     prompt = (TokenLogProb(5, 0.0), TokenLogProb(6, -1.5, ((9, -0.5),)))
-    made = chunk_of(Chunk("x", 1, 2, ids=(7,), prompt_log_probs=prompt), 0)
+    made = chunk_of(Chunk("x", 1, 2, ids=(7,), prompt_log_probs=prompt))
     table = [None, {"6": {"logprob": -1.5}, "9": {"logprob": -0.5}}]
     assert made["engine_data"] == {"prompt_logprobs": table}

@@ -69,7 +69,7 @@ class Backend:
     def __init__(
         self, *chunks: Chunk | Exception, template: str = "a template", **environment: str
     ) -> None:
-        self.settings = read_settings(environment)
+        self.settings = read_settings({"STORE": "0", **environment})
         self.limits = TextLimits()
         self.tokenizer: Any = Tokenizer(template)
         self.context_length: int | None = 64
