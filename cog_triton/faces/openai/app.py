@@ -55,7 +55,7 @@ def create_app(served: Served) -> FastAPI:
     settings = served.settings
     if (file := settings.store_file) is not None:
         limits = settings.store_max_bytes, settings.store_days
-        served.journal = Journal(file, [store.SCHEMA, batches.SCHEMA], *limits)
+        served.journal = Journal(file, [store.SQL, batches.SQL], *limits)
     app.state.served, app.state.store = served, store.Store(served, log_call)
     for module in (completions, store, batches):
         app.include_router(module.router, responses=ERRORS)

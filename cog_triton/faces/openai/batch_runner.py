@@ -7,16 +7,15 @@ again by the next process, with the same seed.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import json
 import logging
 import sqlite3
 import time
 import zlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import anyio
 import httpx
@@ -27,74 +26,33 @@ from cog_triton.errors import JournalUnavailable
 from cog_triton.faces.openai import exchange
 from cog_triton.faces.openai.batches import MONTH_SECONDS, SQL, Checks, changed, lines_of
 from cog_triton.faces.openai.errors import ApiError, invalid
+from cog_triton.faces.openai.journal import LOOK_SECONDS, Jobs
 from cog_triton.faces.openai.keys import Key
 from cog_triton.faces.openai.served import BATCH_CALL, Call, Served
 
 logger = logging.getLogger(__name__)
-LOOK_SECONDS = 0.5
 MOST = 8  # batches at once
 ATTEMPTS = 5  # at a line, while the server is well
 LONGEST_PAUSE = 30.0
-KEY_GONE = "failed"  # the end of a batch whose API key was removed
 JSON = {"content-type": "application/json"}
 
 
-class Batch(NamedTuple):
-    """A batch's row."""
-
-    name: str
-    owner: str
-    source: str
-    endpoint: str
-    status: str
-    expires: int
-    total: int
-
-
-class Runner:
-    """Takes up the batches of the journal that no other process runs."""
+class Runner(Jobs):
+    """The batches of one application."""
 
     def __init__(self, app: ASGIApp, served: Served) -> None:
+        super().__init__(served.journal, SQL, served.models[0], MOST)
         self._app, self._served = app, served
-        self._journal: Any = served.journal
-        self._tasks: dict[str, asyncio.Task[None]] = {}
         self._scopes: dict[str, anyio.CancelScope] = {}  # of what ends with a batch's time
 
-    async def run(self) -> None:
-        """Run batches until cancelled; what then runs is left to the next process."""
-        try:
-            while self._journal is not None:
-                with contextlib.suppress(JournalUnavailable):
-                    await self._look()
-                await asyncio.sleep(LOOK_SECONDS)
-        finally:
-            for task in self._tasks.values():
-                task.cancel()
-            await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+    def look(self, rows: Sequence[Any]) -> None:
+        for row in rows:
+            if row.id in self._scopes and (
+                row.status == "cancelling" or row.expires <= time.time()
+            ):
+                self._scopes[row.id].cancel()
 
-    async def _look(self) -> None:
-        for name, status, expires in await self._journal.read(SQL["active"]):
-            if name in self._tasks:
-                if name in self._scopes and (status == "cancelling" or expires <= time.time()):
-                    self._scopes[name].cancel()
-            elif len(self._tasks) < MOST and await self._journal.write(partial(self._take, name)):
-                task = self._tasks[name] = asyncio.create_task(self._run(name))
-                task.add_done_callback(partial(self._ended, name))
-
-    def _take(self, name: str, connection: sqlite3.Connection) -> bool:
-        """Make a batch this process's, unless another one that lives has it."""
-        own, row = self._journal.worker, connection.execute(SQL["runner"], (name,)).fetchone()
-        if row is None or (row[0] not in (0, own) and self._journal.alive(row[0])):
-            return False
-        connection.execute(SQL["take"], (own, name))
-        return True
-
-    def _ended(self, name: str, task: asyncio.Task[None]) -> None:
-        del self._tasks[name]
-        if not task.cancelled() and (error := task.exception()):
-            logger.error("batch %s is taken up again", name, exc_info=error)
-
-    async def _run(self, name: str) -> None:
+    async def run(self, name: str) -> None:
         with anyio.CancelScope() as self._scopes[name]:
             try:
                 await self._work(await self._batch(name))
@@ -105,27 +63,27 @@ class Runner:
             return
         end = {"cancelling": "cancelled", "finalizing": "completed"}.get(batch.status, "expired")
         if end == "expired" and batch.expires > time.time():
-            end = KEY_GONE
+            end = "failed"  # its API key was removed
         if end != "completed" and batch.total:
             error = SQL["ends"][end]
             lines = [row async for row in self._open_lines(batch)]
             records = ((line, record_of(json.loads(data), None, error)) for line, data in lines)
             await asyncio.gather(*(self._keep(batch, n, "error", own) for n, own in records))
-        await self._journal.write(partial(_finish, batch, end))
-        logger.info("batch %s: %s", batch.name, end)
+        await self.journal.write(partial(_finish, batch, end))
+        logger.info("batch %s: %s", batch.id, end)
 
-    async def _batch(self, name: str) -> Batch:
-        return Batch(*(await self._journal.read(SQL["batch"], name))[0])
+    async def _batch(self, name: str) -> Any:
+        return (await self.journal.read(SQL["batch"], name))[0]
 
-    async def _change(self, batch: Batch, status: str, **more: Any) -> None:
-        change = partial(changed, name=batch.name, status=status, was=(batch.status,), **more)
-        await self._journal.write(change)
+    async def _change(self, batch: Any, status: str, **more: Any) -> None:
+        change = partial(changed, name=batch.id, status=status, was=(batch.status,), **more)
+        await self.journal.write(change)
 
-    async def _work(self, batch: Batch) -> None:
+    async def _work(self, batch: Any) -> None:
         """Check the input and answer its lines, as far as neither is done."""
         if batch.status == "validating":
             checks = Checks(batch.endpoint, self._served)
-            async for rows in lines_of(self._journal, batch.source, "input"):
+            async for rows in lines_of(self.journal, batch.input, "input"):
                 if not await asyncio.to_thread(checks.read, rows):
                     break
             if not checks.total:
@@ -134,35 +92,31 @@ class Runner:
                 errors = {"object": "list", "data": checks.errors}
                 await self._change(batch, "failed", errors=errors)
                 return
-            await self._journal.write(SQL["total"], checks.total, batch.name)
+            await self.journal.write(SQL["total"], checks.total, batch.id)
             await self._change(batch, "in_progress")
-            batch = await self._batch(batch.name)
+            batch = await self._batch(batch.id)
         if batch.status == "in_progress":
-            logger.info("batch %s runs", batch.name)
+            logger.info("batch %s runs", batch.id)
             # As many again as can run are being prepared or written.
             places = asyncio.Semaphore(2 * self._served.backend.admission.max_running)
             async with anyio.create_task_group() as lines:
                 async for line, data in self._open_lines(batch):
-                    if (key := self._key(batch.owner)) is None:
+                    if (key := self._served.key(batch.owner)) is None:
                         lines.cancel_scope.cancel()
                         return
                     await places.acquire()
                     lines.start_soon(self._line, batch, key, line, data, places)
             await self._change(batch, "finalizing")
 
-    async def _open_lines(self, batch: Batch) -> AsyncIterator[tuple[int, bytes]]:
-        answered = {line for (line,) in await self._journal.read(SQL["answered"], batch.name)}
-        async for rows in lines_of(self._journal, batch.source, "input"):
+    async def _open_lines(self, batch: Any) -> AsyncIterator[tuple[int, bytes]]:
+        answered = {line for (line,) in await self.journal.read(SQL["answered"], batch.id)}
+        async for rows in lines_of(self.journal, batch.input, "input"):
             for line, data in rows:
                 if line not in answered and data.strip():
                     yield line, data
 
-    def _key(self, owner: str) -> Key | None:
-        keys = self._served.keys
-        return Key(owner, b"") if keys is None else keys.named(owner)
-
     async def _line(
-        self, batch: Batch, key: Key, line: int, data: bytes, places: asyncio.Semaphore
+        self, batch: Any, key: Key, line: int, data: bytes, places: asyncio.Semaphore
     ) -> None:
         large, call = len(data) > exchange.LARGE_BODY, Call("", batch.endpoint)
         value = await asyncio.to_thread(json.loads, data) if large else json.loads(data)
@@ -193,33 +147,33 @@ class Runner:
         return call, reply.status_code, reply.content
 
     async def _keep(
-        self, batch: Batch, line: int, part: str, record: bytes, call: Call | None = None
+        self, batch: Any, line: int, part: str, record: bytes, call: Call | None = None
     ) -> None:
         """Write an answer and count it, unless the line has one; wait while that cannot be done."""
         tokens = (call.input_tokens, call.output_tokens) if call else (0, 0)
         count = SQL["count"].format("completed" if part == "output" else "failed")
 
         def write(own: sqlite3.Connection) -> None:
-            row = (batch.owner, batch.name, line, part, record)
+            row = (batch.owner, batch.id, line, part, record)
             if own.execute(SQL["add_line"], row).rowcount == 1:
-                own.execute(count, (*tokens, batch.name))
+                own.execute(count, (*tokens, batch.id))
 
         while True:
             try:
-                return await self._journal.write(write)  # type: ignore[no-any-return]
+                return await self.journal.write(write)  # type: ignore[no-any-return]
             except JournalUnavailable as error:
-                logger.warning("batch %s waits: %s", batch.name, error)
+                logger.warning("batch %s waits: %s", batch.id, error)
                 await asyncio.sleep(LONGEST_PAUSE)
 
 
-def body_of(given: dict[str, Any], batch: Batch, line: int) -> bytes:
+def body_of(given: dict[str, Any], batch: Any, line: int) -> bytes:
     """Return the body of a line's request, whose seed is the same each time; or raise ApiError."""
     for name in ("stream", "background"):
         if given.get(name):
             raise invalid(f"{name} is not supported in a batch", name, "unsupported_parameter")
     body = {"store": False, **given} if batch.endpoint == "/v1/responses" else {**given}
     if body.get("seed") in (None, -1):
-        body["seed"] = zlib.crc32(f"{batch.name} {line}".encode())
+        body["seed"] = zlib.crc32(f"{batch.id} {line}".encode())
     return json.dumps(body).encode()
 
 
@@ -229,17 +183,17 @@ def record_of(value: dict[str, Any], response: Any, error: Any) -> bytes:
     return exchange.dumps({**record, "response": response, "error": error}) + b"\n"
 
 
-def _finish(batch: Batch, end: str, connection: sqlite3.Connection) -> None:
+def _finish(batch: Any, end: str, connection: sqlite3.Connection) -> None:
     """Give a batch its last status, and its files."""
     now, rows, names = int(time.time()), list[tuple[Any, ...]](), dict[str, str]()
-    given = json.loads(connection.execute(SQL["status"], (batch.name,)).fetchone()[0])
+    given = json.loads(connection.execute(SQL["status"], (batch.id,)).fetchone()[0])
     seconds = (given["output_expires_after"] or {"seconds": MONTH_SECONDS})["seconds"]
     for part in ("output", "error"):
-        if size := connection.execute(SQL["size"], (batch.name, part)).fetchone()[0]:
+        if size := connection.execute(SQL["size"], (batch.id, part)).fetchone()[0]:
             name = names[f"{part}_file_id"] = exchange.new_id("file-")
-            row = (name, batch.owner, "there", batch.name, part, now, now + seconds, size)
-            rows.append((*row, f"{batch.name}_{part}.jsonl", "batch_output"))
-    if changed(connection, batch.name, end, (batch.status,), **names):
+            row = (name, batch.owner, "there", batch.id, part, now, now + seconds, size)
+            rows.append((*row, f"{batch.id}_{part}.jsonl", "batch_output"))
+    if changed(connection, batch.id, end, (batch.status,), **names):
         connection.executemany(SQL["add_file"], rows)
 
 

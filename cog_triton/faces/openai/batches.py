@@ -25,12 +25,11 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from cog_triton.errors import shown
 from cog_triton.faces.openai import exchange, fields
 from cog_triton.faces.openai.errors import CLIENT_GONE, ApiError, invalid, no_embeddings
-from cog_triton.faces.openai.journal import Journal, Schema
-from cog_triton.faces.openai.served import Served, current
+from cog_triton.faces.openai.journal import Journal
+from cog_triton.faces.openai.served import FromApp, Served, current
 
 router = APIRouter(route_class=exchange.BodyRoute)
 SQL: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("batches.yaml").read_text("utf-8"))
-SCHEMA = Schema(tuple(SQL["tables"]), tuple(SQL["expiry"]))
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 ACTIVE = ("validating", "in_progress", "finalizing", "cancelling")
 WINDOW_SECONDS, MONTH_SECONDS = 86400, 30 * 86400  # a batch's, and a file's time
@@ -102,9 +101,8 @@ async def page_of(
     return {"object": "list", "data": data, **ends, "has_more": len(rows) > count}
 
 
-def file_view(row: Sequence[Any]) -> dict[str, Any]:
-    names = ("id", "created_at", "expires_at", "bytes", "filename", "purpose")
-    values = dict(zip(names, row, strict=False))
+def file_view(row: Any) -> dict[str, Any]:
+    values = {name: own for name, own in row._asdict().items() if name not in ("source", "part")}
     return {"object": "file", **values, "status": "processed", "status_details": None}
 
 
@@ -138,7 +136,7 @@ async def _kept(journal: Journal, file: UploadFile, seconds: int) -> dict[str, A
         await journal.write(partial(_add, rows))
         line += len(page)
     await journal.write(SQL["arrived"], now + seconds, name)
-    return file_view((name, now, now + seconds, *named))
+    return await retrieve_file(name, journal)
 
 
 def _add(rows: Sequence[Any], connection: sqlite3.Connection) -> None:
@@ -150,7 +148,7 @@ async def lines_of(journal: Journal, source: str, part: str) -> AsyncIterator[li
     last = 0
     while rows := await journal.read(SQL["lines"], source, last, part):
         yield rows
-        last = rows[-1][0]
+        last = rows[-1].line
 
 
 @router.get("/v1/files")
@@ -160,7 +158,7 @@ async def files(request: HttpRequest, journal: FromJournal) -> dict[str, Any]:
 
 
 @router.get("/v1/files/{name}")
-async def file(name: str, journal: FromJournal) -> dict[str, Any]:
+async def retrieve_file(name: str, journal: FromJournal) -> dict[str, Any]:
     """One of them."""
     return file_view((await rows_of(journal, "file", name))[0])
 
@@ -168,13 +166,13 @@ async def file(name: str, journal: FromJournal) -> dict[str, Any]:
 @router.get("/v1/files/{name}/content", response_class=StreamingResponse)
 async def content(name: str, journal: FromJournal) -> Response:
     """Its bytes."""
-    ((_, _, _, size, _, _, source, part),) = await rows_of(journal, "file", name)
+    (row,) = await rows_of(journal, "file", name)
 
     async def body() -> AsyncIterator[bytes]:
-        async for rows in lines_of(journal, source, part):
+        async for rows in lines_of(journal, row.source, row.part):
             yield b"".join(data for _, data in rows)
 
-    headers = {"Content-Length": str(size)}
+    headers = {"Content-Length": str(row.bytes)}
     return StreamingResponse(body(), headers=headers, media_type="application/jsonl")
 
 
@@ -188,7 +186,7 @@ async def delete_file(name: str, journal: FromJournal) -> dict[str, Any]:
 
 
 @router.post("/v1/batches")
-async def create_batch(body: BatchBody, journal: FromJournal) -> dict[str, Any]:
+async def create_batch(body: BatchBody, journal: FromJournal, served: FromApp) -> dict[str, Any]:
     """Runs the requests of a file, each to the same endpoint."""
     if body.endpoint == "/v1/embeddings":
         raise no_embeddings()
@@ -200,16 +198,23 @@ async def create_batch(body: BatchBody, journal: FromJournal) -> dict[str, Any]:
     now, name, own = int(time.time()), exchange.new_id("batch_"), set(BatchBody.model_fields)
     given = {**body.model_dump(include=own), "created_at": now, "expires_at": now + WINDOW_SECONDS}
     text = json.dumps({"id": name, **SQL["new_batch"], **given})
-    row = name, current().key.name, body.input_file_id, body.endpoint, "validating"
+    row = (
+        name,
+        current().key.name,
+        served.models[0],
+        body.input_file_id,
+        body.endpoint,
+        "validating",
+    )
     await journal.write(SQL["add_batch"], *row, now + WINDOW_SECONDS, text)
-    return batch_view((text, 0, 0, 0, 0, 0))
+    return await batch(name, journal)
 
 
-def batch_view(row: Sequence[Any]) -> dict[str, Any]:
-    text, total, completed, failed, taken, made = row
-    counts = {"total": total, "completed": completed, "failed": failed}
+def batch_view(row: Any) -> dict[str, Any]:
+    counts = {name: getattr(row, name) for name in ("total", "completed", "failed")}
+    taken, made = row.input_tokens, row.output_tokens
     usage = {"input_tokens": taken, "output_tokens": made, "total_tokens": taken + made}
-    return {**json.loads(text), "request_counts": counts, "usage": {**SQL["usage"], **usage}}
+    return {**json.loads(row.object), "request_counts": counts, "usage": {**SQL["usage"], **usage}}
 
 
 @router.get("/v1/batches")

@@ -9,25 +9,31 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import logging
 import os
 import secrets
 import sqlite3
 import time
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections import namedtuple
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import anyio
 from orjson import dumps
 
 from cog_triton.errors import JournalUnavailable, file_problem
 from cog_triton.processes import locked
 
+logger = logging.getLogger(__name__)
+Schema = Mapping[str, Any]  # statements of one module, by their names
 VERSION = 1  # of the tables of all modules
 LOCK_SECONDS = 5.0  # that a transaction waits for one of another process
 GROUP_SECONDS = 0.02  # from one transaction to the next, at least
+LOOK_SECONDS = 0.5  # between two looks for what other processes have left
 KEEP_SECONDS = 5.0  # between two rounds of the housekeeping
 MOST_DELETED = 100  # rows at once, because writes wait meanwhile
 KEPT_PART = 0.9  # of the most bytes; beyond, the oldest rows go
@@ -42,18 +48,15 @@ _REASONS = {
     "not a database": "the file is not a journal; move it away, and one is made",
 }
 
-
-@dataclass(frozen=True)
-class Schema:
-    """The tables of one module, each with a column ``owner``: the name of the API key, or empty."""
-
-    tables: Sequence[str]  # CREATE TABLE IF NOT EXISTS …, and indexes
-    # DELETE of at most :most rows that are older than :before, in seconds since 1970.
-    expiry: Sequence[str] = ()
+_row_type = cache(partial(namedtuple, "Row", rename=True))
 
 
 class Journal:
-    """Rows of several modules, used on one event loop; JournalUnavailable says what is wrong with it."""
+    """Rows of several modules, used on one event loop; JournalUnavailable says what is wrong with it.
+
+    A schema's ``tables`` are created, each with a column ``owner``: the name of the API key, or empty. Its
+    ``expiry`` deletes at most :most rows that are older than :before, in seconds since 1970.
+    """
 
     def __init__(self, path: Path, schemas: Sequence[Schema], max_bytes: int, days: float) -> None:
         """Open nothing yet: the first use does, and the next one after an error."""
@@ -67,13 +70,15 @@ class Journal:
         self._connections: dict[str, sqlite3.Connection] = {}  # one for reads, one for writes
         self._locks: int | None = None
 
-    def write(self, do: str | Callable[[sqlite3.Connection], Any], *values: Any) -> Any:
+    def write(
+        self, do: str | Callable[[sqlite3.Connection], Any], *values: Any, **named: Any
+    ) -> Any:
         """Return a future of the commit: the rows changed, or the result of a function.
 
         A function is called in the transaction, with others' writes, and must not raise.
         """
         future = asyncio.get_running_loop().create_future()
-        self._pending.append((do, values, future))
+        self._pending.append((do, named or values, future))
         self._start()
         return future
 
@@ -83,7 +88,7 @@ class Journal:
         self._start()
 
     async def read(self, sql: str, *values: Any) -> Any:
-        """Return all rows."""
+        """Return all rows, as named tuples."""
         return await self._in_thread("r", partial(self._rows, sql, values))
 
     async def keep(self) -> None:
@@ -193,12 +198,15 @@ class Journal:
             self.path, LOCK_SECONDS, isolation_level=None, check_same_thread=False
         )
         connection.execute("PRAGMA wal_autocheckpoint=0")  # which ``keep`` does
+        connection.row_factory = lambda cursor, row: _row_type(
+            tuple(name for name, *_ in cursor.description)
+        )(*row)
         for pragma in (*PRAGMAS, f"max_page_count={self._max_bytes // PAGE_BYTES}"):
             connection.execute(f"PRAGMA {pragma}")
         version = _number(connection, "user_version")
         if version > VERSION:
             raise sqlite3.Error(f"a newer version of cog-triton has made it ({version})")
-        for table in (LOG, *(table for schema in self._schemas for table in schema.tables)):
+        for table in (LOG, *(table for schema in self._schemas for table in schema["tables"])):
             connection.execute(table)
         if version < VERSION:
             connection.execute(f"PRAGMA user_version={VERSION}")
@@ -206,8 +214,66 @@ class Journal:
 
     def _delete(self, before: float, connection: sqlite3.Connection) -> int:
         values = {"before": before, "most": MOST_DELETED}
-        expiry = (sql for schema in self._schemas for sql in schema.expiry)
+        expiry = (sql for schema in self._schemas for sql in schema["expiry"])
         return sum(connection.execute(sql, values).rowcount for sql in expiry)
+
+
+class Jobs(ABC):
+    """The rows of one table that this process runs, each in a task.
+
+    The schema's statement ``active`` returns the ids and runners of a model's rows that have not ended,
+    oldest first, and ``take`` gives one another runner.
+    """
+
+    def __init__(self, journal: Journal | None, sql: Schema, model: str, most: int) -> None:
+        self.journal: Any = journal
+        self.tasks, self.wake = dict[str, asyncio.Task[None]](), asyncio.Event()
+        self.closed = journal is None  # nothing more is begun
+        self._sql, self._model, self._most = sql, model, most
+
+    @abstractmethod
+    async def run(self, id: str) -> None: ...
+
+    @abstractmethod
+    def look(self, rows: Sequence[Any]) -> None:
+        """Look at the active rows, before more are run."""
+
+    async def work(self) -> None:
+        """Run what no living process runs, until closed."""
+        while not self.closed:
+            with contextlib.suppress(JournalUnavailable):
+                await self._take_up()
+            with anyio.move_on_after(LOOK_SECONDS):
+                await self.wake.wait()
+            self.wake.clear()
+
+    def stop(self) -> asyncio.Future[Any]:
+        """Close, and end what runs; the next process continues with it."""
+        self.closed = True
+        for task in self.tasks.values():
+            task.cancel()
+        return asyncio.gather(*self.tasks.values(), return_exceptions=True)
+
+    async def _take_up(self) -> None:
+        own = self.journal.worker
+        await self.journal.write("DELETE FROM log WHERE 0")  # opens the file, for ``alive``
+        rows = await self.journal.read(self._sql["active"], self._model)
+        self.look(rows)
+        for row in rows:
+            if row.id in self.tasks or (row.runner != own and self.journal.alive(row.runner)):
+                continue
+            if len(self.tasks) >= self._most:
+                break
+            taken = await self.journal.write(self._sql["take"], own, row.id, row.runner)
+            if taken and not self.closed:
+                task = self.tasks[row.id] = asyncio.create_task(self.run(row.id))
+                task.add_done_callback(partial(self._ended, row.id))
+
+    def _ended(self, id: str, task: asyncio.Task[None]) -> None:
+        del self.tasks[id]
+        self.wake.set()
+        if not task.cancelled() and (error := task.exception()):
+            logger.error("%s is taken up again", id, exc_info=error)
 
 
 def _used_bytes(connection: sqlite3.Connection) -> int:

@@ -280,6 +280,10 @@ class Served:
         text = f"you must provide model: one of {', '.join(names)}"
         raise ApiError(400, text, param="model", code="missing_required_parameter")
 
+    def key(self, name: str) -> Key | None:
+        """Return the key of a name, if it is still there."""
+        return Key(name, b"") if self.keys is None else self.keys.named(name)
+
     @contextlib.contextmanager
     def answering(self) -> Iterator[None]:
         """Count a request as running, or raise 503 while the server stops."""

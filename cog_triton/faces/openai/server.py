@@ -132,35 +132,34 @@ class InProcess:
         limits = web.Limits(settings.max_request_bytes, request_seconds=seconds, uploads=uploads)
         self._server = web.Server(app, limits, refusal_body)
         self._served, self._store, self._listener = served, app.state.store, listener
-        self._runner = Runner(app, served)
+        self._batches = Runner(app, served)
 
     async def run(self, ready: Callable[[], object]) -> None:
         """Serve until stopped; call ``ready`` once requests can come."""
         journal = self._served.journal
-        self._batches = asyncio.create_task(self._runner.run())
-        work = [self._served.figures.keep_fresh(), self._store.work()]
+        work = [self._served.figures.keep_fresh(), self._store.work(), self._batches.work()]
         work += [journal.keep()] if journal else []
         tasks = [asyncio.create_task(own) for own in work]
         ready()
         await self._server.serve(sockets=[self._listener])
         for task in tasks:
             task.cancel()
-        await asyncio.wait([self._batches])
         if journal:
             await journal.close()
 
     def drain(self) -> None:
-        self._served.draining = True
-        self._batches.cancel()
+        self._served.draining = self._store.closed = True
+        self._ending = self._batches.stop()  # the next process goes on
 
     def stop(self) -> None:
         """Drain, let requests end for DRAIN_SECONDS, end the others, and make ``run`` return."""
         logger.info("stopping: %d requests run", self._served.running)
-        self._batches.cancel()  # the next process goes on
+        self.drain()
         self._stopping = asyncio.create_task(self._stop())
 
     async def _stop(self) -> None:
         await self._served.drain()
+        await self._ending
         await self._store.stop()
         self._server.should_exit = True
 

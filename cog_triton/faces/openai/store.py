@@ -14,8 +14,7 @@ import json
 import logging
 import re
 import time
-from collections import namedtuple
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,8 +29,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from cog_triton.errors import CogTritonError, JournalUnavailable, TritonOverloaded, shown
 from cog_triton.faces.openai import exchange, responses, turns
 from cog_triton.faces.openai.errors import TABLES, ApiError, invalid
-from cog_triton.faces.openai.journal import Schema
-from cog_triton.faces.openai.keys import ANYBODY, Key
+from cog_triton.faces.openai.journal import Jobs
+from cog_triton.faces.openai.keys import ANYBODY
 from cog_triton.faces.openai.responses import InputItem, ResponsesBody, ResponseWriter
 from cog_triton.faces.openai.served import CURRENT, Call, Served, current
 from cog_triton.generation import Chunk
@@ -41,11 +40,8 @@ from cog_triton.wire import TokenLogProb
 logger = logging.getLogger(__name__)
 router = APIRouter(route_class=exchange.BodyRoute)
 SQL: Any = yaml.safe_load(Path(__file__).with_name("store.yaml").read_text(encoding="utf-8"))
-SCHEMA = Schema(SQL["tables"], SQL["expiry"])
-TICK_SECONDS = 1.0  # between two looks for what other processes have left, or cancelled
 POLL_SECONDS = 0.1  # between two looks for the records of another process
 _REQUEST = TypeAdapter(Request)
-Row = namedtuple("Row", "id owner model created runner first body request input response records")
 
 
 class Run:
@@ -60,7 +56,7 @@ class Run:
         self.records, self.ids, self.events = list[Any](), list[int](), list[bytes]()
         self._take(self._writer.queued())
         self.shown = len(self.events)  # those that are written
-        self.task: asyncio.Task[None] | None = None  # once it is written
+        self.task: asyncio.Task[Any] | None = None  # if it runs here
         self.changed = asyncio.Event()
 
     @property
@@ -94,78 +90,43 @@ class Run:
         self.events += (b"id: %d\n%b" % own for own in enumerate(events, len(self.events)))
 
 
-class Store:
+class Store(Jobs):
     """The responses of one application; those of the key that asks."""
 
     def __init__(self, served: Served, ended: Callable[[Call], object]) -> None:
-        self.served, self._runs, self._ended = served, dict[str, Run](), ended
-        self._places = max(1, served.backend.admission.max_running // 2)
-        self._free = asyncio.Semaphore(self._places)
-        self.journal: Any = served.journal
+        most = max(1, served.backend.admission.max_running // 2)
+        super().__init__(served.journal, SQL, served.models[0], most)
+        self.served, self._runs, self._ended_call = served, dict[str, Run](), ended
 
-    async def work(self) -> None:
-        """Continue what other processes have left, until cancelled."""
-        while self.journal is not None and not self.served.draining:
-            with contextlib.suppress(JournalUnavailable):
-                await self._look_around()
-            await asyncio.sleep(TICK_SECONDS)
+    def look(self, rows: Sequence[Any]) -> None:
+        mine = {row.id for row in rows if row.runner == self.journal.worker}
+        for id in self.tasks.keys() - mine:  # cancelled or deleted by another process
+            self.tasks[id].cancel()
 
-    async def stop(self) -> None:
-        """End what runs; the next start continues with it."""
-        tasks = [run.task for run in self._runs.values() if run.task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _look_around(self) -> None:
-        journal, own = self.journal, self.journal.worker
-        await journal.write(SQL["delete"], "")  # opens the file, for ``alive``
-        running = dict(await journal.read(SQL["running"], self.served.models[0]))
-        for run in self._runs.values():
-            if run.task is not None and running.get(run.id) != own:  # cancelled or deleted
-                run.task.cancel()
-        for id, runner in running.items():
-            if id in self._runs or (runner != own and journal.alive(runner)):
-                continue
-            if len(self._runs) < self._places and await journal.write(SQL["take"], own, id, runner):
-                await self._continue(id)
-
-    async def _continue(self, id: str) -> None:
-        """Go on with what another process has begun; it fails if its request cannot be made here."""
+    async def run(self, id: str) -> None:
+        """Answer in the background, from where another process has ended."""
+        served, journal = self.served, self.journal
+        await journal.write(SQL["begin"], id)
         for row in await self._rows(id):
+            call = Call(id, "/v1/responses", served.key(row.owner) or ANYBODY, status=200)
+            CURRENT.set(call)
             try:
-                run = await self._run_of(row)
-            except (ApiError, CogTritonError) as error:
-                told = {"code": "server_error", "message": error.message}
-                response = {**json.loads(row.response), "status": "failed", "error": told}
-                await self.journal.write(SQL["end"], exchange.dumps(response), b"[]", id)
-            else:
-                self._begin(run, row.owner)
-
-    def _begin(self, run: Run, owner: str) -> None:
-        self._runs[run.id], keys = run, self.served.keys
-        run.task = asyncio.create_task(
-            self._answer(run, keys.named(owner) or Key(owner, b"") if keys else ANYBODY)
-        )
-
-    async def _answer(self, run: Run, key: Key) -> None:
-        served = self.served
-        call = Call(run.id, "/v1/responses", key, status=200)
-        CURRENT.set(call)
-        try:
-            async with self._free:
-                await self.journal.write(SQL["begin"], run.id)
+                run = self._runs[id] = await self._run_of(row)
+                run.task = asyncio.current_task()
                 with served.answering():
                     await self._generate(run)
-            await self._end(run)
-        except Exception as error:  # of the journal, or the server stops
-            logger.warning("background response %s is left for later: %s", run.id, error)
-        finally:
-            del self._runs[run.id]
-            run.show(0)
-            served.quotas.spend(key, call.input_tokens + call.output_tokens)
-            served.figures.ended(call)
-            self._ended(call)
+                await self._write_end(run)
+            except (ApiError, CogTritonError) as error:  # its request cannot be made here
+                told = {"code": "server_error", "message": error.message}
+                response = {**json.loads(row.response), "status": "failed", "error": told}
+                await journal.write(SQL["end"], exchange.dumps(response), b"[]", id)
+            finally:
+                if id in self._runs:
+                    run = self._runs.pop(id)
+                    run.show(len(run.events) if run.ended else 0)
+                served.quotas.spend(call.key, call.input_tokens + call.output_tokens)
+                served.figures.ended(call)
+                self._ended_call(call)
 
     async def _generate(self, run: Run) -> None:
         """Log the rest of an answer, or its error; an engine's full queue is tried again."""
@@ -191,14 +152,13 @@ class Store:
         if not run.ended:  # which it may have, cancelled elsewhere
             self.journal.log(run.records[-1], partial(run.show, len(run.events)))
 
-    async def _end(self, run: Run) -> None:
+    def _write_end(self, run: Run) -> Any:
         response, records = exchange.dumps(run.response), exchange.dumps(run.records)
-        if await self.journal.write(SQL["end"], response, records, run.id):
-            run.show(len(run.events))
+        return self.journal.write(SQL["end"], response, records, run.id)
 
     async def _rows(self, id: str) -> list[Any]:
         rows = self.journal and await self.journal.read(SQL["found"], id)
-        return [Row(*row) for row in rows or ()]
+        return rows or []
 
     async def _run_of(self, row: Any) -> Run:
         """Return a background response as it is written, or raise an error of its request."""
@@ -248,51 +208,48 @@ class Store:
     async def keep(self, body: ResponsesBody, response: dict[str, Any]) -> None:
         """Keep a response that has ended."""
         try:
-            await self.journal.write(SQL["insert"], *self._row(body, response))
+            await self.journal.write(SQL["insert"], **self._row(body, response))
         except JournalUnavailable as error:
             if body.store:
                 raise
             response["store"] = False
             logger.warning("response %s is not kept: %s", response["id"], error)
 
-    async def begin(self, body: ResponsesBody, run: Run) -> None:
-        """Write a background response and start it, or raise 429 if there are too many."""
-        most, journal = self.served.settings.store_background, self.journal
+    async def add(self, body: ResponsesBody, response: dict[str, Any], request: Request) -> None:
+        """Write a response that is to run in the background, or raise 429 if there are too many."""
+        response["status"], most = "queued", self.served.settings.store_background
         asked = exchange.dumps(body.model_dump(by_alias=True, exclude_none=True))
-        row = self._row(body, run.response)._replace(
-            runner=journal.worker, body=asked, request=_REQUEST.dump_json(run.request)
-        )
+        more = {"body": asked, "request": _REQUEST.dump_json(request), "most": most}
+        if not await self.journal.write(SQL["insert_few"], **self._row(body, response), **more):
+            text = f"{most} background responses wait or run; more may not"
+            raise ApiError(429, text, "requests", code="rate_limit_exceeded")
+        self.wake.set()
 
-        self._runs[run.id] = run
-        try:
-            if not await journal.write(SQL["insert_few"], *row, most):
-                text = f"{most} background responses wait or run; more may not"
-                raise ApiError(429, text, "requests", code="rate_limit_exceeded")
-        except BaseException:
-            del self._runs[run.id]
-            raise
-        self._begin(run, row.owner)
-
-    def _row(self, body: ResponsesBody, response: dict[str, Any]) -> Any:
-        whose = response["id"], current().key.name, self.served.models[0], time.time()
-        contents = exchange.dumps(responses.input_items(body)), exchange.dumps(response)
-        return Row(*whose, None, None, b"", None, *contents, None)
+    def _row(self, body: ResponsesBody, response: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "id": response["id"],
+            "owner": current().key.name,
+            "model": self.served.models[0],
+            "created": time.time(),
+            "input": exchange.dumps(responses.input_items(body)),
+            "response": exchange.dumps(response),
+        }
 
     async def cancel(self, row: Any) -> None:
-        """End a background response that runs, here or elsewhere."""
-        if (local := self._runs.get(row.id)) and local.task:
-            local.task.cancel()
-            await asyncio.wait([local.task])
-        run = await self._run_of(await self.found(row.id))
-        run.feed(row.id)
-        await self._end(run)  # unless it has ended meanwhile
+        """End a background response that runs, here or elsewhere; it may just have ended."""
+        run = self._runs.get(row.id) or await self._run_of(row)
+        if not run.ended:
+            run.feed(row.id)
+        written = self._write_end(run)  # before it could be taken up again
+        if task := self.tasks.get(row.id):
+            task.cancel()
+        await written
 
-    async def events(self, id: str, after: int, *, here: bool) -> AsyncIterator[bytes]:
+    async def events(self, id: str, after: int) -> AsyncIterator[bytes]:
         """Yield the events behind a number as they are written, here or by another process."""
         run: Any = None
         while True:
-            local = self._runs.get(id) if here else None
-            if local is None:
+            if (local := self._runs.get(id)) is None:
                 if not (rows := await self._rows(id)):
                     return
                 run = run or await self._run_of(rows[0])
@@ -333,8 +290,8 @@ async def create(body: ResponsesBody, store: FromApp) -> Response:
     response = responses.response_fields(body, int(time.time())) | {"store": kept}
     if body.background:
         with served.answering():
-            await store.begin(body, run := Run(response, turn, served))
-        return _streamed(store, run.id, -1, here=True) if body.stream else JSONResponse(response)
+            await store.add(body, response, turn.request)
+        return _streamed(store, response["id"]) if body.stream else JSONResponse(response)
     writer = ResponseWriter(response, turn.parser(), served.backend.tokenizer)
     ended = partial(store.keep, body, response) if kept else None
     return exchange.Answering(served, body, writer, [turn.request], ended=ended)
@@ -351,7 +308,7 @@ async def retrieve(id: str, store: FromApp, request: HttpRequest) -> Response:
     after = request.query_params.get("starting_after", last) or "-1"
     if not re.fullmatch(r"-1|\d{1,9}", after):
         raise invalid("starting_after must be the number of an event", "starting_after")
-    return _streamed(store, id, int(after), here=row.runner == store.journal.worker)
+    return _streamed(store, id, int(after))
 
 
 @router.delete("/v1/responses/{id}")
@@ -395,5 +352,5 @@ def _object(row: Any) -> dict[str, Any]:
     return response
 
 
-def _streamed(store: Store, id: str, after: int, *, here: bool) -> Response:
-    return StreamingResponse(store.events(id, after, here=here), headers=TABLES["event_stream"])
+def _streamed(store: Store, id: str, after: int = -1) -> Response:
+    return StreamingResponse(store.events(id, after), headers=TABLES["event_stream"])

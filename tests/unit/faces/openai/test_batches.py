@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from cog_triton.errors import TritonUnavailable
-from cog_triton.faces.openai import batch_runner
+from cog_triton.faces.openai import batch_runner, journal
 from cog_triton.faces.openai.app import create_app
 from cog_triton.faces.openai.batch_runner import Runner
 from cog_triton.faces.openai.batches import Checks
@@ -50,12 +50,12 @@ class Client(httpx.AsyncClient):
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        task = asyncio.create_task(self.runner.run())
+        task = asyncio.create_task(self.runner.work())
         try:
             yield
         finally:
+            await self.runner.stop()
             task.cancel()
-            await asyncio.wait([task])
 
     async def upload(self, content: bytes, **fields: str) -> httpx.Response:
         form = {"purpose": "batch", **fields}
@@ -108,7 +108,8 @@ def anyio_backend() -> str:
 
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(batch_runner, "LOOK_SECONDS", 0.02)
+    for module in (batch_runner, journal):
+        monkeypatch.setattr(module, "LOOK_SECONDS", 0.02)
     return str(tmp_path / "journal.db")
 
 

@@ -17,24 +17,24 @@ import pytest
 
 from cog_triton.errors import JournalUnavailable
 from cog_triton.faces.openai import journal as module
-from cog_triton.faces.openai.journal import Journal, Schema
+from cog_triton.faces.openai.journal import Journal
 from tests.support import ROOT, run_until_killed
 
-NOTES = Schema(
-    ("CREATE TABLE IF NOT EXISTS notes (owner TEXT, created REAL, text TEXT)",),
-    (
+NOTES = {
+    "tables": ["CREATE TABLE IF NOT EXISTS notes (owner TEXT, created REAL, text TEXT)"],
+    "expiry": [
         "DELETE FROM notes WHERE rowid IN (SELECT rowid FROM notes WHERE created < :before"
-        " ORDER BY created LIMIT :most)",
-    ),
-)
+        " ORDER BY created LIMIT :most)"
+    ],
+}
 INSERT, TEXTS = "INSERT INTO notes VALUES ('', ?, ?)", "SELECT text FROM notes ORDER BY rowid"
 PROGRAM = """
 import asyncio, os, signal, time
 from pathlib import Path
-from cog_triton.faces.openai.journal import Journal, Schema
+from cog_triton.faces.openai.journal import Journal
 async def main():
-    journal = Journal(Path(os.environ["FILE"]), [Schema(
-        ("CREATE TABLE IF NOT EXISTS notes (owner TEXT, created REAL, text TEXT)",))], 1 << 20, 30)
+    journal = Journal(Path(os.environ["FILE"]), [{"tables": [
+        "CREATE TABLE IF NOT EXISTS notes (owner TEXT, created REAL, text TEXT)"], "expiry": []}], 1 << 20, 30)
     await journal.write("INSERT INTO notes VALUES ('', 0, 'kept')")
     print(journal.worker, flush=True)
     {then}
