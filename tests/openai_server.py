@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import httpx
+import psutil  # type: ignore[import-untyped, unused-ignore]
 
 from tests.support import Server
 
@@ -33,6 +34,16 @@ class OpenAIServer(Server):
             self.stop(signal.SIGKILL)
             raise
         return self
+
+    def kill_all(self) -> None:
+        process = psutil.Process(self.process.pid)
+        parts = [process, *process.children(recursive=True)]
+        for part in parts:  # first, so that none of them can do anything about it
+            part.suspend()
+        for part in parts:
+            part.kill()
+        self.process.wait(60)
+        psutil.wait_procs(parts, 60)
 
     def get(self, path: str, **options: Any) -> httpx.Response:
         return httpx.get(self.url + path, trust_env=False, timeout=60, **options)

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
-import psutil  # type: ignore[import-untyped, unused-ignore]
 import pytest
 
 from tests.openai_server import MESSAGES, OpenAIServer
@@ -131,17 +130,6 @@ def runner_of(store: str) -> int:
         return int(struct.unpack("hhqqi4x", fcntl.fcntl(file, fcntl.F_GETLK, lock))[4])
 
 
-def kill_all(server: OpenAIServer) -> None:
-    process = psutil.Process(server.process.pid)
-    parts = [process, *process.children(recursive=True)]
-    for part in parts:  # first, so that none of them can do anything about it
-        part.suspend()
-    for part in parts:
-        part.kill()
-    server.process.wait(60)
-    psutil.wait_procs(parts, 60)
-
-
 def test_a_batch_outlives_whatever_is_killed(tmp_path: Path) -> None:
     environment = environment_of(tmp_path, SIMULATED_INTER_TOKEN_MS="50", MAX_RUNNING="8")
     store, count = environment["STORE"], 200
@@ -164,7 +152,7 @@ def test_a_batch_outlives_whatever_is_killed(tmp_path: Path) -> None:
         wait_until(lambda: runner_of(store) not in (0, first), 60, "another runner")
         before = answered(server)
         wait_until(lambda: answered(server) > before + 10, 60, "further answers")
-        kill_all(server)
+        server.kill_all()
     with command() as server:
         before = answered(server)
         assert before < count

@@ -15,7 +15,7 @@ import openai
 import pytest
 
 from tests.openai_server import ANSWER, QUESTION, OpenAIServer
-from tests.support import children, started_by, wait_until
+from tests.support import started_by, wait_until
 
 KEYS = ("sk-first", "sk-second")
 BODY: dict[str, Any] = {"model": "demo", "input": QUESTION, "temperature": 0}
@@ -171,9 +171,7 @@ def test_what_ran_when_all_was_killed_goes_on_to_the_same_text(
     for _ in range(2):
         others = lambda before: len({*unfinished(server)} - before) > 2  # noqa: E731
         wait_until(partial(others, interrupted), 60, "others")
-        for pid in (server.process.pid, *children(server.process.pid)):
-            os.kill(pid, signal.SIGKILL)
-        server.process.wait()
+        server.kill_all()
         interrupted |= {*unfinished(server)}
         server.__enter__()
     assert [ended(client, id).output_text for id in ids] == texts

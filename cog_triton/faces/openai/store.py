@@ -313,14 +313,14 @@ async def retrieve(id: str, store: FromApp, request: HttpRequest) -> Response:
 
 @router.delete("/v1/responses/{id}")
 async def delete(id: str, store: FromApp) -> dict[str, Any]:
-    """Away with it."""
+    """Deletes a response."""
     await store.journal.write(SQL["delete"], (await store.found(id)).id)  # what runs ends soon
     return {"id": id, "object": "response", "deleted": True}
 
 
 @router.post("/v1/responses/{id}/cancel")
 async def cancel(id: str, store: FromApp) -> JSONResponse:
-    """A background response ends; one that has ended stays as it is."""
+    """Ends a background response; one that has ended stays as it is."""
     row = await store.found(id)
     if row.request is None:
         raise invalid("Cannot cancel a synchronous response.")

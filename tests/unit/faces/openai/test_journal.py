@@ -33,8 +33,8 @@ import asyncio, os, signal, time
 from pathlib import Path
 from cog_triton.faces.openai.journal import Journal
 async def main():
-    journal = Journal(Path(os.environ["FILE"]), [{"tables": [
-        "CREATE TABLE IF NOT EXISTS notes (owner TEXT, created REAL, text TEXT)"], "expiry": []}], 1 << 20, 30)
+    tables = ["CREATE TABLE IF NOT EXISTS notes (owner TEXT, created REAL, text TEXT)"]
+    journal = Journal(Path(os.environ["FILE"]), [{"tables": tables, "expiry": []}], 1 << 20, 30)
     await journal.write("INSERT INTO notes VALUES ('', 0, 'kept')")
     print(journal.worker, flush=True)
     {then}
