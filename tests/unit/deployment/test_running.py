@@ -30,7 +30,8 @@ class FakeServer:
 class Starter:
     """Starts servers while its gate is open; some attempts fail."""
 
-    def __init__(self, *failing: int, cause: OSError | None = None) -> None:
+    def __init__(self, *failing: int, cause: OSError | None = None, text: str = "") -> None:
+        self.text = text
         self.servers: list[FakeServer] = []
         self.attempts = 0
         self.timeouts: list[float] = []
@@ -45,7 +46,7 @@ class Starter:
         self.attempts += 1
         if self.attempts in self._failing:
             error = ConfigurationError if self._cause else TritonStartError
-            raise error(f"attempt {self.attempts}") from self._cause
+            raise error(f"attempt {self.attempts} {self.text}") from self._cause
         self.servers.append(FakeServer())
         yield self.servers[-1]
 
@@ -95,6 +96,13 @@ def test_a_restart_gets_ten_times_what_the_longest_start_took(
         assert starter.timeouts == [300, expected]
 
     run(Starter, test)
+
+
+def test_a_first_start_that_the_python_backend_aborts_is_tried_again() -> None:
+    async def test(starter: Starter, supervisor: Any) -> None:
+        assert starter.attempts == 2
+
+    run(lambda: Starter(1, text=f"by signal 6\n{module.ABORTED}"), test)
 
 
 def test_waiting_for_a_server_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
