@@ -37,8 +37,9 @@ class OpenAIServer(Server):
 
     def kill_all(self) -> None:
         process = psutil.Process(self.process.pid)
+        process.suspend()  # first, so that it starts no other part
         parts = [process, *process.children(recursive=True)]
-        for part in parts:  # first, so that none of them can do anything about it
+        for part in parts:
             part.suspend()
         for part in parts:
             part.kill()

@@ -31,6 +31,7 @@ def server(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         "STORE": str(directory / "journal.db"),
         "OPENAI_API_KEYS": ",".join(KEYS),
         "OPENAI_WORKERS": "2",
+        "DRAIN_SECONDS": "0",
         "MAX_RUNNING": "16",  # of which each worker has four for the background
     }
     server = OpenAIServer(environment, directory / "log")
@@ -160,7 +161,7 @@ def unfinished(server: OpenAIServer) -> dict[str, int]:
 def test_what_ran_when_all_was_killed_goes_on_to_the_same_text(
     server: OpenAIServer, client: Any
 ) -> None:
-    """A worker first, then everything, twice."""
+    """A worker first, then everything; and what ran at a stop."""
     asked = [{**BODY, "temperature": n % 2, "extra_body": {"seed": n}} for n in range(40)]
     with ThreadPoolExecutor(40) as threads:
         texts = [*threads.map(lambda body: client.responses.create(**body).output_text, asked)]
@@ -168,10 +169,10 @@ def test_what_ran_when_all_was_killed_goes_on_to_the_same_text(
         ids = [response.id for response in threads.map(lambda body: create(**body), asked)]
     interrupted = wait_until(lambda: {*unfinished(server)}, 60, "a first one")
     os.kill(started_by(server.process.pid, "openai.workers")[0], signal.SIGKILL)
-    for _ in range(2):
+    for end in (server.kill_all, server.stop):
         others = lambda before: len({*unfinished(server)} - before) > 2  # noqa: E731
         wait_until(partial(others, interrupted), 60, "others")
-        server.kill_all()
+        end()
         interrupted |= {*unfinished(server)}
         server.__enter__()
     assert [ended(client, id).output_text for id in ids] == texts

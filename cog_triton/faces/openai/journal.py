@@ -271,9 +271,10 @@ class Jobs(ABC):
 
     def _ended(self, id: str, task: asyncio.Task[None]) -> None:
         del self.tasks[id]
-        self.wake.set()
-        if not task.cancelled() and (error := task.exception()):
-            logger.error("%s is taken up again", id, exc_info=error)
+        if task.cancelled() or (error := task.exception()) is None:
+            self.wake.set()
+        else:
+            logger.warning("%s is left for later", id, exc_info=not self.closed and error)
 
 
 def _used_bytes(connection: sqlite3.Connection) -> int:

@@ -26,7 +26,7 @@ from fastapi import Request as HttpRequest
 from pydantic import TypeAdapter
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from cog_triton.errors import CogTritonError, JournalUnavailable, TritonOverloaded, shown
+from cog_triton.errors import JournalUnavailable, TritonOverloaded, UserError, shown
 from cog_triton.faces.openai import exchange, responses, turns
 from cog_triton.faces.openai.errors import TABLES, ApiError, invalid
 from cog_triton.faces.openai.journal import Jobs
@@ -108,22 +108,24 @@ class Store(Jobs):
         served, journal = self.served, self.journal
         await journal.write(SQL["begin"], id)
         for row in await self._rows(id):
-            call = Call(id, "/v1/responses", served.key(row.owner) or ANYBODY, status=200)
-            CURRENT.set(call)
             try:
-                run = self._runs[id] = await self._run_of(row)
-                run.task = asyncio.current_task()
-                with served.answering():
-                    await self._generate(run)
-                await self._write_end(run)
-            except (ApiError, CogTritonError) as error:  # its request cannot be made here
+                run = await self._run_of(row)
+            except (ApiError, UserError) as error:  # its request cannot be made here
                 told = {"code": "server_error", "message": error.message}
                 response = {**json.loads(row.response), "status": "failed", "error": told}
                 await journal.write(SQL["end"], exchange.dumps(response), b"[]", id)
+                return
+            call = Call(id, "/v1/responses", served.key(row.owner) or ANYBODY, status=200)
+            CURRENT.set(call)
+            self._runs[id], run.task = run, asyncio.current_task()
+            try:
+                with served.answering():
+                    await self._generate(run)
+                if await self._write_end(run):
+                    run.show(len(run.events))
             finally:
-                if id in self._runs:
-                    run = self._runs.pop(id)
-                    run.show(len(run.events) if run.ended else 0)
+                del self._runs[id]
+                run.show(0)
                 served.quotas.spend(call.key, call.input_tokens + call.output_tokens)
                 served.figures.ended(call)
                 self._ended_call(call)

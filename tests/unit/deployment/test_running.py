@@ -99,7 +99,7 @@ def test_a_restart_gets_ten_times_what_the_longest_start_took(
 
 
 def test_a_first_start_that_the_python_backend_aborts_is_tried_again() -> None:
-    async def test(starter: Starter, supervisor: Any) -> None:
+    async def test(starter: Starter, _: Any) -> None:
         assert starter.attempts == 2
 
     run(lambda: Starter(1, text=f"by signal 6\n{module.ABORTED}"), test)
