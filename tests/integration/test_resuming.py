@@ -166,32 +166,31 @@ def serving(model: Path, directory: Path, names: list[str], **environment: str) 
 
 
 async def kill_while_all_run(asked: Asked, parts: list[str], kills: int) -> None:
-    """Kill the parts in turn, at random moments, and compare what came each time."""
-    dice, events, hit, killed = random.Random(0), [0], Counter[str](), 0
+    """Kill the parts in turn, some in a run, at random moments, and compare what came each time."""
+    dice, moments, hit = random.Random(0), list[int](), Counter[str]()
+    events = killed = 0
 
-    def count() -> None:
-        events[0] += 1
+    def on_event() -> None:
+        nonlocal events, killed
+        events += 1
+        if moments and events >= moments[0]:
+            del moments[0]
+            os.kill(victim(asked.server, parts[killed % len(parts)]), signal.SIGKILL)
+            hit.update(asked.running)
+            killed += 1
 
-    undisturbed = await asked.answers(count)
+    undisturbed = await asked.answers(on_event)
     assert len({repr(answer) for answer in undisturbed.values()}) == len(asked.names)
-    for _ in range(5 * kills):
-        part, left = parts[killed % len(parts)], [dice.randint(len(asked.names), events[0] // 3)]
-        pid = victim(asked.server, part)
-
-        def kill(pid: int = pid, left: list[int] = left) -> None:
-            left[0] -= 1
-            if left[0] == 0:
-                os.kill(pid, signal.SIGKILL)
-                hit.update(asked.running)
-
-        answers = await asyncio.wait_for(asked.answers(kill), SECONDS)
+    last = events * 2 // 3
+    while killed < kills:
+        events, before = 0, killed
+        moments += sorted(dice.sample(range(len(asked.names), last), min(4, kills - killed)))
+        answers = await asyncio.wait_for(asked.answers(on_event), SECONDS)
         for name in asked.names:
             both = undisturbed[name], answers[name]
-            assert same(*both), (name, part, killed, *both)
-        killed += left[0] <= 0
-        if killed == kills:
-            break
-    assert killed == kills
+            assert same(*both), (name, parts, killed, *both)
+        assert killed > before
+        moments.clear()
     assert len(hit) == len(asked.names) or kills < 10, hit
     assert asked.server.log.read_text().count("is tried again after") >= kills
 
