@@ -40,7 +40,7 @@ def batch(options: argparse.Namespace) -> int:
             order.append((value["url"], value["custom_id"]))
             groups.setdefault(value["url"], []).append(line)
         except (ValueError, LookupError, TypeError):
-            raise OSError(f"request {number} is no JSON object with url and custom_id") from None
+            raise OSError(f"request {number} is not a JSON object with url and custom_id") from None
     with contextlib.ExitStack() as stack:
         url = options.url or stack.enter_context(own_server())
         client = stack.enter_context(httpx.Client(base_url=url, timeout=600.0))
