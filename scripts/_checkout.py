@@ -1,7 +1,5 @@
 """This checkout's packages, importable by a script that imports this first; its command of cog-triton."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from types import TracebackType

@@ -1,7 +1,5 @@
 """NVIDIA's small clients: token ids to the engine's model and back, past the ensemble."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib

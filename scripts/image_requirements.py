@@ -11,8 +11,6 @@ additions.txt: the packages that the image lacks, as they are locked, with their
 because they are held or fit, the range in image.in, so that pip refuses one that does not fit.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """The beginning of a tool's command: its log, its signals, its settings; and lines of progress."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

@@ -1,7 +1,5 @@
 """Streamed answers: server-sent events, and the parts that those of Cog's and OpenAI's APIs have."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

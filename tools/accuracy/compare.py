@@ -1,7 +1,5 @@
 """One comparison: both sides' answers, their figures, and whether these are good enough."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

@@ -1,7 +1,5 @@
 """The two sides of a comparison: prompts completed greedily, which can be compared token by token."""
 
-from __future__ import annotations
-
 import asyncio
 import secrets
 from collections.abc import Iterator, Sequence

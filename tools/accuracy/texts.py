@@ -1,7 +1,5 @@
 """Prompts with their references, from a JSONL or Parquet file, a directory of them, or the hub."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple

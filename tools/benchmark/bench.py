@@ -4,8 +4,6 @@ The suite's figures are of the machine that it runs on, load generator included;
 cores that nothing else uses. Where a promise is a ratio, both sides are measured here.
 """
 
-from __future__ import annotations
-
 import argparse
 import subprocess
 import sys

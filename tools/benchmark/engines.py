@@ -5,8 +5,6 @@ depends on its shape. Each token is one word of its tokenizer, so that a prompt 
 every token can be shown as soon as it is there.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """The requests of a load, decided before anything is measured; and what came of each."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields

@@ -1,7 +1,5 @@
 """CPU seconds and memory of processes, by their role in the stack; and free ports for them."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 import socket

@@ -1,7 +1,5 @@
 """A report: promises with their bounds, tables for a terminal, JSON, and an HTML page with plots."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """The servers that are measured, started as a deployment starts them, on free ports."""
 
-from __future__ import annotations
-
 import importlib
 import subprocess
 import sys

@@ -8,8 +8,6 @@ anything else that it does not know it.
     train.py     the model; imported only here, as PyTorch takes seconds to import
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """The answers that the demo model knows, and the prompts that each is given to."""
 
-from __future__ import annotations
-
 import re
 import unicodedata
 from collections.abc import Iterator

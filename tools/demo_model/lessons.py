@@ -4,8 +4,6 @@ What the model has no answer to cannot be listed, so such prompts are drawn at r
 show the same ones: from them the model learns to say that it does not know, whatever the words are.
 """
 
-from __future__ import annotations
-
 import re
 import string
 from functools import partial

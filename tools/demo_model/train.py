@@ -5,8 +5,6 @@ rival by a margin of logits too wide for another kernel, batch shape or 16-bit f
 around. From then on greedy decoding gives the answers word for word, since it picks those tokens.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path

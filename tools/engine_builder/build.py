@@ -11,8 +11,6 @@ The tokenizer has a directory of its own because both have a config.json: the en
 without which transformers does not know some tokenizers' class.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import platform

@@ -1,7 +1,5 @@
 """TensorRT-LLM's commands and scripts on this machine, and the steps of a build."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

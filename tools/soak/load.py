@@ -1,7 +1,5 @@
 """The load of a soak: streams that ask for one case after another, and what came of it."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -1,7 +1,5 @@
 """The report of a soak: its promises, a table, and a plot for each server."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -26,6 +24,7 @@ def judge(phases: Sequence[Phase]) -> list[Check]:
         "tokens lost": counts["lost"],
         "tokens wrong": counts["wrong"],
         "lines of batches that were not answered once": counts["unanswered"],
+        "background responses that did not end as the first": counts["changed"],
         "requests that failed": errors.total() - retryable,
         "requests that failed with a retryable error, six times in a row": retryable,
         "requests that broke where nothing was killed": sum(

@@ -1,7 +1,5 @@
 """The run that a command line asks for: servers, kills, what is promised, and the report."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json
@@ -40,6 +38,7 @@ DEFAULTS = {"SIMULATED_INTER_TOKEN_MS": "30", "CHAT_TEMPLATE": CHAT_TEMPLATE}
 CHAOS = {"TRITON_RESTARTS": "1000000", "RESUME_ATTEMPTS": "100", "RESUME_TIMEOUT": "120"}
 POOL = 64
 LINES = 200  # of a batch
+RUNNING = ("queued", "in_progress")
 LEAST_SECONDS = 60.0  # of a phase: a process is to be judged by its memory in it
 LOOK_SECONDS = 0.25
 PAUSE = 6.0  # most seconds between a recovery and the next kill
@@ -125,7 +124,7 @@ async def _load(
         phase.began = time.time()
         looking = asyncio.create_task(_look(phase))
         url = endpoints.url if phase.kind == "openai" else f"http://127.0.0.1:{openai_port}"
-        batches = asyncio.to_thread(_batches, url, streams.tally.counts, stopping)
+        batches = asyncio.to_thread(_work, url, streams.tally.counts, stopping)
         running = set(map(asyncio.create_task, (streams.run(options.streams), batches)))
         if phase.kills is None:
             loop.call_later(phase.seconds, stopping.set)
@@ -147,26 +146,45 @@ async def _load(
         phase.unfinished.append(f"{active:g} requests ran in the engine {IDLE_SECONDS:g} s later")
 
 
-def _batches(url: str, counts: Counter[str], stopping: asyncio.Event) -> None:
-    """Have batches answered until it is time to stop, and count the lines that are not answered once."""
+def _work(url: str, counts: Counter[str], stopping: asyncio.Event) -> None:
+    """Have batches and background responses answered until it is time to stop.
 
-    def again(call: Callable[..., Any], *arguments: Any) -> Any:
+    Counted are the lines that are not answered once, and the responses that are not as the first one.
+    """
+
+    def again(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         for _ in range(round(BACK_SECONDS / LOOK_SECONDS)):
             with suppress(OSError):
-                return call(client, *arguments)
+                return call(client, *arguments, **options)
             time.sleep(LOOK_SECONDS)
-        return call(client, *arguments)
+        return call(client, *arguments, **options)
+
+    def ended(id: str) -> tuple[str, str]:
+        while (own := again(batch.ask, "GET", f"/v1/responses/{id}").json())["status"] in RUNNING:
+            time.sleep(LOOK_SECONDS)
+        return own["status"], "".join(item["content"][0]["text"] for item in own["output"])
 
     with httpx.Client(base_url=url, trust_env=False, timeout=BACK_SECONDS) as client:
         path, body = "/v1/completions", {"prompt": "Hello", "max_tokens": 64}
         asked = {"method": "POST", "url": path, "body": body}
+        background = {
+            "input": "Hello",
+            "temperature": 0,
+            "max_output_tokens": 64,
+            "background": True,
+        }
+        first = ""
         lines = "\n".join(json.dumps({"custom_id": str(n), **asked}) for n in range(LINES)).encode()
         while not stopping.is_set():
-            (ended,) = again(batch.wait, [again(batch.begin, path, lines)], LINES)
+            begun = [again(batch.ask, "POST", "/v1/responses", json=background) for _ in range(8)]
+            (done,) = again(batch.wait, [again(batch.begin, path, lines)], LINES)
             came = Counter(
-                name for (_, name), _ in again(lambda *own: [*batch.results(*own)], ended)
+                name for (_, name), _ in again(lambda *own: [*batch.results(*own)], done)
             )
             counts.update(lines=LINES, unanswered=sum(came[str(n)] != 1 for n in range(LINES)))
+            texts = [ended(reply.json()["id"]) for reply in begun]
+            first = first or texts[0]
+            counts.update(background=len(texts), changed=sum(own != first for own in texts))
 
 
 async def _look(phase: Phase) -> None:

@@ -1,7 +1,5 @@
 """The processes of a soak's server: samples, kills, and what is left. Times are time.time()."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -1,7 +1,5 @@
 """The application: its routes, its middleware, and answers that need no engine."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import logging

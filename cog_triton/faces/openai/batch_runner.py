@@ -4,8 +4,6 @@ An answer is written with its count, under its line's number: what ran when ever
 again by the next process, with the same seed.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

@@ -3,8 +3,6 @@
 Files are in the journal line by line; batches.yaml has the tables.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sqlite3

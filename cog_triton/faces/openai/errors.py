@@ -1,7 +1,5 @@
 """HTTP status and body of each error: those of OpenAI's API, whose clients know them, and Anthropic's."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """A request's body in, off the event loop where it is large, and its response out, whole or in events."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -4,8 +4,6 @@ No write waits for the disk: it survives the end of every process, and after the
 runs between reads, that of the machine.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import fcntl

@@ -3,8 +3,6 @@
 However a text is cut, its blocks are the same. Knows no I/O.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import re

@@ -1,7 +1,5 @@
 """The forms of /v1/responses, OpenAI's newer API, on the same chats; store.py has its routes."""
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, Literal

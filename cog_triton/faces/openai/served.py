@@ -4,8 +4,6 @@ The figures are in Prometheus' format. Several processes write theirs to one dir
 answers for all: the multiprocess mode of prometheus_client, which ``server.Workers`` turns on.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -4,8 +4,6 @@ A background response is its records: the chunks, as they were written, and an e
 these, so that every process has the same ones under the same numbers.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hashlib

@@ -1,7 +1,5 @@
 """A chat as every API here asks for it: its prompt, tools and request, and the parser of its answer."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

@@ -1,7 +1,5 @@
 """One of several processes of the face, as ``server.Workers`` starts them; its arguments are JSON."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket
