@@ -173,7 +173,7 @@ def _work(url: str, counts: Counter[str], stopping: asyncio.Event) -> None:
             "max_output_tokens": 64,
             "background": True,
         }
-        first = ""
+        first: tuple[str, str] | None = None
         lines = "\n".join(json.dumps({"custom_id": str(n), **asked}) for n in range(LINES)).encode()
         while not stopping.is_set():
             begun = [again(batch.ask, "POST", "/v1/responses", json=background) for _ in range(8)]

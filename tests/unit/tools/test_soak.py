@@ -178,7 +178,7 @@ def test_what_is_missed(phase: dict[str, Any], name: str, capsys: Any, tmp_path:
     found = phase_of(**phase)
     assert missed(found) == [name] * bool(name)
     report_of([found], {}).publish(tmp_path / "soak.json")
-    assert f"{len(missed(found))} of 11 promises were missed." in capsys.readouterr().out
+    assert f"{len(missed(found))} of 12 promises were missed." in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
