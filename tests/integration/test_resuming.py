@@ -168,16 +168,17 @@ def serving(model: Path, directory: Path, names: list[str], **environment: str) 
 async def kill_while_all_run(asked: Asked, parts: list[str], kills: int) -> None:
     """Kill the parts in turn, some in a run, at random moments, and compare what came each time."""
     dice, moments, hit = random.Random(0), list[int](), Counter[str]()
-    streams, since = set[str](), set[str]()  # those that go on since the last kill
+    streams, since = set[str](), Counter[str]()  # events of each since the last kill
     events = killed = 0
 
     def on_event(name: str) -> None:
         nonlocal events, killed
         events += 1
         streams.add(name)
-        since.add(name)
+        since[name] += 1
         # A request that ends two servers before its first token would not be tried again.
-        if moments and events >= moments[0] and since >= streams & asked.running:
+        begun = all(since[own] > 2 for own in streams & asked.running)
+        if begun and moments and events >= moments[0]:
             del moments[0]
             since.clear()
             os.kill(victim(asked.server, parts[killed % len(parts)]), signal.SIGKILL)
@@ -186,17 +187,19 @@ async def kill_while_all_run(asked: Asked, parts: list[str], kills: int) -> None
 
     undisturbed = await asked.answers(on_event)
     assert len({repr(answer) for answer in undisturbed.values()}) == len(asked.names)
-    last = events * 2 // 3
-    while killed < kills:
-        events, before = 0, killed
+    last = events // 2
+    for _ in range(kills):
+        events = 0
         moments += sorted(dice.sample(range(len(asked.names), last), min(4, kills - killed)))
         answers = await asyncio.wait_for(asked.answers(on_event), SECONDS)
         for name in asked.names:
             both = undisturbed[name], answers[name]
             assert same(*both), (name, parts, killed, *both)
-        assert killed > before
         moments.clear()
         since.clear()
+        if killed == kills:
+            break
+    assert killed == kills
     assert len(hit) == len(asked.names) or kills < 10, hit
     assert asked.server.log.read_text().count("is tried again after") >= kills
 
