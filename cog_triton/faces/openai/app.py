@@ -35,9 +35,7 @@ _USABLE_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 OPEN = frozenset({"/", "/ping", "/health", "/health/live", "/health/ready"})
 METRICS, LOADS = "/metrics", "/v1/loads"
 _QUIET = OPEN | {METRICS, LOADS}  # asked every few seconds; logged for debugging only
-_NO_KEY = (
-    "You did not provide an API key: it goes into the header Authorization, as Bearer YOUR_KEY"
-)
+_NO_KEY = "You did not provide an API key: send it in the header Authorization, as Bearer YOUR_KEY"
 # OpenAI's, of requests that reach no route.
 _PATH_CODES = {404: "unknown_url", 405: "method_not_supported"}
 

@@ -44,11 +44,9 @@ class Runner(Jobs):
         self._scopes: dict[str, anyio.CancelScope] = {}  # of what ends with a batch's time
 
     def look(self, rows: Sequence[Any]) -> None:
-        for row in rows:
-            if row.id in self._scopes and (
-                row.status == "cancelling" or row.expires <= time.time()
-            ):
-                self._scopes[row.id].cancel()
+        over = (own.id for own in rows if own.status == "cancelling" or own.expires <= time.time())
+        for id in self._scopes.keys() & over:
+            self._scopes[id].cancel()
 
     async def run(self, name: str) -> None:
         with anyio.CancelScope() as self._scopes[name]:

@@ -81,10 +81,10 @@ def prompt_requests(body: fields.CompletionBody, served: Served) -> list[Request
         "add_special_tokens": body.add_special_tokens,
         **fields.sampling(body, served),
     }
-    texts = [
+    asked = (
         {"prompt": p} if isinstance(p, str) else {"prompt": "", "prompt_ids": p} for p in given
-    ]
-    return [Request(**text, **values) for text in texts]
+    )
+    return [Request(**prompt, **values) for prompt in asked]
 
 
 def answering(

@@ -55,9 +55,7 @@ class BodyRoute(APIRoute):
             if not (kind := request.headers.get("content-type")):
                 raise invalid(_NEEDS_OBJECT)
             if not _JSON_TYPE.match(kind):
-                text = (
-                    f"the body must be sent with Content-Type: application/json, not {shown(kind)}"
-                )
+                text = f"the body must have Content-Type: application/json, not {shown(kind)}"
                 raise ApiError(415, text, code="unsupported_content_type")
             current().large = len(raw) >= LARGE_BODY
             body = await off_loop(validated, raw, model, request.app.state.served)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
+import anyio
 import yaml
 from fastapi import Depends
 from fastapi import Request as HttpRequest
@@ -301,14 +302,11 @@ class Served:
     async def drain(self) -> None:
         """Let requests end for DRAIN_SECONDS; then end them with an error."""
         self.draining = True
-        await self._idle_within(self.settings.drain_seconds)
-        self.backend.close()
-        await self._idle_within(LAST_SECONDS)
-
-    async def _idle_within(self, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        while self.running and time.monotonic() < deadline:
-            await asyncio.sleep(POLL_SECONDS)
+        for seconds in (self.settings.drain_seconds, LAST_SECONDS):
+            with anyio.move_on_after(seconds):
+                while self.running:
+                    await asyncio.sleep(POLL_SECONDS)
+            self.backend.close()
 
 
 async def _served(request: HttpRequest) -> Any:

@@ -42,15 +42,13 @@ MARGIN_SECONDS = 3.0  # beyond what a worker may take to end
 _REFUSAL_CODES = {413: "request_too_large", 415: "unsupported_content_encoding"}
 
 
-def run(
-    host: str, port: int, models: Sequence[str], endpoint: str | None, triton_model: str
-) -> int:
+def run(host: str, port: int, named: Sequence[str], endpoint: str | None, triton_model: str) -> int:
     """Serve until a signal comes; return the exit status. Without an ``endpoint``, a Triton is started."""
     settings = read_settings()
     log_to(settings.log_level)
     configured_keys(settings)  # what is wrong with them comes before a download
     # Clients of openai_trtllm know a Triton's model by its name there.
-    names = tuple(models) or (triton_model if endpoint else model_name(settings),)
+    names = tuple(named) or (triton_model if endpoint else model_name(settings),)
     return uvloop.run(_serve(settings, names, endpoint, triton_model, bind(host, port)))
 
 

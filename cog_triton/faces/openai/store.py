@@ -25,11 +25,12 @@ from pydantic import TypeAdapter
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from cog_triton.errors import JournalUnavailable, TritonOverloaded, UserError, shown
-from cog_triton.faces.openai import exchange, responses, turns
+from cog_triton.faces.openai import exchange, turns
+from cog_triton.faces.openai import responses as forms
 from cog_triton.faces.openai.errors import TABLES, ApiError, invalid
 from cog_triton.faces.openai.journal import Jobs
 from cog_triton.faces.openai.keys import ANYBODY
-from cog_triton.faces.openai.responses import InputItem, ResponsesBody, ResponseWriter
+from cog_triton.faces.openai.responses import ResponsesBody, ResponseWriter
 from cog_triton.faces.openai.served import CURRENT, Call, Served, current
 from cog_triton.generation import Chunk
 from cog_triton.request.request import Request
@@ -49,7 +50,7 @@ class Run:
         self.id, self.response, self.request = response["id"], response, turn.request
         texts = (f"{self.id} {n}".encode() for n in itertools.count())
         letters = (hashlib.blake2b(text, digest_size=12).hexdigest() for text in texts).__next__
-        parser, tokenizer = turn.parser(letters=letters), served.backend.tokenizer
+        parser, tokenizer = turn.parser(draw=letters), served.backend.tokenizer
         self._writer = ResponseWriter(response, parser, tokenizer, letters)
         self.records, self.ids, self.events = list[Any](), list[int](), list[bytes]()
         self._take(self._writer.queued())
@@ -163,9 +164,7 @@ class Store(Jobs):
     async def _run_of(self, row: Any) -> Run:
         """Return a background response as it is written, or raise an error of its request."""
         body = ResponsesBody.model_validate(json.loads(row.body))
-        turn = await asyncio.to_thread(
-            lambda: turns.chat_turn(responses.chat_body(body), self.served)
-        )
+        turn = await asyncio.to_thread(lambda: turns.chat_turn(forms.chat_body(body), self.served))
         turn = replace(turn, request=_REQUEST.validate_json(row.request))
         begun: Any = {"output": [], "usage": None, "error": None, "incomplete_details": None}
         run = Run(json.loads(row.response) | begun, turn, self.served)
@@ -201,7 +200,7 @@ class Store(Jobs):
             raise invalid("the previous response has not ended", "previous_response_id")
         earlier = [*json.loads(row.input), *json.loads(row.response)["output"]]
         items = [
-            InputItem.model_validate(item) for item in [*earlier, *responses.input_items(body)]
+            forms.InputItem.model_validate(item) for item in [*earlier, *forms.input_items(body)]
         ]
         return body.model_copy(update={"input": items})
 
@@ -231,7 +230,7 @@ class Store(Jobs):
             "owner": current().key.name,
             "model": self.served.models[0],
             "created": time.time(),
-            "input": exchange.dumps(responses.input_items(body)),
+            "input": exchange.dumps(forms.input_items(body)),
             "response": exchange.dumps(response),
         }
 
@@ -282,12 +281,11 @@ async def create(body: ResponsesBody, store: FromApp) -> Response:
     """An answer, kept unless ``store`` is false; of one in the background, its beginning."""
     served, kept = store.served, body.store is not False and store.journal is not None
     if body.background and not kept:
-        raise invalid(
-            "background responses are kept: not with store false or STORE=0", "background"
-        )
+        text = "background responses are kept: not with store false or STORE=0"
+        raise invalid(text, "background")
     body = await store.with_earlier(body)
-    turn = await exchange.off_loop(lambda: turns.chat_turn(responses.chat_body(body), served))
-    response = responses.response_fields(body, int(time.time())) | {"store": kept}
+    turn = await exchange.off_loop(lambda: turns.chat_turn(forms.chat_body(body), served))
+    response = forms.response_fields(body, int(time.time())) | {"store": kept}
     if body.background:
         with served.answering():
             await store.add(body, response, turn.request)

@@ -39,15 +39,13 @@ class Turn:
     known: parsing.Format | None  # of the model's calls; None if it is offered no tools
     thinks: bool  # the answer may begin with thoughts
 
-    def parser(self, id_prefix: str = "call_", letters: Callable[[], str] = str) -> parsing.Parser:
-        """Return the parser of one answer, whose calls have ids of a prefix, and of letters if given."""
+    def parser(self, prefix: str = "call_", draw: Callable[[], str] = str) -> parsing.Parser:
+        """Return the parser of one answer, whose calls have ids of a prefix, and of letters if drawn."""
         prompt = self.request.prompt if self.thinks else None
         if self.known is None:
             return parsing.Parser(prompt)
         known = self.known
-        return known.parser(
-            lambda: known.new_id(id_prefix, letters()), prompt, guided=self.use.enforced
-        )
+        return known.parser(lambda: known.new_id(prefix, draw()), prompt, guided=self.use.enforced)
 
 
 def chat_turn(body: fields.ChatBody, served: Served) -> Turn:
