@@ -36,6 +36,7 @@ NOTICE_SECONDS = 2.0  # in which the end of a server is noticed
 CHECK_SECONDS = 0.1
 PROBE_SECONDS = 4.0  # Cog waits five for a health check
 PORT_CHOICES = 3
+STUB_LOCK = "interprocess::lock_exception"  # may end Triton's start on a busy machine
 FIRST_PAUSE = 0.5  # after a start that failed; each further one doubles it
 LONGEST_PAUSE = 30.0
 FULL_DISK_PAUSE = 5.0
@@ -169,7 +170,8 @@ class Supervisor:
                     finally:
                         self._set(None)
             except errors.CogTritonError as error:
-                if isinstance(error, errors.TritonPortTaken) and choices < PORT_CHOICES:
+                again = isinstance(error, errors.TritonPortTaken) or STUB_LOCK in str(error)
+                if again and choices < PORT_CHOICES:
                     choices += 1  # of a fixed port, the error names the setting
                     continue
                 if not self.longest_start:

@@ -84,6 +84,17 @@ def test_ends_before_the_window_do_not_count() -> None:
     run(Starter, test, restarts=1, restart_window=0.04)
 
 
+def test_a_first_start_that_tritons_stubs_abort_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "STUB_LOCK", "attempt 1")
+
+    async def test(starter: Starter, _: Any) -> None:
+        assert starter.attempts == 2
+
+    run(lambda: Starter(1), test)
+
+
 @pytest.mark.parametrize(("longest", "expected"), [(0.0, 300), (3, 60), (9, 90), (40, 300)])
 def test_a_restart_gets_ten_times_what_the_longest_start_took(
     longest: float, expected: float
