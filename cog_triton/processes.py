@@ -1,4 +1,4 @@
-"""One process at a time in a directory, a file written in one step, a process that ends with its parent."""
+"""Directories of one process at a time, a file written in one step, a process that ends with its parent."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import os
 import select
 import shutil
 import signal
+import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -53,3 +55,15 @@ def locked(directory: Path, waiting: Callable[[], object]) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def temporary_directory(prefix: str) -> Iterator[str]:
+    """Make a directory that goes with this process; remove those of processes that were killed."""
+    for left in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+        with suppress(OSError):
+            if time.time() - left.stat().st_mtime > 60:  # a younger one may not be locked yet
+                with locked(left, left.read_bytes):  # which raises: it is a directory
+                    shutil.rmtree(left)
+    with tempfile.TemporaryDirectory(prefix=prefix) as new, locked(Path(new), list):
+        yield new

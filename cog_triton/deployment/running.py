@@ -35,9 +35,8 @@ WARM_UP = Request(prompt="Hello", seed=0, max_tokens=2, temperature=0.0)
 NOTICE_SECONDS = 2.0  # in which the end of a server is noticed
 CHECK_SECONDS = 0.1
 PROBE_SECONDS = 4.0  # Cog waits five for a health check
-FIRST_TRIES = 3
-# By Triton 2.51's Python backend, as it begins on a busy machine; seen once in some 10,000 starts.
-ABORTED = "boost::interprocess::lock_exception"
+PORT_CHOICES = 3
+STUB_LOCK = "interprocess::lock_exception"  # may end Triton's start on a busy machine
 FIRST_PAUSE = 0.5  # after a start that failed; each further one doubles it
 LONGEST_PAUSE = 30.0
 FULL_DISK_PAUSE = 5.0
@@ -153,7 +152,7 @@ class Supervisor:
         return server
 
     async def _supervise(self) -> None:
-        settings, ends, pause, tries = self.settings, list[float](), 0.0, 1
+        settings, ends, pause, choices = self.settings, list[float](), 0.0, 1
         while True:
             began, timeout, full = time.monotonic(), settings.start_timeout, False
             if self.longest_start:  # a stub may hang as it starts (seen once in 200)
@@ -167,13 +166,13 @@ class Supervisor:
                     self.longest_start = max(self.longest_start, time.monotonic() - began)
                     self._set(server)
                     try:
-                        reason, pause, tries = await server.ended(), 0.0, 1
+                        reason, pause, choices = await server.ended(), 0.0, 1
                     finally:
                         self._set(None)
             except errors.CogTritonError as error:
-                taken = isinstance(error, errors.TritonPortTaken)
-                if (taken or ABORTED in str(error)) and tries < FIRST_TRIES:
-                    tries += 1  # of a fixed port, the error names the setting
+                again = isinstance(error, errors.TritonPortTaken) or STUB_LOCK in str(error)
+                if again and choices < PORT_CHOICES:
+                    choices += 1  # of a fixed port, the error names the setting
                     continue
                 if not self.longest_start:
                     raise

@@ -12,7 +12,6 @@ import shlex
 import signal
 import socket
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -20,6 +19,7 @@ import httpx
 
 from cog_triton.errors import ConfigurationError
 from cog_triton.faces.terminal import end_at_once_on_signals
+from cog_triton.processes import temporary_directory
 from cog_triton.server.log import log_to
 from cog_triton.settings import Settings, read_settings
 
@@ -41,7 +41,7 @@ def run(host: str, port: int, workers: int) -> int:
     """
     settings = read_settings()
     log_to(settings.log_level)
-    with tempfile.TemporaryDirectory(prefix="cog-triton-dynamo-") as directory:
+    with temporary_directory("cog-triton-dynamo.") as directory:
         own = {**dict.fromkeys(_HOSTS, "127.0.0.1"), "DYN_FILE_KV": directory, "DYN_LOG": "warn"}
         own["DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS"] = "1"
         # A stream's headers wait so long for its first token: sent by themselves, they hold it back

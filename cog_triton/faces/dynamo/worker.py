@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import tempfile
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -24,13 +23,7 @@ from dynamo.llm import (
     lora_name_to_id,
     register_model,
 )
-from dynamo.llm.exceptions import (
-    CannotConnect,
-    DynamoException,
-    InvalidArgument,
-    StreamIncomplete,
-    Unknown,
-)
+from dynamo.llm.exceptions import DynamoException, InvalidArgument, StreamIncomplete, Unknown
 from dynamo.runtime import Context, DistributedRuntime, Endpoint
 
 from cog_triton import errors
@@ -41,6 +34,7 @@ from cog_triton.deployment.attached import address_of, attach
 from cog_triton.deployment.preparation import KV_EVENTS, context_length, model_name
 from cog_triton.faces.dynamo.convert import Body, chunk_of, given, request_of
 from cog_triton.faces.dynamo.marks import Marks
+from cog_triton.processes import temporary_directory
 from cog_triton.server.log import log_to
 from cog_triton.settings import Settings, read_settings
 from cog_triton.wire import KV_BLOCK_TOKENS
@@ -60,14 +54,13 @@ def run(options: argparse.Namespace) -> int:
     log_to(settings.log_level)
     # Streams that run at SIGTERM have as long as those of every face.
     os.environ.setdefault("DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT", f"{settings.drain_seconds:g}")
-    engine = Engine(settings, options)
-    try:
-        uvloop.run(Worker(engine, engine.config).run())
-    except Exception:
-        if engine.problem is None:
-            raise
-    if engine.problem is not None:
-        raise engine.problem
+    with temporary_directory("cog-triton-events.") as own:
+        engine = Engine(settings, options, own)
+        try:
+            uvloop.run(Worker(engine, engine.config).run())
+        finally:
+            if engine.problem is not None:
+                raise engine.problem
     return 0
 
 
@@ -77,12 +70,13 @@ class Engine(LLMEngine):
     deployment: Deployment | None = None
     problem: errors.CogTritonError | None = None  # of the start
 
-    def __init__(self, settings: Settings, options: argparse.Namespace) -> None:
+    def __init__(self, settings: Settings, options: argparse.Namespace, own: str) -> None:
         self._triton, self._events = options.triton, settings.kv_events_endpoint
         if self._triton is None and self._events is None:
-            self._directory = tempfile.TemporaryDirectory(prefix="cog-triton-events-")
-            self._events = f"ipc://{self._directory.name}/kv"
-        self.settings = settings.model_copy(update={"kv_events_endpoint": self._events})
+            self._events = f"ipc://{own}/kv"
+        # A worker whose Triton has been given up ends, so that its streams move to others.
+        changed = {"kv_events_endpoint": self._events, "exit_on_failure": True}
+        self.settings = settings.model_copy(update=changed)
         self._name = options.served_model_name or model_name(settings)
         self._marks = Marks()
         self._running: dict[str, asyncio.Task[None]] = {}
@@ -196,10 +190,8 @@ class Engine(LLMEngine):
             end = {"token_ids": [], "index": 0, "finish_reason": "cancelled"}
         except errors.UserError as error:
             end = InvalidArgument(str(error))
-        except errors.TritonOverloaded as error:
-            end = CannotConnect(str(error))  # another worker may have room
-        except errors.TritonUnavailable as error:
-            end = StreamIncomplete(str(error))  # another worker continues
+        except (errors.TritonOverloaded, errors.TritonUnavailable) as error:
+            end = StreamIncomplete(str(error))  # another worker has room, or continues
         except errors.CogTritonError as error:
             end = Unknown(str(error))
         except Exception as error:

@@ -12,7 +12,6 @@ import shlex
 import signal
 import socket
 import sys
-import tempfile
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -30,6 +29,7 @@ from cog_triton.faces.openai.errors import ApiError
 from cog_triton.faces.openai.keys import configured_keys
 from cog_triton.faces.openai.served import LAST_SECONDS, Served
 from cog_triton.faces.terminal import end_at_once_on_signals
+from cog_triton.processes import temporary_directory
 from cog_triton.server.command import choose_ports
 from cog_triton.server.log import log_to
 from cog_triton.settings import Settings, read_settings
@@ -199,7 +199,7 @@ class Workers:
         self._processes: set[Process] = set()
 
     async def run(self, ready: Callable[[], object]) -> None:
-        with tempfile.TemporaryDirectory(prefix="cog-triton-metrics-") as metrics:
+        with temporary_directory("cog-triton-metrics.") as metrics:
             running = (self._keep_running(metrics, ready) for _ in range(self._starting))
             tasks = list(map(asyncio.create_task, running))
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -16,6 +16,7 @@ from tests.unit.engines.conftest import ENGINES, TIMEOUT, Requests, running
 
 msgspec = pytest.importorskip("msgspec", reason="Dynamo is not installed: make test-dynamo")
 zmq = pytest.importorskip("zmq")
+pytestmark = pytest.mark.rare  # once Dynamo is installed
 
 
 @dataclass

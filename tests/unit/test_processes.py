@@ -1,0 +1,34 @@
+"""A directory that goes with its process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from cog_triton.processes import temporary_directory
+
+KILLED = """import os
+from cog_triton.processes import temporary_directory
+with temporary_directory("own-"):
+    os.kill(os.getpid(), 9)
+"""
+
+
+def test_what_a_killed_process_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    own = {**os.environ, "TMPDIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", KILLED], env=own, check=False)
+    (left,) = tmp_path.iterdir()
+    with temporary_directory("own-") as young:
+        assert left.is_dir()
+        for directory in (left, young):
+            os.utime(directory, (0, 0))
+        with temporary_directory("own-"):
+            assert not left.exists()
+            assert Path(young).is_dir()
+    assert not list(tmp_path.iterdir())
