@@ -148,7 +148,6 @@ class Front:
                 await JSONResponse(body, refusal.status, headers)(scope, receive, send_last)
 
     async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer with the response of Cog's server, as it comes."""
         request, predictions = Request(scope, receive), self.predictions
         body = await request.body()
         if body and "json" not in request.headers.get("content-type", ""):
@@ -219,8 +218,7 @@ class Front:
                 writer.write(head + passage.body)
                 first, *lines = (await body.readuntil(HEAD_END))[:-4].split(b"\r\n")
             except asyncio.IncompleteReadError:
-                text = "Cog's server closed the connection without an answer"
-                raise Refusal(502, text) from None
+                raise Refusal(502, "Cog's server closed the connection without an answer") from None
             except (asyncio.CancelledError, OSError) as error:
                 stopping = "Cog's server takes no connection: it is stopping"
                 text = stopping if isinstance(error, OSError) else STOPPED

@@ -54,10 +54,8 @@ def serve(
         os.environ.setdefault("COG_TRACE_CONFIGURED", "true")
         os.environ.setdefault("COG_TRACE_SAMPLER", "parentbased_always_on")
     # The usual 1,024 are not enough: Cog's server opens one for each of 512 slots, and a request three.
-    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _OPEN_FILES if most == resource.RLIM_INFINITY else min(_OPEN_FILES, most)
-    if limit != resource.RLIM_INFINITY and limit < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # which Linux bounds
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(limit, min(_OPEN_FILES, most)), most))
     # The main thread is in Cog's server and runs no handlers; Python writes signals to this pipe.
     stop, writer = os.pipe()
     os.set_blocking(writer, False)
