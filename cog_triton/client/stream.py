@@ -43,12 +43,13 @@ class Response:
     # One per token of the prompt, if asked for: of a request's first response.
     prompt_log_probs: list[TokenLogProb] = field(default_factory=list)
 
-    def extend(self, later: Response) -> None:
-        """Append the response that follows this one."""
+    def extend(self, later: Response) -> Response:
+        """Append the response that follows this one; return both."""
         self.ids += later.ids
         self.log_probs += later.log_probs
         self.input_tokens = later.input_tokens or self.input_tokens
         self.final = later.final
+        return self
 
 
 class Streams(Protocol):
@@ -58,9 +59,7 @@ class Streams(Protocol):
         """Start a request and yield its responses; closing it early stops the request in the engine."""
 
 
-def decode_response(
-    outputs: Outputs, place: int, top: int | None, *, final: bool = False
-) -> Response:
+def decode_response(outputs: Outputs, place: int, top: int | None, final: bool = False) -> Response:
     """Return the response of one set of outputs.
 
     Args:
@@ -82,8 +81,7 @@ def decode_response(
         else:
             ids = ids[: outputs["sequence_length"][0]]
     except (KeyError, IndexError) as error:
-        text = f"a response of the ensemble lacks {error}"
-        raise errors.TritonMalformedEvent(text) from None
+        raise errors.TritonMalformedEvent(f"a response of the ensemble lacks {error}") from None
     response = Response(ids, outputs.get("num_input_tokens", [None])[0], final, embedded)
     if top is not None:
         values = np.array(outputs.get(wire.LOG_PROBS, ()), np.float32)
@@ -192,8 +190,7 @@ class TritonClient(ABC):
         parameters = {**parameters, wire.COUNTED_IDS: True}
         if continued:
             parameters[wire.CONTINUED] = wire.ids_text(continued)
-        asked = "return_log_probs" in inputs
-        top = int(parameters.get(wire.TOP_LOG_PROBS, 0)) if asked else None
+        top = int(parameters.get(wire.TOP_LOG_PROBS, 0)) if "return_log_probs" in inputs else None
         arrivals = await self._send(wire.IDS_ENSEMBLE, request_id, inputs, parameters)
         del inputs  # they may have the weights of an adapter, and the stream may be long
         place = 0
@@ -203,16 +200,13 @@ class TritonClient(ABC):
                 for message in await arrivals.take():
                     try:
                         outputs, final = self._parse(message)
-                        part = decode_response(outputs, place, top, final=final)
+                        part = decode_response(outputs, place, top, final)
                     except errors.CogTritonError:
                         if response is not None:
                             yield response
                         raise
                     place += len(part.ids)
-                    if response is None:
-                        response = part
-                    else:
-                        response.extend(part)
+                    response = response.extend(part) if response else part
                 if response is None:
                     raise lost_after(place)
                 arrivals.complete = response.final

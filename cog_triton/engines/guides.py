@@ -12,7 +12,6 @@ import json
 import math
 import resource
 import select
-import subprocess
 import sys
 import threading
 import time
@@ -20,11 +19,12 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
+from subprocess import DEVNULL, PIPE, Popen
 from typing import Any
 
-import llguidance
 import numpy as np
 import numpy.typing as npt
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 
@@ -41,9 +41,7 @@ MEMORY = 2 << 30
 
 # Of one guide, so that it cannot hold up the others: fuel burns at 50,000 units a millisecond while a guide
 # is compiled, and at 14,000 for a mask.
-LIMITS = llguidance.LLParserLimits(
-    initial_lexer_fuel=1_000_000, step_lexer_fuel=200_000, verbose_errors=False
-)
+LIMITS = LLParserLimits(initial_lexer_fuel=1_000_000, step_lexer_fuel=200_000, verbose_errors=False)
 
 # Between the parts of JSON. A model that may indent as well can spend all of max_tokens on that.
 WHITESPACE = " ?"
@@ -62,17 +60,16 @@ _OBJECT = {"properties", "patternProperties", "additionalProperties", "required"
 
 def grammar(guide: Guide) -> str:
     """Return a guide as llguidance's own grammar; a ValueError says why there is none."""
-    matcher = llguidance.LLMatcher
+    kind, text = guide.kind, guide.text
     try:
-        if guide.kind in (GuideKind.JSON, GuideKind.JSON_SCHEMA):
-            is_schema = guide.kind is GuideKind.JSON_SCHEMA
-            schema = without_others(guide.text) if is_schema else '{"type": "object"}'
+        if kind in (GuideKind.JSON, GuideKind.JSON_SCHEMA):
+            schema = '{"type": "object"}' if kind is GuideKind.JSON else without_others(text)
             overrides: Any = {"whitespace_pattern": WHITESPACE}
-            return matcher.grammar_from_json_schema(schema, overrides=overrides)
-        if guide.kind is GuideKind.REGEX:
-            return matcher.grammar_from_regex(guide.text)
-        if guide.kind is GuideKind.GRAMMAR:
-            return matcher.grammar_from_lark(gbnf_to_lark(guide.text))
+            return LLMatcher.grammar_from_json_schema(schema, overrides=overrides)
+        if kind is GuideKind.REGEX:
+            return LLMatcher.grammar_from_regex(text)
+        if kind is GuideKind.GRAMMAR:
+            return LLMatcher.grammar_from_lark(gbnf_to_lark(text))
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     except Exception as error:  # its errors have no class of their own
@@ -142,16 +139,12 @@ class Guides:
 
     def __init__(self, load_tokenizer: Callable[[], Any], vocabulary: int) -> None:
         """Start to read the vocabulary, of so many ids, of a fast tokenizer of transformers."""
-
-        def read() -> llguidance.LLTokenizer:
-            from llguidance.hf import from_tokenizer  # imports transformers
-
-            return from_tokenizer(load_tokenizer(), vocabulary)
+        from llguidance.hf import from_tokenizer  # imports transformers
 
         self._vocabulary = vocabulary
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="guides")  # then for the masks
-        self._tokenizer = self.thread.submit(read)
-        self._executor = llguidance.LLExecutor()
+        self._tokenizer = self.thread.submit(lambda: from_tokenizer(load_tokenizer(), vocabulary))
+        self._executor = LLExecutor()
         self._lock = threading.Lock()  # guards the next two
         self._compiled = lru_cache(COMPILED)(self._compile)
         self._check: Any = None  # the process that tries grammars
@@ -159,9 +152,8 @@ class Guides:
     def begin(self, request: GenerationRequest, tokens: list[int]) -> Guided:
         """Compile a request's guide, unless it has been before; an EngineError says why not."""
         if request.end_id is None:
-            raise EngineError(
-                "guided_decoding_guide needs an end token: it does not go with ignore_eos or end_id -1"
-            )
+            text = "needs an end token: it does not go with ignore_eos or end_id -1"
+            raise EngineError(f"guided_decoding_guide {text}")
         with self._lock:
             compiled = self._compiled(request.guide)
             if isinstance(compiled, str):
@@ -180,9 +172,7 @@ class Guides:
         bits = allocate_token_bitmask(len(sequences), tokenizer.vocab_size)
         places = [(each.matcher, i) for i, each in enumerate(sequences)]
         fill_next_token_bitmask_par(self._executor, places, bits)
-        masks = np.unpackbits(
-            bits.view(np.uint8), axis=1, bitorder="little", count=self._vocabulary
-        )
+        masks = np.unpackbits(bits.view("u1"), axis=1, bitorder="little", count=self._vocabulary)
         # The model may have more ids than the tokenizer; those are not allowed.
         masks[:, tokenizer.vocab_size :] = 0
         masks[:, [i for i in tokenizer.eos_tokens if i < self._vocabulary]] = 0
@@ -210,7 +200,7 @@ class Guides:
         except ValueError as error:
             problem = str(error)
         if not problem:
-            matcher = llguidance.LLMatcher(tokenizer, compiled, limits=LIMITS, log_level=0)
+            matcher = LLMatcher(tokenizer, compiled, limits=LIMITS, log_level=0)
             if not matcher.is_error():
                 return matcher
             problem = matcher.get_error()
@@ -220,11 +210,8 @@ class Guides:
     def _problem(self, grammar: str) -> str:
         """Return the reason why a process cannot compile a grammar; empty if it can."""
         if self._check is None:
-            command, pipe = [python(), "-m", __name__], subprocess.PIPE
-            # Ends with this process, and when its input is closed.
-            self._check = subprocess.Popen(
-                command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, encoding="ascii"
-            )
+            command = [python(), "-m", __name__]  # ends with this process, or with its input
+            self._check = Popen(command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, encoding="ascii")
         with contextlib.suppress(OSError, ValueError):  # it has ended
             self._check.stdin.write(json.dumps(grammar) + "\n")
             self._check.stdin.flush()
@@ -249,11 +236,11 @@ def main() -> None:
     end_with_parent()
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     # Whether a guide compiles does not depend on the tokenizer: the tokens of this one are the bytes.
-    tokenizer = llguidance.LLTokenizer("byte")
+    tokenizer = LLTokenizer("byte")
     for line in sys.stdin:
         spent = math.ceil(time.process_time())
         resource.setrlimit(resource.RLIMIT_CPU, (spent + SECONDS, resource.RLIM_INFINITY))
-        matcher = llguidance.LLMatcher(tokenizer, json.loads(line), limits=LIMITS, log_level=0)
+        matcher = LLMatcher(tokenizer, json.loads(line), limits=LIMITS, log_level=0)
         if not matcher.is_error():
             matcher.compute_bitmask()
         print(json.dumps(matcher.get_error()), flush=True)

@@ -27,9 +27,7 @@ logger = logging.getLogger(__name__)
 Library = Literal["llmapi", "vllm"]
 Arguments = dict[str, Any]
 
-TABLE: dict[str, dict[str, str]] = yaml.safe_load(
-    Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
-)
+TABLE: dict[str, dict[str, str]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_bytes())
 CONFIG: dict[Library, str] = {"llmapi": "llm_api_config", "vllm": "vllm_config"}
 _KV = "kv_cache_config"
 _PARSE: dict[str, Callable[[str], Any]] = {
@@ -107,10 +105,8 @@ def with_file(
 def _merged(variable: str, ours: Arguments, theirs: Arguments, section: str = "") -> Arguments:
     for name in sorted(ours.keys() & theirs.keys()):
         if ours[name] != theirs[name]:
-            logger.warning(
-                "%s: %s%s is %r, and not %r as the template variables have it",
-                *(variable, section, name, theirs[name], ours[name]),
-            )
+            text = "%s: %s%s is %r, and not %r as the template variables have it"
+            logger.warning(text, variable, section, name, theirs[name], ours[name])
     return {**ours, **theirs}
 
 
@@ -119,8 +115,7 @@ def model_config(arguments: Arguments) -> dict[str, Any]:
     from transformers import PretrainedConfig
 
     model, revision = arguments["model"], arguments.get("revision")
-    config: dict[str, Any] = PretrainedConfig.get_config_dict(model, revision=revision)[0]
-    return config
+    return dict(PretrainedConfig.get_config_dict(model, revision=revision)[0])
 
 
 def sampling_arguments(request: GenerationRequest) -> Arguments:

@@ -57,10 +57,8 @@ class TensorrtLlmEngine(library.LibraryEngine):
         asked = [*sampling.penalties, *(["bad_words"] if any(sampling.bad_words) else [])]
         # An ignored one changes the answer unnoticed. A seed comes with every request, mostly unasked for.
         if self._forgetful and asked:
-            raise EngineError(
-                f"the default sampler of TensorRT-LLM {self._version} does not support "
-                f"{', '.join(asked)}, and would ignore it; {REMEDY}"
-            )
+            text = f"the default sampler of TensorRT-LLM {self._version} does not support"
+            raise EngineError(f"{text} {', '.join(asked)}, and would ignore it; {REMEDY}")
         return SamplingParams(**sampling_arguments(request))
 
     async def generate(self, request: GenerationRequest, sampling: Any, adapter: Any) -> Steps:
@@ -135,10 +133,8 @@ def sampling_arguments(request: GenerationRequest) -> library.Arguments:
         arguments["top_k"] = 1  # means greedy in all releases; a temperature or top_p of 0 does not
     bad_words = [word for word in request.sampling.bad_words if word]
     if several := [list(word) for word in bad_words if len(word) > 1]:
-        raise EngineError(
-            "TensorRT-LLM's LLM API does not support bad words of several tokens, such as token ids "
-            f"{several[0]}"
-        )
+        text = "TensorRT-LLM's LLM API does not support bad words of several tokens"
+        raise EngineError(f"{text}, such as token ids {several[0]}")
     if bad_words:
         arguments["bad_token_ids"] = [word[0] for word in bad_words]
     if request.return_log_probs:

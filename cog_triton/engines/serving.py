@@ -146,9 +146,8 @@ class Serving:
             raise EngineError("the prompt has no tokens")
         if length >= limit:
             # TensorRT-LLM's wording, which clients know. One token of room is the least.
-            raise EngineError(
-                f"Prompt length ({length}) exceeds maximum input length ({limit - 1})."
-            )
+            text = f"Prompt length ({length}) exceeds maximum input length ({limit - 1})."
+            raise EngineError(text)
         if request.max_tokens < 1:
             raise EngineError(f"max_tokens must be at least 1, not {request.max_tokens}")
         key = f"{request_id}#{next(self._keys)}"

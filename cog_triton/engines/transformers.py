@@ -33,20 +33,19 @@ CPU_PAGE_TOKENS = 64
 CPU_BATCH_TOKENS = 256  # a longer prompt is prefilled in pieces, between others' tokens
 CPU_CACHE_BYTES = 512 << 20
 MAX_RUNNING = 256  # more requests wait
+_FEATURES = {"allowed_token_ids", "embedding_bias", "min_p", "prompt_logprobs", "top_logprobs"}
 
 
 class TransformersEngine(Engine):
-    features = frozenset(
-        {"allowed_token_ids", "embedding_bias", "min_p", "prompt_logprobs", "top_logprobs"}
-    )
+    features = frozenset(_FEATURES)
 
     def __init__(self, parameters: Mapping[str, str]) -> None:
         """Load the model that the tensorrt_llm model's parameters name, and start generating."""
         model = load_model(parameters)
         config = model.config.get_text_config()
         limit = getattr(config, "max_position_embeddings", None) or 2048
-        self.context_length = min(int(parameters.get("max_seq_len", limit)), limit)
-        batching = batching_config(model, self.context_length, parameters)
+        self.context_length = limit = min(int(parameters.get("max_seq_len", limit)), limit)
+        batching = batching_config(model, limit, parameters)
         self._vocabulary = int(config.vocab_size)
         self.running: dict[str, Row] = {}
         self._preparer = ThreadPoolExecutor(MAX_RUNNING, thread_name_prefix="preparer")
@@ -62,16 +61,13 @@ class TransformersEngine(Engine):
             self._adapters = Adapters(model, Path(directory), self._adapters_in_use, cache_bytes)
             self.features |= {"lora_task_id"}
             self._preparer.submit(import_peft)
-        self._manager = manager = model.init_continuous_batching(
-            GenerationConfig(do_sample=False, eos_token_id=-1, max_new_tokens=self.context_length),
-            batching,
-        )
+        greedy = GenerationConfig(do_sample=False, eos_token_id=-1, max_new_tokens=limit)
+        self._manager = manager = model.init_continuous_batching(greedy, batching)
         # Outputs come on the generation thread, without a queue or an event loop between.
         manager.output_router.deliver = self._deliver
         manager.output_router.deliver_batch = lambda outputs: [*map(self._deliver, outputs)]
-        self._processor = manager.logit_processor = StepProcessor(
-            model, self._guides, self._adapters
-        )
+        self._processor = StepProcessor(model, self._guides, self._adapters)
+        manager.logit_processor = self._processor
         manager.warmup()  # allocates the cache
         cache, endpoint = manager.batch_processor.cache, parameters.get("kv_events_endpoint")
         # Where requests do not share blocks, nothing in it helps another one.
@@ -98,10 +94,9 @@ class TransformersEngine(Engine):
     def close(self) -> None:
         self._manager.stop(block=True, hard_stop=True)
         self._preparer.shutdown(cancel_futures=True)
-        if self._guides is not None:
-            self._guides.close()
-        if self._events is not None:
-            self._events.close()
+        for each in (self._guides, self._events):
+            if each is not None:
+                each.close()
 
     def _check_running(self) -> None:
         status = self._manager.background_thread_status
@@ -116,23 +111,15 @@ class TransformersEngine(Engine):
             if request.lora_task_id and self._adapters is not None:
                 self._adapters.assign(request.lora_task_id, row)
             if request.key in self.running:
-                self._add(row)
+                prompt = self._processor.prompt(row)
+                ends = {"max_new_tokens": request.max_tokens, "eos_token_id": request.end_id}
+                manager, key = self._manager, request.key
+                manager.add_request(prompt, request_id=key, streaming=True, row=row, **ends)
+                # Asked again, so that a request is not lost when the engine stops meanwhile.
+                self._check_running()
         except EngineError as error:
             if self.running.pop(request.key, None) is not None:
                 row.sink(Step(finished=True, error=error))
-
-    def _add(self, row: Row) -> None:
-        request = row.request
-        self._manager.add_request(
-            self._processor.prompt(row),
-            request_id=request.key,
-            max_new_tokens=request.max_tokens,
-            streaming=True,
-            eos_token_id=request.end_id,
-            row=row,
-        )
-        # Asked again, so that a request is not lost when the engine stops meanwhile.
-        self._check_running()
 
     def _deliver(self, output: GenerationOutput) -> None:
         """Hand a request's new tokens to its sink, on the generation thread."""
@@ -185,16 +172,12 @@ def load_model(parameters: Mapping[str, str]) -> Any:
             raise
         raise ValueError(text) from error
     for weight, shape, expected in sorted(info["mismatched_keys"]):
-        raise ValueError(
-            f"the weights of {name} are not those of its config.json: {weight} has the shape "
-            f"{tuple(shape)}, and should have {tuple(expected)}"
-        )
+        text = f"the weights of {name} are not those of its config.json: {weight} has the shape"
+        raise ValueError(f"{text} {tuple(shape)}, and should have {tuple(expected)}")
     return model.to(device).eval()
 
 
-def batching_config(
-    model: Any, context_length: int, parameters: Mapping[str, str]
-) -> ContinuousBatchingConfig:
+def batching_config(model: Any, context_length: int, parameters: Mapping[str, str]) -> Any:
     """Return transformers' configuration. It sizes the KV cache itself, but for a CPU without a limit."""
     on_cpu = model.device.type == "cpu"
     page = CPU_PAGE_TOKENS if on_cpu else ContinuousBatchingConfig.page_size
@@ -203,10 +186,9 @@ def batching_config(
     if tokens := parameters.get("max_tokens_in_paged_kv_cache"):
         blocks = int(tokens) // page
         if blocks < sequence_blocks:
-            raise ValueError(
-                f"max_tokens_in_paged_kv_cache={tokens} cannot hold one sequence of "
-                f"{context_length} tokens; {sequence_blocks * page} is the least"
-            )
+            least = f"{context_length} tokens; {sequence_blocks * page} is the least"
+            text = f"max_tokens_in_paged_kv_cache={tokens} cannot hold one sequence of {least}"
+            raise ValueError(text)
     elif on_cpu:
         config = model.config.get_text_config()
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads

@@ -7,7 +7,7 @@ rounding depends on the batch's size, and may decide between two that are nearly
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial, wraps
@@ -15,10 +15,9 @@ from itertools import count
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import LogitsProcessorList
-from transformers.generation.continuous_batching.cb_logits_processors import (
-    ContinuousBatchingLogitsProcessorList,
-)
+from transformers.generation.continuous_batching import cb_logits_processors
 
 from cog_triton.adapters.layers import Adapters, LoadedAdapter
 from cog_triton.engines import base
@@ -46,9 +45,7 @@ class History:
         self._bias = torch.zeros_like(self._counts)
         self._bias[list(request.logit_bias)] = self._bias.new_tensor([*request.logit_bias.values()])
 
-    def change(
-        self, logits: torch.Tensor, tokens: list[int], allowed: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def change(self, logits: Tensor, tokens: list[int], allowed: Tensor | None = None) -> Tensor:
         """Return the logits to sample from after the tokens so far; ``allowed`` is the guide's mask."""
         request = self._request
         own = logits + self._bias if request.logit_bias else logits
@@ -73,7 +70,7 @@ class History:
             return logits.masked_fill(~allowed, -torch.inf)
         return own
 
-    def _penalize(self, logits: torch.Tensor, tokens: list[int]) -> torch.Tensor:
+    def _penalize(self, logits: Tensor, tokens: list[int]) -> Tensor:
         sampling, factor = self._request.sampling, self._request.sampling.repetition_penalty
         ids = torch.tensor(tokens[self._counted :], dtype=torch.int64, device=logits.device)
         self._counts.index_add_(0, ids, torch.ones_like(ids, dtype=torch.float32))
@@ -116,7 +113,7 @@ class Row:
         return self.guided.error if self.guided else None
 
 
-class StepProcessor(ContinuousBatchingLogitsProcessorList):
+class StepProcessor(cb_logits_processors.ContinuousBatchingLogitsProcessorList):
     """Stands in for transformers' logits processors, which know no seeds, penalties or bad words.
 
     It is called at three points of a step: before it, around the model's forward pass, and with the logits,
@@ -184,7 +181,7 @@ class StepProcessor(ContinuousBatchingLogitsProcessorList):
             output.logits = output.logits[:, kept]
         return output
 
-    def __call__(self, _: torch.Tensor, scores: torch.Tensor, __: torch.Tensor) -> torch.Tensor:
+    def __call__(self, _: Tensor, scores: Tensor, __: Tensor) -> Tensor:
         """Choose the next tokens; in the scores that are returned, transformers finds no others.
 
         The scores are the logits, [rows, vocabulary]. Behind those of the step's rows come those of prompts
@@ -212,7 +209,7 @@ class StepProcessor(ContinuousBatchingLogitsProcessorList):
         return chosen
 
 
-def _note_prompt(logits: torch.Tensor, row: Row, start: int) -> None:
+def _note_prompt(logits: Tensor, row: Row, start: int) -> None:
     """Keep the log probabilities of a row's prompt that are new: ``logits`` are those from ``start`` on."""
     ids, known = row.request.input_ids, row.prompt_log_probs
     if not known:
@@ -223,7 +220,7 @@ def _note_prompt(logits: torch.Tensor, row: Row, start: int) -> None:
         known += log_probs(part, own, row.request.top_log_probs)
 
 
-def log_probs(logits: torch.Tensor, ids: torch.Tensor, top: int) -> list[TokenLogProb]:
+def log_probs(logits: Tensor, ids: Tensor, top: int) -> list[TokenLogProb]:
     """Return each row's log probability of its token, with the ``top`` most likely tokens'."""
     known = logits.float().log_softmax(-1).clamp_(min=base.LEAST_LOG_PROB)
     own = known.gather(1, ids.unsqueeze(-1)).squeeze(-1)
@@ -235,19 +232,15 @@ def log_probs(logits: torch.Tensor, ids: torch.Tensor, top: int) -> list[TokenLo
     ]
 
 
-def choose(
-    logits: torch.Tensor, samplings: Sequence[SamplingParams], positions: Sequence[int]
-) -> torch.Tensor:
+def choose(logits: Tensor, samplings: list[SamplingParams], positions: list[int]) -> Tensor:
     """Return the ids chosen by logits, float32 [rows, vocabulary], and each row's seed and place."""
     sampled = [i for i, sampling in enumerate(samplings) if not sampling.greedy]
-    if not sampled:
-        return logits.argmax(dim=-1)
-    if len(sampled) == len(samplings):
+    if sampled and len(sampled) == len(samplings):
         return _sample(logits, samplings, positions)
     ids = logits.argmax(dim=-1)
-    ids[sampled] = choose(
-        logits[sampled], [samplings[i] for i in sampled], [positions[i] for i in sampled]
-    )
+    if sampled:
+        own = [samplings[i] for i in sampled], [positions[i] for i in sampled]
+        ids[sampled] = _sample(logits[sampled], *own)
     return ids
 
 
@@ -261,9 +254,7 @@ def noise_key(seed: int, position: int) -> tuple[int, int]:
     return x >> 32, x & 0xFFFFFFFF
 
 
-def _sample(
-    logits: torch.Tensor, samplings: Sequence[SamplingParams], positions: Sequence[int]
-) -> torch.Tensor:
+def _sample(logits: Tensor, samplings: list[SamplingParams], positions: list[int]) -> Tensor:
     """Return a random token of each row, shape [rows].
 
     When each token arrives after an exponential time whose rate is its probability, each is the first with
@@ -295,9 +286,7 @@ def _sample(
     return _first_within(speeds, weights, number, torch.tensor(shares, device=device) * total)
 
 
-def _first_within(
-    speeds: torch.Tensor, weights: torch.Tensor, number: torch.Tensor, weight: torch.Tensor
-) -> torch.Tensor:
+def _first_within(speeds: Tensor, weights: Tensor, number: Tensor, weight: Tensor) -> Tensor:
     """Return each row's fastest token within its limits, [rows]; of equals the lower id is likelier."""
     chosen = speeds.argmax(dim=-1, keepdim=True)
     own = weights.gather(-1, chosen)
@@ -310,13 +299,13 @@ def _first_within(
     chosen = chosen.squeeze(-1)
     if outside.any():
         # A token that is less likely than one outside is outside, too: only the likelier remain.
-        chosen[outside] = _first_within(
-            speeds[outside] * likelier[outside], weights[outside], number[outside], weight[outside]
-        )
+        limits = number[outside], weight[outside]
+        speeds = speeds[outside] * likelier[outside]
+        chosen[outside] = _first_within(speeds, weights[outside], *limits)
     return chosen
 
 
-def _exponential(keys: torch.Tensor, vocabulary: int) -> torch.Tensor:
+def _exponential(keys: Tensor, vocabulary: int) -> Tensor:
     """Return exponential noise of mean 1, shape [rows, vocabulary], from keys of shape [rows, 2].
 
     All of it is finite and greater than 0: a uniform number that rounds to 0 or 1 would let any token win,
@@ -329,7 +318,7 @@ def _exponential(keys: torch.Tensor, vocabulary: int) -> torch.Tensor:
     return uniform.neg_().log1p_().neg_()
 
 
-def _mix_(x: torch.Tensor) -> torch.Tensor:
+def _mix_(x: Tensor) -> Tensor:
     """MurmurHash3's 32-bit finalizer in place, on int32, whose products wrap around."""
     x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(0x85EBCA6B - (1 << 32))
     x.bitwise_xor_((x >> 13).bitwise_and_(0x7FFFF)).mul_(0xC2B2AE35 - (1 << 32))

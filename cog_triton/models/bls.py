@@ -20,7 +20,7 @@ from typing import Any
 from cog_triton import wire
 from cog_triton.errors import InvalidParameter, TritonUnknownError
 from cog_triton.models import stub
-from cog_triton.models.stub import Array, Client, Contexts, Tensors, flag
+from cog_triton.models.stub import Array, Client, Contexts, Inputs, Tensors, flag
 from cog_triton.models.tensors import NAMES
 
 logger = logging.getLogger(__name__)
@@ -34,23 +34,13 @@ STARTING_AT_ONCE = 24
 _DRAFTING = ("num_draft_tokens", "use_draft_logits")
 # Parameters of a request that are handed down, as an ensemble hands down all. Not those by which a client
 # asks for token ids in place of what postprocessing reads.
-PARAMETERS = {
-    wire.PROMPT_IDS,
-    wire.ADD_SPECIAL_TOKENS,
-    wire.LOGIT_BIAS,
-    wire.MIN_P,
-    wire.TOP_LOG_PROBS,
-}
-_UNSUPPORTED_PARAMETERS = {
-    "tensorrt_llm_draft_model_name": "speculative decoding with a draft model",
-    "multimodal_encoders_name": "encoding images",
-}
+PASSED = {wire.PROMPT_IDS, wire.ADD_SPECIAL_TOKENS, wire.LOGIT_BIAS, wire.MIN_P, wire.TOP_LOG_PROBS}
 
 
 class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         config, parameters = stub.begin(args)
-        for name, what in _UNSUPPORTED_PARAMETERS.items():
+        for name, what in NAMES["bls_variables"].items():
             if name in parameters:
                 raise ValueError(f"{name}: {what} is not supported")
         self._llm = parameters.get("tensorrt_llm_model_name", wire.ENGINE)
@@ -60,9 +50,7 @@ class TritonPythonModel:
         self._running: dict[Client, str] = {}  # to the ids of their requests
         self._closed = threading.Event()
         # The requests' own threads mostly wait for the next response.
-        self._watch = threading.Thread(
-            target=self._stop_cancelled, name="cancellation", daemon=True
-        )
+        self._watch = threading.Thread(target=self._stop_cancelled, name="cancels", daemon=True)
         self._watch.start()
 
     def execute(self, requests: list[Any]) -> None:
@@ -92,7 +80,7 @@ class TritonPythonModel:
         finally:
             self._running.pop(client, None)
 
-    def _check(self, inputs: Mapping[str, Array]) -> None:
+    def _check(self, inputs: Inputs) -> None:
         if any(flag(inputs, name) for name in _DRAFTING):
             raise InvalidParameter(f"{NAME} does not support speculative decoding")
         streams = flag(inputs, "stream")
@@ -103,10 +91,10 @@ class TritonPythonModel:
             raise InvalidParameter(f"{what} needs decoupled_mode true in the {NAME} model")
 
     def _responses(
-        self, request_id: str, inputs: Mapping[str, Array], parameters: Mapping[str, Any]
+        self, request_id: str, inputs: Inputs, parameters: Mapping[str, Any]
     ) -> Generator[tuple[Tensors, bool], None, None]:
         """Yield each response's tensors, and whether it is known to be the last; stop what is left."""
-        parameters = {name: value for name, value in parameters.items() if name in PARAMETERS}
+        parameters = {name: value for name, value in parameters.items() if name in PASSED}
         queries = _renamed(inputs, NAMES["bls_to_preprocessing"])
         tokenized = _outputs(self._call("preprocessing", request_id, queries, parameters))
         prompts = _renamed(tokenized, NAMES["preprocessing_to_llm"])
@@ -133,28 +121,21 @@ class TritonPythonModel:
             if (text := self._decode(request_id, each)).item():
                 yield self._answer(each, text, texts), False
 
-    def _decode(self, request_id: str, tensors: Mapping[str, Array]) -> Array:
+    def _decode(self, request_id: str, tensors: Inputs) -> Array:
         """Return the text of a response with its context, UTF-8, shape [beams]."""
         inputs = _renamed(tensors, NAMES["llm_to_postprocessing"])
         if not inputs["CONTEXT_IDS"].size:
             del inputs["CONTEXT_IDS"]
         return _outputs(self._call("postprocessing", request_id, inputs))["OUTPUT"]
 
-    def _answer(
-        self, tensors: Mapping[str, Array], text: Array, texts: dict[tuple[int, int], Array]
-    ) -> Tensors:
+    def _answer(self, tensors: Inputs, text: Array, texts: dict[tuple[int, int], Array]) -> Tensors:
         place = stub.sequence_of(tensors)
         if self._accumulates:
             text = texts[place] = texts[place] + text if place in texts else text
         return {**tensors, "text_output": text}
 
     def _call(
-        self,
-        model: str,
-        request_id: str,
-        inputs: Mapping[str, Array],
-        parameters: Mapping[str, Any] = wire.NO_PARAMETERS,
-        **options: bool,
+        self, model: str, request_id: str, inputs: Inputs, parameters: Any = (), **options: bool
     ) -> Any:
         """Return a model's response; with ``decoupled``, its responses as they come."""
         request = stub.pb_utils.InferenceRequest(
@@ -191,13 +172,13 @@ def _outputs(response: Any) -> dict[str, Array]:
     raise (InvalidParameter if refused else TritonUnknownError)(error.message())
 
 
-def _renamed(arrays: Mapping[str, Array], names: Mapping[str, str]) -> dict[str, Array]:
+def _renamed(arrays: Inputs, names: Mapping[str, str]) -> dict[str, Array]:
     return {names[name]: array for name, array in arrays.items() if name in names}
 
 
-def _largest(inputs: Mapping[str, Array], name: str) -> int:
+def _largest(inputs: Inputs, name: str) -> int:
     return int(inputs[name].max()) if name in inputs else 1
 
 
-def _sequences(inputs: Mapping[str, Array]) -> int:
+def _sequences(inputs: Inputs) -> int:
     return len(inputs["text_input"]) * _largest(inputs, "num_return_sequences")

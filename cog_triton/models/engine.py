@@ -77,18 +77,13 @@ class TritonPythonModel:
         counted = parameters.get(COUNTED_IDS) is True
         ids_only = counted or parameters.get(IDS_ONLY) is True
         form = {"ids_only": ids_only, "counted": counted, "top": generations[0].top_log_probs}
+        how = {"streaming": streaming, "prompt_in_output": prompt_in_output}
         zeros = {} if ids_only else self._placeholders
         responses = Responses(client, inputs, names, len(generations), form, zeros)
         try:
             for index, generation in enumerate(generations):
-                stop = self._serving.start(
-                    request_id,
-                    generation,
-                    partial(responses.send, index),
-                    streaming=streaming,
-                    prompt_in_output=prompt_in_output,
-                )
-                responses.stops.append(stop)
+                send = partial(responses.send, index)
+                responses.stops.append(self._serving.start(request_id, generation, send, **how))
         except Exception:
             responses.abandoned = True  # the error is the only response to the whole batch
             responses.stop()

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from cog_triton.errors import InvalidParameter
 from cog_triton.models import stub
-from cog_triton.models.stub import Array
+from cog_triton.models.stub import Array, Inputs
 from cog_triton.text.detokenizer import decode_delta
 from cog_triton.text.tokenizer import Tokenizer
 
 
-def decoded(
-    tokenizer: Tokenizer, inputs: Mapping[str, Array], *, skip_special_tokens: bool = True
-) -> Array:
+def decoded(tokenizer: Tokenizer, inputs: Inputs, *, skip_special_tokens: bool = True) -> Array:
     """Return the texts, UTF-8, shape [batch * beams], as NVIDIA's postprocessing does.
 
     Nothing is kept between responses. One that comes without the ids before it is decoded alone, which is
@@ -28,9 +25,8 @@ def decoded(
     """
     ids, lengths = inputs["TOKENS_BATCH"], inputs["SEQUENCE_LENGTH"]
     if lengths.shape != ids.shape[:2]:
-        raise InvalidParameter(
-            f"SEQUENCE_LENGTH must be of shape {list(ids.shape[:2])}, not {list(lengths.shape)}"
-        )
+        shapes = f"{list(ids.shape[:2])}, not {list(lengths.shape)}"
+        raise InvalidParameter(f"SEQUENCE_LENGTH must be of shape {shapes}")
     if (lengths < 0).any():
         raise InvalidParameter(f"SEQUENCE_LENGTH must be at least 0, not {lengths.min()}")
     context, final = inputs.get("CONTEXT_IDS"), inputs.get("IS_FINAL")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate, chain
 from typing import Any
@@ -12,7 +12,7 @@ import numpy as np
 from cog_triton import wire
 from cog_triton.errors import InvalidParameter
 from cog_triton.models import stub
-from cog_triton.models.stub import Array, Client
+from cog_triton.models.stub import Array, Client, Inputs, Tensors
 from cog_triton.request.limits import UNKNOWN_TOKENS, WORDS, WORDS_BYTES
 from cog_triton.request.request import Request
 from cog_triton.text.tokenizer import Tokenizer, text_limits
@@ -23,30 +23,24 @@ LONG_BYTES = 20_000  # of text, tokenized in about ten milliseconds; longer prom
 class Preprocessor:
     """Turns the preprocessing model's inputs into its outputs."""
 
-    def __init__(
-        self, tokenizer: Tokenizer, configured: Mapping[str, Any] = wire.NO_PARAMETERS
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, given: wire.Parameters = wire.NO_PARAMETERS) -> None:
         self._tokenizer = tokenizer
-        self._adds_special_tokens = configured.get("add_special_tokens", "true") == "true"
-        self._words_after_space = configured.get("words_after_space", "true") == "true"
-        context_length = int(configured.get("max_seq_len", 0)) or None
+        self._adds_special_tokens = given.get("add_special_tokens", "true") == "true"
+        self._words_after_space = given.get("words_after_space", "true") == "true"
+        context_length = int(given.get("max_seq_len", 0)) or None
         self._longest = context_length or UNKNOWN_TOKENS
         self._limits = text_limits(tokenizer, context_length)
         end_id, pad_id = tokenizer.eos_token_id, tokenizer.pad_token_id
         self._end_id = -1 if end_id is None else end_id
         self._pad_id = self._end_id if pad_id is None else pad_id
 
-    def __call__(
-        self, inputs: Mapping[str, Array], parameters: Mapping[str, Any] = wire.NO_PARAMETERS
-    ) -> dict[str, Array]:
+    def __call__(self, inputs: Inputs, parameters: wire.Parameters = wire.NO_PARAMETERS) -> Tensors:
         """Return the outputs for one request, or raise InvalidParameter."""
         adds = parameters.get(wire.ADD_SPECIAL_TOKENS, self._adds_special_tokens)
         if not isinstance(adds, bool):
             raise InvalidParameter(f"{wire.ADD_SPECIAL_TOKENS} must be among true and false")
         continued = wire.ids_parameter(parameters, wire.CONTINUED)
-        prompts = [
-            [*prompt, *continued] for prompt in self._prompts(inputs["QUERY"], parameters, adds)
-        ]
+        prompts = [[*ids, *continued] for ids in self._prompts(inputs["QUERY"], parameters, adds)]
         batch = len(prompts)
         pad_ids = inputs.get("PAD_ID", np.full((batch, 1), self._pad_id, np.int32))
         pad_id = int(pad_ids.flat[0])
@@ -66,25 +60,22 @@ class Preprocessor:
         optional = {
             "BAD_WORDS_IDS": self._word_lists(inputs.get("BAD_WORDS_DICT")),
             "STOP_WORDS_IDS": self._word_lists(inputs.get("STOP_WORDS_DICT")),
-            "EMBEDDING_BIAS": self._embedding_bias(inputs, parameters, batch),
+            "EMBEDDING_BIAS": self._embedding_bias(inputs, parameters),
             "OUT_SEED": _either(inputs, "SEED", "RANDOM_SEED"),
             "OUT_MIN_TOKENS": _either(inputs, "MIN_TOKENS", "MIN_LENGTH"),
         }
         return outputs | {name: value for name, value in optional.items() if value is not None}
 
-    def _prompts(
-        self, queries: Array, parameters: Mapping[str, Any], add_special_tokens: bool
-    ) -> list[list[int]]:
+    def _prompts(self, queries: Array, parameters: wire.Parameters, adds: bool) -> list[list[int]]:
         prompt_ids = wire.ids_parameter(parameters, wire.PROMPT_IDS)
         if not prompt_ids:
-            return [self._ids(text, add_special_tokens) for text in self._texts(queries)]
+            return [self._ids(text, adds) for text in self._texts(queries)]
         if len(queries) > 1:
             raise InvalidParameter(f"{wire.PROMPT_IDS} does not support a batch of prompts")
-        if len(prompt_ids) > self._longest:
+        if (length := len(prompt_ids)) > self._longest:
             # TensorRT-LLM's wording, which clients know; as below.
-            raise InvalidParameter(
-                f"Prompt length ({len(prompt_ids)}) exceeds maximum input length ({self._longest})."
-            )
+            text = f"Prompt length ({length}) exceeds maximum input length ({self._longest})."
+            raise InvalidParameter(text)
         return [prompt_ids]
 
     def _texts(self, queries: Array) -> list[str]:
@@ -94,10 +85,8 @@ class Preprocessor:
             text = "" if (too_long := len(query) > 4 * most) else _text(query)
             if too_long or len(text) > most:
                 length = f"{len(query)} bytes" if too_long else f"{len(text)} characters"
-                raise InvalidParameter(
-                    f"Prompt length ({length}) exceeds maximum input length "
-                    f"({most} characters are the most{self._limits.source})."
-                )
+                text = f"Prompt length ({length}) exceeds maximum input length ({most} characters"
+                raise InvalidParameter(f"{text} are the most{self._limits.source}).")
             texts.append(text)
         return texts
 
@@ -110,15 +99,14 @@ class Preprocessor:
         if words is None:
             return None
         rows = _words(words)
-        if self._words_after_space:
-            rows = [variants(row) for row in rows]
+        if self._words_after_space:  # in most vocabularies those are different tokens
+            rows = [[form for word in row if word for form in (word, f" {word}")] for row in rows]
         lists = word_lists([[ids for word in row if (ids := self._ids(word))] for row in rows])
         return lists if lists.size else None
 
-    def _embedding_bias(
-        self, inputs: Mapping[str, Array], parameters: Mapping[str, Any], batch: int
-    ) -> Array | None:
+    def _embedding_bias(self, inputs: Inputs, parameters: wire.Parameters) -> Array | None:
         """Return the bias of the logits, shape [batch, vocabulary]; None for none."""
+        batch = len(inputs["QUERY"])
         logit_bias = dict(wire.parse_logit_bias(parameters.get(wire.LOGIT_BIAS)))
         if logit_bias:  # a Request knows its bounds
             Request(" ", 0, logit_bias=tuple(logit_bias.items()))
@@ -129,25 +117,17 @@ class Preprocessor:
             if not logit_bias:
                 return None
         if weights.size != sum(map(len, words)):
-            raise InvalidParameter(
-                "embedding_bias_words and embedding_bias_weights must be as many"
-            )
+            text = "embedding_bias_words and embedding_bias_weights must be as many"
+            raise InvalidParameter(text)
         bias = np.zeros((batch, len(self._tokenizer)), np.float32)
         for row, names, values in zip(bias, words, weights.reshape(batch, -1), strict=True):
             for name, value in zip(names, values, strict=True):
                 row[self._ids(name)] += value
         if (highest := max(logit_bias, default=0)) >= bias.shape[1]:
-            raise InvalidParameter(
-                f"the token ids of {wire.LOGIT_BIAS} must be between 0 and {bias.shape[1] - 1}, "
-                f"not {highest}"
-            )
+            bounds = f"must be between 0 and {bias.shape[1] - 1}, not {highest}"
+            raise InvalidParameter(f"the token ids of {wire.LOGIT_BIAS} {bounds}")
         bias[:, list(logit_bias)] += np.array(list(logit_bias.values()), np.float32)
         return bias
-
-
-def variants(words: Sequence[str]) -> list[str]:
-    """Return each word as it stands and after a space: in most vocabularies those are different tokens."""
-    return [form for word in words if word for form in (word, f" {word}")]
 
 
 def word_lists(batch: Sequence[Sequence[Sequence[int]]]) -> Array:
@@ -163,9 +143,8 @@ def _words(words: Array) -> list[list[str]]:
     if words.shape[1] > WORDS:
         raise InvalidParameter(f"the words of a list must be at most {WORDS}, not {words.shape[1]}")
     if (size := sum(map(len, words.flat))) > WORDS_BYTES:
-        raise InvalidParameter(
-            f"the words of a list must be at most {WORDS_BYTES} bytes, not {size}"
-        )
+        text = f"the words of a list must be at most {WORDS_BYTES} bytes, not {size}"
+        raise InvalidParameter(text)
     return [[_text(word) for word in row] for row in words]
 
 
@@ -183,12 +162,11 @@ def _padded(rows: Sequence[Sequence[int]], pad_id: int, width: int = 0) -> Array
     return padded
 
 
-def _either(inputs: Mapping[str, Array], new: str, old: str) -> Array | None:
+def _either(inputs: Inputs, new: str, old: str) -> Array | None:
     given = [inputs[name] for name in (new, old) if name in inputs]
     if len(given) == 2 and not np.array_equal(given[0], given[1]):
-        raise InvalidParameter(
-            f"{new.lower()} and {old.lower()} are two names of one input and must be the same"
-        )
+        names = f"{new.lower()} and {old.lower()}"
+        raise InvalidParameter(f"{names} are two names of one input and must be the same")
     return given[0] if given else None
 
 

@@ -26,6 +26,7 @@ except ImportError:  # outside of Triton
 
 Array = npt.NDArray[Any]
 Tensors = dict[str, Array]
+Inputs = Mapping[str, Array]
 
 logger = logging.getLogger(__name__)
 
@@ -61,16 +62,14 @@ class Client:
 
 
 def begin(args: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return a model's configuration and its ``parameters``; the stub ends with tritonserver then."""
+    """Return a model's configuration, and its parameters that are not empty.
+
+    From then on the stub ends with tritonserver.
+    """
     end_with_parent()
     config = json.loads(args["model_config"])
-    return config, parameters(config)
-
-
-def parameters(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the string parameters of a parsed model configuration that are not empty."""
     given = (config.get("parameters") or {}).items()
-    return {name: text for name, value in given if (text := value["string_value"])}
+    return config, {name: text for name, value in given if (text := value["string_value"])}
 
 
 def tokenizer(parameters: Mapping[str, str]) -> Tokenizer:

@@ -18,38 +18,25 @@ from cog_triton import wire
 from cog_triton.engines.base import GenerationRequest, SamplingParams
 from cog_triton.engines.serving import Output
 from cog_triton.errors import InvalidParameter, shown
-from cog_triton.models.stub import Array, flag, indices
+from cog_triton.models.stub import Array, Inputs, flag, indices
 from cog_triton.request import limits
 from cog_triton.request.request import Guide, GuideKind, Request, engine_guide
 
-NAMES: dict[str, dict[str, Any]] = yaml.safe_load(
-    Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
-)
+NAMES: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_bytes())
 # Each a feature of that name.
 _PARAMETERS = (wire.MIN_P, wire.TOP_LOG_PROBS, wire.PROMPT_LOG_PROBS, wire.ALLOWED_IDS)
-_SAMPLED = {each.name for each in fields(SamplingParams)} - {"top_k", "bad_words"}  # as Request has
+_SAMPLED = [each for each in fields(SamplingParams) if each.name not in ("top_k", "bad_words")]
 _EMPTY = np.empty(0)
 
 
 def generation_requests(
-    inputs: Mapping[str, Array],
-    parameters: Mapping[str, Any] = wire.NO_PARAMETERS,
-    features: Collection[str] = (),
+    inputs: Inputs, parameters: wire.Parameters = wire.NO_PARAMETERS, features: Collection[str] = ()
 ) -> list[GenerationRequest]:
     """Return one request per sequence of the batch.
 
     ``features`` are the inputs and parameters that the engine honours; see ``Engine.features``.
     InvalidParameter names an input that is missing, out of range, or not supported.
     """
-    _refuse_unsupported(inputs, parameters, features)
-    if "input_ids" not in inputs:
-        raise InvalidParameter("input_ids is missing")
-    return [_generation_request(inputs, i, parameters) for i in range(len(inputs["input_ids"]))]
-
-
-def _refuse_unsupported(
-    inputs: Mapping[str, Array], parameters: Mapping[str, Any], features: Collection[str]
-) -> None:
     unsupported = [name for name, of in NAMES["unsupported"].items() if of not in features]
     # A zero asks for nothing, a tensor of them for something.
     refused = [n for n in unsupported if flag(inputs, n) or inputs.get(n, _EMPTY)[:1].size > 1]
@@ -63,11 +50,12 @@ def _refuse_unsupported(
     refused += [name for name in _PARAMETERS if parameters.get(name) and name not in features]
     if refused:
         raise InvalidParameter(f"the embedded engine does not support {', '.join(refused)}")
+    if "input_ids" not in inputs:
+        raise InvalidParameter("input_ids is missing")
+    return [_generation_request(inputs, i, parameters) for i in range(len(inputs["input_ids"]))]
 
 
-def _generation_request(
-    inputs: Mapping[str, Array], i: int, parameters: Mapping[str, Any]
-) -> GenerationRequest:
+def _generation_request(inputs: Inputs, i: int, parameters: wire.Parameters) -> GenerationRequest:
     def scalar(name: str, default: Any) -> Any:
         return inputs[name].reshape(-1)[i].item() if name in inputs else default
 
@@ -80,24 +68,14 @@ def _generation_request(
     end_id, log_probs = scalar("end_id", -1), bool(scalar("return_log_probs", False))
     top, most = parameters.get(wire.TOP_LOG_PROBS, 0), limits.TOP_LOG_PROBS
     if type(top) is not int or not 0 <= top <= most:
-        raise InvalidParameter(
-            f"{wire.TOP_LOG_PROBS} must be between 0 and {most}, not {shown(top)}"
-        )
+        text = f"{wire.TOP_LOG_PROBS} must be between 0 and {most}, not {shown(top)}"
+        raise InvalidParameter(text)
     continued = len(wire.ids_parameter(parameters, wire.CONTINUED))
     wants_prompts = bool(parameters.get(wire.PROMPT_LOG_PROBS))
-    checked = Request(  # which knows the bounds of these
-        prompt=" ",
-        seed=scalar("seed", 0),
-        max_tokens=scalar("request_output_len", 1),
-        min_tokens=scalar("min_tokens", 0),
-        temperature=scalar("temperature", 1.0),
-        top_p=scalar("runtime_top_p", 0.0),
-        min_p=parameters.get(wire.MIN_P) or 0.0,
-        repetition_penalty=scalar("repetition_penalty", 1.0),
-        presence_penalty=scalar("presence_penalty", 0.0),
-        frequency_penalty=scalar("frequency_penalty", 0.0),
-        guide=_guide(inputs, i),
-    )
+    given = {each.name: scalar(each.name, each.default) for each in _SAMPLED}
+    given |= {"top_p": scalar("runtime_top_p", 0.0), "min_p": parameters.get(wire.MIN_P) or 0.0}
+    given |= {"max_tokens": scalar("request_output_len", 1), "guide": _guide(inputs, i)}
+    checked = Request(prompt=" ", **given)  # which knows the bounds of these
     return GenerationRequest(
         key="",
         input_ids=row[:length].tolist(),
@@ -105,7 +83,7 @@ def _generation_request(
         end_id=end_id if end_id >= 0 else None,
         stop_words=_words(inputs, "stop_words_list", i),
         sampling=SamplingParams(
-            **{name: getattr(checked, name) for name in _SAMPLED},
+            **{each.name: getattr(checked, each.name) for each in _SAMPLED},
             top_k=top_k,
             bad_words=_words(inputs, "bad_words_list", i),
         ),
@@ -121,7 +99,7 @@ def _generation_request(
     )
 
 
-def _words(inputs: Mapping[str, Array], name: str, i: int) -> tuple[tuple[int, ...], ...]:
+def _words(inputs: Inputs, name: str, i: int) -> tuple[tuple[int, ...], ...]:
     if name not in inputs:
         return ()
     if (count := inputs[name].shape[-1]) > limits.WORD_IDS:
@@ -148,7 +126,7 @@ def _logit_bias(bias: Array, i: int) -> dict[int, float]:
     return dict(zip(ids.tolist(), row[ids].tolist(), strict=True))
 
 
-def _guide(inputs: Mapping[str, Array], i: int) -> Guide | None:
+def _guide(inputs: Inputs, i: int) -> Guide | None:
     texts = []
     for name in ("guided_decoding_guide_type", "guided_decoding_guide"):
         values = inputs.get(name, _EMPTY)
@@ -167,7 +145,7 @@ def _guide(inputs: Mapping[str, Array], i: int) -> Guide | None:
 def response_tensors(
     index: int,
     output: Output,
-    inputs: Mapping[str, Array],
+    inputs: Inputs,
     *,
     ids_only: bool = False,
     counted: bool = False,

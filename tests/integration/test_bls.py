@@ -61,9 +61,7 @@ def test_a_reply_is_the_ensembles(triton: TritonServer, body: dict[str, Any]) ->
     assert generate(triton, BLS, text_input=QUESTION, **body) == {**expected, "model_name": BLS}
 
 
-def test_accumulated_texts_grow_to_the_answer(
-    accumulating: TritonServer, tokenizer: Tokenizer
-) -> None:
+def test_accumulated_texts_grow(accumulating: TritonServer, tokenizer: Tokenizer) -> None:
     for question, answer in (PAIRS[0], *MULTI_BYTE):
         found = texts(stream(accumulating, text_input=question, max_tokens=500))
         assert found[-1] == answer
@@ -96,9 +94,7 @@ def test_what_ends_a_stream_ends_it_in_the_engine(triton: TritonServer, is_stopp
 
 
 @pytest.mark.rare
-def test_without_decoupled_mode_requests_do_not_wait_for_each_other(
-    demo_model: Path, tmp_path: Path
-) -> None:
+def test_without_decoupling_requests_do_not_wait(demo_model: Path, tmp_path: Path) -> None:
     """As guides for a deployment without streaming fill the templates. Each takes half a second."""
     values: Values = {model: {"decoupled_mode": False} for model in (BLS, "tensorrt_llm")}
     values[BLS] |= {"bls_instance_count": 1, "accumulate_tokens": False}

@@ -16,23 +16,14 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support import (
-    ROOT,
-    CogServer,
-    alive,
-    children,
-    free_port,
-    http_server,
-    metrics,
-    wait_until,
-)
+from tests.support import CogServer, alive, children, free_port, http_server, metrics, wait_until
 
 RUNNING, WAITING = 2, 3
 
 
 def second_servers_environment() -> dict[str, str]:
     """What docs/operations.md sets for the Triton of a second server on a machine."""
-    page = (ROOT / "docs" / "operations.md").read_text()
+    page = Path(__file__).parents[2].joinpath("docs", "operations.md").read_text()
     (command,) = re.findall(r"^\$ (TRITON_.*) make serve PORT=5001$", page, re.MULTILINE)
     return dict(item.split("=") for item in command.split())
 
@@ -103,9 +94,8 @@ def test_what_does_not_end_in_time_may_be_sent_again_and_nothing_is_left(
     assert len(started) > 4
     assert running_and_waiting(server) == (0, 0)
     with ThreadPoolExecutor(RUNNING + 1) as pool:
-        ends = [
-            pool.submit(server.predict, prompt="Hi", max_tokens=2000) for _ in range(RUNNING + 1)
-        ]
+        ask = partial(server.predict, prompt="Hi", max_tokens=2000)
+        ends = [pool.submit(ask) for _ in range(RUNNING + 1)]
         wait_until(lambda: running_and_waiting(server) == (RUNNING, 1), 60, "the requests")
         assert server.stop() == 0
     for end in ends:

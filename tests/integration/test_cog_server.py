@@ -53,9 +53,8 @@ def test_a_chat_is_the_prompt_that_the_models_template_makes_of_it(
     assert "".join(body["output"]) == ANSWER
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert body["metrics"]["input_token_count"] == len(ids)
-    with_system = cog_server.predict(
-        messages=json.dumps(messages), system_prompt="Be kind.", max_tokens=1
-    )
+    given = {"messages": json.dumps(messages), "system_prompt": "Be kind."}
+    with_system = cog_server.predict(**given, max_tokens=1)
     messages.insert(0, {"role": "system", "content": "Be kind."})
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert with_system["metrics"]["input_token_count"] == len(ids)
@@ -63,8 +62,7 @@ def test_a_chat_is_the_prompt_that_the_models_template_makes_of_it(
 
 def test_null_is_an_input_that_is_not_given(cog_server: CogServer) -> None:
     names = ("seed", "stop_sequences", "min_tokens", "messages", "temperature", "lora", "unknown")
-    inputs = dict.fromkeys(names)
-    body = cog_server.predict(prompt=QUESTION, max_tokens=5, **inputs)
+    body = cog_server.predict(prompt=QUESTION, max_tokens=5, **dict.fromkeys(names))
     assert body["status"] == "succeeded", body
     assert body["metrics"]["output_token_count"] == 5
     assert body["metrics"]["finish_reason"] == "length"
@@ -84,9 +82,7 @@ def test_structured_output(cog_server: CogServer) -> None:
     assert answer(choice='["yes", "no (never)"]') in ("yes", "no (never)")
 
 
-def test_the_log_has_the_seed_once_figures_on_demand_and_not_the_prompt(
-    cog_server: CogServer,
-) -> None:
+def test_the_log_has_the_seed_once_figures_on_demand_and_no_prompt(cog_server: CogServer) -> None:
     body = cog_server.predict(prompt=QUESTION, max_tokens=5, seed=0)
     assert body["logs"] == "Random seed used: 0\n"
     logs = cog_server.predict(prompt=QUESTION, log_performance_metrics=True)["logs"]
@@ -209,9 +205,7 @@ def cancelled_engine(server: CogServer, generated: float) -> None:
     assert server.engine["generated"] - generated < 1000, "far from the 5000 tokens asked for"
 
 
-def test_output_comes_while_the_engine_generates_until_it_is_cancelled(
-    paced_cog_server: CogServer,
-) -> None:
+def test_output_comes_as_it_is_generated_until_it_is_cancelled(paced_cog_server: CogServer) -> None:
     generated = paced_cog_server.engine["generated"]
     with paced_cog_server.stream("cancel-me", prompt=QUESTION, max_tokens=5000) as events:
         assert next(events)[0] == "start"
@@ -258,9 +252,7 @@ def test_health_is_what_a_request_would_see(paced_cog_server: CogServer) -> None
     wait_until(lambda: health() == "READY", 60, "the change back")
 
 
-def test_a_worker_that_is_killed_as_it_appears_takes_the_server_along(
-    demo_model: Path, tmp_path: Path
-) -> None:
+def test_a_worker_that_is_killed_early_ends_the_server(demo_model: Path, tmp_path: Path) -> None:
     with CogServer({"MODEL": str(demo_model), "ENGINE": "simulated"}, tmp_path / "log") as server:
         appears = partial(started_by, server.process.pid, "coglet.server._run_worker")
         os.kill(wait_until(appears, 60, "the start of the worker")[0], signal.SIGKILL)

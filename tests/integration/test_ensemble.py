@@ -25,20 +25,17 @@ from tools.demo_model.corpus import PAIRS
 
 QUESTION, ANSWER = PAIRS[0]
 BLS = "tensorrt_llm_bls"
+Events = Iterator[dict[str, Any]]
 MULTI_BYTE = [pair for pair in PAIRS if not pair.answer.isascii()]
 
 
 def generate(triton: TritonServer, model: str = "ensemble", /, **body: Any) -> dict[str, Any]:
-    reply = httpx.post(
-        f"http://{triton.endpoints.http}/v2/models/{model}/generate", json=body, trust_env=False
-    )
-    found: dict[str, Any] = reply.json()
+    url = f"http://{triton.endpoints.http}/v2/models/{model}/generate"
+    found: dict[str, Any] = httpx.post(url, json=body, trust_env=False).json()
     return found
 
 
-def generate_stream(
-    triton: TritonServer, model: str = "ensemble", /, **body: Any
-) -> Iterator[dict[str, Any]]:
+def generate_stream(triton: TritonServer, model: str = "ensemble", /, **body: Any) -> Events:
     """The events as they come; closing it disconnects."""
     url = f"http://{triton.endpoints.http}/v2/models/{model}/generate_stream"
     asked = {"stream": True, **body}
@@ -49,7 +46,7 @@ def generate_stream(
                 yield json.loads(line[5:])
 
 
-def texts(events: Iterator[dict[str, Any]]) -> list[str]:
+def texts(events: Events) -> list[str]:
     return [event["text_output"] for event in events]
 
 
@@ -77,9 +74,7 @@ def test_log_probabilities_and_a_minimum_length_by_its_old_name(triton: TritonSe
     assert reply["cum_log_probs"] == pytest.approx(sum(log_probs), rel=1e-4)
 
 
-def test_words_and_tokens_that_end_an_output_or_do_not_occur(
-    triton: TritonServer, tokenizer: Tokenizer
-) -> None:
+def test_what_ends_an_output_or_does_not_occur(triton: TritonServer, tokenizer: Tokenizer) -> None:
     def ask(**body: Any) -> dict[str, Any]:
         words = {"bad_words": "", "stop_words": "", **body}
         return generate(triton, text_input=QUESTION, max_tokens=500, **words)
@@ -226,8 +221,7 @@ def test_a_long_prompt_keeps_nobody_waiting(paced_triton: TritonServer) -> None:
 
     def ask(text: str) -> None:
         query = {"name": "QUERY", "shape": [1, 1], "datatype": "BYTES", "data": [text]}
-        body = {"inputs": [query, length]}
-        reply = httpx.post(url, json=body, timeout=120, trust_env=False)
+        reply = httpx.post(url, json={"inputs": [query, length]}, timeout=120, trust_env=False)
         assert reply.status_code == 200, reply.text
 
     with ThreadPoolExecutor(1) as pool:
@@ -240,9 +234,7 @@ def test_a_long_prompt_keeps_nobody_waiting(paced_triton: TritonServer) -> None:
     assert answered > 5
 
 
-def test_a_client_of_ids_alone_gets_nothing_else(
-    triton: TritonServer, tokenizer: Tokenizer
-) -> None:
+def test_a_client_of_ids_gets_nothing_else(triton: TritonServer, tokenizer: Tokenizer) -> None:
     count = 'nv_inference_count{model="postprocessing",version="1"}'
     before = metrics(triton.endpoints.metrics)[count]
     body = {"text_input": QUESTION, "max_tokens": 500, "ids_only": True}
@@ -272,6 +264,5 @@ def test_a_batch_of_prompts(triton: TritonServer, model: str) -> None:
 def test_a_batch_with_one_prompt_too_long_is_refused_whole(triton: TritonServer) -> None:
     with pytest.raises(AssertionError, match="exceeds maximum input length"):
         infer(triton.endpoints.grpc, rows(QUESTION, "word " * 5000))
-    engine = engine_counters(triton)
-    wait_until(lambda: engine["active"] == 0, 60, "the stop of the other prompt")
+    wait_until(lambda: engine_counters(triton)["active"] == 0, 60, "the stop of the other prompt")
     assert generate(triton, text_input=QUESTION, max_tokens=500)["text_output"] == ANSWER

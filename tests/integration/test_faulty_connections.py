@@ -25,9 +25,7 @@ from tests.faulty_proxy import Faults, FaultyProxy
 from tests.integration.conftest import make_server, running, settings_for
 
 STREAMS = int(os.environ.get("FAULTY_STREAMS", "150"))
-REQUESTS = [
-    Request(prompt=f"Prompt number {number}", seed=number, max_tokens=40) for number in range(50)
-]
+REQUESTS = [Request(f"Prompt number {seed}", seed, max_tokens=40) for seed in range(50)]
 AT_ONCE = 32
 RESPONSE_SECONDS = 3.0
 STALL_SECONDS = 1.0

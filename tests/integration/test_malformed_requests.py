@@ -39,12 +39,8 @@ def tensor(name: str, value: Any) -> dict[str, Any]:
 
 
 def post(triton: TritonServer, path: str, body: dict[str, Any]) -> httpx.Response:
-    return httpx.post(
-        f"http://{triton.endpoints.http}/v2/models/{path}",
-        content=json.dumps(body),
-        timeout=60,
-        trust_env=False,
-    )
+    url = f"http://{triton.endpoints.http}/v2/models/{path}"
+    return httpx.post(url, content=json.dumps(body), timeout=60, trust_env=False)
 
 
 def check_refusal(reply: httpx.Response, text: str) -> None:

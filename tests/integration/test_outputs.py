@@ -7,8 +7,9 @@ more than it should; and its stub dies under Python 3.12 when a model sends what
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,42 +57,35 @@ def subsets(names: Sequence[str]) -> list[tuple[str, ...]]:
 SUBSETS = subsets(MADE)
 
 
-@dataclass(frozen=True)
-class Server:
-    """A Triton that is asked for outputs by their names."""
-
-    stub: Any
-    streaming: bool
-
-    def check(self, model: str, inputs: dict[str, Array], names: tuple[str, ...]) -> None:
-        """Ask for the outputs with those names; exactly those must come."""
-        flag = "streaming" if model == "tensorrt_llm" else "stream"
-        given = {**inputs, **({flag: np.array([[True]])} if self.streaming else {})}
-        found: dict[str, int] = {}
-        request = infer_request(model, "", given, names)
-        for message in self.stub.ModelStreamInfer(iter([request]), timeout=30):
-            assert not message.error_message, message.error_message
-            response = message.infer_response
-            for output, content in zip(response.outputs, response.raw_output_contents, strict=True):
-                found[output.name] = found.get(output.name, 0) + len(content)
-        assert found.keys() == set(names), model
-        assert found.get("output_ids") in (None, 4 * np.int32().nbytes)
+def check(stub: Any, streams: bool, model: str, inputs: dict[str, Array], names: Any) -> None:
+    """Ask for the outputs with those names; exactly those must come."""
+    flag = "streaming" if model == "tensorrt_llm" else "stream"
+    given = {**inputs, **({flag: np.array([[True]])} if streams else {})}
+    found = Counter[str]()
+    request = infer_request(model, "", given, names)
+    for message in stub.ModelStreamInfer(iter([request]), timeout=30):
+        assert not message.error_message, message.error_message
+        response = message.infer_response
+        for output, content in zip(response.outputs, response.raw_output_contents, strict=True):
+            found[output.name] += len(content)
+    assert found.keys() == set(names), model
+    assert found.get("output_ids") in (None, 4 * np.int32().nbytes)
 
 
 def check_every_subset(triton: TritonServer) -> None:
     url = f"http://{triton.endpoints.http}/v2/models/tensorrt_llm/config"
     config = httpx.get(url, trust_env=False).json()
     with grpc.insecure_channel(triton.endpoints.grpc) as channel:
-        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
-        server = Server(stub, bool(config["model_transaction_policy"]["decoupled"]))
+        streams = bool(config["model_transaction_policy"]["decoupled"])
+        ask = partial(check, service_pb2_grpc.GRPCInferenceServiceStub(channel), streams)
         for names in [*SUBSETS, *((*names, "text_output") for names in SUBSETS), ("text_output",)]:
-            server.check("ensemble", PROMPT, names)
+            ask("ensemble", PROMPT, names)
         for names in subsets(OUTPUTS):
-            server.check("ensemble_ids", PROMPT, names)
+            ask("ensemble_ids", PROMPT, names)
         if config["backend"] != "tensorrtllm":  # which refuses some
             for names in SUBSETS:
-                server.check("tensorrt_llm", IDS, names)
-    if not server.streaming:
+                ask("tensorrt_llm", IDS, names)
+    if not streams:
         check_text_alone_over_http(triton)
 
 

@@ -31,8 +31,7 @@ def client(cog_server: CogServer) -> Any:
 @pytest.mark.parametrize("wait", [True, False, 30])
 def test_run(client: Any, wait: Any) -> None:
     client.poll_interval = 0.05
-    output = client.run("meta/meta-llama-3-8b-instruct", input=INPUT, wait=wait)
-    assert "".join(output) == ANSWER
+    assert "".join(client.run("meta/meta-llama-3-8b-instruct", input=INPUT, wait=wait)) == ANSWER
 
 
 def test_run_of_a_version(cog_server: CogServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,9 +39,8 @@ def test_run_of_a_version(cog_server: CogServer, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("REPLICATE_BASE_URL", cog_server.url)
     monkeypatch.setenv("NO_PROXY", "*")
     client = replicate.Client()
-    output = client.run(
-        "owner/name:5c7d5dc6dd8bf75c1acaa8565735e7986bc5b66206b55cca93cb72c9bf15ccaa", INPUT
-    )
+    version = "5c7d5dc6dd8bf75c1acaa8565735e7986bc5b66206b55cca93cb72c9bf15ccaa"
+    output = client.run(f"owner/name:{version}", INPUT)
     assert isinstance(output, Iterator)
     assert "".join(output) == ANSWER
 
@@ -87,9 +85,7 @@ def test_cancel(paced_cog_server: CogServer) -> None:
         assert prediction.completed_at is not None
 
 
-def test_what_does_not_end_within_the_wait_is_starting_and_runs_on(
-    paced_cog_server: CogServer,
-) -> None:
+def test_what_does_not_end_within_the_wait_is_starting(paced_cog_server: CogServer) -> None:
     client = client_of(paced_cog_server)
     prediction = client.predictions.create("any", ENDLESS, wait=1)
     assert prediction.status == "starting"
@@ -120,10 +116,8 @@ def test_a_prediction_that_fails(client: Any) -> None:
 
 @pytest.mark.parametrize("strategy", ["base64", "url"])
 def test_a_file_is_its_text(client: Any, strategy: str) -> None:
-    file = io.BytesIO(QUESTION.encode())
-    output = client.run(
-        "owner/name", input={**INPUT, "prompt": file}, file_encoding_strategy=strategy
-    )
+    inputs = {**INPUT, "prompt": io.BytesIO(QUESTION.encode())}
+    output = client.run("owner/name", input=inputs, file_encoding_strategy=strategy)
     assert "".join(output) == ANSWER
 
 

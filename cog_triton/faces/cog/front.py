@@ -19,7 +19,7 @@ from typing import Any, cast
 import anyio
 import orjson
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse
 from starlette.routing import Route, Router
 from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
@@ -143,13 +143,11 @@ class Front:
             except Refusal as refusal:
                 replicates = scope["path"].startswith("/v1/")
                 body = problem_of(refusal) if replicates else {"detail": refusal.detail}
-                response = as_json(body, refusal.status)
-                if refusal.retry_after is not None:
-                    response.headers["retry-after"] = str(refusal.retry_after)
-                await response(scope, receive, send_last)
+                after = refusal.retry_after
+                headers = None if after is None else {"retry-after": str(after)}
+                await JSONResponse(body, refusal.status, headers)(scope, receive, send_last)
 
     async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer with the response of Cog's server, as it comes."""
         request, predictions = Request(scope, receive), self.predictions
         body = await request.body()
         if body and "json" not in request.headers.get("content-type", ""):
@@ -160,7 +158,7 @@ class Front:
         if passage.cancels is not None and predictions.listening:
             # Passed on, it could find a prediction that has come meanwhile, and be dropped there.
             cancelled = predictions.cancel(passage.cancels)
-            await as_json({}, 200 if cancelled else 404)(scope, receive, send)
+            await JSONResponse({}, 200 if cancelled else 404)(scope, receive, send)
             return
         # Another request may have started it, and this one only watches.
         ours = passage.starts if not predictions.runs(passage.starts) else None
@@ -220,8 +218,7 @@ class Front:
                 writer.write(head + passage.body)
                 first, *lines = (await body.readuntil(HEAD_END))[:-4].split(b"\r\n")
             except asyncio.IncompleteReadError:
-                text = "Cog's server closed the connection without an answer"
-                raise Refusal(502, text) from None
+                raise Refusal(502, "Cog's server closed the connection without an answer") from None
             except (asyncio.CancelledError, OSError) as error:
                 stopping = "Cog's server takes no connection: it is stopping"
                 text = stopping if isinstance(error, OSError) else STOPPED
@@ -244,16 +241,15 @@ class Front:
         return None
 
     async def _status(self) -> str | None:
-        health = await self.ask("GET", "/health-check")
-        status: str | None = health.get("status") if isinstance(health, dict) else None
+        status: str | None = (await self.ask("GET", "/health-check") or {}).get("status")
         self._busy_since = (self._busy_since or time.monotonic()) if status == "BUSY" else None
         return status
 
-    async def _shutdown(self, _: Request) -> Response:
+    async def _shutdown(self, _: Request) -> JSONResponse:
         self._stop.set()
-        return as_json({})
+        return JSONResponse({})
 
-    async def _health(self, request: Request) -> Response:
+    async def _health(self, request: Request) -> JSONResponse:
         status, now = await self._status(), time.monotonic()
         silent = "Cog's server does not answer"
         busy_for = now - max(self._busy_since or now, self.predictions.progress)
@@ -271,11 +267,7 @@ class Front:
         elif status not in ("READY", "BUSY"):
             problem = silent if status is None else "Cog's server is not ready"
         body = {"status": status or "UNKNOWN", **({"detail": problem} if problem else {})}
-        return as_json(body, 503 if problem else 200)
-
-
-def as_json(content: Any, status: int = 200) -> Response:
-    return Response(json.dumps(content), status, media_type="application/json")
+        return JSONResponse(body, 503 if problem else 200)
 
 
 async def within(seconds: float, left: Callable[[], Any]) -> Any:

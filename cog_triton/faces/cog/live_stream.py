@@ -17,6 +17,7 @@ import os
 import queue
 import socket
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping
+from typing import Any
 
 from coglet import CancelationException
 
@@ -62,7 +63,7 @@ def live(source: AsyncGenerator[str, None]) -> Generator[str, None, None]:
     """
     loop, context = asyncio.get_running_loop(), contextvars.copy_context()
     identifier = next((context[var] for var in context if var.name == _IDENTIFIER), "")
-    items: queue.SimpleQueue[str | BaseException | None] = queue.SimpleQueue()
+    items: queue.SimpleQueue[Any] = queue.SimpleQueue()  # texts, then None or an error
 
     async def read() -> None:
         async with contextlib.aclosing(source) as texts:
@@ -76,20 +77,17 @@ def live(source: AsyncGenerator[str, None]) -> Generator[str, None, None]:
 
     def texts() -> Generator[str, None, None]:
         try:
-            yield ""
-            while True:
-                pieces, item = [], items.get()
-                while isinstance(item, str):
-                    pieces.append(item)
-                    if items.empty():
-                        break
-                    item = items.get()
-                if pieces:
-                    yield "".join(pieces)
-                if isinstance(item, BaseException):
-                    raise item
-                if item is None:
-                    return
+            piece, item = "", ""
+            while isinstance(item, str):
+                piece += item
+                if items.empty():
+                    yield piece  # the first is empty
+                    piece = ""
+                item = items.get()
+            if piece:
+                yield piece
+            if item is not None:
+                raise item
         finally:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nothing is left to cancel
                 loop.call_soon_threadsafe(task.cancel)

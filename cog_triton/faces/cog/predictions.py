@@ -161,8 +161,7 @@ class Predictions:
         if len(rest) > 1 or method != ("PUT" if rest else "POST"):
             return passage
         if self.draining:
-            text = "the server is stopping and takes no new predictions"
-            raise Refusal(503, text, retry_after=5)
+            raise Refusal(503, "the server is stopping and takes no new predictions", retry_after=5)
         fields = fields_of(body)
         passage = passage._replace(hooked=bool(fields.get("webhook")))
         if predicts:

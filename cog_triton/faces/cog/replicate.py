@@ -53,6 +53,7 @@ class Prediction:
             | {"status": "starting", "output": None, "logs": "", "error": None, "metrics": {}}
             | {"created_at": now(), "started_at": None, "completed_at": None}
         )
+        self.accepted = asyncio.get_running_loop().create_future()  # by Cog's server
         self.changed = asyncio.Event()  # set when something has come, and replaced
 
     async def read(self, body: asyncio.StreamReader) -> None:
@@ -142,28 +143,25 @@ class Replicate:
             passed = {"webhook": hook, "webhook_events_filter": ["completed"]}
         body = orjson.dumps({**passed, "input": inputs})
         passage = self._front.predictions.check("PUT", f"/predictions/{prediction.id}", body)
-        accepted = asyncio.get_running_loop().create_future()
-        prediction.task = asyncio.create_task(self._run(prediction, passage, accepted))
-        await asyncio.wait([accepted, prediction.task], return_when=asyncio.FIRST_COMPLETED)
-        if not accepted.done():
-            await prediction.task  # raises the reason
+        prediction.task = task = asyncio.create_task(self._run(prediction, passage))
+        await asyncio.wait([prediction.accepted, task], return_when=asyncio.FIRST_COMPLETED)
+        if not prediction.accepted.done():
+            await task  # raises the reason
         self._keep(prediction)
         if prefer := re.search(r"\bwait\b(?:=(\d+))?", request.headers.get("prefer", "")):
-            await asyncio.wait([prediction.task], timeout=float(prefer[1] or _WAIT_SECONDS))
+            await asyncio.wait([task], timeout=float(prefer[1] or _WAIT_SECONDS))
         # Replicate's client takes a prediction of any other status than "starting" for one that has ended.
         status = prediction.fields["status"] if prefer and prediction.ended else "starting"
         return JSONResponse({**prediction.view(request), "status": status}, 201)
 
-    async def _run(
-        self, prediction: Prediction, passage: Passage, accepted: asyncio.Future[None]
-    ) -> None:
+    async def _run(self, prediction: Prediction, passage: Passage) -> None:
         try:
             async with self._front.exchange(passage, _EVENTS, _READ_AHEAD) as (status, _, answer):
                 if status != 200:
                     problem = orjson.loads(await answer.read())
                     detail = problem.get("detail") or problem.get("error")
                     raise Refusal(status, detail, retry_after=1 if status == 409 else None)
-                accepted.set_result(None)
+                prediction.accepted.set_result(None)
                 await prediction.read(answer)
         except (asyncio.CancelledError, OSError) as error:
             if isinstance(error, asyncio.CancelledError) and not self._front.predictions.draining:
@@ -186,8 +184,7 @@ class Replicate:
         return prediction
 
     async def _list(self, request: Request) -> JSONResponse:
-        newest = [*self._predictions.values()][:-101:-1]
-        return page([prediction.view(request) for prediction in newest])
+        return page([one.view(request) for one in [*self._predictions.values()][:-101:-1]])
 
     async def _get(self, request: Request) -> JSONResponse:
         return JSONResponse(self._find(request).view(request))

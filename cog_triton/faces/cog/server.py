@@ -6,7 +6,6 @@ Takes the options of ``python -m cog.server.http``. In an image, where Cog write
 
 from __future__ import annotations
 
-import contextlib
 import os
 import resource
 import runpy
@@ -14,21 +13,20 @@ import signal
 import socket
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any, cast
 
 _OPEN_FILES = 16_384
-_TRACING = ("opentelemetry", "opentelemetry.sdk")
 
 
 def prepare() -> None:
     """Put the front before the server that Cog is about to run in this process."""
     import coglet
 
-    module = cast(Any, coglet)
-    module.server = SimpleNamespace(serve=partial(serve, module.server.serve))
+    vars(coglet)["server"] = SimpleNamespace(serve=partial(serve, coglet.server.serve))
 
 
 def serve(
@@ -51,15 +49,13 @@ def serve(
         settings = read_settings()
     except ConfigurationError:  # which the predictor reports
         settings = read_settings({})
-    if settings.otel_endpoint and all(map(find_spec, _TRACING)):
+    if settings.otel_endpoint and all(map(find_spec, ("opentelemetry", "opentelemetry.sdk"))):
         # Cog's own spans, below which ``generate()`` has its; without a word of COG_TRACE_… there are none.
         os.environ.setdefault("COG_TRACE_CONFIGURED", "true")
         os.environ.setdefault("COG_TRACE_SAMPLER", "parentbased_always_on")
     # The usual 1,024 are not enough: Cog's server opens one for each of 512 slots, and a request three.
-    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _OPEN_FILES if most == resource.RLIM_INFINITY else min(_OPEN_FILES, most)
-    if limit != resource.RLIM_INFINITY and limit < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # which Linux bounds
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(limit, min(_OPEN_FILES, most)), most))
     # The main thread is in Cog's server and runs no handlers; Python writes signals to this pipe.
     stop, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -88,13 +84,10 @@ def _port_without_delay() -> int | None:
     Connections inherit TCP_NODELAY from the socket that they were accepted on.
     """
     for name in os.listdir("/proc/self/fd"):
-        with (
-            contextlib.suppress(OSError),
-            socket.fromfd(int(name), socket.AF_INET, socket.SOCK_STREAM) as copy,
-        ):
-            if copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                copy.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                return int(copy.getsockname()[1])
+        with suppress(OSError), socket.fromfd(int(name), socket.AF_INET, socket.SOCK_STREAM) as own:
+            if own.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                return int(own.getsockname()[1])
     return None
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import queue
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -15,15 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from cog_triton.engines.base import (
-    Engine,
-    GenerationRequest,
-    SamplingParams,
-    Sink,
-    Step,
-    TokenLogProb,
-    create_engine,
-)
+from cog_triton.engines.base import Engine, GenerationRequest, SamplingParams, Step, create_engine
+from cog_triton.wire import TokenLogProb
 from tools.demo_model.corpus import PAIRS
 
 TESTS = Path(__file__).resolve().parents[2]
@@ -50,9 +43,8 @@ ENGINES: dict[str, Callable[[Path], dict[str, str]]] = {
         | ({"kv_cache_free_gpu_mem_fraction": "0.3"} if torch.cuda.is_available() else {})
     ),
 }
-NEEDS_VLLM = pytest.mark.skipif(
-    importlib.util.find_spec("vllm") is None, reason="needs vLLM: make test-vllm"
-)
+NEEDS_VLLM = pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM: make test-vllm")
+VLLM = pytest.param("vllm", marks=NEEDS_VLLM)
 _keys = count(1)
 
 
@@ -110,9 +102,7 @@ class Requests:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
 
-    def start(
-        self, input_ids: Sequence[int] = PROMPT, stream: Sink | None = None, **values: Any
-    ) -> Stream:
+    def start(self, input_ids: Sequence[int] = PROMPT, stream: Any = None, **values: Any) -> Stream:
         stream = stream or Stream()
         self.engine.submit(request(input_ids, **values), stream)
         assert isinstance(stream, Stream)

@@ -11,19 +11,8 @@ from typing import Any
 import pytest
 
 from cog_triton.engines.base import EngineError, SamplingParams, create_engine
-from tests.unit.engines.conftest import (
-    ENGINES,
-    MAX_SEED,
-    NEEDS_VLLM,
-    PROMPT,
-    TIMEOUT,
-    Requests,
-    Stream,
-    request,
-    running,
-)
+from tests.unit.engines.conftest import ENGINES, PROMPT, VLLM, Requests, Stream, request, running
 
-VLLM = pytest.param("vllm", marks=NEEDS_VLLM)
 # vLLM takes no higher temperature than 2.
 WARM = SamplingParams(temperature=2.0, top_p=1.0, seed=7)
 
@@ -91,7 +80,7 @@ def test_an_abort_ends_the_tokens(engine: Requests, after: int) -> None:
     engine.engine.submit(one, stream)
     if not after:
         abort(stream)
-    assert reached.wait(TIMEOUT)
+    assert reached.wait(60)
     engine.ids()
     had = len(stream.ids)
     engine.ids(max_tokens=20)
@@ -161,14 +150,11 @@ def sampler(request: pytest.FixtureRequest, demo_model: Path) -> Iterator[Reques
         yield requests
 
 
-@pytest.mark.parametrize("seed", [0, 1, MAX_SEED])
+@pytest.mark.parametrize("seed", [0, 1, 2**64 - 1])
 def test_a_seed_gives_the_same_ids_alone_and_among_others(sampler: Requests, seed: int) -> None:
     sampling = replace(WARM, seed=seed)
     alone = sampler.ids(max_tokens=30, sampling=sampling)
-    kinds = [
-        SamplingParams(temperature=i % 3, top_k=i % 4 * 20, top_p=1 - i % 2 / 4, seed=i)
-        for i in range(8)
-    ]
+    kinds = [SamplingParams(i % 3, i % 4 * 20, 1 - i % 2 / 4, seed=i) for i in range(8)]
     others = [sampler.start(max_tokens=25 + i, sampling=kind) for i, kind in enumerate(kinds)]
     assert sampler.ids(max_tokens=30, sampling=sampling) == alone
     for stream in others:
@@ -180,8 +166,7 @@ def test_a_bias_and_the_allowed_tokens(sampler: Requests) -> None:
     assert sampler.ids(max_tokens=5, logit_bias={77: 100.0}) == [77] * 5
     assert sampler.ids(max_tokens=9, allowed_ids=(77,)) == [77] * 9
     sampling = replace(WARM, frequency_penalty=1.0)
-    ids = sampler.ids(max_tokens=30, allowed_ids=(264, 270), sampling=sampling)
-    assert {*ids} == {264, 270}
+    assert {*sampler.ids(max_tokens=30, allowed_ids=(264, 270), sampling=sampling)} == {264, 270}
 
 
 @pytest.mark.parametrize("top", [2, 0])

@@ -10,14 +10,9 @@ from typing import Any
 import pytest
 
 from cog_triton.engines import llm_api, vllm
-from cog_triton.engines.base import (
-    LEAST_LOG_PROB,
-    EngineError,
-    GenerationRequest,
-    SamplingParams,
-    TokenLogProb,
-)
+from cog_triton.engines.base import LEAST_LOG_PROB, EngineError, GenerationRequest, SamplingParams
 from cog_triton.engines.library import Library, log_probs, table_arguments, with_file
+from cog_triton.wire import TokenLogProb
 from tests.support import load_cases
 
 CASES = load_cases(__file__, "library.yaml")
@@ -26,9 +21,7 @@ FILE = {"llmapi": "llm_api_config", "vllm": "vllm_config"}
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_what_is_as_it_is_anyway_is_left_out(
-    library: Library, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_defaults_are_left_out(library: Library, caplog: pytest.LogCaptureFixture) -> None:
     given = {"dtype": "auto", "device": "auto", "trust_remote_code": "false", "engine": library}
     own = {"tokenizer_dir": "t", "simulated_prefill_ms": "0.0", "max_beam_width": "1"}
     assert table_arguments({**given, **own}, library) == {"skip_tokenizer_init": True}
@@ -58,9 +51,7 @@ def test_arguments_of_a_request(library: Library, case: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_the_file_wins_and_says_so(
-    library: Library, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_file_wins(library: Library, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     cache = {"max_tokens": 1, "sink_token_length": 2}
     ours: dict[str, Any] = {"model": "m", "batch": 8, "length": 9, "kv_cache_config": cache}
     theirs = {"batch": 16, "length": 9, "kv_cache_config": {"max_tokens": 3, "more": 4}}
@@ -104,10 +95,8 @@ def entry(**values: float) -> dict[int, Any]:
 
 def test_log_probabilities_of_all_releases() -> None:
     """vLLM adds the chosen token to those that were asked for; a certain token may be a hair above 0."""
-    assert log_probs([6, 7], [entry(t5=-0.5, t6=-1.5), -0.25]) == [
-        TokenLogProb(6, -1.5),
-        TokenLogProb(7, -0.25),
-    ]
+    both = [TokenLogProb(6, -1.5), TokenLogProb(7, -0.25)]
+    assert log_probs([6, 7], [entry(t5=-0.5, t6=-1.5), -0.25]) == both
     places = [entry(t5=-4.0, t1=-0.1, t2=-2.0), entry(t6=1e-9, t1=float("-inf"))]
     assert log_probs([5, 6], places, 2) == [
         TokenLogProb(5, -4.0, ((1, -0.1), (2, -2.0))),

@@ -23,9 +23,7 @@ from tests.support import load_cases
 from tests.unit.engines.conftest import TESTS, Requests, request
 
 CASES = load_cases(__file__, "library.yaml")
-CONTRACT: dict[str, Any] = json.loads(
-    (TESTS / "contracts" / "tensorrt_llm_llm_api.json").read_text()
-)
+CONTRACT: dict[str, Any] = json.loads((TESTS / "contracts/tensorrt_llm_llm_api.json").read_text())
 # Arguments outside of the contract that the tests here need, as read in TensorRT-LLM's repository.
 READ = {"build_config", "sampler_type"}
 HONOURS_ALL = "1.3.0rc26"
@@ -77,8 +75,7 @@ def test_the_fake_takes_no_more_than_the_contract_promises(fake: Any) -> None:
     for name, default in CONTRACT["LLM"]["defaults"].items():
         assert arguments[name].default == default
     assert sorted(llmapi.KvCacheConfig.model_fields) == sorted(CONTRACT["KvCacheConfig"])
-    names = {field.name for field in fields(fake.SamplingParams)}
-    assert names <= {*CONTRACT["SamplingParams"]}
+    assert {field.name for field in fields(fake.SamplingParams)} <= {*CONTRACT["SamplingParams"]}
     wanted = CONTRACT["LLM"]["generate_async"]["arguments"]
     assert list(inspect.signature(fake.LLM.generate_async).parameters) == ["self", *wanted]
     assert public(fake.LLM) <= {"generate_async", *CONTRACT["LLM"]["not_committed"]}
@@ -130,9 +127,7 @@ def test_the_files_arguments_reach_the_llm(make: Make) -> None:
 
 
 @pytest.mark.parametrize("version", ["1.1.0", "1.2.1", "1.3.0rc24"])
-def test_the_library_itself_converts_the_files_sections(
-    version: str, fake: Any, make: Make
-) -> None:
+def test_the_library_converts_the_files_sections(version: str, fake: Any, make: Make) -> None:
     fake.__version__ = version
     eagle = {"decoding_type": "Eagle", "max_draft_len": 3, "speculative_model_dir": "/eagle"}
     file = {
@@ -164,13 +159,11 @@ def test_a_load_that_fails_says_why(fake: Any, make: Make, tmp_path: Path) -> No
         make()
 
 
-@pytest.mark.parametrize(("arguments", "args", "config", "length"), CASES["context_lengths"])
-def test_the_context_length(
-    tmp_path: Path, arguments: Any, args: Any, config: Any, length: int
-) -> None:
+@pytest.mark.parametrize(("given", "args", "config", "length"), CASES["context_lengths"])
+def test_context_length(tmp_path: Path, given: Any, args: Any, config: Any, length: int) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     llm = SimpleNamespace(args=SimpleNamespace(**args))
-    assert context_length({"model": str(tmp_path), **arguments}, llm) == length
+    assert context_length({"model": str(tmp_path), **given}, llm) == length
 
 
 def test_a_context_length_that_is_unknown_has_to_be_set(tmp_path: Path) -> None:
@@ -221,8 +214,7 @@ def test_seeds_that_are_ignored_are_said_once_and_not_refused(
 @pytest.mark.parametrize(("version", "options", "forgetful"), CASES["samplers"])
 def test_samplers(version: str, options: dict[str, Any], forgetful: bool) -> None:
     assert is_forgetful(version, options) is forgetful
-    value = {"sampler_type": SimpleNamespace(value="TRTLLMSampler")}
-    assert not is_forgetful(version, value)
+    assert not is_forgetful(version, {"sampler_type": SimpleNamespace(value="TRTLLMSampler")})
 
 
 def test_a_bad_word_of_several_tokens_and_what_the_llm_refuses(fake: Any, make: Make) -> None:

@@ -62,9 +62,7 @@ def loaded(llm: Requests) -> list[str]:
     return [version.path.name for version in llm.engine._adapters._loaded]  # type: ignore[attr-defined]
 
 
-def test_a_beginning_is_shared_under_the_same_adapter_alone(
-    llm: Requests, reference: Reference
-) -> None:
+def test_a_beginning_is_shared_under_the_same_adapter(llm: Requests, reference: Reference) -> None:
     cache = llm.engine._manager.batch_processor.cache  # type: ignore[attr-defined]
     shared = []
     search = cache.search_prefix_match
@@ -247,9 +245,7 @@ def test_without_peft_the_engine_runs_and_says_what_to_install(
     assert "pip install 'peft>=0.21,<0.22'" in str(end.error)
 
 
-def test_a_layer_that_sees_some_tokens_only_fails_those_who_have_the_adapter(
-    model: Any, adapters: Path
-) -> None:
+def test_a_layer_that_sees_some_tokens_only_fails_that_adapter(model: Any, adapters: Path) -> None:
     layers = Adapters(model, adapters, set)
     row = Row(GenerationRequest("a", [5], 8, lora_task_id=7), Stream(), [5])
     layers.assign(task("poet"), row)

@@ -210,9 +210,7 @@ def test_what_is_refused(bench: Bench, values: dict[str, Any], message: str) -> 
 
 
 @pytest.mark.parametrize("made", [(), (11, 12)])
-def test_a_stop_delivers_what_there_is_and_drops_what_comes(
-    bench: Bench, made: tuple[int, ...]
-) -> None:
+def test_a_stop_delivers_what_there_is_and_drops_what_comes(bench: Bench, made: Any) -> None:
     client = bench.start(streaming=False)
     bench.make(*made)
     bench.serving.stop("r")
@@ -267,9 +265,7 @@ def test_what_are_no_stop_words(bench: Bench, words: tuple[tuple[int, ...], ...]
 # Failures, counters and the end
 
 
-def test_a_broken_stream_ends_that_sequence_only(
-    bench: Bench, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_broken_stream_ends_its_sequence(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
     broken, other = bench.start("a"), bench.start("b")
     broken.failures = 100
     bench.make(11, to=0)

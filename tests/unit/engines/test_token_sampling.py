@@ -28,7 +28,7 @@ ROWS = 20_000
 def chosen(logits: torch.Tensor, sampling: SamplingParams, rows: int = 1) -> list[int]:
     """The tokens of ``rows`` positions that all have the same logits, shape [vocabulary]."""
     batch = logits.expand(rows, -1).contiguous()
-    return [int(token) for token in choose(batch, [sampling] * rows, range(rows))]
+    return [int(token) for token in choose(batch, [sampling] * rows, [*range(rows)])]
 
 
 @pytest.mark.parametrize("seed", [0, MAX_SEED])
@@ -83,9 +83,7 @@ def test_noise_keys_are_unique() -> None:
 
 
 @pytest.mark.parametrize("bits", [0, 1, -1, -2, 2**31 - 1, -(2**31)])
-def test_noise_is_finite_and_positive_whatever_the_hash(
-    bits: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_noise_is_finite_and_positive(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     # Zero or infinity would choose a token, or exclude it, whatever its probability.
     monkeypatch.setattr(module, "_mix_", lambda x: torch.full_like(x, bits))
     found = module._exponential(torch.tensor([[1, 2]]), 3)
@@ -98,11 +96,9 @@ def test_noise_is_finite_and_positive_whatever_the_hash(
 PROMPT, OUTPUT = [1, 1, 3], [3, 4, 4, 4]
 
 
-def history(
-    input_ids: list[int], vocabulary: int, sampling: SamplingParams, continued: int = 0
-) -> History:
-    request = GenerationRequest("a", input_ids, 9, end_id=1, sampling=sampling, continued=continued)
-    return History(request, vocabulary, torch.device("cpu"))
+def history(ids: list[int], size: int, sampling: SamplingParams, continued: int = 0) -> History:
+    request = GenerationRequest("a", ids, 9, end_id=1, sampling=sampling, continued=continued)
+    return History(request, size, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(("values", "excluded"), CASES["excluded"])

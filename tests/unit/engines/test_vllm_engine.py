@@ -106,8 +106,7 @@ def test_an_adapter_that_comes_later_is_replaced_or_is_broken(
     (other / "adapter_model.safetensors").replace(poet / "adapter_model.safetensors")
     assert llm.ids(max_tokens=30, lora_task_id=task_id) == greedy_of(merged) != before
     (poet / "adapter_model.safetensors").write_bytes(b"no weights")
-    error = str(llm.start(lora_task_id=task_id).last().error)
-    assert error.startswith(f"lora_task_id {task_id}: ")
+    assert str(llm.start(lora_task_id=task_id).last().error).startswith(f"lora_task_id {task_id}: ")
     assert len(llm.ids()) == 8
 
 

@@ -14,12 +14,13 @@ from cog_triton.errors import PromptRequired
 from cog_triton.faces.cog import live_stream
 
 pytestmark = pytest.mark.anyio
+Told = list[tuple[str, ...]]  # messages
 IDENTIFIER: contextvars.ContextVar[str] = contextvars.ContextVar("_coglet_prediction_id")
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
-    messages: list[tuple[str, ...]] = []
+def told(monkeypatch: pytest.MonkeyPatch) -> Told:
+    messages: Told = []
     monkeypatch.setattr(live_stream, "tell", lambda *words: messages.append(words))
     return messages
 
@@ -91,9 +92,7 @@ async def test_closing_the_generator_ends_the_source(pieces_read: int) -> None:
     await source.ended.wait()
 
 
-async def test_a_cancel_that_comes_before_its_prediction_is_for_that_one(
-    told: list[tuple[str, ...]],
-) -> None:
+async def test_a_cancel_that_comes_before_its_prediction_is_for_that_one(told: Told) -> None:
     live_stream.cancel("early")
     (error,) = await rest(started(Source().texts(), "early"))
     assert isinstance(error, CancelationException)
@@ -106,9 +105,7 @@ async def test_a_cancel_that_comes_before_its_prediction_is_for_that_one(
     assert told == [("ended", "early")] * 2
 
 
-async def test_a_prediction_that_is_refused_has_ended_and_names_its_error_once(
-    told: list[tuple[str, ...]],
-) -> None:
+async def test_a_prediction_that_is_refused_has_ended_and_names_its_error_once(told: Told) -> None:
     async def refuse() -> AsyncGenerator[str, None]:
         raise PromptRequired("none")
         yield

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import queue
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -75,9 +75,7 @@ class Sender:
         return self.cancelled
 
 
-def request(
-    inputs: Mapping[str, Array], names: Iterable[str], sender: Any, name: str = "7", **given: Any
-) -> Any:
+def request(inputs: Any, names: Iterable[str], sender: Any, name: str = "7", **given: Any) -> Any:
     return SimpleNamespace(
         inputs=lambda: [Tensor(*item) for item in inputs.items()],
         requested_output_names=lambda: list(names),

@@ -83,7 +83,7 @@ def new_model(triton: Triton) -> Iterator[NewModel]:
     yield new
     for model in models:
         model.finalize()
-    assert "cancellation" not in {thread.name for thread in threading.enumerate()}
+    assert "cancels" not in {thread.name for thread in threading.enumerate()}
 
 
 def begin(model: TritonPythonModel, inputs: Tensors, **parameters: Any) -> Sender:

@@ -73,9 +73,7 @@ def test_prompts_are_padded(preprocessor: Preprocessor, tokenizer: Tokenizer) ->
 @pytest.mark.parametrize(
     ("eos", "pad", "end_id", "pad_id"), [(2, 0, 2, 0), (2, None, 2, 2), (None, None, -1, -1)]
 )
-def test_ids_that_the_tokenizer_does_not_name(
-    eos: int | None, pad: int | None, end_id: int, pad_id: int
-) -> None:
+def test_ids_that_the_tokenizer_does_not_name(eos: Any, pad: Any, end_id: int, pad_id: int) -> None:
     class Tokenizer:
         eos_token_id, pad_token_id = eos, pad
 
@@ -93,8 +91,7 @@ def test_ids_that_the_tokenizer_does_not_name(
 def test_a_prompt_of_token_ids(preprocessor: Preprocessor) -> None:
     """The text is not read, nothing is added to the ids, and what was delivered follows them."""
     given = {PROMPT_IDS: ids_text([7, 8, 9]), CONTINUED: ids_text([5])}
-    outputs = preprocessor(inputs("not read"), given)
-    assert outputs["INPUT_ID"].tolist() == [[7, 8, 9, 5]]
+    assert preprocessor(inputs("not read"), given)["INPUT_ID"].tolist() == [[7, 8, 9, 5]]
     with pytest.raises(InvalidParameter, match="does not support a batch"):
         preprocessor(inputs("a", "b"), given)
 

