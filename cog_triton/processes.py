@@ -1,7 +1,5 @@
 """One process at a time in a directory, a file written in one step, a process that ends with its parent."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import select

@@ -4,8 +4,6 @@ A field is set by the environment variable of its name in capitals, or of its al
 unset. settings.yaml describes them.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The codec between the client, the filled repository and the models inside Triton."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

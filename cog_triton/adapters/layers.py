@@ -5,8 +5,6 @@ PEFT an adapter is active for a whole batch or for some of its rows, but here th
 in one row: so a hook behind each layer adds the change to the tokens of the requests with the adapter.
 """
 
-from __future__ import annotations
-
 import copy
 import logging
 import threading

@@ -10,8 +10,6 @@ NVIDIA's ``hf_lora_convert.py`` writes them as two files; PEFT's are converted h
 that script and TensorRT-LLM's documentation; with a real engine it is unchecked.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

@@ -1,7 +1,5 @@
 """tritonserver on a filled model repository, by the command line of NVIDIA's launch script."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import logging

@@ -5,8 +5,6 @@ response by itself, so spaces and characters of several tokens may be lost on it
 there were is counted here.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import secrets

@@ -1,7 +1,5 @@
 """Before a start: the engine, files in place and checked, template variables of the models."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import json

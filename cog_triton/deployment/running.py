@@ -1,7 +1,5 @@
 """A tritonserver that runs: its start, its health, its end; and the supervisor that starts the next."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import errno

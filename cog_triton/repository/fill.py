@@ -4,8 +4,6 @@ Every problem of every model is found before anything is written, and all are re
 variable is unset, its parameter is left out; outside of parameters, the line that uses it is.
 """
 
-from __future__ import annotations
-
 import difflib
 import logging
 import re

@@ -4,8 +4,6 @@ The table of variables is variables.yaml, beside this file. ``scripts/make_docs.
 in docs/configuration.md.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import os

@@ -4,8 +4,6 @@ Tenants (API keys, say) get tokens by their weight: start-time fair queueing. A 
 priority, then in the order of their arrival.
 """
 
-from __future__ import annotations
-
 import asyncio
 import bisect
 import contextlib

@@ -1,7 +1,5 @@
 """Limits of a request's texts, checked by their lengths before anything is built of them; JSON inputs."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import dataclass

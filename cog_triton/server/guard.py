@@ -23,8 +23,6 @@ The status of one that ends unasked is never 0: mpirun would let the others wait
 This runs before the package can be imported, so it uses only the standard library.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import fcntl

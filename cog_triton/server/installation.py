@@ -1,7 +1,5 @@
 """A tritonserver on this machine: its place, and what makes it run with this Python."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

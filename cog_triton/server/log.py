@@ -1,7 +1,5 @@
 """tritonserver's log: its levels, its ranks, and the reason of its end."""
 
-from __future__ import annotations
-
 import logging
 import re
 import signal

@@ -5,8 +5,6 @@ the guard stops as one group. Rank 0 loads every model and opens the endpoints; 
 engine and wait for rank 0. The death of one is the death of all.
 """
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import logging

@@ -4,8 +4,6 @@ Prompt templates come with requests, so ``str.format`` must not see them: ``{pro
 attributes and ``{prompt:>9999999999}`` would take the memory.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections import Counter

@@ -14,8 +14,6 @@
   back in step at the next lead byte.
 """
 
-from __future__ import annotations
-
 import re
 from codecs import getincrementaldecoder
 from collections.abc import Callable, Sequence

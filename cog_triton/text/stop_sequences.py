@@ -4,8 +4,6 @@ The first match is the one that is *complete* first, the longest if several are 
 character: with the stops "abcd" and "bc", "abcd" ends at "a".
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 

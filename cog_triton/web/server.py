@@ -1,7 +1,5 @@
 """Uvicorn with limits of requests, and sockets for it."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -11,8 +11,6 @@ The directory is locked. A new version gets a tree of its own, and the old one i
 that still reads the old one finds files missing, never files of both.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import logging

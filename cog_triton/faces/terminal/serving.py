@@ -4,8 +4,6 @@ The first signal lets running predictions end, for a bounded time; the second, o
 everything at once.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """The command lines of a server and of ranks, the launch script, and the batch script of Slurm."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import shlex
