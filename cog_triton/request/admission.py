@@ -88,8 +88,7 @@ class Admission:
             raise TritonUnavailable(self.closed)
         task, slot = asyncio.current_task(), Slot(tenant or Tenant(), next(self._numbers))
         assert task is not None
-        flow = self._flows.get(slot.tenant.name)
-        if flow is None:
+        if (flow := self._flows.get(slot.tenant.name)) is None:
             flow = self._flows[slot.tenant.name] = _Flow(self._ahead.pop(slot.tenant.name, 0.0))
         if not flow.waiting:  # an idle tenant saves nothing
             flow.start = max(flow.start, self._now)
@@ -118,7 +117,6 @@ class Admission:
             self._tasks.popitem()[1].cancel()
 
     async def _granted(self, slot: Slot) -> None:
-        """Wait until a request may run, or raise TritonOverloaded."""
         if not slot.granted.done():
             if self.waiting > self.max_waiting:
                 self._observe("full")
@@ -127,9 +125,8 @@ class Admission:
             # Not wait_for, which before Python 3.12 continues when it is cancelled as the slot comes.
             await asyncio.wait([slot.granted], timeout=self.timeout)
             slot.waited = self._clock() - began
-        granted = slot.granted.done()
-        self._observe("admitted" if granted else "late", slot.waited)
-        if not granted:
+        self._observe("admitted" if slot.granted.done() else "late", slot.waited)
+        if not slot.granted.done():
             raise self._overloaded(f"no place became free in {self.timeout:g} s (QUEUE_TIMEOUT)")
 
     def _leave(self, slot: Slot, flow: _Flow) -> None:
