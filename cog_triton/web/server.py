@@ -16,9 +16,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from cog_triton.web import Refusal
 
 BACKLOG = 1024
-LINGER_SECONDS = (
-    1.0  # after a refusal: at its connection's end, the client's system may drop the answer
-)
+LINGER_SECONDS = 1.0  # after a refusal: as its connection ends, the client's system may drop it
 _LINE_BYTES = 4  # of a header, beside its name and value
 HEAD_END = b"\r\n\r\n"
 Headers = Iterable[tuple[bytes, bytes]]
@@ -34,9 +32,7 @@ class Limits:
     idle_seconds: float = 75.0  # of a connection without a request
 
 
-RefusalBody = Callable[
-    [Refusal, str], dict[str, Any]
-]  # of a refusal and the target, if it is known
+RefusalBody = Callable[[Refusal, str], dict[str, Any]]  # of one and its target, if that is known
 
 
 class Server(uvicorn.Server):
