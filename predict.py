@@ -164,12 +164,6 @@ class Predictor(BaseRunner):
                 why = "and messages exclude each other"
                 _refuse(why, prompt=prompt, prompt_template=own_template)
                 text = self._chat(messages, system_prompt, tools, chat_template_kwargs)
-            guides = {
-                "json_schema": json_schema,
-                "regex": regex,
-                "grammar": grammar,
-                "choice": choice,
-            }
             stops = settings.stop_sequences if stop_sequences is None else stop_sequences
             return Request(
                 prompt=text,
@@ -187,7 +181,9 @@ class Predictor(BaseRunner):
                 bad_words=parse_stop_sequences(bad_words, "bad_words"),
                 logit_bias=parse_logit_bias(logit_bias),
                 ignore_eos=ignore_eos,
-                guide=choose_guide(**guides),
+                guide=choose_guide(
+                    json_schema=json_schema, regex=regex, grammar=grammar, choice=choice
+                ),
                 adapter=lora,
                 seed=resolve_seed(seed),
                 stop_sequences=parse_stop_sequences(stops),

@@ -5,8 +5,6 @@ the others are new. ``str(error)`` starts with the code, because Cog reports a f
 that text only.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 

@@ -1,7 +1,5 @@
 """Directories of one process at a time, a file written in one step, a process that ends with its parent."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import select

@@ -4,8 +4,6 @@ A field is set by the environment variable of its name in capitals, or of its al
 unset. settings.yaml describes them.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +15,7 @@ from cog_triton import ROOT
 from cog_triton.errors import ConfigurationError
 
 Port = Annotated[int, Field(ge=0, le=65535)]
+_LIST = r"^({0})(,({0}))*$"
 # Not health and inference: without them nothing runs.
 _TRITON_APIS = "shared-memory|trace|logging|model-repository|model-config|statistics|metadata"
 
@@ -51,9 +50,7 @@ class Settings(BaseModel):
     simulated_inter_token_ms: float = Field(0.0, ge=0)
     simulated_max_batch: int = Field(0, ge=0)
     simulated_failure_rate: float = Field(0.0, ge=0, le=1)
-    simulated_failures: str = Field(
-        "error", pattern=r"^(error|stall|refuse)(,(error|stall|refuse))*$"
-    )
+    simulated_failures: str = Field("error", pattern=_LIST.format("error|stall|refuse"))
     simulated_text: str | None = None
     tritonserver: Path | None = None
     backend_directory: Path | None = Field(None, alias="TRITONSERVER_BACKEND_DIR")
@@ -64,7 +61,7 @@ class Settings(BaseModel):
     closed_apis: str = Field(
         "shared-memory,trace,logging",
         alias="TRITON_CLOSED_APIS",
-        pattern=rf"^(none|({_TRITON_APIS})(,({_TRITON_APIS}))*)$",
+        pattern=f"^none$|{_LIST.format(_TRITON_APIS)}",
     )
     passed_secrets: str = Field("", alias="TRITON_SECRETS", pattern=r"^\w*(,\w+)*$")
     start_timeout: float = Field(300.0, alias="TRITON_START_TIMEOUT", gt=0)
@@ -149,7 +146,6 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
     try:
         return Settings.model_validate(given)
     except ValidationError as error:
-        problems = "; ".join(
-            f"{e['loc'][0]}={e['input']!r}: {e['msg']}" for e in error.errors(include_url=False)
-        )
+        found = error.errors(include_url=False)
+        problems = "; ".join(f"{e['loc'][0]}={e['input']!r}: {e['msg']}" for e in found)
         raise ConfigurationError(f"invalid settings: {problems}") from None

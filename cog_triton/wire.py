@@ -1,7 +1,5 @@
 """The codec between the client, the filled repository and the models inside Triton."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json
@@ -14,6 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from cog_triton.errors import InvalidParameter
+
+Array = npt.NDArray[Any]
 
 # Models
 
@@ -61,9 +61,7 @@ class TokenLogProb:
 
     id: int
     log_prob: float  # natural logarithm
-    top: tuple[
-        tuple[int, float], ...
-    ] = ()  # the most likely tokens at its place, the likeliest first
+    top: tuple[tuple[int, float], ...] = ()  # the likeliest tokens at its place, in that order
 
 
 def parse_logit_bias(text: Any) -> tuple[tuple[int, float], ...]:
@@ -72,13 +70,13 @@ def parse_logit_bias(text: Any) -> tuple[tuple[int, float], ...]:
         biases = json.loads(text or "{}").items()
         return tuple((int(token), float(bias)) for token, bias in biases)
     except (TypeError, ValueError, AttributeError, OverflowError, RecursionError):
-        why = f"{LOGIT_BIAS} must be as a JSON object of ids and numbers"
-        raise InvalidParameter(why) from None
+        text = f"{LOGIT_BIAS} must be as a JSON object of ids and numbers"
+        raise InvalidParameter(text) from None
 
 
 def packed_log_probs(
     tokens: Sequence[TokenLogProb], top: int, prompt: Sequence[TokenLogProb] = ()
-) -> npt.NDArray[Any]:
+) -> Array:
     """Make the value of ``LOG_PROBS``, without batch and beams: float32, [tokens * (1 + 2 * top)].
 
     Each token's log probability is followed by ``top`` ids, and by their log probabilities; -1 is unset.
@@ -97,9 +95,7 @@ def packed_log_probs(
     return np.append(packed_log_probs(named, 1 + top), rows)
 
 
-def unpacked_log_probs(
-    ids: Sequence[int], values: npt.NDArray[Any], top: int
-) -> list[TokenLogProb]:
+def unpacked_log_probs(ids: Sequence[int], values: Array, top: int) -> list[TokenLogProb]:
     """Read the log probabilities of a response's ids.
 
     Args:
@@ -119,9 +115,7 @@ def unpacked_log_probs(
     return tokens
 
 
-def unpacked_prompt_log_probs(
-    values: npt.NDArray[Any], generated: int, top: int
-) -> list[TokenLogProb]:
+def unpacked_prompt_log_probs(values: Array, generated: int, top: int) -> list[TokenLogProb]:
     """Read the prompt's log probabilities, ahead of ``generated`` ids', or raise ValueError."""
     width = 1 + 2 * (1 + top)
     rows = values[: max(0, len(values) - generated * (1 + 2 * top))].reshape(-1, width)
@@ -153,7 +147,7 @@ def ids_parameter(parameters: Mapping[str, Any], name: str) -> list[int]:
     return ids.tolist()  # type: ignore[no-any-return]
 
 
-def stop_inputs() -> dict[str, npt.NDArray[Any]]:
+def stop_inputs() -> dict[str, Array]:
     """Make the inputs of a stop, shapes [1, 1]; Triton wants more than the engine's ``stop`` and id."""
     return {
         "stop": np.array([[True]]),

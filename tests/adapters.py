@@ -1,7 +1,5 @@
 """A LoRA adapter as PEFT saves it, made by hand, and the model that it makes of another."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Headless Chromium, for the tests of the chat page and its picture."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator
@@ -25,7 +23,7 @@ HOSTILE = Path(__file__).with_name("hostile.txt").read_text()
 
 
 @contextmanager
-def chromium() -> Iterator[Browser]:
+def chromium() -> Iterator["Browser"]:
     """The machine's own; the test is skipped where there is none."""
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     path = next(filter(None, map(shutil.which, NAMES)), None)
@@ -43,7 +41,7 @@ def chromium() -> Iterator[Browser]:
 class Tab:
     """A tab with the chat page."""
 
-    page: Page
+    page: "Page"
     urls: list[str] = field(default_factory=list)  # what it asked for
     bodies: list[dict[str, Any]] = field(default_factory=list)  # what it sent
     complaints: list[str] = field(default_factory=list)  # errors, and what the policy refused

@@ -4,8 +4,6 @@ It splits what passes, delays it, cuts connections in the middle, and loses rang
 TCP itself never loses a range; a broken middlebox or a starved server does.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from asyncio import StreamReader, StreamWriter
@@ -46,7 +44,7 @@ class FaultyProxy:
         self._connections: set[Any] = set()
 
     @contextlib.asynccontextmanager
-    async def running(self) -> AsyncIterator[FaultyProxy]:
+    async def running(self) -> AsyncIterator["FaultyProxy"]:
         """Passes connections on; at the end it drops those that are left."""
         server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
         self.address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"

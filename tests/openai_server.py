@@ -1,7 +1,5 @@
 """The OpenAI face as `make openai` runs it, for the tests."""
 
-from __future__ import annotations
-
 import json
 import signal
 from collections.abc import Iterator
@@ -26,7 +24,7 @@ class OpenAIServer(Server):
 
     script = "serve_openai.py"
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "Self":
         super().__enter__()
         try:
             self.wait_for_line("ready: http")

@@ -10,8 +10,6 @@ A comment on the line before a block says what that is:
     <!-- needs: minutes -->    not run: it takes long, and what it does is tested otherwise
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 import subprocess

@@ -1,7 +1,5 @@
 """What PEFT's own model says with an adapter, and an adapter of PEFT's own making."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any

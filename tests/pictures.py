@@ -5,8 +5,6 @@ The terminal shows ``make predict``, the chat page real answers of the demo mode
 the report that ``make bench`` left in ``artifacts/``.
 """
 
-from __future__ import annotations
-
 import html
 import json
 import os

@@ -1,7 +1,5 @@
 """What the integration tests share: real servers on free ports, and what they say of themselves."""
 
-from __future__ import annotations
-
 import contextlib
 import http.server
 import json
@@ -160,6 +158,9 @@ def left_of(prefix: str) -> list[int | Path]:
     return [*processes(prefix), *SHARED_MEMORY.glob(f"{prefix}*")]
 
 
+Event = tuple[str, dict[str, Any]]
+
+
 class Server:
     """A script of scripts/ that serves, in a process of its own on free ports."""
 
@@ -189,7 +190,7 @@ class Server:
         http, grpc = (int(self.environment[f"TRITON_{name}_PORT"]) for name in ("HTTP", "GRPC"))
         return Endpoints("127.0.0.1", http, grpc, self.metrics_port)
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "Self":
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 self.command,
@@ -248,9 +249,6 @@ class CogServer(Server):
     ) -> AbstractContextManager[Iterator[Event]]:
         """One prediction, as a stream of server-sent events."""
         return streamed_prediction(self.url, prediction_id, **inputs)
-
-
-Event = tuple[str, dict[str, Any]]
 
 
 @contextmanager

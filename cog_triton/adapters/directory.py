@@ -5,8 +5,6 @@ Names that begin with a dot are passed over: an adapter is copied and deleted un
 names its adapter to the engine by a number, TensorRT-LLM's ``lora_task_id``; see ``wire.adapter_task_id``.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections import defaultdict
@@ -56,9 +54,8 @@ def place_adapter(name: str, files: Path, directory: Path) -> None:
     """Copy an adapter's files to ``directory``/``name``; on an error, one of that name is still there."""
     _check_name(name)
     if not _is_complete(files):
-        raise ConfigurationError(
-            f"{files} is not an adapter: it needs {CONFIG} and {' or '.join(WEIGHTS)}"
-        )
+        text = f"it needs {CONFIG} and {' or '.join(WEIGHTS)}"
+        raise ConfigurationError(f"{files} is not an adapter: {text}")
     directory.mkdir(parents=True, exist_ok=True)
     copy = directory / f".{name}.{os.getpid()}"
     try:
@@ -86,19 +83,15 @@ class AdapterVersion:
     path: Path
     stamps: tuple[tuple[str, int, int, int], ...]  # of each file: name, change, size, inode
 
-    @classmethod
-    def of(cls, path: Path) -> AdapterVersion:
-        """Return the version that is there now."""
-        stamps = []
-        for name in (CONFIG, *WEIGHTS):
-            with suppress(OSError):
-                status = (path / name).stat()
-                stamps.append((name, status.st_mtime_ns, status.st_size, status.st_ino))
-        return cls(path, tuple(stamps))
 
-    @property
-    def is_current(self) -> bool:
-        return AdapterVersion.of(self.path) == self
+def version_of(path: Path) -> AdapterVersion:
+    """Return the version of an adapter's files that is there now."""
+    stamps = []
+    for name in (CONFIG, *WEIGHTS):
+        with suppress(OSError):
+            status = (path / name).stat()
+            stamps.append((name, status.st_mtime_ns, status.st_size, status.st_ino))
+    return AdapterVersion(path, tuple(stamps))
 
 
 def current_version(task_id: int, directory: Path | None) -> AdapterVersion:
@@ -111,7 +104,7 @@ def current_version(task_id: int, directory: Path | None) -> AdapterVersion:
         raise EngineError(f"lora_task_id {task_id}: there is no such adapter: {error}") from None
     if not (path / CONFIG).is_file():
         raise EngineError(f"lora_task_id {task_id}: {path} has no {CONFIG}")
-    return AdapterVersion.of(path)
+    return version_of(path)
 
 
 class LoraRequests:
@@ -144,7 +137,4 @@ def _check_name(name: str) -> None:
 
 def _delete(adapter: Path) -> None:
     gone = adapter.rename(adapter.with_name(f".{adapter.name}.{os.getpid()}.gone"))
-    if gone.is_symlink():
-        gone.unlink()
-    else:
-        shutil.rmtree(gone)
+    gone.unlink() if gone.is_symlink() else shutil.rmtree(gone)

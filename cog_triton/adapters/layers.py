@@ -5,8 +5,6 @@ PEFT an adapter is active for a whole batch or for some of its rows, but here th
 in one row: so a hook behind each layer adds the change to the tokens of the requests with the adapter.
 """
 
-from __future__ import annotations
-
 import copy
 import logging
 import threading
@@ -23,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.functional import linear
 
-from cog_triton.adapters.directory import AdapterVersion, current_version
+from cog_triton.adapters.directory import AdapterVersion, current_version, version_of
 from cog_triton.errors import EngineError, EngineUnavailable
 
 logger = logging.getLogger(__name__)
@@ -71,10 +69,9 @@ class Adapters:
         self,
         model: Any,
         directory: Path,
-        in_use: Callable[[], Set[LoadedAdapter]],
+        in_use: Callable[[], Set[LoadedAdapter]],  # the adapters that requests have
         cache_bytes: int = CACHE_BYTES,
     ) -> None:
-        """Start without any; ``in_use`` returns the adapters that requests have."""
         self._model, self._directory = model, directory
         self._in_use, self._cache_bytes = in_use, cache_bytes
         self._loading = threading.Lock()  # held by the thread that changes the next
@@ -147,11 +144,11 @@ class Adapters:
     def _make_room(self, name: str, size: int) -> None:
         """Evict adapters that no request has: those without their files, then the least recently used."""
         if size > self._cache_bytes:
-            raise ValueError(
-                f"it has {size} bytes, and lora_cache_host_memory_bytes is {self._cache_bytes}"
-            )
+            most = f"lora_cache_host_memory_bytes is {self._cache_bytes}"
+            raise ValueError(f"it has {size} bytes, and {most}")
         used = self._in_use()
-        idle = [(v.is_current, a.used, v) for v, a in self._loaded.items() if a not in used]
+        loaded = self._loaded.items()
+        idle = [(version_of(v.path) == v, a.used, v) for v, a in loaded if a not in used]
         free = self._cache_bytes - sum(a.size for a in self._loaded.values())
         for current, _, version in sorted(idle, key=itemgetter(0, 1)):
             if current and free >= size:
@@ -171,9 +168,8 @@ def _changes(model: Any, directory: Path) -> dict[str, Change]:
         up, scale = layer.lora_B[LABEL], layer.scaling[LABEL]
         bias = None if up.bias is None else up.bias.float() * scale
         read = [layer.lora_A[LABEL].weight, up.weight.float() * scale, bias]
-        own: list[Any] = [
-            t if t is None else t.detach().to(model.device, model.dtype) for t in read
-        ]
+        kind: Any = model.device, model.dtype
+        own: list[Any] = [None if t is None else t.detach().to(*kind) for t in read]
         # Attention multiplies what it masks by 0: such a value would spread over the whole batch.
         if not all(tensor is None or tensor.isfinite().all() for tensor in own):
             raise ValueError(f"{name} has values that are not finite")
@@ -206,9 +202,8 @@ def _peft_layers(model: Any, directory: Path) -> dict[str, Any]:
     layers = {name: m for name, m in twin.named_modules() if isinstance(m, LoraLayer)}
     for name, layer in layers.items():
         if layer is twin.get_output_embeddings():
-            raise ValueError(
-                f"{name} is the model's last layer, which adapters may not change here"
-            )
+            text = "is the model's last layer, which adapters may not change here"
+            raise ValueError(f"{name} {text}")
         if type(layer) is not Linear:
             raise ValueError(f"{name} is not a linear layer")
     read = load_peft_weights(str(directory), device="cpu")

@@ -10,8 +10,6 @@ NVIDIA's ``hf_lora_convert.py`` writes them as two files; PEFT's are converted h
 that script and TensorRT-LLM's documentation; with a real engine it is unchecked.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math
@@ -95,9 +93,8 @@ def read_adapter(directory: Path, dtype: str) -> dict[str, Array]:
         rows = rows[..., :3].astype(np.int32)
     else:
         if not (directory / WEIGHTS[0]).is_file():
-            raise ValueError(
-                f"it has no {WEIGHTS[0]}, and {WEIGHTS[1]} is not read: it may run code"
-            )
+            text = f"{WEIGHTS[1]} is not read: it may run code"
+            raise ValueError(f"it has no {WEIGHTS[0]}, and {text}")
         try:
             config = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
         except ValueError as error:
@@ -125,8 +122,8 @@ def converted(config: Any, tensors: Mapping[str, Array]) -> tuple[Array, Array]:
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         raise ValueError(f"{CONFIG} is not that of a LoRA adapter")
     unsupported = [name for name in _NOT_CONVERTED if config.get(name)]
-    if config.get("bias", "none") != "none":
-        unsupported.append(f"bias {config['bias']}")
+    if (bias := config.get("bias", "none")) != "none":
+        unsupported.append(f"bias {bias}")
     if unsupported:
         raise ValueError(f"TensorRT-LLM does not support {', '.join(unsupported)} of {CONFIG}")
     alpha = config.get("lora_alpha")
@@ -169,8 +166,7 @@ def _checked_parts(name: str, parts: Mapping[str, Array]) -> tuple[Array, Array]
 def _cast(weights: Array, dtype: str) -> Array:
     # NumPy rounds to the nearest, halfway to the even one; so does this.
     if dtype == "bfloat16":
-        bits = weights.view(np.uint32)
-        finite = np.isfinite(weights)
+        bits, finite = weights.view(np.uint32), np.isfinite(weights)
         result = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16).view(BFLOAT16)
     else:
         with np.errstate(over="ignore"):

@@ -4,20 +4,15 @@ commands.yaml, here and in scripts/, has of each the function that it calls, its
 May import everything. After a change: pytest tests/unit/test_cli.py tests/unit/test_pages.py
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cog_triton import ROOT
-
-if TYPE_CHECKING:
-    import argparse
 
 SCRIPTS = ROOT / "scripts"
 
@@ -75,7 +70,7 @@ def summary(command: dict[str, Any]) -> str:
     return str(command["help"]).partition("\n")[0].rstrip(".")
 
 
-def parse(name: str, arguments: Sequence[str], prog: str | None = None) -> argparse.Namespace:
+def parse(name: str, arguments: Sequence[str], prog: str | None = None) -> Any:
     """Return a command's options; those with ``sets`` are set in the environment, where settings are."""
     import argparse
     import os

@@ -1,7 +1,5 @@
 """The variables of one config.pbtxt, by the command line of NVIDIA's fill_template.py."""
 
-from __future__ import annotations
-
 import argparse
 import logging
 import re

@@ -1,7 +1,5 @@
 """tritonserver on a filled model repository, by the command line of NVIDIA's launch script."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import logging
@@ -69,9 +67,8 @@ def settings_of(options: argparse.Namespace, environ: Mapping[str, str]) -> Sett
     if options.rank_from_slurm:
         tasks = slurm_number(environ, "SLURM_NTASKS")
         if options.world_size not in (None, tasks):
-            raise ConfigurationError(
-                f"--world_size={options.world_size}, but Slurm started {tasks} tasks"
-            )
+            text = f"--world_size={options.world_size}, but Slurm started {tasks} tasks"
+            raise ConfigurationError(text)
         changes["WORLD_SIZE"] = str(tasks)
     settings = read_settings({**environ, **changes})
     if settings.world_size > 1 and options.no_mpi:
@@ -103,10 +100,8 @@ def launch_of(
     if spawning and CPP_BACKEND not in backends:
         # The LLM API spawns its workers for each model, outside of the job that it may be started by.
         launcher += guarded("outside-mpi", "", 0, [])
-    orchestrator = {
-        "TRTLLM_ORCHESTRATOR": "1",
-        "TRTLLM_ORCHESTRATOR_SPAWN_PROCESSES": "1" if spawning else "0",
-    }
+    spawn = "TRTLLM_ORCHESTRATOR_SPAWN_PROCESSES"
+    orchestrator = {"TRTLLM_ORCHESTRATOR": "1", spawn: str(int(spawning))}
     return Launch(
         engine_models=tuple(filter(None, options.tensorrt_llm_model_name.split(","))),
         options=tuple(added),
@@ -123,9 +118,8 @@ def slurm_number(environ: Mapping[str, str], name: str) -> int:
     try:
         return int(environ[name])
     except (KeyError, ValueError):
-        raise ConfigurationError(
-            f"--rank-from-slurm: {name} is {environ.get(name, 'not set')}; start this with srun"
-        ) from None
+        text = f"{name} is {environ.get(name, 'not set')}; start this with srun"
+        raise ConfigurationError(f"--rank-from-slurm: {text}") from None
 
 
 def read_models(repository: Path) -> dict[str, Any]:

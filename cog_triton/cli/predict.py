@@ -1,7 +1,5 @@
 """One answer of predict.py:Predictor, streamed to the terminal."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib

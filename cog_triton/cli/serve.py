@@ -1,7 +1,5 @@
 """Cog's HTTP server with the predictor, OpenAI's API on any Triton, and Dynamo's workers."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import errno

@@ -5,15 +5,12 @@ response by itself, so spaces and characters of several tokens may be lost on it
 there were is counted here.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import secrets
 import time
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -42,20 +39,22 @@ NOT_NEEDED = ("return_num_input_tokens",)
 WORDS = ("bad_words", "stop_words")  # old ensembles demand them
 
 
-async def attach(
-    settings: Settings, address: str, model: str, context_length: int | None
-) -> Deployment:
+async def attach(settings: Settings, address: str, model: str, context: int | None) -> Deployment:
     """Wait for the Triton at ``address``, and run requests on its ensemble, ours or ``model``."""
     tokenizer = await asyncio.to_thread(tokenizer_of, settings)
     triton = RunningTriton(settings, address)
     await triton.wait(settings.start_timeout)
     closing = contextlib.AsyncExitStack()
     closing.push_async_callback(lambda: triton.current.aclose())
-    options: dict[str, Any] = {"context_length": context_length, "opened": closing}
+    options: dict[str, Any] = {"context_length": context, "opened": closing}
     engine, adapters = await triton.config(wire.ENGINE), None
     if engine is not None and engine.backend == "tensorrtllm":  # those in Python check requests
         options["engine"] = "tensorrtllm"
-        adapters = adapters_of(engine, settings.lora_dir) if settings.lora_dir else None
+        if settings.lora_dir:
+            kinds = {tensor.name: DataType.Name(tensor.data_type) for tensor in engine.input}
+            dtypes = {kind: dtype for dtype, kind in TRITON_DTYPES.items()}
+            dtype = dtypes.get(kinds.get("lora_weights", ""), "float16")
+            adapters = AdapterTensors(settings.lora_dir, dtype)
     attempts, end_id = settings.resume_attempts, tokenizer.eos_token_id
     streams = ResumingClient(triton, attempts=attempts, end_id=end_id, adapters=adapters)
     admission = Admission(settings.max_running, settings.max_waiting, settings.queue_timeout)
@@ -69,13 +68,6 @@ async def attach(
     known = {tensor.name: tensor.optional for tensor in config.input}
     options |= {"triton": triton, "model": model, "known": known, "adapters": adapters}
     return TextDeployment(*needed, **options)
-
-
-def adapters_of(config: Any, directory: Path) -> AdapterTensors:
-    """Return a directory's adapters as a model on TensorRT-LLM's C++ backend takes them."""
-    kinds = {tensor.name: DataType.Name(tensor.data_type) for tensor in config.input}
-    dtypes = {kind: dtype for dtype, kind in TRITON_DTYPES.items()}
-    return AdapterTensors(directory, dtypes.get(kinds.get("lora_weights", ""), "float16"))
 
 
 class RunningTriton:
@@ -208,8 +200,6 @@ def address_of(endpoint: str) -> str:
     """Return the host:port of a URL, or of itself."""
     parts = urlsplit(endpoint if "://" in endpoint else f"grpc://{endpoint}")
     if not parts.hostname or not parts.port or parts.scheme not in ("http", "grpc"):
-        text = (
-            "must be a URL such as http://localhost:8001, with the port of Triton's gRPC endpoint"
-        )
+        text = "must be a URL such as http://localhost:8001, with the port of Triton's gRPC"
         raise ConfigurationError(f"--triton-endpoint {endpoint} {text}")
     return parts.netloc

@@ -1,10 +1,8 @@
 """One setup: settings → filled repository → tritonserver → ready → warm."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -56,7 +54,7 @@ class Deployment:
         self.limits = text_limits(self.tokenizer, self.context_length)
 
     @classmethod
-    async def start(cls, settings: Settings) -> Deployment:
+    async def start(cls, settings: Settings) -> "Deployment":
         """Start everything, or raise ConfigurationError and leave nothing."""
         preparation.read_overrides(settings)  # its problems come before a download
         with timed("model in place"):
@@ -125,9 +123,7 @@ class Deployment:
         await self.opened.aclose()
 
 
-def check_supported(
-    request: Request, engine: EngineName | None, *, own_preprocessing: bool
-) -> None:
+def check_supported(request: Request, engine: EngineName | None, own_preprocessing: bool) -> None:
     """Raise InvalidParameter for what TensorRT-LLM's C++ backend or NVIDIA's preprocessing would ignore."""
     parts: dict[str, tuple[str, ...]] = {}
     if engine == "tensorrtllm":
@@ -147,7 +143,7 @@ def without_bos(request: Request, tokenizer: Tokenizer) -> Request:
     return replace(request, prompt=request.prompt.removeprefix(begin), add_special_tokens=None)
 
 
-def queue_metrics(admission: Admission) -> CollectorRegistry:
+def queue_metrics(admission: Admission) -> "CollectorRegistry":
     """Return a registry that counts an admission's requests, and their seconds of waiting."""
     from prometheus_client import CollectorRegistry, Counter, Histogram  # few setups need it
 
@@ -176,12 +172,11 @@ async def served_metrics(
     from cog_triton.web.server import Limits, Server, bound
 
     port, registry = settings.predictor_metrics_port or 0, queue_metrics(admission)
-    gauges: list[tuple[str, str, Callable[[], float]]] = [
+    for name, text, value in (
         ("requests_running", "Requests that have a slot.", lambda: admission.running),
         ("requests_waiting", "Requests that wait for one.", lambda: admission.waiting),
         ("restarts", "Restarts of tritonserver.", lambda: supervisor.restarts),
-    ]
-    for name, text, value in gauges:
+    ):
         Gauge(f"cog_triton_{name}", text, registry=registry).set_function(value)
     try:
         listener = bound(settings.host, port)

@@ -1,7 +1,5 @@
 """Before a start: the engine, files in place and checked, template variables of the models."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import json
@@ -304,15 +302,14 @@ def check_files(llm: Mapping[str, object]) -> None:
 def context_length(values: Mapping[str, object]) -> int | None:
     """Return the most tokens of prompt and output together; None if only the engine knows them."""
     backend, config, limit = values.get("triton_backend") == "tensorrtllm", dict[str, Any](), None
+    lifted = values.get("llm_api_config") or values.get("vllm_config")
     with suppress(ConfigurationError):
         directory = values.get("engine_dir" if backend else "model")
         config = read_json(Path(str(directory), "config.json"))
     if backend:
         limit = config.get("build_config", {}).get("max_seq_len")
     # The simulated engine has no model, and a file of further arguments may lift the model's limit.
-    elif values.get("engine") != "simulated" and not (
-        values.get("llm_api_config") or values.get("vllm_config")
-    ):
+    elif values.get("engine") != "simulated" and not lifted:
         limit = config.get("text_config", config).get("max_position_embeddings")
     known = [int(str(values["max_seq_len"]))] if values.get("max_seq_len") else []
     return min([*known, limit] if isinstance(limit, int) and limit > 0 else known, default=None)

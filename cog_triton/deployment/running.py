@@ -1,7 +1,5 @@
 """A tritonserver that runs: its start, its health, its end; and the supervisor that starts the next."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import errno
@@ -52,7 +50,7 @@ class RunningServer:
     client: TritonClient
     tokenizer: Tokenizer
     hang_timeout: float  # see TRITON_HANG_TIMEOUT
-    _probe: asyncio.Task[None] | None = None
+    probe: asyncio.Task[None] | None = None
     _probe_end: float = 0.0
     _patience: float = PROBE_SECONDS
 
@@ -82,20 +80,16 @@ class RunningServer:
         """Return whether the server is ready, and answers a request while no other is running."""
         if not await asyncio.to_thread(self.server.is_ready):
             return False
-        if self._probe is None or self._probe.done():
+        if self.probe is None or self.probe.done():
             if self.client.busy:
                 return True  # ``ended`` notices a hang
-            self._probe = asyncio.create_task(self._generate())
+            self.probe = asyncio.create_task(self._generate())
             self._probe_end = time.monotonic() + self._patience
         left = max(self._probe_end - time.monotonic(), 0)
-        await asyncio.wait([self._probe], timeout=min(left, PROBE_SECONDS))
-        if self._probe.done():
-            return self._probe.exception() is None
+        await asyncio.wait([self.probe], timeout=min(left, PROBE_SECONDS))
+        if self.probe.done():
+            return self.probe.exception() is None
         return time.monotonic() < self._probe_end
-
-    def cancel_probe(self) -> None:
-        if self._probe is not None:
-            self._probe.cancel()
 
     async def _generate(self) -> None:
         async for _ in generate(WARM_UP, self.client, self.tokenizer):
@@ -229,7 +223,7 @@ async def run_server(
         client = create_client(settings, server)
         cleanup.push_async_callback(client.aclose)
         running = RunningServer(server, client, tokenizer, settings.hang_timeout)
-        cleanup.callback(running.cancel_probe)
+        cleanup.callback(lambda: running.probe and running.probe.cancel())
         try:
             with timed("warmed up"):
                 await running.warm_up()

@@ -6,8 +6,6 @@ has the savings. ``tensorrt_llm_context`` stands before TensorRT-LLM's C++ backe
 ``cog_triton.models.context``.
 """
 
-from __future__ import annotations
-
 from copy import deepcopy
 from typing import Any
 

@@ -4,8 +4,6 @@ Every problem of every model is found before anything is written, and all are re
 variable is unset, its parameter is left out; outside of parameters, the line that uses it is.
 """
 
-from __future__ import annotations
-
 import difflib
 import logging
 import re
@@ -30,7 +28,8 @@ _UNSET = "\0unset"  # in a parameter's value: to be left out
 _CONTEXT = "decoding_context"
 _NEEDS = {"transformers": "model", "llmapi": "model", "vllm": "model", "simulated": "tokenizer_dir"}
 
-Overrides = Mapping[str, Mapping[str, object]]
+Values = Mapping[str, object]
+Overrides = Mapping[str, Values]
 
 
 def fill_repository(source: Path, destination: Path, overrides: Overrides) -> None:
@@ -56,8 +55,7 @@ def fill_repository(source: Path, destination: Path, overrides: Overrides) -> No
         if model in TABLES.optional_models:
             logger.warning("%s: has no effect: the repository has no such model", model)
         else:
-            unknown = f"{model}: no such model in the repository"
-            problems.append(unknown + _suggest(model, templates))
+            problems.append(f"{model}: no such model in the repository{_suggest(model, templates)}")
     configs = _render_all(templates, overrides, problems)
     for model, config in configs.items():
         if config is not None:
@@ -77,7 +75,7 @@ def fill_repository(source: Path, destination: Path, overrides: Overrides) -> No
         (destination / CONTEXT_MODEL / "1" / "model.py").write_text(CONTEXT_MODEL_CODE)
 
 
-def fill_model(model: str, template: str, values: Mapping[str, object]) -> str:
+def fill_model(model: str, template: str, values: Values) -> str:
     """Fill the template of one model; TemplateError has a line for every problem."""
     problems: list[str] = []
     config = _render_all({model: template}, {model: values}, problems)[model]
@@ -109,9 +107,8 @@ def check_streaming(repository: Path) -> None:
     """Raise ConfigurationError for a repository in which the predictor cannot stream."""
     config = read_config(repository / "tensorrt_llm" / CONFIG)
     if not config.model_transaction_policy.decoupled:
-        raise ConfigurationError(
-            "tensorrt_llm: decoupled_mode is false, but the predictor streams, which needs true"
-        )
+        text = "decoupled_mode is false, but the predictor streams, which needs true"
+        raise ConfigurationError(f"tensorrt_llm: {text}")
 
 
 def unmet_needs(model: str, config: Any) -> list[str]:
@@ -151,10 +148,7 @@ def _render_all(
             # Only the engines in Python return the context.
             if f"${{{_CONTEXT}}}" in template and _is_empty(values[model].get(_CONTEXT)):
                 values[model][_CONTEXT] = backend == "python"
-    return {
-        model: _render(model, template, values[model], problems)
-        for model, template in templates.items()
-    }
+    return {name: _render(name, text, values[name], problems) for name, text in templates.items()}
 
 
 def _choose_backend(template: str, values: dict[str, object]) -> object:
@@ -167,9 +161,7 @@ def _choose_backend(template: str, values: dict[str, object]) -> object:
     return values.get("triton_backend") or "python"
 
 
-def _render(
-    model: str, template: str, given: Mapping[str, object], problems: list[str]
-) -> Any | None:
+def _render(model: str, template: str, given: Values, problems: list[str]) -> Any | None:
     variables, found = known(model), len(problems)
     values = _current_names(model, given, problems)
     used = dict.fromkeys(_VARIABLE.findall(template))
@@ -214,9 +206,7 @@ def _fill_line(line: str, texts: Mapping[str, str | None]) -> str:
     return _VARIABLE.sub(escaped, line)
 
 
-def _current_names(
-    model: str, values: Mapping[str, object], problems: list[str]
-) -> dict[str, object]:
+def _current_names(model: str, values: Values, problems: list[str]) -> dict[str, object]:
     current = dict(values)
     for old, new in TABLES.renamed.get(model, {}).items():
         if _is_empty(value := current.pop(old, None)):

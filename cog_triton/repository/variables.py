@@ -4,8 +4,6 @@ The table of variables is variables.yaml, beside this file. ``scripts/make_docs.
 in docs/configuration.md.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import os
@@ -39,9 +37,7 @@ _BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "
 class Variable(BaseModel, frozen=True, extra="forbid"):
     """One template variable of one model."""
 
-    kind: (
-        str  # of its values, a key of ``_EXPECTED``; a switch is a boolean whose false means unset
-    )
+    kind: str  # of its values, a key of ``_EXPECTED``; false of a switch, a boolean, means unset
     description: str
     required: bool = False
     default: bool | int | float | str | None = None  # None leaves the variable unset

@@ -4,8 +4,6 @@ Tenants (API keys, say) get tokens by their weight: start-time fair queueing. A 
 priority, then in the order of their arrival. Batches get what all others leave free.
 """
 
-from __future__ import annotations
-
 import asyncio
 import bisect
 import contextlib
@@ -127,8 +125,7 @@ class Admission:
         if slot.tenant.batch:
             self._batches.append(slot)
             return None
-        flow = self._flows.get(name)
-        if flow is None:
+        if (flow := self._flows.get(name)) is None:
             flow = self._flows[name] = _Flow(self._ahead.pop(name, 0.0))
         if not flow.waiting:  # an idle tenant saves nothing
             flow.start = max(flow.start, self._now)
@@ -143,7 +140,6 @@ class Admission:
             self._hand_out()  # time alone makes less of what is left free
 
     async def _granted(self, slot: Slot) -> None:
-        """Wait until a request may run, or raise TritonOverloaded."""
         if not slot.granted.done():
             if self.waiting > self.max_waiting:
                 self._observe("full")
@@ -152,9 +148,8 @@ class Admission:
             # Not wait_for, which before Python 3.12 continues when it is cancelled as the slot comes.
             await asyncio.wait([slot.granted], timeout=self.timeout)
             slot.waited = self._clock() - began
-        granted = slot.granted.done()
-        self._observe("admitted" if granted else "late", slot.waited)
-        if not granted:
+        self._observe("admitted" if slot.granted.done() else "late", slot.waited)
+        if not slot.granted.done():
             raise self._overloaded(f"no place became free in {self.timeout:g} s (QUEUE_TIMEOUT)")
 
     def _leave(self, slot: Slot, flow: _Flow | None) -> None:

@@ -1,7 +1,5 @@
 """Limits of a request's texts, checked by their lengths before anything is built of them; JSON inputs."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import dataclass
@@ -48,9 +46,8 @@ class TextLimits:
     def check(self, what: str, characters: int) -> None:
         """Refuse a text with more characters than the context's tokens can stand for: PromptTooLong."""
         if characters > self.characters:
-            raise PromptTooLong(
-                f"{what} has {characters} characters; {self.characters} are the most{self.source}"
-            )
+            most = f"{self.characters} are the most{self.source}"
+            raise PromptTooLong(f"{what} has {characters} characters; {most}")
 
 
 def check_json(name: str, text: str) -> None:

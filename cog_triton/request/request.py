@@ -1,7 +1,5 @@
 """A request as every face makes it: a prompt, limits and sampling parameters, each bound stated once."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """Command lines of tritonserver, as one process or as one rank for each GPU under mpirun; and ports."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import socket

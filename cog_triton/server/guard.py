@@ -23,8 +23,6 @@ The status of one that ends unasked is never 0: mpirun would let the others wait
 This runs before the package can be imported, so it uses only the standard library.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import fcntl
@@ -227,7 +225,7 @@ def kill_descendants(besides: int | None = None) -> list[str]:
     """Kill all descendants of this process but one; return their names."""
 
     def children() -> list[_Process]:
-        own = _descendants().values()
+        own = _descendants(set()).values()
         return [p for p in own if p.parent == os.getpid() and p.pid != besides]
 
     # Each round makes the children of the killed this process's own. Process groups do not help: mpirun
@@ -318,9 +316,8 @@ def _read_process(pid: int) -> _Process | None:
     return _Process(pid, name, fields[0], int(fields[1]), fields[19], int(fields[-1]))
 
 
-def _descendants(foreign: set[int] | None = None) -> dict[int, _Process]:
+def _descendants(foreign: set[int]) -> dict[int, _Process]:
     """Return this process's descendants; note other processes in ``foreign``, to read them once."""
-    foreign = set() if foreign is None else foreign
     pids = {int(name) for name in os.listdir("/proc") if name.isdigit()} - {os.getpid()}
     foreign &= pids
     everyone = map(_read_process, pids - foreign)

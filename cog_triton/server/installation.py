@@ -1,7 +1,5 @@
 """A tritonserver on this machine: its place, and what makes it run with this Python."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re
@@ -71,9 +69,8 @@ def _wheel() -> Installation | None:
     stub = root / "python_backend_stubs" / version / STUB
     if not stub.is_file():
         known = ", ".join(sorted(path.name for path in stub.parent.parent.iterdir()))
-        raise ConfigurationError(
-            f"the tritonserver wheel has no Python backend stub for Python {version}, only for {known}"
-        )
+        stubs = f"no Python backend stub for Python {version}, only for {known}"
+        raise ConfigurationError(f"the tritonserver wheel has {stubs}")
     return Installation(root / "bin" / "tritonserver", root / "backends", stub, str(libraries))
 
 

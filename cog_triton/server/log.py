@@ -1,13 +1,12 @@
 """tritonserver's log: its levels, its ranks, and the reason of its end."""
 
-from __future__ import annotations
-
 import logging
 import re
 import signal
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
 from cog_triton.errors import LISTENS, cause, shortened
@@ -16,7 +15,7 @@ from cog_triton.server.guard import RANK_ENDED, STUB_ENDED
 progress = logging.getLogger("cog_triton.server")
 
 GPU = Path("/dev/nvidiactl").exists()
-LOG_TAIL_LINES = 60
+TAIL_LINES = 60
 LONGEST_LINE = 2000  # characters; a line may have a whole request in it
 LONGEST_RECORD = 20_000  # with a trace
 LONGEST_RAW = 4 * LONGEST_LINE  # bytes
@@ -68,9 +67,7 @@ class ServerLog:
     def __init__(self, world_size: int) -> None:
         self.listens = False  # on its ports, so that it loses none to another process
         self._world_size = world_size
-        self._tails: dict[int | None, deque[str]] = defaultdict(
-            lambda: deque(maxlen=LOG_TAIL_LINES)
-        )
+        self._tails: dict[int | None, deque[str]] = defaultdict(partial(deque, maxlen=TAIL_LINES))
         self._loading: dict[str, float] = {}  # models, with the time since when
         self._failures: dict[str, str] = {}
         self._child_error: str | None = None

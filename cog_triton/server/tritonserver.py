@@ -5,8 +5,6 @@ the guard stops as one group. Rank 0 loads every model and opens the endpoints; 
 engine and wait for rank 0. The death of one is the death of all.
 """
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import logging
@@ -17,7 +15,7 @@ import signal
 import subprocess
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -48,11 +46,10 @@ class TritonServer:
     runtime: Path  # an existing directory that the server may write to
     settings: Settings
     temporary: bool = False  # remove ``runtime`` when the server ends, however it does
-    launch: Launch | None = None
+    launch: Launch = field(default_factory=Launch)
 
     def __post_init__(self) -> None:
-        self._launch = self.launch or Launch()
-        rank = self._launch.rank
+        rank = self.launch.rank
         self._name = "tritonserver" if rank is None else f"tritonserver of rank {rank}"
         self._has_endpoints = not rank
         self.status: int | None = None  # of the end: 128 plus the number for a signal
@@ -77,8 +74,8 @@ class TritonServer:
         """
         installation = locate(self.settings)
         environ = environment(installation, os.environ, self.settings.passed_secrets.split(","))
-        environ |= self._launch.environment
-        if self._launch.under_mpirun(self.settings):
+        environ |= self.launch.environment
+        if self.launch.under_mpirun(self.settings):
             if shutil.which("mpirun", path=environ["PATH"]) is None:
                 raise ConfigurationError(
                     f"no mpirun in PATH, which WORLD_SIZE={self.settings.world_size} needs: run in "
@@ -114,8 +111,7 @@ class TritonServer:
             write_whole(file, text_format.MessageToString(config))  # other ranks may be reading it
 
     def _spawn(self, binary: Path, backends: Path, environ: dict[str, str]) -> None:
-        """Start the server under its guard, and the threads that watch it."""
-        settings, launch = self.settings, self._launch
+        settings, launch = self.settings, self.launch
         paths = binary, self.repository, backends
         server = command(*paths, self.endpoints, self.shm_prefix, settings, launch)
         role = "group" if launch.under_mpirun(settings) else "follower" if launch.rank else "server"

@@ -4,8 +4,6 @@ Prompt templates come with requests, so ``str.format`` must not see them: ``{pro
 attributes and ``{prompt:>9999999999}`` would take the memory.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections import Counter
@@ -117,11 +115,10 @@ def merged_system(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Put the system messages at the beginning into the first user message after them."""
     texts = [m["content"] for m in takewhile(lambda m: m["role"] == "system", messages)]
     rest = [dict(message) for message in messages[len(texts) :]]
-    for turn in rest:
-        if turn["role"] == "user":
-            turn["content"] = "\n\n".join([*texts, turn["content"]])
-            return rest
-    return [{"role": "user", "content": "\n\n".join(texts)}, *rest]
+    if (user := next((turn for turn in rest if turn["role"] == "user"), None)) is None:
+        return [{"role": "user", "content": "\n\n".join(texts)}, *rest]
+    user["content"] = "\n\n".join([*texts, user["content"]])
+    return rest
 
 
 def _template(tokenizer: Tokenizer, *, tools: bool) -> str:
@@ -227,7 +224,6 @@ def validate_template(template: str) -> Counter[str]:
             "are filled in; to have a brace in the text, double it: {{ for {, }} for }."
         )
     if "{prompt}" not in fields:
-        raise errors.BadPromptTemplate(
-            "The prompt template has no place for the prompt: put {prompt} where it should go."
-        )
+        text = "The prompt template has no place for the prompt: put {prompt} where it should go."
+        raise errors.BadPromptTemplate(text)
     return fields

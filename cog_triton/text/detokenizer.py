@@ -14,8 +14,6 @@
   back in step at the next lead byte.
 """
 
-from __future__ import annotations
-
 import re
 from codecs import getincrementaldecoder
 from collections.abc import Callable, Sequence
@@ -68,11 +66,9 @@ class IncrementalDetokenizer:
         if not ids and not final:
             return ""
         # Not to tokens without text: whitespace that a decoder strips counts again once text follows.
-        if len(self._window) > _WINDOW_TOKENS and (
-            text := decoder.text(self._window[-_KEPT_TOKENS:])
-        ):
-            self._window = self._window[-_KEPT_TOKENS:]
-            self._delivered = len(text) - self._held
+        kept = self._window[-_KEPT_TOKENS:]
+        if len(self._window) > _WINDOW_TOKENS and (text := decoder.text(kept)):
+            self._window, self._delivered = kept, len(text) - self._held
         self._window += ids
         text = decoder.text(self._window)
         delta = (text if final else text.removesuffix(_REPLACEMENT))[self._delivered :]
@@ -135,9 +131,8 @@ class _Decoder(dict[int, int | None]):
             for function in (kind.decode, kind._decode)
         ):
             decode = backend.decode
-        self.text: Callable[[list[int]], str] = partial(
-            decode, skip_special_tokens=skip_special_tokens
-        )
+        self.text: Callable[[list[int]], str]
+        self.text = partial(decode, skip_special_tokens=skip_special_tokens)
 
     def __missing__(self, token_id: int) -> int | None:
         token = self._to_tokens([token_id])[0]

@@ -4,8 +4,6 @@ The first match is the one that is *complete* first, the longest if several are 
 character: with the stops "abcd" and "bc", "abcd" ends at "a".
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 
@@ -24,9 +22,8 @@ def parse_stop_sequences(text: str | None, name: str = "stop_sequences") -> tupl
     stop sequences make it is an InvalidParameter.
     """
     if text is not None and len(text) > STOP_TEXT_CHARACTERS:
-        raise InvalidParameter(
-            f"{name} must be a list of at most {STOP_TEXT_CHARACTERS} characters, not {len(text)}"
-        )
+        most = f"at most {STOP_TEXT_CHARACTERS} characters"
+        raise InvalidParameter(f"{name} must be a list of {most}, not {len(text)}")
     return tuple(_ESCAPE.sub(r"\1", piece) for piece in _PIECE.findall(text or ""))
 
 

@@ -4,8 +4,6 @@ Importing ``transformers`` imports torch when it is installed: 3 s and 200 MB fo
 tokenizes. The processes that never run a model call ``without_torch()`` first.
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 from collections.abc import Iterator

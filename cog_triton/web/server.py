@@ -1,7 +1,5 @@
 """Uvicorn with limits of requests, and sockets for it."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -18,9 +16,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from cog_triton.web import Refusal
 
 BACKLOG = 1024
-LINGER_SECONDS = (
-    1.0  # after a refusal: at its connection's end, the client's system may drop the answer
-)
+LINGER_SECONDS = 1.0  # after a refusal: as its connection ends, the client's system may drop it
 _LINE_BYTES = 4  # of a header, beside its name and value
 HEAD_END = b"\r\n\r\n"
 Headers = Iterable[tuple[bytes, bytes]]
@@ -38,9 +34,7 @@ class Limits:
     uploads: Mapping[bytes, int] = field(default_factory=dict)
 
 
-RefusalBody = Callable[
-    [Refusal, str], dict[str, Any]
-]  # of a refusal and the target, if it is known
+RefusalBody = Callable[[Refusal, str], dict[str, Any]]  # of one and its target, if that is known
 
 
 class Server(uvicorn.Server):

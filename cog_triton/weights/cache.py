@@ -11,8 +11,6 @@ The directory is locked. A new version gets a tree of its own, and the old one i
 that still reads the old one finds files missing, never files of both.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import logging
@@ -24,6 +22,7 @@ import tarfile
 import uuid
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
@@ -39,9 +38,7 @@ from cog_triton.weights.download import Download, Unreachable, Version, fetch_fr
 logger = logging.getLogger(__name__)
 
 _LEFTOVERS, _DOWNLOAD = ("tree-", "pget-"), ("download.",)
-ZSTD = (
-    "is compressed with zstd, which Python reads from 3.14 on; give a plain tar file or a .tar.gz"
-)
+ZSTD = "is compressed with zstd, which Python reads from 3.14 on; give a plain .tar or a .tar.gz"
 # tarfile raises these, too, for an archive that is damaged, or made to do damage.
 _LIBRARIES = (EOFError, zlib.error, lzma.LZMAError)
 _PYTHON = (ValueError, LookupError, OverflowError, RecursionError)
@@ -57,18 +54,6 @@ class Fetched(BaseModel, frozen=True):
     tree: str
     files: int
     bytes: int
-
-
-class LocalFile:
-    """A tar file on this machine, with the interface of a ``Download``."""
-
-    def __init__(self, path: Path) -> None:
-        status = path.stat()
-        etag = f'"{status.st_size:x}-{status.st_mtime_ns:x}-{status.st_ino:x}"'
-        self.path, self.version = path, Version(etag=etag, size=status.st_size)
-
-    def run(self, current: Version | None) -> bool:
-        return current is None or not current.is_same(self.version)
 
 
 def fetch(
@@ -92,9 +77,8 @@ def fetch(
     """
     expected = checksum.strip().lower().removeprefix("sha256:") if checksum else None
     if expected is not None and not re.fullmatch("[0-9a-f]{64}", expected):
-        raise ConfigurationError(
-            f"checksum {checksum!r} is not 64 hexadecimal digits, with or without sha256: before them"
-        )
+        text = "is not 64 hexadecimal digits, with or without sha256: before them"
+        raise ConfigurationError(f"checksum {checksum!r} {text}")
     try:
         if source.lower().startswith(("http://", "https://")):
             return _fetch_tar(source, display_url(source), cache, expected)
@@ -136,12 +120,10 @@ def local_path(source: str) -> Path:
 
 def display_url(url: str) -> str:
     """Return ``url`` without what may be secret: user, password, query and fragment."""
-    try:
+    with suppress(httpx.InvalidURL, ValueError):
         if httpx.URL(url).host:
             parts = urlsplit(url)
             return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
-    except (httpx.InvalidURL, ValueError):
-        pass
     raise ConfigurationError("the URL of the weights is malformed; write https://host/path.tar")
 
 
@@ -159,9 +141,17 @@ def _fetch_tar(
             fetched = None  # whatever the server says of its version
         try:
             if fetched is None or not expected:
-                file = LocalFile(local) if local else Download(source, shown, entry)
-                if file.run(fetched.version if fetched else None) or fetched is None:
-                    fetched = _publish(file.path, file.version, entry, shown, expected)
+                if local is not None:
+                    file, status = local, local.stat()
+                    etag = f'"{status.st_size:x}-{status.st_mtime_ns:x}-{status.st_ino:x}"'
+                    version = Version(etag=etag, size=status.st_size)
+                    changed = fetched is None or not fetched.version.is_same(version)
+                else:
+                    download = Download(source, shown, entry)
+                    changed = download.run(fetched.version if fetched else None)
+                    file, version = download.path, download.version
+                if changed or fetched is None:
+                    fetched = _publish(file, version, entry, shown, expected)
         except Unreachable as problem:
             if fetched is None:
                 raise ConfigurationError(str(problem)) from None
@@ -182,21 +172,18 @@ def _fetch_tar(
         return tree
 
 
-def _publish(
-    archive: Path, version: Version, entry: Path, shown: str, expected: str | None
-) -> Fetched:
+def _publish(tar: Path, version: Version, entry: Path, shown: str, expected: str | None) -> Fetched:
     tree = entry / f"tree-{uuid.uuid4().hex[:12]}"
     tree.mkdir()
     try:
         digest = hashlib.sha256()
-        with archive.open("rb") as file:
+        with tar.open("rb") as file:
             while expected and (block := file.read(1 << 20)):
                 digest.update(block)
         if expected and (found := digest.hexdigest()) != expected:
-            raise ConfigurationError(
-                f"{shown} has the SHA-256 {found}, not {expected}; the file or the checksum is wrong"
-            )
-        unpack(archive, tree, shown)
+            text = f"not {expected}; the file or the checksum is wrong"
+            raise ConfigurationError(f"{shown} has the SHA-256 {found}, {text}")
+        unpack(tar, tree, shown)
         files, size = _tally(tree)
         if not files:
             raise ConfigurationError(f"{shown} holds no files; check how it was made")
@@ -205,22 +192,20 @@ def _publish(
         if isinstance(error, ConfigurationError):  # others leave it to be unpacked the next time
             _remove(entry, _DOWNLOAD)
         raise
-    fetched = Fetched(
-        source=shown, version=version, sha256=expected, tree=tree.name, files=files, bytes=size
-    )
+    counts = {"files": files, "bytes": size}
+    fetched = Fetched(source=shown, version=version, sha256=expected, tree=tree.name, **counts)
     write_whole(entry / "fetched.json", fetched.model_dump_json(indent=2))
     _remove(entry, _LEFTOVERS + _DOWNLOAD, but=fetched)
     return fetched
 
 
 def _read_fetched(entry: Path) -> Fetched | None:
-    try:
+    with suppress(OSError, ValueError):
         fetched = Fetched.model_validate_json((entry / "fetched.json").read_bytes())
-    except (OSError, ValueError):
-        return None
-    # Files may have gone since: directories for temporary files are swept file by file.
-    whole = _tally(entry / fetched.tree) == (fetched.files, fetched.bytes)
-    return fetched if whole else None
+        # Files may have gone since: directories for temporary files are swept file by file.
+        if _tally(entry / fetched.tree) == (fetched.files, fetched.bytes):
+            return fetched
+    return None
 
 
 def _remove(entry: Path, prefixes: tuple[str, ...], but: Fetched | None = None) -> None:
@@ -230,7 +215,6 @@ def _remove(entry: Path, prefixes: tuple[str, ...], but: Fetched | None = None) 
 
 
 def _tally(tree: Path) -> tuple[int, int]:
-    """Count the files in ``tree``, and their bytes."""
     paths = [Path(parent, name) for parent, _, names in os.walk(tree) for name in names]
     return len(paths), sum(path.lstat().st_size for path in paths)
 
@@ -238,9 +222,8 @@ def _tally(tree: Path) -> tuple[int, int]:
 def unpack(archive: Path, directory: Path, shown: str) -> None:
     """Unpack a tar file into an empty directory; refuse parts of one and members that are not safe."""
     if not hasattr(tarfile, "data_filter"):
-        raise ConfigurationError(
-            "tar files need Python 3.10.12, 3.11.4 or later, which filters them"
-        )
+        text = "tar files need Python 3.10.12, 3.11.4 or later, which filters them"
+        raise ConfigurationError(text)
     opened = False
     try:
         with tarfile.open(archive, errorlevel=2) as tar:
@@ -252,9 +235,8 @@ def unpack(archive: Path, directory: Path, shown: str) -> None:
             if path.is_symlink() and not os.path.realpath(path).startswith(root + os.sep):
                 raise tarfile.FilterError(f"{path.name!r} is a link that leads outside")
     except tarfile.FilterError as error:
-        raise ConfigurationError(
-            f"{shown} is not unpacked: its member {error}; make the tar file without it"
-        ) from None
+        text = f"its member {error}; make the tar file without it"
+        raise ConfigurationError(f"{shown} is not unpacked: {text}") from None
     except (tarfile.TarError, *_LIBRARIES, *_PYTHON) as error:
         problem = f"is cut short or damaged ({error})" if opened else _not_a_tar(archive)
         raise ConfigurationError(f"{shown} {problem}") from None

@@ -1,7 +1,5 @@
 """The file of a URL, by httpx or by pget where it is installed; and repositories of Hugging Face."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import logging
@@ -12,6 +10,7 @@ import sys
 import time
 import uuid
 from pathlib import Path, PurePosixPath
+from typing import Any
 from urllib.parse import unquote
 
 import httpx
@@ -48,7 +47,7 @@ class Version(BaseModel, frozen=True):
     last_modified: str | None = None
     size: int | None = None
 
-    def is_same(self, other: Version) -> bool:
+    def is_same(self, other: "Version") -> bool:
         """Compare ETags, else dates and sizes. A size alone says little: tar files are padded."""
         if self.etag or other.etag:
             return (self.etag or "").removeprefix("W/") == (other.etag or "").removeprefix("W/")
@@ -90,9 +89,8 @@ class Download:
                 if self._size >= counted_from + PROGRESS:
                     failures, counted_from = 1, self._size
         if not self._answered:
-            raise Unreachable(
-                f"{self._shown} cannot be reached ({problem}); check the URL and the network"
-            )
+            text = f"cannot be reached ({problem}); check the URL and the network"
+            raise Unreachable(f"{self._shown} {text}")
         raise ConfigurationError(
             f"the download of {self._shown} ended early {failures} times ({problem}); start again to "
             "continue it"
@@ -123,18 +121,14 @@ class Download:
                 last_modified=received.get("Last-Modified"),
                 size=int(length) if length.isdecimal() else None,
             )
-            span = f"bytes {start}-{(size or 0) - 1}/{size}"
+            span = f"bytes {start}-{(size or 0) - 1}/{size}" if ranges else "none"
             if status == 200:
                 if current and current.is_same(version):
                     return False
                 if complete and self.version.is_same(version):
                     return True
                 self._restart(version)
-            elif (
-                not ranges
-                or received.get("Content-Range") != span
-                or version.etag not in (None, etag)
-            ):
+            elif received.get("Content-Range") != span or version.etag not in (None, etag):
                 self._restart(Version())
                 raise httpx.RequestError(f"HTTP {status} for another part than asked for")
             # Room for the file and its contents, which are no smaller, compressed or not.
@@ -190,8 +184,8 @@ class Download:
 
 # Hugging Face
 
+# Second copies of the weights that repositories on Hugging Face hold for programs other than ours.
 UNUSED_FORMATS = ("original/*", "*.gguf", "*.h5", "*.msgpack", "*.onnx")
-"""Second copies of the weights that repositories on Hugging Face hold for programs other than ours."""
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")  # files that a tokenizer does not need
 HUB_ID = re.compile(r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>\S+))?", re.ASCII)
 _OFFLINE = (
@@ -224,10 +218,9 @@ def fetch_from_hub(source: str, token: str | None, without: tuple[str, ...] = ()
     name, revision, ignored = match["name"], match["revision"], [*UNUSED_FORMATS, *without]
     # The bases are those of its HTTP library: requests, httpx and httpx2, by its release.
     foreseen: tuple[type[Exception], ...] = (OSError, ValueError, *errors.HfHubHTTPError.__bases__)
+    options: Any = {"revision": revision, "token": token, "ignore_patterns": ignored}
     try:
-        return Path(
-            snapshot_download(name, revision=revision, token=token, ignore_patterns=ignored)
-        )
+        return Path(snapshot_download(name, **options))
     except foreseen as error:
         kinds = [kind.__name__ for kind in type(error).__mro__]  # its text may hold the token
         # Before version 1 that of an offline cache is an HfHubHTTPError too, though nothing answered.
@@ -238,9 +231,8 @@ def fetch_from_hub(source: str, token: str | None, without: tuple[str, ...] = ()
             advice = "check the token (HF_TOKEN)" if status in (401, 403) else "try again later"
             problem = f"Hugging Face answered HTTP {status} for {source}; {advice}"
         elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            problem = (
-                f"no space left for {source} in the Hugging Face cache; free some, or set HF_HOME"
-            )
+            place = f"for {source} in the Hugging Face cache"
+            problem = f"no space left {place}; free some, or set HF_HOME"
         else:
             problem = f"{source} could not be fetched from Hugging Face: {kinds[0]}; try again"
         raise ConfigurationError(problem) from None

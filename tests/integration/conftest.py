@@ -1,7 +1,5 @@
 """Real servers, started once for all tests that only send them requests."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,7 +38,7 @@ def make_server(
     repository = directory / "repository"
     values = merge(template_values(settings, resolve_engine(settings)), overrides or {})
     fill_repository(settings.model_repository, repository, values)
-    return TritonServer(repository, directory, settings, launch=launch, temporary=temporary)
+    return TritonServer(repository, directory, settings, temporary, launch or Launch())
 
 
 @contextmanager
@@ -154,7 +152,7 @@ def engine_counters(server: TritonServer) -> EngineCounters:
 
 
 @pytest.fixture
-def client(server: OpenAIServer) -> Iterator[openai.OpenAI]:
+def client(server: OpenAIServer) -> Iterator["openai.OpenAI"]:
     """PyPI's, of the OpenAI face that a module's tests have as their server."""
     import openai  # not in every environment of the tests
 

@@ -3,8 +3,6 @@
 CANCELS=5000 pytest tests/integration/test_cancels.py
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import random

@@ -3,8 +3,6 @@
 tests/fakes/images has what makes the base and what runs the result; it needs root that may mount.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

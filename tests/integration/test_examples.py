@@ -1,7 +1,5 @@
 """The clients in examples/client/, against the real Cog server with the simulated engine."""
 
-from __future__ import annotations
-
 import json
 import os
 import runpy

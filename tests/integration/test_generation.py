@@ -1,7 +1,5 @@
 """generate() on both transports: the texts, the streams, and what happens in the engine."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

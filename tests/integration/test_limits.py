@@ -1,7 +1,5 @@
 """The limits of requests on every port that this project opens, by the bytes of a connection."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import socket

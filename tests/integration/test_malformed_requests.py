@@ -1,7 +1,5 @@
 """What clients may get wrong on Triton's own ports: each is refused as their mistake, in a clear text."""
 
-from __future__ import annotations
-
 import base64
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """deploy/prometheus, by a real Prometheus, and the trace of a request, by a collector."""
 
-from __future__ import annotations
-
 import base64
 import json
 import re

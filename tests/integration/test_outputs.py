@@ -4,8 +4,6 @@ Two failures of Triton's lie in wait here: it leaves out steps whose outputs nob
 more than it should; and its stub dies under Python 3.12 when a model sends what nobody named.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Sequence

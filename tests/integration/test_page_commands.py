@@ -4,8 +4,6 @@ Only ports differ: those in the commands are replaced by free ones. The working 
 checkout and takes what the commands write.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

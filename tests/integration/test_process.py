@@ -3,8 +3,6 @@
 Servers whose parts are killed while they serve are test_recovery.py's.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import re

@@ -4,8 +4,6 @@ Each gets an environment of its own, ``.venv-3.12`` say, without PyTorch: the si
 and the demo model is the main environment's. It is kept, ignored by git, and removed by ``make clean``.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import shutil

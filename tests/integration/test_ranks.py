@@ -4,8 +4,6 @@ They are two tritonservers with the stand-in, whose rank 1 waits for rank 0 and 
 model that only loads: what an engine's ranks say to each other is not tested.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os

@@ -1,7 +1,5 @@
 """Parts that die while requests run: what the requests, the health check and the machine see of it."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses

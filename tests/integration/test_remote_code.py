@@ -1,7 +1,5 @@
 """A model and a tokenizer that bring Python code of their own, with and without TRUST_REMOTE_CODE."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

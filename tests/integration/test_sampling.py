@@ -1,7 +1,5 @@
 """What a request may ask, by generate() on a real server: sampling against transformers', and the rest."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """The simulated engine's failures in the real Triton, as generate() meets them."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import re

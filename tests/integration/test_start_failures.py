@@ -1,7 +1,5 @@
 """What a user sees of a start that fails: few lines, the cause once and in the last of them."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import shutil

@@ -1,7 +1,5 @@
 """``make serve`` and ``make predict`` as somebody sees them: on a terminal, in a pipe, and at Ctrl-C."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json
@@ -69,7 +67,7 @@ class Terminal:
         os.close(terminal)
         self.text = ""
 
-    def __enter__(self) -> Terminal:
+    def __enter__(self) -> "Terminal":
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,7 +1,5 @@
 """A wheel of this checkout in an environment of its own, its commands called from an empty directory."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

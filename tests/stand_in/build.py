@@ -6,8 +6,6 @@ prints the library's path. It is compiled once for each state of the sources, wi
 compiler, or with the one in the ``ziglang`` wheel.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """Engine directories for the stand-in."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

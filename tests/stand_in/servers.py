@@ -1,7 +1,5 @@
 """Settings of real tritonservers with the stand-in."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The command cog-triton and the files of scripts/, in processes of their own."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

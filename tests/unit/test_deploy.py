@@ -1,7 +1,5 @@
 """The example for systemd in deploy/openai names what there is."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

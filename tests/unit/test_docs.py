@@ -1,7 +1,5 @@
 """The generated tables and the examples of docs/configuration.md are those of the code."""
 
-from __future__ import annotations
-
 import runpy
 import textwrap
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The texts of errors: ours, and those of files and of Triton."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

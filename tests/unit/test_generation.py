@@ -1,7 +1,5 @@
 """generate() on responses as an engine sends them; on real servers it is in tests/integration."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator
 from typing import Any

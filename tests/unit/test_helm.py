@@ -1,7 +1,5 @@
 """The chart deploy/helm, by helm itself: what it makes of values, and what it refuses."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -3,8 +3,6 @@
 tests/integration/test_container_image.py builds the Dockerfile's and runs it.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import os

@@ -1,7 +1,5 @@
 """scripts/install.sh: pip's configuration in uv's variables, and PyTorch's build for CPUs."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

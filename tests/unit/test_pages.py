@@ -1,7 +1,5 @@
 """The pages in Markdown: links lead somewhere, commands exist, docs/api.md has what the code has."""
 
-from __future__ import annotations
-
 import argparse
 import re
 from pathlib import Path

@@ -4,8 +4,6 @@ This file imports little, so that Ctrl-C can be in force before anything else. I
 After a change: pytest tests/unit/faces/test_terminal.py tests/integration/test_terminal.py
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

@@ -4,15 +4,12 @@ The first signal lets running predictions end, for a bounded time; the second, o
 everything at once.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
 import logging
 import os
 import re
-import shlex
 import shutil
 import signal
 import subprocess
@@ -35,9 +32,7 @@ _LOGGED = re.compile(r"(DEBUG|INFO|WARNING|ERROR|CRITICAL) ([\w.]+): (.*)", re.D
 # What Cog's server puts before the text of an error: words of its own, and the exception's class.
 WRAPPING = re.compile(r".*setup failed: (\w+: )?", re.DOTALL)
 # The error that ends the start repeats these.
-_REPEATED = re.compile(
-    r"Failed to create instance|failed to load '|'[^']+' depends on '[^']+' which has no loaded version"
-)
+_REPEATED = re.compile("Failed to create instance|failed to load '|' which has no loaded version")
 # A line of Triton: the place in its source, and then the first line of a text, which may be quoted.
 _OF_TRITON = re.compile(r'(?:\w+\.cc:\d+\] )?("?)(.*?)(?:\\n.*)?\1', re.DOTALL)
 Line = dict[str, Any]  # of a log, as coglet writes it
@@ -253,8 +248,8 @@ class Serving:
         if self._report.machine:
             self._report.say(f"ready: {self._url}")
             return
-        header = shlex.quote("Content-Type: application/json")
-        body = shlex.quote(json.dumps({"input": {"prompt": "What is machine learning?"}}))
         ready = self._report.paint(BOLD, "ready:")
         self._report.write(f"{ready} {self._url} (Ctrl-C stops it); try")
-        self._report.write(f"  curl -s {self._url}/predictions -H {header} -d {body}")
+        header = "-H 'Content-Type: application/json'"
+        body = """'{"input": {"prompt": "What is machine learning?"}}'"""
+        self._report.write(f"  curl -s {self._url}/predictions {header} -d {body}")

@@ -4,8 +4,6 @@ What it makes reaches a request's output through a queue of the event loop on wh
 made, as with the real one, which is why that is the only loop that can wait for it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading
@@ -43,7 +41,7 @@ class CompletionOutput:
 class RequestOutput:
     """An asynchronous iterator that yields itself after every update."""
 
-    def __init__(self, llm: LLM, prompt: list[int], sampling: SamplingParams) -> None:
+    def __init__(self, llm: "LLM", prompt: list[int], sampling: SamplingParams) -> None:
         self.outputs: list[CompletionOutput] = []
         self.finished = False
         self._llm, self._prompt, self._sampling = llm, prompt, sampling
@@ -55,7 +53,7 @@ class RequestOutput:
     def abort(self) -> None:
         self._llm._abort(self)
 
-    async def __aiter__(self) -> AsyncIterator[RequestOutput]:
+    async def __aiter__(self) -> AsyncIterator["RequestOutput"]:
         assert asyncio.get_running_loop() is self._loop
         while not self.finished:
             update = await self._updates.get()

@@ -4,8 +4,6 @@ For a model directory with a tokenizer, the tokens that follow a question of the
 those of its answer; anything else is noise.
 """
 
-from __future__ import annotations
-
 import json
 import zlib
 from pathlib import Path

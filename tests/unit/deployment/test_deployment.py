@@ -1,7 +1,5 @@
 """Requests that a deployment refuses or changes, and its own metrics."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 import socket

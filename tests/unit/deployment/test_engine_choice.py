@@ -1,7 +1,5 @@
 """The engine that runs here, and why one cannot."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Files in place and checked, and what they and the settings make of the template variables."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from pathlib import Path

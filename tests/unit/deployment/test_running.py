@@ -1,7 +1,5 @@
 """The supervisor, with servers that are not processes; tests/integration/test_recovery.py has real ones."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 from collections.abc import AsyncIterator, Awaitable, Callable

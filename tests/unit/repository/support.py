@@ -1,7 +1,5 @@
 """What the tests of the repository share: our templates, values that fill them, and what comes of it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

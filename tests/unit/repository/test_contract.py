@@ -1,7 +1,5 @@
 """Our filled configurations against the facts about those of NVIDIA's TensorRT-LLM backend."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Templates and values to a filled repository, and every problem in one error."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """NVIDIA's command line, with the commands as they stand in guides."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """The table of template variables, their values, and the YAML file that gives some."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

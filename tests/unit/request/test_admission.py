@@ -1,7 +1,5 @@
 """The queue in front of the engine, without one."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools

@@ -1,7 +1,5 @@
 """The guard, with real processes in the places of tritonserver, its stubs and its ranks."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

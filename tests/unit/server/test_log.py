@@ -1,7 +1,5 @@
 """What a server's log tells: its levels, each rank's lines, and the reason of an end."""
 
-from __future__ import annotations
-
 import logging
 import subprocess
 import sys

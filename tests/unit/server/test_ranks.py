@@ -1,8 +1,5 @@
 """The command lines of a server and of ranks, the launch script, and the batch script of Slurm."""
 
-from __future__ import annotations
-
-import argparse
 import os
 import shlex
 import subprocess
@@ -93,7 +90,7 @@ def run_launch(*given: str) -> int:
     return cli.main(["launch", *given])
 
 
-def options_of(given: dict[str, Any]) -> argparse.Namespace:
+def options_of(given: dict[str, Any]) -> Any:
     os.environ.clear()
     os.environ.update(given.get("environ", {}))
     return cli.parse("launch", ["--model_repo=/r", *given["options"].split()])

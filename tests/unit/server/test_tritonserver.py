@@ -1,7 +1,5 @@
 """Where tritonserver is found, its environment and its ports; that it runs is in tests/integration."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading

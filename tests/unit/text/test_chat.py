@@ -1,7 +1,5 @@
 """Messages to prompts, by the demo model's template and by ones of the kinds that models have."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """PROMPT_TEMPLATE: what is filled in, and what is refused."""
 
-from __future__ import annotations
-
 import tracemalloc
 
 import pytest

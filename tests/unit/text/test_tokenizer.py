@@ -1,7 +1,5 @@
 """Tokenizers that have only a SentencePiece model, and loading without PyTorch."""
 
-from __future__ import annotations
-
 import importlib.util
 import io
 import json

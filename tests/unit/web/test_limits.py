@@ -1,7 +1,5 @@
 """The limits of requests, for any split of a connection's bytes."""
 
-from __future__ import annotations
-
 import asyncio
 from itertools import pairwise
 from typing import Any

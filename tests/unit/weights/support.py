@@ -1,7 +1,5 @@
 """What the tests of weights share: tar files, a look into the cache, and a server."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,7 +1,5 @@
 """The copies in the cache: current, whole, one for each URL, and what a full disk or a kill leaves."""
 
-from __future__ import annotations
-
 import gzip
 import os
 import shutil

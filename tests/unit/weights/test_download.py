@@ -1,7 +1,5 @@
 """Files of URLs: whole, checked, resumed, and without a secret in any text."""
 
-from __future__ import annotations
-
 import copy
 import gzip
 import hashlib

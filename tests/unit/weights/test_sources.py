@@ -1,7 +1,5 @@
 """What names weights: paths, tar files here, ids of Hugging Face, and what is none of these."""
 
-from __future__ import annotations
-
 import bz2
 import errno
 import gzip

@@ -1,7 +1,5 @@
 """Tar files: whole or refused, and nothing outside their directory."""
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import itertools
