@@ -1,7 +1,5 @@
 """The one path of a request: a Request in, chunks of text out."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import secrets

@@ -1,7 +1,5 @@
 """A file of requests, answered by a server: its lines go up, and their answers come down."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -5,8 +5,6 @@ message of each stream. Tokens come as many small messages on many streams: here
 handed over in one step.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import math

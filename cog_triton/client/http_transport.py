@@ -1,7 +1,5 @@
 """Triton over HTTP: generate_stream of the ensemble that returns token ids and no text."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

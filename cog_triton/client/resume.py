@@ -1,7 +1,5 @@
 """Requests that continue on the restarted server, after the tokens already streamed."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

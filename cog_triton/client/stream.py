@@ -1,7 +1,5 @@
 """One stream interface to a running Triton, over ``grpc_transport`` or ``http_transport``."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging
@@ -43,7 +41,7 @@ class Response:
     # One per token of the prompt, if asked for: of a request's first response.
     prompt_log_probs: list[TokenLogProb] = field(default_factory=list)
 
-    def extend(self, later: Response) -> Response:
+    def extend(self, later: "Response") -> "Response":
         """Append the response that follows this one; return both."""
         self.ids += later.ids
         self.log_probs += later.log_probs

@@ -4,8 +4,6 @@ A request has the span of its face. Below it each answer has one, ``generate``, 
 ``admission``, the wait in the queue, and ``triton``, which Triton continues with spans of its own.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from collections.abc import Mapping

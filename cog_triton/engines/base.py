@@ -1,7 +1,5 @@
 """The interface of engines: requests of token ids in, steps of token ids out, never text."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import threading

@@ -5,8 +5,6 @@ must all match kept it busy for more than three minutes, and nothing ends that b
 So each guide is tried in a process of its own, which is this module's ``main``.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -4,8 +4,6 @@ The stub's Python reads files as ASCII, and names no interpreter that a spawned 
 process would pass for a second stub, also to those that watch stubs.
 """
 
-from __future__ import annotations
-
 import locale
 import multiprocessing
 import os

@@ -4,8 +4,6 @@ A new subscriber gets the whole cache with the next change, so that it may come 
 engine has been started anew. Blocks of adapters' requests are left out: no other request shares them.
 """
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

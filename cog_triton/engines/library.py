@@ -4,8 +4,6 @@ A library's arguments come from the template variables, by library.yaml, the tab
 of a YAML file, which ``vllm_config`` or ``llm_api_config`` names, are handed over as they are and win.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from abc import abstractmethod

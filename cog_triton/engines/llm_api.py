@@ -4,8 +4,6 @@ All of this has run only on a fake that keeps to the interface promised for 1.x.
 is unchecked on the real one.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from typing import Any

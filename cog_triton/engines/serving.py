@@ -6,8 +6,6 @@ load as many as were made since its last turn. The cost of serving is per respon
 fill one.
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 import queue

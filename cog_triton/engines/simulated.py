@@ -4,8 +4,6 @@ docs/measuring.md has what the costs stand for on a real engine. The tokens are 
 place that depends on the prompt: the same prompt always gives the same tokens, and every token is certain.
 """
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from collections import deque
@@ -119,7 +117,7 @@ class SimulatedEngine(EventLoopEngine):
         super().__init__("simulated-engine")
 
     @classmethod
-    def from_parameters(cls, parameters: Mapping[str, str]) -> SimulatedEngine:
+    def from_parameters(cls, parameters: Mapping[str, str]) -> "SimulatedEngine":
         """Build it from the tensorrt_llm model's parameters; a ValueError says what is wrong with them."""
 
         def number(name: str) -> float:

@@ -6,8 +6,6 @@ router of outputs by one without another thread before the sinks. These are inte
 range in pyproject.toml is as narrow as that asks for.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor

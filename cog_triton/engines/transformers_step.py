@@ -5,8 +5,6 @@ same text whatever else is in the batch, on a CPU and on a GPU, as long as the l
 rounding depends on the batch's size, and may decide between two that are nearly equal.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -96,7 +94,7 @@ class Row:
     log_probs: list[TokenLogProb] = field(default_factory=list)  # not delivered yet, as the next
     prompt_log_probs: list[TokenLogProb] = field(default_factory=list)
 
-    def __deepcopy__(self, _: Any) -> Row:
+    def __deepcopy__(self, _: Any) -> "Row":
         # Transformers copies a request that it sets back, which continues with this row.
         return self
 

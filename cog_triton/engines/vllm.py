@@ -7,8 +7,6 @@ docs/gpu.md says what it does otherwise than the embedded engine. A seed gives t
 vLLM's kernels compute the same for batches of different sizes, which it does not promise.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -8,8 +8,6 @@ Speculative decoding with a draft model and encoders of images are not supported
 that names one is refused, and so is a request for draft tokens.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import uuid

@@ -12,8 +12,6 @@ that are not paced those of Triton 2.51 come to a standstill within 10,000 to 12
 Clients that read ids (the predictor does) go to the backend directly.
 """
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from typing import Any

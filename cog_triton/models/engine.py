@@ -1,7 +1,5 @@
 """The tensorrt_llm model with an embedded engine: tensors in, one call per sequence, tensors out."""
 
-from __future__ import annotations
-
 import gc
 import os
 import sys

@@ -1,7 +1,5 @@
 """The postprocessing model: token ids to text, one response at a time."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

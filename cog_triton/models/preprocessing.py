@@ -1,7 +1,5 @@
 """The preprocessing model: prompts and words to token ids. Shapes have the batch first."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate, chain

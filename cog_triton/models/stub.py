@@ -1,7 +1,5 @@
 """Triton's Python backend, for all models: what a request holds, and the responses to it."""
 
-from __future__ import annotations
-
 import gc
 import json
 import logging

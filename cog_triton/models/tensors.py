@@ -3,8 +3,6 @@
 Arrays have the batch as their first dimension; a scalar of the contract has shape [batch].
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from dataclasses import fields
 from itertools import pairwise

@@ -3,8 +3,6 @@
 It runs on a thread of the process that runs Cog's server, whose own threads hold no lock of Python's.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -8,8 +8,6 @@ cancel that reaches its worker early, one that comes while it prepares the call 
 and where no front stands before it, its cancels do not reach the generator.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import contextvars

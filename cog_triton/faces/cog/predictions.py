@@ -9,8 +9,6 @@ From it: ``hello INPUT …`` (it listens, and needs one of these inputs), ``busy
 requests that did not pass the front, or none), ``ended ID``.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import fcntl

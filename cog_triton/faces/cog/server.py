@@ -4,8 +4,6 @@ Takes the options of ``python -m cog.server.http``. In an image, where Cog write
 .pth file calls ``prepare`` instead. The front then has the public port, and Cog's server a free local one.
 """
 
-from __future__ import annotations
-
 import os
 import resource
 import runpy

@@ -4,8 +4,6 @@ Its frontend keeps to itself the text: templates, stop strings and tool calls. `
 stop strings with ``ignore_eos``.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping, Sequence

@@ -5,8 +5,6 @@ list of ids, under the same id. Penalties count the output only. So a worker tel
 request for which that matters, before its first token, by an endpoint of Dynamo's.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections import OrderedDict

@@ -1,7 +1,5 @@
 """Dynamo's frontend and workers on one machine, each in a process of its own; one that ends is replaced."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

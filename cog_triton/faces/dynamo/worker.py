@@ -1,7 +1,5 @@
 """A deployment as a worker of Dynamo's: ``LLMEngine`` of its backend interface (1.6, called beta)."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib

@@ -1,7 +1,5 @@
 """POST /v1/chat/completions and /v1/completions, whose responses are lists of choices, and /tokenize."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -91,7 +89,7 @@ def answering(
     body: Any,
     served: Served,
     prompts: Sequence[Request],
-    choice: Callable[..., ChatChoice | TextChoice],
+    choice: Callable[..., "ChatChoice | TextChoice"],
 ) -> exchange.Answering:
     """Return ``n`` answers to each prompt, whose seeds count up."""
     requests = [

@@ -1,7 +1,5 @@
 """The bodies of requests, as OpenAI's reference has them, with what vLLM's users add, to a ``Request``."""
 
-from __future__ import annotations
-
 import json
 from typing import Annotated, Any, Literal
 
@@ -116,7 +114,7 @@ class Asking(Body):
     min_p: float | None = None
 
     @model_validator(mode="after")
-    def _refuse(self) -> Asking:
+    def _refuse(self) -> "Asking":
         given = self.__pydantic_extra__ or {}
         for name, values in TABLES[type(self).__name__]["refused"].items():
             if given.get(name) is not None and given[name] not in values:

@@ -4,8 +4,6 @@ A list of keys has one a line, with its name, the key or its hash, and options; 
 ``sha256:`` and 64 hexadecimal digits. Names are in the log and in the metrics; keys never are.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import hmac
@@ -50,7 +48,7 @@ class Key:
 ANYBODY = Key("", b"")  # of every request where there are no keys
 
 
-def configured_keys(settings: Settings) -> Keys | None:
+def configured_keys(settings: Settings) -> "Keys | None":
     listed = settings.openai_api_keys.get_secret_value() if settings.openai_api_keys else ""
     file = settings.openai_api_keys_file
     return Keys(listed, file) if listed.replace(",", " ").strip() or file is not None else None

@@ -1,7 +1,5 @@
 """POST /v1/messages: Anthropic's API, on the same chats."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
@@ -31,7 +29,7 @@ class ContentBlock(Body):
     name: str | None = None
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
-    content: str | Annotated[list[ContentBlock], Bounded] | None = None
+    content: str | Annotated[list["ContentBlock"], Bounded] | None = None
 
 
 class MessageTurn(Body):

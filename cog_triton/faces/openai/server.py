@@ -1,7 +1,5 @@
 """The face's servers: in this process or in several, until a signal comes, or inside Cog's predictor."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc
@@ -112,7 +110,7 @@ def server_of(
     models: tuple[str, ...],
     listener: socket.socket,
     busy: Callable[[bool], object] = lambda _: None,
-) -> InProcess | Workers:
+) -> "InProcess | Workers":
     settings = deployment.settings
     if settings.openai_workers == 1:
         return InProcess(Served(deployment, models, busy=busy), listener)
