@@ -108,9 +108,7 @@ def test_where_an_answer_ends(compare: Compare, tokenizer: Tokenizer, plain: lis
     assert ids[len(plain)] == tokenizer.eos_token_id
 
 
-def test_a_minimum_probability(
-    triton: TritonServer, tokenizer: Tokenizer, plain: list[int]
-) -> None:
+def test_a_least_probability(triton: TritonServer, tokenizer: Tokenizer, plain: list[int]) -> None:
     request = Request(QUESTION, 7, max_tokens=LENGTH, temperature=2.0, top_p=1.0, min_p=1.0)
     assert ids_of(ask(request, triton, tokenizer, "grpc")) == plain[:LENGTH]
 

@@ -83,9 +83,7 @@ def test_ends_before_the_window_do_not_count() -> None:
 
 
 @pytest.mark.parametrize(("longest", "expected"), [(0.0, 300), (3, 60), (9, 90), (40, 300)])
-def test_a_restart_gets_ten_times_what_the_longest_start_took(
-    longest: float, expected: float
-) -> None:
+def test_a_restart_gets_ten_times_the_longest_start(longest: float, expected: float) -> None:
     async def test(starter: Starter, supervisor: Any) -> None:
         supervisor.longest_start = longest
         supervisor.running.end.set()
