@@ -74,9 +74,5 @@ def demo_model(pytestconfig: pytest.Config) -> Path:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--engine", default="auto", help="ENGINE of the servers with the demo model (auto)"
-    )
-    parser.addoption(
-        "--demo-model", default=DIRECTORY, help="directory of the demo model (cog_triton/demo)"
-    )
+    parser.addoption("--engine", default="auto", help="ENGINE of the servers with the demo model")
+    parser.addoption("--demo-model", default=DIRECTORY, help="the demo model's directory")

@@ -238,9 +238,8 @@ class CogServer(Server):
 
     def predict(self, **inputs: Any) -> dict[str, Any]:
         """One prediction, as JSON."""
-        reply = httpx.post(
-            f"{self.url}/predictions", json={"input": inputs}, timeout=60, trust_env=False
-        )
+        url = f"{self.url}/predictions"
+        reply = httpx.post(url, json={"input": inputs}, timeout=60, trust_env=False)
         body: dict[str, Any] = reply.json()
         return {"http_status": reply.status_code, **body}
 

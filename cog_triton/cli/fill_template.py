@@ -49,8 +49,7 @@ def model_of(template: str, path: Path) -> str:
     """Return the model that a template belongs to: its ``name``, else the directory that it is in."""
     candidates = re.findall(r'^name\s*:\s*"([^"]*)"', template, re.MULTILINE)[:1]
     candidates.append(path.resolve().parent.name)
-    for candidate in candidates:
-        if candidate in VARIABLES:
-            return str(candidate)
+    if found := [name for name in candidates if name in VARIABLES]:
+        return str(found[0])
     known, names = ", ".join(sorted(VARIABLES)), " or ".join(candidates)
     raise TemplateError(f"{path}: no model is called {names}; known are {known}")

@@ -49,19 +49,16 @@ class Server(uvicorn.Server):
         refusal_body: RefusalBody = lambda refusal, _: {"detail": refusal.detail},
     ) -> None:
         http: Any = partial(LimitedProtocol, limits=limits, refusal_body=refusal_body)
+        # It runs in the loop that is there.
+        off: Any = {"loop": "none", "ws": "none", "lifespan": "off", "server_header": False}
+        quiet: Any = {"access_log": False, "log_level": "warning", "log_config": None}
         config = uvicorn.Config(
             app,
-            loop="none",  # it runs in the one that is there
             http=http,
-            ws="none",
-            lifespan="off",
-            access_log=False,
-            log_level="warning",
-            log_config=None,
-            server_header=False,
             # Longer than most clients keep a connection.
             timeout_keep_alive=int(limits.idle_seconds),
             timeout_graceful_shutdown=1,  # those that run have had their time
+            **(off | quiet),
         )
         super().__init__(config)
 

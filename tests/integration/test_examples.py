@@ -85,9 +85,7 @@ def test_the_answer(client: Client, action: str, paced_cog_server: CogServer) ->
     assert len(expected) > 40
 
 
-def test_a_stream_is_printed_while_the_engine_generates(
-    client: Client, paced_cog_server: CogServer
-) -> None:
+def test_a_stream_is_printed_as_it_comes(client: Client, paced_cog_server: CogServer) -> None:
     before = paced_cog_server.engine["generated"]
     arguments = client.arguments(
         "stream", paced_cog_server.url, {"prompt": QUESTION, "max_tokens": 100}

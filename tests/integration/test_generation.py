@@ -22,9 +22,7 @@ QUESTION, ANSWER = PAIRS[0]
 
 
 def with_client(
-    transport: str,
-    server: TritonServer | Server,
-    use: Callable[[TritonClient], Awaitable[Any]],
+    transport: str, server: TritonServer | Server, use: Callable[[TritonClient], Awaitable[Any]]
 ) -> Any:
     kind = {"grpc": GrpcClient, "http": HttpClient}[transport]
     address = getattr(server.endpoints, transport)

@@ -132,9 +132,7 @@ def test_what_is_refused_ends_the_connection(ports: dict[str, Port], name: str) 
         assert reply.count(b"HTTP/1.1 ") == 1, sent[:200]
         head, _, body = reply.partition(b"\r\n\r\n")
         assert b"connection: close" in head.lower()
-        assert json.loads(body).keys() == (
-            {"detail"} if name in ("front", "metrics") else {"error"}
-        )
+        assert [*json.loads(body)] == ["detail" if name in ("front", "metrics") else "error"]
 
 
 @pytest.mark.parametrize("name", PORTS)
@@ -159,9 +157,7 @@ def test_what_is_within_the_limits_is_answered(ports: dict[str, Port], name: str
     ],
     ids=["headers", "header", "target", "trailers"],
 )
-def test_floods_do_not_grow_the_server(
-    ports: dict[str, Port], name: str, begin: bytes, piece: bytes
-) -> None:
+def test_floods_are_dropped(ports: dict[str, Port], name: str, begin: bytes, piece: bytes) -> None:
     port = ports[name]
     before = port.memory()
     with ExitStack() as stack:

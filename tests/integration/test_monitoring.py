@@ -153,9 +153,7 @@ def watched(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         yield Watched(demo_model, tmp_path_factory.mktemp("watched"), stack)
 
 
-def test_every_target_is_up_and_the_dashboards_and_alerts_metrics_are_there(
-    watched: Watched,
-) -> None:
+def test_every_target_is_up_and_what_dashboards_and_alerts_ask_is_there(watched: Watched) -> None:
     prometheus = watched.prometheus
 
     def all_up() -> bool:
@@ -185,9 +183,7 @@ def test_promtool(arguments: str) -> None:
 
 
 @pytest.mark.parametrize("face", ["cog", "openai"])
-def test_a_trace_goes_from_the_client_through_the_face_to_the_engine(
-    watched: Watched, face: str
-) -> None:
+def test_a_trace_goes_from_the_client_to_the_engine(watched: Watched, face: str) -> None:
     trace, client = secrets.token_hex(16), secrets.token_hex(8)
     url, body = watched.openai, chat_body(max_tokens=TOKENS)
     if face == "cog":

@@ -92,10 +92,8 @@ class Terminal:
             self.serve(SERVE)
         waiting: list[str] = []
         for command in block.commands:
-            if SERVES.search(command) and not {"--dry-run", "dry run"} & {
-                *command.split(),
-                *block.needs,
-            }:
+            dry = {"--dry-run", "dry run"} & {*command.split(), *block.needs}
+            if SERVES.search(command) and not dry:
                 self._run(waiting, block)
                 waiting = []
                 self.serve(command)

@@ -70,9 +70,8 @@ def environment(version: str, base: Path) -> Path:
     subprocess.run([base, "-m", "venv", directory], check=True)
     if version in COMPILED:
         if "COMPILE_NUMPY" not in os.environ or shutil.which("cc") is None:
-            pytest.skip(
-                f"NumPy 1 has no wheel for Python {version}: set COMPILE_NUMPY to compile it"
-            )
+            text = f"NumPy 1 has no wheel for Python {version}: set COMPILE_NUMPY to compile it"
+            pytest.skip(text)
         install(python, *QUICKLY, *(r for r in wanted.splitlines() if r.startswith("numpy[")))
     install(python, *wanted.splitlines())
     stamp.write_text(wanted)

@@ -244,9 +244,7 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
     assert not processes(str(repository))
 
 
-def test_one_server_without_mpirun(
-    launch: Callable[..., Launched], repository: Path, tmp_path: Path
-) -> None:
+def test_a_single_rank(launch: Callable[..., Launched], repository: Path, tmp_path: Path) -> None:
     (repository / "wait").unlink()
     port = free_port()
     first = launch("--no-mpi", f"--http_port={port}", "--log", "--log-file=triton.txt")
@@ -276,9 +274,7 @@ def test_one_server_without_mpirun(
 
 @needs_mpirun
 @pytest.mark.usefixtures("stand_in")
-def test_two_ranks_in_the_foreground_stop_in_order(
-    launch: Callable[..., Launched], tmp_path: Path
-) -> None:
+def test_two_ranks_in_front_stop_in_order(launch: Callable[..., Launched], tmp_path: Path) -> None:
     port = free_port()
     options = [f"--http_port={port}", "--world_size=2", "--multi-model"]
     assert launch(*options).process.wait(60) == 2

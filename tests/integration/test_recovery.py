@@ -59,9 +59,7 @@ def request(number: int, tokens: int = TOKENS) -> Request:
 
 
 async def answer(
-    deployment: Deployment,
-    asked: Request,
-    kill: Callable[[], None] = lambda: None,
+    deployment: Deployment, asked: Request, kill: Callable[[], None] = lambda: None
 ) -> tuple[str, Any]:
     """The text of an answer, and its last chunk without it; ``kill`` is called after some tokens."""
     text = ""
@@ -167,15 +165,9 @@ async def test_sampled_text_goes_on_as_it_would_have(demo_model: Path, tmp_path:
 
 
 @pytest.mark.rare
-async def test_a_restart_while_requests_wait_and_are_cancelled_loses_no_place(
-    demo_model: Path,
-) -> None:
+async def test_a_restart_while_requests_are_cancelled_loses_no_place(demo_model: Path) -> None:
     """The first kill comes in the prefill: no token was delivered."""
-    environment = {
-        "MAX_RUNNING": "2",
-        "SIMULATED_PREFILL_MS": "300",
-        "TRITON_STOP_TIMEOUT": "1",
-    }
+    environment = {"MAX_RUNNING": "2", "SIMULATED_PREFILL_MS": "300", "TRITON_STOP_TIMEOUT": "1"}
     async with deployed(demo_model, ENGINE="simulated", **environment) as deployment:
         undisturbed = await answer(deployment, request(0))
         running = [asyncio.create_task(answer(deployment, request(0))) for _ in range(20)]
@@ -212,9 +204,7 @@ engine.generation_requests = die_of_one
 
 
 @pytest.mark.rare
-async def test_a_request_that_ends_its_servers_fails_and_others_go_on(
-    demo_model: Path, tmp_path: Path
-) -> None:
+async def test_a_request_that_ends_servers_fails_alone(demo_model: Path, tmp_path: Path) -> None:
     templates = tmp_path / "templates"
     shutil.copytree(ROOT / "triton_model_repo", templates)
     code = templates / "tensorrt_llm" / "1" / "model.py"

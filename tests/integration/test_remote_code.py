@@ -82,9 +82,7 @@ async def test_without_the_setting_the_predictor_names_it(own_model: Path) -> No
 
 
 @pytest.mark.rare
-def test_without_the_setting_so_does_each_of_tritons_models(
-    own_model: Path, tmp_path: Path
-) -> None:
+def test_without_the_setting_each_of_tritons_models_does(own_model: Path, tmp_path: Path) -> None:
     server = make_server(settings_for(own_model, ENGINE="transformers"), tmp_path / "server")
     with pytest.raises(TritonStartError) as caught:
         server.start()

@@ -197,9 +197,7 @@ def test_serve_on_a_terminal_from_its_start_to_ctrl_c(demo_model: Path, tmp_path
         terminal.leaves_nothing(there)
 
 
-def test_ctrl_c_lets_streams_end_and_a_second_one_does_not(
-    demo_model: Path, tmp_path: Path
-) -> None:
+def test_ctrl_c_lets_streams_end_and_a_second_does_not(demo_model: Path, tmp_path: Path) -> None:
     environment = simulated(demo_model, SIMULATED_INTER_TOKEN_MS="20", DRAIN_SECONDS="3600")
     with Terminal(SERVE, environment, tmp_path) as terminal:
         terminal.wait_for("ready:")
@@ -274,9 +272,7 @@ def test_a_part_that_is_killed_is_an_error_and_nothing_outlives_it(
         terminal.leaves_nothing(there)
 
 
-def test_a_pipe_gets_json_with_the_levels_of_what_was_said(
-    demo_model: Path, tmp_path: Path
-) -> None:
+def test_a_pipe_gets_json_with_levels_of_what_was_said(demo_model: Path, tmp_path: Path) -> None:
     environment = {**simulated(demo_model), "TOKENIZER": str(tmp_path)}
     failed = script("serve.py", environ=environment)
     assert failed.returncode == 1

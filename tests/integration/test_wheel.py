@@ -55,9 +55,8 @@ def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def output_of(*command: str | Path, directory: Path) -> str:
-    done = subprocess.run(
-        command, cwd=directory, capture_output=True, text=True, timeout=2 * START_TIMEOUT
-    )
+    most = 2 * START_TIMEOUT
+    done = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=most)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

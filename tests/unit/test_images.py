@@ -78,9 +78,8 @@ def command(argument: str) -> list[str]:
 def test_the_base_image_is_the_newest_release_of_nvidias_that_the_docs_know() -> None:
     (version,) = re.findall(r"^ARG TRITON_VERSION=(.+)$", TEXT, re.MULTILINE)
     assert next(iter(IMAGES)).endswith(f" to {version}")
-    assert (
-        only("FROM") == "${TRITON_IMAGE}"
-    )  # which --build-arg may replace, by one with its digest
+    # Which --build-arg may replace, by one with its digest.
+    assert only("FROM") == "${TRITON_IMAGE}"
 
 
 def test_the_container_runs_cogs_server_as_a_user_of_its_own() -> None:
@@ -156,9 +155,8 @@ def test_all_images_run_the_same() -> None:
     for name in ("COG_MAX_CONCURRENCY", "TOKIO_WORKER_THREADS"):
         assert variables[name] == served[name]
     assert variables["COG_MAX_CONCURRENCY"] == str(COG["concurrency"]["max"])
-    assert {f"{n}={variables[n]}" for n in ("TOKIO_WORKER_THREADS", "OPENAI_HOST")} == {
-        *COG["environment"]
-    }
+    both = {f"{name}={variables[name]}" for name in ("TOKIO_WORKER_THREADS", "OPENAI_HOST")}
+    assert both == {*COG["environment"]}
     assert serve.environment({"TOKIO_WORKER_THREADS": "4"})["TOKIO_WORKER_THREADS"] == "4"
     # All make the package importable in Triton's Python stubs by the same command.
     (command,) = COG["build"]["run"]

@@ -43,9 +43,7 @@ def test_uv_is_given_the_configuration_of_pip(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("gpu", "index"), [(True, 0), (False, 0), (False, 1)])
-def test_pytorch_for_cpus_is_taken_where_there_is_no_gpu(
-    gpu: bool, index: int, tmp_path: Path
-) -> None:
+def test_pytorch_for_cpus_is_taken_without_a_gpu(gpu: bool, index: int, tmp_path: Path) -> None:
     if gpu:
         (tmp_path / "nvidia-smi").touch(mode=0o755)
     elif Path("/dev/nvidiactl").exists():

@@ -36,9 +36,7 @@ def test_what_is_no_list_of_ids_is_refused(value: object) -> None:
 
 @pytest.mark.parametrize("top", [0, 1, 2, 5])
 @pytest.mark.parametrize("generated", [0, 3])
-def test_log_probabilities_come_back_and_the_prompts_stand_before_them(
-    top: int, generated: int
-) -> None:
+def test_log_probabilities_come_back_behind_the_prompts(top: int, generated: int) -> None:
     likely = [replace(token, top=token.top[:top]) for token in LIKELY]
     prompt, others = [TokenLogProb(4, 0.0), *likely], likely[:generated]
     values = packed_log_probs(LIKELY[:generated], top, prompt)

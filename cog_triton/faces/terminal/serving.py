@@ -108,10 +108,7 @@ class Report(logging.Handler):
                 brief = _OF_TRITON.fullmatch(text)
                 self.write(self._labelled(level, brief[2] if brief else text))
         elif name.partition(".")[0] == "cog_triton":
-            if self._passing:
-                self.show(text)
-            else:
-                self.write(self.paint(DIM, text))
+            self.show(text) if self._passing else self.write(self.paint(DIM, text))
 
     def say(self, text: str, level: str = "INFO") -> None:
         if self.machine:

@@ -42,9 +42,7 @@ def test_adapters_are_the_directories_that_are_whole(tmp_path: Path) -> None:
     assert adapter_names(tmp_path / "nowhere") == adapter_names(None) == ()
 
 
-def test_two_adapters_of_one_number_are_neither(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_of_one_number_are_neither(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path / "poet")
     save(tmp_path / "bard")
     monkeypatch.setattr(adapters, "adapter_task_id", lambda _: 5)
@@ -77,9 +75,7 @@ def test_links_of_a_cache_become_files_and_a_linked_adapter_is_unlinked(tmp_path
     assert len([*files.iterdir()]) == 2
 
 
-def test_what_cannot_be_copied_leaves_the_one_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_copy_leaves_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory, one = tmp_path / "adapters", save(tmp_path / "one")
     place_adapter("sql", one, directory)
 

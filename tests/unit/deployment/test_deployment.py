@@ -32,9 +32,7 @@ from tests.support import load_cases
 
 
 @pytest.mark.parametrize(("told", "sent"), [(True, [[1.5]]), (False, None)])
-def test_a_length_penalty_goes_where_it_has_an_effect(
-    told: bool, sent: object, demo_model: Path
-) -> None:
+def test_a_length_penalty_goes_where_it_works(told: bool, sent: object, demo_model: Path) -> None:
     inputs: list[Mapping[str, Any]] = []
 
     def stream(_id: str, given: Mapping[str, Any], **_: object) -> Any:

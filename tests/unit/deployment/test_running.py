@@ -94,9 +94,7 @@ def test_a_first_start_that_tritons_stubs_abort_is_tried_again(
 
 
 @pytest.mark.parametrize(("longest", "expected"), [(0.0, 300), (3, 60), (9, 90), (40, 300)])
-def test_a_restart_gets_ten_times_what_the_longest_start_took(
-    longest: float, expected: float
-) -> None:
+def test_a_restart_gets_ten_times_the_longest_start(longest: float, expected: float) -> None:
     async def test(starter: Starter, supervisor: Any) -> None:
         supervisor.longest_start = longest
         supervisor.running.end.set()

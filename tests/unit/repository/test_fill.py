@@ -58,9 +58,7 @@ def test_the_backend_reads_what_was_asked_for_and_nothing_else(case: dict[str, A
     assert filled.model_transaction_policy.decoupled is case["decoupled"]
 
 
-def test_one_model_may_be_filled_without_what_its_engine_needs(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_model_may_be_filled_without_what_it_needs(caplog: pytest.LogCaptureFixture) -> None:
     fill_model("tensorrt_llm", LLM, {"engine_dir": "/e", "engine": "transformers"})
     assert caplog.messages == [
         "tensorrt_llm: engine_dir has no effect with triton_backend python",
@@ -165,9 +163,7 @@ def problems(source: Path, destination: Path, **changes: dict[str, object]) -> l
 
 
 @pytest.mark.parametrize("case", CASES["problems"])
-def test_problems_are_reported_together_and_nothing_is_written(
-    case: dict[str, Any], tmp_path: Path
-) -> None:
+def test_problems_come_at_once_and_nothing_is_written(case: dict[str, Any], tmp_path: Path) -> None:
     assert problems(TEMPLATES, tmp_path / "filled", **case["values"]) == case["lines"]
 
 
@@ -218,9 +214,7 @@ def test_old_names_are_accepted_with_a_warning_of_those_without_effect(
     assert decoupled is case.get("decoupled", True)
 
 
-def test_a_cog_triton_file_fills_our_templates(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_cog_triton_file_fills_ours(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(CASES["cog_triton"])
     filled = fill(tmp_path / "filled", **load_overrides(path))

@@ -78,9 +78,7 @@ def test_a_file_that_cannot_be_read(file: Path) -> None:
     assert "c.yaml: not valid YAML: unacceptable character" in problem(file)
 
 
-def test_models_beside_server_are_warned_about(
-    file: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_models_beside_server_are_warned_of(file: Path, caplog: pytest.LogCaptureFixture) -> None:
     file.write_text("max_batch_size: 64\nensemble: {args: {triton_max_batch_size: 64}}")
     assert load_overrides(file) == {}
     assert caplog.messages == [f"{file}: ensemble is ignored; it belongs under server"]

@@ -119,9 +119,7 @@ def make_repository(root: Path, **configs: str) -> Path:
     return root
 
 
-def test_variables_left_in_a_config_are_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_variables_left_over_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     repository = make_repository(
         tmp_path / "r",
         tensorrt_llm='name: "tensorrt_llm"\nmax_batch_size: ${size}\nx: "${engine_dir}" # ${no}\n',
@@ -136,9 +134,7 @@ def test_variables_left_in_a_config_are_named(
     ]
 
 
-def test_a_repository_without_what_is_asked_for(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_repository_without_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_launch(f"--model_repo={tmp_path}") == 2
     assert "no <model>/config.pbtxt in it" in capsys.readouterr().err
     repository = make_repository(tmp_path / "r", tensorrt_llm="")

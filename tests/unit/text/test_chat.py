@@ -41,9 +41,7 @@ def test_the_models_own_template_gives_the_ids_that_transformers_gives(tokenizer
 
 
 @pytest.mark.parametrize(("template", "messages", "prompt"), CASES["rendered"])
-def test_messages_become_a_prompt(
-    tokenizer: Any, template: str, messages: list[Any], prompt: str
-) -> None:
+def test_rendered_chats(tokenizer: Any, template: str, messages: list[Any], prompt: str) -> None:
     assert render(tokenizer, template, messages) == prompt
 
 

@@ -189,9 +189,7 @@ def byte_ids(kind: Kind, data: bytes) -> list[int]:
 @pytest.mark.parametrize("way", [stream, stream_stateless])
 @settings(max_examples=100, deadline=None)
 @given(text=TEXTS, sizes=SIZES, skip=st.booleans())
-def test_pieces_of_a_text_join_to_it(
-    name: str, way: Stream, text: str, sizes: list[int], skip: bool
-) -> None:
+def test_pieces_join(name: str, way: Stream, text: str, sizes: list[int], skip: bool) -> None:
     kind = KINDS[name]()
     ids = kind.encode(text)
     assert "".join(way(kind.tokenizer, split(ids, sizes), skip)) == kind.whole(ids, skip)
@@ -261,9 +259,7 @@ def test_flush_begins_a_new_text() -> None:
         (b"\xf0\x9f\x8e", None),
     ],
 )
-def test_bytes_with_special_tokens_between_them(
-    name: str, between: int, data: bytes, text: str | None
-) -> None:
+def test_bytes_and_special_tokens(name: str, between: int, data: bytes, text: str | None) -> None:
     """Incomplete and invalid bytes are replaced, and not dropped."""
     kind = KINDS[name]()
     inside = [kind.special[1]] * between

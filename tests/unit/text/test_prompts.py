@@ -24,9 +24,7 @@ LONGEST = [
 @pytest.mark.parametrize(
     ("template", "prompt", "system_prompt", "expected"), CASES["filled"] + LONGEST
 )
-def test_a_template_is_filled(
-    template: str, prompt: str, system_prompt: str, expected: str
-) -> None:
+def test_filled_templates(template: str, prompt: str, system_prompt: str, expected: str) -> None:
     assert format_prompt(template, prompt, system_prompt, LIMITS) == expected
 
 

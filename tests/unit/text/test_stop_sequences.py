@@ -56,9 +56,7 @@ def test_the_result_is_the_reference_and_no_more_is_held_back_than_may_begin_a_s
 
 
 @pytest.mark.parametrize(("stops", "text", "delivered", "matched"), CASES["matches"])
-def test_which_match_ends_the_text(
-    stops: list[str], text: str, delivered: str, matched: str | None
-) -> None:
+def test_the_first_match(stops: list[str], text: str, delivered: str, matched: str | None) -> None:
     for size in (1, 2, 3, len(text)):
         assert stream(stops, split(text, [size])) == (delivered, matched)
 

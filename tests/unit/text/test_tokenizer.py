@@ -43,9 +43,7 @@ def test_a_sentencepiece_model_is_read(sentencepiece_only: Path) -> None:
     assert len(ids) < 12
 
 
-def test_without_sentencepiece_it_is_named(
-    sentencepiece_only: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sentencepiece_is_named(sentencepiece_only: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [*sys.modules]:
         if name.partition(".")[0] == "sentencepiece":
             monkeypatch.delitem(sys.modules, name)

@@ -43,9 +43,7 @@ def test_what_may_have_changed_is_fetched_again(case: dict[str, Any], site: Site
     assert len(list(site.cache.glob("*/tree-*"))) == 1
 
 
-def test_the_copy_serves_when_the_server_does_not(
-    site: Site, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_copy_serves_without_a_server(site: Site, caplog: pytest.LogCaptureFixture) -> None:
     file = site.serve()
     found = site.fetch("/m.tar?secret")
     file.statuses = [503] * 99
@@ -129,9 +127,7 @@ def test_a_disk_that_fills_up(site: Site, monkeypatch: pytest.MonkeyPatch) -> No
     assert not list(site.cache.glob("*/tree-*"))
 
 
-def test_a_disk_that_has_too_little_room_is_not_filled(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_with_little_room_is_not_filled(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage("/")
     free = [1_000_000, 1_000_000]
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=free.pop(0)))

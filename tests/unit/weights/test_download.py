@@ -78,9 +78,7 @@ def test_the_tries_have_an_end(case: dict[str, Any], site: Site) -> None:
     assert len(site.requests) >= TRIES
 
 
-def test_busy_servers_are_asked_again_after_waits_that_grow(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_waits_for_busy_servers_grow(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
     monkeypatch.setattr("cog_triton.weights.download.BACKOFF", 8.0)
     monkeypatch.setattr("cog_triton.weights.download.time.sleep", waits.append)
@@ -227,9 +225,7 @@ def install_pget(directory: Path, status: int = 0, cut: str = "") -> Path:
     return log
 
 
-def test_pget_downloads_if_it_is_there(
-    site: Site, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_pget_downloads(site: Site, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     log = install_pget(tmp_path)
     with refused("HTTP 404"):
         site.fetch("/missing.tar")

@@ -165,9 +165,7 @@ def test_errors_of_the_hub(
     assert error.value.__cause__ is None
 
 
-def test_the_hub_itself_when_it_is_off(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_real_hub_is_off(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The real library, which is told to stay offline, with its real cache."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
