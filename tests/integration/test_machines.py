@@ -86,6 +86,7 @@ class Machines:
             "DYN_FILE_KV": str(self.directory / "discovery"),
             "MODEL": str(self.model),
             "ENGINE": "transformers",
+            "RESUME_TIMEOUT": "300",
         }
         command = self.command(part, machine)
         if machine == THERE:
