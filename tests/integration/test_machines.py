@@ -86,6 +86,7 @@ class Machines:
             "DYN_FILE_KV": str(self.directory / "discovery"),
             "MODEL": str(self.model),
             "ENGINE": "transformers",
+            "RESUME_TIMEOUT": "300",
         }
         command = self.command(part, machine)
         if machine == THERE:
@@ -181,7 +182,7 @@ def body_of(number: int) -> dict[str, Any]:
 
 
 def under_load(machines: Machines, harm: Callable[[], object] = lambda: None) -> list[str]:
-    """Return the texts of streams from both frontends, harmed once all have begun."""
+    """Return the texts of streams from both frontends, harmed once half of them have begun."""
     bodies = [{**body_of(i), "max_tokens": 300} for i in range(12)]
     return asyncio.run(texts([(machines.url(i % 2), one) for i, one in enumerate(bodies)], harm))
 

@@ -66,7 +66,8 @@ def request_of(
     if context_length is not None and len(ids) >= context_length:
         raise PromptTooLong(f"the prompt has {len(ids)} tokens; {context_length - 1} are the most")
     fields: dict[str, Any] = {name: sampling[name] for name in _SAMPLING if name in sampling}
-    fields = {"temperature": 1.0, "top_p": 1.0, "seed": seed_of(request_id), **fields}
+    seed = hashlib.blake2b(request_id.encode(), digest_size=4).digest()
+    fields = {"temperature": 1.0, "top_p": 1.0, "seed": int.from_bytes(seed, "little"), **fields}
     if context_length is not None:
         fields["max_tokens"] = context_length - len(ids)
     if "max_tokens" in stops:
@@ -99,10 +100,6 @@ def given(body: Body, group: str) -> dict[str, Any]:
     return {name: value for name, value in (body.get(group) or {}).items() if value is not None}
 
 
-def seed_of(request_id: str) -> int:
-    return int.from_bytes(hashlib.blake2b(request_id.encode(), digest_size=4).digest(), "little")
-
-
 def guide_of(guided: Body) -> Guide | None:
     """Return a request's guide; ``json`` is a schema, as an object or as text."""
     asked = {name: value for name, value in guided.items() if value is not None}
@@ -129,7 +126,12 @@ def chunk_of(chunk: Chunk) -> dict[str, Any]:
         made["engine_data"] = {"prompt_logprobs": prompt_table(chunk.prompt_log_probs)}
     if chunk.finish_reason is not None:
         made["finish_reason"] = chunk.finish_reason
-        made["completion_usage"] = usage(chunk)
+        prompt, output = chunk.input_tokens or 0, chunk.output_tokens
+        made["completion_usage"] = {
+            "prompt_tokens": prompt,
+            "completion_tokens": output,
+            "total_tokens": prompt + output,
+        }
         if chunk.stop_token is not None:
             made["stop_reason"] = chunk.stop_token
     return made
@@ -149,12 +151,3 @@ def prompt_table(tokens: Sequence[TokenLogProb]) -> list[dict[str, Any] | None]:
     """Return the prompt's log probabilities, by place and id; the first token has none."""
     places = ({token.id: token.log_prob, **dict(token.top)} for token in tokens[1:])
     return [None, *({str(i): {"logprob": value} for i, value in place.items()} for place in places)]
-
-
-def usage(chunk: Chunk) -> dict[str, int]:
-    prompt, made = chunk.input_tokens or 0, chunk.output_tokens
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": made,
-        "total_tokens": prompt + made,
-    }
