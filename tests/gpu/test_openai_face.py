@@ -3,8 +3,6 @@
 python -m pytest tests/gpu
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from collections.abc import Iterator

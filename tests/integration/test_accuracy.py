@@ -1,7 +1,5 @@
 """scripts/summarize.py on real servers: the engine must say what Hugging Face's generate() says."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from pathlib import Path

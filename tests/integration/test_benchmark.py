@@ -1,7 +1,5 @@
 """The benchmark, from its command line to its files, on every target."""
 
-from __future__ import annotations
-
 import json
 import secrets
 import subprocess

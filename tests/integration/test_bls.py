@@ -1,7 +1,5 @@
 """The BLS model on a real Triton: text, streams, stops, and how it compares to the ensemble."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

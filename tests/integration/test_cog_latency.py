@@ -1,7 +1,5 @@
 """Cog's server sends each event of a stream at once: TCP_NODELAY on its real sockets."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import errno

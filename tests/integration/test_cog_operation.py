@@ -1,7 +1,5 @@
 """The operator's side of Cog's server: weights by URL, the other transport, the queue, the end."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 import tarfile

@@ -1,7 +1,5 @@
 """The predictor under the real Cog server, as its users call it."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

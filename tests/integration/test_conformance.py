@@ -1,7 +1,5 @@
 """One prompt and seed by every door to one Triton: one answer; docs/conformance.md has the table."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """Whole builds, with recording fakes for TensorRT-LLM's scripts and its trtllm-build."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -1,7 +1,5 @@
 """The ensemble as a generic client of NVIDIA's sees it: curl's requests, and raw gRPC."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time

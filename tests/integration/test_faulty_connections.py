@@ -1,7 +1,5 @@
 """Streams through a proxy that splits, delays, cuts and loses: never a wrong or a missing token."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

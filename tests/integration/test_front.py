@@ -1,7 +1,5 @@
 """The front before Cog's real server, and the faults of that server without it (docs/notes.md)."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import os

@@ -1,7 +1,5 @@
 """GuideLLM, a benchmark that others wrote, on the OpenAI face; ``make test-clients`` installs it."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -4,8 +4,6 @@ PyTorch takes the widest instructions that the processor has, and kernels round 
 depend on which of them it is. The same training ends in another model, which answers as well.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

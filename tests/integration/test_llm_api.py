@@ -1,7 +1,5 @@
 """The engine on TensorRT-LLM's LLM API in a real Triton; the LLM itself is a fake (tests/fakes)."""
 
-from __future__ import annotations
-
 import logging
 import shutil
 from collections.abc import Iterator

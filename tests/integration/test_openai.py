@@ -1,7 +1,5 @@
 """The OpenAI face on a real server: PyPI's client, the prompts and fields of its APIs, and how it ends."""
 
-from __future__ import annotations
-
 import json
 import signal
 import socket

@@ -1,7 +1,5 @@
 """The OpenAI face on a Triton that runs already, on an old ensemble, and in several processes."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import signal

@@ -1,7 +1,5 @@
 """OPENAI_PORT: both faces on one Triton, in one predictor, to their common end."""
 
-from __future__ import annotations
-
 import signal
 import socket
 from pathlib import Path

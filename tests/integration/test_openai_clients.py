@@ -1,7 +1,5 @@
 """Clients that others wrote, on a real server: OpenAI's of PyPI and npm, Anthropic's, LangChain's."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import shutil

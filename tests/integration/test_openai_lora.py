@@ -1,7 +1,5 @@
 """LoRA adapters as models of the OpenAI face, on the embedded engine."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """The operator's side of the OpenAI face, on real servers: keys, fairness, figures, spans."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import signal

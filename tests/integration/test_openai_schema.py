@@ -1,7 +1,5 @@
 """What the OpenAI face's own schema promises, held to it by schemathesis on a real server."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Responses that are kept, with OpenAI's client: on two workers with one journal, which are killed."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sqlite3

@@ -1,7 +1,5 @@
 """Structured output, enforced calls and log probabilities by the OpenAI face, on the embedded engine."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

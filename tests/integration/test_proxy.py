@@ -1,7 +1,5 @@
 """deploy/nginx/cog-triton.conf, run by a real nginx before a real Cog server."""
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import os

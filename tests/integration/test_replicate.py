@@ -1,7 +1,5 @@
 """Replicate's client, unmodified, against this server."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Iterator
 from typing import Any

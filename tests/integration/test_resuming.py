@@ -1,7 +1,5 @@
 """Kinds of answers, by parts that are killed while they run: each is as undisturbed, id by id."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """Routers that others wrote in front of OpenAI faces, smg and Ray Serve, and what a killed face costs."""
 
-from __future__ import annotations
-
 import contextlib
 import signal
 from collections.abc import Iterator

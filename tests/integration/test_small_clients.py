@@ -1,7 +1,5 @@
 """client.py, identity_test.py, gen_input_data.py and run.py as the guides call them, on real servers."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

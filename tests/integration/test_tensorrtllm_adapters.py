@@ -4,8 +4,6 @@ The stand-in shifts the ids of an answer by a number that follows from the adapt
 tests/stand_in/README.md.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -4,8 +4,6 @@ With the stand-in for TensorRT-LLM's backend, whose answer is the prompt again; 
 tests/stand_in/README.md. With a seed of 1 the answer begins behind the token that begins the prompt.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

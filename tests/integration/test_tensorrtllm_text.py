@@ -4,8 +4,6 @@ The stand-in answers with the prompt's ids again. The tokenizers are those of th
 characters split over byte-level tokens, and SentencePiece's leading spaces and byte fallback.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

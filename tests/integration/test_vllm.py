@@ -1,7 +1,5 @@
 """The engine on vLLM in a real Triton, on CPUs: `make test-vllm` has an environment for it."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """A directory that goes with its process."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

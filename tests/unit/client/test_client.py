@@ -1,7 +1,5 @@
 """Responses of Triton, well-formed and not, and the streams of a client without a Triton."""
 
-from __future__ import annotations
-
 import asyncio
 from contextlib import aclosing
 from typing import Any

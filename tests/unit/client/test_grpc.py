@@ -1,7 +1,5 @@
 """The connection of the gRPC client: with gRPC's own server, and with one that breaks rules."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager

@@ -1,7 +1,5 @@
 """Answers that go on after their server ended, without a server."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace

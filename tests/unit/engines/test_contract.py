@@ -1,7 +1,5 @@
 """The contract that every engine keeps, and that of sampling for those that compute probabilities."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What the engines on libraries share: arguments, from variables and a file, and log probabilities."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

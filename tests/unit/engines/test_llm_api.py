@@ -1,7 +1,5 @@
 """The engine on TensorRT-LLM's LLM API, with the fake in tests/fakes, and the fake by its contract."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib
 import inspect

@@ -1,7 +1,5 @@
 """LoRA adapters in the transformers engine, against PEFT's own model of each."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import queue
 import threading
 from collections.abc import Callable, Iterator

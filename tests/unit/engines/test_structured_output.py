@@ -1,7 +1,5 @@
 """Structured output of the engine on transformers: whole answers of the demo model, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The choice of tokens by the engine on transformers: its distribution, limits, penalties and noise."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

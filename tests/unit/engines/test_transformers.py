@@ -1,7 +1,5 @@
 """The engine on transformers, against transformers' own generate() and the model's logits."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace

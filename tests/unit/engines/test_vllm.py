@@ -1,7 +1,5 @@
 """What vLLM is told, and what is made of its answers; vLLM itself is in test_vllm_engine.py."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """vLLM itself, where it is installed, as far as it differs; the contract is in test_contract.py."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import re

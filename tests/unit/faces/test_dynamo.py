@@ -1,7 +1,5 @@
 """Dynamo's requests and chunks as dictionaries; its processes are in tests/integration/test_dynamo.py."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

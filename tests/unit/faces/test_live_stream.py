@@ -1,7 +1,5 @@
 """live() by itself; under the real Cog server it is in tests/integration."""
 
-from __future__ import annotations
-
 import asyncio
 import contextvars
 from collections.abc import AsyncGenerator, Generator

@@ -1,7 +1,5 @@
 """Which requests reach Cog's server, the predictions that run, and the health routes."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """The schema that Cog's server validates inputs with, against what predict.py says."""
 
-from __future__ import annotations
-
 import ast
 import json
 from typing import Any

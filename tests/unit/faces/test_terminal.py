@@ -1,7 +1,5 @@
 """What `make serve` and `make predict` show, without a server."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """Triton's Python stub as far as the models see it."""
 
-from __future__ import annotations
-
 import json
 import queue
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """The BLS model without a Triton, for engines and failures that tests/integration/test_bls.py has not."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping

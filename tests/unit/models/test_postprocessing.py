@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import numpy as np
 
 from cog_triton.models.postprocessing import decoded

@@ -1,7 +1,5 @@
 """Prompts and words to ids; what is refused of them is in tests/integration/test_malformed_requests.py."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Requests, responses and errors of Triton's stub, and the ids before each response."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The comparison with Hugging Face: what is read, counted and refused. No engine runs here."""
 
-from __future__ import annotations
-
 import argparse
 import math
 import os

@@ -1,7 +1,5 @@
 """The benchmark's figures by hand, its requests, its promises and its page."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

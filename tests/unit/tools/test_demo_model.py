@@ -1,7 +1,5 @@
 """The demo model: its corpus, its training, and that the one that ships says what it is to say."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """Engine configurations, the commands they become, and the tar. Whole builds are integration tests."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,7 +1,5 @@
 """A soak: streams on scripted answers, promises by hand, the watch on real processes."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import subprocess

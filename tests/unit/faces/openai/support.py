@@ -1,7 +1,5 @@
 """A backend that answers with what it is told to, and requests to the application on it."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncGenerator

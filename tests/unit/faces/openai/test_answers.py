@@ -1,7 +1,5 @@
 """Answers as clients get them, whole and in events: answers.yaml."""
 
-from __future__ import annotations
-
 import itertools
 import secrets
 import time

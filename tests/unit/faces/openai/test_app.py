@@ -1,7 +1,5 @@
 """The application on a backend that answers with what it is told to: routes, errors, ends."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Files and batches on a backend that answers with what it is told to, and a real journal."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sqlite3

@@ -1,7 +1,5 @@
 """Bodies: counted before they are parsed, validated off the event loop, their mistakes named."""
 
-from __future__ import annotations
-
 import json
 import threading
 from pathlib import Path

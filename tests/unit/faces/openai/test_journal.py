@@ -1,7 +1,5 @@
 """The journal: grouped writes, reads beside them, limits, and each way in which the file can fail."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

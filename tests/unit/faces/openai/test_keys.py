@@ -1,7 +1,5 @@
 """API keys and what each may have, without a server."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from pathlib import Path

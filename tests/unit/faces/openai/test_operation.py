@@ -1,7 +1,5 @@
 """What those who run the server see and set, on a backend that answers with what it is told to."""
 
-from __future__ import annotations
-
 import logging
 import sys
 from typing import Any

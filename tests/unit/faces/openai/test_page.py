@@ -1,7 +1,5 @@
 """The chat page's bytes and headers; tests/integration/test_chat_page.py has it in a browser."""
 
-from __future__ import annotations
-
 import pytest
 
 from cog_triton import cli

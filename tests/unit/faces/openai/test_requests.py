@@ -1,7 +1,5 @@
 """What bodies ask of the engine and of the chat template; with vLLM's fields."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Responses that are kept, where they cannot be, and an answer that is continued."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

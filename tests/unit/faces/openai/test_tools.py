@@ -1,7 +1,5 @@
 """Tool calls and thoughts in a model's text: the same blocks, however the text is cut."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Callable, Iterable
