@@ -181,8 +181,8 @@ class EventLoopEngine(Engine):
         logger.error(error)
         for sink, task in ended:
             task.cancel()
-            sink(Step(finished=True, error=error))
-        self.on_death()
+            self._loop.call_soon(sink, Step(finished=True, error=error))
+        self._loop.call_soon(self.on_death)
 
     async def _run(self, started: Future[asyncio.AbstractEventLoop]) -> None:
         self._closed = asyncio.Event()
@@ -204,7 +204,8 @@ class EventLoopEngine(Engine):
         if step.finished:
             with self._lock:
                 self.running.pop(key, None)
-        sink(step)
+        # Next turn, all of this turn's together: that wakes delivery's thread once a step.
+        self._loop.call_soon(sink, step)
 
 
 def create_engine(parameters: Mapping[str, str]) -> Engine:

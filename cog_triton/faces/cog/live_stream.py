@@ -77,6 +77,9 @@ def live(source: AsyncGenerator[str, None]) -> Generator[str, None, None]:
     def texts() -> Generator[str, None, None]:
         try:
             yield ""
+            # Woken in the loop's turn, a usual thread takes the loop's processor and waits for its lock.
+            with contextlib.suppress(OSError):
+                os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
             while True:
                 pieces, item = [], items.get()
                 while isinstance(item, str):
