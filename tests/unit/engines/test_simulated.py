@@ -8,6 +8,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
+from unittest.mock import Mock
 
 import pytest
 
@@ -280,15 +281,15 @@ def test_a_request_that_is_continued_fails_where_it_would_have() -> None:
 
 def test_requests_that_arrive_together_wake_the_loop_once(demo_model: Path) -> None:
     with running(ENGINES["simulated"](demo_model)) as requests:
-        engine, began, free = requests.engine, [], threading.Event()
-        begin, engine._begin = engine._begin, lambda: (began.append(1), begin())
+        engine, free = requests.engine, threading.Event()
+        engine._begin = Mock(wraps=engine._begin)
         engine._loop.call_soon_threadsafe(free.wait)
         gone, *streams = [requests.start(key=key) for key in "abc"]
         engine.abort("a")
         assert engine.running.keys() == {"b", "c"}
         free.set()
         assert [len(stream.wait().ids) for stream in streams] == [8, 8]
-        assert (began, gone.all) == ([1], [])
+        assert (engine._begin.call_count, gone.all) == (1, [])
 
 
 def test_the_settings_reach_the_engine(demo_model: Path, tmp_path: Path, tokenizer: Any) -> None:
