@@ -31,7 +31,7 @@ VLLM_ANSWERS := $(addprefix tests/integration/test_generation.py::, \
 		test_streamed_chunks_join_to_the_answer test_template_system_prompt_and_stop_sequences)
 
 .PHONY: setup setup-dev predict serve openai scale test test-all test-unit test-clients test-vllm \
-	test-dynamo demo-model bench soak lint fix docs lock audit clean
+	test-dynamo demo-model bench bench-gpu soak lint fix docs lock audit clean
 
 setup: $(STAMP)
 
@@ -119,6 +119,18 @@ demo-model: $(DEVELOPED)
 
 bench: $(DEVELOPED)
 	@$(BIN)/python scripts/benchmark.py --suite
+
+# vLLM beside the stack, and `vllm serve` beside OpenAI's API; then long prompts and short answers.
+VLLM := $(BIN)/python scripts/benchmark_engine.py --engine vllm --shape 8b --dtype bfloat16 --device cuda \
+	--vllm-config artifacts/dummy.yaml
+bench-gpu: $(DEVELOPED)
+	mkdir -p artifacts
+	printf 'load_format: dummy\nmax_num_seqs: 256\nattention_backend: FLASH_ATTN\n' > artifacts/dummy.yaml
+	$(VLLM) --streams 1 16 64 256 --output-tokens 128 --repeat 5 --contestants vllm stack
+	$(VLLM) --streams 64 256 --output-tokens 128 --repeat 5 --contestants openai vllm-serve
+	$(VLLM) --streams 16 --input-tokens 8000 --output-tokens 16 --contestants vllm stack
+	$(VLLM) --streams 4 --input-tokens 44000 --output-tokens 8 --contestants vllm stack
+	$(VLLM) --streams 256 --output-tokens 8 --contestants vllm stack
 
 soak: $(DEVELOPED)
 	@$(BIN)/python scripts/soak.py --minutes $(MINUTES) --streams $(STREAMS) \

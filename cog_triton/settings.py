@@ -48,6 +48,7 @@ class Settings(BaseModel):
     simulated_prefill_ms: float = Field(0.0, ge=0)
     simulated_prefill_tokens_per_s: float = Field(0.0, ge=0)
     simulated_inter_token_ms: float = Field(0.0, ge=0)
+    simulated_steps: bool = True
     simulated_max_batch: int = Field(0, ge=0)
     simulated_failure_rate: float = Field(0.0, ge=0, le=1)
     simulated_failures: str = Field("error", pattern=_LIST.format("error|stall|refuse"))

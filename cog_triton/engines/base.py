@@ -125,8 +125,9 @@ class EventLoopEngine(Engine):
     """
 
     def __init__(self, thread: str) -> None:
-        self._lock = threading.Lock()  # guards the next two
-        self.running: dict[str, tuple[Sink, Future[None]]] = {}
+        self._lock = threading.Lock()  # guards the next three
+        self.running: dict[str, tuple[Sink, asyncio.Task[None] | None]] = {}
+        self._arrived: list[tuple[GenerationRequest, Steps, Sink]] = []
         self._stopped: str | None = None  # why no more requests are taken
         started: Future[asyncio.AbstractEventLoop] = Future()
         self._thread = threading.Thread(
@@ -151,13 +152,16 @@ class EventLoopEngine(Engine):
         with self._lock:
             if self._stopped is not None:
                 raise stopped(self._stopped)
-            task = asyncio.run_coroutine_threadsafe(self._forward(request, steps, sink), self._loop)
-            self.running[request.key] = sink, task
+            self.running[request.key] = sink, None
+            self._arrived.append((request, steps, sink))
+            if len(self._arrived) == 1:  # the loop is woken once for all that arrive together
+                self._loop.call_soon_threadsafe(self._begin)
 
     def abort(self, key: str) -> None:
         with self._lock:
-            if running := self.running.pop(key, None):
-                running[1].cancel()
+            _, task = self.running.pop(key, (None, None))
+            if task is not None:
+                self._loop.call_soon_threadsafe(task.cancel)
 
     def close(self) -> None:
         with self._lock:
@@ -178,14 +182,23 @@ class EventLoopEngine(Engine):
         error = stopped(reason)
         logger.error(error)
         for sink, task in ended:
-            task.cancel()
-            sink(Step(finished=True, error=error))
-        self.on_death()
+            if task is not None:
+                task.cancel()
+            self._loop.call_soon(sink, Step(finished=True, error=error))
+        self._loop.call_soon(self.on_death)
 
     async def _run(self, started: Future[asyncio.AbstractEventLoop]) -> None:
         self._closed = asyncio.Event()
         started.set_result(asyncio.get_running_loop())
         await self._closed.wait()
+
+    def _begin(self) -> None:
+        with self._lock:
+            arrived, self._arrived = self._arrived, []
+            for request, steps, sink in arrived:
+                if request.key in self.running:  # else it was aborted
+                    task = self._loop.create_task(self._forward(request, steps, sink))
+                    self.running[request.key] = sink, task
 
     async def _forward(self, request: GenerationRequest, steps: Steps, sink: Sink) -> None:
         try:
@@ -202,7 +215,8 @@ class EventLoopEngine(Engine):
         if step.finished:
             with self._lock:
                 self.running.pop(key, None)
-        sink(step)
+        # Next turn, all of this turn's together: that wakes delivery's thread once a step.
+        self._loop.call_soon(sink, step)
 
 
 def create_engine(parameters: Mapping[str, str]) -> Engine:

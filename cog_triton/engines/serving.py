@@ -1,13 +1,14 @@
 """Between a serving model and its engine: limits, stop words, streaming, and delivery.
 
-One thread delivers, and what is known of a sequence belongs to it. It reads the sequence's new steps when
-its turn comes, all together, and sends what they make in one response: at low load that is one token, under
-load as many as were made since its last turn. The cost of serving is per response, and nothing waits to
-fill one.
+Threads deliver, and what is known of a sequence belongs to the one whose turn it is. That reads the
+sequence's new steps, all together, and sends what they make in one response: at low load that is one token,
+under load as many as were made since the last turn. The cost of serving is per response, and nothing waits
+to fill one.
 """
 
 import itertools
 import logging
+import os
 import queue
 import threading
 import time
@@ -21,6 +22,10 @@ from cog_triton.errors import EngineError, EngineUnavailable
 from cog_triton.text.detokenizer import CONTEXT_TOKENS
 
 logger = logging.getLogger(__name__)
+
+# A send waits for tritonserver, and another thread can send meanwhile, where a core is free. With more
+# than two, the engine's thread waits too long for Python's lock: docs/notes.md.
+THREADS = 2 if len(os.sched_getaffinity(0)) >= 4 else 1
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,7 @@ class _Sequence:
     streaming: bool
     prompt: list[int]  # precedes the ids in the only response
     steps: deque[Step] = field(default_factory=deque)  # that have come, and are not read
-    queued: bool = False  # for its turn
+    turn: threading.Lock = field(default_factory=threading.Lock)  # held while it is queued or read
     ids: list[int] = field(default_factory=list)
     sent: int = 0  # of the ids
     unsent: bool = False  # there is something to send
@@ -118,8 +123,11 @@ class Serving:
         self._keys = itertools.count()
         self._running: dict[str, _Sequence] = {}  # by the engine's key
         self._turns: queue.SimpleQueue[_Sequence | None] = queue.SimpleQueue()
-        self._delivery = threading.Thread(target=self._deliver, name="delivery", daemon=True)
-        self._delivery.start()
+        self._counting = threading.Lock()
+        threads = (threading.Thread(target=self._deliver, daemon=True) for _ in range(THREADS))
+        self._delivery = list(threads)
+        for thread in self._delivery:
+            thread.start()
 
     def start(
         self,
@@ -135,7 +143,7 @@ class Serving:
         Args:
             request_id: what ``stop`` finds it by; several sequences may share one.
             request: its key is replaced by a unique one, its max_tokens by what fits the context.
-            send: gets the outputs in order, on the delivery thread.
+            send: gets the outputs in order, on a delivery thread.
             streaming: send tokens as they are made, not all in one output at the end.
             prompt_in_output: begin that one output with the prompt's ids. A stream never does.
         """
@@ -169,7 +177,8 @@ class Serving:
     def close(self) -> None:
         self.engine.close()
         self._turns.put(None)
-        self._delivery.join()
+        for thread in self._delivery:
+            thread.join()
 
     def _stop(self, sequence: _Sequence) -> None:
         self.engine.abort(sequence.request.key)
@@ -183,31 +192,38 @@ class Serving:
         self._queue(sequence)
 
     def _queue(self, sequence: _Sequence) -> None:
-        if not sequence.queued:  # two threads at once may queue it twice, which does no harm
-            sequence.queued = True
+        if sequence.turn.acquire(blocking=False):
             self._turns.put(sequence)
 
-    # What follows runs on the delivery thread.
+    # What follows runs on the delivery threads.
 
     def _deliver(self) -> None:
-        closed = False
-        while not closed or not self._turns.empty():
+        while True:
             if (sequence := self._turns.get()) is None:
-                closed = True
+                last = self._turns.empty()
+                self._turns.put(None)  # for the other thread, or behind what is left
+                if last:
+                    return
                 continue
-            sequence.queued = False  # first, so that a step that comes from here on queues it again
             ended = sequence.end is not None
-            self.counters["generated"] += sequence.read()
+            self._count("generated", sequence.read())
             if sequence.end is _STOP_WORD and not ended:
                 self.engine.abort(sequence.request.key)
             if sequence.unsent:
                 self._send(sequence)
+            sequence.turn.release()
+            if sequence.unsent or sequence.steps:  # behind the others that have something ready
+                self._queue(sequence)
+
+    def _count(self, name: str, number: int) -> None:
+        with self._counting:
+            self.counters[name] += number
 
     def _send(self, sequence: _Sequence) -> None:
         key, output = sequence.request.key, sequence.take(self._limit)
         if output.finished:
             stopped = sequence.end is _STOP
-            self.counters["stopped" if stopped else "failed" if output.error else "finished"] += 1
+            self._count("stopped" if stopped else "failed" if output.error else "finished", 1)
             self._running.pop(key, None)
         try:
             sequence.send(output)
@@ -220,6 +236,4 @@ class Serving:
                 sequence.end, sequence.unsent = Step(finished=True, error=error), True
                 self.engine.abort(key)
         else:
-            self.counters["served"] += len(output.ids) - len(sequence.prompt)
-        if sequence.unsent:  # behind the others that have something ready
-            self._queue(sequence)
+            self._count("served", len(output.ids) - len(sequence.prompt))

@@ -42,6 +42,7 @@ class Costs:
     prefill_rate: float = 0.0  # prompt tokens a second, one prompt after another; 0 is no limit
     inter_token: float = 0.0  # seconds between two tokens of a request
     max_batch: int = 0  # requests that run at once, others wait for a slot; 0 is no limit
+    steps: bool = True  # all running requests get their tokens at the same moments
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,7 @@ class SimulatedEngine(EventLoopEngine):
         self._costs, self._failures, self._length = costs, failures, len(token_ids)
         # So that any BURST tokens are one slice.
         self._text = [token_ids[i % self._length] for i in range(self._length + BURST)]
+        self._origin, self._decoding = 0.0, 0  # of the steps; the requests that share them
         self._slots = _Slots(costs.max_batch or sys.maxsize)
         self._prefills = _Slots(1)
         super().__init__("simulated-engine")
@@ -128,6 +130,7 @@ class SimulatedEngine(EventLoopEngine):
             prefill_rate=number("prefill_tokens_per_s"),
             inter_token=number("inter_token_ms") / 1000,
             max_batch=int(number("max_batch")),
+            steps=parameters.get("simulated_steps") != "false",
         )
         kinds = tuple(parameters.get("simulated_failures", "error").split(","))
         failures = Failures(number("failure_rate"), cast("tuple[FailureKind, ...]", kinds))
@@ -147,7 +150,7 @@ class SimulatedEngine(EventLoopEngine):
     async def _generate(
         self, request: GenerationRequest, failure: Failure | None, arrival: float
     ) -> Steps:
-        at = await self._slots.acquire(arrival)  # when the next event is due
+        at, decoding = await self._slots.acquire(arrival), 0  # when the next event is due
         try:
             if rate := self._costs.prefill_rate:
                 at = await self._prefills.acquire(at)
@@ -156,7 +159,7 @@ class SimulatedEngine(EventLoopEngine):
                     await _sleep_until(at)
                 finally:
                     self._prefills.release(at)
-            at += self._costs.prefill
+            at, decoding = self._joined(at + self._costs.prefill), 1
             place = sum(_prompt(request)) + request.continued
             end = request.max_tokens if failure is None else failure.after
             made, finished, pace = 0, False, self._costs.inter_token
@@ -180,7 +183,15 @@ class SimulatedEngine(EventLoopEngine):
                 asked, top = ids if request.return_log_probs else (), request.top_log_probs
                 yield Step(ids, [base.TokenLogProb(i, 0.0, _top(i, top)) for i in asked], finished)
         finally:
+            self._decoding -= decoding
             self._slots.release(at)
+
+    def _joined(self, at: float) -> float:
+        """Return when a request has its first token that is ready at ``at``: at the end of a step."""
+        pace, self._decoding = self._costs.inter_token, self._decoding + 1
+        if self._decoding == 1 or not (pace and self._costs.steps):
+            self._origin = at
+        return at - TICK + (self._origin - at + TICK) % pace if pace else at
 
 
 async def _sleep_until(at: float) -> None:

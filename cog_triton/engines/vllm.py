@@ -104,22 +104,35 @@ class VllmEngine(library.LibraryEngine):
         self.die(f"vLLM's process {process.name} has ended, with status {process.exitcode}")
 
     async def generate(self, request: GenerationRequest, sampling: Any, adapter: Any) -> Steps:
-        prompt, finished = {"prompt_token_ids": request.input_ids}, False
-        wants_prompt = request.prompt_log_probs
+        prompt, ended = {"prompt_token_ids": request.input_ids}, self._loop.create_future()
+
+        def put(output: Any) -> None:
+            try:
+                if isinstance(output, Exception):
+                    raise output
+                new = output.outputs[0]
+                end = str(new.finish_reason) if output.finished else None
+                step = self.step(request, list(new.token_ids), new.logprobs, end)
+                if request.prompt_log_probs and output.prompt_logprobs:
+                    step.prompt_log_probs.extend(prompt_log_probs(output.prompt_logprobs, request))
+                if step.finished:
+                    ended.set_result(step)
+                elif step.ids and (running := self.running.get(request.key)):
+                    self._deliver(request.key, step, running[0])
+            except Exception as error:
+                if not ended.done():
+                    ended.set_exception(error)
+
         try:
             await self._load_adapter(adapter, request)
-            outputs = self._llm.generate(prompt, sampling, request.key, lora_request=adapter)
-            async for output in outputs:
-                new, finished = output.outputs[0], output.finished
-                end = str(new.finish_reason) if finished else None
-                step = self.step(request, list(new.token_ids), new.logprobs, end)
-                if wants_prompt and step.ids:
-                    wants_prompt = False
-                    step.prompt_log_probs.extend(prompt_log_probs(output.prompt_logprobs, request))
-                if step.ids or finished:
-                    yield step
+            adding = self._llm.add_request(request.key, prompt, sampling, lora_request=adapter)
+            queue = await adding
+            queue.put = put  # vLLM's generate() would cost a task's turn for each token
+            if queue.output is not None:
+                put(queue.output)
+            yield await ended
         finally:
-            if not finished:
+            if not ended.done() or ended.cancelled() or ended.exception():
                 # vLLM drops a request whose task is cancelled, but not between two of the task's steps.
                 with contextlib.suppress(Exception):  # it may have died meanwhile
                     await self._llm.abort(request.key)

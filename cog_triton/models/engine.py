@@ -143,13 +143,13 @@ class Responses:
         else:
             tensors = response_tensors(index, output, self.inputs, **self.form)
             response = stub.response({**tensors, **self.placeholders}, self.names)
-        with self.lock:
+        with self.lock:  # the last response must not overtake another sequence's
             self.unfinished -= output.finished
             last = self.unfinished == 0
-        if last:
-            # Each of ``stops`` leads back here: what Triton gave would stay until that is collected.
-            self.inputs = {}
-        self.client.send(response, last=last)
+            if last:
+                # Each of ``stops`` leads back here: what Triton gave would stay until that is collected.
+                self.inputs = {}
+            self.client.send(response, last=last)
         # For clients of this model itself: Triton hands no cancellation down from an ensemble.
         if (now := time.monotonic()) - self.checked > CANCELLATION_CHECK_SECONDS:
             self.checked = now

@@ -46,6 +46,9 @@ def ids_ensemble(ensemble: Any) -> Any | None:
     if maker is None:
         return None
     del steps[maker + 1 :]
+    if "context_ids" in steps[maker].output_map:  # an embedded engine reads none of these
+        for unread in ("decoder_input_ids", "decoder_input_lengths", "pad_id"):
+            steps[maker].input_map.pop(unread, None)
     needed = {tensor for step in steps for tensor in step.input_map.values()}
     ids = {n: n for n in (*OUTPUTS, LOG_PROBS) if n in steps[maker].output_map}
     for step in steps:

@@ -34,7 +34,7 @@ GPU_MEMORY = 0.9  # what vLLM takes of it by itself
 VLLM_SEQUENCES = 256  # that it computes together at most, unless more are asked for
 START_SECONDS = 300.0
 PAGE = 256  # tokens; what transformers reserves is a multiple of it
-CONTEXT_LENGTH = 8192
+CONTEXT_LENGTH = 65536
 END_ID, END = 0, "<end>"
 # A target's share of a baseline's tokens a second.
 RATES = {(own, other): share for own, other, share in TABLES["rates"]}

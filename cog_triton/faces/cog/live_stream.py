@@ -75,11 +75,15 @@ def live(source: AsyncGenerator[str, None]) -> Generator[str, None, None]:
 
     def texts() -> Generator[str, None, None]:
         try:
-            piece, item = "", ""
+            yield ""
+            # Woken in the loop's turn, a usual thread takes the loop's processor and waits for its lock.
+            with contextlib.suppress(OSError):
+                os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+            piece, item = "", items.get()
             while isinstance(item, str):
                 piece += item
                 if items.empty():
-                    yield piece  # the first is empty
+                    yield piece
                     piece = ""
                 item = items.get()
             if piece:

@@ -1,10 +1,12 @@
 import asyncio
 import math
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
+from unittest.mock import Mock
 
 import pytest
 
@@ -108,17 +110,33 @@ def exactly(*times: float) -> Any:
 # The pace and the prefill
 
 
+@pytest.mark.parametrize(("steps", "seconds"), [(True, (0.07, 0.09)), (False, (0.065, 0.085))])
 def test_tokens_come_one_inter_token_latency_apart_after_the_prefill(
-    clockworks: MakeClockwork,
+    clockworks: MakeClockwork, steps: bool, seconds: tuple[float, ...]
 ) -> None:
-    clockwork = clockworks(prefill=0.05, inter_token=0.02)
+    clockwork = clockworks(prefill=0.05, inter_token=0.02, steps=steps)
     clockwork.submit("a", max_tokens=4)
     clockwork.run(until=0.015)
     clockwork.submit("b", max_tokens=2)
     clockwork.run()
     assert clockwork.times("a") == exactly(0.05, 0.07, 0.09, 0.11)
-    assert clockwork.times("b") == exactly(0.065, 0.085)
+    assert clockwork.times("b") == exactly(*seconds)
     assert clockwork.sizes() == [1] * 4
+
+
+def test_all_that_run_get_their_tokens_with_the_same_steps(clockworks: MakeClockwork) -> None:
+    clockwork = clockworks(inter_token=0.02)
+    for key, at in zip("abcd", (0.0, 0.004, 0.0131, 0.019), strict=True):
+        clockwork.run(until=at)
+        clockwork.submit(key, max_tokens=3)
+    clockwork.run()
+    assert clockwork.times("a") == exactly(0.0, 0.02, 0.04)
+    assert clockwork.times("b") == clockwork.times("c") == clockwork.times("d")
+    assert clockwork.times("b") == exactly(0.02, 0.04, 0.06)
+    clockwork.run(until=0.07)
+    clockwork.submit("e", max_tokens=1)  # finds nobody, and waits for no step
+    clockwork.run()
+    assert clockwork.times("e") == exactly(0.07)
 
 
 def test_prompts_are_prefilled_one_after_another_beside_the_decoding(
@@ -259,11 +277,24 @@ def test_a_request_that_is_continued_fails_where_it_would_have() -> None:
 # What configures it
 
 
+def test_requests_that_arrive_together_wake_the_loop_once(demo_model: Path) -> None:
+    with running(ENGINES["simulated"](demo_model)) as requests:
+        engine, free = requests.engine, threading.Event()
+        engine._begin = Mock(wraps=engine._begin)
+        engine._loop.call_soon_threadsafe(free.wait)
+        gone, *streams = [requests.start(key=key) for key in "abc"]
+        engine.abort("a")
+        assert engine.running.keys() == {"b", "c"}
+        free.set()
+        assert [len(stream.wait().ids) for stream in streams] == [8, 8]
+        assert (engine._begin.call_count, gone.all) == (1, [])
+
+
 def test_the_settings_reach_the_engine(demo_model: Path, tmp_path: Path, tokenizer: Any) -> None:
     text = f'Say "ä" \\ 🚀,\nor not.{tokenizer.eos_token}'
     costs = {"PREFILL_MS": "1.5", "PREFILL_TOKENS_PER_S": "8000", "INTER_TOKEN_MS": "0.5"}
     failures = {"FAILURE_RATE": "0.25", "FAILURES": "stall,error"}
-    given = {**costs, "MAX_BATCH": "64", **failures, "TEXT": text}
+    given = {**costs, "MAX_BATCH": "64", "STEPS": "false", **failures, "TEXT": text}
     settings = read_settings({f"SIMULATED_{name}": value for name, value in given.items()})
     values = template_values(settings, "simulated")
     fill_repository(ROOT / "triton_model_repo", tmp_path / "filled", values)
@@ -271,7 +302,7 @@ def test_the_settings_reach_the_engine(demo_model: Path, tmp_path: Path, tokeniz
     parameters = {name: value.string_value for name, value in config.parameters.items()}
     with running(parameters | ENGINES["simulated"](demo_model)) as requests:
         engine = requests.engine
-        assert engine._costs == Costs(0.0015, 8000, 0.0005, 64)
+        assert engine._costs == Costs(0.0015, 8000, 0.0005, 64, steps=False)
         assert engine._failures == Failures(0.25, ("stall", "error"))
         place = len(tokenizer(text, add_special_tokens=False).input_ids)
         engine._failures = Failures()

@@ -83,6 +83,15 @@ def test_a_request_that_has_ended_holds_nothing_of_tritons() -> None:
     assert [sent.get()[1] for _ in range(3)] == [False, False, True]
 
 
+def test_the_last_response_does_not_overtake_another_sequences() -> None:
+    held: list[bool] = []
+    client: Any = SimpleNamespace(send=lambda _, **__: held.append(responses.lock.locked()))
+    responses: Responses = Responses(client, {}, frozenset(), 2, {"ids_only": True})
+    for index in range(2):
+        responses.send(index, Output([5], finished=True))
+    assert held == [True, True]
+
+
 # The ids before each response of TensorRT-LLM's C++ backend
 
 

@@ -136,7 +136,12 @@ def test_decoding_context_comes_from_the_engine_or_a_model_before_the_backend(
         assert (name in names(llm.output)) is (case["from"] == "tensorrt_llm")
     assert step.model_name == (case["from"] or "tensorrt_llm")
     # Who reads ids reads the backend's own.
-    assert filled["ensemble_ids"].ensemble_scheduling.step[-1].model_name == "tensorrt_llm"
+    ids = filled["ensemble_ids"].ensemble_scheduling.step[-1]
+    assert ids.model_name == "tensorrt_llm"
+    # What no embedded engine reads is not sent to it.
+    for name in ("decoder_input_ids", "decoder_input_lengths", "pad_id"):
+        assert name in step.input_map
+        assert (name in ids.input_map) is (case["from"] != "tensorrt_llm")
     assert ("tensorrt_llm_context" in filled) is (case["from"] == "tensorrt_llm_context")
 
 
