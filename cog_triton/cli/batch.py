@@ -18,11 +18,10 @@ from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 LOOK_SECONDS = 0.5
 ENDS = ("completed", "failed", "expired", "cancelled")
 SERVE = """
-import sys
 from cog_triton.cli import main
 from cog_triton.processes import end_with_parent
 end_with_parent()
-sys.exit(main(["openai", "--port", "0", "--no-page"]))
+main(["openai", "--port", "0", "--no-page"])
 """
 
 

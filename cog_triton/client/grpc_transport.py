@@ -83,13 +83,8 @@ class Connection(asyncio.Protocol):
 
     def send(self, path: str, message: bytes, traceparent: Any = None) -> Stream:
         """Send a request of one message; an OSError says that the peer takes no more streams."""
-        pseudo = {
-            ":method": "POST",
-            ":scheme": "http",
-            ":path": path,
-            ":authority": self._authority,
-        }
-        headers = {**pseudo, "te": "trailers", "content-type": "application/grpc"}
+        head = {":method": "POST", ":scheme": "http", ":path": path, ":authority": self._authority}
+        headers = {**head, "te": "trailers", "content-type": "application/grpc"}
         headers |= {wire.TRACEPARENT: traceparent} if traceparent else {}
         try:
             number = self._h2.get_next_available_stream_id()
@@ -284,11 +279,9 @@ def infer_request(
     request.parameters["triton_enable_empty_final_response"].bool_param = True
     for name, value in inputs.items():
         kind = "BF16" if value.dtype == BFLOAT16 else np_to_triton_dtype(value.dtype)
-        content = (
-            b"".join(serialize_byte_tensor(value).flat) if kind == "BYTES" else value.tobytes()
-        )
+        data = b"".join(serialize_byte_tensor(value).flat) if kind == "BYTES" else value.tobytes()
         request.inputs.add(name=name, datatype=kind, shape=value.shape)
-        request.raw_input_contents.append(content)
+        request.raw_input_contents.append(data)
     for name in outputs:
         request.outputs.add(name=name)
     for name, parameter in parameters.items():

@@ -124,9 +124,10 @@ class Serving:
         self._running: dict[str, _Sequence] = {}  # by the engine's key
         self._turns: queue.SimpleQueue[_Sequence | None] = queue.SimpleQueue()
         self._counting = threading.Lock()
-        threads = (threading.Thread(target=self._deliver, daemon=True) for _ in range(THREADS))
-        self._delivery = list(threads)
-        for thread in self._delivery:
+        self._threads = [
+            threading.Thread(target=self._deliver, daemon=True) for _ in range(THREADS)
+        ]
+        for thread in self._threads:
             thread.start()
 
     def start(
@@ -177,7 +178,7 @@ class Serving:
     def close(self) -> None:
         self.engine.close()
         self._turns.put(None)
-        for thread in self._delivery:
+        for thread in self._threads:
             thread.join()
 
     def _stop(self, sequence: _Sequence) -> None:

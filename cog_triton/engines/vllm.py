@@ -86,14 +86,10 @@ class VllmEngine(library.LibraryEngine):
             from cog_triton.engines.vllm_resume import Resuming
 
             config.resuming = Resuming()
-        except (
-            ImportError,
-            AttributeError,
-        ) as error:  # its internals are others in another release
+        except (ImportError, AttributeError) as error:  # another release has other internals
             logger.warning("tensorrt_llm: no answer goes on after a restart: vLLM: %s", error)
-        self._llm = AsyncLLM(
-            config, Executor.get_class(config), log_stats=False, log_requests=False
-        )
+        executor = Executor.get_class(config)
+        self._llm = AsyncLLM(config, executor, log_stats=False, log_requests=False)
         for process in set(multiprocessing.active_children()) - before:
             self._loop.add_reader(process.sentinel, self._ended, process)
             if process.pid is not None and _on_cpu():

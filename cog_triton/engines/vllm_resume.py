@@ -6,8 +6,7 @@ them, and with the V1 model runner in the workers, where its generator draws wha
 penalties, bad words, minima, guides and seeds go on as if nothing had happened. These are internals of
 vLLM; the range in pyproject.toml is as narrow as that asks for.
 
-To import this module is enough. vLLM's processes do so as they unpickle the ``Resuming`` in their
-configuration.
+vLLM's processes import this module as they unpickle the ``Resuming`` in their configuration.
 """
 
 from __future__ import annotations
@@ -36,10 +35,11 @@ def deliver(sampling: Any, ids: list[int]) -> None:
     sampling.min_tokens += len(ids) if sampling.min_tokens else 0
 
 
-def _delivered(request: Any) -> list[int]:
-    arguments = getattr(request.sampling_params, "extra_args", None) or {}
-    ids: list[int] = arguments.get(_DELIVERED, [])
-    return ids
+def _delivered(request: Any) -> Any:
+    return (getattr(request.sampling_params, "extra_args", None) or {}).get(_DELIVERED, [])
+
+
+_sampler = lru_cache(TopKTopPSampler)
 
 
 def _made(make: Callable[..., Any], *arguments: Any) -> Any:
@@ -67,11 +67,6 @@ def _added(add: Callable[..., Any], batch: Any, request: Any) -> Any:
             for _ in ids:
                 _sampler().forward(logits.clone(), {0: request.generator}, None, None)
     return add(batch, request)
-
-
-@lru_cache
-def _sampler() -> Any:
-    return TopKTopPSampler()
 
 
 def _replace(owner: Any, name: str, by: Callable[..., Any]) -> None:

@@ -121,11 +121,10 @@ class Admission:
 
     def _queued(self, slot: Slot) -> _Flow | None:
         """Put a request into its tenant's flow, or among those of batches."""
-        name = slot.tenant.name
         if slot.tenant.batch:
             self._batches.append(slot)
             return None
-        if (flow := self._flows.get(name)) is None:
+        if (flow := self._flows.get(name := slot.tenant.name)) is None:
             flow = self._flows[name] = _Flow(self._ahead.pop(name, 0.0))
         if not flow.waiting:  # an idle tenant saves nothing
             flow.start = max(flow.start, self._now)

@@ -54,9 +54,7 @@ def request_of(
     output, ids = given(body, "output_options"), tuple(body["token_ids"])
     for name in _ONE:
         if sampling.get(name, 1) != 1:
-            raise InvalidParameter(
-                f"{name} must be 1 here, not {sampling[name]}: ask several times"
-            )
+            raise InvalidParameter(f"{name} must be 1 here, not {sampling[name]}: ask repeatedly")
     if sampling.get("use_beam_search"):
         raise InvalidParameter("use_beam_search is not supported")
     if "max_thinking_tokens" in stops:

@@ -66,9 +66,7 @@ class Processes:
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, self._stop, number)
         self._ready = False
-        kept = [
-            asyncio.create_task(self._keep(command)) for command in (frontend, *[worker] * workers)
-        ]
+        kept = [asyncio.create_task(self._keep(own)) for own in (frontend, *[worker] * workers)]
         url = f"http://{host.replace('0.0.0.0', '127.0.0.1')}:{port}"
         waiting = asyncio.create_task(self._wait(url, workers))
         await asyncio.wait([waiting, *kept], return_when=asyncio.FIRST_COMPLETED)

@@ -57,9 +57,8 @@ class Runner(Jobs):
         batch = await self._batch(name)
         if batch.status == "failed":
             return
-        end = {"cancelling": "cancelled", "finalizing": "completed"}.get(batch.status, "expired")
-        if end == "expired" and batch.expires > time.time():
-            end = "failed"  # its API key was removed
+        other = "failed" if batch.expires > time.time() else "expired"  # its key was removed
+        end = {"cancelling": "cancelled", "finalizing": "completed"}.get(batch.status, other)
         if end != "completed" and batch.total:
             error = SQL["ends"][end]
             lines = [row async for row in self._open_lines(batch)]

@@ -9,6 +9,7 @@ import sqlite3
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
+from operator import methodcaller
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -131,14 +132,10 @@ async def _kept(journal: Journal, file: UploadFile, seconds: int) -> dict[str, A
     await journal.write(SQL["add_file"], *row)
     while page := await asyncio.to_thread(file.file.readlines, PAGE_BYTES):
         rows = [(owner, name, line + place, "input", data) for place, data in enumerate(page, 1)]
-        await journal.write(partial(_add, rows))
+        await journal.write(methodcaller("executemany", SQL["add_line"], rows))
         line += len(page)
     await journal.write(SQL["arrived"], now + seconds, name)
     return await retrieve_file(name, journal)
-
-
-def _add(rows: Sequence[Any], connection: sqlite3.Connection) -> None:
-    connection.executemany(SQL["add_line"], rows)
 
 
 async def lines_of(journal: Journal, source: str, part: str) -> AsyncIterator[list[Any]]:
@@ -276,8 +273,9 @@ class Checks:
 
     def _check(self, data: bytes) -> None:
         if len(data) > self._served.settings.max_request_bytes:
-            text = "This line has more bytes than a request may have."
-            raise invalid(text, code="invalid_json_line")
+            raise invalid(
+                "This line has more bytes than a request may have.", code="invalid_json_line"
+            )
         found: Any = exchange.validated(data, LineBody, self._served)
         if found.url != self._endpoint:
             raise invalid(f"url must be the batch's, {self._endpoint}", "url", "url_mismatch")

@@ -79,10 +79,8 @@ def prompt_requests(body: fields.CompletionBody, served: Served) -> list[Request
         "add_special_tokens": body.add_special_tokens,
         **fields.sampling(body, served),
     }
-    asked = (
-        {"prompt": p} if isinstance(p, str) else {"prompt": "", "prompt_ids": p} for p in given
-    )
-    return [Request(**prompt, **values) for prompt in asked]
+    ways = ({"prompt": p} if isinstance(p, str) else {"prompt": "", "prompt_ids": p} for p in given)
+    return [Request(**prompt, **values) for prompt in ways]
 
 
 def answering(

@@ -196,9 +196,7 @@ class Journal:
             self.path, LOCK_SECONDS, isolation_level=None, check_same_thread=False
         )
         connection.execute("PRAGMA wal_autocheckpoint=0")  # which ``keep`` does
-        connection.row_factory = lambda cursor, row: _row_type(
-            tuple(name for name, *_ in cursor.description)
-        )(*row)
+        connection.row_factory = lambda c, row: _row_type(tuple(d[0] for d in c.description))(*row)
         for pragma in (*PRAGMAS, f"max_page_count={self._max_bytes // PAGE_BYTES}"):
             connection.execute(f"PRAGMA {pragma}")
         version = _number(connection, "user_version")

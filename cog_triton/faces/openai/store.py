@@ -158,8 +158,7 @@ class Store(Jobs):
         return self.journal.write(SQL["end"], response, records, run.id)
 
     async def _rows(self, id: str) -> list[Any]:
-        rows = self.journal and await self.journal.read(SQL["found"], id)
-        return rows or []
+        return (self.journal and await self.journal.read(SQL["found"], id)) or []
 
     async def _run_of(self, row: Any) -> Run:
         """Return a background response as it is written, or raise an error of its request."""
@@ -199,10 +198,8 @@ class Store(Jobs):
         if row.runner is not None:
             raise invalid("the previous response has not ended", "previous_response_id")
         earlier = [*json.loads(row.input), *json.loads(row.response)["output"]]
-        items = [
-            forms.InputItem.model_validate(item) for item in [*earlier, *forms.input_items(body)]
-        ]
-        return body.model_copy(update={"input": items})
+        items = map(forms.InputItem.model_validate, [*earlier, *forms.input_items(body)])
+        return body.model_copy(update={"input": [*items]})
 
     async def keep(self, body: ResponsesBody, response: dict[str, Any]) -> None:
         """Keep a response that has ended."""
@@ -281,8 +278,7 @@ async def create(body: ResponsesBody, store: FromApp) -> Response:
     """An answer, kept unless ``store`` is false; of one in the background, its beginning."""
     served, kept = store.served, body.store is not False and store.journal is not None
     if body.background and not kept:
-        text = "background responses are kept: not with store false or STORE=0"
-        raise invalid(text, "background")
+        raise invalid("background needs store: not with store false or STORE=0", "background")
     body = await store.with_earlier(body)
     turn = await exchange.off_loop(lambda: turns.chat_turn(forms.chat_body(body), served))
     response = forms.response_fields(body, int(time.time())) | {"store": kept}
