@@ -273,9 +273,7 @@ class Checks:
 
     def _check(self, data: bytes) -> None:
         if len(data) > self._served.settings.max_request_bytes:
-            raise invalid(
-                "This line has more bytes than a request may have.", code="invalid_json_line"
-            )
+            raise invalid("This line has more bytes than a request may.", code="invalid_json_line")
         found: Any = exchange.validated(data, LineBody, self._served)
         if found.url != self._endpoint:
             raise invalid(f"url must be the batch's, {self._endpoint}", "url", "url_mismatch")
