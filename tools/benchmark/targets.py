@@ -26,7 +26,7 @@ from cog_triton.engines.serving import Serving
 from cog_triton.errors import ConfigurationError
 from cog_triton.generation import generate
 from cog_triton.models.tensors import generation_requests
-from cog_triton.request.request import Request, triton_inputs
+from cog_triton.request.request import Request, choose_guide, triton_inputs
 from cog_triton.text.tokenizer import load_tokenizer, without_torch
 from tools import server_sent_events as sse
 from tools.server_sent_events import CUT, AnswerError, Part
@@ -174,7 +174,8 @@ class OpenAiSse(HttpTarget):
     read = staticmethod(sse.openai_part)
 
     def request(self, inputs: Inputs, request_id: str) -> tuple[str, dict[str, Any]]:  # noqa: ARG002
-        body = {name: value for name, value in inputs.items() if name != "prompt"}
+        names = {"regex": "guided_regex"}
+        body = {names.get(name, name): own for name, own in inputs.items() if name != "prompt"}
         body |= {"model": self.endpoints.model, **self.prompt(inputs["prompt"])}
         if self.streamed:
             body |= {"stream": True, "stream_options": {"include_usage": True}}
@@ -217,7 +218,9 @@ class TritonGrpc(Target):
         return grpc.GrpcClient(self.endpoints.grpc)
 
     def inputs(self, inputs: Inputs) -> Inputs:
-        return triton_inputs(Request(**inputs))
+        plain = {name: value for name, value in inputs.items() if name != "regex"}
+        guide = choose_guide(regex=inputs.get("regex"))
+        return triton_inputs(Request(**plain, guide=guide))
 
     async def ask(self, inputs: Inputs, request_id: str) -> Parts:
         names = ("output_ids", "sequence_length")

@@ -54,8 +54,11 @@ class Tally:
     last_token: float = 0.0
 
 
-def pool(count: int, seed: int) -> list[Inputs]:
-    """Return cases of random lengths, every second one sampled; the same for the same seed."""
+def pool(count: int, seed: int, *, guided: bool = False) -> list[Inputs]:
+    """Return cases of random lengths, every second one sampled; the same for the same seed.
+
+    With ``guided``, one in four is held to a regular expression.
+    """
     random = Random(seed)
     cases: list[Inputs] = []
     for key in range(count):
@@ -64,7 +67,10 @@ def pool(count: int, seed: int) -> list[Inputs]:
         prompt = f"{key} {' '.join(random.choices(WORDS, k=random.randint(1, 60)))}"
         inputs = {"prompt": prompt, "seed": random.getrandbits(31), "temperature": 1.0 - key % 2}
         inputs |= {"max_tokens": tokens, "min_tokens": random.randint(0, tokens)}
-        cases.append({**inputs, "top_p": 0.95, "presence_penalty": 0.2})
+        inputs |= {"top_p": 0.95, "presence_penalty": 0.2}
+        if guided and key % 4 > 2:
+            inputs |= {"regex": f"[a-z ]{{1,{3 * tokens}}}", "min_tokens": 0}
+        cases.append(inputs)
     return cases
 
 

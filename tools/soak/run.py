@@ -110,7 +110,8 @@ async def _load(
     phase: Phase, endpoints: Endpoints, openai_port: int, options: argparse.Namespace
 ) -> None:
     async with _targets(phase.kind, endpoints, openai_port) as targets:
-        streams = Streams(targets, pool(POOL, options.seed), options.seed)
+        cases = pool(POOL, options.seed, guided=phase.engine != "simulated")
+        streams = Streams(targets, cases, options.seed)
         await streams.expect()
         phase.tally, stopping = streams.tally, streams.stopping
         loop = asyncio.get_running_loop()
