@@ -37,6 +37,7 @@ pytestmark = pytest.mark.anyio
 KINDS: dict[str, dict[str, Any]] = load_cases(__file__, "resuming.yaml")
 TOKENS = 120
 SECONDS = 300
+KILLS = int(os.environ.get("RESUMING_KILLS", "20"))  # of each part
 # What is drawn or counted in time, and what each event repeats.
 DROPPED = {"id", "item_id", "created", "created_at", "completed_at", "model", "object", "type"}
 DROPPED |= {"sequence_number", "system_fingerprint", "prompt_token_ids"}
@@ -235,4 +236,4 @@ async def test_every_kind_goes_on_when_a_part_dies(demo_model: Path, tmp_path: P
 @pytest.mark.rare
 @pytest.mark.parametrize("part", ["tensorrt_llm", "tritonserver"])
 async def test_at_any_token(demo_model: Path, tmp_path: Path, part: str) -> None:
-    await kill_on_transformers(demo_model, tmp_path, [part], 20)
+    await kill_on_transformers(demo_model, tmp_path, [part], KILLS)

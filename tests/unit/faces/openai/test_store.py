@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from cog_triton.client.stream import Response
-from tests.unit.faces.openai.support import CHUNKS, RESPONSES, Backend, post
+from tests.unit.faces.openai.support import CHUNKS, RESPONSES, Backend, ask, post
 from tests.unit.test_generation import END, Client, encode, run, text
 
 
@@ -32,6 +32,12 @@ def test_a_damaged_file_fails_only_what_needs_it(
     assert asked(tmp_path / "good", fields) == good
     (tmp_path / "bad").write_text("no journal, but a long text\n" * 300)
     assert asked(tmp_path / "bad", fields) == bad
+
+
+def test_without_a_journal_nothing_is_found() -> None:
+    for method, path in (("GET", ""), ("DELETE", ""), ("POST", "/cancel"), ("GET", "/input_items")):
+        reply = ask(Backend(STORE="0"), method, f"{RESPONSES}/resp_1{path}")
+        assert reply.status_code == 404, (method, path)
 
 
 def test_too_many_in_the_background_are_refused(tmp_path: Path) -> None:
