@@ -37,7 +37,7 @@ DEFAULTS = {"SIMULATED_INTER_TOKEN_MS": "30", "CHAT_TEMPLATE": CHAT_TEMPLATE}
 # A kill every few seconds is more than anybody's policy allows for.
 CHAOS = {"TRITON_RESTARTS": "1000000", "RESUME_ATTEMPTS": "100", "RESUME_TIMEOUT": "120"}
 POOL = 64
-LINES = 200  # of a batch
+LINES, FIRST_BATCHES = 200, 6  # of a batch; at once, and then one after another
 RUNNING = ("queued", "in_progress")
 LEAST_SECONDS = 60.0  # of a phase: a process is to be judged by its memory in it
 LOOK_SECONDS = 0.25
@@ -165,7 +165,9 @@ def _work(url: str, counts: Counter[str], stopping: asyncio.Event) -> None:
             time.sleep(LOOK_SECONDS)
         return own["status"], "".join(item["content"][0]["text"] for item in own["output"])
 
-    with httpx.Client(base_url=url, trust_env=False, timeout=BACK_SECONDS) as client:
+    # Each request goes to any process of the face, and so the first batches: with its first, one grows.
+    options: Any = {"headers": {"Connection": "close"}, "timeout": BACK_SECONDS}
+    with httpx.Client(base_url=url, trust_env=False, **options) as client:
         path, body = "/v1/completions", {"prompt": "Hello", "max_tokens": 64}
         asked = {"method": "POST", "url": path, "body": body}
         background = {
@@ -174,15 +176,17 @@ def _work(url: str, counts: Counter[str], stopping: asyncio.Event) -> None:
             "max_output_tokens": 64,
             "background": True,
         }
-        first: tuple[str, str] | None = None
+        first, many = None, FIRST_BATCHES
         lines = "\n".join(json.dumps({"custom_id": str(n), **asked}) for n in range(LINES)).encode()
         while not stopping.is_set():
             begun = [again(batch.ask, "POST", "/v1/responses", json=background) for _ in range(8)]
-            (done,) = again(batch.wait, [again(batch.begin, path, lines)], LINES)
-            came = Counter(
-                name for (_, name), _ in again(lambda *own: [*batch.results(*own)], done)
-            )
-            counts.update(lines=LINES, unanswered=sum(came[str(n)] != 1 for n in range(LINES)))
+            names = [again(batch.begin, path, lines) for _ in range(many)]
+            for done in again(batch.wait, names, many * LINES):
+                came = Counter(
+                    name for (_, name), _ in again(lambda *own: [*batch.results(*own)], done)
+                )
+                counts.update(lines=LINES, unanswered=sum(came[str(n)] != 1 for n in range(LINES)))
+            many = 1
             texts = [ended(reply.json()["id"]) for reply in begun]
             first = first or texts[0]
             counts.update(background=len(texts), changed=sum(own != first for own in texts))
