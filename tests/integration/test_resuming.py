@@ -187,7 +187,7 @@ async def kill_while_all_run(asked: Asked, parts: list[str], kills: int) -> None
     undisturbed = await asked.answers(on_event)
     assert len({repr(answer) for answer in undisturbed.values()}) == len(asked.names)
     last = events // 2
-    for _ in range(kills):
+    for _ in range(5 * kills):
         events = 0
         moments += sorted(dice.sample(range(len(asked.names), last), min(4, kills - killed)))
         answers = await asyncio.wait_for(asked.answers(on_event), SECONDS)
