@@ -9,8 +9,6 @@ vLLM; the range in pyproject.toml is as narrow as that asks for.
 vLLM's processes import this module as they unpickle the ``Resuming`` in their configuration.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import lru_cache, wraps
 from typing import Any

@@ -48,13 +48,13 @@ class Runner(Jobs):
         for id in self._scopes.keys() & over:
             self._scopes[id].cancel()
 
-    async def run(self, name: str) -> None:
-        with anyio.CancelScope() as self._scopes[name]:
+    async def run(self, id: str) -> None:
+        with anyio.CancelScope() as self._scopes[id]:
             try:
-                await self._work(await self._batch(name))
+                await self._work(await self._batch(id))
             finally:
-                del self._scopes[name]
-        batch = await self._batch(name)
+                del self._scopes[id]
+        batch = await self._batch(id)
         if batch.status == "failed":
             return
         other = "failed" if batch.expires > time.time() else "expired"  # its key was removed
@@ -67,8 +67,8 @@ class Runner(Jobs):
         await self.journal.write(partial(_finish, batch, end))
         logger.info("batch %s: %s", batch.id, end)
 
-    async def _batch(self, name: str) -> Any:
-        return (await self.journal.read(SQL["batch"], name))[0]
+    async def _batch(self, id: str) -> Any:
+        return (await self.journal.read(SQL["batch"], id))[0]
 
     async def _change(self, batch: Any, status: str, **more: Any) -> None:
         change = partial(changed, name=batch.id, status=status, was=(batch.status,), **more)

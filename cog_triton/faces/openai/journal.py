@@ -251,10 +251,10 @@ class Jobs(ABC):
         return asyncio.gather(*self.tasks.values(), return_exceptions=True)
 
     async def _take_up(self) -> None:
-        own = self.journal.worker
-        await self.journal.write("DELETE FROM log WHERE 0")  # opens the file, for ``alive``
-        rows = await self.journal.read(self._sql["active"], self._model)
+        own, rows = self.journal.worker, await self.journal.read(self._sql["active"], self._model)
         self.look(rows)
+        if rows:
+            await self.journal.write("DELETE FROM log WHERE 0")  # opens the file, for ``alive``
         for row in rows:
             if row.id in self.tasks or (row.runner != own and self.journal.alive(row.runner)):
                 continue
