@@ -136,7 +136,8 @@ class Admission:
         """Wait until a batch's request may run."""
         while not slot.granted.done():
             await asyncio.wait([slot.granted], timeout=LOOK_SECONDS)
-            self._hand_out()  # time alone makes less of what is left free
+            if self._batches and slot is self._batches[0]:  # the first looks for all
+                self._hand_out()  # time alone makes less of what is left free
 
     async def _granted(self, slot: Slot) -> None:
         if not slot.granted.done():
