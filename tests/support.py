@@ -191,6 +191,7 @@ class Server:
         return Endpoints("127.0.0.1", http, grpc, self.metrics_port)
 
     def __enter__(self) -> "Self":
+        self.log.unlink(missing_ok=True)  # a part of an earlier process may still write to it
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 self.command,

@@ -13,6 +13,7 @@ import yaml
 MEGABYTE = 1e6
 LOAD_GENERATOR = "load-generator"
 TABLES = yaml.safe_load(Path(__file__).with_name("tables.yaml").read_text(encoding="utf-8"))
+_TAKEN: list[socket.socket] = []  # of free_port
 
 
 class Usage:
@@ -49,11 +50,16 @@ def role_of(command: list[str]) -> str:
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on, below those that the system gives to connections."""
+    """Return a port that nobody listens on, below those that the system gives to connections.
+
+    No other process gets it from here until this one ends, also while no server listens.
+    """
     while True:
-        port = random.randrange(10_000, 32_768)
+        port, mark = random.randrange(10_000, 32_768), socket.socket(socket.AF_UNIX)
         with socket.socket() as listener, contextlib.suppress(OSError):
             listener.bind(("127.0.0.1", port))
+            mark.bind(f"\0cog-triton-port-{port}")
+            _TAKEN.append(mark)
             return port
 
 
