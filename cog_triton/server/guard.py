@@ -45,7 +45,7 @@ STUB_ENDED = "the process of model {model} ended without being told to, with sta
 STUB, SERVER, UNKNOWN = "triton_python_backend_stub", "tritonserver", "(unknown)"
 STOP, KILL = b"s", b"k"
 LOOK_SECONDS = 0.2  # between two looks at the server's processes
-TRACKER_SECONDS = 5.0
+TRACKER_SECONDS = 30.0  # on a busy machine one that has just been started takes seconds
 _TRACKER = b"multiprocessing.resource_tracker"
 LAST_BYTES_SECONDS = 0.2  # for a server that has answered every request to write its last output
 
