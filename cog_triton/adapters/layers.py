@@ -53,7 +53,6 @@ class LoadedAdapter:
     number: int  # never given to another one
     changes: dict[str, Change]  # by the names of the layers
     problem: str | None = None  # found when it was applied
-    hooked: bool = False  # all its layers have a hook
     used: float = field(default_factory=monotonic)  # when a request last got it
 
     @property
@@ -73,6 +72,7 @@ class Adapters:
         cache_bytes: int = CACHE_BYTES,
     ) -> None:
         self._model, self._directory = model, directory
+        self._config = copy.deepcopy(model.config)  # now: each step sets fields and deletes them
         self._in_use, self._cache_bytes = in_use, cache_bytes
         self._loading = threading.Lock()  # held by the thread that changes the next
         self._loaded: dict[AdapterVersion, LoadedAdapter] = {}
@@ -102,11 +102,10 @@ class Adapters:
         self._places = [(a, torch.tensor(places[a], device=device)) for a in places]
         for adapter in places:
             # Here, so that no layer gets a hook while the model computes.
-            for layer in () if adapter.hooked else adapter.changes.keys() - self._hooked:
+            for layer in adapter.changes.keys() - self._hooked:
                 hook = partial(self._add, layer)
                 self._model.get_submodule(layer).register_forward_hook(hook)
                 self._hooked.add(layer)
-            adapter.hooked = True
 
     def _add(self, name: str, _: Any, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
         # The hook behind a layer.
@@ -126,7 +125,8 @@ class Adapters:
     def _load(self, task_id: int, version: AdapterVersion) -> LoadedAdapter:
         name = version.path.name
         try:
-            adapter = LoadedAdapter(next(self._numbers), _changes(self._model, version.path))
+            changes = _changes(self._model, self._config, version.path)
+            adapter = LoadedAdapter(next(self._numbers), changes)
             self._make_room(name, adapter.size)
         except EngineError:
             raise
@@ -162,9 +162,9 @@ class Adapters:
             )
 
 
-def _changes(model: Any, directory: Path) -> dict[str, Change]:
+def _changes(model: Any, config: Any, directory: Path) -> dict[str, Change]:
     changes = {}
-    for name, layer in _peft_layers(model, directory).items():
+    for name, layer in _peft_layers(type(model), config, directory).items():
         up, scale = layer.lora_B[LABEL], layer.scaling[LABEL]
         bias = None if up.bias is None else up.bias.float() * scale
         read = [layer.lora_A[LABEL].weight, up.weight.float() * scale, bias]
@@ -177,7 +177,7 @@ def _changes(model: Any, directory: Path) -> dict[str, Change]:
     return changes
 
 
-def _peft_layers(model: Any, directory: Path) -> dict[str, Any]:
+def _peft_layers(kind: Any, own: Any, directory: Path) -> dict[str, Any]:
     from peft import LoraConfig, PeftConfig, inject_adapter_in_model
     from peft.tuners.lora import Linear, LoraLayer
     from peft.utils import load_peft_weights
@@ -197,7 +197,7 @@ def _peft_layers(model: Any, directory: Path) -> dict[str, Any]:
         )
     config.init_lora_weights = True
     with torch.device("meta"):
-        twin = type(model)(copy.deepcopy(model.config))
+        twin = kind(copy.deepcopy(own))
         inject_adapter_in_model(config, twin, LABEL)
     layers = {name: m for name, m in twin.named_modules() if isinstance(m, LoraLayer)}
     for name, layer in layers.items():

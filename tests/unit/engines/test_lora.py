@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -126,6 +127,12 @@ def test_models_of_other_kinds_are_changed_as_peft_does(
 
 
 # While the engine runs
+
+
+def test_what_a_step_sets_in_the_models_config_is_not_copied(llm: Requests) -> None:
+    """Transformers sets and deletes fields there, which a copy in that moment fails with."""
+    llm.engine._adapters._model.config.of_a_step = threading.Lock()  # type: ignore[attr-defined]
+    assert llm.ids(lora_task_id=task("poet"))
 
 
 def test_a_running_request_keeps_the_files_that_it_began_with(
