@@ -175,8 +175,9 @@ async def kill_while_all_run(asked: Asked, parts: list[str], kills: int) -> None
         events += 1
         streams.add(name)
         since[name] += 1
-        # A request that ends two servers before its first token would not be tried again.
-        begun = all(since[own] > 2 for own in streams & asked.running)
+        # A request that ends two servers before its first token would not be tried again; of whole answers
+        # that is not seen, and they begin with the others.
+        begun = all(since[own] > 8 for own in streams & asked.running)
         if begun and moments and events >= moments[0]:
             del moments[0]
             since.clear()
