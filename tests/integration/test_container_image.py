@@ -1,6 +1,6 @@
-"""The Dockerfile's image, built by buildah on a stand-in for NVIDIA's, and run on a read-only root.
+"""The Dockerfile's images, built by buildah on stand-ins for NVIDIA's, and run on a read-only root.
 
-tests/fakes/images has what makes the base and what runs the result; it needs root that may mount.
+tests/fakes/images has what makes the bases and what runs the results; it needs root that may mount.
 """
 
 import contextlib
@@ -19,6 +19,7 @@ from typing import Any
 import httpx
 import psutil  # type: ignore[import-untyped, unused-ignore]
 import pytest
+from packaging.requirements import Requirement
 
 from cog_triton.server.installation import locate
 from cog_triton.settings import read_settings
@@ -26,13 +27,39 @@ from tests.stand_in.build import library
 from tests.stand_in.engine import make_engine
 from tests.support import ROOT, START_TIMEOUT, chunks, free_port, streamed_prediction, wait_until
 from tests.unit.test_images import BROUGHT, requirements
+from tools.benchmark.processes import tree
 
 pytestmark = pytest.mark.rare
 
 SCRIPTS = ROOT / "tests" / "fakes" / "images"
 NEEDS = ("buildah", "mmdebstrap", "unshare", "setpriv")
 NAMESPACES = ("unshare", "--mount", "--pid", "--fork", "--kill-child")
-BASE = "localhost/tritonserver"
+DEBIAN, BASE = "localhost/debian", "localhost/tritonserver"
+# What NVIDIA's images bring: of what TensorRT-LLM 1.2.1 and vLLM 0.27.1 need, what the Dockerfile adds to.
+# tritonserver of the wheel wants NumPy 1.
+NEEDED = {
+    "tensorrt_llm": [f"transformers=={BROUGHT['transformers']}", "numpy<2", "pydantic>=2"],
+    "vllm": [
+        "aiohttp>=3.13.3",
+        "fastapi[standard]<0.137.0,>=0.133.0",
+        "numpy<2",
+        "prometheus_client>=0.18.0",
+        f"protobuf>=5.29.6,!=6.33.0.*,{','.join(f'!=6.{n}.*' for n in (30, 31, 32))}",
+        "pydantic>=2.12.0",
+        "starlette>=1.0.1",
+        "tokenizers>=0.21.1",
+        "transformers>=5.5.3",
+    ],
+}
+VERSIONS = {
+    "tensorrt_llm": {name: BROUGHT[name] for name in ("tensorrt_llm", "torch")},
+    "vllm": {"vllm": "0.27.1", "torch": "2.13.0"},
+}
+ENGINES = {  # what serves there: vLLM itself is not in the stand-in
+    "tensorrt_llm": {"ENGINE_DIR": "/engine", "STAND_IN_INTER_TOKEN_MS": "10"},
+    "vllm": {"ENGINE": "simulated", "SIMULATED_INTER_TOKEN_MS": "10"},
+}
+both = pytest.mark.parametrize("image", [*NEEDED], indirect=True, scope="module")
 PROMPT = {"prompt": "What is machine learning?"}
 SCHEMA = "openapi_schema.json"
 
@@ -41,6 +68,7 @@ SCHEMA = "openapi_schema.json"
 class Image:
     """An unpacked image, and what its configuration says."""
 
+    engine: str  # the package that its base brings
     root: Path
     config: dict[str, Any]
 
@@ -65,7 +93,7 @@ class Image:
 
 
 @pytest.fixture(scope="module")
-def image() -> Iterator[Image]:
+def debian() -> Iterator[None]:
     if os.getuid() or not all(map(shutil.which, NEEDS)):
         pytest.skip(f"needs root, {', '.join(NEEDS)}")
     if subprocess.run([*NAMESPACES, "mount", "-t", "tmpfs", "tmpfs", "/mnt"]).returncode:
@@ -77,26 +105,29 @@ def image() -> Iterator[Image]:
         patch.setenv("CONTAINERS_STORAGE_CONF", f"{directory}/storage.conf")
         patch.setenv("BUILDAH_ISOLATION", "chroot")
         try:
-            yield build()
+            wheel = locate(read_settings({})).server.parents[2]
+            run(str(SCRIPTS / "debian.sh"), DEBIAN, str(wheel))
+            yield
         finally:
             subprocess.run(["rm", "-rf", directory], check=True)
 
 
-def build() -> Image:
-    wheel = locate(read_settings({})).server.parents[2]
-    brought = (f"{name}=={version}" for name, version in BROUGHT.items())
-    run(str(SCRIPTS / "base.sh"), BASE, str(wheel), str(library()), *brought)
+@pytest.fixture(scope="module")
+def image(request: pytest.FixtureRequest, debian: None) -> Image:  # noqa: ARG001
+    brought = (f"{name}=={version}" for name, version in VERSIONS[request.param].items())
+    library_and_all = (str(library()), *brought, *NEEDED[request.param])
+    run(str(SCRIPTS / "engine.sh"), BASE, DEBIAN, *library_and_all)
     options = ("--quiet", "--format=docker", "--layers=false", f"--build-arg=TRITON_IMAGE={BASE}")
     tag = run("buildah", "build", *options, str(ROOT))
     config = json.loads(run("buildah", "inspect", "--type=image", tag))["Docker"]["config"]
     root = Path(run("buildah", "mount", run("buildah", "from", tag)))
     make_engine(root / "engine")
-    return Image(root, config)
+    return Image(request.param, root, config)
 
 
 def run(*command: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode == 75:  # EX_TEMPFAIL, of base.sh
+    if done.returncode == 75:  # EX_TEMPFAIL, of the scripts
         pytest.skip(f"what the base is made of cannot be had: {done.stderr.strip()[-300:]}")
     assert done.returncode == 0, done.stderr[-5000:]
     return done.stdout.strip()
@@ -137,10 +168,12 @@ def serving(image: Image, *command: str, **variables: str) -> Iterator[Container
         wait_until(container.is_ready, START_TIMEOUT, "readiness")
         yield container
     finally:
-        container.process.kill()
+        for process in tree(container.process.pid):
+            process.kill()
         container.process.communicate()
 
 
+@both
 def test_it_has_what_is_asked_for_and_is_writable_where_it_must_be(image: Image) -> None:
     places = "/ /src /src/.cog /opt /usr/local/bin /etc /tmp /home/cog /var/run/cog /dev/shm"
     script = f"id -u; for place in {places}; do test -w $place && echo $place; done; true"
@@ -151,8 +184,10 @@ def test_it_has_what_is_asked_for_and_is_writable_where_it_must_be(image: Image)
     installed = {one["name"].lower().replace("_", "-"): one["version"] for one in listed}
     for name, requirement in requirements("image.in").items():
         assert requirement.specifier.contains(installed[name]), name
-    for name, version in BROUGHT.items():
+    for name, version in VERSIONS[image.engine].items():
         assert installed[name.replace("_", "-")] == version
+    for requirement in map(Requirement, NEEDED[image.engine]):
+        assert requirement.specifier.contains(installed[requirement.name.replace("_", "-")])
     made, shipped = image.root / "src" / ".cog" / SCHEMA, ROOT / "cog_triton" / "cli" / SCHEMA
     assert json.loads(made.read_text()) == json.loads(shipped.read_text())
     # As Triton's stubs import it; and the command of the chart.
@@ -160,14 +195,13 @@ def test_it_has_what_is_asked_for_and_is_writable_where_it_must_be(image: Image)
     assert image.output("cog-triton", "--help")[1].startswith("usage: cog-triton COMMAND")
 
 
+@both
 def test_cogs_server_and_openais_beside_it(image: Image) -> None:
     """In a pod: Cog says there that it is ready. SIGTERM lets a stream end."""
-    engine = {"ENGINE_DIR": "/engine", "STAND_IN_INTER_TOKEN_MS": "10"}
-    with serving(image, **engine, KUBERNETES_SERVICE_HOST="10.0.0.1") as container:
+    with serving(image, **ENGINES[image.engine], KUBERNETES_SERVICE_HOST="10.0.0.1") as container:
         with streamed_prediction(container.url(), **PROMPT, max_tokens=20, seed=0) as events:
             pieces = chunks(events)
         assert len(pieces) > 5
-        assert "".join(pieces).startswith("What is machine learning?")
         assert container.completion("OPENAI_PORT")
         assert image.health(**container.ports) == 0
         assert Path(f"/proc/{container.first().pid}/root/run/cog/ready").is_file()
@@ -181,6 +215,7 @@ def test_cogs_server_and_openais_beside_it(image: Image) -> None:
         assert image.health(**container.ports) == 1
 
 
+@pytest.mark.parametrize("image", ["tensorrt_llm"], indirect=True, scope="module")
 def test_openais_api_on_the_llm_api(image: Image) -> None:
     """The chart's command."""
     with serving(image, "cog-triton", "openai", ENGINE="llmapi") as container:
