@@ -45,7 +45,7 @@ STUB_ENDED = "the process of model {model} ended without being told to, with sta
 STUB, SERVER, UNKNOWN = "triton_python_backend_stub", "tritonserver", "(unknown)"
 STOP, KILL = b"s", b"k"
 LOOK_SECONDS = 0.2  # between two looks at the server's processes
-TRACKER_SECONDS = 30.0  # on a busy machine one that has just been started takes seconds
+TRACKER_SECONDS = 30.0  # on a busy machine one that was just started takes seconds
 _TRACKER = b"multiprocessing.resource_tracker"
 LAST_BYTES_SECONDS = 0.2  # for a server that has answered every request to write its last output
 
@@ -231,7 +231,9 @@ def kill_descendants(besides: int | None = None) -> list[str]:
     # Each round makes the children of the killed this process's own. Process groups do not help: mpirun
     # gives every rank one.
     names = []
-    while killed := [p for p in children() if _TRACKER not in _command_line(p.pid)]:
+    while found := [p for p in children() if _TRACKER not in _command_line(p.pid)]:
+        # In the middle of its exec a process has none, and may be a tracker: it is looked at again.
+        killed = [p for p in found if p.state == "Z" or _command_line(p.pid)]
         names += [f"{process.pid}_{process.started}" for process in killed]
         for process in killed:
             with contextlib.suppress(OSError):  # another thread has waited for it
@@ -295,8 +297,7 @@ def remove(prefix: str, directory: str) -> None:
 def _remove_files(prefix: str, directory: str) -> None:
     for region in SHARED_MEMORY.glob(f"{prefix}*") if prefix else ():
         region.unlink(missing_ok=True)
-    if directory:
-        shutil.rmtree(directory, ignore_errors=True)
+    shutil.rmtree(directory, ignore_errors=True)
 
 
 def _command_line(pid: int) -> bytes:
