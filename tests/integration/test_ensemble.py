@@ -229,7 +229,7 @@ def test_a_long_prompt_keeps_nobody_waiting(paced_triton: TritonServer) -> None:
             ask("word")
             answered += 1
         long.result()
-    assert answered > 2  # one may come before the long one, and one wait behind it
+    assert answered > 5
 
 
 def test_a_client_of_ids_gets_nothing_else(triton: TritonServer, tokenizer: Tokenizer) -> None:
