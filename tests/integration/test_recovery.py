@@ -146,7 +146,10 @@ async def test_streams_go_on_as_if_nothing_had_happened(
             assert not killed.server.runtime.exists()
     for name, number in KILLS[transport]:
         if name in ("tensorrt_llm", "preprocessing") and number == signal.SIGKILL:
-            assert f"the process of model {name} ended by signal 9 (SIGKILL)" in caplog.text
+            named = f"the process of model {name} ended by signal 9 (SIGKILL)" in caplog.text
+            # Triton 2.51 aborts at once where a stub held a lock: one that sends may.
+            aborted = name == "tensorrt_llm" and "interprocess::lock_exception" in caplog.text
+            assert named or aborted
 
 
 async def test_sampled_text_goes_on_as_it_would_have(demo_model: Path, tmp_path: Path) -> None:
