@@ -36,8 +36,9 @@ LOG_PROBS = "output_log_probs"  # FP32, [beams, values]; see ``packed_log_probs`
 
 # Parameters of a request, which are not tensors. The C++ backend takes no notice of them.
 
-IDS_ONLY = "ids_only"  # answer with token ids only
-COUNTED_IDS = "counted_ids"  # the same, each response's ids behind the count of all ids so far
+# Answer with one tensor (each costs tens of microseconds on its way): a response's ids behind the count of
+# all so far, which the last response has inverted (~), and the number of the prompt's tokens.
+COUNTED_IDS = "counted_ids"
 # ``ids_text`` of what an earlier attempt has delivered. Preprocessing puts them behind the prompt's, and
 # the embedded engines take them for output.
 CONTINUED = "continued_ids"
@@ -138,8 +139,10 @@ def ids_text(ids: Sequence[int]) -> str:
 
 def ids_parameter(parameters: Mapping[str, Any], name: str) -> list[int]:
     """Read ``ids_text`` of a parameter, empty without it, or raise InvalidParameter."""
+    if name not in parameters:
+        return []
     try:
-        ids = np.frombuffer(base64.b64decode(parameters.get(name, ""), validate=True), "<i4")
+        ids = np.frombuffer(base64.b64decode(parameters[name], validate=True), "<i4")
     except (TypeError, ValueError):
         raise InvalidParameter(f"{name} must be 32-bit integers in base64") from None
     if (ids < 0).any():

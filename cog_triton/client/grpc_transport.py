@@ -68,13 +68,25 @@ class Stream(Arrivals[bytes]):
             del self._received[:end]
 
 
+class _H2(H2Connection):
+    """h2's, without counting the streams one by one for each new one, at which it forgets the closed."""
+
+    _crowded = 64
+
+    @property
+    def open_outbound_streams(self) -> int:
+        if len(self.streams) >= min(self._crowded, self.remote_settings.max_concurrent_streams):
+            self._crowded = 64 + 2 * super().open_outbound_streams
+        return len(self.streams)
+
+
 class Connection(asyncio.Protocol):
     """One connection to Triton. To be used from its event loop."""
 
     def __init__(self, authority: str) -> None:
         self._authority = authority
         # The headers that are sent are ours, and in order.
-        self._h2 = H2Connection(
+        self._h2 = _H2(
             H2Configuration(validate_outbound_headers=False, normalize_outbound_headers=False)
         )
         self._streams: dict[int, Stream] = {}

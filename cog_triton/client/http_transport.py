@@ -106,8 +106,9 @@ async def _read(events: AsyncGenerator[Event, None], arrivals: Arrivals[Event]) 
 
 
 def _is_final(event: Event) -> bool:
-    marked = "num_output_tokens" in event and "sequence_length" not in event
-    return marked or event is UNMARKED_END
+    ids = event.get("output_ids")
+    first = ids[0] if isinstance(ids, list) and ids and "sequence_length" not in event else 0
+    return event is UNMARKED_END or (isinstance(first, int) and first < 0)
 
 
 def _object(data: bytes) -> Event:

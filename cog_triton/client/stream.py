@@ -61,8 +61,8 @@ def decode_response(outputs: Outputs, place: int, top: int | None, final: bool =
     """Return the response of one set of outputs.
 
     Args:
-        outputs: output_ids of the embedded engines begin with the running count of ids. TensorRT-LLM's
-            C++ backend sends sequence_length, because its ids may be padded.
+        outputs: output_ids of the embedded engines are as ``wire.COUNTED_IDS`` says. TensorRT-LLM's C++
+            backend sends sequence_length, because its ids may be padded.
         place: the number of ids received before.
         top: alternatives to each log probability; None without log probabilities.
 
@@ -71,16 +71,18 @@ def decode_response(outputs: Outputs, place: int, top: int | None, final: bool =
     """
     embedded = "sequence_length" not in outputs
     try:
-        ids = outputs["output_ids"]
+        ids, input_tokens = outputs["output_ids"], outputs.get("num_input_tokens", [None])[0]
         if embedded:
-            count, ids = ids[:1], ids[1:]
-            if count != [place + len(ids)] or (final and count != outputs.get("num_output_tokens")):
+            counts, ids = ids[:2], ids[2:]
+            so_far = place + len(ids)
+            if len(counts) < 2 or counts[0] != (~so_far if final else so_far):
                 raise lost_after(place)
+            input_tokens = counts[1]
         else:
             ids = ids[: outputs["sequence_length"][0]]
     except (KeyError, IndexError) as error:
         raise errors.TritonMalformedEvent(f"a response of the ensemble lacks {error}") from None
-    response = Response(ids, outputs.get("num_input_tokens", [None])[0], final, embedded)
+    response = Response(ids, input_tokens, final, embedded)
     if top is not None:
         values = np.array(outputs.get(wire.LOG_PROBS, ()), np.float32)
         try:

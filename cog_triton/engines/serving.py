@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 THREADS = 2 if len(os.sched_getaffinity(0)) >= 4 else 1
 
 
-@dataclass(frozen=True)
+@dataclass
 class Output(Step):
     """One response of one sequence: its steps since the last one."""
 

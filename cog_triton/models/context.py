@@ -8,8 +8,6 @@ engines do, the ids before it and whether it is the last.
 
 It asks over gRPC, as any client would. Calls between models (BLS) would be shorter, but with 64 streams
 that are not paced those of Triton 2.51 come to a standstill within 10,000 to 120,000 tokens.
-
-Clients that read ids (the predictor does) go to the backend directly.
 """
 
 import asyncio

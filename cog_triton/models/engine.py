@@ -16,14 +16,13 @@ from cog_triton.errors import InvalidParameter
 from cog_triton.models import stub
 from cog_triton.models.stub import Array, Client, flag
 from cog_triton.models.tensors import generation_requests, placeholders, response_tensors
-from cog_triton.wire import COUNTED_IDS, ENGINE, IDS_ONLY
+from cog_triton.wire import COUNTED_IDS, ENGINE
 
 # Asking Triton is a round trip: per token it halves the throughput. So is the change of a metric.
 CANCELLATION_CHECK_SECONDS = 1.0
 METRICS_SECONDS = 0.05
 ENGINE_DIED = 70  # exit status
-# Lower the GIL switch interval: the sender waits one interval per response. By default that is 5 ms, which
-# is 200 responses a second, of all sequences, beside an engine's thread that computes in Python.
+# The sender waits a GIL switch interval per response: by default 5 ms, for 200 responses a second in all.
 SWITCH_SECONDS = 1e-4
 
 
@@ -73,10 +72,9 @@ class TritonPythonModel:
         if "exclude_input_in_output" in inputs:
             prompt_in_output = not flag(inputs, "exclude_input_in_output")
         counted = parameters.get(COUNTED_IDS) is True
-        ids_only = counted or parameters.get(IDS_ONLY) is True
-        form = {"ids_only": ids_only, "counted": counted, "top": generations[0].top_log_probs}
+        form = {"counted": counted, "top": generations[0].top_log_probs}
         how = {"streaming": streaming, "prompt_in_output": prompt_in_output}
-        zeros = {} if ids_only else self._placeholders
+        zeros = {} if counted else self._placeholders
         responses = Responses(client, inputs, names, len(generations), form, zeros)
         try:
             for index, generation in enumerate(generations):

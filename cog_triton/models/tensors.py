@@ -23,7 +23,8 @@ from cog_triton.request.request import Guide, GuideKind, Request, engine_guide
 NAMES: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_bytes())
 # Each a feature of that name.
 _PARAMETERS = (wire.MIN_P, wire.TOP_LOG_PROBS, wire.PROMPT_LOG_PROBS, wire.ALLOWED_IDS)
-_SAMPLED = [each for each in fields(SamplingParams) if each.name not in ("top_k", "bad_words")]
+_SAMPLED = {each.name: each.name for each in fields(SamplingParams)} | {"top_p": "runtime_top_p"}
+del _SAMPLED["top_k"], _SAMPLED["bad_words"]  # not a Request's, and not a number
 _EMPTY = np.empty(0)
 
 
@@ -70,10 +71,10 @@ def _generation_request(inputs: Inputs, i: int, parameters: wire.Parameters) -> 
         raise InvalidParameter(text)
     continued = len(wire.ids_parameter(parameters, wire.CONTINUED))
     wants_prompts = bool(parameters.get(wire.PROMPT_LOG_PROBS))
-    given = {each.name: scalar(each.name, each.default) for each in _SAMPLED}
-    given |= {"top_p": scalar("runtime_top_p", 0.0), "min_p": parameters.get(wire.MIN_P) or 0.0}
-    given |= {"max_tokens": scalar("request_output_len", 1), "guide": _guide(inputs, i)}
-    checked = Request(prompt=" ", **given)  # which knows the bounds of these
+    given = {name: scalar(tensor, 0) for name, tensor in _SAMPLED.items() if tensor in inputs}
+    given |= {"seed": scalar("seed", 0), "min_p": parameters.get(wire.MIN_P) or 0.0}
+    others = {"max_tokens": scalar("request_output_len", 1), "guide": _guide(inputs, i)}
+    checked = Request(prompt=" ", **given, **others)  # which knows the bounds of these
     return GenerationRequest(
         key="",
         input_ids=row[:length].tolist(),
@@ -81,7 +82,7 @@ def _generation_request(inputs: Inputs, i: int, parameters: wire.Parameters) -> 
         end_id=end_id if end_id >= 0 else None,
         stop_words=_words(inputs, "stop_words_list", i),
         sampling=SamplingParams(
-            **{each.name: getattr(checked, each.name) for each in _SAMPLED},
+            **{name: getattr(checked, name) for name in given},
             top_k=top_k,
             bad_words=_words(inputs, "bad_words_list", i),
         ),
@@ -141,35 +142,23 @@ def _guide(inputs: Inputs, i: int) -> Guide | None:
 
 
 def response_tensors(
-    index: int,
-    output: Output,
-    inputs: Inputs,
-    *,
-    ids_only: bool = False,
-    counted: bool = False,
-    top: int = 0,
+    index: int, output: Output, inputs: Inputs, *, counted: bool = False, top: int = 0
 ) -> dict[str, Array]:
     """Return the tensors of one response; shapes are [1, beams = 1, …] as in TensorRT-LLM.
 
     Args:
         index: the sequence's place in the request's batch.
         inputs: the request's, which say what else it wants.
-        ids_only: make only output_ids, the counts once, and output_log_probs if they are wanted. Each
-            tensor costs tens of microseconds on its way through Triton.
-        counted: begin output_ids with the count of all ids so far.
+        counted: make only output_ids, as ``wire.COUNTED_IDS`` says, and output_log_probs if wanted.
         top: number of the most likely tokens at each place in output_log_probs.
     """
-    count = len(output.ids)
-    ids = [output.generated, *output.ids] if counted else output.ids
-    tensors = {"output_ids": np.array(ids, np.int32).reshape(1, 1, -1)}
-    if ids_only:
-        with_input_tokens, with_output_tokens = output.generated <= count, output.finished
-        with_log_probs = flag(inputs, "return_log_probs")
-    else:
-        with_input_tokens = with_log_probs = True
-        with_output_tokens = flag(inputs, "return_num_output_tokens")
+    ids, generated = output.ids, output.generated
+    input_tokens = int(inputs["input_lengths"].reshape(-1)[index])
+    counts = [~generated if output.finished else generated, input_tokens] if counted else []
+    tensors = {"output_ids": np.array([*counts, *ids], np.int32).reshape(1, 1, -1)}
+    if not counted:
         tensors |= {
-            "sequence_length": np.array([[count]], np.int32),
+            "sequence_length": np.array([[len(ids)]], np.int32),
             "cum_log_probs": np.array([[output.cum_log_prob]], np.float32),
             **indices(index, 0),
             "context_ids": np.array(output.context_ids, np.int32).reshape(1, -1),
@@ -177,15 +166,14 @@ def response_tensors(
         }
         if flag(inputs, "return_perf_metrics"):
             tensors |= _perf_metrics(output)
-    if with_input_tokens and flag(inputs, "return_num_input_tokens"):
-        length = inputs["input_lengths"].reshape(-1)[index]
-        tensors["num_input_tokens"] = np.array([[length]], np.int32)
-    if with_output_tokens:
-        tensors["num_output_tokens"] = np.array([[output.generated]], np.int32)
-    if with_log_probs:
+        if flag(inputs, "return_num_input_tokens"):
+            tensors["num_input_tokens"] = np.array([[input_tokens]], np.int32)
+        if flag(inputs, "return_num_output_tokens"):
+            tensors["num_output_tokens"] = np.array([[generated]], np.int32)
+    if not counted or flag(inputs, "return_log_probs"):
         values = wire.packed_log_probs(output.log_probs, top, output.prompt_log_probs)
         if not output.log_probs:  # as TensorRT-LLM has it where they were not asked for
-            values = np.zeros(count, np.float32)
+            values = np.zeros(len(ids), np.float32)
         tensors[wire.LOG_PROBS] = values.reshape(1, 1, -1)
     return tensors
 

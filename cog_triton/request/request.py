@@ -241,12 +241,12 @@ def triton_inputs(request: Request) -> dict[str, npt.NDArray[Any]]:
     fields = {name: getattr(request, name) for name in _INPUTS}
     for name in ("max_tokens", "min_tokens"):
         fields[name] = max(0, fields[name] - len(request.continued_ids))
+    # TensorRT-LLM refuses a temperature of 0 in some versions; top_k 1 is greedy in all.
+    if request.greedy:
+        fields |= {"top_k": 1, **dict.fromkeys(("seed", "temperature", "top_p"))}
     values = {name: value for name, value in fields.items() if value not in (None, _INPUTS[name])}
     values["text_input"] = "" if request.prompt_ids else request.prompt
     values["stream"] = values["return_num_input_tokens"] = True
-    # TensorRT-LLM refuses a temperature of 0 in some versions; top_k 1 is greedy in all.
-    if request.greedy:
-        values |= {"temperature": 1.0, "top_k": 1}
     if request.ignore_eos:
         values["end_id"] = NO_TOKEN
     if request.log_probs is not None:

@@ -235,13 +235,14 @@ def test_a_long_prompt_keeps_nobody_waiting(paced_triton: TritonServer) -> None:
 def test_a_client_of_ids_gets_nothing_else(triton: TritonServer, tokenizer: Tokenizer) -> None:
     count = 'nv_inference_count{model="postprocessing",version="1"}'
     before = metrics(triton.endpoints.metrics)[count]
-    body = {"text_input": QUESTION, "max_tokens": 500, "ids_only": True}
+    body = {"text_input": QUESTION, "max_tokens": 500, "counted_ids": True}
     events = list(generate_stream(triton, "ensemble_ids", **body))
     ids = [event["output_ids"] for event in events]
-    flat = [i for part in ids for i in (part if isinstance(part, list) else [part])]
+    flat = [i for part in ids for i in part[2:]]
     assert tokenizer.decode(flat, skip_special_tokens=True) == ANSWER
-    assert [event.get("num_output_tokens") for event in events][-1] == len(flat)
-    sent = {name for event in events[:-1] for name in event}
+    assert ids[-1][0] == ~len(flat)
+    assert {part[1] for part in ids} == {len(tokenizer(QUESTION).input_ids)}
+    sent = {name for event in events for name in event}
     assert "sequence_length" not in sent
     assert {name for name in sent if not name.startswith(("model_", "sequence_"))} == {"output_ids"}
     assert metrics(triton.endpoints.metrics)[count] == before  # there was no text to make

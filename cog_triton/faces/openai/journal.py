@@ -87,7 +87,9 @@ class Journal:
 
     async def read(self, sql: str, *values: Any) -> Any:
         """Return all rows, as named tuples."""
-        return await self._in_thread("r", partial(self._rows, sql, values))
+        return await self._in_thread(
+            "r", lambda: self._connection("r").execute(sql, values).fetchall()
+        )
 
     async def keep(self) -> None:
         """Do the housekeeping until cancelled: what is old or too much goes, the disk gets the rest."""
@@ -163,9 +165,6 @@ class Journal:
                 raise JournalUnavailable(f"the journal {self.path}: {text}") from None
 
         return await asyncio.get_running_loop().run_in_executor(self._threads[name], run)
-
-    def _rows(self, sql: str, values: Any) -> list[Any]:
-        return self._connection("r").execute(sql, values).fetchall()
 
     def _commit(self, group: Sequence[Any], records: Sequence[Any]) -> dict[Any, Any]:
         connection, results = self._connection("w"), {}

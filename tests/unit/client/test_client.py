@@ -35,18 +35,18 @@ def test_a_response_of_tensorrt_llm() -> None:
     assert not response.keeps_end_token
 
 
-@pytest.mark.parametrize(("ids", "place", "total", "whole"), load_cases(__file__, "counts.yaml"))
-def test_ids_behind_their_count(ids: list[int], place: int, total: Any, whole: bool) -> None:
-    outputs = {"output_ids": ids, "num_output_tokens": total}
+@pytest.mark.parametrize(("ids", "place", "final", "whole"), load_cases(__file__, "counts.yaml"))
+def test_ids_behind_their_counts(ids: list[int], place: int, final: bool, whole: bool) -> None:
+    outputs = {"output_ids": ids}
     if whole:
-        assert decode(outputs, place, None, final=bool(total)).ids == ids[1:]
+        assert decode(outputs, place, None, final=final) == Response(ids[2:], 9, final)
     else:
         with pytest.raises(errors.TritonMalformedEvent, match=f"^E2104.*after {place} tokens"):
-            decode(outputs, place, None, final=bool(total))
+            decode(outputs, place, None, final=final)
 
 
 @pytest.mark.parametrize(
-    "ids", [{"output_ids": [2, 5, 6]}, {"output_ids": [5, 6], "sequence_length": [2]}]
+    "ids", [{"output_ids": [2, 9, 5, 6]}, {"output_ids": [5, 6], "sequence_length": [2]}]
 )
 def test_log_probabilities(ids: dict[str, list[int]]) -> None:
     likely = [TokenLogProb(5, -0.5, ((5, -0.5), (9, -1.5))), TokenLogProb(6, -2.0)]

@@ -10,6 +10,7 @@ import pytest
 from h2.config import H2Configuration
 from h2.connection import H2Connection
 from h2.errors import ErrorCodes
+from h2.settings import SettingCodes
 
 from cog_triton.client.grpc_transport import Connection, GrpcClient, Stream
 from cog_triton.errors import TritonUnavailable
@@ -154,6 +155,22 @@ class Exchange:
 @pytest.fixture
 async def exchange() -> Exchange:
     return Exchange()
+
+
+async def test_streams_are_counted_and_forgotten(exchange: Exchange) -> None:
+    """Of thousands that have ended few are kept, and a peer gets no more at once than it takes."""
+    exchange.stream.close()
+    for _ in range(2000):
+        exchange.connection.send("/", b"")
+        exchange.connection.send("/", b"").close()
+    exchange.peer.update_settings({SettingCodes.MAX_CONCURRENT_STREAMS: 2002})
+    exchange.receive()
+    streams = [exchange.connection.send("/", b"") for _ in range(2)]
+    with pytest.raises(OSError, match="2002 open"):
+        exchange.connection.send("/", b"")
+    streams[0].close()
+    exchange.connection.send("/", b"")
+    assert len(exchange.connection._h2.streams) < 2100
 
 
 OK = ("send_headers", 1, [(":status", "200")])

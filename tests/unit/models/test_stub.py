@@ -17,6 +17,8 @@ from cog_triton.models.stub import Contexts, Tensors
 from cog_triton.text.detokenizer import CONTEXT_TOKENS
 from tests.unit.models.support import FAILED, REFUSED, PbUtils, Sender, request
 
+LENGTHS = {"input_lengths": np.array([3, 3])}  # of the prompts
+
 
 @pytest.fixture(autouse=True)
 def pb_utils(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,7 +71,7 @@ def test_a_request_that_has_ended_holds_nothing_of_tritons() -> None:
     sender = Sender()
     sent, gone = sender.sent, weakref.ref(sender)
     client = stub.Client(SimpleNamespace(get_response_sender=lambda only=[sender]: only.pop()))
-    responses = Responses(client, {}, frozenset({"output_ids"}), 2, {"ids_only": True})
+    responses = Responses(client, LENGTHS, frozenset({"output_ids"}), 2, {"counted": True})
     responses.stops = [lambda: responses.send, lambda: responses.send]
     del sender
     gc.disable()
@@ -86,7 +88,7 @@ def test_a_request_that_has_ended_holds_nothing_of_tritons() -> None:
 def test_the_last_response_does_not_overtake_another_sequences() -> None:
     held: list[bool] = []
     client: Any = SimpleNamespace(send=lambda _, **__: held.append(responses.lock.locked()))
-    responses: Responses = Responses(client, {}, frozenset(), 2, {"ids_only": True})
+    responses: Responses = Responses(client, LENGTHS, frozenset(), 2, {"counted": True})
     for index in range(2):
         responses.send(index, Output([5], finished=True))
     assert held == [True, True]

@@ -197,14 +197,11 @@ def test_what_a_response_says() -> None:
     assert tensors["output_log_probs"].tolist() == [[[0.0, 0.0]]]
 
 
-@pytest.mark.parametrize("counted", [False, True])
-def test_ids_only_is_one_tensor_and_the_counts_once(counted: bool) -> None:
-    """Behind the count of all ids so far, if a client asks."""
-    for made, count, also in (
-        (output(generated=2), 2, {"num_input_tokens": [[3]]}),
-        (output(generated=5), 5, {}),
-        (output(generated=7, finished=True), 7, {"num_output_tokens": [[7]]}),
+def test_counted_ids_are_one_tensor() -> None:
+    for made, counts in (
+        (output(generated=2), [2, 3]),
+        (output(generated=5), [5, 3]),
+        (output(generated=7, finished=True), [~7, 3]),
     ):
-        found = lists(response_tensors(0, made, inputs(**COUNTS), ids_only=True, counted=counted))
-        ids = [count, 11, 12] if counted else [11, 12]
-        assert found == {"output_ids": [[ids]], **also}
+        found = lists(response_tensors(0, made, inputs(**COUNTS), counted=True))
+        assert found == {"output_ids": [[[*counts, 11, 12]]]}

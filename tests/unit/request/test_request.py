@@ -207,11 +207,16 @@ def test_what_changes_nothing_is_left_out() -> None:
         ({"adapter": "fr"}, {"lora_task_id": adapter_task_id("fr")}),
         ({"log_probs": 0}, {"return_log_probs": True}),
         ({"prompt_ids": (1,)}, {"text_input": b""}),
-        ({"temperature": 0.0, "top_k": 40}, {"temperature": 1.0, "top_k": 1}),  # greedy
     ],
 )
 def test_what_is_sent_beside(values: dict[str, Any], also: dict[str, Any]) -> None:
     assert sent(**values) == sent() | also
+
+
+def test_a_greedy_request_has_nothing_to_sample_by() -> None:
+    sampled = {name: sent()[name] for name in ("seed", "temperature", "top_p")}
+    assert sent(temperature=0.0, top_k=40) | sampled == sent() | {"top_k": 1}
+    assert not sent(temperature=0.0).keys() & sampled
 
 
 def test_what_the_ensemble_has_no_input_for_is_sent_as_parameters() -> None:
