@@ -103,8 +103,7 @@ class Adapters:
         for adapter in places:
             # Here, so that no layer gets a hook while the model computes.
             for layer in adapter.changes.keys() - self._hooked:
-                hook = partial(self._add, layer)
-                self._model.get_submodule(layer).register_forward_hook(hook)
+                self._model.get_submodule(layer).register_forward_hook(partial(self._add, layer))
                 self._hooked.add(layer)
 
     def _add(self, name: str, _: Any, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
@@ -113,8 +112,7 @@ class Adapters:
             return
         rows, out = inputs[0].flatten(0, -2), output.flatten(0, -2)
         for adapter, places in self._places:
-            change = adapter.changes.get(name)
-            if change is None:
+            if (change := adapter.changes.get(name)) is None:
                 continue
             if len(rows) != self._tokens:
                 adapter.problem = f"{name} does not see each token once"

@@ -38,8 +38,7 @@ def parse_substitutions(arguments: list[str]) -> dict[str, str]:
         for part in re.findall(r"(?:\\.|[^,])+", text, re.DOTALL):
             if not part.strip():
                 continue
-            found = re.fullmatch(r"((?:\\.|[^:\\])*):(.*)", part, re.DOTALL)
-            if not found:
+            if not (found := re.fullmatch(r"((?:\\.|[^:\\])*):(.*)", part, re.DOTALL)):
                 raise ConfigurationError(f"expected name:value, got {part.strip()!r}")
             values[found[1].strip()] = re.sub(r"\\([,:\\])", r"\1", found[2].strip())
     return values

@@ -39,8 +39,7 @@ def launch(options: argparse.Namespace) -> int:
     settings = settings_of(options, os.environ)
     models = read_models(options.model_repo)
     backends = {model.backend for model in models.values()}
-    gpus = len([*Path("/dev").glob("nvidia[0-9]*")])
-    start = launch_of(options, os.environ, gpus, backends)
+    start = launch_of(options, os.environ, len([*Path("/dev").glob("nvidia[0-9]*")]), backends)
     missing = [model for model in start.engine_models if model not in models]
     if missing and settings.world_size > 1:
         raise ConfigurationError(

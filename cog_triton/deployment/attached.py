@@ -23,8 +23,7 @@ from cog_triton.adapters.tensors import TRITON_DTYPES, AdapterTensors
 from cog_triton.client.grpc_transport import GrpcClient, infer_request, tensors_of
 from cog_triton.client.resume import ResumingClient
 from cog_triton.client.stream import Inputs, TritonClient
-from cog_triton.deployment import Deployment
-from cog_triton.deployment.deployment import check_supported, tokenizer_of, without_bos
+from cog_triton.deployment.deployment import Deployment, check_supported, tokenizer_of, without_bos
 from cog_triton.errors import ConfigurationError, InvalidParameter, TritonUnavailable
 from cog_triton.generation import Chunk, FinishReason
 from cog_triton.request.admission import Admission, Tenant
@@ -114,8 +113,7 @@ class RunningTriton:
         request = getattr(service_pb2, f"{method}Request")(**fields)
         reply = getattr(service_pb2, f"{method}Response")
         with contextlib.suppress(TritonUnavailable, asyncio.TimeoutError):
-            asked = self.current.call(method, request, reply)
-            return await asyncio.wait_for(asked, ASK_SECONDS)
+            return await asyncio.wait_for(self.current.call(method, request, reply), ASK_SECONDS)
 
 
 @dataclass(eq=False, kw_only=True)

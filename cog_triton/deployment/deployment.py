@@ -13,7 +13,6 @@ from cog_triton.client.resume import ResumingClient
 from cog_triton.client.stream import Streams
 from cog_triton.client.tracing import tracer
 from cog_triton.deployment import preparation
-from cog_triton.deployment.preparation import EngineName
 from cog_triton.deployment.running import Supervisor, run_server, timed
 from cog_triton.errors import ConfigurationError, InvalidParameter
 from cog_triton.generation import Chunk, generate
@@ -45,7 +44,7 @@ class Deployment:
     _: KW_ONLY
     context_length: int | None = None  # of prompt and output together; None: the engine knows
     length_penalty: bool = True  # sent to the engine; see ``has_swapped_sampling_params``
-    engine: EngineName = "transformers"  # what runs in the tensorrt_llm slot
+    engine: preparation.EngineName = "transformers"  # what runs in the tensorrt_llm slot
     own_preprocessing: bool = True  # prompts become ids in this project's model
     opened: contextlib.AsyncExitStack = field(default_factory=contextlib.AsyncExitStack)
 
@@ -70,8 +69,7 @@ class Deployment:
         admission = Admission(settings.max_running, settings.max_waiting, settings.queue_timeout)
         async with contextlib.AsyncExitStack() as opened:
             if settings.predictor_metrics_port is not None:
-                metrics = served_metrics(settings, admission, supervisor)
-                await opened.enter_async_context(metrics)
+                await opened.enter_async_context(served_metrics(settings, admission, supervisor))
             opened.push_async_callback(supervisor.stop)
             await supervisor.start()
             tokenizer = await loading
@@ -123,7 +121,7 @@ class Deployment:
         await self.opened.aclose()
 
 
-def check_supported(request: Request, engine: EngineName | None, own_preprocessing: bool) -> None:
+def check_supported(request: Request, engine: str, own_preprocessing: bool) -> None:
     """Raise InvalidParameter for what TensorRT-LLM's C++ backend or NVIDIA's preprocessing would ignore."""
     parts: dict[str, tuple[str, ...]] = {}
     if engine == "tensorrtllm":

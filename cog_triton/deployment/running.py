@@ -111,8 +111,7 @@ class Supervisor:
         """Start the first server, or raise its error."""
         self._changed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._supervision = asyncio.create_task(self._supervise())
-        events = self._changed, self._supervision
-        await asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([self._changed, self._supervision], return_when=asyncio.FIRST_COMPLETED)
         if self._supervision.done():
             self._supervision.result()
 

@@ -9,8 +9,6 @@
     vllm.py            vLLM; interpreter.py starts its processes
     simulated.py       tokens without a model
 
-May import ``adapters``, and of ``text`` how a model's own code is refused and how many tokens of context a
-detokenizer needs; the simulated engine tokenizes a text to answer with, and structured output reads the
-vocabulary.
+May import ``adapters``, and of ``text`` the tokenizer and how much context a detokenizer needs.
 After a change: pytest tests/unit/engines
 """

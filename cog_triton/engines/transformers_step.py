@@ -142,8 +142,7 @@ class StepProcessor(cb_logits_processors.ContinuousBatchingLogitsProcessorList):
         if row.adapter is None:
             return row.request.input_ids
         key = row.adapter.number, first
-        mark = self._marks.get(key) or self._marks.setdefault(key, next(self._numbers))
-        return [mark, *others]
+        return [self._marks.get(key) or self._marks.setdefault(key, next(self._numbers)), *others]
 
     def prepare_tensor_args(self, requests_in_batch: Any, arg_storage: Any) -> Any:
         """Note the requests of the step, a list of FutureRequestState in the order of their rows."""

@@ -121,8 +121,7 @@ class VllmEngine(library.LibraryEngine):
 
         try:
             await self._load_adapter(adapter, request)
-            adding = self._llm.add_request(request.key, prompt, sampling, lora_request=adapter)
-            queue = await adding
+            queue = await self._llm.add_request(request.key, prompt, sampling, lora_request=adapter)
             queue.put = put  # vLLM's generate() would cost a task's turn for each token
             if queue.output is not None:
                 put(queue.output)

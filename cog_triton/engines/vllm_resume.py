@@ -4,9 +4,8 @@ vLLM knows such requests: those that it has set back, whose output it computes a
 request whose parameters have delivered ids becomes one in vLLM's engine core, where its grammar accepts
 them, and with the V1 model runner in the workers, where its generator draws what it drew for them. Then
 penalties, bad words, minima, guides and seeds go on as if nothing had happened. These are internals of
-vLLM; the range in pyproject.toml is as narrow as that asks for.
-
-vLLM's processes import this module as they unpickle the ``Resuming`` in their configuration.
+vLLM; the range in pyproject.toml is as narrow as that asks for. Its processes import this module as they
+unpickle the ``Resuming`` in their configuration.
 """
 
 from collections.abc import Callable

@@ -1,11 +1,10 @@
 """The tensorrt_llm_bls model: the ensemble's work in a program, by calls of the other models.
 
-Preprocessing, tensorrt_llm and postprocessing are called one after the other. Postprocessing, which
-decodes, gets the tokens before each response, so that spaces and characters that are split over responses
-come out right with any backend in tensorrt_llm. Nothing here knows a tokenizer.
+They are called one after the other. Postprocessing, which decodes, gets the tokens before each response, so
+that spaces and characters that are split over responses come out right with any backend in tensorrt_llm.
 
-Speculative decoding with a draft model and encoders of images are not supported: a configuration
-that names one is refused, and so is a request for draft tokens.
+Speculative decoding with a draft model and encoders of images are not supported: a configuration that names
+one is refused, and so is a request for draft tokens.
 """
 
 import logging

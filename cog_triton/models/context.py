@@ -4,10 +4,9 @@ The backend sends only new ids. Decoded alone, a response loses the space that b
 character that is split over two (tensorrtllm_backend issue 332). Postprocessing cannot remember the ids
 before it: nothing that Triton 2.51 gives it tells one request's responses from another's, unless the
 client gave its request an id. So this model asks the backend and adds to each response, as the embedded
-engines do, the ids before it and whether it is the last.
-
-It asks over gRPC, as any client would. Calls between models (BLS) would be shorter, but with 64 streams
-that are not paced those of Triton 2.51 come to a standstill within 10,000 to 120,000 tokens.
+engines do, the ids before it and whether it is the last. It asks over gRPC, as any client would. Calls
+between models (BLS) would be shorter, but with 64 streams that are not paced those of Triton 2.51 come to a
+standstill within 10,000 to 120,000 tokens.
 """
 
 import asyncio

@@ -105,8 +105,7 @@ def read_config(file: Path) -> Any:
 
 def check_streaming(repository: Path) -> None:
     """Raise ConfigurationError for a repository in which the predictor cannot stream."""
-    config = read_config(repository / "tensorrt_llm" / CONFIG)
-    if not config.model_transaction_policy.decoupled:
+    if not read_config(repository / "tensorrt_llm" / CONFIG).model_transaction_policy.decoupled:
         text = "decoupled_mode is false, but the predictor streams, which needs true"
         raise ConfigurationError(f"tensorrt_llm: {text}")
 
@@ -257,5 +256,4 @@ def _suggest(name: str, names: Collection[str]) -> str:
 
 def _raise_if(problems: list[str]) -> None:
     if problems:
-        lines = ["config templates cannot be filled:", *problems]
-        raise TemplateError("\n  ".join(lines))
+        raise TemplateError("\n  ".join(["config templates cannot be filled:", *problems]))

@@ -160,9 +160,7 @@ class Admission:
             self._batched -= had
             if not had:
                 self._batches.remove(slot)
-            self._hand_out()
-            return
-        if had:
+        elif had:
             flow.running -= 1
             if slot.used is not None:
                 flow.start += (slot.used - tenant.cost) / tenant.weight
@@ -175,7 +173,7 @@ class Admission:
             flow.waiting.remove(slot)
         self._hand_out()
         # Only now: the slot that is kept for a tenant stays kept between two of its requests.
-        if not flow.running and not flow.waiting:
+        if flow is not None and not flow.running and not flow.waiting:
             del self._flows[tenant.name]
             if not self._flows:
                 self._ahead.clear()

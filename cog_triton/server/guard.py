@@ -8,17 +8,14 @@ only run the command without the variables of its MPI job. SHM_PREFIX and TEMPOR
 
 The starter holds the other end of standard input. When that closes, because it stops or was killed, the
 server gets SIGTERM, a bounded wait, and then SIGKILL for all its descendants; its shared memory and the
-temporary directory are removed. A parent-death signal would reach no grandchildren.
-
-The starter may also write ``STOP``, the same as closing; and ``KILL`` for a server that hangs, or that
-after a stop has answered every request. The end of a stub with a status other than 0 ends the server:
-Triton 2.51 does not notice it, and waits forever.
+temporary directory are removed. A parent-death signal would reach no grandchildren. The starter may also
+write ``STOP``, the same as closing; and ``KILL`` for a server that hangs, or that after a stop has answered
+every request. A stub that ends with a status other than 0 ends the server: Triton 2.51 waits forever.
 
 A rank above 0 begins with SIGTERM ignored: TensorRT-LLM's waits for rank 0 before tritonserver handles the
-signal, which would kill it in the middle of what rank 0 is finishing.
-
-A rank is stopped by a signal, or by the end of its mpirun: under that, standard input is not the starter's.
-The status of one that ends unasked is never 0: mpirun would let the others wait forever.
+signal, which would kill it in the middle of what rank 0 is finishing. A rank is stopped by a signal, or by
+the end of its mpirun: under that, standard input is not the starter's. The status of one that ends unasked
+is never 0: mpirun would let the others wait forever.
 
 This runs before the package can be imported, so it uses only the standard library.
 """
@@ -130,8 +127,7 @@ class _Guard:
             self._stop()
         status = self._server.wait()
         if self._deadline is not None:
-            done = self._answered and (self._killed or self._role == "server")
-            return 0 if done else status
+            return 0 if self._answered and (self._killed or self._role == "server") else status
         if self._rank:
             print(RANK_ENDED.format(rank=self._role, status=status), file=sys.stderr, flush=True)
             return status or 1
@@ -183,9 +179,8 @@ class _Guard:
         servers = {p.pid: p.name for p in processes.values() if p.name == SERVER}
         if self._role != "group" and (server := processes.get(self._server.pid)):
             servers[server.pid] = server.name
-        names = (STUB[:15], "bash")
         children = [p for p in processes.values() if p.parent in servers]
-        stubs = [p for p in children if p.name in (*names, servers[p.parent])]
+        stubs = [p for p in children if p.name in (STUB[:15], "bash", servers[p.parent])]
         for pid in {p.pid for p in stubs if p.name == STUB[:15]} - self._models.keys():
             # The file in the directory of the model's version. One that has ended has no arguments.
             if (arguments := os.fsdecode(_command_line(pid)).split("\0"))[1:]:

@@ -84,8 +84,7 @@ def render_chat(
             **switches,
         )
     except _REFUSALS as error:
-        text = f"the chat template refuses the messages: {error}"
-        raise errors.ChatTemplateError(text) from None
+        raise errors.ChatTemplateError(f"the chat template refuses the messages: {error}") from None
     if not prompt:
         raise PromptRequired("the chat template makes an empty prompt of the messages")
     limits.check("the prompt in its chat template", len(prompt))
@@ -94,13 +93,11 @@ def render_chat(
 
 def set_chat_template(tokenizer: Tokenizer, setting: str) -> None:
     """Give a tokenizer the template that CHAT_TEMPLATE is or names, or raise ConfigurationError."""
-    template = setting
-    if "{" not in setting:
-        try:
-            template = Path(setting).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            text = f"CHAT_TEMPLATE={setting} cannot be read: {error}"
-            raise errors.ConfigurationError(text) from None
+    try:
+        template = setting if "{" in setting else Path(setting).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        text = f"CHAT_TEMPLATE={setting} cannot be read: {error}"
+        raise errors.ConfigurationError(text) from None
     tokenizer.chat_template = template
     try:
         messages = [{"role": "user", "content": _PROBE}]

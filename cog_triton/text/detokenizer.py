@@ -1,7 +1,6 @@
 """Turns token ids into text as they arrive, in pieces that join to the text of all ids.
 
-``tokenizer.decode(ids + more)`` need not start with ``tokenizer.decode(ids)``, and
-``tokenizer.decode(more)`` need not be the text it adds. Three causes, and what is done about each:
+``tokenizer.decode(ids + more)`` need not start with ``tokenizer.decode(ids)``: three causes, three cures.
 
 * Byte-level BPE spreads a character's bytes over tokens. An incomplete character decodes to one U+FFFD
   at the end of the text, which is held back.

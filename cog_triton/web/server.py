@@ -194,8 +194,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if cycle is None or not cycle.response_started:
             body = json.dumps(self._refusal_body(refusal, self.url.decode("latin-1"))).encode()
             head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d"
-            head = STATUS_LINE[refusal.status] + head % len(body) + HEAD_END
-            self.transport.write(head + body)
+            self.transport.write(STATUS_LINE[refusal.status] + head % len(body) + HEAD_END + body)
         if cycle is not None:
             cycle.disconnected = True
             cycle.message_event.set()

@@ -1,9 +1,7 @@
 """Weights: the name of a model to a local directory of its files, complete or absent.
 
-    cache.py       fetch(): directories, tar files, URLs and Hugging Face ids; the cache of tar files, which
-                   are unpacked whole, inside their directory
-    download.py    the file of a URL, resumed after a lost connection; and Hugging Face, in its own cache,
-                   where ``transformers`` and ``hf`` find it as well
+    cache.py       fetch(): directories, tar files, URLs and Hugging Face ids; the cache of tar files
+    download.py    the file of a URL, resumed after a lost connection; and Hugging Face, in its own cache
 
 URLs may carry secrets, in a password or a signature. Messages, logs and files show them without
 (``display_url``); only ``pget`` gets one whole, on its command line.

@@ -206,8 +206,7 @@ _HUB_PROBLEMS = {
 
 def fetch_from_hub(source: str, token: str | None, without: tuple[str, ...] = ()) -> Path:
     """Return the local directory of a repository, less the files that match ``without``."""
-    match = HUB_ID.fullmatch(source)
-    if not match:
+    if (match := HUB_ID.fullmatch(source)) is None:
         raise ConfigurationError(
             f"{source!r} is not a local file or directory, a URL, or a Hugging Face "
             "id (org/name or org/name@revision)"

@@ -93,8 +93,7 @@ def test_a_seed_is_drawn_logged_and_gives_the_same_text_again(cog_server: CogSer
     inputs = {"prompt": QUESTION, "temperature": 2, "top_p": 1, "max_tokens": 30}
     first, other = cog_server.predict(**inputs), cog_server.predict(**inputs)
     seed = int(first["logs"].removeprefix("Random seed used: "))
-    again = cog_server.predict(**inputs, seed=seed)
-    assert "".join(again["output"]) == "".join(first["output"])
+    assert "".join(cog_server.predict(**inputs, seed=seed)["output"]) == "".join(first["output"])
     assert "".join(other["output"]) != "".join(first["output"])
 
 
@@ -207,8 +206,7 @@ def test_output_comes_as_it_is_generated_until_it_is_cancelled(paced_cog_server:
     generated = paced_cog_server.engine["generated"]
     with paced_cog_server.stream("cancel-me", prompt=QUESTION, max_tokens=5000) as events:
         assert next(events)[0] == "start"
-        first = next(event for event in events if event[0] == "output")
-        assert first[1]["index"] == 0
+        assert next(event for event in events if event[0] == "output")[1]["index"] == 0
         assert paced_cog_server.engine["generated"] - generated < 50
         cancel = f"{paced_cog_server.url}/predictions/cancel-me/cancel"
         assert httpx.post(cancel, trust_env=False).status_code == 200

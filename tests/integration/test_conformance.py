@@ -133,8 +133,7 @@ def chat(doors: Doors, case: Case) -> Answer:
     body = doors.openai.chat(logprobs=True, **case.fields).json()
     (choice,) = body["choices"]
     pieces = tuple(entry["token"] for entry in choice["logprobs"]["content"])
-    tokens = body["usage"]["completion_tokens"]
-    return Answer(choice["message"]["content"], tokens, pieces=pieces)
+    return Answer(choice["message"]["content"], body["usage"]["completion_tokens"], pieces=pieces)
 
 
 def responses(doors: Doors, case: Case) -> Answer:

@@ -165,8 +165,7 @@ def test_a_tool_is_called(scaled: Scaled) -> None:
     function = {"name": "look_up", "parameters": TOPIC}
     tools = {"tools": [{"type": "function", "function": function}]}
     chosen = {"tool_choice": {"type": "function", "function": {"name": "look_up"}}}
-    answer = scaled.post("/v1/chat/completions", **CHAT, **tools, **chosen)
-    choice = answer.json()["choices"][0]
+    choice = scaled.post("/v1/chat/completions", **CHAT, **tools, **chosen).json()["choices"][0]
     assert choice["finish_reason"] == "tool_calls"
     called = choice["message"]["tool_calls"][0]["function"]
     assert called["name"] == "look_up"
@@ -305,8 +304,7 @@ def test_no_stream_is_lost_with_the_tritonservers(scaled: Scaled, undisturbed: l
     """A guided stream, which Dynamo does not move, continues as well."""
     victims = [one for worker in scaled.workers() for one in scaled.tritons(worker)]
     assert len(victims) == 2
-    answers = under_load(scaled, victims, signal.SIGKILL, *requests(), GUIDED)
-    assert answers == undisturbed
+    assert under_load(scaled, victims, signal.SIGKILL, *requests(), GUIDED) == undisturbed
     assert MOVED not in scaled.log.read_text()
 
 
@@ -337,8 +335,7 @@ def test_no_stream_is_lost_with_a_worker(scaled: Scaled, undisturbed: list[str])
 
 def test_no_stream_moves_from_a_worker_told_to_stop(scaled: Scaled, undisturbed: list[str]) -> None:
     before = scaled.log.read_text().count(MOVED)
-    answers = under_load(scaled, scaled.workers()[:1], signal.SIGTERM)
-    assert answers == undisturbed[:STREAMS]
+    assert under_load(scaled, scaled.workers()[:1], signal.SIGTERM) == undisturbed[:STREAMS]
     assert scaled.log.read_text().count(MOVED) == before
 
 

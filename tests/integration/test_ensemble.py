@@ -183,8 +183,7 @@ def test_perf_metrics_are_in_every_response_of_a_stream(triton: TritonServer) ->
     before = time.monotonic_ns()
     responses = list(generate_stream(triton, **body))
     assert len(responses) > 1
-    first = {(r["arrival_time_ns"], r["first_token_time_ns"]) for r in responses}
-    assert len(first) == 1
+    assert len({(r["arrival_time_ns"], r["first_token_time_ns"]) for r in responses}) == 1
     *others, last = [response["last_token_time_ns"] for response in responses]
     assert set(others) == {0}
     assert before < responses[0]["arrival_time_ns"] < responses[0]["first_token_time_ns"]

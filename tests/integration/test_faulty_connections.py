@@ -54,8 +54,7 @@ def server(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     """One token a response, so that there are many to be lost."""
     settings = settings_for(demo_model, ENGINE="simulated", SIMULATED_INTER_TOKEN_MS="5")
     overrides: Values = {"tensorrt_llm": {"max_tokens_per_response": "1"}}
-    directory = tmp_path_factory.mktemp("faulty")
-    with running(make_server(settings, directory, overrides)) as server:
+    with running(make_server(settings, tmp_path_factory.mktemp("faulty"), overrides)) as server:
         yield server
 
 
@@ -108,8 +107,7 @@ def run(
 ) -> tuple[Counter[str], ResumingClient, FaultyProxy]:
     async def main() -> tuple[Counter[str], ResumingClient, FaultyProxy]:
         async with FaultyProxy(getattr(server.endpoints, transport), faults).running() as proxy:
-            patience = PATIENT if faults is SLOW else IMPATIENT
-            client = create(transport, proxy.address, *patience)
+            client = create(transport, proxy.address, *(PATIENT if faults is SLOW else IMPATIENT))
             streams = ResumingClient(SameServer(client), attempts=3, end_id=None)
             ends = await compare(streams, expected)
             await client.aclose()

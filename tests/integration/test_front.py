@@ -362,5 +362,4 @@ def test_the_worker_does_not_ignore_sigterm(server: Server) -> None:
     (worker,) = children(server.process.pid)
     status = Path(f"/proc/{worker}/status").read_text()
     for field in ("SigBlk", "SigIgn"):
-        mask = int(status.partition(f"{field}:")[2].split()[0], 16)
-        assert not mask & 1 << signal.SIGTERM - 1
+        assert not int(status.partition(f"{field}:")[2].split()[0], 16) & 1 << signal.SIGTERM - 1

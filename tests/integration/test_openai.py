@@ -244,8 +244,7 @@ def test_what_does_not_end_in_time_is_told_to_try_again(demo_model: Path, tmp_pa
 
 def test_a_port_that_is_taken_is_one_line(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
-        environment = {**PACE, "PORT": str(other.getsockname()[1])}
-        server = OpenAIServer(environment, tmp_path / "log")
+        server = OpenAIServer({**PACE, "PORT": str(other.getsockname()[1])}, tmp_path / "log")
         with pytest.raises(AssertionError, match=r"error: .*Address already in use"), server:
             pass
     assert len((tmp_path / "log").read_text().splitlines()) == 1

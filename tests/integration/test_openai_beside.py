@@ -32,8 +32,7 @@ def requests_running(server: CogServer) -> Any:
 def test_running_requests_end_before_both_faces_do(demo_model: Path, tmp_path: Path) -> None:
     with server_with(demo_model, tmp_path, OPENAI_WORKERS="2") as server:
         server.wait_until_ready()
-        ready = "processes are ready"
-        wait_until(lambda: ready in server.log.read_text(), 60, "the processes")
+        wait_until(lambda: "processes are ready" in server.log.read_text(), 60, "the processes")
         family = children(server.process.pid)
         commands = [" ".join(psutil.Process(pid).cmdline()) for pid in family]
         assert sum("openai.workers" in command for command in commands) == 2

@@ -49,8 +49,7 @@ def test_adapters_are_models_while_the_server_runs(
     prompt = tokenizer(QUESTION).input_ids
 
     def expected(reference: Reference, name: str) -> str:
-        ids = reference.ids(prompt, name, TOKENS)
-        return str(tokenizer.decode(ids, skip_special_tokens=True))
+        return str(tokenizer.decode(reference.ids(prompt, name, TOKENS), skip_special_tokens=True))
 
     reference = Reference(demo_model, adapters)
     (adapters / "bard").rename(adapters / ".bard")

@@ -97,8 +97,7 @@ def test_each_sample_is_a_request_that_the_server_takes(
         for tensor in (sample[name] for sample in samples):  # flat, and a shape without the batch
             assert len(tensor["shape"]) == len(dims)
             assert len(tensor["content"]) == np.prod(tensor["shape"])
-        rows = [sample[name]["content"] for sample in samples]
-        inputs[name] = np.array(rows, DTYPES[kind])
+        inputs[name] = np.array([sample[name]["content"] for sample in samples], DTYPES[kind])
     assert len({tuple(row) for row in inputs["input_ids"].tolist()}) == 3
     outputs = ["output_ids", "sequence_length", "batch_index"]
     answers = infer(triton.endpoints.grpc, inputs, outputs, "tensorrt_llm")

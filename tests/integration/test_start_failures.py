@@ -90,8 +90,7 @@ def test_of_a_model_whose_process_is_killed(demo_model: Path, tmp_path: Path) ->
     given = {"MODEL": str(demo_model), "TRITON_MODEL_REPO": str(templates), "ENGINE": "simulated"}
     status, said = run("run_prediction.py", **given)
     assert status == 1
-    cause = "the process of model tensorrt_llm ended by signal 9 (SIGKILL)"
-    assert is_told_once(said, cause), said
+    assert is_told_once(said, "the process of model tensorrt_llm ended by signal 9 (SIGKILL)"), said
 
 
 def test_of_a_repository_that_was_filled_without_a_model(demo_model: Path, tmp_path: Path) -> None:

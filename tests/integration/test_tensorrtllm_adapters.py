@@ -54,8 +54,7 @@ def shifted(adapter: Path | None, dtype: str = "float16", count: int = len(IDS))
     """What the stand-in answers."""
     shift = 0
     if adapter is not None:
-        weights = read_adapter(adapter, dtype)["lora_weights"]
-        words = np.frombuffer(weights.tobytes(), np.uint16)
+        words = np.frombuffer(read_adapter(adapter, dtype)["lora_weights"].tobytes(), np.uint16)
         shift = 1 + int(words.astype(np.uint64).sum()) % 97
     return [(IDS[i % len(IDS)] + shift) % VOCAB_SIZE for i in range(count)]
 
@@ -143,8 +142,7 @@ async def test_after_a_restart_it_is_sent_again(
 @pytest.mark.rare
 @pytest.mark.anyio
 async def test_an_engine_in_bfloat16(demo_model: Path, tmp_path: Path) -> None:
-    environ = with_adapters(tmp_path, dtype="bfloat16")
-    async with deployed(demo_model, **environ) as deployment:
+    async with deployed(demo_model, **with_adapters(tmp_path, dtype="bfloat16")) as deployment:
         poet = make_adapter(demo_model, tmp_path / "adapters" / "poet")
         assert await answer(deployment, request("poet")) == shifted(poet, "bfloat16")
 

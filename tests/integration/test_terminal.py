@@ -149,8 +149,7 @@ def test_an_end_before_it_is_done(
 ) -> None:
     slowly = {"SIMULATED_TEXT": "pattern " * 9, "SIMULATED_INTER_TOKEN_MS": "300"}
     level = "debug" if shown.startswith("Initialize") else "info"
-    environment = simulated(demo_model, LOG_LEVEL=level, **slowly)
-    with Terminal(command, environment, tmp_path) as terminal:
+    with Terminal(command, simulated(demo_model, LOG_LEVEL=level, **slowly), tmp_path) as terminal:
         terminal.wait_for(shown)
         there = terminal.stop(stop)
         if stop == SIGTERM:
@@ -167,8 +166,7 @@ def test_serve_on_a_terminal_from_its_start_to_ctrl_c(demo_model: Path, tmp_path
     environment = simulated(demo_model)
     make = ["make", "--no-print-directory", "-o", ".venv/.installed"]
     given = [f"BIN={Path(sys.executable).parent}", f"PORT={environment['PORT']}"]
-    command = [*make, *given, "serve"]
-    with Terminal(command, environment, tmp_path) as terminal:
+    with Terminal([*make, *given, "serve"], environment, tmp_path) as terminal:
         terminal.wait_for("curl")
         terminal.wait_for("}}'\r\n")
         url = f"http://127.0.0.1:{environment['PORT']}"
@@ -273,8 +271,7 @@ def test_a_part_that_is_killed_is_an_error_and_nothing_outlives_it(
 
 
 def test_a_pipe_gets_json_with_levels_of_what_was_said(demo_model: Path, tmp_path: Path) -> None:
-    environment = {**simulated(demo_model), "TOKENIZER": str(tmp_path)}
-    failed = script("serve.py", environ=environment)
+    failed = script("serve.py", environ={**simulated(demo_model), "TOKENIZER": str(tmp_path)})
     assert failed.returncode == 1
     lines = [json.loads(line) for line in failed.stderr.splitlines()]
     assert {line["level"] for line in lines} >= {"INFO", "ERROR"}

@@ -75,8 +75,7 @@ def test_a_cancel_aborts_in_vllm(
     engine = engine_counters(server)
 
     async def begin(client: TritonClient) -> None:
-        request = greedy(QUESTION, max_tokens=LENGTH, min_tokens=LENGTH)
-        chunks = generate(request, client, tokenizer)
+        chunks = generate(greedy(QUESTION, max_tokens=LENGTH, min_tokens=LENGTH), client, tokenizer)
         await anext(chunks)
         await chunks.aclose()
 
@@ -106,8 +105,7 @@ def test_what_a_request_may_ask_for(server: TritonServer) -> None:
     assert len(log_probs) == 40
     assert all(-5 < value <= 0 for value in log_probs)
     assert plain["cum_log_probs"] == pytest.approx(sum(log_probs), abs=1e-3)
-    without = post(server, max_tokens=40, bad_words=[word]).json()
-    assert word not in without["text_output"]
+    assert word not in post(server, max_tokens=40, bad_words=[word]).json()["text_output"]
     bias = {"embedding_bias_words": [word], "embedding_bias_weights": [-100.0]}
     assert post(server, max_tokens=40, **bias).json()["text_output"] != plain["text_output"]
 

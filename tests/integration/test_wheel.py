@@ -34,8 +34,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     subprocess.run([*pip, str(source)], check=True, timeout=900)
     (wheel,) = directory.glob("*.whl")
     script = [f"{ROOT}/scripts/install.sh", f"{directory}/venv", f"{wheel}[local]"]
-    variables = {**os.environ, "PYTHON": sys.executable}
-    subprocess.run(script, env=variables, check=True, timeout=900)
+    subprocess.run(script, env={**os.environ, "PYTHON": sys.executable}, check=True, timeout=900)
     shutil.rmtree(source)
     return directory / "venv" / "bin"
 
@@ -82,12 +81,10 @@ def test_it_has_every_data_file(installed: Path) -> None:
 def test_it_has_no_package_but_its_own(installed: Path, empty: Path) -> None:
     names = ("tools", "predict", "scripts")
     program = f"from importlib.util import find_spec; print(*map(find_spec, {names}))"
-    found = output_of(installed / "python", "-c", program, directory=empty)
-    assert found == "None None None\n"
+    assert output_of(installed / "python", "-c", program, directory=empty) == "None None None\n"
     help_text = output_of(installed / "cog-triton", directory=empty)
     listed = [line.split()[0] for line in help_text.splitlines() if line.startswith("  ")]
-    commands = "predict serve openai batch worker scale fill-template launch"
-    assert " ".join(listed) == commands
+    assert " ".join(listed) == "predict serve openai batch worker scale fill-template launch"
 
 
 def test_predict(installed: Path, empty: Path) -> None:

@@ -141,8 +141,8 @@ class Front:
             except Refusal as refusal:
                 replicates = scope["path"].startswith("/v1/")
                 body = problem_of(refusal) if replicates else {"detail": refusal.detail}
-                after = refusal.retry_after
-                headers = None if after is None else {"retry-after": str(after)}
+                after = refusal.retry_after  # seconds, never 0
+                headers = {"retry-after": str(after)} if after else None
                 await JSONResponse(body, refusal.status, headers)(scope, receive, send_last)
 
     async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:

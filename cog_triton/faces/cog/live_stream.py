@@ -71,7 +71,11 @@ def live(source: AsyncGenerator[str, None]) -> Generator[str, None, None]:
     def end(task: asyncio.Task[None]) -> None:
         cancelled = CancelationException("the prediction was canceled")
         error = cancelled if task.cancelled() else task.exception()
-        items.put(named_once(error) if error and identifier else error)
+        # Cog names an error's class before its text, which may begin so: E1001 PromptRequired: …
+        name, _, text = str(error).partition(": ")
+        if identifier and type(error).__name__ in name.split():
+            error = type(name, (Exception,), {})(text)
+        items.put(error)
 
     def texts() -> Generator[str, None, None]:
         try:
@@ -106,9 +110,3 @@ def live(source: AsyncGenerator[str, None]) -> Generator[str, None, None]:
     generator = texts()
     next(generator)  # one that is closed before it has begun never runs its ``finally``
     return generator
-
-
-def named_once(error: BaseException) -> BaseException:
-    """Name an error's class as its text begins (``E1001 PromptRequired: …``): Cog writes both."""
-    name, _, text = str(error).partition(": ")
-    return type(name, (Exception,), {})(text) if type(error).__name__ in name.split() else error

@@ -161,17 +161,15 @@ class Predictions:
         if self.draining:
             raise Refusal(503, "the server is stopping and takes no new predictions", retry_after=5)
         fields = fields_of(body)
-        passage = passage._replace(hooked=bool(fields.get("webhook")))
         if predicts:
-            passage = passage._replace(body=self._without_nulls(fields, body))
-        if rest:
-            return passage._replace(starts=rest[0])
-        if isinstance(identifier := fields.get("id"), str):
-            _check_identifier(identifier, ["body", "id"])
-            return passage._replace(starts=identifier)
-        drawn = uuid.uuid4().hex
-        target = f"/{collection}/{drawn}{target[len(path) :]}"
-        return passage._replace(method="PUT", target=target, starts=drawn)
+            body = self._without_nulls(fields, body)
+        starts = rest[0] if rest else fields.get("id")
+        if not isinstance(starts, str):
+            starts = uuid.uuid4().hex
+            method, target = "PUT", f"/{collection}/{starts}{target[len(path) :]}"
+        elif not rest:
+            _check_identifier(starts, ["body", "id"])
+        return Passage(method, target, body, starts=starts, hooked=bool(fields.get("webhook")))
 
     def _without_nulls(self, fields: dict[str, Any], body: bytes) -> bytes:
         given = fields.get("input")

@@ -1,8 +1,7 @@
 """NVIDIA Dynamo: a deployment as one of its workers, token ids in and token ids out.
 
-    worker.py    the engine that Dynamo drives: start, answers, errors, the end
+    worker.py    the engine that Dynamo drives: start, answers, errors, the end; what it tells the others
     convert.py   Dynamo's request to a ``Request``, a ``Chunk`` to Dynamo's
-    marks.py     where a request that moved to another worker had the end of its prompt
     scale.py     a frontend and workers on one machine
 
 Imports deployment, generation, and of the faces the terminal's. Nothing else in the package knows Dynamo.

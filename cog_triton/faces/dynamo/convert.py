@@ -19,7 +19,6 @@ _SAMPLING = (
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "length_penalty"),
     *("temperature", "top_p", "top_k", "min_p", "seed"),
 )
-_ONE = ("n", "best_of")
 _GUIDES = {
     "json": GuideKind.JSON_SCHEMA,
     "regex": GuideKind.REGEX,
@@ -52,7 +51,7 @@ def request_of(
     """
     sampling, stops = given(body, "sampling_options"), given(body, "stop_conditions")
     output, ids = given(body, "output_options"), tuple(body["token_ids"])
-    for name in _ONE:
+    for name in ("n", "best_of"):
         if sampling.get(name, 1) != 1:
             raise InvalidParameter(f"{name} must be 1 here, not {sampling[name]}: ask repeatedly")
     if sampling.get("use_beam_search"):
@@ -66,25 +65,21 @@ def request_of(
     fields: dict[str, Any] = {name: sampling[name] for name in _SAMPLING if name in sampling}
     seed = hashlib.blake2b(request_id.encode(), digest_size=4).digest()
     fields = {"temperature": 1.0, "top_p": 1.0, "seed": int.from_bytes(seed, "little"), **fields}
-    if context_length is not None:
-        fields["max_tokens"] = context_length - len(ids)
-    if "max_tokens" in stops:
-        fields["max_tokens"] = stops["max_tokens"]
-    continued = len(ids[prompt_tokens:])  # which those limits leave out
-    if "max_tokens" in fields:
-        fields["max_tokens"] += continued
+    continued = ids[prompt_tokens:]
+    room = None if context_length is None else context_length - len(ids)
+    if (limit := stops.get("max_tokens", room)) is not None:
+        fields["max_tokens"] = limit + len(continued)  # which the limit leaves out
     ignores_eos = bool(stops.get("ignore_eos"))
     hidden = [] if ignores_eos else stops.get("stop_token_ids_hidden", [])
-    ending = dict.fromkeys([*hidden, *stops.get("stop_token_ids_visible", [])])
-    ending |= dict.fromkeys(stops.get("stop_token_ids", []))
+    shown = [*stops.get("stop_token_ids_visible", []), *stops.get("stop_token_ids", [])]
     return Request(
         prompt="",
         prompt_ids=ids[:prompt_tokens],
-        continued_ids=ids[prompt_tokens:],
-        min_tokens=stops.get("min_tokens", 0) + continued,
+        continued_ids=continued,
+        min_tokens=stops.get("min_tokens", 0) + len(continued),
         ignore_eos=ignores_eos,
-        stop_token_ids=tuple(token for token in ending if token != end_id),
-        guide=guide_of(sampling.get("guided_decoding") or {}),
+        stop_token_ids=tuple(i for i in dict.fromkeys([*hidden, *shown]) if i != end_id),
+        guide=guide_of(given(sampling, "guided_decoding")),
         log_probs=output.get("logprobs"),
         prompt_log_probs=output.get("prompt_logprobs") is not None,
         skip_special_tokens=False,  # its text is made from the ids, which are all needed
@@ -100,9 +95,7 @@ def given(body: Body, group: str) -> dict[str, Any]:
 
 def guide_of(guided: Body) -> Guide | None:
     """Return a request's guide; ``json`` is a schema, as an object or as text."""
-    asked = {name: value for name, value in guided.items() if value is not None}
-    for name in _HINTS:
-        asked.pop(name, None)
+    asked = {name: value for name, value in guided.items() if name not in _HINTS}
     if asked.pop("json_object", False):
         return Guide(GuideKind.JSON)
     if unknown := asked.keys() - _GUIDES:

@@ -71,8 +71,11 @@ class Processes:
         waiting = asyncio.create_task(self._wait(url, workers))
         await asyncio.wait([waiting, *kept], return_when=asyncio.FIRST_COMPLETED)
         if waiting.done() and not self._stopping.is_set():
-            self._ready = True
-            self._say_ready(url, waiting.result())
+            self._ready, model = True, waiting.result()
+            body = f'{{"model": "{model}", "prompt": "What is a KV cache?", "max_tokens": 64}}'
+            header = "-H 'Content-Type: application/json'"
+            print(f"ready: {url} (Ctrl-C stops it); try", flush=True)
+            print(f"  curl -s {url}/v1/completions {header} -d {shlex.quote(body)}", flush=True)
         await self._stopping.wait()
         await asyncio.gather(*kept)
         waiting.cancel()
@@ -120,23 +123,15 @@ class Processes:
         async with httpx.AsyncClient(trust_env=False) as client:
             deadline = asyncio.get_running_loop().time() + self._start_timeout
             while True:
-                try:
+                with contextlib.suppress(httpx.TransportError, ValueError, KeyError):
                     health = (await client.get(f"{url}/health")).json()
                     serving = [one for one in health["instances"] if one["endpoint"] == "generate"]
                     models = (await client.get(f"{url}/v1/models")).json()["data"]
                     if len(serving) >= workers and models:
                         return str(models[0]["id"])
-                except (httpx.TransportError, ValueError, KeyError):
-                    pass
                 if asyncio.get_running_loop().time() > deadline:
                     raise ConfigurationError(f"not ready in {self._start_timeout:g} s")
                 await asyncio.sleep(POLL_SECONDS)
-
-    def _say_ready(self, url: str, model: str) -> None:
-        body = f'{{"model": "{model}", "prompt": "What is a KV cache?", "max_tokens": 64}}'
-        print(f"ready: {url} (Ctrl-C stops it); try", flush=True)
-        header = "-H 'Content-Type: application/json'"
-        print(f"  curl -s {url}/v1/completions {header} -d {shlex.quote(body)}", flush=True)
 
 
 def forget_dead(environment: Mapping[str, str]) -> None:

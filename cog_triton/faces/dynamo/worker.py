@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 import logging
 import os
+from collections import OrderedDict
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -22,7 +23,7 @@ from dynamo.llm import (
     register_model,
 )
 from dynamo.llm.exceptions import DynamoException, InvalidArgument, StreamIncomplete, Unknown
-from dynamo.runtime import Context, DistributedRuntime, Endpoint
+from dynamo.runtime import Client, Context, DistributedRuntime, Endpoint
 
 from cog_triton import errors
 from cog_triton.adapters.directory import adapter_names
@@ -31,7 +32,6 @@ from cog_triton.deployment import Deployment
 from cog_triton.deployment.attached import address_of, attach
 from cog_triton.deployment.preparation import KV_EVENTS, context_length, model_name
 from cog_triton.faces.dynamo.convert import Body, chunk_of, given, request_of
-from cog_triton.faces.dynamo.marks import Marks
 from cog_triton.processes import temporary_directory
 from cog_triton.server.log import log_to
 from cog_triton.settings import Settings, read_settings
@@ -40,6 +40,8 @@ from cog_triton.wire import KV_BLOCK_TOKENS
 logger = logging.getLogger(__name__)
 
 Chunks = AsyncGenerator[dict[str, Any], None]
+REMEMBERED = 65_536  # requests of all workers
+TELL_SECONDS = 1.0  # a worker that does not answer for so long is not waited for
 
 
 def run(options: argparse.Namespace) -> int:
@@ -97,7 +99,13 @@ class Engine(LLMEngine):
 
     async def start(self, worker_id: int) -> EngineConfig:  # noqa: ARG002
         try:
-            self.deployment = await self._deployed()
+            if self._triton is None:
+                self.deployment = await Deployment.start(self.settings)
+            else:
+                model, limit = self.settings.tokenizer_dir, self.settings.max_sequence_length
+                length = context_length({"model": model, "max_seq_len": limit})
+                address = address_of(self._triton)
+                self.deployment = await attach(self.settings, address, "ensemble", length)
         except errors.CogTritonError as error:
             self.problem = error
             raise
@@ -110,13 +118,6 @@ class Engine(LLMEngine):
                 max_num_seqs=self.settings.max_running,
             ),
         )
-
-    async def _deployed(self) -> Deployment:
-        if self._triton is None:
-            return await Deployment.start(self.settings)
-        limit = self.settings.max_sequence_length
-        length = context_length({"model": self.settings.tokenizer_dir, "max_seq_len": limit})
-        return await attach(self.settings, address_of(self._triton), "ensemble", length)
 
     async def kv_event_sources(self) -> list[KvEventSource]:
         assert self.deployment is not None
@@ -152,8 +153,7 @@ class Engine(LLMEngine):
     async def health_check_payload(self) -> dict[str, Any] | None:
         assert self.deployment is not None
         begin = getattr(self.deployment.tokenizer, "bos_token_id", None)
-        payload: dict[str, Any] = build_health_check_payload(bos_token_id=begin or 1)
-        return payload
+        return dict(build_health_check_payload(bos_token_id=begin or 1))
 
     async def generate(self, request: Body, context: Context) -> Chunks:
         """Stream a request's tokens, or raise an error of Dynamo's.
@@ -201,31 +201,26 @@ class Engine(LLMEngine):
     async def _chunks(self, body: Body, request_id: str) -> Chunks:
         if self.deployment is None:
             raise errors.TritonUnavailable("the worker has stopped")
-        count = len(body["token_ids"])
-        prompt = self._marks.length(request_id, count)
+        prompt = self._marks.length(request_id, len(body["token_ids"]))
         # Only the mark of the end was lost.
         if given(body, "stop_conditions").get("max_tokens") == 0:
             yield {"token_ids": [], "index": 0, "finish_reason": "length"}
             return
+        # Of an adapter, as Dynamo has it or in place of the model's.
+        name = given(body, "routing").get("lora_name") or body.get("model", self._name)
         request = request_of(
             body,
             request_id,
             prompt_tokens=prompt,
             end_id=self.deployment.tokenizer.eos_token_id,
             context_length=self.deployment.context_length,
-            adapter=self._adapter(body),
+            adapter="" if name == self._name else name,
         )
         if request.presence_penalty or request.frequency_penalty or request.prompt_log_probs:
             await self._marks.tell(request_id, prompt)
         async with contextlib.aclosing(self.deployment.generate(request)) as answer:
             async for chunk in answer:
                 yield chunk_of(chunk)
-
-    def _adapter(self, body: Body) -> str:
-        """Return the adapter that a request names, as Dynamo does or in place of the model."""
-        routed = (body.get("routing") or {}).get("lora_name")
-        name = routed or body.get("model", self._name)
-        return name if name != self._name else ""
 
     async def cleanup(self) -> None:
         if self.deployment is None:
@@ -234,3 +229,55 @@ class Engine(LLMEngine):
             await asyncio.wait(self._running.values(), timeout=self.settings.drain_seconds)
         deployment, self.deployment = self.deployment, None
         await deployment.stop()
+
+
+class Marks:
+    """The lengths of prompts, by requests' ids: this worker's, and what the others told.
+
+    Dynamo sends a request that has lost its worker to another one: the prompt and the output so far as
+    one list of ids, under the same id. Penalties count the output only. So a worker tells the others of
+    each request for which that matters, before its first token, by an endpoint of Dynamo's.
+    """
+
+    _client: Client
+
+    def __init__(self) -> None:
+        self._lengths: OrderedDict[str, int] = OrderedDict()
+        self._endpoint: Endpoint | None = None
+
+    async def serve(self, runtime: DistributedRuntime, path: str) -> None:
+        """Listen to the other workers at ``namespace.component.endpoint`` until cancelled."""
+        self._endpoint = runtime.endpoint(path)
+        self._client = await self._endpoint.client()
+        await self._endpoint.serve_endpoint(self._told)
+
+    def length(self, request_id: str, most: int) -> int:
+        """Return how many of a request's ids are its prompt: all, if nothing else is known."""
+        return min(self._lengths.get(request_id, most), most)
+
+    async def tell(self, request_id: str, length: int) -> None:
+        """Tell the other workers; one that cannot be reached will not get the request either."""
+        if self._endpoint is None or request_id in self._lengths:
+            return
+        self._remember(request_id, length)
+        own, mark = self._endpoint.connection_id(), {"id": request_id, "length": length}
+        others = [worker for worker in self._client.instance_ids() if worker != own]
+        telling = [asyncio.create_task(self._send(worker, mark)) for worker in others]
+        if telling:
+            await asyncio.wait(telling, timeout=TELL_SECONDS)
+
+    async def _send(self, worker: int, mark: dict[str, Any]) -> None:
+        try:
+            async for _ in await self._client.direct(mark, worker):
+                pass
+        except Exception as error:  # whatever Dynamo's transport raises
+            logger.debug("worker %d has not learned of a request: %s", worker, error)
+
+    async def _told(self, mark: dict[str, Any]) -> Chunks:
+        self._remember(mark["id"], mark["length"])
+        yield {}
+
+    def _remember(self, request_id: str, length: int) -> None:
+        self._lengths[request_id] = length
+        if len(self._lengths) > REMEMBERED:
+            self._lengths.popitem(last=False)

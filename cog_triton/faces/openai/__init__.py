@@ -1,7 +1,6 @@
 """OpenAI's HTTP API, and Anthropic's, on a deployment, all in the same ``generate()`` as the Cog face.
 
-    server.py      the lifecycle: in this process or in several, each of which is workers.py; until a signal
-                   comes, or inside Cog's predictor
+    server.py      the lifecycle: in Cog's predictor, this process or several, each of which is workers.py
     app.py         the application, its middleware, models, health and the chat page, page.html
     served.py      its state; the record of each request, its figures and span
     exchange.py    bodies are parsed and validated, chunks to a response by the writer of an API

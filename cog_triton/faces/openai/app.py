@@ -53,9 +53,8 @@ def create_app(served: Served) -> FastAPI:
         limits = settings.store_max_bytes, settings.store_days
         served.journal = Journal(file, [store.SQL, batches.SQL], *limits)
     app.state.served, app.state.store = served, store.Store(served, log_call)
-    for module in (completions, store, batches):
-        app.include_router(module.router, responses=ERRORS)
-    app.include_router(router, responses=ERRORS)
+    for own in (completions.router, store.router, batches.router, router):
+        app.include_router(own, responses=ERRORS)
     app.include_router(messages.router, responses=MESSAGE_ERRORS)
     if served.settings.chat_page:
         app.add_api_route("/", chat_page, include_in_schema=False)

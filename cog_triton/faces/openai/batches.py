@@ -192,14 +192,8 @@ async def create_batch(body: BatchBody, journal: FromJournal, served: FromApp) -
     now, name, own = int(time.time()), exchange.new_id("batch_"), set(BatchBody.model_fields)
     given = {**body.model_dump(include=own), "created_at": now, "expires_at": now + WINDOW_SECONDS}
     text = json.dumps({"id": name, **SQL["new_batch"], **given})
-    row = (
-        name,
-        current().key.name,
-        served.models[0],
-        body.input_file_id,
-        body.endpoint,
-        "validating",
-    )
+    owner, model = current().key.name, served.models[0]
+    row = (name, owner, model, body.input_file_id, body.endpoint, "validating")
     await journal.write(SQL["add_batch"], *row, now + WINDOW_SECONDS, text)
     return await batch(name, journal)
 

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 from fastapi import APIRouter
 
@@ -20,23 +20,21 @@ router = APIRouter(route_class=exchange.BodyRoute)
 DEFAULT_MAX_TOKENS = 16
 DONE = b"data: [DONE]\n\n"
 Piece = dict[str, Any]  # an element of an event's ``choices``
-Choices = Sequence["ChatChoice | TextChoice"]
+AnyChoice: TypeAlias = "ChatChoice | TextChoice"
 
 
 @router.post("/v1/chat/completions", responses=exchange.STREAMED)
 async def chat_completions(body: fields.ChatBody, served: FromApp) -> exchange.Answering:
     """Answers messages, in one body or as events."""
     turn = await exchange.off_loop(turns.chat_turn, body, served)
-    request = await turns.with_ids(turn.request, body, served)
-    return answering(body, served, [request], partial(ChatChoice, turn))
+    return await answering(body, served, [turn.request], partial(ChatChoice, turn))
 
 
 @router.post("/v1/completions", responses=exchange.STREAMED)
 async def completions(body: fields.CompletionBody, served: FromApp) -> exchange.Answering:
     """Completes prompts, in one body or as events."""
-    requests = await exchange.off_loop(prompt_requests, body, served)
-    requests = [await turns.with_ids(request, body, served) for request in requests]
-    return answering(body, served, requests, TextChoice)
+    prompts = await exchange.off_loop(prompt_requests, body, served)
+    return await answering(body, served, prompts, TextChoice)
 
 
 @router.post("/tokenize")
@@ -83,13 +81,11 @@ def prompt_requests(body: fields.CompletionBody, served: Served) -> list[Request
     return [Request(**prompt, **values) for prompt in ways]
 
 
-def answering(
-    body: Any,
-    served: Served,
-    prompts: Sequence[Request],
-    choice: Callable[..., "ChatChoice | TextChoice"],
+async def answering(
+    body: Any, served: Served, prompts: Sequence[Request], choice: Callable[..., AnyChoice]
 ) -> exchange.Answering:
     """Return ``n`` answers to each prompt, whose seeds count up."""
+    prompts = [await turns.with_ids(prompt, body, served) for prompt in prompts]
     requests = [
         replace(prompt, seed=(prompt.seed + nth) % (MAX_SEED + 1))
         for prompt in prompts
@@ -268,7 +264,7 @@ class TextChoice(Choice):
 
 
 class ChoiceWriter:
-    def __init__(self, body: fields.Sampling, created: int, choices: Choices) -> None:
+    def __init__(self, body: fields.Sampling, created: int, choices: Sequence[AnyChoice]) -> None:
         self._is_chat = isinstance(body, fields.ChatBody)
         name = exchange.new_id("chatcmpl-" if self._is_chat else "cmpl-")
         kind = "chat.completion.chunk" if self._is_chat else "text_completion"
@@ -312,8 +308,7 @@ class ChoiceWriter:
         value = {**self._head, **own}
         if self._options and self._options.include_usage:
             prompt = self._prompts.get(number // self._each, 0)
-            so_far = self._options.continuous_usage_stats
-            value["usage"] = usage(prompt, output) if so_far else None
+            value["usage"] = usage(prompt, output) if self._options.continuous_usage_stats else None
         return exchange.event(value)
 
     def _count(self, number: int, chunk: Chunk) -> None:

@@ -8,14 +8,14 @@ from typing import Any
 
 import yaml
 
-from cog_triton.errors import CogTritonError, TritonOverloaded
+from cog_triton.errors import CogTritonError
 
 TABLES: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("apis.yaml").read_text("utf-8"))
 INVALID = "invalid_request_error"
 RETRY_SECONDS = 5  # of those who ask while there is no server to answer
 CLIENT_GONE = 499
 MESSAGES_PATH = "/v1/messages"  # begins the routes of Anthropic's API, whose errors have its form
-_NAMES = (re.compile(r"^([a-z_]+)"), re.compile(r"does not support ([a-z_]+)"))
+_NAMES = re.compile(r"(?:^|does not support )([a-z_]+)")
 _GUIDE = re.compile(r"\bguide\b|guided_decoding|^a JSON schema|^choice must")
 
 
@@ -49,12 +49,15 @@ def api_error(error: CogTritonError, names: Mapping[str, str] = {}) -> ApiError:
     """Return an error as a client reads it; for the names of fields see ``Body.names``."""
     rows = (TABLES["errors"].get(kind.__name__) for kind in type(error).__mro__)
     status, kind, code, about_prompt = next(row for row in rows if row)
-    retry = RETRY_SECONDS
-    if isinstance(error, TritonOverloaded):
-        retry = max(1, round(error.retry_after))
+    retry = max(1, round(getattr(error, "retry_after", RETRY_SECONDS)))
     headers = {"Retry-After": str(retry)} if error.retryable else {}
-    found = names.get("prompt") if about_prompt else _param(error.message, names)
-    param = found if status == 400 else None
+    # The fields that the text may name, the likeliest first.
+    named = [TABLES["renamed"].get(name, name) for name in _NAMES.findall(error.message)]
+    if about_prompt:
+        named = ["prompt"]
+    elif _GUIDE.search(error.message):
+        named.insert(0, "guide")
+    param = next((names[name] for name in named if name in names), None) if status == 400 else None
     return ApiError(status, error.message, kind, param, code or error.code, headers)
 
 
@@ -66,12 +69,3 @@ def no_embeddings() -> ApiError:
     """Return the refusal of vectors; after a 501, clients would send the request again."""
     text = "embeddings are not served: the models here generate text, and engines give no vectors"
     return ApiError(404, text, code="unknown_url")
-
-
-def _param(message: str, names: Mapping[str, str]) -> str | None:
-    """Return the field of a body that the text of an error names."""
-    if _GUIDE.search(message) and "guide" in names:
-        return names["guide"]
-    named = filter(None, (pattern.search(message) for pattern in _NAMES))
-    found = (TABLES["renamed"].get(match[1], match[1]) for match in named)
-    return next((names[name] for name in found if name in names), None)

@@ -116,8 +116,7 @@ def chat_body(body: CountBody) -> ChatBody:
         chat["tool_choice"] = own.get(choice.type, choice.type)
         chat["parallel_tool_calls"] = not choice.disable_parallel_tool_use
     if body.output_config and (format := body.output_config.format):
-        schema = {"schema": format.schema_}
-        chat["response_format"] = {"type": "json_schema", "json_schema": schema}
+        chat["response_format"] = {"type": "json_schema", "json_schema": {"schema": format.schema_}}
     if isinstance(body, MessagesBody):
         chat["stop"] = body.stop_sequences
     return ChatBody.model_validate(chat)
@@ -145,8 +144,7 @@ def _messages(role: str, blocks: Sequence[ContentBlock], place: str) -> list[dic
                 if not block.tool_use_id:
                     raise invalid(f"{place}: a tool_result must have a tool_use_id")
                 text = turns.joined_text(block.content, ["text"], f"{place}: tool_result")
-                result = {"role": "tool", "tool_call_id": block.tool_use_id, "content": text}
-                results.append(result)
+                results.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": text})
             case "assistant", "tool_use":
                 arguments = json.dumps(block.input or {})
                 call = turns.function(name=block.name or "", arguments=arguments)

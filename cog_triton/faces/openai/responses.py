@@ -114,8 +114,7 @@ def chat_body(body: ResponsesBody) -> fields.ChatBody:
     if body.text and (format := body.text.format):
         if format.type == "json_schema" and format.schema_ is None:
             raise invalid("text.format must have a schema", "text")
-        schema = {"schema": format.schema_}
-        chat["response_format"] = {"type": format.type, "json_schema": schema}
+        chat["response_format"] = {"type": format.type, "json_schema": {"schema": format.schema_}}
     return fields.ChatBody.model_validate(chat)
 
 
@@ -152,8 +151,7 @@ def _message(item: InputItem, place: str) -> dict[str, Any]:
         return {"role": item.role, "content": text}
     if kind == "function_call" and item.name and item.call_id:
         call = turns.function(name=item.name, arguments=item.arguments or "{}")
-        calls = [{"id": item.call_id, **call}]
-        return {"role": "assistant", "content": "", "tool_calls": calls}
+        return {"role": "assistant", "content": "", "tool_calls": [{"id": item.call_id, **call}]}
     if output and item.call_id:
         return {"role": "tool", "tool_call_id": item.call_id, "content": text}
     if kind == "reasoning":
@@ -248,8 +246,7 @@ class ResponseWriter:
             if block.kind == "text":
                 more, self._log_probs = {"logprobs": self._log_probs}, []
                 self._part["logprobs"] += more["logprobs"]
-            name = f"{self._part['type']}.delta"
-            yield self._event(name, **self._place, delta=text, **more)
+            yield self._event(f"{self._part['type']}.delta", **self._place, delta=text, **more)
         if self._block and self._block.kind != "text":
             self._log_probs = []  # those of thoughts and calls are not of the output's text
         if chunk.finish_reason is not None:

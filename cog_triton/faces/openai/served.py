@@ -123,11 +123,10 @@ class Figures:
             figure = kind(f"vllm:{name}", TEXT, ["model_name"], registry=registry, **options)
             return figure.labels(model)
 
-        self._observe: dict[str, Callable[[float], object]] = {
-            name: vllm(Histogram, name, buckets=bounds).observe
-            for name, bounds in HISTOGRAMS.items()
+        self._spread = {
+            name: vllm(Histogram, name, buckets=own) for name, own in HISTOGRAMS.items()
         }
-        self.gap = self._observe["inter_token_latency_seconds"]
+        self.gap = self._spread["inter_token_latency_seconds"].observe
         self._prompts = vllm(Counter, "prompt_tokens")
         self._outputs = vllm(Counter, "generation_tokens")
         self._running = vllm(Gauge, "num_requests_running", multiprocess_mode="livesum")
@@ -176,13 +175,12 @@ class Figures:
         self._outputs.inc(call.output_tokens)
         if call.batch:  # nobody waits for it
             return
-        observe = self._observe
-        observe["request_prompt_tokens"](call.input_tokens)
-        observe["request_generation_tokens"](call.output_tokens)
-        observe["e2e_request_latency_seconds"](call.seconds())
-        observe["request_queue_time_seconds"](call.queued)
+        self._spread["request_prompt_tokens"].observe(call.input_tokens)
+        self._spread["request_generation_tokens"].observe(call.output_tokens)
+        self._spread["e2e_request_latency_seconds"].observe(call.seconds())
+        self._spread["request_queue_time_seconds"].observe(call.queued)
         if call.first_token is not None:
-            observe["time_to_first_token_seconds"](call.first_token)
+            self._spread["time_to_first_token_seconds"].observe(call.first_token)
 
 
 def begin_span(tracer: Any, headers: Headers) -> Callable[[Call], object]:

@@ -67,7 +67,7 @@ async def _serve(
             address, limit = address_of(endpoint), settings.max_sequence_length
             length = context_length({"model": settings.tokenizer_dir, "max_seq_len": limit})
             if settings.openai_workers > 1:
-                server = Workers(settings, names, listener, length, address, triton_model)
+                server = Workers(settings, listener, address, triton_model, length, *names)
             else:
                 attached = await attach(settings, address, triton_model, length)
                 stack.push_async_callback(attached.stop)
@@ -115,7 +115,7 @@ def server_of(
     if settings.openai_workers == 1:
         return InProcess(Served(deployment, models, busy=busy), listener)
     address = f"{settings.host.replace('0.0.0.0', '127.0.0.1')}:{settings.grpc_port}"
-    return Workers(settings, models, listener, deployment.context_length, address)
+    return Workers(settings, listener, address, "ensemble", deployment.context_length, *models)
 
 
 class InProcess:
@@ -172,20 +172,10 @@ class Workers:
     See ``InProcess`` for its methods; ``run`` also ends when a process cannot start.
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        models: Sequence[str],
-        listener: socket.socket,
-        context_length: int | None,
-        address: str,
-        triton_model: str = "ensemble",
-    ) -> None:
-        """Start nothing yet; for the arguments see ``workers.work``."""
-        count = settings.openai_workers
-        arguments = (listener.fileno(), address, triton_model, context_length, *models)
-        module = "cog_triton.faces.openai.workers"
-        self._command = (sys.executable, "-m", module, json.dumps(arguments))
+    def __init__(self, settings: Settings, listener: socket.socket, *arguments: Any) -> None:
+        """Start nothing yet; the ``arguments`` are those of ``workers.work`` behind the socket."""
+        count, module = settings.openai_workers, "cog_triton.faces.openai.workers"
+        self._command = (sys.executable, "-m", module, json.dumps((listener.fileno(), *arguments)))
         self._listener, self._starting, self._stopping = listener, count, False
         self._end_seconds = settings.drain_seconds + LAST_SECONDS + MARGIN_SECONDS
         # Those that may differ from this process's.

@@ -72,8 +72,7 @@ def chat_turn(body: fields.ChatBody, served: Served) -> Turn:
         shown_tokens=known.marks if known else (),
         **values,
     )
-    thinks = parsing.CLOSING in template and request.guide is None
-    return Turn(request, use, known, thinks)
+    return Turn(request, use, known, parsing.CLOSING in template and request.guide is None)
 
 
 def chat_prompt(body: fields.ChatBody | fields.TokenizeBody, served: Served) -> str:
@@ -103,8 +102,7 @@ async def token_ids(served: Served, text: str, *, special: bool) -> list[int]:
         raise invalid("the prompt must be valid Unicode; half of a surrogate pair is not")
     served.backend.limits.check("the prompt", len(text))
     tokenizer = served.backend.tokenizer
-    encoding = await asyncio.to_thread(tokenizer, text, add_special_tokens=special)
-    return list(encoding.input_ids)
+    return list((await asyncio.to_thread(tokenizer, text, add_special_tokens=special)).input_ids)
 
 
 async def with_ids(request: Request, body: fields.Sampling, served: Served) -> Request:
@@ -121,8 +119,7 @@ async def with_ids(request: Request, body: fields.Sampling, served: Served) -> R
         return replace(request, prompt_ids=tuple(ids))
     if most == -1:
         context = served.backend.context_length or UNKNOWN_TOKENS
-        output = request.max_tokens if request.max_tokens < context else 1
-        most = context - output
+        most = context - (request.max_tokens if request.max_tokens < context else 1)
     # The tokens that begin a text stay.
     kept = beginning[:most] if ids[: len(beginning)] == beginning else []
     rest, most = ids[len(kept) :], most - len(kept)

@@ -84,8 +84,7 @@ class Report(logging.Handler):
         super().__init__(logging.INFO)
         self._stream, self.machine, self._passing = stream, machine, passing
         self._terminal = stream.isatty()
-        plain = env.get("NO_COLOR") or env.get("TERM") == "dumb"
-        self._colour = self._terminal and not plain
+        self._colour = self._terminal and not (env.get("NO_COLOR") or env.get("TERM") == "dumb")
 
     def paint(self, code: int, text: str) -> str:
         return f"\x1b[{code}m{text}\x1b[0m" if self._colour and text else text
@@ -127,8 +126,7 @@ class Report(logging.Handler):
         """Show a line of progress, on a terminal."""
         if self._terminal:
             self._in_progress = True
-            width = shutil.get_terminal_size().columns - 1
-            self.write(self.paint(DIM, text[:width]), end="")
+            self.write(self.paint(DIM, text[: shutil.get_terminal_size().columns - 1]), end="")
             self._in_progress = True
 
     def clear(self) -> bool:

@@ -56,8 +56,7 @@ def run(
     async def supervised() -> None:
         start = starter()
         given = {"restarts": 3, "restart_window": 60.0, **options}
-        settings = read_settings({}).model_copy(update=given)
-        supervisor = Supervisor(settings, cast(Any, start))
+        supervisor = Supervisor(read_settings({}).model_copy(update=given), cast(Any, start))
         await supervisor.start()
         await test(start, supervisor)
         await supervisor.stop()

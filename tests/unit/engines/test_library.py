@@ -44,8 +44,7 @@ def test_variables_become_arguments(case: dict[str, Any]) -> None:
 def test_arguments_of_a_request(library: Library, case: dict[str, Any]) -> None:
     sampling = SamplingParams(**case.get("sampling", {}))
     asked = GenerationRequest("a", [5, 6], 8, sampling=sampling, **case.get("fields", {}))
-    module = vllm if library == "vllm" else llm_api
-    assert module.sampling_arguments(asked) == case["arguments"]
+    assert (vllm if library == "vllm" else llm_api).sampling_arguments(asked) == case["arguments"]
 
 
 @pytest.mark.parametrize("library", LIBRARIES)

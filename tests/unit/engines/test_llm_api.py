@@ -117,8 +117,7 @@ def test_no_argument_is_outside_of_the_contract() -> None:
 
 
 def test_the_files_arguments_reach_the_llm(make: Make) -> None:
-    file = {"max_seq_len": 50, "stream_interval": 3, "lora_config": {"max_lora_rank": 32}}
-    requests = make(file)
+    requests = make({"max_seq_len": 50, "stream_interval": 3, "lora_config": {"max_lora_rank": 32}})
     assert requests.engine.context_length == 50
     assert [len(step.ids) for step in requests.start().wait().all] == [3, 3, 2]
     assert llm(requests)._args.lora_config.max_lora_rank == 32

@@ -103,14 +103,12 @@ def test_a_continuation_goes_on_in_its_guide(ask: Any, tokenizer: Any) -> None:
 def test_the_guide_goes_before_bad_words_and_the_minimum(ask: Any, tokenizer: Any) -> None:
     guide = Guide(GuideKind.REGEX, "a")
     a = tuple(tokenizer("a", add_special_tokens=False).input_ids)
-    stream = ask(guide, sampling={"min_tokens": 20, "bad_words": (a,)})
-    assert text(stream, tokenizer) == "a"
+    assert text(ask(guide, sampling={"min_tokens": 20, "bad_words": (a,)}), tokenizer) == "a"
 
 
 @pytest.mark.parametrize("case", [*CASES["refused"], ENDLESS, NESTED])
 def test_what_is_no_guide_is_refused_before_any_token(ask: Any, case: dict[str, str]) -> None:
-    guide = Guide(GuideKind(case["kind"]), case["guide"])
-    assert re.search(case["reason"], refusal(ask(guide)))
+    assert re.search(case["reason"], refusal(ask(Guide(GuideKind(case["kind"]), case["guide"]))))
 
 
 def test_an_end_token_that_is_text_is_the_end_alone(ask: Any, tokenizer: Any) -> None:

@@ -205,8 +205,7 @@ def test_when_the_model_fails_everything_ends_with_the_reason(
 
     def break_it(stream: Stream) -> None:
         if len(stream.all) == 3:
-            runner = llm.engine._manager.batch_processor.model_runner
-            monkeypatch.setattr(runner, "_sample", fail)
+            monkeypatch.setattr(llm.engine._manager.batch_processor.model_runner, "_sample", fail)
 
     with running(ENGINES["transformers"](demo_model)) as llm:
         for stream in [llm.start(stream=s, max_tokens=100) for s in (Stream(break_it), Stream())]:
@@ -227,8 +226,7 @@ def test_batching(reference: Any) -> None:
     text = reference.config
     per_token = 2 * text.num_hidden_layers * text.num_key_value_heads * text.head_dim * 4
     # With the attention mask that goes with it.
-    used = tokens * (per_token + CPU_BATCH_TOKENS * 4)
-    assert CPU_CACHE_BYTES * 0.99 < used <= CPU_CACHE_BYTES
+    assert CPU_CACHE_BYTES * 0.99 < (tokens * (per_token + CPU_BATCH_TOKENS * 4)) <= CPU_CACHE_BYTES
     assert config.allow_block_sharing
 
     given = {"enable_kv_cache_reuse": "false", "max_tokens_in_paged_kv_cache": "1000"}

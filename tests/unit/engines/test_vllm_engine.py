@@ -111,8 +111,7 @@ def test_an_adapter_that_comes_later_is_replaced_or_is_broken(
 def greedy_of(model: Path) -> list[int]:
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     options = {"max_new_tokens": 30, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
-    output = loaded.generate(torch.tensor([PROMPT]), **options)
-    return list(output[0, len(PROMPT) :].tolist())
+    return list(loaded.generate(torch.tensor([PROMPT]), **options)[0, len(PROMPT) :].tolist())
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there nobody waits by spinning on the cores")
@@ -123,8 +122,7 @@ def test_its_processes_give_way_to_all_others(llm: Requests) -> None:
     computing = [p for p in ours if "resource_tracker" not in str(p.cmdline())]
     assert len(computing) > 1
     threads = [thread.id for process in computing for thread in process.threads()]
-    priorities = {os.getpriority(os.PRIO_PROCESS, thread) for thread in threads}
-    assert priorities == {LEAST_PRIORITY}
+    assert {os.getpriority(os.PRIO_PROCESS, thread) for thread in threads} == {LEAST_PRIORITY}
 
 
 def test_a_guide_that_is_none_fails_its_request_only(llm: Requests) -> None:

@@ -44,8 +44,7 @@ def test_a_seed_of_the_id_is_the_same_on_every_worker() -> None:
 
 
 def test_a_moved_request_has_its_output_behind_the_prompt() -> None:
-    limits = {"max_tokens": 9, "min_tokens": 2}
-    request = asked({"stop_conditions": limits}, prompt_tokens=3)
+    request = asked({"stop_conditions": {"max_tokens": 9, "min_tokens": 2}}, prompt_tokens=3)
     assert (request.prompt_ids, request.continued_ids) == ((5, 6, 7), (8,))
     assert (request.max_tokens, request.min_tokens) == (10, 3)  # Dynamo has counted the rest
 
@@ -54,8 +53,7 @@ def test_a_moved_request_has_its_output_behind_the_prompt() -> None:
 def test_options(case: dict[str, Any]) -> None:
     request = asked(case["asked"])
     for name, value in case["fields"].items():
-        expected = tuple(value) if isinstance(value, list) else value
-        assert getattr(request, name) == expected
+        assert getattr(request, name) == (tuple(value) if isinstance(value, list) else value)
 
 
 @pytest.mark.parametrize(("given", "kind", "text"), CASES["guides"])

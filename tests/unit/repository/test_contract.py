@@ -127,8 +127,7 @@ def test_the_rest(model: str, backend: str, configs: dict[str, Any]) -> None:
     config = configs[model]
     assert config.name == model
     assert config.max_batch_size == 64
-    backends = {"ensemble": "", "tensorrt_llm": backend}
-    assert config.backend == backends.get(model, "python")
+    assert config.backend == {"ensemble": "", "tensorrt_llm": backend}.get(model, "python")
     assert config.platform == ("ensemble" if model == "ensemble" else "")
     # Without it on postprocessing, tritonserver crashes after some 100,000 streamed tokens.
     assert config.HasField("dynamic_batching") is CONTRACT[model]["dynamic_batching"]

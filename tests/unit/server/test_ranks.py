@@ -102,8 +102,7 @@ def test_the_settings_of_options(given: dict[str, Any]) -> None:
         with pytest.raises(ConfigurationError, match=problem):
             script.settings_of(options_of(given), os.environ)
     else:
-        found = script.settings_of(options_of(given), os.environ)
-        assert found == read_settings(given["settings"])
+        assert script.settings_of(options_of(given), os.environ) == read_settings(given["settings"])
 
 
 @pytest.mark.parametrize("given", TABLES["launches"], ids=lambda given: given["options"])
@@ -151,8 +150,7 @@ def test_a_dry_run_prints_the_command(tmp_path: Path, capsys: pytest.CaptureFixt
     repository = make_repository(tmp_path / "r", draft="", target="")
     given = [f"--model_repo={repository}", f"--tritonserver={triton}", "--dry-run"]
     endpoints = Endpoints("127.0.0.1", 8000, 8001, 8002)
-    group = ("--world_size=2", "--tensorrt_llm_model_name=draft,target")
-    assert run_launch(*given, *group) == 0
+    assert run_launch(*given, *("--world_size=2", "--tensorrt_llm_model_name=draft,target")) == 0
     wanted, launch = read_settings({"WORLD_SIZE": "2"}), Launch(engine_models=("draft", "target"))
     expected = command(triton, repository, backends, endpoints, "prefix", wanted, launch)
     assert shlex.split(capsys.readouterr().out) == expected

@@ -66,8 +66,7 @@ def test_secrets_are_kept_from_the_server() -> None:
     assert environment(installation, secret).keys() == made
     assert environment(installation, passed).keys() == made | passed.keys()
     named = read_settings({"TRITON_SECRETS": "HF_TOKEN,OPENAI_API_KEY"}).passed_secrets.split(",")
-    given = environment(installation, secret, named)
-    assert given.keys() == made | {"HF_TOKEN", "OPENAI_API_KEY"}
+    assert environment(installation, secret, named).keys() == made | {"HF_TOKEN", "OPENAI_API_KEY"}
 
 
 def test_ports_set_to_zero_are_picked_and_differ_and_a_port_is_not_taken_twice() -> None:

@@ -85,8 +85,7 @@ def test_the_figures_of_a_load() -> None:
         "generator_cpu": 0.6,
     }
     assert {name: one.figures[name] for name in expected} == pytest.approx(expected)
-    nothing = Round([Record("", 1, 0.0, 1.0, "no")], 0.0, Usage({}))
-    assert math.isnan(nothing.figures["ttft_ms_p50"])
+    assert math.isnan(Round([Record("", 1, 0.0, 1.0, "no")], 0.0, Usage({})).figures["ttft_ms_p50"])
 
 
 def test_rounds_are_medians_and_ratios_are_those_within_a_round() -> None:

@@ -56,8 +56,7 @@ def test_commands(load: Load, config: str, made: list[str]) -> None:
 def test_every_problem_is_reported_at_once_with_its_key(load: Load, case: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError) as caught:
         load(case["file"])
-    lines = [line.strip() for line in caught.value.message.splitlines()]
-    assert case["said"] in "\n".join(lines)
+    assert case["said"] in "\n".join([line.strip() for line in caught.value.message.splitlines()])
 
 
 @pytest.mark.parametrize("family", ["phi", "mamba", "gemma"])

@@ -34,8 +34,7 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("came", "whole", "lost", "wrong"), CASES["compared"])
 def test_an_answer_is_compared(came: list[Any], whole: bool, lost: int, wrong: int) -> None:
-    expected = Answer("abcd", 4, [1, 2, 3, 4])
-    assert difference(expected, Answer(*came), whole=whole) == (lost, wrong)
+    assert difference(Answer("abcd", 4, [1, 2, 3, 4]), Answer(*came), whole=whole) == (lost, wrong)
 
 
 class Scripted(Target):

@@ -42,8 +42,7 @@ class Connection:
         await PlainTextResponse("yes")(scope, receive, send)
 
     async def _feed(self, parts: tuple[bytes, ...]) -> None:
-        limits = Limits(body_bytes=100, head_bytes=200)
-        config: Any = Server(self, limits, refusal_body).config
+        config: Any = Server(self, Limits(body_bytes=100, head_bytes=200), refusal_body).config
         protocol = config.http(config, ServerState(), {})
         transport = Mock(is_closing=lambda: False, get_extra_info=lambda _: None)
         transport.write = self._write

@@ -145,8 +145,7 @@ async def test_each_line_is_answered_and_errors_have_a_file_of_their_own(store: 
         assert errors["b"]["response"]["body"]["error"]["param"] == "temperature"
         assert output["a"]["response"]["body"]["choices"][0]["text"] == "ab"
         assert output["a"]["error"] is None
-    seeds = {request.seed for request, _ in backend.asked}
-    assert 7 in seeds
+    assert 7 in {request.seed for request, _ in backend.asked}
     assert all(tenant.batch for tenant in backend.tenants)
 
 
@@ -211,8 +210,7 @@ async def test_what_cannot_be_a_batch_is_refused(store: str) -> None:
         asked = {"input_file_id": file, "endpoint": TEXT, "completion_window": "24h"}
         for fields, status, param in CASES["refused"]:
             reply = await client.post("/v1/batches", json={**asked, **fields})
-            error = reply.json()["error"]
-            assert (reply.status_code, error["param"]) == (status, param), fields
+            assert (reply.status_code, reply.json()["error"]["param"]) == (status, param), fields
         own = (await client.post("/v1/embeddings", json={})).json()
         reply = await client.post("/v1/batches", json={**asked, "endpoint": "/v1/embeddings"})
         assert reply.json() == own
@@ -233,8 +231,7 @@ async def test_a_cancelled_batch_has_an_answer_or_an_error_for_each_line(store: 
         assert (
             await client.delete(f"/v1/files/{(await client.batch(name))['input_file_id']}")
         ).status_code == 409
-        reply = await client.post(f"/v1/batches/{name}/cancel")
-        assert reply.json()["status"] == "cancelling"
+        assert (await client.post(f"/v1/batches/{name}/cancel")).json()["status"] == "cancelling"
         batch = await client.until(name, "cancelled")
         assert batch["request_counts"] == {"total": 40, "completed": 5, "failed": 35}
         output, errors = await client.lines(batch, "output"), await client.lines(batch, "error")
@@ -246,8 +243,7 @@ async def test_a_cancelled_batch_has_an_answer_or_an_error_for_each_line(store: 
 
 
 async def counted(client: Client, name: str, completed: int) -> bool:
-    batch = await client.batch(name)
-    return bool(batch["request_counts"]["completed"] == completed)
+    return bool((await client.batch(name))["request_counts"]["completed"] == completed)
 
 
 async def test_a_batch_that_has_ended_cannot_be_cancelled(store: str) -> None:
@@ -282,8 +278,7 @@ async def test_a_process_that_stops_leaves_its_batch_to_the_next(store: str) -> 
         await first.served.journal.close()  # type: ignore[union-attr]
     other = Backend(*CHUNKS, STORE=store)
     async with Client(other) as second, second.running():
-        batch = await second.until(name, "completed")
-        assert len(await second.lines(batch, "output")) == 9
+        assert len(await second.lines(await second.until(name, "completed"), "output")) == 9
     assert len(other.asked) == 5
 
 

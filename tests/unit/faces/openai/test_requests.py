@@ -82,8 +82,7 @@ def test_an_enforced_call_is_a_guide() -> None:
     assert json.loads(request.guide.text)["items"]["properties"]["name"] == {"const": "f"}
     assert request.shown_tokens == ("<tool_call>", "</tool_call>")
     # Of a text, of which there is none.
-    formatted = of_chat(**enforced, response_format={"type": "json_object"})
-    assert formatted.guide == request.guide
+    assert of_chat(**enforced, response_format={"type": "json_object"}).guide == request.guide
     reply = chat(talkative(), **enforced, guided_regex="a")
     assert "tool_choice and guided_regex contradict" in reply.text
 

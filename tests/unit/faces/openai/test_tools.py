@@ -135,8 +135,7 @@ PARSERS: dict[str, Callable[[], Parser]] = {
 @pytest.mark.parametrize("make", PARSERS.values(), ids=PARSERS)
 @given(parts=st.lists(st.lists(PIECES, max_size=4).map("".join), max_size=4))
 def test_the_cuts_of_a_text_change_nothing(make: Callable[[], Parser], parts: list[str]) -> None:
-    whole = read(make(), ["".join(parts)])
-    assert read(make(), parts) == read(make(), "".join(parts)) == whole
+    assert read(make(), parts) == read(make(), "".join(parts)) == read(make(), ["".join(parts)])
 
 
 def test_the_format_is_that_of_the_chat_template() -> None:
@@ -172,8 +171,7 @@ def test_a_required_call_is_one_of_the_tools(name: str, arguments: object, right
     assert valid(asked, [one]) is valid(asked, [one, time]) is right
     assert not valid(asked, [])
     assert not valid(asked, one)
-    alone = guide(HERMES, tool_choice="required", parallel_tool_calls=False)
-    assert not valid(alone, [one, time])
+    assert not valid(guide(HERMES, tool_choice="required", parallel_tool_calls=False), [one, time])
     assert llguidance.LLMatcher.validate_grammar(grammar(asked)) == ""  # the embedded engine's
 
 
