@@ -114,7 +114,7 @@ def remote_code_lock() -> Iterator[None]:
 
 @lru_cache(maxsize=8)
 def _longest_token(tokenizer: Tokenizer) -> int:
-    return max(map(len, tokenizer.get_vocab()))
+    return max(map(len, tokenizer.get_vocab())) + 1  # a space, which words are without
 
 
 def text_limits(tokenizer: Tokenizer, context_length: int | None) -> TextLimits:

@@ -153,7 +153,7 @@ def test_guides_exclude_each_other() -> None:
 def test_a_prompt_has_as_many_characters_as_the_context_can_stand_for(
     tokenizer: Tokenizer, context_length: int | None, characters: int | None, why: str
 ) -> None:
-    characters = characters or 2048 * max(map(len, tokenizer.get_vocab()))
+    characters = characters or 2048 * (max(map(len, tokenizer.get_vocab())) + 1)
     limits = text_limits(tokenizer, context_length)
     limits.check("the prompt", characters)
     with pytest.raises(PromptTooLong, match=f"; {characters} are the most ?{why}"):
