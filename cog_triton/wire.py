@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -39,6 +40,10 @@ LOG_PROBS = "output_log_probs"  # FP32, [beams, values]; see ``packed_log_probs`
 # Answer with one tensor (each costs tens of microseconds on its way): a response's ids behind the count of
 # all so far, which the last response has inverted (~), and the number of the prompt's tokens.
 COUNTED_IDS = "counted_ids"
+# With COUNTED_IDS, of a stream without log probabilities: "reader/number". What a reader's sequences have
+# at one time leaves in one response to one of its requests, in parts: a sequence's number, the count of
+# values that follow, and those. The last part of a sequence comes to its own request.
+CHANNEL = "channel"
 # ``ids_text`` of what an earlier attempt has delivered. Preprocessing puts them behind the prompt's, and
 # the embedded engines take them for output.
 CONTINUED = "continued_ids"
@@ -148,6 +153,14 @@ def ids_parameter(parameters: Mapping[str, Any], name: str) -> list[int]:
     if (ids < 0).any():
         raise InvalidParameter(f"{name} must be token ids, which are at least 0")
     return ids.tolist()  # type: ignore[no-any-return]
+
+
+def reader_and_number(channel: Any) -> tuple[str, int]:
+    """Read the value of ``CHANNEL``, or raise InvalidParameter."""
+    found = re.fullmatch("([0-9a-f]{32})/([1-9][0-9]{0,9})", str(channel))
+    if found is None or int(found[2]) >= 2**31:
+        raise InvalidParameter(f"{CHANNEL} must be 32 hexadecimal digits, a slash and 31 bits")
+    return found[1], int(found[2])
 
 
 def stop_inputs() -> dict[str, Array]:

@@ -9,10 +9,12 @@ import asyncio
 import contextlib
 import math
 import struct
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar, cast
 from urllib.parse import unquote
+from uuid import uuid4
+from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +31,7 @@ from tritonclient.utils import np_to_triton_dtype, serialize_byte_tensor
 
 from cog_triton import errors, wire
 from cog_triton.adapters.tensors import BFLOAT16
-from cog_triton.client.stream import CLOSED, Arrivals, Inputs, Outputs, TritonClient
+from cog_triton.client.stream import CLOSED, Arrivals, Inputs, Outputs, TritonClient, lost_after
 from cog_triton.wire import NO_PARAMETERS, Parameters
 
 CONNECT_SECONDS = 10.0
@@ -43,14 +45,16 @@ _DTYPES = {**dict.fromkeys(wire.OUTPUTS, np.int32), wire.LOG_PROBS: np.float32}
 Reply = TypeVar("Reply", bound=ProtobufMessage)
 
 
-class Stream(Arrivals[bytes]):
-    """A request that is being sent, and the messages of the answer to it."""
+class Stream(Arrivals[Any]):
+    """A request that is being sent, and the answer to it: messages, or the parts of it in any messages."""
 
     status: str | None = None  # gRPC's, unless it is OK
 
     def __init__(self, number: int, message: bytes) -> None:
         super().__init__()
         self.number = number
+        self.receive: Callable[[bytes], None] = self.add  # each message
+        self.place, self._early = 0, dict[int, list[int]]()
         self.unsent = memoryview(_PREFIX.pack(0, len(message)) + message)
         self._received = bytearray()
 
@@ -64,8 +68,15 @@ class Stream(Arrivals[bytes]):
             end = _PREFIX.size + length
             if len(self._received) < end:
                 return
-            self.add(bytes(self._received[_PREFIX.size : end]))
+            self.receive(bytes(self._received[_PREFIX.size : end]))
             del self._received[:end]
+
+    def add_part(self, part: list[int]) -> None:
+        """Add one that is as ``wire.COUNTED_IDS`` says; those of two streams may come in any order."""
+        self._early[max(part[0], ~part[0]) - len(part) + 2] = part
+        while (ready := self._early.pop(self.place, None)) is not None:
+            self.place += len(ready) - 2
+            self.add(ready)
 
 
 class _H2(H2Connection):
@@ -90,11 +101,15 @@ class Connection(asyncio.Protocol):
             H2Configuration(validate_outbound_headers=False, normalize_outbound_headers=False)
         )
         self._streams: dict[int, Stream] = {}
+        self._reader = uuid4().hex
+        self._sharing: WeakValueDictionary[int, Stream] = WeakValueDictionary()
         self._taken = 0  # bytes received and not yet granted to the peer again
         self.usable = True
 
-    def send(self, path: str, message: bytes, traceparent: Any = None) -> Stream:
-        """Send a request of one message; an OSError says that the peer takes no more streams."""
+    def send(
+        self, path: str, request: Any, traceparent: Any = None, *, shared: bool = False
+    ) -> Stream:
+        """Send a request, or raise OSError. Responses to ``shared`` ones may have parts of each other's."""
         head = {":method": "POST", ":scheme": "http", ":path": path, ":authority": self._authority}
         headers = {**head, "te": "trailers", "content-type": "application/grpc"}
         headers |= {wire.TRACEPARENT: traceparent} if traceparent else {}
@@ -103,8 +118,13 @@ class Connection(asyncio.Protocol):
             self._h2.send_headers(number, headers.items())
         except H2Error as error:
             raise OSError(str(error)) from None
-        stream = self._streams[number] = Stream(number, message)
+        if shared:
+            request.parameters[wire.CHANNEL].string_param = f"{self._reader}/{number}"
+        stream = self._streams[number] = Stream(number, request.SerializeToString())
         stream.close = partial(self._cancel, stream)
+        if shared:
+            self._sharing[number] = stream
+            stream.receive = partial(self._spread, stream)
         self._send_body(stream)
         self._flush()
         return stream
@@ -166,6 +186,7 @@ class Connection(asyncio.Protocol):
             problem = stream.status or "Triton closed the stream before the last response"
             if isinstance(event, events.StreamReset):
                 problem = f"Triton reset the stream: error {event.error_code!s}"
+                self._lose(stream)
             stream.end(errors.TritonUnavailable(problem))
 
     def _send_body(self, stream: Stream) -> None:
@@ -179,8 +200,23 @@ class Connection(asyncio.Protocol):
             self._h2.send_data(stream.number, part, end_stream=not stream.unsent)
         stream.unsent = memoryview(b"")  # an empty rest would keep the whole, an adapter perhaps
 
+    def _spread(self, stream: Stream, message: bytes) -> None:
+        parts = parts_of(message)
+        for number, part in parts:
+            if (receiver := self._sharing.get(number)) is not None:
+                receiver.add_part(part)
+        if not parts:
+            stream.add(message)
+
+    def _lose(self, stream: Stream) -> None:
+        """Let the others be tried again, whose tokens a stream may have had that ends too early."""
+        if self._sharing.pop(stream.number, None) and not stream.complete:
+            for other in self._sharing.values():
+                other.fail(lost_after(other.place))
+
     def _cancel(self, stream: Stream) -> None:
         if self._streams.pop(stream.number, None) is not None:
+            self._lose(stream)
             self._h2.reset_stream(stream.number, ErrorCodes.CANCEL)
             self._flush()
 
@@ -202,9 +238,11 @@ class GrpcClient(TritonClient):
         self._connecting = asyncio.Lock()
         self._disconnected = False
 
-    async def send(self, method: str, request: ProtobufMessage, traceparent: Any = None) -> Stream:
-        """Send a request, or raise TritonUnavailable."""
-        path, message = f"/inference.GRPCInferenceService/{method}", request.SerializeToString()
+    async def send(
+        self, method: str, request: Any, traceparent: Any = None, *, shared: bool = False
+    ) -> Stream:
+        """Send a request as ``Connection.send`` does, or raise TritonUnavailable."""
+        path = f"/inference.GRPCInferenceService/{method}"
         async with self._connecting:
             if self._disconnected:
                 raise errors.TritonUnavailable(CLOSED)
@@ -215,7 +253,7 @@ class GrpcClient(TritonClient):
                         partial(Connection, self._address), host.strip("[]"), int(port)
                     )
                     self._connection = (await asyncio.wait_for(connecting, CONNECT_SECONDS))[1]
-                return self._connection.send(path, message, traceparent)
+                return self._connection.send(path, request, traceparent, shared=shared)
             except (OSError, asyncio.TimeoutError) as error:
                 problem = str(error) or f"no connection in {CONNECT_SECONDS:g} s"
                 raise errors.TritonUnavailable(f"Triton cannot be reached: {problem}") from None
@@ -247,9 +285,12 @@ class GrpcClient(TritonClient):
         outputs = wire.OUTPUTS if model == wire.IDS_ENSEMBLE else ()
         log_probs = [wire.LOG_PROBS] if "return_log_probs" in inputs else []
         request = infer_request(model, request_id, inputs, [*outputs, *log_probs], parameters)
-        return await self.send(INFER, request, parameters.get(wire.TRACEPARENT))
+        shared = wire.COUNTED_IDS in parameters and not log_probs
+        return await self.send(INFER, request, parameters.get(wire.TRACEPARENT), shared=shared)
 
-    def _parse(self, message: bytes) -> tuple[Outputs, bool]:
+    def _parse(self, message: bytes | list[int]) -> tuple[Outputs, bool]:
+        if isinstance(message, list):
+            return {"output_ids": message}, message[0] < 0
         response = parse(message)
         return flat_outputs(response), is_final(response)
 
@@ -265,11 +306,26 @@ def parse(message: bytes) -> service_pb2.ModelInferResponse:
     try:
         answer = service_pb2.ModelStreamInferResponse.FromString(message)
     except DecodeError:
-        text = "Triton sent a message that cannot be read"
-        raise errors.TritonMalformedEvent(text) from None
+        raise errors.TritonMalformedEvent("Triton sent a message that cannot be read") from None
     if answer.error_message:
         raise errors.error_from_text(answer.error_message)
     return answer.infer_response
+
+
+def parts_of(message: bytes) -> list[tuple[int, list[int]]]:
+    """Return the parts that ``wire.CHANNEL`` speaks of, each with its number; none of another message."""
+    parts, at = [], 0
+    try:
+        values = flat_outputs(parse(message)).get("output_ids", [])
+        while at < len(values):
+            number, size = values[at : at + 2]
+            begin, at = at + 2, at + 2 + size
+            if size < 2 or at > len(values):
+                return []
+            parts.append((number, values[begin:at]))
+    except (errors.CogTritonError, ValueError):
+        return []  # its reader says so
+    return parts
 
 
 def tensors_of(response: service_pb2.ModelInferResponse) -> dict[str, npt.NDArray[Any]]:
@@ -312,8 +368,7 @@ def flat_outputs(response: service_pb2.ModelInferResponse) -> Outputs:
             if (dtype := _DTYPES.get(output.name)) is not None
         }
     except ValueError:
-        text = "a response of the ensemble is malformed"
-        raise errors.TritonMalformedEvent(text) from None
+        raise errors.TritonMalformedEvent("a response of the ensemble is malformed") from None
 
 
 def is_final(response: service_pb2.ModelInferResponse) -> bool:

@@ -264,6 +264,7 @@ class TritonClient(ABC):
         self._closed = True
         for arrivals in self._running:
             arrivals.end(errors.TritonUnavailable(CLOSED))
+        for arrivals in self._running:
             arrivals.close()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._disconnect()

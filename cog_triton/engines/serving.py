@@ -1,7 +1,7 @@
 """Between a serving model and its engine: limits, stop words, streaming, and delivery.
 
-Threads deliver, and what is known of a sequence belongs to the one whose turn it is. That reads the
-sequence's new steps, all together, and sends what they make in one response: at low load that is one token,
+Threads deliver, and what is known of a sequence belongs to the one whose turn it is. That reads the new
+steps of all sequences of a reader and sends what they make in one response: at low load that is one token,
 under load as many as were made since the last turn. The cost of serving is per response, and nothing waits
 to fill one.
 """
@@ -16,7 +16,9 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from weakref import WeakValueDictionary
 
+from cog_triton import wire
 from cog_triton.engines.base import Engine, GenerationRequest, Step, TokenLogProb
 from cog_triton.errors import EngineError, EngineUnavailable
 from cog_triton.text.detokenizer import CONTEXT_TOKENS
@@ -37,21 +39,32 @@ class Output(Step):
     generated: int = 0  # tokens of the sequence so far
     # Of the arrival, the first token and the last: nanoseconds of the monotonic clock, 0 is not yet.
     times: tuple[int, int, int] = field(default=(0, 0, 0), compare=False)
+    input_tokens: int = field(default=0, compare=False)
+    channel: int = field(default=0, compare=False)  # see ``wire.CHANNEL``
 
 
 _STOP = Step(finished=True)  # the client's
 _STOP_WORD = Step(finished=True)
 
 
+class _Reader:
+    """Sequences whose outputs may leave together: those of one reader, or one that is alone."""
+
+    def __init__(self) -> None:
+        self.waiting: deque[_Sequence] = deque()  # with something to read or send
+        self.turn = threading.Lock()  # held while it is queued or read
+
+
 @dataclass(eq=False)
 class _Sequence:
     request: GenerationRequest
     request_id: str
-    send: Callable[[Output], None]
+    send: Callable[..., None]
     streaming: bool
     prompt: list[int]  # precedes the ids in the only response
+    reader: _Reader
+    channel: int
     steps: deque[Step] = field(default_factory=deque)  # that have come, and are not read
-    turn: threading.Lock = field(default_factory=threading.Lock)  # held while it is queued or read
     ids: list[int] = field(default_factory=list)
     sent: int = 0  # of the ids
     unsent: bool = False  # there is something to send
@@ -98,6 +111,8 @@ class _Sequence:
             self.ids[max(0, begin - CONTEXT_TOKENS) : begin],
             self.sent,
             (self.arrival, self.first_token, self.last_token if end else 0),
+            len(self.request.input_ids),
+            self.channel,
         )
 
     def _cut_behind_stop_word(self, before: int) -> None:
@@ -122,7 +137,8 @@ class Serving:
         self.counters = dict.fromkeys(("generated", "served", "finished", "stopped", "failed"), 0)
         self._keys = itertools.count()
         self._running: dict[str, _Sequence] = {}  # by the engine's key
-        self._turns: queue.SimpleQueue[_Sequence | None] = queue.SimpleQueue()
+        self._turns: queue.SimpleQueue[_Reader | None] = queue.SimpleQueue()
+        self._readers: WeakValueDictionary[str, _Reader] = WeakValueDictionary()
         self._counting = threading.Lock()
         self._threads = [
             threading.Thread(target=self._deliver, daemon=True) for _ in range(THREADS)
@@ -134,19 +150,21 @@ class Serving:
         self,
         request_id: str,
         request: GenerationRequest,
-        send: Callable[[Output], None],
+        send: Callable[..., None],
         *,
         streaming: bool,
         prompt_in_output: bool = False,
+        channel: str = "",
     ) -> Callable[[], None]:
         """Start one sequence; return the function that stops it, or raise EngineError.
 
         Args:
             request_id: what ``stop`` finds it by; several sequences may share one.
             request: its key is replaced by a unique one, its max_tokens by what fits the context.
-            send: gets the outputs in order, on a delivery thread.
+            send: gets the outputs in order, on a delivery thread; those of a channel's reader together.
             streaming: send tokens as they are made, not all in one output at the end.
             prompt_in_output: begin that one output with the prompt's ids. A stream never does.
+            channel: as ``wire.CHANNEL``; without one, the sequence's outputs leave alone.
         """
         length, limit = len(request.input_ids), self.engine.context_length
         if not length:
@@ -160,7 +178,9 @@ class Serving:
         key = f"{request_id}#{next(self._keys)}"
         request = replace(request, key=key, max_tokens=min(request.max_tokens, limit - length))
         prompt = request.input_ids if prompt_in_output and not streaming else []
-        sequence = _Sequence(request, request_id, send, streaming, prompt)
+        name, number = wire.reader_and_number(channel) if channel else ("", 0)
+        reader = self._readers.setdefault(name, _Reader()) if name else _Reader()
+        sequence = _Sequence(request, request_id, send, streaming, prompt, reader, number)
         self._running[key] = sequence
         try:
             self.engine.submit(request, partial(self._on_step, sequence))
@@ -190,51 +210,64 @@ class Serving:
             sequence.last_token = time.monotonic_ns()
             sequence.first_token = sequence.first_token or sequence.last_token
         sequence.steps.append(step)
-        self._queue(sequence)
+        sequence.reader.waiting.append(sequence)
+        self._queue(sequence.reader)
 
-    def _queue(self, sequence: _Sequence) -> None:
-        if sequence.turn.acquire(blocking=False):
-            self._turns.put(sequence)
+    def _queue(self, reader: _Reader) -> None:
+        if reader.turn.acquire(blocking=False):
+            self._turns.put(reader)
 
     # What follows runs on the delivery threads.
 
     def _deliver(self) -> None:
         while True:
-            if (sequence := self._turns.get()) is None:
+            if (reader := self._turns.get()) is None:
                 last = self._turns.empty()
                 self._turns.put(None)  # for the other thread, or behind what is left
                 if last:
                     return
                 continue
-            ended = sequence.end is not None
-            self._count("generated", sequence.read())
-            if sequence.end is _STOP_WORD and not ended:
-                self.engine.abort(sequence.request.key)
-            if sequence.unsent:
-                self._send(sequence)
-            sequence.turn.release()
-            if sequence.unsent or sequence.steps:  # behind the others that have something ready
-                self._queue(sequence)
+            outputs: list[tuple[_Sequence, Output]] = []
+            sequences = {reader.waiting.popleft(): None for _ in range(len(reader.waiting))}
+            for sequence in sequences:
+                ended = sequence.end is not None
+                self._count("generated", sequence.read())
+                if sequence.end is _STOP_WORD and not ended:
+                    self.engine.abort(sequence.request.key)
+                if sequence.unsent:
+                    outputs.append((sequence, sequence.take(self._limit)))
+            self._send([each for each in outputs if not each[1].finished])
+            for each in outputs:
+                if each[1].finished:
+                    self._send([each])
+            reader.waiting.extend(sequence for sequence in sequences if sequence.unsent)
+            reader.turn.release()
+            if reader.waiting:  # behind the others that have something ready
+                self._queue(reader)
 
     def _count(self, name: str, number: int) -> None:
         with self._counting:
             self.counters[name] += number
 
-    def _send(self, sequence: _Sequence) -> None:
-        key, output = sequence.request.key, sequence.take(self._limit)
-        if output.finished:
-            stopped = sequence.end is _STOP
-            self._count("stopped" if stopped else "failed" if output.error else "finished", 1)
-            self._running.pop(key, None)
+    def _send(self, outputs: list[tuple[_Sequence, Output]]) -> None:
+        """Send outputs of one reader's sequences in one response, to the first one's request."""
+        for sequence, output in outputs:
+            if output.finished:
+                stopped = sequence.end is _STOP
+                self._count("stopped" if stopped else "failed" if output.error else "finished", 1)
+                self._running.pop(sequence.request.key, None)
         try:
-            sequence.send(output)
+            if outputs:
+                outputs[0][0].send(*(output for _, output in outputs))
         except Exception:
             # One client's broken stream must not end the others'.
             logger.exception("a response could not be delivered")
-            if sequence.end is None:
-                # Its last response may get through, and must not look like the end of an answer.
-                error = EngineUnavailable("a response could not be delivered")
-                sequence.end, sequence.unsent = Step(finished=True, error=error), True
-                self.engine.abort(key)
+            for sequence, _ in outputs:
+                if sequence.end is None:
+                    # Its last response may get through, and must not look like the end of an answer.
+                    error = EngineUnavailable("a response could not be delivered")
+                    sequence.end, sequence.unsent = Step(finished=True, error=error), True
+                    self.engine.abort(sequence.request.key)
         else:
-            self._count("served", len(output.ids) - len(sequence.prompt))
+            served = sum(len(output.ids) - len(sequence.prompt) for sequence, output in outputs)
+            self._count("served", served)

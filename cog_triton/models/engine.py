@@ -16,7 +16,7 @@ from cog_triton.errors import InvalidParameter
 from cog_triton.models import stub
 from cog_triton.models.stub import Array, Client, flag
 from cog_triton.models.tensors import generation_requests, placeholders, response_tensors
-from cog_triton.wire import COUNTED_IDS, ENGINE
+from cog_triton.wire import CHANNEL, COUNTED_IDS, ENGINE
 
 # Asking Triton is a round trip: per token it halves the throughput. So is the change of a metric.
 CANCELLATION_CHECK_SECONDS = 1.0
@@ -68,12 +68,13 @@ class TritonPythonModel:
         if not self._decoupled and (streaming or len(generations) > 1):
             what = "streaming" if streaming else "a batch of prompts"
             raise InvalidParameter(f"{what} needs decoupled_mode true in the {ENGINE} model")
-        prompt_in_output = self._prompt_in_output
-        if "exclude_input_in_output" in inputs:
-            prompt_in_output = not flag(inputs, "exclude_input_in_output")
         counted = parameters.get(COUNTED_IDS) is True
         form = {"counted": counted, "top": generations[0].top_log_probs}
-        how = {"streaming": streaming, "prompt_in_output": prompt_in_output}
+        channel = parameters.get(CHANNEL, "") if counted and streaming else ""
+        how: dict[str, Any] = {"streaming": streaming, "channel": channel}
+        how["prompt_in_output"] = self._prompt_in_output
+        if "exclude_input_in_output" in inputs:
+            how["prompt_in_output"] = not flag(inputs, "exclude_input_in_output")
         zeros = {} if counted else self._placeholders
         responses = Responses(client, inputs, names, len(generations), form, zeros)
         try:
@@ -133,13 +134,13 @@ class Responses:
         for stop in self.stops:
             stop()
 
-    def send(self, index: int, output: Output) -> None:
+    def send(self, index: int, output: Output, *others: Output) -> None:
         if self.abandoned:
             return
         if output.error is not None:
             response = stub.failure(ENGINE, output.error)
         else:
-            tensors = response_tensors(index, output, self.inputs, **self.form)
+            tensors = response_tensors(index, output, *others, inputs=self.inputs, **self.form)
             response = stub.response({**tensors, **self.placeholders}, self.names)
         with self.lock:  # the last response must not overtake another sequence's
             self.unfinished -= output.finished

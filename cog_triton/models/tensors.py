@@ -142,20 +142,20 @@ def _guide(inputs: Inputs, i: int) -> Guide | None:
 
 
 def response_tensors(
-    index: int, output: Output, inputs: Inputs, *, counted: bool = False, top: int = 0
+    index: int, output: Output, *others: Output, inputs: Inputs, counted: bool = False, top: int = 0
 ) -> dict[str, Array]:
     """Return the tensors of one response; shapes are [1, beams = 1, …] as in TensorRT-LLM.
 
     Args:
         index: the sequence's place in the request's batch.
+        others: of other sequences, with a channel.
         inputs: the request's, which say what else it wants.
         counted: make only output_ids, as ``wire.COUNTED_IDS`` says, and output_log_probs if wanted.
         top: number of the most likely tokens at each place in output_log_probs.
     """
-    ids, generated = output.ids, output.generated
-    input_tokens = int(inputs["input_lengths"].reshape(-1)[index])
-    counts = [~generated if output.finished else generated, input_tokens] if counted else []
-    tensors = {"output_ids": np.array([*counts, *ids], np.int32).reshape(1, 1, -1)}
+    ids, generated, input_tokens = output.ids, output.generated, output.input_tokens
+    sent = [value for each in (output, *others) for value in counted_ids(each)] if counted else ids
+    tensors = {"output_ids": np.array(sent, np.int32).reshape(1, 1, -1)}
     if not counted:
         tensors |= {
             "sequence_length": np.array([[len(ids)]], np.int32),
@@ -176,6 +176,13 @@ def response_tensors(
             values = np.zeros(len(ids), np.float32)
         tensors[wire.LOG_PROBS] = values.reshape(1, 1, -1)
     return tensors
+
+
+def counted_ids(output: Output) -> list[int]:
+    """Return the values of ``wire.COUNTED_IDS``, behind those of ``wire.CHANNEL`` if it has one."""
+    generated = output.generated
+    values = [~generated if output.finished else generated, output.input_tokens, *output.ids]
+    return [output.channel, len(values), *values] if output.channel else values
 
 
 def _perf_metrics(output: Output) -> dict[str, Array]:

@@ -10,6 +10,7 @@ from cog_triton.wire import (
     ids_parameter,
     ids_text,
     packed_log_probs,
+    reader_and_number,
     unpacked_log_probs,
     unpacked_prompt_log_probs,
 )
@@ -32,6 +33,12 @@ def test_ids_in_a_parameter_come_back(ids: list[int]) -> None:
 def test_what_is_no_list_of_ids_is_refused(value: object) -> None:
     with pytest.raises(InvalidParameter, match=f"{CONTINUED} must be"):
         ids_parameter({CONTINUED: value}, CONTINUED)
+
+
+@pytest.mark.parametrize("value", ["", 7, f"{'a' * 32}/0", f"{'a' * 32}/{2**31}", f"{'g' * 32}/1"])
+def test_what_is_no_channel_is_refused(value: object) -> None:
+    with pytest.raises(InvalidParameter, match="channel must be 32 hexadecimal digits"):
+        reader_and_number(value)
 
 
 @pytest.mark.parametrize("top", [0, 1, 2, 5])

@@ -6,14 +6,17 @@ from contextlib import aclosing, asynccontextmanager
 from typing import Any, cast
 
 import grpc
+import numpy as np
 import pytest
 from h2.config import H2Configuration
 from h2.connection import H2Connection
 from h2.errors import ErrorCodes
 from h2.settings import SettingCodes
+from tritonclient.grpc import service_pb2 as messages
 
 from cog_triton.client.grpc_transport import Connection, GrpcClient, Stream
-from cog_triton.errors import TritonUnavailable
+from cog_triton.errors import TritonMalformedEvent, TritonUnavailable
+from cog_triton.wire import CHANNEL, reader_and_number
 
 pytestmark = pytest.mark.anyio
 SERVICE = "inference.GRPCInferenceService"
@@ -136,7 +139,7 @@ class Exchange:
         self.transport = Transport()
         self.connection = Connection("localhost:1")
         self.connection.connection_made(self.transport)
-        self.stream = self.connection.send("/", b"")
+        self.stream = self.connection.send("/", Raw(b""))
         self.peer = H2Connection(H2Configuration(client_side=False))
         self.peer.initiate_connection()
         self.peer.receive_data(self.transport.written)
@@ -161,15 +164,15 @@ async def test_streams_are_counted_and_forgotten(exchange: Exchange) -> None:
     """Of thousands that have ended few are kept, and a peer gets no more at once than it takes."""
     exchange.stream.close()
     for _ in range(2000):
-        exchange.connection.send("/", b"")
-        exchange.connection.send("/", b"").close()
+        exchange.connection.send("/", Raw(b""))
+        exchange.connection.send("/", Raw(b"")).close()
     exchange.peer.update_settings({SettingCodes.MAX_CONCURRENT_STREAMS: 2002})
     exchange.receive()
-    streams = [exchange.connection.send("/", b"") for _ in range(2)]
+    streams = [exchange.connection.send("/", Raw(b"")) for _ in range(2)]
     with pytest.raises(OSError, match="2002 open"):
-        exchange.connection.send("/", b"")
+        exchange.connection.send("/", Raw(b""))
     streams[0].close()
-    exchange.connection.send("/", b"")
+    exchange.connection.send("/", Raw(b""))
     assert len(exchange.connection._h2.streams) < 2100
 
 
@@ -203,3 +206,33 @@ async def test_what_no_server_may_send_ends_the_connection(data: bytes, exchange
     exchange.connection.data_received(data)
     assert exchange.transport.aborted
     assert (await exchange.problem()).startswith(UNREADABLE)
+
+
+async def test_parts_of_answers_come_on_any_stream_and_in_any_order(exchange: Exchange) -> None:
+    def answer(number: int, *values: int) -> bytes:
+        response = messages.ModelInferResponse(outputs=[{"name": "output_ids"}])
+        response.raw_output_contents.append(np.array(values, np.int32).tobytes())
+        whole = messages.ModelStreamInferResponse(infer_response=response)
+        message: bytes = whole.SerializeToString()
+        exchange.peer.send_data(number, b"\0" + len(message).to_bytes(4, "big") + message)
+        exchange.receive()
+        return message
+
+    requests, sent = [messages.ModelInferRequest() for _ in range(3)], exchange.transport.written
+    one, two, gone = (exchange.connection.send("/", each, shared=True) for each in requests)
+    channels = [reader_and_number(each.parameters[CHANNEL].string_param) for each in requests]
+    assert channels == [(channels[0][0], number) for number in (3, 5, 7)]
+    exchange.peer.receive_data(exchange.transport.written[len(sent) :])
+    for stream in (3, 5, 7):
+        exchange.peer.send_headers(stream, [(":status", "200")])
+    answer(3, 3, 3, 1, 9, 40, 5, 3, 2, 9, 61, 99, 3, 1, 9, 0)  # 99 is nobody's
+    assert await one.take() == [[1, 9, 40]]
+    answer(5, 5, 3, 1, 9, 60)
+    answer(5, 5, 3, ~3, 9, 62)
+    assert await two.take() == [[1, 9, 60], [2, 9, 61], [~3, 9, 62]]
+    for values in ([3], [3, 1, 2], [3, 3, 2, 9]):
+        malformed = answer(3, *values)
+        assert await one.take() == [malformed]
+    gone.close()  # without its end: others' tokens may have been among those that it did not get
+    with pytest.raises(TritonMalformedEvent, match="lost something after 1 tokens"):
+        await one.take()

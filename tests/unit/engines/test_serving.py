@@ -52,13 +52,14 @@ class Client:
         self.may_return.set()
         self.failures = 0
 
-    def __call__(self, output: Output) -> None:
+    def __call__(self, *outputs: Output) -> None:
         self.called.release()
         assert self.may_return.wait(TIMEOUT)
         if self.failures:
             self.failures -= 1
             raise RuntimeError("the stream is broken")
-        self._outputs.put(output)
+        for output in outputs:
+            self._outputs.put(output)
 
     def next(self) -> Output:
         return self._outputs.get(timeout=TIMEOUT)
@@ -78,11 +79,11 @@ class Bench:
     def start(
         self, name: str = "r", *, streaming: bool = True, with_prompt: bool = False, **values: Any
     ) -> Client:
-        client = Client()
+        """Start a sequence, on a channel if it has a ``number``."""
+        client, number = Client(), values.pop("number", None)
         request = GenerationRequest("", **{"input_ids": [1, 2, 3], "max_tokens": 50, **values})
-        client.stop = self.serving.start(
-            name, request, client, streaming=streaming, prompt_in_output=with_prompt
-        )
+        how: Any = {"channel": f"{'0' * 32}/{number}" if number else "", "streaming": streaming}
+        client.stop = self.serving.start(name, request, client, prompt_in_output=with_prompt, **how)
         return client
 
     def blocked(self, name: str = "r") -> Client:
@@ -171,6 +172,32 @@ def test_what_piles_up_while_a_response_is_sent_comes_in_one_and_in_turn(bench: 
     last = one.next()
     assert (last.ids, last.context_ids, last.generated) == ([12, 13, 14], [11], 4)
     assert last.finished
+
+
+def test_sequences_of_a_reader_leave_together_and_each_ends_alone(bench: Bench) -> None:
+    before, one, two, last = bench.blocked(), *(bench.start(number=n) for n in (5, 7, 9))
+    for to in (1, 2, 3):
+        bench.make(to * 10, to=to)
+    bench.make(31, to=3, finished=True)
+    before.may_return.set()
+    bench.drain()
+    assert [(o.channel, o.input_tokens, o.ids) for o in one.rest()] == [(5, 3, [10]), (7, 3, [20])]
+    assert [(o.channel, o.ids, o.finished) for o in last.rest()] == [(9, [30, 31], True)]
+    one.failures = 1
+    bench.make(11, to=1)
+    assert str(one.next().error) == "a response could not be delivered"
+    bench.make(21, to=2)
+    assert two.next().ids == [21]
+
+
+def test_a_broken_stream_ends_all_whose_tokens_it_had(bench: Bench) -> None:
+    before, one, two = bench.blocked(), bench.start(number=5), bench.start(number=7)
+    one.failures = 1
+    bench.make(11, to=1)
+    bench.make(21, to=2)
+    before.may_return.set()
+    for client in (one, two):
+        assert str(client.next().error) == "a response could not be delivered"
 
 
 def test_a_limit_of_tokens_splits_a_stream_and_nothing_else() -> None:

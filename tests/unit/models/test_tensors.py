@@ -44,6 +44,7 @@ def output(**values: Any) -> Output:
         "cum_log_prob": -1.75,
         "context_ids": [8, 9, 10],
         "generated": 5,
+        "input_tokens": 3,
     }
     return Output(**{**defaults, **values})
 
@@ -144,8 +145,7 @@ def test_features_of_an_engine_are_honoured() -> None:
     (without,) = generation_requests(inputs(), parameters, features)
     assert (without.top_log_probs, without.prompt_log_probs) == (0, False)
     # Who continues an answer has had the prompt's.
-    more = {**parameters, CONTINUED: ids_text([7])}
-    (continued,) = generation_requests(given, more, features)
+    (continued,) = generation_requests(given, {**parameters, CONTINUED: ids_text([7])}, features)
     assert (continued.continued, continued.prompt_log_probs) == (1, False)
 
 
@@ -189,11 +189,13 @@ def test_what_a_response_says() -> None:
         "context_ids": [[8, 9, 10]],
         "is_final": [[True]],
     }
-    assert lists(response_tensors(0, output(finished=True), inputs())) == whole
+    assert lists(response_tensors(0, output(finished=True), inputs=inputs())) == whole
     counts = {"num_input_tokens": [[3]], "num_output_tokens": [[5]]}
-    assert lists(response_tensors(0, output(finished=True), inputs(**COUNTS))) == whole | counts
+    assert (
+        lists(response_tensors(0, output(finished=True), inputs=inputs(**COUNTS))) == whole | counts
+    )
     # Zeros stand for log probabilities that nobody asked for.
-    tensors = response_tensors(0, output(log_probs=[]), inputs())
+    tensors = response_tensors(0, output(log_probs=[]), inputs=inputs())
     assert tensors["output_log_probs"].tolist() == [[[0.0, 0.0]]]
 
 
@@ -203,5 +205,8 @@ def test_counted_ids_are_one_tensor() -> None:
         (output(generated=5), [5, 3]),
         (output(generated=7, finished=True), [~7, 3]),
     ):
-        found = lists(response_tensors(0, made, inputs(**COUNTS), counted=True))
+        found = lists(response_tensors(0, made, inputs=inputs(**COUNTS), counted=True))
         assert found == {"output_ids": [[[*counts, 11, 12]]]}
+    one, other = output(channel=5), output(channel=7, input_tokens=9, ids=[4])
+    found = lists(response_tensors(0, one, other, inputs=inputs(), counted=True))
+    assert found == {"output_ids": [[[5, 4, 5, 3, 11, 12, 7, 3, 5, 9, 4]]]}
