@@ -201,8 +201,7 @@ class Connection(asyncio.Protocol):
         stream.unsent = memoryview(b"")  # an empty rest would keep the whole, an adapter perhaps
 
     def _spread(self, stream: Stream, message: bytes) -> None:
-        parts = parts_of(message)
-        for number, part in parts:
+        for number, part in (parts := parts_of(message)):
             if (receiver := self._sharing.get(number)) is not None:
                 receiver.add_part(part)
         if not parts:

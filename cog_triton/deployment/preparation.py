@@ -4,6 +4,7 @@ import importlib.metadata
 import importlib.util
 import json
 import logging
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -237,9 +238,11 @@ def template_values(
         if settings.kv_events_endpoint is not None and engine in KV_EVENTS:
             llm["kv_events_endpoint"] = settings.kv_events_endpoint
     limit = context_length({**llm, **overrides.get("tensorrt_llm", {})})
+    # One stands still while tritonserver takes its answers. What three bring is in docs/notes.md.
+    instances = {"preprocessing_instance_count": 3} if len(os.sched_getaffinity(0)) >= 8 else {}
     values: Values = {
         "ensemble": inputs,
-        "preprocessing": {**tokenizer, "max_seq_len": limit},
+        "preprocessing": {**tokenizer, "max_seq_len": limit, **instances},
         "postprocessing": tokenizer,
         "tensorrt_llm": llm,
     }

@@ -288,8 +288,7 @@ def _first_within(speeds: Tensor, weights: Tensor, number: Tensor, weight: Tenso
     chosen = speeds.argmax(dim=-1, keepdim=True)
     own = weights.gather(-1, chosen)
     likelier = weights > own
-    lower = torch.arange(weights.shape[-1], device=weights.device) < chosen
-    likelier |= (weights == own) & lower
+    likelier |= (weights == own) & (torch.arange(weights.shape[-1], device=weights.device) < chosen)
     count = likelier.sum(dim=-1)
     outside = (count >= number) | ((weights * likelier).sum(dim=-1) >= weight)
     outside &= count > 0  # the likeliest is always within, rounding or not

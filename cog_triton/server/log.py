@@ -121,8 +121,7 @@ class ServerLog:
             return first
         if status is None and (loading := ", ".join(list(self._loading))):
             return f"{first}\nstill loading: {loading}"
-        by_itself = self._rank is None and status is not None and 0 < status < 128
-        if by_itself and self.last_error:
+        if self._rank is None and status is not None and 0 < status < 128 and self.last_error:
             return f"{first}\n{self.last_error}"
         lines = [first]
         ranks = list(self._tails) if self._rank is None else [self._rank[0]]

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import httpx
 import pytest
@@ -106,10 +107,10 @@ def test_a_bad_id_never_reaches_cog(server: Server, identifier: str) -> None:
 
 
 def test_the_ids_of_clients_and_of_the_front_and_that_no_directory_stays(server: Server) -> None:
-    own = "gm3qorzdhgbfurvjtvhg6dckhu"
+    own = uuid4().hex[:26]  # as long as Replicate's; other tests' may be in the same directory
     first = server.client.post("/predictions", json={"id": own, "input": {}}).json()
-    second = server.client.put("/predictions/My_id.2-x", json={"input": {}}).json()
-    assert (first["id"], second["id"]) == (own, "My_id.2-x")
+    second = server.client.put(f"/predictions/My_id.2-{own}", json={"input": {}}).json()
+    assert (first["id"], second["id"]) == (own, f"My_id.2-{own}")
     drawn = [server.ask().json() for _ in range(5)]
     assert "".join(drawn[0]["output"]) == "".join(f"{i} xxxxxxxxxx" for i in range(3))
     assert {len(reply["id"]) for reply in drawn} == {32}
@@ -340,7 +341,7 @@ def test_what_is_left_after_the_bound_ends_with_an_error(tmp_path: Path) -> None
     with (
         serving(tmp_path, DRAIN_SECONDS="0.5") as server,
         ThreadPoolExecutor() as pool,
-        server.stream("left", chunks=100_000, ms=20) as stream,
+        server.stream(name := uuid4().hex, chunks=100_000, ms=20) as stream,
     ):
         waiting = pool.submit(server.ask, wait_s=3600)
         wait_until(lambda: "Starting prediction" in server.log.read_text(), 60, "the start")
@@ -348,13 +349,13 @@ def test_what_is_left_after_the_bound_ends_with_an_error(tmp_path: Path) -> None
         # As a form of a web page would send it: anybody who reaches the port may end the server.
         form = {"Content-Type": "text/plain", "Origin": "http://example.com"}
         assert server.client.post("/shutdown", headers=form).is_success
-        name, end = list(stream)[-1]
-        assert (name, end["error"][:5]) == ("error", "E2105")
+        kind, end = list(stream)[-1]
+        assert (kind, end["error"][:5]) == ("error", "E2105")
         reply = waiting.result()
         assert (reply.status_code, reply.json()["detail"][:5]) == (503, "E2105")
         assert server.process.wait(timeout=60) == 0
     assert "2 predictions did not end in 0.5 s: stopped at once" in server.log.read_text()
-    assert not (predictions.DIRECTORY / "left").exists()
+    assert not (predictions.DIRECTORY / name).exists()
 
 
 def test_the_worker_does_not_ignore_sigterm(server: Server) -> None:

@@ -76,8 +76,10 @@ def test_the_directory_reaches_the_engine(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "adapters").mkdir()
-    values = template_values(read_settings({"LORA_DIR": "adapters"}), engine)["tensorrt_llm"]
-    assert values["lora_prefetch_dir"] == str(tmp_path.resolve() / "adapters")
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(8))
+    values = template_values(read_settings({"LORA_DIR": "adapters"}), engine)
+    assert values["preprocessing"]["preprocessing_instance_count"] == 3  # one on fewer cores
+    assert values["tensorrt_llm"]["lora_prefetch_dir"] == str(tmp_path.resolve() / "adapters")
     assert "lora_prefetch_dir" not in template_values(read_settings({}), engine)["tensorrt_llm"]
 
 
