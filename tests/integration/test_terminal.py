@@ -136,7 +136,7 @@ def stream(environment: Mapping[str, str], max_tokens: int) -> Iterator[Iterator
     [
         # The script's first import: Python ends itself.
         (IMPORTS + SERVE[1:], " argparse\r\n", CTRL_C, ""),
-        (IMPORTS + SERVE[1:], " pydantic.types\r\n", CTRL_C, "stopped\r\n"),
+        (IMPORTS + SERVE[1:], " pydantic.types\r\n", CTRL_C, "stopped( before it was ready)?\r\n"),
         (IMPORTS + PREDICT[1:], " numpy\r\n", CTRL_C, "stopped\r\n"),
         (SERVE, "Initialize: tensorrt_llm", CTRL_C, "stopped before it was ready\r\n"),
         (SERVE, "model in place", SIGTERM, ""),
@@ -156,7 +156,7 @@ def test_an_end_before_it_is_done(
             assert terminal.status() == 0
         else:
             assert terminal.status() in ((130,) if end else (130, -signal.SIGINT))
-        assert terminal.text.endswith(end)
+        assert re.search(end + r"\Z", terminal.text)  # on a busy machine it comes later
         assert "Traceback" not in terminal.text
         terminal.leaves_nothing(there)
 
