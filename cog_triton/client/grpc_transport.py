@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any, TypeVar, cast
 from urllib.parse import unquote
 from uuid import uuid4
-from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -102,17 +101,15 @@ class Connection(asyncio.Protocol):
         )
         self._streams: dict[int, Stream] = {}
         self._reader = uuid4().hex
-        self._sharing: WeakValueDictionary[int, Stream] = WeakValueDictionary()
+        self._sharing: dict[int, Stream] = {}  # until they are closed
         self._taken = 0  # bytes received and not yet granted to the peer again
         self.usable = True
 
-    def send(
-        self, path: str, request: Any, traceparent: Any = None, *, shared: bool = False
-    ) -> Stream:
+    def send(self, path: str, request: Any, trace: Any = None, *, shared: bool = False) -> Stream:
         """Send a request, or raise OSError. Responses to ``shared`` ones may have parts of each other's."""
         head = {":method": "POST", ":scheme": "http", ":path": path, ":authority": self._authority}
         headers = {**head, "te": "trailers", "content-type": "application/grpc"}
-        headers |= {wire.TRACEPARENT: traceparent} if traceparent else {}
+        headers |= {wire.TRACEPARENT: trace} if trace else {}
         try:
             number = self._h2.get_next_available_stream_id()
             self._h2.send_headers(number, headers.items())
@@ -204,7 +201,8 @@ class Connection(asyncio.Protocol):
         for number, part in (parts := parts_of(message)):
             if (receiver := self._sharing.get(number)) is not None:
                 receiver.add_part(part)
-        if not parts:
+        if not parts:  # an error, or an engine that knows no channels
+            stream.receive = stream.add
             stream.add(message)
 
     def _lose(self, stream: Stream) -> None:
@@ -218,6 +216,7 @@ class Connection(asyncio.Protocol):
             self._lose(stream)
             self._h2.reset_stream(stream.number, ErrorCodes.CANCEL)
             self._flush()
+        self._sharing.pop(stream.number, None)
 
     def _flush(self) -> None:
         if data := self._h2.data_to_send():
@@ -315,7 +314,7 @@ def parts_of(message: bytes) -> list[tuple[int, list[int]]]:
     """Return the parts that ``wire.CHANNEL`` speaks of, each with its number; none of another message."""
     parts, at = [], 0
     try:
-        values = flat_outputs(parse(message)).get("output_ids", [])
+        (values,) = flat_outputs(parse(message)).values()  # TensorRT-LLM's C++ backend sends more
         while at < len(values):
             number, size = values[at : at + 2]
             begin, at = at + 2, at + 2 + size

@@ -68,13 +68,13 @@ class TritonPythonModel:
         if not self._decoupled and (streaming or len(generations) > 1):
             what = "streaming" if streaming else "a batch of prompts"
             raise InvalidParameter(f"{what} needs decoupled_mode true in the {ENGINE} model")
+        prompt_in_output = self._prompt_in_output
+        if "exclude_input_in_output" in inputs:
+            prompt_in_output = not flag(inputs, "exclude_input_in_output")
         counted = parameters.get(COUNTED_IDS) is True
         form = {"counted": counted, "top": generations[0].top_log_probs}
-        channel = parameters.get(CHANNEL, "") if counted and streaming else ""
-        how: dict[str, Any] = {"streaming": streaming, "channel": channel}
-        how["prompt_in_output"] = self._prompt_in_output
-        if "exclude_input_in_output" in inputs:
-            how["prompt_in_output"] = not flag(inputs, "exclude_input_in_output")
+        how: dict[str, Any] = {"streaming": streaming, "prompt_in_output": prompt_in_output}
+        how["channel"] = parameters.get(CHANNEL, "") if counted and streaming else ""
         zeros = {} if counted else self._placeholders
         responses = Responses(client, inputs, names, len(generations), form, zeros)
         try:

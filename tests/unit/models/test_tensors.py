@@ -191,9 +191,8 @@ def test_what_a_response_says() -> None:
     }
     assert lists(response_tensors(0, output(finished=True), inputs=inputs())) == whole
     counts = {"num_input_tokens": [[3]], "num_output_tokens": [[5]]}
-    assert (
-        lists(response_tensors(0, output(finished=True), inputs=inputs(**COUNTS))) == whole | counts
-    )
+    more = inputs(**COUNTS)
+    assert lists(response_tensors(0, output(finished=True), inputs=more)) == whole | counts
     # Zeros stand for log probabilities that nobody asked for.
     tensors = response_tensors(0, output(log_probs=[]), inputs=inputs())
     assert tensors["output_log_probs"].tolist() == [[[0.0, 0.0]]]

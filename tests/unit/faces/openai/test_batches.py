@@ -261,8 +261,7 @@ async def test_at_its_end_of_time_a_batch_keeps_the_answers_that_it_has(store: s
         await until(lambda: counted(client, name, 1))
         with sqlite3.connect(store) as journal:
             journal.execute("UPDATE batches SET expires = 1")
-        batch = await client.until(name, "expired")
-        errors = await client.lines(batch, "error")
+        errors = await client.lines(await client.until(name, "expired"), "error")
         assert len(errors) == 8
         assert {error["error"]["code"] for error in errors.values()} == {"batch_expired"}
 
