@@ -210,8 +210,7 @@ engine.generation_requests = die_of_one
 async def test_a_request_that_ends_servers_fails_alone(demo_model: Path, tmp_path: Path) -> None:
     templates = tmp_path / "templates"
     shutil.copytree(ROOT / "triton_model_repo", templates)
-    code = templates / "tensorrt_llm" / "1" / "model.py"
-    with code.open("a") as file:
+    with (templates / "tensorrt_llm" / "1" / "model.py").open("a") as file:
         file.write(DIES)
     poisonous = dataclasses.replace(request(0), seed=POISON)
     environment = {"ENGINE": "simulated", "TRITON_MODEL_REPO": str(templates)}

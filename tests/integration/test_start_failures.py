@@ -84,8 +84,7 @@ def test_of_a_template_of_prompts(demo_model: Path) -> None:
 def test_of_a_model_whose_process_is_killed(demo_model: Path, tmp_path: Path) -> None:
     templates = tmp_path / "templates"
     shutil.copytree(ROOT / "triton_model_repo", templates)
-    code = templates / "tensorrt_llm" / "1" / "model.py"
-    with code.open("a") as file:
+    with (templates / "tensorrt_llm" / "1" / "model.py").open("a") as file:
         file.write("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
     given = {"MODEL": str(demo_model), "TRITON_MODEL_REPO": str(templates), "ENGINE": "simulated"}
     status, said = run("run_prediction.py", **given)

@@ -150,7 +150,7 @@ def test_a_dry_run_prints_the_command(tmp_path: Path, capsys: pytest.CaptureFixt
     repository = make_repository(tmp_path / "r", draft="", target="")
     given = [f"--model_repo={repository}", f"--tritonserver={triton}", "--dry-run"]
     endpoints = Endpoints("127.0.0.1", 8000, 8001, 8002)
-    assert run_launch(*given, *("--world_size=2", "--tensorrt_llm_model_name=draft,target")) == 0
+    assert run_launch(*given, "--world_size=2", "--tensorrt_llm_model_name=draft,target") == 0
     wanted, launch = read_settings({"WORLD_SIZE": "2"}), Launch(engine_models=("draft", "target"))
     expected = command(triton, repository, backends, endpoints, "prefix", wanted, launch)
     assert shlex.split(capsys.readouterr().out) == expected
