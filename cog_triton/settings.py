@@ -1,7 +1,7 @@
 """The settings of a deployment, read once from the environment.
 
-A field is set by the environment variable of its name in capitals, or of its alias; an empty one counts as
-unset. settings.yaml describes them.
+A field is set by the environment variable of its name in capitals, or its alias; an empty one is unset.
+settings.yaml describes them.
 """
 
 import os

@@ -73,8 +73,7 @@ class TokenLogProb:
 def parse_logit_bias(text: Any) -> tuple[tuple[int, float], ...]:
     """Parse the value of ``LOGIT_BIAS``, which may be missing, or raise InvalidParameter."""
     try:
-        biases = json.loads(text or "{}").items()
-        return tuple((int(token), float(bias)) for token, bias in biases)
+        return tuple((int(i), float(bias)) for i, bias in json.loads(text or "{}").items())
     except (TypeError, ValueError, AttributeError, OverflowError, RecursionError):
         text = f"{LOGIT_BIAS} must be as a JSON object of ids and numbers"
         raise InvalidParameter(text) from None
@@ -102,14 +101,9 @@ def packed_log_probs(
 
 
 def unpacked_log_probs(ids: Sequence[int], values: Array, top: int) -> list[TokenLogProb]:
-    """Read the log probabilities of a response's ids.
+    """Read the log probabilities of a response's ids, or raise ValueError if there are too few.
 
-    Args:
-        values: of ``packed_log_probs``, of these ids and any before them. TensorRT-LLM sends those of all
-            tokens so far each time.
-
-    Raises:
-        ValueError: there are too few.
+    ``values`` are of ``packed_log_probs``, of these ids behind any others: TensorRT-LLM sends all so far.
     """
     width = 1 + 2 * top
     rows = values[max(0, len(values) - len(ids) * width) :].reshape(len(ids), width).tolist()
@@ -123,8 +117,7 @@ def unpacked_log_probs(ids: Sequence[int], values: Array, top: int) -> list[Toke
 
 def unpacked_prompt_log_probs(values: Array, generated: int, top: int) -> list[TokenLogProb]:
     """Read the prompt's log probabilities, ahead of ``generated`` ids', or raise ValueError."""
-    width = 1 + 2 * (1 + top)
-    rows = values[: max(0, len(values) - generated * (1 + 2 * top))].reshape(-1, width)
+    rows = values[: max(0, len(values) - generated * (1 + 2 * top))].reshape(-1, 3 + 2 * top)
     tokens = unpacked_log_probs(rows[:, 1].astype(np.int64).tolist(), rows.ravel(), 1 + top)
     return [replace(token, top=token.top[1:]) for token in tokens]
 

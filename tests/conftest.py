@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from cog_triton.text.tokenizer import Tokenizer, load_tokenizer
 from tests.support import regions_left, wait_until
 from tools.demo_model import DIRECTORY
 
@@ -71,6 +72,16 @@ def group_of(item: pytest.Item) -> str:
 def demo_model(pytestconfig: pytest.Config) -> Path:
     """The demo model that ships, or another one that is as good."""
     return Path(pytestconfig.getoption("--demo-model"))
+
+
+@pytest.fixture(scope="session")
+def tokenizer(demo_model: Path) -> Tokenizer:
+    return load_tokenizer(str(demo_model))
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

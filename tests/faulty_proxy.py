@@ -95,8 +95,7 @@ class FaultyProxy:
                 if happens("delay"):
                     await asyncio.sleep(random.random() * LONGEST_DELAY)
                 places = random.choices(range(len(piece) + 1), k=3) if happens("split") else []
-                whole = 0 if answer else HEAD
-                cuts = sorted(place for place in places if place > whole)
+                cuts = sorted(place for place in places if place > (0 if answer else HEAD))
                 for start, end in pairwise([0, *cuts, len(piece)]):
                     writer.write(piece[start:end])
                     await writer.drain()

@@ -186,9 +186,8 @@ def supervise(repository: Path, settings: Settings, start: Launch, *, quiet: boo
             ready = f"rank {start.rank} of {settings.world_size} started"
         if not quiet:
             print(ready, flush=True)
-        status = server.wait()
         # srun takes a task that ends with 0 for one that has done its work.
-        return status or int(start.rank is not None)
+        return server.wait() or int(start.rank is not None)
     except KeyboardInterrupt:
         server.stop()
         return server.status or 0

@@ -48,8 +48,7 @@ WHITESPACE = " ?"
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _ONES = ("items", "additionalProperties")
-# With these a part of a schema describes a part of an object, or what it must not be: each part has to stay
-# open for the others.
+# With these a part of a schema describes a part of an object, or what it must not be: each stays open.
 _PARTED = {"not", "if", "oneOf", "dependencies", "dependentSchemas", "dependentRequired"}
 _PARTED |= {"unevaluatedProperties"}
 _ELSEWHERE = {"$ref", "allOf", "anyOf"}

@@ -1,7 +1,6 @@
 """Processes that engines start, from a process that may be Triton's stub.
 
-The stub's Python reads files as ASCII, and names no interpreter that a spawned process could run. A forked
-process would pass for a second stub, also to those that watch stubs.
+The stub's Python reads files as ASCII and names no interpreter. A forked process would pass for a stub.
 """
 
 import locale

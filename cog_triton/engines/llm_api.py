@@ -1,7 +1,6 @@
 """TensorRT-LLM by its Python LLM API, 1.1 and later; from 1.3 on it has no other.
 
-All of this has run only on a fake that keeps to the interface promised for 1.x. docs/operations.md has what
-is unchecked on the real one.
+This has run only on a fake of the interface promised for 1.x; docs/operations.md has what is unchecked.
 """
 
 import logging

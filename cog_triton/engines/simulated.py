@@ -74,8 +74,7 @@ class Failures:
         if max_tokens <= SPARED_TOKENS or draw() >= self.rate:
             return None
         kind = self.kinds[int(draw() * len(self.kinds))]
-        after = 1 + int(draw() * (max_tokens - 1))
-        return Failure(kind, after=max(0, after - request.continued))
+        return Failure(kind, max(0, 1 + int(draw() * (max_tokens - 1)) - request.continued))
 
 
 class _Slots:

@@ -182,8 +182,7 @@ def batching_config(model: Any, context_length: int, parameters: Mapping[str, st
     sequence_blocks = math.ceil(context_length / page) + 1
     blocks = None
     if tokens := parameters.get("max_tokens_in_paged_kv_cache"):
-        blocks = int(tokens) // page
-        if blocks < sequence_blocks:
+        if (blocks := int(tokens) // page) < sequence_blocks:
             least = f"{context_length} tokens; {sequence_blocks * page} is the least"
             text = f"max_tokens_in_paged_kv_cache={tokens} cannot hold one sequence of {least}"
             raise ValueError(text)

@@ -114,8 +114,7 @@ class Row:
 class StepProcessor(cb_logits_processors.ContinuousBatchingLogitsProcessorList):
     """Stands in for transformers' logits processors, which know no seeds, penalties or bad words.
 
-    It is called at three points of a step: before it, around the model's forward pass, and with the logits,
-    whose place the chosen tokens take.
+    It is called before a step, around the forward pass, and with the logits, which chosen tokens replace.
     """
 
     def __init__(self, model: Any, guides: Guides | None, adapters: Adapters | None) -> None:
@@ -211,8 +210,7 @@ def _note_prompt(logits: Tensor, row: Row, start: int) -> None:
     ids, known = row.request.input_ids, row.prompt_log_probs
     if not known:
         known.append(TokenLogProb(ids[0], 0.0))
-    begin = len(known) - 1 - start
-    for part in torch.split(logits[begin : len(ids) - 1 - start], PART):
+    for part in torch.split(logits[len(known) - 1 - start : len(ids) - 1 - start], PART):
         own = torch.tensor(ids[len(known) : len(known) + len(part)], device=part.device)
         known += log_probs(part, own, row.request.top_log_probs)
 
@@ -310,8 +308,7 @@ def _exponential(keys: Tensor, vocabulary: int) -> Tensor:
     keys = keys.to(torch.int32)
     token = torch.arange(vocabulary, dtype=torch.int32, device=keys.device) * _GOLDEN
     bits = _mix_(_mix_(token ^ keys[:, :1]).bitwise_xor_(keys[:, 1:])).bitwise_and_(0x7FFFFFFF)
-    uniform = bits.float().add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
-    return uniform.neg_().log1p_().neg_()
+    return bits.float().add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24).neg_().log1p_().neg_()
 
 
 def _mix_(x: Tensor) -> Tensor:

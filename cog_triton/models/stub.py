@@ -42,9 +42,8 @@ class Client:
     def send(self, *response: Any, last: bool) -> None:
         """Send a response; without one, only the end of the responses."""
         with self._lock:
-            self._sender.send(
-                *response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if last else 0
-            )
+            flags = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if last else 0
+            self._sender.send(*response, flags=flags)
             if last:  # Triton 2.51 frees what the sender refers to
                 self._sender, self.closed = None, True
 
@@ -152,10 +151,8 @@ class Contexts:
 
 
 def _context(ids: list[int], *, final: bool) -> Tensors:
-    return {
-        "context_ids": np.array(ids, np.int32).reshape(1, -1),
-        "is_final": np.array([[final]], np.bool_),
-    }
+    context_ids = np.array(ids, np.int32).reshape(1, -1)
+    return {"context_ids": context_ids, "is_final": np.array([[final]], np.bool_)}
 
 
 def request_parameters(request: Any) -> dict[str, Any]:
@@ -184,6 +181,5 @@ def failure(model: str, cause: Exception) -> Any:
         text = f"model '{model}' failed: {type(cause).__name__}; the server's log has more"
     elif not isinstance(cause, errors.ServerError | errors.EngineUnavailable):
         code = [pb_utils.TritonError.INVALID_ARG]
-    return pb_utils.InferenceResponse(
-        error=pb_utils.TritonError(shortened(text, errors.LONGEST), *code)
-    )
+    error = pb_utils.TritonError(shortened(text, errors.LONGEST), *code)
+    return pb_utils.InferenceResponse(error=error)

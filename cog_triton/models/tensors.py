@@ -36,9 +36,9 @@ def generation_requests(
     ``features`` are the inputs and parameters that the engine honours; see ``Engine.features``.
     InvalidParameter names an input that is missing, out of range, or not supported.
     """
-    unsupported = [name for name, of in NAMES["unsupported"].items() if of not in features]
+    given = [n for n, of in NAMES["unsupported"].items() if n in inputs and of not in features]
     # A zero asks for nothing, a tensor of them for something.
-    refused = [n for n in unsupported if flag(inputs, n) or inputs.get(n, _EMPTY)[:1].size > 1]
+    refused = [n for n in given if flag(inputs, n) or inputs[n][:1].size > 1]
     for name in ("beam_width", "num_return_sequences"):
         if name in inputs:
             if (least := inputs[name].min()) < 1:

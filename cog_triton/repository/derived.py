@@ -1,9 +1,8 @@
 """Models that no template stands for, made of the filled ones.
 
 ``ensemble_ids`` is the ensemble without its last step, for clients that turn token ids into text: Triton
-walks through every output of an ensemble for every response, whichever a client names. docs/notes.md
-has the savings. ``tensorrt_llm_context`` stands before TensorRT-LLM's C++ backend; see
-``cog_triton.models.context``.
+walks through every output of an ensemble for every response, whichever a client names (docs/notes.md).
+``tensorrt_llm_context`` stands before TensorRT-LLM's C++ backend; see ``cog_triton.models.context``.
 """
 
 from copy import deepcopy

@@ -1,7 +1,6 @@
 """The template variables, which stand as ``${name}`` in a model's config.pbtxt, and a file of their values.
 
-The table of variables is variables.yaml, beside this file. ``scripts/make_docs.py`` turns it into the one
-in docs/configuration.md.
+The variables are in variables.yaml, of which ``scripts/make_docs.py`` makes docs/configuration.md's table.
 """
 
 import logging

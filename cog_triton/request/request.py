@@ -92,8 +92,7 @@ def engine_guide(guide: Guide) -> Guide:
 def ascii_classes(expression: str) -> str:
     """Spell out \\d, \\w and \\s as Python's re has them with ASCII; engines differ in what they match.
 
-    Raises:
-        ValueError: a backslash before a letter or digit that engines take differently.
+    ValueError names a backslash before a letter or digit that engines take differently.
     """
     parts, in_class, first = [], False, False
     for token in _TOKENS.findall(expression):

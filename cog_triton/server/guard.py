@@ -46,8 +46,7 @@ TRACKER_SECONDS = 30.0  # on a busy machine one that was just started takes seco
 _TRACKER = b"multiprocessing.resource_tracker"
 LAST_BYTES_SECONDS = 0.2  # for a server that has answered every request to write its last output
 
-# mpirun hands this one on to its ranks and waits for them. A SIGTERM it keeps back for a second, and
-# kills them one second later.
+# mpirun hands this on and waits for its ranks; a SIGTERM it keeps for a second, and then kills them.
 _GROUP_STOP = signal.SIGUSR1
 _STOPS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 _SUBREAPER, _PARENT_DEATH_SIGNAL = 36, 1  # of prctl
@@ -223,8 +222,7 @@ def kill_descendants(besides: int | None = None) -> list[str]:
         own = _descendants(set()).values()
         return [p for p in own if p.parent == os.getpid() and p.pid != besides]
 
-    # Each round makes the children of the killed this process's own. Process groups do not help: mpirun
-    # gives every rank one.
+    # Each round makes the children of the killed this process's own. mpirun gives every rank a group.
     names = []
     while found := [p for p in children() if _TRACKER not in _command_line(p.pid)]:
         # In the middle of its exec a process has none, and may be a tracker: it is looked at again.

@@ -59,7 +59,7 @@ class Fetched(BaseModel, frozen=True):
 def fetch(
     source: str, *, cache: Path, checksum: str | None = None, token: str | None = None
 ) -> Path:
-    """Return a local directory with the files that ``source`` names.
+    """Return a local directory with the files that ``source`` names, or raise ConfigurationError.
 
     A tar file (plain, or compressed with gzip, bzip2 or xz) is unpacked into the cache; if all of it
     is in one directory, that directory is returned. It is not fetched again while its server says
@@ -71,9 +71,6 @@ def fetch(
         cache: where tar files are unpacked; made if need be.
         checksum: SHA-256 of the tar file in hexadecimal, "sha256:" before it or not.
         token: access token for Hugging Face; the one that ``hf auth login`` keeps when None.
-
-    Raises:
-        ConfigurationError: there is nothing to return, with the reason and what to do.
     """
     expected = checksum.strip().lower().removeprefix("sha256:") if checksum else None
     if expected is not None and not re.fullmatch("[0-9a-f]{64}", expected):

@@ -12,7 +12,6 @@ from cog_triton.repository.fill import fill_repository
 from cog_triton.server.command import Launch
 from cog_triton.server.tritonserver import TritonServer
 from cog_triton.settings import Settings, read_settings
-from cog_triton.text.tokenizer import Tokenizer, load_tokenizer
 from tests.openai_server import OpenAIServer
 from tests.support import CogServer, EngineCounters, free_port
 
@@ -51,19 +50,9 @@ def running(server: TritonServer) -> Iterator[TritonServer]:
         server.stop()
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @pytest.fixture(params=["grpc", "http"])
 def transport(request: pytest.FixtureRequest) -> str:
     return str(request.param)
-
-
-@pytest.fixture(scope="session")
-def tokenizer(demo_model: Path) -> Tokenizer:
-    return load_tokenizer(str(demo_model))
 
 
 @pytest.fixture(scope="session")
@@ -117,7 +106,6 @@ def paced_cog_server(
     demo_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[CogServer]:
     """Cog with the OpenAI face beside it and the simulated engine, at PACE_MS a token."""
-    log = tmp_path_factory.mktemp("paced_cog") / "log"
     environment = {
         "MODEL": str(demo_model),
         "ENGINE": "simulated",
@@ -125,7 +113,7 @@ def paced_cog_server(
         "OPENAI_PORT": str(free_port()),
         "TRITON_GRPC_PORT": str(free_port()),
     }
-    with CogServer(environment, log) as server:
+    with CogServer(environment, tmp_path_factory.mktemp("paced_cog") / "log") as server:
         server.wait_until_ready()
         yield server
 

@@ -32,10 +32,9 @@ class Case:
 
 GREEDY: dict[str, Any] = {"top_k": 1, "top_p": 1.0, "temperature": 1.0, "seed": 0, "max_tokens": 30}
 PLAIN: dict[str, Any] = GREEDY | {"top_k": 40, "top_p": 0.99, "temperature": 2.0, "seed": 7}
-SAMPLED = {**PLAIN, "repetition_penalty": 1.2}
 CASES = {
     "a prompt, greedy": Case(GREEDY),
-    "a prompt, sampled": Case(SAMPLED),
+    "a prompt, sampled": Case({**PLAIN, "repetition_penalty": 1.2}),
     "a chat, sampled": Case(PLAIN, is_chat=True),
 }
 
@@ -89,8 +88,7 @@ def kserve_grpc(doors: Doors, case: Case) -> Answer:
         name: np.array([[value]], np.uint64 if name == "seed" else TYPES[type(value)])
         for name, value in {"text_input": doors.text(case), **case.fields}.items()
     }
-    parameters = {ADD_SPECIAL_TOKENS: not case.is_chat}
-    reply = infer(doors.grpc, inputs, parameters=parameters)[0]
+    reply = infer(doors.grpc, inputs, parameters={ADD_SPECIAL_TOKENS: not case.is_chat})[0]
     ids = tuple(reply["output_ids"].reshape(-1).tolist())
     return Answer(reply["text_output"][0].decode(), len(ids), ids)
 

@@ -162,8 +162,7 @@ def test_an_adapter_is_a_model_of_its_name(scaled: Scaled) -> None:
 
 
 def test_a_tool_is_called(scaled: Scaled) -> None:
-    function = {"name": "look_up", "parameters": TOPIC}
-    tools = {"tools": [{"type": "function", "function": function}]}
+    tools = {"tools": [{"type": "function", "function": {"name": "look_up", "parameters": TOPIC}}]}
     chosen = {"tool_choice": {"type": "function", "function": {"name": "look_up"}}}
     choice = scaled.post("/v1/chat/completions", **CHAT, **tools, **chosen).json()["choices"][0]
     assert choice["finish_reason"] == "tool_calls"

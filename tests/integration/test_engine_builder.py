@@ -133,8 +133,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
 def test_a_build(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
     keys: dict[str, Any] = {"dtype": "float16", "tp_size": 2, "max_batch_size": 4}
     content = machine.build(**keys)
-    steps = [(call["name"], shlex.join(call["argv"])) for call in machine.calls()]
-    assert steps == [
+    assert [(call["name"], shlex.join(call["argv"])) for call in machine.calls()] == [
         ("convert", f"--model_dir {machine.model} --output_dir {machine.workdir}/checkpoint "
          "--dtype float16 --tp_size 2"),
         ("trtllm-build", f"--checkpoint_dir {machine.workdir}/checkpoint "
@@ -231,9 +230,8 @@ def test_a_step_that_fails(
 ) -> None:
     monkeypatch.setenv(f"FAKE_{program.upper().replace('-', '_')}", fate)
     machine.output.write_text("of an earlier build")
-    quantization = "fp8" if program == "quantize" else "none"
     with pytest.raises(EngineBuildError, match=problem) as caught:
-        machine.build(TOKEN, quantization=quantization, tp_size=2)
+        machine.build(TOKEN, quantization="fp8" if program == "quantize" else "none", tp_size=2)
     assert machine.output.read_text() == "of an earlier build"
     log = machine.workdir / "build.log"
     assert str(caught.value) in log.read_text()

@@ -94,9 +94,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 @pytest.mark.parametrize("identifier", ["%00", "a" * 129, "..%2fx", "%2e%2e", "%ff"])
 def test_a_bad_id_never_reaches_cog(server: Server, identifier: str) -> None:
     path = f"/predictions/{identifier}"
-    body = {"id": "../x", "input": {}}
     for route in ("/predictions", "/trainings"):
-        reply = server.client.post(route, json=body)
+        reply = server.client.post(route, json={"id": "../x", "input": {}})
         assert (reply.status_code, reply.json()["detail"][0]["loc"]) == (422, ["body", "id"])
     for method, target in [("PUT", path), ("POST", f"{path}/cancel")]:
         for _ in range(SLOTS):
@@ -215,8 +214,7 @@ def test_webhooks_and_asynchronous_predictions(server: Server) -> None:
 
     with http_server(Hook) as url:
         body = {"input": {}, "webhook": f"{url}/first", "webhook_events_filter": ["completed"]}
-        headers = {"Prefer": "respond-async"}
-        reply = server.client.post("/predictions", json=body, headers=headers)
+        reply = server.client.post("/predictions", json=body, headers={"Prefer": "respond-async"})
         assert (reply.status_code, reply.json()["status"]) == (202, "starting")
         wait_until(lambda: len(came) == 2, 60, "the webhook and where it is redirected to")
     (*first, _), (*second, done) = came

@@ -60,8 +60,7 @@ def ports(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
             name: Port(numbers[name], psutil.Process(cog.process.pid))
             for name in ("front", "beside", "metrics")
         }
-        workers = directory / "workers"
-        with OpenAIServer(SIMULATED, workers, *attached, "--workers", "2") as face:
+        with OpenAIServer(SIMULATED, directory / "workers", *attached, "--workers", "2") as face:
             ports["workers"] = Port(face.port, psutil.Process(face.process.pid))
             yield ports
 
@@ -161,8 +160,7 @@ def test_floods_are_dropped(ports: dict[str, Port], name: str, begin: bytes, pie
     port = ports[name]
     before = port.memory()
     with ExitStack() as stack:
-        connections = [stack.enter_context(port.connect()) for _ in range(6)]
-        for connection in connections:
+        for connection in [stack.enter_context(port.connect()) for _ in range(6)]:
             try:
                 connection.sendall(begin)
                 for _ in range(5 * MB // len(piece)):

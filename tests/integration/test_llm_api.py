@@ -63,8 +63,7 @@ def test_closing_the_generator_aborts_in_the_llm(
     with_client("grpc", llm_api_triton, use)
     wait_until(lambda: "fake LLM: aborted a request" in caplog.text, 60, "the LLM's abort")
     # The counters of the metrics endpoint follow the engine some milliseconds later.
-    engine = engine_counters(llm_api_triton)
-    wait_until(lambda: engine["active"] == 0, 60, "an idle engine")
+    wait_until(lambda: engine_counters(llm_api_triton)["active"] == 0, 60, "an idle engine")
 
 
 def test_a_prompt_too_long_for_the_llm(llm_api_triton: TritonServer, tokenizer: Tokenizer) -> None:

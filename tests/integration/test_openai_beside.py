@@ -15,8 +15,7 @@ from tests.support import CogServer, alive, children, free_port, wait_until
 def server_with(model: Path, directory: Path, **environment: str) -> CogServer:
     """Cog's server, and the other face on a port; 20 ms a token."""
     simulated = {"ENGINE": "simulated", "SIMULATED_INTER_TOKEN_MS": "20"}
-    port = str(free_port())
-    given = {"MODEL": str(model), "OPENAI_PORT": port, **simulated, **environment}
+    given = {"MODEL": str(model), "OPENAI_PORT": str(free_port()), **simulated, **environment}
     return CogServer(given, directory / "log")
 
 
@@ -52,5 +51,4 @@ def test_a_port_that_is_taken_is_named(demo_model: Path, tmp_path: Path) -> None
         port = other.getsockname()[1]
         with server_with(demo_model, tmp_path, OPENAI_PORT=str(port)) as server:
             assert server.process.wait(60) != 0
-    taken = f"OPENAI_PORT: 127.0.0.1, port {port}: Address already in use"
-    assert taken in server.log.read_text()
+    assert f"OPENAI_PORT: 127.0.0.1, port {port}: Address already in use" in server.log.read_text()

@@ -69,9 +69,7 @@ def ended(client: Any, id: str) -> Any:
     return wait_until(end, 60, f"the end of {id}")
 
 
-def test_a_response_is_kept_and_continued_until_it_is_deleted(
-    clients: list[Any],
-) -> None:
+def test_a_response_is_kept_and_continued_until_it_is_deleted(clients: list[Any]) -> None:
     client, stranger = clients
     first = client.responses.create(**BODY, metadata={"a": "b"})
     assert first.output_text.startswith(ANSWER)

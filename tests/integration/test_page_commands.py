@@ -182,9 +182,8 @@ def test_the_commands_of_a_page_run_as_printed(page: Path, checkout: Path, tmp_p
 
 @pytest.mark.parametrize("text", ["$ false | cat", "$ curl -s localhost:8000/v2/nothing"])
 def test_a_command_that_fails_is_noticed(text: str, checkout: Path, tmp_path: Path) -> None:
-    page = ROOT / "docs" / "api.md"
     with (
         opened(checkout, tmp_path) as terminal,
         pytest.raises(AssertionError, match=r"api\.md:1: "),
     ):
-        terminal.type(Block(page, 1, frozenset(), (text.removeprefix("$ "),)))
+        terminal.type(Block(ROOT / "docs" / "api.md", 1, frozenset(), (text.removeprefix("$ "),)))

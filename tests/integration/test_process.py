@@ -182,8 +182,7 @@ def opened(
 
 
 def test_no_process_of_the_server_has_a_secret(opened: TritonServer, secret: str) -> None:
-    pids = processes(opened.shm_prefix)
-    (own_guard,) = [pid for pid in pids if "guard.py" in command_line(pid)]
+    (own_guard,) = [pid for pid in processes(opened.shm_prefix) if "guard.py" in command_line(pid)]
     all_started = children(own_guard)
     assert len(all_started) == 4  # tritonserver and three stubs
     for pid in (own_guard, *all_started):

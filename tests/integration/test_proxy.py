@@ -89,8 +89,7 @@ def raw(proxy: httpx.Client, method: str, path: str) -> int:
     )
     with contextlib.closing(connection):
         headers = {"Authorization": "Basic dXNlcjpzZWNyZXQ=", "Content-Type": "application/json"}
-        body = b'{"input": {"prompt": "hi", "max_tokens": 1}}'
-        connection.request(method, path, body, headers)
+        connection.request(method, path, b'{"input": {"prompt": "hi", "max_tokens": 1}}', headers)
         return connection.getresponse().status
 
 

@@ -162,8 +162,7 @@ async def test_sampled_text_goes_on_as_it_would_have(demo_model: Path, tmp_path:
         # So many that the engine does not make them all before the first few have been read.
         tokens = 4 * TOKENS
         undisturbed = await answers(deployment, tokens=tokens, streams=4)
-        killed = await answers(deployment, ("tensorrt_llm", signal.SIGKILL), tokens, 4)
-        assert killed == undisturbed
+        assert await answers(deployment, ("tensorrt_llm", signal.SIGKILL), tokens, 4) == undisturbed
         assert deployment.supervisor.restarts == 1
 
 

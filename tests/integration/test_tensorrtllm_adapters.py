@@ -30,12 +30,11 @@ from tests.stand_in.servers import environment
 from tests.support import wait_until
 
 IDS = tuple(range(300, 340))
-MODULES = ["attn_q", "attn_k", "attn_v", "attn_dense"]
 
 
 def with_adapters(directory: Path, **build: Any) -> dict[str, str]:
     """Settings of an engine that takes adapters of rank 4 and below, in ``directory / "adapters"``."""
-    lora = {"lora_target_modules": MODULES, "max_lora_rank": 4}
+    lora = {"lora_target_modules": ["attn_q", "attn_k", "attn_v", "attn_dense"], "max_lora_rank": 4}
     build = {"plugin_config": {"lora_plugin": "auto"}, "lora_config": lora, **build}
     (directory / "adapters").mkdir(exist_ok=True)
     return {**environment(directory, **build), "LORA_DIR": str(directory / "adapters")}

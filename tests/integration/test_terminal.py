@@ -191,8 +191,7 @@ def test_serve_on_a_terminal_from_its_start_to_ctrl_c(demo_model: Path, tmp_path
         there = terminal.stop(CTRL_C)
         # A shell makes 130 of it. On a busy machine make itself may miss the signal and end with 0.
         assert terminal.status() in (-signal.SIGINT, 0)
-        after = terminal.text[before:].replace("^C", "").replace("\r\x1b[K", "").splitlines()
-        assert after == [
+        assert terminal.text[before:].replace("^C", "").replace("\r\x1b[K", "").splitlines() == [
             "waiting for Triton to stop, at most 10 s (TRITON_STOP_TIMEOUT); "
             "Ctrl-C again stops at once"
         ]
@@ -227,8 +226,7 @@ def test_a_port_in_use_is_the_last_line(tmp_path: Path) -> None:
             assert terminal.status() == 1
         assert terminal.text == f"\r\x1b[K\x1b[31merror:\x1b[0m port {port} is in use\r\n"
         (tmp_path / "asked").mkdir()
-        asked = {"PORT": port, "LOG_FORMAT": "json"}
-        with Terminal(SERVE, asked, tmp_path / "asked") as terminal:
+        with Terminal(SERVE, {"PORT": port, "LOG_FORMAT": "json"}, tmp_path / "asked") as terminal:
             assert terminal.status() == 1
         assert json.loads(terminal.text)["level"] == "ERROR"
         piped = script("serve.py", environ={"PORT": port})

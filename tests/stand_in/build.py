@@ -19,7 +19,6 @@ from cog_triton.deployment.preparation import BACKEND_LIBRARY
 
 SOURCES = Path(__file__).parent
 CACHE = Path(tempfile.gettempdir()) / f"cog-triton-stand-in-{os.getuid()}"
-COMPILERS = ("c++", "g++", "clang++")
 
 
 def library() -> Path:
@@ -44,7 +43,7 @@ def library() -> Path:
 
 def compiler() -> list[str]:
     """The command of a C++ compiler, with its own options."""
-    for path in filter(None, map(shutil.which, COMPILERS)):
+    for path in filter(None, map(shutil.which, ("c++", "g++", "clang++"))):
         return [path, "-static-libstdc++", "-static-libgcc"]
     if importlib.util.find_spec("ziglang") is None:
         raise FileNotFoundError("no C++ compiler, and no ziglang package, which has one")

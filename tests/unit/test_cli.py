@@ -57,8 +57,7 @@ def test_each_script_is_a_command(script: str) -> None:
     # It names its command, has its function, or calls the tool that the command calls.
     named = {*re.findall(r'^(?:    )?_checkout\.run\("([\w-]+)"\)$', text, re.MULTILINE)}
     tools = {*re.findall(r"^from (tools[\w.]+) import main$", text, re.MULTILINE)}
-    is_command = named & {*COMMANDS} or {module, *tools} & calls
-    assert bool(is_command) is (script not in FOR_DEVELOPERS)
+    assert bool(named & {*COMMANDS} or {module, *tools} & calls) is (script not in FOR_DEVELOPERS)
 
 
 def test_a_python_without_the_packages_is_told_what_to_do() -> None:

@@ -39,9 +39,8 @@ def test_a_problem_names_its_file(tmp_path: Path) -> None:
 def test_a_server_whose_files_cannot_be_written_says_which(tmp_path: Path) -> None:
     ports = dict.fromkeys(("TRITON_HTTP_PORT", "TRITON_GRPC_PORT", "TRITON_METRICS_PORT"), "0")
     (tmp_path / "backends").touch()  # where a directory is to be
-    server = TritonServer(tmp_path / "repository", tmp_path, read_settings(ports))
     with pytest.raises(ConfigurationError, match=f"{tmp_path}/backends"):
-        server.start()
+        TritonServer(tmp_path / "repository", tmp_path, read_settings(ports)).start()
 
 
 @pytest.mark.parametrize(

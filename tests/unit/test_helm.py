@@ -90,8 +90,7 @@ def test_it_passes_lint_and_the_schemas_of_what_it_makes(helm: Path, shape: str)
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_pods_may_do_little_and_have_time_to_drain(helm: Path, shape: str) -> None:
-    made = pods(manifests(helm, **FULL, shape=shape))
-    for pod in made:
+    for pod in pods(manifests(helm, **FULL, shape=shape)):
         spec = pod["spec"]
         (container,) = spec["containers"]
         assert not spec["automountServiceAccountToken"]

@@ -99,8 +99,7 @@ def test_a_scripts_options_are_those_it_has(
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_and_end)
     if name.endswith(".py"):
-        shim = (ROOT / "scripts" / name).read_text()
-        (name,) = re.findall(r'_checkout\.run\("([\w-]+)"\)', shim)
+        (name,) = re.findall(r'_checkout\.run\("([\w-]+)"\)', (ROOT / "scripts" / name).read_text())
     assert name in load_commands(), block
     with pytest.raises(Parsed):
         main([name, *arguments])

@@ -104,8 +104,7 @@ class Running:
 class Predictions:
     """The predictions that began here, by id. To be made before Cog's server starts its worker.
 
-    Each directory is marked with the name of a locked file beside them, by which the next server finds
-    what a killed one left.
+    Each is marked with a locked file's name, by which the next server finds what a killed one left.
     """
 
     def __init__(self, directory: Path = DIRECTORY) -> None:

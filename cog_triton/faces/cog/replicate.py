@@ -220,8 +220,7 @@ class Replicate:
     async def _file(self, request: Request) -> JSONResponse:
         """Answer with a data URL, which has the file: nothing is stored."""
         kind = f"Content-Type: {request.headers.get('content-type', '')}\r\n\r\n".encode()
-        form = email.message_from_bytes(kind + await request.body())
-        for part in form.walk():
+        for part in email.message_from_bytes(kind + await request.body()).walk():
             if part.get_param("name", header="content-disposition") == "content":
                 content, kind_of = part.get_payload(decode=True), part.get_content_type()
                 assert isinstance(content, bytes)

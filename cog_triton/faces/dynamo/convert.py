@@ -1,7 +1,7 @@
 """Dynamo's requests and chunks, as dictionaries, to ours and back.
 
-Its frontend keeps to itself the text: templates, stop strings and tool calls. ``logit_bias`` it drops, and
-stop strings with ``ignore_eos``.
+Its frontend keeps the text: templates, stop strings, tool calls. It drops ``logit_bias``, and stop strings
+with ``ignore_eos``.
 """
 
 import hashlib

@@ -32,11 +32,7 @@ _ANY_PORTS = {"TRITON_HTTP_PORT": "0", "TRITON_GRPC_PORT": "0", "TRITON_METRICS_
 
 
 def run(host: str, port: int, workers: int) -> int:
-    """Serve until a signal comes; return 0, 130 after Ctrl-C, or 1 if a process could not start.
-
-    Raises:
-        ConfigurationError: a setting is wrong.
-    """
+    """Serve; return 0, 130 after Ctrl-C, 1 if a process could not start; or raise ConfigurationError."""
     settings = read_settings()
     log_to(settings.log_level)
     with temporary_directory("cog-triton-dynamo.") as directory:

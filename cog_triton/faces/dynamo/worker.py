@@ -45,11 +45,7 @@ TELL_SECONDS = 1.0  # a worker that does not answer for so long is not waited fo
 
 
 def run(options: argparse.Namespace) -> int:
-    """Serve as a worker until SIGTERM or Ctrl-C; return the exit status.
-
-    Raises:
-        ConfigurationError: the deployment could not be started.
-    """
+    """Serve until SIGTERM or Ctrl-C; return the exit status, or raise ConfigurationError."""
     settings = read_settings()
     log_to(settings.log_level)
     # Streams that run at SIGTERM have as long as those of every face.
@@ -146,9 +142,8 @@ class Engine(LLMEngine):
         config, loop = self.config, asyncio.get_running_loop()
         planes = {"event_plane": config.event_plane, "response_plane": config.response_plane}
         runtime = DistributedRuntime(loop, config.discovery_backend, config.request_plane, **planes)
-        self._listening = asyncio.create_task(
-            self._marks.serve(runtime, f"{config.namespace}.{config.component}.marks")
-        )
+        marks = f"{config.namespace}.{config.component}.marks"
+        self._listening = asyncio.create_task(self._marks.serve(runtime, marks))
 
     async def health_check_payload(self) -> dict[str, Any] | None:
         assert self.deployment is not None

@@ -186,8 +186,7 @@ async def create_batch(body: BatchBody, journal: FromJournal, served: FromApp) -
     if body.endpoint == "/v1/embeddings":
         raise no_embeddings()
     if body.endpoint not in ENDPOINTS:
-        text = f"endpoint must be {' or '.join(ENDPOINTS)}"
-        raise invalid(text, "endpoint", "invalid_value")
+        raise invalid(f"endpoint must be {' or '.join(ENDPOINTS)}", "endpoint", "invalid_value")
     await rows_of(journal, "file", body.input_file_id)
     now, name, own = int(time.time()), exchange.new_id("batch_"), set(BatchBody.model_fields)
     given = {**body.model_dump(include=own), "created_at": now, "expires_at": now + WINDOW_SECONDS}

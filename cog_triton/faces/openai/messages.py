@@ -157,8 +157,7 @@ def _messages(role: str, blocks: Sequence[ContentBlock], place: str) -> list[dic
                 texts.append(block)
     if results and not texts:
         return results
-    content = turns.joined_text(texts, ["text"], place)
-    message: dict[str, Any] = {"role": role, "content": content}
+    message: dict[str, Any] = {"role": role, "content": turns.joined_text(texts, ["text"], place)}
     message |= {"reasoning_content": "".join(thoughts)} if thoughts else {}
     message |= {"tool_calls": calls} if calls else {}
     return [*results, message]

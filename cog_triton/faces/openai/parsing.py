@@ -190,8 +190,7 @@ _JSON_MARK = re.compile(r'\\(?:.|\Z)|["{}\[\]]', re.DOTALL)
 class CallParser(Parser):
     """Reads calls in JSON, and the text around them.
 
-    Arguments behind the name are sent as they come, others when the call's object has ended. An object
-    without a name is text.
+    Arguments behind the name are sent as they come, others at the object's end. One without a name is text.
     """
 
     def __init__(

@@ -123,9 +123,7 @@ class Figures:
             figure = kind(f"vllm:{name}", TEXT, ["model_name"], registry=registry, **options)
             return figure.labels(model)
 
-        self._spread = {
-            name: vllm(Histogram, name, buckets=own) for name, own in HISTOGRAMS.items()
-        }
+        self._spread = {n: vllm(Histogram, n, buckets=own) for n, own in HISTOGRAMS.items()}
         self.gap = self._spread["inter_token_latency_seconds"].observe
         self._prompts = vllm(Counter, "prompt_tokens")
         self._outputs = vllm(Counter, "generation_tokens")

@@ -170,8 +170,7 @@ def joined_text(content: Any, kinds: Collection[str], place: str, param: str | N
         return content or ""
     for part in content:
         if part.type not in kinds:
-            text = f"{place}: content of type {shown(part.type)} is not supported"
-            raise invalid(text, param)
+            raise invalid(f"{place}: content of type {shown(part.type)} is not supported", param)
     return "\n".join(part.text or getattr(part, "refusal", None) or "" for part in content)
 
 

@@ -1,7 +1,6 @@
 """Cog's server from its start to the end of all that it started, and its log for a person or a machine.
 
-The first signal lets running predictions end, for a bounded time; the second, or one during the start, ends
-everything at once.
+A first signal lets running predictions end, for a bounded time; a second, or one at the start, ends all.
 """
 
 import asyncio

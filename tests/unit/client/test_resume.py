@@ -83,8 +83,7 @@ def run(
 ) -> list[Response]:
     async def responses() -> list[Response]:
         resuming = ResumingClient(server, attempts, END, adapters)
-        stream = resuming.stream("id", given, parameters=parameters)
-        return [response async for response in stream]
+        return [response async for response in resuming.stream("id", given, parameters=parameters)]
 
     return asyncio.run(responses())
 
@@ -188,13 +187,9 @@ def test_a_request_that_fails(
 def test_an_adapter_that_the_engine_does_not_have_is_sent() -> None:
     """Of all attempts to go on as well, which are not used up by it."""
     server = Server(
-        [MISSING],
-        [tokens(1, prompt=5), GONE],
-        [MISSING],
-        [tokens(2, prompt=6, final=True)],
+        [MISSING], [tokens(1, prompt=5), GONE], [MISSING], [tokens(2, prompt=6, final=True)]
     )
-    given = inputs(max_tokens=8, lora_task_id=5)
-    responses = run(server, given, attempts=1, adapters=ADAPTER)
+    responses = run(server, inputs(max_tokens=8, lora_task_id=5), attempts=1, adapters=ADAPTER)
     assert [response.ids for response in responses] == [[1], [2]]
     alone = {"max_tokens": 8, "lora_task_id": 5}
     rest = {"max_tokens": 7, "lora_task_id": 5}

@@ -233,9 +233,8 @@ def test_batching(reference: Any) -> None:
     config = batching_config(reference, 512, given)
     assert not config.allow_block_sharing
     assert config.num_blocks == 1000 // CPU_PAGE_TOKENS
-    limits = {"max_tokens_in_paged_kv_cache": "128"}
     with pytest.raises(ValueError, match=r"cache=128 .* 256 tokens; 320 is the least"):
-        batching_config(reference, 256, limits)
+        batching_config(reference, 256, {"max_tokens_in_paged_kv_cache": "128"})
 
 
 def test_what_needs_a_directory_or_a_tokenizer_is_refused_without(demo_model: Path) -> None:

@@ -167,8 +167,7 @@ def test_an_output_that_is_continued_goes_on_as_it_would_have(
     for name, cut, stream, ids, tokens in streams:
         assert stream.wait().ids == ids, (name, cut)
         assert [token.id for token in stream.tokens] == [token.id for token in tokens]
-        log_probs = [token.log_prob for token in tokens]
-        assert stream.log_probs == pytest.approx(log_probs, abs=1e-4)
+        assert stream.log_probs == pytest.approx([token.log_prob for token in tokens], abs=1e-4)
     other = llm.start([*PROMPT, 40], guide=CONTINUED["regex"]["guide"], end_id=2, continued=1)
     assert other.last().error is not None
     assert len(llm.ids()) == 8

@@ -75,12 +75,11 @@ def test_a_full_context_is_the_prompts() -> None:
 
 def test_the_last_chunk_counts_the_whole_output() -> None:
     chunk = Chunk("x", 13, 4, "stop", ids=(7,), stop_token=9)
-    usage = {"prompt_tokens": 4, "completion_tokens": 13, "total_tokens": 17}
     assert chunk_of(chunk) == {
         "token_ids": [7],
         "index": 0,
         "finish_reason": "stop",
-        "completion_usage": usage,
+        "completion_usage": {"prompt_tokens": 4, "completion_tokens": 13, "total_tokens": 17},
         "stop_reason": 9,
     }
 

@@ -38,10 +38,9 @@ def test_predict_py_is_what_cog_build_can_read() -> None:
     """It reads decorators and Input() arguments without running them."""
     concurrency = Predictor.predict.__cog_concurrent_max__
     assert serve.environment({})["COG_MAX_CONCURRENCY"] == str(concurrency)
-    tree = ast.parse((ROOT / "predict.py").read_text())
     (predict,) = [
         node
-        for node in ast.walk(tree)
+        for node in ast.walk(ast.parse((ROOT / "predict.py").read_text()))
         if isinstance(node, ast.AsyncFunctionDef) and node.name == "predict"
     ]
     decorators = [ast.unparse(decorator) for decorator in predict.decorator_list]

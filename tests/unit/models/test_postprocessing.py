@@ -9,10 +9,9 @@ def inputs(*prompts: list[list[int]]) -> dict[str, Array]:
     """A response of prompts and their beams, filled up with -1 as TensorRT-LLM does."""
     width = max(len(ids) for beams in prompts for ids in beams)
     rows = [[ids + [-1] * (width - len(ids)) for ids in beams] for beams in prompts]
-    lengths = [[len(ids) for ids in beams] for beams in prompts]
     return {
         "TOKENS_BATCH": np.array(rows, np.int32),
-        "SEQUENCE_LENGTH": np.array(lengths, np.int32),
+        "SEQUENCE_LENGTH": np.array([[len(ids) for ids in beams] for beams in prompts], np.int32),
     }
 
 

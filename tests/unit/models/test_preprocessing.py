@@ -57,8 +57,7 @@ def test_one_prompt(preprocessor: Preprocessor, tokenizer: Tokenizer) -> None:
 def test_prompts_are_padded(preprocessor: Preprocessor, tokenizer: Tokenizer) -> None:
     prompts = ["one", "and a longer one", "", "日本語 🚀"]
     rows = [tokenizer(prompt).input_ids for prompt in prompts]
-    width = max(map(len, rows))
-    padded = [row + [77] * (width - len(row)) for row in rows]
+    padded = [row + [77] * (max(map(len, rows)) - len(row)) for row in rows]
     pad_ids = np.full((4, 1), 77, np.int32)
     outputs = preprocessor(inputs(*prompts, DECODER_QUERY=texts(*prompts), PAD_ID=pad_ids))
     assert outputs["INPUT_ID"].tolist() == outputs["DECODER_INPUT_ID"].tolist() == padded

@@ -112,9 +112,8 @@ def test_what_is_not_supported_is_refused_by_name_all_at_once() -> None:
     with pytest.raises(InvalidParameter, match="does not support draft_input_ids"):
         generation_requests({**inputs(), "draft_input_ids": np.zeros((1, 3), np.int32)})
     numbers = {"beam_width", "num_return_sequences"}
-    given = inputs() | {name: some(name, 2) for name in UNSUPPORTED | numbers}
     with pytest.raises(InvalidParameter, match="beam_width > 1") as raised:
-        generation_requests(given)
+        generation_requests(inputs() | {name: some(name, 2) for name in UNSUPPORTED | numbers})
     assert all(name in str(raised.value) for name in UNSUPPORTED | numbers)
 
 

@@ -43,8 +43,7 @@ def test_every_problem_of_a_template_is_reported_at_once(case: dict[str, Any]) -
 @example("1\x0012", '"')
 def test_any_text_survives_in_a_string(text: str, quote: str) -> None:
     assume("${" not in text)
-    value = f"{quote}${{model}}{quote}"
-    template = f'parameters {{ key: "k" value {{ string_value: {value} }} }}'
+    template = f'parameters {{ key: "k" value {{ string_value: {quote}${{model}}{quote} }} }}'
     assert parameters(parse(fill_model("tensorrt_llm", template, {"model": text}))) == {"k": text}
 
 
@@ -215,8 +214,7 @@ def test_old_names_are_accepted_with_a_warning_of_those_without_effect(
 ) -> None:
     filled = fill(tmp_path, **case["values"])
     assert caplog.messages == ([case["warning"]] if "warning" in case else [])
-    decoupled = filled["tensorrt_llm"].model_transaction_policy.decoupled
-    assert decoupled is case.get("decoupled", True)
+    assert filled["tensorrt_llm"].model_transaction_policy.decoupled is case.get("decoupled", True)
 
 
 def test_a_cog_triton_file_fills_ours(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -84,9 +84,8 @@ def test_a_server_bound_to_all_addresses_is_reached_by_loopback() -> None:
 
 def test_without_an_mpirun_in_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda *_, **__: None)
-    server = TritonServer(tmp_path, tmp_path, read_settings({"WORLD_SIZE": "2"}))
     with pytest.raises(ConfigurationError, match="no mpirun in PATH, which WORLD_SIZE=2 needs"):
-        server.start()
+        TritonServer(tmp_path, tmp_path, read_settings({"WORLD_SIZE": "2"})).start()
 
 
 def test_a_server_that_hangs_without_its_port_is_not_waited_for(

@@ -117,7 +117,6 @@ def word_piece() -> Kind:
 
 KINDS = {make.__name__: cache(make) for make in (byte_level, byte_fallback, metaspace, word_piece)}
 ALL_KINDS = sorted(KINDS)
-SPLIT_CHARACTERS = ["byte_level", "byte_fallback", "metaspace"]
 
 
 class Counting:
@@ -247,7 +246,7 @@ def test_flush_begins_a_new_text() -> None:
 # Characters of several tokens
 
 
-@pytest.mark.parametrize("name", SPLIT_CHARACTERS)
+@pytest.mark.parametrize("name", ["byte_level", "byte_fallback", "metaspace"])
 @pytest.mark.parametrize("between", [0, 1, 40])
 @pytest.mark.parametrize(
     ("data", "text"),

@@ -90,8 +90,7 @@ def test_the_figures_of_a_load() -> None:
 
 def test_rounds_are_medians_and_ratios_are_those_within_a_round() -> None:
     stack, base = ([*map(a_round, rates)] for rates in ((1.0, 1.2, 1.1), (0.5, 1.0, 1.1)))
-    rounds = {"cog-sse": stack, "engine": base}
-    one = result_of("cog-sse", Load(16), rounds, ["engine", "cog-sse"])
+    one = result_of("cog-sse", Load(16), {"cog-sse": stack, "engine": base}, ["engine", "cog-sse"])
     assert one.rate == stack[2].figures["tokens_per_s"]
     assert (one.rounds, one.requests, one.errors, one.baseline) == (3, 9, {"E2101 late": 3}, True)
     assert set(one.ratios) == {"engine"}

@@ -45,8 +45,7 @@ def blocks() -> list[list[str]]:
 @pytest.mark.parametrize(("config", "made"), [(block[0], block[1:]) for block in blocks()])
 def test_commands(load: Load, config: str, made: list[str]) -> None:
     loaded = load(config) if config[0] == "{" else load_config(ROOT / config)
-    steps = plan(loaded, Toolchain(), Path("/w"))
-    text = "\n".join(shlex.join(step.command) for step in steps)
+    text = "\n".join(shlex.join(step.command) for step in plan(loaded, Toolchain(), Path("/w")))
     text = re.sub(r"/w/models/\S+", "MODEL", text)
     text = text.replace("/w/checkpoint", "CHECKPOINT").replace("/w/engine", "ENGINE")
     assert re.sub(r"\S+/(\w+\.py)", r"\1", text).splitlines() == made

@@ -37,8 +37,7 @@ class Connection:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
-        body = await request.body()
-        self.requests.append((request.method, dict(request.headers), body))
+        self.requests.append((request.method, dict(request.headers), await request.body()))
         await PlainTextResponse("yes")(scope, receive, send)
 
     async def _feed(self, parts: tuple[bytes, ...]) -> None:

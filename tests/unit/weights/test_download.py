@@ -19,7 +19,6 @@ from tests.support import load_cases
 from tests.unit.weights.support import FILES, OTHER, SAME_SIZE, Site, contents, refused, tar
 
 SERVERS = load_cases(__file__, "servers.yaml")
-PART = {"download.tar", "download.json"}
 
 
 def digest(files: dict[str, bytes]) -> str:
@@ -150,7 +149,7 @@ def part(site: Site) -> Site:
     site.serve(drops=[1000] * TRIES)
     with refused("ended early"):
         site.fetch()
-    assert site.left() == PART
+    assert site.left() == {"download.tar", "download.json"}
     return site
 
 

@@ -70,8 +70,7 @@ def test_the_events_of_a_response_have_log_probabilities_and_an_end() -> None:
 def test_a_request_keeps_its_id_in_triton_too(given: str, kept: bool) -> None:
     backend, headers = Backend(*CHUNKS), {"x-request-id": given}
     body = {"model": "m", "prompt": ["x", "y"], "n": 2}
-    reply = ask(backend, "POST", TEXT, json=body, headers=headers)
-    own = reply.headers["x-request-id"]
+    own = ask(backend, "POST", TEXT, json=body, headers=headers).headers["x-request-id"]
     assert own
     assert (own == given) is kept
     names = {str(name) for _, name in backend.asked}

@@ -100,11 +100,6 @@ async def until(condition: Callable[[], Awaitable[Any]]) -> Any:
 
 
 @pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     for module in (batch_runner, journal):
         monkeypatch.setattr(module, "LOOK_SECONDS", 0.02)

@@ -18,6 +18,8 @@ from cog_triton.faces.openai import journal as module
 from cog_triton.faces.openai.journal import Journal
 from tests.support import ROOT, run_until_killed
 
+pytestmark = pytest.mark.anyio
+
 NOTES = {
     "tables": ["CREATE TABLE IF NOT EXISTS notes (owner TEXT, created REAL, text TEXT)"],
     "expiry": [
@@ -66,106 +68,87 @@ def statements(connection: sqlite3.Connection) -> list[str]:
     return seen
 
 
-def test_writes_of_one_moment_are_one_transaction_in_their_order(file: Path) -> None:
-    async def main() -> None:
-        async with opened(file) as journal:
-            await journal.write(INSERT, 0, "first")
-            seen = statements(journal._connections["w"])
-            written = [journal.write(INSERT, 0, str(n)) for n in range(100)]
-            count = journal.write(lambda own: own.execute("SELECT count(*) FROM notes").fetchone())
-            written.append(journal.write(INSERT, 0, "last"))
-            await asyncio.gather(*written)
-            assert await count == (101,)
-            assert seen.count("BEGIN IMMEDIATE") == seen.count("COMMIT") == 1
-            texts = [text for (text,) in await journal.read(TEXTS)]
-            assert texts == ["first", *map(str, range(100)), "last"]
-
-    asyncio.run(main())
+async def test_writes_of_one_moment_are_one_transaction_in_their_order(file: Path) -> None:
+    async with opened(file) as journal:
+        await journal.write(INSERT, 0, "first")
+        seen = statements(journal._connections["w"])
+        written = [journal.write(INSERT, 0, str(n)) for n in range(100)]
+        count = journal.write(lambda own: own.execute("SELECT count(*) FROM notes").fetchone())
+        written.append(journal.write(INSERT, 0, "last"))
+        await asyncio.gather(*written)
+        assert await count == (101,)
+        assert seen.count("BEGIN IMMEDIATE") == seen.count("COMMIT") == 1
+        texts = [text for (text,) in await journal.read(TEXTS)]
+        assert texts == ["first", *map(str, range(100)), "last"]
 
 
-def test_records_of_one_moment_are_one_row_of_the_log(file: Path) -> None:
-    async def main() -> None:
-        async with opened(file) as journal:
-            told: list[object] = []
-            for n in range(100):
-                journal.log([n, "ä"], told.append)
-            await journal.write(INSERT, 0, "last")
-            assert told == [None] * 100
-            ((records,),) = await journal.read("SELECT records FROM log")
-            assert json.loads(records) == [[n, "ä"] for n in range(100)]
-            journal.path.unlink()
-            journal.path.mkdir()  # seen at the next opening
-            await asyncio.gather(journal.write("no SQL"), return_exceptions=True)
-            journal.log([0], told.append)
-            with pytest.raises(JournalUnavailable):
-                await journal.write(INSERT, 0, "lost")
-            assert isinstance(told[-1], JournalUnavailable)
-
-    asyncio.run(main())
+async def test_records_of_one_moment_are_one_row_of_the_log(file: Path) -> None:
+    async with opened(file) as journal:
+        told: list[object] = []
+        for n in range(100):
+            journal.log([n, "ä"], told.append)
+        await journal.write(INSERT, 0, "last")
+        assert told == [None] * 100
+        ((records,),) = await journal.read("SELECT records FROM log")
+        assert json.loads(records) == [[n, "ä"] for n in range(100)]
+        journal.path.unlink()
+        journal.path.mkdir()  # seen at the next opening
+        await asyncio.gather(journal.write("no SQL"), return_exceptions=True)
+        journal.log([0], told.append)
+        with pytest.raises(JournalUnavailable):
+            await journal.write(INSERT, 0, "lost")
+        assert isinstance(told[-1], JournalUnavailable)
 
 
-def test_the_file_is_for_its_owner_only_and_closing_writes_all(file: Path) -> None:
-    async def main() -> None:
-        async with opened(file) as journal:
-            journal.write(INSERT, 0, "unwaited")
-        async with opened(file) as journal:
-            assert await journal.read(TEXTS) == [("unwaited",)]
-            modes = {path.name: oct(path.stat().st_mode)[-3:] for path in file.parent.iterdir()}
-            assert set(modes.values()) == {"600"}, modes
-            assert len(modes) == 4  # SQLite's -wal and -shm among them
-
-    asyncio.run(main())
+async def test_the_file_is_for_its_owner_only_and_closing_writes_all(file: Path) -> None:
+    async with opened(file) as journal:
+        journal.write(INSERT, 0, "unwaited")
+    async with opened(file) as journal:
+        assert await journal.read(TEXTS) == [("unwaited",)]
+        modes = {path.name: oct(path.stat().st_mode)[-3:] for path in file.parent.iterdir()}
+        assert set(modes.values()) == {"600"}, modes
+        assert len(modes) == 4  # SQLite's -wal and -shm among them
 
 
-def test_what_is_committed_survives_sigkill(file: Path) -> None:
+async def test_what_is_committed_survives_sigkill(file: Path) -> None:
     run_until_killed(program("os.kill(os.getpid(), signal.SIGKILL)"), FILE=str(file))
+    async with opened(file) as journal:
+        assert await journal.read(TEXTS) == [("kept",)]
 
-    async def main() -> None:
+
+async def test_a_worker_is_alive_until_its_process_ends(file: Path) -> None:
+    command = [sys.executable, "-c", program("input()")]
+    environment = {"FILE": str(file), "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True
+    ) as other:
+        assert other.stdout is not None
+        worker = int(other.stdout.readline())
         async with opened(file) as journal:
-            assert await journal.read(TEXTS) == [("kept",)]
-
-    asyncio.run(main())
-
-
-def test_a_worker_is_alive_until_its_process_ends(file: Path) -> None:
-    async def main() -> None:
-        command = [sys.executable, "-c", program("input()")]
-        environment = {"FILE": str(file), "PYTHONPATH": str(ROOT)}
-        with subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True
-        ) as other:
-            assert other.stdout is not None
-            worker = int(other.stdout.readline())
-            async with opened(file) as journal:
-                await journal.write(INSERT, 0, "opens it")
-                assert journal.alive(worker)
-                assert journal.alive(journal.worker)
-                other.kill()
-                other.wait()
-                assert not journal.alive(worker)
-                assert journal.alive(journal.worker)
-
-    asyncio.run(main())
+            await journal.write(INSERT, 0, "opens it")
+            assert journal.alive(worker)
+            assert journal.alive(journal.worker)
+            other.kill()
+            other.wait()
+            assert not journal.alive(worker)
+            assert journal.alive(journal.worker)
 
 
-def test_the_old_goes_and_so_does_what_is_too_much(file: Path) -> None:
-    async def main() -> None:
-        async with opened(file, max_bytes=1 << 20) as journal:
-            now = time.time()
-            for age in (90_000, 80_000):  # of a day, which is kept
-                await journal.write(INSERT, now - age, str(age))
-            await journal.expire()
-            assert await journal.read(TEXTS) == [("80000",)]
-            written = [journal.write(INSERT, now - 300 + n, "x" * 4000) for n in range(240)]
-            await asyncio.gather(*written)
-            await journal.expire()
-            ((left, oldest),) = await journal.read("SELECT count(*), min(created) FROM notes")
-            assert 100 < left < 240
-            assert oldest > now - 300
-            await journal.read("PRAGMA wal_checkpoint(TRUNCATE)")
-            assert file.stat().st_size <= 1 << 20
-
-    asyncio.run(main())
+async def test_the_old_goes_and_so_does_what_is_too_much(file: Path) -> None:
+    async with opened(file, max_bytes=1 << 20) as journal:
+        now = time.time()
+        for age in (90_000, 80_000):  # of a day, which is kept
+            await journal.write(INSERT, now - age, str(age))
+        await journal.expire()
+        assert await journal.read(TEXTS) == [("80000",)]
+        written = [journal.write(INSERT, now - 300 + n, "x" * 4000) for n in range(240)]
+        await asyncio.gather(*written)
+        await journal.expire()
+        ((left, oldest),) = await journal.read("SELECT count(*), min(created) FROM notes")
+        assert 100 < left < 240
+        assert oldest > now - 300
+        await journal.read("PRAGMA wal_checkpoint(TRUNCATE)")
+        assert file.stat().st_size <= 1 << 20
 
 
 def damage(file: Path) -> Any:
@@ -202,37 +185,30 @@ def age_backwards(file: Path) -> Any:
         (age_backwards, r"a newer version of cog-triton has made it \(99\)"),
     ],
 )
-def test_a_bad_file_is_a_clear_error_until_it_is_good(
+async def test_a_bad_file_is_a_clear_error_until_it_is_good(
     file: Path, harm: Any, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "LOCK_SECONDS", 0.05)
     file.parent.mkdir()
-
-    async def main() -> None:
-        async with opened(file) as journal:
-            held = harm(file)
-            with pytest.raises(JournalUnavailable, match=rf"E2107.*{reason}"):
-                await journal.write(INSERT, 0, "lost")
-            if held is not None:
-                held.close()
-            elif file.is_dir():
-                file.rmdir()
-            else:
-                file.unlink()
-            await journal.write(INSERT, 0, "kept")
-            assert await journal.read(TEXTS) == [("kept",)]
-
-    asyncio.run(main())
+    async with opened(file) as journal:
+        held = harm(file)
+        with pytest.raises(JournalUnavailable, match=rf"E2107.*{reason}"):
+            await journal.write(INSERT, 0, "lost")
+        if held is not None:
+            held.close()
+        elif file.is_dir():
+            file.rmdir()
+        else:
+            file.unlink()
+        await journal.write(INSERT, 0, "kept")
+        assert await journal.read(TEXTS) == [("kept",)]
 
 
-def test_a_full_file_refuses_writes_takes_reads_and_recovers(file: Path) -> None:
-    async def main() -> None:
-        async with opened(file, max_bytes=1 << 16) as journal:
-            await journal.write(INSERT, 0, "small")
-            with pytest.raises(JournalUnavailable, match="STORE_MAX_BYTES reached"):
-                await journal.write(INSERT, 0, "x" * (1 << 17))
-            assert await journal.read(TEXTS) == [("small",)]
-            await journal.write(INSERT, 0, "small too")
-            assert len(await journal.read(TEXTS)) == 2
-
-    asyncio.run(main())
+async def test_a_full_file_refuses_writes_takes_reads_and_recovers(file: Path) -> None:
+    async with opened(file, max_bytes=1 << 16) as journal:
+        await journal.write(INSERT, 0, "small")
+        with pytest.raises(JournalUnavailable, match="STORE_MAX_BYTES reached"):
+            await journal.write(INSERT, 0, "x" * (1 << 17))
+        assert await journal.read(TEXTS) == [("small",)]
+        await journal.write(INSERT, 0, "small too")
+        assert len(await journal.read(TEXTS)) == 2

@@ -152,8 +152,7 @@ def test_an_answer_begins_or_is_continued(
     path: str, fields: dict[str, Any], begins: bool, continues: bool
 ) -> None:
     backend = Backend(*CHUNKS)
-    begun = [*MESSAGES, {"role": "assistant", "content": "The"}]
-    asked(backend, path, messages=begun, **fields)
+    asked(backend, path, messages=[*MESSAGES, {"role": "assistant", "content": "The"}], **fields)
     options = backend.tokenizer.options
     assert options["add_generation_prompt"] is begins
     assert options["continue_final_message"] is continues
