@@ -53,7 +53,7 @@ class Stream(Arrivals[Any]):
         super().__init__()
         self.number = number
         self.receive: Callable[[bytes], None] = self.add  # each message
-        self.place, self._early = 0, dict[int, list[int]]()
+        self.place, self.early = 0, dict[int, list[int]]()
         self.unsent = memoryview(_PREFIX.pack(0, len(message)) + message)
         self._received = bytearray()
 
@@ -72,8 +72,8 @@ class Stream(Arrivals[Any]):
 
     def add_part(self, part: list[int]) -> None:
         """Add one that is as ``wire.COUNTED_IDS`` says; those of two streams may come in any order."""
-        self._early[max(part[0], ~part[0]) - len(part) + 2] = part
-        while (ready := self._early.pop(self.place, None)) is not None:
+        self.early[max(part[0], ~part[0]) - len(part) + 2] = part
+        while (ready := self.early.pop(self.place, None)) is not None:
             self.place += len(ready) - 2
             self.add(ready)
 
@@ -96,9 +96,8 @@ class Connection(asyncio.Protocol):
     def __init__(self, authority: str) -> None:
         self._authority = authority
         # The headers that are sent are ours, and in order.
-        self._h2 = _H2(
-            H2Configuration(validate_outbound_headers=False, normalize_outbound_headers=False)
-        )
+        config = H2Configuration(validate_outbound_headers=False, normalize_outbound_headers=False)
+        self._h2 = _H2(config)
         self._streams: dict[int, Stream] = {}
         self._reader = uuid4().hex
         self._sharing: dict[int, Stream] = {}  # until they are closed
@@ -131,8 +130,9 @@ class Connection(asyncio.Protocol):
         if self.usable:
             self.usable = False
             self._transport.abort()
-        while self._streams:
-            self._streams.popitem()[1].end(errors.TritonUnavailable(reason))
+        for stream in (self._streams | self._sharing).values():
+            stream.end(errors.TritonUnavailable(reason))
+        self._streams.clear()
 
     # Called by the event loop
 
@@ -184,6 +184,8 @@ class Connection(asyncio.Protocol):
             if isinstance(event, events.StreamReset):
                 problem = f"Triton reset the stream: error {event.error_code!s}"
                 self._lose(stream)
+            elif stream.status is None and any(part[0] < 0 for part in stream.early.values()):
+                return  # the last part overtook others, on other streams
             stream.end(errors.TritonUnavailable(problem))
 
     def _send_body(self, stream: Stream) -> None:
@@ -265,11 +267,7 @@ class GrpcClient(TritonClient):
     async def responses(
         self, request: service_pb2.ModelInferRequest
     ) -> AsyncGenerator[list[service_pb2.ModelInferResponse], None]:
-        """Send a request to any model and yield the responses that have arrived, as ``stream`` does.
-
-        Raises:
-            CogTritonError: Triton cannot be reached, or answered with an error.
-        """
+        """Send a request to any model, yield the responses that have arrived, or raise CogTritonError."""
         stream = await self.send(INFER, request)
         with self.receiving(request.id, stream):
             while not stream.complete:

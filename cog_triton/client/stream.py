@@ -58,16 +58,13 @@ class Streams(Protocol):
 
 
 def decode_response(outputs: Outputs, place: int, top: int | None, final: bool = False) -> Response:
-    """Return the response of one set of outputs.
+    """Return the response of one set of outputs; TritonMalformedEvent if one or a token before is missing.
 
     Args:
         outputs: output_ids of the embedded engines are as ``wire.COUNTED_IDS`` says. TensorRT-LLM's C++
             backend sends sequence_length, because its ids may be padded.
         place: the number of ids received before.
         top: alternatives to each log probability; None without log probabilities.
-
-    Raises:
-        TritonMalformedEvent: an output is missing, or the stream is not complete up to here.
     """
     embedded = "sequence_length" not in outputs
     try:
