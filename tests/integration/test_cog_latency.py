@@ -30,7 +30,8 @@ def nodelay(pid: int, chosen: Callable[[socket.socket], bool]) -> list[int]:
         if fd < 0 and ctypes.get_errno() != errno.EBADF:
             pytest.skip(f"pidfd_getfd: {os.strerror(ctypes.get_errno())}")
         if fd >= 0:
-            with socket.socket(fileno=fd) as copy, contextlib.suppress(OSError):  # without a peer
+            # Without a peer, or no socket any more.
+            with contextlib.suppress(OSError), socket.socket(fileno=fd) as copy:
                 if copy.family == socket.AF_INET and chosen(copy):
                     found.append(copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
     os.close(pidfd)

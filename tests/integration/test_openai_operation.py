@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +13,7 @@ import pytest
 
 from tests.integration.test_proxy import nginx
 from tests.openai_server import QUESTION, OpenAIServer, chat_body
-from tests.support import QuietHandler, children, http_server, metrics, wait_until
+from tests.support import QuietHandler, children, http_server, metrics, started_by, wait_until
 
 CHAT = "/v1/chat/completions"
 KEYS = """\
@@ -181,15 +182,18 @@ def ended(keyed: OpenAIServer) -> httpx.Response:
     """The answer to a traced request that ran when the server was told to stop."""
     headers = {**bearer("sk-env")["headers"], "traceparent": f"00-{TRACE}-b7ad6b7169203331-01"}
     with ThreadPoolExecutor(1) as pool:
-        body = chat_body(max_tokens=100, ignore_eos=True)
+        body = chat_body(max_tokens=400, ignore_eos=True)
         running = pool.submit(keyed.post, CHAT, body, headers=headers)
         wait_until(lambda: keyed.engine["active"] == 1, 60, "the request")
+        (engine,) = started_by(keyed.process.pid, "/tensorrt_llm/1/model.py")
+        os.kill(engine, signal.SIGSTOP)  # so that it runs for as long as this
         keyed.process.send_signal(signal.SIGTERM)
         wait_until(lambda: keyed.get("/health/ready").status_code == 503, 60, "draining")
         assert keyed.get("/health/live").status_code == 200
         refused = keyed.post(CHAT, chat_body(), **bearer("sk-hog"))
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
         assert "takes no new requests" in refused.json()["error"]["message"]
+        os.kill(engine, signal.SIGCONT)
         return running.result()
 
 
@@ -219,7 +223,7 @@ def test_a_collector_gets_a_span_of_each_request(
     values = {item.key: item.value for item in span.attributes}
     usage = ended.json()["usage"]
     assert values["gen_ai.usage.input_tokens"].int_value == usage["prompt_tokens"]
-    assert values["gen_ai.usage.output_tokens"].int_value == 100
+    assert values["gen_ai.usage.output_tokens"].int_value == 400
     assert values["gen_ai.response.finish_reasons"].array_value.values[0].string_value == "length"
     assert 0 < values["gen_ai.response.time_to_first_chunk"].double_value < 60
     assert span.end_time_unix_nano > span.start_time_unix_nano

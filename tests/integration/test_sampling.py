@@ -124,6 +124,7 @@ def test_samples_have_the_distribution_that_the_bias_makes(
         return (await collect(request, client, tokenizer))[-1].ids[0]
 
     async def use(client: Any) -> list[int]:
+        await first(0, client)  # connected, before many keep this process busy
         return await asyncio.gather(*(first(seed, client) for seed in range(count)))
 
     drawn = Counter(with_client("grpc", triton, use))
