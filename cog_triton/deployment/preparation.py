@@ -238,8 +238,12 @@ def template_values(
         if settings.kv_events_endpoint is not None and engine in KV_EVENTS:
             llm["kv_events_endpoint"] = settings.kv_events_endpoint
     limit = context_length({**llm, **overrides.get("tensorrt_llm", {})})
-    # One stands still while tritonserver takes its answers. What three bring is in docs/notes.md.
-    instances = {"preprocessing_instance_count": 3} if len(os.sched_getaffinity(0)) >= 8 else {}
+    # A process stands still while it hands over. What more of them bring is in docs/notes.md.
+    many = len(os.sched_getaffinity(0)) >= 8
+    instances = {"preprocessing_instance_count": 3} if many else {}
+    if many and engine == "vllm" and GPU:
+        given = vllm_file(overrides.get("tensorrt_llm", {}))
+        llm["tensorrt_llm_instance_count"] = 1 if "data_parallel_size" in given else 2
     values: Values = {
         "ensemble": inputs,
         "preprocessing": {**tokenizer, "max_seq_len": limit, **instances},
@@ -260,8 +264,7 @@ def read_overrides(settings: Settings) -> Values:
 
 def merge(values: Values, overrides: Values) -> Values:
     """Return ``values`` with the variables of ``overrides`` over them."""
-    models = values | overrides
-    return {model: values.get(model, {}) | overrides.get(model, {}) for model in models}
+    return {model: values.get(model, {}) | overrides.get(model, {}) for model in values | overrides}
 
 
 def adapter_tensors(settings: Settings, engine: EngineName) -> AdapterTensors | None:
@@ -274,16 +277,12 @@ def adapter_tensors(settings: Settings, engine: EngineName) -> AdapterTensors | 
 
 def check_files(llm: Mapping[str, object]) -> None:
     """Check the checkpoint that the variables of tensorrt_llm name, before Triton is started on it."""
-    engine, model, config = (str(llm.get(n) or "") for n in ("engine", "model", "vllm_config"))
+    engine, model = (str(llm.get(name) or "") for name in ("engine", "model"))
     directory = Path(model)
     if engine not in ("transformers", "vllm") or not model or not directory.is_dir():
         return
-    if engine == "vllm" and config:
-        try:
-            if "load_format" in read_arguments(Path(config), "vllm_config"):
-                return  # vLLM reads the weights in another way, or makes them up
-        except (OSError, ValueError) as error:
-            raise ConfigurationError(str(error)) from error
+    if engine == "vllm" and "load_format" in vllm_file(llm):
+        return  # vLLM reads the weights in another way, or makes them up
     if (directory / "adapter_config.json").is_file():
         return  # its model is somewhere else
     read_json(directory / "config.json")
@@ -300,6 +299,15 @@ def check_files(llm: Mapping[str, object]) -> None:
                 pass  # its header says how long it is
         except (OSError, safetensors.SafetensorError) as error:
             raise ConfigurationError(f"{file} is damaged or incomplete: {error}") from None
+
+
+def vllm_file(llm: Mapping[str, object]) -> Mapping[str, object]:
+    """Return the arguments in the file that the variables name, if any."""
+    config = llm.get("vllm_config")
+    try:
+        return read_arguments(Path(str(config)), "vllm_config") if config else {}
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(str(error)) from error
 
 
 def context_length(values: Mapping[str, object]) -> int | None:

@@ -223,6 +223,8 @@ def create_engine(parameters: Mapping[str, str]) -> Engine:
     name = parameters.get("engine", "transformers")
     if name not in _ENGINES:
         raise ValueError(f"unknown engine {name!r}; known are {', '.join(_ENGINES)}")
+    if "shared" in parameters and name not in ("vllm", "simulated"):
+        raise ValueError(f"tensorrt_llm_instance_count must be 1 with the engine {name}")
     engine: Engine = resolve_name(_ENGINES[name])(parameters)
     return engine
 

@@ -1,9 +1,8 @@
 """Between a serving model and its engine: limits, stop words, streaming, and delivery.
 
-Threads deliver, and what is known of a sequence belongs to the one whose turn it is. That reads the new
-steps of all sequences of a reader and sends what they make in one response: at low load that is one token,
-under load as many as were made since the last turn. The cost of serving is per response, and nothing waits
-to fill one.
+One thread delivers, and what is known of a sequence belongs to it. It reads the new steps of all sequences
+of a reader and sends what they make in one response: at low load that is one token, under load as many as
+were made since the last turn. The cost of serving is per response, and nothing waits to fill one.
 """
 
 import itertools
@@ -24,10 +23,6 @@ from cog_triton.errors import EngineError, EngineUnavailable
 from cog_triton.text.detokenizer import CONTEXT_TOKENS
 
 logger = logging.getLogger(__name__)
-
-# A send waits for tritonserver, and another thread can send meanwhile, where a core is free. With more
-# than two, the engine's thread waits too long for Python's lock: docs/notes.md.
-THREADS = 2 if len(os.sched_getaffinity(0)) >= 4 else 1
 
 
 @dataclass
@@ -139,12 +134,8 @@ class Serving:
         self._running: dict[str, _Sequence] = {}  # by the engine's key
         self._turns: queue.SimpleQueue[_Reader | None] = queue.SimpleQueue()
         self._readers: WeakValueDictionary[str, _Reader] = WeakValueDictionary()
-        self._counting = threading.Lock()
-        self._threads = [
-            threading.Thread(target=self._deliver, daemon=True) for _ in range(THREADS)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._thread = threading.Thread(target=self._deliver, daemon=True)
+        self._thread.start()
 
     def start(
         self,
@@ -161,7 +152,7 @@ class Serving:
         Args:
             request_id: what ``stop`` finds it by; several sequences may share one.
             request: its key is replaced by a unique one, its max_tokens by what fits the context.
-            send: gets the outputs in order, on a delivery thread; those of a channel's reader together.
+            send: gets the outputs in order, on the delivery thread; those of a channel's reader together.
             streaming: send tokens as they are made, not all in one output at the end.
             prompt_in_output: begin that one output with the prompt's ids. A stream never does.
             channel: as ``wire.CHANNEL``; without one, the sequence's outputs leave alone.
@@ -175,7 +166,7 @@ class Serving:
             raise EngineError(text)
         if request.max_tokens < 1:
             raise EngineError(f"max_tokens must be at least 1, not {request.max_tokens}")
-        key = f"{request_id}#{next(self._keys)}"
+        key = f"{request_id}#{os.getpid()}.{next(self._keys)}"
         request = replace(request, key=key, max_tokens=min(request.max_tokens, limit - length))
         prompt = request.input_ids if prompt_in_output and not streaming else []
         name, number = wire.reader_and_number(channel) if channel else ("", 0)
@@ -198,8 +189,7 @@ class Serving:
     def close(self) -> None:
         self.engine.close()
         self._turns.put(None)
-        for thread in self._threads:
-            thread.join()
+        self._thread.join()
 
     def _stop(self, sequence: _Sequence) -> None:
         self.engine.abort(sequence.request.key)
@@ -217,21 +207,19 @@ class Serving:
         if reader.turn.acquire(blocking=False):
             self._turns.put(reader)
 
-    # What follows runs on the delivery threads.
+    # What follows runs on the delivery thread.
 
     def _deliver(self) -> None:
-        while True:
+        closing = False
+        while not closing or not self._turns.empty():
             if (reader := self._turns.get()) is None:
-                last = self._turns.empty()
-                self._turns.put(None)  # for the other thread, or behind what is left
-                if last:
-                    return
+                closing = True  # when what is left has been sent
                 continue
             outputs: list[tuple[_Sequence, Output]] = []
             sequences = {reader.waiting.popleft(): None for _ in range(len(reader.waiting))}
             for sequence in sequences:
                 ended = sequence.end is not None
-                self._count("generated", sequence.read())
+                self.counters["generated"] += sequence.read()
                 if sequence.end is _STOP_WORD and not ended:
                     self.engine.abort(sequence.request.key)
                 if sequence.unsent:
@@ -245,16 +233,12 @@ class Serving:
             if reader.waiting:  # behind the others that have something ready
                 self._queue(reader)
 
-    def _count(self, name: str, number: int) -> None:
-        with self._counting:
-            self.counters[name] += number
-
     def _send(self, outputs: list[tuple[_Sequence, Output]]) -> None:
         """Send outputs of one reader's sequences in one response, to the first one's request."""
         for sequence, output in outputs:
             if output.finished:
-                stopped = sequence.end is _STOP
-                self._count("stopped" if stopped else "failed" if output.error else "finished", 1)
+                end = "failed" if output.error else "finished"
+                self.counters["stopped" if sequence.end is _STOP else end] += 1
                 self._running.pop(sequence.request.key, None)
         try:
             if outputs:
@@ -270,4 +254,4 @@ class Serving:
                     self.engine.abort(sequence.request.key)
         else:
             served = sum(len(output.ids) - len(sequence.prompt) for sequence, output in outputs)
-            self._count("served", served)
+            self.counters["served"] += served

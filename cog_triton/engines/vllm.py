@@ -1,10 +1,8 @@
 """vLLM, by its ``AsyncLLM``.
 
 Its engine core and its workers are processes of their own; see ``interpreter``. When one of them ends by
-itself, all requests end with that reason, and no more are taken.
-
-docs/gpu.md says what it does otherwise than the embedded engine. A seed gives the same text as far as
-vLLM's kernels compute the same for batches of different sizes, which it does not promise.
+itself, all requests end with that reason, and no more are taken. docs/gpu.md has its differences. A seed
+gives the same text as far as vLLM computes the same in batches of other sizes, which it does not promise.
 """
 
 import asyncio
@@ -34,6 +32,7 @@ class VllmEngine(library.LibraryEngine):
 
     def __init__(self, parameters: Mapping[str, str]) -> None:
         self._loadable: set[int] = set()  # numbers of the adapters that vLLM has loaded
+        self._shared = parameters.get("shared")
         super().__init__(parameters, loading_arguments(parameters))
 
     def load(self, arguments: library.Arguments) -> None:
@@ -89,7 +88,10 @@ class VllmEngine(library.LibraryEngine):
         except (ImportError, AttributeError) as error:  # another release has other internals
             logger.warning("tensorrt_llm: no answer goes on after a restart: vLLM: %s", error)
         executor = Executor.get_class(config)
-        self._llm = AsyncLLM(config, executor, log_stats=False, log_requests=False)
+        if self._shared and config.parallel_config.data_parallel_size > 1:
+            raise ValueError("tensorrt_llm_instance_count must be 1 with data_parallel_size")
+        more = client_arguments(self._shared) if self._shared else {}
+        self._llm = AsyncLLM(config, executor, log_stats=False, log_requests=False, **more)
         for process in set(multiprocessing.active_children()) - before:
             self._loop.add_reader(process.sentinel, self._ended, process)
             if process.pid is not None and _on_cpu():
@@ -150,6 +152,26 @@ def loading_arguments(parameters: Mapping[str, str]) -> library.Arguments:
     arguments = engine_arguments(parameters)
     prepare()
     return on_device(arguments, cpu=_on_cpu())
+
+
+def client_arguments(shared: str) -> library.Arguments:
+    """Return what ``AsyncLLM`` needs as a client of an engine core: by its number, their count, a path."""
+    from vllm.v1.engine import core_client
+
+    number, count, path = shared.split()
+    index, launch = int(number), core_client.launch_core_engines
+    inputs, outputs = ([f"ipc://{path}{k}{n}" for n in range(int(count))] for k in ("in", "out"))
+    if index:
+        addresses = {"input_address": inputs[index], "output_address": outputs[index]}
+        return {"client_addresses": addresses, "client_count": len(inputs), "client_index": index}
+
+    def launch_for_all(config: Any, executor: Any, log_stats: bool, addresses: Any) -> Any:
+        addresses.inputs += inputs[1:]
+        addresses.outputs += outputs[1:]
+        return launch(config, executor, log_stats, addresses)
+
+    core_client.launch_core_engines = launch_for_all
+    return {}
 
 
 def engine_arguments(parameters: Mapping[str, str]) -> library.Arguments:

@@ -2,12 +2,15 @@
 
 import gc
 import os
+import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from cog_triton.engines.base import create_engine
@@ -26,6 +29,35 @@ ENGINE_DIED = 70  # exit status
 SWITCH_SECONDS = 1e-4
 
 
+class Peers:
+    """The instances of the model, processes that share an engine; each tells the others what to stop."""
+
+    def __init__(self, args: Mapping[str, str], config: Mapping[str, Any]) -> None:
+        self._index = int(args["model_instance_name"].rpartition("_")[2])
+        self._count = config["instance_group"][0]["count"]
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self.parameters: dict[str, str] = {}  # for the engine, if it is shared
+        if self._count > 1:
+            # As the stub's shared memory, whose name ends with a UUID: what has the path goes with that.
+            region = Path("/proc/self/cmdline").read_bytes().split(b"\0")[2].decode()
+            self._path = f"/dev/shm/{region[:-36]}{os.getppid()}_"
+            self._socket.bind(self._address(self._index))
+            self.parameters["shared"] = f"{self._index} {self._count} {self._path}"
+
+    def listen(self, stop: Callable[[str], object]) -> None:
+        """Call ``stop`` with the id of each request that another is told to stop; never return."""
+        while True:
+            stop(self._socket.recv(1 << 16).decode())
+
+    def stop(self, request_id: str) -> None:
+        for index in set(range(self._count)) - {self._index}:
+            with suppress(OSError):  # it has ended
+                self._socket.sendto(request_id.encode(), self._address(index))
+
+    def _address(self, index: int) -> str:
+        return f"\0{self._path}stop{index}"  # without a file
+
+
 class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         config, parameters = stub.begin(args)
@@ -33,10 +65,13 @@ class TritonPythonModel:
         self._decoupled = config["model_transaction_policy"]["decoupled"]
         self._placeholders = placeholders(config)
         self._prompt_in_output = parameters.get("exclude_input_in_output") == "false"
-        engine = create_engine(parameters)
+        self._peers = Peers(args, config)
+        engine = create_engine({**parameters, **self._peers.parameters})
         # A dead engine ends the stub, and by its guard the server, which is started again.
         engine.on_death = lambda: os._exit(ENGINE_DIED)
         self._serving = Serving(engine, int(parameters.get("max_tokens_per_response", 0)))
+        listen = partial(self._peers.listen, self._serving.stop)
+        threading.Thread(target=listen, name="peers", daemon=True).start()
         self._closed = threading.Event()
         self._metrics = threading.Thread(target=self._report, name="engine-metrics", daemon=True)
         self._metrics.start()
@@ -90,6 +125,7 @@ class TritonPythonModel:
         if not request_id:
             raise InvalidParameter("a stop request needs the id of the request to stop")
         self._serving.stop(request_id)
+        self._peers.stop(request_id)
         # Without decoupling, Triton wants a response even where there is nothing to say.
         client.send(*([] if self._decoupled else [stub.response({}, ())]), last=True)
 

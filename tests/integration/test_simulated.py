@@ -26,10 +26,13 @@ RATE = 0.5
 
 
 @pytest.fixture(scope="module")
-def settings(demo_model: Path) -> Settings:
+def settings(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Settings:
+    config = tmp_path_factory.mktemp("instances") / "config.yaml"
+    config.write_text("server: {tensorrt_llm: {args: {tensorrt_llm_instance_count: 2}}}")
     return settings_for(
         demo_model,
         ENGINE="simulated",
+        COG_TRITON_CONFIG=str(config),
         SIMULATED_INTER_TOKEN_MS="10",
         SIMULATED_FAILURE_RATE=str(RATE),
         SIMULATED_FAILURES=",".join(KINDS),
@@ -68,6 +71,25 @@ async def collect(
         except CogTritonError as error:
             return got, error
     return got, None
+
+
+def test_each_instance_stops_what_runs_in_the_other(
+    settings: Settings, server: TritonServer, tokenizer: Tokenizer
+) -> None:
+    engine, (request, _) = engine_counters(server), prompt_that_fails(tokenizer, None, 2000)
+    stopped = engine["stopped"]
+
+    async def leave() -> None:
+        async def begin() -> None:
+            async with contextlib.aclosing(generate(request, client, tokenizer)) as chunks:
+                await anext(chunks)
+
+        async with contextlib.aclosing(create_client(settings, server)) as client:
+            await asyncio.gather(*(begin() for _ in range(16)))
+
+    asyncio.run(leave())
+    wait_until(lambda: engine["stopped"] == stopped + 16, 60, "the stops")
+    wait_until(lambda: engine["active"] == 0, 60, "an idle engine")
 
 
 @pytest.mark.parametrize(

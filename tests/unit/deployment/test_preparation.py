@@ -77,8 +77,11 @@ def test_the_directory_reaches_the_engine(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "adapters").mkdir()
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(8))
+    monkeypatch.setattr("cog_triton.deployment.preparation.GPU", True)
     values = template_values(read_settings({"LORA_DIR": "adapters"}), engine)
     assert values["preprocessing"]["preprocessing_instance_count"] == 3  # one on fewer cores
+    instances = values["tensorrt_llm"].get("tensorrt_llm_instance_count")
+    assert instances == (2 if engine == "vllm" else None)
     assert values["tensorrt_llm"]["lora_prefetch_dir"] == str(tmp_path.resolve() / "adapters")
     assert "lora_prefetch_dir" not in template_values(read_settings({}), engine)["tensorrt_llm"]
 

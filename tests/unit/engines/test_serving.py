@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from cog_triton.engines import serving
 from cog_triton.engines.base import Engine, EngineError, GenerationRequest, Sink, Step, TokenLogProb
 from cog_triton.engines.serving import Output, Serving
 from cog_triton.text.detokenizer import CONTEXT_TOKENS
@@ -99,11 +98,6 @@ class Bench:
         marker = self.start("marker")
         self.make(finished=True)
         assert marker.next().finished
-
-
-@pytest.fixture(autouse=True)
-def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving, "THREADS", 1)
 
 
 @pytest.fixture
@@ -311,23 +305,6 @@ def test_a_broken_stream_ends_its_sequence(bench: Bench, caplog: pytest.LogCaptu
     bench.make(22, to=1, finished=True)
     assert other.next().ids == [22]
     assert bench.serving.counters["served"] == 2
-
-
-def test_while_one_stream_is_sent_another_thread_sends_the_others(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(serving, "THREADS", 2)
-    bench = Bench()
-    slow, other = bench.blocked(), bench.start()
-    for token in (12, 13):
-        bench.make(token, to=0)  # waits for its own stream, and takes no thread from the other
-        bench.make(token + 10, to=1)
-        assert other.next().ids == [token + 10]
-    slow.may_return.set()
-    assert [slow.next().ids for _ in range(2)] == [[11], [12, 13]]
-    bench.make(14, to=0, finished=True)
-    bench.serving.close()
-    assert [output.ids for output in slow.rest()] == [[14]]
 
 
 def test_a_stream_that_works_again_is_told_that_something_is_missing(bench: Bench) -> None:
