@@ -125,8 +125,7 @@ def cause(text: str) -> str:
 
     Internal: ValueError: no such model\\n\\nAt:\\n  model.py(36): initialize    →  no such model
     """
-    text = text[:READ]
-    if _GONE.search(text):
+    if _GONE.search(text := text[:READ]):
         return ENDED
     text = _TRACEBACK.split(text.replace("\\n", "\n").strip('" \n'))[0]
     paragraph = " ".join(text.strip().split("\n\n")[0].split())

@@ -35,9 +35,9 @@ class Peers:
     def __init__(self, args: Mapping[str, str], config: Mapping[str, Any]) -> None:
         self._index = int(args["model_instance_name"].rpartition("_")[2])
         self._count = config["instance_group"][0]["count"]
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self.parameters: dict[str, str] = {}  # for the engine, if it is shared
         if self._count > 1:
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
             # As the stub's shared memory, whose name ends with a UUID: what has the path goes with that.
             region = Path("/proc/self/cmdline").read_bytes().split(b"\0")[2].decode()
             self._path = f"/dev/shm/{region[:-36]}{os.getppid()}_"
@@ -70,8 +70,10 @@ class TritonPythonModel:
         # A dead engine ends the stub, and by its guard the server, which is started again.
         engine.on_death = lambda: os._exit(ENGINE_DIED)
         self._serving = Serving(engine, int(parameters.get("max_tokens_per_response", 0)))
-        listen = partial(self._peers.listen, self._serving.stop)
-        threading.Thread(target=listen, name="peers", daemon=True).start()
+        if self._peers.parameters:
+            # Looked up each time: a thread that held it would keep requests beyond finalize.
+            listen = partial(self._peers.listen, lambda request_id: self._serving.stop(request_id))
+            threading.Thread(target=listen, name="peers", daemon=True).start()
         self._closed = threading.Event()
         self._metrics = threading.Thread(target=self._report, name="engine-metrics", daemon=True)
         self._metrics.start()
