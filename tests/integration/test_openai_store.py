@@ -133,12 +133,16 @@ def test_a_stream_is_picked_up_again_from_any_event(server: OpenAIServer, client
 
 
 def test_one_that_is_cancelled_by_any_worker_stays_so(client: Any) -> None:
-    for _ in range(4):
-        id = client.responses.create(**BACKGROUND).id
+    for _ in range(12):
+        id = client.responses.create(**BACKGROUND, extra_body={"min_tokens": 1900}).id
+        watched = client.responses.retrieve(id, stream=True)
+        seen = [next(watched) for _ in range(4)]
         cancelled = client.responses.cancel(id)
+        seen += watched
         if cancelled.status == "cancelled":
-            *_, last = client.responses.retrieve(id, stream=True)
-            assert (last.type, last.response.status) == ("response.incomplete", "cancelled")
+            assert (seen[-1].type, seen[-1].response.status) == ("response.incomplete", "cancelled")
+        assert [event.sequence_number for event in seen] == [*range(len(seen))]
+        assert [*client.responses.retrieve(id, stream=True)] == seen
         for same in (client.responses.cancel(id), client.responses.retrieve(id)):
             assert same.to_dict() == cancelled.to_dict()
     id = client.responses.create(**BACKGROUND).id

@@ -62,7 +62,7 @@ class Journal:
         self.worker = secrets.randbits(62)  # this process, to others; see ``alive``
         self._schemas, self._max_bytes, self._seconds = schemas, max_bytes, days * 86400
         self._pending: list[tuple[Any, Any, asyncio.Future[Any]]] = []
-        self._records: list[Any] = []  # for the log, and behind each what is called then
+        self._records: list[Any] = []  # for the log
         self._draining: asyncio.Task[None] | None = None
         self._threads = {name: ThreadPoolExecutor(1, f"journal-{name}") for name in "rw"}
         self._connections: dict[str, sqlite3.Connection] = {}  # one for reads, one for writes
@@ -71,19 +71,16 @@ class Journal:
     def write(
         self, do: str | Callable[[sqlite3.Connection], Any], *values: Any, **named: Any
     ) -> Any:
-        """Return a future of the commit: the rows changed, or the result of a function.
-
-        A function is called in the transaction, with others' writes, and must not raise.
-        """
+        """Return a future of the commit: rows changed, or what a function returns, which never raises."""
         future = asyncio.get_running_loop().create_future()
         self._pending.append((do, named or values, future))
         self._start()
         return future
 
-    def log(self, record: Any, written: Callable[[JournalUnavailable | None], object]) -> None:
-        """Write a JSON value; those of one transaction are one row of the table ``log``, a list."""
-        self._records += (record, written)
-        self._start()
+    def log(self, record: Any, do: str, *values: Any) -> Any:
+        """``write`` with a JSON value; a transaction's are one row of the table ``log``, a list."""
+        self._records.append(record)
+        return self.write(do, *values)
 
     async def read(self, sql: str, *values: Any) -> Any:
         """Return all rows, as named tuples."""
@@ -135,15 +132,13 @@ class Journal:
 
     async def _drain(self) -> None:
         """Commit what is there, again and again, until nothing more comes."""
-        while self._pending or self._records:
+        while self._pending:
             group, records, began = self._pending, self._records, time.monotonic()
             self._pending, self._records, problem = [], [], None
             try:
-                results = await self._in_thread("w", partial(self._commit, group, records[::2]))
+                results = await self._in_thread("w", partial(self._commit, group, records))
             except JournalUnavailable as error:
                 problem = error
-            for written in records[1::2]:
-                written(problem)
             for future in (future for _, _, future in group if not future.done()):
                 if problem is None:
                     future.set_result(results[future])

@@ -11,6 +11,7 @@ import itertools
 import json
 import logging
 import re
+import sqlite3
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import replace
@@ -55,6 +56,7 @@ class Run:
         self.records, self.ids, self.events = list[Any](), list[int](), list[bytes]()
         self._take(self._writer.queued())
         self.shown = len(self.events)  # those that are written
+        self.row = 0  # of the log, up to which it has been read
         self.task: asyncio.Task[Any] | None = None  # if it runs here
         self.changed = asyncio.Event()
 
@@ -76,9 +78,24 @@ class Run:
             chunk = Chunk(text, count, prompt, reason, ids=ids, log_probs=tuple(tokens))
             self._take(self._writer.events(0, chunk))
 
-    def show(self, count: int, problem: Exception | None = None) -> None:
-        """Let so many events be sent; with a problem of the journal, end."""
-        if problem is None:
+    def read(self, log: Sequence[Any]) -> None:
+        """Take its records in the log's rows behind ``row``."""
+        for self.row, records in log:
+            for own in (own for own in json.loads(records) if own[0] == self.id):
+                self.feed(*own)
+
+    def write_end(self, journal: sqlite3.Connection) -> int:
+        """Write the end in a transaction: its own, or a cancel behind all that any process has written."""
+        if not self.ended:
+            self.read(journal.execute(SQL["log"], (self.row, self.id)).fetchall())
+        if not self.ended:
+            self.feed(self.id)
+        values = exchange.dumps(self.response), exchange.dumps(self.records), self.id
+        return journal.execute(SQL["end"], values).rowcount
+
+    def show(self, count: int, mine: asyncio.Future[int] | None = None) -> None:
+        """Let so many events be sent; end where the journal fails, or another process has ended this."""
+        if mine is None or (mine.exception() is None and mine.result()):
             self.shown = max(self.shown, count)
         elif self.task is not None:
             self.task.cancel()
@@ -108,7 +125,7 @@ class Store(Jobs):
         await journal.write(SQL["begin"], id)
         for row in await self._rows(id):
             try:
-                run = await self._run_of(row)
+                run = await self.run_of(row)
             except (ApiError, UserError) as error:  # its request cannot be made here
                 told = {"code": "server_error", "message": error.message}
                 response = {**json.loads(row.response), "status": "failed", "error": told}
@@ -120,7 +137,7 @@ class Store(Jobs):
             try:
                 with served.answering():
                     await self._generate(run)
-                if await self._write_end(run):
+                if await self.journal.write(run.write_end):
                     run.show(len(run.events))
             finally:
                 del self._runs[id]
@@ -151,16 +168,13 @@ class Store(Jobs):
     def _log(self, run: Run, *record: Any) -> None:
         run.feed(run.id, *record)
         if not run.ended:  # which it may have, cancelled elsewhere
-            self.journal.log(run.records[-1], partial(run.show, len(run.events)))
-
-    def _write_end(self, run: Run) -> Any:
-        response, records = exchange.dumps(run.response), exchange.dumps(run.records)
-        return self.journal.write(SQL["end"], response, records, run.id)
+            written = self.journal.log(run.records[-1], SQL["mine"], run.id, self.journal.worker)
+            written.add_done_callback(partial(run.show, len(run.events)))
 
     async def _rows(self, id: str) -> list[Any]:
         return (self.journal and await self.journal.read(SQL["found"], id)) or []
 
-    async def _run_of(self, row: Any) -> Run:
+    async def run_of(self, row: Any) -> Run:
         """Return a background response as it is written, or raise an error of its request."""
         body = ResponsesBody.model_validate(json.loads(row.body))
         turn = await asyncio.to_thread(lambda: turns.chat_turn(forms.chat_body(body), self.served))
@@ -171,12 +185,10 @@ class Store(Jobs):
         return run
 
     async def _catch_up(self, run: Run, row: Any) -> None:
-        log = [(row.records,)] if row.records else []
-        if not log and row.first is not None:
-            log = await self.journal.read(SQL["log"], row.first)
-        records = [own for (text,) in log for own in json.loads(text) if own[0] == row.id]
-        for record in records[len(run.records) :]:
+        for record in json.loads(row.records or "[]")[len(run.records) :]:
             run.feed(*record)
+        if not row.records:
+            run.read(await self.journal.read(SQL["log"], run.row, run.id))
         run.show(len(run.events))
 
     async def found(self, id: str) -> Any:
@@ -231,16 +243,6 @@ class Store(Jobs):
             "response": exchange.dumps(response),
         }
 
-    async def cancel(self, row: Any) -> None:
-        """End a background response that runs, here or elsewhere; it may just have ended."""
-        run = self._runs.get(row.id) or await self._run_of(row)
-        if not run.ended:
-            run.feed(row.id)
-        written = self._write_end(run)  # before it could be taken up again
-        if task := self.tasks.get(row.id):
-            task.cancel()
-        await written
-
     async def events(self, id: str, after: int) -> AsyncIterator[bytes]:
         """Yield the events behind a number as they are written, here or by another process."""
         run: Any = None
@@ -248,7 +250,7 @@ class Store(Jobs):
             if (local := self._runs.get(id)) is None:
                 if not (rows := await self._rows(id)):
                     return
-                run = run or await self._run_of(rows[0])
+                run = run or await self.run_of(rows[0])
                 await self._catch_up(run, rows[0])
             run = local or run
             changed = run.changed
@@ -320,7 +322,8 @@ async def cancel(id: str, store: FromApp) -> JSONResponse:
     if row.request is None:
         raise invalid("Cannot cancel a synchronous response.")
     if row.runner is not None:
-        await store.cancel(row)
+        await store.journal.write((await store.run_of(row)).write_end)
+        store.wake.set()  # it ends where it runs: here at once
     return JSONResponse(_object(await store.found(id)))
 
 
