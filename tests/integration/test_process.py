@@ -93,8 +93,8 @@ def test_the_next_start_removes_what_a_killed_starter_and_its_guard_left(
     with pytest.raises(TritonStartError, match=r"not ready after 0\.2 s"):
         server.start()
     assert not left_of(server.shm_prefix)
-    assert not left_of(prefix)
-    assert not left.exists()
+    # By this start, or by one of another test that came first and is still at it.
+    wait_until(lambda: not (left_of(prefix) or left.exists()), 60, "the removal of what was left")
     # Those of a server that runs stay.
     assert others <= set(regions(paced_triton))
     assert paced_triton.is_ready()
