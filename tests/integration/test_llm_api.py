@@ -50,7 +50,10 @@ def test_answers(transport: str, llm_api_triton: TritonServer, tokenizer: Tokeni
 
 
 def test_an_answer_streams_and_closing_it_aborts_in_the_llm(
-    llm_api_triton: TritonServer, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+    transport: str,
+    llm_api_triton: TritonServer,
+    tokenizer: Tokenizer,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.DEBUG, "tritonserver")
 
@@ -60,7 +63,7 @@ def test_an_answer_streams_and_closing_it_aborts_in_the_llm(
             assert not (await anext(chunks)).finish_reason
         await chunks.aclose()
 
-    with_client("grpc", llm_api_triton, use)
+    with_client(transport, llm_api_triton, use)
     wait_until(lambda: "fake LLM: aborted a request" in caplog.text, 60, "the LLM's abort")
     # The counters of the metrics endpoint follow the engine some milliseconds later.
     wait_until(lambda: engine_counters(llm_api_triton)["active"] == 0, 60, "an idle engine")

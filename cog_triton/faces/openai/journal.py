@@ -71,7 +71,7 @@ class Journal:
     def write(
         self, do: str | Callable[[sqlite3.Connection], Any], *values: Any, **named: Any
     ) -> Any:
-        """Return a future of the commit: rows changed, or what a function returns, which never raises."""
+        """Return a future of the commit: the rows changed, or the result of a function that it calls."""
         future = asyncio.get_running_loop().create_future()
         self._pending.append((do, named or values, future))
         self._start()
@@ -167,8 +167,9 @@ class Journal:
         if records:
             connection.execute("INSERT INTO log (records) VALUES (?)", (dumps(records),))
         for do, values, future in group:
-            called = isinstance(do, str)
-            results[future] = connection.execute(do, values).rowcount if called else do(connection)
+            # A function must not raise: others' writes are in the transaction, too.
+            sql = isinstance(do, str)
+            results[future] = connection.execute(do, values).rowcount if sql else do(connection)
         connection.execute("COMMIT")
         return results
 

@@ -81,8 +81,9 @@ class Run:
     def read(self, log: Sequence[Any]) -> None:
         """Take its records in the log's rows behind ``row``."""
         for self.row, records in log:
-            for own in (own for own in json.loads(records) if own[0] == self.id):
-                self.feed(*own)
+            for own in json.loads(records):
+                if own[0] == self.id:
+                    self.feed(*own)
 
     def write_end(self, journal: sqlite3.Connection) -> int:
         """Write the end in a transaction: its own, or a cancel behind all that any process has written."""
