@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 ROOT = Path(__file__).resolve().parents[1]
-START_TIMEOUT = 180
+START_TIMEOUT = 330  # longer than TRITON_START_TIMEOUT, whose error says what was still loading
 SHARED_MEMORY = Path("/dev/shm")
 
 
