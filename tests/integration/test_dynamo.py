@@ -358,8 +358,8 @@ def test_a_full_queue_and_no_worker_left(demo_model: Path, tmp_path: Path) -> No
         # Dynamo takes a worker that was full for a dead one, for five seconds.
         free = lambda: scaled.post(prompt=PROMPT, max_tokens=1).status_code == 200  # noqa: E731
         wait_until(free, SECONDS, "a worker with room")
-        # A worker whose Triton has been given up (TRITON_RESTARTS) ends. None takes its place, or
-        # the stream would continue there if that one is quick.
+        # A worker whose Triton has been given up (TRITON_RESTARTS) ends. `scale`
+        # is stopped meanwhile: it would start another, and the stream would continue there.
         workers = scaled.workers()
         victims = [workers[0], *scaled.tritons(workers[1])]
         scaled.process.send_signal(signal.SIGSTOP)
