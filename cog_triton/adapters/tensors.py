@@ -20,9 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import safetensors
+from safetensors.numpy import load_file
 
 from cog_triton.adapters.directory import CONFIG, CONVERTED, WEIGHTS, adapter_path
 from cog_triton.errors import NOT_CACHED, InvalidParameter
@@ -32,7 +34,7 @@ Inputs = Mapping[str, Array]
 T = TypeVar("T")
 Send = Callable[[str, Inputs], AsyncGenerator[T, None]]
 
-BFLOAT16 = np.dtype("V2")  # NumPy has none; NVIDIA's script writes this for it
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)  # NVIDIA's script writes its two bytes as "V2"
 # Data types of engines that can have adapters, and as a model's configuration has them.
 DTYPES = {"float16": np.dtype("f2"), "bfloat16": BFLOAT16, "float32": np.dtype("f4")}
 TRITON_DTYPES = {"float16": "TYPE_FP16", "bfloat16": "TYPE_BF16", "float32": "TYPE_FP32"}
@@ -43,7 +45,6 @@ _KINDS |= {"gate_proj": 5, "gate_up_proj": 5, "down_proj": 6, "up_proj": 7}
 _NAME = re.compile(r"(?:.+\.)?layers\.(\d+)\.(?:self_attn|mlp)\.(\w+)\.lora_([AB])\.weight")
 # Fields of adapter_config.json that change the weights in a way that those tensors cannot express.
 _NOT_CONVERTED = ("use_dora", "alpha_pattern", "modules_to_save", "layer_replication", "lora_bias")
-_STORED = {"F16": np.float16, "F32": np.float32, "F64": np.float64}
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,7 @@ def read_adapter(directory: Path, dtype: str) -> dict[str, Array]:
         if rows[..., 3:].any():  # a column of newer releases
             raise ValueError("TensorRT-LLM's input has no place for DoRA")
         rows = rows[..., :3].astype(np.int32)
+        weights = weights.view(BFLOAT16) if weights.dtype == "V2" else weights
     else:
         if not (directory / WEIGHTS[0]).is_file():
             text = f"{WEIGHTS[1]} is not read: it may run code"
@@ -102,9 +104,7 @@ def read_adapter(directory: Path, dtype: str) -> dict[str, Array]:
         weights, rows = converted(config, _load(directory / WEIGHTS[0]))
         weights = _cast(weights, dtype)
     if weights.dtype != DTYPES[dtype]:
-        names = {str(known): name for name, known in DTYPES.items()}
-        name = names.get(str(weights.dtype), weights.dtype)
-        raise ValueError(f"its weights are {name}, and the engine's are {dtype}")
+        raise ValueError(f"its weights are {weights.dtype}, and the engine's are {dtype}")
     modules, width = rows.size // 3, weights.shape[-1]
     if not modules or weights.size != modules * width:
         raise ValueError(f"its weights have the shape {weights.shape}, for {modules} modules")
@@ -164,33 +164,15 @@ def _checked_parts(name: str, parts: Mapping[str, Array]) -> tuple[Array, Array]
 
 
 def _cast(weights: Array, dtype: str) -> Array:
-    # NumPy rounds to the nearest, halfway to the even one; so does this.
-    if dtype == "bfloat16":
-        bits, finite = weights.view(np.uint32), np.isfinite(weights)
-        result = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16).view(BFLOAT16)
-    else:
-        with np.errstate(over="ignore"):
-            result = weights.astype(DTYPES[dtype])
-        finite = np.isfinite(result)
-    if not finite.all():
+    with np.errstate(over="ignore"):
+        result = weights.astype(DTYPES[dtype])
+    if not np.isfinite(result).all():
         raise ValueError(f"one of its weights is not a finite {dtype}")
     return result
 
 
 def _load(file: Path) -> dict[str, Array]:
-    # As float32; safetensors' loader for NumPy does not read bfloat16.
     try:
-        entries = safetensors.deserialize(file.read_bytes())  # type: ignore[no-untyped-call]
-    except safetensors.SafetensorError as error:
+        return {name: tensor.astype(np.float32) for name, tensor in load_file(file).items()}
+    except (safetensors.SafetensorError, TypeError) as error:  # the latter of an unknown data type
         raise ValueError(f"{file.name} is damaged or incomplete: {error}") from None
-    tensors = {}
-    for name, entry in entries:
-        dtype, data = entry["dtype"], entry["data"]
-        if dtype == "BF16":
-            values = (np.frombuffer(data, np.uint16).astype(np.uint32) << 16).view(np.float32)
-        elif dtype in _STORED:
-            values = np.frombuffer(data, _STORED[dtype]).astype(np.float32)
-        else:
-            raise ValueError(f"its tensor {name} is {dtype}, which is not read")
-        tensors[name] = values.reshape(entry["shape"])
-    return tensors

@@ -202,8 +202,8 @@ def with_files(settings: Settings) -> Settings:
 
 
 def fetched(settings: Settings, source: str, checksum: str | None = None) -> Path:
-    """Return the local directory of a source; see ``cog_triton.weights.fetch``."""
-    from cog_triton.weights import fetch  # brings httpx and more, which few setups need
+    """Return the local directory of a source; see ``cog_triton.weights.cache.fetch``."""
+    from cog_triton.weights.cache import fetch  # brings httpx and more, which few setups need
 
     cache = settings.weights_cache.expanduser()
     return fetch(source, cache=cache, checksum=checksum, token=settings.hub_token)

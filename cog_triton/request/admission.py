@@ -9,6 +9,7 @@ import bisect
 import contextlib
 import itertools
 import math
+import mmap
 import sys
 import time
 from collections import deque
@@ -27,7 +28,7 @@ RESERVED = 20
 # Batches leave one slot in so many free, and those that other requests had more of lately.
 LEFT_FREE = 50
 HALF_LIFE_SECONDS = 10.0  # of how many they had
-LOOK_SECONDS = 1.0
+LOOK_SECONDS = 0.02  # between looks for slots that time or another process made free
 Clock = Callable[[], float]
 _RATE_SAMPLES = 64
 _REMEMBERED = 256  # idle tenants
@@ -64,6 +65,23 @@ class _Flow:
     waiting: list[Slot] = field(default_factory=list)
 
 
+class Lender:
+    """The slots of several processes, each of which lends the others those that it does not need."""
+
+    def __init__(self, file: str, number: int, processes: int, slots: int) -> None:
+        """Begin as one of some processes that map a file; each of them brings so many ``slots``."""
+        with open(file, "a+b") as shared:
+            shared.truncate(4 * processes)
+            self._claims = memoryview(mmap.mmap(shared.fileno(), 0)).cast("I")
+        self._number, self._slots = number, slots * processes
+        self.claim(0)  # a killed one of this number gave nothing back
+
+    def claim(self, slots: int) -> int:
+        """Claim so many slots, and return how many the others leave, which may be fewer."""
+        self._claims[self._number] = slots  # before it reads: two could take the same otherwise
+        return self._slots - sum(self._claims) + slots
+
+
 class Admission:
     """Gives slots to requests of one event loop."""
 
@@ -73,6 +91,8 @@ class Admission:
         self.max_running, self.max_waiting, self.timeout = max_running, max_waiting, timeout
         self.running = self.waiting = 0  # requests that have a slot, and that wait for one
         self.closed: str | None = None  # why no request is let in any more
+        self.lender: Lender | None = None  # of whom more than ``max_running`` can be had
+        self._look: asyncio.TimerHandle | None = None
         # Called with the outcome of each request and its seconds of waiting.
         self.observers: list[Callable[[Outcome, float], object]] = []
         self._clock, self._numbers = clock, itertools.count()
@@ -100,7 +120,7 @@ class Admission:
         flow = self._queued(slot)
         self._hand_out()
         try:
-            await (self._granted(slot) if flow else self._spared(slot))
+            await (self._granted(slot) if flow else asyncio.wait([slot.granted]))
             yield slot
         except asyncio.CancelledError:
             if slot in self._tasks:  # ``close`` did not cancel it
@@ -131,13 +151,6 @@ class Admission:
         bisect.insort(flow.waiting, slot, key=lambda slot: (slot.tenant.priority, slot.number))
         self.waiting += 1
         return flow
-
-    async def _spared(self, slot: Slot) -> None:
-        """Wait until a batch's request may run."""
-        while not slot.granted.done():
-            await asyncio.wait([slot.granted], timeout=LOOK_SECONDS)
-            if self._batches and slot is self._batches[0]:  # the first looks for all
-                self._hand_out()  # time alone makes less of what is left free
 
     async def _granted(self, slot: Slot) -> None:
         if not slot.granted.done():
@@ -186,11 +199,11 @@ class Admission:
         """Give the free slots to those that wait, by the tenants' starts."""
         # A tenant that has all slots cannot be made to give one back.
         kept = self.max_running // RESERVED if len(self._flows) > 1 else 0
-
-        def has_slot(flow: _Flow) -> bool:
-            return self.max_running - self.running > (0 if flow.running < kept else kept)
-
-        while flows := [flow for flow in self._flows.values() if flow.waiting and has_slot(flow)]:
+        while self.waiting and (free := self._free(1)) > 0:
+            flows = [own for own in self._flows.values() if own.waiting]
+            flows = [own for own in flows if own.running < kept or free > kept]
+            if not flows:
+                break
             flow = min(flows, key=lambda flow: (flow.start, flow.waiting[0].number))
             slot = flow.waiting.pop(0)
             self.waiting -= 1
@@ -199,10 +212,22 @@ class Admission:
             self._now = max(flow.start, self._now)
             flow.start += slot.tenant.cost / slot.tenant.weight
             slot.granted.set_result(None)
-        free = self.max_running - self.running - self._left_free()
+        free = min(self.max_running - self.running, self._free(1)) - self._left_free()
         while self._batches and free > 0 and not self.waiting:
             self.running, self._batched, free = self.running + 1, self._batched + 1, free - 1
             self._batches.popleft().granted.set_result(None)
+        self._free(0)
+        if self._look is not None:
+            self._look.cancel()
+        if self._batches or (self.lender and self.waiting):
+            self._look = asyncio.get_running_loop().call_later(LOOK_SECONDS, self._hand_out)
+
+    def _free(self, more: int) -> int:
+        """Return how many slots are free, and claim what is needed to take so many ``more``."""
+        own, running = self.max_running, self.running
+        if self.lender is not None:
+            own = self.lender.claim(max(running + more, min(own, running + self.waiting)))
+        return own - running
 
     def _left_free(self) -> int:
         """Return how many slots batches leave free: a few, and what others had more than now."""

@@ -8,7 +8,3 @@ URLs may carry secrets, in a password or a signature. Messages, logs and files s
 
 May import ``errors`` and ``processes``. After a change: pytest tests/unit/weights
 """
-
-from cog_triton.weights.cache import fetch
-
-__all__ = ["fetch"]

@@ -1,5 +1,6 @@
 """OPENAI_PORT: both faces on one Triton, in one predictor, to their common end."""
 
+import contextlib
 import signal
 import socket
 from pathlib import Path
@@ -29,19 +30,22 @@ def requests_running(server: CogServer) -> Any:
 
 
 def test_running_requests_end_before_both_faces_do(demo_model: Path, tmp_path: Path) -> None:
-    with server_with(demo_model, tmp_path, OPENAI_WORKERS="2") as server:
+    with server_with(demo_model, tmp_path, OPENAI_WORKERS="2", MAX_RUNNING="6") as server:
         server.wait_until_ready()
         wait_until(lambda: "processes are ready" in server.log.read_text(), 60, "the processes")
         family = children(server.process.pid)
         commands = [" ".join(psutil.Process(pid).cmdline()) for pid in family]
         assert sum("openai.workers" in command for command in commands) == 2
         assert [psutil.Process(pid).name() for pid in family].count("tritonserver") == 1
-        with streamed_chat(url_of(server), max_tokens=200, min_tokens=200) as events:
-            next(events)
-            wait_until(lambda: requests_running(server) == 1, 60, "the sum of the processes")
+        with contextlib.ExitStack() as stack:
+            long = {"max_tokens": 400, "min_tokens": 400}
+            chats = [streamed_chat(url_of(server), **long) for _ in range(6)]
+            streams = [stack.enter_context(chat) for chat in chats]  # whichever process gets them
+            wait_until(lambda: requests_running(server) == 6, 60, "the sum of the processes")
             server.process.send_signal(signal.SIGTERM)
-            *_, last, done = events
-        assert (last["choices"][0]["finish_reason"], done) == ("length", "[DONE]")
+            ends = [[*events][-2:] for events in streams]
+        for last, done in ends:
+            assert (last["choices"][0]["finish_reason"], done) == ("length", "[DONE]")
         assert server.process.wait(60) == 0
         wait_until(lambda: not any(map(alive, family)), 60, "the end of all processes")
 

@@ -32,11 +32,10 @@ from typing import Any, TextIO
 import yaml
 
 import cog_triton
-from cog_triton import weights
 from cog_triton.errors import CogTritonError, ConfigurationError, EngineBuildError, file_problem
 from cog_triton.processes import locked
 from cog_triton.server.command import guarded
-from cog_triton.weights.cache import display_url
+from cog_triton.weights.cache import display_url, fetch
 from tools.command_line import begin
 from tools.engine_builder.config import EngineConfig, load_config
 from tools.engine_builder.toolchain import (
@@ -150,7 +149,7 @@ class _Build:
     def _fetch(self, source: str, checksum: str | None) -> Path:
         self._say(f"fetching {_without_secrets(source)}")
         cache = self.workdir / "weights"
-        fetched = weights.fetch(source, cache=cache, checksum=checksum, token=self.token)
+        fetched = fetch(source, cache=cache, checksum=checksum, token=self.token)
         path = model_directory(source, self.workdir)
         if path != fetched.absolute():
             # Under its own name, which some conversion scripts look at.

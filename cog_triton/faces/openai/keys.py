@@ -69,17 +69,13 @@ class Keys:
 
     def find(self, presented: str) -> Key | None:
         """Return the key that this is, in constant time."""
-        if self._clock() - self._checked >= RELOAD_SECONDS:
-            self._reload()
         digest = digest_of(presented)
-        matching = [key for key in self._keys if hmac.compare_digest(key.digest, digest)]
+        matching = [key for key in self._current() if hmac.compare_digest(key.digest, digest)]
         return matching[0] if matching else None
 
     def named(self, name: str) -> Key | None:
         """Return the key of a name, if it is still there."""
-        if self._clock() - self._checked >= RELOAD_SECONDS:
-            self._reload()
-        return next((key for key in self._keys if key.name == name), None)
+        return next((key for key in self._current() if key.name == name), None)
 
     def _read(self) -> tuple[Key, ...]:
         keys = self._listed
@@ -96,17 +92,18 @@ class Keys:
             raise ConfigurationError("API keys: there are none, so that nobody could ask")
         return keys
 
-    def _reload(self) -> None:
+    def _current(self) -> tuple[Key, ...]:
+        if self._clock() - self._checked < RELOAD_SECONDS:
+            return self._keys
         self._checked, before = self._clock(), self._version
         self._version = _version(self._file)
-        if self._version == before:
-            return
         try:
-            self._keys = self._read()
+            if self._version != before:
+                self._keys = self._read()
+                logger.info("API keys were read again: there are %d", len(self._keys))
         except ConfigurationError as error:
             logger.error("%s; the keys from before stay", error.message)
-        else:
-            logger.info("API keys were read again: there are %d", len(self._keys))
+        return self._keys
 
 
 def _version(file: Path | None) -> tuple[int, int, int] | None:

@@ -241,6 +241,7 @@ class Served:
         self.keys, self.quotas = configured_keys(self.settings), Quotas(processes)
         self.figures = Figures(self.models[0], self.backend.admission, processes)
         self.tracer = tracer(self.settings.otel_endpoint)
+        self.most_running = self.backend.admission.max_running * processes  # in all of them
 
     def generate(self, requests: Sequence[Request]) -> list[Chunks]:
         """Start requests, under ids in Triton that begin with the client's, which may come again."""
@@ -249,11 +250,6 @@ class Served:
             call.observed(start(own, f"{call.id}-{nonce}-{number}", call.tenant(own)))
             for number, own in enumerate(requests)
         ]
-
-    @property
-    def most_running(self) -> int:
-        """Requests that may run at once, in all processes together."""
-        return self.backend.admission.max_running * self.settings.openai_workers
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -188,7 +188,7 @@ class Workers:
 
     async def run(self, ready: Callable[[], object]) -> None:
         with temporary_directory("cog-triton-metrics.") as metrics:
-            running = (self._keep_running(metrics, ready) for _ in range(self._starting))
+            running = (self._keep_running(n, metrics, ready) for n in range(self._starting))
             tasks = list(map(asyncio.create_task, running))
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             self.stop()
@@ -203,12 +203,13 @@ class Workers:
 
     drain = stop
 
-    async def _keep_running(self, metrics: str, ready: Callable[[], object]) -> None:
+    async def _keep_running(self, number: int, metrics: str, ready: Callable[[], object]) -> None:
         """Run a worker, and another after each that ends."""
         started = False
         while not self._stopping:
             process = await asyncio.create_subprocess_exec(
                 *self._command,
+                str(number),
                 stdout=PIPE,  # a byte comes when it is ready
                 pass_fds=(self._listener.fileno(),),
                 env={**os.environ, **self._environment, "PROMETHEUS_MULTIPROC_DIR": metrics},

@@ -5,13 +5,15 @@ import contextlib
 import itertools
 import random
 import tracemalloc
+from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 
 from cog_triton.errors import TritonOverloaded, TritonUnavailable
 from cog_triton.request import admission
-from cog_triton.request.admission import Admission, Tenant
+from cog_triton.request.admission import Admission, Lender, Tenant
 
 pytestmark = pytest.mark.anyio
 
@@ -50,6 +52,11 @@ class Guests:
             self._leave[name].set()
             await self.tasks[name]
             await settle()
+
+    async def reach(self, *counts: int) -> None:
+        with anyio.fail_after(60):
+            while self.counts != counts:
+                await asyncio.sleep(admission.LOOK_SECONDS)
 
     async def _stay(self, name: str, tenant: Tenant) -> None:
         async with self.queue.acquire(tenant):
@@ -98,10 +105,7 @@ async def test_batches_get_what_others_leave_free() -> None:
     assert [outcome for outcome, _ in guests.seen] == ["admitted"] * 2, "of others alone"
 
 
-async def test_a_batch_begins_once_others_had_enough_time_to_come_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(admission, "LOOK_SECONDS", 0.01)
+async def test_a_batch_begins_once_others_had_enough_time_to_come_again() -> None:
     guests = Guests(running=2)
     await guests.come("a", "b")
     await guests.come("A", batch=True)
@@ -206,6 +210,31 @@ async def test_no_place_is_lost_in_a_storm_of_cancels(seed: int) -> None:
     assert all(end is None or isinstance(end, expected) for end in ends)
     assert (queue.running, queue.waiting) == (0, 0)
     assert most == queue.max_running
+
+
+async def test_a_process_lends_what_it_does_not_need(tmp_path: Path) -> None:
+    here, there = pair = Guests(running=4), Guests(running=4)
+    for number, guests in enumerate(pair):
+        guests.queue.lender = Lender(str(tmp_path / "slots"), number, 2, 4)
+    await here.come(*"abcdefg")
+    await there.come("A")
+    await here.come("h")
+    assert (here.counts, there.counts) == ((7, 1), (1, 0)), "as many run as both have"
+    await there.come("B", "C")
+    await here.leave("a", "b")
+    await there.reach(3, 0)
+    assert here.counts == (5, 1), "a process's own slots come before what it lends"
+    await there.come("D")
+    await there.come("E", batch=True)
+    await here.leave("c")
+    await there.reach(4, 0)
+    await here.leave("d")
+    assert (here.counts, there.counts) == ((4, 0), (4, 0)), "a batch has nothing lent"
+    there.tasks["E"].cancel()
+    await settle()
+    Lender(str(tmp_path / "slots"), 1, 2, 4)  # in the place of one that was killed
+    await here.come("i")
+    assert here.counts == (5, 0)
 
 
 # Places by weight, by the event loop's turns; tests/integration/test_openai_operation.py has a hog

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from cog_triton.errors import ConfigurationError
-from cog_triton.weights import fetch
+from cog_triton.weights.cache import fetch
 
 FILES = {"config.json": b'{"a": 1}', "rank0.engine": bytes(range(256)) * 2000}
 OTHER = {"config.json": b'{"a": 2}', "rank0.engine": b"other" * 5000}

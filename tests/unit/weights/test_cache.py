@@ -87,7 +87,8 @@ def test_a_spoilt_copy_is_fetched_again(spoil: Callable[[Path, Path], Any], site
 KILLED = """
     import os, signal
     from pathlib import Path
-    from cog_triton.weights import cache, fetch
+    from cog_triton.weights import cache
+    from cog_triton.weights.cache import fetch
 
     def unpack(archive, directory, shown):
         (directory / "half").touch()
@@ -143,7 +144,7 @@ def test_a_disk_with_little_room_is_not_filled(site: Site, monkeypatch: pytest.M
 FETCH = """
 import sys
 from pathlib import Path
-from cog_triton.weights import fetch
+from cog_triton.weights.cache import fetch
 print(fetch(sys.argv[1], cache=Path(sys.argv[2])))
 """
 

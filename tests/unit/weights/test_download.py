@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from cog_triton.weights import fetch
+from cog_triton.weights.cache import fetch
 from cog_triton.weights.download import TRIES, Download
 from tests.support import load_cases
 from tests.unit.weights.support import FILES, OTHER, SAME_SIZE, Site, contents, refused, tar
