@@ -102,7 +102,10 @@ def read_adapter(directory: Path, dtype: str) -> dict[str, Array]:
         except ValueError as error:
             raise ValueError(f"{CONFIG} is not JSON: {error}") from None
         weights, rows = converted(config, _load(directory / WEIGHTS[0]))
-        weights = _cast(weights, dtype)
+        with np.errstate(over="ignore"):
+            weights = weights.astype(DTYPES[dtype])
+        if not np.isfinite(weights).all():
+            raise ValueError(f"one of its weights is not a finite {dtype}")
     if weights.dtype != DTYPES[dtype]:
         raise ValueError(f"its weights are {weights.dtype}, and the engine's are {dtype}")
     modules, width = rows.size // 3, weights.shape[-1]
@@ -161,14 +164,6 @@ def _checked_parts(name: str, parts: Mapping[str, Array]) -> tuple[Array, Array]
             raise ValueError(f"{name} cannot be halved, with {len(b)} outputs")
         b = np.roll(b, len(b) // 2, axis=0)
     return a, b
-
-
-def _cast(weights: Array, dtype: str) -> Array:
-    with np.errstate(over="ignore"):
-        result = weights.astype(DTYPES[dtype])
-    if not np.isfinite(result).all():
-        raise ValueError(f"one of its weights is not a finite {dtype}")
-    return result
 
 
 def _load(file: Path) -> dict[str, Array]:

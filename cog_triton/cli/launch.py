@@ -1,7 +1,6 @@
 """tritonserver on a filled model repository, by the command line of NVIDIA's launch script."""
 
 import argparse
-import contextlib
 import logging
 import os
 import re
@@ -19,6 +18,7 @@ from cog_triton.deployment.preparation import check_files
 from cog_triton.errors import ConfigurationError, TritonStartError
 from cog_triton.repository.fill import CONFIG, read_config, read_template, unmet_needs
 from cog_triton.server.command import Endpoints, Launch, choose_ports, command, guarded
+from cog_triton.server.guard import read
 from cog_triton.server.installation import locate
 from cog_triton.server.tritonserver import TritonServer
 from cog_triton.settings import Settings, read_settings
@@ -159,10 +159,7 @@ def with_usable_ports(settings: Settings, *, force: bool) -> Settings:
 
 def running() -> str:
     """Return a text on this machine's tritonservers, if there are any."""
-    pids = []
-    for file in Path("/proc").glob("[0-9]*/comm"):
-        with contextlib.suppress(OSError):  # it has ended
-            pids += [file.parent.name] if file.read_text() == "tritonserver\n" else []
+    pids = [pid for pid in os.listdir("/proc") if read(pid, "comm") == b"tritonserver\n"]
     if not pids:
         return ""
     return (

@@ -8,7 +8,3 @@
 May import everything but ``faces``. After a change: pytest tests/unit/deployment
 tests/integration/test_recovery.py
 """
-
-from cog_triton.deployment.deployment import Deployment
-
-__all__ = ["Deployment"]

@@ -5,6 +5,7 @@ import contextlib
 import errno
 import logging
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -21,7 +22,7 @@ from cog_triton.errors import ConfigurationError, TritonUnavailable
 from cog_triton.generation import generate
 from cog_triton.repository.fill import check_streaming, fill_repository
 from cog_triton.request.request import Request
-from cog_triton.server.guard import process_name
+from cog_triton.server.guard import GIVEN_UP, process_name
 from cog_triton.server.tritonserver import TritonServer
 from cog_triton.settings import Settings
 from cog_triton.text.tokenizer import Tokenizer
@@ -34,7 +35,7 @@ NOTICE_SECONDS = 2.0  # in which the end of a server is noticed
 CHECK_SECONDS = 0.1
 PROBE_SECONDS = 4.0  # Cog waits five for a health check
 PORT_CHOICES = 3
-STUB_LOCK = "interprocess::lock_exception"  # may end Triton's start on a busy machine
+STARVED = re.compile(f"interprocess::lock_exception|{GIVEN_UP}")  # of a start on a busy machine
 FIRST_PAUSE = 0.5  # after a start that failed; each further one doubles it
 LONGEST_PAUSE = 30.0
 FULL_DISK_PAUSE = 5.0
@@ -105,7 +106,6 @@ class Supervisor:
     running: RunningServer | None = field(default=None, init=False)  # None between two
     restarts: int = field(default=0, init=False)
     failure: str | None = field(default=None, init=False)  # why it has given up
-    longest_start: float = field(default=0.0, init=False)  # seconds
 
     async def start(self) -> None:
         """Start the first server, or raise its error."""
@@ -145,29 +145,25 @@ class Supervisor:
         return server
 
     async def _supervise(self) -> None:
-        settings, ends, pause, choices = self.settings, list[float](), 0.0, 1
+        settings, ends, pause, choices, started = self.settings, list[float](), 0.0, 1, False
         while True:
-            began, timeout, full = time.monotonic(), settings.start_timeout, False
-            if self.longest_start:  # a stub may hang as it starts (seen once in 200)
-                timeout = min(timeout, max(60.0, 10 * self.longest_start))
-            given = settings.model_copy(update={"start_timeout": timeout})
             try:
-                async with self.run_server(given) as server:
-                    if self.longest_start:
+                async with self.run_server(settings) as server:
+                    if started:
                         self.restarts += 1
                         logger.warning("Triton is back (restart %d)", self.restarts)
-                    self.longest_start = max(self.longest_start, time.monotonic() - began)
+                    started = True
                     self._set(server)
                     try:
-                        reason, pause, choices = await server.ended(), 0.0, 1
+                        reason, pause, choices, full = await server.ended(), 0.0, 1, False
                     finally:
                         self._set(None)
             except errors.CogTritonError as error:
-                again = isinstance(error, errors.TritonPortTaken) or STUB_LOCK in str(error)
+                again = isinstance(error, errors.TritonPortTaken) or STARVED.search(str(error))
                 if again and choices < PORT_CHOICES:
                     choices += 1  # of a fixed port, the error names the setting
                     continue
-                if not self.longest_start:
+                if not started:
                     raise
                 reason = str(error)
                 logger.error("%s", reason)

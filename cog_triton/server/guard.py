@@ -39,6 +39,8 @@ SHARED_MEMORY = Path("/dev/shm")
 PREFIX, LOCK = "cog_triton_", "lock"
 RANK_ENDED = "tritonserver of rank {rank} ended without being told to, with status {status}"
 STUB_ENDED = "the process of model {model} ended without being told to, with status {status}"
+# As it loads. Triton 2.51 then waits for its end, and does not end it.
+GIVEN_UP = "tritonserver has given up a model's process that got no processor for a second"
 STUB, SERVER, UNKNOWN = "triton_python_backend_stub", "tritonserver", "(unknown)"
 STOP, KILL = b"s", b"k"
 LOOK_SECONDS = 0.2  # between two looks at the server's processes
@@ -49,7 +51,7 @@ LAST_BYTES_SECONDS = 0.2  # for a server that has answered every request to writ
 # mpirun hands this on and waits for its ranks; a SIGTERM it keeps for a second, and then kills them.
 _GROUP_STOP = signal.SIGUSR1
 _STOPS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
-_SUBREAPER, _PARENT_DEATH_SIGNAL = 36, 1  # of prctl
+_SUBREAPER, _PARENT_DEATH_SIGNAL, _WAIT4 = 36, 1, b"61"  # of prctl; a system call of x86-64
 
 # Variables of Open MPI 4 and 5 and PMIx that name the job of a process. The LLM API's workers are started
 # by MPI_Comm_spawn from each model's stub, which with these takes itself for the one process of the job:
@@ -90,6 +92,8 @@ class _Guard:
         self._foreign: set[int] = set()
         self._models: dict[int, str] = {}  # of stubs, by process ids
         self._failed: set[int] = set()  # stubs, at the last look
+        self._waited_for: set[int] = set()  # stubs whose end Triton waited for, at the last count
+        self._next_count = 0.0
         for number in (*_STOPS, _GROUP_STOP):
             signal.signal(number, self._note_signal)  # not SIG_IGN, which the server would inherit
         adopt_orphans()
@@ -182,7 +186,7 @@ class _Guard:
         stubs = [p for p in children if p.name in (STUB[:15], "bash", servers[p.parent])]
         for pid in {p.pid for p in stubs if p.name == STUB[:15]} - self._models.keys():
             # The file in the directory of the model's version. One that has ended has no arguments.
-            if (arguments := os.fsdecode(_command_line(pid)).split("\0"))[1:]:
+            if (arguments := os.fsdecode(read(pid, "cmdline")).split("\0"))[1:]:
                 self._models[pid] = Path(arguments[1]).parent.parent.name
         if self._deadline is not None:
             if self._models and all(stub.state == "Z" for stub in stubs):
@@ -190,6 +194,12 @@ class _Guard:
             if time.monotonic() >= self._deadline:
                 self._kill()
             return
+        if (now := time.monotonic()) >= self._next_count:
+            self._next_count, before = now + 25 * LOOK_SECONDS, self._waited_for  # threads are many
+            self._waited_for = {p.pid for p in stubs} & set().union(*map(_waited_for_by, servers))
+            if before & self._waited_for:
+                print(GIVEN_UP, file=sys.stderr, flush=True)
+                self._kill()
         # Triton takes the exit status of a stub that it ended itself, until the next look.
         failed = {stub.pid: stub.status for stub in stubs if stub.state == "Z" and stub.status}
         for pid in failed.keys() & self._failed:
@@ -224,9 +234,9 @@ def kill_descendants(besides: int | None = None) -> list[str]:
 
     # Each round makes the children of the killed this process's own. mpirun gives every rank a group.
     names = []
-    while found := [p for p in children() if _TRACKER not in _command_line(p.pid)]:
+    while found := [p for p in children() if _TRACKER not in read(p.pid, "cmdline")]:
         # In the middle of its exec a process has none, and may be a tracker: it is looked at again.
-        killed = [p for p in found if p.state == "Z" or _command_line(p.pid)]
+        killed = [p for p in found if p.state == "Z" or read(p.pid, "cmdline")]
         names += [f"{process.pid}_{process.started}" for process in killed]
         for process in killed:
             with contextlib.suppress(OSError):  # another thread has waited for it
@@ -281,7 +291,7 @@ def sweep() -> None:
 def remove(prefix: str, directory: str) -> None:
     """Kill and remove what is left of a server whose guard was killed: processes, files."""
     for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
-        if prefix.encode() in _command_line(pid):
+        if prefix.encode() in read(pid, "cmdline"):
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
     _remove_files(prefix, directory)
@@ -293,17 +303,22 @@ def _remove_files(prefix: str, directory: str) -> None:
     shutil.rmtree(directory, ignore_errors=True)
 
 
-def _command_line(pid: int) -> bytes:
+def read(pid: object, name: str) -> bytes:
+    """Return a file of a process in /proc; nothing if it has ended, or may not be looked at."""
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:  # ended since
+        return Path(f"/proc/{pid}/{name}").read_bytes()
+    except OSError:
         return b""
 
 
+def _waited_for_by(pid: int) -> set[int]:
+    threads = Path(f"/proc/{pid}/task").glob("*")
+    calls = [read(pid, f"task/{thread.name}/syscall").split() for thread in threads]
+    return {int(call[1], 16) for call in calls if call[:1] == [_WAIT4]}
+
+
 def _read_process(pid: int) -> _Process | None:
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except OSError:  # ended since
+    if not (text := read(pid, "stat").decode(errors="replace")):
         return None
     name, _, rest = text.partition("(")[2].rpartition(")")
     fields = rest.split()

@@ -16,7 +16,6 @@ from unittest.mock import Mock
 import pytest
 import yaml
 
-from cog_triton import weights
 from cog_triton.errors import ConfigurationError, EngineBuildError
 from cog_triton.processes import locked
 from tests.support import ROOT, alive, load_cases, processes, script, wait_until
@@ -183,7 +182,7 @@ def test_the_model_is_fetched_under_its_own_name_and_its_secrets_are_stored_nowh
     machine: Machine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fetch = Mock(return_value=machine.model)
-    monkeypatch.setattr(weights, "fetch", fetch)
+    monkeypatch.setattr("tools.engine_builder.build.fetch", fetch)
     url = "https://me:pass-word@host/w/Tiny-1.tar?sig=signature"
     for _ in range(2):
         content = machine.build(TOKEN, model=url, checksum="sha256:0")

@@ -1,17 +1,20 @@
 """What a user sees of a start that fails: few lines, the cause once and in the last of them."""
 
 import asyncio
+import contextlib
 import json
 import shutil
 from pathlib import Path
 from typing import Any
 
+import psutil  # type: ignore[import-untyped, unused-ignore]
 import pytest
 
-from cog_triton.deployment import Deployment
+from cog_triton.deployment.deployment import Deployment
 from cog_triton.errors import CogTritonError
+from cog_triton.server.guard import GIVEN_UP
 from tests.integration.conftest import ANY_PORTS, settings_for
-from tests.support import ROOT, load_cases, script
+from tests.support import ROOT, load_cases, script, wait_until
 
 MOST_LINES = 4
 
@@ -26,6 +29,30 @@ def run(name: str, *arguments: str, **environment: str) -> tuple[int, str]:
 def is_told_once(said: str, cause: str) -> bool:
     lines = said.splitlines()
     return cause in lines[-1] and said.count(cause) == 1 and len(lines) <= MOST_LINES
+
+
+@pytest.mark.anyio
+async def test_a_stub_that_gets_no_processor_is_started_again(
+    demo_model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Triton 2.51 waits forever for the end of one whose sign of life is a second late."""
+    me, stopped = psutil.Process(), set[int]()
+
+    def stop_one() -> bool:
+        for process in me.children(recursive=True):
+            with contextlib.suppress(psutil.Error, OSError):
+                maps = Path(f"/proc/{process.pid}/maps").read_text()
+                if "postprocessing" in " ".join(process.cmdline()) and "tokenizers" in maps:
+                    process.suspend()
+                    stopped.add(process.pid)
+        return bool(stopped)
+
+    with caplog.at_level("INFO", "tritonserver"):
+        settings = settings_for(demo_model, ENGINE="simulated")
+        starting = asyncio.create_task(Deployment.start(settings))
+        await asyncio.to_thread(wait_until, stop_one, 120, "a process that loads")
+        await (await starting).stop()
+    assert GIVEN_UP in caplog.text
 
 
 OF_CONFIG = (
