@@ -16,14 +16,12 @@ from cog_triton.client.stream import CLOSED, Arrivals, Inputs, Outputs, TritonCl
 from cog_triton.wire import LOG_PROBS, NO_PARAMETERS, OUTPUTS, TRACEPARENT, Parameters
 
 CONNECT_SECONDS = 10.0
-# The longest silence after a first event: Triton 2.51 may drop the rest, when its threads get no processor.
-STALL_SECONDS = 20.0
+STALL_SECONDS = 20.0  # of silence after a first event: Triton 2.51 may drop the rest of a stream
 END_SECONDS = 1.0  # to wait for a stream's end after its last event: Triton may drop it as well
 LINE_BYTES = 2**26  # of an event, at most: a long prompt's log probabilities have tens of megabytes
 
 Event = dict[str, Any]
-# The last response of TensorRT-LLM's backend, which only the end of the stream marks.
-UNMARKED_END: Event = {"output_ids": [], "sequence_length": 0}
+UNMARKED_END: Event = {"output_ids": [], "sequence_length": 0}  # of TensorRT-LLM's backend
 
 
 class HttpClient(TritonClient):

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import errno
 import logging
+import math
 import os
 import re
 import shutil
@@ -106,6 +107,7 @@ class Supervisor:
     running: RunningServer | None = field(default=None, init=False)  # None between two
     restarts: int = field(default=0, init=False)
     failure: str | None = field(default=None, init=False)  # why it has given up
+    longest_start: float = field(default=0.0, init=False)  # seconds
 
     async def start(self) -> None:
         """Start the first server, or raise its error."""
@@ -145,14 +147,16 @@ class Supervisor:
         return server
 
     async def _supervise(self) -> None:
-        settings, ends, pause, choices, started = self.settings, list[float](), 0.0, 1, False
+        settings, ends, pause, choices = self.settings, list[float](), 0.0, 1
         while True:
+            began, most = time.monotonic(), max(60.0, 10 * self.longest_start or math.inf)
+            given = settings.model_copy(update={"start_timeout": min(settings.start_timeout, most)})
             try:
-                async with self.run_server(settings) as server:
-                    if started:
+                async with self.run_server(given) as server:
+                    if self.longest_start:
                         self.restarts += 1
                         logger.warning("Triton is back (restart %d)", self.restarts)
-                    started = True
+                    self.longest_start = max(self.longest_start, time.monotonic() - began)
                     self._set(server)
                     try:
                         reason, pause, choices, full = await server.ended(), 0.0, 1, False
@@ -163,7 +167,7 @@ class Supervisor:
                 if again and choices < PORT_CHOICES:
                     choices += 1  # of a fixed port, the error names the setting
                     continue
-                if not started:
+                if not self.longest_start:
                     raise
                 reason = str(error)
                 logger.error("%s", reason)

@@ -32,12 +32,14 @@ class Starter:
     def __init__(self, *failing: int, cause: OSError | None = None) -> None:
         self.servers: list[FakeServer] = []
         self.attempts = 0
+        self.timeouts: list[float] = []
         self._failing, self._cause = failing, cause
         self.gate = asyncio.Event()
         self.gate.set()
 
     @asynccontextmanager
-    async def __call__(self, _: Settings) -> AsyncIterator[FakeServer]:
+    async def __call__(self, settings: Settings) -> AsyncIterator[FakeServer]:
+        self.timeouts.append(settings.start_timeout)
         await self.gate.wait()
         self.attempts += 1
         if self.attempts in self._failing:
@@ -89,6 +91,17 @@ def test_a_first_start_that_tritons_stubs_abort_is_tried_again(
         assert starter.attempts == 2
 
     run(lambda: Starter(1), test)
+
+
+@pytest.mark.parametrize(("longest", "expected"), [(0.0, 300), (3, 60), (9, 90), (40, 300)])
+def test_a_restart_gets_ten_times_the_longest_start(longest: float, expected: float) -> None:
+    async def test(starter: Starter, supervisor: Any) -> None:
+        supervisor.longest_start = longest
+        supervisor.running.end.set()
+        await supervisor.after(supervisor.running, 10)
+        assert starter.timeouts == [300, expected]
+
+    run(Starter, test)
 
 
 def test_waiting_for_a_server_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
