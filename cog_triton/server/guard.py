@@ -196,7 +196,7 @@ class _Guard:
             return
         if (now := time.monotonic()) >= self._next_count:
             self._next_count, before = now + 25 * LOOK_SECONDS, self._waited_for  # threads are many
-            self._waited_for = {p.pid for p in stubs} & set().union(*map(_waited_for_by, servers))
+            self._waited_for = self._models.keys() & set().union(*map(_waited_for_by, servers))
             if before & self._waited_for:
                 print(GIVEN_UP, file=sys.stderr, flush=True)
                 self._kill()
