@@ -12,7 +12,7 @@ from typing import Optional
 import cog
 from cog import BaseRunner, ConcatenateIterator, Input
 
-from cog_triton.deployment.deployment import Deployment
+from cog_triton.deployment import Deployment
 from cog_triton.errors import InvalidParameter
 from cog_triton.faces.cog import live_stream
 from cog_triton.processes import end_with_parent

@@ -10,7 +10,7 @@ import os
 
 import _checkout
 
-from cog_triton.deployment.deployment import Deployment
+from cog_triton.deployment import Deployment
 from cog_triton.request.request import Request
 from cog_triton.settings import read_settings
 from cog_triton.text.tokenizer import load_tokenizer, without_torch

@@ -101,7 +101,12 @@ def read_adapter(directory: Path, dtype: str) -> dict[str, Array]:
             config = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
         except ValueError as error:
             raise ValueError(f"{CONFIG} is not JSON: {error}") from None
-        weights, rows = converted(config, _load(directory / WEIGHTS[0]))
+        try:
+            tensors = load_file(directory / WEIGHTS[0])
+        except (safetensors.SafetensorError, TypeError) as error:  # or of an unknown type
+            raise ValueError(f"{WEIGHTS[0]} is damaged or incomplete: {error}") from None
+        floats = {name: tensor.astype(np.float32) for name, tensor in tensors.items()}
+        weights, rows = converted(config, floats)
         with np.errstate(over="ignore"):
             weights = weights.astype(DTYPES[dtype])
         if not np.isfinite(weights).all():
@@ -164,10 +169,3 @@ def _checked_parts(name: str, parts: Mapping[str, Array]) -> tuple[Array, Array]
             raise ValueError(f"{name} cannot be halved, with {len(b)} outputs")
         b = np.roll(b, len(b) // 2, axis=0)
     return a, b
-
-
-def _load(file: Path) -> dict[str, Array]:
-    try:
-        return {name: tensor.astype(np.float32) for name, tensor in load_file(file).items()}
-    except (safetensors.SafetensorError, TypeError) as error:  # the latter of an unknown data type
-        raise ValueError(f"{file.name} is damaged or incomplete: {error}") from None

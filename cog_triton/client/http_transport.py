@@ -21,7 +21,7 @@ END_SECONDS = 1.0  # to wait for a stream's end after its last event: Triton may
 LINE_BYTES = 2**26  # of an event, at most: a long prompt's log probabilities have tens of megabytes
 
 Event = dict[str, Any]
-UNMARKED_END: Event = {"output_ids": [], "sequence_length": 0}  # of TensorRT-LLM's backend
+UNMARKED_END: Event = {"output_ids": [], "sequence_length": 0}  # TensorRT-LLM marks no last event
 
 
 class HttpClient(TritonClient):

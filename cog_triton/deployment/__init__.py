@@ -8,3 +8,5 @@
 May import everything but ``faces``. After a change: pytest tests/unit/deployment
 tests/integration/test_recovery.py
 """
+
+from cog_triton.deployment.deployment import Deployment as Deployment

@@ -39,8 +39,7 @@ SHARED_MEMORY = Path("/dev/shm")
 PREFIX, LOCK = "cog_triton_", "lock"
 RANK_ENDED = "tritonserver of rank {rank} ended without being told to, with status {status}"
 STUB_ENDED = "the process of model {model} ended without being told to, with status {status}"
-# As it loads. Triton 2.51 then waits for its end, and does not end it.
-GIVEN_UP = "tritonserver has given up a model's process that got no processor for a second"
+GIVEN_UP = "its process got no processor for a second as it loaded, and tritonserver gave it up"
 STUB, SERVER, UNKNOWN = "triton_python_backend_stub", "tritonserver", "(unknown)"
 STOP, KILL = b"s", b"k"
 LOOK_SECONDS = 0.2  # between two looks at the server's processes
@@ -197,8 +196,9 @@ class _Guard:
         if (now := time.monotonic()) >= self._next_count:
             self._next_count, before = now + 25 * LOOK_SECONDS, self._waited_for  # threads are many
             self._waited_for = self._models.keys() & set().union(*map(_waited_for_by, servers))
-            if before & self._waited_for:
-                print(GIVEN_UP, file=sys.stderr, flush=True)
+            for pid in before & self._waited_for:
+                text = f"failed to load '{self._models[pid]}' version 1: {GIVEN_UP}"  # as Triton's
+                print(text, file=sys.stderr, flush=True)
                 self._kill()
         # Triton takes the exit status of a stub that it ended itself, until the next look.
         failed = {stub.pid: stub.status for stub in stubs if stub.state == "Z" and stub.status}

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from fastapi import FastAPI
 from ray import serve
 
-from cog_triton.deployment.deployment import Deployment
+from cog_triton.deployment import Deployment
 from cog_triton.deployment.preparation import model_name
 from cog_triton.faces.openai.app import create_app
 from cog_triton.faces.openai.served import Served

@@ -20,7 +20,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from cog_triton.deployment.deployment import Deployment
+from cog_triton.deployment import Deployment
 from cog_triton.deployment.running import RunningServer
 from cog_triton.errors import TritonUnavailable
 from cog_triton.request.request import Request

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cog_triton.deployment.deployment import Deployment
+from cog_triton.deployment import Deployment
 from cog_triton.errors import ConfigurationError, TritonStartError
 from cog_triton.request.request import Request
 from cog_triton.text.tokenizer import load_tokenizer

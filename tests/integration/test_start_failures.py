@@ -10,7 +10,7 @@ from typing import Any
 import psutil  # type: ignore[import-untyped, unused-ignore]
 import pytest
 
-from cog_triton.deployment.deployment import Deployment
+from cog_triton.deployment import Deployment
 from cog_triton.errors import CogTritonError
 from cog_triton.server.guard import GIVEN_UP
 from tests.integration.conftest import ANY_PORTS, settings_for

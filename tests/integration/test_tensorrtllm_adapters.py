@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from cog_triton.adapters.tensors import read_adapter
-from cog_triton.deployment.deployment import Deployment
+from cog_triton.deployment import Deployment
 from cog_triton.errors import InvalidParameter
 from cog_triton.request.request import Request
 from cog_triton.server.tritonserver import TritonServer

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from cog_triton.deployment.deployment import Deployment
+from cog_triton.deployment import Deployment
 from cog_triton.deployment.preparation import Values
 from cog_triton.errors import CogTritonError
 from cog_triton.request.request import Guide, GuideKind, Request

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from cog_triton.client.stream import TritonClient
-from cog_triton.deployment.deployment import Deployment
+from cog_triton.deployment import Deployment
 from cog_triton.errors import InvalidParameter
 from cog_triton.generation import generate
 from cog_triton.request.request import Request

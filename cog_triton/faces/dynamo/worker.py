@@ -28,8 +28,8 @@ from dynamo.runtime import Client, Context, DistributedRuntime, Endpoint
 from cog_triton import errors
 from cog_triton.adapters.directory import adapter_names
 from cog_triton.client.tracing import go_below
+from cog_triton.deployment import Deployment
 from cog_triton.deployment.attached import address_of, attach
-from cog_triton.deployment.deployment import Deployment
 from cog_triton.deployment.preparation import KV_EVENTS, context_length, model_name
 from cog_triton.faces.dynamo.convert import Body, chunk_of, given, request_of
 from cog_triton.processes import temporary_directory

@@ -17,8 +17,8 @@ from typing import Any
 import uvloop
 from prometheus_client.multiprocess import mark_process_dead
 
+from cog_triton.deployment import Deployment
 from cog_triton.deployment.attached import address_of, attach
-from cog_triton.deployment.deployment import Deployment
 from cog_triton.deployment.preparation import context_length, model_name
 from cog_triton.errors import ConfigurationError
 from cog_triton.faces.openai.app import create_app
