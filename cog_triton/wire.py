@@ -42,7 +42,7 @@ LOG_PROBS = "output_log_probs"  # FP32, [beams, values]; see ``packed_log_probs`
 COUNTED_IDS = "counted_ids"
 # With COUNTED_IDS, of a stream without log probabilities: "reader/number". What a reader's sequences have
 # at one time leaves in one response to one of its requests, in parts: a sequence's number, the count of
-# values that follow, and those. The last part of a sequence comes to its own request.
+# values that follow, and those. A last part that left with another's comes again, without ids, to its own.
 CHANNEL = "channel"
 # ``ids_text`` of what an earlier attempt has delivered. Preprocessing puts them behind the prompt's, and
 # the embedded engines take them for output.

@@ -42,10 +42,8 @@ def launch(options: argparse.Namespace) -> int:
     start = launch_of(options, os.environ, len([*Path("/dev").glob("nvidia[0-9]*")]), backends)
     missing = [model for model in start.engine_models if model not in models]
     if missing and settings.world_size > 1:
-        raise ConfigurationError(
-            f"{options.model_repo}: no {', '.join(missing)} in it, which every rank is to load "
-            "(--tensorrt_llm_model_name)"
-        )
+        text = "which every rank is to load (--tensorrt_llm_model_name)"
+        raise ConfigurationError(f"{options.model_repo}: no {', '.join(missing)} in it, {text}")
     if options.dry_run:
         found = locate(settings)
         endpoints = Endpoints(settings.host, *(getattr(settings, port) for port in PORTS))

@@ -214,7 +214,8 @@ class Connection(asyncio.Protocol):
                 other.fail(lost_after(other.place))
 
     def _cancel(self, stream: Stream) -> None:
-        if self._streams.pop(stream.number, None) is not None:
+        # Triton ends a complete one, which may still be at work on its own last response.
+        if not stream.complete and self._streams.pop(stream.number, None) is not None:
             self._lose(stream)
             self._h2.reset_stream(stream.number, ErrorCodes.CANCEL)
             self._flush()

@@ -233,9 +233,8 @@ def check_ids(request: GenerationRequest, vocabulary: int) -> None:
     """Raise EngineError for token ids that a model does not have: they would end the engine."""
     if request.end_id is not None and request.end_id >= vocabulary:
         # TensorRT-LLM's wording, which clients know.
-        raise EngineError(
-            f"EndId ({request.end_id}) is not within acceptable range [-1, {vocabulary})."
-        )
+        text = f"EndId ({request.end_id}) is not within acceptable range [-1, {vocabulary})."
+        raise EngineError(text)
     ids = [*request.input_ids, *request.logit_bias, *request.allowed_ids]
     ids += [token for word in request.sampling.bad_words for token in word]
     if min(ids) < 0 or max(ids) >= vocabulary:

@@ -140,10 +140,8 @@ class SimulatedEngine(EventLoopEngine):
         failure = self._failures.of(request) if self._failures.rate else None
         if failure is not None and failure.kind == "refuse":
             # TensorRT-LLM's wording, which clients know.
-            raise EngineUnavailable(
-                "Maximum queue size of 0 has been reached, please try again later "
-                "(simulated_failure_rate)"
-            )
+            text = "Maximum queue size of 0 has been reached, please try again later"
+            raise EngineUnavailable(f"{text} (simulated_failure_rate)")
         return self._generate(request, failure, monotonic())
 
     async def _generate(

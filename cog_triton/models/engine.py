@@ -182,7 +182,7 @@ class Responses:
             response = stub.response({**tensors, **self.placeholders}, self.names)
         with self.lock:  # the last response must not overtake another sequence's
             self.unfinished -= output.finished
-            last = self.unfinished == 0
+            last = self.unfinished <= 0  # below: the last was not delivered
             if last:
                 # Each of ``stops`` leads back here: what Triton gave would stay until that is collected.
                 self.inputs = {}

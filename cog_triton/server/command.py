@@ -153,9 +153,7 @@ def choose_ports(settings: Settings) -> Endpoints:
                 # These two are of the port, others of the address.
                 if error.errno not in (errno.EADDRINUSE, errno.EACCES):
                     advice = f"TRITON_HOST={settings.host} must be an address of this machine"
-                raise ConfigurationError(
-                    f"{variable}={wanted}: cannot listen on {settings.host}:{wanted} "
-                    f"({error.strerror}); {advice}"
-                ) from None
+                text = f"cannot listen on {settings.host}:{wanted} ({error.strerror}); {advice}"
+                raise ConfigurationError(f"{variable}={wanted}: {text}") from None
             ports.append(listener.getsockname()[1])
     return Endpoints(settings.host, *ports)

@@ -149,10 +149,8 @@ def _turn(name: str, message: Message) -> dict[str, Any]:
         for part in content:
             kind = part.get("type") if isinstance(part, Mapping) else None
             if kind != "text" or not isinstance(part.get("text"), str):
-                raise InvalidParameter(
-                    f"{name}.content must be of parts of type text, which have a text; "
-                    f"{shown(kind)} is not supported"
-                )
+                text = f"{name}.content must be of parts of type text, which have a text"
+                raise InvalidParameter(f"{text}; {shown(kind)} is not supported")
         content = "\n".join(part["text"] for part in content)
     turn = {**message, "content": content}
     if isinstance(calls := message.get("tool_calls"), list):

@@ -218,10 +218,10 @@ async def test_parts_of_answers_come_on_any_stream_and_in_any_order(exchange: Ex
         exchange.receive()
         return message
 
-    requests, sent = [messages.ModelInferRequest() for _ in range(3)], exchange.transport.written
-    one, two, gone = (exchange.connection.send("/", each, shared=True) for each in requests)
+    requests, sent = [messages.ModelInferRequest() for _ in range(4)], exchange.transport.written
+    one, two, gone, whole = (exchange.connection.send("/", each, shared=True) for each in requests)
     channels = [reader_and_number(each.parameters[CHANNEL].string_param) for each in requests]
-    assert channels == [(channels[0][0], number) for number in (3, 5, 7)]
+    assert channels == [(channels[0][0], number) for number in (3, 5, 7, 9)]
     exchange.peer.receive_data(exchange.transport.written[len(sent) :])
     for stream in (3, 5, 7):
         exchange.peer.send_headers(stream, [(":status", "200")])
@@ -239,6 +239,9 @@ async def test_parts_of_answers_come_on_any_stream_and_in_any_order(exchange: Ex
         assert [answer(3, *values)] == await one.take()
     # TensorRT-LLM's C++ backend knows no channels: these are ids.
     assert [answer(3, 5, 2, 3, 9, names=OUTPUTS)] == await one.take()
+    whole.complete, sent = True, exchange.transport.written
+    whole.close()
+    assert exchange.transport.written == sent  # Triton ends it
     gone.close()  # without its end: others' tokens may have been among those that it did not get
     with pytest.raises(TritonMalformedEvent, match="lost something after 1 tokens"):
         await one.take()
