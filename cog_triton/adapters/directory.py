@@ -129,10 +129,8 @@ def _is_complete(path: Path) -> bool:
 
 def _check_name(name: str) -> None:
     if not 0 < len(name) <= NAME_CHARACTERS or name.startswith(".") or Path(name).name != name:
-        raise ConfigurationError(
-            f"an adapter's name must be a directory's of at most {NAME_CHARACTERS} characters, with no "
-            f"dot before it, not {name!r}"
-        )
+        text = f"a directory's of at most {NAME_CHARACTERS} characters, with no dot before it"
+        raise ConfigurationError(f"an adapter's name must be {text}, not {name!r}")
 
 
 def _delete(adapter: Path) -> None:

@@ -100,11 +100,10 @@ class Adapters:
                 places[adapter] += range(self._tokens, self._tokens + length)
             self._tokens += length
         self._places = [(a, torch.tensor(places[a], device=device)) for a in places]
-        for adapter in places:
-            # Here, so that no layer gets a hook while the model computes.
-            for layer in adapter.changes.keys() - self._hooked:
-                self._model.get_submodule(layer).register_forward_hook(partial(self._add, layer))
-                self._hooked.add(layer)
+        # Here, so that no layer gets a hook while the model computes.
+        for layer in {name for adapter in places for name in adapter.changes} - self._hooked:
+            self._model.get_submodule(layer).register_forward_hook(partial(self._add, layer))
+            self._hooked.add(layer)
 
     def _add(self, name: str, _: Any, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
         # The hook behind a layer.
@@ -154,10 +153,9 @@ class Adapters:
             free += self._loaded.pop(version).size
             logger.info("adapter %s unloaded", version.path.name)
         if free < size:
-            raise EngineUnavailable(
-                f"the LoRA cache is full: adapter {name} does not fit beside those in use; "
-                "try again later, or raise lora_cache_host_memory_bytes"
-            )
+            text = f"the LoRA cache is full: adapter {name} does not fit beside those in use"
+            advice = "try again later, or raise lora_cache_host_memory_bytes"
+            raise EngineUnavailable(f"{text}; {advice}")
 
 
 def _changes(model: Any, config: Any, directory: Path) -> dict[str, Change]:
@@ -189,10 +187,8 @@ def _peft_layers(kind: Any, own: Any, directory: Path) -> dict[str, Any]:
         if value and value != defaults.get(name) and name not in UNDERSTOOD:
             raise ValueError(f"{name}={value!r} is not supported beside other adapters in a batch")
     if config.init_lora_weights not in INITIALIZATIONS:
-        raise ValueError(
-            f"init_lora_weights={config.init_lora_weights!r} changes the model's own weights; "
-            "PEFT can save such an adapter as a plain one"
-        )
+        text = f"init_lora_weights={config.init_lora_weights!r} changes the model's own weights"
+        raise ValueError(f"{text}; PEFT can save such an adapter as a plain one")
     config.init_lora_weights = True
     with torch.device("meta"):
         twin = kind(copy.deepcopy(own))

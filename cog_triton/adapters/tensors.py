@@ -65,8 +65,7 @@ class AdapterTensors:
             if not re.search(NOT_CACHED, error.message):
                 raise
         # Under another name, so that a stop that comes now finds it. It is not kept: it may be large.
-        again = send(f"{name}-adapter", await self.added(inputs))
-        async with aclosing(again) as responses:
+        async with aclosing(send(f"{name}-adapter", await self.added(inputs))) as responses:
             async for response in responses:
                 yield response
 
@@ -134,13 +133,11 @@ def converted(config: Any, tensors: Mapping[str, Array]) -> tuple[Array, Array]:
         unsupported.append(f"bias {bias}")
     if unsupported:
         raise ValueError(f"TensorRT-LLM does not support {', '.join(unsupported)} of {CONFIG}")
-    alpha = config.get("lora_alpha")
-    if not isinstance(alpha, (int, float)):
+    if not isinstance(alpha := config.get("lora_alpha"), (int, float)):
         raise ValueError(f"{CONFIG} has no lora_alpha")
     modules: dict[tuple[int, str], dict[str, Array]] = {}
     for name, tensor in tensors.items():
-        match = _NAME.fullmatch(name)
-        if match is None or match[2] not in _KINDS:
+        if (match := _NAME.fullmatch(name)) is None or match[2] not in _KINDS:
             raise ValueError(f"TensorRT-LLM has no place for its tensor {name}")
         modules.setdefault((int(match[1]), match[2]), {})[match[3]] = tensor
     if not modules:

@@ -71,10 +71,8 @@ def settings_of(options: argparse.Namespace, environ: Mapping[str, str]) -> Sett
     if settings.world_size > 1 and options.no_mpi:
         raise ConfigurationError("--world_size must be 1 with --no-mpi")
     if settings.world_size > 1 and options.multi_model and not options.disable_spawn_processes:
-        raise ConfigurationError(
-            "--world_size must be 1 with --multi-model: the backend starts the ranks of each model; "
-            "or use --disable-spawn-processes"
-        )
+        text = "the backend starts the ranks of each model; or use --disable-spawn-processes"
+        raise ConfigurationError(f"--world_size must be 1 with --multi-model: {text}")
     return settings
 
 
@@ -144,9 +142,8 @@ def read_models(repository: Path) -> dict[str, Any]:
 def with_usable_ports(settings: Settings, *, force: bool) -> Settings:
     """Return the settings with free ports; without ``force``, ConfigurationError names one in use."""
     for port in PORTS:
-        others = {name: 0 for name in PORTS if name != port}
         try:
-            choose_ports(settings.model_copy(update=others))
+            choose_ports(settings.model_copy(update={name: 0 for name in PORTS if name != port}))
         except ConfigurationError as error:
             if not force:
                 raise ConfigurationError(f"{error.message}{running()}") from None
@@ -158,12 +155,9 @@ def with_usable_ports(settings: Settings, *, force: bool) -> Settings:
 def running() -> str:
     """Return a text on this machine's tritonservers, if there are any."""
     pids = [pid for pid in os.listdir("/proc") if read(pid, "comm") == b"tritonserver\n"]
-    if not pids:
-        return ""
-    return (
-        f".\ntritonserver runs already, as process {', '.join(pids)}: stop what is in the way with "
-        "`kill`, or launch beside it, on free ports, with --force"
-    )
+    advice = "stop what is in the way with `kill`, or launch beside it, on free ports, with --force"
+    text = f".\ntritonserver runs already, as process {', '.join(pids)}: {advice}"
+    return text if pids else ""
 
 
 def supervise(repository: Path, settings: Settings, start: Launch, *, quiet: bool) -> int:

@@ -123,13 +123,11 @@ class Deployment:
 
 def check_supported(request: Request, engine: str, own_preprocessing: bool) -> None:
     """Raise InvalidParameter for what TensorRT-LLM's C++ backend or NVIDIA's preprocessing would ignore."""
-    parts: dict[str, tuple[str, ...]] = {}
-    if engine == "tensorrtllm":
-        parts["TensorRT-LLM's C++ backend"] = _ENGINES
-    if not own_preprocessing:
-        parts["the preprocessing model of TRITON_MODEL_REPO"] = _PREPROCESSINGS
-    for part, unknown in parts.items():
-        if names := [name for name in request_parameters(request) if name in unknown]:
+    for runs, part, unknown in (
+        (engine == "tensorrtllm", "TensorRT-LLM's C++ backend", _ENGINES),
+        (not own_preprocessing, "the preprocessing model of TRITON_MODEL_REPO", _PREPROCESSINGS),
+    ):
+        if runs and (names := [name for name in request_parameters(request) if name in unknown]):
             raise InvalidParameter(f"{part} does not support {', '.join(names)}")
 
 

@@ -95,10 +95,8 @@ def engine_problems(engine: EngineName, settings: Settings, runtimes: Runtimes) 
     if engine == "vllm":
         yield from vllm_problems(runtimes)
     if ranks > 1 and engine not in ("tensorrtllm", "simulated"):  # which is how ranks are tried out
-        yield (
-            f"WORLD_SIZE={ranks} is for TensorRT-LLM's C++ backend, and the engine is {engine}; "
-            "the workers of the LLM API and of vLLM are set by tensor_parallel_size"
-        )
+        text = f"WORLD_SIZE={ranks} is for TensorRT-LLM's C++ backend, and the engine is {engine}"
+        yield f"{text}; the workers of the LLM API and of vLLM are set by tensor_parallel_size"
     if adapters is not None and engine not in ADAPTERS:
         yield f"LORA_DIR has no effect with ENGINE={engine}: {', '.join(ADAPTERS)} have adapters"
     if adapters is not None and not adapters.is_dir():
@@ -114,21 +112,17 @@ def backend_problems(settings: Settings, runtimes: Runtimes) -> Iterator[str]:
         yield "ENGINE=tensorrtllm needs ENGINE_DIR, the directory of the engine"
         return
     if not runtimes.has_backend:
-        yield (
-            f"no TensorRT-LLM backend: {runtimes.backends}/tensorrtllm/{BACKEND_LIBRARY} is missing; "
-            "run in an image with TensorRT-LLM up to 1.2, or use ENGINE=llmapi"
-        )
+        text = "is missing; run in an image with TensorRT-LLM up to 1.2, or use ENGINE=llmapi"
+        yield f"no TensorRT-LLM backend: {runtimes.backends}/tensorrtllm/{BACKEND_LIBRARY} {text}"
     if not any(directory.glob("*.engine")):
         yield f"ENGINE_DIR={directory} has no rank*.engine file"
     config = read_json(directory / "config.json")
     model, built = config.get("pretrained_config", {}), str(config.get("version", "unknown"))
     old, new = _version(built), _version(installed or "")
     if old and new and old.release[:2] != new.release[:2]:
-        yield (
-            f"the engine in {directory} was built with TensorRT-LLM {built}, but {installed} is "
-            "installed; an engine runs on the version that built it: build it again, or use that "
-            "version's image"
-        )
+        found = f"was built with TensorRT-LLM {built}, but {installed} is installed"
+        text = "runs on the version that built it: build it again, or use that version's image"
+        yield f"the engine in {directory} {found}; an engine {text}"
     if built != installed:
         with_version = f"TensorRT-LLM {built}" if old else "an unknown version of TensorRT-LLM"
         here = f"{installed} is installed" if new else "the installed version is not known"
@@ -149,10 +143,8 @@ def backend_problems(settings: Settings, runtimes: Runtimes) -> Iterator[str]:
     # TensorRT-LLM answers without the adapter then, and does not say so (tensorrtllm_backend issue 791).
     dtype = model.get("dtype")
     if plugin not in ("auto", dtype) or dtype not in DTYPES:
-        yield (
-            f"the engine in {directory} is {dtype}, and its lora_plugin {plugin}: they must be the same, "
-            f"one of {', '.join(DTYPES)}"
-        )
+        text = f"they must be the same, one of {', '.join(DTYPES)}"
+        yield f"the engine in {directory} is {dtype}, and its lora_plugin {plugin}: {text}"
 
 
 def vllm_problems(runtimes: Runtimes) -> Iterator[str]:

@@ -152,8 +152,7 @@ class Guides:
             text = "needs an end token: it does not go with ignore_eos or end_id -1"
             raise EngineError(f"guided_decoding_guide {text}")
         with self._lock:
-            compiled = self._compiled(request.guide)
-            if isinstance(compiled, str):
+            if isinstance(compiled := self._compiled(request.guide), str):
                 raise EngineError(compiled)
             matcher = compiled.deep_copy()
         if not matcher.consume_tokens(tokens[len(tokens) - request.continued :]):

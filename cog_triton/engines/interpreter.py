@@ -28,8 +28,7 @@ def python() -> str:
     if Path(sys.executable or "").name.startswith("python"):
         return sys.executable
     name = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    path = shutil.which(name)
-    if path is None:
+    if (path := shutil.which(name)) is None:
         raise ValueError(f"processes of the engine need an interpreter, and PATH has no {name}")
     return path
 

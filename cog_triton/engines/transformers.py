@@ -109,10 +109,9 @@ class TransformersEngine(Engine):
             if request.lora_task_id and self._adapters is not None:
                 self._adapters.assign(request.lora_task_id, row)
             if request.key in self.running:
-                prompt = self._processor.prompt(row)
+                prompt, key = self._processor.prompt(row), request.key
                 ends = {"max_new_tokens": request.max_tokens, "eos_token_id": request.end_id}
-                manager, key = self._manager, request.key
-                manager.add_request(prompt, request_id=key, streaming=True, row=row, **ends)
+                self._manager.add_request(prompt, request_id=key, streaming=True, row=row, **ends)
                 # Asked again, so that a request is not lost when the engine stops meanwhile.
                 self._check_running()
         except EngineError as error:

@@ -274,8 +274,7 @@ def _sample(logits: Tensor, samplings: list[SamplingParams], positions: list[int
     numbers = [min(sampling.top_k or vocabulary, vocabulary) for sampling in samplings]
     shares = [sampling.top_p if 0 < sampling.top_p < 1 else torch.inf for sampling in samplings]
     number, total = torch.tensor(numbers, device=device), weights.sum(dim=-1)
-    both = [i for i, n in enumerate(numbers) if n < vocabulary and shares[i] < 1]
-    if both:
+    if both := [i for i, n in enumerate(numbers) if n < vocabulary and shares[i] < 1]:
         most = weights[both].topk(max(numbers[i] for i in both)).values.cumsum(dim=-1)
         total[both] = most.gather(-1, number[both].unsqueeze(-1) - 1).squeeze(-1)
     return _first_within(speeds, weights, number, torch.tensor(shares, device=device) * total)
@@ -293,9 +292,8 @@ def _first_within(speeds: Tensor, weights: Tensor, number: Tensor, weight: Tenso
     chosen = chosen.squeeze(-1)
     if outside.any():
         # A token that is less likely than one outside is outside, too: only the likelier remain.
-        limits = number[outside], weight[outside]
         speeds = speeds[outside] * likelier[outside]
-        chosen[outside] = _first_within(speeds, weights[outside], *limits)
+        chosen[outside] = _first_within(speeds, weights[outside], number[outside], weight[outside])
     return chosen
 
 

@@ -200,10 +200,9 @@ def on_device(arguments: library.Arguments, *, cpu: bool) -> library.Arguments:
         arguments = {"enforce_eager": True, **arguments}
     elif arguments.get("enable_lora"):
         if arguments.get("dtype") in ("float32", "float"):
-            raise ValueError(
-                "tensorrt_llm: dtype float32 does not go with lora_prefetch_dir: vLLM applies adapters on "
-                "a GPU in float16 or bfloat16 (auto takes one of them)"
-            )
+            text = "vLLM applies adapters on a GPU in float16 or bfloat16 (auto takes one of them)"
+            problem = "dtype float32 does not go with lora_prefetch_dir"
+            raise ValueError(f"tensorrt_llm: {problem}: {text}")
         return arguments
     if "dtype" not in arguments:
         config = library.model_config(arguments)

@@ -220,10 +220,9 @@ def resolve_tokens(which: str, value: int | None, old: int | None) -> int:
     conflict = errors.ConflictingMaxTokens if which == "max" else errors.ConflictingMinTokens
     given = {n for n in (None if value == default else value, old) if n is not None and n != -1}
     if len(given) > 1:
-        raise conflict(
-            f"{which}_tokens={shown(value)} and {which}_new_tokens={shown(old)} contradict; "
-            f"{which}_new_tokens is the old name of {which}_tokens, give one of them"
-        )
+        text = f"{which}_new_tokens is the old name of {which}_tokens, give one of them"
+        given_both = f"{which}_tokens={shown(value)} and {which}_new_tokens={shown(old)} contradict"
+        raise conflict(f"{given_both}; {text}")
     return given.pop() if given else default
 
 

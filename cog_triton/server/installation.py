@@ -48,10 +48,8 @@ def locate(settings: Settings, container_root: Path = CONTAINER_ROOT) -> Install
     if found is None or (server.is_file() and server != found.server.resolve()):
         found = Installation(server, server.parent.parent / "backends")
     if not found.server.is_file():
-        raise ConfigurationError(
-            "no tritonserver found: set TRITONSERVER, run in NVIDIA's Triton container, or "
-            "pip install nvidia-pytriton"
-        )
+        text = "set TRITONSERVER, run in NVIDIA's Triton container, or pip install nvidia-pytriton"
+        raise ConfigurationError(f"no tritonserver found: {text}")
     found = replace(found, backends=settings.backend_directory or found.backends)
     if not (found.backends / "python").is_dir():
         raise ConfigurationError(f"no Python backend in {found.backends}")
@@ -60,8 +58,7 @@ def locate(settings: Settings, container_root: Path = CONTAINER_ROOT) -> Install
 
 def _wheel() -> Installation | None:
     # Found, not imported: importing pytriton takes most of a second and everything it depends on.
-    spec = importlib.util.find_spec("pytriton")
-    if spec is None or spec.origin is None:
+    if (spec := importlib.util.find_spec("pytriton")) is None or spec.origin is None:
         return None
     package = Path(spec.origin).parent
     root, libraries = package / "tritonserver", package.parent / "nvidia_pytriton.libs"

@@ -77,10 +77,9 @@ class TritonServer:
         environ |= self.launch.environment
         if self.launch.under_mpirun(self.settings):
             if shutil.which("mpirun", path=environ["PATH"]) is None:
-                raise ConfigurationError(
-                    f"no mpirun in PATH, which WORLD_SIZE={self.settings.world_size} needs: run in "
-                    "NVIDIA's Triton container, or install Open MPI (Debian: openmpi-bin)"
-                )
+                needed = f"no mpirun in PATH, which WORLD_SIZE={self.settings.world_size} needs"
+                text = "run in NVIDIA's Triton container, or install Open MPI (Debian: openmpi-bin)"
+                raise ConfigurationError(f"{needed}: {text}")
             # mpirun's files, in a directory that is removed even when it is killed: Open MPI 4, and 5.
             directories = ("OMPI_MCA_orte_tmpdir_base", "PRTE_MCA_prte_tmpdir_base")
             environ |= dict.fromkeys(directories, str(self.runtime))
@@ -116,9 +115,8 @@ class TritonServer:
         server = command(*paths, self.endpoints, self.shm_prefix, settings, launch)
         role = "group" if launch.under_mpirun(settings) else "follower" if launch.rank else "server"
         # The starter and the guard hold it. What is to be removed with it is its content.
-        file = guard.SHARED_MEMORY / f"{self.shm_prefix}{guard.LOCK}"
         removed = str(self.runtime) if self.temporary else ""
-        lock = guard.hold(file, removed)
+        lock = guard.hold(guard.SHARED_MEMORY / f"{self.shm_prefix}{guard.LOCK}", removed)
         self._process = process = subprocess.Popen(
             guarded(role, self.shm_prefix, settings.stop_timeout, server, removed),
             stdin=subprocess.PIPE,

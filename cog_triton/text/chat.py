@@ -123,10 +123,9 @@ def _template(tokenizer: Tokenizer, *, tools: bool) -> str:
     if isinstance(template, dict):  # some models have another one for tools
         template = (tools and template.get("tool_use")) or template.get("default")
     if not template:
-        raise errors.ChatTemplateError(
-            "the model has no chat template, so it takes no messages: send a prompt, or set CHAT_TEMPLATE "
-            "to a template, or to a file with one"
-        )
+        problem = "the model has no chat template, so it takes no messages"
+        text = "send a prompt, or set CHAT_TEMPLATE to a template, or to a file with one"
+        raise errors.ChatTemplateError(f"{problem}: {text}")
     return str(template)
 
 
@@ -201,10 +200,9 @@ def validate_template(template: str) -> Counter[str]:
     """Count the placeholders and literal braces of a template, or raise what is wrong with it."""
     braces = template.count("{") + template.count("}")
     if braces > bounds.TEMPLATE_BRACES or len(template) > bounds.TEMPLATE_CHARACTERS:
-        raise PromptTemplateError(
-            f"The prompt template has {len(template)} characters and {braces} braces; "
-            f"{bounds.TEMPLATE_CHARACTERS} and {bounds.TEMPLATE_BRACES} are the most."
-        )
+        most = f"{bounds.TEMPLATE_CHARACTERS} and {bounds.TEMPLATE_BRACES} are the most."
+        text = f"The prompt template has {len(template)} characters and {braces} braces; {most}"
+        raise PromptTemplateError(text)
     fields = Counter(match[0] for match in _BRACES.finditer(template))
     unusable = fields.keys() - {"{prompt}", "{system_prompt}", *_LITERALS}
     unknown = [repr(shown(field)) for field in fields if field in unusable and len(field) > 1]
@@ -214,10 +212,9 @@ def validate_template(template: str) -> Counter[str]:
     if single := [repr(brace) for brace in fields if brace in unusable and len(brace) == 1]:
         problems.append("unbalanced braces: " + " and ".join(single))
     if problems:
-        raise PromptTemplateError(
-            f"The prompt template has {' and '.join(problems)}. Only {{prompt}} and {{system_prompt}} "
-            "are filled in; to have a brace in the text, double it: {{ for {, }} for }."
-        )
+        text = "Only {prompt} and {system_prompt} are filled in; to have a brace in the text, double it"
+        problem = f"The prompt template has {' and '.join(problems)}"
+        raise PromptTemplateError(f"{problem}. {text}: {{{{ for {{, }}}} for }}.")
     if "{prompt}" not in fields:
         text = "The prompt template has no place for the prompt: put {prompt} where it should go."
         raise errors.BadPromptTemplate(text)

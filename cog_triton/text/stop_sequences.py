@@ -43,8 +43,7 @@ class StopSequences:
         if not self._held and self._first_characters.isdisjoint(text):
             return text
         text, self._held = self._held + text, ""
-        complete = {stop: text.index(stop) + len(stop) for stop in self._stops if stop in text}
-        if complete:
+        if complete := {stop: text.index(stop) + len(stop) for stop in self._stops if stop in text}:
             self.matched = min(complete, key=complete.__getitem__)
             return text[: complete[self.matched] - len(self.matched)]
         for start in range(max(0, len(text) - len(self._stops[0]) + 1), len(text)):

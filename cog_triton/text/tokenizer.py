@@ -60,10 +60,8 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Tokenizer:
             return kind.from_pretrained(name, clean_up_tokenization_spaces=False, **options)
     except Exception as error:
         if trust_remote_code:  # that code may raise anything
-            text = (
-                f"no tokenizer could be loaded from {name!r}, whose own code may be run "
-                f"(TRUST_REMOTE_CODE): {type(error).__name__}: {error}"
-            )
+            whose = f"{name!r}, whose own code may be run (TRUST_REMOTE_CODE)"
+            text = f"no tokenizer could be loaded from {whose}: {type(error).__name__}: {error}"
         elif isinstance(error, OSError | ValueError | KeyError):
             text = remote_code_refusal(error, "tokenizer", name) or _problem(name, error)
         else:

@@ -48,19 +48,14 @@ class Server(uvicorn.Server):
         limits: Limits,
         refusal_body: RefusalBody = lambda refusal, _: {"detail": refusal.detail},
     ) -> None:
-        http: Any = partial(LimitedProtocol, limits=limits, refusal_body=refusal_body)
         # It runs in the loop that is there.
-        off: Any = {"loop": "none", "ws": "none", "lifespan": "off", "server_header": False}
-        quiet: Any = {"access_log": False, "log_level": "warning", "log_config": None}
-        config = uvicorn.Config(
-            app,
-            http=http,
-            # Longer than most clients keep a connection.
-            timeout_keep_alive=int(limits.idle_seconds),
-            timeout_graceful_shutdown=1,  # those that run have had their time
-            **(off | quiet),
-        )
-        super().__init__(config)
+        options: Any = {"loop": "none", "ws": "none", "lifespan": "off", "server_header": False}
+        options |= {"access_log": False, "log_level": "warning", "log_config": None}
+        options["http"] = partial(LimitedProtocol, limits=limits, refusal_body=refusal_body)
+        # Longer than most clients keep a connection.
+        options["timeout_keep_alive"] = int(limits.idle_seconds)
+        options["timeout_graceful_shutdown"] = 1  # those that run have had their time
+        super().__init__(uvicorn.Config(app, **options))
 
 
 class LimitedProtocol(HttpToolsProtocol):
@@ -186,8 +181,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._answer()
 
     def _answer(self) -> None:
-        refusal = self._refusal
-        if refusal is None or self.transport.is_closing():
+        if (refusal := self._refusal) is None or self.transport.is_closing():
             return
         self._answered = True
         cycle = self.cycle if self._in_body else None

@@ -84,10 +84,9 @@ def fetch(
             path = path.resolve()
             return _fetch_tar(path.as_uri(), str(path), cache, expected, path)
         if expected is not None:
-            raise ConfigurationError(
-                f"a checksum was given, but {source} is not a tar file; for Hugging Face, pin a commit "
-                "with org/name@commit"
-            )
+            text = f"a checksum was given, but {source} is not a tar file"
+            advice = "for Hugging Face, pin a commit with org/name@commit"
+            raise ConfigurationError(f"{text}; {advice}")
         directory = path if path.exists() else fetch_from_hub(source, token)
         if not directory.is_dir():
             raise ConfigurationError(f"{directory} is neither a file nor a directory")
@@ -108,10 +107,8 @@ def local_path(source: str) -> Path:
         return Path(url2pathname(url.path))
     scheme, separator, _ = source.partition("://")
     if separator:
-        raise ConfigurationError(
-            f"weights cannot be fetched by {scheme}://; give an https:// URL (a presigned one, for "
-            "what is in a bucket), a path, or a Hugging Face id"
-        )
+        text = "an https:// URL (a presigned one, for what is in a bucket), a path, or a Hugging Face id"
+        raise ConfigurationError(f"weights cannot be fetched by {scheme}://; give {text}")
     return Path(os.path.expanduser(source))
 
 
@@ -158,10 +155,8 @@ def _fetch_tar(
                 raise
             _remove(entry, _DOWNLOAD)
             free = tqdm.format_sizeof(shutil.disk_usage(entry).free, "B")
-            raise ConfigurationError(
-                f"no space left for {shown} in {cache}, where {free} is free ({error.strerror}); free "
-                "some, or move the cache"
-            ) from None
+            text = f"no space left for {shown} in {cache}, where {free} is free ({error.strerror})"
+            raise ConfigurationError(f"{text}; free some, or move the cache") from None
         tree = entry / fetched.tree
         inside = [path for path in tree.iterdir() if not path.name.startswith("._")]  # of macOS
         if len(inside) == 1 and inside[0].is_dir() and not inside[0].is_symlink():

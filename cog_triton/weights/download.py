@@ -10,7 +10,6 @@ import sys
 import time
 import uuid
 from pathlib import Path, PurePosixPath
-from typing import Any
 from urllib.parse import unquote
 
 import httpx
@@ -91,10 +90,8 @@ class Download:
         if not self._answered:
             text = f"cannot be reached ({problem}); check the URL and the network"
             raise Unreachable(f"{self._shown} {text}")
-        raise ConfigurationError(
-            f"the download of {self._shown} ended early {failures} times ({problem}); start again to "
-            "continue it"
-        )
+        text = f"the download of {self._shown} ended early {failures} times ({problem})"
+        raise ConfigurationError(f"{text}; start again to continue it")
 
     def _try(self, client: httpx.Client, current: Version | None) -> bool:
         etag, size, start = self.version.etag, self.version.size, self._size
@@ -207,19 +204,16 @@ _HUB_PROBLEMS = {
 def fetch_from_hub(source: str, token: str | None, without: tuple[str, ...] = ()) -> Path:
     """Return the local directory of a repository, less the files that match ``without``."""
     if (match := HUB_ID.fullmatch(source)) is None:
-        raise ConfigurationError(
-            f"{source!r} is not a local file or directory, a URL, or a Hugging Face "
-            "id (org/name or org/name@revision)"
-        )
+        text = "a local file or directory, a URL, or a Hugging Face id"
+        raise ConfigurationError(f"{source!r} is not {text} (org/name or org/name@revision)")
     # Imported here, because it takes a while and most deployments have their files in place.
     from huggingface_hub import errors, snapshot_download
 
-    name, revision, ignored = match["name"], match["revision"], [*UNUSED_FORMATS, *without]
+    name, revision, unused = match["name"], match["revision"], [*UNUSED_FORMATS, *without]
     # The bases are those of its HTTP library: requests, httpx and httpx2, by its release.
     foreseen: tuple[type[Exception], ...] = (OSError, ValueError, *errors.HfHubHTTPError.__bases__)
-    options: Any = {"revision": revision, "token": token, "ignore_patterns": ignored}
     try:
-        return Path(snapshot_download(name, **options))
+        return Path(snapshot_download(name, revision=revision, token=token, ignore_patterns=unused))
     except foreseen as error:
         kinds = [kind.__name__ for kind in type(error).__mro__]  # its text may hold the token
         # Before version 1 that of an offline cache is an HfHubHTTPError too, though nothing answered.

@@ -7,15 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cog_triton.errors import (
-    LONGEST,
-    CogTritonError,
-    ConfigurationError,
-    InvalidParameter,
-    TritonStartError,
-    cause,
-    file_problem,
-)
+from cog_triton import errors
 from cog_triton.server.tritonserver import TritonServer
 from cog_triton.settings import read_settings
 from tests.support import load_cases
@@ -24,41 +16,42 @@ from tests.support import load_cases
 def test_a_problem_names_its_file(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No such file") as missing:
         (tmp_path / "none").read_bytes()
-    assert file_problem(missing.value) == f"{tmp_path}/none: No such file or directory"
+    assert errors.file_problem(missing.value) == f"{tmp_path}/none: No such file or directory"
     # Of a copy, the file that was to be written.
     (tmp_path / "source").mkdir()
     (tmp_path / "source" / "file").symlink_to(tmp_path / "none")
     with pytest.raises(shutil.Error) as copy:
         shutil.copytree(tmp_path / "source", tmp_path / "copy")
-    assert file_problem(copy.value).startswith(f"{tmp_path}/copy/file: ")
+    assert errors.file_problem(copy.value).startswith(f"{tmp_path}/copy/file: ")
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "from", None, "to")
-    assert file_problem(full) == "to: No space left on device"
-    assert file_problem(OSError("no file at all")) == "no file at all"
+    assert errors.file_problem(full) == "to: No space left on device"
+    assert errors.file_problem(OSError("no file at all")) == "no file at all"
 
 
 def test_a_server_whose_files_cannot_be_written_says_which(tmp_path: Path) -> None:
     ports = dict.fromkeys(("TRITON_HTTP_PORT", "TRITON_GRPC_PORT", "TRITON_METRICS_PORT"), "0")
     (tmp_path / "backends").touch()  # where a directory is to be
-    with pytest.raises(ConfigurationError, match=f"{tmp_path}/backends"):
+    with pytest.raises(errors.ConfigurationError, match=f"{tmp_path}/backends"):
         TritonServer(tmp_path / "repository", tmp_path, read_settings(ports)).start()
 
 
 @pytest.mark.parametrize(
     ("error", "longest"),
-    [(InvalidParameter, 2_000), (TritonStartError, 20_000)],  # the latter with the lines of a log
+    [(errors.InvalidParameter, 2_000), (errors.TritonStartError, 20_000)],  # with lines of a log
 )
-def test_the_text_of_an_error_is_cut(error: type[CogTritonError], longest: int) -> None:
+def test_the_text_of_an_error_is_cut(error: type[errors.CogTritonError], longest: int) -> None:
     assert str(error("short")).endswith(": short")
     for text in (str(error("x" * 4_000_000)), *error("x" * 4_000_000).args):
         assert longest <= len(text) < longest + 100
         assert text.endswith("x…")
 
 
-CAUSES = load_cases(__file__, "errors.yaml")
-LONG = {"text": "x" * 5000, "cause": "x" * (LONGEST - 1) + "…"}
+LONG = {"text": "x" * 5000, "cause": "x" * (errors.LONGEST - 1) + "…"}
 
 
-@pytest.mark.parametrize("case", [*CAUSES, LONG], ids=lambda case: case["cause"][:40])
+@pytest.mark.parametrize(
+    "case", [*load_cases(__file__, "errors.yaml"), LONG], ids=lambda case: case["cause"][:40]
+)
 def test_the_cause_is_what_is_left_of_tritons_text(case: dict[str, str]) -> None:
-    assert cause(case["text"]) == case["cause"]
-    assert cause(case["cause"]) == case["cause"]
+    assert errors.cause(case["text"]) == case["cause"]
+    assert errors.cause(case["cause"]) == case["cause"]

@@ -2,18 +2,9 @@ from dataclasses import replace
 
 import pytest
 
+from cog_triton import wire
 from cog_triton.errors import InvalidParameter
-from cog_triton.wire import (
-    CONTINUED,
-    TokenLogProb,
-    adapter_task_id,
-    ids_parameter,
-    ids_text,
-    packed_log_probs,
-    reader_and_number,
-    unpacked_log_probs,
-    unpacked_prompt_log_probs,
-)
+from cog_triton.wire import CONTINUED, TokenLogProb, adapter_task_id, ids_parameter, ids_text
 
 LIKELY = [
     TokenLogProb(5, -0.5, ((5, -0.5), (2**24, -1.25))),
@@ -38,7 +29,7 @@ def test_what_is_no_list_of_ids_is_refused(value: object) -> None:
 @pytest.mark.parametrize("value", ["", 7, f"{'a' * 32}/0", f"{'a' * 32}/{2**31}", f"{'g' * 32}/1"])
 def test_what_is_no_channel_is_refused(value: object) -> None:
     with pytest.raises(InvalidParameter, match="channel must be 32 hexadecimal digits"):
-        reader_and_number(value)
+        wire.reader_and_number(value)
 
 
 @pytest.mark.parametrize("top", [0, 1, 2, 5])
@@ -46,24 +37,24 @@ def test_what_is_no_channel_is_refused(value: object) -> None:
 def test_log_probabilities_come_back_behind_the_prompts(top: int, generated: int) -> None:
     likely = [replace(token, top=token.top[:top]) for token in LIKELY]
     prompt, others = [TokenLogProb(4, 0.0), *likely], likely[:generated]
-    values = packed_log_probs(LIKELY[:generated], top, prompt)
-    assert unpacked_log_probs(IDS[:generated], values, top) == others
-    assert unpacked_prompt_log_probs(values, generated, top) == prompt
-    without = packed_log_probs(LIKELY[:generated], top)
-    assert unpacked_log_probs(IDS[:generated], without, top) == others
-    assert unpacked_prompt_log_probs(without, generated, top) == []
+    values = wire.packed_log_probs(LIKELY[:generated], top, prompt)
+    assert wire.unpacked_log_probs(IDS[:generated], values, top) == others
+    assert wire.unpacked_prompt_log_probs(values, generated, top) == prompt
+    without = wire.packed_log_probs(LIKELY[:generated], top)
+    assert wire.unpacked_log_probs(IDS[:generated], without, top) == others
+    assert wire.unpacked_prompt_log_probs(without, generated, top) == []
     with pytest.raises(ValueError, match="reshape"):
-        unpacked_prompt_log_probs(values[1:], generated, top)
+        wire.unpacked_prompt_log_probs(values[1:], generated, top)
 
 
 def test_without_alternatives_log_probabilities_are_in_tensorrt_llms_form() -> None:
     """Its C++ backend sends those of all tokens so far with each response."""
-    values = packed_log_probs(LIKELY, 0)
+    values = wire.packed_log_probs(LIKELY, 0)
     assert values.tolist() == [-0.5, -3.0, 0.0]
-    assert unpacked_log_probs([8], values, 0) == [TokenLogProb(8, 0.0)]
-    assert unpacked_log_probs([], values, 0) == []
+    assert wire.unpacked_log_probs([8], values, 0) == [TokenLogProb(8, 0.0)]
+    assert wire.unpacked_log_probs([], values, 0) == []
     with pytest.raises(ValueError, match="reshape"):
-        unpacked_log_probs([7], values[:1], 1)
+        wire.unpacked_log_probs([7], values[:1], 1)
 
 
 def test_an_adapters_number_is_the_same_everywhere() -> None:

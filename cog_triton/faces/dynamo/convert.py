@@ -6,7 +6,7 @@ with ``ignore_eos``.
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from cog_triton.errors import InvalidParameter, PromptTooLong
@@ -114,7 +114,9 @@ def chunk_of(chunk: Chunk) -> dict[str, Any]:
         made["log_probs"] = [token.log_prob for token in chunk.log_probs]
         made["top_logprobs"] = [alternatives(token) for token in chunk.log_probs]
     if chunk.prompt_log_probs:
-        made["engine_data"] = {"prompt_logprobs": prompt_table(chunk.prompt_log_probs)}
+        tops = ({own.id: own.log_prob, **dict(own.top)} for own in chunk.prompt_log_probs[1:])
+        rows = ({str(i): {"logprob": value} for i, value in top.items()} for top in tops)
+        made["engine_data"] = {"prompt_logprobs": [None, *rows]}  # the first token has none
     if chunk.finish_reason is not None:
         made["finish_reason"] = chunk.finish_reason
         prompt, output = chunk.input_tokens or 0, chunk.output_tokens
@@ -136,9 +138,3 @@ def alternatives(token: TokenLogProb) -> list[dict[str, Any]]:
         {"rank": rank, "token_id": token_id, "token": None, "logprob": log_prob}
         for rank, (token_id, log_prob) in enumerate(ranked, 1)
     ]
-
-
-def prompt_table(tokens: Sequence[TokenLogProb]) -> list[dict[str, Any] | None]:
-    """Return the prompt's log probabilities, by place and id; the first token has none."""
-    places = ({token.id: token.log_prob, **dict(token.top)} for token in tokens[1:])
-    return [None, *({str(i): {"logprob": value} for i, value in place.items()} for place in places)]

@@ -24,10 +24,10 @@ from cog_triton.settings import Settings, read_settings
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.2
-MIGRATIONS = 3  # of one request, to other workers
 # The machine's own address: Dynamo would take the first that others can reach.
 _HOSTS = ("DYN_TCP_RPC_HOST", "DYN_TCP_RESPONSE_STREAM_HOST", "DYN_EVENT_PLANE_HOST")
 _PLANES = ("--discovery-backend", "file", "--request-plane", "tcp", "--event-plane", "zmq")
+_MIGRATIONS = ("--migration-limit", "3")  # of one request, to other workers
 _ANY_PORTS = {"TRITON_HTTP_PORT": "0", "TRITON_GRPC_PORT": "0", "TRITON_METRICS_PORT": "0"}
 
 
@@ -57,8 +57,7 @@ class Processes:
         program = str(Path(sys.executable).with_name("cog-triton"))
         worker = (program, "worker", "--discovery-backend", "file")
         listening = ("--http-host", host, "--http-port", str(port))
-        limit = ("--migration-limit", str(MIGRATIONS))
-        frontend = (sys.executable, "-m", "dynamo.frontend", *listening, *_PLANES, *limit)
+        frontend = (sys.executable, "-m", "dynamo.frontend", *listening, *_PLANES, *_MIGRATIONS)
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, self._stop, number)
         self._ready = False

@@ -10,10 +10,8 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 from operator import methodcaller
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from fastapi import APIRouter, Depends
 from fastapi import Request as HttpRequest
 from pydantic import Field, ValidationError
@@ -23,12 +21,12 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from cog_triton.errors import shown
 from cog_triton.faces.openai import exchange, fields
-from cog_triton.faces.openai.errors import CLIENT_GONE, ApiError, invalid, no_embeddings
+from cog_triton.faces.openai.errors import CLIENT_GONE, ApiError, invalid, no_embeddings, table
 from cog_triton.faces.openai.journal import Journal
 from cog_triton.faces.openai.served import FromApp, Served, current
 
 router = APIRouter(route_class=exchange.BodyRoute)
-SQL: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("batches.yaml").read_text("utf-8"))
+SQL: dict[str, Any] = table("batches.yaml")
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 ACTIVE = ("validating", "in_progress", "finalizing", "cancelling")
 WINDOW_SECONDS, MONTH_SECONDS = 86400, 30 * 86400  # a batch's, and a file's time

@@ -12,7 +12,7 @@ from cog_triton.faces.openai import exchange, fields, turns
 from cog_triton.faces.openai.errors import ApiError, invalid
 from cog_triton.faces.openai.parsing import Block
 from cog_triton.faces.openai.served import FromApp, Served
-from cog_triton.generation import Chunk, FinishReason
+from cog_triton.generation import Chunk
 from cog_triton.request.request import MAX_SEED, Request
 from cog_triton.wire import TokenLogProb
 
@@ -219,8 +219,7 @@ class TextChoice(Choice):
     def pieces(self, chunk: Chunk) -> list[Piece]:
         first, self._begun = not self._begun, True
         if self._body.echo and self._body.max_tokens == 0:  # for the prompt only
-            reason: FinishReason | None = "length" if chunk.finish_reason else None
-            ended = replace(chunk, finish_reason=reason, stop_token=None)
+            ended = replace(chunk, finish_reason=chunk.finish_reason and "length", stop_token=None)
             chunk = replace(ended, text="", ids=(), log_probs=())
         echoed = chunk.prompt_log_probs if self._body.echo else ()
         tokens = () if self._top is None else (*echoed, *chunk.log_probs)
@@ -241,8 +240,7 @@ class TextChoice(Choice):
         return piece | {"text": lead + piece["text"]} | self.prompt(chunk.prompt_log_probs)
 
     def _piece(self, text: str, more: dict[str, Any]) -> Piece:
-        piece = {"text": text, "index": self._index, "logprobs": None, "finish_reason": None}
-        return {**piece, **more}
+        return {"text": text, "index": self._index, "logprobs": None, "finish_reason": None, **more}
 
     def _log_probs(self, tokens: Sequence[TokenLogProb]) -> dict[str, list[Any]]:
         # Special tokens that the text does not show take no characters.

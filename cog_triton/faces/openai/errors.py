@@ -10,7 +10,13 @@ import yaml
 
 from cog_triton.errors import CogTritonError
 
-TABLES: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("apis.yaml").read_text("utf-8"))
+
+def table(name: str) -> Any:
+    """Return what a file of YAML in this folder has."""
+    return yaml.safe_load(Path(__file__).with_name(name).read_bytes())
+
+
+TABLES: dict[str, Any] = table("apis.yaml")
 INVALID = "invalid_request_error"
 RETRY_SECONDS = 5  # of those who ask while there is no server to answer
 CLIENT_GONE = 499

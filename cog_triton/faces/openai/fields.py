@@ -43,18 +43,6 @@ class StreamOptions(Body):
     continuous_usage_stats: bool | None = None
 
 
-class Function(Body):
-    name: Name
-    description: str | None = None
-    parameters: Schema | None = None
-    strict: bool | None = None
-
-
-class Tool(Body):
-    type: Literal["function"]
-    function: Function
-
-
 class NamedFunction(Body):
     name: str
 
@@ -62,6 +50,17 @@ class NamedFunction(Body):
 class NamedTool(Body):
     type: Literal["function"]
     function: NamedFunction
+
+
+class Function(NamedFunction):
+    name: Name
+    description: str | None = None
+    parameters: Schema | None = None
+    strict: bool | None = None
+
+
+class Tool(NamedTool):
+    function: Function
 
 
 class AllowedToolNames(Body):

@@ -28,6 +28,7 @@ from cog_triton.processes import locked
 
 logger = logging.getLogger(__name__)
 Schema = Mapping[str, Any]  # statements of one module, by their names
+Action = Callable[[sqlite3.Connection], Any]
 VERSION = 1  # of the tables of all modules
 LOCK_SECONDS = 5.0  # that a transaction waits for one of another process
 GROUP_SECONDS = 0.02  # from one transaction to the next, at least
@@ -68,13 +69,12 @@ class Journal:
         self._connections: dict[str, sqlite3.Connection] = {}  # one for reads, one for writes
         self._locks: int | None = None
 
-    def write(
-        self, do: str | Callable[[sqlite3.Connection], Any], *values: Any, **named: Any
-    ) -> Any:
+    def write(self, do: str | Action, *values: Any, **named: Any) -> Any:
         """Return a future of the commit: the rows changed, or the result of a function that it calls."""
         future = asyncio.get_running_loop().create_future()
         self._pending.append((do, named or values, future))
-        self._start()
+        if self._draining is None:
+            self._draining = asyncio.create_task(self._drain())
         return future
 
     def log(self, record: Any, do: str, *values: Any) -> Any:
@@ -84,9 +84,7 @@ class Journal:
 
     async def read(self, sql: str, *values: Any) -> Any:
         """Return all rows, as named tuples."""
-        return await self._in_thread(
-            "r", lambda: self._connection("r").execute(sql, values).fetchall()
-        )
+        return await self._in_thread("r", lambda own: own.execute(sql, values).fetchall())
 
     async def keep(self) -> None:
         """Do the housekeeping until cancelled: what is old or too much goes, the disk gets the rest."""
@@ -126,10 +124,6 @@ class Journal:
         if self._locks is not None:
             os.close(self._locks)
 
-    def _start(self) -> None:
-        if self._draining is None:
-            self._draining = asyncio.create_task(self._drain())
-
     async def _drain(self) -> None:
         """Commit what is there, again and again, until nothing more comes."""
         while self._pending:
@@ -148,10 +142,16 @@ class Journal:
             await asyncio.sleep(max(0.0, began + GROUP_SECONDS - time.monotonic()))
         self._draining = None
 
-    async def _in_thread(self, name: str, function: Callable[[], Any]) -> Any:
+    async def _in_thread(self, name: str, do: Action) -> Any:
+        """Call a function with the connection for reads or for writes, which is made if need be."""
+
         def run() -> Any:
             try:
-                return function()
+                if name not in self._connections:
+                    self.path.parent.mkdir(0o700, parents=True, exist_ok=True)
+                    with locked(self.path.parent, lambda: None):  # one at a time makes it
+                        self._connections[name] = self._connected(name)
+                return do(self._connections[name])
             except (sqlite3.Error, OSError) as error:
                 with contextlib.suppress(sqlite3.Error, KeyError):
                     self._connections.pop(name).close()  # which rolls back
@@ -161,8 +161,10 @@ class Journal:
 
         return await asyncio.get_running_loop().run_in_executor(self._threads[name], run)
 
-    def _commit(self, group: Sequence[Any], records: Sequence[Any]) -> dict[Any, Any]:
-        connection, results = self._connection("w"), {}
+    def _commit(
+        self, group: Sequence[Any], records: Sequence[Any], connection: sqlite3.Connection
+    ) -> dict[Any, Any]:
+        results = {}
         connection.execute("BEGIN IMMEDIATE")
         if records:
             connection.execute("INSERT INTO log (records) VALUES (?)", (dumps(records),))
@@ -172,14 +174,6 @@ class Journal:
             results[future] = connection.execute(do, values).rowcount if sql else do(connection)
         connection.execute("COMMIT")
         return results
-
-    def _connection(self, name: str) -> sqlite3.Connection:
-        """Return the connection for reads or for writes, made if need be."""
-        if name not in self._connections:
-            self.path.parent.mkdir(0o700, parents=True, exist_ok=True)
-            with locked(self.path.parent, lambda: None):  # one at a time makes it
-                self._connections[name] = self._connected(name)
-        return self._connections[name]
 
     def _connected(self, name: str) -> sqlite3.Connection:
         with contextlib.suppress(FileExistsError):  # to close it would end SQLite's own locks on it
@@ -194,7 +188,7 @@ class Journal:
         connection.row_factory = lambda c, row: _row_type(tuple(d[0] for d in c.description))(*row)
         for pragma in (*PRAGMAS, f"max_page_count={self._max_bytes // PAGE_BYTES}"):
             connection.execute(f"PRAGMA {pragma}")
-        version = _number(connection, "user_version")
+        (version,) = connection.execute("PRAGMA user_version").fetchone()
         if version > VERSION:
             raise sqlite3.Error(f"a newer version of cog-triton has made it ({version})")
         for table in (LOG, *(table for schema in self._schemas for table in schema["tables"])):
@@ -269,8 +263,5 @@ class Jobs(ABC):
 
 
 def _used_bytes(connection: sqlite3.Connection) -> int:
-    return PAGE_BYTES * (_number(connection, "page_count") - _number(connection, "freelist_count"))
-
-
-def _number(connection: sqlite3.Connection, pragma: str) -> int:
-    return int(connection.execute(f"PRAGMA {pragma}").fetchone()[0])
+    sql = "SELECT page_count - freelist_count FROM pragma_page_count, pragma_freelist_count"
+    return PAGE_BYTES * int(connection.execute(sql).fetchone()[0])

@@ -81,10 +81,9 @@ class Keys:
         keys = self._listed
         if self._file is not None:
             try:
-                text = self._file.read_text(encoding="utf-8")
+                keys += parsed_keys(self._file.read_text(encoding="utf-8"), str(self._file))
             except (OSError, UnicodeDecodeError) as error:
                 raise ConfigurationError(f"OPENAI_API_KEYS_FILE: {error}") from None
-            keys += parsed_keys(text, str(self._file))
         names = Counter(key.name for key in keys)
         if twice := sorted(name for name, count in names.items() if count > 1):
             raise ConfigurationError(f"API keys: {', '.join(twice)} is there twice")
@@ -174,10 +173,9 @@ class Quotas:
         """Return OpenAI's headers of a key's limits; none where it has none."""
         headers = {}
         for kind, (size, level) in self._buckets(key).items():
-            reset = max(0.0, (size - level) * MINUTE / size)
             headers[f"x-ratelimit-limit-{kind}"] = f"{size:.0f}"
             headers[f"x-ratelimit-remaining-{kind}"] = f"{max(0, math.floor(level))}"
-            headers[f"x-ratelimit-reset-{kind}"] = f"{reset:.3f}s"
+            headers[f"x-ratelimit-reset-{kind}"] = f"{(size - level) * MINUTE / size:.3f}s"
         return [(name.encode(), value.encode()) for name, value in headers.items()]
 
     def _buckets(self, key: Key) -> dict[str, tuple[float, float]]:

@@ -4,18 +4,18 @@ However a text is cut, its blocks are the same. Knows no I/O.
 """
 
 import ast
+import itertools
 import json
 import re
 import secrets
 import warnings
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal
 
-import yaml
 from pydantic import TypeAdapter
 
+from cog_triton.faces.openai.errors import table
 from cog_triton.generation import Chunk
 
 Kind = Literal["text", "thoughts", "call"]
@@ -42,17 +42,19 @@ Piece = tuple[Block, str]
 Pieces = Iterator[Piece | None]  # None where those that follow need more of the text
 # The pieces before something, and in the end if it was found.
 Search = Generator[Piece | None, None, bool]
+NewId = Callable[[], str]  # returns the id of one more call
 
 
 class Parser:
     """Reads an answer in pieces; by itself, all but the thoughts at the beginning is text."""
 
-    def __init__(self, prompt: str | None = None, new_id: Callable[[], str] = str) -> None:
+    def __init__(self, prompt: str | None = None, new_id: NewId = str) -> None:
         """Begin an answer; with a ``prompt``, it may begin with thoughts, which that may have opened."""
         self.blocks: list[Block] = []
         self.calls = 0
         self._new_id, self._held, self._ended = new_id, "", False
-        self._pieces = self._read_answer(prompt)
+        thoughts = () if prompt is None else self._read_thoughts(prompt)
+        self._pieces = itertools.chain(thoughts, self._read())
 
     def read(self, chunk: Chunk) -> list[Piece]:
         """Return the pieces that are certain with this chunk."""
@@ -69,12 +71,8 @@ class Parser:
         """Return the text of all blocks of a kind."""
         return "".join(block.text for block in self.blocks if block.kind == kind)
 
-    def _read_answer(self, prompt: str | None) -> Pieces:
-        if prompt is not None:
-            yield from self._read_thoughts(opened=prompt.rstrip().endswith(OPENING))
-        yield from self._read()
-
-    def _read_thoughts(self, *, opened: bool) -> Pieces:
+    def _read_thoughts(self, prompt: str) -> Pieces:
+        opened = prompt.rstrip().endswith(OPENING)
         while not opened:
             start = self._held.lstrip()
             if start.startswith(OPENING):
@@ -153,17 +151,14 @@ class Format:
         letters = letters or secrets.token_hex(12)
         return letters[:9] if self.short_ids else prefix + letters
 
-    def parser(
-        self, new_id: Callable[[], str], prompt: str | None = None, *, guided: bool = False
-    ) -> Parser:
+    def parser(self, new_id: NewId, prompt: str | None = None, *, guided: bool = False) -> Parser:
         """Return the parser of one answer; ``guided``: a guide allows nothing but calls in JSON."""
         if self.python and not guided:
             return PythonCallParser(prompt, new_id)
         return CallParser(prompt, new_id, self, guided)
 
 
-_TABLE = yaml.safe_load(Path(__file__).with_name("formats.yaml").read_text(encoding="utf-8"))
-FORMATS = TypeAdapter(dict[str, Format]).validate_python(_TABLE)
+FORMATS = TypeAdapter(dict[str, Format]).validate_python(table("formats.yaml"))
 
 
 def format_of(template: str) -> Format | None:
@@ -193,9 +188,7 @@ class CallParser(Parser):
     Arguments behind the name are sent as they come, others at the object's end. One without a name is text.
     """
 
-    def __init__(
-        self, prompt: str | None, new_id: Callable[[], str], known: Format, guided: bool
-    ) -> None:
+    def __init__(self, prompt: str | None, new_id: NewId, known: Format, guided: bool) -> None:
         super().__init__(prompt, new_id)
         self._format, self._guided = known, guided
 

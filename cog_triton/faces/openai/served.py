@@ -12,11 +12,9 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, Any
 
 import anyio
-import yaml
 from fastapi import Depends
 from fastapi import Request as HttpRequest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -27,7 +25,7 @@ from cog_triton.adapters.directory import adapter_names
 from cog_triton.client.tracing import SERVICE, go_below, tracer
 from cog_triton.deployment.deployment import Deployment, queue_metrics
 from cog_triton.errors import CogTritonError, shown
-from cog_triton.faces.openai.errors import RETRY_SECONDS, ApiError
+from cog_triton.faces.openai.errors import RETRY_SECONDS, ApiError, table
 from cog_triton.faces.openai.journal import Journal
 from cog_triton.faces.openai.keys import ANYBODY, Key, Quotas, configured_keys
 from cog_triton.generation import Chunk
@@ -37,7 +35,7 @@ from cog_triton.request.request import Request
 Chunks = AsyncGenerator[Chunk, None]
 EXPECTED_TOKENS = 256  # of an answer that may be longer, before its length is known
 CHARACTERS_PER_TOKEN = 4
-HISTOGRAMS = yaml.safe_load(Path(__file__).with_name("figures.yaml").read_text(encoding="utf-8"))
+HISTOGRAMS = table("figures.yaml")
 TEXT = "As vLLM's of this name; see docs/openai.md."
 REFRESH_SECONDS = 1.0
 logger = logging.getLogger(__name__)
@@ -72,9 +70,8 @@ class Call:
     def tenant(self, request: Request) -> Tenant:
         """Return the tenant of a request to the engine, with the tokens that it may take."""
         prompt = len(request.prompt_ids) or len(request.prompt) // CHARACTERS_PER_TOKEN
-        expected = prompt + min(request.max_tokens, EXPECTED_TOKENS)
-        key, order = self.key, request.priority
-        return Tenant(key.name, key.weight, float(expected), order, batch=self.batch)
+        expected = float(prompt + min(request.max_tokens, EXPECTED_TOKENS))
+        return Tenant(self.key.name, self.key.weight, expected, request.priority, batch=self.batch)
 
     async def observed(self, chunks: Chunks) -> Chunks:
         """Yield the chunks of one answer, and note them."""
@@ -205,9 +202,8 @@ def begin_span(tracer: Any, headers: Headers) -> Callable[[Call], object]:
 
 
 def attributes(call: Call) -> dict[str, Any]:
-    completes = call.path == "/v1/completions"
     values = {
-        "gen_ai.operation.name": "text_completion" if completes else "chat",
+        "gen_ai.operation.name": "text_completion" if call.path == "/v1/completions" else "chat",
         "gen_ai.provider.name": SERVICE,
         "gen_ai.request.model": call.model,
         "gen_ai.response.model": call.model,

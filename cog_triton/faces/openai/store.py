@@ -16,10 +16,8 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any
 
-import yaml
 from fastapi import APIRouter, Depends
 from fastapi import Request as HttpRequest
 from pydantic import TypeAdapter
@@ -28,7 +26,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from cog_triton.errors import JournalUnavailable, TritonOverloaded, UserError, shown
 from cog_triton.faces.openai import exchange, turns
 from cog_triton.faces.openai import responses as forms
-from cog_triton.faces.openai.errors import TABLES, ApiError, invalid
+from cog_triton.faces.openai.errors import TABLES, ApiError, invalid, table
 from cog_triton.faces.openai.journal import Jobs
 from cog_triton.faces.openai.keys import ANYBODY
 from cog_triton.faces.openai.responses import ResponsesBody, ResponseWriter
@@ -39,7 +37,7 @@ from cog_triton.wire import TokenLogProb
 
 logger = logging.getLogger(__name__)
 router = APIRouter(route_class=exchange.BodyRoute)
-SQL: Any = yaml.safe_load(Path(__file__).with_name("store.yaml").read_text(encoding="utf-8"))
+SQL: Any = table("store.yaml")
 POLL_SECONDS = 0.1  # between two looks for the records of another process
 _REQUEST = TypeAdapter(Request)
 

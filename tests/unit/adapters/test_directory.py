@@ -4,15 +4,6 @@ from pathlib import Path
 import pytest
 
 from cog_triton.adapters import directory as adapters
-from cog_triton.adapters.directory import (
-    LoraRequests,
-    adapter_names,
-    adapter_path,
-    check_adapter,
-    current_version,
-    place_adapter,
-    remove_adapter,
-)
 from cog_triton.cli import main
 from cog_triton.errors import ConfigurationError, EngineError, InvalidParameter
 from cog_triton.wire import adapter_task_id
@@ -33,13 +24,13 @@ def test_adapters_are_the_directories_that_are_whole(tmp_path: Path) -> None:
     (tmp_path / "half").mkdir()
     (tmp_path / "half" / CONFIG).touch()
     (tmp_path / "README").touch()
-    assert adapter_names(tmp_path) == ("7", "poet")
+    assert adapters.adapter_names(tmp_path) == ("7", "poet")
     (tmp_path / "converted").mkdir()
     (tmp_path / "converted" / "model.lora_weights.npy").touch()
-    assert "converted" not in adapter_names(tmp_path)
+    assert "converted" not in adapters.adapter_names(tmp_path)
     (tmp_path / "converted" / "model.lora_config.npy").touch()
-    assert "converted" in adapter_names(tmp_path)
-    assert adapter_names(tmp_path / "nowhere") == adapter_names(None) == ()
+    assert "converted" in adapters.adapter_names(tmp_path)
+    assert adapters.adapter_names(tmp_path / "nowhere") == adapters.adapter_names(None) == ()
 
 
 def test_two_of_one_number_are_neither(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,19 +38,19 @@ def test_two_of_one_number_are_neither(tmp_path: Path, monkeypatch: pytest.Monke
     save(tmp_path / "bard")
     monkeypatch.setattr(adapters, "adapter_task_id", lambda _: 5)
     with pytest.raises(LookupError, match="the adapters bard, poet have the same number"):
-        adapter_path(tmp_path, 5)
+        adapters.adapter_path(tmp_path, 5)
 
 
 def test_an_unknown_name_is_refused_with_those_that_are_there(tmp_path: Path) -> None:
     with pytest.raises(InvalidParameter, match="'poet' does not exist; LORA_DIR has none"):
-        check_adapter("poet", tmp_path)
+        adapters.check_adapter("poet", tmp_path)
     save(tmp_path / "bard")
     save(tmp_path / "poet")
-    check_adapter("poet", tmp_path)
-    check_adapter("", tmp_path)
-    check_adapter("any", None)
+    adapters.check_adapter("poet", tmp_path)
+    adapters.check_adapter("", tmp_path)
+    adapters.check_adapter("any", None)
     with pytest.raises(InvalidParameter, match="those of LORA_DIR are bard, poet"):
-        check_adapter("../bard", tmp_path)
+        adapters.check_adapter("../bard", tmp_path)
 
 
 def test_links_of_a_cache_become_files_and_a_linked_adapter_is_unlinked(tmp_path: Path) -> None:
@@ -67,33 +58,33 @@ def test_links_of_a_cache_become_files_and_a_linked_adapter_is_unlinked(tmp_path
     (tmp_path / "snapshot").mkdir()
     for file in files.iterdir():
         (tmp_path / "snapshot" / file.name).symlink_to(file)
-    place_adapter("copied", tmp_path / "snapshot", directory)
+    adapters.place_adapter("copied", tmp_path / "snapshot", directory)
     assert not any(file.is_symlink() for file in (directory / "copied").iterdir())
     (directory / "linked").symlink_to(files)
-    remove_adapter("linked", directory)
-    assert adapter_names(directory) == ("copied",)
+    adapters.remove_adapter("linked", directory)
+    assert adapters.adapter_names(directory) == ("copied",)
     assert len([*files.iterdir()]) == 2
 
 
 def test_a_failed_copy_leaves_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory, one = tmp_path / "adapters", save(tmp_path / "one")
-    place_adapter("sql", one, directory)
+    adapters.place_adapter("sql", one, directory)
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(shutil, "copytree", full)
     with pytest.raises(OSError, match="No space left"):
-        place_adapter("sql", one, directory)
+        adapters.place_adapter("sql", one, directory)
     assert [path.name for path in directory.iterdir()] == ["sql"]
 
 
 @pytest.mark.parametrize("name", ["", ".hidden", "..", "a/b", "/a", "n" * 257])
 def test_a_name_that_is_no_directorys_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="an adapter's name must be"):
-        place_adapter(name, save(tmp_path / "one"), tmp_path / "adapters")
+        adapters.place_adapter(name, save(tmp_path / "one"), tmp_path / "adapters")
     with pytest.raises(ConfigurationError, match="an adapter's name must be"):
-        remove_adapter(name, tmp_path)
+        adapters.remove_adapter(name, tmp_path)
     assert (tmp_path / "one").is_dir()
 
 
@@ -123,18 +114,18 @@ def test_the_command(
 
 def test_an_engine_is_told_which_adapter_it_does_not_have(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="lora_task_id 4: there is no such adapter"):
-        current_version(4, tmp_path)
+        adapters.current_version(4, tmp_path)
     with pytest.raises(EngineError, match="needs lora_prefetch_dir"):
-        current_version(3, None)
+        adapters.current_version(3, None)
     (tmp_path / "8").mkdir()
     for file in ("model.lora_config.npy", "model.lora_weights.npy"):
         (tmp_path / "8" / file).touch()
     with pytest.raises(EngineError, match=r"lora_task_id 8: .*/8 has no adapter_config\.json"):
-        current_version(8, tmp_path)
+        adapters.current_version(8, tmp_path)
 
 
 def test_an_adapter_whose_files_are_replaced_gets_another_number(tmp_path: Path) -> None:
-    requests = LoraRequests(tmp_path)
+    requests = adapters.LoraRequests(tmp_path)
 
     def number(name: str) -> int:
         made: tuple[str, int, str] = requests.of(adapter_task_id(name), lambda *values: values)

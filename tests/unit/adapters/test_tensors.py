@@ -26,6 +26,8 @@ def module(name: str, rank: int = 2, inputs: int = 3, outputs: int = 4) -> dict[
 
 
 Q, DOWN = module("self_attn.q_proj"), module("mlp.down_proj", rank=1)
+WIDE = {**Q, f"{LAYER}.self_attn.q_proj.lora_B.weight": np.ones((4, 5), np.float32)}
+SCALED = {**Q, f"{LAYER}.self_attn.q_proj.lora_magnitude_vector": np.ones(4, np.float32)}
 
 
 def test_the_tensors_of_an_adapter() -> None:
@@ -74,17 +76,9 @@ def test_bfloat16_is_rounded_to_the_nearest_and_read_as_it_is(tmp_path: Path) ->
     [
         ({}, {}, "it has no weights"),
         (dict(list(Q.items())[:1]), {}, "layers.3 q_proj has no lora_B"),
-        (
-            {**Q, f"{LAYER}.self_attn.q_proj.lora_B.weight": np.ones((4, 5), np.float32)},
-            {},
-            r"q_proj has lora_A of \(2, 3\) and lora_B of \(4, 5\)",
-        ),
+        (WIDE, {}, r"q_proj has lora_A of \(2, 3\) and lora_B of \(4, 5\)"),
         (module("mlp.gate_up_proj", outputs=5), {}, "layers.3 gate_up_proj cannot be halved"),
-        (
-            {**Q, f"{LAYER}.self_attn.q_proj.lora_magnitude_vector": np.ones(4, np.float32)},
-            {},
-            "no place for its tensor .*lora_magnitude_vector",
-        ),
+        (SCALED, {}, "no place for its tensor .*lora_magnitude_vector"),
         (module("mlp.experts.0.w1"), {}, "no place for its tensor .*experts"),
         (Q, {"use_dora": True}, "does not support use_dora"),
         (Q, {"alpha_pattern": {"q_proj": 4}}, "does not support alpha_pattern"),

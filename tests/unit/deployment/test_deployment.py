@@ -11,18 +11,13 @@ from typing import Any, cast
 import httpx
 import pytest
 
+from cog_triton import errors
 from cog_triton.deployment.deployment import (
     Deployment,
     check_supported,
     own_preprocessing,
     served_metrics,
     without_bos,
-)
-from cog_triton.errors import (
-    ConfigurationError,
-    InvalidParameter,
-    TritonOverloaded,
-    TritonUnavailable,
 )
 from cog_triton.request.admission import Admission
 from cog_triton.request.request import Request
@@ -37,12 +32,12 @@ def test_a_length_penalty_goes_where_it_works(told: bool, sent: object, demo_mod
 
     def stream(_id: str, given: Mapping[str, Any], **_: object) -> Any:
         inputs.append(given)
-        raise TritonUnavailable("this far and no further")
+        raise errors.TritonUnavailable("this far and no further")
 
     client, supervisor = cast(Any, SimpleNamespace(stream=stream)), cast(Any, None)
     parts = client, supervisor, Admission(1, 0, 1.0), load_tokenizer(str(demo_model))
     deployment = Deployment(read_settings({}), *parts, length_penalty=told)
-    with pytest.raises(TritonUnavailable):
+    with pytest.raises(errors.TritonUnavailable):
         asyncio.run(anext(deployment.generate(Request(prompt="a", seed=0, length_penalty=1.5))))
     found = inputs[0].get("length_penalty")
     assert (None if found is None else found.tolist()) == sent
@@ -56,7 +51,7 @@ def request(**values: Any) -> Request:
 def test_what_nvidias_parts_would_ignore_is_refused(case: dict[str, Any]) -> None:
     asked, backend = request(**case["request"]), case["by"] == "TensorRT-LLM's C++ backend"
     message = re.escape(f"{case['by']} does not support {case['names']}") + "$"
-    with pytest.raises(InvalidParameter, match=message):
+    with pytest.raises(errors.InvalidParameter, match=message):
         check_supported(asked, "tensorrtllm", own_preprocessing=backend)
     check_supported(asked, "transformers", own_preprocessing=True)
     check_supported(request(log_probs=0), "tensorrtllm", own_preprocessing=False)
@@ -94,7 +89,7 @@ def test_metrics_tell_of_the_queue() -> None:
             admission.acquire(),
             httpx.AsyncClient(trust_env=False) as client,
         ):
-            with pytest.raises(TritonOverloaded):
+            with pytest.raises(errors.TritonOverloaded):
                 await admission.acquire().__aenter__()
             return (await client.get(f"http://127.0.0.1:{port}/metrics")).text
 
@@ -111,5 +106,6 @@ def test_metrics_tell_of_the_queue() -> None:
 def test_a_port_of_metrics_that_is_taken_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        with pytest.raises(ConfigurationError, match=f"PREDICTOR_METRICS_PORT={port}: .*in use"):
+        text = f"PREDICTOR_METRICS_PORT={port}: .*in use"
+        with pytest.raises(errors.ConfigurationError, match=text):
             asyncio.run(served(port, Admission(1, 0, 1.0)).__aenter__())

@@ -26,6 +26,7 @@ CONTRACT: dict[str, Any] = json.loads((TESTS / "contracts/tensorrt_llm_llm_api.j
 READ = {"build_config", "sampler_type"}
 HONOURS_ALL = "1.3.0rc26"
 TRTLLM_SAMPLER = {"sampler_type": "TRTLLMSampler"}
+PENALTIES = {"repetition_penalty": 1.2, "presence_penalty": -0.5, "frequency_penalty": 0.5}
 
 Make = Callable[..., Requests]
 
@@ -127,11 +128,8 @@ def test_the_files_arguments_reach_the_llm(make: Make) -> None:
 def test_the_library_converts_the_files_sections(version: str, fake: Any, make: Make) -> None:
     fake.__version__ = version
     eagle = {"decoding_type": "Eagle", "max_draft_len": 3, "speculative_model_dir": "/eagle"}
-    file = {
-        "speculative_config": eagle,
-        "build_config": {"max_beam_width": 2},
-        "kv_cache_config": {"max_tokens": 4096},
-    }
+    build, cache = {"max_beam_width": 2}, {"max_tokens": 4096}
+    file = {"speculative_config": eagle, "build_config": build, "kv_cache_config": cache}
     args = llm(make(file, enable_kv_cache_reuse="false"))._args
     assert type(args.speculative_config).__name__ == "EagleDecodingConfig"
     assert args.build_config.max_beam_width == 2
@@ -172,19 +170,11 @@ def test_a_context_length_that_is_unknown_has_to_be_set(tmp_path: Path) -> None:
 # Sampling
 
 
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        {"repetition_penalty": 1.2},
-        {"presence_penalty": -0.5},
-        {"frequency_penalty": 0.5},
-        {"bad_words": ((4,),)},
-    ],
-)
+@pytest.mark.parametrize(("name", "value"), [*PENALTIES.items(), ("bad_words", ((4,),))])
 def test_what_a_sampler_ignores_is_refused_until_another_is_chosen(
-    sampling: dict[str, Any], fake: Any, make: Make
+    name: str, value: Any, fake: Any, make: Make
 ) -> None:
-    params, (name,) = SamplingParams(**sampling), sampling
+    params = SamplingParams(**{name: value})
     remedy = "set sampler_type: TRTLLMSampler in the file that llm_api_config names"
     with pytest.raises(EngineError, match=rf"TensorRT-LLM 1\.2\.1 .*{name}.*{remedy}") as caught:
         make().start(sampling=params)

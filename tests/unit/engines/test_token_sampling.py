@@ -5,13 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+import transformers
 
 from cog_triton.engines import transformers_step as module
 from cog_triton.engines.base import GenerationRequest, SamplingParams
@@ -35,14 +29,14 @@ def test_tokens_come_with_the_probabilities_that_transformers_gives_them(
     sampling: dict[str, Any], seed: int
 ) -> None:
     logits = torch.randn(1, 60, generator=torch.Generator().manual_seed(3)) * 2
-    warpers = [TemperatureLogitsWarper(sampling.get("temperature", 1.0))]
+    warpers = [transformers.TemperatureLogitsWarper(sampling.get("temperature", 1.0))]
     if "top_k" in sampling:
-        warpers.append(TopKLogitsWarper(sampling["top_k"]))
+        warpers.append(transformers.TopKLogitsWarper(sampling["top_k"]))
     if sampling.get("top_p", 1.0) < 1:
-        warpers.append(TopPLogitsWarper(sampling["top_p"]))
+        warpers.append(transformers.TopPLogitsWarper(sampling["top_p"]))
     if "min_p" in sampling:
-        warpers.append(MinPLogitsWarper(sampling["min_p"]))
-    warped = LogitsProcessorList(warpers)(None, logits)[0]
+        warpers.append(transformers.MinPLogitsWarper(sampling["min_p"]))
+    warped = transformers.LogitsProcessorList(warpers)(None, logits)[0]
 
     counts = Counter(chosen(logits[0], SamplingParams(seed=seed, **sampling), ROWS))
 
@@ -108,9 +102,8 @@ def test_bad_words_and_the_minimum(values: dict[str, Any], excluded: list[int]) 
 
 
 def test_penalties_count_on_in_steps_and_in_an_output_that_is_continued() -> None:
-    sampling = SamplingParams(
-        repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2, bad_words=((4, 5),)
-    )
+    penalties: Any = {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.2}
+    sampling = SamplingParams(**penalties, bad_words=((4, 5),))
     logits = torch.randn(10, generator=torch.Generator().manual_seed(1))
     tokens = [1, 2, 3, 3, 4, 9, 1, 4]
     wanted = history([1, 2], 10, sampling).change(logits, tokens)

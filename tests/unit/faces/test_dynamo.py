@@ -12,21 +12,13 @@ from cog_triton.wire import TokenLogProb
 from tests.support import load_cases
 
 CASES = load_cases(__file__, "dynamo.yaml")
-END = 2
 IDS = [5, 6, 7, 8]
 
 
-def asked(
-    groups: dict[str, Any] | None = None,
-    *,
-    name: str = "an id",
-    prompt_tokens: int = 4,
-    context: int | None = 100,
-) -> Request:
+def asked(groups: dict[str, Any] | None = None, name: str = "an id", **given: int) -> Request:
     body = {"token_ids": IDS, "model": "demo", **(groups or {})}
-    return request_of(
-        body, name, prompt_tokens=prompt_tokens, end_id=END, context_length=context, adapter=""
-    )
+    lengths = {"prompt_tokens": 4, "context_length": 100, **given}
+    return request_of(body, name, end_id=2, adapter="", **lengths)
 
 
 def test_what_nobody_set_is_as_at_openais() -> None:
@@ -34,8 +26,7 @@ def test_what_nobody_set_is_as_at_openais() -> None:
     stops = {"max_tokens": None, "stop": None}
     request = asked({"sampling_options": unset, "stop_conditions": stops})
     assert (request.temperature, request.top_p, request.max_tokens) == (1.0, 1.0, 96)
-    assert request.prompt_ids == tuple(IDS)
-    assert request.continued_ids == ()
+    assert (request.prompt_ids, request.continued_ids) == (tuple(IDS), ())
 
 
 def test_a_seed_of_the_id_is_the_same_on_every_worker() -> None:
@@ -70,7 +61,7 @@ def test_what_has_no_effect_is_refused_by_name(groups: dict[str, Any], text: str
 
 def test_a_full_context_is_the_prompts() -> None:
     with pytest.raises(PromptTooLong):
-        asked(context=4)
+        asked(context_length=4)
 
 
 def test_the_last_chunk_counts_the_whole_output() -> None:

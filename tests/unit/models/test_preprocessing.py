@@ -132,12 +132,9 @@ def test_word_lists_are_tensorrt_llms(expected: list[list[int]], words: list[lis
 
 
 def test_a_bias_of_words_and_of_ids(preprocessor: Preprocessor, tokenizer: Tokenizer) -> None:
-    given = inputs(
-        "x",
-        "y",
-        EMBEDDING_BIAS_WORDS=texts(["a", "neural network"], ["b", ""]),
-        EMBEDDING_BIAS_WEIGHTS=np.array([[1.5, -2.0], [4.0, 9.0]], np.float32),
-    )
+    words = texts(["a", "neural network"], ["b", ""])
+    weights = np.array([[1.5, -2.0], [4.0, 9.0]], np.float32)
+    given = inputs("x", "y", EMBEDDING_BIAS_WORDS=words, EMBEDDING_BIAS_WEIGHTS=weights)
     ((a,), (b,), network) = word_ids(tokenizer, "a", "b", "neural network")
     wanted = np.zeros((2, len(tokenizer)), np.float32)
     wanted[0, a], wanted[1, b] = 1.5, 4.0

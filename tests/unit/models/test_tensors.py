@@ -66,15 +66,9 @@ def test_all_values_of_a_batch() -> None:
     assert first.sampling.greedy
     assert first.sampling.plain
     all_values: Any = {name: value for name, (_, value) in CASES["sampling"].items()}
-    assert second == GenerationRequest(
-        "",
-        [8],
-        20,
-        end_id=2,
-        stop_words=((5, 6), (7,)),
-        sampling=SamplingParams(top_k=40, top_p=0.75, bad_words=((8,),), **all_values),
-        return_log_probs=True,
-    )
+    sampling = SamplingParams(top_k=40, top_p=0.75, bad_words=((8,),), **all_values)
+    others: Any = {"end_id": 2, "stop_words": ((5, 6), (7,)), "return_log_probs": True}
+    assert second == GenerationRequest("", [8], 20, sampling=sampling, **others)
     assert all(type(value) is int for value in (second.sampling.seed, *second.input_ids))
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Takes the pictures of the docs: ``python -m tests.pictures terminal chat benchmark``.
+"""Takes the pictures of the docs: ``python -m docs.images.pictures terminal chat benchmark``.
 
 The terminal shows ``make predict``, the chat page real answers of the demo model, and the benchmark's page
 the report that ``make bench`` left in ``artifacts/``.
@@ -21,7 +21,7 @@ from tests.openai_server import OpenAIServer
 from tests.support import ROOT
 from tools.demo_model import DIRECTORY
 
-PICTURES = ROOT / "docs" / "images"
+PICTURES = Path(__file__).parent
 PROPERTIES = {"topic": {"enum": ["training", "inference"]}, "for_beginners": {"type": "boolean"}}
 SCHEMA = {
     "type": "object",
@@ -40,7 +40,7 @@ _DIM = re.compile(r"\x1b\[2m(.*?)\x1b\[0m", re.DOTALL)
 
 
 def terminal(browser: Browser) -> None:
-    """What stays on a terminal after ``make predict``."""
+    """Take what stays on a terminal after ``make predict``."""
     written = bytearray()
 
     def read(descriptor: int) -> bytes:
