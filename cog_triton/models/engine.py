@@ -181,12 +181,12 @@ class Responses:
             tensors = response_tensors(index, output, *others, inputs=self.inputs, **self.form)
             response = stub.response({**tensors, **self.placeholders}, self.names)
         with self.lock:  # the last response must not overtake another sequence's
-            self.unfinished -= output.finished
-            last = self.unfinished <= 0  # below: the last was not delivered
-            if last:
+            unfinished = self.unfinished - output.finished
+            if not unfinished:
                 # Each of ``stops`` leads back here: what Triton gave would stay until that is collected.
                 self.inputs = {}
-            self.client.send(response, last=last)
+            self.client.send(response, last=not unfinished)
+            self.unfinished = unfinished  # unless that failed: then an error follows
         # For clients of this model itself: Triton hands no cancellation down from an ensemble.
         if (now := time.monotonic()) - self.checked > CANCELLATION_CHECK_SECONDS:
             self.checked = now

@@ -169,25 +169,32 @@ def test_what_piles_up_while_a_response_is_sent_comes_in_one_and_in_turn(bench: 
 
 
 def test_sequences_of_a_reader_leave_together_with_the_end_of_one(bench: Bench) -> None:
-    before, one, two, last = bench.blocked(), *(bench.start(number=n) for n in (5, 7, 9))
-    for to in (1, 2, 3):
+    before, one, two, first, last = bench.blocked(), *(bench.start(number=n) for n in (5, 7, 8, 9))
+    for to in (1, 2, 3, 4):
         bench.make(to * 10, to=to)
-    for to in (2, 3):
+    for to in (3, 4):
         bench.make(to * 10 + 1, to=to, finished=True)
     before.may_return.set()
     bench.drain()
-    sent = [[(o.channel, o.ids, o.finished) for o in client.rest()] for client in (one, two)]
-    assert sent == [[], [(7, [20, 21], True), (9, [30, 31], True), (5, [10], False)]]
+    sent = [(o.channel, o.input_tokens, o.ids, o.finished) for o in first.rest()]
+    ends = [(8, 3, [30, 31], True), (9, 3, [40, 41], True)]
+    assert sent == [*ends, (5, 3, [10], False), (7, 3, [20], False)]
     o = last.next()
     assert (o.channel, o.ids, o.generated, o.input_tokens, o.finished) == (9, [], 2, 3, True)
     assert bench.serving.counters["finished"] == 3  # with the marker
-
-
-def test_a_broken_stream_ends_all_whose_tokens_it_had(bench: Bench) -> None:
-    before, one, two = bench.blocked(), bench.start(number=5), bench.start(number=7)
-    two.failures = 1
+    one.failures = 1
     bench.make(11, to=1)
-    bench.make(21, to=2, finished=True)
+    assert str(one.next().error) == "a response could not be delivered"
+    bench.make(21, to=2)
+    assert two.next().ids == [21]
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_broken_stream_ends_all_whose_tokens_it_had(bench: Bench, ends: bool) -> None:
+    before, one, two = bench.blocked(), bench.start(number=5), bench.start(number=7)
+    (two if ends else one).failures = 1
+    bench.make(11, to=1)
+    bench.make(21, to=2, finished=ends)
     before.may_return.set()
     for client in (one, two):
         assert str(client.next().error) == "a response could not be delivered"

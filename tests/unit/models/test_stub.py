@@ -94,6 +94,23 @@ def test_the_last_response_does_not_overtake_another_sequences() -> None:
     assert held == [True, True]
 
 
+def test_a_response_that_was_not_delivered_ends_no_sequence_and_its_error_does() -> None:
+    sent: list[bool] = []
+
+    def send(_: Any, last: bool) -> None:
+        sent.append(last)
+        if len(sent) == 1:
+            raise RuntimeError("no room")
+
+    client: Any = SimpleNamespace(send=send)
+    responses = Responses(client, LENGTHS, frozenset(), 2, {"counted": True})
+    with pytest.raises(RuntimeError):
+        responses.send(0, Output([5], finished=True))
+    responses.send(0, Output([], finished=True, error=errors.EngineError("not delivered")))
+    responses.send(1, Output([5], finished=True))
+    assert sent == [False, False, True]
+
+
 # The ids before each response of TensorRT-LLM's C++ backend
 
 
