@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cog_triton.client import grpc_transport, http_transport
-from cog_triton.client.grpc_transport import GrpcClient, infer_request
+from cog_triton.client import http_transport
+from cog_triton.client.grpc_transport import GrpcClient
 from cog_triton.client.http_transport import HttpClient
+from cog_triton.client.messages import flat_outputs, infer_request
 from cog_triton.client.stream import decode_response
 from cog_triton.errors import TritonMalformedEvent
 from cog_triton.settings import read_settings
@@ -173,5 +174,5 @@ async def engine_ids(triton: Client, inputs: Inputs) -> AsyncIterator[list[int]]
         return
     request = infer_request(ENGINE, request_id, inputs, ("output_ids", "sequence_length"))
     async for responses in triton.responses(request):
-        for outputs in filter(None, map(grpc_transport.flat_outputs, responses)):
+        for outputs in filter(None, map(flat_outputs, responses)):
             yield decode_response(outputs, 0, None).ids

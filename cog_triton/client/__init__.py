@@ -2,6 +2,7 @@
 
     stream.py          the interface: a client, its streams, their responses, Triton's errors
     grpc_transport.py  over gRPC, on a connection of h2's
+    messages.py        the requests and responses of that
     http_transport.py  over HTTP, by generate_stream
     tracing.py         spans of an answer and its steps; the tracer
     resume.py          requests that continue on the restarted server

@@ -2,21 +2,20 @@
 
 gRPC's own client for asyncio takes a step of a thread, a wake-up of the event loop and a future for each
 message of each stream. Tokens come as many small messages on many streams: here all that have arrived are
-handed over in one step.
+handed over in one step, and requests that are made together are sent on one stream.
 """
 
 import asyncio
 import contextlib
+import itertools
 import math
 import struct
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Iterator
 from functools import partial
 from typing import Any, TypeVar, cast
 from urllib.parse import unquote
 from uuid import uuid4
 
-import numpy as np
-import numpy.typing as npt
 from google.protobuf.message import DecodeError
 from google.protobuf.message import Message as ProtobufMessage
 from h2 import events
@@ -25,11 +24,10 @@ from h2.connection import H2Connection
 from h2.errors import ErrorCodes
 from h2.exceptions import H2Error, ProtocolError
 from h2.settings import SettingCodes, Settings
-from tritonclient.grpc import InferResult, service_pb2
-from tritonclient.utils import np_to_triton_dtype, serialize_byte_tensor
+from tritonclient.grpc import service_pb2
 
 from cog_triton import errors, wire
-from cog_triton.adapters.tensors import BFLOAT16
+from cog_triton.client.messages import flat_outputs, infer_request, is_final, parse, parts_of
 from cog_triton.client.stream import CLOSED, Arrivals, Inputs, Outputs, TritonClient, lost_after
 from cog_triton.wire import NO_PARAMETERS, Parameters
 
@@ -37,28 +35,51 @@ CONNECT_SECONDS = 10.0
 INFER = "ModelStreamInfer"
 
 _PREFIX = struct.Struct(">BL")  # of a message: whether it is compressed, its length
+_MOST_TOGETHER = 8  # requests on a stream, all of which end if it breaks
+_LAST_STREAM = 2**31 - 1  # of a connection
 _FIRST_WINDOW, _LARGEST_WINDOW = 65_535, 2**31 - 1
 _SETTINGS = {SettingCodes.ENABLE_PUSH: 0, SettingCodes.INITIAL_WINDOW_SIZE: _LARGEST_WINDOW}
-_DTYPES = {**dict.fromkeys(wire.OUTPUTS, np.int32), wire.LOG_PROBS: np.float32}
 
 Reply = TypeVar("Reply", bound=ProtobufMessage)
 
 
 class Stream(Arrivals[Any]):
-    """A request that is being sent, and the answer to it: messages, or the parts of it in any messages."""
+    """The answer to a request: messages, or the parts of it in any messages."""
 
+    request_id, number = "", 0  # of a shared one, as ``wire.CHANNEL`` says
+    closed = False
+
+    def __init__(self, call: "_Call") -> None:
+        super().__init__()
+        self.call, self.place, self.early = call, 0, dict[int, list[int]]()
+
+    @property
+    def whole(self) -> bool:
+        return self.complete or self._end.done()
+
+    def add_part(self, part: list[int]) -> None:
+        """Add one that is as ``wire.COUNTED_IDS`` says; those of two calls may come in any order."""
+        self.early[max(part[0], ~part[0]) - len(part) + 2] = part
+        while (ready := self.early.pop(self.place, None)) is not None:
+            self.place += len(ready) - 2
+            self.add(ready)
+            if ready[0] < 0:
+                self.end()
+
+
+class _Call:
+    """A stream of HTTP/2's: requests, of which a part may be unsent, and what comes for them."""
+
+    number = 0  # until it has begun
     status: str | None = None  # gRPC's, unless it is OK
 
-    def __init__(self, number: int, message: bytes) -> None:
-        super().__init__()
-        self.number = number
-        self.receive: Callable[[bytes], None] = self.add  # each message
-        self.place, self.early = 0, dict[int, list[int]]()
-        self.unsent = memoryview(_PREFIX.pack(0, len(message)) + message)
+    def __init__(self) -> None:
+        self.streams: list[Stream] = []
+        self.unsent: bytes | memoryview = b""
         self._received = bytearray()
 
-    def feed(self, data: bytes) -> None:
-        """Take in a part of the answer."""
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """Take in a part of the answer, yield the messages that it completes."""
         self._received += data
         while len(self._received) >= _PREFIX.size:
             compressed, length = _PREFIX.unpack_from(self._received)
@@ -67,15 +88,15 @@ class Stream(Arrivals[Any]):
             end = _PREFIX.size + length
             if len(self._received) < end:
                 return
-            self.receive(bytes(self._received[_PREFIX.size : end]))
+            yield bytes(self._received[_PREFIX.size : end])
             del self._received[:end]
 
-    def add_part(self, part: list[int]) -> None:
-        """Add one that is as ``wire.COUNTED_IDS`` says; those of two streams may come in any order."""
-        self.early[max(part[0], ~part[0]) - len(part) + 2] = part
-        while (ready := self.early.pop(self.place, None)) is not None:
-            self.place += len(ready) - 2
-            self.add(ready)
+    def end(self, problem: str | None) -> None:
+        """End its requests; without a problem, not those whose last part overtook others elsewhere."""
+        text = problem or "Triton closed the stream before the last response"
+        for stream in self.streams:
+            if problem or not any(part[0] < 0 for part in stream.early.values()):
+                stream.end(errors.TritonUnavailable(text))
 
 
 class _H2(H2Connection):
@@ -98,14 +119,39 @@ class Connection(asyncio.Protocol):
         # The headers that are sent are ours, and in order.
         config = H2Configuration(validate_outbound_headers=False, normalize_outbound_headers=False)
         self._h2 = _H2(config)
-        self._streams: dict[int, Stream] = {}
-        self._reader = uuid4().hex
+        self._calls: dict[int, _Call] = {}
+        self._reader, self._numbers = uuid4().hex, itertools.count()
         self._sharing: dict[int, Stream] = {}  # until they are closed
+        self._channels = False  # whether the engine knows them
+        self._next: _Call | None = None  # takes the requests of this turn of the loop
         self._taken = 0  # bytes received and not yet granted to the peer again
         self.usable = True
 
     def send(self, path: str, request: Any, trace: Any = None, *, shared: bool = False) -> Stream:
-        """Send a request, or raise OSError. Responses to ``shared`` ones may have parts of each other's."""
+        """Send a request; responses to ``shared`` ones may have parts of each other's."""
+        together = shared and self._channels and not trace
+        call = (self._next if together else None) or _Call()
+        stream = Stream(call)
+        stream.close = partial(self._close, stream)
+        if shared:
+            stream.request_id, stream.number = request.id, next(self._numbers) % _LAST_STREAM + 1
+            request.parameters[wire.CHANNEL].string_param = f"{self._reader}/{stream.number}"
+            self._sharing[stream.number] = stream
+        message = request.SerializeToString()
+        call.streams.append(stream)
+        call.unsent += _PREFIX.pack(0, len(message)) + message
+        if not together or len(call.streams) == _MOST_TOGETHER or len(message) > _FIRST_WINDOW:
+            self._begin(call, path, trace)
+        elif self._next is None:
+            self._next = call
+            asyncio.get_running_loop().call_soon(self._begin, call, path)
+        return stream
+
+    def _begin(self, call: _Call, path: str, trace: Any = None) -> None:
+        if call.number or call.streams[0].whole:
+            return  # it was full before the loop's turn ended, or the connection is lost
+        if self._next is call:
+            self._next = None
         head = {":method": "POST", ":scheme": "http", ":path": path, ":authority": self._authority}
         headers = {**head, "te": "trailers", "content-type": "application/grpc"}
         headers |= {wire.TRACEPARENT: trace} if trace else {}
@@ -113,26 +159,20 @@ class Connection(asyncio.Protocol):
             number = self._h2.get_next_available_stream_id()
             self._h2.send_headers(number, headers.items())
         except H2Error as error:
-            raise OSError(str(error)) from None
-        if shared:
-            request.parameters[wire.CHANNEL].string_param = f"{self._reader}/{number}"
-        stream = self._streams[number] = Stream(number, request.SerializeToString())
-        stream.close = partial(self._cancel, stream)
-        if shared:
-            self._sharing[number] = stream
-            stream.receive = partial(self._spread, stream)
-        self._send_body(stream)
+            call.end(f"Triton cannot be reached: {error}")
+            return
+        self.usable = number < _LAST_STREAM
+        call.number, self._calls[number], call.unsent = number, call, memoryview(call.unsent)
+        self._send_body(call)
         self._flush()
-        return stream
 
     def close(self, reason: str) -> None:
         """End the connection and all its streams."""
-        if self.usable:
-            self.usable = False
-            self._transport.abort()
-        for stream in (self._streams | self._sharing).values():
-            stream.end(errors.TritonUnavailable(reason))
-        self._streams.clear()
+        self.usable = False
+        self._transport.abort()
+        for call in {stream.call for stream in self._sharing.values()}.union(self._calls.values()):
+            call.end(reason)
+        self._calls.clear()
 
     # Called by the event loop
 
@@ -157,69 +197,82 @@ class Connection(asyncio.Protocol):
         self._flush()
 
     def _handle(self, event: events.Event) -> None:
-        # No stream: one that was cancelled, or an event of the connection.
-        stream = self._streams.get(getattr(event, "stream_id", 0))
+        # No call: one that was cancelled, or an event of the connection.
+        call = self._calls.get(getattr(event, "stream_id", 0))
         if isinstance(event, events.DataReceived):
-            if stream is not None:
-                stream.feed(event.data)
+            if call is not None:
+                for message in call.feed(event.data):
+                    self._receive(call, message)
             self._taken += event.flow_controlled_length
             if self._taken > _LARGEST_WINDOW // 2:
                 self._h2.increment_flow_control_window(self._taken)
                 self._taken = 0
         elif isinstance(event, (events.WindowUpdated, events.RemoteSettingsChanged)):
-            for waiting in self._streams.values():
+            for waiting in self._calls.values():
                 self._send_body(waiting)
         elif isinstance(event, events.ConnectionTerminated):
             self.close("Triton closes the connection")
-        elif stream is None:
+        elif call is None:
             return
         elif isinstance(event, (events.ResponseReceived, events.TrailersReceived)):
             headers = dict(event.headers)
             if (status := headers.get(b"grpc-status", b"0").decode()) != "0":
-                message = unquote(headers.get(b"grpc-message", b"").decode(errors="replace"))
-                stream.status = message or f"gRPC's status {status}"
+                text = unquote(headers.get(b"grpc-message", b"").decode(errors="replace"))
+                call.status = text or f"gRPC's status {status}"
         elif isinstance(event, (events.StreamEnded, events.StreamReset)):
-            del self._streams[stream.number]
-            problem = stream.status or "Triton closed the stream before the last response"
+            del self._calls[call.number]
             if isinstance(event, events.StreamReset):
-                problem = f"Triton reset the stream: error {event.error_code!s}"
-                self._lose(stream)
-            elif stream.status is None and any(part[0] < 0 for part in stream.early.values()):
-                return  # the last part overtook others, on other streams
-            stream.end(errors.TritonUnavailable(problem))
+                self._lose(call)
+                call.status = f"Triton reset the stream: error {event.error_code!s}"
+            call.end(call.status)
 
-    def _send_body(self, stream: Stream) -> None:
-        """Send as much of a request as the peer takes now."""
-        while stream.unsent:
-            window = self._h2.local_flow_control_window(stream.number)
+    def _send_body(self, call: _Call) -> None:
+        """Send as much of its requests as the peer takes now."""
+        while call.unsent:
+            window = self._h2.local_flow_control_window(call.number)
             size = min(window, self._h2.max_outbound_frame_size)
             if size <= 0:
                 return
-            part, stream.unsent = stream.unsent[:size], stream.unsent[size:]
-            self._h2.send_data(stream.number, part, end_stream=not stream.unsent)
-        stream.unsent = memoryview(b"")  # an empty rest would keep the whole, an adapter perhaps
+            part, call.unsent = call.unsent[:size], call.unsent[size:]
+            self._h2.send_data(call.number, part, end_stream=not call.unsent)
+        call.unsent = memoryview(b"")  # an empty rest would keep the whole, an adapter perhaps
 
-    def _spread(self, stream: Stream, message: bytes) -> None:
-        for number, part in (parts := parts_of(message)):
+    def _receive(self, call: _Call, message: bytes) -> None:
+        streams = call.streams
+        for number, part in (parts := parts_of(message) if streams[0].number else []):
+            self._channels = True
             if (receiver := self._sharing.get(number)) is not None:
                 receiver.add_part(part)
-        if not parts:  # an error, or an engine that knows no channels
-            stream.receive = stream.add
-            stream.add(message)
+        if not parts and len(streams) == 1:  # an error, or an engine that knows no channels
+            self._sharing.pop(streams[0].number, None)
+            streams[0].number = 0
+            streams[0].add(message)
+        elif not parts:  # the end of one, or if it cannot be read of all
+            answer = service_pb2.ModelStreamInferResponse()
+            with contextlib.suppress(DecodeError):
+                answer.ParseFromString(message)
+            named = answer.infer_response.id
+            for stream in [one for one in streams if one.request_id == named] or streams:
+                stream.add(message)
+                stream.end()
 
-    def _lose(self, stream: Stream) -> None:
-        """Let the others be tried again, whose tokens a stream may have had that ends too early."""
-        if self._sharing.pop(stream.number, None) and not stream.complete:
+    def _lose(self, call: _Call) -> None:
+        """Let others be tried again, whose tokens a call may have had that ends too early."""
+        if any(stream.number and not stream.whole for stream in call.streams):
             for other in self._sharing.values():
-                other.fail(lost_after(other.place))
+                if other.call is not call:
+                    other.fail(lost_after(other.place))
 
-    def _cancel(self, stream: Stream) -> None:
-        # Triton ends a complete one, which may still be at work on its own last response.
-        if not stream.complete and self._streams.pop(stream.number, None) is not None:
-            self._lose(stream)
-            self._h2.reset_stream(stream.number, ErrorCodes.CANCEL)
-            self._flush()
+    def _close(self, stream: Stream) -> None:
         self._sharing.pop(stream.number, None)
+        call, stream.closed = stream.call, True
+        # Triton ends what is whole, and may still be at work on its own last responses.
+        if not all(one.closed for one in call.streams) or all(one.whole for one in call.streams):
+            return
+        if self._calls.pop(call.number, None) is not None:
+            self._lose(call)
+            self._h2.reset_stream(call.number, ErrorCodes.CANCEL)
+            self._flush()
 
     def _flush(self) -> None:
         if data := self._h2.data_to_send():
@@ -296,77 +349,3 @@ class GrpcClient(TritonClient):
             self._disconnected = True
             if self._connection is not None:
                 self._connection.close(CLOSED)
-
-
-def parse(message: bytes) -> service_pb2.ModelInferResponse:
-    """Return the response that arrived, or raise the error."""
-    try:
-        answer = service_pb2.ModelStreamInferResponse.FromString(message)
-    except DecodeError:
-        raise errors.TritonMalformedEvent("Triton sent a message that cannot be read") from None
-    if answer.error_message:
-        raise errors.error_from_text(answer.error_message)
-    return answer.infer_response
-
-
-def parts_of(message: bytes) -> list[tuple[int, list[int]]]:
-    """Return the parts that ``wire.CHANNEL`` speaks of, each with its number; none of another message."""
-    parts, at = [], 0
-    try:
-        (values,) = flat_outputs(parse(message)).values()  # TensorRT-LLM's C++ backend sends more
-        while at < len(values):
-            number, size = values[at : at + 2]
-            begin, at = at + 2, at + 2 + size
-            if size < 2 or at > len(values):
-                return []
-            parts.append((number, values[begin:at]))
-    except (errors.CogTritonError, ValueError):
-        return []  # its reader says so
-    return parts
-
-
-def tensors_of(response: service_pb2.ModelInferResponse) -> dict[str, npt.NDArray[Any]]:
-    """Return the outputs of any model; the last response may have none."""
-    result = InferResult(response)
-    return {output.name: result.as_numpy(output.name) for output in response.outputs}
-
-
-def infer_request(
-    model: str,
-    request_id: str,
-    inputs: Inputs,
-    outputs: Sequence[str] = (),
-    parameters: Parameters = NO_PARAMETERS,
-) -> service_pb2.ModelInferRequest:
-    """Return the request as a message; with no outputs named, all are asked for."""
-    request = service_pb2.ModelInferRequest(model_name=model, id=request_id)
-    # So that a stream that ends without data has a last response.
-    request.parameters["triton_enable_empty_final_response"].bool_param = True
-    for name, value in inputs.items():
-        kind = "BF16" if value.dtype == BFLOAT16 else np_to_triton_dtype(value.dtype)
-        data = b"".join(serialize_byte_tensor(value).flat) if kind == "BYTES" else value.tobytes()
-        request.inputs.add(name=name, datatype=kind, shape=value.shape)
-        request.raw_input_contents.append(data)
-    for name in outputs:
-        request.outputs.add(name=name)
-    for name, parameter in parameters.items():
-        kind = {bool: "bool_param", int: "int64_param"}.get(type(parameter), "string_param")
-        setattr(request.parameters[name], kind, parameter)
-    return request
-
-
-def flat_outputs(response: service_pb2.ModelInferResponse) -> Outputs:
-    """Return the outputs for ``decode_response``."""
-    contents = zip(response.outputs, response.raw_output_contents, strict=False)
-    try:
-        return {
-            output.name: np.frombuffer(content, dtype).tolist()
-            for output, content in contents
-            if (dtype := _DTYPES.get(output.name)) is not None
-        }
-    except ValueError:
-        raise errors.TritonMalformedEvent("a response of the ensemble is malformed") from None
-
-
-def is_final(response: service_pb2.ModelInferResponse) -> bool:
-    return bool(response.parameters["triton_final_response"].bool_param)

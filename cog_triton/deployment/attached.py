@@ -20,7 +20,8 @@ from tritonclient.grpc.model_config_pb2 import DataType  # type: ignore[import-u
 
 from cog_triton import errors, wire
 from cog_triton.adapters.tensors import TRITON_DTYPES, AdapterTensors
-from cog_triton.client.grpc_transport import GrpcClient, infer_request, tensors_of
+from cog_triton.client.grpc_transport import GrpcClient
+from cog_triton.client.messages import infer_request, tensors_of
 from cog_triton.client.resume import ResumingClient
 from cog_triton.client.stream import Inputs, TritonClient
 from cog_triton.deployment.deployment import Deployment, check_supported, tokenizer_of, without_bos

@@ -13,7 +13,8 @@ import asyncio
 import threading
 from typing import Any
 
-from cog_triton.client.grpc_transport import GrpcClient, infer_request, is_final, tensors_of
+from cog_triton.client.grpc_transport import GrpcClient
+from cog_triton.client.messages import infer_request, is_final, tensors_of
 from cog_triton.models import stub
 from cog_triton.models.stub import Client, Contexts, flag
 from cog_triton.wire import CONTEXT_MODEL, ENGINE, GRPC_ADDRESS

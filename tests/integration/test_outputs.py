@@ -18,7 +18,7 @@ import numpy.typing as npt
 import pytest
 from tritonclient.grpc import service_pb2_grpc
 
-from cog_triton.client.grpc_transport import infer_request
+from cog_triton.client.messages import infer_request
 from cog_triton.deployment.preparation import Values
 from cog_triton.server.tritonserver import TritonServer
 from cog_triton.wire import OUTPUTS

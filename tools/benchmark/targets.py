@@ -18,7 +18,8 @@ import aiohttp
 import numpy as np
 from tokenizers import Tokenizer
 
-from cog_triton.client import grpc_transport as grpc
+from cog_triton.client import messages
+from cog_triton.client.grpc_transport import INFER, GrpcClient
 from cog_triton.client.http_transport import HttpClient
 from cog_triton.client.stream import decode_response
 from cog_triton.engines.base import create_engine
@@ -198,10 +199,10 @@ class Generate(Target):
 
     name, server = "generate", "triton"
 
-    def connect(self) -> grpc.GrpcClient:
+    def connect(self) -> GrpcClient:
         without_torch()
         self._tokenizer = load_tokenizer(self.endpoints.tokenizer)
-        return grpc.GrpcClient(self.endpoints.grpc, response_timeout=RESPONSE_TIMEOUT)
+        return GrpcClient(self.endpoints.grpc, response_timeout=RESPONSE_TIMEOUT)
 
     async def ask(self, inputs: Inputs, request_id: str) -> Parts:  # noqa: ARG002
         async for chunk in generate(Request(**inputs), self.client, self._tokenizer):
@@ -214,8 +215,8 @@ class TritonGrpc(Target):
     name, server = "triton-grpc", "triton"
     model = "ensemble_ids"
 
-    def connect(self) -> grpc.GrpcClient:
-        return grpc.GrpcClient(self.endpoints.grpc)
+    def connect(self) -> GrpcClient:
+        return GrpcClient(self.endpoints.grpc)
 
     def inputs(self, inputs: Inputs) -> Inputs:
         plain = {name: value for name, value in inputs.items() if name != "regex"}
@@ -224,13 +225,13 @@ class TritonGrpc(Target):
 
     async def ask(self, inputs: Inputs, request_id: str) -> Parts:
         names = ("output_ids", "sequence_length")
-        request = grpc.infer_request(self.model, request_id, self.inputs(inputs), names)
+        request = messages.infer_request(self.model, request_id, self.inputs(inputs), names)
         count, final = 0, False
-        with contextlib.closing(await self.client.send(grpc.INFER, request)) as stream:
+        with contextlib.closing(await self.client.send(INFER, request)) as stream:
             while not final:
-                for message in map(grpc.parse, await stream.take()):
-                    final = grpc.is_final(message)
-                    outputs = grpc.flat_outputs(message)  # none in a response that only ends
+                for message in map(messages.parse, await stream.take()):
+                    final = messages.is_final(message)
+                    outputs = messages.flat_outputs(message)  # none in a response that only ends
                     ids = decode_response(outputs, 0, None).ids if outputs else []
                     count += len(ids)
                     yield Part(tokens=count, ids=ids)

@@ -1,6 +1,7 @@
 """The connection of the gRPC client: with gRPC's own server, and with one that breaks rules."""
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from typing import Any, cast
@@ -11,9 +12,11 @@ import pytest
 from h2.config import H2Configuration
 from h2.connection import H2Connection
 from h2.errors import ErrorCodes
+from h2.events import DataReceived, RequestReceived, StreamReset
 from h2.settings import SettingCodes
 from tritonclient.grpc import service_pb2 as messages
 
+from cog_triton.client import grpc_transport
 from cog_triton.client.grpc_transport import Connection, GrpcClient, Stream
 from cog_triton.errors import TritonMalformedEvent, TritonUnavailable
 from cog_triton.wire import CHANNEL, OUTPUTS, reader_and_number
@@ -84,7 +87,9 @@ async def test_a_cancelled_stream_is_silent_and_the_others_go_on() -> None:
     async with serving() as client:
         stream = await ask(client, "wait", LARGE)
         assert await stream.take() == [b"begun"]
-        assert stream.unsent.obj == b""  # it may have been an adapter of many megabytes
+        assert (
+            cast(memoryview, stream.call.unsent).obj == b""
+        )  # it may have been an adapter of many megabytes
         stream.close()
         stream.close()
         assert await all_of(await ask(client, "echo", b"x")) == [b"x", b"last"]
@@ -143,6 +148,7 @@ class Exchange:
         self.peer = H2Connection(H2Configuration(client_side=False))
         self.peer.initiate_connection()
         self.peer.receive_data(self.transport.written)
+        self.transport.written = b""
 
     def receive(self) -> None:
         """Hand over what the peer has written."""
@@ -169,8 +175,8 @@ async def test_streams_are_counted_and_forgotten(exchange: Exchange) -> None:
     exchange.peer.update_settings({SettingCodes.MAX_CONCURRENT_STREAMS: 2002})
     exchange.receive()
     streams = [exchange.connection.send("/", Raw(b"")) for _ in range(2)]
-    with pytest.raises(OSError, match="2002 open"):
-        exchange.connection.send("/", Raw(b""))
+    with pytest.raises(TritonUnavailable, match="2002 open"):
+        await exchange.connection.send("/", Raw(b"")).take()
     streams[0].close()
     exchange.connection.send("/", Raw(b""))
     assert len(exchange.connection._h2.streams) < 2100
@@ -208,40 +214,149 @@ async def test_what_no_server_may_send_ends_the_connection(data: bytes, exchange
     assert (await exchange.problem()).startswith(UNREADABLE)
 
 
-async def test_parts_of_answers_come_on_any_stream_and_in_any_order(exchange: Exchange) -> None:
-    def answer(number: int, *values: int, names: tuple[str, ...] = ("output_ids",)) -> bytes:
+async def test_the_last_stream_of_a_connection_is_its_last(exchange: Exchange) -> None:
+    exchange.connection._h2.highest_outbound_stream_id = 2**31 - 5
+    for usable in (True, False):
+        exchange.connection.send("/", Raw(b""))
+        assert (exchange.connection.usable, exchange.transport.aborted) == (usable, False)
+
+
+class Shared(Exchange):
+    """Requests whose answers may have parts of each other's, and Triton's side of their streams."""
+
+    def ask(self, *names: str, trace: str | None = None) -> list[Stream]:
+        requests = [messages.ModelInferRequest(id=name) for name in names]
+        streams = [self.connection.send("/", each, trace, shared=True) for each in requests]
+        channels = [reader_and_number(each.parameters[CHANNEL].string_param) for each in requests]
+        assert channels == [(self.connection._reader, stream.number) for stream in streams]
+        return streams
+
+    async def asked(self) -> dict[int, int]:
+        """The requests of each stream that have come at the end of the loop's turn; -1 for a reset."""
+        await asyncio.sleep(0)
+        written, self.transport.written = self.transport.written, b""
+        counts: Counter[int] = Counter()
+        for event in self.peer.receive_data(written):
+            if isinstance(event, RequestReceived):
+                self.peer.send_headers(event.stream_id, [(":status", "200")])
+            elif isinstance(event, DataReceived):
+                counts[event.stream_id] += event.data.count(self.connection._reader.encode())
+            elif isinstance(event, StreamReset):
+                counts[event.stream_id] = -1
+        return counts
+
+    def answer(self, number: int, *values: int, names: tuple[str, ...] = OUTPUTS[:1]) -> bytes:
         response = messages.ModelInferResponse(outputs=[{"name": name} for name in names])
         response.raw_output_contents.extend([np.array(values, np.int32).tobytes()] * len(names))
         whole = messages.ModelStreamInferResponse(infer_response=response)
-        message: bytes = whole.SerializeToString()
-        exchange.peer.send_data(number, b"\0" + len(message).to_bytes(4, "big") + message)
-        exchange.receive()
+        return self.write(number, whole.SerializeToString())
+
+    def write(self, number: int, message: bytes) -> bytes:
+        self.peer.send_data(number, b"\0" + len(message).to_bytes(4, "big") + message)
+        self.receive()
         return message
 
-    requests, sent = [messages.ModelInferRequest() for _ in range(4)], exchange.transport.written
-    one, two, gone, whole = (exchange.connection.send("/", each, shared=True) for each in requests)
-    channels = [reader_and_number(each.parameters[CHANNEL].string_param) for each in requests]
-    assert channels == [(channels[0][0], number) for number in (3, 5, 7, 9)]
-    exchange.peer.receive_data(exchange.transport.written[len(sent) :])
-    for stream in (3, 5, 7):
-        exchange.peer.send_headers(stream, [(":status", "200")])
-    answer(5, 5, 3, 1, 9, 60)
+    async def together(self, number: int, *names: str) -> list[Stream]:
+        """Requests on one stream, of an engine that is known to send parts."""
+        self.connection._channels = True
+        streams = self.ask(*names)
+        assert await self.asked() == {number: len(names)}
+        return streams
+
+
+@pytest.fixture
+async def shared() -> Shared:
+    return Shared()
+
+
+async def test_parts_of_answers_come_on_any_stream_and_in_any_order(shared: Shared) -> None:
+    one, two, gone, whole = shared.ask("1", "2", "3", "4")
+    assert await shared.asked() == dict.fromkeys((3, 5, 7, 9), 1)
+    shared.answer(5, 2, 3, 1, 9, 60)
     assert await two.take() == [[1, 9, 60]]
-    answer(5, 5, 3, ~3, 9, 62)
-    exchange.peer.send_headers(5, [("grpc-status", "0")], end_stream=True)
-    exchange.receive()  # the end of that stream, before a part on another
+    shared.answer(5, 2, 3, ~3, 9, 62)
+    shared.peer.send_headers(5, [("grpc-status", "0")], end_stream=True)
+    shared.receive()  # the end of that stream, before a part on another
     rest = asyncio.ensure_future(two.take())
     await asyncio.sleep(0)
-    answer(3, 3, 3, 1, 9, 40, 5, 3, 2, 9, 61, 99, 3, 1, 9, 0)  # 99 is nobody's
+    shared.answer(3, 1, 3, 1, 9, 40, 2, 3, 2, 9, 61, 99, 3, 1, 9, 0)  # 99 is nobody's
     assert await one.take() == [[1, 9, 40]]
     assert await rest == [[2, 9, 61], [~3, 9, 62]]
-    for values in ([3], [3, 1, 2], [3, 3, 2, 9]):
-        assert [answer(3, *values)] == await one.take()
-    # TensorRT-LLM's C++ backend knows no channels: these are ids.
-    assert [answer(3, 5, 2, 3, 9, names=OUTPUTS)] == await one.take()
-    whole.complete, sent = True, exchange.transport.written
+    whole.complete = True
     whole.close()
-    assert exchange.transport.written == sent  # Triton ends it
+    assert await shared.asked() == {}  # Triton ends it
     gone.close()  # without its end: others' tokens may have been among those that it did not get
     with pytest.raises(TritonMalformedEvent, match="lost something after 1 tokens"):
         await one.take()
+
+
+@pytest.mark.parametrize("values", [[3], [1, 1, 2], [1, 3, 2, 9], [1, 2, 3, 9]])
+async def test_what_has_no_parts_is_its_own_streams(values: list[int], shared: Shared) -> None:
+    """TensorRT-LLM's C++ backend knows no channels, and sends more than ids."""
+    (one,) = shared.ask("1")
+    assert await shared.asked() == {3: 1}
+    names = OUTPUTS if values == [1, 2, 3, 9] else OUTPUTS[:1]
+    assert [shared.answer(3, *values, names=names)] == await one.take()
+    assert [shared.answer(3, 1, 2, 3, 9)] == await one.take()
+
+
+async def test_requests_of_one_turn_are_sent_together(
+    shared: Shared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared.ask("1", "2")
+    assert await shared.asked() == {3: 1, 5: 1}
+    shared.answer(3, 1, 3, 1, 9, 40)  # the engine knows channels
+    shared.ask(*"abcdefghi")
+    shared.ask("traced", trace="00-1")
+    assert await shared.asked() == {7: 8, 9: 1, 11: 1}
+    monkeypatch.setattr(grpc_transport, "_FIRST_WINDOW", 200)
+    shared.ask("small", "large" * 50, "next")  # which does not wait behind the large one
+    assert await shared.asked() == {13: 2, 15: 1}
+
+
+async def test_an_error_ends_the_request_that_it_names(shared: Shared) -> None:
+    one, two = await shared.together(3, "1", "2")
+    named = {"error_message": "no", "infer_response": {"id": "2"}}
+    error = shared.write(3, messages.ModelStreamInferResponse(**named).SerializeToString())
+    assert (await two.take(), await two.ends_within(0)) == ([error], True)
+    assert not await one.ends_within(0)
+    shared.answer(3, one.number, 3, 1, 9, 40)
+    assert await one.take() == [[1, 9, 40]]
+    assert [shared.write(3, b"unreadable")] == await one.take() == await two.take()
+
+
+async def test_a_stream_of_several_is_reset_when_nobody_reads_it(shared: Shared) -> None:
+    one, stopped, two, stuck = await shared.together(3, "1", "2", "3", "4")
+    shared.answer(3, stopped.number, 2, ~0, 9)
+    assert await stopped.ends_within(0)
+    for stream in (stopped, stuck):
+        stream.close()
+    (other,) = await shared.together(5, "5")
+    for stream, expected in ((one, {}), (two, {3: -1})):
+        stream.complete = True
+        stream.close()
+        assert await shared.asked() == expected
+    with pytest.raises(TritonMalformedEvent, match="lost something after 0 tokens"):
+        await other.take()
+    shared.answer(5, other.number, 2, ~0, 9)
+    other.close()  # it has ended, though nobody has seen that
+    assert await shared.asked() == {}
+
+
+async def test_a_reset_ends_all_of_a_stream_and_a_loss_those_still_to_be_sent(
+    shared: Shared,
+) -> None:
+    lost = await shared.together(3, "1", "2")
+    (other,) = await shared.together(5, "3")
+    shared.peer.reset_stream(3)
+    shared.receive()
+    for stream in lost:
+        with pytest.raises(TritonUnavailable, match="Triton reset the stream"):
+            await stream.take()
+    with pytest.raises(TritonMalformedEvent, match="lost something after 0 tokens"):
+        await other.take()
+    (late,) = shared.ask("4")
+    shared.connection.connection_lost(None)
+    assert await shared.asked() == {}  # it had not been sent, and is not
+    with pytest.raises(TritonUnavailable, match="Triton closed the connection"):
+        await late.take()

@@ -1,0 +1,91 @@
+"""Requests and responses of Triton's gRPC protocol."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from google.protobuf.message import DecodeError
+from tritonclient.grpc import InferResult, service_pb2
+from tritonclient.utils import np_to_triton_dtype, serialize_byte_tensor
+
+from cog_triton import errors, wire
+from cog_triton.adapters.tensors import BFLOAT16
+from cog_triton.client.stream import Inputs, Outputs
+from cog_triton.wire import NO_PARAMETERS, Parameters
+
+_DTYPES = {**dict.fromkeys(wire.OUTPUTS, np.int32), wire.LOG_PROBS: np.float32}
+
+
+def parse(message: bytes) -> service_pb2.ModelInferResponse:
+    """Return the response that arrived, or raise the error."""
+    try:
+        answer = service_pb2.ModelStreamInferResponse.FromString(message)
+    except DecodeError:
+        raise errors.TritonMalformedEvent("Triton sent a message that cannot be read") from None
+    if answer.error_message:
+        raise errors.error_from_text(answer.error_message)
+    return answer.infer_response
+
+
+def parts_of(message: bytes) -> list[tuple[int, list[int]]]:
+    """Return the parts that ``wire.CHANNEL`` speaks of, each with its number; none of another message."""
+    parts, at = [], 0
+    try:
+        (values,) = flat_outputs(parse(message)).values()  # TensorRT-LLM's C++ backend sends more
+        while at < len(values):
+            number, size = values[at : at + 2]
+            begin, at = at + 2, at + 2 + size
+            if size < 2 or at > len(values):
+                return []
+            parts.append((number, values[begin:at]))
+    except (errors.CogTritonError, ValueError):
+        return []  # its reader says so
+    return parts
+
+
+def tensors_of(response: service_pb2.ModelInferResponse) -> dict[str, npt.NDArray[Any]]:
+    """Return the outputs of any model; the last response may have none."""
+    result = InferResult(response)
+    return {output.name: result.as_numpy(output.name) for output in response.outputs}
+
+
+def infer_request(
+    model: str,
+    request_id: str,
+    inputs: Inputs,
+    outputs: Sequence[str] = (),
+    parameters: Parameters = NO_PARAMETERS,
+) -> service_pb2.ModelInferRequest:
+    """Return the request as a message; with no outputs named, all are asked for."""
+    request = service_pb2.ModelInferRequest(model_name=model, id=request_id)
+    # So that a stream that ends without data has a last response.
+    request.parameters["triton_enable_empty_final_response"].bool_param = True
+    for name, value in inputs.items():
+        kind = "BF16" if value.dtype == BFLOAT16 else np_to_triton_dtype(value.dtype)
+        data = b"".join(serialize_byte_tensor(value).flat) if kind == "BYTES" else value.tobytes()
+        request.inputs.add(name=name, datatype=kind, shape=value.shape)
+        request.raw_input_contents.append(data)
+    for name in outputs:
+        request.outputs.add(name=name)
+    for name, parameter in parameters.items():
+        kind = {bool: "bool_param", int: "int64_param"}.get(type(parameter), "string_param")
+        setattr(request.parameters[name], kind, parameter)
+    return request
+
+
+def flat_outputs(response: service_pb2.ModelInferResponse) -> Outputs:
+    """Return the outputs for ``decode_response``."""
+    contents = zip(response.outputs, response.raw_output_contents, strict=False)
+    try:
+        return {
+            output.name: np.frombuffer(content, dtype).tolist()
+            for output, content in contents
+            if (dtype := _DTYPES.get(output.name)) is not None
+        }
+    except ValueError:
+        raise errors.TritonMalformedEvent("a response of the ensemble is malformed") from None
+
+
+def is_final(response: service_pb2.ModelInferResponse) -> bool:
+    return bool(response.parameters["triton_final_response"].bool_param)
