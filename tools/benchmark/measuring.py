@@ -90,6 +90,7 @@ class Result:
     Of the figures, ``ttft_ms`` is from a request's start to its first chunk with content, ``itl_ms`` of
     each request its time after that divided by its tokens but one, ``gap_ms`` between any two consecutive
     chunks, ``e2e_ms`` from start to end, and ``generator_cpu`` the share of a core of the load generator.
+    All streams of a load start at once, and go on when an answer has ended.
     """
 
     target: str
@@ -276,19 +277,20 @@ def _send(records: list[Record], streams: int) -> tuple[list[Record], float]:
 
 
 async def _in_streams(records: Sequence[Record], streams: int) -> None:
-    left = iter(records)
+    left, began = iter(records), time.perf_counter()
 
     async def stream() -> None:
+        start = began  # for all: one whose turn comes late waits, and that counts
         for record in left:
             inputs = {"prompt": record.prompt, "temperature": 0.0, "seed": 0}
             inputs |= _target.forced(record.asked)
-            record.start = time.perf_counter()
+            record.start = start
             try:
                 await asyncio.wait_for(_ask(inputs, record), REQUEST_TIMEOUT)
             except Exception as error:  # a part of the result: the load continues
                 kind = "" if isinstance(error, AnswerError) else f"{type(error).__name__}: "
                 record.error = " ".join(f"{kind}{error}".split())[:300]
-            record.end = time.perf_counter()
+            start = record.end = time.perf_counter()
 
     await asyncio.gather(*(stream() for _ in range(streams)))
 
