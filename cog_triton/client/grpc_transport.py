@@ -20,7 +20,7 @@ from google.protobuf.message import DecodeError
 from google.protobuf.message import Message as ProtobufMessage
 from h2 import events
 from h2.config import H2Configuration
-from h2.connection import H2Connection
+from h2.connection import DataFrame, H2Connection  # type: ignore[attr-defined]
 from h2.errors import ErrorCodes
 from h2.exceptions import H2Error, ProtocolError
 from h2.settings import SettingCodes, Settings
@@ -39,6 +39,9 @@ _MOST_TOGETHER = 8  # requests on a stream, all of which end if it breaks
 _LAST_STREAM = 2**31 - 1  # of a connection
 _FIRST_WINDOW, _LARGEST_WINDOW = 65_535, 2**31 - 1
 _SETTINGS = {SettingCodes.ENABLE_PUSH: 0, SettingCodes.INITIAL_WINDOW_SIZE: _LARGEST_WINDOW}
+
+# h2 makes a text of each frame for its log, also where none is kept.
+DataFrame.__repr__ = object.__repr__  # type: ignore[method-assign]
 
 Reply = TypeVar("Reply", bound=ProtobufMessage)
 

@@ -1,9 +1,8 @@
 """Requests and responses of Triton's gRPC protocol."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
-import numpy as np
 import numpy.typing as npt
 from google.protobuf.message import DecodeError
 from tritonclient.grpc import InferResult, service_pb2
@@ -14,7 +13,8 @@ from cog_triton.adapters.tensors import BFLOAT16
 from cog_triton.client.stream import Inputs, Outputs
 from cog_triton.wire import NO_PARAMETERS, Parameters
 
-_DTYPES = {**dict.fromkeys(wire.OUTPUTS, np.int32), wire.LOG_PROBS: np.float32}
+_FORMATS: dict[str, Literal["i", "f"]]  # by which 4 bytes are read
+_FORMATS = {**dict.fromkeys(wire.OUTPUTS, "i"), wire.LOG_PROBS: "f"}
 
 
 def parse(message: bytes) -> service_pb2.ModelInferResponse:
@@ -79,11 +79,11 @@ def flat_outputs(response: service_pb2.ModelInferResponse) -> Outputs:
     contents = zip(response.outputs, response.raw_output_contents, strict=False)
     try:
         return {
-            output.name: np.frombuffer(content, dtype).tolist()
+            output.name: memoryview(content).cast(form).tolist()  # in half of NumPy's time
             for output, content in contents
-            if (dtype := _DTYPES.get(output.name)) is not None
+            if (form := _FORMATS.get(output.name)) is not None
         }
-    except ValueError:
+    except TypeError:
         raise errors.TritonMalformedEvent("a response of the ensemble is malformed") from None
 
 
