@@ -36,7 +36,7 @@ INFER = "ModelStreamInfer"
 
 _PREFIX = struct.Struct(">BL")  # of a message: whether it is compressed, its length
 _MOST_TOGETHER = 8  # requests on a stream, all of which end if it breaks
-_LAST_STREAM = 2**31 - 1  # of a connection
+_LAST_STREAM = H2Connection.HIGHEST_ALLOWED_STREAM_ID
 _FIRST_WINDOW, _LARGEST_WINDOW = 65_535, 2**31 - 1
 _SETTINGS = {SettingCodes.ENABLE_PUSH: 0, SettingCodes.INITIAL_WINDOW_SIZE: _LARGEST_WINDOW}
 
@@ -74,6 +74,7 @@ class _Call:
     """A stream of HTTP/2's: requests, of which a part may be unsent, and what comes for them."""
 
     number = 0  # until it has begun
+    plain = False  # whether its messages are known to have no parts
     status: str | None = None  # gRPC's, unless it is OK
 
     def __init__(self) -> None:
@@ -164,7 +165,7 @@ class Connection(asyncio.Protocol):
         except H2Error as error:
             call.end(f"Triton cannot be reached: {error}")
             return
-        self.usable = number < _LAST_STREAM
+        self.usable &= number < _LAST_STREAM
         call.number, self._calls[number], call.unsent = number, call, memoryview(call.unsent)
         self._send_body(call)
         self._flush()
@@ -173,7 +174,8 @@ class Connection(asyncio.Protocol):
         """End the connection and all its streams."""
         self.usable = False
         self._transport.abort()
-        for call in {stream.call for stream in self._sharing.values()}.union(self._calls.values()):
+        calls = {stream.call for stream in self._sharing.values()}
+        for call in calls.union(self._calls.values(), filter(None, [self._next])):
             call.end(reason)
         self._calls.clear()
 
@@ -241,14 +243,13 @@ class Connection(asyncio.Protocol):
         call.unsent = memoryview(b"")  # an empty rest would keep the whole, an adapter perhaps
 
     def _receive(self, call: _Call, message: bytes) -> None:
-        streams = call.streams
-        for number, part in (parts := parts_of(message) if streams[0].number else []):
+        streams, plain = call.streams, call.plain or not call.streams[0].number
+        for number, part in (parts := [] if plain else parts_of(message)):
             self._channels = True
             if (receiver := self._sharing.get(number)) is not None:
                 receiver.add_part(part)
         if not parts and len(streams) == 1:  # an error, or an engine that knows no channels
-            self._sharing.pop(streams[0].number, None)
-            streams[0].number = 0
+            call.plain = True
             streams[0].add(message)
         elif not parts:  # the end of one, or if it cannot be read of all
             answer = service_pb2.ModelStreamInferResponse()
@@ -261,7 +262,7 @@ class Connection(asyncio.Protocol):
 
     def _lose(self, call: _Call) -> None:
         """Let others be tried again, whose tokens a call may have had that ends too early."""
-        if any(stream.number and not stream.whole for stream in call.streams):
+        if not call.plain and any(one.number and not one.whole for one in call.streams):
             for other in self._sharing.values():
                 if other.call is not call:
                     other.fail(lost_after(other.place))

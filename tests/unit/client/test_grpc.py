@@ -360,3 +360,14 @@ async def test_a_reset_ends_all_of_a_stream_and_a_loss_those_still_to_be_sent(
     assert await shared.asked() == {}  # it had not been sent, and is not
     with pytest.raises(TritonUnavailable, match="Triton closed the connection"):
         await late.take()
+
+
+async def test_a_lost_connection_stays_unusable_whatever_was_still_to_be_sent(
+    shared: Shared,
+) -> None:
+    shared.connection._channels = True
+    (dropped,) = shared.ask("1")
+    dropped.close()  # nobody waits for it
+    shared.connection.connection_lost(None)
+    assert await shared.asked() == {}
+    assert not shared.connection.usable
