@@ -160,6 +160,8 @@ class Connection(asyncio.Protocol):
         headers = {**head, "te": "trailers", "content-type": "application/grpc"}
         headers |= {wire.TRACEPARENT: trace} if trace else {}
         try:
+            if self._transport.is_closing():
+                raise ProtocolError("the connection was lost")
             number = self._h2.get_next_available_stream_id()
             self._h2.send_headers(number, headers.items())
         except H2Error as error:

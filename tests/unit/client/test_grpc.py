@@ -104,6 +104,9 @@ class ClosedTransport(asyncio.Transport):
     def write(self, _: Any) -> None:
         raise RuntimeError("unable to perform operation on <TCPTransport closed=True>")
 
+    def is_closing(self) -> bool:
+        return False
+
     def abort(self) -> None:
         pass
 
@@ -135,6 +138,9 @@ class Transport(asyncio.Transport):
 
     def abort(self) -> None:
         self.aborted = True
+
+    def is_closing(self) -> bool:
+        return self.aborted
 
 
 class Exchange:
@@ -360,6 +366,16 @@ async def test_a_reset_ends_all_of_a_stream_and_a_loss_those_still_to_be_sent(
     assert await shared.asked() == {}  # it had not been sent, and is not
     with pytest.raises(TritonUnavailable, match="Triton closed the connection"):
         await late.take()
+
+
+@pytest.mark.parametrize("channels", [False, True])
+async def test_a_request_after_the_loss_ends_at_once(channels: bool, shared: Shared) -> None:
+    """A server that is killed as it is reached resets the connection before anything is sent."""
+    shared.connection._channels = channels
+    shared.connection.connection_lost(None)
+    (late,) = shared.ask("1")
+    with pytest.raises(TritonUnavailable, match="the connection was lost"):
+        await asyncio.wait_for(late.take(), 5)
 
 
 async def test_a_lost_connection_stays_unusable_whatever_was_still_to_be_sent(
