@@ -156,8 +156,7 @@ def running() -> str:
     """Return a text on this machine's tritonservers, if there are any."""
     pids = [pid for pid in os.listdir("/proc") if read(pid, "comm") == b"tritonserver\n"]
     advice = "stop what is in the way with `kill`, or launch beside it, on free ports, with --force"
-    text = f".\ntritonserver runs already, as process {', '.join(pids)}: {advice}"
-    return text if pids else ""
+    return f".\ntritonserver runs already, as process {', '.join(pids)}: {advice}" if pids else ""
 
 
 def supervise(repository: Path, settings: Settings, start: Launch, *, quiet: bool) -> int:

@@ -273,9 +273,8 @@ class Connection(asyncio.Protocol):
         self._sharing.pop(stream.number, None)
         call, stream.closed = stream.call, True
         # Triton ends what is whole, and may still be at work on its own last responses.
-        if not all(one.closed for one in call.streams) or all(one.whole for one in call.streams):
-            return
-        if self._calls.pop(call.number, None) is not None:
+        left = all(one.closed for one in call.streams) and not all(s.whole for s in call.streams)
+        if left and self._calls.pop(call.number, None) is not None:
             self._lose(call)
             self._h2.reset_stream(call.number, ErrorCodes.CANCEL)
             self._flush()

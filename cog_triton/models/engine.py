@@ -44,10 +44,12 @@ class Peers:
             self._socket.bind(self._address(self._index))
             self.parameters["shared"] = f"{self._index} {self._count} {self._path}"
 
-    def listen(self, stop: Callable[[str], object]) -> None:
-        """Call ``stop`` with the id of each request that another is told to stop; never return."""
-        while True:
-            stop(self._socket.recv(1 << 16).decode())
+    def listen(self, model: Any) -> None:
+        """Stop each request that another is told to stop; end this process when another has failed."""
+        while request_id := self._socket.recv(1 << 16).decode():
+            # Looked up each time: a thread that held it would keep requests beyond finalize.
+            model._serving.stop(request_id)
+        os._exit(0)  # it would wait for the other's engine
 
     def stop(self, request_id: str) -> None:
         for index in set(range(self._count)) - {self._index}:
@@ -66,14 +68,18 @@ class TritonPythonModel:
         self._placeholders = placeholders(config)
         self._prompt_in_output = parameters.get("exclude_input_in_output") == "false"
         self._peers = Peers(args, config)
-        engine = create_engine({**parameters, **self._peers.parameters})
+        if self._peers.parameters:
+            threading.Thread(target=self._peers.listen, args=[self], daemon=True).start()
+        try:
+            engine = create_engine({**parameters, **self._peers.parameters})
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"  # of which Triton may only say that others end
+            print(f"failed to load '{ENGINE}' version 1: {why}", flush=True)
+            self._peers.stop("")
+            raise
         # A dead engine ends the stub, and by its guard the server, which is started again.
         engine.on_death = lambda: os._exit(ENGINE_DIED)
         self._serving = Serving(engine, int(parameters.get("max_tokens_per_response", 0)))
-        if self._peers.parameters:
-            # Looked up each time: a thread that held it would keep requests beyond finalize.
-            listen = partial(self._peers.listen, lambda request_id: self._serving.stop(request_id))
-            threading.Thread(target=listen, name="peers", daemon=True).start()
         self._closed = threading.Event()
         self._metrics = threading.Thread(target=self._report, name="engine-metrics", daemon=True)
         self._metrics.start()

@@ -54,12 +54,6 @@ def command_line(pid: int) -> str:
     return Path("/proc", str(pid), "cmdline").read_text()
 
 
-def tritonserver_of(server: TritonServer) -> int:
-    pids = processes(server.shm_prefix)
-    (pid,) = [p for p in pids if Path(f"/proc/{p}/comm").read_text().strip() == "tritonserver"]
-    return pid
-
-
 # The start; what fails it is in test_start_failures.py
 
 
@@ -264,6 +258,7 @@ def test_a_model_that_is_unloaded_does_not_end_the_server_and_one_that_hangs_is_
     wait_until(lambda: not alive(stub), 60, "the end of the stub")
     assert status(opened, "POST", f"{model}/load") == 200
     assert opened.is_ready()
-    os.kill(tritonserver_of(opened), signal.SIGSTOP)
+    names = {pid: Path(f"/proc/{pid}/comm").read_text() for pid in processes(opened.shm_prefix)}
+    os.kill(next(pid for pid, name in names.items() if name == "tritonserver\n"), signal.SIGSTOP)
     opened.stop()
     assert not left_of(opened.shm_prefix)

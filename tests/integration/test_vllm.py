@@ -15,7 +15,7 @@ import torch
 
 from cog_triton.client.stream import TritonClient
 from cog_triton.deployment import Deployment
-from cog_triton.errors import InvalidParameter
+from cog_triton.errors import InvalidParameter, TritonStartError
 from cog_triton.generation import generate
 from cog_triton.request.request import Request
 from cog_triton.server.tritonserver import TritonServer
@@ -175,6 +175,20 @@ async def test_every_kind_goes_on_when_a_part_dies(
     given = {**environment, "COG_TRITON_CONFIG": str(config)}
     with serving(demo_model, tmp_path, kinds, **given) as asked:
         await kill_while_all_run(asked, ["engine core", "tensorrt_llm", "tritonserver"], 3)
+
+
+def test_an_engine_core_for_two_that_cannot_start_says_why(
+    demo_model: Path, environment: dict[str, str], tmp_path: Path
+) -> None:
+    """The second instance waited minutes for what the first could not start."""
+    (tmp_path / "vllm.yaml").write_text("kv_cache_memory_bytes: 1000")
+    variables = {"tensorrt_llm_instance_count": 2, "vllm_config": str(tmp_path / "vllm.yaml")}
+    settings = settings_for(demo_model, **environment)
+    server = make_server(settings, tmp_path, {"tensorrt_llm": variables})
+    with pytest.raises(
+        TritonStartError, match="model tensorrt_llm: ValueError: No available memory"
+    ):
+        server.start()
 
 
 @pytest.mark.parametrize("killed", [True, False], ids=["the stub", "the server"])

@@ -98,33 +98,6 @@ async def test_a_cancelled_stream_is_silent_and_the_others_go_on() -> None:
         await ask(client, "wait")
 
 
-class ClosedTransport(asyncio.Transport):
-    """As uvloop's is between its end and ``connection_lost``."""
-
-    def write(self, _: Any) -> None:
-        raise RuntimeError("unable to perform operation on <TCPTransport closed=True>")
-
-    def is_closing(self) -> bool:
-        return False
-
-    def abort(self) -> None:
-        pass
-
-
-async def test_a_request_in_the_moment_of_a_loss_ends_with_it() -> None:
-    async with serving() as client:
-        await ask(client, "wait")
-        connection = cast(Connection, client._connection)
-        transport, connection._transport = connection._transport, ClosedTransport()
-        stream = await ask(client, "echo", b"hello")
-        transport.abort()
-        with pytest.raises(TritonUnavailable, match="closed the connection"):
-            await stream.take()
-
-
-# Without a network
-
-
 class Transport(asyncio.Transport):
     """Keeps what is written, and knows whether it was aborted."""
 
@@ -141,6 +114,27 @@ class Transport(asyncio.Transport):
 
     def is_closing(self) -> bool:
         return self.aborted
+
+
+class ClosedTransport(Transport):
+    """As uvloop's is between its end and ``connection_lost``."""
+
+    def write(self, _: Any) -> None:
+        raise RuntimeError("unable to perform operation on <TCPTransport closed=True>")
+
+
+async def test_a_request_in_the_moment_of_a_loss_ends_with_it() -> None:
+    async with serving() as client:
+        await ask(client, "wait")
+        connection = cast(Connection, client._connection)
+        transport, connection._transport = connection._transport, ClosedTransport()
+        stream = await ask(client, "echo", b"hello")
+        transport.abort()
+        with pytest.raises(TritonUnavailable, match="closed the connection"):
+            await stream.take()
+
+
+# Without a network
 
 
 class Exchange:

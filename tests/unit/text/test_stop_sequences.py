@@ -31,8 +31,7 @@ def longest_pending(stops: Sequence[str], text: str) -> int:
 
 def stream(stops: Sequence[str], pieces: Sequence[str]) -> tuple[str, str | None]:
     search = StopSequences(stops)
-    text = "".join(search.feed(piece) for piece in pieces) + search.flush()
-    return text, search.matched
+    return "".join(search.feed(piece) for piece in pieces) + search.flush(), search.matched
 
 
 STOPS = st.lists(st.text(alphabet="ab", max_size=6), max_size=5) | st.lists(
