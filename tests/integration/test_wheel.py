@@ -28,8 +28,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = directory / "source"
     source.mkdir()
     for name in (*SOURCES, "tools", *BUILD):
-        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
-        copy(ROOT / name, source / name)
+        (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, source / name)
     pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(directory)]
     subprocess.run([*pip, str(source)], check=True, timeout=900)
     (wheel,) = directory.glob("*.whl")

@@ -108,16 +108,19 @@ def vllm_serve(environment: Mapping[str, str], log: Path) -> Iterator[Endpoints]
 
 def vllm_command(arguments: Mapping[str, Any], port: int) -> list[str]:
     """Return the command line of ``vllm serve`` for arguments of vLLM's AsyncEngineArgs."""
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", MODEL]
-    command += ["--uvicorn-log-level", "warning"]
-    for name, value in arguments.items():
-        option = name.replace("_", "-")
+    # Of options only those that its frontend in Rust takes; each request says how it is sampled.
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"]
+    if os.environ.get("VLLM_USE_RUST_FRONTEND"):  # which the module does not read
+        command[2:] = ["vllm.entrypoints.cli.main", "serve"]
+    command += [arguments["model"], "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--served-model-name", MODEL, "--disable-uvicorn-access-log"]
+    for name in sorted(arguments.keys() - {"model", "generation_config", "skip_tokenizer_init"}):
+        option, value = name.replace("_", "-"), arguments[name]
         if isinstance(value, bool):  # its --config would drop what is false
             command.append(f"--{option}" if value else f"--no-{option}")
         elif value is not None:
             command += [f"--{option}", value if isinstance(value, str) else json.dumps(value)]
-    return [one for one in command if one != "--skip-tokenizer-init"]
+    return command
 
 
 def main(options: argparse.Namespace) -> int:

@@ -261,8 +261,7 @@ def test_flush_begins_a_new_text() -> None:
 def test_bytes_and_special_tokens(name: str, between: int, data: bytes, text: str | None) -> None:
     """Incomplete and invalid bytes are replaced, and not dropped."""
     kind = KINDS[name]()
-    inside = [kind.special[1]] * between
-    spread = [i for token in byte_ids(kind, data) for i in (token, *inside)]
+    spread = [i for token in byte_ids(kind, data) for i in (token, *[kind.special[1]] * between)]
     ids = [*kind.encode("a"), *spread, *kind.encode("b"), *spread]
     whole = kind.whole(ids)
     assert whole.count(text or REPLACEMENT) >= 2

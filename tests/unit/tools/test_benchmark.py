@@ -136,10 +136,13 @@ def test_a_report_tells_missed_promises_and_needs_no_network(
     assert not re.search(r'<(?:script|link|img)[^>]+(?:src|href)="?https?:', page)
 
 
-def test_the_command_of_vllm() -> None:
+def test_the_command_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = {"model": "m", "enforce_eager": False, "seed": None, "lora": {"r": 8}}
     command = engines.vllm_command({**arguments, "skip_tokenizer_init": True}, 7)
-    assert command[-5:] == ["--model", "m", "--no-enforce-eager", "--lora", '{"r": 8}']
+    assert command[3:5] == ["--model", "m"]
+    assert command[-3:] == ["--no-enforce-eager", "--lora", '{"r": 8}']
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
+    assert engines.vllm_command(arguments, 7)[3:5] == ["serve", "m"]
 
 
 def test_the_promises_of_an_engine() -> None:

@@ -26,8 +26,7 @@ pytestmark = pytest.mark.anyio
 
 
 def line_of(name: str, url: str = TEXT, **fields: Any) -> dict[str, Any]:
-    asked = {"messages": MESSAGES} if url == CHAT else {"prompt": "xy"}
-    body = {"model": "m", **asked, **fields}
+    body = {"model": "m", **({"messages": MESSAGES} if url == CHAT else {"prompt": "xy"}), **fields}
     return {"custom_id": name, "method": "POST", "url": url, "body": body}
 
 
