@@ -17,22 +17,28 @@ _FORMATS: dict[str, Literal["i", "f"]]  # by which 4 bytes are read
 _FORMATS = {**dict.fromkeys(wire.OUTPUTS, "i"), wire.LOG_PROBS: "f"}
 
 
-def parse(message: bytes) -> service_pb2.ModelInferResponse:
-    """Return the response that arrived, or raise the error."""
+def read(message: bytes) -> service_pb2.ModelStreamInferResponse:
     try:
-        answer = service_pb2.ModelStreamInferResponse.FromString(message)
+        return service_pb2.ModelStreamInferResponse.FromString(message)
     except DecodeError:
         raise errors.TritonMalformedEvent("Triton sent a message that cannot be read") from None
+
+
+def parse(message: bytes | service_pb2.ModelStreamInferResponse) -> service_pb2.ModelInferResponse:
+    """Return the response that arrived, or raise the error."""
+    answer = read(message) if isinstance(message, bytes) else message
     if answer.error_message:
         raise errors.error_from_text(answer.error_message)
     return answer.infer_response
 
 
-def parts_of(message: bytes) -> list[tuple[int, list[int]]]:
+def parts_of(answer: service_pb2.ModelStreamInferResponse) -> list[tuple[int, list[int]]]:
     """Return the parts that ``wire.CHANNEL`` speaks of, each with its number; none of another message."""
-    parts, at = [], 0
+    parts, at, response = [], 0, answer.infer_response
+    if len(response.outputs) != 1:  # TensorRT-LLM's C++ backend sends more
+        return []
     try:
-        (values,) = flat_outputs(parse(message)).values()  # TensorRT-LLM's C++ backend sends more
+        (values,) = flat_outputs(response).values()
         while at < len(values):
             number, size = values[at : at + 2]
             begin, at = at + 2, at + 2 + size
@@ -46,8 +52,7 @@ def parts_of(message: bytes) -> list[tuple[int, list[int]]]:
 
 def tensors_of(response: service_pb2.ModelInferResponse) -> dict[str, npt.NDArray[Any]]:
     """Return the outputs of any model; the last response may have none."""
-    result = InferResult(response)
-    return {output.name: result.as_numpy(output.name) for output in response.outputs}
+    return {one.name: InferResult(response).as_numpy(one.name) for one in response.outputs}
 
 
 def infer_request(

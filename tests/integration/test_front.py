@@ -320,8 +320,7 @@ def test_sigterm_does_not_swallow_a_webhook(tmp_path: Path) -> None:
 
     class Hook(QuietHandler):
         def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            came.append(body["status"])
+            came.append(json.loads(self.rfile.read(int(self.headers["Content-Length"])))["status"])
             self.send_response(200 if len(came) > 2 else 503)
             self.end_headers()
 

@@ -245,20 +245,21 @@ class Shared(Exchange):
                 counts[event.stream_id] = -1
         return counts
 
-    def answer(self, number: int, *values: int, names: tuple[str, ...] = OUTPUTS[:1]) -> bytes:
-        response = messages.ModelInferResponse(outputs=[{"name": name} for name in names])
+    def answer(self, number: int, *values: int, names: Any = OUTPUTS[:1], of: str = "") -> Any:
+        """Write a response; one without values is a last one."""
+        response = messages.ModelInferResponse(outputs=[{"name": name} for name in names], id=of)
+        response.parameters["triton_final_response"].bool_param = not values
         response.raw_output_contents.extend([np.array(values, np.int32).tobytes()] * len(names))
         whole = messages.ModelStreamInferResponse(infer_response=response)
-        return self.write(number, whole.SerializeToString())
+        self.write(number, whole.SerializeToString())
+        return whole
 
-    def write(self, number: int, message: bytes) -> bytes:
+    def write(self, number: int, message: bytes) -> None:
         self.peer.send_data(number, b"\0" + len(message).to_bytes(4, "big") + message)
         self.receive()
-        return message
 
     async def together(self, number: int, *names: str) -> list[Stream]:
-        """Requests on one stream, of an engine that is known to send parts."""
-        self.connection._channels = True
+        """Requests on one stream."""
         streams = self.ask(*names)
         assert await self.asked() == {number: len(names)}
         return streams
@@ -270,8 +271,7 @@ async def shared() -> Shared:
 
 
 async def test_parts_of_answers_come_on_any_stream_and_in_any_order(shared: Shared) -> None:
-    one, two, gone, whole = shared.ask("1", "2", "3", "4")
-    assert await shared.asked() == dict.fromkeys((3, 5, 7, 9), 1)
+    one, two, gone, whole = [(await shared.together(n, "1"))[0] for n in (3, 5, 7, 9)]
     shared.answer(5, 2, 3, 1, 9, 60)
     assert await two.take() == [[1, 9, 60]]
     shared.answer(5, 2, 3, ~3, 9, 62)
@@ -293,36 +293,38 @@ async def test_parts_of_answers_come_on_any_stream_and_in_any_order(shared: Shar
 @pytest.mark.parametrize("values", [[3], [1, 1, 2], [1, 3, 2, 9], [1, 2, 3, 9]])
 async def test_what_has_no_parts_is_its_own_streams(values: list[int], shared: Shared) -> None:
     """TensorRT-LLM's C++ backend knows no channels, and sends more than ids."""
-    (one,) = shared.ask("1")
-    assert await shared.asked() == {3: 1}
+    one, two = await shared.together(3, "1", "2")
     names = OUTPUTS if values == [1, 2, 3, 9] else OUTPUTS[:1]
-    assert [shared.answer(3, *values, names=names)] == await one.take()
-    assert [shared.answer(3, 1, 2, 3, 9)] == await one.take()
+    assert [shared.answer(3, *values, names=names, of="2")] == await two.take()
+    assert [shared.answer(3, of="1")] == await one.take()
+    assert (await one.ends_within(0), await two.ends_within(0)) == (True, False)
+    one.close()  # though it had no part: such an engine sends nobody's but its own
+    two.close()
+    assert await shared.asked() == {3: -1}
 
 
 async def test_requests_of_one_turn_are_sent_together(
     shared: Shared, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shared.ask("1", "2")
-    assert await shared.asked() == {3: 1, 5: 1}
-    shared.answer(3, 1, 3, 1, 9, 40)  # the engine knows channels
     shared.ask(*"abcdefghi")
     shared.ask("traced", trace="00-1")
-    assert await shared.asked() == {7: 8, 9: 1, 11: 1}
+    assert await shared.asked() == {3: 8, 5: 1, 7: 1}
     monkeypatch.setattr(grpc_transport, "_FIRST_WINDOW", 200)
     shared.ask("small", "large" * 50, "next")  # which does not wait behind the large one
-    assert await shared.asked() == {13: 2, 15: 1}
+    assert await shared.asked() == {9: 2, 11: 1}
 
 
 async def test_an_error_ends_the_request_that_it_names(shared: Shared) -> None:
     one, two = await shared.together(3, "1", "2")
     named = {"error_message": "no", "infer_response": {"id": "2"}}
-    error = shared.write(3, messages.ModelStreamInferResponse(**named).SerializeToString())
+    shared.write(3, (error := messages.ModelStreamInferResponse(**named)).SerializeToString())
     assert (await two.take(), await two.ends_within(0)) == ([error], True)
     assert not await one.ends_within(0)
     shared.answer(3, one.number, 3, 1, 9, 40)
     assert await one.take() == [[1, 9, 40]]
-    assert [shared.write(3, b"unreadable")] == await one.take() == await two.take()
+    shared.write(3, b"unreadable")
+    with pytest.raises(TritonUnavailable, match="message that cannot be read"):
+        await one.take()
 
 
 async def test_a_stream_of_several_is_reset_when_nobody_reads_it(shared: Shared) -> None:
@@ -348,6 +350,7 @@ async def test_a_reset_ends_all_of_a_stream_and_a_loss_those_still_to_be_sent(
 ) -> None:
     lost = await shared.together(3, "1", "2")
     (other,) = await shared.together(5, "3")
+    shared.connection._channels = True
     shared.peer.reset_stream(3)
     shared.receive()
     for stream in lost:

@@ -74,8 +74,7 @@ def test_sizes_of_chunks_that_come_by_themselves_do_not_add_up() -> None:
 
 
 def test_nothing_passes_behind_a_refusal_which_knows_its_target() -> None:
-    too_long = b"POST /x HTTP/1.1\r\nContent-Length: 101\r\n\r\n"
-    connection = Connection(GET + too_long + GET, GET)
+    connection = Connection(GET + b"POST /x HTTP/1.1\r\nContent-Length: 101\r\n\r\n" + GET, GET)
     assert len(connection.requests) == 1
     assert connection.statuses == [200, 413]
     assert connection.answers.endswith(b'"target": "/x"}')
