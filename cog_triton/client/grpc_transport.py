@@ -141,8 +141,7 @@ class Connection(asyncio.Protocol):
     def _begin(self, call: _Call, path: str, trace: Any = None) -> None:
         if call.number or call.streams[0].whole:
             return  # it was full before the loop's turn ended, or the connection is lost
-        if self._next is call:
-            self._next = None
+        self._next = None if self._next is call else self._next
         headers = {**self._head, ":path": path} | ({wire.TRACEPARENT: trace} if trace else {})
         try:
             if self._transport.is_closing():

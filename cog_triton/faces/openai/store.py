@@ -309,7 +309,8 @@ async def retrieve(id: str, store: FromApp, request: HttpRequest) -> Response:
 @router.delete("/v1/responses/{id}")
 async def delete(id: str, store: FromApp) -> dict[str, Any]:
     """Deletes a response."""
-    await store.journal.write(SQL["delete"], (await store.found(id)).id)  # what runs ends soon
+    row = await store.found(id)
+    await store.journal.write(SQL["delete"], row.id)  # what runs ends soon
     return {"id": id, "object": "response", "deleted": True}
 
 
