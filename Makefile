@@ -22,13 +22,11 @@ RAY_STAMP := .venv-ray/.installed
 CLIENTS := "guidellm>=0.8,<0.9" "smg>=1.13,<1.14"
 # Tests of whole answers, which hold with any engine.
 VLLM_ANSWERS := $(addprefix tests/integration/test_generation.py::, \
-		test_sixteen_streams_at_once_do_not_mix test_both_transports_give_the_same_sampled_text \
-		test_the_last_chunk_counts_and_says_why_it_ended test_max_tokens_is_cut_to_the_context \
-		test_a_request_does_not_wait_for_those_before_it test_a_prompt_that_is_too_long \
-		test_curl_and_the_predictors_path_agree) \
-	$(addprefix tests/integration/test_cog_server.py::, test_a_json_prediction \
-		test_a_seed_is_drawn_logged_and_gives_the_same_text_again \
-		test_streamed_chunks_join_to_the_answer test_template_system_prompt_and_stop_sequences)
+		test_both_transports_give_the_same_sampled_text test_max_tokens_is_cut_to_the_context \
+		test_the_last_chunk_counts_and_says_why_it_ended test_a_stop_sequence_ends_the_text_and_the_engine) \
+	$(addprefix tests/integration/test_cog_server.py::, \
+		test_a_json_prediction test_the_old_names_still_work test_template_system_prompt_and_stop_sequences \
+		test_a_seed_is_drawn_logged_and_gives_the_same_text_again)
 
 .PHONY: setup setup-dev predict serve openai scale test test-all test-unit test-clients test-vllm \
 	test-dynamo demo-model bench bench-gpu soak lint fix docs lock audit clean

@@ -37,8 +37,7 @@ def test_client(triton: TritonServer, demo_model: Path, protocol: str, streaming
     )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    latency = lines.pop(-1 if streaming else 0)
-    assert re.fullmatch(r"\[INFO\] Latency: \d+\.\d{3} ms", latency)
+    assert re.fullmatch(r"\[INFO\] Latency: \d+\.\d{3} ms", lines.pop(-1 if streaming else 0))
     input_line, output = lines
     assert input_line == f"Input: {PROMPT}"
     assert output.startswith(f"Output: {ANSWER}")

@@ -138,8 +138,7 @@ def test_a_killed_engine_core_is_noticed_and_all_goes_on(
 
     async def test() -> None:
         # On a busy machine vLLM takes minutes to start.
-        patience = str(SECONDS)
-        async with deployed(demo_model, **environment, RESUME_TIMEOUT=patience) as deployment:
+        async with deployed(demo_model, **environment, RESUME_TIMEOUT=str(SECONDS)) as deployment:
             undisturbed = [await answer(deployment)] * STREAMS
             life = deployment.supervisor.running
             assert life is not None

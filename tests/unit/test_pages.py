@@ -117,3 +117,9 @@ def test_what_is_named_beside_the_blocks_exists() -> None:
             if command and command[1] not in load_commands():
                 missing.append(f"{page.name}: {code}")
     assert missing == []
+
+
+def test_the_tests_that_the_makefile_names_exist() -> None:
+    text = "".join(file.read_text() for file in ROOT.glob("tests/integration/*.py"))
+    named = {*re.findall(r"\btest_\w+\b(?!\.py)", (ROOT / "Makefile").read_text())}
+    assert named <= {*re.findall(r"def (test_\w+)", text)}

@@ -65,8 +65,7 @@ def test_a_full_context_is_the_prompts() -> None:
 
 
 def test_the_last_chunk_counts_the_whole_output() -> None:
-    chunk = Chunk("x", 13, 4, "stop", ids=(7,), stop_token=9)
-    assert chunk_of(chunk) == {
+    assert chunk_of(Chunk("x", 13, 4, "stop", ids=(7,), stop_token=9)) == {
         "token_ids": [7],
         "index": 0,
         "finish_reason": "stop",
