@@ -22,8 +22,8 @@ RAY_STAMP := .venv-ray/.installed
 CLIENTS := "guidellm>=0.8,<0.9" "smg>=1.13,<1.14"
 # Tests of whole answers, which hold with any engine.
 VLLM_ANSWERS := $(addprefix tests/integration/test_generation.py::, \
-		test_both_transports_give_the_same_sampled_text test_max_tokens_is_cut_to_the_context \
-		test_the_last_chunk_counts_and_says_why_it_ended test_a_stop_sequence_ends_the_text_and_the_engine) \
+		test_the_last_chunk_counts_and_says_why_it_ended test_max_tokens_is_cut_to_the_context \
+		test_a_stop_sequence_ends_the_text_and_the_engine) \
 	$(addprefix tests/integration/test_cog_server.py::, \
 		test_a_json_prediction test_the_old_names_still_work test_template_system_prompt_and_stop_sequences \
 		test_a_seed_is_drawn_logged_and_gives_the_same_text_again)
