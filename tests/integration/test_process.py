@@ -21,6 +21,7 @@ from cog_triton.errors import TritonStartError
 from cog_triton.server.command import Launch
 from cog_triton.server.tritonserver import TritonServer
 from tests.integration.conftest import ANY_PORTS, make_server, running, settings_for
+from tests.integration.test_recovery import part
 from tests.support import (
     SHARED_MEMORY,
     alive,
@@ -258,7 +259,6 @@ def test_a_model_that_is_unloaded_does_not_end_the_server_and_one_that_hangs_is_
     wait_until(lambda: not alive(stub), 60, "the end of the stub")
     assert status(opened, "POST", f"{model}/load") == 200
     assert opened.is_ready()
-    names = {pid: Path(f"/proc/{pid}/comm").read_text() for pid in processes(opened.shm_prefix)}
-    os.kill(next(pid for pid, name in names.items() if name == "tritonserver\n"), signal.SIGSTOP)
+    os.kill(part(opened.shm_prefix, "tritonserver"), signal.SIGSTOP)
     opened.stop()
     assert not left_of(opened.shm_prefix)

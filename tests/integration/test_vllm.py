@@ -184,9 +184,8 @@ def test_an_engine_core_for_two_that_cannot_start_says_why(
     variables = {"tensorrt_llm_instance_count": 2, "vllm_config": str(tmp_path / "vllm.yaml")}
     settings = settings_for(demo_model, **environment)
     server = make_server(settings, tmp_path, {"tensorrt_llm": variables})
-    with pytest.raises(
-        TritonStartError, match="model tensorrt_llm: ValueError: No available memory"
-    ):
+    why = "model tensorrt_llm: ValueError: No available memory"
+    with pytest.raises(TritonStartError, match=why):
         server.start()
 
 
