@@ -3,7 +3,7 @@
 import contextlib
 import math
 import secrets
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -12,7 +12,6 @@ from cog_triton.client.tracing import Steps
 from cog_triton.request.admission import Admission, Slot, Tenant
 from cog_triton.request.request import Request, request_parameters, triton_inputs
 from cog_triton.text.detokenizer import IncrementalDetokenizer
-from cog_triton.text.stop_sequences import StopSequences
 from cog_triton.text.tokenizer import Tokenizer, text_limits
 from cog_triton.wire import TokenLogProb
 
@@ -36,6 +35,42 @@ class Chunk:
     # Of the last chunk, the one of stop_token_ids that ended the answer; counted, and among the ids.
     stop_token: int | None = None
     prompt_log_probs: tuple[TokenLogProb, ...] = ()  # of the first chunk, if they were asked for
+
+
+class StopSequences:
+    """Passes a text through up to its first stop sequence, then ``matched``, compared by code points.
+
+    The first is the one that is *complete* first, the longest if several are at the same character: with
+    the stops "abcd" and "bc", "abcd" ends at "a".
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = sorted(filter(None, stops), key=len, reverse=True)
+        self._first_characters = {stop[0] for stop in self._stops}
+        self._held = ""
+        self.matched: str | None = None
+
+    def feed(self, text: str) -> str:
+        """Return the text that can be delivered now, without an end that may begin a stop."""
+        if self.matched is not None:
+            return ""
+        if not self._held and self._first_characters.isdisjoint(text):
+            return text
+        text, self._held = self._held + text, ""
+        if complete := {stop: text.index(stop) + len(stop) for stop in self._stops if stop in text}:
+            self.matched = min(complete, key=complete.__getitem__)
+            return text[: complete[self.matched] - len(self.matched)]
+        for start in range(max(0, len(text) - len(self._stops[0]) + 1), len(text)):
+            end = text[start:]
+            if end[0] in self._first_characters and any(s.startswith(end) for s in self._stops):
+                self._held = end
+                return text[:start]
+        return text
+
+    def flush(self) -> str:
+        """Return what was held back, at the end of the text; nothing after a match."""
+        held, self._held = self._held, ""
+        return held
 
 
 async def generate(

@@ -20,7 +20,7 @@ Array = npt.NDArray[Any]
 
 ENGINE = "tensorrt_llm"
 CONTEXT_MODEL = "tensorrt_llm_context"  # see ``cog_triton.models.context``
-IDS_ENSEMBLE = "ensemble_ids"  # without its last step; see ``cog_triton.repository.derived``
+IDS_ENSEMBLE = "ensemble_ids"  # without its last step; see ``cog_triton.repository.fill``
 KV_BLOCK_TOKENS = 32  # in each block of its KV cache events; vLLM's for CPUs likes no fewer
 GRPC_ADDRESS = "grpc_address"  # CONTEXT_MODEL's parameter: host:port of its own server
 

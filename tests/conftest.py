@@ -87,3 +87,13 @@ def anyio_backend() -> str:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--engine", default="auto", help="ENGINE of the servers with the demo model")
     parser.addoption("--demo-model", default=DIRECTORY, help="the demo model's directory")
+
+
+@pytest.fixture
+def adapters(demo_model: Path, tmp_path: Path) -> Path:
+    from tests.adapters import make_adapter
+    from tests.peft_reference import make_varied_adapter  # it takes a while
+
+    make_adapter(demo_model, tmp_path / "adapters" / "poet", seed=1)
+    make_varied_adapter(demo_model, tmp_path / "adapters" / "bard")
+    return tmp_path / "adapters"

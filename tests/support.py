@@ -11,8 +11,9 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from itertools import accumulate, cycle, pairwise, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,12 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[1]
 START_TIMEOUT = 330  # longer than TRITON_START_TIMEOUT, whose error says what was still loading
 SHARED_MEMORY = Path("/dev/shm")
+
+
+def split(items: Any, sizes: Sequence[int]) -> list[Any]:
+    """Cut into pieces of these sizes, over and over."""
+    ends: list[int] = [0, *takewhile(len(items).__gt__, accumulate(cycle(sizes))), len(items)]
+    return [items[start:end] for start, end in pairwise(ends)]
 
 
 def load_cases(test: str, name: str) -> Any:

@@ -5,7 +5,7 @@ May import everything. After a change: pytest tests/unit/test_cli.py tests/unit/
 """
 
 import functools
-import importlib
+import importlib.util
 import signal
 import sys
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ SCRIPTS = ROOT / "scripts"
 def main(argv: Sequence[str] | None = None, prog: str = "") -> int:
     """Run a command, ``prog`` in its usage; return its status: 2 if there is none, 130 after Ctrl-C."""
     handler = signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback of an import
-    from cog_triton.errors import CogTritonError
+    from cog_triton.errors import CogTritonError, ConfigurationError
 
     name, *arguments = (sys.argv[1:] if argv is None else argv) or ["--help"]
     commands = load_commands()
@@ -40,9 +40,12 @@ def main(argv: Sequence[str] | None = None, prog: str = "") -> int:
     else:  # it reads its command line itself
         sys.argv[0] = prog
     module, _, function = command["call"].partition(":")
-    call = getattr(importlib.import_module(module), function)
-    signal.signal(signal.SIGINT, handler)
     try:
+        for package, problem in command.get("needs", {}).items():
+            if importlib.util.find_spec(package) is None:
+                raise ConfigurationError(problem)
+        call = getattr(importlib.import_module(module), function)
+        signal.signal(signal.SIGINT, handler)
         return call(options) or 0
     except (CogTritonError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -1,16 +1,13 @@
-"""Cog's HTTP server with the predictor, OpenAI's API on any Triton, and Dynamo's workers."""
+"""Cog's HTTP server with the predictor, and OpenAI's API on any Triton."""
 
 import argparse
 import asyncio
 import errno
-import importlib
-import importlib.util
 import os
 import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from cog_triton import ROOT
 from cog_triton.faces.terminal import end_at_once_on_signals
@@ -87,22 +84,3 @@ def openai(options: argparse.Namespace) -> int:
 
     triton = options.triton_endpoint, options.triton_model
     return run(options.host, options.port, options.model, *triton)
-
-
-def worker(options: argparse.Namespace) -> int:
-    """Serve as a worker of Dynamo's until a signal comes; return the exit status."""
-    return int(dynamo("worker").run(options))
-
-
-def scale(options: argparse.Namespace) -> int:
-    """Run Dynamo's frontend and workers until a signal comes; return the exit status, 130 after Ctrl-C."""
-    return int(dynamo("scale").run(options.host, options.port, options.workers))
-
-
-def dynamo(name: str) -> Any:
-    """Import a module of Dynamo's face, or raise ConfigurationError where Dynamo is not installed."""
-    from cog_triton.errors import ConfigurationError
-
-    if importlib.util.find_spec("dynamo") is None:
-        raise ConfigurationError("Dynamo is not installed; see docs/scale.md")
-    return importlib.import_module(f"cog_triton.faces.dynamo.{name}")

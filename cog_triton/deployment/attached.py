@@ -26,11 +26,10 @@ from cog_triton.client.resume import ResumingClient
 from cog_triton.client.stream import Inputs, TritonClient
 from cog_triton.deployment.deployment import Deployment, check_supported, tokenizer_of, without_bos
 from cog_triton.errors import ConfigurationError, InvalidParameter, TritonUnavailable
-from cog_triton.generation import Chunk, FinishReason
+from cog_triton.generation import Chunk, FinishReason, StopSequences
 from cog_triton.request.admission import Admission, Tenant
 from cog_triton.request.request import Request, request_parameters, triton_inputs
 from cog_triton.settings import Settings
-from cog_triton.text.stop_sequences import StopSequences
 
 POLL_SECONDS = 0.1
 ASK_SECONDS = 2.0

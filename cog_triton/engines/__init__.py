@@ -6,7 +6,7 @@
                        guides.py what structured output allows, kv_events.py what its cache holds
     library.py         base of the next two: arguments by library.yaml, sampling, tokens, errors
     llm_api.py         TensorRT-LLM's LLM API
-    vllm.py            vLLM; interpreter.py starts its processes
+    vllm.py            vLLM
     simulated.py       tokens without a model
 
 May import ``adapters``, and of ``text`` the tokenizer and how much context a detokenizer needs.

@@ -27,8 +27,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 
 from cog_triton.engines.base import EngineError, GenerationRequest
-from cog_triton.engines.interpreter import python
-from cog_triton.processes import end_with_parent
+from cog_triton.processes import end_with_parent, python
 from cog_triton.request.request import Guide, GuideKind, ascii_classes
 
 Masks = npt.NDArray[np.bool_]  # [sequences, vocabulary]: the tokens that are allowed

@@ -14,7 +14,7 @@ from typing import Any
 
 from cog_triton.engines import library
 from cog_triton.engines.base import GenerationRequest, Steps, TokenLogProb, check_ids
-from cog_triton.engines.interpreter import prepare, renice
+from cog_triton.processes import prepare_for_vllm, renice
 from cog_triton.request.request import Guide, GuideKind
 from cog_triton.wire import KV_BLOCK_TOKENS
 
@@ -150,7 +150,7 @@ class VllmEngine(library.LibraryEngine):
 def loading_arguments(parameters: Mapping[str, str]) -> library.Arguments:
     """Return the arguments of ``vllm.AsyncEngineArgs`` on this machine. Readies the process for vLLM."""
     arguments = engine_arguments(parameters)
-    prepare()
+    prepare_for_vllm()
     return on_device(arguments, cpu=_on_cpu())
 
 

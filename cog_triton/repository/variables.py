@@ -18,25 +18,13 @@ from cog_triton.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
 
-_EXPECTED: Final = {
-    "integer": "an integer",
-    "float": "a number",
-    "boolean": "true or false",
-    "switch": "true or false",
-    "text": "text, in quotes",
-    "path": "a path",
-    "data type": "a Triton data type such as TYPE_FP32",
-    "integer list": "integers separated by commas",
-    "choice": "one of {}",
-    "choice list": "some of {}, separated by commas",
-}
 _BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
 
 class Variable(BaseModel, frozen=True, extra="forbid"):
     """One template variable of one model."""
 
-    kind: str  # of its values, a key of ``_EXPECTED``; false of a switch, a boolean, means unset
+    kind: str  # of its values, a key of ``expected``; false of a switch, a boolean, means unset
     description: str
     required: bool = False
     default: bool | int | float | str | None = None  # None leaves the variable unset
@@ -102,7 +90,7 @@ class Variable(BaseModel, frozen=True, extra="forbid"):
 
     @property
     def _expected(self) -> str:
-        words = _EXPECTED[self.kind].format(", ".join(self.choices))
+        words = TABLES.expected[self.kind].format(", ".join(self.choices))
         if self.maximum is not None:
             return f"{words} from {self.minimum:g} to {self.maximum:g}"
         return words if self.minimum is None else f"{words} of at least {self.minimum:g}"
@@ -121,6 +109,7 @@ class _Tables(BaseModel, frozen=True, extra="forbid"):
     renamed: dict[str, dict[str, str]]
     renamed_values: dict[str, dict[str, dict[str, str]]]
     optional_models: frozenset[str]
+    expected: dict[str, str]
 
 
 # The parser in C, where PyYAML has it, is eight times as fast.

@@ -1,4 +1,4 @@
-"""Limits of a request's texts, checked by their lengths before anything is built of them; JSON inputs."""
+"""Limits of a request's texts, checked by their lengths before anything is built of them; and inputs."""
 
 import json
 import re
@@ -34,6 +34,9 @@ TOP_LOG_PROBS = 20  # alternatives at each place: as in OpenAI's API
 # Of one JSON text: strings, names among them; objects and lists; values, by their commas; and levels of
 # nesting. So much is parsed in less than 0.1 s.
 JSON_STRINGS, JSON_CONTAINERS, JSON_VALUES, JSON_DEPTH = 2**17, 2**16, 2**20, 128
+
+_STOP = re.compile(r"(?:\\[\\,]|[^,])+")
+_ESCAPED = re.compile(r"\\([\\,])")
 
 
 @dataclass(frozen=True)
@@ -79,3 +82,16 @@ def parse_json(name: str, text: str, kind: type[T]) -> T:
         what = "list of objects" if kind is list else "object"
         raise InvalidParameter(f"{name} must be a JSON {what}")
     return value
+
+
+def parse_stop_sequences(text: str | None, name: str = "stop_sequences") -> tuple[str, ...]:
+    r"""Split a comma-separated list of stop sequences, or of other texts.
+
+    Empty entries are dropped; whitespace belongs to its entry. ``\,`` stands for a comma that does
+    not separate, ``\\`` for a backslash; any other backslash is just one. A list longer than the longest
+    stop sequences make it is an InvalidParameter.
+    """
+    if text is not None and len(text) > STOP_TEXT_CHARACTERS:
+        most = f"at most {STOP_TEXT_CHARACTERS} characters"
+        raise InvalidParameter(f"{name} must be a list of {most}, not {len(text)}")
+    return tuple(_ESCAPED.sub(r"\1", piece) for piece in _STOP.findall(text or ""))

@@ -13,6 +13,7 @@ from pathlib import Path, PurePosixPath
 from urllib.parse import unquote
 
 import httpx
+import yaml  # type: ignore[import-untyped, unused-ignore]
 from pydantic import BaseModel
 from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 
@@ -185,20 +186,7 @@ class Download:
 UNUSED_FORMATS = ("original/*", "*.gguf", "*.h5", "*.msgpack", "*.onnx")
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")  # files that a tokenizer does not need
 HUB_ID = re.compile(r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>\S+))?", re.ASCII)
-_OFFLINE = (
-    "is not a local directory and not complete in the Hugging Face cache, and Hugging Face cannot be "
-    "reached or is turned off (HF_HUB_OFFLINE); check the network, or name a local directory"
-)
-_HUB_PROBLEMS = {
-    "GatedRepoError": "is gated: accept its terms on huggingface.co, and set a token (HF_TOKEN) of the "
-    "account that did",
-    "RevisionNotFoundError": "has no such revision; check what follows the @",
-    "RepositoryNotFoundError": "is not a local directory, and Hugging Face has no such repository "
-    "or shows it only to others; check the name, or set a token (HF_TOKEN) that may read it",
-    "HFValidationError": "is not a valid Hugging Face id; write org/name@revision",
-    "LocalEntryNotFoundError": _OFFLINE,
-    "OfflineModeIsEnabled": _OFFLINE,
-}
+_HUB_PROBLEMS: dict[str, str] = yaml.safe_load(Path(__file__).with_name("hub.yaml").read_bytes())
 
 
 def fetch_from_hub(source: str, token: str | None, without: tuple[str, ...] = ()) -> Path:

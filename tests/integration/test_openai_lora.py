@@ -11,17 +11,10 @@ import pytest
 from cog_triton.text.tokenizer import load_tokenizer
 from tests.adapters import make_adapter
 from tests.openai_server import QUESTION, OpenAIServer
-from tests.peft_reference import Reference, make_varied_adapter
+from tests.peft_reference import Reference
 
 TOKENS = 24
 NAMES = ("", "poet", "bard")
-
-
-@pytest.fixture
-def adapters(demo_model: Path, tmp_path: Path) -> Path:
-    make_adapter(demo_model, tmp_path / "adapters" / "poet", seed=1)
-    make_varied_adapter(demo_model, tmp_path / "adapters" / "bard")
-    return tmp_path / "adapters"
 
 
 @pytest.fixture

@@ -13,36 +13,9 @@ from cog_triton.request.request import Request
 from cog_triton.text.tokenizer import load_tokenizer
 from tests.integration.conftest import make_server, settings_for
 from tests.integration.test_recovery import deployed
+from tests.support import load_cases
 
-MARK = "\N{ROCKET}"
-FILES = {
-    "tokenization_shouting.py": f'''
-from transformers import PreTrainedTokenizerFast
-
-
-class ShoutingTokenizer(PreTrainedTokenizerFast):
-    """Decodes what nobody else would, so that it can be told apart. {MARK}"""
-
-    def _decode(self, *args, **kwargs):
-        return super()._decode(*args, **kwargs).upper()
-''',
-    "configuration_own.py": """
-from transformers import LlamaConfig
-
-
-class OwnConfig(LlamaConfig):
-    model_type = "of_its_own"
-""",
-    "modeling_own.py": """
-from transformers import LlamaForCausalLM
-
-from .configuration_own import OwnConfig
-
-
-class OwnForCausalLM(LlamaForCausalLM):
-    config_class = OwnConfig
-""",
-}
+FILES = load_cases(__file__, "remote_code.yaml")
 
 
 def update(file: Path, **values: Any) -> None:
@@ -51,8 +24,7 @@ def update(file: Path, **values: Any) -> None:
 
 @pytest.fixture
 def own_model(demo_model: Path, tmp_path: Path) -> Path:
-    """The demo model under an architecture, and its tokenizer under a class, that only code in the
-    directory defines."""
+    """The demo model and its tokenizer, of classes that only code in the directory defines."""
     directory = tmp_path / "own"
     shutil.copytree(demo_model, directory)
     for name, code in FILES.items():

@@ -103,22 +103,21 @@ def test_of_a_setting(environment: dict[str, str], cause: str, demo_model: Path)
     assert "ensemble" not in said
 
 
-def test_of_a_template_of_prompts(demo_model: Path) -> None:
-    given = {"MODEL": str(demo_model), "ENGINE": "simulated", "PROMPT_TEMPLATE": "{oops}"}
-    status, said = run("run_prediction.py", **given)
-    assert status == 1
-    assert is_told_once(said, "E1004"), said
-
-
-def test_of_a_model_whose_process_is_killed(demo_model: Path, tmp_path: Path) -> None:
+def test_of_a_template_and_of_a_killed_model(demo_model: Path, tmp_path: Path) -> None:
     templates = tmp_path / "templates"
     shutil.copytree(ROOT / "triton_model_repo", templates)
     with (templates / "tensorrt_llm" / "1" / "model.py").open("a") as file:
         file.write("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
-    given = {"MODEL": str(demo_model), "TRITON_MODEL_REPO": str(templates), "ENGINE": "simulated"}
-    status, said = run("run_prediction.py", **given)
-    assert status == 1
-    assert is_told_once(said, "the process of model tensorrt_llm ended by signal 9 (SIGKILL)"), said
+    killed = "the process of model tensorrt_llm ended by signal 9 (SIGKILL)"
+    changes = {
+        "PROMPT_TEMPLATE": ("{oops}", "E1004"),
+        "TRITON_MODEL_REPO": (str(templates), killed),
+    }
+    for name, (value, cause) in changes.items():
+        given = {"MODEL": str(demo_model), "ENGINE": "simulated", name: value}
+        status, said = run("run_prediction.py", **given)
+        assert status == 1
+        assert is_told_once(said, cause), said
 
 
 def test_of_a_repository_that_was_filled_without_a_model(demo_model: Path, tmp_path: Path) -> None:

@@ -1,12 +1,15 @@
 """The command cog-triton and the files of scripts/, in processes of their own."""
 
+import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from cog_triton.cli import SCRIPTS, load_commands, summary
+from cog_triton.cli import SCRIPTS, load_commands, parse, summary
+from cog_triton.settings import VARIABLES
 from tests.support import ROOT
 
 PROGRAM = "import sys; from cog_triton.cli import main; sys.exit(main())"
@@ -69,3 +72,11 @@ def test_a_python_without_the_packages_is_told_what_to_do() -> None:
     (line,) = done.stderr.splitlines()
     assert "has no package" in line
     assert ".venv/bin/activate" in line
+
+
+def test_the_example_for_systemd_names_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", {})  # the command's options set some
+    text = (ROOT / "deploy" / "openai" / "cog-triton-openai.service").read_text()
+    assert set(re.findall(r"^Environment=(\w+)=", text, re.MULTILINE)) <= set(VARIABLES)
+    (command,) = re.findall(r"^ExecStart=\S+/cog-triton openai (.*)$", text, re.MULTILINE)
+    assert parse("openai", command.split()).api_keys_file == Path("/etc/cog-triton/keys.txt")

@@ -1,20 +1,26 @@
-"""The pages in Markdown: links lead somewhere, commands exist, docs/api.md has what the code has."""
+"""The pages in Markdown: links lead somewhere, commands exist, tables and examples are the code's."""
 
 import argparse
 import re
+import runpy
+import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cog_triton import errors
+from cog_triton import errors, settings
 from cog_triton.cli import load_commands, main
+from cog_triton.repository.fill import fill_repository
+from cog_triton.repository.variables import TABLES, VARIABLES, load_overrides
 from predict import Predictor
 from tests.pages import NEEDS, PAGES, blocks, script_calls
 from tests.support import ROOT
 
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 API = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+CONFIGURATION = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+NAMES: dict[str, Any] = runpy.run_path(str(ROOT / "scripts" / "make_docs.py"))
 
 
 def prose(page: Path) -> str:
@@ -27,9 +33,8 @@ def leads(page: Path, link: str) -> bool:
     target = page.parent / path if path else page
     if not (anchor and target.exists()):
         return target.exists()
-    headings = re.findall(
-        r"^#+ (.+)$", prose(target), re.MULTILINE
-    )  # GitHub's rule makes anchors of them
+    headings = re.findall(r"^#+ (.+)$", prose(target), re.MULTILINE)
+    # GitHub's rule makes anchors of them.
     return anchor in {re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-") for text in headings}
 
 
@@ -123,3 +128,40 @@ def test_the_tests_that_the_makefile_names_exist() -> None:
     text = "".join(file.read_text() for file in ROOT.glob("tests/integration/*.py"))
     named = {*re.findall(r"\btest_\w+\b(?!\.py)", (ROOT / "Makefile").read_text())}
     assert named <= {*re.findall(r"def (test_\w+)", text)}
+
+
+def test_the_pages_are_up_to_date() -> None:
+    for page in NAMES["PAGES"]:
+        text = page.read_text(encoding="utf-8")
+        assert text == NAMES["filled"](text), "run scripts/make_docs.py"
+
+
+def test_every_name_is_on_a_page() -> None:
+    pages = "".join(page.read_text(encoding="utf-8") for page in NAMES["PAGES"])
+    names = [*settings.VARIABLES]
+    for table in (VARIABLES, TABLES.ignored, TABLES.renamed):
+        names += [name for model in table.values() for name in model]
+    assert [name for name in names if f"| `{name}` |" not in pages] == []
+
+
+def test_the_worked_examples_are_read(tmp_path: Path) -> None:
+    one, two = (block.split("```")[0] for block in CONFIGURATION.split("```yaml\n")[1:])
+    file = tmp_path / "config.yaml"
+    file.write_text(two)
+    assert load_overrides(file)["tensorrt_llm"]
+    file.write_text(one)
+    overrides = load_overrides(file)
+    for model in ("preprocessing", "postprocessing"):
+        overrides[model]["tokenizer_dir"] = "/models/llama"
+    fill_repository(ROOT / "triton_model_repo", tmp_path / "filled", overrides)
+
+
+def test_the_message_on_the_page_is_the_one_that_comes(tmp_path: Path) -> None:
+    overrides: dict[str, dict[str, object]] = {
+        "preprocessing": {"tokenizer_dirr": "/models/llama"},
+        "postprocessing": {"tokenizer_dir": "/models/llama"},
+        "tensorrt_llm": {"kv_cache_free_gpu_mem_fraction": 90},
+    }
+    with pytest.raises(errors.TemplateError) as raised:
+        fill_repository(ROOT / "triton_model_repo", tmp_path / "filled", overrides)
+    assert textwrap.indent(str(raised.value), "    ") in CONFIGURATION

@@ -1,14 +1,13 @@
 """A directory that goes with its process."""
 
 import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 
 from cog_triton.processes import temporary_directory
+from tests.support import run_until_killed
 
 KILLED = """import os
 from cog_triton.processes import temporary_directory
@@ -19,8 +18,7 @@ with temporary_directory("own-"):
 
 def test_what_a_killed_process_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    own = {**os.environ, "TMPDIR": str(tmp_path)}
-    subprocess.run([sys.executable, "-c", KILLED], env=own, check=False)
+    run_until_killed(KILLED, TMPDIR=str(tmp_path))
     (left,) = tmp_path.iterdir()
     with temporary_directory("own-") as young:
         assert left.is_dir()

@@ -7,7 +7,7 @@ import asyncio
 import json
 import sqlite3
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from operator import methodcaller
 from typing import Annotated, Any, Literal
@@ -35,6 +35,7 @@ PAGE_BYTES = 1 << 20  # written at once
 MOST_LINES, MOST_ERRORS = 50_000, 100
 _NO_JSON = "invalid_json_line", "This line is not parseable as a JSON object."
 _AFTER = ("anchor", "seconds")
+_View = Callable[[Any], dict[str, Any]]
 _Pairs = dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]]
 
 
@@ -144,18 +145,6 @@ async def lines_of(journal: Journal, source: str, part: str) -> AsyncIterator[li
         last = rows[-1].line
 
 
-@router.get("/v1/files")
-async def files(request: HttpRequest, journal: FromJournal) -> dict[str, Any]:
-    """The files of the key, newest first."""
-    return await page_of(request, journal, "file", file_view)
-
-
-@router.get("/v1/files/{name}")
-async def retrieve_file(name: str, journal: FromJournal) -> dict[str, Any]:
-    """One of them."""
-    return file_view((await rows_of(journal, "file", name))[0])
-
-
 @router.get("/v1/files/{name}/content", response_class=StreamingResponse)
 async def content(name: str, journal: FromJournal) -> Response:
     """Its bytes."""
@@ -202,16 +191,24 @@ def batch_view(row: Any) -> dict[str, Any]:
     return {**json.loads(row.object), "request_counts": counts, "usage": {**SQL["usage"], **usage}}
 
 
-@router.get("/v1/batches")
-async def batches(request: HttpRequest, journal: FromJournal) -> dict[str, Any]:
-    """The batches of the key, newest first."""
-    return await page_of(request, journal, "batch", batch_view)
+def add_routes(kind: str, path: str, view: _View) -> Callable[..., Awaitable[dict[str, Any]]]:
+    """Add the routes that show files or batches; return the one of a single object."""
+
+    @router.get(path, name=path.rpartition("/")[2])
+    async def every(request: HttpRequest, journal: FromJournal) -> dict[str, Any]:
+        """Those of the key, newest first."""
+        return await page_of(request, journal, kind, view)
+
+    @router.get(f"{path}/{{name}}", name=f"retrieve {kind}")
+    async def one(name: str, journal: FromJournal) -> dict[str, Any]:
+        """One of them."""
+        return view((await rows_of(journal, kind, name))[0])
+
+    return one
 
 
-@router.get("/v1/batches/{name}")
-async def batch(name: str, journal: FromJournal) -> dict[str, Any]:
-    """One of them."""
-    return batch_view((await rows_of(journal, "batch", name))[0])
+retrieve_file = add_routes("file", "/v1/files", file_view)
+batch = add_routes("batch", "/v1/batches", batch_view)
 
 
 @router.post("/v1/batches/{name}/cancel")

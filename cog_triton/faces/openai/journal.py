@@ -38,6 +38,7 @@ MOST_DELETED = 100  # rows at once, because writes wait meanwhile
 KEPT_PART = 0.9  # of the most bytes; beyond, the oldest rows go
 PAGE_BYTES = 4096
 PRAGMAS = ("auto_vacuum=2", "journal_mode=WAL", "synchronous=1", "secure_delete=1")
+_USED = "SELECT page_count - freelist_count FROM pragma_page_count, pragma_freelist_count"
 LOG = "CREATE TABLE IF NOT EXISTS log (id INTEGER PRIMARY KEY, records BLOB)"
 # By parts of SQLite's texts.
 _REASONS = {
@@ -97,7 +98,7 @@ class Journal:
     async def expire(self) -> None:
         while await self.write(partial(self._delete, time.time() - self._seconds)):
             pass
-        while await self.write(_used_bytes) > KEPT_PART * self._max_bytes:
+        while PAGE_BYTES * (await self.read(_USED))[0][0] > KEPT_PART * self._max_bytes:
             if not await self.write(partial(self._delete, time.time())):
                 break  # all that is there is in use
         await self.write(lambda own: own.execute("PRAGMA incremental_vacuum(1000)").fetchall())
@@ -260,8 +261,3 @@ class Jobs(ABC):
             self.wake.set()
         else:
             logger.warning("%s is left for later", id, exc_info=not self.closed and error)
-
-
-def _used_bytes(connection: sqlite3.Connection) -> int:
-    sql = "SELECT page_count - freelist_count FROM pragma_page_count, pragma_freelist_count"
-    return PAGE_BYTES * int(connection.execute(sql).fetchone()[0])

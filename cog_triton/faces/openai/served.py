@@ -25,7 +25,7 @@ from cog_triton.adapters.directory import adapter_names
 from cog_triton.client.tracing import SERVICE, go_below, tracer
 from cog_triton.deployment.deployment import Deployment, queue_metrics
 from cog_triton.errors import CogTritonError, shown
-from cog_triton.faces.openai.errors import RETRY_SECONDS, ApiError, table
+from cog_triton.faces.openai.errors import RETRY_SECONDS, TABLES, ApiError, table
 from cog_triton.faces.openai.journal import Journal
 from cog_triton.faces.openai.keys import ANYBODY, Key, Quotas, configured_keys
 from cog_triton.generation import Chunk
@@ -202,22 +202,13 @@ def begin_span(tracer: Any, headers: Headers) -> Callable[[Call], object]:
 
 
 def attributes(call: Call) -> dict[str, Any]:
-    values = {
+    values = {name: getattr(call, field) for name, field in TABLES["span"].items()} | {
         "gen_ai.operation.name": "text_completion" if call.path == "/v1/completions" else "chat",
         "gen_ai.provider.name": SERVICE,
-        "gen_ai.request.model": call.model,
-        "gen_ai.response.model": call.model,
-        "gen_ai.response.finish_reasons": call.finish_reasons or None,
-        "gen_ai.usage.input_tokens": call.input_tokens,
-        "gen_ai.usage.output_tokens": call.output_tokens,
-        "gen_ai.response.time_to_first_chunk": call.first_token,
         "error.type": call.error or (str(call.status) if call.status >= 400 else None),
-        "http.response.status_code": call.status,
-        "url.path": call.path,
-        "cog_triton.request_id": call.id,
         "cog_triton.key": call.key.name or None,
     }
-    return {name: value for name, value in values.items() if value is not None}
+    return {name: value for name, value in values.items() if value not in (None, [])}
 
 
 @dataclass

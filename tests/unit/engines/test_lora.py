@@ -22,7 +22,7 @@ from cog_triton.engines.transformers_step import Row
 from cog_triton.request.request import Guide, GuideKind
 from cog_triton.wire import adapter_task_id
 from tests.adapters import make_adapter
-from tests.peft_reference import Reference, load, make_varied_adapter
+from tests.peft_reference import Reference, load
 from tests.support import load_cases
 from tests.unit.engines.conftest import ENGINES, PROMPT, Requests, Stream, running
 
@@ -32,13 +32,6 @@ CONFIG = "adapter_config.json"
 
 def task(name: str) -> int:
     return adapter_task_id(name) if name else 0
-
-
-@pytest.fixture
-def adapters(demo_model: Path, tmp_path: Path) -> Path:
-    make_adapter(demo_model, tmp_path / "adapters" / "poet", seed=1)
-    make_varied_adapter(demo_model, tmp_path / "adapters" / "bard")
-    return tmp_path / "adapters"
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from cog_triton.engines.base import EngineError, GenerationRequest, Step
-from cog_triton.engines.interpreter import python
 from cog_triton.engines.library import TABLE
 from cog_triton.engines.vllm import VllmEngine, guide_arguments, on_device
+from cog_triton.processes import python
 from cog_triton.request.request import Guide, GuideKind
 from tests.support import ROOT, load_cases
 

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from cog_triton.engines.base import EngineError, SamplingParams
-from cog_triton.engines.interpreter import LEAST_PRIORITY
+from cog_triton.processes import LEAST_PRIORITY
 from cog_triton.request.request import Guide, GuideKind
 from cog_triton.wire import adapter_task_id
 from tests.adapters import make_adapter, merge

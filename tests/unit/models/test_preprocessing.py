@@ -1,4 +1,4 @@
-"""Prompts and words to ids; what is refused of them is in tests/integration/test_malformed_requests.py."""
+"""Prompts and words to ids, and back; refusals are in tests/integration/test_malformed_requests.py."""
 
 import json
 from types import SimpleNamespace
@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from cog_triton.errors import InvalidParameter
+from cog_triton.models.postprocessing import decoded
 from cog_triton.models.preprocessing import Preprocessor, word_lists
 from cog_triton.models.stub import Array
 from cog_triton.models.tensors import words_from_list
@@ -150,3 +151,27 @@ def test_a_bias_of_words_and_of_ids(preprocessor: Preprocessor, tokenizer: Token
     assert "EMBEDDING_BIAS" not in preprocessor(inputs("x", EMBEDDING_BIAS_WORDS=texts("")))
     with pytest.raises(InvalidParameter, match="logit_bias must be at least 0"):
         preprocessor(inputs("x"), {LOGIT_BIAS: '{"-1": 2}'})
+
+
+def response(*prompts: list[list[int]]) -> dict[str, Array]:
+    """A response of prompts and their beams, filled up with -1 as TensorRT-LLM does."""
+    width = max(len(ids) for beams in prompts for ids in beams)
+    rows = [[ids + [-1] * (width - len(ids)) for ids in beams] for beams in prompts]
+    return {
+        "TOKENS_BATCH": np.array(rows, np.int32),
+        "SEQUENCE_LENGTH": np.array([[len(ids) for ids in beams] for beams in prompts], np.int32),
+    }
+
+
+def test_the_text_of_batches_and_beams(tokenizer: Tokenizer) -> None:
+    texts = ["a long one", "短い", "", "Grüß Gott"]
+    ids = [tokenizer(text, add_special_tokens=False).input_ids for text in texts]
+    found = decoded(tokenizer, response(ids[:2], ids[2:]))
+    assert found.tolist() == [text.encode() for text in texts]
+
+
+def test_special_tokens_in_a_text(tokenizer: Tokenizer) -> None:
+    given = response([[*tokenizer("done", add_special_tokens=False).input_ids, 2]])
+    assert tokenizer.eos_token_id == 2
+    assert decoded(tokenizer, given).tolist() == [b"done"]
+    assert decoded(tokenizer, given, skip_special_tokens=False).tolist() == [b"done</s>"]

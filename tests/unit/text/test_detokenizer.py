@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from cog_triton.text.detokenizer import CONTEXT_TOKENS, IncrementalDetokenizer, decode_delta
-from tests.unit.text.support import split
+from tests.support import split
 from tools.demo_model import DIRECTORY
 
 REPLACEMENT = "\ufffd"
