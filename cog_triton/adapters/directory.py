@@ -7,11 +7,9 @@ names its adapter to the engine by a number, TensorRT-LLM's ``lora_task_id``; se
 
 import os
 import shutil
-from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -108,16 +106,23 @@ def current_version(task_id: int, directory: Path | None) -> AdapterVersion:
 
 
 class LoraRequests:
-    """Adapters for vLLM and the LLM API; vLLM's cache needs a number and a name of each version."""
+    """Adapters for vLLM and the LLM API; vLLM's cache needs a number and a name of each version.
+
+    Several processes may share an engine, so the number follows from the version; vLLM has 31 bits for it.
+    """
 
     def __init__(self, directory: Path | None) -> None:
         self._directory = directory
-        self._numbers: dict[AdapterVersion, int] = defaultdict(count(1).__next__)
+        self._versions: dict[int, AdapterVersion] = {}
 
     def of(self, task_id: int, kind: Callable[[str, int, str], Any]) -> Any:
         """Return an adapter as ``kind``, the engine's ``LoRARequest(name, number, path)``."""
         version = current_version(task_id, self._directory)
-        number = self._numbers[version]
+        number = adapter_task_id(str(version))
+        if (other := self._versions.setdefault(number, version)) != version:
+            raise EngineError(
+                f"{version.path} has the number of {other.path}: copy it, for another"
+            )
         return kind(f"{version.path.name}:{number}", number, str(version.path))
 
 
