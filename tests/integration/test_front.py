@@ -200,6 +200,17 @@ def test_a_client_that_reads_slowly_holds_up_its_own_stream_alone(server: Server
     assert text.rstrip().splitlines()[-1].endswith('"status":"succeeded"}')
 
 
+def test_texts_come_past_cogs_server_to_each_of_its_clients(tmp_path: Path) -> None:
+    with (
+        serving(tmp_path, COG_PREDICT_TYPE_STUB="predict.py:Listening") as server,
+        server.stream(name := uuid4().hex, chunks=50, ms=10) as events,
+        server.stream(name) as beside,
+    ):
+        texts, output = chunks(iter(found := list(events))), found[-1][1]["output"]
+        assert "".join(texts) == "".join(output) == "".join(chunks(beside))
+    assert len(texts) > 2 * len(output)
+
+
 def test_webhooks_and_asynchronous_predictions(server: Server) -> None:
     """A webhook goes anywhere and follows a redirection, both with the operator's token."""
     came: list[tuple[str, str | None, dict[str, Any]]] = []

@@ -11,7 +11,9 @@ import os
 import socket
 import sys
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Any, cast
 
 import anyio
@@ -31,12 +33,64 @@ from cog_triton.web.server import BACKLOG, HEAD_END, Headers, Limits, Server, he
 EXIT_STATUS = 70  # EX_SOFTWARE of sysexits.h: the worker has ended
 _END_SECONDS = 4.0  # for what comes after DRAIN_SECONDS, with the end of Cog's server
 _PIECE_BYTES = 1 << 16
+_OUTPUT = b"event: output\ndata: "
 _ERROR_EVENT = f"event: error\ndata: {json.dumps({'error': STOPPED})}\n\n".encode()
 _NOT_PASSED_ON = frozenset(
     b"connection content-length expect keep-alive proxy-connection te transfer-encoding".split()
 )
 _NOT_RELAYED = (b"connection", b"date")  # uvicorn writes its own
 Reply = tuple[int, list[tuple[bytes, bytes]], asyncio.StreamReader]  # status, headers and body
+
+
+class Answer(asyncio.StreamReader):
+    """The response to a request with these headers; of a stream of events, texts come as they are shown.
+
+    Cog's server has texts later and joined: of its events of output, only what is new is passed on. What
+    is no event, such as the body of an error, comes with the end of the connection.
+    """
+
+    def __init__(self, limit: int, headers: Headers) -> None:
+        super().__init__(limit, asyncio.get_running_loop())
+        self._streams = b"text/event-stream" in dict(headers).get(b"accept", b"")
+        self._rest = b""  # of an event that is not complete yet
+        self._begun = False  # the head and the first event have come
+        self._texts: deque[tuple[int, str]] = deque()  # and how many characters are before each
+        self._passed = self._cogs = self._events = 0  # characters, and events of output
+
+    def show(self, before: int, text: str) -> None:
+        """Take a text from the predictor; ``before`` is the number of characters before it."""
+        if self._streams:
+            self._texts.append((before, text))
+            self._pass_on()
+
+    def feed_data(self, data: Any) -> None:
+        if not self._streams:
+            super().feed_data(data)
+            return
+        *events, self._rest = (self._rest + data).split(b"\n\n")
+        for event in events:
+            if event.startswith(_OUTPUT):
+                text = orjson.loads(event[len(_OUTPUT) :])["chunk"]
+                self._texts.appendleft((self._cogs, text))
+                self._cogs += len(text)
+            else:
+                super().feed_data(event + b"\n\n")
+                self._begun = True
+            self._pass_on()
+
+    def feed_eof(self) -> None:
+        super().feed_data(self._rest)
+        super().feed_eof()
+
+    def _pass_on(self) -> None:
+        """Pass on what follows what was passed on; a text further on waits for Cog's server's."""
+        while self._begun and self._texts and self._texts[0][0] <= self._passed:
+            before, text = self._texts.popleft()
+            if text := text[self._passed - before :]:
+                event = orjson.dumps({"chunk": text, "index": self._events})
+                super().feed_data(_OUTPUT + event + b"\n\n")
+                self._passed += len(text)
+                self._events += 1
 
 
 class Front:
@@ -203,18 +257,20 @@ class Front:
 
         In HTTP/1.0: the response ends with its connection. ``limit`` bytes are read ahead.
         """
-        status, writer = 0, None
+        status, transport, answer = 0, None, Answer(limit, headers)
         if passage.starts is not None:
-            self.predictions.begin(passage.starts, hooked=passage.hooked)
+            self.predictions.begin(passage.starts, answer.show, hooked=passage.hooked)
         try:
             try:
-                body, writer = await asyncio.open_connection("127.0.0.1", self._port, limit=limit)
+                transport, _ = await asyncio.get_running_loop().create_connection(
+                    partial(asyncio.StreamReaderProtocol, answer), "127.0.0.1", self._port
+                )
                 sent = [pair for pair in headers if pair[0] not in _NOT_PASSED_ON]
                 sent.append((b"content-length", b"%d" % len(passage.body)))
                 target = passage.target.encode("latin-1")
                 head = head_bytes(passage.method.encode(), target, b"1.0", sent)
-                writer.write(head + passage.body)
-                first, *lines = (await body.readuntil(HEAD_END))[:-4].split(b"\r\n")
+                transport.write(head + passage.body)
+                first, *lines = (await answer.readuntil(HEAD_END))[:-4].split(b"\r\n")
             except asyncio.IncompleteReadError:
                 raise Refusal(502, "Cog's server closed the connection without an answer") from None
             except (asyncio.CancelledError, OSError) as error:
@@ -224,10 +280,10 @@ class Front:
                 raise Refusal(503, text, retry_after=after) from None
             status = int(first.split()[1])
             pairs = [(name, value) for name, _, value in (line.partition(b": ") for line in lines)]
-            yield status, [pair for pair in pairs if pair[0] not in _NOT_RELAYED], body
+            yield status, [pair for pair in pairs if pair[0] not in _NOT_RELAYED], answer
         finally:
-            if writer is not None:
-                writer.transport.abort()
+            if transport is not None:
+                transport.abort()
             if passage.starts is not None:
                 self.predictions.end(passage.starts, status)
 

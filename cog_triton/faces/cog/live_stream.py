@@ -1,7 +1,8 @@
 """Live streaming, and messages of the front, in the predictor's process under Cog's server, coglet.
 
 Measured with Cog 0.23: coglet collects what an ``async def predict`` yields, and sends it at the end. It
-streams from one that *returns* a synchronous generator, on a thread for each, as ``live`` does.
+streams from one that *returns* a synchronous generator, on a thread for each, as ``live`` does. That takes
+70 µs a piece, so the front gets each text by a message, and coglet all of ``_COGS_SECONDS`` as one.
 
 Cancels come from the front, and ``cancel`` keeps those that come before their prediction. coglet drops a
 cancel that reaches its worker early, one that comes while it prepares the call makes the prediction fail,
@@ -22,9 +23,11 @@ from coglet import CancelationException
 from cog_triton.faces.cog.predictions import VARIABLE, read_messages, send_message
 
 _IDENTIFIER = "_coglet_prediction_id"  # coglet's variable, which it does not publish
+_COGS_SECONDS = 0.25  # for which texts are kept for Cog's server, where the front has them at once
 _front: socket.socket | None = None
 _running: dict[asyncio.Task[None], str] = {}  # with the ids of their predictions
 _cancelled_early: set[str] = set()
+_texts: list[tuple[str, int, str]] = []  # of this turn of the loop, as the front gets them
 
 
 def listen(handlers: Mapping[str, Callable[..., object]], inputs: tuple[str, ...] = ()) -> None:
@@ -37,10 +40,15 @@ def listen(handlers: Mapping[str, Callable[..., object]], inputs: tuple[str, ...
         tell("hello", *inputs)
 
 
-def tell(*words: str) -> None:
-    """Send a message to the front, if there is one that takes it."""
+def tell(*words: Any, wait: bool = True) -> None:
+    """Send a message to the front, if there is one."""
     if _front is not None:
-        send_message(_front, *words)
+        send_message(_front, *words, wait=wait)
+
+
+def _tell_texts() -> None:
+    tell("texts", *_texts, wait=False)
+    _texts.clear()
 
 
 def cancel(identifier: str) -> None:
@@ -54,19 +62,32 @@ def cancel(identifier: str) -> None:
 
 
 def live(source: AsyncGenerator[str, None]) -> Generator[str, None, None]:
-    """Return a synchronous generator of what ``source`` yields on the running event loop, as it does.
+    """Return a synchronous generator of what ``source`` yields on the running event loop.
 
-    Text that has piled up comes as one piece. Closing the generator, or cancelling the prediction, cancels
-    ``source``, which runs in the context of the prediction: what it prints or records belongs there.
+    Closing it, or cancelling the prediction, cancels ``source``, which runs in the context of the
+    prediction: what it prints or records belongs there.
     """
     loop, context = asyncio.get_running_loop(), contextvars.copy_context()
     identifier = next((context[var] for var in context if var.name == _IDENTIFIER), "")
     items: queue.SimpleQueue[Any] = queue.SimpleQueue()  # texts, then None or an error
+    kept: list[str] = []  # for Cog's server
+
+    def put() -> None:
+        if kept:
+            items.put("".join(kept))
+        kept.clear()
 
     async def read() -> None:
+        count = 0
         async with contextlib.aclosing(source) as texts:
             async for text in texts:
-                items.put(text)
+                if not kept:
+                    loop.call_later(_COGS_SECONDS if _front and identifier else 0.0, put)
+                if not _texts:
+                    loop.call_soon(_tell_texts)
+                kept.append(text)
+                _texts.append((identifier, count, text))
+                count += len(text)
 
     def end(task: asyncio.Task[None]) -> None:
         cancelled = CancelationException("the prediction was canceled")
@@ -75,31 +96,21 @@ def live(source: AsyncGenerator[str, None]) -> Generator[str, None, None]:
         name, _, text = str(error).partition(": ")
         if identifier and type(error).__name__ in name.split():
             error = type(name, (Exception,), {})(text)
+        put()
         items.put(error)
 
     def texts() -> Generator[str, None, None]:
         try:
             yield ""
-            # Woken in the loop's turn, a usual thread takes the loop's processor and waits for its lock.
-            with contextlib.suppress(OSError):
-                os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-            piece, item = "", items.get()
-            while isinstance(item, str):
-                piece += item
-                if items.empty():
-                    yield piece
-                    piece = ""
-                item = items.get()
-            if piece:
-                yield piece
+            while isinstance(item := items.get(), str):
+                yield item
             if item is not None:
                 raise item
         finally:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nothing is left to cancel
                 loop.call_soon_threadsafe(task.cancel)
             del _running[task]
-            if identifier:
-                tell("ended", identifier)
+            tell("ended", identifier)
 
     task = loop.create_task(read())
     task.add_done_callback(end)

@@ -6,7 +6,8 @@ sockets. Signals would not do: the worker's main thread, where Python handles th
 To the predictor: ``drain`` (take no new requests that do not pass the front), ``stop`` (fail what runs),
 ``cancel ID``, ``forget ID`` (that prediction has ended: a cancel of it is not for the next with this id).
 From it: ``hello INPUT …`` (it listens, and needs one of these inputs), ``busy`` and ``idle`` (it answers
-requests that did not pass the front, or none), ``ended ID``.
+requests that did not pass the front, or none), ``ended ID``, ``texts`` (of several predictions: the id,
+the number of characters before, and the text).
 """
 
 import asyncio
@@ -37,7 +38,8 @@ DIRECTORY = Path("/tmp/coglet/predictions")
 REMOVE_SECONDS = 5.0  # after the end
 WEBHOOK_SECONDS = 3.0  # after the end, in which coglet calls a webhook, again where that fails
 _IDENTIFIER = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,127}", re.ASCII)
-_LARGEST = 1024  # a message: an id has at most 128 letters
+_LARGEST = 1 << 16  # bytes of a message
+Show = Callable[[int, str], None]  # takes a text, and the number of characters before it
 
 
 class Passage(NamedTuple):
@@ -70,10 +72,12 @@ def _check_identifier(identifier: str, place: list[str]) -> None:
         raise invalid(place, rule, "value_error")
 
 
-def send_message(end: socket.socket, *words: str) -> None:
-    """Send a message from any thread; it is lost if the other end is closed or full."""
-    with contextlib.suppress(OSError):
-        end.send(" ".join(words).encode(), socket.MSG_DONTWAIT)
+def send_message(end: socket.socket, *words: Any, wait: bool = False) -> None:
+    """Send a message from any thread; it is lost if the other end is closed, or full and not waited for."""
+    message = orjson.dumps(words)
+    if len(message) <= _LARGEST:
+        with contextlib.suppress(OSError):
+            end.send(message, 0 if wait else socket.MSG_DONTWAIT)
 
 
 def read_messages(end: socket.socket, handle: Callable[..., object]) -> None:
@@ -82,10 +86,9 @@ def read_messages(end: socket.socket, handle: Callable[..., object]) -> None:
 
     def read() -> None:
         with contextlib.suppress(OSError):
-            if message := end.recv(_LARGEST, socket.MSG_DONTWAIT):
-                handle(*message.decode().split(" "))
-            else:
-                loop.remove_reader(end)  # the other end is closed
+            while message := end.recv(_LARGEST, socket.MSG_DONTWAIT):
+                handle(*orjson.loads(message))
+            loop.remove_reader(end)  # the other end is closed
 
     loop.add_reader(end, read)
 
@@ -96,6 +99,7 @@ class Running:
 
     # Tasks that relay responses: none while it is asynchronous, several if several requests name its id.
     relays: set[asyncio.Task[Any] | None] = field(default_factory=set)
+    show: Show | None = None  # of the request that began it
     in_predictor: bool = True
     cancelled: bool = False  # the predictor was told
     hooked: bool = False
@@ -131,11 +135,15 @@ class Predictions:
         """Handle the predictor's messages, on the running event loop."""
         read_messages(self._end, self.receive)
 
-    def receive(self, kind: str, *words: str) -> None:
+    def receive(self, kind: str, *words: Any) -> None:
         if kind == "hello":
             self.listening, self.inputs = True, list(words)
         elif kind == "ended":
             self._settle(words[0])
+        elif kind == "texts":
+            for identifier, before, text in words:
+                if (running := self._running.get(identifier)) and running.show:
+                    running.show(before, text)
         else:
             self._others_run = kind == "busy"
 
@@ -179,9 +187,9 @@ class Predictions:
             raise invalid(["body", "input", self.inputs[0]], text, "value_error.missing")
         return orjson.dumps({**fields, "input": left}) if len(left) < len(given) else body
 
-    def begin(self, identifier: str, *, hooked: bool = False) -> None:
+    def begin(self, identifier: str, show: Show | None = None, *, hooked: bool = False) -> None:
         """Note a prediction whose response the current task relays, until ``end``."""
-        running = self._running.setdefault(identifier, Running())
+        running = self._running.setdefault(identifier, Running(show=show))
         running.relays.add(asyncio.current_task())
         running.in_predictor, self.progress = True, time.monotonic()
         running.hooked |= hooked
