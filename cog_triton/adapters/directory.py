@@ -120,9 +120,7 @@ class LoraRequests:
         version = current_version(task_id, self._directory)
         number = adapter_task_id(str(version))
         if (other := self._versions.setdefault(number, version)) != version:
-            raise EngineError(
-                f"{version.path} has the number of {other.path}: copy it, for another"
-            )
+            raise EngineError(f"{version.path} has the number of {other.path}; copy it anew")
         return kind(f"{version.path.name}:{number}", number, str(version.path))
 
 
