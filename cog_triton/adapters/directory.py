@@ -106,10 +106,7 @@ def current_version(task_id: int, directory: Path | None) -> AdapterVersion:
 
 
 class LoraRequests:
-    """Adapters for vLLM and the LLM API; vLLM's cache needs a number and a name of each version.
-
-    Several processes may share an engine, so the number follows from the version; vLLM has 31 bits for it.
-    """
+    """Adapters for vLLM and the LLM API, each version by a name and a number, the same in all processes."""
 
     def __init__(self, directory: Path | None) -> None:
         self._directory = directory

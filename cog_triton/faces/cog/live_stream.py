@@ -23,6 +23,7 @@ from coglet import CancelationException
 from cog_triton.faces.cog.predictions import VARIABLE, read_messages, send_message
 
 _IDENTIFIER = "_coglet_prediction_id"  # coglet's variable, which it does not publish
+_AT_ONCE = 64  # texts in a message, whose size is bounded
 _COGS_SECONDS = 0.25  # for which texts are kept for Cog's server, where the front has them at once
 _front: socket.socket | None = None
 _running: dict[asyncio.Task[None], str] = {}  # with the ids of their predictions
@@ -47,7 +48,8 @@ def tell(*words: Any, wait: bool = True) -> None:
 
 
 def _tell_texts() -> None:
-    tell("texts", *_texts, wait=False)
+    for first in range(0, len(_texts), _AT_ONCE):
+        tell("texts", *_texts[first : first + _AT_ONCE], wait=False)
     _texts.clear()
 
 

@@ -96,6 +96,9 @@ async def test_the_front_gets_each_text_at_once_and_cog_those_of_a_while_as_one(
         if i == 0:
             assert await asyncio.to_thread(next, pieces) == "0 "
             monkeypatch.setattr(live_stream, "_COGS_SECONDS", 3600)
+    live_stream._texts.extend([("y", 0, "a" * 900)] * 100)  # more than one message may have
+    live_stream._tell_texts()
+    assert [len(json.loads(front.recv(1 << 17))) for _ in range(2)] == [65, 37]
     assert await rest(pieces) == ["1 2 3 "]
 
 
