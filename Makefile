@@ -139,7 +139,6 @@ lint: $(DEVELOPED)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
-	$(BIN)/python scripts/check_bounds.py
 	$(BIN)/hadolint Dockerfile deploy/dynamo.Dockerfile
 
 fix: $(DEVELOPED)

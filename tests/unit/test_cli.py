@@ -13,7 +13,7 @@ from cog_triton.settings import VARIABLES
 from tests.support import ROOT
 
 PROGRAM = "import sys; from cog_triton.cli import main; sys.exit(main())"
-FOR_DEVELOPERS = {"check_bounds.py", "image_requirements.py", "make_docs.py"}
+FOR_DEVELOPERS = {"image_requirements.py", "make_docs.py"}
 COMMANDS = load_commands()
 
 
