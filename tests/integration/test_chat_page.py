@@ -26,6 +26,7 @@ SIMULATED_TEXT = f"<think>Hm, <b>hm</b>.</think>\n\n{HOSTILE}\n<tool_call>{CALL}
 # For the format of its calls, and so that the prompt is the last message alone.
 TEMPLATE = "{{ messages[-1]['content'] }}{# tools <tool_call> <think></think> #}"
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+BROWSER_MS = 120_000  # for one step of a browser on a busy machine
 STREAMED = {"model": "demo", "stream": True, "stream_options": {"include_usage": True}}
 
 
@@ -44,6 +45,7 @@ def simulated(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
         "SIMULATED_INTER_TOKEN_MS": "2",
         "SIMULATED_TEXT": SIMULATED_TEXT,
         "CHAT_TEMPLATE": TEMPLATE,
+        "MAX_SEQUENCE_LENGTH": "1000000",  # for an answer that only a stop can end
     }
     with OpenAIServer(environment, tmp_path_factory.mktemp("simulated") / "log") as server:
         yield server
@@ -66,6 +68,7 @@ def simulated_tab(browser: Browser, simulated: OpenAIServer) -> Iterator[Tab]:
 def opened(browser: Browser, server: OpenAIServer) -> Iterator[Tab]:
     """A tab with the page; at the end it has asked for nothing else, and nothing was wrong with it."""
     context = browser.new_context(viewport={"width": 1200, "height": 800})
+    context.set_default_timeout(BROWSER_MS)
     tab = Tab(context.new_page())
     try:
         tab.open(server.url)
@@ -154,7 +157,7 @@ def test_a_stop_ends_the_request_in_the_engine(
 ) -> None:
     tab = simulated_tab
     stopped = simulated.engine["stopped"]
-    tab.set(Max_tokens=1900, Further_fields={"ignore_eos": True})
+    tab.set(Max_tokens=900_000, Further_fields={"ignore_eos": True})
     tab.send("Go")
     tab.page.locator("article .text > *").first.wait_for()  # some of it has come, and it goes on
     stop = tab.page.get_by_role("button", name="Stop")

@@ -32,7 +32,7 @@ from tests.support import ROOT, free_port, left_of, processes
 pytestmark = pytest.mark.anyio
 STREAMS = 16
 TOKENS = 60
-SECONDS = 60
+SECONDS = 300  # only a fault takes this long, on a busy machine too
 
 
 @asynccontextmanager
@@ -133,7 +133,10 @@ async def test_streams_go_on_as_if_nothing_had_happened(
     demo_model: Path, transport: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A stub that is killed is named, and what is left of a server has gone before the next."""
-    environment = {"TRITON_HANG_TIMEOUT": "2", "TRANSPORT": transport}
+    environment = {"TRANSPORT": transport}
+    if any(number == signal.SIGSTOP for _, number in KILLS[transport]):
+        # Long enough that a server on a busy machine is not taken for one that hangs.
+        environment["TRITON_HANG_TIMEOUT"] = "8"
     async with deployed(demo_model, ENGINE="simulated", **environment) as deployment:
         undisturbed = await answers(deployment)
         for number, kill in enumerate(KILLS[transport], 1):
