@@ -167,6 +167,131 @@ def test_metrics_that_scale_and_route_are_exported(helm: Path, shape: str) -> No
     assert set(needed) <= set(re.findall(r"^# TYPE (\S+) gauge$", text, re.MULTILINE))
 
 
+def server(made: dict[str, Manifest]) -> Manifest:
+    """The Deployment of the servers."""
+    return made[f"Deployment/{RELEASE}-server"]["spec"]
+
+
+def environment(deployment: Manifest) -> list[tuple[str, str]]:
+    (container,) = deployment["template"]["spec"]["containers"]
+    return [(item["name"], item.get("value", "of a Secret")) for item in container["env"]]
+
+
+@pytest.mark.parametrize("shape", ["cog", "openai"])
+@pytest.mark.parametrize("settings", [{}, {"STORE": "0"}, {"STORE": "off"}])
+def test_several_servers_store_nothing(helm: Path, shape: str, settings: dict[str, str]) -> None:
+    made = manifests(helm, shape=shape, replicas=2, settings=settings)
+    variables = environment(server(made))
+    assert [value for name, value in variables if name == "STORE"] == ["0"]
+    assert read_settings({"STORE": "0"}).store_file is None
+    assert server(made)["strategy"] == {"rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}}
+    assert not [name for name in made if name.startswith("PersistentVolumeClaim/")]
+
+
+@pytest.mark.parametrize("claim", ["", "journals"])
+def test_the_journal_of_one_server_is_on_a_volume(helm: Path, claim: str) -> None:
+    store = {"enabled": True, "existingClaim": claim, "size": "20Gi", "storageClass": "fast"}
+    made = manifests(helm, replicas=1, store=store)
+    for manifest in made.values():
+        kubernetes_validate.validate(manifest, KUBERNETES, strict=True)
+    deployment = server(made)
+    assert deployment["replicas"] == 1
+    # An upgrade ends the server before the next one opens the journal.
+    assert deployment["strategy"] == {"type": "Recreate"}
+    (file,) = [Path(value) for name, value in environment(deployment) if name == "STORE"]
+    pod = deployment["template"]["spec"]
+    (mount,) = [one for one in pod["containers"][0]["volumeMounts"] if one["name"] == "store"]
+    assert str(file.parent) == mount["mountPath"]
+    assert not mount.get("readOnly")
+    (volume,) = [one for one in pod["volumes"] if one["name"] == "store"]
+    name = claim or f"{RELEASE}-store"
+    assert volume["persistentVolumeClaim"] == {"claimName": name}
+    assert (f"PersistentVolumeClaim/{name}" in made) is (claim == "")
+    if not claim:
+        made_claim = made[f"PersistentVolumeClaim/{name}"]
+        assert made_claim["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
+        spec = made_claim["spec"]
+        assert spec["accessModes"] == ["ReadWriteOnce"]
+        assert spec["storageClassName"] == "fast"
+        assert spec["resources"] == {"requests": {"storage": "20Gi"}}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("seconds", [5, 600, 1800, 7200])
+def test_a_rollout_has_the_time_that_a_start_has(helm: Path, shape: str, seconds: int) -> None:
+    deployment = server(manifests(helm, shape=shape, startSeconds=seconds))
+    pod = deployment["template"]["spec"]
+    allowed = seconds + pod["terminationGracePeriodSeconds"]
+    assert deployment["progressDeadlineSeconds"] > allowed
+    variables = dict(environment(deployment))
+    assert float(variables["TRITON_START_TIMEOUT"]) == seconds
+
+
+def test_a_setting_takes_the_place_of_what_the_chart_derives(helm: Path) -> None:
+    made = manifests(helm, settings={"TRITON_START_TIMEOUT": "900"})
+    values = [value for name, value in environment(server(made)) if name == "TRITON_START_TIMEOUT"]
+    assert values == ["900"]
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        pytest.param(
+            "a journal of stored responses belongs to one server, and replicas is 2",
+            {"store": {"enabled": True}},
+            id="the-default-number-of-servers",
+        ),
+        pytest.param(
+            "and replicas is 3", {"store": {"enabled": True}, "replicas": 3}, id="three-servers"
+        ),
+        pytest.param(
+            "and replicas is 2",
+            {"store": {"enabled": True, "existingClaim": "a", "accessModes": ["ReadWriteMany"]}},
+            id="a-volume-that-servers-share",
+        ),
+        pytest.param(
+            "so autoscaling.enabled must be false",
+            {
+                "store": {"enabled": True},
+                "replicas": 1,
+                "autoscaling": {"enabled": True},
+                "metrics": {"enabled": True},
+            },
+            id="autoscaling",
+        ),
+        pytest.param(
+            "the shape dynamo stores nothing",
+            {"store": {"enabled": True}, "replicas": 1, "shape": "dynamo"},
+            id="dynamo",
+        ),
+        pytest.param(
+            "settings.STORE is /tmp/journal.db",
+            {"settings": {"STORE": "/tmp/journal.db"}, "replicas": 1},
+            id="a-file-that-ends-with-the-pod",
+        ),
+        pytest.param(
+            "settings.STORE is /models/journal.db",
+            {"settings": {"STORE": "/models/journal.db"}, "replicas": 2},
+            id="a-file-of-two-servers",
+        ),
+        pytest.param(
+            "settings.STORE turns off what store.enabled turns on",
+            {"settings": {"STORE": "0"}, "replicas": 1, "store": {"enabled": True}},
+            id="on-and-off",
+        ),
+        pytest.param(
+            "additional properties 'claim' not allowed", {"store": {"claim": "a"}}, id="typo"
+        ),
+    ],
+)
+def test_journals_that_would_lose_responses_are_refused(
+    helm: Path, text: str, values: dict[str, Any]
+) -> None:
+    made = run(helm, "template", RELEASE, **values)
+    assert made.returncode
+    assert text in made.stderr
+
+
 @pytest.mark.parametrize(("text", "values"), load_cases(__file__, "helm.yaml").items())
 def test_bad_values_are_refused_by_name(helm: Path, text: str, values: dict[str, Any]) -> None:
     made = run(helm, "template", RELEASE, **values)

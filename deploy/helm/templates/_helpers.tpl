@@ -44,6 +44,29 @@ true
 {{- toJson $ports }}
 {{- end }}
 
+{{/* Refuse servers that would each have a journal of their own, or share one. */}}
+{{- define "checkStore" -}}
+{{- $store := get .Values.settings "STORE" | default "0" }}
+{{- if not (has $store (list "0" "off" "false")) }}
+{{- fail (printf "settings.STORE is %s: the chart puts the journal on a volume, by store.enabled with replicas 1; settings.STORE may only be 0, which stores nothing" $store) }}
+{{- end }}
+{{- if .Values.store.enabled }}
+{{- $journal := "store.enabled: a journal of stored responses belongs to one server" }}
+{{- if eq .Values.shape "dynamo" }}
+{{- fail "store.enabled: the shape dynamo stores nothing, so there is nothing to keep on a volume" }}
+{{- end }}
+{{- if hasKey .Values.settings "STORE" }}
+{{- fail "store.enabled: settings.STORE turns off what store.enabled turns on; set one of them" }}
+{{- end }}
+{{- if .Values.autoscaling.enabled }}
+{{- fail (printf "%s, so autoscaling.enabled must be false; or set store.enabled to false, and nothing is stored" $journal) }}
+{{- end }}
+{{- if ne (int .Values.replicas) 1 }}
+{{- fail (printf "%s, and replicas is %d: half of the lookups would find nothing; set replicas to 1, or store.enabled to false, and nothing is stored" $journal (int .Values.replicas)) }}
+{{- end }}
+{{- end }}
+{{- end }}
+
 {{- define "podSecurity" -}}
 runAsNonRoot: true
 runAsUser: 10001
