@@ -169,7 +169,8 @@ def test_metrics_that_scale_and_route_are_exported(helm: Path, shape: str) -> No
 
 def server(made: dict[str, Manifest]) -> Manifest:
     """The Deployment of the servers."""
-    return made[f"Deployment/{RELEASE}-server"]["spec"]
+    deployment: Manifest = made[f"Deployment/{RELEASE}-server"]["spec"]
+    return deployment
 
 
 def environment(deployment: Manifest) -> list[tuple[str, str]]:
