@@ -95,7 +95,8 @@ async def generate(
     )
     stops, stop_token, input_tokens = StopSequences(request.stop_sequences), None, None
     end_id = request.effective_end_id(tokenizer.eos_token_id)
-    hidden = None if request.include_stop or request.skip_special_tokens else end_id
+    # Without a special token's mark, the detokenizer would show it.
+    hidden = None if request.include_stop else end_id
     ids = [*request.continued_ids]  # of the whole output
     _decoded(request, ids, detokenizer, stops, hidden)  # whose text has been delivered
     keeps_end_token, inputs, parameters = True, triton_inputs(request), request_parameters(request)

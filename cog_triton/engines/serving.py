@@ -38,6 +38,7 @@ class Output(Step):
     times: tuple[int, int, int] = field(default=(0, 0, 0), compare=False)
     input_tokens: int = field(default=0, compare=False)
     channel: int = field(default=0, compare=False)  # see ``wire.CHANNEL``
+    has_end_token: bool = field(default=False, compare=False)  # whether it is the last of ``ids``
 
 
 _STOP = Step(finished=True)  # the client's
@@ -98,6 +99,7 @@ class _Sequence:
         self.unsent = self.sent < len(self.ids)
         self.cum_log_prob += sum(token.log_prob for token in log_probs)
         end = None if self.unsent else self.end
+        has_end_token = end is not None and self.ids[-1:] == [self.request.end_id]
         return Output(
             self.prompt + ids,
             log_probs,
@@ -110,6 +112,7 @@ class _Sequence:
             (self.arrival, self.first_token, self.last_token if end else 0),
             len(self.request.input_ids),
             self.channel,
+            has_end_token,
         )
 
     def _cut_behind_stop_word(self, before: int) -> None:

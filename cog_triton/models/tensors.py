@@ -4,7 +4,7 @@ Arrays have the batch as their first dimension; a scalar of the contract has sha
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,8 @@ _PARAMETERS = (wire.MIN_P, wire.TOP_LOG_PROBS, wire.PROMPT_LOG_PROBS, wire.ALLOW
 _SAMPLED = {each.name: each.name for each in fields(SamplingParams)} | {"top_p": "runtime_top_p"}
 del _SAMPLED["top_k"], _SAMPLED["bad_words"]  # not a Request's, and not a number
 _EMPTY = np.empty(0)
+# Inputs by their names before TensorRT-LLM 0.20 (May 2025) → since then.
+_OLD_NAMES = {"random_seed": "seed", "min_length": "min_tokens"}
 
 
 def generation_requests(
@@ -36,6 +38,7 @@ def generation_requests(
     ``features`` are the inputs and parameters that the engine honours; see ``Engine.features``.
     InvalidParameter names an input that is missing, out of range, or not supported.
     """
+    inputs = _with_new_names(inputs)
     given = [n for n, of in NAMES["unsupported"].items() if n in inputs and of not in features]
     # A zero asks for nothing, a tensor of them for something.
     refused = [n for n in given if flag(inputs, n) or inputs[n][:1].size > 1]
@@ -52,6 +55,20 @@ def generation_requests(
     if "input_ids" not in inputs:
         raise InvalidParameter("input_ids is missing")
     return [_generation_request(inputs, i, parameters) for i in range(len(inputs["input_ids"]))]
+
+
+def _with_new_names(inputs: Inputs) -> Inputs:
+    """Return the inputs with the old names replaced; InvalidParameter for both names of one input."""
+    renamed = dict(inputs)
+    for old_name, new_name in _OLD_NAMES.items():
+        if old_name not in renamed:
+            continue
+        if new_name in renamed:
+            raise InvalidParameter(
+                f"{old_name} is the old name of {new_name}: a request must be with one of the two"
+            )
+        renamed[new_name] = renamed.pop(old_name)
+    return renamed
 
 
 def _generation_request(inputs: Inputs, i: int, parameters: wire.Parameters) -> GenerationRequest:
@@ -152,7 +169,18 @@ def response_tensors(
         inputs: the request's, which say what else it wants.
         counted: make only output_ids, as ``wire.COUNTED_IDS`` says, and output_log_probs if wanted.
         top: number of the most likely tokens at each place in output_log_probs.
+
+    Without ``counted`` the end token is left out, as TensorRT-LLM's C++ backend does, so that no client
+    decodes it.
     """
+    if output.has_end_token and not counted:
+        output = replace(
+            output,
+            ids=output.ids[:-1],
+            log_probs=output.log_probs[:-1],
+            generated=output.generated - 1,
+            has_end_token=False,
+        )
     ids, generated, input_tokens = output.ids, output.generated, output.input_tokens
     sent = [value for each in (output, *others) for value in counted_ids(each)] if counted else ids
     tensors = {"output_ids": np.array(sent, np.int32).reshape(1, 1, -1)}

@@ -78,7 +78,10 @@ def test_what_ends_an_output_or_does_not_occur(triton: TritonServer, tokenizer: 
         return generate(triton, text_input=QUESTION, max_tokens=500, **words)
 
     ids = tokenizer(ANSWER, add_special_tokens=False).input_ids
-    assert ask(pad_id=2, end_id=ids[5])["output_ids"] == ids[: ids.index(ids[5]) + 1]
+    before_end = ids[: ids.index(ids[5])]
+    ended = ask(pad_id=2, end_id=ids[5])
+    assert ended["output_ids"] == before_end  # as TensorRT-LLM's backend has it, without the end
+    assert ended["text_output"] == tokenizer.decode(before_end)
     stopped = ask(bad_words=["xyzzy"], stop_words=["patterns", "rules"])["text_output"]
     assert stopped == ANSWER[: ANSWER.index("patterns") + len("patterns")]
     bad_words: tuple[list[str] | str, ...] = (["building", "patterns"], "building")
@@ -90,6 +93,36 @@ def test_parameters_may_be_nested(triton: TritonServer) -> None:
     """As the Phi-3 guide sends them."""
     parameters = {"max_tokens": 256, "bad_words": [""], "stop_words": [""]}
     assert generate(triton, text_input=QUESTION, parameters=parameters)["text_output"] == ANSWER
+
+
+@pytest.mark.parametrize("model", ["ensemble", BLS])
+@pytest.mark.parametrize("place", [0, 5], ids=["at once", "later"])
+def test_a_requests_end_token_is_in_no_text(
+    triton: TritonServer, tokenizer: Tokenizer, model: str, place: int
+) -> None:
+    ids = tokenizer(ANSWER, add_special_tokens=False).input_ids
+    before_end = tokenizer.decode(ids[: ids.index(ids[place])])
+    body = {"text_input": QUESTION, "max_tokens": 50, "end_id": ids[place]}
+    assert generate(triton, model, **body)["text_output"] == before_end
+    assert "".join(texts(generate_stream(triton, model, **body))) == before_end
+
+
+def test_seeds_and_least_lengths_of_the_engines_model_by_their_old_names(
+    triton: TritonServer, tokenizer: Tokenizer
+) -> None:
+    ids = tokenizer(QUESTION).input_ids
+    prompt = {"input_ids": ids, "input_lengths": len(ids), "request_output_len": 40}
+    sampled = {"temperature": 5.0, "runtime_top_k": 1000}
+
+    def ask(**names: int) -> dict[str, Any]:
+        return generate(triton, "tensorrt_llm", **prompt, **sampled, **names)
+
+    by_new_names = ask(seed=7, min_tokens=40)
+    assert by_new_names["sequence_length"] == 40
+    assert ask(random_seed=7, min_length=40)["output_ids"] == by_new_names["output_ids"]
+    assert ask(random_seed=8, min_length=40)["output_ids"] != by_new_names["output_ids"]
+    for both in ({"seed": 7, "random_seed": 7}, {"min_tokens": 4, "min_length": 4}):
+        assert "is the old name of" in ask(**both)["error"]
 
 
 @pytest.mark.parametrize("model", ["ensemble", BLS])

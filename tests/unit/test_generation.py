@@ -125,6 +125,19 @@ def test_a_stop_sequence_before_a_stop_token_is_what_ended_the_answer(tokenizer:
     assert (chunk.text, chunk.stop_sequence, chunk.stop_token) == ("", "one", None)
 
 
+@pytest.mark.parametrize("size", [1, 100])
+@pytest.mark.parametrize("skips_special_tokens", [True, False])
+@pytest.mark.parametrize("stops", [(), ("none of it",)], ids=["no stops", "stops"])
+def test_a_requests_end_token_is_no_text_though_it_is_an_ordinary_token(
+    tokenizer: Any, size: int, skips_special_tokens: bool, stops: tuple[str, ...]
+) -> None:
+    ids = encode(tokenizer, "one two three")
+    values: dict[str, Any] = {"skip_special_tokens": skips_special_tokens, "stop_sequences": stops}
+    chunks = run(tokenizer, pieces(ids, size), end_id=ids[-1], **values)
+    assert text(chunks) == tokenizer.decode(ids[:-1])
+    assert (chunks[-1].output_tokens, chunks[-1].finish_reason) == (len(ids), "stop")
+
+
 @pytest.mark.parametrize("size", [1, 2, 100])
 @pytest.mark.parametrize(("answer", "values", "expected"), CASES["special_tokens"])
 def test_special_tokens_are_text_where_the_request_wants_them(

@@ -72,6 +72,18 @@ def test_all_values_of_a_batch() -> None:
     assert all(type(value) is int for value in (second.sampling.seed, *second.input_ids))
 
 
+@pytest.mark.parametrize(
+    ("old_name", "new_name", "value"),
+    [("random_seed", "seed", 2**63 + 5), ("min_length", "min_tokens", 4)],
+)
+def test_old_names_of_inputs(old_name: str, new_name: str, value: int) -> None:
+    old = {old_name: np.array([value], DTYPES[INPUTS[new_name]["dtype"]])}
+    (found,) = generation_requests(inputs() | old)
+    assert found == request(**{new_name: value})
+    with pytest.raises(InvalidParameter, match=f"{old_name} is the old name of {new_name}"):
+        generation_requests(inputs(**{new_name: value}) | old)
+
+
 @pytest.mark.parametrize(("word_list", "words"), CASES["words"] + CASES["other_words"])
 def test_word_lists(word_list: list[list[int]], words: list[list[int]]) -> None:
     assert words_from_list(np.array(word_list, int)) == tuple(map(tuple, words))
@@ -189,6 +201,17 @@ def test_what_a_response_says() -> None:
     # Zeros stand for log probabilities that nobody asked for.
     tensors = response_tensors(0, output(log_probs=[]), inputs=inputs())
     assert tensors["output_log_probs"].tolist() == [[[0.0, 0.0]]]
+
+
+def test_the_end_token_is_left_out_for_clients_that_decode() -> None:
+    ended = output(finished=True, has_end_token=True)
+    found = lists(response_tensors(0, ended, inputs=inputs(**COUNTS, return_log_probs=True)))
+    assert found["output_ids"] == [[[11]]]
+    assert found["sequence_length"] == [[1]]
+    assert found["num_output_tokens"] == [[4]]
+    assert len(found["output_log_probs"][0][0]) == 1
+    counted = lists(response_tensors(0, ended, inputs=inputs(), counted=True))
+    assert counted["output_ids"] == [[[~5, 3, 11, 12]]]  # this package's client hides it
 
 
 def test_counted_ids_are_one_tensor() -> None:

@@ -81,8 +81,10 @@ def wanted(model: str, kind: str, backend: str) -> list[dict[str, Any]]:
         for tensor in CONTRACT[model][f"{kind}s"]
         if not MULTIMODAL.search(tensor["name"])
     ]
-    for name, (dtype, dims) in ADDED[model].get(kind, {}).items():
+    for name, (dtype, dims, *shapes) in ADDED[model].get(kind, {}).items():
         added = {"name": name, "dtype": dtype, "dims": dims}
+        if shapes:
+            added["reshape"] = shapes[0]
         tensors.append({**added, "optional": True} if kind == "input" else added)
     if (model, backend) == ("tensorrt_llm", "tensorrtllm"):
         tensors = [tensor for tensor in tensors if tensor["name"] not in DECODING_CONTEXT]
