@@ -77,16 +77,38 @@ async def _answer_error(request: Request, error: Exception) -> Response:
 
 
 @router.get("/v1/models")
-async def models(served: FromApp) -> dict[str, Any]:
-    """The names of the model, and those of its LoRA adapters."""
+async def models(request: Request, served: FromApp) -> dict[str, Any]:
+    """The names of the model, and those of its LoRA adapters; in Anthropic's form for its clients."""
+    if _asks_anthropics_api(request):
+        data = [_anthropic_card(served, name) for name in served.names]
+        return {
+            "data": data,
+            "has_more": False,
+            "first_id": data[0]["id"],
+            "last_id": data[-1]["id"],
+        }
     return {"object": "list", "data": [_card(served, name) for name in served.names]}
 
 
 @router.get("/v1/models/{name:path}")
-async def model(name: str, served: FromApp) -> dict[str, Any]:
+async def model(name: str, request: Request, served: FromApp) -> dict[str, Any]:
     """One of them."""
     served.adapter(name)
-    return _card(served, name)
+    return _anthropic_card(served, name) if _asks_anthropics_api(request) else _card(served, name)
+
+
+def _asks_anthropics_api(request: Request) -> bool:
+    return "anthropic-version" in request.headers
+
+
+def _anthropic_card(served: Served, name: str) -> dict[str, Any]:
+    created = datetime.fromtimestamp(served.created, timezone.utc)
+    return {
+        "type": "model",
+        "id": name,
+        "display_name": name,
+        "created_at": created.strftime("%Y-%m-%dT%H:%M:%SZ"),
+    }
 
 
 def _card(served: Served, name: str) -> dict[str, Any]:

@@ -1,9 +1,11 @@
 """The bodies of requests, as OpenAI's reference has them, with what vLLM's users add, to a ``Request``."""
 
 import json
+import re
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
 from cog_triton.faces.openai.errors import TABLES, invalid
 from cog_triton.faces.openai.served import Served
@@ -14,7 +16,8 @@ MOST_ANSWERS = 1024  # of the prompts of one request together
 Temperature = Annotated[float, Field(le=2)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 OutputTokens = Annotated[int, Field(ge=1, le=MAX_INT32)]
-Name = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_.-]+$")]
+# OpenAI allows 64 characters; agents that Anthropic's API serves send up to 128.
+Name = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[a-zA-Z0-9_.-]+$")]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Ids = Annotated[list[int], Field(fail_fast=True)]
 TokenId = Annotated[str, Field(pattern="^[0-9]{1,10}$")]
@@ -111,6 +114,12 @@ class Asking(Body):
     # Beyond some of the APIs':
     top_k: int | None = None
     min_p: float | None = None
+    _left_out: list[str] = PrivateAttr(default_factory=list)
+
+    def leave_out(self, what: str) -> None:
+        """Note a part of the request that cannot be done here, for the Warning header."""
+        if what not in self._left_out:
+            self._left_out.append(what)
 
     @model_validator(mode="after")
     def _refuse(self) -> "Asking":
@@ -121,15 +130,26 @@ class Asking(Body):
         return self
 
     def warning(self) -> dict[str, str]:
-        """Return the header that names the fields which nobody knows, if there are any."""
+        """Return the header that names what this server passed over, if there is anything."""
         table = TABLES[type(self).__name__]
         known = {*table["refused"], *table["ignored"]}
-        if not (unknown := sorted((self.__pydantic_extra__ or {}).keys() - known)):
+        unknown = sorted((self.__pydantic_extra__ or {}).keys() - known)
+        notes = []
+        if unknown:
+            notes.append(f"ignored fields: {_header_list(unknown, most_characters=40)}")
+        if self._left_out:
+            notes.append(f"left out: {_header_list(self._left_out, most_characters=80)}")
+        if not notes:
             return {}
-        # A header takes neither line feeds nor quotes, and no long list.
-        names = ("".join(filter(str.isidentifier, name))[:40] or "?" for name in unknown[:10])
-        listed = ", ".join(names).encode("ascii", "replace").decode()
-        return {"Warning": f'199 cog-triton "ignored fields: {listed}"'}
+        return {"Warning": f'199 cog-triton "{"; ".join(notes)}"'}
+
+
+def _header_list(names: Sequence[str], most_characters: int) -> str:
+    """Return names as a header may have them: no line feeds, no quotes, and not many."""
+    readable = (
+        re.sub(r"[^\w .-]", "", name)[:most_characters].strip() or "?" for name in names[:10]
+    )
+    return ", ".join(readable).encode("ascii", "replace").decode()
 
 
 class Sampling(Asking):

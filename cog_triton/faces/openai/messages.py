@@ -1,4 +1,8 @@
-"""POST /v1/messages: Anthropic's API, on the same chats."""
+"""POST /v1/messages: Anthropic's API, on the same chats.
+
+What Anthropic's API accepts and this server cannot do is passed over and named in a Warning header:
+an error would end the session of an agent, which sends the same conversation again with each request.
+"""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -6,17 +10,23 @@ from typing import Annotated, Any, Literal
 
 import orjson
 from fastapi import APIRouter
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
+from cog_triton.errors import shown
 from cog_triton.faces.openai import exchange, turns
 from cog_triton.faces.openai.errors import MESSAGES_PATH, TABLES, ApiError, invalid
 from cog_triton.faces.openai.fields import Asking, Body, Bounded, ChatBody, Name
 from cog_triton.faces.openai.parsing import Block
-from cog_triton.faces.openai.served import FromApp
+from cog_triton.faces.openai.served import FromApp, Served
 from cog_triton.generation import Chunk
 
 router = APIRouter(route_class=exchange.BodyRoute)
 MESSAGE, BLOCKS = TABLES["message"], TABLES["message_blocks"]
+# Claude Code's first system block. It changes between requests, says nothing to the model, and would keep
+# the engine from sharing the prefix of the prompts of a session.
+BILLING_LINE = "x-anthropic-billing-header:"
+ANTHROPIC_MODELS = "claude-"  # begins the names of Anthropic's models
+LEFT_OUT = "[{kind} left out: this model reads text only]"
 
 
 class ContentBlock(Body):
@@ -29,19 +39,41 @@ class ContentBlock(Body):
     name: str | None = None
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
-    content: str | Annotated[list["ContentBlock"], Bounded] | None = None
+    content: str | dict[str, Any] | Annotated[list["ContentBlock"], Bounded] | None = None
+    source: str | dict[str, Any] | None = None
+    title: str | None = None
 
 
 class MessageTurn(Body):
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
     content: str | Annotated[list[ContentBlock], Bounded]
 
 
 class CustomTool(Body):
+    """A tool that the client runs, described by its schema."""
+
     type: Literal["custom"] | None = None
     name: Name
     description: str | None = None
     input_schema: dict[str, Any]
+
+
+class AnthropicTool(Body):
+    """A tool that Anthropic's servers run, or whose schema only its models know; its type has a date."""
+
+    type: str
+    name: str | None = None
+
+
+def _tool_kind(tool: Any) -> str:
+    kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
+    return "custom" if kind in (None, "custom") or not isinstance(kind, str) else "anthropic"
+
+
+AnyTool = Annotated[
+    Annotated[CustomTool, Tag("custom")] | Annotated[AnthropicTool, Tag("anthropic")],
+    Discriminator(_tool_kind),
+]
 
 
 class CustomToolChoice(Body):
@@ -67,7 +99,7 @@ class CountBody(Body):
     model: str
     messages: Annotated[list[MessageTurn], Field(min_length=1), Bounded]
     system: str | Annotated[list[ContentBlock], Bounded] | None = None
-    tools: Annotated[list[CustomTool], Bounded] | None = None
+    tools: Annotated[list[AnyTool], Bounded] | None = None
     tool_choice: CustomToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -82,38 +114,53 @@ class MessagesBody(CountBody, Asking):
 
 @router.post("/v1/messages", responses=exchange.STREAMED)
 async def messages(body: MessagesBody, served: FromApp) -> exchange.Answering:
-    served.adapter(body.model)
-    turn = await exchange.off_loop(lambda: turns.chat_turn(chat_body(body), served))
-    return exchange.Answering(served, body, MessageWriter(body.model, turn), [turn.request])
+    named = body.model
+    _use_served_model(body, served)
+    turn = await exchange.off_loop(lambda: turns.chat_turn(chat_body(body, served), served))
+    return exchange.Answering(served, body, MessageWriter(named, turn), [turn.request])
 
 
 @router.post("/v1/messages/count_tokens")
 async def count_tokens(body: CountBody, served: FromApp) -> dict[str, int]:
     """Count the tokens of messages as the model sees them."""
-    served.adapter(body.model)
-    prompt = await exchange.off_loop(lambda: turns.chat_prompt(chat_body(body), served))
+    _use_served_model(body, served)
+    prompt = await exchange.off_loop(lambda: turns.chat_prompt(chat_body(body, served), served))
     return {"input_tokens": len(await turns.token_ids(served, prompt, special=False))}
 
 
-def chat_body(body: CountBody) -> ChatBody:
+def _use_served_model(body: CountBody, served: Served) -> None:
+    """Let the served model answer for Anthropic's models, or raise ApiError for an unknown name.
+
+    Claude Code asks for several of them by itself: for titles, for summaries and for its helpers.
+    """
+    if body.model.startswith(ANTHROPIC_MODELS) and body.model not in served.names:
+        _leave_out(body, f"model {body.model}")
+        body.model = served.models[0]
+    served.adapter(body.model)
+
+
+def chat_body(body: CountBody, served: Served | None = None) -> ChatBody:
     """Return the chat that a body asks for, or raise ApiError."""
-    messages, switches = chat_messages(body), body.chat_template_kwargs or {}
+    messages = chat_messages(body)
     continued = body.messages[-1].role == "assistant"
     if continued and (messages[-1].get("tool_calls") or not messages[-1]["content"].strip()):
         text = "messages: the last one has no text that an answer could continue"
         raise invalid(text, "messages")
+    switches = body.chat_template_kwargs or {}
     if body.thinking:
         switches = {turns.THINKING_SWITCH: body.thinking.type != "disabled"} | switches
     chat = body.model_dump(include={*Asking.model_fields, "max_tokens"})
     chat |= {"messages": messages, "continue_final_message": continued}
     chat["chat_template_kwargs"] = switches
-    chat["tools"] = [
-        turns.function(name=tool.name, description=tool.description, parameters=tool.input_schema)
-        for tool in body.tools or []
-    ]
-    if choice := body.tool_choice:
-        own = {"any": "required", "tool": turns.function(name=choice.name or "")}
-        chat["tool_choice"] = own.get(choice.type, choice.type)
+    chat["tools"] = _functions(body)
+    if chat["tools"] and served is not None and not turns.takes_tools(served):
+        _leave_out(body, "tools, since the chat template has no place for them")
+        chat["tools"] = []
+    choice = body.tool_choice
+    # A choice of tools that were all left out forces nothing.
+    if choice and (chat["tools"] or not body.tools):
+        names = {"any": "required", "tool": turns.function(name=choice.name or "")}
+        chat["tool_choice"] = names.get(choice.type, choice.type)
         chat["parallel_tool_calls"] = not choice.disable_parallel_tool_use
     if body.output_config and (format := body.output_config.format):
         chat["response_format"] = {"type": "json_schema", "json_schema": {"schema": format.schema_}}
@@ -122,28 +169,77 @@ def chat_body(body: CountBody) -> ChatBody:
     return ChatBody.model_validate(chat)
 
 
+def _functions(body: CountBody) -> list[dict[str, Any]]:
+    """Return the tools that the client runs, as functions."""
+    functions = []
+    for tool in body.tools or []:
+        if isinstance(tool, CustomTool):
+            functions.append(
+                turns.function(
+                    name=tool.name, description=tool.description, parameters=tool.input_schema
+                )
+            )
+        else:
+            _leave_out(body, f"tool {tool.type}")
+    return functions
+
+
+def _leave_out(body: CountBody, what: str) -> None:
+    if isinstance(body, MessagesBody):  # a count has no answer that would miss it
+        body.leave_out(what)
+
+
 def chat_messages(body: CountBody) -> list[dict[str, Any]]:
     """Return the messages of a chat: the system's text, and those of the turns, which may make several."""
     messages: list[dict[str, Any]] = []
-    if system := turns.joined_text(body.system, ["text"], "system"):
+    if system := _system_text(body):
         messages.append({"role": "system", "content": system})
-    for number, turn in enumerate(body.messages):
-        if isinstance(turn.content, str):
-            messages.append({"role": turn.role, "content": turn.content})
-        else:
-            messages += _messages(turn.role, turn.content, f"messages[{number}].content")
+    for number, turn in enumerate(_combined(body.messages)):
+        messages += _messages(body, turn.role, _blocks(turn.content), f"messages[{number}].content")
     return messages
 
 
-def _messages(role: str, blocks: Sequence[ContentBlock], place: str) -> list[dict[str, Any]]:
+def _system_text(body: CountBody) -> str:
+    if isinstance(body.system, str) or body.system is None:
+        return body.system or ""
+    lasting = [
+        block for block in body.system if not (block.text or "").lstrip().startswith(BILLING_LINE)
+    ]
+    return turns.joined_text(lasting, ["text"], "system")
+
+
+def _blocks(content: str | Sequence[ContentBlock]) -> list[ContentBlock]:
+    if isinstance(content, str):
+        return [ContentBlock(type="text", text=content)]
+    return list(content)
+
+
+def _combined(turns_: Sequence[MessageTurn]) -> list[MessageTurn]:
+    """Make one turn of those of one role that follow one another, as Anthropic's API does."""
+    combined: list[MessageTurn] = []
+    for turn in turns_:
+        if combined and combined[-1].role == turn.role:
+            content = [*_blocks(combined[-1].content), *_blocks(turn.content)]
+            combined[-1] = MessageTurn(role=turn.role, content=content)
+        else:
+            combined.append(turn)
+    return combined
+
+
+def _messages(
+    body: CountBody, role: str, blocks: Sequence[ContentBlock], place: str
+) -> list[dict[str, Any]]:
     """Return the messages of a turn: the results of calls, and what else there is in it."""
-    results, texts, thoughts, calls = [], [], [], []
+    results = []
+    texts = []
+    thoughts = []
+    calls = []
     for block in blocks:
         match role, block.type:
             case "user", "tool_result":
                 if not block.tool_use_id:
                     raise invalid(f"{place}: a tool_result must have a tool_use_id")
-                text = turns.joined_text(block.content, ["text"], f"{place}: tool_result")
+                text = _result_text(body, block)
                 results.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": text})
             case "assistant", "tool_use":
                 arguments = json.dumps(block.input or {})
@@ -154,13 +250,38 @@ def _messages(role: str, blocks: Sequence[ContentBlock], place: str) -> list[dic
             case "assistant", "redacted_thinking":
                 pass
             case _:
-                texts.append(block)
+                texts.append(_block_text(body, block))
     if results and not texts:
         return results
-    message: dict[str, Any] = {"role": role, "content": turns.joined_text(texts, ["text"], place)}
-    message |= {"reasoning_content": "".join(thoughts)} if thoughts else {}
-    message |= {"tool_calls": calls} if calls else {}
+    message: dict[str, Any] = {"role": role, "content": "\n".join(texts)}
+    if thoughts:
+        message["reasoning_content"] = "".join(thoughts)
+    if calls:
+        message["tool_calls"] = calls
     return [*results, message]
+
+
+def _result_text(body: CountBody, block: ContentBlock) -> str:
+    """Return the text of a tool's result, which may be a text, or blocks of any kind."""
+    if isinstance(block.content, list):
+        return "\n".join(_block_text(body, inner) for inner in block.content)
+    if isinstance(block.content, dict):
+        return json.dumps(block.content)
+    return block.content or ""
+
+
+def _block_text(body: CountBody, block: ContentBlock) -> str:
+    """Return the text of a block; in place of one that has none, words that say so."""
+    if block.type == "text":
+        return block.text or ""
+    if block.type == "document" and isinstance(block.source, dict):
+        data = block.source.get("data")
+        if block.source.get("type") == "text" and isinstance(data, str):
+            return f"{block.title}\n{data}" if block.title else data
+    if block.type == "search_result" and isinstance(block.content, list):
+        return "\n".join([block.title or "", *(_block_text(body, part) for part in block.content)])
+    _leave_out(body, f"content of type {block.type}")
+    return LEFT_OUT.format(kind=shown(block.type))
 
 
 class MessageWriter:

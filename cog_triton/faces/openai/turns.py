@@ -158,6 +158,11 @@ def _plain(message: fields.Message, place: str, template: str) -> dict[str, Any]
     return plain
 
 
+def takes_tools(served: Served) -> bool:
+    """Return whether the model's chat template has a place for tools."""
+    return parsing.format_of(template_text(served.backend.tokenizer)) is not None
+
+
 def template_text(tokenizer: Tokenizer) -> str:
     """Return the model's chat template, all of them if it has several; empty without one."""
     template = getattr(tokenizer, "chat_template", None) or ""
