@@ -7,20 +7,12 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from cog_triton.errors import shown
-from cog_triton.faces.openai import exchange, fields, turns
+from cog_triton.faces.openai import exchange, fields, response_tools, turns
 from cog_triton.faces.openai.errors import TABLES, ApiError, invalid
 from cog_triton.faces.openai.parsing import Block, Parser
+from cog_triton.faces.openai.response_tools import ClientTool, FlatNamedTool
 from cog_triton.generation import Chunk
 from cog_triton.text.tokenizer import Tokenizer
-
-
-class FlatNamedTool(fields.Body):
-    type: Literal["function"]
-    name: str
-
-
-class FlatTool(fields.Function, FlatNamedTool):
-    """Its type is checked before its name."""
 
 
 class FlatAllowedTools(fields.Body):
@@ -54,9 +46,13 @@ class InputItem(fields.Body):
     type: str | None = None
     role: Literal["user", "assistant", "system", "developer"] | None = None
     content: str | Annotated[list[Part], fields.Bounded] | None = None
+    summary: Annotated[list[Part], fields.Bounded] | None = None
     call_id: str | None = None
     name: str | None = None
+    namespace: str | None = None
     arguments: str | None = None
+    input: str | None = None
+    action: dict[str, Any] | None = None
     output: str | Annotated[list[Part], fields.Bounded] | None = None
 
 
@@ -68,7 +64,7 @@ class ResponsesBody(fields.Asking):
     top_logprobs: int | None = Field(None, ge=0, le=20)
     include: list[str] | None = None
     text: TextOptions | None = None
-    tools: Annotated[list[FlatTool], fields.Bounded] | None = None
+    tools: response_tools.Tools | None = None
     tool_choice: (
         Literal["none", "auto", "required"]
         | Annotated[FlatNamedTool | FlatAllowedTools, Field(discriminator="type")]
@@ -91,26 +87,29 @@ INCLUDED = (LOG_PROBS, "reasoning.encrypted_content")
 _SAME = {"top_logprobs", "parallel_tool_calls", "user", "stop", "chat_template_kwargs"}
 _ECHOED = {"model", "instructions", "max_output_tokens", "user", "previous_response_id"}
 _PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")
+# Items of work that OpenAI's servers did, or of a form that only they can read. They are left out.
+_FOREIGN_ITEMS = frozenset({"item_reference", "compaction", "compaction_summary", "ghost_snapshot"})
+_FOREIGN_ENDINGS = ("_call", "_call_output", "_output", "_list_tools")
+_FOREIGN_BEGINNING = "mcp_"
+_CALLS = frozenset({"function_call", "custom_tool_call", "local_shell_call"})
+_OUTPUTS = frozenset({"function_call_output", "custom_tool_call_output", "local_shell_call_output"})
+_LEFT_OUT = "[{kind} left out: this model reads text only]"
 
 
 def chat_body(body: ResponsesBody) -> fields.ChatBody:
     """Return the chat that a body asks for, or raise ApiError."""
-    included, choice = body.include or [], body.tool_choice
-    if unknown := [name for name in included if name not in INCLUDED]:
-        raise invalid(f"include: {shown(unknown[0])} is not supported", "include")
+    included = body.include or []
+    for name in included:
+        if name not in INCLUDED:
+            body.leave_out(f"include {name}")
     if not (messages := chat_messages(body)):
         raise invalid("input must not be empty", "input")
     chat = body.model_dump(include={*fields.Asking.model_fields, *_SAME}) | {"messages": messages}
     chat["max_completion_tokens"] = body.max_output_tokens
     chat["logprobs"] = LOG_PROBS in included or bool(body.top_logprobs)
     chat["reasoning_effort"] = body.reasoning.effort if body.reasoning else None
-    chat["tools"] = [_nested(tool) for tool in body.tools or []]
-    chat["tool_choice"] = choice
-    if isinstance(choice, FlatNamedTool):
-        chat["tool_choice"] = _nested(choice)
-    elif isinstance(choice, FlatAllowedTools):
-        allowed = {"mode": choice.mode, "tools": [_nested(tool) for tool in choice.tools]}
-        chat["tool_choice"] = {"type": "allowed_tools", "allowed_tools": allowed}
+    chat["tools"] = response_tools.functions(body.tools or [], body)
+    chat["tool_choice"] = _tool_choice(body)
     if body.text and (format := body.text.format):
         if format.type == "json_schema" and format.schema_ is None:
             raise invalid("text.format must have a schema", "text")
@@ -118,8 +117,17 @@ def chat_body(body: ResponsesBody) -> fields.ChatBody:
     return fields.ChatBody.model_validate(chat)
 
 
-def _nested(tool: FlatTool | FlatNamedTool) -> dict[str, Any]:
-    return turns.function(**tool.model_dump(include=set(fields.Function.model_fields)))
+def _tool_choice(body: ResponsesBody) -> Any:
+    choice = body.tool_choice
+    if isinstance(choice, FlatNamedTool):
+        return response_tools.chosen(choice)
+    if isinstance(choice, FlatAllowedTools):
+        tools = [response_tools.chosen(tool) for tool in choice.tools]
+        return {
+            "type": "allowed_tools",
+            "allowed_tools": {"mode": choice.mode, "tools": tools},
+        }
+    return choice
 
 
 def chat_messages(body: ResponsesBody) -> list[dict[str, Any]]:
@@ -130,7 +138,10 @@ def chat_messages(body: ResponsesBody) -> list[dict[str, Any]]:
     if isinstance(body.input, str):
         return [*messages, {"role": "user", "content": body.input}]
     for place, item in enumerate(body.input):
-        message, last = _message(item, f"input[{place}]"), messages[-1] if messages else {}
+        message = _message(item, f"input[{place}]", body)
+        if message is None:
+            continue
+        last = messages[-1] if messages else {}
         # Both are of one answer if nothing in the second stands before what the first has.
         both = last.get("role") == message["role"] == "assistant"
         empty = "tool_calls" not in last and not last.get("content")
@@ -143,22 +154,53 @@ def chat_messages(body: ResponsesBody) -> list[dict[str, Any]]:
     return messages
 
 
-def _message(item: InputItem, place: str) -> dict[str, Any]:
+def _message(item: InputItem, place: str, body: ResponsesBody) -> dict[str, Any] | None:
+    """Return the message that an item is; None for one that is left out, and noted."""
     kind = item.type or ("message" if item.role else "")
-    output = kind == "function_call_output"
-    text = turns.joined_text(item.output if output else item.content, _PARTS, place, "input")
     if kind == "message" and item.role:
+        text = turns.joined_text(item.content, _PARTS, place, "input")
         return {"role": item.role, "content": text}
-    if kind == "function_call" and item.name and item.call_id:
-        call = turns.function(name=item.name, arguments=item.arguments or "{}")
-        return {"role": "assistant", "content": "", "tool_calls": [{"id": item.call_id, **call}]}
-    if output and item.call_id:
-        return {"role": "tool", "tool_call_id": item.call_id, "content": text}
     if kind == "reasoning":
+        text = turns.joined_text(item.content or item.summary, _PARTS, place, "input")
         return {"role": "assistant", "content": "", "reasoning_content": text}
-    if kind in ("message", "function_call", "function_call_output"):
+    if kind in _CALLS and item.call_id and (kind == "local_shell_call" or item.name):
+        return {"role": "assistant", "content": "", "tool_calls": [_call(item, kind)]}
+    if kind in _OUTPUTS and item.call_id:
+        text = _output_text(item, body)
+        return {"role": "tool", "tool_call_id": item.call_id, "content": text}
+    if kind == "message" or kind in _CALLS | _OUTPUTS:
         raise invalid(f"{place} lacks a field that its type must have", "input")
+    foreign = kind.endswith(_FOREIGN_ENDINGS) or kind.startswith(_FOREIGN_BEGINNING)
+    if kind in _FOREIGN_ITEMS or foreign:
+        body.leave_out(f"input of type {kind}")
+        return None
     raise invalid(f"{place} of type {shown(kind)} is not supported", "input")
+
+
+def _call(item: InputItem, kind: str) -> dict[str, Any]:
+    if kind == "local_shell_call":
+        name = "local_shell"
+        arguments = exchange.dumps(item.action or {}).decode()
+    else:
+        name = response_tools.flat_name(item.name or "", item.namespace)
+        arguments = item.arguments or "{}"
+    if kind == "custom_tool_call":
+        arguments = response_tools.custom_arguments(item.input or "")
+    return {"id": item.call_id, **turns.function(name=name, arguments=arguments)}
+
+
+def _output_text(item: InputItem, body: ResponsesBody) -> str:
+    """Return the text of a call's output; in place of a part that has none, words that say so."""
+    if not isinstance(item.output, list):
+        return item.output or ""
+    texts = []
+    for part in item.output:
+        if part.type in _PARTS:
+            texts.append(part.text or part.refusal or "")
+        else:
+            body.leave_out(f"content of type {part.type}")
+            texts.append(_LEFT_OUT.format(kind=shown(part.type)))
+    return "\n".join(texts)
 
 
 def input_items(body: ResponsesBody) -> list[dict[str, Any]]:
@@ -194,7 +236,7 @@ def response_fields(body: ResponsesBody, created: int) -> dict[str, Any]:
         "temperature": 1.0 if body.temperature is None else body.temperature,
         "text": {"format": format.model_dump(by_alias=True, exclude_none=True)},
         "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
-        "tools": [tool.model_dump() for tool in body.tools or []],
+        "tools": [_echoed_tool(tool) for tool in body.tools or []],
         "top_logprobs": body.top_logprobs or 0,
         "top_p": 1.0 if body.top_p is None else body.top_p,
         "metadata": body.metadata or {},
@@ -206,6 +248,12 @@ def response_fields(body: ResponsesBody, created: int) -> dict[str, Any]:
     return response
 
 
+def _echoed_tool(tool: fields.Body) -> dict[str, Any]:
+    # Of a function also the fields that were left out, as OpenAI's API has them.
+    is_function = isinstance(tool, response_tools.FlatTool)
+    return tool.model_dump(exclude_none=not is_function)
+
+
 class ResponseWriter:
     def __init__(
         self,
@@ -215,6 +263,7 @@ class ResponseWriter:
         letters: Callable[[], str] = lambda: secrets.token_hex(12),  # of ids
     ) -> None:
         self._response, self._parser, self._tokenizer = response, parser, tokenizer
+        self._tools = response_tools.client_tools(response["tools"])
         self._letters, self._runs = letters, False
         self._block: Block | None = None  # the one that is being written
         self._item: dict[str, Any] = {}  # of the block
@@ -242,6 +291,8 @@ class ResponseWriter:
                 yield from self._begin(block)
             if not text:  # a call's beginning
                 continue
+            if self._item["type"] == "custom_tool_call":
+                continue  # its text is known at the end of its arguments
             more = {}
             if block.kind == "text":
                 more, self._log_probs = {"logprobs": self._log_probs}, []
@@ -287,20 +338,35 @@ class ResponseWriter:
         self._item = {"id": name, "status": "in_progress", **shape["item"]}
         self._place = {"item_id": name, "output_index": index}
         if block.kind == "call":
-            self._item |= {"call_id": block.id, "name": block.name}
+            self._begin_call(block)
         yield self._event("output_item.added", output_index=index, item=self._item)
         if block.kind != "call":
             self._place["content_index"] = 0
             self._part |= {"annotations": [], "logprobs": []} if block.kind == "text" else {}
             yield self._event("content_part.added", **self._place, part=self._part)
 
+    def _begin_call(self, block: Block) -> None:
+        """Fill in the item of a call, by the names that the client knows."""
+        tool = self._tools.get(block.name, ClientTool(block.name))
+        self._item |= {"call_id": block.id, "name": tool.name}
+        if tool.namespace:
+            self._item["namespace"] = tool.namespace
+        if tool.custom:
+            del self._item["arguments"]
+            self._item |= {"type": "custom_tool_call", "input": ""}
+            self._part["type"] = "custom_tool_call_input"
+
     def _end(self, status: str) -> Iterator[bytes]:
         if (block := self._block) is None:
             return
         self._block, text, done = None, block.text, f"{self._part['type']}.done"
-        if block.kind == "call":
+        if self._item["type"] == "custom_tool_call":
+            text = self._item["input"] = response_tools.custom_input(text)
+            yield self._event(f"{self._part['type']}.delta", **self._place, delta=text)
+            yield self._event(done, **self._place, input=text)
+        elif block.kind == "call":
             self._item["arguments"] = text
-            yield self._event(done, **self._place, arguments=text, name=block.name)
+            yield self._event(done, **self._place, arguments=text, name=self._item["name"])
         else:
             self._part["text"] = text
             more = {"logprobs": self._part["logprobs"]} if block.kind == "text" else {}

@@ -1,0 +1,156 @@
+"""Tools and items of /v1/responses that agents send, and calls as these agents read them."""
+
+import json
+from typing import Any
+
+import pytest
+
+from cog_triton.generation import Chunk
+from tests.unit.faces.openai.support import RESPONSES, Backend, events, post, talkative
+
+RUN = {"type": "function", "name": "run", "parameters": {"type": "object"}}
+ASK = {"type": "function", "name": "ask", "parameters": {"type": "object"}}
+HELPERS = {"type": "namespace", "name": "helpers", "tools": [ASK, {"type": "file_search"}]}
+PATCH = {
+    "type": "custom",
+    "name": "patch",
+    "description": "Edits files.",
+    "format": {"type": "grammar", "syntax": "lark", "definition": 'start: "x"'},
+}
+TOOLS: list[dict[str, Any]] = [
+    RUN,
+    HELPERS,
+    PATCH,
+    {"type": "web_search", "external_web_access": False},
+]
+HI = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Hi"}]}
+
+
+def answering(text: str) -> Backend:
+    """A backend whose answer is a text, in small pieces."""
+    pieces = [Chunk(letter, number, 3) for number, letter in enumerate(text, 1)]
+    return talkative(*pieces, Chunk("", len(text), 3, "stop"))
+
+
+def call(name: str, **arguments: Any) -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+def test_what_can_be_called_is_offered_and_the_rest_is_named() -> None:
+    backend = answering("Hello")
+    reply = post(backend, RESPONSES, tools=TOOLS, input=[HI], tool_choice="auto")
+    assert reply.status_code == 200, reply.text
+    run, ask, patch = (tool["function"] for tool in backend.tokenizer.tools)
+    assert (run["name"], ask["name"], patch["name"]) == ("run", "helpers__ask", "patch")
+    assert patch["parameters"]["required"] == ["input"]
+    assert "Edits files." in patch["description"]
+    assert 'lark grammar:\nstart: "x"' in patch["description"]
+    assert reply.headers["warning"] == (
+        '199 cog-triton "left out: tool file_search, tool web_search"'
+    )
+    assert [tool["type"] for tool in reply.json()["tools"]] == [tool["type"] for tool in TOOLS]
+
+
+@pytest.mark.parametrize(
+    ("text", "item"),
+    [
+        pytest.param(
+            call("run", cmd="ls"),
+            {"type": "function_call", "name": "run", "arguments": '{"cmd": "ls"}'},
+            id="function",
+        ),
+        pytest.param(
+            call("helpers__ask", q=1),
+            {
+                "type": "function_call",
+                "name": "ask",
+                "namespace": "helpers",
+                "arguments": '{"q": 1}',
+            },
+            id="function of a namespace",
+        ),
+        pytest.param(
+            call("patch", input="*** Begin\n+x"),
+            {"type": "custom_tool_call", "name": "patch", "input": "*** Begin\n+x"},
+            id="custom tool",
+        ),
+        pytest.param(
+            call("patch", text="x"),
+            {"type": "custom_tool_call", "name": "patch", "input": '{"text": "x"}'},
+            id="custom tool with other arguments than it has",
+        ),
+    ],
+)
+def test_calls_have_the_form_of_their_tools(text: str, item: dict[str, Any]) -> None:
+    whole = post(answering(text), RESPONSES, tools=TOOLS, input=[HI]).json()["output"][-1]
+    assert {name: whole.get(name) for name in item} == item
+    assert ("arguments" in whole) != ("input" in whole)
+    streamed = events(post(answering(text), RESPONSES, tools=TOOLS, input=[HI], stream=True))
+    (done,) = [one["item"] for one in streamed if one["type"] == "response.output_item.done"]
+    assert {name: done.get(name) for name in item} == item
+    field = "input" if "input" in item else "arguments"
+    kind = "custom_tool_call_input" if field == "input" else "function_call_arguments"
+    deltas = [one["delta"] for one in streamed if one["type"] == f"response.{kind}.delta"]
+    (end,) = [one for one in streamed if one["type"] == f"response.{kind}.done"]
+    assert "".join(deltas) == end[field] == item[field]
+
+
+def test_a_chosen_tool_is_found_by_the_names_of_its_kind() -> None:
+    for choice, name in (
+        ({"type": "custom", "name": "patch"}, "patch"),
+        ({"type": "function", "name": "ask", "namespace": "helpers"}, "helpers__ask"),
+    ):
+        backend = answering("{}")
+        assert post(backend, RESPONSES, tools=TOOLS, tool_choice=choice).status_code == 200
+        guide = backend.asked[0][0].guide
+        assert guide is not None
+        assert json.loads(guide.text)["properties"]["name"] == {"const": name}
+
+
+def test_items_of_earlier_turns_are_calls_and_results() -> None:
+    backend = answering("Done")
+    items = [
+        HI,
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "So"}]},
+        {"type": "custom_tool_call", "call_id": "c1", "name": "patch", "input": "x"},
+        {"type": "custom_tool_call_output", "call_id": "c1", "output": "patched"},
+        {
+            "type": "function_call",
+            "call_id": "c2",
+            "name": "ask",
+            "namespace": "helpers",
+            "arguments": "{}",
+        },
+        {
+            "type": "function_call_output",
+            "call_id": "c2",
+            "output": [
+                {"type": "input_text", "text": "see"},
+                {"type": "input_image", "image_url": "data:,"},
+            ],
+        },
+        {"type": "local_shell_call", "call_id": "c3", "action": {"command": ["ls"]}},
+        {"type": "local_shell_call_output", "call_id": "c3", "output": "README"},
+        {"type": "web_search_call", "status": "completed", "action": {"type": "search"}},
+        {"type": "compaction", "encrypted_content": "gAAA"},
+        {"type": "item_reference", "id": "rs_1"},
+    ]
+    reply = post(backend, RESPONSES, input=items)
+    assert reply.status_code == 200, reply.text
+    _, patch, patched, ask, asked, shell, listed = backend.tokenizer.messages
+    assert patch["reasoning_content"] == "So"
+    assert patch["tool_calls"][0]["function"] == {"name": "patch", "arguments": {"input": "x"}}
+    assert (patched["tool_call_id"], patched["content"]) == ("c1", "patched")
+    assert ask["tool_calls"][0]["function"]["name"] == "helpers__ask"
+    assert asked["content"] == "see\n[input_image left out: this model reads text only]"
+    assert shell["tool_calls"][0]["function"]["arguments"] == {"command": ["ls"]}
+    assert listed["content"] == "README"
+    assert reply.headers["warning"] == (
+        '199 cog-triton "left out: content of type input_image, input of type web_search_call, '
+        'input of type compaction, input of type item_reference"'
+    )
+
+
+def test_what_may_be_included_and_is_not_known_is_named() -> None:
+    reply = post(answering("Hello"), RESPONSES, include=["web_search_call.action.sources"])
+    assert "include web_search_call.action.sources" in reply.headers["warning"]
