@@ -179,6 +179,8 @@ async def ready(served: FromApp) -> JSONResponse:
         return JSONResponse({"status": "draining", "detail": "the server is stopping"}, 503)
     if not await served.backend.healthy():
         return JSONResponse({"status": "unavailable", "detail": "Triton does not answer"}, 503)
+    if served.journal and (problem := served.journal.problem()):
+        return JSONResponse({"status": "unavailable", "detail": problem}, 503)
     return JSONResponse({"status": "ready"})
 
 

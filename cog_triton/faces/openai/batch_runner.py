@@ -44,7 +44,8 @@ class Runner(Jobs):
         self._scopes: dict[str, anyio.CancelScope] = {}  # of what ends with a batch's time
 
     def look(self, rows: Sequence[Any]) -> None:
-        over = (own.id for own in rows if own.status == "cancelling" or own.expires <= time.time())
+        now = self.journal.now()
+        over = (own.id for own in rows if own.status == "cancelling" or own.expires <= now)
         for id in self._scopes.keys() & over:
             self._scopes[id].cancel()
 
@@ -57,7 +58,7 @@ class Runner(Jobs):
         batch = await self._batch(id)
         if batch.status == "failed":
             return
-        other = "failed" if batch.expires > time.time() else "expired"  # its key was removed
+        other = "failed" if batch.expires > self.journal.now() else "expired"  # its key was removed
         end = {"cancelling": "cancelled", "finalizing": "completed"}.get(batch.status, other)
         if end != "completed" and batch.total:
             error = SQL["ends"][end]
@@ -66,6 +67,12 @@ class Runner(Jobs):
             await asyncio.gather(*(self._keep(batch, n, "error", own) for n, own in records))
         await self.journal.write(partial(_finish, batch, end))
         logger.info("batch %s: %s", batch.id, end)
+
+    async def give_up(self, id: str, reason: str) -> None:
+        error = {"code": "server_error", "message": reason, "param": None, "line": None}
+        errors = {"object": "list", "data": [error]}
+        batch = await self._batch(id)
+        await self.journal.write(partial(_finish, batch, "failed", errors=errors))
 
     async def _batch(self, id: str) -> Any:
         return (await self.journal.read(SQL["batch"], id))[0]
@@ -178,7 +185,7 @@ def record_of(value: dict[str, Any], response: Any, error: Any) -> bytes:
     return exchange.dumps({**record, "response": response, "error": error}) + b"\n"
 
 
-def _finish(batch: Any, end: str, connection: sqlite3.Connection) -> None:
+def _finish(batch: Any, end: str, connection: sqlite3.Connection, **more: Any) -> None:
     """Give a batch its last status, and its files."""
     now, rows, names = int(time.time()), list[tuple[Any, ...]](), dict[str, str]()
     given = json.loads(connection.execute(SQL["status"], (batch.id,)).fetchone()[0])
@@ -188,7 +195,7 @@ def _finish(batch: Any, end: str, connection: sqlite3.Connection) -> None:
             name = names[f"{part}_file_id"] = exchange.new_id("file-")
             row = (name, batch.owner, "there", batch.id, part, now, now + seconds, size)
             rows.append((*row, f"{batch.id}_{part}.jsonl", "batch_output"))
-    if changed(connection, batch.id, end, (batch.status,), **names):
+    if changed(connection, batch.id, end, (batch.status,), **names, **more):
         connection.executemany(SQL["add_file"], rows)
 
 

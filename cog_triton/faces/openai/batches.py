@@ -77,7 +77,8 @@ async def rows_of(
     journal: Journal, kind: str, name: str | None, query: Mapping[str, str] = {}, limit: int = 1
 ) -> list[Any]:
     """Return the key's files or batches as a query asks for them, or the one of a name, or raise 404."""
-    values = current().key.name, query.get("after"), query.get("purpose"), name, limit
+    asked = query.get("after"), query.get("purpose"), name, limit
+    values = current().key.name, *asked, journal.now()
     way = ("ASC", ">") if query.get("order") == "asc" else ("DESC", "<")
     rows: list[Any] = await journal.read(SQL["kinds"][kind]["list"].format(*way), *values)
     if name is not None and not rows:
@@ -226,8 +227,11 @@ async def cancel_batch(name: str, journal: FromJournal) -> dict[str, Any]:
 def changed(
     connection: sqlite3.Connection, name: str, status: str, was: Sequence[str], **more: Any
 ) -> bool:
-    """Give a batch another status, unless it has meanwhile got one that it may not follow."""
-    text, before = connection.execute(SQL["status"], (name,)).fetchone()
+    """Give a batch another status, unless it has meanwhile got one that it may not follow, or is gone."""
+    row = connection.execute(SQL["status"], (name,)).fetchone()
+    if row is None:
+        return False
+    text, before = row
     if before not in was:
         return False
     value = {**json.loads(text), "status": status, f"{status}_at": int(time.time()), **more}

@@ -14,8 +14,9 @@ import sqlite3
 import time
 from abc import ABC, abstractmethod
 from collections import namedtuple
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from typing import Any
 import anyio
 from orjson import dumps
 
-from cog_triton.errors import JournalUnavailable, file_problem
+from cog_triton.errors import InvalidParameter, JournalUnavailable, file_problem, is_unicode
 from cog_triton.processes import locked
 
 logger = logging.getLogger(__name__)
@@ -34,73 +35,178 @@ LOCK_SECONDS = 5.0  # that a transaction waits for one of another process
 GROUP_SECONDS = 0.02  # from one transaction to the next, at least
 LOOK_SECONDS = 0.5  # between two looks for what other processes have left
 KEEP_SECONDS = 5.0  # between two rounds of the housekeeping
+STUCK_SECONDS = 15.0  # without a commit while writes wait; then the server is not ready
+REPORT_SECONDS = 60.0  # between two lines in the log about the same problem of the file
 MOST_DELETED = 100  # rows at once, because writes wait meanwhile
 KEPT_PART = 0.9  # of the most bytes; beyond, the oldest rows go
 PAGE_BYTES = 4096
+MOST_WAL_BYTES = 64 << 20  # of the write-ahead log, before it goes into the file and is cut
+WAL_PART = 1 / 8  # of the most bytes, where that is less
+SHRINK_SECONDS = 1.0  # between two attempts to cut it while somebody reads
 PRAGMAS = ("auto_vacuum=2", "journal_mode=WAL", "synchronous=1", "secure_delete=1")
+FASTEST_CLOCK = 2.0  # seconds by which the journal's time may advance in one second
+FAILURES = 5  # of one job's task; then the job ends as failed
+FIRST_PAUSE = 1.0  # seconds before a failed job is tried again; each further pause is twice as long
+LONGEST_PAUSE = 60.0
 _USED = "SELECT page_count - freelist_count FROM pragma_page_count, pragma_freelist_count"
-LOG = "CREATE TABLE IF NOT EXISTS log (id INTEGER PRIMARY KEY, records BLOB)"
+_TABLES = (
+    "CREATE TABLE IF NOT EXISTS log (id INTEGER PRIMARY KEY, records BLOB)",
+    # When the housekeeping last ran, by the clock of ``SteadyClock``.
+    "CREATE TABLE IF NOT EXISTS clock (id INTEGER PRIMARY KEY CHECK (id = 1), seconds REAL)",
+)
+_LOCKED = "locked"
 # By parts of SQLite's texts.
 _REASONS = {
     "full": "the disk is full, or STORE_MAX_BYTES reached",
-    "locked": f"another process has held its lock for {LOCK_SECONDS:g} s",
+    _LOCKED: f"another process has held its lock for {LOCK_SECONDS:g} s",
     "malformed": "the file is damaged; move it away, and another is made",
     "not a database": "the file is not a journal; move it away, and one is made",
 }
+# Errors of one write, which say nothing about the file.
+_FAULTS_OF_A_WRITE = (
+    sqlite3.DataError,
+    sqlite3.IntegrityError,
+    sqlite3.NotSupportedError,
+    sqlite3.ProgrammingError,
+)
 
 _row_type = cache(partial(namedtuple, "Row", rename=True))
+
+
+@dataclass(eq=False)
+class Write:
+    """A statement with its values, or a function of a connection, that waits for its commit."""
+
+    action: str | Action
+    values: Sequence[Any] | Mapping[str, Any]
+    future: asyncio.Future[Any]
+    record: Any = None  # for the log
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a write gave: the rows changed or a function's result, or the error that it failed with."""
+
+    result: Any = None
+    error: Exception | None = None
+
+
+class TransactionLost(Exception):
+    """SQLite has rolled back a whole transaction because one write of it failed."""
+
+
+class SteadyClock:
+    """The time in seconds since 1970 by which rows expire, which does not follow a jump of the machine's.
+
+    It is never ahead of the machine's clock, and advances by at most two seconds in one second. What is to
+    be kept for 30 days is kept for at least 15, whatever a clock does. After a pause of the server
+    it catches up within as much time as that took.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        """Begin with the time at which the housekeeping of the file last ran."""
+        self._seconds = seconds
+        self._at = time.monotonic()
+
+    def now(self) -> float:
+        at = time.monotonic()
+        fastest = self._seconds + FASTEST_CLOCK * (at - self._at)
+        self._seconds = min(time.time(), fastest)
+        self._at = at
+        return self._seconds
 
 
 class Journal:
     """Rows of several modules, used on one event loop; JournalUnavailable says what is wrong with it.
 
     A schema's ``tables`` are created, each with a column ``owner``: the name of the API key, or empty. Its
-    ``expiry`` deletes at most :most rows that are older than :before, in seconds since 1970.
+    ``expiry`` deletes at most :most rows that are older than :before, in seconds since 1970; :now is the
+    journal's time.
     """
 
     def __init__(self, path: Path, schemas: Sequence[Schema], max_bytes: int, days: float) -> None:
         """Open nothing yet: the first use does, and the next one after an error."""
         self.path = path
         self.worker = secrets.randbits(62)  # this process, to others; see ``alive``
-        self._schemas, self._max_bytes, self._seconds = schemas, max_bytes, days * 86400
-        self._pending: list[tuple[Any, Any, asyncio.Future[Any]]] = []
-        self._records: list[Any] = []  # for the log
+        self._schemas = schemas
+        self._seconds = days * 86400
+        self._max_wal_bytes = min(MOST_WAL_BYTES, int(max_bytes * WAL_PART))
+        self._max_pages = (max_bytes - self._max_wal_bytes) // PAGE_BYTES
+        self._pending: list[Write] = []
         self._draining: asyncio.Task[None] | None = None
+        self._waiting_since: float | None = None  # of writes that no commit has answered
+        self._shrunk_at = 0.0
+        self._reported = ""  # the last problem of the file that was logged
+        self._reported_at = 0.0
+        self._clock: SteadyClock | None = None  # once the file is open
         self._threads = {name: ThreadPoolExecutor(1, f"journal-{name}") for name in "rw"}
         self._connections: dict[str, sqlite3.Connection] = {}  # one for reads, one for writes
         self._locks: int | None = None
 
     def write(self, do: str | Action, *values: Any, **named: Any) -> Any:
-        """Return a future of the commit: the rows changed, or the result of a function that it calls."""
-        future = asyncio.get_running_loop().create_future()
-        self._pending.append((do, named or values, future))
-        if self._draining is None:
-            self._draining = asyncio.create_task(self._drain())
-        return future
+        """Return a future of the commit: the rows changed, or the result of a function that it calls.
+
+        A write that fails takes no other with it. Values that SQLite cannot have are InvalidParameter.
+        """
+        return self._enqueue(do, named or values)
 
     def log(self, record: Any, do: str, *values: Any) -> Any:
         """``write`` with a JSON value; a transaction's are one row of the table ``log``, a list."""
-        self._records.append(record)
-        return self.write(do, *values)
+        return self._enqueue(do, values, record)
+
+    def _enqueue(self, action: str | Action, values: Any, record: Any = None) -> Any:
+        check_values(values.values() if isinstance(values, Mapping) else values)
+        future = asyncio.get_running_loop().create_future()
+        self._pending.append(Write(action, values, future, record))
+        if self._waiting_since is None:
+            self._waiting_since = time.monotonic()
+        if self._draining is None or self._draining.done():
+            self._draining = asyncio.create_task(self._drain())
+        return future
 
     async def read(self, sql: str, *values: Any) -> Any:
         """Return all rows, as named tuples."""
+        check_values(values)
         return await self._in_thread("r", lambda own: own.execute(sql, values).fetchall())
+
+    def now(self) -> float:
+        """Return the time by which rows expire; see ``SteadyClock``."""
+        return self._clock.now() if self._clock is not None else time.time()
+
+    def problem(self) -> str | None:
+        """Return why the server is not ready: writes have waited for a commit for too long."""
+        if self._waiting_since is None:
+            return None
+        seconds = time.monotonic() - self._waiting_since
+        if seconds < STUCK_SECONDS:
+            return None
+        return (
+            f"the journal {self.path} has committed nothing for {seconds:.0f} s while writes wait"
+        )
 
     async def keep(self) -> None:
         """Do the housekeeping until cancelled: what is old or too much goes, the disk gets the rest."""
         while True:
-            with contextlib.suppress(JournalUnavailable):
+            try:
                 await self.expire()
                 await self.read("PRAGMA wal_checkpoint(PASSIVE)")
+                await self._in_thread("w", self._shrink_when_idle)
+            except JournalUnavailable:
+                pass  # which the writer has logged
+            except Exception:
+                logger.exception("the housekeeping of the journal %s failed", self.path)
             await asyncio.sleep(KEEP_SECONDS)
 
     async def expire(self) -> None:
-        while await self.write(partial(self._delete, time.time() - self._seconds)):
+        """Delete what is too old, and the oldest of what is too much."""
+        await self.write("DELETE FROM log WHERE 0")  # opens the file, which has the time
+        now = self.now()
+        while await self.write(partial(self._delete, now - self._seconds, now)):
             pass
-        while PAGE_BYTES * (await self.read(_USED))[0][0] > KEPT_PART * self._max_bytes:
-            if not await self.write(partial(self._delete, time.time())):
+        while (await self.read(_USED))[0][0] > KEPT_PART * self._max_pages:
+            if not await self.write(partial(self._delete, now, now)):
                 break  # all that is there is in use
+        await self.write("UPDATE clock SET seconds = ?", now)
         await self.write(lambda own: own.execute("PRAGMA incremental_vacuum(1000)").fetchall())
 
     def alive(self, worker: int) -> bool:
@@ -128,20 +234,38 @@ class Journal:
     async def _drain(self) -> None:
         """Commit what is there, again and again, until nothing more comes."""
         while self._pending:
-            group, records, began = self._pending, self._records, time.monotonic()
-            self._pending, self._records, problem = [], [], None
+            began = time.monotonic()
+            group, self._pending = self._pending, []
             try:
-                results = await self._in_thread("w", partial(self._commit, group, records))
-            except JournalUnavailable as error:
-                problem = error
-            for future in (future for _, _, future in group if not future.done()):
-                if problem is None:
-                    future.set_result(results[future])
+                outcomes = await self._in_thread("w", partial(self._commit, group))
+            except Exception as error:  # nothing of the group is written
+                outcomes = [Outcome(error=error)] * len(group)
+            self._report(outcomes)
+            for write, outcome in zip(group, outcomes, strict=True):
+                if write.future.done():
+                    continue
+                if outcome.error is None:
+                    write.future.set_result(outcome.result)
                 else:
-                    future.set_exception(problem)
-                    future.exception()  # nobody needs to wait for it
+                    write.future.set_exception(outcome.error)
+                    write.future.exception()  # nobody needs to wait for it
             await asyncio.sleep(max(0.0, began + GROUP_SECONDS - time.monotonic()))
         self._draining = None
+
+    def _report(self, outcomes: Iterable[Outcome]) -> None:
+        """Log what failed, and note whether writes come through."""
+        errors = {str(outcome.error): outcome.error for outcome in outcomes if outcome.error}
+        for text, error in errors.items():
+            if not isinstance(error, JournalUnavailable):
+                text = f"{type(error).__name__}: {text}"
+                logger.error("one write to the journal failed: %s", text, exc_info=error)
+            elif text != self._reported or time.monotonic() - self._reported_at > REPORT_SECONDS:
+                self._reported, self._reported_at = text, time.monotonic()
+                logger.warning("writes fail: %s", error.message)
+        if not errors:
+            self._reported = ""
+        if not any(_REASONS[_LOCKED] in text for text in errors):
+            self._waiting_since = time.monotonic() if self._pending else None
 
     async def _in_thread(self, name: str, do: Action) -> Any:
         """Call a function with the connection for reads or for writes, which is made if need be."""
@@ -153,28 +277,116 @@ class Journal:
                     with locked(self.path.parent, lambda: None):  # one at a time makes it
                         self._connections[name] = self._connected(name)
                 return do(self._connections[name])
-            except (sqlite3.Error, OSError) as error:
-                with contextlib.suppress(sqlite3.Error, KeyError):
-                    self._connections.pop(name).close()  # which rolls back
-                text = file_problem(error) if isinstance(error, OSError) else str(error)
-                text = next((reason for part, reason in _REASONS.items() if part in text), text)
-                raise JournalUnavailable(f"the journal {self.path}: {text}") from None
+            except Exception as error:
+                self._disconnect(name)
+                raise self._translated(error) from None
 
         return await asyncio.get_running_loop().run_in_executor(self._threads[name], run)
 
-    def _commit(
-        self, group: Sequence[Any], records: Sequence[Any], connection: sqlite3.Connection
-    ) -> dict[Any, Any]:
-        results = {}
+    def _disconnect(self, name: str) -> None:
+        """Close a connection, which rolls back; its next use opens the file again."""
+        with contextlib.suppress(sqlite3.Error, KeyError):
+            self._connections.pop(name).close()
+
+    def _translated(self, error: Exception) -> Exception:
+        """Return JournalUnavailable for an error of the file; any other as it is."""
+        if isinstance(error, _FAULTS_OF_A_WRITE) or not isinstance(error, sqlite3.Error | OSError):
+            return error
+        text = file_problem(error) if isinstance(error, OSError) else str(error)
+        text = next((reason for part, reason in _REASONS.items() if part in text), text)
+        return JournalUnavailable(f"the journal {self.path}: {text}")
+
+    def _commit(self, group: Sequence[Write], connection: sqlite3.Connection) -> list[Outcome]:
+        """Commit writes together; one that fails is rolled back alone."""
+        try:
+            outcomes = self._committed(group, connection)
+        except TransactionLost:
+            outcomes = []
+            for write in group:
+                outcomes += self._committed_alone(write, connection)
+        if any(isinstance(outcome.error, JournalUnavailable) for outcome in outcomes):
+            self._disconnect("w")  # another file may be there by the next write
+        else:
+            self._shrink(connection, self._max_wal_bytes)
+        return outcomes
+
+    def _committed(self, group: Sequence[Write], connection: sqlite3.Connection) -> list[Outcome]:
+        """Write a group in one transaction, or raise: TransactionLost if some of it may be good."""
         connection.execute("BEGIN IMMEDIATE")
-        if records:
-            connection.execute("INSERT INTO log (records) VALUES (?)", (dumps(records),))
-        for do, values, future in group:
-            # A function must not raise: others' writes are in the transaction, too.
-            sql = isinstance(do, str)
-            results[future] = connection.execute(do, values).rowcount if sql else do(connection)
-        connection.execute("COMMIT")
-        return results
+        records: list[bytes] = []
+        unlogged: dict[Write, Exception] = {}
+        for write in group:
+            if write.record is None:
+                continue
+            try:
+                records.append(dumps(write.record))
+            except Exception as error:
+                unlogged[write] = error
+        try:
+            # Before the writes, because some of them read the log.
+            if records:
+                row = b"[" + b",".join(records) + b"]"
+                connection.execute("INSERT INTO log (records) VALUES (?)", (row,))
+            outcomes = [
+                Outcome(error=unlogged[write])
+                if write in unlogged
+                else self._attempt(write, connection)
+                for write in group
+            ]
+            connection.execute("COMMIT")
+        except Exception as error:
+            if connection.in_transaction:
+                connection.execute("ROLLBACK")
+            if len(group) == 1:
+                raise
+            raise TransactionLost from error
+        return outcomes
+
+    def _committed_alone(self, write: Write, connection: sqlite3.Connection) -> list[Outcome]:
+        try:
+            return self._committed([write], connection)
+        except Exception as error:
+            return [Outcome(error=self._translated(error))]
+
+    def _attempt(self, write: Write, connection: sqlite3.Connection) -> Outcome:
+        """Do one write of a transaction, or roll back what it has done."""
+        connection.execute("SAVEPOINT one")
+        try:
+            if isinstance(write.action, str):
+                result: Any = connection.execute(write.action, write.values).rowcount
+            else:
+                result = write.action(connection)
+            connection.execute("RELEASE one")
+            return Outcome(result)
+        except Exception as error:
+            if not connection.in_transaction:  # SQLite has rolled back all: the disk is full
+                raise
+            connection.execute("ROLLBACK TO one")
+            connection.execute("RELEASE one")
+            return Outcome(error=self._translated(error))
+
+    def _shrink_when_idle(self, connection: sqlite3.Connection) -> None:
+        self._shrink(connection, self._max_wal_bytes // 4)
+
+    def _shrink(self, connection: sqlite3.Connection, most: int) -> None:
+        """Move a write-ahead log of more bytes into the file and cut it, unless somebody reads."""
+        now = time.monotonic()
+        if now - self._shrunk_at < SHRINK_SECONDS or self._wal_bytes() <= most:
+            return
+        self._shrunk_at = now
+        connection.execute("PRAGMA busy_timeout=50")
+        try:
+            connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+        except sqlite3.Error as error:  # what is committed stays so
+            logger.warning("the write-ahead log of %s could not be cut: %s", self.path, error)
+        finally:
+            connection.execute(f"PRAGMA busy_timeout={LOCK_SECONDS * 1000:.0f}")
+
+    def _wal_bytes(self) -> int:
+        try:
+            return os.stat(f"{self.path}-wal").st_size
+        except OSError:
+            return 0
 
     def _connected(self, name: str) -> sqlite3.Connection:
         with contextlib.suppress(FileExistsError):  # to close it would end SQLite's own locks on it
@@ -185,23 +397,58 @@ class Journal:
         connection = sqlite3.connect(
             self.path, LOCK_SECONDS, isolation_level=None, check_same_thread=False
         )
-        connection.execute("PRAGMA wal_autocheckpoint=0")  # which ``keep`` does
+        connection.execute("PRAGMA wal_autocheckpoint=0")  # which ``keep`` and ``_shrink`` do
+        connection.execute(f"PRAGMA journal_size_limit={self._max_wal_bytes}")
         connection.row_factory = lambda c, row: _row_type(tuple(d[0] for d in c.description))(*row)
-        for pragma in (*PRAGMAS, f"max_page_count={self._max_bytes // PAGE_BYTES}"):
+        for pragma in (*PRAGMAS, f"max_page_count={self._max_pages}"):
             connection.execute(f"PRAGMA {pragma}")
         (version,) = connection.execute("PRAGMA user_version").fetchone()
         if version > VERSION:
-            raise sqlite3.Error(f"a newer version of cog-triton has made it ({version})")
-        for table in (LOG, *(table for schema in self._schemas for table in schema["tables"])):
+            raise sqlite3.OperationalError(f"a newer version of cog-triton has made it ({version})")
+        for table in (*_TABLES, *(table for schema in self._schemas for table in schema["tables"])):
             connection.execute(table)
         if version < VERSION:
             connection.execute(f"PRAGMA user_version={VERSION}")
+        if self._clock is None:
+            insert = "INSERT OR IGNORE INTO clock (id, seconds) VALUES (1, ?)"
+            connection.execute(insert, (time.time(),))
+            (seconds,) = connection.execute("SELECT seconds FROM clock").fetchone()
+            self._clock = SteadyClock(seconds)
         return connection
 
-    def _delete(self, before: float, connection: sqlite3.Connection) -> int:
-        values = {"before": before, "most": MOST_DELETED}
+    def _delete(self, before: float, now: float, connection: sqlite3.Connection) -> int:
+        values = {"before": before, "now": now, "most": MOST_DELETED}
         expiry = (sql for schema in self._schemas for sql in schema["expiry"])
         return sum(connection.execute(sql, values).rowcount for sql in expiry)
+
+
+def check_values(values: Iterable[Any]) -> None:
+    """Raise InvalidParameter for a value of a request that SQLite cannot have."""
+    for value in values:
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise InvalidParameter("a number of the request has more than 64 bits")
+        if isinstance(value, str) and not is_unicode(value):
+            raise InvalidParameter("a text of the request has half of a surrogate pair in it")
+
+
+@dataclass
+class Failures:
+    """Those of one job's task, in this process."""
+
+    count: int = 0
+    again_at: float = 0.0  # on the monotonic clock
+    error: BaseException | None = None
+
+    def add(self, error: BaseException) -> None:
+        pause = min(FIRST_PAUSE * 2.0**self.count, LONGEST_PAUSE)
+        self.count += 1
+        self.again_at = time.monotonic() + pause
+        self.error = error
+
+    @property
+    def final(self) -> bool:
+        """Whether the job is not tried again; a journal that cannot be had is waited for."""
+        return self.count >= FAILURES and not isinstance(self.error, JournalUnavailable)
 
 
 class Jobs(ABC):
@@ -216,9 +463,14 @@ class Jobs(ABC):
         self.tasks, self.wake = dict[str, asyncio.Task[None]](), asyncio.Event()
         self.closed = journal is None  # nothing more is begun
         self._sql, self._model, self._most = sql, model, most
+        self._failures: dict[str, Failures] = {}
 
     @abstractmethod
     async def run(self, id: str) -> None: ...
+
+    @abstractmethod
+    async def give_up(self, id: str, reason: str) -> None:
+        """End a row as failed, after its task has failed too often."""
 
     @abstractmethod
     def look(self, rows: Sequence[Any]) -> None:
@@ -227,8 +479,13 @@ class Jobs(ABC):
     async def work(self) -> None:
         """Run what no living process runs, until closed."""
         while not self.closed:
-            with contextlib.suppress(JournalUnavailable):
+            try:
                 await self._take_up()
+            except JournalUnavailable:
+                pass  # which the writer has logged
+            except Exception:
+                logger.exception("the look for what is to run failed")
+                await asyncio.sleep(FIRST_PAUSE)
             with anyio.move_on_after(LOOK_SECONDS):
                 await self.wake.wait()
             self.wake.clear()
@@ -241,23 +498,50 @@ class Jobs(ABC):
         return asyncio.gather(*self.tasks.values(), return_exceptions=True)
 
     async def _take_up(self) -> None:
-        own, rows = self.journal.worker, await self.journal.read(self._sql["active"], self._model)
+        rows = await self.journal.read(self._sql["active"], self._model)
         self.look(rows)
         if rows:
             await self.journal.write("DELETE FROM log WHERE 0")  # opens the file, for ``alive``
+        for id in self._failures.keys() - {row.id for row in rows}:
+            del self._failures[id]
         for row in rows:
-            if row.id in self.tasks or (row.runner != own and self.journal.alive(row.runner)):
+            if row.id in self.tasks or self._runs_elsewhere(row):
                 continue
+            if failures := self._failures.get(row.id):
+                if failures.final:
+                    await self._end_as_failed(row.id, failures)
+                    continue
+                if time.monotonic() < failures.again_at:
+                    continue
             if len(self.tasks) >= self._most:
                 break
-            taken = await self.journal.write(self._sql["take"], own, row.id, row.runner)
+            taken = await self.journal.write(
+                self._sql["take"], self.journal.worker, row.id, row.runner
+            )
             if taken and not self.closed:
                 task = self.tasks[row.id] = asyncio.create_task(self.run(row.id))
                 task.add_done_callback(partial(self._ended, row.id))
 
+    def _runs_elsewhere(self, row: Any) -> bool:
+        return bool(row.runner != self.journal.worker and self.journal.alive(row.runner))
+
+    async def _end_as_failed(self, id: str, failures: Failures) -> None:
+        error = failures.error
+        reason = f"it failed {failures.count} times, at last with {type(error).__name__}"
+        logger.error("%s is given up: %s: %s", id, reason, error)
+        await self.give_up(id, f"{reason}; the server's log has more")
+
     def _ended(self, id: str, task: asyncio.Task[None]) -> None:
         del self.tasks[id]
-        if task.cancelled() or (error := task.exception()) is None:
+        error = None if task.cancelled() else task.exception()
+        if error is None:
+            self._failures.pop(id, None)
             self.wake.set()
+        elif self.closed:
+            logger.info("%s is left for later", id)
         else:
-            logger.warning("%s is left for later", id, exc_info=not self.closed and error)
+            failures = self._failures.setdefault(id, Failures())
+            failures.add(error)
+            pause = failures.again_at - time.monotonic()
+            text = "is given up" if failures.final else f"is tried again in {pause:.0f} s"
+            logger.warning("%s failed and %s", id, text, exc_info=error)

@@ -56,6 +56,7 @@ class Run:
         self.shown = len(self.events)  # those that are written
         self.row = 0  # of the log, up to which it has been read
         self.task: asyncio.Task[Any] | None = None  # if it runs here
+        self.error: BaseException | None = None  # of a write, which has ended the task
         self.changed = asyncio.Event()
 
     @property
@@ -97,6 +98,7 @@ class Run:
         if mine is None or (mine.exception() is None and mine.result()):
             self.shown = max(self.shown, count)
         elif self.task is not None:
+            self.error = mine.exception()
             self.task.cancel()
         self.changed.set()
         self.changed = asyncio.Event()
@@ -126,9 +128,7 @@ class Store(Jobs):
             try:
                 run = await self.run_of(row)
             except (ApiError, UserError) as error:  # its request cannot be made here
-                told = {"code": "server_error", "message": error.message}
-                response = {**json.loads(row.response), "status": "failed", "error": told}
-                await journal.write(SQL["end"], exchange.dumps(response), b"[]", id)
+                await self.give_up(id, error.message)
                 return
             call = Call(id, "/v1/responses", served.key(row.owner) or ANYBODY, status=200)
             CURRENT.set(call)
@@ -138,12 +138,24 @@ class Store(Jobs):
                     await self._generate(run)
                 if await self.journal.write(run.write_end):
                     run.show(len(run.events))
+            except asyncio.CancelledError:
+                if run.error is not None:  # a write failed: the pause before the next attempt grows
+                    raise run.error from None
+                raise
             finally:
                 del self._runs[id]
                 run.show(0)
                 served.quotas.spend(call.key, call.input_tokens + call.output_tokens)
                 served.figures.ended(call)
                 self._ended_call(call)
+
+    async def give_up(self, id: str, reason: str) -> None:
+        for row in await self._rows(id):
+            error = {"code": "server_error", "message": reason}
+            response = {**_loaded(row), "status": "failed", "error": error}
+            records = [[id, 500, "server_error", reason]]  # of which its last events are made
+            ended = exchange.dumps(response), exchange.dumps(records)
+            await self.journal.write(SQL["end"], *ended, id)
 
     async def _generate(self, run: Run) -> None:
         """Log the rest of an answer, or its error; an engine's full queue is tried again."""
@@ -237,7 +249,7 @@ class Store(Jobs):
             "id": response["id"],
             "owner": current().key.name,
             "model": self.served.models[0],
-            "created": time.time(),
+            "created": self.journal.now(),
             "input": exchange.dumps(forms.input_items(body)),
             "response": exchange.dumps(response),
         }
@@ -340,6 +352,15 @@ async def list_input(
     first, last = (page[place]["id"] if page else None for place in (0, -1))
     more = len(items) > len(page)
     return {"object": "list", "data": page, "first_id": first, "last_id": last, "has_more": more}
+
+
+def _loaded(row: Any) -> dict[str, Any]:
+    """Return the response of a row, or what is left of one that is no longer JSON."""
+    try:
+        response: dict[str, Any] = json.loads(row.response)
+    except (ValueError, TypeError):
+        return {"id": row.id, "object": "response", "created_at": int(row.created), "output": []}
+    return response
 
 
 def _object(row: Any) -> dict[str, Any]:

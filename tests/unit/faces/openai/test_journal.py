@@ -6,6 +6,7 @@ import json
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -13,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from cog_triton.errors import JournalUnavailable
+from cog_triton.errors import InvalidParameter, JournalUnavailable
 from cog_triton.faces.openai import journal as module
-from cog_triton.faces.openai.journal import Journal
+from cog_triton.faces.openai.journal import Journal, SteadyClock
 from tests.support import ROOT, run_until_killed
 
 pytestmark = pytest.mark.anyio
@@ -136,11 +137,11 @@ async def test_the_old_goes_and_so_does_what_is_too_much(file: Path) -> None:
             await journal.write(INSERT, now - age, str(age))
         await journal.expire()
         assert await journal.read(TEXTS) == [("80000",)]
-        written = [journal.write(INSERT, now - 300 + n, "x" * 4000) for n in range(240)]
+        written = [journal.write(INSERT, now - 300 + n, "x" * 4000) for n in range(210)]
         await asyncio.gather(*written)
         await journal.expire()
         ((left, oldest),) = await journal.read("SELECT count(*), min(created) FROM notes")
-        assert 100 < left < 240
+        assert 100 < left < 210
         assert oldest > now - 300
         await journal.read("PRAGMA wal_checkpoint(TRUNCATE)")
         assert file.stat().st_size <= 1 << 20
@@ -207,3 +208,168 @@ async def test_a_full_file_refuses_writes_takes_reads_and_recovers(file: Path) -
         assert await journal.read(TEXTS) == [("small",)]
         await journal.write(INSERT, 0, "small too")
         assert len(await journal.read(TEXTS)) == 2
+
+
+def refuse(_: sqlite3.Connection) -> None:
+    raise KeyError("a write of ours that is wrong")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [
+        pytest.param((refuse,), KeyError, id="function"),
+        pytest.param(("INSERT INTO notes VALUES (1, 2)",), JournalUnavailable, id="columns"),
+        pytest.param(("INSERT INTO notes VALUES ('', ?, ?)", 0), sqlite3.Error, id="bindings"),
+        pytest.param((INSERT, 0, object()), sqlite3.Error, id="type"),
+        pytest.param(("INSERT INTO clock VALUES (2, 0)",), sqlite3.IntegrityError, id="constraint"),
+    ],
+)
+async def test_a_write_that_fails_takes_no_other_with_it(
+    file: Path, wrong: Any, error: type[Exception], caplog: pytest.LogCaptureFixture
+) -> None:
+    async with opened(file) as journal:
+        before = journal.write(INSERT, 0, "before")
+        failing = journal.write(*wrong)
+        after = journal.log(["a record"], INSERT, 0, "after")
+        with pytest.raises(error):
+            await failing
+        assert (await before, await after) == (1, 1)
+        assert await journal.read(TEXTS) == [("before",), ("after",)]
+        assert "writes fail" in caplog.text or "one write to the journal failed" in caplog.text
+        await journal.write(INSERT, 0, "later")
+        with sqlite3.connect(file, timeout=0, isolation_level=None) as other:
+            other.execute("BEGIN IMMEDIATE")  # no transaction was left open
+
+
+async def test_what_a_failed_write_has_changed_is_rolled_back(file: Path) -> None:
+    def change_and_fail(connection: sqlite3.Connection) -> None:
+        connection.execute(INSERT, (0, "half"))
+        raise OverflowError
+
+    async with opened(file) as journal:
+        written = [journal.write(INSERT, 0, "first"), journal.write(change_and_fail)]
+        await asyncio.gather(*written, return_exceptions=True)
+        assert await journal.read(TEXTS) == [("first",)]
+
+
+async def test_a_record_that_is_no_json_fails_its_own_write_only(file: Path) -> None:
+    async with opened(file) as journal:
+        wrong = journal.log(["\ud800"], INSERT, 0, "unlogged")
+        right = journal.log(["logged"], INSERT, 0, "logged")
+        with pytest.raises(TypeError):
+            await wrong
+        assert await right == 1
+        assert await journal.read(TEXTS) == [("logged",)]
+        assert await journal.read("SELECT records FROM log") == [(b'[["logged"]]',)]
+
+
+async def test_a_write_that_fills_the_file_fails_alone(file: Path) -> None:
+    async with opened(file, max_bytes=1 << 17) as journal:
+        writes = [journal.write(INSERT, 0, "small") for _ in range(3)]
+        writes.insert(1, journal.write(INSERT, 0, "x" * (1 << 18)))
+        outcomes = await asyncio.gather(*writes, return_exceptions=True)
+        assert [type(outcome) for outcome in outcomes] == [int, JournalUnavailable, int, int]
+        assert await journal.read(TEXTS) == [("small",)] * 3
+
+
+@pytest.mark.parametrize("value", [2**63, -(2**63) - 1, 10**400, "a \ud800", "\udfff"])
+async def test_values_that_sqlite_cannot_have_never_reach_the_writer(
+    file: Path, value: Any
+) -> None:
+    async with opened(file) as journal:
+        for ask in (
+            lambda: journal.write(INSERT, 0, value),
+            lambda: journal.write("INSERT INTO notes VALUES ('', 0, :text)", text=value),
+            lambda: journal.read("SELECT 1 WHERE ? = 1", value),
+        ):
+            with pytest.raises(InvalidParameter):
+                await ask()
+        assert not file.exists()
+
+
+async def test_a_writer_that_is_stuck_says_so(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with opened(file) as journal:
+        await journal.write(INSERT, 0, "fine")
+        held, released = threading.Event(), threading.Event()
+
+        def hang(_: sqlite3.Connection) -> None:
+            held.set()
+            released.wait(60)
+
+        stuck = journal.write(hang)
+        await asyncio.to_thread(held.wait)
+        assert journal.problem() is None  # yet
+        monkeypatch.setattr(module, "STUCK_SECONDS", 0.0)
+        assert "has committed nothing" in (journal.problem() or "")
+        released.set()
+        await stuck
+        assert journal.problem() is None
+
+
+async def test_a_lock_that_another_process_keeps_makes_the_writer_stuck(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "LOCK_SECONDS", 0.05)
+    monkeypatch.setattr(module, "STUCK_SECONDS", 0.0)
+    async with opened(file) as journal:
+        await journal.write(INSERT, 0, "fine")
+        other = sqlite3.connect(file, isolation_level=None)
+        other.execute("BEGIN IMMEDIATE")
+        with pytest.raises(JournalUnavailable, match="held its lock"):
+            await journal.write(INSERT, 0, "lost")
+        assert journal.problem() is not None
+        other.execute("ROLLBACK")
+        other.close()
+        await journal.write(INSERT, 0, "fine again")
+        assert journal.problem() is None
+
+
+@pytest.mark.parametrize("days", [31, 4000, -31], ids=["month", "decade", "back"])
+async def test_a_clock_that_jumps_deletes_nothing(
+    file: Path, days: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = time.time
+    async with opened(file, days=30) as journal:
+        await journal.write(INSERT, real(), "kept")
+        await journal.expire()
+        monkeypatch.setattr(time, "time", lambda: real() + days * 86400)
+        for _ in range(3):
+            await journal.expire()
+        await journal.write(INSERT, journal.now(), "of the jump")
+    async with opened(file, days=30) as journal:  # the next process
+        await journal.expire()
+        monkeypatch.setattr(time, "time", real)
+        await journal.expire()
+        assert await journal.read(TEXTS) == [("kept",), ("of the jump",)]
+
+
+def test_the_journals_time_catches_up_twice_as_fast_as_time_passes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monotonic, wall = 0.0, 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: monotonic)
+    monkeypatch.setattr(time, "time", lambda: wall)
+    clock = SteadyClock(900.0)  # a pause of 100 s
+    assert clock.now() == 900
+    monotonic, wall = 50.0, 1050.0
+    assert clock.now() == 1000
+    monotonic, wall = 100.0, 1100.0
+    assert clock.now() == 1100
+    monotonic, wall = 101.0, 500.0  # back: at once, because nothing expires for that
+    assert clock.now() == 500
+    monotonic, wall = 102.0, 1102.0
+    assert clock.now() == 502
+
+
+async def test_the_write_ahead_log_is_cut(file: Path) -> None:
+    wal = Path(f"{file}-wal")
+    async with opened(file, max_bytes=1 << 22) as journal:
+        for number in range(40):
+            await journal.write(INSERT, time.time(), "x" * (1 << 16))
+            await journal.write("DELETE FROM notes")
+            if number % 10 == 9:
+                journal._shrunk_at = 0.0  # as a second later
+        journal._shrunk_at = 0.0
+        await journal.write(INSERT, time.time(), "last")
+        assert wal.stat().st_size <= journal._max_wal_bytes
+        assert file.stat().st_size + wal.stat().st_size <= 1 << 22

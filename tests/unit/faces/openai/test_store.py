@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from cog_triton.client.stream import Response
+from cog_triton.faces.openai.journal import Journal
 from tests.unit.faces.openai.support import CHUNKS, RESPONSES, Backend, ask, post
 from tests.unit.test_generation import END, Client, encode, run, text
 
@@ -57,3 +58,14 @@ def test_an_answer_is_continued_at_any_token(tokenizer: Any, stops: tuple[str, .
         continued = run(tokenizer, rest, continued_ids=tuple(ids[:cut]), **values)
         assert text(first[:-1]) + text(continued) == whole
         assert continued[-1].output_tokens == len(ids)
+
+
+def test_a_stuck_journal_makes_the_server_not_ready(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = Backend(STORE=str(tmp_path / "journal"))
+    assert ask(backend, "GET", "/health/ready").status_code == 200
+    monkeypatch.setattr(Journal, "problem", lambda _: "it has committed nothing for 20 s")
+    reply = ask(backend, "GET", "/health/ready")
+    assert reply.status_code == 503
+    assert reply.json()["detail"] == "it has committed nothing for 20 s"
