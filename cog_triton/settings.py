@@ -78,6 +78,7 @@ class Settings(BaseModel):
     max_waiting: int = Field(256, ge=0)
     queue_timeout: float = Field(60.0, gt=0)
     predictor_metrics_port: Port | None = None
+    replicate_list_token: SecretStr | None = None
     openai_port: Port | None = None
     openai_host: str = "127.0.0.1"
     openai_workers: int = Field(1, ge=1)

@@ -2,7 +2,6 @@
 
 import base64
 import hashlib
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cog_triton.errors import InvalidParameter
+from cog_triton.web.bodies import parse_json
 
 Array = npt.NDArray[Any]
 
@@ -73,10 +73,11 @@ class TokenLogProb:
 def parse_logit_bias(text: Any) -> tuple[tuple[int, float], ...]:
     """Parse the value of ``LOGIT_BIAS``, which may be missing, or raise InvalidParameter."""
     try:
-        return tuple((int(i), float(bias)) for i, bias in json.loads(text or "{}").items())
-    except (TypeError, ValueError, AttributeError, OverflowError, RecursionError):
-        text = f"{LOGIT_BIAS} must be as a JSON object of ids and numbers"
-        raise InvalidParameter(text) from None
+        biases = parse_json((text or "{}").encode())
+        return tuple((int(token), float(bias)) for token, bias in biases.items())
+    except (TypeError, ValueError, AttributeError):
+        message = f"{LOGIT_BIAS} must be as a JSON object of ids and numbers"
+        raise InvalidParameter(message) from None
 
 
 def packed_log_probs(

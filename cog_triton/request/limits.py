@@ -1,12 +1,11 @@
 """Limits of a request's texts, checked by their lengths before anything is built of them; and inputs."""
 
-import json
 import re
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import TypeVar
 
 from cog_triton.errors import InvalidParameter, PromptTooLong
+from cog_triton.web import bodies
 
 T = TypeVar("T", dict, list)  # type: ignore[type-arg]
 
@@ -31,9 +30,6 @@ GUIDE_CHARACTERS = 2**17
 NAME_CHARACTERS = 256  # of an adapter's name
 ALLOWED_IDS = 2**18  # about the largest vocabularies
 TOP_LOG_PROBS = 20  # alternatives at each place: as in OpenAI's API
-# Of one JSON text: strings, names among them; objects and lists; values, by their commas; and levels of
-# nesting. So much is parsed in less than 0.1 s.
-JSON_STRINGS, JSON_CONTAINERS, JSON_VALUES, JSON_DEPTH = 2**17, 2**16, 2**20, 128
 
 _STOP = re.compile(r"(?:\\[\\,]|[^,])+")
 _ESCAPED = re.compile(r"\\([\\,])")
@@ -53,30 +49,14 @@ class TextLimits:
             raise PromptTooLong(f"{what} has {characters} characters; {most}")
 
 
-def check_json(name: str, text: str) -> None:
-    """Refuse a JSON text of too many values with InvalidParameter; they are counted without being made."""
-    quoted = text.replace("\\\\", "").replace('\\"', "") if "\\" in text else text
-    counts = {"strings": (quoted.count('"') // 2, JSON_STRINGS)}
-    if counts["strings"][0] <= JSON_STRINGS:
-        outside = "".join(quoted.split('"')[::2])
-        containers = outside.count("{") + outside.count("[")
-        counts["objects and lists"] = (containers, JSON_CONTAINERS)
-        counts["values"] = (outside.count(","), JSON_VALUES)
-        if JSON_DEPTH < containers <= JSON_CONTAINERS:
-            steps = (1 if mark in "{[" else -1 for mark in re.findall(r"[{}\[\]]", outside))
-            counts["levels of nesting"] = (max(accumulate(steps)), JSON_DEPTH)
-    for what, (count, most) in counts.items():
-        if count > most:
-            raise InvalidParameter(f"{name} must have at most {most} {what}")
-
-
 def parse_json(name: str, text: str, kind: type[T]) -> T:
     """Parse a JSON object (dict), or a list of them, or raise InvalidParameter."""
-    check_json(name, text)
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise InvalidParameter(f"{name} must be JSON: {error}") from None
+        value = bodies.parse_json(text.encode())
+    except UnicodeEncodeError:
+        raise InvalidParameter(f"{name} must be valid Unicode") from None
+    except bodies.BadBody as error:
+        raise InvalidParameter(f"{name} {error}") from None
     objects = value if isinstance(value, list) else [value]
     if not isinstance(value, kind) or not all(isinstance(each, dict) for each in objects):
         what = "list of objects" if kind is list else "object"

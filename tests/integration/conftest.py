@@ -50,6 +50,9 @@ def running(server: TritonServer) -> Iterator[TritonServer]:
         server.stop()
 
 
+LIST_TOKEN = "the token of those who may list"
+
+
 @pytest.fixture(params=["grpc", "http"])
 def transport(request: pytest.FixtureRequest) -> str:
     return str(request.param)
@@ -93,6 +96,7 @@ def cog_server(
         "MODEL": str(demo_model),
         "ENGINE": engine_name,
         "COG_TRITON_CONFIG": str(directory / "config.yaml"),
+        "REPLICATE_LIST_TOKEN": LIST_TOKEN,
         "TRITON_HTTP_PORT": str(free_port()),
         "TRITON_GRPC_PORT": str(free_port()),
     }

@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.integration.conftest import LIST_TOKEN
 from tests.support import CogServer, wait_until
 from tools.demo_model.corpus import PAIRS
 
@@ -17,8 +18,8 @@ INPUT = {"prompt": QUESTION, "temperature": 0, "seed": None}
 ENDLESS = {"prompt": QUESTION, "max_tokens": 5000}
 
 
-def client_of(server: CogServer) -> Any:
-    return replicate.Client(api_token="any", base_url=server.url, transport=httpx.HTTPTransport())
+def client_of(server: CogServer, token: str = "any") -> Any:
+    return replicate.Client(api_token=token, base_url=server.url, transport=httpx.HTTPTransport())
 
 
 @pytest.fixture
@@ -50,7 +51,7 @@ def test_stream(client: Any) -> None:
         assert [event.event.value for event in events][-1] == "done"
 
 
-def test_a_prediction_from_its_creation_on(client: Any) -> None:
+def test_a_prediction_from_its_creation_on(client: Any, cog_server: CogServer) -> None:
     created = client.predictions.create(model="owner/name", input=INPUT)
     assert (created.status, created.model, created.version) == ("starting", "owner/name", "hidden")
     assert created.input == INPUT
@@ -63,7 +64,9 @@ def test_a_prediction_from_its_creation_on(client: Any) -> None:
     assert "Random seed used" in got.logs
     assert set(got.urls) == {"get", "cancel", "stream"}
     assert "".join(str(event) for event in got.stream()) == ANSWER, "once more, from the start"
-    assert client.predictions.list().results[0].id == created.id
+    with pytest.raises(replicate.exceptions.ReplicateError, match="REPLICATE_LIST_TOKEN"):
+        client.predictions.list()
+    assert client_of(cog_server, LIST_TOKEN).predictions.list().results[0].id == created.id
     got.cancel()  # too late
     assert got.status == "succeeded"
     with pytest.raises(replicate.exceptions.ReplicateError, match="no prediction"):
@@ -117,6 +120,23 @@ def test_a_file_is_its_text(client: Any, strategy: str) -> None:
     inputs = {**INPUT, "prompt": io.BytesIO(QUESTION.encode())}
     output = client.run("owner/name", input=inputs, file_encoding_strategy=strategy)
     assert "".join(output) == ANSWER
+
+
+def test_a_file_is_kept_for_a_while(client: Any, cog_server: CogServer) -> None:
+    file = io.BytesIO(QUESTION.encode())
+    created = client.files.create(file, filename="a.txt", metadata={"customer": {"id": 7}})
+    assert (created.name, created.content_type, created.metadata) == (
+        "a.txt",
+        "text/plain",
+        {"customer": {"id": 7}},
+    )
+    assert client.files.get(created.id) == created
+    with pytest.raises(replicate.exceptions.ReplicateError, match="REPLICATE_LIST_TOKEN"):
+        client.files.list()
+    assert created in client_of(cog_server, LIST_TOKEN).files.list()
+    assert client.files.delete(created.id)
+    with pytest.raises(replicate.exceptions.ReplicateError, match="no file"):
+        client.files.get(created.id)
 
 
 def test_the_model_and_its_version(client: Any) -> None:

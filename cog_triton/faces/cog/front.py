@@ -18,16 +18,19 @@ from typing import Any, cast
 
 import anyio
 import orjson
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route, Router
 from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
+from cog_triton.errors import shown
 from cog_triton.faces.cog.predictions import Passage, Predictions
-from cog_triton.faces.cog.replicate import STOPPED, Replicate, now, problem_of
+from cog_triton.faces.cog.replicate import STOPPED, Replicate, is_replicates, now, problem_of
 from cog_triton.settings import Settings
 from cog_triton.web import Refusal
+from cog_triton.web.bodies import off_loop
 from cog_triton.web.server import BACKLOG, HEAD_END, Headers, Limits, Server, head_bytes
 
 EXIT_STATUS = 70  # EX_SOFTWARE of sysexits.h: the worker has ended
@@ -107,11 +110,11 @@ class Front:
             Route("/health/live", self._health),
             Route("/health/ready", self._health),
             Route("/shutdown", self._shutdown, methods=["POST"]),
-            *Replicate(self).routes,
+            *Replicate(self, settings.replicate_list_token).routes,
         ]
         self._router = Router(routes, redirect_slashes=False, default=self._pass)
         limits = Limits(settings.max_request_bytes, request_seconds=settings.receive_timeout)
-        self._server = Server(self, limits)
+        self._server = Server(self, limits, refusal_body)
 
     async def serve(self, port: Callable[[], int | None], stop: int) -> None:
         """Serve on ``port()``, once Cog's server listens there, until ``stop`` is readable."""
@@ -189,24 +192,27 @@ class Front:
                 message["headers"] = [*message["headers"], (b"connection", b"close")]
             await send(message)
 
+        scope["app"] = (
+            self  # for which routes raise HTTPException in place of answering with a text
+        )
         with contextlib.suppress(ClientDisconnect):
             try:
                 await self._router(scope, receive, send_last)
-            except Refusal as refusal:
-                replicates = scope["path"].startswith("/v1/")
-                body = problem_of(refusal) if replicates else {"detail": refusal.detail}
-                after = refusal.retry_after  # seconds, never 0
-                headers = {"retry-after": str(after)} if after else None
-                await JSONResponse(body, refusal.status, headers)(scope, receive, send_last)
+            except (Refusal, HTTPException) as error:
+                await _refusal_response(error, scope["path"])(scope, receive, send_last)
 
     async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
         request, predictions = Request(scope, receive), self.predictions
+        if is_replicates(scope["path"]):
+            raise Refusal(404, f"there is no route {request.method} {shown(scope['path'])}")
         body = await request.body()
         if body and "json" not in request.headers.get("content-type", ""):
             raise Refusal(415, "the body must be sent with Content-Type: application/json")
         query = scope["query_string"]
         target = (scope["raw_path"] + (b"?" + query if query else b"")).decode("latin-1")
-        passage = predictions.check(request.method, target, body)
+        passage = await off_loop(len(body), predictions.check, request.method, target, body)
+        if passage.starts is not None:
+            predictions.refuse_while_draining()  # it may have begun meanwhile
         if passage.cancels is not None and predictions.listening:
             # Passed on, it could find a prediction that has come meanwhile, and be dropped there.
             cancelled = predictions.cancel(passage.cancels)
@@ -322,6 +328,20 @@ class Front:
             problem = silent if status is None else "Cog's server is not ready"
         body = {"status": status or "UNKNOWN", **({"detail": problem} if problem else {})}
         return JSONResponse(body, 503 if problem else 200)
+
+
+def refusal_body(refusal: Refusal, target: str) -> dict[str, Any]:
+    """Return the body of a refusal, in the form of the API whose route is asked."""
+    return problem_of(refusal) if is_replicates(target) else {"detail": refusal.detail}
+
+
+def _refusal_response(error: Refusal | HTTPException, path: str) -> JSONResponse:
+    headers = dict(getattr(error, "headers", None) or {})
+    if isinstance(error, HTTPException):
+        error = Refusal(error.status_code, error.detail)
+    if error.retry_after:
+        headers["retry-after"] = str(error.retry_after)
+    return JSONResponse(refusal_body(error, path), error.status, headers)
 
 
 async def within(seconds: float, left: Callable[[], Any]) -> Any:

@@ -25,12 +25,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import unquote
+from urllib.parse import unquote, urlsplit
 
 import orjson
 
 from cog_triton.server.guard import hold, process_name
 from cog_triton.web import Refusal
+from cog_triton.web.bodies import BadBody, parse_json
 
 VARIABLE = "COG_TRITON_CONTROL"
 # Where coglet 0.23 makes a directory for each prediction, whatever TMPDIR is, and removes none.
@@ -39,6 +40,8 @@ REMOVE_SECONDS = 5.0  # after the end
 WEBHOOK_SECONDS = 3.0  # after the end, in which coglet calls a webhook, again where that fails
 _IDENTIFIER = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,127}", re.ASCII)
 _LARGEST = 1 << 16  # bytes of a message
+_URL_CHARACTERS = 2048
+WEBHOOK_EVENTS = ("start", "output", "logs", "completed")
 Show = Callable[[int, str], None]  # takes a text, and the number of characters before it
 
 
@@ -56,9 +59,9 @@ class Passage(NamedTuple):
 def fields_of(body: bytes) -> dict[str, Any]:
     """Parse a prediction's body; one that is not an object is left to Cog's server."""
     try:
-        fields = orjson.loads(body or b"{}")
-    except orjson.JSONDecodeError as error:
-        raise Refusal(400, f"the body is not valid JSON: {str(error)[:200]}") from None
+        fields = parse_json(body or b"{}")
+    except BadBody as error:
+        raise Refusal(400, f"the body {error}") from None
     return fields if isinstance(fields, dict) else {}
 
 
@@ -70,6 +73,30 @@ def _check_identifier(identifier: str, place: list[str]) -> None:
     if not _IDENTIFIER.fullmatch(identifier):  # it could not name a directory of its own
         rule = "must be 1 to 128 letters, digits, '_', '-' and '.', and no '.' in front"
         raise invalid(place, rule, "value_error")
+
+
+def _check_webhook(fields: dict[str, Any]) -> None:
+    """Refuse a webhook that cannot be called, or a list of events that Cog's server does not know."""
+    address = fields.get("webhook")
+    if address is not None and not _is_http_url(address):
+        raise invalid(["body", "webhook"], "must be a URL of http or https", "value_error.url")
+    events = fields.get("webhook_events_filter")
+    if events is None:
+        return
+    if not isinstance(events, list) or any(event not in WEBHOOK_EVENTS for event in events):
+        text = f"must be a list of {', '.join(WEBHOOK_EVENTS)}"
+        raise invalid(["body", "webhook_events_filter"], text, "value_error")
+
+
+def _is_http_url(address: Any) -> bool:
+    if not isinstance(address, str) or len(address) > _URL_CHARACTERS:
+        return False
+    try:
+        parts = urlsplit(address)
+        _ = parts.port  # which raises ValueError if it is no port
+    except ValueError:
+        return False
+    return parts.scheme in ("http", "https") and bool(parts.hostname)
 
 
 def send_message(end: socket.socket, *words: Any, wait: bool = False) -> None:
@@ -147,8 +174,12 @@ class Predictions:
         else:
             self._others_run = kind == "busy"
 
+    def refuse_while_draining(self) -> None:
+        if self.draining:
+            raise Refusal(503, "the server is stopping and takes no new predictions", retry_after=5)
+
     def check(self, method: str, target: str, body: bytes) -> Passage:
-        """Return a request as it may pass, or raise Refusal.
+        """Return a request as it may pass, or raise Refusal. It may be called in a thread.
 
         A prediction without an id gets one here, by which its end and its directory are known. Inputs that
         are null are left out: Cog's server refuses null for an optional input.
@@ -165,9 +196,9 @@ class Predictions:
             return passage._replace(cancels=rest[0])
         if len(rest) > 1 or method != ("PUT" if rest else "POST"):
             return passage
-        if self.draining:
-            raise Refusal(503, "the server is stopping and takes no new predictions", retry_after=5)
+        self.refuse_while_draining()
         fields = fields_of(body)
+        _check_webhook(fields)
         if predicts:
             body = self._without_nulls(fields, body)
         starts = rest[0] if rest else fields.get("id")

@@ -7,22 +7,26 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import email
+import hmac
 import json
 import re
 import uuid
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import orjson
+from pydantic import SecretStr
 from starlette.requests import Request
-from starlette.responses import JSONResponse, StreamingResponse
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from cog_triton.faces.cog.predictions import Passage, fields_of, invalid
 from cog_triton.web import Refusal
+from cog_triton.web.bodies import BadBody, off_loop, parse_json
+from cog_triton.web.forms import Part, read_form
 
 if TYPE_CHECKING:
     from cog_triton.faces.cog.front import Front
@@ -30,13 +34,23 @@ if TYPE_CHECKING:
 KEPT = 1000  # predictions
 KEPT_BYTES = 64 << 20  # of their inputs and outputs
 STOPPED = "E2105 TritonUnavailable: the server is being stopped"
-_WAIT_SECONDS = 60.0  # of `Prefer: wait`, as Replicate's
+_WAIT_SECONDS = 60.0  # the most of `Prefer: wait`, and without a number; as Replicate's
+_WAIT = re.compile(r"\bwait\b(?:=([0-9]+))?")
 _CANCEL_SECONDS = 1.0  # in which a cancelled prediction ends
 _MODEL = "cog-triton/model"  # of a request that names a version only
 _VERSION = "hidden"  # as of Replicate's official models, which have one version
+_LISTED = 100  # at most
+_SHOWN_BYTES = 500  # of an answer of Cog's server that is not JSON
 _READ_AHEAD = 1 << 30  # an event is a line
 _EVENTS = [(b"content-type", b"application/json"), (b"accept", b"text/event-stream")]
 _DATA_URL = re.compile(r"data:[\w.+/-]*(?:;[\w.+-]+=[\w.+-]+)*;base64,")
+_TITLES = {
+    403: "Forbidden",
+    404: "Not found",
+    405: "Method not allowed",
+    422: "Input validation failed",
+}
+_MEDIA_TYPE = re.compile(r"[\w.+-]+/[\w.+-]+", re.ASCII)
 _UNSET = ("description", "github_url", "paper_url", "license_url", "cover_image_url")
 
 
@@ -45,11 +59,13 @@ class Prediction:
 
     task: asyncio.Task[None]  # reads its events
 
-    def __init__(self, model: str, version: str, inputs: dict[str, Any], size: int) -> None:
-        self.id, self.ended = uuid.uuid4().hex, False
+    def __init__(self, identifier: str, creation: Creation, size: int) -> None:
+        self.id = identifier
+        self.ended = False
         self.size = size  # bytes of its input and output
         self.fields: dict[str, Any] = (
-            {"id": self.id, "model": model, "version": version, "input": inputs}
+            {"id": identifier, "model": creation.model, "version": creation.version}
+            | {"input": creation.inputs}
             | {"status": "starting", "output": None, "logs": "", "error": None, "metrics": {}}
             | {"created_at": now(), "started_at": None, "completed_at": None}
         )
@@ -91,26 +107,45 @@ class Prediction:
 
     async def events(self) -> AsyncIterator[str]:
         """Yield it as Replicate's server-sent events, from its beginning."""
-        sent, ended = 0, False
+        sent = 0
+        ended = False
+        held = ""  # a carriage return at a chunk's end: with a line feed in the next it is one line's end
         while not ended:
             changed, ended = self.changed, self.ended
             for chunk in (self.fields["output"] or [])[sent:]:
                 sent += 1
-                yield event("output", sent, chunk)
+                text = held + chunk
+                held = "\r" if text.endswith("\r") else ""
+                text = text[: len(text) - len(held)]
+                if text:
+                    yield event("output", sent, text)
             if not ended:
                 await changed.wait()
+        if held:
+            yield event("output", sent, held)
         if self.fields["error"] is not None:
             yield event("error", sent + 1, self.fields["error"])
         reason = {"failed": "error", "canceled": "canceled"}.get(self.fields["status"])
         yield event("done", sent + 2, json.dumps({"reason": reason} if reason else {}))
 
 
-class Replicate:
-    """The routes of the API, and the predictions that began there."""
+@dataclass(frozen=True)
+class Creation:
+    """A request that begins a prediction, as it was read."""
 
-    def __init__(self, front: Front) -> None:
-        self._front, self._began = front, now()
+    model: str
+    version: str
+    inputs: dict[str, Any]
+    passage: Passage
+
+
+class Replicate:
+    """The routes of the API, the predictions that began there, and the files that were sent there."""
+
+    def __init__(self, front: Front, list_token: SecretStr | None) -> None:
+        self._front, self._began, self._list_token = front, now(), list_token
         self._predictions: dict[str, Prediction] = {}
+        self._files: dict[str, dict[str, Any]] = {}
         every, one, model = "/v1/predictions", "/v1/predictions/{id}", "/v1/models/{owner}/{name}"
         created = (every, f"{model}/predictions", "/v1/deployments/{owner}/{name}/predictions")
         self.routes = [
@@ -122,13 +157,38 @@ class Replicate:
             Route(model, self._model),
             Route(f"{model}/versions", self._versions),
             Route(f"{model}/versions/{{id}}", self._versions),
-            Route("/v1/files", self._file, methods=["POST"]),
+            Route("/v1/files", self._create_file, methods=["POST"]),
+            Route("/v1/files", self._list_files),
+            Route("/v1/files/{id}", self._get_file),
+            Route("/v1/files/{id}", self._delete_file, methods=["DELETE"]),
         ]
 
-    async def _create(self, request: Request) -> JSONResponse:
+    async def _create(self, request: Request) -> Response:
         body = await request.body()
-        fields, path = fields_of(body), request.path_params
-        model, _, version = str(fields.get("version") or "").rpartition(":")
+        identifier = uuid.uuid4().hex
+        creation = await off_loop(len(body), self._read, identifier, body, request.path_params)
+        self._front.predictions.refuse_while_draining()
+        prediction = Prediction(identifier, creation, len(body))
+        prediction.task = task = asyncio.create_task(self._run(prediction, creation.passage))
+        await asyncio.wait([prediction.accepted, task], return_when=asyncio.FIRST_COMPLETED)
+        if not prediction.accepted.done():
+            await task  # raises the reason
+        self._keep(prediction)
+        prefer = _WAIT.search(request.headers.get("prefer", ""))
+        if prefer:
+            await asyncio.wait([task], timeout=wait_seconds(prefer[1]))
+        # Replicate's client takes a prediction of any other status than "starting" for one that has ended.
+        status = prediction.fields["status"] if prefer and prediction.ended else "starting"
+        view = {**prediction.view(request), "status": status}
+        return await json_response(view, prediction.size, status=201)
+
+    def _read(self, identifier: str, body: bytes, path: dict[str, str]) -> Creation:
+        """Read the body of a new prediction, or raise Refusal. It may be called in a thread."""
+        fields = fields_of(body)
+        asked = fields.get("version")
+        if asked is not None and not isinstance(asked, str):
+            raise invalid(["body", "version"], "must be a text", "type_error")
+        model, _, version = (asked or "").rpartition(":")
         if "owner" in path:
             model = f"{path['owner']}/{path['name']}"
         elif "/" in version:
@@ -137,29 +197,19 @@ class Replicate:
         if not isinstance(given, dict):
             raise invalid(["body", "input"], "must be an object", "type_error")
         inputs = {name: text_of_file(name, value) for name, value in given.items()}
-        prediction = Prediction(model or _MODEL, version or _VERSION, inputs, len(body))
         passed = {name: value for name, value in fields.items() if name.startswith("webhook")}
-        if hook := passed.pop("webhook_completed", None):
+        hook = passed.pop("webhook_completed", None)
+        if hook:
             passed = {"webhook": hook, "webhook_events_filter": ["completed"]}
-        body = orjson.dumps({**passed, "input": inputs})
-        passage = self._front.predictions.check("PUT", f"/predictions/{prediction.id}", body)
-        prediction.task = task = asyncio.create_task(self._run(prediction, passage))
-        await asyncio.wait([prediction.accepted, task], return_when=asyncio.FIRST_COMPLETED)
-        if not prediction.accepted.done():
-            await task  # raises the reason
-        self._keep(prediction)
-        if prefer := re.search(r"\bwait\b(?:=(\d+))?", request.headers.get("prefer", "")):
-            await asyncio.wait([task], timeout=float(prefer[1] or _WAIT_SECONDS))
-        # Replicate's client takes a prediction of any other status than "starting" for one that has ended.
-        status = prediction.fields["status"] if prefer and prediction.ended else "starting"
-        return JSONResponse({**prediction.view(request), "status": status}, 201)
+        sent = orjson.dumps({**passed, "input": inputs})
+        passage = self._front.predictions.check("PUT", f"/predictions/{identifier}", sent)
+        return Creation(model or _MODEL, version or _VERSION, inputs, passage)
 
     async def _run(self, prediction: Prediction, passage: Passage) -> None:
         try:
             async with self._front.exchange(passage, _EVENTS, _READ_AHEAD) as (status, _, answer):
                 if status != 200:
-                    problem = orjson.loads(await answer.read())
-                    detail = problem.get("detail") or problem.get("error")
+                    detail = detail_of(await answer.read())
                     raise Refusal(status, detail, retry_after=1 if status == 409 else None)
                 prediction.accepted.set_result(None)
                 await prediction.read(answer)
@@ -183,23 +233,37 @@ class Replicate:
             raise Refusal(404, f"there is no prediction {identifier!r}, or not any more")
         return prediction
 
-    async def _list(self, request: Request) -> JSONResponse:
-        return page([one.view(request) for one in [*self._predictions.values()][:-101:-1]])
+    def _check_list_token(self, request: Request) -> None:
+        """Refuse to list what others have sent, unless the request has the token for it."""
+        if self._list_token is None:
+            text = "lists are off: set REPLICATE_LIST_TOKEN, and send it as the API token"
+            raise Refusal(403, text)
+        _, _, presented = request.headers.get("authorization", "").partition(" ")
+        expected = self._list_token.get_secret_value().encode()
+        if not hmac.compare_digest(presented.strip().encode(), expected):
+            raise Refusal(403, "the API token is not that of REPLICATE_LIST_TOKEN")
 
-    async def _get(self, request: Request) -> JSONResponse:
-        return JSONResponse(self._find(request).view(request))
+    async def _list(self, request: Request) -> Response:
+        self._check_list_token(request)
+        newest = [*self._predictions.values()][: -_LISTED - 1 : -1]
+        size = sum(prediction.size for prediction in newest)
+        return await json_response(page([one.view(request) for one in newest]), size)
+
+    async def _get(self, request: Request) -> Response:
+        prediction = self._find(request)
+        return await json_response(prediction.view(request), prediction.size)
 
     async def _stream(self, request: Request) -> StreamingResponse:
         headers = {"cache-control": "no-store", "content-type": "text/event-stream"}
         return StreamingResponse(self._find(request).events(), headers=headers)
 
-    async def _cancel(self, request: Request) -> JSONResponse:
+    async def _cancel(self, request: Request) -> Response:
         prediction = self._find(request)
         if not prediction.ended:
             if not self._front.predictions.cancel(prediction.id):
                 prediction.task.cancel()
             await asyncio.wait([prediction.task], timeout=_CANCEL_SECONDS)
-        return JSONResponse(prediction.view(request))
+        return await json_response(prediction.view(request), prediction.size)
 
     async def _model(self, request: Request) -> JSONResponse:
         names = request.path_params  # of the owner and the model
@@ -210,30 +274,108 @@ class Replicate:
 
     async def _versions(self, request: Request) -> JSONResponse:
         found = await self._version(request)
-        return JSONResponse(found) if "id" in request.path_params else page([found])
+        return JSONResponse(found if "id" in request.path_params else page([found]))
 
     async def _version(self, request: Request) -> dict[str, Any]:
         made = {"id": request.path_params.get("id", _VERSION), "created_at": self._began}
         schema = await self._front.ask("GET", "/openapi.json")
         return {**made, "cog_version": version("cog"), "openapi_schema": schema}
 
-    async def _file(self, request: Request) -> JSONResponse:
-        """Answer with a data URL, which has the file: nothing is stored."""
-        kind = f"Content-Type: {request.headers.get('content-type', '')}\r\n\r\n".encode()
-        for part in email.message_from_bytes(kind + await request.body()).walk():
-            if part.get_param("name", header="content-disposition") == "content":
-                content, kind_of = part.get_payload(decode=True), part.get_content_type()
-                assert isinstance(content, bytes)
-                url = f"data:{kind_of};base64,{base64.b64encode(content).decode()}"
-                name = {"id": uuid.uuid4().hex, "name": part.get_filename(), "etag": ""}
-                about = {"content_type": kind_of, "size": len(content), "created_at": now()}
-                rest = {"checksums": {}, "metadata": {}, "expires_at": None, "urls": {"get": url}}
-                return JSONResponse(name | about | rest, 201)
-        raise invalid(["body", "content"], "a file is required", "value_error.missing")
+    async def _create_file(self, request: Request) -> Response:
+        """Answer with a data URL, which has the file. It is kept in memory for a while."""
+        kind = request.headers.get("content-type", "")
+        try:
+            async with read_form(request.stream(), kind) as parts:
+                content = parts.get("content")
+                if content is None:
+                    where = ["body", "content"]
+                    raise invalid(where, "a file is required", "value_error.missing")
+                size = sum(part.size for part in parts.values())
+                file = await off_loop(size, file_of, content, parts.get("metadata"))
+        except BadBody as error:
+            raise Refusal(400, f"the body {error}") from None
+        self._files[file["id"]] = file
+        kept_bytes = sum(kept["size"] for kept in self._files.values())
+        for oldest in [*self._files]:
+            if len(self._files) <= KEPT and kept_bytes <= KEPT_BYTES:
+                break
+            kept_bytes -= self._files.pop(oldest)["size"]
+        return await json_response(file, file["size"], status=201)
+
+    def _find_file(self, request: Request) -> dict[str, Any]:
+        identifier = request.path_params["id"]
+        if identifier not in self._files:
+            raise Refusal(404, f"there is no file {identifier!r}, or not any more")
+        return self._files[identifier]
+
+    async def _list_files(self, request: Request) -> Response:
+        self._check_list_token(request)
+        newest = [*self._files.values()][: -_LISTED - 1 : -1]
+        return await json_response(page(newest), sum(file["size"] for file in newest))
+
+    async def _get_file(self, request: Request) -> Response:
+        file = self._find_file(request)
+        return await json_response(file, file["size"])
+
+    async def _delete_file(self, request: Request) -> Response:
+        del self._files[self._find_file(request)["id"]]
+        return Response(status_code=204)
 
 
-def page(results: list[dict[str, Any]]) -> JSONResponse:
-    return JSONResponse({"previous": None, "next": None, "results": results})
+def file_of(content: Part, metadata: Part | None) -> dict[str, Any]:
+    """Return a file in Replicate's form, or raise Refusal or BadBody. It may be called in a thread."""
+    about: Any = {}
+    if metadata is not None:
+        text = metadata.text().encode()
+        about = parse_json(text) if text else {}
+        if not isinstance(about, dict):
+            raise invalid(["body", "metadata"], "must be a JSON object", "type_error")
+    kind = content.content_type
+    if not _MEDIA_TYPE.fullmatch(kind):
+        kind = "application/octet-stream"
+    data = base64.b64encode(content.file.read()).decode()
+    return {
+        "id": uuid.uuid4().hex,
+        "name": content.filename,
+        "content_type": kind,
+        "size": content.size,
+        "etag": "",
+        "checksums": {},
+        "metadata": about,
+        "created_at": now(),
+        "expires_at": None,
+        "urls": {"get": f"data:{kind};base64,{data}"},
+    }
+
+
+async def json_response(value: Any, size: int, *, status: int = 200) -> Response:
+    """Return a response of JSON, whose text is made in a thread if it has about so many bytes."""
+    text = await off_loop(size, orjson.dumps, value)
+    return Response(text, status, media_type="application/json")
+
+
+def wait_seconds(digits: str | None) -> float:
+    """Return how long `Prefer: wait` waits."""
+    return min(float(digits), _WAIT_SECONDS) if digits else _WAIT_SECONDS
+
+
+def detail_of(body: bytes) -> Any:
+    """Return the reason that Cog's server has for a refusal."""
+    try:
+        problem = orjson.loads(body)
+        return problem.get("detail") or problem.get("error")
+    except (orjson.JSONDecodeError, AttributeError):
+        return body[:_SHOWN_BYTES].decode(errors="replace")
+
+
+def page(results: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"previous": None, "next": None, "results": results}
+
+
+def is_replicates(target: str) -> bool:
+    """Tell whether a path, or a request's target, is one of this API's."""
+    path = target.partition("?")[0]
+    return path == "/v1" or path.startswith("/v1/")
 
 
 def problem_of(refusal: Refusal) -> dict[str, Any]:
@@ -241,7 +383,7 @@ def problem_of(refusal: Refusal) -> dict[str, Any]:
     detail = refusal.detail
     if isinstance(detail, list):
         detail = "; ".join(f"{'.'.join(one['loc'][1:])}: {one['msg']}" for one in detail)
-    title = "Input validation failed" if refusal.status == 422 else "Request failed"
+    title = _TITLES.get(refusal.status, "Request failed")
     return {"title": title, "detail": detail, "status": refusal.status}
 
 
@@ -262,7 +404,8 @@ def event(name: str, number: int, text: str) -> str:
 
 
 def base_url(request: Request) -> str:
-    scheme = request.headers.get("x-forwarded-proto", "http")
+    forwarded = request.headers.get("x-forwarded-proto", "").strip().lower()
+    scheme = forwarded if forwarded in ("http", "https") else "http"
     return f"{scheme}://{request.headers.get('host', 'localhost')}"
 
 

@@ -15,7 +15,6 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Depends
 from fastapi import Request as HttpRequest
 from pydantic import Field, ValidationError
-from starlette.datastructures import UploadFile
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
@@ -24,6 +23,8 @@ from cog_triton.faces.openai import exchange, fields
 from cog_triton.faces.openai.errors import CLIENT_GONE, ApiError, invalid, no_embeddings, table
 from cog_triton.faces.openai.journal import Journal
 from cog_triton.faces.openai.served import FromApp, Served, current
+from cog_triton.web.bodies import BadBody
+from cog_triton.web.forms import Part, read_form
 
 router = APIRouter(route_class=exchange.BodyRoute)
 SQL: dict[str, Any] = table("batches.yaml")
@@ -108,23 +109,38 @@ def file_view(row: Any) -> dict[str, Any]:
 @router.post("/v1/files")
 async def create_file(request: HttpRequest, journal: FromJournal) -> Response:
     """Keeps a file for a batch; the form has file, purpose and expires_after."""
+    kind = request.headers.get("content-type", "")
     try:
-        async with request.form(max_files=1, max_fields=8) as form:
-            file = form.get("file")
-            if not isinstance(file, UploadFile) or not file.size:
+        async with read_form(request.stream(), kind) as parts:
+            file = parts.get("file")
+            if file is None or file.filename is None or not file.size:
                 raise invalid("file must be given, in a body of multipart/form-data", "file")
-            after = {key: value for key in _AFTER if (value := form.get(f"expires_after[{key}]"))}
-            given = {"purpose": form.get("purpose"), **({"expires_after": after} if after else {})}
-            try:
-                seconds = FileForm.model_validate(given, strict=False).expires_after.seconds
-            except ValidationError as error:
-                raise exchange.body_error(error, given) from None
-            return JSONResponse(await _kept(journal, file, seconds))
+            return JSONResponse(await _kept(journal, file, _seconds_of(parts)))
     except ClientDisconnect:
         return Response(status_code=CLIENT_GONE)
+    except BadBody as error:
+        raise invalid(f"the body {error}", "file") from None
 
 
-async def _kept(journal: Journal, file: UploadFile, seconds: int) -> dict[str, Any]:
+def _seconds_of(parts: Mapping[str, Part]) -> int:
+    """Return the seconds that a file is kept, by the fields of its form, or raise ApiError."""
+    given: dict[str, Any] = {}
+    if "purpose" in parts:
+        given["purpose"] = parts["purpose"].text()
+    after: dict[str, str] = {}
+    for name in _AFTER:
+        part = parts.get(f"expires_after[{name}]")
+        if part is not None and part.size:
+            after[name] = part.text()
+    if after:
+        given["expires_after"] = after
+    try:
+        return FileForm.model_validate(given, strict=False).expires_after.seconds
+    except ValidationError as error:
+        raise exchange.body_error(error, given) from None
+
+
+async def _kept(journal: Journal, file: Part, seconds: int) -> dict[str, Any]:
     """Write the lines of an upload, and then that it is there."""
     owner, name, now, line = current().key.name, exchange.new_id("file-"), int(time.time()), 0
     named = file.size, file.filename or "upload.jsonl", "batch"

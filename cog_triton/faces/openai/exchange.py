@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import json
 import logging
 import re
 import secrets
@@ -19,20 +18,20 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from cog_triton.errors import CogTritonError, InvalidParameter, shown
+from cog_triton.errors import CogTritonError, shown
 from cog_triton.faces.openai.errors import CLIENT_GONE, TABLES, ApiError, api_error, invalid
 from cog_triton.faces.openai.fields import Asking, Body
 from cog_triton.faces.openai.served import Chunks, Served, current
 from cog_triton.generation import Chunk
-from cog_triton.request.limits import check_json
 from cog_triton.request.request import Request
 from cog_triton.text.tokenizer import Tokenizer
+from cog_triton.web import bodies
 from cog_triton.wire import TokenLogProb
 
 logger = logging.getLogger(__name__)
-LARGE_BODY = 2**16  # bytes; less is prepared in a few milliseconds
+LARGE_BODY = bodies.LARGE_BYTES
 ERRORS, MESSAGE_ERRORS, STREAMED = TABLES["responses"]  # of routes, in /openapi.json
-_JSON_TYPE = re.compile(r"application/(\S+\+)?json\b", re.IGNORECASE)
+_JSON_TYPE = re.compile(r"application/([\w.+-]+\+)?json[ \t]*(;|$)", re.IGNORECASE)
 _NEEDS_OBJECT = "the body must be a JSON object, sent with Content-Type: application/json"
 _T = TypeVar("_T")
 dumps = orjson.dumps
@@ -58,7 +57,8 @@ class BodyRoute(APIRoute):
                 text = f"the body must have Content-Type: application/json, not {shown(kind)}"
                 raise ApiError(415, text, code="unsupported_content_type")
             current().large = len(raw) >= LARGE_BODY
-            body = await off_loop(validated, raw, model, request.app.state.served)
+            served = request.app.state.served
+            body = await bodies.off_loop(len(raw), validated, raw, model, served)
             current().names = body.names()
             request._json = body  # which FastAPI reads, and pydantic takes as it is
             return await handler(request)
@@ -87,13 +87,9 @@ def validated(raw: bytes, model: type[Body], served: Served) -> Body:
 def parsed(raw: bytes) -> Any:
     """Parse JSON, refusing what has more values than a request may have before they are made."""
     try:
-        text = raw.decode(json.detect_encoding(raw))
-        check_json("the body", text)
-        return json.loads(text)
-    except InvalidParameter as error:
-        raise invalid(error.message) from None
-    except (ValueError, RecursionError) as error:
-        raise invalid(f"the body is not JSON: {error}") from None
+        return bodies.parse_json(raw)
+    except bodies.BadBody as error:
+        raise invalid(f"the body {error}") from None
 
 
 def body_error(error: ValidationError, value: Any) -> ApiError:

@@ -72,6 +72,48 @@ def test_a_body_that_is_not_json(body: bytes) -> None:
     assert len(refusal.value.detail) < 300
 
 
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"webhook": ["http://x"]}, "webhook"),
+        ({"webhook": "x"}, "webhook"),
+        ({"webhook": ""}, "webhook"),
+        ({"webhook": "ftp://x/"}, "webhook"),
+        ({"webhook": "file:///etc/passwd"}, "webhook"),
+        ({"webhook": "http://"}, "webhook"),
+        ({"webhook": "http://x:99999/"}, "webhook"),
+        ({"webhook": "http://[::1/"}, "webhook"),
+        ({"webhook": "http://x/" + "y" * 3000}, "webhook"),
+        ({"webhook_events_filter": "start"}, "webhook_events_filter"),
+        ({"webhook_events_filter": ["begin"]}, "webhook_events_filter"),
+        ({"webhook_events_filter": [["start"]]}, "webhook_events_filter"),
+        ({"webhook_events_filter": {"start": 1}}, "webhook_events_filter"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("target", ["/predictions", "/trainings"])
+def test_webhooks_that_cannot_be_called(fields: dict[str, Any], field: str, target: str) -> None:
+    with pytest.raises(Refusal) as refusal:
+        check("POST", target, json.dumps(fields).encode())
+    assert refusal.value.status == 422
+    assert refusal.value.detail[0]["loc"] == ["body", field]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"webhook": "http://x"},
+        {"webhook": "https://user:password@[::1]:8443/a?b=c", "webhook_events_filter": []},
+        {"webhook": None, "webhook_events_filter": ["start", "output", "logs", "completed"]},
+    ],
+    ids=str,
+)
+def test_webhooks_that_pass(fields: dict[str, Any]) -> None:
+    passage = check("POST", "/predictions", json.dumps(fields).encode())
+    assert json.loads(passage.body) == fields
+    assert passage.hooked == bool(fields["webhook"])
+
+
 @pytest.mark.parametrize(("path", "status", "state", "well"), CASES["health"])
 async def test_health(path: str, status: str | None, state: dict[str, Any], well: bool) -> None:
     front = Front(bound("127.0.0.1", 0), read_settings({"BUSY_TIMEOUT": "10"}))

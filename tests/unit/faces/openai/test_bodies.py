@@ -10,6 +10,7 @@ import pytest
 from cog_triton.errors import InvalidParameter, PromptTooLong
 from cog_triton.faces.openai import exchange
 from cog_triton.faces.openai.errors import ApiError
+from cog_triton.web import bodies
 from tests.support import load_cases
 from tests.unit.faces.openai.support import (
     ANTHROPIC,
@@ -41,7 +42,7 @@ TOOL = {"type": "function", "function": {"name": "f"}}
 def test_too_much_is_refused_before_it_is_parsed(
     value: Any, limit: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(json, "loads", None)
+    monkeypatch.setattr(bodies, "orjson", None)
     with pytest.raises(ApiError, match=f"the body must have at most {limit}"):
         exchange.parsed(json.dumps(value).encode())
 
