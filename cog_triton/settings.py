@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
+from pydantic_core import ErrorDetails
 
 from cog_triton import ROOT
 from cog_triton.errors import ConfigurationError
+from cog_triton.redaction import shown_value
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 _LIST = r"^({0})(,({0}))*$"
@@ -149,5 +151,11 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
         return Settings.model_validate(given)
     except ValidationError as error:
         found = error.errors(include_url=False)
-        problems = "; ".join(f"{e['loc'][0]}={e['input']!r}: {e['msg']}" for e in found)
+        problems = "; ".join(_problem(detail) for detail in found)
         raise ConfigurationError(f"invalid settings: {problems}") from None
+
+
+def _problem(detail: ErrorDetails) -> str:
+    name, value = str(detail["loc"][0]), detail["input"]
+    shown = shown_value(name, value) if isinstance(value, str) else value
+    return f"{name}={shown!r}: {detail['msg']}"

@@ -27,6 +27,7 @@ from cog_triton.client.stream import Inputs, TritonClient
 from cog_triton.deployment.deployment import Deployment, check_supported, tokenizer_of, without_bos
 from cog_triton.errors import ConfigurationError, InvalidParameter, TritonUnavailable
 from cog_triton.generation import Chunk, FinishReason, StopSequences
+from cog_triton.redaction import shown_url
 from cog_triton.request.admission import Admission, Tenant
 from cog_triton.request.request import Request, request_parameters, triton_inputs
 from cog_triton.settings import Settings
@@ -199,5 +200,5 @@ def address_of(endpoint: str) -> str:
     parts = urlsplit(endpoint if "://" in endpoint else f"grpc://{endpoint}")
     if not parts.hostname or not parts.port or parts.scheme not in ("http", "grpc"):
         text = "must be a URL such as http://localhost:8001, with the port of Triton's gRPC"
-        raise ConfigurationError(f"--triton-endpoint {endpoint} {text}")
-    return parts.netloc
+        raise ConfigurationError(f"--triton-endpoint {shown_url(endpoint)} {text}")
+    return parts.netloc.rpartition("@")[2]

@@ -18,6 +18,7 @@ from packaging.version import InvalidVersion, Version
 from cog_triton.adapters.tensors import DTYPES, TRITON_DTYPES, AdapterTensors
 from cog_triton.engines.library import read_arguments
 from cog_triton.errors import ConfigurationError
+from cog_triton.redaction import name_of_url, shown_url, without_archive_suffix
 from cog_triton.repository.variables import load_overrides
 from cog_triton.server.installation import locate
 from cog_triton.server.log import GPU
@@ -177,7 +178,7 @@ def with_files(settings: Settings) -> Settings:
         source = settings.model
         looks_like_path = source.startswith((".", "/", "models/")) or source.count("/") > 1
         if looks_like_path and "://" not in source and not Path(source).expanduser().exists():
-            raise ConfigurationError(f"MODEL={source} does not exist")
+            raise ConfigurationError(f"MODEL={shown_url(source)} does not exist")
     if source is not None:
         directory = fetched(settings, source, settings.weights_checksum)
         engines = [e for e in (directory / "engine", directory) if any(e.glob("*.engine"))]
@@ -338,9 +339,15 @@ def _version(text: str) -> Version | None:
 
 
 def model_name(settings: Settings) -> str:
-    """Return the model's name: an id of a hub as it is, or the last part of a directory."""
+    """Return the model's name: an id of a hub as it is, or the last part of a path or a URL.
+
+    It is in answers, metrics and traces, so nothing else of a URL is in it: that may be a signature.
+    """
     source = settings.weights or settings.model
     if settings.engine_dir is not None and not settings.weights:
         source = str(settings.engine_dir)
-    local = Path(source).exists() or "://" in source or source.startswith(("/", "."))
-    return Path(source.rstrip("/")).name.split(".tar")[0] if local else source
+    if "://" in source:
+        return name_of_url(source)
+    if Path(source).exists() or source.startswith(("/", ".")):
+        return without_archive_suffix(Path(source.rstrip("/")).name)
+    return shown_url(source)

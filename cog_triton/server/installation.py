@@ -2,7 +2,6 @@
 
 import importlib.util
 import os
-import re
 import shutil
 import sys
 import sysconfig
@@ -11,20 +10,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cog_triton.errors import ConfigurationError
+from cog_triton.redaction import is_secret
 from cog_triton.server.guard import STUB
 from cog_triton.settings import Settings
 
 CONTAINER_ROOT = Path("/opt/tritonserver")
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
-
-# A variable that holds a secret, as NAME=value: by its name, a password in an address, or the URL of a
-# model, which may have a signature or a password. TensorRT-LLM's own processes need the key between them.
-_SECRET = re.compile(
-    r"(?!TLLM_SPAWN_PROXY_PROCESS_IPC_HMAC_KEY=)[^=]*(_TOKEN|_KEYS?|_SECRET|PASSWORD)="
-    r"|[^=]*_(URL|DSN)=(.*//)?[^/@\s:]*:[^/@\s]+@|[^=]*_(URL|DSN)=.*\bpassword="
-    r"|(COG_WEIGHTS|MODEL|TOKENIZER)=.*://",
-    re.IGNORECASE | re.DOTALL,
-)
 
 
 @dataclass(frozen=True)
@@ -101,7 +92,11 @@ def environment(
     They get those that ``passed_on`` names. The stubs embed an isolated libpython: they ignore PYTHONPATH,
     and find the packages of a virtual environment only by the ``python3`` that comes first in PATH.
     """
-    kept = {n: v for n, v in environ.items() if n in passed_on or not _SECRET.match(f"{n}={v}")}
+    kept = {
+        name: value
+        for name, value in environ.items()
+        if name in passed_on or not is_secret(name, value)
+    }
     # Python's is the last: a system's has its library where other versions of CUDA's and MPI's are.
     libraries = (installation.libraries, environ.get("LD_LIBRARY_PATH", ""))
     lists = {

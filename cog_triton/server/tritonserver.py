@@ -35,6 +35,7 @@ from cog_triton.wire import CONTEXT_MODEL, GRPC_ADDRESS
 logger = logging.getLogger("tritonserver")
 
 TAKEN_SECONDS = 10.0  # in which a server without its port ends, or hangs (Triton 2.51, seen once)
+OTLP_HEADERS = "OTEL_EXPORTER_OTLP_HEADERS"  # have the key of a collector
 _ESTABLISHED = "01"  # in /proc/net/tcp; see include/net/tcp_states.h of Linux
 
 
@@ -74,6 +75,9 @@ class TritonServer:
         """
         installation = locate(self.settings)
         environ = environment(installation, os.environ, self.settings.passed_secrets.split(","))
+        if self.settings.otel_endpoint and OTLP_HEADERS in os.environ.keys() - environ.keys():
+            text = "Triton sends its spans without %s: if it may have them, name them in TRITON_SECRETS"
+            logger.warning(text, OTLP_HEADERS)
         environ |= self.launch.environment
         if self.launch.under_mpirun(self.settings):
             if shutil.which("mpirun", path=environ["PATH"]) is None:

@@ -33,6 +33,7 @@ from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 
 from cog_triton.errors import ConfigurationError
 from cog_triton.processes import locked, write_whole
+from cog_triton.redaction import shown_url
 from cog_triton.weights.download import Download, Unreachable, Version, fetch_from_hub
 
 logger = logging.getLogger(__name__)
@@ -84,7 +85,7 @@ def fetch(
             path = path.resolve()
             return _fetch_tar(path.as_uri(), str(path), cache, expected, path)
         if expected is not None:
-            text = f"a checksum was given, but {source} is not a tar file"
+            text = f"a checksum was given, but {shown_url(source)} is not a tar file"
             advice = "for Hugging Face, pin a commit with org/name@commit"
             raise ConfigurationError(f"{text}; {advice}")
         directory = path if path.exists() else fetch_from_hub(source, token)
@@ -103,7 +104,9 @@ def local_path(source: str) -> Path:
     if source.lower().startswith("file:"):
         url = urlsplit(source)
         if url.netloc not in ("", "localhost"):
-            raise ConfigurationError(f"{source} names another machine's file; write file:///path")
+            raise ConfigurationError(
+                f"{shown_url(source)} names another machine's file; write file:///path"
+            )
         return Path(url2pathname(url.path))
     scheme, separator, _ = source.partition("://")
     if separator:
@@ -115,9 +118,8 @@ def local_path(source: str) -> Path:
 def display_url(url: str) -> str:
     """Return ``url`` without what may be secret: user, password, query and fragment."""
     with suppress(httpx.InvalidURL, ValueError):
-        if httpx.URL(url).host:
-            parts = urlsplit(url)
-            return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+        if httpx.URL(url).host and urlsplit(url).netloc:
+            return shown_url(url)
     raise ConfigurationError("the URL of the weights is malformed; write https://host/path.tar")
 
 

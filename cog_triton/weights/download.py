@@ -18,6 +18,7 @@ from pydantic import BaseModel
 from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 
 from cog_triton.errors import ConfigurationError
+from cog_triton.redaction import shown_url
 
 logger = logging.getLogger(__name__)
 
@@ -71,9 +72,8 @@ class Download:
 
         Unreachable stands for a server that does not answer, and ENOSPC comes before the disk is full.
         """
+        _keep_urls_out_of_logs()
         failures, counted_from, problem = 0, self._size, ""
-        for name in ("httpx", "httpcore"):  # which log whole URLs, and headers
-            logging.getLogger(name).setLevel(logging.WARNING)
         with httpx.Client(follow_redirects=True, timeout=TIMEOUT, headers=_HEADERS) as client:
             while failures < TRIES:
                 if failures:
@@ -180,6 +180,12 @@ class Download:
         target.replace(self.path)
 
 
+def _keep_urls_out_of_logs() -> None:
+    """Silence the libraries that log whole URLs, redirects to signed ones included, and headers."""
+    for name in ("httpx", "httpcore"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+
+
 # Hugging Face
 
 # Second copies of the weights that repositories on Hugging Face hold for programs other than ours.
@@ -193,10 +199,13 @@ def fetch_from_hub(source: str, token: str | None, without: tuple[str, ...] = ()
     """Return the local directory of a repository, less the files that match ``without``."""
     if (match := HUB_ID.fullmatch(source)) is None:
         text = "a local file or directory, a URL, or a Hugging Face id"
-        raise ConfigurationError(f"{source!r} is not {text} (org/name or org/name@revision)")
+        raise ConfigurationError(
+            f"{shown_url(source)!r} is not {text} (org/name or org/name@revision)"
+        )
     # Imported here, because it takes a while and most deployments have their files in place.
     from huggingface_hub import errors, snapshot_download
 
+    _keep_urls_out_of_logs()
     name, revision, unused = match["name"], match["revision"], [*UNUSED_FORMATS, *without]
     # The bases are those of its HTTP library: requests, httpx and httpx2, by its release.
     foreseen: tuple[type[Exception], ...] = (OSError, ValueError, *errors.HfHubHTTPError.__bases__)

@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table as Grid
 from rich.text import Text
 
+from cog_triton.redaction import HIDDEN, shown_value, shown_words
 from cog_triton.settings import VARIABLES
 from tools.benchmark.measuring import Result
 from tools.benchmark.processes import TABLES
@@ -30,7 +31,6 @@ from tools.benchmark.processes import TABLES
 COLUMNS: dict[str, str] = TABLES["columns"]
 BUSY_SHARE = 0.8  # of a core; above, a load generator measures itself
 WIDTH = 120  # characters of a table
-SECRETS = ("HF_TOKEN", "COG_WEIGHTS")
 PACKAGES = "cog-triton cog nvidia-pytriton tritonclient tensorrt_llm vllm torch transformers"
 Table = tuple[Sequence[str], Sequence[Sequence[str]]]  # a heading, and rows
 
@@ -75,7 +75,7 @@ class Report:
 
     def publish(self, file: Path) -> dict[str, Any]:
         """Print the tables and promises, write JSON and a page beside it, and return the JSON."""
-        command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+        command = shlex.join([Path(sys.argv[0]).name, *shown_words(sys.argv[1:])])
         about = {"title": self.title, "command": command, **circumstances(self.environment)}
         checks = [{**asdict(check), "met": check.met} for check in self.checks]
         found: dict[str, Any] = _plain({**about, "checks": checks, **self.content})
@@ -152,7 +152,9 @@ def plots(results: Sequence[Result]) -> dict[str, Any]:
 
 def circumstances(environment: Mapping[str, str]) -> dict[str, Any]:
     """Return date, machine, versions, and the settings that are given, without secrets."""
-    names = [name for name in VARIABLES if environment.get(name) and name not in SECRETS]
+    settings = {
+        name: shown_value(name, environment[name]) for name in VARIABLES if environment.get(name)
+    }
     versions = {}
     for name in PACKAGES.split():
         with suppress(metadata.PackageNotFoundError):
@@ -174,7 +176,7 @@ def circumstances(environment: Mapping[str, str]) -> dict[str, Any]:
             "Python": platform.python_version(),
         },
         "versions": versions,
-        "settings": {name: environment[name] for name in names},
+        "settings": {name: shown for name, shown in settings.items() if shown != HIDDEN},
     }
 
 

@@ -34,8 +34,9 @@ import yaml
 import cog_triton
 from cog_triton.errors import CogTritonError, ConfigurationError, EngineBuildError, file_problem
 from cog_triton.processes import locked
+from cog_triton.redaction import shown_words, without_secrets
 from cog_triton.server.command import guarded
-from cog_triton.weights.cache import display_url, fetch
+from cog_triton.weights.cache import fetch
 from tools.command_line import begin
 from tools.engine_builder.config import EngineConfig, load_config
 from tools.engine_builder.toolchain import (
@@ -147,7 +148,7 @@ class _Build:
         self._say(f"{self.output} is ready: {size:.3g} GB")
 
     def _fetch(self, source: str, checksum: str | None) -> Path:
-        self._say(f"fetching {_without_secrets(source)}")
+        self._say(f"fetching {without_secrets(source)}")
         cache = self.workdir / "weights"
         fetched = fetch(source, cache=cache, checksum=checksum, token=self.token)
         path = model_directory(source, self.workdir)
@@ -159,7 +160,7 @@ class _Build:
         return path
 
     def _run(self, step: Step) -> None:
-        command = shlex.join(step.command)
+        command = shlex.join(shown_words(step.command))
         self._say(f"[{step.name}] {command}")
         tail: deque[str] = deque(maxlen=TAIL_LINES)
         environ = {**os.environ, "PYTHONUNBUFFERED": "1"}  # lines come when they are made
@@ -209,7 +210,7 @@ class _Build:
         config = self.config.model_dump(mode="json", exclude_defaults=True)
         sources = {"model", "tokenizer"} & config.keys()
         record = {
-            "config": {**config, **{name: _without_secrets(config[name]) for name in sources}},
+            "config": {**config, **{name: without_secrets(config[name]) for name in sources}},
             "versions": {
                 "cog_triton": cog_triton.__version__,
                 "tensorrt_llm": read_json(engine / "config.json").get("version"),
@@ -282,10 +283,6 @@ def _status_problem(status: int) -> str | None:
         name = signal.Signals(status - 128).name
         return f"was ended by {name}{' (out of memory?)' if name == 'SIGKILL' else ''}"
     return f"failed with exit status {status}" if status else None
-
-
-def _without_secrets(source: str) -> str:
-    return display_url(source) if source.lower().startswith(("http://", "https://")) else source
 
 
 def tokenizer_files(directory: Path) -> list[Member]:

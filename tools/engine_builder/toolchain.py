@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 import yaml
 
 from cog_triton.errors import ConfigurationError
+from cog_triton.redaction import without_secrets
 from tools.engine_builder.config import LIMITS, QUANTIZED_ONLY, EngineConfig
 
 # TensorRT-LLM's examples in NVIDIA's images: its own, and Triton's with it.
@@ -180,9 +181,10 @@ def _check_code(config: EngineConfig, model: Path) -> None:
     """
     for file in (model / "config.json", model / "tokenizer_config.json"):
         if read_json(file).get("auto_map") and not config.trust_remote_code:
+            shown = without_secrets(config.model)
             raise ConfigurationError(
                 f"the model brings Python code of its own ({file}: auto_map), which TensorRT-LLM's "
-                f"scripts run while they convert it. Read the .py files of {config.model}, then put "
+                f"scripts run while they convert it. Read the .py files of {shown}, then put "
                 "trust_remote_code: true in the build configuration"
             )
 
