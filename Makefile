@@ -20,6 +20,8 @@ VLLM_STAMP := .venv-vllm/.installed
 CLIENTS_STAMP := .venv-clients/.installed
 RAY_STAMP := .venv-ray/.installed
 CLIENTS := "guidellm>=0.8,<0.9" "smg>=1.13,<1.14"
+AGENTS_STAMP := .venv-clients/agents/.installed
+AGENTS := @anthropic-ai/claude-code@2 @openai/codex@0.171
 # Tests of whole answers, which hold with any engine.
 VLLM_ANSWERS := $(addprefix tests/integration/test_generation.py::, \
 		test_the_last_chunk_counts_and_says_why_it_ended test_max_tokens_is_cut_to_the_context \
@@ -56,6 +58,13 @@ $(VLLM_STAMP): pyproject.toml requirements/vllm-overrides.txt
 $(CLIENTS_STAMP): $(DEVELOPED)
 	$(BIN)/uv venv -q --clear --python $(BIN)/python .venv-clients
 	$(BIN)/uv pip install -q --python .venv-clients/bin/python $(CLIENTS)
+	@touch $@
+
+# Agents come from npm; without it, their tests are skipped.
+$(AGENTS_STAMP): $(CLIENTS_STAMP)
+	mkdir -p $(@D)
+	npm install --silent --no-audit --no-fund --prefix $(@D) $(AGENTS) || \
+		echo "npm cannot install the agents: their tests are skipped"
 	@touch $@
 
 $(RAY_STAMP): pyproject.toml
@@ -96,8 +105,8 @@ test-unit: $(DEVELOPED)
 
 # The OpenAI face, and clients and routers that others wrote; GuideLLM's NumPy and Ray's uvicorn are other ones,
 # so they have environments of their own.
-test-clients: $(CLIENTS_STAMP) $(RAY_STAMP)
-	$(BIN)/python -m pytest -q -rs tests/integration/test_openai_clients.py \
+test-clients: $(CLIENTS_STAMP) $(AGENTS_STAMP) $(RAY_STAMP)
+	$(BIN)/python -m pytest -q -rs tests/integration/test_openai_clients.py tests/integration/test_agents.py \
 		tests/integration/test_openai_schema.py tests/integration/test_guidellm.py \
 		tests/integration/test_routers.py
 
