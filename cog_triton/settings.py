@@ -18,6 +18,7 @@ from cog_triton.redaction import shown_value
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 _LIST = r"^({0})(,({0}))*$"
+_ORIGINS = r"^[\s,]*((\*|null|[a-z][a-z0-9+.-]*://[^\s,/?#@]+/?)([\s,]+|$))*$"
 # Not health and inference: without them nothing runs.
 _TRITON_APIS = "shared-memory|trace|logging|model-repository|model-config|statistics|metadata"
 
@@ -87,7 +88,9 @@ class Settings(BaseModel):
     openai_api_keys: SecretStr | None = None
     openai_api_keys_file: Path | None = None
     open_metrics: bool = Field(False, alias="OPENAI_OPEN_METRICS")
-    allowed_origins: str = Field("", alias="OPENAI_ALLOWED_ORIGINS")
+    allowed_origins: str = Field("", alias="OPENAI_ALLOWED_ORIGINS", pattern=_ORIGINS)
+    cog_allowed_origins: str = Field("", pattern=_ORIGINS)
+    allowed_hosts: str = ""
     store: str = "~/.local/state/cog-triton/journal.db"
     store_max_bytes: int = Field(1 << 30, ge=1 << 20)
     store_days: float = Field(30.0, gt=0)

@@ -15,8 +15,12 @@ if TYPE_CHECKING:
 
 QUESTION = "What is machine learning?"
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-# It resolves no name and reaches no other address, as on a machine without a network.
-OFFLINE = "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"
+# It resolves no name and reaches no other address, as on a machine without a network. Names under .example
+# are this machine's, as those of a site that rebinds its name.
+OFFLINE = (
+    "--host-resolver-rules=MAP *.example 127.0.0.1, MAP * ~NOTFOUND, "
+    "EXCLUDE 127.0.0.1, EXCLUDE localhost"
+)
 
 # What a page would suffer from that took it for HTML; window.hit says so.
 HOSTILE = Path(__file__).with_name("hostile.txt").read_text()

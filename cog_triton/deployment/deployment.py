@@ -165,6 +165,7 @@ async def served_metrics(
     """Serve the queue's metrics and restarts at ``/metrics`` of PREDICTOR_METRICS_PORT; yield the port."""
     from prometheus_client import Gauge, make_asgi_app
 
+    from cog_triton.web.origin import access_rule
     from cog_triton.web.server import Limits, Server, bound
 
     port, registry = settings.predictor_metrics_port or 0, queue_metrics(admission)
@@ -178,7 +179,8 @@ async def served_metrics(
         listener = bound(settings.host, port)
     except OSError as error:
         raise ConfigurationError(f"PREDICTOR_METRICS_PORT={port}: {error.strerror}") from None
-    server = Server(make_asgi_app(registry), Limits(body_bytes=0, request_seconds=10.0))
+    access = access_rule(listener, hosts=settings.allowed_hosts)
+    server = Server(make_asgi_app(registry), Limits(body_bytes=0, request_seconds=10.0), access)
     serving = asyncio.create_task(server.serve([listener]))
     try:
         yield listener.getsockname()[1]

@@ -1,4 +1,7 @@
-"""HTTP of every port that this project opens: in server.py the limits of requests, uvicorn behind them.
+"""HTTP of every port that this project opens.
+
+server.py has the limits of requests and uvicorn behind them; origin.py says which web pages may send
+requests, and by which names of a host.
 
 Imports nothing else of the package. After a change: pytest tests/unit/web tests/integration/test_limits.py
 """

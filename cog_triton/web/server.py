@@ -1,4 +1,4 @@
-"""Uvicorn with limits of requests, and sockets for it."""
+"""Uvicorn with limits and an access rule for requests, and sockets for it."""
 
 import asyncio
 import contextlib
@@ -14,6 +14,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from cog_triton.web import Refusal
+from cog_triton.web.origin import AccessRule
 
 BACKLOG = 1024
 LINGER_SECONDS = 1.0  # after a refusal: as its connection ends, the client's system may drop it
@@ -38,7 +39,7 @@ RefusalBody = Callable[[Refusal, str], dict[str, Any]]  # of one and its target,
 
 
 class Server(uvicorn.Server):
-    """Uvicorn's, with the limits of requests; it leaves signals to its caller."""
+    """Uvicorn's, with limits and an access rule; it leaves signals to its caller."""
 
     capture_signals = contextlib.nullcontext  # type: ignore[assignment]
 
@@ -46,12 +47,15 @@ class Server(uvicorn.Server):
         self,
         app: Any,
         limits: Limits,
+        access: AccessRule,
         refusal_body: RefusalBody = lambda refusal, _: {"detail": refusal.detail},
     ) -> None:
         # It runs in the loop that is there.
         options: Any = {"loop": "none", "ws": "none", "lifespan": "off", "server_header": False}
         options |= {"access_log": False, "log_level": "warning", "log_config": None}
-        options["http"] = partial(LimitedProtocol, limits=limits, refusal_body=refusal_body)
+        options["http"] = partial(
+            LimitedProtocol, limits=limits, access=access, refusal_body=refusal_body
+        )
         # Longer than most clients keep a connection.
         options["timeout_keep_alive"] = int(limits.idle_seconds)
         options["timeout_graceful_shutdown"] = 1  # those that run have had their time
@@ -59,11 +63,23 @@ class Server(uvicorn.Server):
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """Uvicorn's connection, which refuses a request beyond the limits and reads nothing after it."""
+    """Uvicorn's connection, which reads nothing after a request that it refuses.
 
-    def __init__(self, *args: Any, limits: Limits, refusal_body: RefusalBody, **named: Any) -> None:
+    It refuses what is beyond the limits, and what a web page or a host's name may not ask.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        limits: Limits,
+        access: AccessRule,
+        refusal_body: RefusalBody,
+        **named: Any,
+    ) -> None:
         super().__init__(*args, **named)
-        self._limits, self._refusal_body = limits, refusal_body
+        self._limits = limits
+        self._access = access
+        self._refusal_body = refusal_body
         self._refusal: Refusal | None = None
         self._answered = False  # the refusal
         self._timer: asyncio.TimerHandle | None = None
@@ -129,6 +145,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self._pending = 0
         method, version = self.parser.get_method(), self.parser.get_http_version()
         self._refusal = head_problem(method, self.url, version, self.headers)
+        if self._refusal is None:
+            self._refusal = self._access.refusal(method, self.headers)
         lines = sum(len(name) + len(value) + _LINE_BYTES for name, value in self.headers)
         self._check(431, "head", len(self.url) + lines, self._limits.head_bytes)
         length, limits = int(dict(self.headers).get(b"content-length", b"0")), self._limits

@@ -129,7 +129,12 @@ def exchange(server: Server, data: bytes, *, half_close: bool = False) -> bytes:
 
 
 def request(method: str, path: str, body: str = "", *headers: str) -> bytes:
-    lines = [f"{method} {path} HTTP/1.1", "Host: cog", *headers, f"Content-Length: {len(body)}"]
+    lines = [
+        f"{method} {path} HTTP/1.1",
+        "Host: localhost",
+        *headers,
+        f"Content-Length: {len(body)}",
+    ]
     return "\r\n".join([*lines, "Content-Type: application/json", "", body]).encode()
 
 
@@ -281,11 +286,27 @@ def test_who_knows_an_id_sees_the_input_and_the_output(server: Server) -> None:
     assert server.client.post(f"{path}/cancel").status_code == 200
 
 
-def test_a_body_that_is_no_json_is_refused(server: Server) -> None:
-    for kind in ("text/plain", "application/x-www-form-urlencoded"):
-        headers = {"Content-Type": kind, "Origin": "http://example.com"}
-        assert server.client.post("/predictions", content="{}", headers=headers).status_code == 415
-    assert server.client.options("/predictions").status_code == 405
+JSON_ROUTES = (
+    *("/predictions", "/predictions/a/cancel", "/trainings", "/shutdown", "/v1/predictions"),
+    *("/v1/models/a/b/predictions", "/v1/deployments/a/b/predictions", "/v1/predictions/a/cancel"),
+)
+
+
+@pytest.mark.parametrize("path", JSON_ROUTES)
+def test_a_body_that_is_no_json_is_refused(server: Server, path: str) -> None:
+    kinds = ("text/plain", "application/x-www-form-urlencoded", "application/json-seq", None)
+    for kind in kinds:
+        headers = {"Content-Type": kind} if kind else {}
+        reply = server.client.post(path, content="{}", headers=headers)
+        assert reply.status_code == 415, (kind, reply.text)
+        assert "application/json" in reply.json()["detail"]
+
+
+def test_another_sites_page_cannot_ask_for_leave(server: Server) -> None:
+    asked = {"Origin": "http://example.com", "Access-Control-Request-Method": "POST"}
+    reply = server.client.options("/predictions", headers=asked)
+    assert reply.status_code == 405
+    assert "access-control-allow-origin" not in reply.headers
 
 
 def test_two_that_start_at_once_at_one_address(tmp_path: Path) -> None:
@@ -354,9 +375,10 @@ def test_what_is_left_after_the_bound_ends_with_an_error(tmp_path: Path) -> None
         waiting = pool.submit(server.ask, wait_s=3600)
         wait_until(lambda: "Starting prediction" in server.log.read_text(), 60, "the start")
         next(event for event in stream if event[0] == "output")
-        # As a form of a web page would send it: anybody who reaches the port may end the server.
-        form = {"Content-Type": "text/plain", "Origin": "http://example.com"}
-        assert server.client.post("/shutdown", headers=form).is_success
+        page = {"Content-Type": "text/plain", "Origin": "http://example.com"}
+        assert server.client.post("/shutdown", headers=page).status_code == 403
+        # Any program that reaches the port may end the server.
+        assert server.client.post("/shutdown").is_success
         kind, end = list(stream)[-1]
         assert (kind, end["error"][:5]) == ("error", "E2105")
         reply = waiting.result()

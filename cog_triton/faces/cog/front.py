@@ -18,7 +18,9 @@ from typing import Any, cast
 
 import anyio
 import orjson
+from starlette.datastructures import Headers as HeaderMap
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route, Router
@@ -27,10 +29,18 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from cog_triton.errors import shown
 from cog_triton.faces.cog.predictions import Passage, Predictions
-from cog_triton.faces.cog.replicate import STOPPED, Replicate, is_replicates, now, problem_of
+from cog_triton.faces.cog.replicate import (
+    FILES_PATH,
+    STOPPED,
+    Replicate,
+    is_replicates,
+    now,
+    problem_of,
+)
 from cog_triton.settings import Settings
 from cog_triton.web import Refusal
 from cog_triton.web.bodies import off_loop
+from cog_triton.web.origin import access_rule, cors_options, is_json, origins_of
 from cog_triton.web.server import BACKLOG, HEAD_END, Headers, Limits, Server, head_bytes
 
 EXIT_STATUS = 70  # EX_SOFTWARE of sysexits.h: the worker has ended
@@ -114,7 +124,15 @@ class Front:
         ]
         self._router = Router(routes, redirect_slashes=False, default=self._pass)
         limits = Limits(settings.max_request_bytes, request_seconds=settings.receive_timeout)
-        self._server = Server(self, limits, refusal_body)
+        origins = origins_of(settings.cog_allowed_origins)
+        application = CORSMiddleware(self, **cors_options(origins)) if origins else self
+        access = access_rule(
+            listener,
+            hosts=settings.allowed_hosts,
+            origins=settings.cog_allowed_origins,
+            origins_setting="COG_ALLOWED_ORIGINS",
+        )
+        self._server = Server(application, limits, access, refusal_body)
 
     async def serve(self, port: Callable[[], int | None], stop: int) -> None:
         """Serve on ``port()``, once Cog's server listens there, until ``stop`` is readable."""
@@ -197,6 +215,7 @@ class Front:
         )
         with contextlib.suppress(ClientDisconnect):
             try:
+                check_content_type(scope)
                 await self._router(scope, receive, send_last)
             except (Refusal, HTTPException) as error:
                 await _refusal_response(error, scope["path"])(scope, receive, send_last)
@@ -206,8 +225,6 @@ class Front:
         if is_replicates(scope["path"]):
             raise Refusal(404, f"there is no route {request.method} {shown(scope['path'])}")
         body = await request.body()
-        if body and "json" not in request.headers.get("content-type", ""):
-            raise Refusal(415, "the body must be sent with Content-Type: application/json")
         query = scope["query_string"]
         target = (scope["raw_path"] + (b"?" + query if query else b"")).decode("latin-1")
         passage = await off_loop(len(body), predictions.check, request.method, target, body)
@@ -328,6 +345,18 @@ class Front:
             problem = silent if status is None else "Cog's server is not ready"
         body = {"status": status or "UNKNOWN", **({"detail": problem} if problem else {})}
         return JSONResponse(body, 503 if problem else 200)
+
+
+def check_content_type(scope: Scope) -> None:
+    """Refuse a body that is not JSON with 415; only uploads are forms.
+
+    A page may send forms and plain text to any server, but JSON only to one that allows it.
+    """
+    headers = HeaderMap(scope=scope)
+    has_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
+    is_upload = scope["path"] == FILES_PATH
+    if has_body and not is_upload and not is_json(headers.get("content-type", "")):
+        raise Refusal(415, "the body must be sent with Content-Type: application/json")
 
 
 def refusal_body(refusal: Refusal, target: str) -> dict[str, Any]:

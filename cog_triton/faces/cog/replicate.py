@@ -31,6 +31,7 @@ from cog_triton.web.forms import Part, read_form
 if TYPE_CHECKING:
     from cog_triton.faces.cog.front import Front
 
+FILES_PATH = "/v1/files"  # takes forms; all other bodies are JSON
 KEPT = 1000  # predictions
 KEPT_BYTES = 64 << 20  # of their inputs and outputs
 STOPPED = "E2105 TritonUnavailable: the server is being stopped"
@@ -157,10 +158,10 @@ class Replicate:
             Route(model, self._model),
             Route(f"{model}/versions", self._versions),
             Route(f"{model}/versions/{{id}}", self._versions),
-            Route("/v1/files", self._create_file, methods=["POST"]),
-            Route("/v1/files", self._list_files),
-            Route("/v1/files/{id}", self._get_file),
-            Route("/v1/files/{id}", self._delete_file, methods=["DELETE"]),
+            Route(FILES_PATH, self._create_file, methods=["POST"]),
+            Route(FILES_PATH, self._list_files),
+            Route(f"{FILES_PATH}/{{id}}", self._get_file),
+            Route(f"{FILES_PATH}/{{id}}", self._delete_file, methods=["DELETE"]),
         ]
 
     async def _create(self, request: Request) -> Response:

@@ -27,6 +27,7 @@ from cog_triton.faces.openai.exchange import ERRORS, MESSAGE_ERRORS, client_erro
 from cog_triton.faces.openai.journal import Journal
 from cog_triton.faces.openai.keys import Key, Keys
 from cog_triton.faces.openai.served import BATCH_CALL, CURRENT, Call, FromApp, Served, begin_span
+from cog_triton.web.origin import cors_options, origins_of
 
 router = APIRouter()
 logger = logging.getLogger("cog_triton.faces.openai.operation")  # as docs/openai.md shows its lines
@@ -59,9 +60,9 @@ def create_app(served: Served) -> FastAPI:
     if served.settings.chat_page:
         app.add_api_route("/", chat_page, include_in_schema=False)
     app.add_middleware(Calls, served=served)
-    if origins := served.settings.allowed_origins.replace(",", " ").split():
-        every: Any = {key: ["*"] for key in ("allow_methods", "allow_headers", "expose_headers")}
-        app.add_middleware(CORSMiddleware, allow_origins=origins, **every)
+    origins = origins_of(settings.allowed_origins)
+    if origins:
+        app.add_middleware(CORSMiddleware, **cors_options(origins))
     for kind in (HTTPException, ApiError, CogTritonError):
         app.add_exception_handler(kind, _answer_error)
     return app

@@ -33,11 +33,12 @@ from cog_triton.server.log import log_to
 from cog_triton.settings import Settings, read_settings
 from cog_triton.web import Refusal
 from cog_triton.web import server as web
+from cog_triton.web.origin import access_rule
 
 logger = logging.getLogger(__name__)
 FORM_BYTES = 1 << 16  # around an uploaded file
 MARGIN_SECONDS = 3.0  # beyond what a worker may take to end
-_REFUSAL_CODES = {413: "request_too_large", 415: "unsupported_content_encoding"}
+_REFUSAL_CODES = {403: "forbidden", 413: "request_too_large", 415: "unsupported_content_encoding"}
 
 
 def run(host: str, port: int, named: Sequence[str], endpoint: str | None, triton_model: str) -> int:
@@ -126,7 +127,13 @@ class InProcess:
         uploads = {b"/v1/files": settings.max_file_bytes + FORM_BYTES}
         seconds, app = settings.receive_timeout, create_app(served)
         limits = web.Limits(settings.max_request_bytes, request_seconds=seconds, uploads=uploads)
-        self._server = web.Server(app, limits, refusal_body)
+        access = access_rule(
+            listener,
+            hosts=settings.allowed_hosts,
+            origins=settings.allowed_origins,
+            origins_setting="OPENAI_ALLOWED_ORIGINS",
+        )
+        self._server = web.Server(app, limits, access, refusal_body)
         self._served, self._store, self._listener = served, app.state.store, listener
         self._batches = Runner(app, served)
 

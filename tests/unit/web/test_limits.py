@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from cog_triton.web import Refusal
+from cog_triton.web.origin import AccessRule
 from cog_triton.web.server import Limits, Server
 
 GET = b"GET /a?b HTTP/1.1\r\nhost: x\r\n\r\n"
@@ -41,7 +42,8 @@ class Connection:
         await PlainTextResponse("yes")(scope, receive, send)
 
     async def _feed(self, parts: tuple[bytes, ...]) -> None:
-        config: Any = Server(self, Limits(body_bytes=100, head_bytes=200), refusal_body).config
+        limits, access = Limits(body_bytes=100, head_bytes=200), AccessRule(loopback=False)
+        config: Any = Server(self, limits, access, refusal_body).config
         protocol = config.http(config, ServerState(), {})
         transport = Mock(is_closing=lambda: False, get_extra_info=lambda _: None)
         transport.write = self._write
