@@ -7,14 +7,24 @@ import re
 import shutil
 import ssl
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 
+from cog_triton.faces.openai.server import FORM_BYTES
+from cog_triton.settings import read_settings
 from tests.integration.conftest import PACE_MS
-from tests.support import ROOT, CogServer, free_port, wait_until
+from tests.support import (
+    ROOT,
+    CogServer,
+    QuietHandler,
+    free_port,
+    http_server,
+    wait_until,
+)
 
 NGINX = shutil.which("nginx", path="/usr/sbin:/usr/bin:/usr/local/sbin:/usr/local/bin")
 PLAIN = (ROOT / "tests" / "fakes" / "nginx.conf").read_text()
@@ -142,6 +152,48 @@ def test_a_user_has_only_so_many_requests_at_once(proxy: httpx.Client) -> None:
 def test_a_body_that_is_too_large_is_refused(proxy: httpx.Client) -> None:
     large = {"input": {"prompt": "x" * (1 << 20)}}
     assert proxy.post("/predictions", json=large).status_code == 413
+
+
+def test_a_file_is_uploaded_through_the_proxy_of_the_openai_face_as_it_comes(
+    tmp_path: Path,
+) -> None:
+    """What the face takes, the proxy lets through: MAX_FILE_BYTES here, MAX_REQUEST_BYTES elsewhere."""
+    defaults = read_settings({})
+    began, received = threading.Event(), dict[str, int]()
+
+    class Face(QuietHandler):
+        def do_POST(self) -> None:
+            left = int(self.headers["Content-Length"])
+            received[self.path] = left
+            while left:
+                left -= len(self.rfile.read(min(left, 1 << 20)))
+                began.set()
+            self.send_response(200)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+    def body(size: int) -> Iterator[bytes]:
+        yield bytes(1 << 20)
+        assert began.wait(60), "the proxy waits for the whole file"
+        for start in range(1 << 20, size, 1 << 20):
+            yield bytes(min(size - start, 1 << 20))
+
+    with http_server(Face) as url:
+        changes = {"http://127.0.0.1:3000": url}
+        with nginx("openai/nginx.conf", tmp_path, changes) as client:
+            for path, size in (
+                ("/v1/files", defaults.max_file_bytes + FORM_BYTES),
+                ("/v1/chat/completions", defaults.max_request_bytes),
+            ):
+                began.clear()
+                if path != "/v1/files":
+                    began.set()  # a request may be read as a whole
+                headers = {"Content-Length": str(size)}
+                assert client.post(path, content=body(size), headers=headers).status_code == 200
+                assert received[path] == size
+            larger = bytes(defaults.max_request_bytes + 1)
+            assert client.post("/v1/chat/completions", content=larger).status_code == 413
+            assert client.post("/v1/files/file-1", content=larger).status_code == 413
 
 
 def test_the_page_names_what_is_let_through() -> None:

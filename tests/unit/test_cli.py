@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cog_triton.cli import SCRIPTS, load_commands, parse, summary
-from cog_triton.settings import VARIABLES
+from cog_triton.settings import VARIABLES, read_settings
 from tests.support import ROOT
 
 PROGRAM = "import sys; from cog_triton.cli import main; sys.exit(main())"
@@ -78,5 +78,17 @@ def test_the_example_for_systemd_names_what_there_is(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(os, "environ", {})  # the command's options set some
     text = (ROOT / "deploy" / "openai" / "cog-triton-openai.service").read_text()
     assert set(re.findall(r"^Environment=(\w+)=", text, re.MULTILINE)) <= set(VARIABLES)
+    # Of a file system that is read-only otherwise, these are the directories that it may write.
+    assert "ProtectSystem=strict\nProtectHome=true\n" in text
+    settings = read_settings(dict(re.findall(r"^Environment=(\w+)=(.*)$", text, re.MULTILINE)))
+    roots = {"StateDirectory": Path("/var/lib"), "CacheDirectory": Path("/var/cache")}
+    directories = dict(re.findall(r"^(\w+Directory)=([\w-]+)$", text, re.MULTILINE))
+    assert settings.store_file is not None
+    assert settings.store_file.parent == roots["StateDirectory"] / directories["StateDirectory"]
+    assert settings.weights_cache == roots["CacheDirectory"] / directories["CacheDirectory"]
+    modes = re.findall(r"^(\w+Directory)Mode=(\d+)$", text, re.MULTILINE)
+    assert dict(modes) == {"StateDirectory": "0700", "CacheDirectory": "0700"}
+    limit = settings.drain_seconds + settings.stop_timeout
+    assert int(*re.findall(r"^TimeoutStopSec=(\d+)$", text, re.MULTILINE)) > limit
     (command,) = re.findall(r"^ExecStart=\S+/cog-triton openai (.*)$", text, re.MULTILINE)
     assert parse("openai", command.split()).api_keys_file == Path("/etc/cog-triton/keys.txt")
