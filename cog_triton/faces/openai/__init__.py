@@ -8,6 +8,7 @@
     completions.py /v1/chat/completions and /v1/completions, whose responses are lists of choices; /tokenize
     responses.py   the forms of /v1/responses; messages.py is Anthropic's /v1/messages
     store.py       its routes: responses that are kept, and run in the background
+    storable.py    JSON as the journal keeps it; paging.py has the limit of a list
     batches.py     /v1/files and /v1/batches; batch_runner.py runs the latter, batches.yaml has their tables
     turns.py       a chat to a request, and the parser of its answer
     parsing.py     a model's text to blocks: text, thoughts, calls in the formats of models

@@ -18,11 +18,13 @@ from pydantic import Field, ValidationError
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from cog_triton.errors import shown
+from cog_triton.errors import is_unicode, shown
 from cog_triton.faces.openai import exchange, fields
 from cog_triton.faces.openai.errors import CLIENT_GONE, ApiError, invalid, no_embeddings, table
 from cog_triton.faces.openai.journal import Journal
+from cog_triton.faces.openai.paging import page_limit
 from cog_triton.faces.openai.served import FromApp, Served, current
+from cog_triton.faces.openai.storable import stored
 from cog_triton.web.bodies import BadBody
 from cog_triton.web.forms import Part, read_form
 
@@ -34,6 +36,7 @@ WINDOW_SECONDS, MONTH_SECONDS = 86400, 30 * 86400  # a batch's, and a file's tim
 UPLOAD_SECONDS = 3600  # after which one that came to no end is removed
 PAGE_BYTES = 1 << 20  # written at once
 MOST_LINES, MOST_ERRORS = 50_000, 100
+MOST_NAME_CHARACTERS = 1024
 _NO_JSON = "invalid_json_line", "This line is not parseable as a JSON object."
 _AFTER = ("anchor", "seconds")
 _View = Callable[[Any], dict[str, Any]]
@@ -89,16 +92,21 @@ async def rows_of(
 
 async def page_of(
     request: HttpRequest, journal: Journal, kind: str, view: Callable[[Any], dict[str, Any]]
-) -> dict[str, Any]:
+) -> Response:
+    """Return the objects of the key that a query asks for."""
     default, most = SQL["kinds"][kind]["limits"]
-    limit = request.query_params.get("limit", str(default))
-    if not (limit.isdecimal() and 1 <= int(limit[:9]) <= most):
-        raise invalid(f"limit must be between 1 and {most}", "limit", "invalid_value")
-    query, count = request.query_params, int(limit)
-    rows = await rows_of(journal, kind, None, query, count + 1)
-    data = [view(row) for row in rows[:count]]
-    ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {}
-    return {"object": "list", "data": data, **ends, "has_more": len(rows) > count}
+    limit = page_limit(request.query_params, default, most)
+    rows = await rows_of(journal, kind, None, request.query_params, limit + 1)
+
+    def page() -> bytes:
+        data = [view(row) for row in rows[:limit]]
+        ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {}
+        return exchange.dumps(
+            {"object": "list", "data": data, **ends, "has_more": len(rows) > limit}
+        )
+
+    content = await asyncio.to_thread(page)  # which may have thousands of objects
+    return Response(content, media_type="application/json")
 
 
 def file_view(row: Any) -> dict[str, Any]:
@@ -115,11 +123,20 @@ async def create_file(request: HttpRequest, journal: FromJournal) -> Response:
             file = parts.get("file")
             if file is None or file.filename is None or not file.size:
                 raise invalid("file must be given, in a body of multipart/form-data", "file")
+            check_filename(file.filename)
             return JSONResponse(await _kept(journal, file, _seconds_of(parts)))
     except ClientDisconnect:
         return Response(status_code=CLIENT_GONE)
     except BadBody as error:
         raise invalid(f"the body {error}", "file") from None
+
+
+def check_filename(name: str) -> None:
+    if len(name) > MOST_NAME_CHARACTERS:
+        text = f"the file's name may have at most {MOST_NAME_CHARACTERS} characters"
+        raise invalid(text, "file", "invalid_value")
+    if not is_unicode(name):
+        raise invalid("the file's name is not Unicode", "file", "invalid_value")
 
 
 def _seconds_of(parts: Mapping[str, Part]) -> int:
@@ -194,7 +211,7 @@ async def create_batch(body: BatchBody, journal: FromJournal, served: FromApp) -
     await rows_of(journal, "file", body.input_file_id)
     now, name, own = int(time.time()), exchange.new_id("batch_"), set(BatchBody.model_fields)
     given = {**body.model_dump(include=own), "created_at": now, "expires_at": now + WINDOW_SECONDS}
-    text = json.dumps({"id": name, **SQL["new_batch"], **given})
+    text = stored({"id": name, **SQL["new_batch"], **given}).decode()
     owner, model = current().key.name, served.models[0]
     row = (name, owner, model, body.input_file_id, body.endpoint, "validating")
     await journal.write(SQL["add_batch"], *row, now + WINDOW_SECONDS, text)
@@ -212,7 +229,7 @@ def add_routes(kind: str, path: str, view: _View) -> Callable[..., Awaitable[dic
     """Add the routes that show files or batches; return the one of a single object."""
 
     @router.get(path, name=path.rpartition("/")[2])
-    async def every(request: HttpRequest, journal: FromJournal) -> dict[str, Any]:
+    async def every(request: HttpRequest, journal: FromJournal) -> Response:
         """Those of the key, newest first."""
         return await page_of(request, journal, kind, view)
 

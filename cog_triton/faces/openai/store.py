@@ -29,8 +29,10 @@ from cog_triton.faces.openai import responses as forms
 from cog_triton.faces.openai.errors import TABLES, ApiError, invalid, table
 from cog_triton.faces.openai.journal import Jobs
 from cog_triton.faces.openai.keys import ANYBODY
+from cog_triton.faces.openai.paging import page_limit
 from cog_triton.faces.openai.responses import ResponsesBody, ResponseWriter
 from cog_triton.faces.openai.served import CURRENT, Call, Served, current
+from cog_triton.faces.openai.storable import stored
 from cog_triton.generation import Chunk
 from cog_triton.request.request import Request
 from cog_triton.wire import TokenLogProb
@@ -39,6 +41,7 @@ logger = logging.getLogger(__name__)
 router = APIRouter(route_class=exchange.BodyRoute)
 SQL: Any = table("store.yaml")
 POLL_SECONDS = 0.1  # between two looks for the records of another process
+MOST_ITEMS = 100  # in a page
 _REQUEST = TypeAdapter(Request)
 
 
@@ -83,6 +86,11 @@ class Run:
             for own in json.loads(records):
                 if own[0] == self.id:
                     self.feed(*own)
+
+    def take_records(self, records: bytes) -> None:
+        """Take the rest of the records of a response that has ended."""
+        for record in json.loads(records)[len(self.records) :]:
+            self.feed(*record)
 
     def write_end(self, journal: sqlite3.Connection) -> int:
         """Write the end in a transaction: its own, or a cancel behind all that any process has written."""
@@ -187,8 +195,12 @@ class Store(Jobs):
 
     async def run_of(self, row: Any) -> Run:
         """Return a background response as it is written, or raise an error of its request."""
-        body = ResponsesBody.model_validate(json.loads(row.body))
-        turn = await asyncio.to_thread(lambda: turns.chat_turn(forms.chat_body(body), self.served))
+
+        def chat_turn() -> turns.Turn:
+            body = ResponsesBody.model_validate(json.loads(row.body))
+            return turns.chat_turn(forms.chat_body(body), self.served)
+
+        turn = await asyncio.to_thread(chat_turn)
         turn = replace(turn, request=_REQUEST.validate_json(row.request))
         begun: Any = {"output": [], "usage": None, "error": None, "incomplete_details": None}
         run = Run(json.loads(row.response) | begun, turn, self.served)
@@ -196,10 +208,12 @@ class Store(Jobs):
         return run
 
     async def _catch_up(self, run: Run, row: Any) -> None:
-        for record in json.loads(row.records or "[]")[len(run.records) :]:
-            run.feed(*record)
-        if not row.records:
-            run.read(await self.journal.read(SQL["log"], run.row, run.id))
+        if row.records:
+            await asyncio.to_thread(run.take_records, row.records)
+        else:
+            log = await self.journal.read(SQL["log"], run.row, run.id)
+            if log:
+                await asyncio.to_thread(run.read, log)
         run.show(len(run.events))
 
     async def found(self, id: str) -> Any:
@@ -211,7 +225,8 @@ class Store(Jobs):
 
     async def with_earlier(self, body: ResponsesBody) -> ResponsesBody:
         """Return a body with the conversation before it."""
-        if not (id := body.previous_response_id):
+        id = body.previous_response_id
+        if not id:
             return body
         try:
             row = await self.found(id)
@@ -220,37 +235,44 @@ class Store(Jobs):
             raise invalid(text, "previous_response_id", code) from None
         if row.runner is not None:
             raise invalid("the previous response has not ended", "previous_response_id")
-        earlier = [*json.loads(row.input), *json.loads(row.response)["output"]]
-        items = map(forms.InputItem.model_validate, [*earlier, *forms.input_items(body)])
-        return body.model_copy(update={"input": [*items]})
+        if len(row.input) + len(row.response) >= exchange.LARGE_BODY:
+            current().large = True
+        return await exchange.off_loop(_continued, body, row)
 
-    async def keep(self, body: ResponsesBody, response: dict[str, Any]) -> None:
+    async def keep(
+        self, body: ResponsesBody, response: dict[str, Any], stored_input: bytes
+    ) -> None:
         """Keep a response that has ended."""
         try:
-            await self.journal.write(SQL["insert"], **self._row(body, response))
+            await self.journal.write(SQL["insert"], **self._row(response, stored_input))
         except JournalUnavailable as error:
             if body.store:
                 raise
             response["store"] = False
             logger.warning("response %s is not kept: %s", response["id"], error)
 
-    async def add(self, body: ResponsesBody, response: dict[str, Any], request: Request) -> None:
+    async def add(
+        self, body: ResponsesBody, response: dict[str, Any], request: Request, stored_input: bytes
+    ) -> None:
         """Write a response that is to run in the background, or raise 429 if there are too many."""
-        response["status"], most = "queued", self.served.settings.store_background
-        asked = exchange.dumps(body.model_dump(by_alias=True, exclude_none=True))
+        response["status"] = "queued"
+        most = self.served.settings.store_background
+        dumped = partial(body.model_dump, by_alias=True, exclude_none=True)
+        asked = await exchange.off_loop(lambda: stored(dumped()))
         more = {"body": asked, "request": _REQUEST.dump_json(request), "most": most}
-        if not await self.journal.write(SQL["insert_few"], **self._row(body, response), **more):
+        row = self._row(response, stored_input)
+        if not await self.journal.write(SQL["insert_few"], **row, **more):
             text = f"{most} background responses wait or run; more may not"
             raise ApiError(429, text, "requests", code="rate_limit_exceeded")
         self.wake.set()
 
-    def _row(self, body: ResponsesBody, response: dict[str, Any]) -> dict[str, Any]:
+    def _row(self, response: dict[str, Any], stored_input: bytes) -> dict[str, Any]:
         return {
             "id": response["id"],
             "owner": current().key.name,
             "model": self.served.models[0],
             "created": self.journal.now(),
-            "input": exchange.dumps(forms.input_items(body)),
+            "input": stored_input,
             "response": exchange.dumps(response),
         }
 
@@ -295,12 +317,14 @@ async def create(body: ResponsesBody, store: FromApp) -> Response:
     body = await store.with_earlier(body)
     turn = await exchange.off_loop(lambda: turns.chat_turn(forms.chat_body(body), served))
     response = forms.response_fields(body, int(time.time())) | {"store": kept}
+    # Before the answer is made, which would be lost if the input could not be stored.
+    items = await exchange.off_loop(lambda: stored(forms.input_items(body))) if kept else b""
     if body.background:
         with served.answering():
-            await store.add(body, response, turn.request)
+            await store.add(body, response, turn.request, items)
         return _streamed(store, response["id"]) if body.stream else JSONResponse(response)
     writer = ResponseWriter(response, turn.parser(), served.backend.tokenizer)
-    ended = partial(store.keep, body, response) if kept else None
+    ended = partial(store.keep, body, response, items) if kept else None
     return exchange.Answering(served, body, writer, [turn.request], ended=ended)
 
 
@@ -309,11 +333,11 @@ async def retrieve(id: str, store: FromApp, request: HttpRequest) -> Response:
     """A response; of one in the background the events, behind ``starting_after`` or ``Last-Event-ID``."""
     row, last = await store.found(id), request.headers.get("last-event-id")
     if last is None and request.query_params.get("stream") != "true":
-        return JSONResponse(_object(row))
+        return await _response(row)
     if row.request is None:
         raise invalid("only a background response is streamed again", "stream")
     after = request.query_params.get("starting_after", last) or "-1"
-    if not re.fullmatch(r"-1|\d{1,9}", after):
+    if not re.fullmatch(r"-1|[0-9]{1,9}", after):
         raise invalid("starting_after must be the number of an event", "starting_after")
     return _streamed(store, id, int(after))
 
@@ -327,7 +351,7 @@ async def delete(id: str, store: FromApp) -> dict[str, Any]:
 
 
 @router.post("/v1/responses/{id}/cancel")
-async def cancel(id: str, store: FromApp) -> JSONResponse:
+async def cancel(id: str, store: FromApp) -> Response:
     """Ends a background response; one that has ended stays as it is."""
     row = await store.found(id)
     if row.request is None:
@@ -335,23 +359,43 @@ async def cancel(id: str, store: FromApp) -> JSONResponse:
     if row.runner is not None:
         await store.journal.write((await store.run_of(row)).write_end)
         store.wake.set()  # it ends where it runs: here at once
-    return JSONResponse(_object(await store.found(id)))
+    return await _response(await store.found(id))
 
 
 @router.get("/v1/responses/{id}/input_items")
 async def list_input(
-    id: str, store: FromApp, limit: int = 20, order: str = "desc", after: str = ""
-) -> dict[str, Any]:
-    """The items of its input, those of the responses before among them."""
-    items = json.loads((await store.found(id)).input)
-    if order != "asc":
-        items.reverse()
-    places = [place for place, item in enumerate(items, 1) if item["id"] == after]
-    items = items[places[0] if places else 0 :]
-    page = items[: max(1, min(limit, 100))]
-    first, last = (page[place]["id"] if page else None for place in (0, -1))
-    more = len(items) > len(page)
-    return {"object": "list", "data": page, "first_id": first, "last_id": last, "has_more": more}
+    id: str, store: FromApp, request: HttpRequest, order: str = "desc", after: str = ""
+) -> Response:
+    """The items of its input, those of the responses before among them; ``limit`` is of a page."""
+    limit = page_limit(request.query_params, 20, MOST_ITEMS)
+    row = await store.found(id)
+
+    def page_of_items() -> bytes:
+        items = json.loads(row.input)
+        if order != "asc":
+            items.reverse()
+        places = [place for place, item in enumerate(items, 1) if item["id"] == after]
+        items = items[places[0] if places else 0 :]
+        page = items[:limit]
+        return exchange.dumps(
+            {
+                "object": "list",
+                "data": page,
+                "first_id": page[0]["id"] if page else None,
+                "last_id": page[-1]["id"] if page else None,
+                "has_more": len(items) > len(page),
+            }
+        )
+
+    content = await asyncio.to_thread(page_of_items)
+    return Response(content, media_type="application/json")
+
+
+def _continued(body: ResponsesBody, row: Any) -> ResponsesBody:
+    """Return a body with the conversation of the row before it."""
+    earlier = [*json.loads(row.input), *json.loads(row.response)["output"]]
+    items = [*earlier, *forms.input_items(body)]
+    return body.model_copy(update={"input": [forms.InputItem.model_validate(i) for i in items]})
 
 
 def _loaded(row: Any) -> dict[str, Any]:
@@ -363,11 +407,17 @@ def _loaded(row: Any) -> dict[str, Any]:
     return response
 
 
-def _object(row: Any) -> dict[str, Any]:
+def _running(row: Any) -> dict[str, Any]:
     response: dict[str, Any] = json.loads(row.response)
-    if row.runner is not None and row.first is not None:
-        response["status"] = "in_progress"
+    response["status"] = "in_progress"
     return response
+
+
+async def _response(row: Any) -> Response:
+    content = row.response
+    if row.runner is not None and row.first is not None:  # it was stored as queued
+        content = await asyncio.to_thread(lambda: exchange.dumps(_running(row)))
+    return Response(content, media_type="application/json")
 
 
 def _streamed(store: Store, id: str, after: int = -1) -> Response:
