@@ -23,6 +23,7 @@ from cog_triton.repository.variables import load_overrides
 from cog_triton.server.installation import locate
 from cog_triton.server.log import GPU
 from cog_triton.settings import Settings
+from cog_triton.text.tokenizer import vocabulary_size
 
 logger = logging.getLogger("cog_triton.deployment")
 
@@ -230,7 +231,9 @@ def template_values(
             llm["lora_prefetch_dir"] = str(settings.lora_dir.resolve())
         if settings.kv_events_endpoint is not None and engine in KV_EVENTS:
             llm["kv_events_endpoint"] = settings.kv_events_endpoint
-    limit = context_length({**llm, **overrides.get("tensorrt_llm", {})})
+    used = {**llm, **overrides.get("tensorrt_llm", {})}
+    limit = context_length(used)
+    model = used.get("engine_dir" if used.get("triton_backend") == "tensorrtllm" else "model")
     # A process stands still while it hands over. What more of them bring is in docs/notes.md.
     many = len(os.sched_getaffinity(0)) >= 8
     instances = {"preprocessing_instance_count": 3} if many else {}
@@ -239,7 +242,12 @@ def template_values(
         llm["tensorrt_llm_instance_count"] = 1 if "data_parallel_size" in given else 2
     values: Values = {
         "ensemble": inputs,
-        "preprocessing": {**tokenizer, "max_seq_len": limit, **instances},
+        "preprocessing": {
+            **tokenizer,
+            "max_seq_len": limit,
+            "vocab_size": vocabulary_size(str(model)),
+            **instances,
+        },
         "postprocessing": tokenizer,
         "tensorrt_llm": llm,
     }

@@ -73,6 +73,12 @@ class _Sequence:
     arrival: int = field(default_factory=time.monotonic_ns)
     first_token: int = 0
     last_token: int = 0
+    stop_words: dict[int, list[tuple[int, ...]]] = field(init=False)  # by their last ids
+
+    def __post_init__(self) -> None:
+        self.stop_words = {}
+        for word in self.request.stop_words:
+            self.stop_words.setdefault(word[-1], []).append(word)
 
     def read(self) -> int:
         """Read the steps that have come; return their number of tokens."""
@@ -117,11 +123,11 @@ class _Sequence:
 
     def _cut_behind_stop_word(self, before: int) -> None:
         """End behind the first stop word that ends after the place ``before``."""
-        words = self.request.stop_words
+        words = self.stop_words
         for end in range(before + 1, len(self.ids) + 1) if words else ():
-            for word in words:
+            for word in words.get(self.ids[end - 1], ()):
                 begin = max(0, end - len(word))
-                if word[-1] == self.ids[end - 1] and word == tuple(self.ids[begin:end]):
+                if word == tuple(self.ids[begin:end]):
                     del self.ids[end:], self.log_probs[end - self.sent :]
                     self.end, self.unsent = _STOP_WORD, True
                     return

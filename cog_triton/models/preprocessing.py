@@ -1,8 +1,9 @@
 """The preprocessing model: prompts and words to token ids. Shapes have the batch first."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import accumulate, chain
+from functools import cached_property
+from itertools import accumulate, chain, zip_longest
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,10 @@ from cog_triton import wire
 from cog_triton.errors import InvalidParameter
 from cog_triton.models import stub
 from cog_triton.models.stub import Array, Client, Inputs, Tensors
-from cog_triton.request.limits import UNKNOWN_TOKENS, WORDS, WORDS_BYTES
+from cog_triton.request.limits import UNKNOWN_TOKENS, WORD_IDS, WORDS, WORDS_BYTES
 from cog_triton.request.request import Request
-from cog_triton.text.tokenizer import Tokenizer, text_limits
+from cog_triton.text.tokenizer import Tokenizer, text_limits, vocabulary_size
+from cog_triton.text.words import Ids, WordTokenizer
 
 LONG_BYTES = 20_000  # of text, tokenized in about ten milliseconds; longer prompts delay no others
 
@@ -24,7 +26,10 @@ class Preprocessor:
     def __init__(self, tokenizer: Tokenizer, given: wire.Parameters = wire.NO_PARAMETERS) -> None:
         self._tokenizer = tokenizer
         self._adds_special_tokens = given.get("add_special_tokens", "true") == "true"
-        self._words_after_space = given.get("words_after_space", "true") == "true"
+        after_space = given.get("words_after_space", "true") == "true"
+        self._words = WordTokenizer(tokenizer, after_space=after_space)
+        self._vocab_size = int(given.get("vocab_size", 0))
+        self._directory = str(given.get("tokenizer_dir", ""))
         context_length = int(given.get("max_seq_len", 0)) or None
         self._longest = context_length or UNKNOWN_TOKENS
         self._limits = text_limits(tokenizer, context_length)
@@ -56,13 +61,20 @@ class Preprocessor:
             "REQUEST_DECODER_INPUT_LEN": np.array([[len(ids)] for ids in decoder], np.int32),
         }
         optional = {
-            "BAD_WORDS_IDS": self._word_lists(inputs.get("BAD_WORDS_DICT")),
-            "STOP_WORDS_IDS": self._word_lists(inputs.get("STOP_WORDS_DICT")),
+            "BAD_WORDS_IDS": _ids_of_words(inputs.get("BAD_WORDS_DICT"), self._words.bad_spellings),
+            "STOP_WORDS_IDS": _ids_of_words(
+                inputs.get("STOP_WORDS_DICT"), self._words.stop_spellings
+            ),
             "EMBEDDING_BIAS": self._embedding_bias(inputs, parameters),
             "OUT_SEED": _either(inputs, "SEED", "RANDOM_SEED"),
             "OUT_MIN_TOKENS": _either(inputs, "MIN_TOKENS", "MIN_LENGTH"),
         }
         return outputs | {name: value for name, value in optional.items() if value is not None}
+
+    @cached_property
+    def _vocabulary_size(self) -> int:
+        """The number of the model's logits: models pad the tokenizer's vocabulary."""
+        return self._vocab_size or vocabulary_size(self._directory) or len(self._tokenizer)
 
     def _prompts(self, queries: Array, parameters: wire.Parameters, adds: bool) -> list[list[int]]:
         prompt_ids = wire.ids_parameter(parameters, wire.PROMPT_IDS)
@@ -92,16 +104,6 @@ class Preprocessor:
         ids: list[int] = self._tokenizer(text, add_special_tokens=add_special_tokens).input_ids
         return ids
 
-    def _word_lists(self, words: Array | None) -> Array | None:
-        """Return TensorRT-LLM's word lists, shape [batch, 2, N]; None without a word."""
-        if words is None:
-            return None
-        rows = _words(words)
-        if self._words_after_space:  # in most vocabularies those are different tokens
-            rows = [[form for word in row if word for form in (word, f" {word}")] for row in rows]
-        lists = word_lists([[ids for word in row if (ids := self._ids(word))] for row in rows])
-        return lists if lists.size else None
-
     def _embedding_bias(self, inputs: Inputs, parameters: wire.Parameters) -> Array | None:
         """Return the bias of the logits, shape [batch, vocabulary]; None for none."""
         batch = len(inputs["QUERY"])
@@ -117,15 +119,43 @@ class Preprocessor:
         if weights.size != sum(map(len, words)):
             text = "embedding_bias_words and embedding_bias_weights must be as many"
             raise InvalidParameter(text)
-        bias = np.zeros((batch, len(self._tokenizer)), np.float32)
+        bias = np.zeros((batch, self._vocabulary_size), np.float32)
         for row, names, values in zip(bias, words, weights.reshape(batch, -1), strict=True):
-            for name, value in zip(names, values, strict=True):
-                row[self._ids(name)] += value
-        if (highest := max(logit_bias, default=0)) >= bias.shape[1]:
-            bounds = f"must be between 0 and {bias.shape[1] - 1}, not {highest}"
-            raise InvalidParameter(f"the token ids of {wire.LOGIT_BIAS} {bounds}")
+            tokens_of_words = self._words.tokens_of(names)
+            for tokens, value in zip(tokens_of_words, values, strict=True):
+                row[[token for token in tokens if token < self._vocabulary_size]] += value
+        highest = max(logit_bias, default=0)
+        if highest >= self._vocabulary_size:
+            raise InvalidParameter(
+                f"the token ids of {wire.LOGIT_BIAS} must be between 0 and "
+                f"{self._vocabulary_size - 1}, not {highest}"
+            )
         bias[:, list(logit_bias)] += np.array(list(logit_bias.values()), np.float32)
         return bias
+
+
+def _ids_of_words(
+    words: Array | None, spellings: Callable[[Sequence[str]], list[list[Ids]]]
+) -> Array | None:
+    """Return TensorRT-LLM's word lists of the spellings, shape [batch, 2, N]; None without a word."""
+    if words is None:
+        return None
+    lists = word_lists([_within_limit(spellings(row)) for row in _words(words)])
+    return lists if lists.size else None
+
+
+def _within_limit(spellings: Sequence[Sequence[Ids]]) -> list[Ids]:
+    """Return as many spellings of all words as an engine takes in one list, in turn of each word."""
+    kept: list[Ids] = []
+    size = 0
+    for of_each_word in zip_longest(*spellings, fillvalue=()):
+        for ids in of_each_word:
+            size += len(ids)
+            if size > WORD_IDS:
+                return kept
+            if ids:
+                kept.append(ids)
+    return kept
 
 
 def word_lists(batch: Sequence[Sequence[Sequence[int]]]) -> Array:

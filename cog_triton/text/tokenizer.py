@@ -4,6 +4,7 @@ Importing ``transformers`` imports torch when it is installed: 3 s and 200 MB fo
 tokenizes. The processes that never run a model call ``without_torch()`` first.
 """
 
+import json
 import logging
 import sys
 from collections.abc import Iterator
@@ -128,3 +129,18 @@ def text_limits(tokenizer: Tokenizer, context_length: int | None) -> TextLimits:
     if characters > MOST_CHARACTERS:
         return TextLimits(MOST_CHARACTERS, "")
     return TextLimits(characters, f" that the model's {context_length} tokens can stand for")
+
+
+def vocabulary_size(directory: str) -> int | None:
+    """Return the vocab_size in the config.json of a checkpoint or a TensorRT-LLM engine; None without."""
+    try:
+        config = json.loads(Path(directory, "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    if not isinstance(config, dict):
+        return None
+    for part in (config.get("pretrained_config"), config.get("text_config"), config):
+        size = part.get("vocab_size") if isinstance(part, dict) else None
+        if isinstance(size, int) and size > 0:
+            return size
+    return None

@@ -26,6 +26,7 @@ from cog_triton.wire import TokenLogProb
 from tests.integration.conftest import make_server, running, settings_for
 from tests.integration.test_generation import ask
 from tests.integration.test_recovery import deployed
+from tests.stand_in.engine import VOCAB_SIZE
 from tests.stand_in.servers import MODEL, environment
 from tests.support import ROOT, CogServer, Server, free_port, metrics, processes, wait_until
 
@@ -49,7 +50,7 @@ def count(address: str, kind: str) -> float:
 def cog(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CogServer]:
     directory = tmp_path_factory.mktemp("cog")
     settings = {
-        **environment(directory),
+        **environment(directory, vocab_size=VOCAB_SIZE + 64),
         "MODEL": str(demo_model),
         "STAND_IN_INTER_TOKEN_MS": "5",
         "TRITON_HTTP_PORT": str(free_port()),
@@ -105,7 +106,12 @@ def test_what_goes_beside_the_inputs(cog: CogServer, tokenizer: Tokenizer, trans
     requests = [
         Request(prompt=text, add_special_tokens=False, guide=guide, **values),
         Request(prompt="", prompt_ids=tuple(ids), log_probs=0, adapter="poet", **values),
-        Request(prompt=text, add_special_tokens=False, logit_bias=((5, 1.0),), **values),
+        Request(
+            prompt=text,
+            add_special_tokens=False,
+            logit_bias=((5, 1.0), (VOCAB_SIZE + 63, -1.0)),
+            **values,
+        ),
     ]
     stopped = Request(prompt=text, seed=1, max_tokens=1000, stop_sequences=("here",))
     *answers, cut = (ask(asked, cog, tokenizer, transport) for asked in (*requests, stopped))

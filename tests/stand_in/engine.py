@@ -14,6 +14,7 @@ def make_engine(
     world_size: int = 1,
     dtype: str = "float16",
     version: str = "1.2.1",
+    vocab_size: int = VOCAB_SIZE,
     **build: Any,
 ) -> Path:
     """An engine directory with everything but weights.
@@ -22,11 +23,13 @@ def make_engine(
         world_size: GPUs that it is for.
         dtype: of its weights.
         version: of the TensorRT-LLM that built it.
+        vocab_size: number of its logits; models pad the tokenizer's vocabulary.
         build: members of config.json's build_config in place of those in engine.json.
     """
     directory.mkdir(parents=True)
     config = json.loads(CONFIG.read_text()) | {"version": version}
     config["pretrained_config"]["dtype"] = dtype
+    config["pretrained_config"]["vocab_size"] = vocab_size
     config["pretrained_config"]["mapping"] |= {"world_size": world_size, "tp_size": world_size}
     config["build_config"] |= build
     (directory / "config.json").write_text(json.dumps(config))

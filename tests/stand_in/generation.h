@@ -23,6 +23,7 @@ struct Generation {
   uint64_t seed = 0;
   std::optional<int32_t> end_id;
   std::vector<Ids> stop_words, bad_words;
+  std::optional<int64_t> embedding_bias_length;
   LoraTensors lora;
   int shift = 0;  // by the adapter
   bool streaming = false;
@@ -112,6 +113,11 @@ inline void validate(Generation& request, const ModelConfig& model)
   if (request.end_id)
     check(*request.end_id >= -1 && *request.end_id < engine.vocab_size,
           format("EndId (%d) is not within acceptable range [-1, %d).", *request.end_id,
+                 engine.vocab_size));
+  if (request.embedding_bias_length)
+    check(*request.embedding_bias_length == engine.vocab_size,
+          format("The embedding bias shape is not as expected. Expected last dimension to be same "
+                 "as vocab size: %d.",
                  engine.vocab_size));
   if (prompt > longest)
     throw std::runtime_error(

@@ -178,6 +178,8 @@ inline Generation read_generation(const Tensors& tensors, bool streaming, bool e
   request.min_tokens = single<int32_t>(tensors, "min_tokens").value_or(0);
   request.bad_words = words(tensors, "bad_words_list");
   request.stop_words = words(tensors, "stop_words_list");
+  const auto bias = tensors.find("embedding_bias");
+  if (bias != tensors.end()) request.embedding_bias_length = bias->second.shape.back();
   request.return_log_probs = single<bool>(tensors, "return_log_probs").value_or(false);
   request.return_context_logits = single<bool>(tensors, "return_context_logits").value_or(false);
   request.return_generation_logits =

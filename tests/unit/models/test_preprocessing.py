@@ -1,6 +1,7 @@
 """Prompts and words to ids, and back; refusals are in tests/integration/test_malformed_requests.py."""
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,9 @@ from cog_triton.models.postprocessing import decoded
 from cog_triton.models.preprocessing import Preprocessor, word_lists
 from cog_triton.models.stub import Array
 from cog_triton.models.tensors import words_from_list
+from cog_triton.request.limits import WORD_IDS
 from cog_triton.text.tokenizer import Tokenizer
+from cog_triton.text.words import WordTokenizer
 from cog_triton.wire import ADD_SPECIAL_TOKENS, CONTINUED, LOGIT_BIAS, PROMPT_IDS, ids_text
 from tests.support import load_cases
 
@@ -110,14 +113,56 @@ def test_a_request_says_whether_special_tokens_are_added(
 # Words
 
 
-@pytest.mark.parametrize("case", load_cases(__file__, "words.yaml"))
+@pytest.mark.parametrize(
+    ("words", "texts_of_rows"),
+    [
+        pytest.param([[""]], None, id="no word"),
+        pytest.param([["", ""]], None, id="no words"),
+        pytest.param([["neural network"]], [["neural network", " neural network"]], id="one"),
+        pytest.param([["end", "", "no"]], [["end", " end", "no", " no"]], id="several"),
+        pytest.param([["end"], [""], ["no"]], [["end", " end"], [], ["no", " no"]], id="batch"),
+        pytest.param(["end"], [["end", " end"]], id="of shape [batch]"),
+    ],
+)
 def test_words_match_as_they_stand_and_after_a_space(
-    preprocessor: Preprocessor, tokenizer: Tokenizer, case: dict[str, Any]
+    preprocessor: Preprocessor,
+    tokenizer: Tokenizer,
+    words: list[Any],
+    texts_of_rows: list[list[str]] | None,
 ) -> None:
-    words = np.char.encode(case["words"]).astype(object)
-    found = preprocessor(inputs(*"x" * len(words), STOP_WORDS_DICT=words)).get("STOP_WORDS_IDS")
-    lists = None if found is None else [*map(words_from_list, found)]
-    assert lists == (case["texts"] and [word_ids(tokenizer, *texts) for texts in case["texts"]])
+    given = np.char.encode(words).astype(object)
+    for_each_prompt = inputs(*"x" * len(words), STOP_WORDS_DICT=given)
+    found = preprocessor(for_each_prompt).get("STOP_WORDS_IDS")
+    if texts_of_rows is None:
+        assert found is None
+        return
+    assert found is not None
+    for row, expected in zip(map(words_from_list, found), texts_of_rows, strict=True):
+        spellings = word_ids(tokenizer, *expected)
+        assert set(spellings) <= set(row)
+        # What else there is are spellings that share a token with other text.
+        for ids in row:
+            assert any(text.strip() in tokenizer.decode(list(ids)) for text in expected)
+
+
+def test_a_list_of_words_has_no_more_ids_than_engines_take(tokenizer: Tokenizer) -> None:
+    words = [f"{place:04d}" for place in range(1024)]
+    given = inputs("x", STOP_WORDS_DICT=texts(words))
+    found = Preprocessor(tokenizer)(given)["STOP_WORDS_IDS"]
+    assert found.shape[-1] <= WORD_IDS
+    assert set(word_ids(tokenizer, *words)) <= set(words_from_list(found[0]))
+
+
+def test_the_bias_is_as_long_as_the_models_vocabulary(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    padded = len(tokenizer) + 64
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"vocab_size": padded}}))
+    for given in ({"tokenizer_dir": str(tmp_path)}, {"vocab_size": str(padded)}):
+        preprocessor = Preprocessor(tokenizer, given)
+        bias = preprocessor(inputs("x"), {LOGIT_BIAS: json.dumps({padded - 1: -5})})
+        assert bias["EMBEDDING_BIAS"].shape == (1, padded)
+        assert bias["EMBEDDING_BIAS"][0, -1] == -5
+        with pytest.raises(InvalidParameter, match=f"between 0 and {padded - 1}, not {padded}"):
+            preprocessor(inputs("x"), {LOGIT_BIAS: json.dumps({padded: -5})})
 
 
 def test_words_may_match_alone_as_at_nvidia(tokenizer: Tokenizer) -> None:
@@ -136,10 +181,14 @@ def test_a_bias_of_words_and_of_ids(preprocessor: Preprocessor, tokenizer: Token
     words = texts(["a", "neural network"], ["b", ""])
     weights = np.array([[1.5, -2.0], [4.0, 9.0]], np.float32)
     given = inputs("x", "y", EMBEDDING_BIAS_WORDS=words, EMBEDDING_BIAS_WEIGHTS=weights)
-    ((a,), (b,), network) = word_ids(tokenizer, "a", "b", "neural network")
+    ((a,), (b,)) = word_ids(tokenizer, "a", "b")
+    tokens_of = WordTokenizer(tokenizer).tokens_of
     wanted = np.zeros((2, len(tokenizer)), np.float32)
-    wanted[0, a], wanted[1, b] = 1.5, 4.0
-    wanted[0, list(network)] -= 2
+    of_a, of_b, of_network = tokens_of(["a", "b", "neural network"])
+    assert (a in of_a, b in of_b) == (True, True)
+    wanted[0, of_a] = 1.5
+    wanted[1, of_b] = 4.0
+    wanted[0, of_network] -= 2
     found = preprocessor(given)["EMBEDDING_BIAS"]
     assert np.array_equal(found, wanted)
     assert found.dtype == np.float32
