@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from cog_triton import errors
 from cog_triton.errors import InvalidParameter, PromptRequired, PromptTemplateError, shown
 from cog_triton.request import limits as bounds
 from cog_triton.request.limits import TextLimits, parse_json
+from cog_triton.text.conversation import TemplateTraits, fitted, probe
 from cog_triton.text.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
@@ -45,7 +45,7 @@ def render_chat(
 ) -> str:
     """Render messages to a prompt, with the tokens that begin a text: the tokenizer must add none.
 
-    System messages at the beginning go into the first user's where the template has no place for them.
+    What the template has no place for is written in the nearest way that it has: see ``conversation``.
 
     Args:
         messages: objects with a role and, mostly, a content: a text, or a list of parts of type text.
@@ -71,8 +71,7 @@ def render_chat(
     turns = [_turn(f"messages[{place}]", message) for place, message in enumerate(messages)]
     if "developer" not in template:
         turns = [t | {"role": "system"} if t["role"] == "developer" else t for t in turns]
-    if turns[0]["role"] == "system" and not _has_system_role(tokenizer, template):
-        turns = merged_system(turns)
+    turns = fitted(turns, _traits(tokenizer, template))
     try:  # by transformers, in its sandbox
         prompt: str = tokenizer.apply_chat_template(
             turns,
@@ -106,16 +105,6 @@ def set_chat_template(tokenizer: Tokenizer, setting: str) -> None:
         raise errors.ConfigurationError(f"CHAT_TEMPLATE, line {error.lineno}: {error}") from None
     except Exception:
         return  # a template may refuse any messages; this is about its form
-
-
-def merged_system(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Put the system messages at the beginning into the first user message after them."""
-    texts = [m["content"] for m in takewhile(lambda m: m["role"] == "system", messages)]
-    rest = [dict(message) for message in messages[len(texts) :]]
-    if (user := next((turn for turn in rest if turn["role"] == "user"), None)) is None:
-        return [{"role": "user", "content": "\n\n".join(texts)}, *rest]
-    user["content"] = "\n\n".join([*texts, user["content"]])
-    return rest
 
 
 def _template(tokenizer: Tokenizer, *, tools: bool) -> str:
@@ -169,12 +158,18 @@ def _with_object(call: Any) -> Any:
 
 
 @lru_cache(maxsize=8)
-def _has_system_role(tokenizer: Tokenizer, template: str) -> bool:
-    turns = [{"role": "system", "content": _PROBE}, {"role": "user", "content": "Hello"}]
-    with suppress(*_REFUSALS):
-        options = {"tokenize": False, "add_generation_prompt": True}
-        return _PROBE in tokenizer.apply_chat_template(turns, chat_template=template, **options)
-    return False
+def _traits(tokenizer: Tokenizer, template: str) -> TemplateTraits:
+    def render(turns: Sequence[Message]) -> str | None:
+        try:
+            return str(
+                tokenizer.apply_chat_template(
+                    turns, chat_template=template, tokenize=False, add_generation_prompt=True
+                )
+            )
+        except Exception:  # whatever a template does with what it does not expect
+            return None
+
+    return probe(render)
 
 
 def format_prompt(

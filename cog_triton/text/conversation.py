@@ -7,6 +7,7 @@ by small conversations, what it accepts. What it does not accept is written in t
 
 import hashlib
 import itertools
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ _QUESTION = "The text of a question."
 _ANSWER = "The text of an answer."
 _RESULT = "The result of a call."
 _MORE = "The text of one more question."
+_ARGUMENTS = {"place": "here"}
+_PYTHONS = repr(_ARGUMENTS)
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,8 @@ class TemplateTraits:
     assistant_first: bool = True
     user_behind_tool: bool = True  # without an answer between them
     long_call_ids: bool = True  # not only those of nine letters and digits
+    argument_objects: bool = True  # arguments of calls as objects
+    argument_texts: bool = True  # arguments of calls as texts
 
 
 def probe(render: Render) -> TemplateTraits:
@@ -56,8 +61,17 @@ def probe(render: Render) -> TemplateTraits:
     more = _turn("user", _MORE)
     if not keeps([question], _QUESTION):
         return TemplateTraits()  # it needs what only a real request has
-    called = _called("abcdefgh1")
-    takes_calls = keeps([question, *called, answer], _RESULT)
+    called = _called("abcdefgh1", _ARGUMENTS)
+    called_by_text = _called("abcdefgh1", json.dumps(_ARGUMENTS))
+    by_object = render([question, *called, answer])
+    # Some templates write an object as Python does, which is no JSON.
+    takes_objects = by_object is not None and _RESULT in by_object and _PYTHONS not in by_object
+    takes_texts = keeps([question, *called_by_text, answer], _RESULT)
+    takes_calls = takes_objects or takes_texts
+    if not takes_objects:
+        called = called_by_text
+    arguments = called[0]["tool_calls"][0]["function"]["arguments"]
+    long_id = _called("call_0123456789abcdef", arguments)
     return TemplateTraits(
         system_turn=keeps([system, question], _SYSTEM),
         several_system_turns=keeps([system, later, question], _SYSTEM, _LATER),
@@ -70,9 +84,9 @@ def probe(render: Render) -> TemplateTraits:
         assistant_first=keeps([answer, question], _ANSWER),
         # A template that takes no calls at all shows nothing about them.
         user_behind_tool=not takes_calls or keeps([question, *called, more], _RESULT, _MORE),
-        long_call_ids=(
-            not takes_calls or keeps([question, *_called("call_0123456789abcdef"), answer], _RESULT)
-        ),
+        long_call_ids=not takes_calls or keeps([question, *long_id, answer], _RESULT),
+        argument_objects=not takes_calls or takes_objects,
+        argument_texts=not takes_calls or takes_texts,
     )
 
 
@@ -80,9 +94,9 @@ def _turn(role: str, content: str) -> Turn:
     return {"role": role, "content": content}
 
 
-def _called(identifier: str) -> list[Turn]:
+def _called(identifier: str, arguments: str | dict[str, str]) -> list[Turn]:
     """Return an assistant's call of a tool, and its result."""
-    function = {"name": "look", "arguments": {"place": "here"}}
+    function = {"name": "look", "arguments": arguments}
     call = {"id": identifier, "type": "function", "function": function}
     return [
         {"role": "assistant", "content": "", "tool_calls": [call]},
@@ -112,6 +126,10 @@ def fitted(turns: Sequence[Mapping[str, Any]], traits: TemplateTraits) -> list[T
         result = _beginning_with_user(result)
     if not traits.long_call_ids:
         result = [_with_short_ids(turn) for turn in result]
+    if not traits.argument_objects:
+        result = [_with_calls(turn, _with_text) for turn in result]
+    elif not traits.argument_texts:
+        result = [_with_calls(turn, _with_object) for turn in result]
     return result
 
 
@@ -216,16 +234,49 @@ def _with_short_ids(turn: Mapping[str, Any]) -> Turn:
     copy = dict(turn)
     if isinstance(copy.get("tool_call_id"), str):
         copy["tool_call_id"] = _short_id(copy["tool_call_id"])
+    return _with_calls(copy, _with_short_id)
+
+
+def _with_calls(turn: Mapping[str, Any], change: Callable[[Mapping[str, Any]], Any]) -> Turn:
+    """Return a turn whose calls are changed; what is no object is left to the template."""
+    copy = dict(turn)
     calls = copy.get("tool_calls")
     if isinstance(calls, list):
-        copy["tool_calls"] = [_with_short_id(call) for call in calls]
+        copy["tool_calls"] = [change(call) if isinstance(call, Mapping) else call for call in calls]
     return copy
 
 
-def _with_short_id(call: Any) -> Any:
-    if isinstance(call, Mapping) and isinstance(call.get("id"), str):
+def _with_short_id(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    if isinstance(call.get("id"), str):
         return {**call, "id": _short_id(call["id"])}
     return call
+
+
+def _with_text(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a call whose arguments are the text of an object."""
+    arguments = _arguments(call)
+    return _with_arguments(call, arguments if isinstance(arguments, str) else json.dumps(arguments))
+
+
+def _with_object(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a call whose arguments are an object; a text that is not one becomes a value of it."""
+    arguments = _arguments(call)
+    return _with_arguments(
+        call, arguments if isinstance(arguments, Mapping) else {"arguments": arguments}
+    )
+
+
+def _arguments(call: Mapping[str, Any]) -> Any:
+    function = call.get("function")
+    arguments = function.get("arguments") if isinstance(function, Mapping) else None
+    return {} if arguments is None else arguments
+
+
+def _with_arguments(call: Mapping[str, Any], arguments: Any) -> Mapping[str, Any]:
+    function = call.get("function")
+    if not isinstance(function, Mapping):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _short_id(identifier: str) -> str:

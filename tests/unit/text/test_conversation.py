@@ -53,7 +53,7 @@ def renderer(template: str) -> Any:
     def render(turns: Sequence[Mapping[str, Any]]) -> str | None:
         try:
             return compiled.render(messages=turns, raise_exception=raise_exception)
-        except jinja2.TemplateError:
+        except Exception:
             return None
 
     return render
@@ -171,6 +171,40 @@ def test_ids_of_another_server_are_shortened_alike_in_calls_and_results() -> Non
     assert len(result["tool_call_id"]) == 9
     _, call, result = fitted([user("a"), *called("abcdefgh1")], traits)
     assert call["tool_calls"][0]["id"] == result["tool_call_id"] == "abcdefgh1"
+
+
+OBJECTS = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "{% for name, value in c.function.arguments|items %}[{{ name }}={{ value }}]{% endfor %}"
+    "{% endfor %}{% endfor %}"
+)
+# As DeepSeek's, which puts texts together.
+TEXTS = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "{{ '[' + c.function.arguments + ']' }}{% endfor %}{% endfor %}"
+)
+PYTHONS = TEXTS.replace("{{ '[' + c.function.arguments + ']' }}", "[{{ c.function.arguments }}]")
+
+
+@pytest.mark.parametrize(
+    ("template", "arguments", "written"),
+    [
+        pytest.param(OBJECTS, {"a": 1}, "[a=1]", id="objects"),
+        pytest.param(OBJECTS, '{"a": ', '[arguments={"a": ]', id="objects, a text cut off"),
+        pytest.param(OBJECTS, "null", "[arguments=null]", id="objects, a text that is no object"),
+        pytest.param(OBJECTS, None, "", id="objects, none"),
+        pytest.param(TEXTS, {"a": 1}, '[{"a": 1}]', id="texts"),
+        pytest.param(TEXTS, '{"a": ', '[{"a": ]', id="texts, a text cut off"),
+        pytest.param(TEXTS, None, "[{}]", id="texts, none"),
+        pytest.param(PYTHONS, {"a": 1}, '[{"a": 1}]', id="a template that would write Python"),
+    ],
+)
+def test_arguments_have_the_form_that_the_template_needs(
+    template: str, arguments: Any, written: str
+) -> None:
+    call = {"id": "a", "function": {"name": "look", "arguments": arguments}}
+    turns = [user("x"), {"role": "assistant", "content": "", "tool_calls": [call]}]
+    assert rendered(template, turns) == f"<user>x<assistant>{written}"
 
 
 @pytest.mark.parametrize("calls", [[], None], ids=["empty", "null"])
