@@ -176,18 +176,20 @@ def _choose_backend(template: str, values: dict[str, object]) -> object:
 def _render(model: str, template: str, given: Values, problems: list[str]) -> Any | None:
     variables, found = known(model), len(problems)
     values = _current_names(model, given, problems)
-    used = dict.fromkeys(_VARIABLE.findall(template))
+    # Of an old template too: each name that it uses, and that of the variable today.
+    renamed = TABLES.renamed.get(model, {})
+    used = {name: renamed.get(name, name) for name in _VARIABLE.findall(template)}
     for name in values:
         if name not in variables:
             problems.append(f"{model}: {name}: unknown variable" + _suggest(name, variables))
-        elif name not in used:
+        elif name not in used.values():
             ignored = TABLES.ignored.get(model, {}).get(name)
             why = ignored.description if ignored else "the template does not use it"
             logger.warning("%s: %s has no effect: %s", model, name, why)
     texts: dict[str, str | None] = {}
-    for name in used:
+    for name, current in used.items():
         try:
-            texts[name] = variables[name].render(values.get(name))
+            texts[name] = variables[current].render(values.get(current))
         except KeyError:
             unknown = "the template uses it, but there is no such variable"
             problems.append(f"{model}: ${{{name}}}: {unknown}" + _suggest(name, variables))
