@@ -3,7 +3,10 @@
 import asyncio
 import contextlib
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,7 @@ from cog_triton.deployment import Deployment
 from cog_triton.errors import CogTritonError
 from cog_triton.server.guard import GIVEN_UP
 from tests.integration.conftest import ANY_PORTS, settings_for
-from tests.support import ROOT, load_cases, script, wait_until
+from tests.support import ROOT, free_port, load_cases, script, wait_until
 
 MOST_LINES = 4
 
@@ -55,6 +58,37 @@ async def test_a_stub_that_gets_no_processor_is_started_again(
         await asyncio.to_thread(wait_until, stop_one, 120, "a process that loads")
         await (await starting).stop()
     assert GIVEN_UP in caplog.text
+
+
+PLANTED = """
+mount -t tmpfs tmpfs /tmp && mkdir -p /tmp/coglet /tmp/home/Documents || exit 77
+ln -s /tmp/home /tmp/coglet/predictions
+"$@"
+status=$?
+ls /tmp/home /tmp/home/*
+exit $status
+"""
+
+
+def test_a_link_that_another_user_put_where_cog_keeps_files(tmp_path: Path) -> None:
+    """In a mount namespace, so that /tmp is this test's."""
+    command = [
+        "unshare",
+        "-m",
+        "sh",
+        "-c",
+        PLANTED,
+        "sh",
+        sys.executable,
+        ROOT / "scripts/serve.py",
+    ]
+    environment = {**os.environ, **ANY_PORTS, "PORT": str(free_port()), "LOG_FORMAT": "text"}
+    process = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    if process.returncode == 77 or "unshare failed" in process.stderr:
+        pytest.skip("no right to make a mount namespace")
+    assert process.returncode == 1
+    assert "/tmp/coglet/predictions is a link or a file" in process.stderr
+    assert process.stdout.split() == ["/tmp/home:", "Documents", "/tmp/home/Documents:"]
 
 
 OF_CONFIG = (

@@ -281,9 +281,12 @@ class Front:
         In HTTP/1.0: the response ends with its connection. ``limit`` bytes are read ahead.
         """
         status, transport, answer = 0, None, Answer(limit, headers)
+        unsafe = ""
         if passage.starts is not None:
-            self.predictions.begin(passage.starts, answer.show, hooked=passage.hooked)
+            unsafe = self.predictions.begin(passage.starts, answer.show, hooked=passage.hooked)
         try:
+            if unsafe:
+                raise Refusal(503, f"no files can be made for this prediction: {unsafe}")
             try:
                 transport, _ = await asyncio.get_running_loop().create_connection(
                     partial(asyncio.StreamReaderProtocol, answer), "127.0.0.1", self._port

@@ -13,13 +13,13 @@ the number of characters before, and the text).
 import asyncio
 import contextlib
 import fcntl
+import fnmatch
 import os
 import re
-import shutil
 import socket
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,12 +29,14 @@ from urllib.parse import unquote, urlsplit
 
 import orjson
 
+from cog_triton.faces.cog.private_directory import PrivateDirectory, UnsafeDirectory
 from cog_triton.server.guard import hold, process_name
 from cog_triton.web import Refusal
 from cog_triton.web.bodies import BadBody, parse_json
 
 VARIABLE = "COG_TRITON_CONTROL"
-# Where coglet 0.23 makes a directory for each prediction, whatever TMPDIR is, and removes none.
+# Where coglet 0.23 makes a directory for each prediction, whatever TMPDIR is, and removes none. It follows
+# links, so the directory of a prediction is made and checked here before coglet knows of the prediction.
 DIRECTORY = Path("/tmp/coglet/predictions")
 REMOVE_SECONDS = 5.0  # after the end
 WEBHOOK_SECONDS = 3.0  # after the end, in which coglet calls a webhook, again where that fails
@@ -146,11 +148,11 @@ class Predictions:
         self._running: dict[str, Running] = {}
         self._webhooks_until = 0.0
         self._others_run = False  # requests that did not pass the front
-        self._directory = directory
-        self._lock = directory.parent / f"cog_triton_{process_name(os.getpid())}.{id(self)}.lock"
-        with contextlib.suppress(OSError):  # Cog's server cannot write there either, and says so
-            directory.mkdir(parents=True, exist_ok=True)
-            hold(self._lock)
+        self._directory = PrivateDirectory(directory)
+        self._mark = f"cog_triton_{process_name(os.getpid())}.{id(self)}.lock"
+        # If there is no room, Cog's server cannot write there either, and says so.
+        with contextlib.suppress(OSError, UnsafeDirectory), self._directory.opened() as opened:
+            hold(_path(opened.parent) / self._mark)
         self._remover = ThreadPoolExecutor(1, "remove", os.nice, (19,))  # one may take 1 ms
         self._remover.submit(self._remove_abandoned)
         self._end, workers = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -218,16 +220,26 @@ class Predictions:
             raise invalid(["body", "input", self.inputs[0]], text, "value_error.missing")
         return orjson.dumps({**fields, "input": left}) if len(left) < len(given) else body
 
-    def begin(self, identifier: str, show: Show | None = None, *, hooked: bool = False) -> None:
-        """Note a prediction whose response the current task relays, until ``end``."""
+    def directory_problem(self) -> str:
+        """Return why no prediction may be given a directory; empty if it may."""
+        return self._directory.problem()
+
+    def begin(self, identifier: str, show: Show | None = None, *, hooked: bool = False) -> str:
+        """Note a prediction whose response the current task relays, until ``end``.
+
+        Return why Cog's server may not make files for it; empty if it may.
+        """
         running = self._running.setdefault(identifier, Running(show=show))
         running.relays.add(asyncio.current_task())
         running.in_predictor, self.progress = True, time.monotonic()
         running.hooked |= hooked
-        directory = self._directory / identifier
-        with contextlib.suppress(OSError):  # it is there, or the disk is full
-            directory.mkdir()
-            (directory / self._lock.name).touch()
+        try:
+            self._directory.make(identifier, self._mark)
+        except UnsafeDirectory as error:
+            return str(error)
+        except OSError:  # the disk is full: Cog's server says so
+            pass
+        return ""
 
     def end(self, identifier: str, status: int) -> None:
         self._running[identifier].relays.discard(asyncio.current_task())
@@ -272,17 +284,37 @@ class Predictions:
 
     def _remove(self, identifier: str) -> None:
         if identifier not in self._running:  # nor begun again
-            self._remover.submit(shutil.rmtree, self._directory / identifier, ignore_errors=True)
+            self._remover.submit(self._directory.remove, identifier)
 
     def _remove_abandoned(self) -> None:
-        for lock in self._directory.parent.glob("cog_triton_*.lock"):
-            with contextlib.suppress(OSError), lock.open("rb") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                self.remove_all(lock)
+        """Remove what servers left that have been killed: nobody holds their locks."""
+        with contextlib.suppress(OSError, UnsafeDirectory), self._directory.opened() as opened:
+            for name in fnmatch.filter(os.listdir(opened.parent), "cog_triton_*.lock"):
+                with contextlib.suppress(OSError), _locked(name, opened.parent):
+                    self._directory.remove_marked(name)
+                    os.unlink(name, dir_fd=opened.parent)
 
-    def remove_all(self, lock: Path | None = None) -> None:
-        """Remove the directories of a server, this one unless another's lock is given, and its lock."""
-        lock = lock or self._lock
-        for mark in self._directory.glob(f"*/{lock.name}"):
-            shutil.rmtree(mark.parent, ignore_errors=True)
-        lock.unlink(missing_ok=True)
+    def remove_all(self) -> None:
+        """Remove the directories of this server, and its lock."""
+        self._directory.remove_marked(self._mark)
+        with contextlib.suppress(OSError, UnsafeDirectory), self._directory.opened() as opened:
+            os.unlink(self._mark, dir_fd=opened.parent)
+
+
+def _path(descriptor: int) -> Path:
+    """Return a path that leads to an open directory, whatever has become of its name."""
+    return Path(f"/proc/self/fd/{descriptor}")
+
+
+@contextlib.contextmanager
+def _locked(name: str, directory: int) -> Iterator[None]:
+    """Lock a file of this user while nobody else holds it, or raise OSError."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    file = os.open(name, flags, dir_fd=directory)
+    try:
+        if os.fstat(file).st_uid != os.geteuid():
+            raise PermissionError(name)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(file)

@@ -9,6 +9,7 @@ import resource
 import runpy
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -39,7 +40,7 @@ def serve(
     import uvloop
 
     from cog_triton.errors import ConfigurationError
-    from cog_triton.faces.cog.front import Front
+    from cog_triton.faces.cog.front import Front, log
     from cog_triton.settings import read_settings
     from cog_triton.web.server import bound
 
@@ -61,6 +62,12 @@ def serve(
     for number in [signal.SIGINT] if await_explicit_shutdown else [signal.SIGINT, signal.SIGTERM]:
         signal.signal(number, lambda *_: None)
     front = Front(bound(host.strip("[]"), port), settings)
+    problem = front.predictions.directory_problem()
+    if (
+        problem
+    ):  # with each prediction, Cog's server would lose a slot, or write where another user wants
+        log("ERROR", f"the server cannot start: {problem}; Cog keeps files of predictions there")
+        sys.exit(1)
     serving = front.serve(_port_without_delay, stop)
     threading.Thread(target=uvloop.run, args=[serving], daemon=True).start()
     set_handler = signal.signal
