@@ -186,7 +186,6 @@ class Predictor(BaseRunner):
                 adapter=lora,
                 seed=resolve_seed(seed),
                 stop_sequences=parse_stop_sequences(stops),
-                end_id=settings.end_id,
                 pad_id=settings.pad_id,
             )
 

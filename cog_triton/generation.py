@@ -7,11 +7,14 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import numpy as np
+
 from cog_triton.client.stream import Streams
 from cog_triton.client.tracing import Steps
 from cog_triton.request.admission import Admission, Slot, Tenant
 from cog_triton.request.request import Request, request_parameters, triton_inputs
 from cog_triton.text.detokenizer import IncrementalDetokenizer
+from cog_triton.text.end_tokens import EndTokens
 from cog_triton.text.tokenizer import Tokenizer, text_limits
 from cog_triton.wire import TokenLogProb
 
@@ -82,75 +85,118 @@ async def generate(
     context_length: int | None = None,
     request_id: str | None = None,
     tenant: Tenant | None = None,
+    end_tokens: EndTokens | None = None,
 ) -> AsyncGenerator[Chunk, None]:
     """Stream the answer to a request, or raise a CogTritonError. Closing it early stops the request.
 
     Args:
         context_length: the most tokens of prompt and output together; None if only the engine knows.
         request_id: a name in Triton that no other running request has; None for a random one.
+        end_tokens: those of the model; the tokenizer's alone if None.
     """
     text_limits(tokenizer, context_length).check("the prompt", len(request.prompt))
-    detokenizer = IncrementalDetokenizer(
-        tokenizer, skip_special_tokens=request.skip_special_tokens, shown=request.shown_tokens
-    )
-    stops, stop_token, input_tokens = StopSequences(request.stop_sequences), None, None
-    end_id = request.effective_end_id(tokenizer.eos_token_id)
-    # Without a special token's mark, the detokenizer would show it.
-    hidden = None if request.include_stop else end_id
-    ids = [*request.continued_ids]  # of the whole output
-    _decoded(request, ids, detokenizer, stops, hidden)  # whose text has been delivered
-    keeps_end_token, inputs, parameters = True, triton_inputs(request), request_parameters(request)
+    if end_tokens is None:
+        own = tokenizer.eos_token_id
+        end_tokens = EndTokens() if own is None else EndTokens((own,))
+    output = _Output(request, tokenizer, end_tokens)
+    input_tokens = None
+    keeps_end_token = True
+    inputs = triton_inputs(request)
+    if end_tokens.named_in_requests and request.sent_end_id is None:
+        inputs["end_id"] = np.array([[end_tokens.first]], np.int32)
+    parameters = request_parameters(request)
     stream = client.stream(request_id or secrets.token_hex(8), inputs, parameters=parameters)
     place = admission.acquire(tenant) if admission else contextlib.nullcontext(Slot())
     async with Steps("admission") as trace, place as slot, contextlib.aclosing(stream):
         parameters |= trace.begin("triton")
         async for response in stream:
-            text, count, stop_token = _decoded(request, response.ids, detokenizer, stops, hidden)
-            if count and not ids:
-                trace.event("first token")
-            ids += response.ids[:count]
-            input_tokens = response.input_tokens or input_tokens
-            slot.used = len(ids) + (input_tokens or 0)
+            begins = not output.ids
             keeps_end_token = keeps_end_token and response.keeps_end_token
+            text, count = output.add(response.ids, keeps_end_token=response.keeps_end_token)
+            if count and begins:
+                trace.event("first token")
+            input_tokens = response.input_tokens or input_tokens
+            slot.used = len(output.ids) + (input_tokens or 0)
             chunk = Chunk(
-                *(text, len(ids), input_tokens),
+                *(text, len(output.ids), input_tokens),
                 ids=tuple(response.ids[:count]),
                 log_probs=tuple(response.log_probs[:count]),
                 prompt_log_probs=tuple(response.prompt_log_probs),
             )
-            if response.final or stops.matched is not None or stop_token is not None:
+            if response.final or output.ended:
                 break
             yield chunk
-    # Here the request has been stopped in the engine if a stop sequence or a stop token ended it.
-    if stops.matched is None:
-        text += stops.feed(detokenizer.flush()) + stops.flush()
-    if request.include_stop:
-        text += stops.matched or ""
+    # Here the request has been stopped in the engine, if it did not end there by itself.
+    text += output.rest()
     room = min(request.max_tokens, (context_length or math.inf) - (input_tokens or 0))
     # Where the engine leaves the end token out, an answer that was not cut off ended with it.
-    by_end_token = ids[-1:] == [end_id] if keeps_end_token else len(ids) < room
-    ended = stops.matched is not None or stop_token is not None or by_end_token
+    ended = output.ended or (not keeps_end_token and len(output.ids) < room)
     reason: FinishReason = "stop" if ended else "length"
-    chunk = replace(chunk, text=text, queued=slot.waited, stop_sequence=stops.matched)
-    stop_token = None if stops.matched is not None else stop_token
-    yield replace(chunk, finish_reason=reason, stop_token=stop_token)
+    stop_sequence = output.stops.matched
+    yield replace(
+        chunk,
+        text=text,
+        queued=slot.waited,
+        finish_reason=reason,
+        stop_sequence=stop_sequence,
+        stop_token=None if stop_sequence is not None else output.stop_token,
+    )
 
 
-def _decoded(
-    request: Request,
-    ids: list[int],
-    detokenizer: IncrementalDetokenizer,
-    stops: StopSequences,
-    hidden: int | None,  # the end token, where it is not part of the text
-) -> tuple[str, int, int | None]:
-    """Decode ids up to what ends the output. Returns (text, number of ids, stop token or None)."""
-    if not request.stop_sequences and not request.stop_token_ids:
-        return detokenizer.decode(ids[:-1] if ids[-1:] == [hidden] else ids), len(ids), None
-    text = ""
-    for count, token in enumerate(ids, 1):
-        stop_token = token if token in request.stop_token_ids else None
-        if token != hidden and (stop_token is None or request.include_stop):
-            text += stops.feed(detokenizer.decode([token]))
-        if stop_token is not None or stops.matched is not None:
-            return text, count, stop_token
-    return text, len(ids), None
+class _Output:
+    """The output of one request: its ids, up to what ends it, and their text."""
+
+    def __init__(self, request: Request, tokenizer: Tokenizer, end_tokens: EndTokens) -> None:
+        self._request = request
+        self._end_ids = frozenset(end_tokens.for_request(request.sent_end_id))
+        self._stop_ids = frozenset(request.stop_token_ids)
+        self._detokenizer = IncrementalDetokenizer(
+            tokenizer, skip_special_tokens=request.skip_special_tokens, shown=request.shown_tokens
+        )
+        self.stops = StopSequences(request.stop_sequences)
+        self.stop_token: int | None = None  # the one of stop_token_ids that ended it
+        self.by_end_token = False
+        self.ids: list[int] = []
+        self.add(list(request.continued_ids), keeps_end_token=True)  # their text has been delivered
+
+    @property
+    def ended(self) -> bool:
+        return self.by_end_token or self.stop_token is not None or self.stops.matched is not None
+
+    def add(self, ids: list[int], *, keeps_end_token: bool) -> tuple[str, int]:
+        """Add ids up to what ends the output; return their text, and how many of them count.
+
+        An end token counts where it is part of every output, and not with TensorRT-LLM's C++ backend: that
+        leaves out one end token, and the others, which are stop words to it, are left out here.
+        """
+        may_end_here = not (self._end_ids.isdisjoint(ids) and self._stop_ids.isdisjoint(ids))
+        if not self._request.stop_sequences and not may_end_here:
+            self.ids += ids
+            return self._detokenizer.decode(ids), len(ids)
+        text = ""
+        count = 0
+        for token in ids:
+            is_stop = token in self._stop_ids
+            # An engine makes none before min_tokens. One that does not know that it is one may.
+            is_end = token in self._end_ids and len(self.ids) >= self._request.min_tokens
+            if not (is_stop or is_end) or self._request.include_stop:
+                text += self.stops.feed(self._detokenizer.decode([token]))
+            if is_stop:
+                self.stop_token = token
+            elif is_end:
+                self.by_end_token = True
+            if not is_end or is_stop or keeps_end_token:
+                self.ids.append(token)
+                count += 1
+            if self.ended:
+                break
+        return text, count
+
+    def rest(self) -> str:
+        """Return the text that was held back, at the end of the output."""
+        text = ""
+        if self.stops.matched is None:
+            text = self.stops.feed(self._detokenizer.flush()) + self.stops.flush()
+        if self._request.include_stop:
+            text += self.stops.matched or ""
+        return text

@@ -7,16 +7,23 @@ settings.yaml describes them.
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError
 from pydantic_core import ErrorDetails
 
 from cog_triton import ROOT
 from cog_triton.errors import ConfigurationError
 from cog_triton.redaction import shown_value
 
+
+def _split(value: Any) -> Any:
+    return value.split(",") if isinstance(value, str) else value
+
+
 Port = Annotated[int, Field(ge=0, le=65535)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+TokenIds = Annotated[tuple[TokenId, ...], BeforeValidator(_split)]
 _LIST = r"^({0})(,({0}))*$"
 _ORIGINS = r"^[\s,]*((\*|null|[a-z][a-z0-9+.-]*://[^\s,/?#@]+/?)([\s,]+|$))*$"
 # Not health and inference: without them nothing runs.
@@ -46,7 +53,7 @@ class Settings(BaseModel):
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     max_sequence_length: int | None = Field(None, ge=2)
-    end_id: int | None = Field(None, ge=0)
+    end_ids: TokenIds = Field((), alias="END_ID")
     pad_id: int | None = Field(None, ge=0)
     simulated_prefill_ms: float = Field(0.0, ge=0)
     simulated_prefill_tokens_per_s: float = Field(0.0, ge=0)

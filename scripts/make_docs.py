@@ -28,7 +28,7 @@ def settings() -> str:
     texts = yaml.safe_load((ROOT / "cog_triton" / "settings.yaml").read_text(encoding="utf-8"))
     rows = []
     for field in Settings.model_fields.values():
-        default = str("" if field.default is None else field.default).removeprefix(f"{ROOT}/")
+        default = str("" if field.default in (None, ()) else field.default).removeprefix(f"{ROOT}/")
         shown = f"`{default}`" if default else "unset"
         rows.append([f"`{field.alias}`", kind_of(field.annotation), shown, texts[field.alias]])
     return table(HEADER, rows)

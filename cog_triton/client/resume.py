@@ -14,6 +14,7 @@ import numpy as np
 from cog_triton import errors
 from cog_triton.adapters.tensors import AdapterTensors, Send
 from cog_triton.client.stream import BROKEN, Inputs, Response, TritonClient
+from cog_triton.text.end_tokens import EndTokens
 from cog_triton.wire import CONTINUED, NO_PARAMETERS, Parameters, ids_parameter
 
 logger = logging.getLogger(__name__)
@@ -70,7 +71,7 @@ class ResumingClient:
 
     clients: Clients
     attempts: int  # the most retries of one request
-    end_id: int | None  # of requests that name none
+    end_tokens: EndTokens
     adapters: AdapterTensors | None = None  # sent to TensorRT-LLM's C++ backend where it lacks them
     retries: int = field(default=0, init=False)  # of all requests
     trials: Trials = field(default_factory=Trials, init=False)
@@ -82,8 +83,9 @@ class ResumingClient:
         ids = array("i", ids_parameter(parameters, CONTINUED))
         begun = len(ids)  # by another deployment or start; the limits are for the rest
         prompt_tokens, keeps_end_token, suspect = None, True, False
-        end_id = int(inputs["end_id"].flat[0]) if "end_id" in inputs else self.end_id
-        whole = begun and (ids[-1] == end_id or not inputs["max_tokens"].flat[0])
+        named = int(inputs["end_id"].flat[0]) if "end_id" in inputs else None
+        end_ids = self.end_tokens.for_request(named)
+        whole = begun and (ids[-1] in end_ids or not inputs["max_tokens"].flat[0])
         for attempt in range(0 if whole else self.attempts + 1):
             name = f"{request_id}-{attempt}" if attempt else request_id
             continued = len(ids)
@@ -112,7 +114,7 @@ class ResumingClient:
                         raise
                     break  # the context was full
                 except BROKEN as error:
-                    ended = len(ids) > begun and ids[-1] == end_id
+                    ended = len(ids) > begun and ids[-1] in end_ids
                     if ended or len(ids) - begun >= inputs["max_tokens"].flat[0]:
                         break  # only the mark of the end is missing
                     if attempt == self.attempts:

@@ -25,12 +25,15 @@ from cog_triton.client.messages import infer_request, tensors_of
 from cog_triton.client.resume import ResumingClient
 from cog_triton.client.stream import Inputs, TritonClient
 from cog_triton.deployment.deployment import Deployment, check_supported, tokenizer_of, without_bos
+from cog_triton.deployment.preparation import listed_ids
 from cog_triton.errors import ConfigurationError, InvalidParameter, TritonUnavailable
 from cog_triton.generation import Chunk, FinishReason, StopSequences
 from cog_triton.redaction import shown_url
 from cog_triton.request.admission import Admission, Tenant
 from cog_triton.request.request import Request, request_parameters, triton_inputs
 from cog_triton.settings import Settings
+from cog_triton.text.end_tokens import EndTokens, end_ids
+from cog_triton.text.tokenizer import Tokenizer
 
 POLL_SECONDS = 0.1
 ASK_SECONDS = 2.0
@@ -55,8 +58,10 @@ async def attach(settings: Settings, address: str, model: str, context: int | No
             dtypes = {kind: dtype for dtype, kind in TRITON_DTYPES.items()}
             dtype = dtypes.get(kinds.get("lora_weights", ""), "float16")
             adapters = AdapterTensors(settings.lora_dir, dtype)
-    attempts, end_id = settings.resume_attempts, tokenizer.eos_token_id
-    streams = ResumingClient(triton, attempts=attempts, end_id=end_id, adapters=adapters)
+    end_tokens = options["end_tokens"] = await _end_tokens(settings, triton, tokenizer)
+    streams = ResumingClient(
+        triton, attempts=settings.resume_attempts, end_tokens=end_tokens, adapters=adapters
+    )
     admission = Admission(settings.max_running, settings.max_waiting, settings.queue_timeout)
     supervisor: Any = triton  # as far as a deployment asks one: for ``running``
     needed = (settings, streams, supervisor, admission, tokenizer)
@@ -68,6 +73,22 @@ async def attach(settings: Settings, address: str, model: str, context: int | No
     known = {tensor.name: tensor.optional for tensor in config.input}
     options |= {"triton": triton, "model": model, "known": known, "adapters": adapters}
     return TextDeployment(*needed, **options)
+
+
+async def _end_tokens(
+    settings: Settings, triton: "RunningTriton", tokenizer: Tokenizer
+) -> EndTokens:
+    """Return the end tokens of END_ID, or else those that the server's preprocessing says it has."""
+    preprocessing = await triton.config("preprocessing")
+    servers: tuple[int, ...] = ()
+    if preprocessing is not None and "end_ids" in preprocessing.parameters:
+        servers = listed_ids(preprocessing.parameters["end_ids"].string_value)
+    if settings.end_ids:
+        return EndTokens(settings.end_ids, named_in_requests=settings.end_ids != servers)
+    if servers:
+        return EndTokens(servers)
+    directories = [settings.tokenizer_dir]
+    return EndTokens(end_ids((), directories, tokenizer.eos_token_id))
 
 
 class RunningTriton:
@@ -178,7 +199,10 @@ class TextDeployment(Deployment):
                 raise InvalidParameter(f"{name} is not known to the ensemble of this Triton")
         none = np.array([[b""]], np.object_)
         inputs = {name: none for name in WORDS if not self.known.get(name, True)}
-        for name, value in triton_inputs(request).items():
+        given = triton_inputs(request)
+        if "end_id" not in given and self.settings.end_ids:
+            given["end_id"] = np.array([[self.settings.end_ids[0]]], np.int32)
+        for name, value in given.items():
             target = name if name in self.known else OLD_NAMES.get(name, name)
             if target in self.known:
                 inputs[target] = value

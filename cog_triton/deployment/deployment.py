@@ -2,9 +2,10 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cog_triton import wire
@@ -20,6 +21,7 @@ from cog_triton.request.admission import STOPPING, Admission, Outcome, Tenant
 from cog_triton.request.request import Request, request_parameters
 from cog_triton.settings import Settings
 from cog_triton.text.chat import set_chat_template
+from cog_triton.text.end_tokens import EndTokens, tokenizer_end_id
 from cog_triton.text.tokenizer import Tokenizer, load_tokenizer, text_limits, without_torch
 
 if TYPE_CHECKING:
@@ -46,6 +48,7 @@ class Deployment:
     length_penalty: bool = True  # sent to the engine; see ``has_swapped_sampling_params``
     engine: preparation.EngineName = "transformers"  # what runs in the tensorrt_llm slot
     own_preprocessing: bool = True  # prompts become ids in this project's model
+    end_tokens: EndTokens | None = None  # None: only the tokenizer's
     opened: contextlib.AsyncExitStack = field(default_factory=contextlib.AsyncExitStack)
 
     def __post_init__(self) -> None:
@@ -58,13 +61,16 @@ class Deployment:
         preparation.read_overrides(settings)  # its problems come before a download
         with timed("model in place"):
             settings = await asyncio.to_thread(preparation.with_files, settings)
-        engine, own = preparation.resolve_engine(settings), own_preprocessing(settings)
+        engine = preparation.resolve_engine(settings)
+        own = preparation.own_preprocessing(settings)
         tensorrt_llm = preparation.detect_runtimes(settings).tensorrt_llm
         swapped = preparation.has_swapped_sampling_params(engine, tensorrt_llm)
         values = preparation.template_values(settings, engine, num_return_sequences=not swapped)
         preparation.check_files(values["tensorrt_llm"])
         # The tokenizer takes as long to load as Triton takes to start: do both at once.
         loading = asyncio.create_task(asyncio.to_thread(tokenizer_of, settings))
+        end_tokens = await _end_tokens(settings, values, engine, loading)
+        values = preparation.with_end_tokens(settings, values, engine, end_tokens)
         supervisor = Supervisor(settings, partial(run_server, values=values, loading=loading))
         admission = Admission(settings.max_running, settings.max_waiting, settings.queue_timeout)
         async with contextlib.AsyncExitStack() as opened:
@@ -76,7 +82,7 @@ class Deployment:
             streams = ResumingClient(
                 supervisor,
                 attempts=settings.resume_attempts if own else 0,  # NVIDIA's would begin anew
-                end_id=tokenizer.eos_token_id,
+                end_tokens=end_tokens,
                 adapters=preparation.adapter_tensors(settings, engine),
             )
             return cls(
@@ -85,6 +91,7 @@ class Deployment:
                 length_penalty=not swapped,
                 engine=engine,
                 own_preprocessing=own,
+                end_tokens=end_tokens,
                 opened=opened.pop_all(),
             )
 
@@ -104,6 +111,7 @@ class Deployment:
             context_length=self.context_length,
             request_id=request_id,
             tenant=tenant,
+            end_tokens=self.end_tokens,
         )
 
     def close(self) -> None:
@@ -119,6 +127,23 @@ class Deployment:
         """Stop everything that ``start`` started."""
         self.close()
         await self.opened.aclose()
+
+
+async def _end_tokens(
+    settings: Settings,
+    values: preparation.Values,
+    engine: preparation.EngineName,
+    loading: Awaitable[Tokenizer],
+) -> EndTokens:
+    """Find the end tokens; wait for the tokenizer only if its files do not say what ends a sequence."""
+    own: int | None = None
+    if not settings.end_ids:
+        directory = values["preprocessing"].get("tokenizer_dir") or settings.tokenizer_dir
+        try:
+            own = await asyncio.to_thread(tokenizer_end_id, Path(str(directory)))
+        except (LookupError, TypeError, ValueError):
+            own = (await loading).eos_token_id
+    return await asyncio.to_thread(preparation.end_tokens_of, settings, values, engine, own)
 
 
 def check_supported(request: Request, engine: str, own_preprocessing: bool) -> None:
@@ -187,12 +212,6 @@ async def served_metrics(
     finally:
         server.should_exit = True
         await serving
-
-
-def own_preprocessing(settings: Settings) -> bool:
-    """Return whether preprocessing is this project's, which reads a request's parameters, not NVIDIA's."""
-    model = settings.model_repository / "preprocessing/1/model.py"
-    return model.is_file() and "cog_triton.models.preprocessing" in model.read_text()
 
 
 def tokenizer_of(settings: Settings) -> Tokenizer:

@@ -23,6 +23,7 @@ from cog_triton.repository.variables import load_overrides
 from cog_triton.server.installation import locate
 from cog_triton.server.log import GPU
 from cog_triton.settings import Settings
+from cog_triton.text.end_tokens import EndTokens, end_ids
 from cog_triton.text.tokenizer import vocabulary_size
 
 logger = logging.getLogger("cog_triton.deployment")
@@ -252,6 +253,57 @@ def template_values(
         "tensorrt_llm": llm,
     }
     return merge(values, overrides)
+
+
+def end_tokens_of(
+    settings: Settings, values: Values, engine: EngineName, tokenizers: int | None
+) -> EndTokens:
+    """Return the end tokens of the deployment that the template variables describe.
+
+    Args:
+        tokenizers: the tokenizer's end of sequence.
+    """
+    llm = values["tensorrt_llm"]
+    preprocessing = values["preprocessing"]
+    configured = settings.end_ids or listed_ids(preprocessing.get("end_ids"))
+    model = llm.get("engine_dir" if engine == "tensorrtllm" else "model")
+    tokenizer_dir = str(preprocessing.get("tokenizer_dir") or settings.tokenizer_dir)
+    directories = [Path(str(directory)) for directory in (model, tokenizer_dir) if directory]
+    # The simulated engine has no model: it makes the tokenizer's ids, whatever they are.
+    vocabulary = None if engine == "simulated" else vocabulary_size(str(directories[0]))
+    ids = end_ids(configured, directories, tokenizers, vocabulary)
+    # NVIDIA's preprocessing knows only the tokenizer's.
+    return EndTokens(ids, named_in_requests=bool(ids) and not own_preprocessing(settings))
+
+
+def with_end_tokens(
+    settings: Settings, values: Values, engine: EngineName, end_tokens: EndTokens
+) -> Values:
+    """Return the template variables with the end tokens for the models that read them."""
+    if not end_tokens.ids or not own_preprocessing(settings):
+        return values
+    variable: dict[str, object] = {"end_ids": list(end_tokens.ids)}
+    added: Values = {"preprocessing": variable}
+    if engine != "tensorrtllm":
+        added["tensorrt_llm"] = variable
+    if "tensorrt_llm_bls" in values:
+        added["tensorrt_llm_bls"] = variable
+    return merge(values, added)
+
+
+def listed_ids(value: object) -> tuple[int, ...]:
+    """Return the ids of a template variable, a list or a text; ConfigurationError if they are none."""
+    numbers = value if isinstance(value, list) else str(value or "").split(",")
+    try:
+        return tuple(int(number) for number in numbers if str(number).strip())
+    except (TypeError, ValueError):
+        raise ConfigurationError(f"end_ids must be token ids, not {value!r}") from None
+
+
+def own_preprocessing(settings: Settings) -> bool:
+    """Return whether preprocessing is this project's, which reads a request's parameters, not NVIDIA's."""
+    model = settings.model_repository / "preprocessing/1/model.py"
+    return model.is_file() and "cog_triton.models.preprocessing" in model.read_text()
 
 
 def read_overrides(settings: Settings) -> Values:

@@ -41,7 +41,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0  # on tokens of prompt and output
     presence_penalty: float = 0.0  # on tokens of the output
     frequency_penalty: float = 0.0  # once per occurrence in the output
-    min_tokens: int = 0  # the end token is not chosen before
+    min_tokens: int = 0  # no end token is chosen before
     bad_words: tuple[tuple[int, ...], ...] = ()  # the last token is not chosen after the others
 
     @property
@@ -68,6 +68,7 @@ class GenerationRequest:
     input_ids: list[int]  # the prompt's, at least one
     max_tokens: int  # of the output, at least one
     end_id: int | None = None  # ends the output, and is part of it
+    other_end_ids: tuple[int, ...] = ()  # do the same, beside an end_id
     stop_words: tuple[tuple[int, ...], ...] = ()  # end the output, and stay part of it
     sampling: SamplingParams = field(default_factory=SamplingParams)
     return_log_probs: bool = False
@@ -78,6 +79,11 @@ class GenerationRequest:
     allowed_ids: tuple[int, ...] = ()  # the only tokens that are chosen; empty for all
     guide: Guide | None = None
     lora_task_id: int = 0  # the LoRA adapter; 0 for none
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """All tokens that end the output."""
+        return self.other_end_ids if self.end_id is None else (self.end_id, *self.other_end_ids)
 
 
 @dataclass
@@ -230,10 +236,11 @@ def create_engine(parameters: Mapping[str, str]) -> Engine:
 
 def check_ids(request: GenerationRequest, vocabulary: int) -> None:
     """Raise EngineError for token ids that a model does not have: they would end the engine."""
-    if request.end_id is not None and request.end_id >= vocabulary:
-        # TensorRT-LLM's wording, which clients know.
-        text = f"EndId ({request.end_id}) is not within acceptable range [-1, {vocabulary})."
-        raise EngineError(text)
+    for end_id in request.end_ids:
+        if end_id >= vocabulary:
+            # TensorRT-LLM's wording, which clients know.
+            text = f"EndId ({end_id}) is not within acceptable range [-1, {vocabulary})."
+            raise EngineError(text)
     ids = [*request.input_ids, *request.logit_bias, *request.allowed_ids]
     ids += [token for word in request.sampling.bad_words for token in word]
     if min(ids) < 0 or max(ids) >= vocabulary:

@@ -124,7 +124,7 @@ class Guided:
     """The state of one sequence in its guide."""
 
     matcher: Any
-    end_id: int  # is allowed where the guide may end, and only there
+    end_ids: list[int]  # are allowed where the guide may end, and only there
     tokens: list[int]  # of the sequence, and the number of them that the matcher has had
     consumed: int
     error: EngineError | None = None  # why it cannot go on
@@ -147,7 +147,7 @@ class Guides:
 
     def begin(self, request: GenerationRequest, tokens: list[int]) -> Guided:
         """Compile a request's guide, unless it has been before; an EngineError says why not."""
-        if request.end_id is None:
+        if not request.end_ids:
             text = "needs an end token: it does not go with ignore_eos or end_id -1"
             raise EngineError(f"guided_decoding_guide {text}")
         with self._lock:
@@ -156,7 +156,7 @@ class Guides:
             matcher = compiled.deep_copy()
         if not matcher.consume_tokens(tokens[len(tokens) - request.continued :]):
             raise EngineError("guided_decoding_guide does not allow the output that is continued")
-        return Guided(matcher, request.end_id, tokens, len(tokens))
+        return Guided(matcher, list(request.end_ids), tokens, len(tokens))
 
     def masks(self, sequences: list[Guided]) -> Masks:
         """Consume the new tokens of each sequence, then compute those that may follow."""
@@ -172,7 +172,7 @@ class Guides:
         masks[:, tokenizer.vocab_size :] = 0
         masks[:, [i for i in tokenizer.eos_tokens if i < self._vocabulary]] = 0
         for each, allowed in zip(sequences, masks, strict=True):
-            allowed[each.end_id] = each.matcher.is_accepting()
+            allowed[each.end_ids] = each.matcher.is_accepting()
             if each.matcher.is_error() or not allowed.any():
                 reason = _one_line(each.matcher.get_error()) or "no token can follow"
                 each.error = EngineError(f"guided_decoding_guide: {reason}")

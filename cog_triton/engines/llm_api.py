@@ -68,9 +68,9 @@ class TensorrtLlmEngine(library.LibraryEngine):
                 end = (new.finish_reason or "stop") if update.finished else None
                 step = self.step(request, list(new.token_ids_diff), new.logprobs_diff, end)
                 last_id = step.ids[-1] if step.ids else last_id
-                if end == "stop" and request.end_id not in (None, last_id):
-                    # No stop words are given to the LLM, so it has left out the end token.
-                    step.ids.append(request.end_id)
+                if end == "stop" and request.end_ids and last_id not in request.end_ids:
+                    # It leaves out ``end_id``, and no stop words but end tokens are given to it.
+                    step.ids.append(request.end_ids[0])
                 yield step
         finally:
             if not output.finished:
@@ -122,6 +122,9 @@ def is_forgetful(version: str, options: library.Arguments) -> bool:
 def sampling_arguments(request: GenerationRequest) -> library.Arguments:
     """Return the arguments of ``tensorrt_llm.SamplingParams`` for a request."""
     arguments = {**library.sampling_arguments(request), "end_id": request.end_id}
+    if request.other_end_ids:
+        arguments["stop_token_ids"] = list(request.other_end_ids)
+        arguments["include_stop_str_in_output"] = True  # an end token is part of the output
     if request.end_id is None:
         # Without a tokenizer the LLM refuses requests that give no end id. The pad id is never read; else
         # the LLM would pad with the end id.

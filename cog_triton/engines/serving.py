@@ -95,6 +95,10 @@ class _Sequence:
         self._cut_behind_stop_word(before)
         return made
 
+    @property
+    def ends_with_end_token(self) -> bool:
+        return bool(self.ids) and self.ids[-1] in self.request.end_ids
+
     def take(self, limit: int) -> Output:
         """Take what is ready as one response: of a stream at most ``limit`` ids, unless 0."""
         begin, size = self.sent, limit if limit and self.streaming else len(self.ids)
@@ -105,7 +109,7 @@ class _Sequence:
         self.unsent = self.sent < len(self.ids)
         self.cum_log_prob += sum(token.log_prob for token in log_probs)
         end = None if self.unsent else self.end
-        has_end_token = end is not None and self.ids[-1:] == [self.request.end_id]
+        has_end_token = end is not None and self.ends_with_end_token
         return Output(
             self.prompt + ids,
             log_probs,

@@ -172,10 +172,15 @@ class SimulatedEngine(EventLoopEngine):
                 due = 1 + int(max(0.0, monotonic() + TICK - at) / pace) if pace else max(1, made)
                 begin = (place + made) % self._length
                 ids = self._text[begin : begin + min(due, BURST, end - made)]
-                if request.end_id in ids:
-                    ids = ids[: ids.index(request.end_id) + 1]
+                ended = False
+                for place_in_step, token in enumerate(ids):
+                    counts = made + place_in_step >= request.sampling.min_tokens
+                    if counts and token in request.end_ids:
+                        ids = ids[: place_in_step + 1]
+                        ended = True
+                        break
                 made += len(ids)
-                finished = made == request.max_tokens or ids[-1] == request.end_id
+                finished = ended or made == request.max_tokens
                 at += (len(ids) - finished) * pace
                 asked, top = ids if request.return_log_probs else (), request.top_log_probs
                 yield Step(ids, [base.TokenLogProb(i, 0.0, _top(i, top)) for i in asked], finished)

@@ -110,7 +110,7 @@ class TransformersEngine(Engine):
                 self._adapters.assign(request.lora_task_id, row)
             if request.key in self.running:
                 prompt, key = self._processor.prompt(row), request.key
-                ends = {"max_new_tokens": request.max_tokens, "eos_token_id": request.end_id}
+                ends = {"max_new_tokens": request.max_tokens, "eos_token_id": list(request.end_ids)}
                 self._manager.add_request(prompt, request_id=key, streaming=True, row=row, **ends)
                 # Asked again, so that a request is not lost when the engine stops meanwhile.
                 self._check_running()

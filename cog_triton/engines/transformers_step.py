@@ -52,8 +52,8 @@ class History:
         words = request.sampling.bad_words
         excluded = [last for *start, last in words if not start or tokens[-len(start) :] == start]
         made = len(tokens) - len(request.input_ids)
-        if request.end_id is not None and made < request.sampling.min_tokens:
-            excluded.append(request.end_id)
+        if made < request.sampling.min_tokens:
+            excluded += request.end_ids
         if excluded:
             own = own.clone()
             own[excluded] = -torch.inf

@@ -214,15 +214,15 @@ def on_device(arguments: library.Arguments, *, cpu: bool) -> library.Arguments:
 
 def sampling_arguments(request: GenerationRequest) -> library.Arguments:
     """Return the arguments of ``vllm.SamplingParams`` for a request, but for bad words and guides."""
-    # The request's end token is the one that counts.
+    # The request's end tokens are those that count.
     arguments: library.Arguments = {"temperature": 0.0, "detokenize": False, "ignore_eos": True}
     arguments |= library.sampling_arguments(request)
     if not request.sampling.greedy:
         arguments |= {"min_p": request.sampling.min_p} if request.sampling.min_p else {}
         # One beyond an int64 would end vLLM's runner.
         arguments["seed"] = request.sampling.seed % 2**63
-    if request.end_id is not None:
-        arguments["stop_token_ids"] = [request.end_id]
+    if request.end_ids:
+        arguments["stop_token_ids"] = list(request.end_ids)
     if request.logit_bias:
         arguments["logit_bias"] = dict(request.logit_bias)
     if request.allowed_ids:

@@ -41,6 +41,7 @@ class TritonPythonModel:
             if name in parameters:
                 raise ValueError(f"{name}: {what} is not supported")
         self._llm = parameters.get("tensorrt_llm_model_name", wire.ENGINE)
+        self._end_ids = stub.end_ids(parameters)
         self._accumulates = parameters.get("accumulate_tokens") == "true"
         self._decoupled = config["model_transaction_policy"]["decoupled"]
         self._starting = threading.BoundedSemaphore(STARTING_AT_ONCE)
@@ -98,13 +99,14 @@ class TritonPythonModel:
         for name in inputs.keys() - NAMES["bls_to_preprocessing"].keys() - set(_DRAFTING):
             prompts[NAMES["bls_to_llm"].get(name, name)] = inputs[name]
         streams, unfinished = flag(inputs, "stream"), _sequences(inputs)
+        end_ids = stub.end_stop_words(prompts, self._end_ids)
         contexts, texts = Contexts(streaming=streams), dict[tuple[int, int], Array]()
         try:
             with self._starting:
                 responses = self._call(self._llm, request_id, prompts, parameters, decoupled=True)
             for response in responses:
                 unfinished -= response.has_error()
-                tensors = _outputs(response)
+                tensors = stub.without_end_token(_outputs(response), end_ids)
                 unfinished -= not streams or flag(tensors, "is_final")
                 for each in contexts.add(tensors, last=False) if "output_ids" in tensors else ():
                     text = self._decode(request_id, each)

@@ -11,12 +11,14 @@ standstill within 10,000 to 120,000 tokens.
 
 import asyncio
 import threading
+from pathlib import Path
 from typing import Any
 
 from cog_triton.client.grpc_transport import GrpcClient
 from cog_triton.client.messages import infer_request, is_final, tensors_of
 from cog_triton.models import stub
 from cog_triton.models.stub import Client, Contexts, flag
+from cog_triton.text.end_tokens import declared_end_ids
 from cog_triton.wire import CONTEXT_MODEL, ENGINE, GRPC_ADDRESS
 
 
@@ -24,6 +26,9 @@ class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         _, parameters = stub.begin(args)
         self._client = GrpcClient(parameters[GRPC_ADDRESS])
+        self._end_ids = stub.end_ids(parameters) or declared_end_ids(
+            Path(parameters.get("tokenizer_dir", ""))
+        )
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="relay", daemon=True).start()
 
@@ -40,15 +45,17 @@ class TritonPythonModel:
         try:
             inputs, names, request_id, _ = stub.received(request)
             contexts = Contexts(streaming=flag(inputs, "streaming"))
+            end_ids = stub.end_stop_words(inputs, self._end_ids)
             message = infer_request(ENGINE, request_id, stub.as_sent(inputs), ())
             # One by one, as they came: other clients count a response as a token.
             async for received in self._client.responses(message):
                 for each in received:
                     final = is_final(each)
-                    responses = contexts.add(tensors_of(each), last=final)
-                    for count, tensors in enumerate(responses, 1):
+                    tensors = stub.without_end_token(tensors_of(each), end_ids)
+                    responses = contexts.add(tensors, last=final)
+                    for count, part in enumerate(responses, 1):
                         last = final and count == len(responses)
-                        client.send(stub.response(tensors, names), last=last)
+                        client.send(stub.response(part, names), last=last)
                     if final and not client.closed:
                         client.send(last=True)
         except Exception as error:  # unanswered, the request would wait permanently

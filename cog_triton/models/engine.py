@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from cog_triton.errors import InvalidParameter
 from cog_triton.models import stub
 from cog_triton.models.stub import Array, Client, flag
 from cog_triton.models.tensors import generation_requests, placeholders, response_tensors
+from cog_triton.text.end_tokens import declared_end_ids
 from cog_triton.wire import CHANNEL, COUNTED_IDS, ENGINE
 
 # Asking Triton is a round trip: per token it halves the throughput. So is the change of a metric.
@@ -66,6 +68,7 @@ class TritonPythonModel:
         sys.setswitchinterval(SWITCH_SECONDS)
         self._decoupled = config["model_transaction_policy"]["decoupled"]
         self._placeholders = placeholders(config)
+        self._end_ids = engine_end_ids(parameters)
         self._prompt_in_output = parameters.get("exclude_input_in_output") == "false"
         self._peers = Peers(args, config)
         if self._peers.parameters:
@@ -106,7 +109,8 @@ class TritonPythonModel:
         inputs, names, request_id, parameters = stub.received(request)
         if flag(inputs, "stop"):
             return self._stop(request_id, client)
-        generations = generation_requests(inputs, parameters, self._serving.engine.features)
+        features = self._serving.engine.features
+        generations = generation_requests(inputs, parameters, features, self._end_ids)
         streaming = flag(inputs, "streaming")
         if not self._decoupled and (streaming or len(generations) > 1):
             what = "streaming" if streaming else "a batch of prompts"
@@ -157,6 +161,15 @@ class TritonPythonModel:
                 if now[name] != before[name]:
                     metric.increment(now[name] - before[name])
             before = now
+
+
+def engine_end_ids(parameters: Mapping[str, str]) -> frozenset[int]:
+    """Return the end tokens of the model that the configuration names, the tokenizer's apart."""
+    if configured := stub.end_ids(parameters):
+        return frozenset(configured)
+    directories = (parameters.get(name) for name in ("model", "tokenizer_dir"))
+    found = [declared_end_ids(Path(directory)) for directory in directories if directory]
+    return frozenset(chain.from_iterable(found))
 
 
 @dataclass(eq=False)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from itertools import accumulate, chain, zip_longest
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from cog_triton.models import stub
 from cog_triton.models.stub import Array, Client, Inputs, Tensors
 from cog_triton.request.limits import UNKNOWN_TOKENS, WORD_IDS, WORDS, WORDS_BYTES
 from cog_triton.request.request import Request
+from cog_triton.text.end_tokens import end_ids
 from cog_triton.text.tokenizer import Tokenizer, text_limits, vocabulary_size
 from cog_triton.text.words import Ids, WordTokenizer
 
@@ -33,8 +35,11 @@ class Preprocessor:
         context_length = int(given.get("max_seq_len", 0)) or None
         self._longest = context_length or UNKNOWN_TOKENS
         self._limits = text_limits(tokenizer, context_length)
-        end_id, pad_id = tokenizer.eos_token_id, tokenizer.pad_token_id
-        self._end_id = -1 if end_id is None else end_id
+        # The first one is the default of end_id; all backends understand the others as stop words.
+        ends = model_end_ids(tokenizer, given)
+        self._end_id = ends[0] if ends else -1
+        self._other_end_ids = ends[1:]
+        pad_id = tokenizer.pad_token_id
         self._pad_id = self._end_id if pad_id is None else pad_id
 
     def __call__(self, inputs: Inputs, parameters: wire.Parameters = wire.NO_PARAMETERS) -> Tensors:
@@ -61,10 +66,10 @@ class Preprocessor:
             "REQUEST_DECODER_INPUT_LEN": np.array([[len(ids)] for ids in decoder], np.int32),
         }
         optional = {
-            "BAD_WORDS_IDS": _ids_of_words(inputs.get("BAD_WORDS_DICT"), self._words.bad_spellings),
-            "STOP_WORDS_IDS": _ids_of_words(
-                inputs.get("STOP_WORDS_DICT"), self._words.stop_spellings
+            "BAD_WORDS_IDS": _lists(
+                _ids_of_words(inputs.get("BAD_WORDS_DICT"), batch, self._words.bad_spellings)
             ),
+            "STOP_WORDS_IDS": self._stop_words(inputs, batch),
             "EMBEDDING_BIAS": self._embedding_bias(inputs, parameters),
             "OUT_SEED": _either(inputs, "SEED", "RANDOM_SEED"),
             "OUT_MIN_TOKENS": _either(inputs, "MIN_TOKENS", "MIN_LENGTH"),
@@ -104,6 +109,14 @@ class Preprocessor:
         ids: list[int] = self._tokenizer(text, add_special_tokens=add_special_tokens).input_ids
         return ids
 
+    def _stop_words(self, inputs: Inputs, batch: int) -> Array | None:
+        """Return the lists of stop words and, unless a request has an end_id, of the other end tokens."""
+        words = inputs.get("STOP_WORDS_DICT")
+        others = [] if "END_ID" in inputs else [[token] for token in self._other_end_ids]
+        room = WORD_IDS - len(others)
+        rows = _ids_of_words(words, batch, self._words.stop_spellings, room)
+        return _lists([[*others, *row] for row in rows])
+
     def _embedding_bias(self, inputs: Inputs, parameters: wire.Parameters) -> Array | None:
         """Return the bias of the logits, shape [batch, vocabulary]; None for none."""
         batch = len(inputs["QUERY"])
@@ -135,27 +148,44 @@ class Preprocessor:
 
 
 def _ids_of_words(
-    words: Array | None, spellings: Callable[[Sequence[str]], list[list[Ids]]]
-) -> Array | None:
-    """Return TensorRT-LLM's word lists of the spellings, shape [batch, 2, N]; None without a word."""
+    words: Array | None,
+    batch: int,
+    spellings: Callable[[Sequence[str]], list[list[Ids]]],
+    room: int = WORD_IDS,
+) -> list[list[Ids]]:
+    """Return the spellings of each row's words, of at most ``room`` ids in all."""
     if words is None:
-        return None
-    lists = word_lists([_within_limit(spellings(row)) for row in _words(words)])
+        return [[] for _ in range(batch)]
+    return [_within_limit(spellings(row), room) for row in _words(words)]
+
+
+def _lists(rows: Sequence[Sequence[Sequence[int]]]) -> Array | None:
+    """Return TensorRT-LLM's word lists, shape [batch, 2, N]; None without a word."""
+    lists = word_lists(rows)
     return lists if lists.size else None
 
 
-def _within_limit(spellings: Sequence[Sequence[Ids]]) -> list[Ids]:
+def _within_limit(spellings: Sequence[Sequence[Ids]], room: int) -> list[Ids]:
     """Return as many spellings of all words as an engine takes in one list, in turn of each word."""
     kept: list[Ids] = []
     size = 0
     for of_each_word in zip_longest(*spellings, fillvalue=()):
         for ids in of_each_word:
             size += len(ids)
-            if size > WORD_IDS:
+            if size > room:
                 return kept
             if ids:
                 kept.append(ids)
     return kept
+
+
+def model_end_ids(tokenizer: Tokenizer, parameters: wire.Parameters) -> tuple[int, ...]:
+    """Return the end tokens by the configuration, or else by the files beside the tokenizer's."""
+    configured = [int(number) for number in str(parameters.get("end_ids", "")).split(",") if number]
+    directory = Path(str(parameters.get("tokenizer_dir", "")))
+    directories = [] if configured or not directory.name else [directory]
+    vocabulary = vocabulary_size(str(directory)) if directories else None
+    return end_ids(configured, directories, tokenizer.eos_token_id, vocabulary)
 
 
 def word_lists(batch: Sequence[Sequence[Sequence[int]]]) -> Array:

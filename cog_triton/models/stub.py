@@ -28,6 +28,7 @@ Inputs = Mapping[str, Array]
 
 logger = logging.getLogger(__name__)
 
+PADDING = -1  # of output_ids, as TensorRT-LLM has it
 INDICES = ("batch_index", "sequence_index")
 
 
@@ -76,6 +77,11 @@ def tokenizer(parameters: Mapping[str, str]) -> Tokenizer:
     return load_tokenizer(parameters["tokenizer_dir"], trust_remote_code=trusted)
 
 
+def end_ids(parameters: Mapping[str, str]) -> tuple[int, ...]:
+    """Return the end tokens in a configuration's ``end_ids``; none where it is unset."""
+    return tuple(int(number) for number in parameters.get("end_ids", "").split(",") if number)
+
+
 def forget_requests() -> None:
     """Collect garbage, at the end of a model's ``finalize``, when nothing holds a request any more.
 
@@ -113,6 +119,39 @@ def sequence_of(tensors: Mapping[str, Array]) -> tuple[int, int]:
 
 def indices(*place: int) -> Tensors:
     return {name: np.array([[i]], np.int32) for name, i in zip(INDICES, place, strict=True)}
+
+
+def end_stop_words(inputs: Inputs, end_ids: Collection[int]) -> frozenset[int]:
+    """Return the model's end tokens that a request of tensorrt_llm has as stop words of one token.
+
+    They are there because TensorRT-LLM's C++ backend has room for one end_id. It leaves that one out of the
+    output, and keeps stop words.
+    """
+    words = inputs.get("stop_words_list")
+    if words is None or not words.size or not end_ids:
+        return frozenset()
+    ids, ends = words.reshape(-1, 2, words.shape[-1])[0].tolist()
+    begins = [0, *ends[:-1]]
+    single = {
+        ids[begin]
+        for begin, end in zip(begins, ends, strict=True)
+        if begin >= 0 and end == begin + 1
+    }
+    return frozenset(single & set(end_ids))
+
+
+def without_end_token(tensors: Tensors, end_ids: Collection[int]) -> Tensors:
+    """Return a response of the C++ backend without the end token that it ends with, if it does."""
+    if not end_ids or "output_ids" not in tensors:
+        return tensors
+    ids, lengths = tensors["output_ids"].copy(), tensors["sequence_length"].copy()
+    for place in np.ndindex(lengths.shape):
+        length = lengths[place]
+        if length and ids[place][length - 1] in end_ids:
+            ids[place][length - 1] = PADDING
+            lengths[place] = length - 1
+    longest = int(lengths.max(initial=0))
+    return {**tensors, "output_ids": ids[..., :longest], "sequence_length": lengths}
 
 
 class Contexts:

@@ -31,11 +31,16 @@ _OLD_NAMES = {"random_seed": "seed", "min_length": "min_tokens"}
 
 
 def generation_requests(
-    inputs: Inputs, parameters: wire.Parameters = wire.NO_PARAMETERS, features: Collection[str] = ()
+    inputs: Inputs,
+    parameters: wire.Parameters = wire.NO_PARAMETERS,
+    features: Collection[str] = (),
+    end_ids: Collection[int] = (),
 ) -> list[GenerationRequest]:
     """Return one request per sequence of the batch.
 
-    ``features`` are the inputs and parameters that the engine honours; see ``Engine.features``.
+    ``features`` are the inputs and parameters that the engine honours; see ``Engine.features``. A stop word
+    that is one of the model's ``end_ids`` is an end token: preprocessing sends those that ``end_id`` has no
+    room for as stop words, which every backend understands.
     InvalidParameter names an input that is missing, out of range, or not supported.
     """
     inputs = _with_new_names(inputs)
@@ -54,7 +59,8 @@ def generation_requests(
         raise InvalidParameter(f"the embedded engine does not support {', '.join(refused)}")
     if "input_ids" not in inputs:
         raise InvalidParameter("input_ids is missing")
-    return [_generation_request(inputs, i, parameters) for i in range(len(inputs["input_ids"]))]
+    count = len(inputs["input_ids"])
+    return [_generation_request(inputs, i, parameters, end_ids) for i in range(count)]
 
 
 def _with_new_names(inputs: Inputs) -> Inputs:
@@ -71,7 +77,9 @@ def _with_new_names(inputs: Inputs) -> Inputs:
     return renamed
 
 
-def _generation_request(inputs: Inputs, i: int, parameters: wire.Parameters) -> GenerationRequest:
+def _generation_request(
+    inputs: Inputs, i: int, parameters: wire.Parameters, end_ids: Collection[int]
+) -> GenerationRequest:
     def scalar(name: str, default: Any) -> Any:
         return inputs[name].reshape(-1)[i].item() if name in inputs else default
 
@@ -92,12 +100,19 @@ def _generation_request(inputs: Inputs, i: int, parameters: wire.Parameters) -> 
     given |= {name: scalar(tensor, 0) for name, tensor in _SAMPLED.items() if tensor in inputs}
     others = {"max_tokens": scalar("request_output_len", 1), "guide": _guide(inputs, i)}
     checked = Request(prompt=" ", **given, **others)  # which knows the bounds of these
+    stop_words = _words(inputs, "stop_words_list", i)
+    other_end_ids: list[int] = []
+    if end_id >= 0:
+        ending = [word for word in stop_words if len(word) == 1 and word[0] in end_ids]
+        stop_words = tuple(word for word in stop_words if word not in ending)
+        other_end_ids = [token for (token,) in dict.fromkeys(ending) if token != end_id]
     return GenerationRequest(
         key="",
         input_ids=row[:length].tolist(),
         max_tokens=checked.max_tokens,
         end_id=end_id if end_id >= 0 else None,
-        stop_words=_words(inputs, "stop_words_list", i),
+        other_end_ids=tuple(other_end_ids),
+        stop_words=stop_words,
         sampling=SamplingParams(
             **{name: getattr(checked, name) for name in given},
             top_k=top_k,

@@ -282,7 +282,13 @@ def add_derived(configs: dict[str, Any], *, context: bool) -> None:
         configs[IDS_ENSEMBLE] = ids
     if not context or not _reads_context(configs):
         return
-    configs[CONTEXT_MODEL] = _relay(configs["tensorrt_llm"])
+    relay = configs[CONTEXT_MODEL] = _relay(configs["tensorrt_llm"])
+    preprocessing = configs.get("preprocessing")
+    if preprocessing is not None:
+        # By which it knows the end tokens that preprocessing sends as stop words.
+        for name in ("end_ids", "tokenizer_dir"):
+            if name in preprocessing.parameters:
+                relay.parameters[name].CopyFrom(preprocessing.parameters[name])
     for step in ensemble.ensemble_scheduling.step:
         if step.model_name == "tensorrt_llm":
             step.model_name = CONTEXT_MODEL

@@ -138,8 +138,10 @@ class Request:
     frequency_penalty: Float32 = 0.0
     stop_sequences: Annotated[tuple[Word, ...], Field(max_length=limits.STOP_SEQUENCES)] = ()
     bad_words: Annotated[tuple[Word, ...], AtMostWords] = ()
-    end_id: Int32 | None = None  # overrides the tokenizer's, as pad_id does
-    pad_id: Int32 | None = None
+    end_id: Int32 | None = (
+        None  # the only end token, in place of the model's; below 0, there is none
+    )
+    pad_id: Int32 | None = None  # overrides the tokenizer's
     prompt_ids: Annotated[tuple[TokenId, ...], Field(max_length=limits.MOST_CHARACTERS)] = ()
     # Of tokens that begin a text, which a rendered chat has. None: as preprocessing is configured.
     add_special_tokens: bool | None = None
@@ -179,10 +181,10 @@ class Request:
     def greedy(self) -> bool:
         return self.temperature == 0
 
-    def effective_end_id(self, tokenizers: int | None) -> int:
-        """Return the token that ends the output, by the request or its tokenizer; NO_TOKEN for none."""
-        end_id = tokenizers if self.end_id is None else self.end_id
-        return NO_TOKEN if end_id is None or self.ignore_eos else end_id
+    @property
+    def sent_end_id(self) -> int | None:
+        """The token that is to end the output; NO_TOKEN for none, and None for those of the model."""
+        return NO_TOKEN if self.ignore_eos else self.end_id
 
 
 def _explained(error: ValidationError) -> InvalidParameter | errors.PromptTooLong:
@@ -245,8 +247,8 @@ def triton_inputs(request: Request) -> dict[str, npt.NDArray[Any]]:
     values = {name: value for name, value in fields.items() if value not in (None, _INPUTS[name])}
     values["text_input"] = "" if request.prompt_ids else request.prompt
     values["stream"] = values["return_num_input_tokens"] = True
-    if request.ignore_eos:
-        values["end_id"] = NO_TOKEN
+    if request.sent_end_id is not None:
+        values["end_id"] = request.sent_end_id
     if request.log_probs is not None:
         values["return_log_probs"] = True
     if request.adapter:

@@ -19,6 +19,7 @@ from cog_triton.deployment.preparation import Values
 from cog_triton.errors import CogTritonError
 from cog_triton.request.request import Request, triton_inputs
 from cog_triton.server.tritonserver import TritonServer
+from cog_triton.text.end_tokens import EndTokens
 from tests.faulty_proxy import Faults, FaultyProxy
 from tests.integration.conftest import make_server, running, settings_for
 
@@ -108,7 +109,7 @@ def run(
     async def main() -> tuple[Counter[str], ResumingClient, FaultyProxy]:
         async with FaultyProxy(getattr(server.endpoints, transport), faults).running() as proxy:
             client = create(transport, proxy.address, *(PATIENT if faults is SLOW else IMPATIENT))
-            streams = ResumingClient(SameServer(client), attempts=3, end_id=None)
+            streams = ResumingClient(SameServer(client), attempts=3, end_tokens=EndTokens())
             ends = await compare(streams, expected)
             await client.aclose()
             return ends, streams, proxy

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from cog_triton.client.stream import Response
+from cog_triton.client.stream import Inputs, Response
 from cog_triton.errors import PromptTooLong
 from cog_triton.generation import Chunk, generate
 from cog_triton.request.request import Request
+from cog_triton.text.end_tokens import EndTokens
 from cog_triton.text.tokenizer import text_limits
 from cog_triton.wire import Parameters, TokenLogProb
 from tests.support import load_cases
@@ -26,21 +27,33 @@ class Client:
         self._responses = responses
         self.asked = 0
 
-    async def stream(self, *_: Any, parameters: Parameters) -> AsyncGenerator[Response, None]:
+    async def stream(
+        self, _: str, inputs: Inputs, *, parameters: Parameters
+    ) -> AsyncGenerator[Response, None]:
         self.asked += 1
+        self.inputs = inputs
         self.parameters = parameters
         for response in self._responses:
             yield response
 
 
 def run(
-    tokenizer: Any, client: Client, *, context_length: int | None = 100, **values: Any
+    tokenizer: Any,
+    client: Client,
+    *,
+    context_length: int | None = 100,
+    end_ids: tuple[int, ...] = (EOS,),
+    named_in_requests: bool = False,
+    **values: Any,
 ) -> list[Chunk]:
     request = Request(**{"prompt": "Hi", "seed": 0, **values})
 
     async def chunks() -> list[Chunk]:
         client_: Any = client
-        stream = generate(request, client_, tokenizer, context_length=context_length)
+        ends = EndTokens(end_ids, named_in_requests)
+        stream = generate(
+            request, client_, tokenizer, context_length=context_length, end_tokens=ends
+        )
         return [chunk async for chunk in stream]
 
     return asyncio.run(chunks())
@@ -136,6 +149,52 @@ def test_a_requests_end_token_is_no_text_though_it_is_an_ordinary_token(
     chunks = run(tokenizer, pieces(ids, size), end_id=ids[-1], **values)
     assert text(chunks) == tokenizer.decode(ids[:-1])
     assert (chunks[-1].output_tokens, chunks[-1].finish_reason) == (len(ids), "stop")
+
+
+@pytest.mark.parametrize("size", [1, 3, 100])
+@pytest.mark.parametrize("keeps_end_token", [True, False], ids=["kept", "left out"])
+@pytest.mark.parametrize(
+    ("values", "before", "reason"),
+    [
+        pytest.param({}, "one two", "stop", id="hidden"),
+        pytest.param({"include_stop": True}, "one two three", "stop", id="shown"),
+        pytest.param({"skip_special_tokens": False}, "one two", "stop", id="with special tokens"),
+        pytest.param({"stop_sequences": ("x",)}, "one two", "stop", id="beside a stop sequence"),
+        pytest.param({"ignore_eos": True}, "one two three four", "length", id="ignored"),
+        pytest.param({"end_id": EOS}, "one two three four", "length", id="an end of its own"),
+        pytest.param({"min_tokens": 4}, "one two three four", "length", id="before the minimum"),
+    ],
+)
+def test_an_answer_ends_with_any_end_token(
+    tokenizer: Any,
+    size: int,
+    keeps_end_token: bool,
+    values: dict[str, Any],
+    before: str,
+    reason: str,
+) -> None:
+    """TensorRT-LLM's C++ backend leaves one end token out, and the others, as stop words, in."""
+    ids = encode(tokenizer, "one two three four")
+    (end,) = encode(tokenizer, " three")
+    parts = [ids[i : i + size] for i in range(0, len(ids), size)]
+    client = Client(*(Response(part, 2, False, keeps_end_token) for part in parts), END)
+    chunks = run(tokenizer, client, end_ids=(EOS, end), max_tokens=len(ids), **values)
+    count = ids.index(end) + keeps_end_token if reason == "stop" else len(ids)
+    assert text(chunks) == before
+    assert (chunks[-1].finish_reason, chunks[-1].output_tokens) == (reason, count)
+    assert [token for chunk in chunks for token in chunk.ids] == ids[:count]
+    assert chunks[-1].stop_token is None
+
+
+def test_the_first_end_token_is_sent_where_the_server_does_not_know_it(tokenizer: Any) -> None:
+    client = Client(Response([5, EOS], 2, True))
+    run(tokenizer, client, end_ids=(7, EOS))
+    assert "end_id" not in client.inputs
+    (chunk,) = run(tokenizer, client, end_ids=(7, EOS), named_in_requests=True)
+    assert client.inputs["end_id"].tolist() == [[7]]
+    assert chunk.finish_reason == "stop"
+    run(tokenizer, client, end_ids=(7, EOS), named_in_requests=True, ignore_eos=True)
+    assert client.inputs["end_id"].tolist() == [[-1]]
 
 
 @pytest.mark.parametrize("size", [1, 2, 100])

@@ -12,7 +12,15 @@ from tests.support import ROOT
 def test_an_empty_variable_counts_as_unset_and_zero_does_not() -> None:
     assert read_settings({"TRITON_HTTP_PORT": "", "END_ID": ""}) == read_settings({})
     settings = read_settings({"TRITON_HTTP_PORT": "0", "END_ID": "0"})
-    assert (settings.http_port, settings.end_id) == (0, 0)
+    assert (settings.http_port, settings.end_ids) == (0, (0,))
+
+
+def test_end_tokens_are_a_list_with_or_without_spaces() -> None:
+    assert read_settings({"END_ID": "2"}).end_ids == (2,)
+    assert read_settings({"END_ID": " 1, 106 "}).end_ids == (1, 106)
+    for wrong in ("1,x", "-1", "1,,2", "1;2", "4294967296"):
+        with pytest.raises(ConfigurationError, match="END_ID"):
+            read_settings({"END_ID": wrong})
 
 
 def test_all_problems_are_named_at_once() -> None:

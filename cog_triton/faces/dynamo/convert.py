@@ -12,6 +12,7 @@ from typing import Any
 from cog_triton.errors import InvalidParameter, PromptTooLong
 from cog_triton.generation import Chunk
 from cog_triton.request.request import Guide, GuideKind, Request
+from cog_triton.text.end_tokens import EndTokens
 from cog_triton.wire import TokenLogProb
 
 # Fields that a Request has as well.
@@ -37,7 +38,7 @@ def request_of(
     request_id: str,
     *,
     prompt_tokens: int,
-    end_id: int | None,
+    end_tokens: EndTokens,
     context_length: int | None,
     adapter: str,
 ) -> Request:
@@ -47,7 +48,7 @@ def request_of(
 
     Args:
         prompt_tokens: how many of its ids are the prompt; those after it are output of another worker.
-        end_id: the tokenizer's.
+        end_tokens: the model's.
     """
     sampling, stops = given(body, "sampling_options"), given(body, "stop_conditions")
     output, ids = given(body, "output_options"), tuple(body["token_ids"])
@@ -70,6 +71,7 @@ def request_of(
     if (limit := stops.get("max_tokens", room)) is not None:
         fields["max_tokens"] = limit + len(continued)  # which the limit leaves out
     ignores_eos = bool(stops.get("ignore_eos"))
+    # The frontend's end tokens, by the files of the model.
     hidden = [] if ignores_eos else stops.get("stop_token_ids_hidden", [])
     shown = [*stops.get("stop_token_ids_visible", []), *stops.get("stop_token_ids", [])]
     return Request(
@@ -78,7 +80,9 @@ def request_of(
         continued_ids=continued,
         min_tokens=stops.get("min_tokens", 0) + len(continued),
         ignore_eos=ignores_eos,
-        stop_token_ids=tuple(i for i in dict.fromkeys([*hidden, *shown]) if i != end_id),
+        stop_token_ids=tuple(
+            i for i in dict.fromkeys([*hidden, *shown]) if i not in end_tokens.ids
+        ),
         guide=guide_of(given(sampling, "guided_decoding")),
         log_probs=output.get("logprobs"),
         prompt_log_probs=output.get("prompt_logprobs") is not None,

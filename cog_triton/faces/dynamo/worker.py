@@ -35,6 +35,7 @@ from cog_triton.faces.dynamo.convert import Body, chunk_of, given, request_of
 from cog_triton.processes import temporary_directory
 from cog_triton.server.log import log_to
 from cog_triton.settings import Settings, read_settings
+from cog_triton.text.end_tokens import EndTokens
 from cog_triton.wire import KV_BLOCK_TOKENS
 
 logger = logging.getLogger(__name__)
@@ -207,7 +208,7 @@ class Engine(LLMEngine):
             body,
             request_id,
             prompt_tokens=prompt,
-            end_id=self.deployment.tokenizer.eos_token_id,
+            end_tokens=self.deployment.end_tokens or EndTokens(),
             context_length=self.deployment.context_length,
             adapter="" if name == self._name else name,
         )

@@ -274,7 +274,6 @@ def sampling(body: ChatBody | CompletionBody, served: Served) -> dict[str, Any]:
         "prompt_log_probs": body.prompt_logprobs is not None or echoes,
         "guide": guide(body),
         "adapter": served.adapter(body.model),
-        "end_id": served.settings.end_id,
         "pad_id": served.settings.pad_id,
     }
 

@@ -143,6 +143,12 @@ class LLM:
             new.logprobs_diff.append({token: Logprob(-1.0)})
         if token == sampling.end_id and not sampling.ignore_eos:
             new.finish_reason = "stop"
+        elif token in (sampling.stop_token_ids or []):
+            new.finish_reason = "stop"
+            if not sampling.include_stop_str_in_output:
+                ids.pop()
+                new.token_ids_diff.pop()
+                del new.logprobs_diff[len(new.token_ids_diff) :]
         elif len(ids) >= sampling.max_tokens:
             new.finish_reason = "length"
         if new.finish_reason:

@@ -34,7 +34,7 @@ class Model:
         known = answer[count : count + 1] if output == answer[:count] else []
         excluded = {*(sampling.bad_token_ids or [])}
         if count < (sampling.min_tokens or 0):
-            excluded.add(sampling.end_id or 0)
+            excluded.update([sampling.end_id or 0, *(sampling.stop_token_ids or [])])
         return next(token for token in known + noise if token not in excluded)
 
 

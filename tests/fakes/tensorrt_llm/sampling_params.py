@@ -7,6 +7,8 @@ class SamplingParams:
 
     end_id: int | None = None
     pad_id: int | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool = False
     max_tokens: int = 32
     bad_token_ids: list[int] | None = None
     top_k: int | None = None

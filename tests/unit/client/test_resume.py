@@ -22,9 +22,10 @@ from cog_triton.errors import (
     TritonUnavailable,
     TritonUnknownError,
 )
+from cog_triton.text.end_tokens import EndTokens
 from cog_triton.wire import CONTINUED, NO_PARAMETERS, Parameters, ids_text
 
-END = 9
+END, OTHER_END = 9, 8
 Script = list[Response | CogTritonError]
 
 
@@ -82,7 +83,7 @@ def run(
     parameters: Parameters = BIAS,
 ) -> list[Response]:
     async def responses() -> list[Response]:
-        resuming = ResumingClient(server, attempts, END, adapters)
+        resuming = ResumingClient(server, attempts, EndTokens((END, OTHER_END)), adapters)
         return [response async for response in resuming.stream("id", given, parameters=parameters)]
 
     return asyncio.run(responses())
@@ -149,16 +150,31 @@ LAST = tokens(final=True)
             3,
             [tokens(1, END, prompt=5), tokens(4, prompt=5, final=True)],
         ),
+        ([[tokens(1, OTHER_END, prompt=5), GONE]], None, [tokens(1, OTHER_END, prompt=5), LAST]),
+        (
+            [[tokens(1, OTHER_END, prompt=5), GONE], [tokens(4, prompt=7, final=True)]],
+            END,
+            [tokens(1, OTHER_END, prompt=5), tokens(4, prompt=5, final=True)],
+        ),
         # The context was full.
         ([[tokens(1, prompt=5), GONE], [PromptTooLong("full")]], END, [tokens(1, prompt=5), LAST]),
     ],
-    ids=["anew", "max_tokens", "end token", "another end token", "context"],
+    ids=[
+        "anew",
+        "max_tokens",
+        "end token",
+        "another end token",
+        "the model's other one",
+        "not the request's",
+        "context",
+    ],
 )
 def test_an_output_that_is_complete(
-    scripts: list[Script], end_id: int, expected: list[Response]
+    scripts: list[Script], end_id: int | None, expected: list[Response]
 ) -> None:
     server = Server(*scripts)
-    assert run(server, inputs(max_tokens=3, end_id=end_id)) == expected
+    named = {} if end_id is None else {"end_id": end_id}
+    assert run(server, inputs(max_tokens=3, **named)) == expected
     assert len(server.given) == len(scripts)
 
 

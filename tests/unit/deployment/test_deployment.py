@@ -15,10 +15,10 @@ from cog_triton import errors
 from cog_triton.deployment.deployment import (
     Deployment,
     check_supported,
-    own_preprocessing,
     served_metrics,
     without_bos,
 )
+from cog_triton.deployment.preparation import own_preprocessing
 from cog_triton.request.admission import Admission
 from cog_triton.request.request import Request
 from cog_triton.settings import read_settings

@@ -109,6 +109,23 @@ def test_the_end_token_ends_the_output_and_is_part_of_it(engine: Requests) -> No
     assert engine.ids(max_tokens=30, end_id=ids[end]) == ids[: end + 1]
 
 
+def test_any_of_several_end_tokens_ends_the_output(engine: Requests) -> None:
+    ids = engine.ids(max_tokens=30)
+    first, second = [i for i in range(3, 30) if ids[i] not in ids[:i]][:2]
+    never = next(token for token in range(10, 1000) if token not in ids)
+    for end_id, others in ((never, (ids[second], ids[first])), (ids[first], (ids[second],))):
+        found = engine.ids(max_tokens=30, end_id=end_id, other_end_ids=others)
+        assert found == ids[: first + 1]
+
+
+def test_no_end_token_comes_before_the_minimum(engine: Requests) -> None:
+    ids = engine.ids(max_tokens=30)
+    first, second = [i for i in range(3, 30) if ids[i] not in ids[:i]][:2]
+    ends: Any = {"end_id": ids[first], "other_end_ids": (ids[second],)}
+    found = engine.ids(max_tokens=30, sampling=SamplingParams(min_tokens=second + 2), **ends)
+    assert len(found) >= second + 2
+
+
 def test_the_context_length(parameters: dict[str, str]) -> None:
     with running(parameters, max_seq_len="300") as engine:
         assert engine.engine.context_length == 300

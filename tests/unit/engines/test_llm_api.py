@@ -226,6 +226,7 @@ def test_a_bad_word_of_several_tokens_and_what_the_llm_refuses(fake: Any, make: 
         ("stop", [8], Step([8, 2], finished=True)),
         ("stop", [8, 2], Step([8, 2], finished=True)),
         ("stop", [], Step([2], finished=True)),
+        ("stop", [8, 6], Step([8, 6], finished=True)),
         ("timeout", [], "EngineUnavailable('TensorRT-LLM ended the request: timeout')"),
         ("cancelled", [], "EngineUnavailable('TensorRT-LLM ended the request: cancelled')"),
     ],
@@ -238,7 +239,7 @@ def test_updates(
     update.__aiter__.return_value = [update]
     requests = make()
     monkeypatch.setattr(llm(requests), "generate_async", lambda *_, **__: update)
-    first = requests.start(end_id=2).next()
+    first = requests.start(end_id=2, other_end_ids=(6,)).next()
     assert step == (repr(first.error) if first.error else first)
 
 

@@ -120,6 +120,16 @@ def test_an_end_token_that_is_text_is_the_end_alone(ask: Any, tokenizer: Any) ->
     assert "no token can follow" in refusal(ask(Guide(GuideKind.REGEX, "5"), end_id=five))
 
 
+def test_any_end_token_is_allowed_where_the_guide_ends_and_only_there(
+    ask: Any, tokenizer: Any
+) -> None:
+    guide = Guide(GuideKind.REGEX, "[0-9]{3}")
+    five = tokenizer.convert_tokens_to_ids("5")
+    ids = ask(guide, other_end_ids=(five,), logit_bias={five: 50.0}).wait().ids
+    assert ids[-1] == five
+    assert re.fullmatch("[0-46-9]{3}", tokenizer.decode(ids[:-1]))
+
+
 def test_a_guide_needs_an_end_and_a_tokenizer(ask: Any, demo_model: Path, tmp_path: Path) -> None:
     assert "does not go with ignore_eos or end_id -1" in refusal(ask(JSON_SCHEMA, end_id=None))
     with running(ENGINES["transformers"](demo_model), tokenizer_dir=str(tmp_path)) as engine:

@@ -21,6 +21,7 @@ from tests.support import ROOT, load_cases
 
 def test_every_variable_is_an_argument_or_said_to_have_no_effect() -> None:
     apart = {
+        "end_ids",  # of what reads requests for all embedded engines
         "engine",
         "exclude_input_in_output",
         "gpt_model_path",  # as engine_dir, whose filling says so

@@ -8,6 +8,7 @@ from cog_triton.errors import InvalidParameter, PromptTooLong
 from cog_triton.faces.dynamo.convert import chunk_of, request_of
 from cog_triton.generation import Chunk
 from cog_triton.request.request import Guide, GuideKind, Request
+from cog_triton.text.end_tokens import EndTokens
 from cog_triton.wire import TokenLogProb
 from tests.support import load_cases
 
@@ -18,7 +19,7 @@ IDS = [5, 6, 7, 8]
 def asked(groups: dict[str, Any] | None = None, name: str = "an id", **given: int) -> Request:
     body = {"token_ids": IDS, "model": "demo", **(groups or {})}
     lengths = {"prompt_tokens": 4, "context_length": 100, **given}
-    return request_of(body, name, end_id=2, adapter="", **lengths)
+    return request_of(body, name, end_tokens=EndTokens((2, 3)), adapter="", **lengths)
 
 
 def test_what_nobody_set_is_as_at_openais() -> None:

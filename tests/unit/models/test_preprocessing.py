@@ -86,6 +86,48 @@ def test_ids_that_the_tokenizer_does_not_name(eos: Any, pad: Any, end_id: int, p
     assert outputs["OUT_PAD_ID"].tolist() == [[pad_id]]
 
 
+# End tokens
+
+
+def stop_words(outputs: Any) -> list[list[int]]:
+    return outputs["STOP_WORDS_IDS"].tolist()[0] if "STOP_WORDS_IDS" in outputs else []
+
+
+def test_end_tokens_but_the_first_are_stop_words(tokenizer: Tokenizer) -> None:
+    """Every backend understands stop words, and has room for one end_id."""
+    preprocessor = Preprocessor(tokenizer, {"end_ids": "2,6,20", "words_after_space": "false"})
+    outputs = preprocessor(inputs("x"))
+    assert outputs["OUT_END_ID"].tolist() == [[2]]
+    assert stop_words(outputs) == [[6, 20], [1, 2]]
+    given = preprocessor(inputs("x", STOP_WORDS_DICT=texts("is")))
+    words = words_from_list(given["STOP_WORDS_IDS"][0])
+    assert words[:2] == ((6,), (20,))
+    assert "is" in [tokenizer.decode(word).strip() for word in words[2:]]
+
+
+@pytest.mark.parametrize("end_id", [2, 7, -1])
+def test_a_request_with_an_end_of_its_own_has_no_others(tokenizer: Tokenizer, end_id: int) -> None:
+    preprocessor = Preprocessor(tokenizer, {"end_ids": "2,6"})
+    outputs = preprocessor(inputs("x", END_ID=np.array([[end_id]], np.int32)))
+    assert outputs["OUT_END_ID"].tolist() == [[end_id]]
+    assert stop_words(outputs) == []
+
+
+def test_every_prompt_of_a_batch_has_the_end_tokens(tokenizer: Tokenizer) -> None:
+    outputs = Preprocessor(tokenizer, {"end_ids": "2,6"})(inputs("x", "y"))
+    assert outputs["STOP_WORDS_IDS"].tolist() == [[[6], [1]]] * 2
+
+
+def test_without_a_configuration_the_files_beside_the_tokenizer_count(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [6, 2, 1024]}')
+    (tmp_path / "config.json").write_text('{"vocab_size": 1024}')
+    outputs = Preprocessor(tokenizer, {"tokenizer_dir": str(tmp_path)})(inputs("x"))
+    assert outputs["OUT_END_ID"].tolist() == [[2]]
+    assert stop_words(outputs) == [[6], [1]]
+
+
 # Parameters of a request
 
 

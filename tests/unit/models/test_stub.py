@@ -168,3 +168,47 @@ def test_the_ids_before_a_response_do_not_grow() -> None:
 def test_without_streaming_a_response_is_whole() -> None:
     (whole,) = Contexts(streaming=False).add(reply([5, 6]), last=True)
     assert shown(whole) == ([[5, 6]], [], LAST)
+
+
+# End tokens that TensorRT-LLM's C++ backend has as stop words
+
+WORDS = np.array([[[6, 6, 7, 20, 9], [1, 3, 4, 5, -1]]], np.int32)  # 6; 6 7; 20; 9
+
+
+@pytest.mark.parametrize(
+    ("inputs", "end_ids", "found"),
+    [
+        pytest.param({"stop_words_list": WORDS}, (2, 6, 20), {6, 20}, id="single words"),
+        pytest.param({"stop_words_list": WORDS}, (7,), set(), id="part of a word"),
+        pytest.param({"stop_words_list": WORDS}, (), set(), id="no end tokens"),
+        pytest.param({}, (2, 6), set(), id="no words"),
+        pytest.param({"stop_words_list": np.zeros((1, 2, 0), np.int32)}, (2,), set(), id="empty"),
+    ],
+)
+def test_end_stop_words(inputs: Tensors, end_ids: tuple[int, ...], found: set[int]) -> None:
+    assert stub.end_stop_words(inputs, end_ids) == found
+
+
+@pytest.mark.parametrize(
+    ("ids", "lengths", "kept", "kept_lengths"),
+    [
+        pytest.param([[[5, 6]]], [[2]], [[[5]]], [[1]], id="last"),
+        pytest.param([[[6]]], [[1]], [[[]]], [[0]], id="alone"),
+        pytest.param([[[6, 5]]], [[2]], [[[6, 5]]], [[2]], id="not last"),
+        pytest.param([[[5, -1]]], [[1]], [[[5]]], [[1]], id="padded"),
+        pytest.param([[[]]], [[0]], [[[]]], [[0]], id="empty"),
+        pytest.param([[[5, 6], [7, 8]]], [[2, 2]], [[[5, -1], [7, 8]]], [[1, 2]], id="of a beam"),
+    ],
+)
+def test_a_response_without_its_end_token(
+    ids: list[Any], lengths: list[Any], kept: list[Any], kept_lengths: list[Any]
+) -> None:
+    tensors = {
+        "output_ids": np.array(ids, np.int32),
+        "sequence_length": np.array(lengths, np.int32),
+    }
+    found = stub.without_end_token(tensors, {6})
+    assert found["output_ids"].tolist() == kept
+    assert found["sequence_length"].tolist() == kept_lengths
+    assert stub.without_end_token(tensors, ()) is tensors
+    assert stub.without_end_token({}, {6}) == {}

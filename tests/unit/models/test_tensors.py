@@ -84,6 +84,29 @@ def test_old_names_of_inputs(old_name: str, new_name: str, value: int) -> None:
         generation_requests(inputs(**{new_name: value}) | old)
 
 
+@pytest.mark.parametrize(
+    ("end_id", "ends", "stop_words"),
+    [
+        pytest.param(2, (2, 6), ((6, 7), (8,)), id="an end token of the model"),
+        pytest.param(-1, (), ((6,), (6, 7), (8,), (6,)), id="no end token"),
+    ],
+)
+def test_a_stop_word_that_is_an_end_token_of_the_model_is_one(
+    end_id: int, ends: tuple[int, ...], stop_words: tuple[tuple[int, ...], ...]
+) -> None:
+    words = np.array([[[6, 6, 7, 8, 6], [1, 3, 4, 5, -1]]], np.int32)
+    tensors = {
+        "input_ids": np.array([[5]], np.int32),
+        "request_output_len": np.array([10], np.int32),
+        "end_id": np.array([end_id], np.int32),
+        "stop_words_list": words,
+    }
+    (request,) = generation_requests(tensors, end_ids={2, 6})
+    assert (request.end_ids, request.stop_words) == (ends, stop_words)
+    (plain,) = generation_requests(tensors)
+    assert plain.stop_words == ((6,), (6, 7), (8,), (6,))
+
+
 @pytest.mark.parametrize(("word_list", "words"), CASES["words"] + CASES["other_words"])
 def test_word_lists(word_list: list[list[int]], words: list[list[int]]) -> None:
     assert words_from_list(np.array(word_list, int)) == tuple(map(tuple, words))

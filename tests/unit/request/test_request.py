@@ -232,18 +232,12 @@ def test_what_the_ensemble_has_no_input_for_is_sent_as_parameters() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "tokenizers", "end_id", "sent_id"),
-    [
-        ({}, 2, 2, None),
-        ({}, None, NO_TOKEN, None),
-        ({"end_id": 0}, 2, 0, 0),
-        ({"ignore_eos": True, "end_id": 7}, 2, NO_TOKEN, -1),
-    ],
+    ("values", "sent_id"),
+    [({}, None), ({"end_id": 0}, 0), ({"ignore_eos": True, "end_id": 7}, NO_TOKEN)],
+    ids=["the model's", "its own", "none"],
 )
-def test_what_ends_an_output(
-    values: dict[str, Any], tokenizers: int | None, end_id: int, sent_id: int | None
-) -> None:
-    assert request(**values).effective_end_id(tokenizers) == end_id
+def test_what_ends_an_output(values: dict[str, Any], sent_id: int | None) -> None:
+    assert request(**values).sent_end_id == sent_id
     assert sent(**values).get("end_id") == sent_id
 
 

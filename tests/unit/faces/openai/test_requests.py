@@ -57,9 +57,9 @@ def test_every_field_has_its_place(
     assert asked(Backend(*CHUNKS), path, **fields) == replace(default, **place)
 
 
-def test_end_and_padding_are_those_of_the_settings() -> None:
+def test_padding_is_that_of_the_settings_and_the_end_is_the_deployments() -> None:
     request = asked(Backend(*CHUNKS, END_ID="7", PAD_ID="8"), CHAT)
-    assert (request.end_id, request.pad_id) == (7, 8)
+    assert (request.end_id, request.pad_id) == (None, 8)
 
 
 def test_a_seed_counts_up() -> None:
