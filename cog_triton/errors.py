@@ -70,6 +70,7 @@ class TritonOverloaded(ServerError, code="E2106", retryable=True):  # a queue is
         super().__init__(message)
         self.retry_after = retry_after  # seconds after which there may be room
 class JournalUnavailable(ServerError, code="E2107", retryable=True): ...  # full, damaged or locked
+class LogitsNotFinite(ServerError, code="E2108"): ...  # NaN or infinite: damaged weights, an overflow
 
 # Settings, configuration file or model, before any request.
 class ConfigurationError(CogTritonError, code="E3001"):
@@ -83,6 +84,10 @@ class EngineBuildError(CogTritonError, code="E3101"): ...  # a step of an engine
 
 class EngineError(Exception):
     """A request that an embedded engine refuses, or that failed in it; the text is for the client."""
+
+
+class EngineFailure(EngineError):
+    """The model's fault, not the request's: another attempt fails in the same way."""
 
 
 class EngineUnavailable(EngineError):
@@ -115,7 +120,8 @@ _AROUND = re.compile(
     r"|Failed to process the request\(s\) for model (?:instance )?'[^']*', message: *"
     r"|(?:Internal|Invalid argument|Not found|Unavailable|Unsupported|Unknown)(?:: | - )"
     # Python's, raised with a text, and this package's.
-    r"|(?:EngineError|EngineUnavailable|OSError|RuntimeError|TritonModelException|ValueError): "
+    r"|(?:EngineError|EngineFailure|EngineUnavailable|OSError|RuntimeError): "
+    r"|(?:TritonModelException|ValueError): "
     r"|(?:\w+: )?E\d{4} \w+: "
 )
 
@@ -136,6 +142,7 @@ def cause(text: str) -> str:
 
 # First match wins. The texts are those of TensorRT-LLM, vLLM, Triton 2.51 and this package's engines.
 _ERRORS: tuple[tuple[str, type[CogTritonError]], ...] = (
+    (r"logits are not finite numbers", LogitsNotFinite),
     (r"exceeds maximum input length|sequence length is potentially greater", PromptTooLong),
     (r"prompt has no tokens", PromptRequired),
     (r"[Mm]aximum queue size|(PEFT C|LoRA c)ache is full", TritonOverloaded),

@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import importlib.util
-import json
 import logging
 import os
 from collections.abc import Iterator, Mapping
@@ -11,11 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import safetensors
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from cog_triton.adapters.tensors import DTYPES, TRITON_DTYPES, AdapterTensors
+from cog_triton.deployment.checkpoint import (
+    check_weight_files,
+    check_weight_names,
+    read_json,
+    transformers_problems,
+)
+from cog_triton.engines import model_config
 from cog_triton.engines.library import read_arguments
 from cog_triton.errors import ConfigurationError
 from cog_triton.redaction import name_of_url, shown_url, without_archive_suffix
@@ -330,7 +335,8 @@ def adapter_tensors(settings: Settings, engine: EngineName) -> AdapterTensors | 
 
 def check_files(llm: Mapping[str, object]) -> None:
     """Check the checkpoint that the variables of tensorrt_llm name, before Triton is started on it."""
-    engine, model = (str(llm.get(name) or "") for name in ("engine", "model"))
+    engine = str(llm.get("engine") or "")
+    model = str(llm.get("model") or "")
     directory = Path(model)
     if engine not in ("transformers", "vllm") or not model or not directory.is_dir():
         return
@@ -338,20 +344,23 @@ def check_files(llm: Mapping[str, object]) -> None:
         return  # vLLM reads the weights in another way, or makes them up
     if (directory / "adapter_config.json").is_file():
         return  # its model is somewhere else
-    read_json(directory / "config.json")
-    index = directory / "model.safetensors.index.json"
-    shards = set(read_json(index).get("weight_map", {}).values()) if index.is_file() else set()
-    if missing := sorted(name for name in shards if not (directory / name).is_file()):
-        raise ConfigurationError(f"{index} names files that are missing: {', '.join(missing)}")
-    files = sorted(directory.glob("*.safetensors"))
-    if not files and not any(directory.glob("*.bin")):
-        raise ConfigurationError(f"{directory} holds no weights (*.safetensors or *.bin)")
-    for file in files:
+    config = read_json(directory / "config.json")
+    names = check_weight_files(directory)
+    check_weight_names(directory, names)
+    if engine == "transformers":
+        for problem in transformers_problems(directory, config, names):
+            raise ConfigurationError(problem)
+    check_context_length(llm, config)
+
+
+def check_context_length(llm: Mapping[str, object], config: Mapping[str, Any]) -> None:
+    """Refuse a MAX_SEQUENCE_LENGTH that the model's configuration does not allow."""
+    asked = llm.get("max_seq_len")
+    if asked and not llm.get("vllm_config"):
         try:
-            with safetensors.safe_open(file, framework="numpy"):
-                pass  # its header says how long it is
-        except (OSError, safetensors.SafetensorError) as error:
-            raise ConfigurationError(f"{file} is damaged or incomplete: {error}") from None
+            model_config.context_length(config, int(str(asked)), default=0)
+        except ValueError as error:
+            raise ConfigurationError(str(error)) from None
 
 
 def vllm_file(llm: Mapping[str, object]) -> Mapping[str, object]:
@@ -374,22 +383,9 @@ def context_length(values: Mapping[str, object]) -> int | None:
         limit = config.get("build_config", {}).get("max_seq_len")
     # The simulated engine has no model, and a file of further arguments may lift the model's limit.
     elif values.get("engine") != "simulated" and not lifted:
-        limit = config.get("text_config", config).get("max_position_embeddings")
+        limit = model_config.position_limit(config)
     known = [int(str(values["max_seq_len"]))] if values.get("max_seq_len") else []
     return min([*known, limit] if isinstance(limit, int) and limit > 0 else known, default=None)
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """Read the JSON object of a model's or an engine's file, or raise ConfigurationError."""
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigurationError(f"{file.parent} has no {file.name}") from None
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(f"{file} cannot be read: {error}") from None
-    if not isinstance(content, dict):
-        raise ConfigurationError(f"{file} is not the configuration of a model or an engine")
-    return content
 
 
 def _version(text: str) -> Version | None:

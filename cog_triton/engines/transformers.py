@@ -13,8 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, FIFOScheduler
@@ -24,13 +23,16 @@ from cog_triton.engines import base
 from cog_triton.engines.base import Engine, EngineError, GenerationRequest, Sink, Step
 from cog_triton.engines.guides import Guides
 from cog_triton.engines.kv_events import KvEvents
+from cog_triton.engines.model_config import context_length
+from cog_triton.engines.transformers_loading import load_model
 from cog_triton.engines.transformers_step import Row, StepProcessor
-from cog_triton.text.tokenizer import load_tokenizer, remote_code_lock, remote_code_refusal
+from cog_triton.text.tokenizer import load_tokenizer
 
 CPU_PAGE_TOKENS = 64
 CPU_BATCH_TOKENS = 256  # a longer prompt is prefilled in pieces, between others' tokens
 CPU_CACHE_BYTES = 512 << 20
 MAX_RUNNING = 256  # more requests wait
+UNKNOWN_CONTEXT = 2048  # tokens, of a model whose configuration does not say
 _FEATURES = {"allowed_token_ids", "embedding_bias", "min_p", "prompt_logprobs", "top_logprobs"}
 
 
@@ -41,8 +43,9 @@ class TransformersEngine(Engine):
         """Load the model that the tensorrt_llm model's parameters name, and start generating."""
         model = load_model(parameters)
         config = model.config.get_text_config()
-        limit = getattr(config, "max_position_embeddings", None) or 2048
-        self.context_length = limit = min(int(parameters.get("max_seq_len", limit)), limit)
+        asked = int(parameters["max_seq_len"]) if "max_seq_len" in parameters else None
+        limit = context_length(model.config.to_dict(), asked, default=UNKNOWN_CONTEXT)
+        self.context_length = limit
         batching = batching_config(model, limit, parameters)
         self._vocabulary = int(config.vocab_size)
         self.running: dict[str, Row] = {}
@@ -68,6 +71,7 @@ class TransformersEngine(Engine):
         manager.logit_processor = self._processor
         manager.warmup()  # allocates the cache
         cache, endpoint = manager.batch_processor.cache, parameters.get("kv_events_endpoint")
+        self._processor.watch(cache)
         # Where requests do not share blocks, nothing in it helps another one.
         self._events = KvEvents(endpoint, cache) if endpoint and cache.use_prefix_sharing else None
         manager.start()
@@ -142,36 +146,6 @@ class TransformersEngine(Engine):
 
     def _adapters_in_use(self) -> set[LoadedAdapter]:
         return {row.adapter for row in tuple(self.running.values()) if row.adapter is not None}
-
-
-def load_model(parameters: Mapping[str, str]) -> Any:
-    """Load a causal language model from a local directory or by its Hugging Face id."""
-    name, device = parameters["model"], parameters.get("device", "auto")
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    trusted = parameters.get("trust_remote_code") == "true"
-    if trusted:
-        # The part of its code that the tokenizer's processes load as well, at the same time.
-        with remote_code_lock():
-            AutoConfig.from_pretrained(name, trust_remote_code=True)
-    try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            name,
-            dtype=parameters.get("dtype", "auto"),
-            attn_implementation="sdpa",
-            trust_remote_code=trusted,
-            ignore_mismatched_sizes=True,  # its own error names none
-            output_loading_info=True,
-        )
-    except ValueError as error:
-        text = remote_code_refusal(error, "model", name)
-        if trusted or not text:
-            raise
-        raise ValueError(text) from error
-    for weight, shape, expected in sorted(info["mismatched_keys"]):
-        text = f"the weights of {name} are not those of its config.json: {weight} has the shape"
-        raise ValueError(f"{text} {tuple(shape)}, and should have {tuple(expected)}")
-    return model.to(device).eval()
 
 
 def batching_config(model: Any, context_length: int, parameters: Mapping[str, str]) -> Any:

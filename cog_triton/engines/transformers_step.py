@@ -21,6 +21,7 @@ from cog_triton.adapters.layers import Adapters, LoadedAdapter
 from cog_triton.engines import base
 from cog_triton.engines.base import GenerationRequest, SamplingParams, TokenLogProb
 from cog_triton.engines.guides import Guided, Guides, Masks
+from cog_triton.engines.transformers_numbers import FiniteCache, not_finite
 from cog_triton.errors import EngineError
 
 PART = 256  # rows of logits whose probabilities are worked out at once
@@ -93,6 +94,7 @@ class Row:
     history: History | None = None
     log_probs: list[TokenLogProb] = field(default_factory=list)  # not delivered yet, as the next
     prompt_log_probs: list[TokenLogProb] = field(default_factory=list)
+    failure: EngineError | None = None  # of the model, for this sequence
 
     def __deepcopy__(self, _: Any) -> "Row":
         # Transformers copies a request that it sets back, which continues with this row.
@@ -106,6 +108,8 @@ class Row:
 
     @property
     def error(self) -> EngineError | None:
+        if self.failure is not None:
+            return self.failure
         if self.adapter and self.adapter.problem:
             return EngineError(f"lora_task_id {self.request.lora_task_id}: {self.adapter.problem}")
         return self.guided.error if self.guided else None
@@ -124,10 +128,16 @@ class StepProcessor(cb_logits_processors.ContinuousBatchingLogitsProcessorList):
         self._rows: list[Row] = []  # with a next token
         self._masks: Future[Masks] | None = None
         self._prompts: list[tuple[Row, slice, int]] = []  # place in the step, and in the prompt
+        self._places: list[tuple[Row, slice]] = []  # of each request's tokens in the step
+        self._finite: FiniteCache | None = None
         self._marks: dict[tuple[int, int], int] = {}
         self._numbers = count(-1, -1)
         self._marked: list[tuple[int, int]] = []  # places in the step, and the tokens there
         model.forward = wraps(model.forward)(partial(self._forward, model.forward))
+
+    def watch(self, cache: Any) -> None:
+        """Have sequences fail whose numbers are not finite, for which the cache's updates are watched."""
+        self._finite = FiniteCache(cache)
 
     def prompt(self, row: Row) -> list[int]:
         """Return a row's prompt as transformers is to have it, which shares blocks of equal tokens.
@@ -145,7 +155,9 @@ class StepProcessor(cb_logits_processors.ContinuousBatchingLogitsProcessorList):
 
     def prepare_tensor_args(self, requests_in_batch: Any, arg_storage: Any) -> Any:
         """Note the requests of the step, a list of FutureRequestState in the order of their rows."""
-        self._rows, self._prompts, self._marked, parts, at = [], [], [], [], 0
+        self._rows, self._prompts, self._marked, self._places = [], [], [], []
+        parts: list[tuple[LoadedAdapter | None, int]] = []
+        at = 0
         for future in requests_in_batch:
             state, length = future.state, future.query_length
             row: Row = state.logit_processor_kwargs["row"]
@@ -157,12 +169,15 @@ class StepProcessor(cb_logits_processors.ContinuousBatchingLogitsProcessorList):
             if future.has_new_token:
                 self._rows.append(row)
             parts.append((row.adapter, length))
+            self._places.append((row, slice(at, at + length)))
             at += length
         guided = [row.guided for row in self._rows if row.guided is not None]
         if guided and self._guides is not None:  # computed while the model runs
             self._masks = self._guides.thread.submit(self._guides.masks, guided)
         if self._adapters is not None:
             self._adapters.begin_step(parts)
+        if self._finite is not None:
+            self._finite.begin_step()
         return arg_storage
 
     def _forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -184,6 +199,8 @@ class StepProcessor(cb_logits_processors.ContinuousBatchingLogitsProcessorList):
         that are not yet through, which mean nothing.
         """
         logits = own = scores[: len(self._rows)]
+        if self._fail_rows(logits):
+            logits = own = torch.nan_to_num(logits)  # of what is dropped, any token will do
         if any(row.changes_logits for row in self._rows):
             own = logits.clone()
             masks = iter(() if self._masks is None else self._masks.result())
@@ -203,6 +220,20 @@ class StepProcessor(cb_logits_processors.ContinuousBatchingLogitsProcessorList):
         chosen = torch.full_like(scores, -torch.inf)
         chosen[: len(ids)].scatter_(1, ids.unsqueeze(-1), 0.0)
         return chosen
+
+    def _fail_rows(self, logits: Tensor) -> bool:
+        """Mark the sequences of the step whose numbers are not finite; return whether there are any."""
+        failed = self._finite.failed(logits) if self._finite is not None else None
+        if failed is None:
+            return False
+        of_tokens, of_rows = failed
+        for row, place in self._places:
+            if any(of_tokens[place]):
+                row.failure = not_finite()
+        for row, is_failed in zip(self._rows, of_rows, strict=True):
+            if is_failed:
+                row.failure = not_finite()
+        return True
 
 
 def _note_prompt(logits: Tensor, row: Row, start: int) -> None:

@@ -218,7 +218,9 @@ def failure(model: str, cause: Exception) -> Any:
     if not isinstance(cause, CogTritonError | errors.EngineError):
         logger.error("model %s failed", model, exc_info=cause)
         text = f"model '{model}' failed: {type(cause).__name__}; the server's log has more"
-    elif not isinstance(cause, errors.ServerError | errors.EngineUnavailable):
+    elif not isinstance(
+        cause, errors.ServerError | errors.EngineFailure | errors.EngineUnavailable
+    ):
         code = [pb_utils.TritonError.INVALID_ARG]
     error = pb_utils.TritonError(shortened(text, errors.LONGEST), *code)
     return pb_utils.InferenceResponse(error=error)

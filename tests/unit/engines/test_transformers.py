@@ -11,7 +11,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from cog_triton.engines.base import EngineError, SamplingParams, TokenLogProb
+from cog_triton.engines.base import (
+    EngineError,
+    SamplingParams,
+    TokenLogProb,
+    create_engine,
+)
 from cog_triton.engines.transformers import (
     CPU_BATCH_TOKENS,
     CPU_CACHE_BYTES,
@@ -238,7 +243,9 @@ def test_batching(reference: Any) -> None:
 
 
 def test_what_needs_a_directory_or_a_tokenizer_is_refused_without(demo_model: Path) -> None:
-    with running(ENGINES["transformers"](demo_model), max_seq_len="100000") as plain:
+    with pytest.raises(ValueError, match=r"MAX_SEQUENCE_LENGTH=100000 .* the 2048 tokens"):
+        create_engine({**ENGINES["transformers"](demo_model), "max_seq_len": "100000"})
+    with running(ENGINES["transformers"](demo_model)) as plain:
         assert plain.engine.context_length == 2048  # the model's
         assert plain.engine.features.isdisjoint({"guided_decoding", "lora_task_id"})
         with pytest.raises(EngineError, match="does not support guided_decoding_guide"):

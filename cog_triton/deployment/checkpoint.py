@@ -1,0 +1,168 @@
+"""Check a checkpoint's files before anything is started on them, without reading the weights.
+
+The names of the weights are in the headers of safetensors files. What needs the model's class is checked
+when the engine loads it, in ``cog_triton.engines.transformers_loading``.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors
+
+from cog_triton.engines.model_config import first_names
+from cog_triton.errors import ConfigurationError
+
+# Components of names that wrappers of a model leave in a checkpoint that was saved through them.
+_WRAPPERS = frozenset(
+    (
+        "_orig_mod",
+        "_forward_module",
+        "_fsdp_wrapped_module",
+        "_checkpoint_wrapped_module",
+        "base_layer",
+    )
+)
+_WRAPPER_PREFIXES = ("module.", "base_model.model.")
+# Last components of the names of what belongs to a quantized weight.
+_QUANTIZATION_PARTS = frozenset(
+    (
+        *(
+            "weight_scale",
+            "weight_scale_inv",
+            "weight_scale_2",
+            "weight_zero_point",
+            "weight_packed",
+        ),
+        *("input_scale", "qweight", "qzeros", "scales", "g_idx", "absmax", "quant_map", "SCB"),
+    )
+)
+_HEADS = (
+    "ForSequenceClassification",
+    "ForTokenClassification",
+    "ForQuestionAnswering",
+    "ForMultipleChoice",
+    "ForMaskedLM",
+    "RewardModel",
+)
+WEIGHT_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+
+
+def check_weight_files(directory: Path) -> set[str]:
+    """Check that all files of weights are there and whole; return the names in safetensors files."""
+    for index in (directory / name for name in WEIGHT_INDEXES):
+        missing = sorted(name for name in shards(index) if not (directory / name).is_file())
+        if missing:
+            raise ConfigurationError(f"{index} names files that are missing: {', '.join(missing)}")
+    files = sorted(directory.glob("*.safetensors"))
+    if not files and not any(directory.glob("*.bin")):
+        raise ConfigurationError(f"{directory} holds no weights (*.safetensors or *.bin)")
+    names: set[str] = set()
+    for file in files:
+        try:
+            # Opening it checks the file's length against its header.
+            with safetensors.safe_open(file, framework="numpy") as opened:
+                names.update(opened.keys())
+        except (OSError, safetensors.SafetensorError) as error:
+            raise ConfigurationError(f"{file} is damaged or incomplete: {error}") from None
+    return names
+
+
+def shards(index: Path) -> set[str]:
+    """Return the files that an index of shards names; none if there is no index."""
+    if not index.is_file():
+        return set()
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ConfigurationError(
+            f"{index} is not an index of shards: it has no weight_map from weights to files"
+        )
+    for weight, file in weight_map.items():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise ConfigurationError(
+                f"{index} is not an index of shards: its weight_map has {file!r} for {weight}, "
+                "which is not the name of a file beside it"
+            )
+    return set(weight_map.values())
+
+
+def check_weight_names(directory: Path, names: set[str]) -> None:
+    """Refuse names that no model has: those of a wrapped model."""
+    wrapped = [name for name in names if _is_wrapped(name)]
+    if wrapped:
+        raise ConfigurationError(
+            f"{len(wrapped)} of {len(names)} weights in {directory} have names of a wrapped model "
+            f"(torch.compile, DDP, FSDP or PEFT): {first_names(wrapped)}; save the checkpoint again from "
+            "the model inside the wrapper, for an adapter after merge_and_unload()"
+        )
+
+
+def _is_wrapped(name: str) -> bool:
+    return name.startswith(_WRAPPER_PREFIXES) or not _WRAPPERS.isdisjoint(name.split("."))
+
+
+def transformers_problems(
+    directory: Path, config: Mapping[str, Any], names: set[str]
+) -> Iterator[str]:
+    """Yield what keeps transformers from loading the checkpoint as its author meant it."""
+    architectures = config.get("architectures") or []
+    head = next((one for one in architectures if str(one).endswith(_HEADS)), None)
+    if head is not None:
+        yield (
+            f"{directory} holds a {head}, which does not generate text; "
+            "take the checkpoint of a causal language model (…ForCausalLM)"
+        )
+    yield from _quantization_problems(directory, config, names)
+
+
+def _quantization_problems(
+    directory: Path, config: Mapping[str, Any], names: set[str]
+) -> Iterator[str]:
+    text_config = config.get("text_config") or {}
+    quantization = config.get("quantization_config") or text_config.get("quantization_config")
+    if quantization is None:
+        quantization = config.get("compression_config")  # of llm-compressor's first releases
+    elsewhere = "serve it with ENGINE=vllm, or take a checkpoint that is not quantized"
+    if isinstance(quantization, Mapping):
+        in_bits = quantization.get("load_in_4bit") or quantization.get("load_in_8bit")
+        method = "bitsandbytes" if in_bits else quantization.get("quant_method")
+        known = quantization_methods()
+        if method not in known:
+            yield (
+                f"{directory}/config.json names the quantization {method!r}, which transformers does not "
+                f"know: it would take the numbers as they are. It knows {', '.join(known)}; {elsewhere}"
+            )
+    elif (directory / "hf_quant_config.json").is_file():
+        yield (
+            f"{directory} was quantized by NVIDIA's ModelOpt (hf_quant_config.json), which transformers "
+            f"does not read; {elsewhere}"
+        )
+    else:
+        parts = [name for name in names if name.rpartition(".")[2] in _QUANTIZATION_PARTS]
+        if parts:
+            yield (
+                f"{directory} has {len(parts)} scales or zeros of quantized weights "
+                f"({first_names(parts)}), and its config.json has no quantization_config: they would be "
+                "ignored. Copy config.json from where the checkpoint was quantized"
+            )
+
+
+def quantization_methods() -> list[str]:
+    """Return the quantizations that the installed transformers knows."""
+    from transformers.utils.quantization_config import QuantizationMethod  # takes a second
+
+    return sorted(method.value for method in QuantizationMethod)
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Read the JSON object of a model's or an engine's file, or raise ConfigurationError."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigurationError(f"{file.parent} has no {file.name}") from None
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"{file} cannot be read: {error}") from None
+    if not isinstance(content, dict):
+        raise ConfigurationError(f"{file} is not the configuration of a model or an engine")
+    return content

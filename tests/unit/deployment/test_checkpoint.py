@@ -1,0 +1,119 @@
+"""What is refused by a checkpoint's configuration and the headers of its files."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from cog_triton.deployment.preparation import check_files
+from cog_triton.errors import ConfigurationError
+
+LAYER = "model.layers.0.mlp.up_proj"
+
+
+def make_checkpoint(directory: Path, names: list[str], config: dict[str, Any]) -> dict[str, object]:
+    """Write a checkpoint with weights of these names; return the engine's variables."""
+    (directory / "config.json").write_text(json.dumps(config))
+    save_file({name: np.zeros(1, np.float32) for name in names}, directory / "model.safetensors")
+    return {"engine": "transformers", "model": str(directory)}
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (
+            [f"_orig_mod.{LAYER}.weight"],
+            "1 of 1 weights .* wrapped model .*: _orig_mod.model.layers",
+        ),
+        ([f"module.{LAYER}.weight", "a.weight"], "1 of 2 weights"),
+        (["model.layers.0._checkpoint_wrapped_module.mlp.up_proj.weight"], "wrapped model"),
+        ([f"base_model.model.{LAYER}.base_layer.weight"], "merge_and_unload"),
+        (
+            [f"{LAYER}.weight", f"{LAYER}.weight_scale_inv"],
+            "has 1 scales or zeros .*weight_scale_inv",
+        ),
+        ([f"{LAYER}.qweight", f"{LAYER}.qzeros", f"{LAYER}.scales"], "has 3 scales or zeros"),
+        ([f"layers.{i}.weight_packed" for i in range(5)], "layers.2.weight_packed and 2 more"),
+    ],
+)
+def test_names_that_no_model_of_the_configuration_has(
+    names: list[str], said: str, tmp_path: Path
+) -> None:
+    llm = make_checkpoint(tmp_path, names, {})
+    with pytest.raises(ConfigurationError, match=said):
+        check_files(llm)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (
+            {"quantization_config": {"quant_method": "zebra"}},
+            "names the quantization 'zebra'.*gptq",
+        ),
+        ({"quantization_config": {"bits": 4}}, "names the quantization None"),
+        ({"text_config": {"quantization_config": {"quant_method": "modelopt"}}}, "'modelopt'"),
+        ({"compression_config": {"quant_method": "zebra"}}, "'zebra'"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "does not generate text"),
+        ({"architectures": ["BertForMaskedLM"]}, "holds a BertForMaskedLM"),
+    ],
+)
+def test_configurations_that_transformers_would_read_otherwise(
+    config: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    llm = make_checkpoint(tmp_path, [f"{LAYER}.weight"], config)
+    with pytest.raises(ConfigurationError, match=said):
+        check_files(llm)
+    check_files({**llm, "engine": "vllm"})  # has more quantizations, and says itself what it lacks
+
+
+def test_modelopts_quantization_is_for_other_engines(tmp_path: Path) -> None:
+    llm = make_checkpoint(tmp_path, [f"{LAYER}.weight", f"{LAYER}.weight_scale"], {})
+    (tmp_path / "hf_quant_config.json").write_text("{}")
+    with pytest.raises(ConfigurationError, match=r"ModelOpt \(hf_quant_config.json\).*ENGINE=vllm"):
+        check_files(llm)
+    check_files({**llm, "engine": "vllm"})
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"quantization_config": {"quant_method": "fp8"}},
+        {"quantization_config": {"load_in_4bit": True}},
+        {"architectures": ["LlamaForCausalLM"], "quantization_config": {"quant_method": "gptq"}},
+    ],
+)
+def test_a_quantization_that_transformers_knows(config: dict[str, Any], tmp_path: Path) -> None:
+    check_files(make_checkpoint(tmp_path, [f"{LAYER}.weight", f"{LAYER}.weight_scale"], config))
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        {},
+        {"weight_map": ["model.safetensors"]},
+        {"weight_map": {"a": 1}},
+        {"weight_map": {"a": ["model.safetensors"]}},
+        {"weight_map": {"a": "../other/model.safetensors"}},
+        {"weight_map": {}},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["model.safetensors.index.json", "pytorch_model.bin.index.json"])
+def test_an_index_that_is_not_of_its_form(index: Any, name: str, tmp_path: Path) -> None:
+    llm = make_checkpoint(tmp_path, ["a"], {})
+    (tmp_path / name).write_text(json.dumps(index))
+    with pytest.raises(ConfigurationError, match=f"{name} is not an index of shards"):
+        check_files(llm)
+
+
+@pytest.mark.parametrize("engine", ["transformers", "vllm"])
+def test_a_context_that_the_model_does_not_have_is_refused(engine: str, tmp_path: Path) -> None:
+    llm = make_checkpoint(tmp_path, ["a"], {"max_position_embeddings": 128})
+    llm["engine"] = engine
+    check_files({**llm, "max_seq_len": 128})
+    with pytest.raises(ConfigurationError, match=r"MAX_SEQUENCE_LENGTH=129 .* the 128 tokens"):
+        check_files({**llm, "max_seq_len": 129})

@@ -1,0 +1,87 @@
+"""Checkpoints that transformers would load, and the model would not be theirs."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from cog_triton.engines.base import create_engine
+from cog_triton.engines.transformers_loading import load_model
+from tests.tiny_models import save_tiny_model
+
+Weights = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model("llama", tmp_path_factory.mktemp("llama"))
+
+
+def changed(model: Path, directory: Path, change: Callable[[Weights], Weights]) -> dict[str, str]:
+    """Return the parameters of an engine on a copy of a model with changed weights."""
+    shutil.copytree(model, directory)
+    weights = load_file(directory / "model.safetensors")
+    save_file(change(weights), directory / "model.safetensors", {"format": "pt"})
+    return {"engine": "transformers", "model": str(directory), "device": "cpu"}
+
+
+def without(part: str) -> Callable[[Weights], Weights]:
+    return lambda weights: {name: value for name, value in weights.items() if part not in name}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        pytest.param(
+            without("lm_head"), "lacks 1 of the model's weights: lm_head.weight", id="head"
+        ),
+        pytest.param(without("layers.1.mlp"), r"lacks 3 of .*layers.1.mlp.down_proj", id="layer"),
+        pytest.param(
+            lambda weights: {f"net.{name}": value for name, value in weights.items()},
+            r"lacks 21 of .* and 18 more; it has 21 that are not the model's: net\.",
+            id="other names",
+        ),
+        pytest.param(
+            lambda weights: {**weights, "model.layers.0.mlp.up_proj.bias": torch.ones(96)},
+            "has 1 weights that would be ignored: model.layers.0.mlp.up_proj.bias",
+            id="bias",
+        ),
+        pytest.param(
+            lambda weights: {**weights, "model.layers.0.mlp.up_proj.weight_scale": torch.ones(1)},
+            "has 1 weights that would be ignored: .*weight_scale",
+            id="scale",
+        ),
+    ],
+)
+def test_a_model_that_its_checkpoint_does_not_fill(
+    llama: Path, tmp_path: Path, change: Callable[[Weights], Weights], said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        create_engine(changed(llama, tmp_path / "model", change))
+
+
+def test_tied_weights_and_parts_that_the_model_does_not_use_are_no_fault(tmp_path: Path) -> None:
+    tied = save_tiny_model("llama", tmp_path / "tied", tie_word_embeddings=True)
+    assert "lm_head.weight" not in load_file(tied / "model.safetensors")
+    parameters = changed(
+        tied,
+        tmp_path / "model",
+        lambda weights: {
+            **weights,
+            "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8),
+            "model.layers.2.mlp.up_proj.weight": torch.ones(1),  # a layer to predict more tokens
+            "vision_tower.weight": torch.ones(1),
+        },
+    )
+    assert load_model(parameters) is not None
+
+
+@pytest.mark.parametrize(
+    ("architecture", "attention"), [("llama", "sdpa"), ("gemma2", "eager"), ("gpt_oss", "eager")]
+)
+def test_attention_is_what_the_class_has(architecture: str, attention: str, tmp_path: Path) -> None:
+    model = load_model({"model": str(save_tiny_model(architecture, tmp_path)), "device": "cpu"})
+    assert model.config._attn_implementation == attention
