@@ -21,6 +21,7 @@ from cog_triton.request.request import Request, choose_guide, resolve_seed, reso
 from cog_triton.server.log import log_to
 from cog_triton.settings import read_settings
 from cog_triton.text.chat import format_prompt, render_chat, validate_template
+from cog_triton.web.bodies import off_loop
 from cog_triton.wire import parse_logit_bias
 
 
@@ -189,8 +190,11 @@ class Predictor(BaseRunner):
                 pad_id=settings.pad_id,
             )
 
+        texts = [prompt, system_prompt, messages, tools, chat_template_kwargs, prompt_template]
+        texts += [logit_bias, bad_words, stop_sequences, json_schema, regex, grammar, choice]
+        size = sum(len(text) for text in texts if text is not None)
         log = log_performance_metrics or self.deployment.settings.log_performance_metrics
-        return live_stream.live(self._answer(request, log))
+        return live_stream.live(self._answer(request, size, log))
 
     async def healthcheck(self) -> bool:
         return await self.deployment.healthy()
@@ -209,9 +213,14 @@ class Predictor(BaseRunner):
             kwargs=parse_json("chat_template_kwargs", kwargs or "{}", dict),
         )
 
-    async def _answer(self, make: Callable[[], Request], log: bool) -> AsyncGenerator[str, None]:
-        """Yield the pieces of an answer; then record its metrics, and print them to the log."""
-        request = make()
+    async def _answer(
+        self, make: Callable[[], Request], size: int, log: bool
+    ) -> AsyncGenerator[str, None]:
+        """Yield the pieces of an answer; then record its metrics, and print them to the log.
+
+        The request is made of texts with so many characters; of many, beside the event loop.
+        """
+        request = await off_loop(size, make)
         print(f"Random seed used: {request.seed}")
         start, first = time.perf_counter(), 0.0
         try:

@@ -11,6 +11,7 @@ from typing import Any
 from urllib.parse import quote
 
 from fastapi import APIRouter, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.datastructures import Headers
@@ -22,7 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 import cog_triton
 from cog_triton.errors import CogTritonError, shown
 from cog_triton.faces.openai import batches, completions, messages, store
-from cog_triton.faces.openai.errors import MESSAGES_PATH, ApiError, no_embeddings
+from cog_triton.faces.openai.errors import MESSAGES_PATH, ApiError, invalid, no_embeddings
 from cog_triton.faces.openai.exchange import ERRORS, MESSAGE_ERRORS, client_error, error_response
 from cog_triton.faces.openai.journal import Journal
 from cog_triton.faces.openai.keys import Key, Keys
@@ -63,7 +64,7 @@ def create_app(served: Served) -> FastAPI:
     origins = origins_of(settings.allowed_origins)
     if origins:
         app.add_middleware(CORSMiddleware, **cors_options(origins))
-    for kind in (HTTPException, ApiError, CogTritonError):
+    for kind in (HTTPException, RequestValidationError, ApiError, CogTritonError):
         app.add_exception_handler(kind, _answer_error)
     return app
 
@@ -74,7 +75,16 @@ async def _answer_error(request: Request, error: Exception) -> Response:
         text = f"Invalid URL ({where})" if error.status_code == 404 else f"{error.detail} ({where})"
         code, headers = _PATH_CODES.get(error.status_code), dict(error.headers or {})
         error = ApiError(error.status_code, text, code=code, headers=headers)
+    elif isinstance(error, RequestValidationError):
+        error = _invalid_parameter(error)
     return error_response(client_error(error))
+
+
+def _invalid_parameter(error: RequestValidationError) -> ApiError:
+    """Return FastAPI's own refusal, of a parameter of the path or the query."""
+    problem = error.errors()[0]
+    name = str(problem["loc"][-1])
+    return invalid(f"{shown(name)}: {problem['msg']}", name, "invalid_value")
 
 
 @router.get("/v1/models")

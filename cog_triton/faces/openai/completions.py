@@ -7,17 +7,23 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from fastapi import APIRouter
+from starlette.responses import Response
 
+from cog_triton.errors import PromptTooLong
 from cog_triton.faces.openai import exchange, fields, turns
 from cog_triton.faces.openai.errors import ApiError, invalid
 from cog_triton.faces.openai.parsing import Block
 from cog_triton.faces.openai.served import FromApp, Served
 from cog_triton.generation import Chunk
+from cog_triton.request.limits import UNKNOWN_TOKENS
 from cog_triton.request.request import MAX_SEED, Request
 from cog_triton.wire import TokenLogProb
 
 router = APIRouter(route_class=exchange.BodyRoute)
 DEFAULT_MAX_TOKENS = 16
+DETOKENIZED = (
+    2**16
+)  # tokens, where a context has fewer; decoding holds the lock of Python's threads
 DONE = b"data: [DONE]\n\n"
 Piece = dict[str, Any]  # an element of an event's ``choices``
 AnyChoice: TypeAlias = "ChatChoice | TextChoice"
@@ -38,7 +44,7 @@ async def completions(body: fields.CompletionBody, served: FromApp) -> exchange.
 
 
 @router.post("/tokenize")
-async def tokenize(body: fields.TokenizeBody, served: FromApp) -> dict[str, Any]:
+async def tokenize(body: fields.TokenizeBody, served: FromApp) -> Response:
     """The token ids of a prompt, or of messages as the model sees them."""
     served.adapter(body.model)
     if (body.prompt is None) == (body.messages is None):
@@ -48,19 +54,33 @@ async def tokenize(body: fields.TokenizeBody, served: FromApp) -> dict[str, Any]
         text = await exchange.off_loop(turns.chat_prompt, body, served)
         special = bool(body.add_special_tokens)
     tokens = await turns.token_ids(served, text, special=special)
-    most, tokenizer = served.backend.context_length, served.backend.tokenizer
-    names = tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
-    return {"count": len(tokens), "max_model_len": most, "tokens": tokens, "token_strs": names}
+
+    def answer() -> bytes:
+        names = None
+        if body.return_token_strs:
+            names = served.backend.tokenizer.convert_ids_to_tokens(tokens)
+        most = served.backend.context_length
+        value = {"count": len(tokens), "max_model_len": most, "tokens": tokens}
+        return exchange.dumps({**value, "token_strs": names})
+
+    return Response(await exchange.off_loop(answer), media_type="application/json")
 
 
 @router.post("/detokenize")
-async def detokenize(body: fields.DetokenizeBody, served: FromApp) -> dict[str, Any]:
+async def detokenize(body: fields.DetokenizeBody, served: FromApp) -> Response:
     """The text of token ids, special ones included."""
     served.adapter(body.model)
-    size = len(served.backend.tokenizer)
-    if any(not 0 <= token < size for token in body.tokens):
-        raise invalid(f"tokens must be between 0 and {size - 1}", "tokens")
-    return {"prompt": served.backend.tokenizer.decode(body.tokens)}
+
+    def answer() -> bytes:
+        most = max(served.backend.context_length or 0, DETOKENIZED)
+        if len(body.tokens) > most:
+            raise invalid(f"tokens must have at most {most} items", "tokens")
+        size = len(served.backend.tokenizer)
+        if body.tokens and not 0 <= min(body.tokens) <= max(body.tokens) < size:
+            raise invalid(f"tokens must be between 0 and {size - 1}", "tokens")
+        return exchange.dumps({"prompt": served.backend.tokenizer.decode(body.tokens)})
+
+    return Response(await exchange.off_loop(answer), media_type="application/json")
 
 
 def prompt_requests(body: fields.CompletionBody, served: Served) -> list[Request]:
@@ -86,13 +106,23 @@ async def answering(
 ) -> exchange.Answering:
     """Return ``n`` answers to each prompt, whose seeds count up."""
     prompts = [await turns.with_ids(prompt, body, served) for prompt in prompts]
-    requests = [
-        replace(prompt, seed=(prompt.seed + nth) % (MAX_SEED + 1))
-        for prompt in prompts
-        for nth in range(body.n or 1)
-    ]
+    requests = await exchange.off_loop(repeated, prompts, body.n or 1, served)
     choices = [choice(number, own, body, served) for number, own in enumerate(requests)]
     return exchange.Answering(served, body, ChoiceWriter(body, int(time.time()), choices), requests)
+
+
+def repeated(prompts: Sequence[Request], count: int, served: Served) -> list[Request]:
+    """Return so many requests for each prompt, or raise PromptTooLong."""
+    most = served.backend.context_length or UNKNOWN_TOKENS
+    for prompt in prompts:
+        if len(prompt.prompt_ids) > most:
+            text = f"the prompt has {len(prompt.prompt_ids)} tokens; {most} are the most"
+            raise PromptTooLong(text)
+    return [
+        replace(prompt, seed=(prompt.seed + nth) % (MAX_SEED + 1))
+        for prompt in prompts
+        for nth in range(count)
+    ]
 
 
 class Choice:

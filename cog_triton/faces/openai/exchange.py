@@ -34,6 +34,7 @@ ERRORS, MESSAGE_ERRORS, STREAMED = TABLES["responses"]  # of routes, in /openapi
 _JSON_TYPE = re.compile(r"application/([\w.+-]+\+)?json[ \t]*(;|$)", re.IGNORECASE)
 _NEEDS_OBJECT = "the body must be a JSON object, sent with Content-Type: application/json"
 _T = TypeVar("_T")
+_B = TypeVar("_B", bound=Body)
 dumps = orjson.dumps
 
 
@@ -78,6 +79,11 @@ def validated(raw: bytes, model: type[Body], served: Served) -> Body:
         raise invalid(_NEEDS_OBJECT)
     if "model" in model.model_fields and value.get("model") is None:
         value["model"] = served.only_model()
+    return valid(model, value)
+
+
+def valid(model: type[_B], value: Any) -> _B:
+    """Return a value as a body, or raise ApiError."""
     try:
         return model.model_validate(value)
     except ValidationError as error:

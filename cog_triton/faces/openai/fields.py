@@ -20,6 +20,8 @@ OutputTokens = Annotated[int, Field(ge=1, le=MAX_INT32)]
 Name = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[a-zA-Z0-9_.-]+$")]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Ids = Annotated[list[int], Field(fail_fast=True)]
+# Without it, each wrong element of a list would have an error of its own.
+Texts = Annotated[list[str], Field(fail_fast=True)]
 TokenId = Annotated[str, Field(pattern="^[0-9]{1,10}$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Bounded = Field(max_length=MESSAGES, fail_fast=True)  # of a list of objects
@@ -99,7 +101,7 @@ class StructuredOutputs(Body):
     json_: Schema | str | None = Field(default=None, alias="json")
     regex: str | None = None
     grammar: str | None = None
-    choice: list[str] | None = None
+    choice: Texts | None = None
     json_object: bool | None = None
 
 
@@ -158,7 +160,7 @@ class Sampling(Asking):
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None
     n: int | None = Field(None, ge=1, le=128)
-    stop: str | list[str] | None = None
+    stop: str | Texts | None = None
     logit_bias: Annotated[dict[TokenId, Bias], Field(max_length=1024)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
@@ -168,8 +170,8 @@ class Sampling(Asking):
     length_penalty: float | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
-    bad_words: list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    bad_words: Texts | None = None
+    stop_token_ids: Ids | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     allowed_token_ids: Annotated[Ids, Field(min_length=1)] | None = None
@@ -184,7 +186,7 @@ class Sampling(Asking):
     guided_json: Schema | str | None = None
     guided_regex: str | None = None
     guided_grammar: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Texts | None = None
 
 
 class Message(Body):

@@ -15,7 +15,7 @@ from pydantic import Discriminator, Field, Tag
 from cog_triton.errors import shown
 from cog_triton.faces.openai import exchange, turns
 from cog_triton.faces.openai.errors import MESSAGES_PATH, TABLES, ApiError, invalid
-from cog_triton.faces.openai.fields import Asking, Body, Bounded, ChatBody, Name
+from cog_triton.faces.openai.fields import Asking, Body, Bounded, ChatBody, Name, Texts
 from cog_triton.faces.openai.parsing import Block
 from cog_triton.faces.openai.served import FromApp, Served
 from cog_triton.generation import Chunk
@@ -109,7 +109,7 @@ class CountBody(Body):
 
 class MessagesBody(CountBody, Asking):
     max_tokens: int
-    stop_sequences: list[str] | None = None
+    stop_sequences: Texts | None = None
 
 
 @router.post("/v1/messages", responses=exchange.STREAMED)
@@ -166,7 +166,7 @@ def chat_body(body: CountBody, served: Served | None = None) -> ChatBody:
         chat["response_format"] = {"type": "json_schema", "json_schema": {"schema": format.schema_}}
     if isinstance(body, MessagesBody):
         chat["stop"] = body.stop_sequences
-    return ChatBody.model_validate(chat)
+    return exchange.valid(ChatBody, chat)
 
 
 def _functions(body: CountBody) -> list[dict[str, Any]]:

@@ -62,7 +62,7 @@ class ResponsesBody(fields.Asking):
     max_output_tokens: fields.OutputTokens | None = None
     reasoning: ReasoningOptions | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    include: list[str] | None = None
+    include: fields.Texts | None = None
     text: TextOptions | None = None
     tools: response_tools.Tools | None = None
     tool_choice: (
@@ -71,13 +71,13 @@ class ResponsesBody(fields.Asking):
         | None
     ) = None
     parallel_tool_calls: bool | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
     user: str | None = None
     store: bool | None = None
     background: bool | None = None
     previous_response_id: str | None = None
     # Beyond OpenAI's:
-    stop: str | list[str] | None = None
+    stop: str | fields.Texts | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -114,7 +114,7 @@ def chat_body(body: ResponsesBody) -> fields.ChatBody:
         if format.type == "json_schema" and format.schema_ is None:
             raise invalid("text.format must have a schema", "text")
         chat["response_format"] = {"type": format.type, "json_schema": {"schema": format.schema_}}
-    return fields.ChatBody.model_validate(chat)
+    return exchange.valid(fields.ChatBody, chat)
 
 
 def _tool_choice(body: ResponsesBody) -> Any:

@@ -315,10 +315,14 @@ async def create(body: ResponsesBody, store: FromApp) -> Response:
     if body.background and not kept:
         raise invalid("background needs store: not with store false or STORE=0", "background")
     body = await store.with_earlier(body)
-    turn = await exchange.off_loop(lambda: turns.chat_turn(forms.chat_body(body), served))
-    response = forms.response_fields(body, int(time.time())) | {"store": kept}
-    # Before the answer is made, which would be lost if the input could not be stored.
-    items = await exchange.off_loop(lambda: stored(forms.input_items(body))) if kept else b""
+
+    def prepared() -> tuple[turns.Turn, dict[str, Any], bytes]:
+        turn = turns.chat_turn(forms.chat_body(body), served)
+        response = forms.response_fields(body, int(time.time())) | {"store": kept}
+        # Before the answer is made, which would be lost if the input could not be stored.
+        return turn, response, stored(forms.input_items(body)) if kept else b""
+
+    turn, response, items = await exchange.off_loop(prepared)
     if body.background:
         with served.answering():
             await store.add(body, response, turn.request, items)

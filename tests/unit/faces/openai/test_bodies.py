@@ -105,7 +105,9 @@ def test_a_large_body_is_validated_beside_the_loop(
 
     monkeypatch.setattr(exchange, "validated", noted)
     for more in ({}, fields):
-        assert post(Backend(*CHUNKS, template="tools <tool_call>"), path, **more).is_success
+        backend = Backend(*CHUNKS, template="tools <tool_call>")
+        backend.context_length = 100_000
+        assert post(backend, path, **more).is_success
     assert threads == [True, False]
 
 
