@@ -102,6 +102,8 @@ class Settings(BaseModel):
     store_max_bytes: int = Field(1 << 30, ge=1 << 20)
     store_days: float = Field(30.0, gt=0)
     store_background: int = Field(1000, ge=0)
+    store_key_part: float = Field(0.5, gt=0, le=1)
+    store_key_rows: int = Field(500_000, ge=1)
     otel_endpoint: str | None = Field(None, alias="OTEL_EXPORTER_OTLP_ENDPOINT")
     log_verbose: int = Field(0, alias="TRITON_LOG_VERBOSE", ge=0)
     model_repository: Path = Field(ROOT / "triton_model_repo", alias="TRITON_MODEL_REPO")

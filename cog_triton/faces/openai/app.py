@@ -25,7 +25,7 @@ from cog_triton.errors import CogTritonError, shown
 from cog_triton.faces.openai import batches, completions, messages, store
 from cog_triton.faces.openai.errors import MESSAGES_PATH, ApiError, invalid, no_embeddings
 from cog_triton.faces.openai.exchange import ERRORS, MESSAGE_ERRORS, client_error, error_response
-from cog_triton.faces.openai.journal import Journal
+from cog_triton.faces.openai.journal import Journal, Share
 from cog_triton.faces.openai.keys import Key, Keys
 from cog_triton.faces.openai.served import BATCH_CALL, CURRENT, Call, FromApp, Served, begin_span
 from cog_triton.web.origin import cors_options, origins_of
@@ -52,8 +52,13 @@ def create_app(served: Served) -> FastAPI:
     )
     settings = served.settings
     if (file := settings.store_file) is not None:
-        limits = settings.store_max_bytes, settings.store_days
-        served.journal = Journal(file, [store.SQL, batches.SQL], *limits)
+        served.journal = Journal(
+            file,
+            [store.SQL, batches.SQL],
+            settings.store_max_bytes,
+            settings.store_days,
+            share_of_a_key(served),
+        )
     app.state.served, app.state.store = served, store.Store(served, log_call)
     for own in (completions.router, store.router, batches.router, router):
         app.include_router(own, responses=ERRORS)
@@ -67,6 +72,15 @@ def create_app(served: Served) -> FastAPI:
     for kind in (HTTPException, RequestValidationError, ApiError, CogTritonError):
         app.add_exception_handler(kind, _answer_error)
     return app
+
+
+def share_of_a_key(served: Served) -> Share | None:
+    """Return what one API key may have in the journal, if there may be several."""
+    settings = served.settings
+    if served.keys is None or not served.keys.several:
+        return None
+    most = int(settings.store_key_part * settings.store_max_bytes)
+    return Share(bytes=most, rows=settings.store_key_rows)
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:

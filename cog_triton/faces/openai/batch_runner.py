@@ -11,7 +11,7 @@ import logging
 import sqlite3
 import time
 import zlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,9 +22,16 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cog_triton.errors import JournalUnavailable
 from cog_triton.faces.openai import exchange
-from cog_triton.faces.openai.batches import MONTH_SECONDS, SQL, Checks, changed, lines_of
+from cog_triton.faces.openai.batches import (
+    MONTH_SECONDS,
+    ROW_BYTES,
+    SQL,
+    Checks,
+    changed,
+    lines_of,
+)
 from cog_triton.faces.openai.errors import ApiError, invalid
-from cog_triton.faces.openai.journal import LOOK_SECONDS, Jobs
+from cog_triton.faces.openai.journal import LOOK_SECONDS, Jobs, NoRoom
 from cog_triton.faces.openai.keys import Key
 from cog_triton.faces.openai.served import BATCH_CALL, Call, Served
 
@@ -32,6 +39,11 @@ logger = logging.getLogger(__name__)
 MOST = 8  # batches at once
 ATTEMPTS = 5  # at a line, while the server is well
 LONGEST_PAUSE = 30.0
+ERRORS_AT_ONCE = 1000  # that are written together
+_STORAGE_ERROR = (
+    "storage_limit_exceeded",
+    "The API key of this batch has as much stored as it may. The answers that are there stay.",
+)
 JSON = {"content-type": "application/json"}
 
 
@@ -42,6 +54,7 @@ class Runner(Jobs):
         super().__init__(served.journal, SQL, served.models[0], MOST)
         self._app, self._served = app, served
         self._scopes: dict[str, anyio.CancelScope] = {}  # of what ends with a batch's time
+        self._full: set[str] = set()  # batches whose keys have as much stored as they may
 
     def look(self, rows: Sequence[Any]) -> None:
         now = self.journal.now()
@@ -60,19 +73,79 @@ class Runner(Jobs):
             return
         other = "failed" if batch.expires > self.journal.now() else "expired"  # its key was removed
         end = {"cancelling": "cancelled", "finalizing": "completed"}.get(batch.status, other)
+        if id in self._full:
+            self._full.discard(id)
+            await self._end(batch, *_STORAGE_ERROR)
+            return
         if end != "completed" and batch.total:
-            error = SQL["ends"][end]
-            lines = [row async for row in self._open_lines(batch)]
-            records = ((line, record_of(json.loads(data), None, error)) for line, data in lines)
-            await asyncio.gather(*(self._keep(batch, n, "error", own) for n, own in records))
+            try:
+                await self._end_open_lines(batch, SQL["ends"][end])
+            except NoRoom:
+                await self._end(batch, *_STORAGE_ERROR)
+                return
         await self.journal.write(partial(_finish, batch, end))
         logger.info("batch %s: %s", batch.id, end)
 
-    async def give_up(self, id: str, reason: str) -> None:
-        error = {"code": "server_error", "message": reason, "param": None, "line": None}
+    async def _end_open_lines(self, batch: Any, error: dict[str, str]) -> None:
+        """Write an error for each line that has no answer yet, or raise NoRoom."""
+        lines: list[tuple[int, bytes]] = []
+        async for line in self._open_lines(batch):
+            lines.append(line)
+            if len(lines) == ERRORS_AT_ONCE:
+                await self._write_errors(batch, lines, error)
+                lines = []
+        await self._write_errors(batch, lines, error)
+
+    async def _write_errors(
+        self, batch: Any, lines: Sequence[tuple[int, bytes]], error: dict[str, str]
+    ) -> None:
+        def records() -> list[tuple[int, bytes]]:
+            return [(line, record_of(json.loads(data), None, error)) for line, data in lines]
+
+        made = await asyncio.to_thread(records)
+
+        def write(connection: sqlite3.Connection) -> None:
+            for line, record in made:
+                self._insert(batch, line, "error", record, (0, 0), connection)
+
+        await self._written(batch, write)
+
+    def _insert(
+        self,
+        batch: Any,
+        line: int,
+        part: str,
+        record: bytes,
+        tokens: tuple[int, int],
+        connection: sqlite3.Connection,
+    ) -> None:
+        """Write an answer and count it, unless its line has one; raise NoRoom if the key has too much."""
+        if not self.journal.has_room(connection, batch.owner, ROW_BYTES + len(record)):
+            raise NoRoom
+        row = (batch.owner, batch.id, line, part, record)
+        if connection.execute(SQL["add_line"], row).rowcount == 1:
+            count = SQL["count"].format("completed" if part == "output" else "failed")
+            connection.execute(count, (*tokens, batch.id))
+
+    async def _written(self, batch: Any, write: Callable[[sqlite3.Connection], None]) -> None:
+        """Write in a transaction; wait while that cannot be done."""
+        while True:
+            try:
+                await self.journal.write(write)
+                return
+            except JournalUnavailable as error:
+                logger.warning("batch %s waits: %s", batch.id, error)
+                await asyncio.sleep(LONGEST_PAUSE)
+
+    async def _end(self, batch: Any, code: str, reason: str) -> None:
+        """End a batch as failed, with a reason; the answers that are there stay."""
+        error = {"code": code, "message": reason, "param": None, "line": None}
         errors = {"object": "list", "data": [error]}
-        batch = await self._batch(id)
         await self.journal.write(partial(_finish, batch, "failed", errors=errors))
+        logger.warning("batch %s failed: %s", batch.id, reason)
+
+    async def give_up(self, id: str, reason: str) -> None:
+        await self._end(await self._batch(id), "server_error", reason)
 
     async def _batch(self, id: str) -> Any:
         return (await self.journal.read(SQL["batch"], id))[0]
@@ -85,7 +158,7 @@ class Runner(Jobs):
         """Check the input and answer its lines, as far as neither is done."""
         if batch.status == "validating":
             checks = Checks(batch.endpoint, self._served)
-            async for rows in lines_of(self.journal, batch.input, "input"):
+            async for rows in lines_of(self.journal, batch.input):
                 if not await asyncio.to_thread(checks.read, rows):
                     break
             if not checks.total:
@@ -112,9 +185,9 @@ class Runner(Jobs):
 
     async def _open_lines(self, batch: Any) -> AsyncIterator[tuple[int, bytes]]:
         answered = {line for (line,) in await self.journal.read(SQL["answered"], batch.id)}
-        async for rows in lines_of(self.journal, batch.input, "input"):
+        async for rows in lines_of(self.journal, batch.input):
             for line, data in rows:
-                if line not in answered and data.strip():
+                if line not in answered:
                     yield line, data
 
     async def _line(
@@ -129,7 +202,13 @@ class Runner(Jobs):
             status, content = error.status, exchange.dumps(error.body())
         answer = {"request_id": call.id, "body": orjson.Fragment(content)}
         record = record_of(value, {"status_code": status, **answer}, None)
-        await self._keep(batch, line, "output" if status == 200 else "error", record, call)
+        part = "output" if status == 200 else "error"
+        tokens = call.input_tokens, call.output_tokens
+        try:
+            await self._written(batch, partial(self._insert, batch, line, part, record, tokens))
+        except NoRoom:
+            self._full.add(batch.id)
+            self._scopes[batch.id].cancel()
         places.release()
 
     async def _answer(self, path: str, key: Key, body: bytes) -> tuple[Call, int, bytes]:
@@ -147,25 +226,6 @@ class Runner(Jobs):
             while not await served.backend.healthy():
                 await asyncio.sleep(LOOK_SECONDS)
         return call, reply.status_code, reply.content
-
-    async def _keep(
-        self, batch: Any, line: int, part: str, record: bytes, call: Call | None = None
-    ) -> None:
-        """Write an answer and count it, unless the line has one; wait while that cannot be done."""
-        tokens = (call.input_tokens, call.output_tokens) if call else (0, 0)
-        count = SQL["count"].format("completed" if part == "output" else "failed")
-
-        def write(own: sqlite3.Connection) -> None:
-            row = (batch.owner, batch.id, line, part, record)
-            if own.execute(SQL["add_line"], row).rowcount == 1:
-                own.execute(count, (*tokens, batch.id))
-
-        while True:
-            try:
-                return await self.journal.write(write)  # type: ignore[no-any-return]
-            except JournalUnavailable as error:
-                logger.warning("batch %s waits: %s", batch.id, error)
-                await asyncio.sleep(LONGEST_PAUSE)
 
 
 def body_of(given: dict[str, Any], batch: Any, line: int) -> bytes:
@@ -191,7 +251,9 @@ def _finish(batch: Any, end: str, connection: sqlite3.Connection, **more: Any) -
     given = json.loads(connection.execute(SQL["status"], (batch.id,)).fetchone()[0])
     seconds = (given["output_expires_after"] or {"seconds": MONTH_SECONDS})["seconds"]
     for part in ("output", "error"):
-        if size := connection.execute(SQL["size"], (batch.id, part)).fetchone()[0]:
+        total = "SELECT SUM(LENGTH(data)) FROM lines WHERE source = ? AND part = ?"
+        (size,) = connection.execute(total, (batch.id, part)).fetchone()
+        if size:
             name = names[f"{part}_file_id"] = exchange.new_id("file-")
             row = (name, batch.owner, "there", batch.id, part, now, now + seconds, size)
             rows.append((*row, f"{batch.id}_{part}.jsonl", "batch_output"))

@@ -7,10 +7,11 @@ import asyncio
 import json
 import sqlite3
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from operator import methodcaller
-from typing import Annotated, Any, Literal
+from typing import IO, Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends
 from fastapi import Request as HttpRequest
@@ -21,20 +22,70 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from cog_triton.errors import is_unicode, shown
 from cog_triton.faces.openai import exchange, fields
 from cog_triton.faces.openai.errors import CLIENT_GONE, ApiError, invalid, no_embeddings, table
-from cog_triton.faces.openai.journal import Journal
+from cog_triton.faces.openai.journal import MOST_DELETED, Counted, Journal, NoRoom
 from cog_triton.faces.openai.paging import page_limit
 from cog_triton.faces.openai.served import FromApp, Served, current
-from cog_triton.faces.openai.storable import stored
+from cog_triton.faces.openai.storable import no_room, stored
 from cog_triton.web.bodies import BadBody
 from cog_triton.web.forms import Part, read_form
 
 router = APIRouter(route_class=exchange.BodyRoute)
-SQL: dict[str, Any] = table("batches.yaml")
+# One file after the other, so that none is there in part; those that a batch is to read stay, and those
+# that are still coming, until their time is over.
+_EXPIRE_FILE = """
+    UPDATE files SET state = 'gone' WHERE id IN (SELECT id FROM files
+    WHERE ((state = 'there' AND created < :before) OR (state != 'gone' AND expires <= :now))
+    AND (:owner IS NULL OR owner = :owner)
+    AND NOT EXISTS (SELECT 1 FROM batches WHERE input = files.id AND active)
+    ORDER BY created LIMIT 1)
+    AND NOT EXISTS (SELECT 1 FROM files WHERE state = 'gone')
+"""
+_DELETE_LINES = """
+    DELETE FROM lines WHERE rowid IN (SELECT lines.rowid FROM files JOIN lines USING (source, part)
+    WHERE state = 'gone' LIMIT :most)
+"""
+_DELETE_FILES = """
+    DELETE FROM files WHERE state = 'gone' AND NOT EXISTS (SELECT 1 FROM lines
+    WHERE lines.source = files.source AND lines.part = files.part)
+"""
+_EXPIRE_BATCHES = """
+    DELETE FROM batches WHERE number IN (SELECT number FROM batches WHERE NOT active
+    AND expires - 86400 < :before AND (:owner IS NULL OR owner = :owner)
+    ORDER BY number LIMIT :most)
+"""
+ROW_BYTES = 200  # of a row beside its data
+BATCH_BYTES = 1500
+_COUNTED = [
+    # An upload counts as a whole from its beginning, and until the last of it is deleted.
+    Counted(
+        table="files",
+        size=f"({ROW_BYTES} + length({{row}}.name)"
+        " + CASE {row}.part WHEN 'input' THEN {row}.bytes ELSE 0 END)",
+        columns="name, part, bytes",
+    ),
+    Counted(
+        table="lines",
+        size=f"({ROW_BYTES} + CASE {{row}}.part WHEN 'input' THEN 0 ELSE length({{row}}.data) END)",
+        columns="part, data",
+    ),
+    Counted(
+        table="batches",
+        size=f"({BATCH_BYTES} + length({{row}}.object))",
+        columns="object",
+    ),
+]
+SQL: dict[str, Any] = {
+    **table("batches.yaml"),
+    "expiry": [_EXPIRE_FILE, _DELETE_LINES, _DELETE_FILES, _EXPIRE_BATCHES],
+    "counted": _COUNTED,
+}
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 ACTIVE = ("validating", "in_progress", "finalizing", "cancelling")
 WINDOW_SECONDS, MONTH_SECONDS = 86400, 30 * 86400  # a batch's, and a file's time
 UPLOAD_SECONDS = 3600  # after which one that came to no end is removed
-PAGE_BYTES = 1 << 20  # written at once
+CHUNK_BYTES = 1 << 16  # of an upload in one row, and the rest of its last line
+CHUNKS_AT_ONCE = 16  # that are written or deleted together
+READ_ROWS = 64  # at once
 MOST_LINES, MOST_ERRORS = 50_000, 100
 MOST_NAME_CHARACTERS = 1024
 _NO_JSON = "invalid_json_line", "This line is not parseable as a JSON object."
@@ -159,24 +210,96 @@ def _seconds_of(parts: Mapping[str, Part]) -> int:
 
 async def _kept(journal: Journal, file: Part, seconds: int) -> dict[str, Any]:
     """Write the lines of an upload, and then that it is there."""
-    owner, name, now, line = current().key.name, exchange.new_id("file-"), int(time.time()), 0
+    owner = current().key.name
+    name = exchange.new_id("file-")
+    now = int(time.time())
     named = file.size, file.filename or "upload.jsonl", "batch"
     row = (name, owner, "coming", name, "input", now, now + UPLOAD_SECONDS, *named)
-    await journal.write(SQL["add_file"], *row)
-    while page := await asyncio.to_thread(file.file.readlines, PAGE_BYTES):
-        rows = [(owner, name, line + place, "input", data) for place, data in enumerate(page, 1)]
-        await journal.write(methodcaller("executemany", SQL["add_line"], rows))
-        line += len(page)
-    await journal.write(SQL["arrived"], now + seconds, name)
+
+    def begin(connection: sqlite3.Connection) -> None:
+        size = file.size + 2 * ROW_BYTES
+        rows = file.size // CHUNK_BYTES + 2
+        if not journal.has_room(connection, owner, size, rows):
+            raise NoRoom
+        connection.execute(SQL["add_file"], row)
+
+    try:
+        await journal.write(begin)
+    except NoRoom:
+        raise no_room(journal, file.size) from None
+    try:
+        first_line = 1
+        while True:
+            chunks = await asyncio.to_thread(read_chunks, file.file, first_line)
+            if not chunks:
+                break
+            rows = [(owner, name, chunk.first_line, "input", chunk.data) for chunk in chunks]
+            await journal.write(methodcaller("executemany", SQL["add_line"], rows))
+            first_line = chunks[-1].next_line
+        arrived = "UPDATE files SET state = 'there', expires = ? WHERE id = ? AND state = 'coming'"
+        if not await journal.write(arrived, now + seconds, name):
+            raise ApiError(408, f"the upload took longer than {UPLOAD_SECONDS} s")
+    except BaseException:
+        journal.write("UPDATE files SET state = 'gone' WHERE id = ?", name)
+        raise
     return await retrieve_file(name, journal)
 
 
-async def lines_of(journal: Journal, source: str, part: str) -> AsyncIterator[list[Any]]:
-    """Yield the lines of a file, a page at a time, each with its number."""
+@dataclass(frozen=True)
+class Chunk:
+    """Some whole lines of an upload, one row of it."""
+
+    first_line: int
+    data: bytes
+
+    @property
+    def next_line(self) -> int:
+        return self.first_line + self.data.count(b"\n")
+
+
+def read_chunks(file: IO[bytes], first_line: int) -> list[Chunk]:
+    """Read the next chunks of a file; none at its end."""
+    chunks: list[Chunk] = []
+    while len(chunks) < CHUNKS_AT_ONCE:
+        data = file.read(CHUNK_BYTES)
+        if not data:
+            break
+        if not data.endswith(b"\n"):
+            data += file.readline()
+        chunk = Chunk(first_line, data)
+        chunks.append(chunk)
+        first_line = chunk.next_line
+    return chunks
+
+
+async def rows_of_file(journal: Journal, source: str, part: str) -> AsyncIterator[list[Any]]:
+    """Yield the rows of a file, some at a time: each its data and the number of its first line."""
+    sql = """
+        SELECT line, data FROM lines WHERE source = ? AND line > ? AND part = ?
+        ORDER BY line LIMIT ?
+    """
     last = 0
-    while rows := await journal.read(SQL["lines"], source, last, part):
+    while True:
+        rows = await journal.read(sql, source, last, part, READ_ROWS)
+        if not rows:
+            return
         yield rows
         last = rows[-1].line
+
+
+async def lines_of(journal: Journal, source: str) -> AsyncIterator[list[tuple[int, bytes]]]:
+    """Yield the lines of an upload that are not blank, some at a time, each with its number."""
+    async for rows in rows_of_file(journal, source, "input"):
+        yield await asyncio.to_thread(split_lines, rows)
+
+
+def split_lines(rows: Iterable[tuple[int, bytes]]) -> list[tuple[int, bytes]]:
+    lines: list[tuple[int, bytes]] = []
+    for first_line, data in rows:
+        if data.strip():
+            numbered = enumerate(data.split(b"\n"), first_line)
+            lines += [(number, line) for number, line in numbered if line.strip()]
+    return lines
 
 
 @router.get("/v1/files/{name}/content", response_class=StreamingResponse)
@@ -185,7 +308,7 @@ async def content(name: str, journal: FromJournal) -> Response:
     (row,) = await rows_of(journal, "file", name)
 
     async def body() -> AsyncIterator[bytes]:
-        async for rows in lines_of(journal, row.source, row.part):
+        async for rows in rows_of_file(journal, row.source, row.part):
             yield b"".join(data for _, data in rows)
 
     headers = {"Content-Length": str(row.bytes)}
@@ -196,8 +319,15 @@ async def content(name: str, journal: FromJournal) -> Response:
 async def delete_file(name: str, journal: FromJournal) -> dict[str, Any]:
     """Removes it, unless a batch is to read it."""
     await rows_of(journal, "file", name)
-    if not await journal.write(lambda own: own.execute(SQL["gone"], (name,)).rowcount):
+    gone = """
+        UPDATE files SET state = 'gone' WHERE id = :name
+        AND NOT EXISTS (SELECT 1 FROM batches WHERE input = :name AND active)
+    """
+    if not await journal.write(gone, name=name):
         raise ApiError(409, "a batch that has not ended reads this file", param="id")
+    while await journal.write(_DELETE_LINES, most=MOST_DELETED):
+        pass  # its space is free when this returns
+    await journal.write(_DELETE_FILES)
     return {"id": name, "object": "file", "deleted": True}
 
 
@@ -214,7 +344,16 @@ async def create_batch(body: BatchBody, journal: FromJournal, served: FromApp) -
     text = stored({"id": name, **SQL["new_batch"], **given}).decode()
     owner, model = current().key.name, served.models[0]
     row = (name, owner, model, body.input_file_id, body.endpoint, "validating")
-    await journal.write(SQL["add_batch"], *row, now + WINDOW_SECONDS, text)
+
+    def add(connection: sqlite3.Connection) -> None:
+        if not journal.has_room(connection, owner, BATCH_BYTES + len(text)):
+            raise NoRoom
+        connection.execute(SQL["add_batch"], (*row, now + WINDOW_SECONDS, text))
+
+    try:
+        await journal.write(add)
+    except NoRoom:
+        raise no_room(journal) from None
     return await batch(name, journal)
 
 
@@ -282,13 +421,12 @@ class Checks:
     def read(self, rows: Sequence[tuple[int, bytes]]) -> bool:
         """Check some lines; return whether more may follow."""
         for line, data in rows:
-            if data.strip():
-                self.total += 1
-                try:
-                    self._check(data)
-                except ApiError as error:
-                    found = (error.code, error.message) if error.code else _NO_JSON
-                    self.add(*found, error.param, line)
+            self.total += 1
+            try:
+                self._check(data)
+            except ApiError as error:
+                found = (error.code, error.message) if error.code else _NO_JSON
+                self.add(*found, error.param, line)
         if self.total > MOST_LINES:
             self.add("too_many_tasks", f"a batch may have at most {MOST_LINES} requests")
         return self.total <= MOST_LINES and len(self.errors) < MOST_ERRORS

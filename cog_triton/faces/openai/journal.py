@@ -62,6 +62,11 @@ _REASONS = {
     "malformed": "the file is damaged; move it away, and another is made",
     "not a database": "the file is not a journal; move it away, and one is made",
 }
+# What each key has, kept by triggers.
+_USAGE = """
+    CREATE TABLE usage (owner TEXT PRIMARY KEY, bytes INTEGER, row_count INTEGER) WITHOUT ROWID
+"""
+_OWNERS = "SELECT owner, bytes, row_count FROM usage WHERE row_count > 0 ORDER BY bytes DESC"
 # Errors of one write, which say nothing about the file.
 _FAULTS_OF_A_WRITE = (
     sqlite3.DataError,
@@ -95,6 +100,71 @@ class TransactionLost(Exception):
     """SQLite has rolled back a whole transaction because one write of it failed."""
 
 
+class NoRoom(Exception):
+    """A write that would give a key more than its share of the file; the caller says so to the client."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one of several API keys may have in the file."""
+
+    bytes: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What one API key has in the file."""
+
+    owner: str
+    bytes: int
+    row_count: int
+
+
+@dataclass(frozen=True)
+class Counted:
+    """A table whose rows count for their owners.
+
+    ``size`` is an SQL expression of a row's bytes, its overhead among them, with ``{row}`` for the row;
+    ``columns`` are those whose change changes it.
+    """
+
+    table: str
+    size: str
+    columns: str
+
+    def triggers(self) -> list[str]:
+        """Return the statements that keep the table ``usage``."""
+        new, old = self.size.format(row="NEW"), self.size.format(row="OLD")
+        return [
+            f"""
+            CREATE TRIGGER usage_insert_{self.table} AFTER INSERT ON {self.table} BEGIN
+            INSERT OR IGNORE INTO usage (owner, bytes, row_count) VALUES (NEW.owner, 0, 0);
+            UPDATE usage SET bytes = bytes + {new}, row_count = row_count + 1
+            WHERE owner = NEW.owner; END
+            """,
+            f"""
+            CREATE TRIGGER usage_update_{self.table} AFTER UPDATE OF {self.columns} ON {self.table}
+            BEGIN UPDATE usage SET bytes = bytes - {old} + {new} WHERE owner = NEW.owner; END
+            """,
+            f"""
+            CREATE TRIGGER usage_delete_{self.table} AFTER DELETE ON {self.table} BEGIN
+            UPDATE usage SET bytes = bytes - {old}, row_count = row_count - 1
+            WHERE owner = OLD.owner; END
+            """,
+        ]
+
+    def count(self) -> str:
+        """Return the statement that counts the rows of a file from before there was ``usage``."""
+        size = self.size.format(row=self.table)
+        return f"""
+            INSERT INTO usage (owner, bytes, row_count)
+            SELECT owner, sum({size}), count(*) FROM {self.table} WHERE true GROUP BY owner
+            ON CONFLICT (owner) DO UPDATE SET
+            bytes = bytes + excluded.bytes, row_count = row_count + excluded.row_count
+            """
+
+
 class SteadyClock:
     """The time in seconds since 1970 by which rows expire, which does not follow a jump of the machine's.
 
@@ -120,18 +190,32 @@ class Journal:
     """Rows of several modules, used on one event loop; JournalUnavailable says what is wrong with it.
 
     A schema's ``tables`` are created, each with a column ``owner``: the name of the API key, or empty. Its
-    ``expiry`` deletes at most :most rows that are older than :before, in seconds since 1970; :now is the
-    journal's time.
+    ``expiry`` deletes at most :most rows that are older than :before, in seconds since 1970, of one :owner
+    or, where that is null, of all; :now is the journal's time. Its ``counted`` tables are those whose rows
+    count for their owners.
     """
 
-    def __init__(self, path: Path, schemas: Sequence[Schema], max_bytes: int, days: float) -> None:
-        """Open nothing yet: the first use does, and the next one after an error."""
+    def __init__(
+        self,
+        path: Path,
+        schemas: Sequence[Schema],
+        max_bytes: int,
+        days: float,
+        share: Share | None = None,
+    ) -> None:
+        """Open nothing yet: the first use does, and the next one after an error.
+
+        ``share`` is what each of several keys may have; None where there is one key or none.
+        """
         self.path = path
         self.worker = secrets.randbits(62)  # this process, to others; see ``alive``
         self._schemas = schemas
         self._seconds = days * 86400
+        self.share = share
         self._max_wal_bytes = min(MOST_WAL_BYTES, int(max_bytes * WAL_PART))
         self._max_pages = (max_bytes - self._max_wal_bytes) // PAGE_BYTES
+        # Beyond these the oldest rows go.
+        self._kept_pages = KEPT_PART * self._max_pages
         self._pending: list[Write] = []
         self._draining: asyncio.Task[None] | None = None
         self._waiting_since: float | None = None  # of writes that no commit has answered
@@ -201,13 +285,60 @@ class Journal:
         """Delete what is too old, and the oldest of what is too much."""
         await self.write("DELETE FROM log WHERE 0")  # opens the file, which has the time
         now = self.now()
-        while await self.write(partial(self._delete, now - self._seconds, now)):
+        while await self.write(partial(self._delete, now - self._seconds, now, None)):
             pass
-        while (await self.read(_USED))[0][0] > KEPT_PART * self._max_pages:
-            if not await self.write(partial(self._delete, now, now)):
-                break  # all that is there is in use
+        for usage in await self._usages():
+            while self._is_over(usage):
+                if not await self.write(partial(self._delete, now, now, usage.owner)):
+                    break  # all that is there is in use
+                left = [own for own in await self._usages() if own.owner == usage.owner]
+                usage = left[0] if left else Usage(usage.owner, 0, 0)
+        while (await self.read(_USED))[0][0] > self._kept_pages:
+            if not await self._delete_of_the_largest(now):
+                break
         await self.write("UPDATE clock SET seconds = ?", now)
         await self.write(lambda own: own.execute("PRAGMA incremental_vacuum(1000)").fetchall())
+
+    async def _usages(self) -> list[Usage]:
+        """Return what each key has, the largest first."""
+        return [Usage(*row) for row in await self.read(_OWNERS)]
+
+    def _is_over(self, usage: Usage) -> bool:
+        share = self.share
+        return share is not None and (usage.bytes > share.bytes or usage.row_count > share.rows)
+
+    async def _delete_of_the_largest(self, now: float) -> int:
+        """Delete some of the oldest rows of the key that has most, never of one below its even part."""
+        usages = await self._usages()
+        even_part = self._kept_pages * PAGE_BYTES / max(1, len(usages))
+        for place, usage in enumerate(usages):
+            if place > 0 and usage.bytes < even_part:
+                break
+            deleted = await self.write(partial(self._delete, now, now, usage.owner))
+            if deleted:
+                return int(deleted)
+        return 0
+
+    def most_bytes(self) -> int:
+        """Return how many bytes one key may have."""
+        most = int(self._kept_pages * PAGE_BYTES)
+        return most if self.share is None else min(most, self.share.bytes)
+
+    def has_room(
+        self, connection: sqlite3.Connection, owner: str, more_bytes: int, more_rows: int = 1
+    ) -> bool:
+        """Return whether a key may have so much more; to be called in a write."""
+        if more_bytes > self.most_bytes():
+            return False
+        if self.share is None:
+            return True
+        sql = "SELECT owner, bytes, row_count FROM usage WHERE owner = ?"
+        row = connection.execute(sql, (owner,)).fetchone()
+        usage = Usage(*row) if row is not None else Usage(owner, 0, 0)
+        return (
+            usage.bytes + more_bytes <= self.share.bytes
+            and usage.row_count + more_rows <= self.share.rows
+        )
 
     def alive(self, worker: int) -> bool:
         """Return False for a process on this file that has ended; to be called after a write."""
@@ -256,6 +387,8 @@ class Journal:
         """Log what failed, and note whether writes come through."""
         errors = {str(outcome.error): outcome.error for outcome in outcomes if outcome.error}
         for text, error in errors.items():
+            if isinstance(error, NoRoom):
+                continue
             if not isinstance(error, JournalUnavailable):
                 text = f"{type(error).__name__}: {text}"
                 logger.error("one write to the journal failed: %s", text, exc_info=error)
@@ -409,6 +542,7 @@ class Journal:
             connection.execute(table)
         if version < VERSION:
             connection.execute(f"PRAGMA user_version={VERSION}")
+        self._count_usage(connection)
         if self._clock is None:
             insert = "INSERT OR IGNORE INTO clock (id, seconds) VALUES (1, ?)"
             connection.execute(insert, (time.time(),))
@@ -416,8 +550,27 @@ class Journal:
             self._clock = SteadyClock(seconds)
         return connection
 
-    def _delete(self, before: float, now: float, connection: sqlite3.Connection) -> int:
-        values = {"before": before, "now": now, "most": MOST_DELETED}
+    def _count_usage(self, connection: sqlite3.Connection) -> None:
+        """Make the table ``usage``, and count what a file from before it has."""
+        connection.execute("BEGIN IMMEDIATE")
+        try:
+            sql = "SELECT count(*) FROM sqlite_master WHERE name = 'usage'"
+            (there,) = connection.execute(sql).fetchone()
+            if not there:
+                connection.execute(_USAGE)
+                for counted in (own for schema in self._schemas for own in schema["counted"]):
+                    connection.execute(counted.count())
+                    for trigger in counted.triggers():
+                        connection.execute(trigger)
+            connection.execute("COMMIT")
+        except sqlite3.Error:
+            connection.execute("ROLLBACK")
+            raise
+
+    def _delete(
+        self, before: float, now: float, owner: str | None, connection: sqlite3.Connection
+    ) -> int:
+        values = {"before": before, "now": now, "owner": owner, "most": MOST_DELETED}
         expiry = (sql for schema in self._schemas for sql in schema["expiry"])
         return sum(connection.execute(sql, values).rowcount for sql in expiry)
 

@@ -67,6 +67,11 @@ class Keys:
         self._version = _version(file)
         self._keys = self._read()
 
+    @property
+    def several(self) -> bool:
+        """Whether there are several keys, or may be: a file can change."""
+        return self._file is not None or len(self._listed) > 1
+
     def find(self, presented: str) -> Key | None:
         """Return the key that this is, in constant time."""
         digest = digest_of(presented)

@@ -4,7 +4,8 @@ from typing import Any
 
 import orjson
 
-from cog_triton.faces.openai.errors import invalid
+from cog_triton.faces.openai.errors import ApiError, invalid
+from cog_triton.faces.openai.journal import Journal
 
 
 def stored(value: Any) -> bytes:
@@ -16,3 +17,17 @@ def stored(value: Any) -> bytes:
         return orjson.dumps(value)
     except TypeError as error:
         raise invalid(f"the request has a value that cannot be stored: {error}") from None
+
+
+def no_room(journal: Journal, size: int = 0) -> ApiError:
+    """Return the refusal of what would give a key more than its share; ``size`` is that of a file."""
+    most = journal.most_bytes()
+    code = "storage_limit_exceeded"
+    if size > most:
+        text = f"the file has {size} bytes; an API key may store {most} here"
+        return ApiError(413, text, param="file", code=code)
+    rows = f" in {journal.share.rows} rows" if journal.share else ""
+    text = (
+        f"this API key has stored as much as it may, {most} bytes{rows}; delete files or responses"
+    )
+    return ApiError(429, text, "insufficient_quota", code=code)

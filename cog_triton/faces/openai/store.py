@@ -10,6 +10,7 @@ import hashlib
 import itertools
 import json
 import logging
+import math
 import re
 import sqlite3
 import time
@@ -27,19 +28,38 @@ from cog_triton.errors import JournalUnavailable, TritonOverloaded, UserError, s
 from cog_triton.faces.openai import exchange, turns
 from cog_triton.faces.openai import responses as forms
 from cog_triton.faces.openai.errors import TABLES, ApiError, invalid, table
-from cog_triton.faces.openai.journal import Jobs
+from cog_triton.faces.openai.journal import Counted, Jobs, NoRoom
 from cog_triton.faces.openai.keys import ANYBODY
 from cog_triton.faces.openai.paging import page_limit
 from cog_triton.faces.openai.responses import ResponsesBody, ResponseWriter
 from cog_triton.faces.openai.served import CURRENT, Call, Served, current
-from cog_triton.faces.openai.storable import stored
+from cog_triton.faces.openai.storable import no_room, stored
 from cog_triton.generation import Chunk
 from cog_triton.request.request import Request
 from cog_triton.wire import TokenLogProb
 
 logger = logging.getLogger(__name__)
 router = APIRouter(route_class=exchange.BodyRoute)
-SQL: Any = table("store.yaml")
+# Of all keys, or of one.
+_EXPIRE = """
+    DELETE FROM responses WHERE id IN (SELECT id FROM responses
+    WHERE created < :before AND runner IS NULL AND (:owner IS NULL OR owner = :owner)
+    ORDER BY created LIMIT :most)
+"""
+# Never the last row, because numbers go on from it.
+_EXPIRE_LOG = """
+    DELETE FROM log WHERE id < (SELECT coalesce(min(first), (SELECT max(id) FROM log))
+    FROM responses WHERE runner IS NOT NULL)
+"""
+_BLOBS = ("body", "request", "input", "response", "records")
+_ROW_BYTES = 400  # beside the blobs
+_COUNTED = Counted(
+    table="responses",
+    size=" + ".join([f"({_ROW_BYTES}", *(f"ifnull(length({{row}}.{own}), 0)" for own in _BLOBS)])
+    + ")",
+    columns=", ".join(_BLOBS),
+)
+SQL: Any = {**table("store.yaml"), "expiry": [_EXPIRE, _EXPIRE_LOG], "counted": [_COUNTED]}
 POLL_SECONDS = 0.1  # between two looks for the records of another process
 MOST_ITEMS = 100  # in a page
 _REQUEST = TypeAdapter(Request)
@@ -242,14 +262,38 @@ class Store(Jobs):
     async def keep(
         self, body: ResponsesBody, response: dict[str, Any], stored_input: bytes
     ) -> None:
-        """Keep a response that has ended."""
+        """Keep a response that has ended; the oldest of its key make room for it."""
+        row = self._row(response, stored_input)
         try:
-            await self.journal.write(SQL["insert"], **self._row(response, stored_input))
+            await self.journal.write(partial(self._insert, row))
+        except NoRoom:
+            if body.store:
+                raise no_room(self.journal) from None
+            response["store"] = False
+            logger.warning("response %s is not kept: its key has too much", response["id"])
         except JournalUnavailable as error:
             if body.store:
                 raise
             response["store"] = False
             logger.warning("response %s is not kept: %s", response["id"], error)
+
+    def _insert(self, row: dict[str, Any], connection: sqlite3.Connection) -> None:
+        self._make_room(row, connection)
+        connection.execute(SQL["insert"], row)
+
+    def _make_room(self, row: dict[str, Any], connection: sqlite3.Connection) -> None:
+        """Delete the oldest responses of a row's key until it may have the row, or raise NoRoom."""
+        owner = row["owner"]
+        size = _ROW_BYTES + sum(len(row.get(name) or b"") for name in _BLOBS)
+        if size > self.journal.most_bytes():
+            raise NoRoom
+        oldest = """
+            DELETE FROM responses WHERE id IN (SELECT id FROM responses
+            WHERE owner = ? AND runner IS NULL ORDER BY created LIMIT 10)
+        """
+        while not self.journal.has_room(connection, owner, size):
+            if not connection.execute(oldest, (owner,)).rowcount:
+                raise NoRoom  # which brings back what was deleted
 
     async def add(
         self, body: ResponsesBody, response: dict[str, Any], request: Request, stored_input: bytes
@@ -259,12 +303,36 @@ class Store(Jobs):
         most = self.served.settings.store_background
         dumped = partial(body.model_dump, by_alias=True, exclude_none=True)
         asked = await exchange.off_loop(lambda: stored(dumped()))
-        more = {"body": asked, "request": _REQUEST.dump_json(request), "most": most}
         row = self._row(response, stored_input)
-        if not await self.journal.write(SQL["insert_few"], **row, **more):
-            text = f"{most} background responses wait or run; more may not"
-            raise ApiError(429, text, "requests", code="rate_limit_exceeded")
+        row |= {"body": asked, "request": _REQUEST.dump_json(request)}
+        try:
+            refusal = await self.journal.write(partial(self._insert_background, row, most))
+        except NoRoom:
+            raise no_room(self.journal) from None
+        if refusal is not None:
+            raise ApiError(429, refusal, "requests", code="rate_limit_exceeded")
         self.wake.set()
+
+    def _insert_background(
+        self, row: dict[str, Any], most: int, connection: sqlite3.Connection
+    ) -> str | None:
+        """Insert a row that is to run, unless there are too many; return the reason why it may not."""
+        count = "SELECT count(*), count(*) FILTER (WHERE owner = ?) FROM responses"
+        count = f"{count} WHERE runner IS NOT NULL"
+        every, of_key = connection.execute(count, (row["owner"],)).fetchone()
+        if every >= most:
+            return f"{most} background responses wait or run; more may not"
+        most_of_key = most if self.journal.share is None else math.ceil(most / 2)
+        if of_key >= most_of_key:
+            return f"{most_of_key} background responses of this key wait or run; more may not"
+        self._make_room(row, connection)
+        insert = """
+            INSERT INTO responses
+            (id, owner, model, created, runner, body, request, input, response)
+            VALUES (:id, :owner, :model, :created, 0, :body, :request, :input, :response)
+        """
+        connection.execute(insert, row)
+        return None
 
     def _row(self, response: dict[str, Any], stored_input: bytes) -> dict[str, Any]:
         return {

@@ -1,6 +1,7 @@
 """Files and batches on a backend that answers with what it is told to, and a real journal."""
 
 import asyncio
+import io
 import json
 import sqlite3
 import time
@@ -12,12 +13,13 @@ from typing import Any
 import httpx
 import pytest
 
-from cog_triton.errors import TritonUnavailable
-from cog_triton.faces.openai import batch_runner, journal
+from cog_triton.errors import JournalUnavailable, TritonUnavailable
+from cog_triton.faces.openai import batch_runner, batches, journal
 from cog_triton.faces.openai.app import create_app
 from cog_triton.faces.openai.batch_runner import Runner
-from cog_triton.faces.openai.batches import Checks
+from cog_triton.faces.openai.batches import Checks, read_chunks, split_lines
 from cog_triton.faces.openai.keys import Key, Quotas
+from cog_triton.faces.openai.store import Store
 from tests.support import load_cases
 from tests.unit.faces.openai.support import CHAT, CHUNKS, MESSAGES, TEXT, Backend, ask, served
 
@@ -333,3 +335,179 @@ def test_a_key_that_has_taken_too_much_waits_for_its_tokens() -> None:
     now = 11.0
     assert quotas.spend(key, 0) == pytest.approx(0)
     assert quotas.spend(Key("b", b""), 1000) == 0
+
+
+TWO_KEYS = "alice-key,bob-key"
+
+
+def of(key: str) -> Any:
+    return {"headers": {"Authorization": f"Bearer {key}"}}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"\n" * 200_000, b" \n" * 100_000, b"\r\n" * 100_000, b"{}\n" * 70_000, b"x\n\n" * 70_000],
+    ids=["line feeds", "spaces", "CR LF", "objects", "alternating"],
+)
+async def test_short_lines_are_few_rows_and_come_back_as_they_were(
+    store: str, content: bytes
+) -> None:
+    async with Client(Backend(STORE=store)) as client:
+        file = (await client.upload(content)).json()["id"]
+        with sqlite3.connect(store) as journal:
+            (rows,) = journal.execute("SELECT count(*) FROM lines").fetchone()
+        assert rows <= len(content) // 2**16 + 1
+        assert (await client.get(f"/v1/files/{file}/content")).content == content
+
+
+def test_lines_have_their_numbers_in_the_file() -> None:
+    long = b"y" * 200_000
+    content = b"\n\na\n \n" + b"b\n" * 60_000 + b"\n" + long + b"\n\nlast"
+    file, first, rows = io.BytesIO(content), 1, []
+    while chunks := read_chunks(file, first):
+        rows += [(chunk.first_line, chunk.data) for chunk in chunks]
+        first = chunks[-1].next_line
+    assert b"".join(data for _, data in rows) == content
+    expected = [(n, line) for n, line in enumerate(content.split(b"\n"), 1) if line.strip()]
+    assert split_lines(rows) == expected
+    assert len(rows) < 10
+
+
+async def test_one_key_cannot_fill_the_file_for_another(store: str) -> None:
+    settings = {"STORE_MAX_BYTES": str(4 << 20), "OPENAI_API_KEYS": TWO_KEYS}
+    async with Client(Backend(*CHUNKS, STORE=store, **settings), "alice-key") as client:
+        asked = {"json": {"input": "secret"}, **of("bob-key")}
+        kept = [(await client.post("/v1/responses", **asked)).json()["id"] for _ in range(5)]
+        too_large = await client.upload(b"x" * (3 << 20))
+        error = too_large.json()["error"]
+        assert (too_large.status_code, error["code"]) == (413, "storage_limit_exceeded")
+        statuses = [(await client.upload(b"x\n" * (200 << 10))).status_code for _ in range(12)]
+        assert statuses[0] == 200
+        assert statuses[-1] == 429
+        large = {"input": "y" * 200_000}
+        for _ in range(12):  # her own make room, or are not kept
+            assert (await client.post("/v1/responses", json=large)).status_code == 200
+        stored: Any = await client.post("/v1/responses", json={**large, "store": True})
+        assert stored.status_code == 429
+        assert stored.json()["error"]["code"] == "storage_limit_exceeded"
+        await client.served.journal.expire()  # type: ignore[union-attr]
+        for id in kept:
+            assert (await client.get(f"/v1/responses/{id}", **of("bob-key"))).status_code == 200
+        size = sum(path.stat().st_size for path in Path(store).parent.glob("journal.db*"))
+        assert size < 5 << 20  # the shared memory of SQLite's among them
+        (first, *_) = (await client.get("/v1/files?order=asc")).json()["data"]
+        assert (await client.delete(f"/v1/files/{first['id']}")).status_code == 200
+        assert (await client.upload(b"x\n" * (100 << 10))).status_code == 200
+
+
+async def test_a_keys_oldest_responses_make_room_for_its_new_ones(store: str) -> None:
+    settings = {"STORE_KEY_ROWS": "30", "OPENAI_API_KEYS": TWO_KEYS}
+    async with Client(Backend(*CHUNKS, STORE=store, **settings), "alice-key") as client:
+        asked: Any = {"json": {"input": "hi", "store": True}}
+        bobs = (await client.post("/v1/responses", **asked, **of("bob-key"))).json()["id"]
+        names = [(await client.post("/v1/responses", **asked)).json()["id"] for _ in range(45)]
+        statuses = [(await client.get(f"/v1/responses/{name}")).status_code for name in names]
+        assert statuses[0] == 404
+        assert statuses[-20:] == [200] * 20
+        assert (await client.get(f"/v1/responses/{bobs}", **of("bob-key"))).status_code == 200
+
+
+async def test_one_key_leaves_background_places_to_another(store: str) -> None:
+    settings = {"STORE_BACKGROUND": "4", "OPENAI_API_KEYS": TWO_KEYS}
+    async with Client(Backend(*CHUNKS, STORE=store, **settings), "alice-key") as client:
+        asked: Any = {"json": {"input": "hi", "background": True}}
+        statuses = [(await client.post("/v1/responses", **asked)).status_code for _ in range(3)]
+        assert statuses == [200, 200, 429]
+        reply = await client.post("/v1/responses", **asked, **of("bob-key"))
+        assert reply.status_code == 200
+
+
+async def test_a_batch_whose_answers_find_no_room_fails_and_says_why(store: str) -> None:
+    settings = {"STORE_KEY_ROWS": "10", "OPENAI_API_KEYS": TWO_KEYS}
+    backend = Backend(*CHUNKS, STORE=store, **settings)
+    async with Client(backend, "alice-key") as client, client.running():
+        name = (await client.create(text_of(*(line_of(str(n)) for n in range(40)))))["id"]
+        batch = await client.until(name, "failed")
+        assert [e["code"] for e in batch["errors"]["data"]] == ["storage_limit_exceeded"]
+        assert 0 < len(await client.lines(batch, "output")) < 10
+
+
+async def test_an_upload_that_fails_leaves_nothing(
+    store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> Any:
+        raise OSError("the disk of the temporary file")
+
+    async with Client(Backend(STORE=store)) as client:
+        monkeypatch.setattr(batches, "read_chunks", fail)
+        assert (await client.upload(b"x")).status_code == 500
+        await client.served.journal.expire()  # type: ignore[union-attr]
+        rows = await client.served.journal.read("SELECT id FROM files")  # type: ignore[union-attr]
+        assert rows == []
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal, "FIRST_PAUSE", 0.01)
+
+
+@pytest.mark.usefixtures("quick")
+async def test_a_batch_whose_task_fails_is_given_up(
+    store: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tries = []
+
+    async def fail(_: Runner, batch: Any) -> None:
+        tries.append(batch.id)
+        raise RuntimeError("a fault of ours")
+
+    monkeypatch.setattr(Runner, "_work", fail)
+    async with Client(Backend(*CHUNKS, STORE=store)) as client, client.running():
+        name = (await client.create(text_of(line_of("a"))))["id"]
+        batch = await client.until(name, "failed")
+        assert len(tries) == journal.FAILURES
+        (error,) = batch["errors"]["data"]
+        assert error["code"] == "server_error"
+        assert "a fault of ours" in caplog.text
+
+
+@pytest.mark.usefixtures("quick")
+async def test_a_background_response_whose_task_fails_is_given_up(
+    store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries = []
+
+    async def fail(_: Store, run: Any) -> None:
+        tries.append(run.id)
+        raise RuntimeError("a fault of ours")
+
+    monkeypatch.setattr(Store, "_generate", fail)
+    async with Client(Backend(*CHUNKS, STORE=store)) as client:
+        jobs = client._transport.app.state.store  # type: ignore[attr-defined]
+        task = asyncio.create_task(jobs.work())
+        asked = {"input": "hi", "background": True}
+        name = (await client.post("/v1/responses", json=asked)).json()["id"]
+
+        async def failed() -> Any:
+            response = (await client.get(f"/v1/responses/{name}")).json()
+            return response if response["status"] == "failed" else None
+
+        response = await until(failed)
+        assert len(tries) == journal.FAILURES
+        assert response["error"]["code"] == "server_error"
+        events = (await client.get(f"/v1/responses/{name}?stream=true")).text
+        assert events.rstrip().split("\n")[-2] == "event: response.failed"
+        await jobs.stop()
+        task.cancel()
+
+
+def test_pauses_between_attempts_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "monotonic", lambda: 0.0)
+    failures, pauses = journal.Failures(), []
+    for _ in range(8):
+        failures.add(JournalUnavailable("full"))
+        pauses.append(failures.again_at)
+    assert pauses == [1, 2, 4, 8, 16, 32, 60, 60]
+    assert not failures.final  # what waits for the file is not given up
+    failures.add(RuntimeError())
+    assert failures.final

@@ -16,7 +16,7 @@ import pytest
 
 from cog_triton.errors import InvalidParameter, JournalUnavailable
 from cog_triton.faces.openai import journal as module
-from cog_triton.faces.openai.journal import Journal, SteadyClock
+from cog_triton.faces.openai.journal import Counted, Journal, Share, SteadyClock
 from tests.support import ROOT, run_until_killed
 
 pytestmark = pytest.mark.anyio
@@ -25,8 +25,9 @@ NOTES = {
     "tables": ["CREATE TABLE IF NOT EXISTS notes (owner TEXT, created REAL, text TEXT)"],
     "expiry": [
         "DELETE FROM notes WHERE rowid IN (SELECT rowid FROM notes WHERE created < :before"
-        " ORDER BY created LIMIT :most)"
+        " AND (:owner IS NULL OR owner = :owner) ORDER BY created LIMIT :most)"
     ],
+    "counted": [Counted("notes", "(100 + length({row}.text))", "text")],
 }
 INSERT, TEXTS = "INSERT INTO notes VALUES ('', ?, ?)", "SELECT text FROM notes ORDER BY rowid"
 PROGRAM = """
@@ -35,7 +36,8 @@ from pathlib import Path
 from cog_triton.faces.openai.journal import Journal
 async def main():
     tables = ["CREATE TABLE IF NOT EXISTS notes (owner TEXT, created REAL, text TEXT)"]
-    journal = Journal(Path(os.environ["FILE"]), [{"tables": tables, "expiry": []}], 1 << 20, 30)
+    schema = {"tables": tables, "expiry": [], "counted": []}
+    journal = Journal(Path(os.environ["FILE"]), [schema], 1 << 20, 30)
     await journal.write("INSERT INTO notes VALUES ('', 0, 'kept')")
     print(journal.worker, flush=True)
     {then}
@@ -45,9 +47,9 @@ asyncio.run(main())
 
 @contextlib.asynccontextmanager
 async def opened(
-    file: Path, *, max_bytes: int = 1 << 20, days: float = 1
+    file: Path, *, max_bytes: int = 1 << 20, days: float = 1, share: Share | None = None
 ) -> AsyncIterator[Journal]:
-    journal = Journal(file, [NOTES], max_bytes, days)
+    journal = Journal(file, [NOTES], max_bytes, days, share)
     try:
         yield journal
     finally:
@@ -373,3 +375,68 @@ async def test_the_write_ahead_log_is_cut(file: Path) -> None:
         await journal.write(INSERT, time.time(), "last")
         assert wal.stat().st_size <= journal._max_wal_bytes
         assert file.stat().st_size + wal.stat().st_size <= 1 << 22
+
+
+OF_KEY = "INSERT INTO notes VALUES (?, ?, ?)"
+
+
+async def owners(journal: Journal) -> dict[str, int]:
+    rows = await journal.read("SELECT owner, count(*) FROM notes GROUP BY owner")
+    return dict(rows)
+
+
+async def test_space_is_made_within_the_key_that_has_most(file: Path) -> None:
+    async with opened(file) as journal:
+        now = time.time()
+        small = [journal.write(OF_KEY, "small", now - 3000 + n, "x" * 4000) for n in range(20)]
+        large = [journal.write(OF_KEY, "large", now - n, "x" * 4000) for n in range(190)]
+        await asyncio.gather(*small, *large)
+        await journal.expire()
+        left = await owners(journal)
+        assert left["small"] == 20  # although they are the oldest
+        assert 50 < left["large"] < 190
+
+
+async def test_a_key_that_is_over_its_share_loses_its_own(file: Path) -> None:
+    async with opened(file, share=Share(bytes=100_000, rows=50)) as journal:
+        now = time.time()
+        few_rows = [journal.write(OF_KEY, "bytes", now - n, "x" * 4000) for n in range(40)]
+        many = [journal.write(OF_KEY, "rows", now - n, "x") for n in range(130)]
+        other = [journal.write(OF_KEY, "other", now - 3000 - n, "x") for n in range(20)]
+        await asyncio.gather(*few_rows, *many, *other)
+        await journal.expire()
+        left = await owners(journal)
+        assert left.pop("other") == 20
+        assert all(count <= 50 for count in left.values())
+        usage = {own.owner: own.bytes for own in await journal._usages()}
+        assert usage.get("bytes", 0) <= 100_000
+
+
+async def test_what_keys_have_is_counted_through_all_changes(file: Path) -> None:
+    async with opened(file, share=Share(bytes=1000, rows=3)) as journal:
+        assert await journal.write(lambda own: journal.has_room(own, "a", 1000))
+        assert not await journal.write(lambda own: journal.has_room(own, "a", 1001))
+        for text in ("x" * 100, "", "x" * 50):
+            await journal.write(OF_KEY, "a", 0, text)
+        await journal.write("UPDATE notes SET text = 'xx' WHERE text = ''")
+        (usage,) = await journal._usages()
+        assert (usage.owner, usage.bytes, usage.row_count) == ("a", 3 * 100 + 152, 3)
+        assert not await journal.write(lambda own: journal.has_room(own, "a", 1))  # a fourth row
+        assert await journal.write(lambda own: journal.has_room(own, "b", 1))
+        await journal.write("DELETE FROM notes WHERE text = 'xx'")
+        (usage,) = await journal._usages()
+        assert (usage.bytes, usage.row_count) == (350, 2)
+
+
+async def test_a_file_from_before_shares_is_counted_once(file: Path) -> None:
+    async with opened(file) as journal:
+        await journal.write(OF_KEY, "a", time.time(), "x" * 50)
+    with contextlib.closing(sqlite3.connect(file, isolation_level=None)) as old:
+        for (trigger,) in old.execute("SELECT name FROM sqlite_master WHERE type = 'trigger'"):
+            old.execute(f"DROP TRIGGER {trigger}")
+        old.execute("DROP TABLE usage")
+        old.execute(OF_KEY, ("a", time.time(), "x" * 25))
+    for _ in range(2):
+        async with opened(file) as journal:
+            (usage,) = await journal._usages()
+            assert (usage.bytes, usage.row_count) == (275, 2)
