@@ -19,14 +19,20 @@ from cog_triton import errors
 from cog_triton.errors import InvalidParameter, PromptRequired, PromptTemplateError, shown
 from cog_triton.request import limits as bounds
 from cog_triton.request.limits import TextLimits, parse_json
-from cog_triton.text.conversation import TemplateTraits, fitted, probe
+from cog_triton.text import conversation, template_forms
+from cog_triton.text.conversation import TemplateTraits, fitted
+from cog_triton.text.template_forms import (
+    TemplateForms,
+    in_its_forms,
+    text_of,
+    with_other_arguments,
+)
 from cog_triton.text.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
 
 _LIMITS = TextLimits()
 _PROBE = "The text of a system message"
-_REFUSALS = (TemplateError, TypeError, ValueError, KeyError, RecursionError)  # of chat templates
 _LITERALS = {"{{": "{", "}}": "}"}
 # From the left, and doubled braces before single ones, as str.format reads them: "{{{prompt}}}" is
 # a literal brace, a placeholder and a literal brace.
@@ -71,10 +77,14 @@ def render_chat(
     turns = [_turn(f"messages[{place}]", message) for place, message in enumerate(messages)]
     if "developer" not in template:
         turns = [t | {"role": "system"} if t["role"] == "developer" else t for t in turns]
-    turns = fitted(turns, _traits(tokenizer, template))
-    try:  # by transformers, in its sandbox
-        prompt: str = tokenizer.apply_chat_template(
-            turns,
+    texts = [{**turn, "content": text_of(turn["content"])} for turn in turns]
+    fitting = fitted(texts, _traits(tokenizer, template))
+    if fitting != texts:
+        turns = fitting  # else contents keep the parts that a client made of them
+
+    def rendered(forms: TemplateForms) -> str:
+        prompt: str = tokenizer.apply_chat_template(  # in transformers' sandbox
+            [in_its_forms(turn, forms) for turn in turns],
             tools=list(tools) or None,
             chat_template=template,
             tokenize=False,
@@ -82,18 +92,35 @@ def render_chat(
             continue_final_message=continue_final_message,
             **switches,
         )
-    except _REFUSALS as error:
-        raise errors.ChatTemplateError(f"the chat template refuses the messages: {error}") from None
+        return prompt
+
+    forms = _forms(tokenizer, template)
+    try:
+        prompt = rendered(forms)
+    except Exception as error:  # a template can raise whatever Python can
+        try:
+            if not any(turn.get("tool_calls") for turn in turns):
+                raise error
+            prompt = rendered(with_other_arguments(forms))
+        except Exception:
+            raise errors.ChatTemplateError(_refusal(error)) from None
     if not prompt:
         raise PromptRequired("the chat template makes an empty prompt of the messages")
     limits.check("the prompt in its chat template", len(prompt))
     return prompt
 
 
+def _refusal(error: Exception) -> str:
+    """Return the text for a template's error; its class says what the error's text may not."""
+    if isinstance(error, TemplateError):
+        return f"the chat template refuses the messages: {error}"
+    return f"the chat template cannot render the messages: {type(error).__name__}: {error}"
+
+
 def set_chat_template(tokenizer: Tokenizer, setting: str) -> None:
     """Give a tokenizer the template that CHAT_TEMPLATE is or names, or raise ConfigurationError."""
     try:
-        template = setting if "{" in setting else Path(setting).read_text(encoding="utf-8")
+        template = setting if "{" in setting else Path(setting).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         text = f"CHAT_TEMPLATE={setting} cannot be read: {error}"
         raise errors.ConfigurationError(text) from None
@@ -127,7 +154,7 @@ def _characters(value: Any) -> int:
 
 
 def _turn(name: str, message: Message) -> dict[str, Any]:
-    """Return a message as templates know it: a content of text, and arguments of calls as objects."""
+    """Return a message with a content of text or parts of text, and arguments of calls as objects."""
     if not isinstance(message.get("role"), str):
         raise InvalidParameter(f"{name} must be an object with a role")
     content = "" if message.get("content") is None else message["content"]
@@ -139,7 +166,6 @@ def _turn(name: str, message: Message) -> dict[str, Any]:
             if kind != "text" or not isinstance(part.get("text"), str):
                 text = f"{name}.content must be of parts of type text, which have a text"
                 raise InvalidParameter(f"{text}; {shown(kind)} is not supported")
-        content = "\n".join(part["text"] for part in content)
     turn = {**message, "content": content}
     if isinstance(calls := message.get("tool_calls"), list):
         turn["tool_calls"] = [_with_object(call) for call in calls]
@@ -158,18 +184,30 @@ def _with_object(call: Any) -> Any:
 
 
 @lru_cache(maxsize=8)
-def _traits(tokenizer: Tokenizer, template: str) -> TemplateTraits:
-    def render(turns: Sequence[Message]) -> str | None:
-        try:
-            return str(
-                tokenizer.apply_chat_template(
-                    turns, chat_template=template, tokenize=False, add_generation_prompt=True
-                )
-            )
-        except Exception:  # whatever a template does with what it does not expect
-            return None
+def _forms(tokenizer: Tokenizer, template: str) -> TemplateForms:
+    return template_forms.probe(lambda turns: _rendered_or_none(tokenizer, template, turns))
 
-    return probe(render)
+
+@lru_cache(maxsize=8)
+def _traits(tokenizer: Tokenizer, template: str) -> TemplateTraits:
+    forms = _forms(tokenizer, template)
+
+    def render(turns: Sequence[Message]) -> str | None:
+        in_forms = [in_its_forms(turn, forms) for turn in turns]
+        return _rendered_or_none(tokenizer, template, in_forms)
+
+    return conversation.probe(render)
+
+
+def _rendered_or_none(tokenizer: Tokenizer, template: str, turns: Sequence[Message]) -> str | None:
+    try:
+        return str(
+            tokenizer.apply_chat_template(
+                turns, chat_template=template, tokenize=False, add_generation_prompt=True
+            )
+        )
+    except Exception:  # whatever a template does with what it does not expect
+        return None
 
 
 def format_prompt(

@@ -58,7 +58,7 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Tokenizer:
                     kind = transformers.PreTrainedTokenizerFast
                     options["extra_special_tokens"] = {}
                     options["additional_special_tokens"] = config.get("extra_special_tokens") or []
-            return kind.from_pretrained(name, clean_up_tokenization_spaces=False, **options)
+            tokenizer = kind.from_pretrained(name, clean_up_tokenization_spaces=False, **options)
     except Exception as error:
         if trust_remote_code:  # that code may raise anything
             whose = f"{name!r}, whose own code may be run (TRUST_REMOTE_CODE)"
@@ -68,6 +68,52 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Tokenizer:
         else:
             raise
         raise ConfigurationError(text) from error
+    _complete_chat_templates(tokenizer, Path(name))
+    return tokenizer
+
+
+def _complete_chat_templates(tokenizer: Tokenizer, directory: Path) -> None:
+    """Add the chat templates in files beside a tokenizer that transformers did not read.
+
+    Processors save chat_template.json. A file may begin with a byte order mark, which is not part of it.
+    """
+    found = getattr(tokenizer, "chat_template", None)
+    templates = dict(found) if isinstance(found, dict) else {"default": found} if found else {}
+    for file in sorted((directory / "additional_chat_templates").glob("*.jinja")):
+        templates.setdefault(file.stem, _read_text(file))
+    jinja = directory / "chat_template.jinja"
+    if "default" not in templates and jinja.is_file():
+        templates["default"] = _read_text(jinja)
+    if "default" not in templates:
+        templates = _templates_of_json(directory / "chat_template.json") | templates
+    templates = {name: text.removeprefix("\ufeff") for name, text in templates.items()}
+    if templates:
+        only_default = templates.keys() == {"default"}
+        tokenizer.chat_template = templates["default"] if only_default else templates
+
+
+def _templates_of_json(file: Path) -> dict[str, str]:
+    """Return the templates of a processor's file by their names: one text, or a list of named ones."""
+    if not file.is_file():
+        return {}
+    try:
+        content = json.loads(_read_text(file))
+        template = content["chat_template"] if isinstance(content, dict) else content
+        if isinstance(template, list):
+            return {str(each["name"]): str(each["template"]) for each in template}
+    except (ValueError, LookupError, TypeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ConfigurationError(f"{file} holds no chat template: {reason}") from None
+    if not isinstance(template, str):
+        raise ConfigurationError(f"{file} holds no chat template: chat_template must be a text")
+    return {"default": template}
+
+
+def _read_text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"{file} cannot be read: {error}") from None
 
 
 def _problem(name: str, error: Exception) -> str:

@@ -1,14 +1,22 @@
 """Messages to prompts, by the demo model's template and by ones of the kinds that models have."""
 
 import copy
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cog_triton.errors import CogTritonError, ConfigurationError, InvalidParameter, PromptTooLong
+from cog_triton.errors import (
+    ChatTemplateError,
+    CogTritonError,
+    ConfigurationError,
+    InvalidParameter,
+    PromptTooLong,
+)
 from cog_triton.request.limits import MESSAGES, TextLimits
 from cog_triton.text.chat import render_chat, set_chat_template
+from cog_triton.text.tokenizer import load_tokenizer
 from tests.support import load_cases
 
 CASES = load_cases(__file__, "chat.yaml")
@@ -94,9 +102,193 @@ def test_sizes_are_counted_before_anything_is_rendered_and_after(tokenizer: Any)
             render_chat(tokenizer, messages, limits=limits, **options)  # type: ignore[arg-type]
 
 
+ONLY_PARTS = (
+    "{% for m in messages %}[{{ m.role }}]{% for part in m.content %}"
+    "{% if part.type == 'text' %}{{ part.text }}|{% endif %}{% endfor %}{% endfor %}"
+)
+FIRST_PART = "{% for m in messages %}{{ m.role }}={{ m.content[0]['text'] }};{% endfor %}"
+PARTS_OF_USERS = (
+    "{% for m in messages %}{{ m.role }}="
+    "{% if m.role == 'user' %}{% for part in m.content %}{{ part['text'] }}{% endfor %}"
+    "{% else %}{{ '' + m.content }}{% endif %};{% endfor %}"
+)
+BY_MACRO = (
+    "{% macro show(content) %}{% for part in content %}{% if part is mapping %}{{ part.text }}"
+    "{% endif %}{% endfor %}{% endmacro %}{% for m in messages %}{{ show(m['content']) }};"
+    "{% endfor %}"
+)
+BOTH = (
+    "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}<{{ part.text }}>{% endfor %}{% endif %};{% endfor %}"
+)
+AS_JSON = "{% for m in messages %}{{ m.content | tojson }};{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "of_text", "of_parts"),
+    [
+        pytest.param(
+            ONLY_PARTS,
+            "[system]Be brief.|[user]Hi|",
+            "[system]Be brief.|[user]Hi|there|",
+            id="goes through parts",
+        ),
+        pytest.param(
+            FIRST_PART, "system=Be brief.;user=Hi;", "system=Be brief.;user=Hi;", id="first part"
+        ),
+        pytest.param(
+            PARTS_OF_USERS,
+            "system=Be brief.;user=Hi;",
+            "system=Be brief.;user=Hithere;",
+            id="parts of users, texts of others",
+        ),
+        pytest.param(BY_MACRO, "Be brief.;Hi;", "Be brief.;Hithere;", id="in a macro"),
+        pytest.param(BOTH, "Be brief.;Hi;", "Be brief.;<Hi><there>;", id="either"),
+        pytest.param(
+            TEMPLATES["plain"],
+            "system: Be brief.\nuser: Hi\n",
+            "system: Be brief.\nuser: Hi\nthere\n",
+            id="prints texts",
+        ),
+        pytest.param(AS_JSON, '"Be brief.";"Hi";', '"Be brief.";"Hi\\nthere";', id="prints JSON"),
+    ],
+)
+def test_a_content_comes_in_the_form_that_the_template_reads(
+    tokenizer: Any, template: str, of_text: str, of_parts: str
+) -> None:
+    assert render(tokenizer, template, [SYSTEM, USER]) == of_text
+    assert render(tokenizer, template, [SYSTEM, MESSAGE["parts"]]) == of_parts
+
+
+def test_the_system_prompt_goes_to_the_user_in_a_template_of_parts(tokenizer: Any) -> None:
+    template = ONLY_PARTS.replace("in messages", "in messages if m.role != 'system'")
+    assert render(tokenizer, template, [SYSTEM, USER]) == "[user]Be brief.\n\nHi|"
+    assert render(tokenizer, template, [SYSTEM, MESSAGE["parts"]]) == (
+        "[user]Be brief.\n\nHi\nthere|"
+    )
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        pytest.param("{{ '{}{}'.format(messages[0].content) }}", id="IndexError"),
+        pytest.param("{{ 7 // (messages | length - 1) }}", id="ZeroDivisionError"),
+        pytest.param("{{ messages[0].content + 1 }}", id="TypeError"),
+        pytest.param("{% for i in range(999999) %}.{% endfor %}", id="OverflowError"),
+        pytest.param("{{ messages.append.__globals__ }}", id="SecurityError"),
+        pytest.param(
+            "{% macro again(n) %}{{ again(n + 1) }}{% endmacro %}{{ again(0) }}",
+            id="RecursionError",
+        ),
+        pytest.param("{{ messages[0].content.encode('ascii') }}", id="UnicodeEncodeError"),
+        pytest.param("{{ messages[0].content.nothing.nothing }}", id="UndefinedError"),
+        pytest.param("{{ 'x'.join(5) }}", id="not iterable"),
+        pytest.param("{% if %}", id="TemplateSyntaxError"),
+    ],
+)
+def test_whatever_a_template_raises_is_a_refusal(tokenizer: Any, template: str) -> None:
+    with pytest.raises(ChatTemplateError, match="the chat template"):
+        render(tokenizer, template, [{"role": "user", "content": "Grüße"}])
+
+
+CALL = "{% for m in messages %}{{ m.content or '' }}{% for c in m.tool_calls or [] %}"
+ENDED = "{% endfor %};{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        pytest.param("{{ c.function.name + c.function.arguments }}", "weather", id="joins texts"),
+        pytest.param("{{ c.function.name }}{{ c.function.arguments }}", "weather", id="prints"),
+        pytest.param(
+            "{{ c.function.name }}{{ c.function.arguments | tojson }}", "weather", id="JSON"
+        ),
+        pytest.param("{{ c.function | tojson }}", '"arguments": ', id="JSON of the function"),
+        pytest.param(
+            "{{ c.function.name }}{% for k, v in c.function.arguments.items() %}"
+            "{{ {k: v} | tojson }}{% endfor %}",
+            "weather",
+            id="goes through them",
+        ),
+        pytest.param(
+            "{{ c.function.name }}{% if c.function.arguments is string %}"
+            "{{ c.function.arguments }}{% else %}{{ c.function.arguments | tojson }}{% endif %}",
+            "weather",
+            id="either",
+        ),
+    ],
+)
+@pytest.mark.parametrize("as_object", [False, True], ids=["from a text", "from an object"])
+def test_arguments_come_in_the_form_that_the_template_reads(
+    tokenizer: Any, call: str, expected: str, as_object: bool
+) -> None:
+    arguments: Any = {"city": "Łódź"} if as_object else '{"city": "Łódź"}'
+    function = {"name": "weather", "arguments": arguments}
+    turn = {"role": "assistant", "content": None, "tool_calls": [{"function": function}]}
+    prompt = render(tokenizer, CALL + call + ENDED, [USER, turn])
+    assert f'{expected}{{"city": "Łódź"}}' in prompt
+
+
+def model_with(directory: Path, demo_model: Path, **files: str) -> Any:
+    """The demo model's tokenizer without its chat template, and with other files."""
+    shutil.copytree(demo_model, directory, ignore=lambda *_: ["chat_template.jinja"])
+    for name, content in files.items():
+        file = directory / name.replace("__", "/").replace("_json", ".json").replace(
+            "_jinja", ".jinja"
+        )
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(content, encoding="utf-8")
+    return load_tokenizer(str(directory))
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        pytest.param({"chat_template_jinja": "{{ messages[0].content }}"}, id="Jinja"),
+        pytest.param({"chat_template_jinja": "\ufeff{{ messages[0].content }}"}, id="with a mark"),
+        pytest.param(
+            {"chat_template_json": '{"chat_template": "{{ messages[0].content }}"}'}, id="JSON"
+        ),
+        pytest.param(
+            {"chat_template_json": '\ufeff{"chat_template": "{{ messages[0].content }}"}'},
+            id="JSON with a mark",
+        ),
+        pytest.param(
+            {
+                "chat_template_json": '{"chat_template": [{"name": "default", "template": '
+                '"{{ messages[0].content }}"}]}'
+            },
+            id="named ones in JSON",
+        ),
+    ],
+)
+def test_chat_templates_in_files_of_a_model(
+    tmp_path: Path, demo_model: Path, files: dict[str, str]
+) -> None:
+    tokenizer = model_with(tmp_path / "model", demo_model, **files)
+    assert render_chat(tokenizer, [USER]) == "Hi"
+
+
+def test_additional_chat_templates_of_a_model(tmp_path: Path, demo_model: Path) -> None:
+    tokenizer = model_with(
+        tmp_path / "model",
+        demo_model,
+        chat_template_jinja="{{ messages[0].content }}",
+        additional_chat_templates__tool_use_jinja="\ufefftools: {{ messages[0].content }}",
+    )
+    assert render_chat(tokenizer, [USER]) == "Hi"
+    tool = {"type": "function", "function": {"name": "weather"}}
+    assert render_chat(tokenizer, [USER], tools=[tool]) == "tools: Hi"
+
+
+def test_a_chat_template_file_that_is_none(tmp_path: Path, demo_model: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"chat_template\.json holds no chat template"):
+        model_with(tmp_path / "model", demo_model, chat_template_json='{"template": ""}')
+
+
 def test_a_template_of_the_settings_or_of_a_file(tokenizer: Any, tmp_path: Path) -> None:
     file = tmp_path / "chat.jinja"
-    file.write_text("{{ messages[0].content }} ż", encoding="utf-8")
+    file.write_text("\ufeff{{ messages[0].content }} ż", encoding="utf-8")
     for setting, prompt in ((TEMPLATES["plain"], "user: Hi\n"), (str(file), "Hi ż")):
         set_chat_template(tokenizer, setting)
         assert render_chat(tokenizer, [USER]) == prompt

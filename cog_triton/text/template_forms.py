@@ -1,0 +1,132 @@
+"""The forms in which a chat template reads contents and the arguments of calls.
+
+Some templates print a content as a text, others go through its parts, and some do both. Some write the
+arguments of a call as JSON by themselves, others join a text. No template says which, so each is asked by
+small conversations: a form that it reads leaves its text in the prompt.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+Turn = dict[str, Any]
+# Renders turns by the template, or returns None where the template refuses them.
+Render = Callable[[Sequence[Mapping[str, Any]]], str | None]
+
+_TEXT = "The text of a content"
+_NAME = "name_of_a_function"
+_ARGUMENT = "name_of_an_argument"
+_VALUE = "value_of_an_argument"
+
+
+@dataclass(frozen=True)
+class ContentForms:
+    """What a template reads of the contents of one role."""
+
+    texts: bool = True
+    parts: bool = False
+
+    @property
+    def any(self) -> bool:
+        return self.texts or self.parts
+
+
+@dataclass(frozen=True)
+class TemplateForms:
+    """All forms that a template reads."""
+
+    system: ContentForms
+    user: ContentForms
+    assistant: ContentForms
+    arguments_as_text: bool = False  # of calls; not as objects
+
+    def of_role(self, role: str) -> ContentForms:
+        forms = {"system": self.system, "developer": self.system, "assistant": self.assistant}
+        found = forms.get(role, self.user)
+        return found if found.any else self.user
+
+
+def probe(render: Render) -> TemplateForms:
+    """Find out which forms a template reads."""
+    user = _content_forms(render, lambda content: [{"role": "user", "content": content}])
+    other = _content("Hello", user)
+    question = {"role": "user", "content": other}
+    return TemplateForms(
+        system=_content_forms(render, lambda content: [_turn("system", content), question]),
+        user=user if user.any else ContentForms(),
+        assistant=_content_forms(
+            render, lambda content: [question, _turn("assistant", content), question]
+        ),
+        arguments_as_text=_reads_arguments_as_text(render, question),
+    )
+
+
+def _turn(role: str, content: Any) -> Turn:
+    return {"role": role, "content": content}
+
+
+def _content_forms(render: Render, conversation: Callable[[Any], list[Turn]]) -> ContentForms:
+    as_text = render(conversation(_TEXT))
+    as_parts = render(conversation([{"type": "text", "text": _TEXT}]))
+    return ContentForms(
+        texts=as_text is not None and _TEXT in as_text,
+        parts=as_parts is not None and _TEXT in as_parts and not _shows_parts(as_parts),
+    )
+
+
+def _shows_parts(prompt: str) -> bool:
+    """Return whether a template printed the list of parts as it prints a text."""
+    return f"'text': '{_TEXT}'" in prompt or f'"text": "{_TEXT}"' in prompt
+
+
+def _reads_arguments_as_text(render: Render, question: Turn) -> bool:
+    """Return whether a call's arguments come out as JSON only if the template gets them as a text."""
+
+    def keeps(arguments: Any) -> bool:
+        function = {"name": _NAME, "arguments": arguments}
+        call = {"id": "abcdefgh1", "type": "function", "function": function}
+        prompt = render([question, {**_turn("assistant", ""), "tool_calls": [call]}])
+        if prompt is None or _NAME not in prompt or _VALUE not in prompt:
+            return False
+        printed_object = f"{{'{_ARGUMENT}': '{_VALUE}'}}" in prompt
+        quoted_text = f'{{\\"{_ARGUMENT}\\"' in prompt
+        return not printed_object and not quoted_text
+
+    arguments = {_ARGUMENT: _VALUE}
+    return not keeps(arguments) and keeps(json.dumps(arguments))
+
+
+def in_its_forms(turn: Mapping[str, Any], forms: TemplateForms) -> Turn:
+    """Return a turn with its content and its calls in forms that the template reads."""
+    result = {**turn, "content": _content(turn["content"], forms.of_role(turn["role"]))}
+    calls = turn.get("tool_calls")
+    if isinstance(calls, list) and forms.arguments_as_text:
+        result["tool_calls"] = [_with_text(call) for call in calls]
+    return result
+
+
+def with_other_arguments(forms: TemplateForms) -> TemplateForms:
+    """Return the forms with a call's arguments as a text in place of an object, or the other way round."""
+    return replace(forms, arguments_as_text=not forms.arguments_as_text)
+
+
+def text_of(content: Any) -> str:
+    """Return a content of texts as one text."""
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+
+
+def _content(content: Any, forms: ContentForms) -> Any:
+    if isinstance(content, list):
+        return content if forms.parts else text_of(content)
+    if forms.texts or not forms.parts:
+        return content
+    return [{"type": "text", "text": content}] if content else []
+
+
+def _with_text(call: Any) -> Any:
+    match call:
+        case {"function": {"arguments": dict() as arguments} as function}:
+            text = json.dumps(arguments, ensure_ascii=False)
+            return {**call, "function": {**function, "arguments": text}}
+    return call
