@@ -4,7 +4,7 @@ import importlib.metadata
 import importlib.util
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +30,7 @@ from cog_triton.server.log import GPU
 from cog_triton.settings import Settings
 from cog_triton.text.end_tokens import EndTokens, end_ids
 from cog_triton.text.tokenizer import vocabulary_size
+from cog_triton.weights.managed import Managed, Role, engine_in, managed_weights
 
 logger = logging.getLogger("cog_triton.deployment")
 
@@ -180,6 +181,7 @@ def has_swapped_sampling_params(engine: EngineName, tensorrt_llm: str | None) ->
 
 def with_files(settings: Settings) -> Settings:
     """Return the settings with the model and the tokenizer downloaded and unpacked."""
+    settings = with_managed_weights(settings, log=True)
     source = settings.weights
     if source is None and settings.engine_dir is None and not Path(settings.model).is_dir():
         source = settings.model
@@ -188,8 +190,8 @@ def with_files(settings: Settings) -> Settings:
             raise ConfigurationError(f"MODEL={shown_url(source)} does not exist")
     if source is not None:
         directory = fetched(settings, source, settings.weights_checksum)
-        engines = [e for e in (directory / "engine", directory) if any(e.glob("*.engine"))]
-        placed = {"engine_dir": engines[0]} if engines else {"model": str(directory)}
+        engine = engine_in(directory)
+        placed = {"model": str(directory)} if engine is None else {"engine_dir": engine}
         settings = settings.model_copy(update=placed)
     if not Path(name := settings.tokenizer_dir).is_dir():
         from cog_triton.weights import download
@@ -199,6 +201,44 @@ def with_files(settings: Settings) -> Settings:
             directory = download.fetch_from_hub(name, settings.hub_token, download.WEIGHTS)
             settings = settings.model_copy(update={"tokenizer": str(directory)})
     return settings
+
+
+def with_managed_weights(
+    settings: Settings, managed: Sequence[Managed] | None = None, *, log: bool = False
+) -> Settings:
+    """Return the settings with the weights that Cog mounts, where no variable names a model.
+
+    COG_WEIGHTS, MODEL and ENGINE_DIR take the place of a mounted model and engine, TOKENIZER that of a
+    mounted tokenizer.
+    """
+    named = {"weights", "model", "engine_dir"} & settings.model_fields_set
+    if named:
+        variables = [str(type(settings).model_fields[name].alias) for name in sorted(named)]
+        if log:
+            logger.info("the model is that of %s", ", ".join(variables))
+        return settings
+    mounted = managed_weights() if managed is None else managed
+    chosen: dict[Role, Managed] = {}
+    for weights in mounted:
+        if weights.role is None:
+            logger.warning("%s: no model, engine or tokenizer is in it", weights.directory)
+        elif weights.role in chosen:
+            text = "%s is not used, because %s comes first in cog.yaml; MODEL or ENGINE_DIR names another"
+            logger.warning(text, weights.name, chosen[weights.role].name)
+        else:
+            chosen[weights.role] = weights
+    placed: dict[str, object] = {}
+    if Role.ENGINE in chosen:
+        placed["engine_dir"] = engine_in(chosen[Role.ENGINE].directory)
+    if Role.MODEL in chosen:
+        placed["model"] = str(chosen[Role.MODEL].directory)
+    if Role.TOKENIZER in chosen and settings.tokenizer is None:
+        placed["tokenizer"] = str(chosen[Role.TOKENIZER].directory)
+    if log:
+        for role, weights in chosen.items():
+            text = "the %s is that of the weights %s, which Cog mounts at %s"
+            logger.info(text, role.value, weights.name, weights.directory)
+    return settings.model_copy(update=placed)
 
 
 def fetched(settings: Settings, source: str, checksum: str | None = None) -> Path:
@@ -399,6 +439,7 @@ def model_name(settings: Settings) -> str:
 
     It is in answers, metrics and traces, so nothing else of a URL is in it: that may be a signature.
     """
+    settings = with_managed_weights(settings)
     source = settings.weights or settings.model
     if settings.engine_dir is not None and not settings.weights:
         source = str(settings.engine_dir)
