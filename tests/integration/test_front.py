@@ -15,6 +15,7 @@ from typing import Any
 from uuid import uuid4
 
 import httpx
+import psutil  # type: ignore[import-untyped, unused-ignore]
 import pytest
 
 from cog_triton.faces.cog import predictions
@@ -284,6 +285,20 @@ def test_who_knows_an_id_sees_the_input_and_the_output(server: Server) -> None:
     with server.client.stream("PUT", path, json={"input": {}}, headers=EVENTS) as stream:
         assert "event: output" in stream.iter_lines()
     assert server.client.post(f"{path}/cancel").status_code == 200
+
+
+def test_nothing_but_the_front_reaches_cogs_server(server: Server) -> None:
+    """Its port is found as a web page would find it, by trying all."""
+    listening = [
+        connection.laddr.port
+        for connection in psutil.Process(server.process.pid).net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN
+    ]
+    (inner_port,) = set(listening) - {server.port}
+    for source in ("127.0.0.1", "127.0.0.2"):
+        with pytest.raises(TimeoutError):
+            socket.create_connection(("127.0.0.1", inner_port), 1, source_address=(source, 0))
+    assert server.ask().status_code == 200
 
 
 JSON_ROUTES = (

@@ -72,16 +72,8 @@ exit $status
 
 def test_a_link_that_another_user_put_where_cog_keeps_files(tmp_path: Path) -> None:
     """In a mount namespace, so that /tmp is this test's."""
-    command = [
-        "unshare",
-        "-m",
-        "sh",
-        "-c",
-        PLANTED,
-        "sh",
-        sys.executable,
-        ROOT / "scripts/serve.py",
-    ]
+    command = ["unshare", "-m", "sh", "-c", PLANTED, "sh"]
+    command += [sys.executable, str(ROOT / "scripts" / "serve.py")]
     environment = {**os.environ, **ANY_PORTS, "PORT": str(free_port()), "LOG_FORMAT": "text"}
     process = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
     if process.returncode == 77 or "unshare failed" in process.stderr:

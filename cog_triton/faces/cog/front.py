@@ -28,6 +28,7 @@ from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from cog_triton.errors import shown
+from cog_triton.faces.cog.inner_port import connect, random_source
 from cog_triton.faces.cog.predictions import Passage, Predictions
 from cog_triton.faces.cog.replicate import (
     FILES_PATH,
@@ -111,17 +112,13 @@ class Front:
 
     def __init__(self, listener: socket.socket, settings: Settings) -> None:
         self.predictions = Predictions()
+        self.source = random_source()  # of connections to Cog's server
         self._port = 0
         self._listener, self._settings = listener, settings
         self._worker_ended = False
         self._busy_since: float | None = None
         self._stop = asyncio.Event()
-        routes = [
-            Route("/health/live", self._health),
-            Route("/health/ready", self._health),
-            Route("/shutdown", self._shutdown, methods=["POST"]),
-            *Replicate(self, settings.replicate_list_token).routes,
-        ]
+        routes = [*self.own_routes(), *Replicate(self, settings.replicate_list_token).routes]
         self._router = Router(routes, redirect_slashes=False, default=self._pass)
         limits = Limits(settings.max_request_bytes, request_seconds=settings.receive_timeout)
         origins = origins_of(settings.cog_allowed_origins)
@@ -133,6 +130,14 @@ class Front:
             origins_setting="COG_ALLOWED_ORIGINS",
         )
         self._server = Server(application, limits, access, refusal_body)
+
+    def own_routes(self) -> list[Route]:
+        """Return the routes that are neither Replicate's nor passed on to Cog's server."""
+        return [
+            Route("/health/live", self._health),
+            Route("/health/ready", self._health),
+            Route("/shutdown", self._shutdown, methods=["POST"]),
+        ]
 
     async def serve(self, port: Callable[[], int | None], stop: int) -> None:
         """Serve on ``port()``, once Cog's server listens there, until ``stop`` is readable."""
@@ -289,7 +294,8 @@ class Front:
                 raise Refusal(503, f"no files can be made for this prediction: {unsafe}")
             try:
                 transport, _ = await asyncio.get_running_loop().create_connection(
-                    partial(asyncio.StreamReaderProtocol, answer), "127.0.0.1", self._port
+                    partial(asyncio.StreamReaderProtocol, answer),
+                    sock=await connect(self.source, self._port),
                 )
                 sent = [pair for pair in headers if pair[0] not in _NOT_PASSED_ON]
                 sent.append((b"content-length", b"%d" % len(passage.body)))

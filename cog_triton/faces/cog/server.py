@@ -63,12 +63,11 @@ def serve(
         signal.signal(number, lambda *_: None)
     front = Front(bound(host.strip("[]"), port), settings)
     problem = front.predictions.directory_problem()
-    if (
-        problem
-    ):  # with each prediction, Cog's server would lose a slot, or write where another user wants
+    # With each prediction, Cog's server would lose a slot, or write where another user wants.
+    if problem:
         log("ERROR", f"the server cannot start: {problem}; Cog keeps files of predictions there")
         sys.exit(1)
-    serving = front.serve(_port_without_delay, stop)
+    serving = front.serve(partial(_inner_port, front.source), stop)
     threading.Thread(target=uvloop.run, args=[serving], daemon=True).start()
     set_handler = signal.signal
 
@@ -82,16 +81,21 @@ def serve(
     front.predictions.remove_all()
 
 
-def _port_without_delay() -> int | None:
-    """Turn Nagle's algorithm off where Cog's server listens; return the port, None if there is none yet.
+def _inner_port(source: str) -> int | None:
+    """Prepare the socket on which Cog's server listens; return the port, None if there is none yet.
 
-    Measured with Cog 0.23.1: its server leaves it on, which delays each small event by up to 40 ms.
-    Connections inherit TCP_NODELAY from the socket that they were accepted on.
+    Only connections from ``source``, the front's, are let in. And Nagle's algorithm is turned off: measured
+    with Cog 0.23.1, its server leaves it on, which delays each small event by up to 40 ms. Connections
+    inherit TCP_NODELAY from the socket that they were accepted on.
     """
+    from cog_triton.faces.cog.inner_port import accept_only_from
+
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError), socket.fromfd(int(name), socket.AF_INET, socket.SOCK_STREAM) as own:
             if own.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                with suppress(OSError):  # a system that is not quite Linux
+                    accept_only_from(own, source)
                 return int(own.getsockname()[1])
     return None
 
