@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write the tables of docs/configuration.md and triton_model_repo/README.md from the code they describe."""
+"""Write the tables of the pages that PAGES names from the code that they describe."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, get_args, get_origin
 
+import _access
 import yaml
 from _checkout import ROOT
 
@@ -14,12 +15,16 @@ from cog_triton.repository.variables import TABLES, VARIABLES, Variable
 from cog_triton.settings import Settings
 
 HEADER = ("Variable", "Type", "Default", "Description")
-PAGES = (ROOT / "docs" / "configuration.md", ROOT / "triton_model_repo" / "README.md")
+PAGES = (
+    ROOT / "docs" / "configuration.md",
+    ROOT / "docs" / "operations.md",
+    ROOT / "triton_model_repo" / "README.md",
+)
 
 
 def filled(page: str) -> str:
     """Return the page with each table between its markers as the code has it now."""
-    tables = {"settings": settings, "variables": variables, "old-names": old}
+    tables = {"settings": settings, "variables": variables, "old-names": old, "access": access}
     marked = re.compile(r"(<!-- ([\w-]+):begin -->\n).*(<!-- \2:end -->)", re.DOTALL)
     return marked.sub(lambda found: found[1] + tables[found[2]]() + found[3], page)
 
@@ -32,6 +37,10 @@ def settings() -> str:
         shown = f"`{default}`" if default else "unset"
         rows.append([f"`{field.alias}`", kind_of(field.annotation), shown, texts[field.alias]])
     return table(HEADER, rows)
+
+
+def access() -> str:
+    return table(_access.HEADER, _access.table_rows())
 
 
 def kind_of(annotation: Any) -> str:

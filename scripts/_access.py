@@ -1,0 +1,128 @@
+"""The table of docs/operations.md: who may ask what at which port, made from the routes in the code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+from starlette.routing import Route
+
+from cog_triton.faces.cog.front import Front
+from cog_triton.faces.cog.replicate import FILES_PATH, Replicate
+from cog_triton.faces.openai import app, batches, completions, messages, store
+from cog_triton.faces.openai.server import FORM_BYTES
+from cog_triton.web.origin import SAFE_METHODS
+
+HEADER = ("Port", "Routes", "Who may", "Body, and bytes of it", "Time", "Pages of other origins")
+COG, OPENAI = "`PORT` of `make serve`", "`PORT` of `make openai`; `OPENAI_PORT`"
+METRICS_PORT = "`PREDICTOR_METRICS_PORT`"
+# What the front passes on to Cog's server. Any other path is passed on too, and gets 404 there.
+PASSED_ON = (
+    *("GET /", "GET /health-check", "GET /openapi.json", "POST /predictions"),
+    *("PUT /predictions/{id}", "POST /predictions/{id}/cancel", "POST /trainings"),
+    *("PUT /trainings/{id}", "POST /trainings/{id}/cancel"),
+)
+LISTS = ("GET /v1/predictions", f"GET {FILES_PATH}")
+ROUTERS = (completions.router, store.router, batches.router, app.router, messages.router)
+# FastAPI's, and the page.
+OPENAI_PAGES = ("/", "/docs", "/docs/oauth2-redirect", "/openapi.json")
+ANYBODY = "anyone who can reach the port"
+WITH_KEY = "anyone with an API key; anyone at all if no keys are configured"
+WITH_LIST_TOKEN = "anyone with `REPLICATE_LIST_TOKEN`; nobody if it is not set"
+# Ports of NVIDIA's and Cog's servers, whose checks are theirs.
+ALL_OF_TRITON = "all of Triton's, but `TRITON_CLOSED_APIS`"
+OTHERS = (
+    ("`TRITON_HTTP_PORT`", ALL_OF_TRITON, ANYBODY, "Triton's limits", "none", "may send it"),
+    ("`TRITON_GRPC_PORT`", ALL_OF_TRITON, ANYBODY, "Triton's limits", "none", "cannot"),
+    ("`TRITON_METRICS_PORT`", "`GET /metrics`", ANYBODY, "Triton's limits", "none", "may send it"),
+    ("a free one of 127.0.0.1", "Cog's server, behind its port", "the front", "", "", "cannot"),
+    (
+        "`PORT` of `make scale`",
+        "those of Dynamo's frontend",
+        ANYBODY,
+        "Dynamo's",
+        "none",
+        "Dynamo's",
+    ),
+    ("free ones, for Dynamo", "between its frontend and workers", ANYBODY, "", "", "cannot"),
+)
+
+
+@dataclass(frozen=True)
+class Access:
+    """What one route asks of its callers."""
+
+    port: str
+    who: str
+    body: str
+    time: str
+    pages: str
+
+
+def table_rows() -> list[tuple[str, ...]]:
+    """Return the rows: the routes of a port that ask the same are in one."""
+    routes: dict[Access, list[str]] = {}
+    for route, access in (*cog_routes(), *openai_routes(), metrics_route()):
+        routes.setdefault(access, []).append(f"`{route}`")
+    rows = [
+        (access.port, ", ".join(names), access.who, access.body, access.time, access.pages)
+        for access, names in routes.items()
+    ]
+    return [*rows, *OTHERS]
+
+
+def cog_routes() -> Iterator[tuple[str, Access]]:
+    front = Front.__new__(Front)  # whose routes need nothing that it sets up
+    for route in (*names(front.own_routes()), *names(Replicate(front, None).routes), *PASSED_ON):
+        who = WITH_LIST_TOKEN if route in LISTS else ANYBODY
+        body = "a form" if route == f"POST {FILES_PATH}" else "JSON"
+        yield route, access_of(route, COG, who, f"{body}, `MAX_REQUEST_BYTES`", "COG")
+
+
+def openai_routes() -> Iterator[tuple[str, Access]]:
+    open_pages = [f"GET {path}" for path in OPENAI_PAGES]
+    routes = [name for router in ROUTERS for name in names(router.routes)]
+    for route in (*open_pages, *routes):
+        path = route.partition(" ")[2]
+        who = ANYBODY if path in app.OPEN else WITH_KEY
+        if path == app.METRICS:
+            who = f"{WITH_KEY}, or with `OPENAI_OPEN_METRICS`"
+        body = "JSON, `MAX_REQUEST_BYTES`"
+        if route == "POST /v1/files":
+            body = f"a form, `MAX_FILE_BYTES` and {FORM_BYTES >> 10} KiB"
+        yield route, access_of(route, OPENAI, who, body, "OPENAI")
+
+
+def metrics_route() -> tuple[str, Access]:
+    return "GET /metrics", Access(METRICS_PORT, ANYBODY, "none", "10 s", "may send it")
+
+
+def access_of(route: str, port: str, who: str, body: str, setting: str) -> Access:
+    origins = f"`{setting}_ALLOWED_ORIGINS`"
+    time = "`RECEIVE_TIMEOUT`"
+    if "MAX_FILE_BYTES" in body:
+        time += ", longer as `MAX_FILE_BYTES` is more than `MAX_REQUEST_BYTES`"
+    method = route.partition(" ")[0]
+    if method.encode() in SAFE_METHODS:
+        return Access(
+            port, who, "not read", time, f"may send it; those in {origins} read the answer"
+        )
+    if method == "DELETE" or route.endswith("/cancel") or route == "POST /shutdown":
+        body = "not read, `MAX_REQUEST_BYTES`"
+    return Access(port, who, body, time, f"403, except those in {origins}")
+
+
+def names(routes: Iterable[Any]) -> list[str]:
+    """Return each method and path of routes; HEAD goes with GET."""
+    found = []
+    for route in routes:
+        for method in sorted(cast(Route, route).methods or ()):
+            if method != "HEAD":
+                found.append(f"{method} {short(route.path)}")
+    return found
+
+
+def short(path: str) -> str:
+    """Return a path without the converters of its parameters."""
+    return path.replace(":path}", "}")
