@@ -5,6 +5,7 @@
 
 import asyncio
 import gc
+import logging
 import time
 from collections.abc import AsyncGenerator, Callable
 from typing import Optional
@@ -24,6 +25,21 @@ from cog_triton.text.chat import format_prompt, render_chat, validate_template
 from cog_triton.web.bodies import off_loop
 from cog_triton.wire import parse_logit_bias
 
+logger = logging.getLogger("cog_triton.predict")
+
+
+def described_prompts(deployment: Deployment) -> str:
+    """Return a line for the log that says what is made of a prompt."""
+    if deployment.chat_template_for_prompts:
+        return (
+            "prompts go through the model's chat template, as a user's message; "
+            "prompt_template={prompt} sends one as it is"
+        )
+    template = deployment.settings.prompt_template
+    if template is None or template == "{prompt}":
+        return "prompts go to the model as they are, without a chat template"
+    return "prompts go through PROMPT_TEMPLATE, not through a chat template"
+
 
 class Predictor(BaseRunner):
     async def setup(self, weights: Optional[str] = None) -> None:
@@ -32,7 +48,8 @@ class Predictor(BaseRunner):
         if weights:
             settings = settings.model_copy(update={"weights": weights})
         # Refuse them before anything is started.
-        validate_template(settings.prompt_template)
+        if settings.prompt_template is not None:
+            validate_template(settings.prompt_template)
         Request(" ", 0, stop_sequences=parse_stop_sequences(settings.stop_sequences))
         end_with_parent()
         beside = None
@@ -42,6 +59,7 @@ class Predictor(BaseRunner):
             beside = Embedded(settings, lambda busy: live_stream.tell("busy" if busy else "idle"))
             settings = beside.settings
         self.deployment = await Deployment.start(settings)
+        logger.info(described_prompts(self.deployment))
         handlers: dict[str, Callable[..., object]] = {"stop": self.deployment.close}
         if beside is not None:
             beside.serve(self.deployment)
@@ -93,9 +111,9 @@ class Predictor(BaseRunner):
             le=18446744073709551615,
             default=None,
         ),
-        prompt_template: str = Input(
-            description="The model's prompt, with {prompt} and perhaps {system_prompt}; {{ is {.",
-            default="{prompt}",
+        prompt_template: Optional[str] = Input(
+            description="Model's prompt, with {prompt} and {system_prompt}; unset: a chat template.",
+            default=None,
         ),
         log_performance_metrics: bool = Input(
             description="Log token counts and times of this prediction.", default=False
@@ -154,20 +172,20 @@ class Predictor(BaseRunner):
         # Called in the generator, so that a refusal ends the prediction as any error does.
         def request() -> Request:
             settings = self.deployment.settings
-            own_template = prompt_template != "{prompt}"  # its default counts as not given
+            system = system_prompt or settings.system_prompt
             if messages is None:
                 _refuse("needs messages", tools=tools, chat_template_kwargs=chat_template_kwargs)
-                template = prompt_template if own_template else settings.prompt_template
-                system = system_prompt or settings.system_prompt
-                text = format_prompt(template, prompt, system, self.deployment.limits)
+                text, is_chat = self._prompt(prompt, system, prompt_template)
             else:
                 why = "and messages exclude each other"
+                own_template = prompt_template != "{prompt}" and prompt_template
                 _refuse(why, prompt=prompt, prompt_template=own_template)
-                text = self._chat(messages, system_prompt, tools, chat_template_kwargs)
+                text = self._chat(messages, system, tools, chat_template_kwargs)
+                is_chat = True
             stops = settings.stop_sequences if stop_sequences is None else stop_sequences
             return Request(
                 prompt=text,
-                add_special_tokens=None if messages is None else False,  # a rendered chat has them
+                add_special_tokens=False if is_chat else None,  # a rendered chat has them
                 max_tokens=resolve_tokens("max", max_tokens, max_new_tokens),
                 min_tokens=resolve_tokens("min", min_tokens, min_new_tokens),
                 temperature=temperature,
@@ -199,10 +217,23 @@ class Predictor(BaseRunner):
     async def healthcheck(self) -> bool:
         return await self.deployment.healthy()
 
+    def _prompt(self, prompt: str | None, system: str, template: str | None) -> tuple[str, bool]:
+        """Return the text that the model gets, and whether the chat template made it.
+
+        That is used for one message of a user where neither the request nor PROMPT_TEMPLATE has a template.
+        """
+        limits = self.deployment.limits
+        template = template or self.deployment.settings.prompt_template
+        if template or not self.deployment.chat_template_for_prompts:
+            return format_prompt(template or "{prompt}", prompt, system, limits), False
+        turns = [{"role": "user", "content": format_prompt("{prompt}", prompt, limits=limits)}]
+        if system:
+            turns.insert(0, {"role": "system", "content": system})
+        return render_chat(self.deployment.tokenizer, turns, limits=limits), True
+
     def _chat(self, messages: str, system: str, tools: str | None, kwargs: str | None) -> str:
         """Make a prompt of messages, with a system prompt before them unless they begin with one."""
         turns = parse_json("messages", messages, list)
-        system = system or self.deployment.settings.system_prompt
         if turns and system and turns[0].get("role") not in ("system", "developer"):
             turns.insert(0, {"role": "system", "content": system})
         return render_chat(

@@ -110,7 +110,7 @@ class Settings(BaseModel):
     runtime_directory: Path | None = Field(None, alias="RUNTIME_DIR")
     transport: Literal["grpc", "http"] = "grpc"
     system_prompt: str = ""
-    prompt_template: str = "{prompt}"
+    prompt_template: str | None = None
     chat_template: str | None = None
     stop_sequences: str = ""
     log_format: Literal["auto", "json", "text", "console"] = "auto"

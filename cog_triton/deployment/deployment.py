@@ -20,7 +20,7 @@ from cog_triton.generation import Chunk, generate
 from cog_triton.request.admission import STOPPING, Admission, Outcome, Tenant
 from cog_triton.request.request import Request, request_parameters
 from cog_triton.settings import Settings
-from cog_triton.text.chat import set_chat_template
+from cog_triton.text.chat import has_chat_template, set_chat_template
 from cog_triton.text.end_tokens import EndTokens, tokenizer_end_id
 from cog_triton.text.tokenizer import Tokenizer, load_tokenizer, text_limits, without_torch
 
@@ -54,6 +54,17 @@ class Deployment:
     def __post_init__(self) -> None:
         tracer(self.settings.otel_endpoint)
         self.limits = text_limits(self.tokenizer, self.context_length)
+
+    @property
+    def chat_template_for_prompts(self) -> bool:
+        """Whether a prompt becomes a user's message, unless a request has a template of its own.
+
+        The demo model was trained on questions as they are, too, and the pages show its answers to these.
+        """
+        if self.settings.prompt_template is not None:
+            return False
+        demo = Path(self.settings.tokenizer_dir, "demo.json").is_file()
+        return has_chat_template(self.tokenizer) and not demo
 
     @classmethod
     async def start(cls, settings: Settings) -> "Deployment":

@@ -134,10 +134,20 @@ def set_chat_template(tokenizer: Tokenizer, setting: str) -> None:
         return  # a template may refuse any messages; this is about its form
 
 
-def _template(tokenizer: Tokenizer, *, tools: bool) -> str:
+def has_chat_template(tokenizer: Tokenizer) -> bool:
+    """Return whether the model takes messages."""
+    return bool(_find_template(tokenizer, tools=False))
+
+
+def _find_template(tokenizer: Tokenizer, *, tools: bool) -> str | None:
     template = getattr(tokenizer, "chat_template", None)
     if isinstance(template, dict):  # some models have another one for tools
         template = (tools and template.get("tool_use")) or template.get("default")
+    return template or None
+
+
+def _template(tokenizer: Tokenizer, *, tools: bool) -> str:
+    template = _find_template(tokenizer, tools=tools)
     if not template:
         problem = "the model has no chat template, so it takes no messages"
         text = "send a prompt, or set CHAT_TEMPLATE to a template, or to a file with one"
