@@ -103,7 +103,7 @@ class BatchBody(fields.Body):
     input_file_id: str
     endpoint: str
     completion_window: Literal["24h"]
-    metadata: Annotated[_Pairs, Field(max_length=16)] | None = None
+    metadata: Annotated[_Pairs, fields.few_pairs(16)] | None = None
     output_expires_after: ExpiresAfter | None = None
 
 

@@ -5,7 +5,8 @@ import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
+from pydantic_core import PydanticKnownError
 
 from cog_triton.faces.openai.errors import TABLES, invalid
 from cog_triton.faces.openai.served import Served
@@ -27,6 +28,22 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 Bounded = Field(max_length=MESSAGES, fail_fast=True)  # of a list of objects
 Answers = Field(max_length=MOST_ANSWERS, fail_fast=True)
 Schema = dict[str, Any]
+
+
+def few_pairs(most: int) -> BeforeValidator:
+    """Return the check of an object's length, before its pairs, each of which may have an error."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > most:
+            lengths = {"field_type": "Dictionary", "max_length": most, "actual_length": len(value)}
+            raise PydanticKnownError("too_long", lengths)
+        return value
+
+    return BeforeValidator(check)
+
+
+Biases = Annotated[dict[TokenId, Bias], few_pairs(1024)]
+Metadata = Annotated[dict[str, str], few_pairs(16)]
 
 
 class Body(BaseModel):
@@ -161,7 +178,7 @@ class Sampling(Asking):
     max_tokens: int | None = None
     n: int | None = Field(None, ge=1, le=128)
     stop: str | Texts | None = None
-    logit_bias: Annotated[dict[TokenId, Bias], Field(max_length=1024)] | None = None
+    logit_bias: Biases | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     user: str | None = None

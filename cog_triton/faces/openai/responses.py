@@ -71,7 +71,7 @@ class ResponsesBody(fields.Asking):
         | None
     ) = None
     parallel_tool_calls: bool | None = None
-    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
+    metadata: fields.Metadata | None = None
     user: str | None = None
     store: bool | None = None
     background: bool | None = None

@@ -1,12 +1,7 @@
 """Any request to the applications of both ports: no answer is a 500, and errors have the API's form."""
 
 import asyncio
-import contextlib
 import json
-import threading
-from collections.abc import Iterator
-from http.client import HTTPConnection
-from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -15,14 +10,10 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from cog_triton.faces.cog import predictions as module
-from cog_triton.faces.cog.front import Front
-from cog_triton.faces.cog.predictions import VARIABLE, Passage
+from cog_triton.faces.cog.predictions import Passage
 from cog_triton.faces.cog.replicate import Creation, Prediction
-from cog_triton.faces.openai.app import create_app
-from cog_triton.settings import read_settings
-from cog_triton.web.server import bound
-from tests.unit.faces.openai.support import CHUNKS, MESSAGES, Backend, served
+from tests.unit.faces.openai.support import MESSAGES
+from tests.unit.faces.ports import CogPort, OpenAIPort
 
 pytestmark = pytest.mark.slow
 BIG, HALF = 10**25, "\ud800"
@@ -190,102 +181,6 @@ QUERY = st.dictionaries(
     max_size=3,
 ).map(lambda query: "&".join(f"{name}={value}" for name, value in query.items()))
 SOME_HEADERS = st.dictionaries(st.sampled_from(HEADERS), HEADER_VALUES, max_size=2)
-
-
-class Port:
-    """A port whose application is asked on an event loop that goes on."""
-
-    def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever)
-        self._thread.start()
-
-    def run(self, coroutine: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(60)
-
-    def close(self) -> None:
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join()
-        self.loop.close()
-
-
-class OpenAIPort(Port):
-    def __init__(self, directory: Path) -> None:
-        super().__init__()
-        backend = Backend(
-            *CHUNKS, template="tools <tool_call>", STORE=str(directory / "journal.db")
-        )
-        self.app = create_app(served(backend))
-        self.served = self.app.state.served
-        self._transport = httpx.ASGITransport(self.app, raise_app_exceptions=True)
-
-    def ask(self, method: str, target: str, body: bytes, headers: dict[str, str]) -> httpx.Response:
-        async def send() -> httpx.Response:
-            async with httpx.AsyncClient(transport=self._transport, base_url="http://x") as client:
-                raw = {name.encode(): value.encode("latin-1") for name, value in headers.items()}
-                return await client.request(method, target, content=body, headers=raw)
-
-        return self.run(send())  # type: ignore[no-any-return]
-
-
-class CogPort(Port):
-    """The front before a server that answers each request that passes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        listener = bound("127.0.0.1", 0)
-        self.port = listener.getsockname()[1]
-        self.front = self.run(self._start(listener))
-
-    async def _start(self, listener: Any) -> Front:
-        front = Front(listener, read_settings({"REPLICATE_LIST_TOKEN": "t"}))
-        cogs = await asyncio.start_server(self._answer, "127.0.0.1", 0)
-        front._port = cogs.sockets[0].getsockname()[1]
-        listener.listen(16)
-        self._serving = asyncio.create_task(front._server.serve(sockets=[listener]))
-        return front
-
-    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        head = await reader.readuntil(b"\r\n\r\n")
-        if b"text/event-stream" in head:
-            kind, body = b"text/event-stream", b'event: completed\ndata: {"status":"succeeded"}\n\n'
-        else:
-            kind, body = b"application/json", b"{}"
-        writer.write(b"HTTP/1.0 200 OK\r\ncontent-type: %b\r\n\r\n%b" % (kind, body))
-        await writer.drain()
-        writer.close()
-
-    def ask(self, method: str, target: str, body: bytes, headers: dict[str, str]) -> httpx.Response:
-        connection = HTTPConnection("127.0.0.1", self.port, timeout=30)
-        with contextlib.closing(connection):
-            raw = {name: value.encode("latin-1") for name, value in headers.items()}
-            connection.request(method, target, body, raw)
-            reply = connection.getresponse()
-            return httpx.Response(reply.status, headers=reply.getheaders(), content=reply.read())
-
-    def close(self) -> None:
-        self.front._server.should_exit = True
-        self.run(asyncio.wait([self._serving]))
-        self.front.predictions.remove_all()
-        super().close()
-
-
-@pytest.fixture(scope="module")
-def openai_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAIPort]:
-    port = OpenAIPort(tmp_path_factory.mktemp("journal"))
-    with contextlib.closing(port):
-        yield port
-        port.run(port.served.journal.close())
-
-
-@pytest.fixture(scope="module")
-def cog_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CogPort]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(VARIABLE, "")
-        patch.setattr(module, "REMOVE_SECONDS", 0.0)
-        patch.setattr(module, "DIRECTORY", tmp_path_factory.mktemp("cog") / "predictions")
-        with contextlib.closing(CogPort()) as port:
-            yield port
 
 
 def check(path: str, method: str, reply: httpx.Response) -> None:

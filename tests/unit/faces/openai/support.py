@@ -52,6 +52,9 @@ class Tokenizer:
         self.switches = {name: value for name, value in options.items() if name not in ARGUMENTS}
         return "".join(f"<{m['role']}>{m['content']}" for m in messages)
 
+    def convert_ids_to_tokens(self, ids: list[int]) -> list[str]:
+        return [chr(token) for token in ids]
+
     def decode(self, ids: list[int], **_: Any) -> str:
         return "".join(map(chr, ids))
 
