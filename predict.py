@@ -106,7 +106,7 @@ class Predictor(BaseRunner):
             description="Above 0 makes tokens of the output less likely.", default=0.0
         ),
         seed: Optional[int] = Input(
-            description="Same seed, same output, but for rounding; drawn if unset or -1.",
+            description="Same seed, same output, but for rounding; random if unset or -1.",
             ge=-1,
             le=18446744073709551615,
             default=None,
@@ -203,7 +203,7 @@ class Predictor(BaseRunner):
                     json_schema=json_schema, regex=regex, grammar=grammar, choice=choice
                 ),
                 adapter=lora,
-                seed=resolve_seed(seed),
+                seed=resolve_seed(seed, draws=self.deployment.draws_seeds),
                 stop_sequences=parse_stop_sequences(stops),
                 pad_id=settings.pad_id,
             )
@@ -252,7 +252,8 @@ class Predictor(BaseRunner):
         The request is made of texts with so many characters; of many, beside the event loop.
         """
         request = await off_loop(size, make)
-        print(f"Random seed used: {request.seed}")
+        seed = "none, the engine draws (set the input seed for one)"
+        print(f"Random seed used: {seed if request.seed is None else request.seed}")
         start, first = time.perf_counter(), 0.0
         try:
             async for chunk in self.deployment.generate(request):

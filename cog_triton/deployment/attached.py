@@ -51,6 +51,8 @@ async def attach(settings: Settings, address: str, model: str, context: int | No
     closing.push_async_callback(lambda: triton.current.aclose())
     options: dict[str, Any] = {"context_length": context, "opened": closing}
     engine, adapters = await triton.config(wire.ENGINE), None
+    if engine is not None and "engine" in engine.parameters:
+        options["engine"] = engine.parameters["engine"].string_value
     if engine is not None and engine.backend == "tensorrtllm":  # those in Python check requests
         options["engine"] = "tensorrtllm"
         if settings.lora_dir:

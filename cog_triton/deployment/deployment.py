@@ -125,6 +125,11 @@ class Deployment:
             end_tokens=self.end_tokens,
         )
 
+    @property
+    def draws_seeds(self) -> bool:
+        """Whether requests without a seed get one, which costs time only with vLLM."""
+        return self.engine != "vllm"
+
     def close(self) -> None:
         """End all requests with an error that asks to send them again, and take no more."""
         self.admission.close(STOPPING)

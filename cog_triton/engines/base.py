@@ -37,7 +37,8 @@ class SamplingParams:
     top_k: int = 0  # 0 is no limit
     top_p: float = 0.0  # 1 is no limit
     min_p: float = 0.0  # least probability of a sampled token, as a share of the likeliest one's
-    seed: int = 0  # the noise is a function of it and the position
+    # The noise is a function of it and the position. None: of an engine's choice, 0 or anything.
+    seed: int | None = None
     repetition_penalty: float = 1.0  # on tokens of prompt and output
     presence_penalty: float = 0.0  # on tokens of the output
     frequency_penalty: float = 0.0  # once per occurrence in the output

@@ -125,8 +125,8 @@ def sampling_arguments(request: GenerationRequest) -> Arguments:
     arguments: Arguments = {"max_tokens": request.max_tokens, **sampling.penalties}
     if not sampling.greedy:
         # TensorRT-LLM takes a top_p of 0 as greedy, even with a top_k; here it is none.
-        top_p, seed = sampling.top_p or 1.0, sampling.seed
-        arguments |= {"temperature": sampling.temperature, "top_p": top_p, "seed": seed}
+        top_p = sampling.top_p or 1.0
+        arguments |= {"temperature": sampling.temperature, "top_p": top_p}
         arguments |= {"top_k": sampling.top_k} if sampling.top_k else {}
     if sampling.min_tokens > 0:
         # The context may have cut the maximum since the two were compared.

@@ -122,6 +122,8 @@ def is_forgetful(version: str, options: library.Arguments) -> bool:
 def sampling_arguments(request: GenerationRequest) -> library.Arguments:
     """Return the arguments of ``tensorrt_llm.SamplingParams`` for a request."""
     arguments = {**library.sampling_arguments(request), "end_id": request.end_id}
+    if not request.sampling.greedy:
+        arguments["seed"] = request.sampling.seed or 0
     if request.other_end_ids:
         arguments["stop_token_ids"] = list(request.other_end_ids)
         arguments["include_stop_str_in_output"] = True  # an end token is part of the output

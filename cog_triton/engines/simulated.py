@@ -70,7 +70,7 @@ class Failures:
     def of(self, request: GenerationRequest) -> Failure | None:
         """Return the failure of a request: a function of its prompt, seed and number of tokens."""
         max_tokens = request.max_tokens + request.continued
-        draw = Random(f"{request.sampling.seed} {_prompt(request)}").random
+        draw = Random(f"{request.sampling.seed or 0} {_prompt(request)}").random
         if max_tokens <= SPARED_TOKENS or draw() >= self.rate:
             return None
         kind = self.kinds[int(draw() * len(self.kinds))]

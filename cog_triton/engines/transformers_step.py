@@ -288,7 +288,7 @@ def _sample(logits: Tensor, samplings: list[SamplingParams], positions: list[int
     the first of all is nearly always one of them.
     """
     temperatures = torch.tensor([s.temperature for s in samplings], device=logits.device)
-    keys = [noise_key(s.seed, p) for s, p in zip(samplings, positions, strict=True)]
+    keys = [noise_key(s.seed or 0, p) for s, p in zip(samplings, positions, strict=True)]
     # Proportional to the probabilities; the greatest is 1, so that no temperature is too low.
     weights = (logits - logits.amax(dim=-1, keepdim=True)).div_(temperatures.unsqueeze(-1)).exp_()
     noise = _exponential(torch.tensor(keys, device=logits.device), logits.shape[-1])

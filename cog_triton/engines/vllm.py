@@ -75,12 +75,11 @@ class VllmEngine(library.LibraryEngine):
     # What follows runs on the loop.
 
     async def _load(self, arguments: library.Arguments) -> None:
-        from vllm import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
         from vllm.v1.executor import Executor
 
         before = set(multiprocessing.active_children())
-        config = AsyncEngineArgs(**arguments).create_engine_config()
+        config = engine_config(arguments)
         try:
             from cog_triton.engines.vllm_resume import Resuming
 
@@ -154,6 +153,18 @@ def loading_arguments(parameters: Mapping[str, str]) -> library.Arguments:
     return on_device(arguments, cpu=_on_cpu())
 
 
+def engine_config(arguments: library.Arguments) -> Any:
+    """Return vLLM's configuration for the arguments, with the defaults of ``vllm serve`` on this machine.
+
+    vLLM has other defaults for each use: without one, a step has 2,048 tokens where its API server has
+    8,192.
+    """
+    from vllm import AsyncEngineArgs
+    from vllm.usage.usage_lib import UsageContext
+
+    return AsyncEngineArgs(**arguments).create_engine_config(UsageContext.OPENAI_API_SERVER)
+
+
 def client_arguments(shared: str) -> library.Arguments:
     """Return what ``AsyncLLM`` needs as a client of an engine core: by its number, their count, a path."""
     from vllm.v1.engine import core_client
@@ -219,8 +230,10 @@ def sampling_arguments(request: GenerationRequest) -> library.Arguments:
     arguments |= library.sampling_arguments(request)
     if not request.sampling.greedy:
         arguments |= {"min_p": request.sampling.min_p} if request.sampling.min_p else {}
-        # One beyond an int64 would end vLLM's runner.
-        arguments["seed"] = request.sampling.seed % 2**63
+        if request.sampling.seed is not None:
+            # Only where it was asked for: with a generator for each request vLLM samples one by one.
+            # One beyond an int64 would end its runner.
+            arguments["seed"] = request.sampling.seed % 2**63
     if request.end_ids:
         arguments["stop_token_ids"] = list(request.end_ids)
     if request.logit_bias:

@@ -96,7 +96,7 @@ def _generation_request(
         raise InvalidParameter(text)
     continued = len(wire.ids_parameter(parameters, wire.CONTINUED))
     wants_prompts = bool(parameters.get(wire.PROMPT_LOG_PROBS))
-    given: dict[str, Any] = {"seed": 0, "min_p": parameters.get(wire.MIN_P) or 0.0}
+    given: dict[str, Any] = {"seed": None, "min_p": parameters.get(wire.MIN_P) or 0.0}
     given |= {name: scalar(tensor, 0) for name, tensor in _SAMPLED.items() if tensor in inputs}
     others = {"max_tokens": scalar("request_output_len", 1), "guide": _guide(inputs, i)}
     checked = Request(prompt=" ", **given, **others)  # which knows the bounds of these

@@ -126,7 +126,7 @@ class Request:
 
     # With the prompt template filled in; not read if there are prompt_ids.
     prompt: Annotated[str, Field(min_length=0)]  # a bound, so that it is checked to be Unicode
-    seed: Annotated[int, Field(ge=0, le=MAX_SEED)]
+    seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None  # None: the engine's own randomness
     max_tokens: Annotated[int, Field(ge=1, le=MAX_INT32)] = DEFAULT_MAX_TOKENS
     min_tokens: Annotated[int, OrNone] = 0
     temperature: Annotated[float, Field(ge=0, le=MAX_FLOAT32)] = 0.7  # 0 is greedy
@@ -211,9 +211,14 @@ def _explained(error: ValidationError) -> InvalidParameter | errors.PromptTooLon
     return InvalidParameter(f"{name} must be {must}, not {shown(value)}")
 
 
-def resolve_seed(seed: int | None) -> int:
-    """Draw a seed in place of None and ANY_SEED, of 31 bits, so that any JSON client reads it whole."""
-    return secrets.randbelow(2**31) if seed in (None, ANY_SEED) else seed
+def resolve_seed(seed: int | None, *, draws: bool = True) -> int | None:
+    """Return a seed, or for None and ANY_SEED a drawn one; None if ``draws`` is false.
+
+    It has 31 bits, so that any JSON client reads it whole.
+    """
+    if seed is not None and seed != ANY_SEED:
+        return seed
+    return secrets.randbelow(2**31) if draws else None
 
 
 def resolve_tokens(which: str, value: int | None, old: int | None) -> int:

@@ -46,10 +46,18 @@ def count(address: str, kind: str) -> float:
 # Cog's server
 
 
+# The tokenizer's, one that chats end with, and one that is ordinary text.
+END_TOKENS = ("</s>", "<|end|>", "?")
+
+
 @pytest.fixture(scope="module")
-def cog(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CogServer]:
+def cog(
+    demo_model: Path, tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[CogServer]:
     directory = tmp_path_factory.mktemp("cog")
+    ends = [str(token) for token in tokenizer.convert_tokens_to_ids(list(END_TOKENS))]
     settings = {
+        "END_ID": ", ".join(ends),
         **environment(directory, vocab_size=VOCAB_SIZE + 64),
         "MODEL": str(demo_model),
         "STAND_IN_INTER_TOKEN_MS": "5",
@@ -68,9 +76,33 @@ def test_an_answer_as_json(cog: CogServer, tokenizer: Tokenizer) -> None:
     assert body["metrics"]["input_token_count"] == length(tokenizer, TEXT) + 1
 
 
-def test_the_end_token_ends_an_answer_that_does_not_have_it(cog: CogServer) -> None:
-    body = cog.predict(prompt="Until here.</s> And no further.", seed=1, max_tokens=100)
-    assert "".join(body["output"]) == "Until here."
+@pytest.mark.parametrize("end", END_TOKENS)
+def test_any_end_token_ends_an_answer_that_does_not_have_it(
+    cog: CogServer, tokenizer: Tokenizer, end: str
+) -> None:
+    """The backend has room for one end token; the others are stop words, which it leaves in."""
+    text = "Until here"
+    body = cog.predict(prompt=f"{text}{end} And no further.", seed=1, max_tokens=100)
+    assert "".join(body["output"]) == text
+    assert body["metrics"]["output_token_count"] == length(tokenizer, text)
+    assert body["metrics"]["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("end", END_TOKENS)
+def test_end_tokens_at_tritons_endpoints(cog: CogServer, tokenizer: Tokenizer, end: str) -> None:
+    text = "Until here"
+    address = cog.endpoints.http
+    body = {"text_input": f"{text}{end} And no further.", "max_tokens": 100, "seed": 1}
+    whole = post(address, "ensemble", **body)
+    assert (whole["text_output"], whole["sequence_length"]) == (text, length(tokenizer, text))
+    url = f"http://{address}/v2/models/ensemble/generate_stream"
+    reply = httpx.post(url, json={**body, "stream": True}, timeout=60, trust_env=False)
+    events = [json.loads(line[6:]) for line in reply.text.splitlines() if line.startswith("data: ")]
+    assert "".join(event["text_output"] for event in events) == text
+    # Its own end token is the only one of a request.
+    further = post(address, "ensemble", **body, end_id=tokenizer.convert_tokens_to_ids("Ġno"))
+    assert further["text_output"].startswith(text)
+    assert len(further["text_output"]) > len(text)
 
 
 @pytest.mark.parametrize("by", ["a stop sequence", "a cancel", "a client that goes away"])

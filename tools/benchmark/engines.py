@@ -65,11 +65,13 @@ class Vllm(Target):
         arguments = loading_arguments(self.endpoints.engine)
         from vllm import AsyncEngineArgs, SamplingParams
         from vllm.sampling_params import RequestOutputKind
+        from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
 
         greedy = {"temperature": 0.0, "ignore_eos": True, "detokenize": False}
         self._sampling = partial(SamplingParams, **greedy, output_kind=RequestOutputKind.DELTA)
-        return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        usage = UsageContext.OPENAI_API_SERVER  # as the engine in Triton is configured
+        return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), usage_context=usage)
 
     async def ask(self, inputs: Inputs, request_id: str) -> Parts:
         ids = fast_tokenizer(self.endpoints.tokenizer).encode(inputs["prompt"]).ids

@@ -41,10 +41,12 @@ def request_of(
     end_tokens: EndTokens,
     context_length: int | None,
     adapter: str,
+    seeded: bool = True,
 ) -> Request:
     """Return what a request of Dynamo's asks for, or raise a UserError.
 
-    A request without a seed has one of its id's, so that it continues alike on another worker.
+    A request without a seed has one of its id's, so that it continues alike on another worker; not with
+    ``seeded`` false.
 
     Args:
         prompt_tokens: how many of its ids are the prompt; those after it are output of another worker.
@@ -65,7 +67,8 @@ def request_of(
         raise PromptTooLong(f"the prompt has {len(ids)} tokens; {context_length - 1} are the most")
     fields: dict[str, Any] = {name: sampling[name] for name in _SAMPLING if name in sampling}
     seed = hashlib.blake2b(request_id.encode(), digest_size=4).digest()
-    fields = {"temperature": 1.0, "top_p": 1.0, "seed": int.from_bytes(seed, "little"), **fields}
+    own_seed = int.from_bytes(seed, "little") if seeded else None
+    fields = {"temperature": 1.0, "top_p": 1.0, "seed": own_seed, **fields}
     continued = ids[prompt_tokens:]
     room = None if context_length is None else context_length - len(ids)
     if (limit := stops.get("max_tokens", room)) is not None:

@@ -211,6 +211,7 @@ class Engine(LLMEngine):
             end_tokens=self.deployment.end_tokens or EndTokens(),
             context_length=self.deployment.context_length,
             adapter="" if name == self._name else name,
+            seeded=self.deployment.draws_seeds,
         )
         if request.presence_penalty or request.frequency_penalty or request.prompt_log_probs:
             await self._marks.tell(request_id, prompt)

@@ -196,7 +196,7 @@ class Runner(Jobs):
         large, call = len(data) > exchange.LARGE_BODY, Call("", batch.endpoint)
         value = await asyncio.to_thread(json.loads, data) if large else json.loads(data)
         try:
-            body = body_of(value["body"], batch, line)
+            body = body_of(value["body"], batch, line, self._served.backend.draws_seeds)
             call, status, content = await self._answer(batch.endpoint, key, body)
         except ApiError as error:
             status, content = error.status, exchange.dumps(error.body())
@@ -228,13 +228,17 @@ class Runner(Jobs):
         return call, reply.status_code, reply.content
 
 
-def body_of(given: dict[str, Any], batch: Any, line: int) -> bytes:
-    """Return the body of a line's request, whose seed is the same each time; or raise ApiError."""
+def body_of(given: dict[str, Any], batch: Any, line: int, seeded: bool) -> bytes:
+    """Return the body of a line's request, or raise ApiError.
+
+    Args:
+        seeded: give it a seed if it has none, the same each time.
+    """
     for name in ("stream", "background"):
         if given.get(name):
             raise invalid(f"{name} is not supported in a batch", name, "unsupported_parameter")
     body = {"store": False, **given} if batch.endpoint == "/v1/responses" else {**given}
-    if body.get("seed") in (None, -1):
+    if seeded and body.get("seed") in (None, -1):
         body["seed"] = zlib.crc32(f"{batch.id} {line}".encode())
     return json.dumps(body).encode()
 

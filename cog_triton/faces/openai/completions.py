@@ -101,10 +101,17 @@ def prompt_requests(body: fields.CompletionBody, served: Served) -> list[Request
     return [Request(**prompt, **values) for prompt in ways]
 
 
+def _nth(request: Request, number: int) -> Request:
+    """Return the request for one of several answers."""
+    if request.seed is None:
+        return request
+    return replace(request, seed=(request.seed + number) % (MAX_SEED + 1))
+
+
 async def answering(
     body: Any, served: Served, prompts: Sequence[Request], choice: Callable[..., AnyChoice]
 ) -> exchange.Answering:
-    """Return ``n`` answers to each prompt, whose seeds count up."""
+    """Return ``n`` answers to each prompt, whose seeds count up if one was given."""
     prompts = [await turns.with_ids(prompt, body, served) for prompt in prompts]
     requests = await exchange.off_loop(repeated, prompts, body.n or 1, served)
     choices = [choice(number, own, body, served) for number, own in enumerate(requests)]
@@ -118,11 +125,7 @@ def repeated(prompts: Sequence[Request], count: int, served: Served) -> list[Req
         if len(prompt.prompt_ids) > most:
             text = f"the prompt has {len(prompt.prompt_ids)} tokens; {most} are the most"
             raise PromptTooLong(text)
-    return [
-        replace(prompt, seed=(prompt.seed + nth) % (MAX_SEED + 1))
-        for prompt in prompts
-        for nth in range(count)
-    ]
+    return [_nth(prompt, number) for prompt in prompts for number in range(count)]
 
 
 class Choice:

@@ -285,7 +285,7 @@ def sampling(body: ChatBody | CompletionBody, served: Served) -> dict[str, Any]:
         "temperature": 1.0,
         "top_p": 1.0,
         **body.model_dump(include=_SAME, exclude_none=True),
-        "seed": resolve_seed(body.seed),
+        "seed": resolve_seed(body.seed, draws=served.backend.draws_seeds),
         "stop_sequences": [body.stop] if isinstance(body.stop, str) else body.stop or (),
         "include_stop": bool(body.include_stop_str_in_output),
         "logit_bias": [(int(token), bias) for token, bias in (body.logit_bias or {}).items()],

@@ -18,12 +18,26 @@ from cog_triton.deployment.deployment import (
     served_metrics,
     without_bos,
 )
-from cog_triton.deployment.preparation import own_preprocessing
+from cog_triton.deployment.preparation import EngineName, own_preprocessing
 from cog_triton.request.admission import Admission
 from cog_triton.request.request import Request
 from cog_triton.settings import read_settings
 from cog_triton.text.tokenizer import load_tokenizer
 from tests.support import load_cases
+
+
+@pytest.mark.parametrize(
+    ("engine", "draws"), [("transformers", True), ("tensorrtllm", True), ("vllm", False)]
+)
+def test_a_seed_is_drawn_where_it_costs_nothing(
+    engine: EngineName, draws: bool, demo_model: Path
+) -> None:
+    tokenizer = load_tokenizer(str(demo_model))
+    nothing = cast(Any, None)
+    deployment = Deployment(
+        read_settings({}), nothing, nothing, Admission(1, 1, 1.0), tokenizer, engine=engine
+    )
+    assert deployment.draws_seeds == draws
 
 
 @pytest.mark.parametrize(("told", "sent"), [(True, [[1.5]]), (False, None)])

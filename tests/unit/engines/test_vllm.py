@@ -5,13 +5,15 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
 from cog_triton.engines.base import EngineError, GenerationRequest, Step
 from cog_triton.engines.library import TABLE
-from cog_triton.engines.vllm import VllmEngine, guide_arguments, on_device
+from cog_triton.engines.vllm import VllmEngine, engine_config, guide_arguments, on_device
 from cog_triton.processes import python
 from cog_triton.request.request import Guide, GuideKind
 from tests.support import ROOT, load_cases
@@ -49,6 +51,18 @@ def test_in_a_stub_the_interpreter_is_of_this_version(monkeypatch: pytest.Monkey
     monkeypatch.setattr(sys, "executable", "/opt/tritonserver/triton_python_backend_stub")
     command = [python(), "-c", "import sys; print(sys.version_info[:2])"]
     assert subprocess.check_output(command, text=True).strip() == str(sys.version_info[:2])
+
+
+def test_the_configuration_is_that_of_the_api_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = MagicMock()
+    usage = SimpleNamespace(UsageContext=SimpleNamespace(OPENAI_API_SERVER="api server"))
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(AsyncEngineArgs=made))
+    monkeypatch.setitem(sys.modules, "vllm.usage", SimpleNamespace(usage_lib=usage))
+    monkeypatch.setitem(sys.modules, "vllm.usage.usage_lib", usage)
+    config = engine_config({"model": "m", "max_num_seqs": 8})
+    made.assert_called_once_with(model="m", max_num_seqs=8)
+    made.return_value.create_engine_config.assert_called_once_with("api server")
+    assert config is made.return_value.create_engine_config.return_value
 
 
 # Requests

@@ -16,9 +16,9 @@ CASES = load_cases(__file__, "dynamo.yaml")
 IDS = [5, 6, 7, 8]
 
 
-def asked(groups: dict[str, Any] | None = None, name: str = "an id", **given: int) -> Request:
+def asked(groups: dict[str, Any] | None = None, name: str = "an id", **given: Any) -> Request:
     body = {"token_ids": IDS, "model": "demo", **(groups or {})}
-    lengths = {"prompt_tokens": 4, "context_length": 100, **given}
+    lengths: dict[str, Any] = {"prompt_tokens": 4, "context_length": 100, **given}
     return request_of(body, name, end_tokens=EndTokens((2, 3)), adapter="", **lengths)
 
 
@@ -33,6 +33,11 @@ def test_what_nobody_set_is_as_at_openais() -> None:
 def test_a_seed_of_the_id_is_the_same_on_every_worker() -> None:
     assert asked().seed == asked().seed
     assert asked(name="another").seed != asked().seed
+
+
+def test_no_seed_where_the_engine_does_better_without() -> None:
+    assert asked(seeded=False).seed is None
+    assert asked({"sampling_options": {"seed": 7}}, seeded=False).seed == 7
 
 
 def test_a_moved_request_has_its_output_behind_the_prompt() -> None:

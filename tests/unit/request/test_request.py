@@ -101,9 +101,15 @@ def test_names_that_contradict() -> None:
 
 @pytest.mark.parametrize("none", [None, ANY_SEED])
 def test_seeds_that_are_drawn_are_valid_and_differ(none: int | None) -> None:
+    assert resolve_seed(none, draws=False) is None
     seeds = {resolve_seed(none) for _ in range(20)}
     assert len(seeds) > 10
-    assert all(0 <= seed < 2**31 for seed in seeds)
+    assert all(seed is not None and 0 <= seed < 2**31 for seed in seeds)
+
+
+def test_a_seed_that_is_given_is_kept_and_none_is_sent_without_one() -> None:
+    assert (resolve_seed(0), resolve_seed(7, draws=False)) == (0, 7)
+    assert "seed" not in sent(seed=None)
 
 
 def test_logit_bias_is_a_json_object() -> None:

@@ -74,6 +74,7 @@ class Backend:
         self.limits = TextLimits()
         self.tokenizer: Any = Tokenizer(template)
         self.context_length: int | None = 64
+        self.draws_seeds = True
         self.asked: list[tuple[Request, str | None]] = []
         self.tenants: list[Any] = []
         self.admission = Admission(9, 9, 60)

@@ -62,6 +62,16 @@ def test_padding_is_that_of_the_settings_and_the_end_is_the_deployments() -> Non
     assert (request.end_id, request.pad_id) == (None, 8)
 
 
+@pytest.mark.parametrize("seed", [None, -1])
+def test_no_seed_is_drawn_where_that_costs_time(seed: int | None) -> None:
+    backend = Backend(*CHUNKS)
+    backend.draws_seeds = False
+    assert complete(backend, prompt="a", n=2, seed=seed).status_code == 200
+    assert complete(backend, prompt="a", n=2, seed=7).status_code == 200
+    assert [request.seed for request, _ in backend.asked[:2]] == [None, None]
+    assert {request.seed for request, _ in backend.asked[2:]} == {7, 8}
+
+
 def test_a_seed_counts_up() -> None:
     backend = Backend(*CHUNKS)
     assert complete(backend, prompt=[[1, 2], [3]], n=2, seed=2**64 - 1).status_code == 200
