@@ -37,6 +37,7 @@ from cog_triton.faces.openai.served import BATCH_CALL, Call, Served
 
 logger = logging.getLogger(__name__)
 MOST = 8  # batches at once
+MOST_OF_KEY = 4  # where there are several keys
 ATTEMPTS = 5  # at a line, while the server is well
 LONGEST_PAUSE = 30.0
 ERRORS_AT_ONCE = 1000  # that are written together
@@ -51,9 +52,10 @@ class Runner(Jobs):
     """The batches of one application."""
 
     def __init__(self, app: ASGIApp, served: Served) -> None:
-        super().__init__(served.journal, SQL, served.models[0], MOST)
+        super().__init__(served.journal, SQL, served.models[0], MOST, MOST_OF_KEY)
         self._app, self._served = app, served
         self._scopes: dict[str, anyio.CancelScope] = {}  # of what ends with a batch's time
+        self._checking = asyncio.Lock()  # of the input of one batch after the other
         self._full: set[str] = set()  # batches whose keys have as much stored as they may
 
     def look(self, rows: Sequence[Any]) -> None:
@@ -158,9 +160,10 @@ class Runner(Jobs):
         """Check the input and answer its lines, as far as neither is done."""
         if batch.status == "validating":
             checks = Checks(batch.endpoint, self._served)
-            async for rows in lines_of(self.journal, batch.input):
-                if not await asyncio.to_thread(checks.read, rows):
-                    break
+            async with self._checking:
+                async for rows in lines_of(self.journal, batch.input):
+                    if not await asyncio.to_thread(checks.read, rows):
+                        break
             if not checks.total:
                 checks.add("empty_file", "the input file has no requests")
             if checks.errors:

@@ -13,7 +13,7 @@ import secrets
 import sqlite3
 import time
 from abc import ABC, abstractmethod
-from collections import namedtuple
+from collections import Counter, namedtuple
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -604,19 +604,40 @@ class Failures:
         return self.count >= FAILURES and not isinstance(self.error, JournalUnavailable)
 
 
+def in_turn(rows: Sequence[Any]) -> list[Any]:
+    """Return the first row of each owner, then the second of each, and so on."""
+    places: Counter[str] = Counter()
+    numbered = []
+    for row in rows:
+        numbered.append((places[row.owner], row))
+        places[row.owner] += 1
+    numbered.sort(key=lambda pair: pair[0])
+    return [row for _, row in numbered]
+
+
 class Jobs(ABC):
     """The rows of one table that this process runs, each in a task.
 
-    The schema's statement ``active`` returns the ids and runners of a model's rows that have not ended,
-    oldest first, and ``take`` gives one another runner.
+    The schema's statement ``active`` returns the ids, owners and runners of a model's rows that have not
+    ended, oldest first, and ``take`` gives one another runner. Keys take turns.
     """
 
-    def __init__(self, journal: Journal | None, sql: Schema, model: str, most: int) -> None:
+    def __init__(
+        self,
+        journal: Journal | None,
+        sql: Schema,
+        model: str,
+        most: int,
+        most_of_key: int | None = None,
+    ) -> None:
+        """Run so many at once; of one of several keys only so many."""
         self.journal: Any = journal
         self.tasks, self.wake = dict[str, asyncio.Task[None]](), asyncio.Event()
         self.closed = journal is None  # nothing more is begun
         self._sql, self._model, self._most = sql, model, most
         self._failures: dict[str, Failures] = {}
+        self._owners: dict[str, str] = {}  # of the tasks
+        self._most_of_key = most_of_key
 
     @abstractmethod
     async def run(self, id: str) -> None: ...
@@ -657,7 +678,7 @@ class Jobs(ABC):
             await self.journal.write("DELETE FROM log WHERE 0")  # opens the file, for ``alive``
         for id in self._failures.keys() - {row.id for row in rows}:
             del self._failures[id]
-        for row in rows:
+        for row in in_turn(rows):
             if row.id in self.tasks or self._runs_elsewhere(row):
                 continue
             if failures := self._failures.get(row.id):
@@ -668,15 +689,23 @@ class Jobs(ABC):
                     continue
             if len(self.tasks) >= self._most:
                 break
+            if self._has_its_places(row.owner):
+                continue
             taken = await self.journal.write(
                 self._sql["take"], self.journal.worker, row.id, row.runner
             )
             if taken and not self.closed:
+                self._owners[row.id] = row.owner
                 task = self.tasks[row.id] = asyncio.create_task(self.run(row.id))
                 task.add_done_callback(partial(self._ended, row.id))
 
     def _runs_elsewhere(self, row: Any) -> bool:
         return bool(row.runner != self.journal.worker and self.journal.alive(row.runner))
+
+    def _has_its_places(self, owner: str) -> bool:
+        if self._most_of_key is None or self.journal.share is None:
+            return False
+        return list(self._owners.values()).count(owner) >= self._most_of_key
 
     async def _end_as_failed(self, id: str, failures: Failures) -> None:
         error = failures.error
@@ -685,7 +714,7 @@ class Jobs(ABC):
         await self.give_up(id, f"{reason}; the server's log has more")
 
     def _ended(self, id: str, task: asyncio.Task[None]) -> None:
-        del self.tasks[id]
+        del self.tasks[id], self._owners[id]
         error = None if task.cancelled() else task.exception()
         if error is None:
             self._failures.pop(id, None)

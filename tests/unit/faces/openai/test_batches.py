@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -511,3 +512,53 @@ def test_pauses_between_attempts_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not failures.final  # what waits for the file is not given up
     failures.add(RuntimeError())
     assert failures.final
+
+
+async def test_one_key_leaves_places_for_the_batches_of_another(store: str) -> None:
+    backend = Held(*CHUNKS, STORE=store, OPENAI_API_KEYS=TWO_KEYS)
+    async with Client(backend, "alice-key") as client, client.running():
+        for _ in range(batch_runner.MOST + 2):
+            await client.create(text_of(line_of("a")))
+
+        async def held() -> bool:
+            return len(client.runner.tasks) == batch_runner.MOST_OF_KEY
+
+        await until(held)
+        alices = set(client.runner.tasks)
+        client.headers["Authorization"] = "Bearer bob-key"
+        name = (await client.create(text_of(line_of("b"))))["id"]
+
+        async def bobs() -> bool:
+            return name in client.runner.tasks
+
+        await until(bobs)
+        assert alices < set(client.runner.tasks)
+
+
+async def test_the_inputs_of_batches_are_checked_one_after_the_other(
+    store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    most, running = [0], [0]
+    read = Checks.read
+
+    def counted_read(checks: Checks, rows: Any) -> bool:
+        running[0] += 1
+        most[0] = max(most[0], running[0])
+        time.sleep(0.02)  # for another that would come in between
+        running[0] -= 1
+        return read(checks, rows)
+
+    monkeypatch.setattr(Checks, "read", counted_read)
+    async with Client(Backend(*CHUNKS, STORE=store)) as client:
+        names = [(await client.create(text_of(line_of("a"))))["id"] for _ in range(4)]
+        async with client.running():
+            for name in names:
+                await client.until(name, "completed")
+    assert most == [1]
+
+
+def test_keys_take_turns() -> None:
+    rows = [
+        SimpleNamespace(id=name, owner=name[0]) for name in ("a1", "a2", "a3", "b1", "c1", "b2")
+    ]
+    assert [row.id for row in journal.in_turn(rows)] == ["a1", "b1", "c1", "a2", "b2", "a3"]
