@@ -91,6 +91,7 @@ class Settings(BaseModel):
     replicate_list_token: SecretStr | None = None
     openai_port: Port | None = None
     openai_host: str = "127.0.0.1"
+    served_model_name: str = ""
     openai_workers: int = Field(1, ge=1)
     openai_api_keys: SecretStr | None = None
     openai_api_keys_file: Path | None = None

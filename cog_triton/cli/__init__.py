@@ -92,8 +92,13 @@ def parse(name: str, arguments: Sequence[str], prog: str | None = None) -> Any:
         variables[parser.add_argument(*flags.split(), **option).dest] = variable
     parsed = parser.parse_args(arguments)
     for option_name, variable in variables.items():
-        if variable and (value := getattr(parsed, option_name)) is not None:
-            os.environ[variable] = str(value)
+        value = getattr(parsed, option_name)
+        if not variable or value is None:
+            continue
+        os.environ[variable] = ",".join(value) if isinstance(value, list) else str(value)
+        if variable == "MODEL":
+            # It would go before the model that the command line names.
+            os.environ.pop("COG_WEIGHTS", None)
     return parsed
 
 

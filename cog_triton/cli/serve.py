@@ -83,4 +83,4 @@ def openai(options: argparse.Namespace) -> int:
     from cog_triton.faces.openai.server import run
 
     triton = options.triton_endpoint, options.triton_model
-    return run(options.host, options.port, options.model, *triton)
+    return run(options.host, options.port, *triton)

@@ -434,6 +434,12 @@ def _version(text: str) -> Version | None:
     return None
 
 
+def served_names(settings: Settings, otherwise: str | None = None) -> tuple[str, ...]:
+    """Return the model's names in requests, the first that of answers: by default its own name."""
+    names = tuple(name.strip() for name in settings.served_model_name.split(",") if name.strip())
+    return names or (otherwise or model_name(settings),)
+
+
 def model_name(settings: Settings) -> str:
     """Return the model's name: an id of a hub as it is, or the last part of a path or a URL.
 

@@ -78,7 +78,7 @@ def doors(
     http, grpc = cog_server.endpoints.http, cog_server.endpoints.grpc
     attached = ("--triton-endpoint", f"http://{grpc}", "--tokenizer", str(demo_model))
     log = tmp_path_factory.mktemp("doors") / "log"
-    with OpenAIServer({}, log, *attached, "--model", "demo") as openai:
+    with OpenAIServer({}, log, *attached, "--served-model-name", "demo") as openai:
         yield Doors(cog_server, openai, http, grpc, tokenizer)
 
 

@@ -52,7 +52,14 @@ def ports(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         "TRITON_GRPC_PORT": str(numbers["grpc"]),
     }
     grpc = f"http://127.0.0.1:{numbers['grpc']}"
-    attached = ("--triton-endpoint", grpc, "--tokenizer", str(demo_model), "--model", "demo")
+    attached = (
+        "--triton-endpoint",
+        grpc,
+        "--tokenizer",
+        str(demo_model),
+        "--served-model-name",
+        "demo",
+    )
     with CogServer(environment, directory / "cog") as cog:
         cog.wait_until_ready()
         numbers["front"] = cog.port

@@ -29,7 +29,14 @@ NEW_INPUTS = {"seed", "min_tokens", "return_num_input_tokens", "return_num_outpu
 
 def attached(triton: TritonServer, model: Path, log: Path, **environment: str) -> OpenAIServer:
     endpoint = f"http://{triton.endpoints.grpc}"
-    names = ("--triton-endpoint", endpoint, "--tokenizer", str(model), "--model", "demo")
+    names = (
+        "--triton-endpoint",
+        endpoint,
+        "--tokenizer",
+        str(model),
+        "--served-model-name",
+        "demo",
+    )
     return OpenAIServer(environment, log, *names)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from cog_triton.cli import SCRIPTS, load_commands, parse, summary
+from cog_triton.deployment.preparation import served_names
 from cog_triton.settings import VARIABLES, read_settings
 from tests.support import ROOT
 
@@ -92,3 +93,33 @@ def test_the_example_for_systemd_names_what_there_is(monkeypatch: pytest.MonkeyP
     assert int(*re.findall(r"^TimeoutStopSec=(\d+)$", text, re.MULTILINE)) > limit
     (command,) = re.findall(r"^ExecStart=\S+/cog-triton openai (.*)$", text, re.MULTILINE)
     assert parse("openai", command.split()).api_keys_file == Path("/etc/cog-triton/keys.txt")
+
+
+@pytest.mark.parametrize("command", ["predict", "serve", "openai", "batch", "worker"])
+def test_the_model_of_a_command_line_is_the_one_that_is_loaded(
+    command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MODEL", "other/model")
+    monkeypatch.setenv("COG_WEIGHTS", "https://example.com/weights.tar")
+    output = ["--output", "answers.jsonl"] if command == "batch" else []
+    parse(command, ["--model", "some/model", *output])
+    settings = read_settings()
+    assert (settings.model, settings.weights) == ("some/model", None)
+    assert served_names(settings) == ("some/model",)
+
+
+@pytest.mark.parametrize("command", ["serve", "openai", "batch", "worker"])
+def test_served_model_names_are_labels(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MODEL", raising=False)
+    monkeypatch.setenv("SERVED_MODEL_NAME", "")
+    output = ["--output", "answers.jsonl"] if command == "batch" else []
+    names = ["--served-model-name", "assistant", "--served-model-name", "gpt-4o"]
+    parse(command, [*names, *output])
+    settings = read_settings()
+    assert settings.model == read_settings({}).model
+    assert served_names(settings) == ("assistant", "gpt-4o")
+
+
+def test_a_model_of_an_attached_triton_has_its_name_there() -> None:
+    assert served_names(read_settings({}), otherwise="ensemble") == ("ensemble",)
+    assert served_names(read_settings({"SERVED_MODEL_NAME": "a, b,"}), "ensemble") == ("a", "b")

@@ -24,7 +24,7 @@ class Recorded(Deployment):
 
     request: Request
 
-    async def generate(self, request: Request, *_: Any) -> AsyncGenerator[Chunk, None]:  # type: ignore[override]
+    async def generate(self, request: Request, *_: Any) -> AsyncGenerator[Chunk, None]:
         self.request = request
         yield Chunk("text", 1, 1, "stop")
 

@@ -24,7 +24,7 @@ from tools.command_line import progress
 
 STOP_SECONDS = 60.0
 LOG_TAIL = 3000  # characters
-SCRIPTS = {"cog": ("serve.py",), "openai": ("serve_openai.py", "--model", MODEL)}
+SCRIPTS = {"cog": ("serve.py",), "openai": ("serve_openai.py", "--served-model-name", MODEL)}
 ANY_PORTS = {"TRITON_HTTP_PORT": "0", "TRITON_GRPC_PORT": "0", "TRITON_METRICS_PORT": "0"}
 STREAMS = 256
 # More than a benchmark's longest answer and its prompt have.

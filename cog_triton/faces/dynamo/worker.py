@@ -30,7 +30,7 @@ from cog_triton.adapters.directory import adapter_names
 from cog_triton.client.tracing import go_below
 from cog_triton.deployment import Deployment
 from cog_triton.deployment.attached import address_of, attach
-from cog_triton.deployment.preparation import KV_EVENTS, context_length, model_name
+from cog_triton.deployment.preparation import KV_EVENTS, context_length, served_names
 from cog_triton.faces.dynamo.convert import Body, chunk_of, given, request_of
 from cog_triton.processes import temporary_directory
 from cog_triton.server.log import log_to
@@ -74,7 +74,7 @@ class Engine(LLMEngine):
         # A worker whose Triton has been given up ends, so that its streams move to others.
         changed = {"kv_events_endpoint": self._events, "exit_on_failure": True}
         self.settings = settings.model_copy(update=changed)
-        self._name = options.served_model_name or model_name(settings)
+        self._name = served_names(settings)[0]
         self._marks = Marks()
         self._running: dict[str, asyncio.Task[None]] = {}
         self.config = WorkerConfig(

@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import uvloop
@@ -19,7 +19,7 @@ from prometheus_client.multiprocess import mark_process_dead
 
 from cog_triton.deployment import Deployment
 from cog_triton.deployment.attached import address_of, attach
-from cog_triton.deployment.preparation import context_length, model_name
+from cog_triton.deployment.preparation import context_length, served_names
 from cog_triton.errors import ConfigurationError
 from cog_triton.faces.openai.app import create_app
 from cog_triton.faces.openai.batch_runner import Runner
@@ -41,13 +41,13 @@ MARGIN_SECONDS = 3.0  # beyond what a worker may take to end
 _REFUSAL_CODES = {403: "forbidden", 413: "request_too_large", 415: "unsupported_content_encoding"}
 
 
-def run(host: str, port: int, named: Sequence[str], endpoint: str | None, triton_model: str) -> int:
+def run(host: str, port: int, endpoint: str | None, triton_model: str) -> int:
     """Serve until a signal comes; return the exit status. Without an ``endpoint``, a Triton is started."""
     settings = read_settings()
     log_to(settings.log_level)
     configured_keys(settings)  # what is wrong with them comes before a download
     # Clients of openai_trtllm know a Triton's model by its name there.
-    names = tuple(named) or (triton_model if endpoint else model_name(settings),)
+    names = served_names(settings, otherwise=triton_model if endpoint else None)
     return uvloop.run(_serve(settings, names, endpoint, triton_model, bind(host, port)))
 
 
@@ -89,7 +89,7 @@ class Embedded:
     def serve(self, deployment: Deployment) -> None:
         """Answer from now on, or raise ConfigurationError if the port was taken meanwhile."""
         listen(self._listener, "OPENAI_PORT: ")
-        names = (model_name(self.settings),)
+        names = served_names(self.settings)
         self._server = server_of(deployment, names, self._listener, self._busy)
         self._running = asyncio.create_task(self._run())
         logger.info("OpenAI's API: %s", url_of(self._listener))
