@@ -7,6 +7,7 @@ that text only.
 
 import re
 import shutil
+from typing import TypeVar
 
 SHOWN_CHARACTERS = 60  # of a request's value, in the text of an error
 
@@ -33,6 +34,9 @@ class CogTritonError(Exception):
     code = "E0000"  # stable across releases; given with each class
     retryable = False  # whether the same request may succeed when it is sent again
     longest = 2_000  # characters of a message, which may have some of the request in it
+    # Whether the connection or another request caused it. The request is then tried again without limit
+    # of number; see ``cog_triton.client.resume``.
+    blameless = False
 
     def __init_subclass__(cls, code: str, retryable: bool | None = None) -> None:
         cls.code, cls.retryable = code, cls.retryable if retryable is None else retryable
@@ -43,6 +47,15 @@ class CogTritonError(Exception):
 
     def __str__(self) -> str:
         return f"{self.code} {type(self).__name__}: {self.message}"
+
+
+Error = TypeVar("Error", bound=CogTritonError)
+
+
+def blameless(error: Error) -> Error:
+    """Mark an error that the connection or another request caused, and return it."""
+    error.blameless = True
+    return error
 
 
 # fmt: off

@@ -2,9 +2,10 @@
 
 import asyncio
 import contextlib
+import itertools
 import logging
 from array import array
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Collection
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -21,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 GUIDED = "TensorRT-LLM cannot go on with a guide where its server ended"
 _GUIDE = "guided_decoding_guide_type"
+MOST_BLAMELESS = 50  # retries in a row, which take about 45 s
+FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0  # seconds before a retry
 # Where the preprocessing is not this package's.
 CANNOT = "the server cannot continue an output that it has begun"
 TWO_ENDED = "two servers ended as they began this request, which is not tried again"
@@ -60,6 +63,70 @@ class Trials:
             self._suspects.discard(end)
 
 
+class Patience:
+    """Decides whether a request that broke is tried again.
+
+    - Retries for a fault of the request or of its answer are counted: no more than ``attempts``.
+    - Retries for what another request or the connection caused are not: after a blameless error, or when
+      the server became unavailable after it had sent new tokens. Each has a pause before it that grows, and
+      ``MOST_BLAMELESS`` in a row without a new token are the limit.
+    - With ``attempts`` 0 nothing is tried again.
+    """
+
+    def __init__(self, attempts: int) -> None:
+        self._attempts = attempts
+        self._counted = 0
+        self._blameless = 0  # since the last token
+
+    def progressed(self) -> None:
+        self._blameless = 0
+
+    def allows(self, error: errors.CogTritonError, *, had_tokens: bool) -> bool:
+        """Return whether to try again after an error, and count that."""
+        unavailable = isinstance(error, errors.TritonUnavailable)
+        if error.blameless or (unavailable and had_tokens):
+            self._blameless += 1
+            return self._attempts > 0 and self._blameless <= MOST_BLAMELESS
+        self._counted += 1
+        return self._counted <= self._attempts
+
+    async def pause(self) -> None:
+        """Wait before a retry, unless it is the first since the last token."""
+        if self._blameless > 1:
+            await asyncio.sleep(min(FIRST_PAUSE * 2 ** (self._blameless - 2), LONGEST_PAUSE))
+
+
+@dataclass
+class _Output:
+    """What has been delivered of one request's output."""
+
+    ids: "array[int]"
+    begun: int  # ids by another deployment or start; the limits are for the rest
+    max_tokens: int
+    end_ids: Collection[int]
+    prompt_tokens: int | None = None
+    keeps_end_token: bool = True
+
+    @property
+    def has_new_ids(self) -> bool:
+        return len(self.ids) > self.begun
+
+    @property
+    def is_complete(self) -> bool:
+        ended = self.has_new_ids and self.ids[-1] in self.end_ids
+        return ended or len(self.ids) - self.begun >= self.max_tokens
+
+    def add(self, response: Response, continued: int) -> None:
+        """Add a response of an attempt that continued after so many ids."""
+        if response.input_tokens is not None:
+            response.input_tokens -= continued
+            if self.prompt_tokens not in (None, response.input_tokens):
+                raise errors.TritonUnknownError(CANNOT)
+            self.prompt_tokens = response.input_tokens
+        self.keeps_end_token = self.keeps_end_token and response.keeps_end_token
+        self.ids.extend(response.ids)
+
+
 @dataclass
 class ResumingClient:
     """Retries a request on the restarted server, or on the same one after a response was lost.
@@ -70,7 +137,7 @@ class ResumingClient:
     """
 
     clients: Clients
-    attempts: int  # the most retries of one request
+    attempts: int  # the most retries of one request for its faults; see ``Patience``
     end_tokens: EndTokens
     adapters: AdapterTensors | None = None  # sent to TensorRT-LLM's C++ backend where it lacks them
     retries: int = field(default=0, init=False)  # of all requests
@@ -81,32 +148,31 @@ class ResumingClient:
     ) -> AsyncGenerator[Response, None]:
         """Start a request and yield its responses, see ``Streams``."""
         ids = array("i", ids_parameter(parameters, CONTINUED))
-        begun = len(ids)  # by another deployment or start; the limits are for the rest
-        prompt_tokens, keeps_end_token, suspect = None, True, False
         named = int(inputs["end_id"].flat[0]) if "end_id" in inputs else None
         end_ids = self.end_tokens.for_request(named)
-        whole = begun and (ids[-1] in end_ids or not inputs["max_tokens"].flat[0])
-        for attempt in range(0 if whole else self.attempts + 1):
+        max_tokens = int(inputs["max_tokens"].flat[0])
+        output = _Output(ids, begun=len(ids), max_tokens=max_tokens, end_ids=end_ids)
+        was_whole = bool(ids) and (ids[-1] in end_ids or not max_tokens)
+        patience = Patience(self.attempts)
+        suspect = False
+        for attempt in () if was_whole else itertools.count():
             name = f"{request_id}-{attempt}" if attempt else request_id
             continued = len(ids)
+            await patience.pause()
             async with self.trials.trial(alone=suspect) as answered:
                 client = await self.clients.client(None)
                 send: Send[Response]
                 send = partial(client.stream, continued=ids, parameters=parameters)
                 if self.adapters is not None:
                     send = partial(self.adapters.stream, send)
-                sent = send(name, _rest(inputs, continued - begun))
+                sent = send(name, _rest(inputs, continued - output.begun))
                 try:
                     async with contextlib.aclosing(sent) as responses:
                         async for response in responses:
                             answered.set()
-                            if response.input_tokens is not None:
-                                response.input_tokens -= continued
-                                if prompt_tokens not in (None, response.input_tokens):
-                                    raise errors.TritonUnknownError(CANNOT)
-                                prompt_tokens = response.input_tokens
-                            keeps_end_token = keeps_end_token and response.keeps_end_token
-                            ids.extend(response.ids)
+                            output.add(response, continued)
+                            if response.ids:
+                                patience.progressed()
                             yield response
                     return
                 except errors.PromptTooLong:
@@ -114,12 +180,11 @@ class ResumingClient:
                         raise
                     break  # the context was full
                 except BROKEN as error:
-                    ended = len(ids) > begun and ids[-1] in end_ids
-                    if ended or len(ids) - begun >= inputs["max_tokens"].flat[0]:
+                    if output.is_complete:
                         break  # only the mark of the end is missing
-                    if attempt == self.attempts:
+                    if not patience.allows(error, had_tokens=len(ids) > continued):
                         raise
-                    if len(ids) > begun and not keeps_end_token and _GUIDE in inputs:
+                    if output.has_new_ids and not output.keeps_end_token and _GUIDE in inputs:
                         raise errors.TritonUnavailable(GUIDED) from error
                     # In the trial: no other begins on a server whose end is not noticed yet.
                     gone = isinstance(error, errors.TritonUnavailable)
@@ -130,7 +195,7 @@ class ResumingClient:
                     self.retries += 1
                     text = "request %s is tried again after %d tokens: %s"
                     logger.warning(text, request_id, len(ids), error)
-        yield Response([], None, final=True, keeps_end_token=keeps_end_token)
+        yield Response([], None, final=True, keeps_end_token=output.keeps_end_token)
 
 
 def _rest(inputs: Inputs, continued: int) -> Inputs:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import math
 from abc import ABC, abstractmethod
@@ -22,8 +23,9 @@ Outputs = Mapping[str, list[Any]]  # each flat
 T = TypeVar("T")
 
 CLOSED = "the connection was closed before the last response"
-STOP_PERIODS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
-STOP_SECONDS = 5.0  # for one stop request, and again for the end of its stream
+STOP_PAUSES = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)  # seconds after a stop request; the last one repeats
+STOP_SECONDS = 5.0  # for one stop request, and again for the end of a stream that it was to stop
+CLOSE_SECONDS = 5.0  # for all stops that are still to be confirmed when the client is closed
 # Errors of a stream that ended too early or lost something; its earlier responses are right.
 BROKEN = (errors.TritonUnavailable, errors.TritonMalformedEvent, errors.TritonMalformedJSON)
 
@@ -138,9 +140,19 @@ class Arrivals(Generic[T]):
         messages, self._messages = self._messages, []
         return messages
 
+    @property
+    def ended(self) -> bool:
+        return self._end.done()
+
     async def ends_within(self, seconds: float) -> bool:
         await asyncio.wait([self._end], timeout=seconds)
         return self._end.done()
+
+    async def changes_within(self, seconds: float) -> None:
+        """Wait for the end or the next message, in the place of a consumer that has left."""
+        self._waiter = self._loop.create_future()
+        either = asyncio.FIRST_COMPLETED
+        await asyncio.wait([self._end, self._waiter], timeout=seconds, return_when=either)
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -257,12 +269,19 @@ class TritonClient(ABC):
         self._timer = loop.call_later(seconds, self._check_silence) if self._running else None
 
     async def aclose(self) -> None:
-        """End the running streams with TritonUnavailable, wait until stops are done, and disconnect."""
+        """End the running streams with TritonUnavailable, wait for the stops, and disconnect.
+
+        A stop whose request stands in a queue of Triton's could take any time: it is given up.
+        """
         self._closed = True
         for arrivals in self._running:
-            arrivals.end(errors.TritonUnavailable(CLOSED))
+            arrivals.end(errors.blameless(errors.TritonUnavailable(CLOSED)))
         for arrivals in self._running:
             arrivals.close()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=CLOSE_SECONDS)
+        for task in self._tasks:
+            task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._disconnect()
 
@@ -278,24 +297,44 @@ class TritonClient(ABC):
 
         Triton does not forward a cancellation from the ensemble, but it forwards the request's id, by
         which the engine can stop it. Dropping the stream instead leaves the request in the ensemble
-        permanently (Triton 2.51 drops the next step of a cancelled request and then waits for it), so it
-        is dropped only when nothing else has helped. A stream that broke has ended: one stop is sent.
+        permanently: Triton 2.51 drops the next step of a cancelled request and then waits for it.
+
+        The rules:
+
+        - The engine ignores a stop of a request that it does not have. Only a response shows that it has
+          it, so a stop that was sent before the first response is sent again: after a pause, and as soon as
+          the first response comes.
+        - Before the first response the request may stand in a queue, for as long as that takes. The stream
+          is kept meanwhile. It costs a stop request every two seconds.
+        - When a stop that was sent after the first response is confirmed, the stream should end at once.
+          If it does not within ``STOP_SECONDS``, it is dropped.
+        - When the stream has ended by itself, a single stop is sent: the engine may not know of the end.
         """
-        problem, ended = "", False
+        pauses = itertools.chain(STOP_PAUSES, itertools.repeat(STOP_PAUSES[-1]))
         with contextlib.closing(arrivals):
-            for seconds in STOP_PERIODS:
-                # A response confirms that the engine knows the request. A stop that overtakes its request
-                # is ignored, so before the first response it is sent again.
-                confirmed = bool(arrivals.last_arrival)
-                try:
-                    await asyncio.wait_for(self._send_stop(request_id), STOP_SECONDS)
-                except Exception as error:
-                    problem, confirmed = repr(error), False
-                ended = await arrivals.ends_within(STOP_SECONDS if confirmed else seconds)
-                if ended or confirmed:
-                    break
-        if not ended:
-            logger.warning("request %s did not stop %s", request_id, problem)
+            for pause in pauses:
+                in_engine = bool(arrivals.last_arrival)
+                problem = await self._stop_problem(request_id)
+                if arrivals.ended:
+                    return
+                if in_engine and not problem:
+                    if not await arrivals.ends_within(STOP_SECONDS):
+                        logger.warning("request %s did not stop: its stream is dropped", request_id)
+                    return
+                if in_engine:
+                    await arrivals.ends_within(pause)
+                else:
+                    await arrivals.changes_within(pause)
+                if arrivals.ended:
+                    return
+
+    async def _stop_problem(self, request_id: str) -> str:
+        """Send a stop request; return why it failed, or an empty text."""
+        try:
+            await asyncio.wait_for(self._send_stop(request_id), STOP_SECONDS)
+        except Exception as error:
+            return repr(error)
+        return ""
 
     async def _send_stop(self, request_id: str) -> None:
         sent = await self._send(wire.ENGINE, request_id, wire.stop_inputs())

@@ -62,7 +62,10 @@ async def attach(settings: Settings, address: str, model: str, context: int | No
             adapters = AdapterTensors(settings.lora_dir, dtype)
     end_tokens = options["end_tokens"] = await _end_tokens(settings, triton, tokenizer)
     streams = ResumingClient(
-        triton, attempts=settings.resume_attempts, end_tokens=end_tokens, adapters=adapters
+        triton,
+        attempts=settings.resume_attempts,
+        end_tokens=end_tokens,
+        adapters=adapters,
     )
     admission = Admission(settings.max_running, settings.max_waiting, settings.queue_timeout)
     supervisor: Any = triton  # as far as a deployment asks one: for ``running``

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from cog_triton import errors
+from cog_triton.client import stream
 from cog_triton.client.grpc_transport import GrpcClient
 from cog_triton.client.http_transport import HttpClient
 from cog_triton.client.stream import Arrivals, Outputs, Response, TritonClient
@@ -134,6 +135,50 @@ async def test_a_request_is_stopped_until_that_is_certain(
     await asyncio.wait([task])
     await client.aclose()
     assert client.stops == ["id"] * stops
+
+
+async def stopped(client: Scripted, times: int) -> None:
+    while len(client.stops) < times:
+        await asyncio.sleep(0)
+
+
+async def test_a_stop_waits_for_as_long_as_its_request_stands_in_a_queue(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stream, "STOP_PAUSES", (0.001, 60.0))
+    monkeypatch.setattr(stream, "STOP_SECONDS", 60.0)
+    client = Scripted()
+    client.needed = 100  # the engine does not have it
+    task = asyncio.create_task(consume(client))
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait([task])
+    (queued,) = client.streams
+    closed = asyncio.Event()
+    queued.close = closed.set
+    await asyncio.wait_for(stopped(client, 2), 20)
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert (len(client.stops), closed.is_set()) == (2, False)
+    queued.add(FIRST)  # it comes out of the queue: a stop follows at once, not after the pause
+    await asyncio.wait_for(stopped(client, 3), 20)
+    assert not closed.is_set()
+    queued.end()
+    await asyncio.wait_for(closed.wait(), 20)
+    assert len(client.stops) == 3
+
+
+async def test_a_client_that_is_closed_gives_stops_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "CLOSE_SECONDS", 0.05)
+    client = Scripted()
+    client.needed = 10**6
+    task = asyncio.create_task(consume(client))
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait([task])
+    await asyncio.wait_for(client.aclose(), 20)
+    (queued,) = client.streams
+    assert not queued.ended
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from cog_triton.adapters.tensors import AdapterTensors
+from cog_triton.client import resume
 from cog_triton.client.resume import ResumingClient, Trials
 from cog_triton.client.stream import Inputs, Response, TritonClient
 from cog_triton.errors import (
@@ -21,6 +22,7 @@ from cog_triton.errors import (
     TritonTimeout,
     TritonUnavailable,
     TritonUnknownError,
+    blameless,
 )
 from cog_triton.text.end_tokens import EndTokens
 from cog_triton.wire import CONTINUED, NO_PARAMETERS, Parameters, ids_text
@@ -133,6 +135,38 @@ def test_a_guide_of_tensorrt_llm_fails_rather_than_begin_anew() -> None:
     with pytest.raises(TritonUnavailable, match="cannot go on with a guide"):
         run(server, inputs(max_tokens=8, guided_decoding_guide_type=0))
     assert len(server.given) == 2  # before its first token it is tried again
+
+
+def others_fault(kind: type[CogTritonError] = TritonMalformedEvent) -> CogTritonError:
+    return blameless(kind("lost with another request"))
+
+
+NOT_COUNTED: dict[str, Script] = {
+    "another request's fault": [others_fault()],
+    "refused, or the connection was lost": [others_fault(TritonUnavailable)],
+    "unavailable after new tokens": [tokens(1), GONE],
+}
+
+
+@pytest.mark.parametrize("script", NOT_COUNTED.values(), ids=NOT_COUNTED)
+def test_what_others_cause_does_not_count(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resume, "FIRST_PAUSE", 0.0)
+    server = Server(*[script] * 20, [GAP], [tokens(2, final=True)])
+    responses = run(server, inputs(max_tokens=50), attempts=1)
+    assert [each.ids for each in responses if each.ids] == [[1]] * (len(responses) - 1) + [[2]]
+    with pytest.raises(CogTritonError):  # with none, nothing is tried again
+        run(Server(script), inputs(max_tokens=50), attempts=0)
+
+
+def test_what_others_cause_ends_after_many_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resume, "FIRST_PAUSE", 0.0)
+    most = resume.MOST_BLAMELESS
+    scripts: list[Script] = [[others_fault()]] * most
+    broken: list[Script] = [*scripts, [tokens(1), others_fault()], *scripts]
+    server = Server(*broken, [others_fault()])
+    with pytest.raises(TritonMalformedEvent):
+        run(server, inputs(max_tokens=50))
+    assert len(server.given) == 2 * most + 1
 
 
 LAST = tokens(final=True)
