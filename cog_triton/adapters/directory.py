@@ -5,13 +5,13 @@ Names that begin with a dot are passed over: an adapter is copied and deleted un
 names its adapter to the engine by a number, TensorRT-LLM's ``lora_task_id``; see ``wire.adapter_task_id``.
 """
 
-import os
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from cog_triton.errors import ConfigurationError, EngineError, InvalidParameter
 from cog_triton.request.limits import NAME_CHARACTERS
@@ -55,7 +55,7 @@ def place_adapter(name: str, files: Path, directory: Path) -> None:
         text = f"it needs {CONFIG} and {' or '.join(WEIGHTS)}"
         raise ConfigurationError(f"{files} is not an adapter: {text}")
     directory.mkdir(parents=True, exist_ok=True)
-    copy = directory / f".{name}.{os.getpid()}"
+    copy = directory / _hidden_name(name)
     try:
         shutil.copytree(files, copy)
         with suppress(FileNotFoundError):
@@ -133,6 +133,11 @@ def _check_name(name: str) -> None:
         raise ConfigurationError(f"an adapter's name must be {text}, not {name!r}")
 
 
+def _hidden_name(name: str) -> str:
+    """Return a new name: what a killed process left under one of these is in nobody's way."""
+    return f".{name[:40]}.{uuid4().hex}"
+
+
 def _delete(adapter: Path) -> None:
-    gone = adapter.rename(adapter.with_name(f".{adapter.name}.{os.getpid()}.gone"))
+    gone = adapter.rename(adapter.with_name(_hidden_name(adapter.name)))
     gone.unlink() if gone.is_symlink() else shutil.rmtree(gone)

@@ -12,6 +12,7 @@ from pkgutil import resolve_name
 
 import uvloop
 
+from cog_triton.errors import LONGEST, file_problem, shortened
 from cog_triton.errors import EngineError as EngineError
 from cog_triton.errors import EngineUnavailable as EngineUnavailable
 from cog_triton.request.request import Guide
@@ -149,9 +150,9 @@ class EventLoopEngine(Engine):
         The last step is finished. When the generator is closed early, it drops the request.
         """
 
-    def failure(self, error: Exception, request: GenerationRequest) -> EngineError | None:  # noqa: ARG002
+    def failure(self, error: Exception, request: GenerationRequest) -> EngineError | None:
         """Return what a request's generator raised as the request's error; None ends the engine."""
-        return error if isinstance(error, EngineError) else None
+        return failed_request(error, request)
 
     def submit(self, request: GenerationRequest, sink: Sink) -> None:
         steps = self.steps(request)
@@ -211,11 +212,22 @@ class EventLoopEngine(Engine):
             async with aclosing(steps):
                 async for step in steps:
                     self._deliver(request.key, step, sink)
+            self._fail_unfinished(request, sink, "it made no last step")
+        except asyncio.CancelledError:
+            # ``abort``, ``close`` and ``die`` have taken the request out of ``running`` before.
+            self._fail_unfinished(request, sink, "it was cancelled")
+            raise
         except Exception as error:
             if failed := self.failure(error, request):
                 self._deliver(request.key, Step(finished=True, error=failed), sink)
             else:
                 self.die(str(error) or repr(error))
+
+    def _fail_unfinished(self, request: GenerationRequest, sink: Sink, reason: str) -> None:
+        """End a request whose generator has ended before its last step, unless it was dropped."""
+        if request.key in self.running:
+            error = EngineUnavailable(f"the engine failed a request: {reason}")
+            self._deliver(request.key, Step(finished=True, error=error), sink)
 
     def _deliver(self, key: str, step: Step, sink: Sink) -> None:
         if step.finished:
@@ -246,6 +258,16 @@ def check_ids(request: GenerationRequest, vocabulary: int) -> None:
     ids += [token for word in request.sampling.bad_words for token in word]
     if min(ids) < 0 or max(ids) >= vocabulary:
         raise EngineError(f"token ids must be between 0 and {vocabulary - 1}")
+
+
+def failed_request(error: Exception, request: GenerationRequest) -> EngineError:
+    """Return an exception as the error of the one request that it ended; log one that nobody expected."""
+    if isinstance(error, EngineError):
+        return error
+    logger.error("request %s failed in the engine", request.key, exc_info=error)
+    reason = file_problem(error) if isinstance(error, OSError) else str(error)
+    reason = shortened(" ".join(reason.split()) or repr(error), LONGEST)
+    return EngineUnavailable(f"the engine failed a request: {type(error).__name__}: {reason}")
 
 
 def stopped(reason: object = None) -> EngineUnavailable:

@@ -13,10 +13,10 @@ import select
 import sys
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
 from subprocess import DEVNULL, PIPE, Popen
 from typing import Any
 
@@ -33,6 +33,7 @@ from cog_triton.request.request import Guide, GuideKind, ascii_classes
 Masks = npt.NDArray[np.bool_]  # [sequences, vocabulary]: the tokens that are allowed
 COMPILED = 64  # guides that are kept; one of 64 KB takes about a megabyte
 SECONDS = 2  # of a processor; the longest guides that are known to be used take a third of one
+TRIALS = 8  # guides that are compiled at the same time; each may take MEMORY
 PATIENCE = 60.0  # seconds, on a busy machine and while the process starts
 MEMORY = 2 << 30
 
@@ -141,19 +142,19 @@ class Guides:
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="guides")  # then for the masks
         self._tokenizer = self.thread.submit(lambda: from_tokenizer(load_tokenizer(), vocabulary))
         self._executor = LLExecutor()
-        self._lock = threading.Lock()  # guards the next two
-        self._compiled = lru_cache(COMPILED)(self._compile)
-        self._check: Any = None  # the process that tries grammars
+        self._lock = threading.Lock()  # guards the next; nothing is compiled while it is held
+        self._compiled: OrderedDict[Guide, Future[Any]] = OrderedDict()  # the last used at the end
+        self._trials = _Trials()
 
     def begin(self, request: GenerationRequest, tokens: list[int]) -> Guided:
         """Compile a request's guide, unless it has been before; an EngineError says why not."""
         if not request.end_ids:
             text = "needs an end token: it does not go with ignore_eos or end_id -1"
             raise EngineError(f"guided_decoding_guide {text}")
-        with self._lock:
-            if isinstance(compiled := self._compiled(request.guide), str):
-                raise EngineError(compiled)
-            matcher = compiled.deep_copy()
+        compiled = self._compiled_once(request.guide)
+        if isinstance(compiled, str):
+            raise EngineError(compiled)
+        matcher = compiled.deep_copy()
         if not matcher.consume_tokens(tokens[len(tokens) - request.continued :]):
             raise EngineError("guided_decoding_guide does not allow the output that is continued")
         return Guided(matcher, list(request.end_ids), tokens, len(tokens))
@@ -181,7 +182,30 @@ class Guides:
 
     def close(self) -> None:
         self.thread.shutdown(cancel_futures=True)
-        self._end_check()
+        self._trials.close()
+
+    def _compiled_once(self, guide: Guide | None) -> Any:
+        """Return what ``_compile`` does, from the cache if possible; requests of one guide compile it once.
+
+        Requests of other guides do not wait.
+        """
+        assert guide is not None
+        with self._lock:
+            future = self._compiled.get(guide)
+            is_first = future is None
+            if future is None:
+                future = self._compiled[guide] = Future()
+            self._compiled.move_to_end(guide)
+            while len(self._compiled) > COMPILED:
+                self._compiled.popitem(last=False)
+        if is_first:
+            try:
+                future.set_result(self._compile(guide))
+            except BaseException as error:
+                with self._lock:  # the next request tries again
+                    self._compiled.pop(guide, None)
+                future.set_exception(error)
+        return future.result()
 
     def _compile(self, guide: Guide) -> Any:
         """Return a matcher at the guide's beginning, or as text why there is none; both are kept."""
@@ -191,7 +215,7 @@ class Guides:
             return f"guided_decoding_guide needs a fast tokenizer: {error}"
         try:
             compiled = grammar(guide)
-            problem = self._problem(compiled)
+            problem = self._trials.problem(compiled)
         except ValueError as error:
             problem = str(error)
         if not problem:
@@ -202,24 +226,63 @@ class Guides:
         kind = guide.kind.value
         return f"guided_decoding_guide of type {kind} cannot be used: {_one_line(problem)}"
 
-    def _problem(self, grammar: str) -> str:
-        """Return the reason why a process cannot compile a grammar; empty if it can."""
-        if self._check is None:
-            command = [python(), "-m", __name__]  # ends with this process, or with its input
-            self._check = Popen(command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, encoding="ascii")
-        with contextlib.suppress(OSError, ValueError):  # it has ended
-            self._check.stdin.write(json.dumps(grammar) + "\n")
-            self._check.stdin.flush()
-            if select.select([self._check.stdout], [], [], PATIENCE)[0]:
-                return str(json.loads(self._check.stdout.readline()))
-        self._end_check()
-        return f"it takes more than {SECONDS} s to compile, or too much memory"
 
-    def _end_check(self) -> None:
-        if self._check is not None:
-            self._check.kill()
-            self._check.communicate()
-            self._check = None
+class _Trials:
+    """Processes that try grammars, one grammar at a time each; one that is idle is used again."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # guards the next two
+        self._idle: list[Popen[str]] = []
+        self._closed = False
+        self._running = threading.BoundedSemaphore(TRIALS)
+
+    def problem(self, grammar: str) -> str:
+        """Return the reason why a process cannot compile a grammar; empty if it can."""
+        with self._running:
+            with self._lock:
+                process = self._idle.pop() if self._idle else None
+            if process is None:
+                command = [python(), "-m", __name__]  # ends with this process, or with its input
+                process = Popen(command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, encoding="ascii")
+            try:
+                answer = _answer(process, grammar)
+            except BaseException:
+                _end(process)
+                raise
+            if answer is None:
+                _end(process)
+                return f"it takes more than {SECONDS} s to compile, or too much memory"
+            with self._lock:
+                is_kept = not self._closed and not self._idle
+                if is_kept:
+                    self._idle.append(process)
+            if not is_kept:
+                _end(process)
+            return answer
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+        for process in idle:
+            _end(process)
+
+
+def _answer(process: "Popen[str]", grammar: str) -> str | None:
+    """Return what a process says of a grammar; None if it has ended, or says nothing in time."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with contextlib.suppress(OSError, ValueError):  # it has ended
+        process.stdin.write(json.dumps(grammar) + "\n")
+        process.stdin.flush()
+        if select.select([process.stdout], [], [], PATIENCE)[0]:
+            return str(json.loads(process.stdout.readline()))
+    return None
+
+
+def _end(process: "Popen[str]") -> None:
+    process.kill()
+    process.communicate()
 
 
 def _one_line(text: str) -> str:

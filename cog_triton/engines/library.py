@@ -204,8 +204,10 @@ class LibraryEngine(EventLoopEngine):
 
     def failure(self, error: Exception, request: GenerationRequest) -> EngineError | None:
         names = {base.__name__ for base in type(error).__mro__}
-        if isinstance(error, EngineError) or (names & self.deaths and not names & self.failures):
-            return super().failure(error, request)
+        if isinstance(error, EngineError):
+            return error
+        if names & self.deaths and not names & self.failures:
+            return None
         text = str(error) or repr(error)
         if _TOO_LONG.search(text) and "exceeds maximum input length" not in text:
             # As the C++ backend's begins, which clients know.

@@ -11,10 +11,13 @@ from packaging.version import Version
 
 from cog_triton.engines import library
 from cog_triton.engines.base import EngineError, GenerationRequest, Steps
+from cog_triton.wire import TokenLogProb
 
 logger = logging.getLogger(__name__)
 
 TORCH_SAMPLER_ONLY = Version("1.3.0rc26")
+# Stands for the log probability of an end token, which the LLM API may not give.
+UNKNOWN_LOG_PROB = 0.0
 REMEDY = "set sampler_type: TRTLLMSampler in the file that llm_api_config names"
 
 
@@ -66,11 +69,19 @@ class TensorrtLlmEngine(library.LibraryEngine):
             async for update in output:
                 new = update.outputs[0]
                 end = (new.finish_reason or "stop") if update.finished else None
-                step = self.step(request, list(new.token_ids_diff), new.logprobs_diff, end)
+                ids, entries = list(new.token_ids_diff), list(new.logprobs_diff or ())
+                has_end_token = end == "stop" and ids and ids[-1] in request.end_ids
+                if has_end_token and len(entries) == len(ids) - 1:
+                    entries.append(UNKNOWN_LOG_PROB)
+                step = self.step(request, ids, entries, end)
                 last_id = step.ids[-1] if step.ids else last_id
                 if end == "stop" and request.end_ids and last_id not in request.end_ids:
                     # It leaves out ``end_id``, and no stop words but end tokens are given to it.
-                    step.ids.append(request.end_ids[0])
+                    end_id = request.end_ids[0]
+                    step.ids.append(end_id)
+                    if request.return_log_probs:
+                        # It left out that token's log probability as well.
+                        step.log_probs.append(TokenLogProb(end_id, UNKNOWN_LOG_PROB))
                 yield step
         finally:
             if not output.finished:

@@ -235,12 +235,9 @@ class Serving:
             outputs: list[tuple[_Sequence, Output]] = []
             sequences = {reader.waiting.popleft(): None for _ in range(len(reader.waiting))}
             for sequence in sequences:
-                ended = sequence.end is not None
-                self.counters["generated"] += sequence.read()
-                if sequence.end is _STOP_WORD and not ended:
-                    self.engine.abort(sequence.request.key)
-                if sequence.unsent:
-                    outputs.append((sequence, sequence.take(self._limit)))
+                output = self._next_output(sequence)
+                if output is not None:
+                    outputs.append((sequence, output))
             outputs.sort(key=lambda each: not each[1].finished)  # one goes to a request that ends
             self._send([each for each in outputs if not each[1].error])
             for each in outputs:
@@ -250,6 +247,23 @@ class Serving:
             reader.turn.release()
             if reader.waiting:  # behind the others that have something ready
                 self._queue(reader)
+
+    def _next_output(self, sequence: _Sequence) -> Output | None:
+        """Read a sequence's new steps, and take what is to be sent; what fails ends it alone."""
+        had_ended = sequence.end is not None
+        try:
+            self.counters["generated"] += sequence.read()
+            if sequence.end is _STOP_WORD and not had_ended:
+                self.engine.abort(sequence.request.key)
+            return sequence.take(self._limit) if sequence.unsent else None
+        except Exception as error:
+            logger.exception("the steps of a request could not be read")
+            reason = f"its steps could not be read: {type(error).__name__}: {error}"
+            failure = EngineUnavailable(f"the engine failed a request: {reason}")
+            sequence.end = Step(finished=True, error=failure)
+            sequence.unsent = False
+            self.engine.abort(sequence.request.key)
+            return None if had_ended else Output(finished=True, error=failure)
 
     def _send(self, outputs: list[tuple[_Sequence, Output]]) -> None:
         """Send outputs of one reader's sequences in one response, to the first one's request."""

@@ -118,9 +118,9 @@ class TransformersEngine(Engine):
                 self._manager.add_request(prompt, request_id=key, streaming=True, row=row, **ends)
                 # Asked again, so that a request is not lost when the engine stops meanwhile.
                 self._check_running()
-        except EngineError as error:
+        except Exception as error:  # in a pool's thread nobody else would hear of it
             if self.running.pop(request.key, None) is not None:
-                row.sink(Step(finished=True, error=error))
+                row.sink(Step(finished=True, error=base.failed_request(error, request)))
 
     def _deliver(self, output: GenerationOutput) -> None:
         """Hand a request's new tokens to its sink, on the generation thread."""

@@ -1,8 +1,10 @@
 """Triton's Python backend, for all models: what a request holds, and the responses to it."""
 
 import gc
+import io
 import json
 import logging
+import sys
 import threading
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -62,12 +64,24 @@ class Client:
 def begin(args: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
     """Return a model's configuration, and its parameters that are not empty.
 
-    From then on the stub ends with tritonserver.
+    From then on the stub ends with tritonserver, and can print any text.
     """
     end_with_parent()
+    print_any_text()
     config = json.loads(args["model_config"])
     given = (config.get("parameters") or {}).items()
     return config, {name: text for name, value in given if (text := value["string_value"])}
+
+
+def print_any_text() -> None:
+    """Let standard output and error take any text, as UTF-8.
+
+    Triton's stub runs an isolated Python, which takes no notice of PYTHONIOENCODING and takes the locale C
+    for ASCII: an error with an accent in it would be hidden by a UnicodeEncodeError.
+    """
+    for output in (sys.stdout, sys.stderr):
+        if isinstance(output, io.TextIOWrapper):
+            output.reconfigure(encoding="utf-8", errors="backslashreplace")
 
 
 def tokenizer(parameters: Mapping[str, str]) -> Tokenizer:

@@ -1,5 +1,6 @@
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -77,6 +78,29 @@ def test_a_failed_copy_leaves_the_last(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(OSError, match="No space left"):
         adapters.place_adapter("sql", one, directory)
     assert [path.name for path in directory.iterdir()] == ["sql"]
+
+
+def test_what_a_killed_process_left_is_in_nobodys_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, one = tmp_path / "adapters", save(tmp_path / "one")
+    monkeypatch.setattr("os.getpid", lambda: 1)  # as the first process of every container has it
+    for _ in range(2):
+        adapters.place_adapter("sql", one, directory)
+        with monkeypatch.context() as patch:
+            patch.setattr(shutil, "rmtree", Mock(side_effect=KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                adapters.remove_adapter("sql", directory)
+        with monkeypatch.context() as patch:
+            patch.setattr(shutil, "rmtree", Mock(side_effect=KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                adapters.place_adapter("sql", one, directory)
+    adapters.place_adapter("sql", one, directory)
+    adapters.place_adapter("sql", one, directory)
+    adapters.remove_adapter("sql", directory)
+    assert adapters.adapter_names(directory) == ()
+    adapters.place_adapter("n" * 255, one, directory)
+    adapters.remove_adapter("n" * 255, directory)
 
 
 @pytest.mark.parametrize("name", ["", ".hidden", "..", "a/b", "/a", "n" * 257])

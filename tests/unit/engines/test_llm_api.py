@@ -268,6 +268,22 @@ def test_errors_of_the_library(make: Make, error: Exception, text: str, code: st
     assert error_from_text(text).code == code
 
 
+@pytest.mark.parametrize("made", [[8], [], [8, 2]], ids=["after a token", "alone", "unscored"])
+def test_an_end_token_that_the_llm_left_out_has_a_log_probability(
+    make: Make, made: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = make()
+    known = [{token: SimpleNamespace(logprob=-1.0, rank=1)} for token in made if token != 2]
+    new = SimpleNamespace(token_ids_diff=made, logprobs_diff=known, finish_reason="stop")
+    update = MagicMock(outputs=[new], finished=True)
+    update.__aiter__.return_value = [update]
+    monkeypatch.setattr(llm(requests), "generate_async", lambda *_, **__: update)
+    stream = requests.start(end_id=2, return_log_probs=True, top_log_probs=1).wait()
+    assert stream.ids == [*made[:1], 2]
+    assert [token.id for token in stream.tokens] == stream.ids
+    assert all(token.log_prob <= 0 for token in stream.tokens)
+
+
 @pytest.mark.parametrize("error", [RuntimeError, BrokenPipeError])
 def test_when_the_executor_dies_everything_ends(
     error: type[Exception], make: Make, monkeypatch: pytest.MonkeyPatch

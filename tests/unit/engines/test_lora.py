@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -170,6 +171,22 @@ def test_the_least_recently_used_adapters_make_room(
         large = llm.start(lora_task_id=task("bard")).last()
         assert type(large.error) is EngineError
         assert "lora_cache_host_memory_bytes is" in str(large.error)
+
+
+def test_whatever_fails_while_a_request_is_prepared_ends_it_with_the_reason(
+    llm: Requests, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine: Any = llm.engine
+    for error, reason in (
+        (PermissionError(13, "Permission denied", "/adapters"), "/adapters: Permission denied"),
+        (MemoryError(), "MemoryError"),
+    ):
+        monkeypatch.setattr(engine._adapters, "assign", Mock(side_effect=error))
+        failed = llm.start(lora_task_id=5).last().error
+        assert type(failed) is EngineUnavailable
+        assert reason in str(failed)
+    assert not engine.running
+    assert llm.ids()
 
 
 # What cannot be used

@@ -21,6 +21,7 @@ from cog_triton.engines.simulated import (
     Failures,
     SimulatedEngine,
 )
+from cog_triton.errors import EngineUnavailable
 from cog_triton.repository.fill import fill_repository, read_config
 from cog_triton.settings import read_settings
 from tests.support import ROOT
@@ -308,3 +309,39 @@ def test_the_settings_reach_the_engine(demo_model: Path, tmp_path: Path, tokeniz
         engine._failures = Failures()
         ids = requests.ids([place], max_tokens=500, end_id=tokenizer.eos_token_id)
         assert tokenizer.decode(ids) == text
+
+
+async def broken(*_: object) -> Steps:
+    raise OSError(28, "No space left on device", "/tmp/x")
+    yield Step()
+
+
+async def cut_off(*_: object) -> Steps:
+    yield Step([5])
+
+
+async def cancelled(*_: object) -> Steps:
+    yield Step([5])
+    raise asyncio.CancelledError
+
+
+@pytest.mark.parametrize(
+    ("steps", "reason"),
+    [
+        (broken, "OSError: /tmp/x: No space left on device"),
+        (cut_off, "made no last step"),
+        (cancelled, "was cancelled"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_whatever_ends_a_requests_generator_ends_that_request_alone(
+    demo_model: Path, monkeypatch: pytest.MonkeyPatch, steps: Any, reason: str
+) -> None:
+    with running(ENGINES["simulated"](demo_model)) as llm:
+        with monkeypatch.context() as patch:
+            patch.setattr(llm.engine, "_generate", steps)
+            error = llm.start().last().error
+        assert type(error) is EngineUnavailable
+        assert reason in str(error)
+        assert llm.ids()
+        assert not llm.engine.running

@@ -2,8 +2,11 @@
 
 import json
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import jsonschema  # type: ignore[import-untyped, unused-ignore]
 import pytest
@@ -12,7 +15,7 @@ from cog_triton.engines.base import EngineError, SamplingParams
 from cog_triton.engines.guides import Guides, grammar, without_others
 from cog_triton.request.request import Guide, GuideKind, engine_guide
 from tests.support import load_cases
-from tests.unit.engines.conftest import ENGINES, Requests, Stream, running
+from tests.unit.engines.conftest import ENGINES, Requests, Stream, request, running
 
 CASES = load_cases(__file__, "guides.yaml")
 SCHEMA = CASES["schema"]
@@ -150,12 +153,56 @@ def test_a_guide_that_becomes_too_costly_ends_its_request_alone(ask: Any, llm: R
 
 def test_the_checks_process_is_started_again_when_it_was_ended(tokenizer: Any) -> None:
     guides, text = Guides(lambda: tokenizer, 1024), grammar(JSON_SCHEMA)
-    assert guides._problem(text) == ""
-    guides._check.kill()
-    assert "to compile" in guides._problem(text)
-    assert guides._problem(text) == ""
+    trials = guides._trials
+    assert trials.problem(text) == ""
+    (process,) = trials._idle
+    process.kill()
+    assert "to compile" in trials.problem(text)
+    assert trials.problem(text) == ""
     guides.close()
-    assert guides._check is None
+    assert trials._idle == []
+
+
+def test_no_guide_waits_while_another_is_compiled(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guides = Guides(lambda: tokenizer, 1024)
+    slow, quick = Guide(GuideKind.REGEX, "slow"), Guide(GuideKind.REGEX, "quick")
+    began, may_end = threading.Event(), threading.Event()
+    problem, tried = guides._trials.problem, list[str]()
+
+    def trial(text: str) -> str:
+        tried.append(text)
+        if "slow" in text:
+            began.set()
+            assert may_end.wait(60)
+        return problem(text)
+
+    monkeypatch.setattr(guides._trials, "problem", trial)
+    with ThreadPoolExecutor(3) as pool:
+        waiting = [pool.submit(guides.begin, request(end_id=2, guide=slow), [5]) for _ in range(2)]
+        assert began.wait(60)
+        try:
+            for _ in range(2):
+                guides.begin(request(end_id=2, guide=quick), [5])
+            assert not any(future.done() for future in waiting)
+        finally:
+            may_end.set()
+        assert all(future.result(60).matcher for future in waiting)
+    assert len(tried) == 2  # each once
+    guides.close()
+
+
+def test_a_guide_whose_compilation_broke_is_compiled_again(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guides = Guides(lambda: tokenizer, 1024)
+    with monkeypatch.context() as patch:
+        patch.setattr(guides._trials, "problem", Mock(side_effect=OSError(12, "Cannot allocate")))
+        with pytest.raises(OSError, match="Cannot allocate"):
+            guides.begin(request(end_id=2, guide=JSON_SCHEMA), [5])
+    assert guides.begin(request(end_id=2, guide=JSON_SCHEMA), [5]).matcher
+    guides.close()
 
 
 # What of a schema's objects is closed

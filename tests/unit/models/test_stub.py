@@ -1,6 +1,8 @@
 """Requests, responses and errors of Triton's stub, and the ids before each response."""
 
 import gc
+import subprocess
+import sys
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +17,7 @@ from cog_triton.models import stub
 from cog_triton.models.engine import Responses
 from cog_triton.models.stub import Contexts, Tensors
 from cog_triton.text.detokenizer import CONTEXT_TOKENS
+from tests.support import ROOT
 from tests.unit.models.support import FAILED, REFUSED, PbUtils, Sender, request
 
 LENGTHS = {"input_lengths": np.array([3, 3])}  # of the prompts
@@ -168,6 +171,17 @@ def test_the_ids_before_a_response_do_not_grow() -> None:
 def test_without_streaming_a_response_is_whole() -> None:
     (whole,) = Contexts(streaming=False).add(reply([5, 6]), last=True)
     assert shown(whole) == ([[5, 6]], [], LAST)
+
+
+def test_an_error_with_any_characters_can_be_printed(tmp_path: Path) -> None:
+    """By a stub, whose Python takes the locale C for ASCII and no notice of the environment."""
+    code = "from cog_triton.models import stub; stub.print_any_text(); print('no caf\\xe9 \\udce9')"
+    command = [sys.executable, "-X", "utf8=0", "-c", code]
+    environment = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONPATH": str(ROOT)}
+    printed = subprocess.run(
+        command, env=environment, cwd=tmp_path, capture_output=True, check=True
+    )
+    assert printed.stdout == "no café \\udce9\n".encode()
 
 
 # End tokens that TensorRT-LLM's C++ backend has as stop words
