@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cog_triton.errors import InvalidParameter
-from cog_triton.web.bodies import parse_json
+from cog_triton.web.bodies import BadBody, parse_json
 
 Array = npt.NDArray[Any]
 
@@ -75,6 +75,8 @@ def parse_logit_bias(text: Any) -> tuple[tuple[int, float], ...]:
     try:
         biases = parse_json((text or "{}").encode())
         return tuple((int(token), float(bias)) for token, bias in biases.items())
+    except BadBody as error:
+        raise InvalidParameter(f"{LOGIT_BIAS} {error}") from None
     except (TypeError, ValueError, AttributeError):
         message = f"{LOGIT_BIAS} must be as a JSON object of ids and numbers"
         raise InvalidParameter(message) from None

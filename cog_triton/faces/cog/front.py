@@ -66,7 +66,7 @@ class Answer(asyncio.StreamReader):
     def __init__(self, limit: int, headers: Headers) -> None:
         super().__init__(limit, asyncio.get_running_loop())
         self._streams = b"text/event-stream" in dict(headers).get(b"accept", b"")
-        self._rest = b""  # of an event that is not complete yet
+        self._rest = bytearray()  # of an event that is not complete yet
         self._begun = False  # the head and the first event have come
         self._texts: deque[tuple[int, str]] = deque()  # and how many characters are before each
         self._passed = self._cogs = self._events = 0  # characters, and events of output
@@ -81,8 +81,12 @@ class Answer(asyncio.StreamReader):
         if not self._streams:
             super().feed_data(data)
             return
-        *events, self._rest = (self._rest + data).split(b"\n\n")
-        for event in events:
+        searched = max(0, len(self._rest) - 1)  # again would take long, where an event is large
+        self._rest += data
+        while (end := self._rest.find(b"\n\n", searched)) >= 0:
+            event = bytes(self._rest[:end])
+            del self._rest[: end + 2]
+            searched = 0
             if event.startswith(_OUTPUT):
                 text = orjson.loads(event[len(_OUTPUT) :])["chunk"]
                 self._texts.appendleft((self._cogs, text))
@@ -93,7 +97,7 @@ class Answer(asyncio.StreamReader):
             self._pass_on()
 
     def feed_eof(self) -> None:
-        super().feed_data(self._rest)
+        super().feed_data(bytes(self._rest))
         super().feed_eof()
 
     def _pass_on(self) -> None:

@@ -115,7 +115,13 @@ def test_a_seed_that_is_given_is_kept_and_none_is_sent_without_one() -> None:
 def test_logit_bias_is_a_json_object() -> None:
     assert parse_logit_bias(None) == ()
     assert parse_logit_bias('{"5": 1, "7": -0.5}') == ((5, 1.0), (7, -0.5))
-    for text in ("5", "{", '{"a": 1}', '{"1": "x"}', '{"1": [2]}', 5):
+    for broken in ("{", '{"\\ud800": 1}', "\ud800"):
+        with pytest.raises(InvalidParameter, match="logit_bias must be"):
+            parse_logit_bias(broken)
+    many = json.dumps({str(token): 1 for token in range(200_000)})
+    with pytest.raises(InvalidParameter, match="logit_bias must have at most 131072 strings"):
+        parse_logit_bias(many)
+    for text in ("5", '{"a": 1}', '{"1": "x"}', '{"1": [2]}', 5):
         with pytest.raises(InvalidParameter, match="logit_bias must be as a JSON object"):
             parse_logit_bias(text)
 
