@@ -24,6 +24,7 @@ from cog_triton.client.grpc_transport import GrpcClient
 from cog_triton.client.messages import infer_request, tensors_of
 from cog_triton.client.resume import ResumingClient
 from cog_triton.client.stream import Inputs, TritonClient
+from cog_triton.deployment import announcement
 from cog_triton.deployment.deployment import Deployment, check_supported, tokenizer_of, without_bos
 from cog_triton.deployment.preparation import listed_ids
 from cog_triton.errors import ConfigurationError, InvalidParameter, TritonUnavailable
@@ -42,7 +43,9 @@ NOT_NEEDED = ("return_num_input_tokens",)
 WORDS = ("bad_words", "stop_words")  # old ensembles demand them
 
 
-async def attach(settings: Settings, address: str, model: str, context: int | None) -> Deployment:
+async def attach(
+    settings: Settings, address: str, model: str, context: int | None, *, announce: bool = True
+) -> Deployment:
     """Wait for the Triton at ``address``, and run requests on its ensemble, ours or ``model``."""
     tokenizer = await asyncio.to_thread(tokenizer_of, settings)
     triton = RunningTriton(settings, address)
@@ -61,6 +64,15 @@ async def attach(settings: Settings, address: str, model: str, context: int | No
             dtype = dtypes.get(kinds.get("lora_weights", ""), "float16")
             adapters = AdapterTensors(settings.lora_dir, dtype)
     end_tokens = options["end_tokens"] = await _end_tokens(settings, triton, tokenizer)
+    described = announcement.Served(
+        f"model {model}",
+        f"the Triton at {address}",
+        context_length=context,
+        end_tokens=announcement.texts_of(end_tokens, tokenizer),
+        template=announcement.template_of(tokenizer, settings.chat_template),
+    )
+    if announce:
+        announcement.logger.info("%s", described.line())
     streams = ResumingClient(
         triton,
         attempts=settings.resume_attempts,

@@ -13,7 +13,7 @@ from cog_triton.adapters.directory import check_adapter
 from cog_triton.client.resume import ResumingClient
 from cog_triton.client.stream import Streams
 from cog_triton.client.tracing import tracer
-from cog_triton.deployment import preparation
+from cog_triton.deployment import announcement, preparation
 from cog_triton.deployment.running import Supervisor, run_server, timed
 from cog_triton.errors import ConfigurationError, InvalidParameter
 from cog_triton.generation import Chunk, generate
@@ -70,6 +70,7 @@ class Deployment:
     async def start(cls, settings: Settings) -> "Deployment":
         """Start everything, or raise ConfigurationError and leave nothing."""
         preparation.read_overrides(settings)  # its problems come before a download
+        name = preparation.model_name(settings)
         with timed("model in place"):
             settings = await asyncio.to_thread(preparation.with_files, settings)
         engine = preparation.resolve_engine(settings)
@@ -90,6 +91,14 @@ class Deployment:
             opened.push_async_callback(supervisor.stop)
             await supervisor.start()
             tokenizer = await loading
+            llm = values["tensorrt_llm"]
+            context_length = preparation.context_length(llm)
+            described = announcement.served(
+                *(name, engine, llm, tokenizer, end_tokens),
+                context_length=context_length,
+                chat_template=settings.chat_template,
+            )
+            announcement.logger.info("%s", described.line())
             streams = ResumingClient(
                 supervisor,
                 attempts=settings.resume_attempts if own else 0,  # NVIDIA's would begin anew
@@ -98,7 +107,7 @@ class Deployment:
             )
             return cls(
                 *(settings, streams, supervisor, admission, tokenizer),
-                context_length=preparation.context_length(values["tensorrt_llm"]),
+                context_length=context_length,
                 length_penalty=not swapped,
                 engine=engine,
                 own_preprocessing=own,

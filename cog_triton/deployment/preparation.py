@@ -30,7 +30,7 @@ from cog_triton.server.log import GPU
 from cog_triton.settings import Settings
 from cog_triton.text.end_tokens import EndTokens, end_ids
 from cog_triton.text.tokenizer import vocabulary_size
-from cog_triton.weights.managed import Managed, Role, engine_in, managed_weights
+from cog_triton.weights.managed import Managed, Role, declares_weights, engine_in, managed_weights
 
 logger = logging.getLogger("cog_triton.deployment")
 
@@ -214,8 +214,9 @@ def with_managed_weights(
     named = {"weights", "model", "engine_dir"} & settings.model_fields_set
     if named:
         variables = [str(type(settings).model_fields[name].alias) for name in sorted(named)]
-        if log:
-            logger.info("the model is that of %s", ", ".join(variables))
+        if log and declares_weights():
+            text = "the model is that of %s, and not one of the weights that Cog mounts"
+            logger.info(text, ", ".join(variables))
         return settings
     mounted = managed_weights() if managed is None else managed
     chosen: dict[Role, Managed] = {}

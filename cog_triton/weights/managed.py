@@ -7,6 +7,7 @@ in /.cog/weights.json. What a directory is good for is seen in its files.
 import hashlib
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -84,6 +85,14 @@ def managed_weights(
         if declared:
             return tuple(_checked(entry) for entry in declared)
     return ()
+
+
+def declares_weights(roots: Sequence[Path] | None = None, manifest: Path = MANIFEST) -> bool:
+    """Return whether Cog is to mount weights, which may be wrong or absent."""
+    roots = (ROOT, Path.cwd()) if roots is None else roots
+    with suppress(ConfigurationError):
+        return any(_declared(root, manifest) for root in roots)
+    return True
 
 
 def role_of(directory: Path) -> Role | None:

@@ -176,6 +176,9 @@ def test_serve_on_a_terminal_from_its_start_to_ctrl_c(demo_model: Path, tmp_path
         url = f"http://127.0.0.1:{environment['PORT']}"
         shown = re.sub(r"\x1b\[\d*[mK]", "", terminal.text).splitlines()
         own = [line for line in shown[:-2] if "removing what a server left" not in line]
+        (what,) = [line for line in own if line.startswith("serving ")]
+        assert what.endswith("; chat template of the tokenizer")
+        own.remove(what)
         assert [re.sub(r"\d+\.\d s", "N s", line) for line in sorted(own)] == [
             "model in place in N s",
             "postprocessing loaded in N s",
@@ -289,7 +292,12 @@ def test_predict_in_a_pipe_prints_the_answer_alone(demo_model: Path) -> None:
     done = script("run_prediction.py", *inputs, environ=environment)
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{ANSWER}\n"
-    seed, figures = done.stderr.splitlines()
+    what, seed, figures = done.stderr.splitlines()
+    assert re.fullmatch(
+        r"serving \S+ \(llama, \d+K parameters\) on transformers, cpu, float32; "
+        r"context 2,048; ends at </s>; chat template of the tokenizer",
+        what,
+    )
     assert seed == "Random seed used: 0"
     assert re.fullmatch(r"\d+ tokens, first after \d+ ms, \d+ tokens/s", figures)
 

@@ -25,7 +25,7 @@ async def work(
     settings = read_settings()
     log_to(settings.log_level)
     end_with_parent()
-    attached = await attach(settings, address, triton_model, context)
+    attached = await attach(settings, address, triton_model, context, announce=False)
     slots, workers = f"{os.environ['PROMETHEUS_MULTIPROC_DIR']}/slots", settings.openai_workers
     attached.admission.lender = Lender(slots, number, workers, settings.max_running)
     try:

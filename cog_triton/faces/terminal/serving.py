@@ -68,6 +68,10 @@ class LogReader:
         return line
 
 
+# The logger of the line that says what is served; other lines of a start pass.
+ANNOUNCEMENT = "cog_triton.deployment.announcement"
+
+
 class Report(logging.Handler):
     """Lines for a person: warnings, errors, and the progress of this package; all of them at level DEBUG.
 
@@ -105,6 +109,8 @@ class Report(logging.Handler):
             elif not _REPEATED.search(text):
                 brief = _OF_TRITON.fullmatch(text)
                 self.write(self._labelled(level, brief[2] if brief else text))
+        elif name == ANNOUNCEMENT:
+            self.write(text)
         elif name.partition(".")[0] == "cog_triton":
             self.show(text) if self._passing else self.write(self.paint(DIM, text))
 

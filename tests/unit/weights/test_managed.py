@@ -141,7 +141,11 @@ def test_a_variable_comes_before_what_is_mounted(
     settings = read_settings({variable: str(other)})
     assert model_name(settings) == "other"
     assert str(project.mounts / "llama") not in with_files(settings).model_dump_json()
-    assert f"the model is that of {variable}" in caplog.text
+    assert f"the model is that of {variable}, and not one of the weights that Cog" in caplog.text
+    caplog.clear()
+    (project.root / "cog.yaml").unlink()
+    with_managed_weights(settings, log=True)
+    assert not caplog.text  # there is nothing to choose from
 
 
 def test_a_named_tokenizer_comes_before_a_mounted_one(project: Project) -> None:

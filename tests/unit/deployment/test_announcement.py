@@ -1,0 +1,179 @@
+"""The line of a start that says what is served."""
+
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from cog_triton.deployment import announcement
+from cog_triton.deployment.announcement import (
+    Checkpoint,
+    Served,
+    count_numbers,
+    read_checkpoint,
+    rounded,
+    served,
+)
+from cog_triton.faces.terminal.serving import ANNOUNCEMENT, Report
+from cog_triton.text.end_tokens import EndTokens
+from cog_triton.text.tokenizer import load_tokenizer
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(announcement, "GPU", False)
+
+
+def write_model(directory: Path, *, config: object, dtype: Any = np.float16) -> Path:
+    save_file({"a": np.zeros((100, 1000), dtype)}, directory / "model-1.safetensors")
+    save_file({"b": np.zeros((35_000,), dtype)}, directory / "model-2.safetensors")
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def line_of(
+    demo: Path, engine: str, variables: dict[str, object], template: str | None = None
+) -> str:
+    tokenizer = load_tokenizer(str(demo))
+    ends = EndTokens((tokenizer.eos_token_id, 0))
+    described = served(
+        *("SmolLM2", engine, variables, tokenizer, ends),
+        context_length=8192,
+        chat_template=template,
+    )
+    return described.line()
+
+
+def test_the_whole_line() -> None:
+    described = Served(
+        "SmolLM2-135M-Instruct",
+        "transformers",
+        Checkpoint("llama", 134_515_008),
+        device="cpu",
+        dtype="bfloat16",
+        context_length=8192,
+        end_tokens=("<|im_end|>", "<|endoftext|>"),
+        template="chat template of the tokenizer",
+    )
+    assert described.line() == (
+        "serving SmolLM2-135M-Instruct (llama, 135M parameters) on transformers, cpu, bfloat16; "
+        "context 8,192; ends at <|im_end|>, <|endoftext|>; chat template of the tokenizer"
+    )
+
+
+@pytest.mark.parametrize(
+    ("engine", "variables", "runs"),
+    [
+        ("transformers", {}, "transformers, cpu, float16"),
+        (
+            "transformers",
+            {"device": "cuda:1", "dtype": "bfloat16"},
+            "transformers, cuda:1, bfloat16",
+        ),
+        ("vllm", {"dtype": "float32"}, "vllm, cpu, float32"),
+        ("llmapi", {"dtype": "auto"}, "llmapi, cuda, float16"),
+    ],
+)
+def test_a_checkpoint_on_each_engine(
+    engine: str, variables: dict[str, object], runs: str, tmp_path: Path, demo_model: Path
+) -> None:
+    model = write_model(tmp_path, config={"model_type": "llama"})
+    line = line_of(demo_model, engine, {"model": str(model), **variables})
+    assert line.startswith(
+        f"serving SmolLM2 (llama, 135K parameters) on {runs}; context 8,192; ends"
+    )
+    assert line.endswith("; chat template of the tokenizer")
+
+
+def test_an_engine_directory_and_a_template_of_the_setting(
+    tmp_path: Path, demo_model: Path
+) -> None:
+    built = {"architecture": "LlamaForCausalLM", "dtype": "float16"}
+    config = {"pretrained_config": built | {"quantization": {"quant_algo": "FP8"}}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    line = line_of(demo_model, "tensorrtllm", {"engine_dir": str(tmp_path)}, "{{ messages }}")
+    assert line.startswith(
+        "serving SmolLM2 (LlamaForCausalLM, quantized by FP8) on tensorrtllm, cuda, float16; "
+    )
+    assert line.endswith("; chat template of CHAT_TEMPLATE")
+
+
+def test_the_simulated_engine_runs_no_model(demo_model: Path) -> None:
+    line = line_of(demo_model, "simulated", {"model": str(demo_model)})
+    assert line.startswith("serving SmolLM2 on simulated; context 8,192; ends at </s>")
+
+
+@pytest.mark.parametrize(
+    ("config", "checkpoint"),
+    [
+        ({"model_type": "qwen3", "dtype": "bfloat16"}, Checkpoint("qwen3", 135_000, "bfloat16")),
+        (
+            {"model_type": "gemma3", "text_config": {"torch_dtype": "torch.bfloat16"}},
+            Checkpoint("gemma3", 135_000, "bfloat16"),
+        ),
+        (
+            {"model_type": "llama", "quantization_config": {"quant_method": "gptq"}},
+            Checkpoint("llama", None, "float16", "gptq"),
+        ),
+        ([], Checkpoint(None, 135_000, "float16")),
+        (
+            {"model_type": 3, "quantization_config": [], "text_config": 1, "dtype": {}},
+            Checkpoint(None, 135_000, "float16"),
+        ),
+    ],
+    ids=["plain", "nested", "quantized", "no-object", "nonsense"],
+)
+def test_what_a_checkpoints_files_say(
+    config: object, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    assert read_checkpoint(write_model(tmp_path, config=config)) == checkpoint
+
+
+def test_files_that_cannot_be_read_say_nothing(tmp_path: Path) -> None:
+    assert read_checkpoint(tmp_path / "absent") == Checkpoint()
+    (tmp_path / "config.json").write_text("{")
+    (tmp_path / "a.safetensors").write_bytes(b"\0")
+    (tmp_path / "b.safetensors").write_bytes(b"\xff" * 16)
+    assert read_checkpoint(tmp_path) == Checkpoint()
+    assert not count_numbers(tmp_path)
+
+
+def test_what_is_not_known_is_said() -> None:
+    line = Served("model ensemble", "the Triton at 10.0.0.1:8001").line()
+    assert line == (
+        "serving model ensemble on the Triton at 10.0.0.1:8001; context known to the engine only; "
+        "ends at max_tokens only; no chat template"
+    )
+    many = Served("m", "e", end_tokens=tuple("abcdefghij")).line()
+    assert "ends at a, b, c, d, e, f, g, h and 2 more;" in many
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (7, "7"),
+        (320_000, "320K"),
+        (134_515_008, "135M"),
+        (1_235_814_400, "1.24B"),
+        (8_030_261_248, "8.03B"),
+        (70_553_706_496, "70.6B"),
+        (671_026_419_200, "671B"),
+        (1_026_000_000_000, "1.03T"),
+    ],
+)
+def test_parameters_as_people_say_them(number: int, text: str) -> None:
+    assert rounded(number) == text
+
+
+def test_the_line_stays_where_others_pass(capsys: pytest.CaptureFixture[str]) -> None:
+    report = Report(sys.stderr, {}, passing=True)
+    for name in ("cog_triton.deployment", announcement.logger.name):
+        record = logging.LogRecord(name, logging.INFO, "", 0, f"by {name}", None, None)
+        report.emit(record)
+    assert announcement.logger.name == ANNOUNCEMENT
+    assert capsys.readouterr().err == f"by {ANNOUNCEMENT}\n"
