@@ -55,6 +55,7 @@ class Settings(BaseModel):
     max_sequence_length: int | None = Field(None, ge=2)
     end_ids: TokenIds = Field((), alias="END_ID")
     pad_id: int | None = Field(None, ge=0)
+    generation_defaults: Literal["model", "none"] = "model"
     simulated_prefill_ms: float = Field(0.0, ge=0)
     simulated_prefill_tokens_per_s: float = Field(0.0, ge=0)
     simulated_inter_token_ms: float = Field(0.0, ge=0)

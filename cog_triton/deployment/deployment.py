@@ -54,6 +54,8 @@ class Deployment:
     def __post_init__(self) -> None:
         tracer(self.settings.otel_endpoint)
         self.limits = text_limits(self.tokenizer, self.context_length)
+        # Of requests at the APIs that leave them to the server.
+        self.sampling_defaults = preparation.sampling_defaults_of(self.settings, self.engine)
 
     @property
     def chat_template_for_prompts(self) -> bool:

@@ -29,6 +29,7 @@ from cog_triton.server.installation import locate
 from cog_triton.server.log import GPU
 from cog_triton.settings import Settings
 from cog_triton.text.end_tokens import EndTokens, end_ids
+from cog_triton.text.sampling_defaults import sampling_defaults
 from cog_triton.text.tokenizer import vocabulary_size
 from cog_triton.weights.managed import Managed, Role, declares_weights, engine_in, managed_weights
 
@@ -40,6 +41,12 @@ BACKEND_LIBRARY = "libtriton_tensorrtllm.so"
 VLLM_RELEASES = SpecifierSet(">=0.25,<0.34", prereleases=True)
 Values = dict[str, dict[str, object]]  # template variables by model and name
 ADAPTERS: tuple[EngineName, ...] = ("transformers", "vllm", "llmapi", "tensorrtllm")
+# Sampling parameters that an engine refuses, or that some of its releases refuse.
+_NOT_HONOURED: dict[EngineName, tuple[str, ...]] = {
+    "tensorrtllm": ("min_p",),
+    "llmapi": ("min_p", "repetition_penalty"),
+    "simulated": ("min_p",),
+}
 KV_EVENTS: tuple[EngineName, ...] = ("transformers", "vllm")  # publish what their KV cache holds
 
 
@@ -335,6 +342,22 @@ def with_end_tokens(
     if "tensorrt_llm_bls" in values:
         added["tensorrt_llm_bls"] = variable
     return merge(values, added)
+
+
+def sampling_defaults_of(settings: Settings, engine: EngineName) -> dict[str, float]:
+    """Return the model's recommended sampling parameters, as far as the engine honours them."""
+    if settings.generation_defaults == "none":
+        return {}
+    directories = [settings.tokenizer_dir]
+    if settings.engine_dir is None and "model" in settings.model_fields_set:
+        directories.insert(0, settings.model_dir)
+    defaults = sampling_defaults(directories)
+    for name in _NOT_HONOURED.get(engine, ()):
+        if defaults.pop(name, None) is not None:
+            logger.warning(
+                "%s of the model's generation_config.json has no effect: %s", name, engine
+            )
+    return defaults
 
 
 def listed_ids(value: object) -> tuple[int, ...]:

@@ -42,6 +42,7 @@ def request_of(
     context_length: int | None,
     adapter: str,
     seeded: bool = True,
+    defaults: Mapping[str, float] | None = None,
 ) -> Request:
     """Return what a request of Dynamo's asks for, or raise a UserError.
 
@@ -67,8 +68,9 @@ def request_of(
         raise PromptTooLong(f"the prompt has {len(ids)} tokens; {context_length - 1} are the most")
     fields: dict[str, Any] = {name: sampling[name] for name in _SAMPLING if name in sampling}
     seed = hashlib.blake2b(request_id.encode(), digest_size=4).digest()
+    # The model's recommended values stand between Dynamo's defaults and what the client gave.
     own_seed = int.from_bytes(seed, "little") if seeded else None
-    fields = {"temperature": 1.0, "top_p": 1.0, "seed": own_seed, **fields}
+    fields = {"temperature": 1.0, "top_p": 1.0, "seed": own_seed, **(defaults or {}), **fields}
     continued = ids[prompt_tokens:]
     room = None if context_length is None else context_length - len(ids)
     if (limit := stops.get("max_tokens", room)) is not None:

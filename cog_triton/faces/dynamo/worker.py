@@ -212,6 +212,7 @@ class Engine(LLMEngine):
             context_length=self.deployment.context_length,
             adapter="" if name == self._name else name,
             seeded=self.deployment.draws_seeds,
+            defaults=self.deployment.sampling_defaults,
         )
         if request.presence_penalty or request.frequency_penalty or request.prompt_log_probs:
             await self._marks.tell(request_id, prompt)

@@ -284,6 +284,7 @@ def sampling(body: ChatBody | CompletionBody, served: Served) -> dict[str, Any]:
     return {
         "temperature": 1.0,
         "top_p": 1.0,
+        **served.backend.sampling_defaults,
         **body.model_dump(include=_SAME, exclude_none=True),
         "seed": resolve_seed(body.seed, draws=served.backend.draws_seeds),
         "stop_sequences": [body.stop] if isinstance(body.stop, str) else body.stop or (),

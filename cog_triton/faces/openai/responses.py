@@ -12,6 +12,7 @@ from cog_triton.faces.openai.errors import TABLES, ApiError, invalid
 from cog_triton.faces.openai.parsing import Block, Parser
 from cog_triton.faces.openai.response_tools import ClientTool, FlatNamedTool
 from cog_triton.generation import Chunk
+from cog_triton.request.request import Request
 from cog_triton.text.tokenizer import Tokenizer
 
 
@@ -220,7 +221,7 @@ def input_items(body: ResponsesBody) -> list[dict[str, Any]]:
     return items
 
 
-def response_fields(body: ResponsesBody, created: int) -> dict[str, Any]:
+def response_fields(body: ResponsesBody, request: Request, created: int) -> dict[str, Any]:
     """Return the fields of a response: those that change, and those that were asked for."""
     format = (body.text and body.text.format) or TextFormat(type="text")
     choice = body.tool_choice or "auto"
@@ -233,12 +234,12 @@ def response_fields(body: ResponsesBody, created: int) -> dict[str, Any]:
         "output": [],
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "reasoning": (body.reasoning or ReasoningOptions()).model_dump(),
-        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "temperature": request.temperature,
         "text": {"format": format.model_dump(by_alias=True, exclude_none=True)},
         "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
         "tools": [_echoed_tool(tool) for tool in body.tools or []],
         "top_logprobs": body.top_logprobs or 0,
-        "top_p": 1.0 if body.top_p is None else body.top_p,
+        "top_p": request.top_p,
         "metadata": body.metadata or {},
     }
     try:

@@ -386,7 +386,7 @@ async def create(body: ResponsesBody, store: FromApp) -> Response:
 
     def prepared() -> tuple[turns.Turn, dict[str, Any], bytes]:
         turn = turns.chat_turn(forms.chat_body(body), served)
-        response = forms.response_fields(body, int(time.time())) | {"store": kept}
+        response = forms.response_fields(body, turn.request, int(time.time())) | {"store": kept}
         # Before the answer is made, which would be lost if the input could not be stored.
         return turn, response, stored(forms.input_items(body)) if kept else b""
 

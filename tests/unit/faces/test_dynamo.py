@@ -35,6 +35,11 @@ def test_a_seed_of_the_id_is_the_same_on_every_worker() -> None:
     assert asked(name="another").seed != asked().seed
 
 
+def test_recommended_parameters_stand_in_for_those_not_given() -> None:
+    request = asked({"sampling_options": {"top_k": 5}}, defaults={"temperature": 0.6, "top_k": 20})
+    assert (request.temperature, request.top_k, request.top_p) == (0.6, 5, 1.0)
+
+
 def test_no_seed_where_the_engine_does_better_without() -> None:
     assert asked(seeded=False).seed is None
     assert asked({"sampling_options": {"seed": 7}}, seeded=False).seed == 7

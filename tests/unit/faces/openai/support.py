@@ -75,6 +75,7 @@ class Backend:
         self.tokenizer: Any = Tokenizer(template)
         self.context_length: int | None = 64
         self.draws_seeds = True
+        self.sampling_defaults: dict[str, float] = {}
         self.asked: list[tuple[Request, str | None]] = []
         self.tenants: list[Any] = []
         self.admission = Admission(9, 9, 60)

@@ -62,6 +62,15 @@ def test_padding_is_that_of_the_settings_and_the_end_is_the_deployments() -> Non
     assert (request.end_id, request.pad_id) == (None, 8)
 
 
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+def test_the_models_recommended_parameters_are_the_defaults(path: str) -> None:
+    backend = Backend(*CHUNKS)
+    backend.sampling_defaults = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": 0.1}
+    request = asked(backend, path, top_p=0.5, temperature=0)
+    assert (request.temperature, request.top_p) == (0, 0.5)
+    assert (request.top_k, request.min_p) == (20, 0.1)
+
+
 @pytest.mark.parametrize("seed", [None, -1])
 def test_no_seed_is_drawn_where_that_costs_time(seed: int | None) -> None:
     backend = Backend(*CHUNKS)
