@@ -131,16 +131,40 @@ class Guided:
     error: EngineError | None = None  # why it cannot go on
 
 
+class _UnreadableTokenizer(Exception):
+    """Its text says why guides cannot be had."""
+
+
+def _read_tokenizer(load_tokenizer: Callable[[], Any], vocabulary: int) -> Any:
+    """Return llguidance's form of a tokenizer, or raise _UnreadableTokenizer."""
+    from llguidance.hf import from_tokenizer  # imports transformers
+
+    try:
+        tokenizer = load_tokenizer()
+    except Exception as error:  # whatever a tokenizer's files may cause
+        raise _UnreadableTokenizer(f"the model's tokenizer cannot be loaded: {error}") from None
+    kind = type(tokenizer).__name__
+    if not getattr(tokenizer, "is_fast", False):
+        raise _UnreadableTokenizer(
+            f"guides need a fast tokenizer, one with a tokenizer.json; the model's is a {kind}"
+        )
+    try:
+        return from_tokenizer(tokenizer, vocabulary)
+    except Exception as error:  # whatever llguidance does with what it does not know
+        reason = _one_line(str(error)) or type(error).__name__
+        raise _UnreadableTokenizer(
+            f"llguidance cannot read the model's tokenizer ({kind}): {reason}"
+        ) from None
+
+
 class Guides:
     """The guides of one engine. Methods may be called from any thread."""
 
     def __init__(self, load_tokenizer: Callable[[], Any], vocabulary: int) -> None:
         """Start to read the vocabulary, of so many ids, of a fast tokenizer of transformers."""
-        from llguidance.hf import from_tokenizer  # imports transformers
-
         self._vocabulary = vocabulary
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="guides")  # then for the masks
-        self._tokenizer = self.thread.submit(lambda: from_tokenizer(load_tokenizer(), vocabulary))
+        self._tokenizer = self.thread.submit(_read_tokenizer, load_tokenizer, vocabulary)
         self._executor = LLExecutor()
         self._lock = threading.Lock()  # guards the next; nothing is compiled while it is held
         self._compiled: OrderedDict[Guide, Future[Any]] = OrderedDict()  # the last used at the end
@@ -211,8 +235,8 @@ class Guides:
         """Return a matcher at the guide's beginning, or as text why there is none; both are kept."""
         try:
             tokenizer = self._tokenizer.result()
-        except Exception as error:  # whatever a tokenizer's files may cause
-            return f"guided_decoding_guide needs a fast tokenizer: {error}"
+        except _UnreadableTokenizer as error:
+            return f"guided_decoding_guide: {error}"
         try:
             compiled = grammar(guide)
             problem = self._trials.problem(compiled)

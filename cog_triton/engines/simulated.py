@@ -8,6 +8,7 @@ import asyncio
 import sys
 from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -24,6 +25,7 @@ from cog_triton.text.tokenizer import load_tokenizer
 DEFAULT_CONTEXT_LENGTH = 131_072
 TICK = 0.0005  # seconds; the loop's timers are rounded to 0.001
 BURST = 32  # most tokens of one sequence in one step, so that the others get theirs in between
+VOCABULARY_TOKENS = 256  # that are repeated where the tokenizer does not know the text
 SPARED_TOKENS = 2  # a request for so few never fails: the warm-up of a setup is one
 
 TEXT = (
@@ -219,8 +221,54 @@ def _text_ids(parameters: Mapping[str, str]) -> list[int]:
         tokenizer = tokenizers.Tokenizer.from_file(str(file))
     else:
         tokenizer = load_tokenizer(name, trust_remote_code=trusted)
-    encoded = tokenizer.encode(text, add_special_tokens=False)
-    ids = list(getattr(encoded, "ids", encoded))
-    if not tokenizer.decode(ids, skip_special_tokens=True):
-        raise ValueError(f"simulated_text {text!r} has no tokens that make text in {name}")
+    ids = _known_ids(tokenizer, text)
+    if not ids and "simulated_text" not in parameters:
+        ids = _ids_with_text(tokenizer)
+    if not ids:
+        # Triton's log may take nothing but ASCII.
+        raise ValueError(
+            f"simulated_text {text!a} has no tokens that make text in {name}; "
+            "set SIMULATED_TEXT to words that its tokenizer knows"
+        )
     return ids
+
+
+def _known_ids(tokenizer: Any, text: str) -> list[int]:
+    """Return the ids of a text without those of what the tokenizer does not know; none without text."""
+    try:
+        ids = _encoded(tokenizer, text)
+    except Exception:  # a tokenizer without an unknown token refuses a text with unknown words
+        ids = []
+        for word in text.split():
+            with suppress(Exception):
+                ids += _encoded(tokenizer, word)
+    unknown = _unknown_id(tokenizer)
+    known = [token for token in ids if token != unknown]
+    return known if tokenizer.decode(known, skip_special_tokens=True).strip() else []
+
+
+def _encoded(tokenizer: Any, text: str) -> list[int]:
+    encoded = tokenizer.encode(text, add_special_tokens=False)
+    return list(getattr(encoded, "ids", encoded))
+
+
+def _unknown_id(tokenizer: Any) -> int | None:
+    if not isinstance(tokenizer, tokenizers.Tokenizer):
+        unknown: int | None = tokenizer.unk_token_id
+        return unknown
+    model: Any = tokenizer.model
+    token = getattr(model, "unk_token", None)
+    return getattr(model, "unk_id", None) if token is None else tokenizer.token_to_id(token)
+
+
+def _ids_with_text(tokenizer: Any) -> list[int]:
+    """Return the first tokens of a vocabulary that make text, for a tokenizer that does not know TEXT."""
+    unknown = _unknown_id(tokenizer)
+    found: list[int] = []
+    for token in sorted(tokenizer.get_vocab().values()):
+        makes_text = tokenizer.decode([token], skip_special_tokens=True).strip()
+        if makes_text and token != unknown:
+            found.append(token)
+        if len(found) == VOCABULARY_TOKENS:
+            break
+    return found

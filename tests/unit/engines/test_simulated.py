@@ -9,6 +9,7 @@ from typing import Any, get_args
 from unittest.mock import Mock
 
 import pytest
+import tokenizers
 
 from cog_triton.deployment.preparation import template_values
 from cog_triton.deployment.running import WARM_UP
@@ -20,6 +21,7 @@ from cog_triton.engines.simulated import (
     FailureKind,
     Failures,
     SimulatedEngine,
+    _text_ids,
 )
 from cog_triton.errors import EngineUnavailable
 from cog_triton.repository.fill import fill_repository, read_config
@@ -345,3 +347,39 @@ def test_whatever_ends_a_requests_generator_ends_that_request_alone(
         assert reason in str(error)
         assert llm.ids()
         assert not llm.engine.running
+
+
+def saved_word_level(directory: Path, *words: str, unknown: str | None = "[UNK]") -> Path:
+    """A tokenizer that knows some words only."""
+    vocabulary = {word: number for number, word in enumerate([unknown or "other", *words])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token=unknown))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    return directory
+
+
+@pytest.mark.parametrize("unknown", ["[UNK]", None], ids=["unknown token", "no unknown token"])
+@pytest.mark.parametrize(
+    ("words", "text", "expected"),
+    [
+        pytest.param(["alpha", "beta"], None, [1, 2], id="vocabulary"),
+        pytest.param(["model", "alpha"], None, [1], id="known words of the usual text"),
+        pytest.param(["alpha", "beta"], "beta gamma alpha", [2, 1], id="known words of a text"),
+    ],
+)
+def test_a_tokenizer_that_knows_few_words_repeats_these(
+    tmp_path: Path, words: list[str], text: str | None, expected: list[int], unknown: str | None
+) -> None:
+    parameters = {"tokenizer_dir": str(saved_word_level(tmp_path, *words, unknown=unknown))}
+    if text is not None:
+        parameters["simulated_text"] = text
+    found = _text_ids(parameters)
+    assert [token for token in found if token] == expected
+
+
+def test_a_text_that_a_tokenizer_does_not_know_is_an_error_in_ascii(tmp_path: Path) -> None:
+    directory = saved_word_level(tmp_path, "alpha")
+    parameters = {"tokenizer_dir": str(directory), "simulated_text": "日本語 🚀"}
+    with pytest.raises(ValueError, match="set SIMULATED_TEXT to words") as caught:
+        SimulatedEngine.from_parameters(parameters)
+    assert str(caught.value).isascii()

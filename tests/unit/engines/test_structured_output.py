@@ -5,13 +5,16 @@ import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
 import jsonschema  # type: ignore[import-untyped, unused-ignore]
 import pytest
+import tokenizers
+from transformers import PreTrainedTokenizerFast
 
-from cog_triton.engines.base import EngineError, SamplingParams
+from cog_triton.engines.base import EngineError, GenerationRequest, SamplingParams
 from cog_triton.engines.guides import Guides, grammar, without_others
 from cog_triton.request.request import Guide, GuideKind, engine_guide
 from tests.support import load_cases
@@ -137,7 +140,27 @@ def test_a_guide_needs_an_end_and_a_tokenizer(ask: Any, demo_model: Path, tmp_pa
     assert "does not go with ignore_eos or end_id -1" in refusal(ask(JSON_SCHEMA, end_id=None))
     with running(ENGINES["transformers"](demo_model), tokenizer_dir=str(tmp_path)) as engine:
         stream = engine.start(guide=JSON_SCHEMA, end_id=2)
-        assert "guided_decoding_guide needs a fast tokenizer" in refusal(stream)
+        assert "guided_decoding_guide: the model's tokenizer cannot be loaded" in refusal(stream)
+
+
+def unreadable(tokenizer: Any) -> str:
+    guides = Guides(lambda: tokenizer, 1024)
+    try:
+        with pytest.raises(EngineError) as caught:
+            guides.begin(GenerationRequest("a", [1], 5, end_id=2, guide=JSON_SCHEMA), [1])
+    finally:
+        guides.close()
+    return str(caught.value)
+
+
+def test_a_tokenizer_that_guides_cannot_read_is_named_with_the_reason() -> None:
+    no_decoder = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "</s>": 1}))
+    fast = PreTrainedTokenizerFast(tokenizer_object=no_decoder, eos_token="</s>")
+    error = unreadable(fast)
+    assert "llguidance cannot read the model's tokenizer (" in error
+    assert "fast tokenizer" not in error
+    slow = SimpleNamespace(is_fast=False)
+    assert "guides need a fast tokenizer, one with a tokenizer.json" in unreadable(slow)
 
 
 def test_a_guide_that_becomes_too_costly_ends_its_request_alone(ask: Any, llm: Requests) -> None:
