@@ -43,6 +43,7 @@ ZSTD = "is compressed with zstd, which Python reads from 3.14 on; give a plain .
 # tarfile raises these, too, for an archive that is damaged, or made to do damage.
 _LIBRARIES = (EOFError, zlib.error, lzma.LZMAError)
 _PYTHON = (ValueError, LookupError, OverflowError, RecursionError)
+DEEPEST_MODEL = 4  # directories above a tar file's model
 _BLOCK = 512  # bytes of a header; the archive ends with a block of zeros
 
 
@@ -62,9 +63,9 @@ def fetch(
 ) -> Path:
     """Return a local directory with the files that ``source`` names, or raise ConfigurationError.
 
-    A tar file (plain, or compressed with gzip, bzip2 or xz) is unpacked into the cache; if all of it
-    is in one directory, that directory is returned. It is not fetched again while its server says
-    that it is the same, or cannot be reached, or if the checksum is that of the copy.
+    A tar file (plain, or compressed with gzip, bzip2 or xz) is unpacked into the cache, and the
+    directory of the model in it is returned (see ``model_directory``). It is not fetched again while
+    its server says that it is the same, or cannot be reached, or if the checksum is that of the copy.
 
     Args:
         source: a local directory or tar file, by path or file:// URL; the http(s):// URL of a tar
@@ -159,11 +160,45 @@ def _fetch_tar(
             free = tqdm.format_sizeof(shutil.disk_usage(entry).free, "B")
             text = f"no space left for {shown} in {cache}, where {free} is free ({error.strerror})"
             raise ConfigurationError(f"{text}; free some, or move the cache") from None
-        tree = entry / fetched.tree
-        inside = [path for path in tree.iterdir() if not path.name.startswith("._")]  # of macOS
-        if len(inside) == 1 and inside[0].is_dir() and not inside[0].is_symlink():
-            return inside[0]
-        return tree
+        return model_directory(entry / fetched.tree)
+
+
+def model_directory(tree: Path) -> Path:
+    """Return the directory of the model in an unpacked tar file.
+
+    Tar files have it at their top, below directories that hold nothing else, or beside a README. It is the
+    only directory of its level that holds a model, else all that is in a single directory, else the top.
+    """
+    level = [tree]
+    for _ in range(DEEPEST_MODEL + 1):
+        models = [directory for directory in level if _holds_model(directory)]
+        if len(models) == 1:
+            return models[0]
+        if models:
+            break
+        level = [inner for directory in level for inner in _directories(directory)]
+    inside = [path for path in tree.iterdir() if not _is_metadata(path)]
+    if len(inside) == 1 and inside[0].is_dir() and not inside[0].is_symlink():
+        return inside[0]
+    return tree
+
+
+def _holds_model(directory: Path) -> bool:
+    named = any((directory / name).is_file() for name in ("config.json", "adapter_config.json"))
+    patterns = ("*.engine", "engine/*.engine", "*.gguf")
+    return named or any(any(directory.glob(pattern)) for pattern in patterns)
+
+
+def _directories(directory: Path) -> list[Path]:
+    return sorted(
+        path
+        for path in directory.iterdir()
+        if path.is_dir() and not path.is_symlink() and not _is_metadata(path)
+    )
+
+
+def _is_metadata(path: Path) -> bool:
+    return path.name.startswith("._") or path.name == "__MACOSX"  # of macOS
 
 
 def _publish(tar: Path, version: Version, entry: Path, shown: str, expected: str | None) -> Fetched:

@@ -117,11 +117,21 @@ def test_dots_in_names_do_not_count_and_a_later_file_wins(tmp_path: Path) -> Non
     ("names", "root"),
     [
         (["./config.json"], ""),
-        (["m/n/config.json"], "m"),
+        (["m/n/config.json"], "n"),
         (["./m/config.json", "._m"], "m"),
-        (["m/config.json", "README"], ""),
+        (["m/inner/config.json", "m/inner/model.safetensors"], "inner"),
+        (["README.md", "m/config.json"], "m"),
+        (["README.md", "__MACOSX/m/x", "a/LICENSE", "a/b/config.json"], "b"),
+        (["config.json", "m/config.json"], ""),
+        (["a/config.json", "b/config.json"], ""),
+        (["docs/x", "m/rank0.engine", "m/config.json"], "m"),
+        (["engine/rank0.engine", "tokenizer/tokenizer.json"], ""),
+        (["run/README", "run/engine/rank0.engine", "run/tokenizer/tokenizer.json"], "run"),
+        (["m/config.json", "README"], "m"),
     ],
 )
-def test_a_single_top_directory_is_the_root(names: list[str], root: str, tmp_path: Path) -> None:
+def test_the_root_is_the_directory_of_the_model(
+    names: list[str], root: str, tmp_path: Path
+) -> None:
     found = unpacked(tmp_path, tar(dict.fromkeys(names, b"x")))
     assert found.name == root or (not root and found.name.startswith("tree-"))
