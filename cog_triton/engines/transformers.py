@@ -6,6 +6,7 @@ router of outputs by one without another thread before the sinks. These are inte
 range in pyproject.toml is as narrow as that asks for.
 """
 
+import logging
 import math
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -24,24 +25,39 @@ from cog_triton.engines.base import Engine, EngineError, GenerationRequest, Sink
 from cog_triton.engines.guides import Guides
 from cog_triton.engines.kv_events import KvEvents
 from cog_triton.engines.model_config import context_length
-from cog_triton.engines.transformers_loading import load_model
-from cog_triton.engines.transformers_step import Row, StepProcessor
+from cog_triton.engines.transformers_loading import batching_problem, load_model
+from cog_triton.engines.transformers_sequential import UNKNOWN_CONTEXT, SequentialEngine
+from cog_triton.engines.transformers_step import Row, StepProcessor, request_key
 from cog_triton.text.tokenizer import load_tokenizer
+
+logger = logging.getLogger(__name__)
 
 CPU_PAGE_TOKENS = 64
 CPU_BATCH_TOKENS = 256  # a longer prompt is prefilled in pieces, between others' tokens
 CPU_CACHE_BYTES = 512 << 20
 MAX_RUNNING = 256  # more requests wait
-UNKNOWN_CONTEXT = 2048  # tokens, of a model whose configuration does not say
 _FEATURES = {"allowed_token_ids", "embedding_bias", "min_p", "prompt_logprobs", "top_logprobs"}
+
+
+def create_transformers_engine(parameters: Mapping[str, str]) -> Engine:
+    """Load the model that the tensorrt_llm model's parameters name, and start an engine on it."""
+    model = load_model(parameters)
+    problem = batching_problem(model.config, type(model))
+    if problem is None:
+        return TransformersEngine(model, parameters)
+    logger.warning(
+        "the %s model %s, which transformers' continuous batching cannot run: requests run one after the "
+        "other (ENGINE=vllm may run them together)",
+        *(model.config.model_type, problem),
+    )
+    return SequentialEngine(model, parameters)
 
 
 class TransformersEngine(Engine):
     features = frozenset(_FEATURES)
 
-    def __init__(self, parameters: Mapping[str, str]) -> None:
-        """Load the model that the tensorrt_llm model's parameters name, and start generating."""
-        model = load_model(parameters)
+    def __init__(self, model: Any, parameters: Mapping[str, str]) -> None:
+        """Start generating with a model that is loaded, by continuous batching."""
         config = model.config.get_text_config()
         asked = int(parameters["max_seq_len"]) if "max_seq_len" in parameters else None
         limit = context_length(model.config.to_dict(), asked, default=UNKNOWN_CONTEXT)
@@ -90,8 +106,9 @@ class TransformersEngine(Engine):
             self._prepare(row)
 
     def abort(self, key: str) -> None:
-        if self.running.pop(key, None) is not None:
-            self._manager.cancel_request(key)
+        row = self.running.pop(key, None)
+        if row is not None:
+            self._manager.cancel_request(row.manager_key)
 
     def close(self) -> None:
         self._manager.stop(block=True, hard_stop=True)
@@ -113,24 +130,38 @@ class TransformersEngine(Engine):
             if request.lora_task_id and self._adapters is not None:
                 self._adapters.assign(request.lora_task_id, row)
             if request.key in self.running:
-                prompt, key = self._processor.prompt(row), request.key
-                ends = {"max_new_tokens": request.max_tokens, "eos_token_id": list(request.end_ids)}
-                self._manager.add_request(prompt, request_id=key, streaming=True, row=row, **ends)
+                self._add(row)
                 # Asked again, so that a request is not lost when the engine stops meanwhile.
                 self._check_running()
         except Exception as error:  # in a pool's thread nobody else would hear of it
             if self.running.pop(request.key, None) is not None:
                 row.sink(Step(finished=True, error=base.failed_request(error, request)))
 
+    def _add(self, row: Row) -> None:
+        """Have transformers continue a row from its tokens so far."""
+        request = row.request
+        row.given = len(row.tokens)
+        made = row.given - len(request.input_ids)
+        self._manager.add_request(
+            self._processor.prompt(row),
+            request_id=row.manager_key,
+            streaming=True,
+            row=row,
+            max_new_tokens=request.max_tokens - made,
+            eos_token_id=list(request.end_ids),
+        )
+
     def _deliver(self, output: GenerationOutput) -> None:
         """Hand a request's new tokens to its sink, on the generation thread."""
-        key, finished = output.request_id, output.is_finished()
-        row = self.running.pop(key, None) if finished else self.running.get(key)
-        if row is None:
+        key, finished = request_key(output.request_id), output.is_finished()
+        row = self.running.get(key)
+        if row is None or row.manager_key != output.request_id:
             if not finished:
                 # Transformers drops a cancellation that overtakes its request, so it is repeated.
-                self._manager.cancel_request(key)
+                self._manager.cancel_request(output.request_id)
             return
+        if finished:
+            del self.running[key]
         if row.error is not None:
             if not finished:
                 self.abort(key)
@@ -138,8 +169,13 @@ class TransformersEngine(Engine):
             return
         # Transformers fails only all requests together, when its loop ends.
         error = base.stopped(output.error) if output.status == RequestStatus.FAILED else None
-        new = output.generated_tokens[len(row.tokens) - len(row.request.input_ids) :]
+        new = output.generated_tokens[len(row.tokens) - row.given :]
+        before = len(row.tokens)
         row.tokens += new
+        if not finished and self._processor.rope.outgrown(before, len(row.tokens)):
+            self._manager.cancel_request(row.manager_key)
+            row.attempt += 1
+            self._add(row)
         log_probs, row.log_probs = row.log_probs, []
         prompt_log_probs, row.prompt_log_probs = row.prompt_log_probs, []
         row.sink(Step(new, log_probs, finished, error, prompt_log_probs))

@@ -4,10 +4,16 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from cog_triton.engines.model_config import first_names
 from cog_triton.text.tokenizer import remote_code_lock, remote_code_refusal
+
+# Layers for which continuous batching has a cache.
+_BATCHED_LAYERS = frozenset(("full_attention", "sliding_attention"))
+# Families whose class does not say what its attention can do. (Tested: tests/tiny_models.py.)
+_BATCHED_FAMILIES = frozenset(("biogpt",))
+_UNBATCHED_FAMILIES = frozenset(("doge", "nemotron"))
 
 
 def load_model(parameters: Mapping[str, str]) -> Any:
@@ -18,7 +24,8 @@ def load_model(parameters: Mapping[str, str]) -> Any:
     trusted = parameters.get("trust_remote_code") == "true"
     try:
         config = _load_config(name, trusted)
-        model, report = AutoModelForCausalLM.from_pretrained(
+        loader = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+        model, report = loader.from_pretrained(
             name,
             config=config,
             dtype=parameters.get("dtype", "auto"),
@@ -46,7 +53,31 @@ def _load_config(name: str, trusted: bool) -> Any:
 
 def model_class(config: Any) -> Any:
     """Return the class that transformers has for a configuration; None for code that a model brings."""
-    return AutoModelForCausalLM._model_mapping.get(type(config), None)
+    loader: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    return loader._model_mapping.get(type(config), None)
+
+
+def batching_problem(config: Any, kind: Any) -> str | None:
+    """Return why continuous batching cannot run the models of a class; None if it can."""
+    text = config.get_text_config(decoder=True)
+    if config.is_encoder_decoder:
+        return "has an encoder"
+    if kind._is_stateful:
+        return "keeps a recurrent state (Mamba, linear attention and the like)"
+    others = sorted(set(getattr(text, "layer_types", None) or ()) - _BATCHED_LAYERS)
+    if others:
+        return f"has layers of {', '.join(others)}"
+    if getattr(text, "kv_lora_rank", None):
+        return "compresses keys and values (multi-head latent attention)"
+    family = text.model_type
+    if family in _UNBATCHED_FAMILIES:
+        return "has an attention of its own"
+    if not kind._supports_attention_backend and family not in _BATCHED_FAMILIES:
+        return "has an attention of its own"
+    rope = getattr(text, "rope_parameters", None) or {}
+    if family == "phimoe" and rope.get("rope_type") == "longrope":
+        return "scales its attention by the length of a whole batch (LongRoPE)"
+    return None
 
 
 def attention(config: Any) -> str:

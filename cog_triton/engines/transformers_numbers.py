@@ -25,15 +25,18 @@ def not_finite() -> EngineFailure:
 
 
 class FiniteCache:
-    """Stands before the KV cache of continuous batching, and notes which tokens are not finite."""
+    """Stands before the KV cache of continuous batching, and notes which tokens are not finite.
 
-    def __init__(self, cache: Any) -> None:
+    Without a cache it looks at logits only.
+    """
+
+    def __init__(self, cache: Any | None) -> None:
         self._cache = cache
-        self._update = cache.update
-        self._sums: Tensor | None = (
-            None  # float32 [tokens]: not finite where any key or value is not
-        )
-        cache.update = self.update
+        # Of each token of the step; not finite where one of its keys or values is not.
+        self._sums: Tensor | None = None
+        if cache is not None:
+            self._update = cache.update
+            cache.update = self.update
 
     def begin_step(self) -> None:
         self._sums = None
@@ -61,7 +64,7 @@ class FiniteCache:
             finite &= self._sums.isfinite().all()
         if finite:
             return None
-        if self._cache.use_prefix_sharing:
+        if self._cache is not None and self._cache.use_prefix_sharing:
             self._cache.use_prefix_sharing = False
             logger.warning("%s; prompts do not share their beginnings any more", not_finite())
         tokens = [] if self._sums is None else (~self._sums.isfinite()).tolist()

@@ -22,9 +22,11 @@ from cog_triton.engines import base
 from cog_triton.engines.base import GenerationRequest, SamplingParams, TokenLogProb
 from cog_triton.engines.guides import Guided, Guides, Masks
 from cog_triton.engines.transformers_numbers import FiniteCache, not_finite
+from cog_triton.engines.transformers_rope import SequenceRope
 from cog_triton.errors import EngineError
 
 PART = 256  # rows of logits whose probabilities are worked out at once
+_ATTEMPT = "@"  # before the number of an attempt, in transformers' ids of requests
 # 2**32 divided by the golden ratio, odd, as an int32: spreads neighbouring integers.
 _GOLDEN = 0x9E3779B1 - (1 << 32)
 
@@ -82,6 +84,11 @@ class History:
         return logits - sampling.presence_penalty * (self._counts > 0)
 
 
+def request_key(manager_key: str) -> str:
+    """Return the key of the request that one of transformers' requests is an attempt at."""
+    return manager_key.rpartition(_ATTEMPT)[0]
+
+
 @dataclass(eq=False)
 class Row:
     """A running request. From its start on, it belongs to the generation thread."""
@@ -95,10 +102,17 @@ class Row:
     log_probs: list[TokenLogProb] = field(default_factory=list)  # not delivered yet, as the next
     prompt_log_probs: list[TokenLogProb] = field(default_factory=list)
     failure: EngineError | None = None  # of the model, for this sequence
+    given: int = 0  # tokens that transformers began with
+    attempt: int = 0  # counts the times that it began anew
 
     def __deepcopy__(self, _: Any) -> "Row":
         # Transformers copies a request that it sets back, which continues with this row.
         return self
+
+    @property
+    def manager_key(self) -> str:
+        """The id that transformers knows this attempt by."""
+        return f"{self.request.key}{_ATTEMPT}{self.attempt}"
 
     @cached_property
     def changes_logits(self) -> bool:
@@ -129,34 +143,41 @@ class StepProcessor(cb_logits_processors.ContinuousBatchingLogitsProcessorList):
         self._masks: Future[Masks] | None = None
         self._prompts: list[tuple[Row, slice, int]] = []  # place in the step, and in the prompt
         self._places: list[tuple[Row, slice]] = []  # of each request's tokens in the step
-        self._finite: FiniteCache | None = None
-        self._marks: dict[tuple[int, int], int] = {}
+        self._finite = FiniteCache(None)
+        self._marks: dict[tuple[int, int, int], int] = {}
         self._numbers = count(-1, -1)
         self._marked: list[tuple[int, int]] = []  # places in the step, and the tokens there
+        self.rope = SequenceRope(model)
         model.forward = wraps(model.forward)(partial(self._forward, model.forward))
 
     def watch(self, cache: Any) -> None:
-        """Have sequences fail whose numbers are not finite, for which the cache's updates are watched."""
+        """Watch the cache's updates, so that a sequence whose numbers are not finite stays apart."""
         self._finite = FiniteCache(cache)
 
     def prompt(self, row: Row) -> list[int]:
         """Return a row's prompt as transformers is to have it, which shares blocks of equal tokens.
 
-        They are not to be shared between adapters, nor with a prompt whose log probabilities are asked for,
-        all of which goes through the model: a number below 0 takes the place of the first token there.
+        They are not to be shared between adapters, between lengths that RoPE tells apart, nor with a prompt
+        whose log probabilities are asked for, all of which goes through the model: a number below 0 takes
+        the place of the first token there.
         """
-        first, *others = row.request.input_ids
-        if row.request.prompt_log_probs:
+        first, *others = row.tokens
+        variant = self.rope.variant(len(row.tokens))
+        if row.request.prompt_log_probs or variant is None:
             return [next(self._numbers), *others]
-        if row.adapter is None:
-            return row.request.input_ids
-        key = row.adapter.number, first
-        return [self._marks.get(key) or self._marks.setdefault(key, next(self._numbers)), *others]
+        adapter = 0 if row.adapter is None else row.adapter.number
+        if (adapter, variant) == (0, 0):
+            return row.tokens.copy()
+        key = adapter, variant, first
+        if key not in self._marks:
+            self._marks[key] = next(self._numbers)
+        return [self._marks[key], *others]
 
     def prepare_tensor_args(self, requests_in_batch: Any, arg_storage: Any) -> Any:
         """Note the requests of the step, a list of FutureRequestState in the order of their rows."""
         self._rows, self._prompts, self._marked, self._places = [], [], [], []
         parts: list[tuple[LoadedAdapter | None, int]] = []
+        lengths: list[tuple[Row, int]] = []
         at = 0
         for future in requests_in_batch:
             state, length = future.state, future.query_length
@@ -169,16 +190,25 @@ class StepProcessor(cb_logits_processors.ContinuousBatchingLogitsProcessorList):
             if future.has_new_token:
                 self._rows.append(row)
             parts.append((row.adapter, length))
+            lengths.append((row, length))
             self._places.append((row, slice(at, at + length)))
             at += length
+        self._begin_masks()
+        self.rope.begin_step([(length, len(row.tokens)) for row, length in lengths])
+        if self._adapters is not None:
+            self._adapters.begin_step(parts)
+        self._finite.begin_step()
+        return arg_storage
+
+    def begin_rows(self, rows: list[Row]) -> None:
+        """Note the requests whose next tokens are chosen next, outside of continuous batching."""
+        self._rows = rows
+        self._begin_masks()
+
+    def _begin_masks(self) -> None:
         guided = [row.guided for row in self._rows if row.guided is not None]
         if guided and self._guides is not None:  # computed while the model runs
             self._masks = self._guides.thread.submit(self._guides.masks, guided)
-        if self._adapters is not None:
-            self._adapters.begin_step(parts)
-        if self._finite is not None:
-            self._finite.begin_step()
-        return arg_storage
 
     def _forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         for place, token in self._marked:
@@ -223,7 +253,7 @@ class StepProcessor(cb_logits_processors.ContinuousBatchingLogitsProcessorList):
 
     def _fail_rows(self, logits: Tensor) -> bool:
         """Mark the sequences of the step whose numbers are not finite; return whether there are any."""
-        failed = self._finite.failed(logits) if self._finite is not None else None
+        failed = self._finite.failed(logits)
         if failed is None:
             return False
         of_tokens, of_rows = failed

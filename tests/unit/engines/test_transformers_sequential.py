@@ -1,0 +1,114 @@
+"""Models that continuous batching cannot run: generate()'s ids, one request at a time."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+from cog_triton.engines.base import EngineError, SamplingParams
+from cog_triton.engines.transformers_sequential import SequentialEngine
+from cog_triton.errors import EngineFailure
+from tests.tiny_models import ENCODER_DECODERS, save_tiny_model
+from tests.unit.engines.conftest import RANDOM, Requests, Stream, running
+
+GREEDY = SamplingParams(temperature=0.0)
+PROMPTS = [[*range(5, 15)], [*range(3, 61)], [*range(3, 203)], [7], [*range(9, 40)]]
+
+
+@pytest.fixture(
+    scope="module",
+    params=["deepseek_v3", "falcon", "stablelm", "nemotron", "qwen3_5_text", "llama4_text", "t5"],
+)
+def engine_and_reference(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Requests, Any]]:
+    model: Path = save_tiny_model(request.param, tmp_path_factory.mktemp("model"))
+    loader: Any = AutoModelForCausalLM
+    if request.param in ENCODER_DECODERS:
+        loader = AutoModelForSeq2SeqLM
+    parameters = {"engine": "transformers", "model": str(model), "device": "cpu"}
+    with running(parameters) as requests:
+        yield requests, loader.from_pretrained(model)
+
+
+def generated(model: Any, prompt: list[int], tokens: int) -> list[int]:
+    ids = torch.tensor([prompt])
+    output = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=tokens,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=1,
+    )
+    return list(output[0, -tokens:].tolist())
+
+
+def test_the_ids_are_those_of_generate_for_all_that_wait(
+    engine_and_reference: tuple[Requests, Any],
+) -> None:
+    engine, model = engine_and_reference
+    assert isinstance(engine.engine, SequentialEngine)
+    streams = [
+        engine.start(prompt, max_tokens=12, sampling=GREEDY, return_log_probs=True)
+        for prompt in PROMPTS
+    ]
+    expected = [generated(model, prompt, tokens=12) for prompt in PROMPTS]
+    assert [stream.wait().ids for stream in streams] == expected
+    assert all(len(stream.log_probs) == 12 for stream in streams)
+    assert not engine.engine.running
+
+
+def test_sampling_ends_and_the_continuation_of_an_answer(
+    engine_and_reference: tuple[Requests, Any],
+) -> None:
+    engine, _ = engine_and_reference
+    whole = engine.ids(PROMPTS[0], max_tokens=10, sampling=RANDOM)
+    assert engine.ids(PROMPTS[0], max_tokens=10, sampling=RANDOM) == whole
+    end = whole[4]
+    until = whole.index(end) + 1
+    assert engine.ids(PROMPTS[0], max_tokens=10, sampling=RANDOM, end_id=end) == whole[:until]
+    rest = engine.ids(PROMPTS[0] + whole[:6], max_tokens=4, sampling=RANDOM, continued=6)
+    assert rest == whole[6:]
+
+
+@pytest.fixture(scope="module")
+def falcon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Requests]:
+    model: Path = save_tiny_model("falcon", tmp_path_factory.mktemp("falcon"))
+    with running({"engine": "transformers", "model": str(model), "device": "cpu"}) as requests:
+        yield requests
+
+
+def test_an_aborted_request_ends_and_lets_the_next_run(falcon: Requests) -> None:
+    begun = threading.Event()
+    stream = Stream(on_step=lambda _: begun.set())
+    falcon.start(PROMPTS[0], stream, key="long", max_tokens=400, sampling=GREEDY)
+    waiting = falcon.start(PROMPTS[1], key="waiting", max_tokens=400, sampling=GREEDY)
+    assert begun.wait(60)
+    falcon.engine.abort("waiting")
+    falcon.engine.abort("long")
+    assert len(falcon.ids(PROMPTS[3], max_tokens=3, sampling=GREEDY)) == 3
+    assert not stream.finished
+    assert waiting.ids == []
+
+
+def test_what_it_cannot_do_is_an_error_of_the_request(
+    falcon: Requests, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(EngineError, match="lora_task_id with FalconForCausalLM"):
+        falcon.start(lora_task_id=1)
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("out of memory")
+
+    assert isinstance(falcon.engine, SequentialEngine)
+    monkeypatch.setattr(falcon.engine._model, "generate", fail)
+    error = falcon.start().last().error
+    assert isinstance(error, EngineFailure)
+    assert str(error) == "the model failed: RuntimeError: out of memory"
+    monkeypatch.undo()
+    assert len(falcon.ids(max_tokens=3)) == 3
