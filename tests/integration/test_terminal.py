@@ -183,6 +183,7 @@ def test_serve_on_a_terminal_from_its_start_to_ctrl_c(demo_model: Path, tmp_path
             "model in place in N s",
             "postprocessing loaded in N s",
             "preprocessing loaded in N s",
+            "prompts go to the model as they are, without a chat template",
             "tensorrt_llm loaded in N s",
             "tokenizer loaded in N s",
             "warmed up in N s",
