@@ -48,6 +48,29 @@ _STORAGE_ERROR = (
 JSON = {"content-type": "application/json"}
 
 
+class Places:
+    """Those of the shared places that the lines of one batch have; its end gives all of them back."""
+
+    def __init__(self, shared: asyncio.Semaphore) -> None:
+        self._shared = shared
+        self._taken = 0
+
+    def __enter__(self) -> "Places":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self._taken:  # by lines that were cancelled
+            self.release()
+
+    async def acquire(self) -> None:
+        await self._shared.acquire()
+        self._taken += 1
+
+    def release(self) -> None:
+        self._taken -= 1
+        self._shared.release()
+
+
 class Runner(Jobs):
     """The batches of one application."""
 
@@ -55,6 +78,9 @@ class Runner(Jobs):
         super().__init__(served.journal, SQL, served.models[0], MOST, MOST_OF_KEY)
         self._app, self._served = app, served
         self._scopes: dict[str, anyio.CancelScope] = {}  # of what ends with a batch's time
+        # As many lines again as can run are being prepared or written, of all batches together: what is
+        # ready at the same moment keeps the event loop from other requests.
+        self._shared_places = asyncio.Semaphore(2 * served.backend.admission.max_running)
         self._checking = asyncio.Lock()  # of the input of one batch after the other
         self._full: set[str] = set()  # batches whose keys have as much stored as they may
 
@@ -175,15 +201,15 @@ class Runner(Jobs):
             batch = await self._batch(batch.id)
         if batch.status == "in_progress":
             logger.info("batch %s runs", batch.id)
-            # As many again as can run are being prepared or written.
-            places = asyncio.Semaphore(2 * self._served.backend.admission.max_running)
-            async with anyio.create_task_group() as lines:
-                async for line, data in self._open_lines(batch):
-                    if (key := self._served.key(batch.owner)) is None:
-                        lines.cancel_scope.cancel()
-                        return
-                    await places.acquire()
-                    lines.start_soon(self._line, batch, key, line, data, places)
+            with Places(self._shared_places) as places:
+                async with anyio.create_task_group() as lines:
+                    async for line, data in self._open_lines(batch):
+                        key = self._served.key(batch.owner)
+                        if key is None:
+                            lines.cancel_scope.cancel()
+                            return
+                        await places.acquire()
+                        lines.start_soon(self._line, batch, key, line, data, places)
             await self._change(batch, "finalizing")
 
     async def _open_lines(self, batch: Any) -> AsyncIterator[tuple[int, bytes]]:
@@ -193,9 +219,7 @@ class Runner(Jobs):
                 if line not in answered:
                     yield line, data
 
-    async def _line(
-        self, batch: Any, key: Key, line: int, data: bytes, places: asyncio.Semaphore
-    ) -> None:
+    async def _line(self, batch: Any, key: Key, line: int, data: bytes, places: "Places") -> None:
         large, call = len(data) > exchange.LARGE_BODY, Call("", batch.endpoint)
         value = await asyncio.to_thread(json.loads, data) if large else json.loads(data)
         try:

@@ -562,3 +562,21 @@ def test_keys_take_turns() -> None:
         SimpleNamespace(id=name, owner=name[0]) for name in ("a1", "a2", "a3", "b1", "c1", "b2")
     ]
     assert [row.id for row in journal.in_turn(rows)] == ["a1", "b1", "c1", "a2", "b2", "a3"]
+
+
+async def test_batches_share_the_places_of_their_lines_and_give_them_back(store: str) -> None:
+    backend = Held(*CHUNKS, STORE=store)
+    async with Client(backend) as client, client.running():
+        places = 2 * backend.admission.max_running
+        content = text_of(*(line_of(str(n)) for n in range(places)))
+        names = [(await client.create(content))["id"] for _ in range(2)]
+
+        async def taken() -> bool:
+            return client.runner._shared_places.locked()
+
+        await until(taken)
+        for name in names:
+            await client.post(f"/v1/batches/{name}/cancel")
+        for name in names:
+            await client.until(name, "cancelled")
+        assert client.runner._shared_places._value == places
