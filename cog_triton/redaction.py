@@ -24,7 +24,7 @@ _PUBLIC_NAME = re.compile(
 _SECRET_NAME = re.compile(
     r"""
     AWS_                                # all that belongs to an account there
-    | TOKEN(?!IZER|S)                   # HF_TOKEN, GITHUBTOKEN, TOKEN_VALUE; not MAX_TOKENS
+    | TOKEN(?!IZER|S|_MS)               # HF_TOKEN, GITHUBTOKEN, TOKEN_VALUE; not MAX_TOKENS, TOKEN_MS
     | (API|AUTH|ACCESS|REFRESH|BEARER|SECRET)_?TOKENS
     | SECRET
     | (?<!BY)PASS(?!ES|IVE|THROUGH)     # PASSWORD, PGPASS, SSH_PASSPHRASE

@@ -153,6 +153,7 @@ PUBLIC_VARIABLES = {
     "TOKENIZER": "/models/a",
     "TOKENIZERS_PARALLELISM": "false",
     "VLLM_MAX_TOKENS": "1",
+    "STAND_IN_INTER_TOKEN_MS": "5",
 }
 
 
