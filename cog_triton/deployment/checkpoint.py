@@ -13,6 +13,7 @@ import safetensors
 
 from cog_triton.engines.model_config import first_names
 from cog_triton.errors import ConfigurationError
+from cog_triton.text.tokenizer import without_torch
 
 # Components of names that wrappers of a model leave in a checkpoint that was saved through them.
 _WRAPPERS = frozenset(
@@ -113,7 +114,37 @@ def transformers_problems(
             f"{directory} holds a {head}, which does not generate text; "
             "take the checkpoint of a causal language model (…ForCausalLM)"
         )
+    problem = _family_problem(directory, config)
+    if problem is not None:
+        yield problem
     yield from _quantization_problems(directory, config, names)
+
+
+def _family_problem(directory: Path, config: Mapping[str, Any]) -> str | None:
+    """Return why transformers generates no text with a model of this family; None if it does."""
+    family = config.get("model_type")
+    if not isinstance(family, str) or "auto_map" in config:
+        return None  # the loader says what is wrong; a model's code may do anything
+    without_torch()
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+        MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    )
+
+    if family in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return None
+    if family in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES:
+        return None
+    if family in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
+        return (
+            f"{directory} is a model of images and text ({family}), and the engine transformers is for "
+            "models of text alone; ENGINE=vllm runs many of this family"
+        )
+    return (
+        f"{directory}/config.json has the model type {family!r}, with which the installed transformers "
+        "generates no text; ENGINE=vllm may, or a newer transformers (cog-triton[local] names the range)"
+    )
 
 
 def _quantization_problems(

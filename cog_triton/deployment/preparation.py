@@ -31,6 +31,7 @@ from cog_triton.settings import Settings
 from cog_triton.text.end_tokens import EndTokens, end_ids
 from cog_triton.text.sampling_defaults import sampling_defaults
 from cog_triton.text.tokenizer import vocabulary_size
+from cog_triton.weights import gguf
 from cog_triton.weights.managed import Managed, Role, declares_weights, engine_in, managed_weights
 
 logger = logging.getLogger("cog_triton.deployment")
@@ -195,8 +196,14 @@ def with_files(settings: Settings) -> Settings:
         looks_like_path = source.startswith((".", "/", "models/")) or source.count("/") > 1
         if looks_like_path and "://" not in source and not Path(source).expanduser().exists():
             raise ConfigurationError(f"MODEL={shown_url(source)} does not exist")
-    if source is not None:
+    model_file = local_gguf(settings, source)
+    if model_file is not None:
+        settings = with_converted_gguf(settings, model_file)
+    elif source is not None:
         directory = fetched(settings, source, settings.weights_checksum)
+        model_file = gguf.gguf_file(directory)
+        if model_file is not None:  # in a tar file
+            directory = gguf.converted(model_file, settings.weights_cache)
         engine = engine_in(directory)
         placed = {"model": str(directory)} if engine is None else {"engine_dir": engine}
         settings = settings.model_copy(update=placed)
@@ -247,6 +254,23 @@ def with_managed_weights(
             text = "the %s is that of the weights %s, which Cog mounts at %s"
             logger.info(text, role.value, weights.name, weights.directory)
     return settings.model_copy(update=placed)
+
+
+def local_gguf(settings: Settings, source: str | None) -> Path | None:
+    """Return the GGUF file that the settings name by its path or its directory; None if they do not."""
+    if source is None and settings.engine_dir is not None:
+        return None
+    name = settings.model if source is None else source
+    if "://" in name:
+        return None
+    return gguf.gguf_file(Path(name).expanduser())
+
+
+def with_converted_gguf(settings: Settings, file: Path) -> Settings:
+    """Return the settings with the directory that a GGUF file is converted to as the model."""
+    if settings.weights_checksum is not None:
+        raise ConfigurationError(f"WEIGHTS_SHA256 is for tar files, and {file} is a GGUF file")
+    return settings.model_copy(update={"model": str(gguf.converted(file, settings.weights_cache))})
 
 
 def fetched(settings: Settings, source: str, checksum: str | None = None) -> Path:

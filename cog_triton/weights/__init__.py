@@ -1,6 +1,7 @@
 """Weights: the name of a model to a local directory of its files, complete or absent.
 
     cache.py       fetch(): directories, tar files, URLs and Hugging Face ids; the cache of tar files
+    gguf.py        a GGUF file, converted once to a directory as any other
     managed.py     the weights that Cog mounts, by cog.yaml and weights.lock
     download.py    the file of a URL, resumed after a lost connection; and Hugging Face, in its own cache
 

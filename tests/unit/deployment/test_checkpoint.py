@@ -59,6 +59,9 @@ def test_names_that_no_model_of_the_configuration_has(
         ({"compression_config": {"quant_method": "zebra"}}, "'zebra'"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "does not generate text"),
         ({"architectures": ["BertForMaskedLM"]}, "holds a BertForMaskedLM"),
+        ({"model_type": "llava"}, r"images and text \(llava\).*ENGINE=vllm"),
+        ({"model_type": "vit"}, "model type 'vit', .* generates no text"),
+        ({"model_type": "zebra"}, "model type 'zebra'"),
     ],
 )
 def test_configurations_that_transformers_would_read_otherwise(
@@ -83,11 +86,15 @@ def test_modelopts_quantization_is_for_other_engines(tmp_path: Path) -> None:
     [
         {"quantization_config": {"quant_method": "fp8"}},
         {"quantization_config": {"load_in_4bit": True}},
+        {"model_type": "llama", "quantization_config": {"quant_method": "fp8"}},
+        {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]},
+        {"model_type": "zebra", "auto_map": {"AutoModelForCausalLM": "zebra.Zebra"}},
         {"architectures": ["LlamaForCausalLM"], "quantization_config": {"quant_method": "gptq"}},
     ],
 )
-def test_a_quantization_that_transformers_knows(config: dict[str, Any], tmp_path: Path) -> None:
-    check_files(make_checkpoint(tmp_path, [f"{LAYER}.weight", f"{LAYER}.weight_scale"], config))
+def test_what_transformers_reads(config: dict[str, Any], tmp_path: Path) -> None:
+    quantized = [f"{LAYER}.weight_scale"] if "quantization_config" in config else []
+    check_files(make_checkpoint(tmp_path, [f"{LAYER}.weight", *quantized], config))
 
 
 @pytest.mark.parametrize(
