@@ -181,6 +181,7 @@ def _quantization_problems(
 
 def quantization_methods() -> list[str]:
     """Return the quantizations that the installed transformers knows."""
+    without_torch()
     from transformers.utils.quantization_config import QuantizationMethod  # takes a second
 
     return sorted(method.value for method in QuantizationMethod)
