@@ -15,7 +15,7 @@ from cog_triton.settings import Settings, read_settings
 from cog_triton.weights import gguf
 
 SIZE, INNER, HEADS, KEY_VALUE_HEADS, LAYERS = 64, 96, 4, 2, 2
-TOKENS = ["<s>", "</s>", *(chr(code) for code in range(33, 127)), "Ġ", "Ċ"]
+TOKENS = ["<s>", "</s>", *(chr(code) for code in range(33, 127)), "Ġ", "Ċ", "ab"]
 
 
 def write_gguf(file: Path) -> Path:
