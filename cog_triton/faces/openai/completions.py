@@ -183,11 +183,11 @@ class ChatChoice(Choice):
 
     def whole(self, chunk: Chunk) -> Piece:
         self._parser.read(chunk)
-        text = self._echo + self._parser.text("text")
+        # What was to be a call, and was cut off, is text.
+        text = self._echo + self._parser.text("text") + self._parser.broken_text()
         calls = [
             {"id": block.id, **turns.function(name=block.name, arguments=block.text)}
-            for block in self._parser.blocks
-            if block.kind == "call"
+            for block in self._parser.whole_calls()
         ]
         message: Piece = {"role": "assistant", "content": None if calls and not text else text}
         message |= {"refusal": None, "annotations": []}
@@ -212,7 +212,7 @@ class ChatChoice(Choice):
     def _ended(self, chunk: Chunk) -> Piece:
         ended = super()._ended(chunk)
         # Of a call that was forced by its name, OpenAI says stop.
-        called = self._parser.calls and chunk.finish_reason == "stop" and not self._named
+        called = self._parser.ends_with_calls and chunk.finish_reason == "stop" and not self._named
         return {**ended, "finish_reason": "tool_calls"} if called else ended
 
 

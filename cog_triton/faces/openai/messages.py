@@ -8,7 +8,6 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
-import orjson
 from fastapi import APIRouter
 from pydantic import Discriminator, Field, Tag
 
@@ -333,7 +332,9 @@ class MessageWriter:
             return
         yield self._about_block("content_block_stop")
         whole = {**BLOCKS[block.kind]["begins"]}
-        if block.kind == "call":
+        if block.broken:
+            whole = {"type": "text", "text": block.written}
+        elif block.kind == "call":
             whole |= {"id": block.id, "name": block.name, "input": call_input(block.text)}
         else:
             whole[whole["type"]] = block.text
@@ -342,7 +343,7 @@ class MessageWriter:
     def _reason(self, chunk: Chunk) -> str:
         if chunk.finish_reason == "length":
             return "max_tokens"
-        if self._parser.calls or self._enforced:
+        if self._parser.ends_with_calls or (self._enforced and not self._parser.broken_text()):
             return "tool_use"
         return "end_turn" if chunk.stop_sequence is None else "stop_sequence"
 
@@ -350,7 +351,7 @@ class MessageWriter:
 def call_input(text: str) -> dict[str, Any]:
     """Return the arguments of a call; none where they were cut off."""
     try:
-        value = orjson.loads(text)  # it reads only what it can write
-    except ValueError:
+        value = json.loads(text, strict=False)
+    except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}

@@ -29,6 +29,11 @@ class ToolUse:
     named: fields.Tool | None = None  # the only one that may be called
     enforced: bool = False  # the answer has to be a call
 
+    @property
+    def schemas(self) -> dict[str, dict[str, Any]]:
+        """The schemas of the tools' parameters, by the names of the tools."""
+        return {tool.function.name: tool.function.parameters or {} for tool in self.offered}
+
 
 @dataclass(frozen=True)
 class Turn:
@@ -36,7 +41,7 @@ class Turn:
 
     request: Request  # of the first answer
     use: ToolUse
-    known: parsing.Format | None  # of the model's calls; None if it is offered no tools
+    known: parsing.Format | None  # of the model's calls; None if the answer can have none
     thinks: bool  # the answer may begin with thoughts
 
     def parser(self, prefix: str = "call_", draw: Callable[[], str] = str) -> parsing.Parser:
@@ -45,16 +50,23 @@ class Turn:
         if self.known is None:
             return parsing.Parser(prompt)
         known = self.known
-        return known.parser(lambda: known.new_id(prefix, draw()), prompt, guided=self.use.enforced)
+        return known.parser(
+            lambda: known.new_id(prefix, draw()),
+            prompt,
+            guided=self.use.enforced,
+            schemas=self.use.schemas,
+        )
 
 
 def chat_turn(body: fields.ChatBody, served: Served) -> Turn:
     """Return what a body asks for, or raise ApiError or UserError."""
     template = template_text(served.backend.tokenizer)
     use = tool_use(body)
-    known = parsing.format_of(template) if use.offered else None
+    known = parsing.format_of(template)
     if use.offered and known is None:
         raise invalid("tools: the chat template of this model takes none", "tools")
+    if not use.offered and known is not parsing.HARMONY:  # whose text has channels in any case
+        known = None
     values = fields.sampling(body, served)
     if body.top_logprobs and not body.logprobs:
         raise invalid("top_logprobs is only allowed when logprobs is true", "top_logprobs")
@@ -72,6 +84,8 @@ def chat_turn(body: fields.ChatBody, served: Served) -> Turn:
         shown_tokens=known.marks if known else (),
         **values,
     )
+    if request.guide is not None and not use.enforced:
+        known = None  # the guide is of a text, in which there is no call
     return Turn(request, use, known, parsing.CLOSING in template and request.guide is None)
 
 
