@@ -5,6 +5,7 @@
 
 import asyncio
 import gc
+import inspect
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable
@@ -16,6 +17,7 @@ from cog import BaseRunner, ConcatenateIterator, Input
 from cog_triton.deployment import Deployment
 from cog_triton.errors import InvalidParameter
 from cog_triton.faces.cog import live_stream
+from cog_triton.faces.cog.predictions import Inputs
 from cog_triton.processes import end_with_parent
 from cog_triton.request.limits import parse_json, parse_stop_sequences
 from cog_triton.request.request import Request, choose_guide, resolve_seed, resolve_tokens
@@ -64,7 +66,12 @@ class Predictor(BaseRunner):
         if beside is not None:
             beside.serve(self.deployment)
             handlers["drain"] = beside.drain
-        live_stream.listen(handlers, inputs=("prompt", "messages"))
+        inputs = Inputs(
+            needed=("prompt", "messages"),
+            names=tuple(inspect.signature(self.predict).parameters),
+            limits=self.deployment.limits,
+        )
+        live_stream.listen(handlers, inputs)
         # What is alive now stays so: a full collection would go through all of it.
         gc.collect()
         gc.freeze()

@@ -106,6 +106,15 @@ def test_a_bad_id_never_reaches_cog(server: Server, identifier: str) -> None:
     assert server.free_slots()
 
 
+def test_no_field_of_a_large_body_takes_a_slot_for_good(server: Server) -> None:
+    """Cog's server cannot send its worker a message of 8 MB, and gives the slot up that was to take it."""
+    body = {"input": {}, "context": {"a": "x" * 9_000_000}}
+    for _ in range(SLOTS):
+        reply = server.client.post("/predictions", json=body)
+        assert (reply.status_code, reply.json()["status"]) == (200, "succeeded")
+    assert server.free_slots()
+
+
 def test_the_ids_of_clients_and_of_the_front_and_that_no_directory_stays(server: Server) -> None:
     own = uuid4().hex[:26]  # as long as Replicate's; other tests' may be in the same directory
     first = server.client.post("/predictions", json={"id": own, "input": {}}).json()

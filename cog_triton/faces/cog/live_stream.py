@@ -20,25 +20,26 @@ from typing import Any
 
 from coglet import CancelationException
 
-from cog_triton.faces.cog.predictions import VARIABLE, read_messages, send_message
+from cog_triton.faces.cog.predictions import VARIABLE, Inputs, read_messages, send_message
 
 _IDENTIFIER = "_coglet_prediction_id"  # coglet's variable, which it does not publish
 _AT_ONCE = 64  # texts in a message, whose size is bounded
 _COGS_SECONDS = 0.25  # for which texts are kept for Cog's server, where the front has them at once
+_NO_INPUTS = Inputs()
 _front: socket.socket | None = None
 _running: dict[asyncio.Task[None], str] = {}  # with the ids of their predictions
 _cancelled_early: set[str] = set()
 _texts: list[tuple[str, int, str]] = []  # of this turn of the loop, as the front gets them
 
 
-def listen(handlers: Mapping[str, Callable[..., object]], inputs: tuple[str, ...] = ()) -> None:
-    """Handle the front's messages on this event loop, if there is a front; say which inputs are needed."""
+def listen(handlers: Mapping[str, Callable[..., object]], inputs: Inputs = _NO_INPUTS) -> None:
+    """Handle the front's messages on this event loop, if there is a front; tell it of the inputs."""
     global _front
     if descriptor := os.environ.get(VARIABLE):
         _front = socket.socket(fileno=int(descriptor))
         known = {**handlers, "cancel": cancel, "forget": _cancelled_early.discard}
         read_messages(_front, lambda name, *words: name in known and known[name](*words))
-        tell("hello", *inputs)
+        tell("hello", inputs)
 
 
 def tell(*words: Any, wait: bool = True) -> None:

@@ -5,9 +5,9 @@ sockets. Signals would not do: the worker's main thread, where Python handles th
 
 To the predictor: ``drain`` (take no new requests that do not pass the front), ``stop`` (fail what runs),
 ``cancel ID``, ``forget ID`` (that prediction has ended: a cancel of it is not for the next with this id).
-From it: ``hello INPUT …`` (it listens, and needs one of these inputs), ``busy`` and ``idle`` (it answers
-requests that did not pass the front, or none), ``ended ID``, ``texts`` (of several predictions: the id,
-the number of characters before, and the text).
+From it: ``hello INPUTS`` (it listens, and takes these inputs), ``busy`` and ``idle`` (it answers requests
+that did not pass the front, or none), ``ended ID``, ``texts`` (of several predictions: the id, the number
+of characters before, and the text).
 """
 
 import asyncio
@@ -19,7 +19,7 @@ import re
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,10 +29,12 @@ from urllib.parse import unquote, urlsplit
 
 import orjson
 
+from cog_triton.errors import PromptTooLong
 from cog_triton.faces.cog.private_directory import PrivateDirectory, UnsafeDirectory
+from cog_triton.request.limits import TextLimits
 from cog_triton.server.guard import hold, process_name
 from cog_triton.web import Refusal
-from cog_triton.web.bodies import BadBody, parse_json
+from cog_triton.web.bodies import LARGE_BYTES, BadBody, parse_json
 
 VARIABLE = "COG_TRITON_CONTROL"
 # Where coglet 0.23 makes a directory for each prediction, whatever TMPDIR is, and removes none. It follows
@@ -44,6 +46,11 @@ _IDENTIFIER = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,127}", re.ASCII)
 _LARGEST = 1 << 16  # bytes of a message
 _URL_CHARACTERS = 2048
 WEBHOOK_EVENTS = ("start", "output", "logs", "completed")
+# What Cog's server needs of a large body. It sends its worker the field ``context`` too: one of 8 MB fails
+# there and takes a slot of predictions for good.
+_PASSED_FIELDS = ("id", "input", "webhook", "webhook_events_filter")
+# Of all inputs together, beyond what the prompt and the system prompt may have: a chat as JSON, a guide.
+_OTHER_CHARACTERS = 2**20
 Show = Callable[[int, str], None]  # takes a text, and the number of characters before it
 
 
@@ -56,6 +63,47 @@ class Passage(NamedTuple):
     starts: str | None = None
     cancels: str | None = None
     hooked: bool = False  # a webhook is called at its end
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The inputs of the predictor, as it describes them in its message ``hello``."""
+
+    needed: Sequence[str] = ()  # of which a prediction has to have one
+    names: Sequence[str] = ()  # all of them; empty if that is not known
+    limits: TextLimits | None = None  # of the prompt; None if that is not known
+
+    def checked(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Return the inputs of a large request that the predictor takes, or raise Refusal.
+
+        The predictor refuses too long texts as well, but Cog's server would parse them before, on the one
+        thread that answers everybody.
+        """
+        if self.names:
+            values = {name: value for name, value in values.items() if name in self.names}
+        for name, value in values.items():
+            if isinstance(value, dict | list):
+                text = "must be a text, a number or a boolean"
+                raise invalid(["body", "input", name], text, "type_error")
+        if self.limits is not None:
+            _check_lengths(values, self.limits)
+        return values
+
+
+def _check_lengths(values: dict[str, Any], limits: TextLimits) -> None:
+    lengths = {name: len(value) for name, value in values.items() if isinstance(value, str)}
+    total = sum(lengths.values())
+    most = 2 * limits.characters + _OTHER_CHARACTERS
+    name = "prompt"
+    try:
+        limits.check("the prompt", lengths.get("prompt", 0))
+        name = "system_prompt"
+        limits.check("the system prompt", lengths.get("system_prompt", 0))
+        name = max(lengths, key=lengths.__getitem__, default="prompt")
+        if total > most:
+            raise PromptTooLong(f"the inputs have {total} characters; {most} are the most")
+    except PromptTooLong as error:
+        raise invalid(["body", "input", name], str(error), "value_error") from None
 
 
 def fields_of(body: bytes) -> dict[str, Any]:
@@ -143,7 +191,7 @@ class Predictions:
     def __init__(self, directory: Path = DIRECTORY) -> None:
         self.listening = False  # the predictor, to messages
         self.draining = False  # new predictions are refused
-        self.inputs: list[str] = []  # of which a prediction has to have one
+        self.inputs = Inputs()
         self.progress = time.monotonic()  # when a prediction last began, sent something or ended
         self._running: dict[str, Running] = {}
         self._webhooks_until = 0.0
@@ -166,7 +214,8 @@ class Predictions:
 
     def receive(self, kind: str, *words: Any) -> None:
         if kind == "hello":
-            self.listening, self.inputs = True, list(words)
+            self.listening = True
+            self.inputs = _inputs_of(words[0])
         elif kind == "ended":
             self._settle(words[0])
         elif kind == "texts":
@@ -184,9 +233,10 @@ class Predictions:
         """Return a request as it may pass, or raise Refusal. It may be called in a thread.
 
         A prediction without an id gets one here, by which its end and its directory are known. Inputs that
-        are null are left out: Cog's server refuses null for an optional input.
+        are null are left out: Cog's server refuses null for an optional input. What begins no prediction
+        has no use for a body, which Cog's server may leave unread.
         """
-        passage = Passage(method, target, body)
+        passage = Passage(method, target)
         path = target.partition("?")[0]
         collection, *rest = [unquote(part) for part in path.split("/")[1:]]
         if collection not in ("predictions", "trainings"):
@@ -201,24 +251,36 @@ class Predictions:
         self.refuse_while_draining()
         fields = fields_of(body)
         _check_webhook(fields)
-        if predicts:
-            body = self._without_nulls(fields, body)
         starts = rest[0] if rest else fields.get("id")
         if not isinstance(starts, str):
             starts = uuid.uuid4().hex
             method, target = "PUT", f"/{collection}/{starts}{target[len(path) :]}"
         elif not rest:
             _check_identifier(starts, ["body", "id"])
+        body = self._passed_body(fields, body, predicts=predicts)
         return Passage(method, target, body, starts=starts, hooked=bool(fields.get("webhook")))
 
-    def _without_nulls(self, fields: dict[str, Any], body: bytes) -> bytes:
-        given = fields.get("input")
-        given = given if isinstance(given, dict) else {}
-        left = {name: value for name, value in given.items() if value is not None}
-        if self.inputs and not left.keys() & set(self.inputs):
-            text = f"E1001 PromptRequired: {' or '.join(self.inputs)} is required"
-            raise invalid(["body", "input", self.inputs[0]], text, "value_error.missing")
-        return orjson.dumps({**fields, "input": left}) if len(left) < len(given) else body
+    def _passed_body(self, fields: dict[str, Any], body: bytes, *, predicts: bool) -> bytes:
+        """Return the body that Cog's server gets: of a large one, only what it needs."""
+        is_large = len(body) >= LARGE_BYTES
+        passed = fields
+        if is_large:
+            passed = {name: fields[name] for name in _PASSED_FIELDS if name in fields}
+        if predicts:
+            passed = self._with_passed_inputs(passed, is_large=is_large)
+        return body if passed is fields else orjson.dumps(passed)
+
+    def _with_passed_inputs(self, fields: dict[str, Any], *, is_large: bool) -> dict[str, Any]:
+        inputs = fields.get("input")
+        inputs = inputs if isinstance(inputs, dict) else {}
+        left = {name: value for name, value in inputs.items() if value is not None}
+        needed = self.inputs.needed
+        if needed and left.keys().isdisjoint(needed):
+            text = f"E1001 PromptRequired: {' or '.join(needed)} is required"
+            raise invalid(["body", "input", needed[0]], text, "value_error.missing")
+        if is_large:
+            left = self.inputs.checked(left)
+        return {**fields, "input": left} if len(left) < len(inputs) else fields
 
     def directory_problem(self) -> str:
         """Return why no prediction may be given a directory; empty if it may."""
@@ -299,6 +361,16 @@ class Predictions:
         self._directory.remove_marked(self._mark)
         with contextlib.suppress(OSError, UnsafeDirectory), self._directory.opened() as opened:
             os.unlink(self._mark, dir_fd=opened.parent)
+
+
+def _inputs_of(message: dict[str, Any]) -> Inputs:
+    """Return the inputs that a message ``hello`` describes."""
+    limits = message["limits"]
+    return Inputs(
+        needed=message["needed"],
+        names=message["names"],
+        limits=None if limits is None else TextLimits(**limits),
+    )
 
 
 def _path(descriptor: int) -> Path:

@@ -9,13 +9,15 @@ from typing import Any
 from unittest.mock import AsyncMock
 
 import httpx
+import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cog_triton.faces.cog import predictions as module
 from cog_triton.faces.cog.front import Answer, Front
-from cog_triton.faces.cog.predictions import VARIABLE, Passage, Predictions, fields_of
+from cog_triton.faces.cog.predictions import VARIABLE, Inputs, Passage, Predictions, fields_of
+from cog_triton.request.limits import TextLimits
 from cog_triton.settings import read_settings
 from cog_triton.web import Refusal
 from cog_triton.web.server import bound
@@ -23,6 +25,14 @@ from tests.support import load_cases, run_until_killed, wait_until
 
 pytestmark = pytest.mark.anyio
 CASES = load_cases(__file__, "predictions.yaml")
+NO_INPUTS = Inputs()
+INPUTS = Inputs(
+    needed=("prompt", "messages"),
+    names=("prompt", "system_prompt", "messages", "lora", "seed"),
+    limits=TextLimits(100_000, " here"),
+)
+HELLO = json.loads(orjson.dumps(INPUTS))
+LARGE = "x" * (1 << 16)
 
 
 @pytest.fixture(autouse=True)
@@ -45,9 +55,9 @@ async def is_there(predictions: Predictions, directory: Path) -> bool:
     return directory.exists()
 
 
-def check(method: str, target: str, body: bytes = b"") -> Passage:
+def check(method: str, target: str, body: bytes = b"", inputs: Inputs = NO_INPUTS) -> Passage:
     predictions = Predictions.__new__(Predictions)  # which has no files
-    predictions.inputs, predictions.draining = [], False
+    predictions.inputs, predictions.draining = inputs, False
     return predictions.check(method, target, body)
 
 
@@ -114,6 +124,74 @@ def test_webhooks_that_pass(fields: dict[str, Any]) -> None:
     assert passage.hooked == bool(fields["webhook"])
 
 
+TOO_LARGE = {
+    "a prompt": (
+        {"prompt": "é" * 100_001},
+        "prompt",
+        "the prompt has 100001 characters; 100000 are",
+    ),
+    "a system prompt": (
+        {"prompt": "x", "system_prompt": "x" * 100_001},
+        "system_prompt",
+        "the system prompt has 100001 characters",
+    ),
+    "a chat": ({"messages": "x" * 1_300_000}, "messages", "the inputs have 1300000 characters"),
+    "a name": (
+        {"prompt": "xx", "lora": "x" * 1_300_000},
+        "lora",
+        "the inputs have 1300002 characters; 1248576 are the most",
+    ),
+}
+
+
+@pytest.mark.parametrize("path", ["/predictions", "/predictions/x"])
+@pytest.mark.parametrize(("inputs", "name", "text"), TOO_LARGE.values(), ids=TOO_LARGE)
+async def test_texts_that_are_too_long_are_refused_before_cogs_server_parses_them(
+    predictions: Predictions, path: str, inputs: dict[str, Any], name: str, text: str
+) -> None:
+    predictions.receive("hello", HELLO)
+    method = "POST" if path == "/predictions" else "PUT"
+    with pytest.raises(Refusal) as caught:
+        predictions.check(method, path, orjson.dumps({"input": inputs}))
+    assert caught.value.status == 422
+    (problem,) = caught.value.detail
+    assert problem["loc"] == ["body", "input", name]
+    assert problem["msg"].startswith(f"E1002 PromptTooLong: {text}")
+
+
+@pytest.mark.parametrize("value", [["x"], {"a": 1}], ids=["list", "object"])
+def test_a_large_input_that_is_a_list_or_an_object_is_refused(value: Any) -> None:
+    body = orjson.dumps({"input": {"prompt": LARGE, "lora": value}})
+    with pytest.raises(Refusal) as caught:
+        check("POST", "/predictions", body, INPUTS)
+    assert caught.value.detail[0]["loc"] == ["body", "input", "lora"]
+
+
+@pytest.mark.parametrize("collection", ["predictions", "trainings"])
+def test_of_a_large_body_only_what_cogs_server_needs_is_passed_on(collection: str) -> None:
+    needed = {"id": "x", "input": {"prompt": LARGE, "seed": 1}, "webhook": "http://host/"}
+    body = orjson.dumps({**needed, "context": {"a": LARGE}, "unknown": [[]] * 100})
+    assert orjson.loads(check("POST", f"/{collection}", body, INPUTS).body) == needed
+
+
+def test_unknown_inputs_and_spaces_of_a_large_body_are_not_passed_on() -> None:
+    body = b'{"input": {"prompt": "x", "unknown": [[], {}]}' + b" " * (1 << 16) + b"}"
+    assert check("POST", "/predictions", body, INPUTS).body == b'{"input":{"prompt":"x"}}'
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", "/trainings/x/cancel"),
+        ("PUT", "/predictions/x/y"),
+        ("POST", "/unknown"),
+        ("PATCH", "/predictions"),
+    ],
+)
+def test_no_body_is_passed_on_that_begins_no_prediction(method: str, path: str) -> None:
+    assert check(method, path, b'{"input": {"prompt": "x"}}').body == b""
+
+
 @pytest.mark.parametrize(("path", "status", "state", "well"), CASES["health"])
 async def test_health(path: str, status: str | None, state: dict[str, Any], well: bool) -> None:
     front = Front(bound("127.0.0.1", 0), read_settings({"BUSY_TIMEOUT": "10"}))
@@ -156,7 +234,7 @@ async def test_a_directory_goes_when_the_last_request_of_its_prediction_has_ende
 async def test_an_asynchronous_prediction_runs_until_the_predictor_says_that_it_has_ended(
     predictions: Predictions, base: Path, over_first: bool
 ) -> None:
-    predictions.receive("hello", "prompt")
+    predictions.receive("hello", HELLO)
     predictions.begin("x")
     if over_first:
         predictions.receive("ended", "x")
@@ -205,7 +283,7 @@ async def test_cancels_reach_a_predictor_that_listens(
     monkeypatch.setattr(predictions, "send", lambda *words: sent.append(words))
     predictions.begin("x")
     assert not predictions.cancel("x"), "only Cog's server can"
-    predictions.receive("hello", "prompt")
+    predictions.receive("hello", HELLO)
     assert not predictions.cancel("y"), "there is no such prediction"
     assert predictions.cancel("x")
     assert predictions.cancel("x")
