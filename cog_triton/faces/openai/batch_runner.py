@@ -33,6 +33,7 @@ from cog_triton.faces.openai.batches import (
 from cog_triton.faces.openai.errors import ApiError, invalid
 from cog_triton.faces.openai.journal import LOOK_SECONDS, Jobs, NoRoom
 from cog_triton.faces.openai.keys import Key
+from cog_triton.faces.openai.pacing import LoopPace
 from cog_triton.faces.openai.served import BATCH_CALL, Call, Served
 
 logger = logging.getLogger(__name__)
@@ -40,7 +41,7 @@ MOST = 8  # batches at once
 MOST_OF_KEY = 4  # where there are several keys
 ATTEMPTS = 5  # at a line, while the server is well
 LONGEST_PAUSE = 30.0
-ERRORS_AT_ONCE = 1000  # that are written together
+ERRORS_AT_ONCE = 100  # that are written together, because other writes wait meanwhile
 _STORAGE_ERROR = (
     "storage_limit_exceeded",
     "The API key of this batch has as much stored as it may. The answers that are there stay.",
@@ -81,6 +82,7 @@ class Runner(Jobs):
         # As many lines again as can run are being prepared or written, of all batches together: what is
         # ready at the same moment keeps the event loop from other requests.
         self._shared_places = asyncio.Semaphore(2 * served.backend.admission.max_running)
+        self._pace = LoopPace()  # of the lines that begin
         self._checking = asyncio.Lock()  # of the input of one batch after the other
         self._full: set[str] = set()  # batches whose keys have as much stored as they may
 
@@ -121,6 +123,7 @@ class Runner(Jobs):
             lines.append(line)
             if len(lines) == ERRORS_AT_ONCE:
                 await self._write_errors(batch, lines, error)
+                await self._pace.wait_for_turn()
                 lines = []
         await self._write_errors(batch, lines, error)
 
@@ -209,6 +212,7 @@ class Runner(Jobs):
                             lines.cancel_scope.cancel()
                             return
                         await places.acquire()
+                        await self._pace.wait_for_turn()
                         lines.start_soon(self._line, batch, key, line, data, places)
             await self._change(batch, "finalizing")
 

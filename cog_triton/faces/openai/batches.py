@@ -23,6 +23,7 @@ from cog_triton.errors import is_unicode, shown
 from cog_triton.faces.openai import exchange, fields
 from cog_triton.faces.openai.errors import CLIENT_GONE, ApiError, invalid, no_embeddings, table
 from cog_triton.faces.openai.journal import MOST_DELETED, Counted, Journal, NoRoom
+from cog_triton.faces.openai.pacing import ThreadPace
 from cog_triton.faces.openai.paging import page_limit
 from cog_triton.faces.openai.served import FromApp, Served, current
 from cog_triton.faces.openai.storable import no_room, stored
@@ -88,8 +89,6 @@ CHUNKS_AT_ONCE = 16  # that are written or deleted together
 READ_ROWS = 32  # at once
 MOST_LINES, MOST_ERRORS = 50_000, 100
 MOST_NAME_CHARACTERS = 1024
-CHECKED_AT_ONCE = 50  # lines, before a pause in seconds
-CHECK_PAUSE = 0.002
 _NO_JSON = "invalid_json_line", "This line is not parseable as a JSON object."
 _AFTER = ("anchor", "seconds")
 _View = Callable[[Any], dict[str, Any]]
@@ -422,9 +421,9 @@ class Checks:
 
     def read(self, rows: Sequence[tuple[int, bytes]]) -> bool:
         """Check some lines; return whether more may follow."""
-        for place, (line, data) in enumerate(rows, 1):
-            if place % CHECKED_AT_ONCE == 0:
-                time.sleep(CHECK_PAUSE)  # this thread leaves the interpreter to the event loop
+        pace = ThreadPace()
+        for line, data in rows:
+            pace.rest_if_due()
             self.total += 1
             try:
                 self._check(data)

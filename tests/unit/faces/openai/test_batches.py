@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from cog_triton.errors import JournalUnavailable, TritonUnavailable
-from cog_triton.faces.openai import batch_runner, batches, journal
+from cog_triton.faces.openai import batch_runner, batches, journal, pacing
 from cog_triton.faces.openai.app import create_app
 from cog_triton.faces.openai.batch_runner import Runner
 from cog_triton.faces.openai.batches import Checks, read_chunks, split_lines
@@ -158,7 +158,8 @@ async def test_the_input_is_checked_before_anything_runs(store: str) -> None:
     assert not backend.asked
 
 
-def test_a_batch_has_so_many_lines() -> None:
+def test_a_batch_has_so_many_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pacing, "RESTS_PER_WORK", 0.0)
     checks = Checks(TEXT, served(Backend(STORE="0")))
     rows = [(n, json.dumps(line_of(str(n))).encode()) for n in range(1, 50_002)]
     assert checks.read(rows[:-1])
@@ -580,3 +581,23 @@ async def test_batches_share_the_places_of_their_lines_and_give_them_back(store:
         for name in names:
             await client.until(name, "cancelled")
         assert client.runner._shared_places._value == places
+
+
+async def test_lines_begin_one_at_a_time_when_the_event_loop_is_free(store: str) -> None:
+    backend = Held(*CHUNKS, STORE=store)
+    turns = asyncio.Semaphore(0)
+    async with Client(backend) as client:
+        client.runner._pace.wait_for_turn = turns.acquire  # type: ignore[method-assign, assignment]
+        name = (await client.create(text_of(*(line_of(str(n)) for n in range(3)))))["id"]
+        async with client.running():
+            free = 2 * backend.admission.max_running - 1
+
+            async def one_waits() -> bool:
+                return client.runner._shared_places._value == free
+
+            await until(one_waits)
+            assert not backend.asked
+            for _ in range(3):
+                turns.release()
+                backend.gate.release()
+            await client.until(name, "completed")
