@@ -7,6 +7,7 @@ import re
 import secrets
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Protocol, TypeVar
 
 import orjson
@@ -30,6 +31,8 @@ from cog_triton.wire import TokenLogProb
 
 logger = logging.getLogger(__name__)
 LARGE_BODY = bodies.LARGE_BYTES
+MOST_VALUES_ON_LOOP = 2000  # of a whole response that is made without a thread
+TOKEN_TEXTS = 1 << 16  # that are kept
 ERRORS, MESSAGE_ERRORS, STREAMED = TABLES["responses"]  # of routes, in /openapi.json
 _JSON_TYPE = re.compile(r"application/([\w.+-]+\+)?json[ \t]*(;|$)", re.IGNORECASE)
 _NEEDS_OBJECT = "the body must be a JSON object, sent with Content-Type: application/json"
@@ -184,10 +187,11 @@ class Answering(Response):
                 await self._send_events(send)
                 return
             await self._read(keep)
-            whole = self.writer.whole(answers)
+            run = asyncio.to_thread if _values_of(answers) > MOST_VALUES_ON_LOOP else _at_once
+            whole = await run(self.writer.whole, answers)
             if self.ended:
                 await self.ended()
-            content, headers = dumps(whole), self.asked.warning()
+            content, headers = await run(dumps, whole), self.asked.warning()
             await Response(content, 200, headers, "application/json")(scope, receive, send)
 
     async def _send_events(self, send: Send) -> None:
@@ -234,6 +238,21 @@ class Answering(Response):
             await asyncio.wait(tasks)
 
 
+def _values_of(answers: Sequence[Sequence[Chunk]]) -> int:
+    """Return about how many values a whole response has: of chunks, tokens and their alternatives."""
+    count = 0
+    for chunks in answers:
+        count += len(chunks)
+        for chunk in chunks:
+            if chunk.log_probs:
+                count += len(chunk.log_probs) * (1 + len(chunk.log_probs[0].top))
+    return count
+
+
+async def _at_once(function: Callable[..., _T], *args: Any) -> _T:
+    return function(*args)
+
+
 def joined(chunks: Sequence[Chunk]) -> Chunk:
     """Return one chunk with all that came."""
     return replace(
@@ -273,6 +292,7 @@ def chat_log_probs(
     ]
 
 
+@lru_cache(TOKEN_TEXTS)  # each costs dozens of microseconds, and a response may have a million
 def token_text(tokenizer: Tokenizer, token: int) -> str:
     """Return one token's text, by itself; special ones have theirs."""
     return str(tokenizer.decode([token], skip_special_tokens=False))
