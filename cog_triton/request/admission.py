@@ -120,7 +120,7 @@ class Admission:
         flow = self._queued(slot)
         self._hand_out()
         try:
-            await (self._granted(slot) if flow else asyncio.wait([slot.granted]))
+            await (self._granted(slot, flow) if flow else asyncio.wait([slot.granted]))
             yield slot
         except asyncio.CancelledError:
             if slot in self._tasks:  # ``close`` did not cancel it
@@ -152,9 +152,17 @@ class Admission:
         self.waiting += 1
         return flow
 
-    async def _granted(self, slot: Slot) -> None:
+    def _is_full_for(self, flow: _Flow) -> bool:
+        """Return whether too many wait, unless the tenant has no more than its even part of the queue.
+
+        One tenant cannot fill the queue for the others; at most twice ``max_waiting`` wait.
+        """
+        even_part = self.max_waiting // len(self._flows)
+        return self.waiting > self.max_waiting and len(flow.waiting) > even_part
+
+    async def _granted(self, slot: Slot, flow: _Flow) -> None:
         if not slot.granted.done():
-            if self.waiting > self.max_waiting:
+            if self._is_full_for(flow):
                 self._observe("full")
                 raise self._overloaded(f"{self.running} requests run and {self.waiting - 1} wait")
             began = self._clock()

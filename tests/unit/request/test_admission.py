@@ -315,3 +315,27 @@ async def test_tenants_that_are_gone_keep_no_places_and_no_memory() -> None:
     async with queue.acquire(Tenant("busy")):
         assert await storm(500) < 100_000
     assert await storm(500) < 10_000
+
+
+async def test_a_full_queue_has_room_for_a_tenant_that_has_less_than_its_part() -> None:
+    queue = Admission(1, 4, 60)
+    release = asyncio.Event()
+
+    async def hold(name: str) -> str:
+        try:
+            async with queue.acquire(Tenant(name)):
+                await release.wait()
+        except TritonOverloaded:
+            return "full"
+        return "answered"
+
+    async def came(name: str, count: int) -> list[asyncio.Task[str]]:
+        tasks = [asyncio.create_task(hold(name)) for _ in range(count)]
+        await settle()
+        return tasks
+
+    busy = await came("busy", 6)
+    other = await came("other", 3)
+    release.set()
+    assert [await task for task in busy] == ["answered"] * 5 + ["full"]
+    assert [await task for task in other] == ["answered"] * 2 + ["full"]
