@@ -104,7 +104,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "falcon_mamba": {"state_size": 16},
     "flex_olmo": _EXPERTS,
     "gemma": _HEADS,
-    "gemma2": {**_SLIDING, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 5.0},
+    "gemma2": {**_SLIDING, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 0.2},
     "gemma3_text": {**_SLIDING, "query_pre_attn_scalar": 16},
     "gemma3n_text": {
         **_SLIDING,
@@ -198,7 +198,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "encoder_ffn_dim": 96,
         "decoder_ffn_dim": 96,
     },
-    "vaultgemma": {**_SLIDING, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 5.0},
+    "vaultgemma": {**_SLIDING, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 0.5},
     "xglm": {"d_model": 64, "num_layers": 2, "attention_heads": 4, "ffn_dim": 96},
     "zamba2": {**_MAMBA, "layers_block_type": ["mamba", "hybrid"], "num_mem_blocks": 1},
 }

@@ -20,7 +20,7 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, FIFOScheduler
 
 from cog_triton.adapters.layers import CACHE_BYTES, Adapters, LoadedAdapter, import_peft
-from cog_triton.engines import base
+from cog_triton.engines import base, transformers_attention
 from cog_triton.engines.base import Engine, EngineError, GenerationRequest, Sink, Step
 from cog_triton.engines.guides import Guides
 from cog_triton.engines.kv_events import KvEvents
@@ -62,6 +62,7 @@ class TransformersEngine(Engine):
         asked = int(parameters["max_seq_len"]) if "max_seq_len" in parameters else None
         limit = context_length(model.config.to_dict(), asked, default=UNKNOWN_CONTEXT)
         self.context_length = limit
+        transformers_attention.register()
         batching = batching_config(model, limit, parameters)
         self._vocabulary = int(config.vocab_size)
         self.running: dict[str, Row] = {}

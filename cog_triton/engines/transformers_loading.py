@@ -14,6 +14,9 @@ _BATCHED_LAYERS = frozenset(("full_attention", "sliding_attention"))
 # Families whose class does not say what its attention can do. (Tested: tests/tiny_models.py.)
 _BATCHED_FAMILIES = frozenset(("biogpt",))
 _UNBATCHED_FAMILIES = frozenset(("doge", "nemotron"))
+# Families without SDPA that the eager attention of continuous batching is right for: others may have
+# sinks or caps that it does not know of.
+_EAGER_FAMILIES = frozenset(("gemma2", "gpt_oss", "vaultgemma"))
 
 
 def load_model(parameters: Mapping[str, str]) -> Any:
@@ -74,6 +77,8 @@ def batching_problem(config: Any, kind: Any) -> str | None:
         return "has an attention of its own"
     if not kind._supports_attention_backend and family not in _BATCHED_FAMILIES:
         return "has an attention of its own"
+    if not kind._supports_sdpa and family not in _EAGER_FAMILIES:
+        return "has an attention that SDPA lacks"
     rope = getattr(text, "rope_parameters", None) or {}
     if family == "phimoe" and rope.get("rope_type") == "longrope":
         return "scales its attention by the length of a whole batch (LongRoPE)"

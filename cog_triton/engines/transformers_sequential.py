@@ -115,7 +115,10 @@ class SequentialEngine(Engine):
             ids,
             attention_mask=torch.ones_like(ids),
             generation_config=GenerationConfig(
-                max_new_tokens=request.max_tokens, do_sample=False, pad_token_id=0
+                max_new_tokens=request.max_tokens,
+                do_sample=False,
+                pad_token_id=0,
+                decoder_start_token_id=self._start_id,
             ),
             logits_processor=[_Choice(self._processor, row)],
             stopping_criteria=[_Delivery(self, row)],

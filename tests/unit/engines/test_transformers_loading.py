@@ -3,14 +3,18 @@
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
-from cog_triton.engines.base import create_engine
+from cog_triton.engines.base import SamplingParams, create_engine
+from cog_triton.engines.transformers import TransformersEngine
 from cog_triton.engines.transformers_loading import load_model
 from tests.tiny_models import save_tiny_model
+from tests.unit.engines.conftest import running
 
 Weights = dict[str, torch.Tensor]
 
@@ -85,3 +89,23 @@ def test_tied_weights_and_parts_that_the_model_does_not_use_are_no_fault(tmp_pat
 def test_attention_is_what_the_class_has(architecture: str, attention: str, tmp_path: Path) -> None:
     model = load_model({"model": str(save_tiny_model(architecture, tmp_path)), "device": "cpu"})
     assert model.config._attn_implementation == attention
+
+
+@pytest.mark.parametrize("architecture", ["gemma2", "gpt_oss", "vaultgemma"])
+def test_eager_attention_in_a_batch_has_the_caps_and_sinks_of_the_model(
+    architecture: str, tmp_path: Path
+) -> None:
+    directory = save_tiny_model(architecture, tmp_path)
+    model: Any = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager")
+    prompts = [[*range(5, 15)], [*range(3, 61)], [7], [*range(9, 40)]]
+    parameters = {"engine": "transformers", "model": str(directory), "device": "cpu"}
+    with running(parameters) as engine:
+        assert isinstance(engine.engine, TransformersEngine)
+        greedy = SamplingParams(temperature=0.0)
+        streams = [engine.start(one, sampling=greedy, return_log_probs=True) for one in prompts]
+        for prompt, stream in zip(prompts, streams, strict=True):
+            ids = stream.wait().ids
+            with torch.no_grad():
+                logits = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
+            expected = logits.log_softmax(-1).gather(1, torch.tensor(ids).unsqueeze(-1)).squeeze(-1)
+            assert stream.log_probs == pytest.approx(expected.tolist(), abs=1e-3)
