@@ -59,6 +59,11 @@ _COUNTED = Counted(
     + ")",
     columns=", ".join(_BLOBS),
 )
+# What can make room for a new response of its key.
+_REMOVABLE = f"""
+    SELECT count(*), ifnull(sum({_COUNTED.size.format(row="responses")}), 0) FROM responses
+    WHERE owner = ? AND runner IS NULL
+"""
 SQL: Any = {**table("store.yaml"), "expiry": [_EXPIRE, _EXPIRE_LOG], "counted": [_COUNTED]}
 POLL_SECONDS = 0.1  # between two looks for the records of another process
 MOST_ITEMS = 100  # in a page
@@ -277,6 +282,33 @@ class Store(Jobs):
             response["store"] = False
             logger.warning("response %s is not kept: %s", response["id"], error)
 
+    async def check_room(self, stored_input: bytes) -> None:
+        """Raise 429 if a response with this input could not be kept, whatever makes room for it.
+
+        That is known before the answer is made; its length is not.
+        """
+        size = _ROW_BYTES + len(stored_input)
+        share = self.journal.share
+        if size > self.journal.most_bytes():
+            raise no_room(self.journal)
+        if share is None:
+            return
+        owner = current().key.name
+        usages = await self.journal.read(
+            "SELECT bytes, row_count FROM usage WHERE owner = ?", owner
+        )
+        if not usages:
+            return
+        (usage,) = usages
+        if usage.bytes + size <= share.bytes and usage.row_count < share.rows:
+            return
+        ((removable_rows, removable_bytes),) = await self.journal.read(_REMOVABLE, owner)
+        if (
+            usage.bytes - removable_bytes + size > share.bytes
+            or usage.row_count - removable_rows >= share.rows
+        ):
+            raise no_room(self.journal)
+
     def _insert(self, row: dict[str, Any], connection: sqlite3.Connection) -> None:
         self._make_room(row, connection)
         connection.execute(SQL["insert"], row)
@@ -391,6 +423,8 @@ async def create(body: ResponsesBody, store: FromApp) -> Response:
         return turn, response, stored(forms.input_items(body)) if kept else b""
 
     turn, response, items = await exchange.off_loop(prepared)
+    if body.store and kept and not body.background:
+        await store.check_room(items)
     if body.background:
         with served.answering():
             await store.add(body, response, turn.request, items)

@@ -601,3 +601,33 @@ async def test_lines_begin_one_at_a_time_when_the_event_loop_is_free(store: str)
                 turns.release()
                 backend.gate.release()
             await client.until(name, "completed")
+
+
+@pytest.mark.parametrize("what_is_full", ["rows", "bytes"])
+async def test_what_cannot_be_stored_is_refused_before_it_is_answered(
+    store: str, what_is_full: str
+) -> None:
+    settings = {"OPENAI_API_KEYS": TWO_KEYS, "STORE": store}
+    if what_is_full == "rows":
+        settings |= {"STORE_KEY_ROWS": "2"}
+    else:
+        settings |= {"STORE_MAX_BYTES": str(4 << 20), "STORE_KEY_PART": "0.1"}
+    backend = Backend(*CHUNKS, **settings)
+    async with Client(backend, "alice-key") as client:
+        if what_is_full == "rows":
+            assert (await client.upload(b"x")).status_code == 200  # one row, and one of its lines
+        asked: Any = {"input": "y" * 500_000, "store": True}
+        reply = await client.post("/v1/responses", json=asked)
+        assert reply.status_code == 429
+        assert reply.json()["error"]["code"] == "storage_limit_exceeded"
+        assert not backend.asked
+        reply = await client.post("/v1/responses", json={**asked, "store": None})
+        assert reply.status_code == 200
+
+
+async def test_responses_that_make_room_let_another_be_asked_for(store: str) -> None:
+    settings = {"OPENAI_API_KEYS": TWO_KEYS, "STORE_KEY_ROWS": "3"}
+    async with Client(Backend(*CHUNKS, STORE=store, **settings), "alice-key") as client:
+        for _ in range(5):
+            reply = await client.post("/v1/responses", json={"input": "x", "store": True})
+            assert reply.status_code == 200
