@@ -172,7 +172,7 @@ def test_an_abort_lets_in_what_waits_for_room(small: Crowded, prompts: list[list
 
     def abort_the_running() -> None:
         if not aborted.is_set():
-            for key in list(small.active):
+            for key in map(request_key, list(small.active)):
                 small.engine.abort(key)
                 del streams[key]
             aborted.set()
