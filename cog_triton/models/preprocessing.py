@@ -20,6 +20,9 @@ from cog_triton.text.tokenizer import Tokenizer, text_limits, vocabulary_size
 from cog_triton.text.words import Ids, WordTokenizer
 
 LONG_BYTES = 20_000  # of text, tokenized in about ten milliseconds; longer prompts delay no others
+# Each is looked for in the whole vocabulary, for up to 20 ms; requests with more words delay no others.
+FEW_WORDS = 8
+_WORDS_INPUTS = ("BAD_WORDS_DICT", "STOP_WORDS_DICT", "EMBEDDING_BIAS_WORDS")
 
 
 class Preprocessor:
@@ -232,25 +235,36 @@ class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         _, parameters = stub.begin(args)
         self._preprocessor = Preprocessor(stub.tokenizer(parameters), parameters)
-        # Tokenizers release Python's lock meanwhile.
+        # Tokenizers release Python's lock meanwhile, and the search for words lends it every 5 ms.
         self._long = ThreadPoolExecutor(1, thread_name_prefix="long-prompts")
+        self._many_words = ThreadPoolExecutor(1, thread_name_prefix="many-words")
 
     def execute(self, requests: list[Any]) -> list[Any]:
-        """Return the responses of a batch in one message; None for a long prompt, answered later."""
+        """Return the responses of a batch in one message; None for one that is answered later."""
         responses: list[Any] = []
         for request in requests:
             inputs = stub.arrays(request.inputs())
-            texts = [array.flat for array in inputs.values() if array.dtype == object]
-            if sum(map(len, chain.from_iterable(texts))) > LONG_BYTES:
-                self._long.submit(self._send, request, inputs)
-                responses.append(None)
-            else:
+            thread = self._thread_for(inputs)
+            if thread is None:
                 responses.append(self._response(request, inputs))
+            else:
+                thread.submit(self._send, request, inputs)
+                responses.append(None)
         return responses
 
     def finalize(self) -> None:
         self._long.shutdown()
+        self._many_words.shutdown()
         stub.forget_requests()
+
+    def _thread_for(self, inputs: Inputs) -> ThreadPoolExecutor | None:
+        """Return the thread that answers a request which takes long; None for one that does not."""
+        if sum(inputs[name].size for name in _WORDS_INPUTS if name in inputs) > FEW_WORDS:
+            return self._many_words
+        texts = [array.flat for array in inputs.values() if array.dtype == object]
+        if sum(map(len, chain.from_iterable(texts))) > LONG_BYTES:
+            return self._long
+        return None
 
     def _send(self, request: Any, inputs: dict[str, Array]) -> None:
         Client(request).send(self._response(request, inputs), last=True)

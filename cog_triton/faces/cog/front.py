@@ -68,12 +68,13 @@ class Answer(asyncio.StreamReader):
         self._streams = b"text/event-stream" in dict(headers).get(b"accept", b"")
         self._rest = bytearray()  # of an event that is not complete yet
         self._begun = False  # the head and the first event have come
+        self._ended = False
         self._texts: deque[tuple[int, str]] = deque()  # and how many characters are before each
         self._passed = self._cogs = self._events = 0  # characters, and events of output
 
     def show(self, before: int, text: str) -> None:
         """Take a text from the predictor; ``before`` is the number of characters before it."""
-        if self._streams:
+        if self._streams and not self._ended:
             self._texts.append((before, text))
             self._pass_on()
 
@@ -97,6 +98,10 @@ class Answer(asyncio.StreamReader):
             self._pass_on()
 
     def feed_eof(self) -> None:
+        """Take the end of the response, and again that of its connection."""
+        if self._ended:
+            return
+        self._ended = True
         super().feed_data(bytes(self._rest))
         super().feed_eof()
 

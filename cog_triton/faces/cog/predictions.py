@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 import orjson
+from pydantic_core import Url
 
 from cog_triton.errors import PromptTooLong
 from cog_triton.faces.cog.private_directory import PrivateDirectory, UnsafeDirectory
@@ -45,6 +46,7 @@ WEBHOOK_SECONDS = 3.0  # after the end, in which coglet calls a webhook, again w
 _IDENTIFIER = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,127}", re.ASCII)
 _LARGEST = 1 << 16  # bytes of a message
 _URL_CHARACTERS = 2048
+_NOT_IN_URLS = re.compile(r"[\x00-\x20\x7f]")
 WEBHOOK_EVENTS = ("start", "output", "logs", "completed")
 # What Cog's server needs of a large body. It sends its worker the field ``context`` too: one of 8 MB fails
 # there and takes a slot of predictions for good.
@@ -139,11 +141,14 @@ def _check_webhook(fields: dict[str, Any]) -> None:
 
 
 def _is_http_url(address: Any) -> bool:
+    """Return whether Cog's server can call an address; it would try a malformed one for minutes."""
     if not isinstance(address, str) or len(address) > _URL_CHARACTERS:
+        return False
+    if _NOT_IN_URLS.search(address):  # which parsers drop, each in its way
         return False
     try:
         parts = urlsplit(address)
-        _ = parts.port  # which raises ValueError if it is no port
+        Url(address)  # the parser of Cog's server, which refuses more names of hosts
     except ValueError:
         return False
     return parts.scheme in ("http", "https") and bool(parts.hostname)

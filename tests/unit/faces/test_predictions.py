@@ -94,6 +94,14 @@ def test_a_body_that_is_not_json(body: bytes) -> None:
         ({"webhook": "http://x:99999/"}, "webhook"),
         ({"webhook": "http://[::1/"}, "webhook"),
         ({"webhook": "http://x/" + "y" * 3000}, "webhook"),
+        ({"webhook": "http://a b/"}, "webhook"),
+        ({"webhook": "http://a\r\nX: y/"}, "webhook"),
+        ({"webhook": "http://x\0/"}, "webhook"),
+        ({"webhook": "http://x/\n"}, "webhook"),
+        ({"webhook": " http://x/"}, "webhook"),
+        ({"webhook": "http://1.2.3.4.5/"}, "webhook"),
+        ({"webhook": "http://%00/"}, "webhook"),
+        ({"webhook": "http://xn--/"}, "webhook"),
         ({"webhook_events_filter": "start"}, "webhook_events_filter"),
         ({"webhook_events_filter": ["begin"]}, "webhook_events_filter"),
         ({"webhook_events_filter": [["start"]]}, "webhook_events_filter"),
@@ -291,6 +299,15 @@ async def test_cancels_reach_a_predictor_that_listens(
         predictions.end("x", 200)
         predictions.begin("x")
     assert sent == [("cancel", "x"), ("cancel", "x"), ("forget", "x")]
+
+
+async def test_an_answer_ends_once() -> None:
+    answer = Answer(1 << 16, [(b"accept", b"text/event-stream")])
+    answer.feed_data(b"event: start\ndata: {}\n\n")
+    answer.feed_eof()
+    answer.show(0, "late")
+    answer.feed_eof()  # uvloop reports the end of the connection too
+    assert await answer.read() == b"event: start\ndata: {}\n\n"
 
 
 @pytest.mark.parametrize("case", CASES["answers"].values(), ids=CASES["answers"])

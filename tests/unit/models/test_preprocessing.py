@@ -1,6 +1,7 @@
 """Prompts and words to ids, and back; refusals are in tests/integration/test_malformed_requests.py."""
 
 import json
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,8 +10,15 @@ import numpy as np
 import pytest
 
 from cog_triton.errors import InvalidParameter
+from cog_triton.models import preprocessing, stub
 from cog_triton.models.postprocessing import decoded
-from cog_triton.models.preprocessing import Preprocessor, word_lists
+from cog_triton.models.preprocessing import (
+    FEW_WORDS,
+    LONG_BYTES,
+    Preprocessor,
+    TritonPythonModel,
+    word_lists,
+)
 from cog_triton.models.stub import Array
 from cog_triton.models.tensors import words_from_list
 from cog_triton.request.limits import WORD_IDS
@@ -18,6 +26,8 @@ from cog_triton.text.tokenizer import Tokenizer
 from cog_triton.text.words import WordTokenizer
 from cog_triton.wire import ADD_SPECIAL_TOKENS, CONTINUED, LOGIT_BIAS, PROMPT_IDS, ids_text
 from tests.support import load_cases
+from tests.unit.models.support import PbUtils, Sender
+from tests.unit.models.support import request as stub_request
 
 
 @pytest.fixture(scope="module")
@@ -266,3 +276,52 @@ def test_special_tokens_in_a_text(tokenizer: Tokenizer) -> None:
     assert tokenizer.eos_token_id == 2
     assert decoded(tokenizer, given).tolist() == [b"done"]
     assert decoded(tokenizer, given, skip_special_tokens=False).tolist() == [b"done</s>"]
+
+
+WORDS = [f"w{number}" for number in range(FEW_WORDS + 1)]
+SLOW_REQUESTS = {
+    "a long prompt": inputs("x" * (LONG_BYTES + 1)),
+    "bad words": inputs("x", BAD_WORDS_DICT=texts(WORDS)),
+    "stop words": inputs("x", STOP_WORDS_DICT=texts(WORDS)),
+    "biased words": inputs("x", EMBEDDING_BIAS_WORDS=texts(WORDS)),
+}
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        *((first, "a short prompt") for first in SLOW_REQUESTS),
+        ("a long prompt", "bad words"),
+        ("bad words", "a long prompt"),
+    ],
+)
+def test_a_request_that_takes_long_does_not_delay_others(
+    monkeypatch: pytest.MonkeyPatch, first: str, second: str
+) -> None:
+    slow = SLOW_REQUESTS[first]
+    next_one = SLOW_REQUESTS.get(second) or inputs("y")
+    released = threading.Event()
+
+    def preprocess(given: dict[str, Array], _: Any) -> dict[str, Array]:
+        if given["REQUEST_OUTPUT_LEN"] is slow["REQUEST_OUTPUT_LEN"]:
+            assert released.wait(30)
+        return {}
+
+    monkeypatch.setattr(stub, "pb_utils", PbUtils, raising=False)
+    monkeypatch.setattr(stub, "begin", lambda _: ({}, {}))
+    monkeypatch.setattr(stub, "tokenizer", lambda _: None)
+    monkeypatch.setattr(preprocessing, "Preprocessor", lambda *_: preprocess)
+    model = TritonPythonModel()
+    model.initialize({})
+    try:
+        waiting, answered = Sender(), Sender()
+        assert model.execute([stub_request(slow, [], waiting)]) == [None]
+        (response,) = model.execute([stub_request(next_one, [], answered)])
+        if response is None:
+            response, _ = answered.sent.get(timeout=30)
+        assert not response.has_error()
+        assert waiting.sent.empty()
+    finally:
+        released.set()
+        model.finalize()
+    assert not waiting.sent.get(timeout=30)[0].has_error()
