@@ -244,8 +244,9 @@ def _values_of(answers: Sequence[Sequence[Chunk]]) -> int:
     for chunks in answers:
         count += len(chunks)
         for chunk in chunks:
-            if chunk.log_probs:
-                count += len(chunk.log_probs) * (1 + len(chunk.log_probs[0].top))
+            for tokens in (chunk.log_probs, chunk.prompt_log_probs):
+                if tokens:
+                    count += len(tokens) * (1 + len(tokens[-1].top))
     return count
 
 

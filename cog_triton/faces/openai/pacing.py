@@ -1,4 +1,4 @@
-"""The pace of work that nobody waits for, so that it leaves the event loop to requests."""
+"""The pace of long work, so that it leaves the event loop to all requests."""
 
 import asyncio
 import time
@@ -26,6 +26,20 @@ class ThreadPace:
         if worked >= SLICE_SECONDS:
             time.sleep(worked * RESTS_PER_WORK)
             self._began = time.perf_counter()
+
+
+class Rounds:
+    """Lets one of many tasks with long steps go on in each round of the event loop.
+
+    Otherwise each of them takes its step in every round, and all other requests wait for all of them.
+    """
+
+    def __init__(self) -> None:
+        self._turn = asyncio.Lock()
+
+    async def wait_for_turn(self) -> None:
+        async with self._turn:
+            await asyncio.sleep(0)
 
 
 class LoopPace:

@@ -28,6 +28,7 @@ from cog_triton.errors import CogTritonError, shown
 from cog_triton.faces.openai.errors import RETRY_SECONDS, TABLES, ApiError, table
 from cog_triton.faces.openai.journal import Journal
 from cog_triton.faces.openai.keys import ANYBODY, Key, Quotas, configured_keys
+from cog_triton.faces.openai.pacing import Rounds
 from cog_triton.generation import Chunk
 from cog_triton.request.admission import Admission, Tenant
 from cog_triton.request.request import Request
@@ -222,6 +223,7 @@ class Served:
     draining: bool = False  # new requests are refused
     running: int = 0
     journal: Journal | None = None  # of the application, unless STORE=0
+    rounds: Rounds = field(default_factory=Rounds)  # of answers with log probabilities
 
     def __post_init__(self) -> None:
         self.settings, processes = self.backend.settings, self.backend.settings.openai_workers
@@ -233,10 +235,21 @@ class Served:
     def generate(self, requests: Sequence[Request]) -> list[Chunks]:
         """Start requests, under ids in Triton that begin with the client's, which may come again."""
         call, nonce, start = current(), secrets.token_hex(4), self.backend.generate
-        return [
-            call.observed(start(own, f"{call.id}-{nonce}-{number}", call.tenant(own)))
-            for number, own in enumerate(requests)
-        ]
+        answers: list[Chunks] = []
+        for number, own in enumerate(requests):
+            chunks = call.observed(start(own, f"{call.id}-{nonce}-{number}", call.tenant(own)))
+            answers.append(chunks if own.log_probs is None else self._by_turns(chunks))
+        return answers
+
+    async def _by_turns(self, chunks: Chunks) -> Chunks:
+        """Yield the chunks of an answer with log probabilities, those of one answer in a round of the loop.
+
+        Each token may have dozens of values, which take a hundred times as long as its text.
+        """
+        async with contextlib.aclosing(chunks):
+            async for chunk in chunks:
+                await self.rounds.wait_for_turn()
+                yield chunk
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -1,12 +1,18 @@
-"""The pace of batches beside an event loop that is busy or free."""
+"""The pace of batches and of long answers beside an event loop that is busy or free."""
 
 import asyncio
 import time
+from typing import Any
 
+import httpx
 import pytest
 
 from cog_triton.faces.openai import pacing
-from cog_triton.faces.openai.pacing import LoopPace, ThreadPace
+from cog_triton.faces.openai.app import create_app
+from cog_triton.faces.openai.pacing import LoopPace, Rounds, ThreadPace
+from cog_triton.generation import Chunk
+from cog_triton.wire import TokenLogProb
+from tests.unit.faces.openai.support import TEXT, served, talkative
 
 pytestmark = pytest.mark.anyio
 
@@ -49,3 +55,38 @@ async def test_tasks_begin_slowly_if_the_event_loop_is_never_free(
     monkeypatch.setattr(pacing, "LONGEST_WAIT", 0.01)
     pace = LoopPace()
     await asyncio.gather(*(pace.wait_for_turn() for _ in range(3)))
+
+
+async def test_one_of_many_long_steps_is_taken_in_each_round_of_the_event_loop() -> None:
+    rounds, number, taken = Rounds(), 0, list[int]()
+
+    async def step() -> None:
+        await rounds.wait_for_turn()
+        taken.append(number)
+
+    steps = [asyncio.create_task(step()) for _ in range(5)]
+    while not all(task.done() for task in steps):
+        await asyncio.sleep(0)
+        number += 1
+    assert len(set(taken)) == len(steps)
+
+
+@pytest.mark.parametrize("asked", [{}, {"logprobs": 5}], ids=["text", "log probabilities"])
+async def test_answers_with_log_probabilities_take_turns(asked: dict[str, Any]) -> None:
+    turns: list[None] = []
+    token = TokenLogProb(97, -1.0, ((97, -1.0),))
+    chunks = [
+        Chunk("a", count, 3, reason, ids=(97,), log_probs=(token,) if asked else ())
+        for count, reason in ((1, None), (2, None), (3, "stop"))
+    ]
+    application = served(talkative(*chunks))
+
+    async def noted() -> None:
+        turns.append(None)
+
+    application.rounds.wait_for_turn = noted  # type: ignore[method-assign]
+    transport = httpx.ASGITransport(create_app(application))
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        body = {"prompt": "xy", "n": 2, "stream": True, **asked}
+        assert (await client.post(TEXT, json=body)).status_code == 200
+    assert len(turns) == (2 * len(chunks) if asked else 0)
