@@ -205,16 +205,21 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 ENCODER_DECODERS = ("t5", "bart")
 
 
-def save_tiny_model(name: str, directory: Path, seed: int = 11, **changes: Any) -> Path:
-    """Save a random model of an architecture; weights so large that its answers are not one token."""
+def tiny_config(name: str, **changes: Any) -> Any:
+    """Return the configuration of an architecture, with changes."""
     architecture = name.partition(":")[0]
     values = {**_COMMON, **ARCHITECTURES[name], **changes}
     if architecture in ENCODER_DECODERS:
         values["num_key_value_heads"] = None
         for shared in ("num_attention_heads", "num_key_value_heads", "hidden_size"):
             values.pop(shared)
-    config = AutoConfig.for_model(architecture, **values)
-    kind = AutoModelForSeq2SeqLM if architecture in ENCODER_DECODERS else AutoModelForCausalLM
+    return AutoConfig.for_model(architecture, **values)
+
+
+def save_tiny_model(name: str, directory: Path, seed: int = 11, **changes: Any) -> Path:
+    """Save a random model of an architecture; weights so large that its answers are not one token."""
+    config = tiny_config(name, **changes)
+    kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     torch.manual_seed(seed)
     model = kind.from_config(config).float()
     generator = torch.Generator().manual_seed(seed)
