@@ -58,6 +58,10 @@ async def tokenize(body: fields.TokenizeBody, served: FromApp) -> Response:
     def answer() -> bytes:
         names = None
         if body.return_token_strs:
+            most_names = max(served.backend.context_length or 0, DETOKENIZED)
+            if len(tokens) > most_names:
+                text = f"return_token_strs is for at most {most_names} tokens, not {len(tokens)}"
+                raise invalid(text, "return_token_strs")
             names = served.backend.tokenizer.convert_ids_to_tokens(tokens)
         most = served.backend.context_length
         value = {"count": len(tokens), "max_model_len": most, "tokens": tokens}

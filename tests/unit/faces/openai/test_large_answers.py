@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from cog_triton.faces.openai import exchange
-from cog_triton.faces.openai.completions import ChoiceWriter
+from cog_triton.faces.openai.completions import DETOKENIZED, ChoiceWriter
 from cog_triton.generation import Chunk
 from cog_triton.wire import TokenLogProb
-from tests.unit.faces.openai.support import TEXT, Tokenizer, post, talkative
+from tests.unit.faces.openai.support import TEXT, Backend, Tokenizer, post, talkative
 
 TOP = tuple((97 + place, -1.0) for place in range(20))
 
@@ -50,3 +50,12 @@ def test_the_text_of_a_token_is_made_once() -> None:
     entries = exchange.chat_log_probs(tokenizer, [TokenLogProb(97, -1.0, TOP)] * 3)
     assert [entry["token"] for entry in entries] == ["a"] * 3
     assert len(asked) == len(TOP)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "status"), [(100, 200), (DETOKENIZED + 1, 400)], ids=["few", "many"]
+)
+def test_the_texts_of_tokens_are_had_of_so_many(tokens: int, status: int) -> None:
+    backend = Backend(MAX_SEQUENCE_LENGTH="1000")
+    asked = {"prompt": "a" * tokens, "add_special_tokens": False}
+    assert post(backend, "/tokenize", **asked, return_token_strs=True).status_code == status

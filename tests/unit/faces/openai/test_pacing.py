@@ -75,9 +75,11 @@ async def test_one_of_many_long_steps_is_taken_in_each_round_of_the_event_loop()
 async def test_answers_with_log_probabilities_take_turns(asked: dict[str, Any]) -> None:
     turns: list[None] = []
     token = TokenLogProb(97, -1.0, ((97, -1.0),))
+    values: Any = {"ids": (97,), "log_probs": (token,) if asked else ()}
     chunks = [
-        Chunk("a", count, 3, reason, ids=(97,), log_probs=(token,) if asked else ())
-        for count, reason in ((1, None), (2, None), (3, "stop"))
+        Chunk("a", 1, 3, **values),
+        Chunk("a", 2, 3, **values),
+        Chunk("a", 3, 3, "stop", **values),
     ]
     application = served(talkative(*chunks))
 
