@@ -48,6 +48,10 @@ WHITESPACE = " ?"
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _ONES = ("items", "additionalProperties")
+# The formats of texts that llguidance holds a text to. JSON Schema has all others be annotations.
+_FORMATS = frozenset(
+    ("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid")
+)
 # With these a part of a schema describes a part of an object, or what it must not be: each stays open.
 _PARTED = {"not", "if", "oneOf", "dependencies", "dependentSchemas", "dependentRequired"}
 _PARTED |= {"unevaluatedProperties"}
@@ -87,6 +91,8 @@ def without_others(text: str) -> str:
         for node in nodes:
             if isinstance(node.get("pattern"), str):
                 node["pattern"] = ascii_classes(node["pattern"])
+            if isinstance(node.get("format"), str) and node["format"] not in _FORMATS:
+                del node["format"]
         if not any(map(_is_parted, nodes)):
             for node in filter(_may_be_closed, nodes):
                 node["additionalProperties"] = False

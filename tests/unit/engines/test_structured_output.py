@@ -12,6 +12,7 @@ from unittest.mock import Mock
 import jsonschema  # type: ignore[import-untyped, unused-ignore]
 import pytest
 import tokenizers
+from llguidance import LLMatcher, LLTokenizer
 from transformers import PreTrainedTokenizerFast
 
 from cog_triton.engines.base import EngineError, GenerationRequest, SamplingParams
@@ -247,3 +248,25 @@ def test_what_may_have_other_properties_stays_as_it_is(schema: Any) -> None:
 @pytest.mark.parametrize("text", ["{", "", '{"properties": {"a": {"maximum": 1e999}}}'])
 def test_what_is_not_a_schema_stays_as_it_is(text: str) -> None:
     assert without_others(text) == text
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "fits"),
+    [
+        ("path", "any/text at all", True),
+        ("password", "x", True),
+        ("cuid2", "x", True),
+        ("date", "2026-11-28", True),
+        ("date", "tomorrow", False),
+    ],
+)
+def test_a_format_that_is_not_known_is_an_annotation(name: str, text: str, fits: bool) -> None:
+    properties = {"a": {"type": "string", "format": name}}
+    nested = {"type": "object", "properties": properties}
+    defined = {"$defs": properties, **properties["a"]}
+    for schema in (nested, defined):
+        compiled = grammar(Guide(GuideKind.JSON_SCHEMA, json.dumps(schema)))
+        assert LLMatcher.validate_grammar(compiled) == ""
+    string = json.dumps(properties["a"])
+    matcher = LLMatcher(LLTokenizer("byte"), grammar(Guide(GuideKind.JSON_SCHEMA, string)))
+    assert matcher.consume_tokens(list(json.dumps(text).encode())) is fits
