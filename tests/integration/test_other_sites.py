@@ -147,6 +147,8 @@ def running_prediction(ports: Ports) -> dict[str, Any]:
     reply = httpx.post(f"{ports.cog.url}/v1/predictions", json=body, trust_env=False, timeout=60)
     assert reply.status_code == 201, reply.text
     prediction: dict[str, Any] = reply.json()
+    wait_until(lambda: prediction["id"] in ports.cog.log.read_text(), 60, "the line of its start")
+    wait_until(lambda: ports.cog.engine["active"] == 1, 60, "its start in the engine")
     return prediction
 
 
@@ -181,7 +183,8 @@ def test_a_foreign_page_starts_cancels_and_ends_nothing(
     # The one that runs, and for a moment a probe of the health check.
     wait_until(lambda: ports.cog.engine["active"] == 1, 60, "nothing but the one that runs")
     log = ports.cog.log.read_text()[log_size:]
-    assert "Starting prediction" not in log
+    started = [line for line in log.splitlines() if "Starting prediction" in line]
+    assert [line for line in started if prediction["id"] not in line] == []
     assert not [line for line in log.splitlines() if "/v1/" in line]  # OpenAI's API has a line each
     # Nor was the one that runs cancelled, or the server ended.
     urls = prediction["urls"]

@@ -224,9 +224,8 @@ class Front:
                 message["headers"] = [*message["headers"], (b"connection", b"close")]
             await send(message)
 
-        scope["app"] = (
-            self  # for which routes raise HTTPException in place of answering with a text
-        )
+        # With an application in the scope, routes raise HTTPException in place of answering with a text.
+        scope["app"] = self
         with contextlib.suppress(ClientDisconnect):
             try:
                 check_content_type(scope)
@@ -236,9 +235,9 @@ class Front:
 
     async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
         request, predictions = Request(scope, receive), self.predictions
+        body = await request.body()  # first, so that its sender is held to the limits of requests
         if is_replicates(scope["path"]):
             raise Refusal(404, f"there is no route {request.method} {shown(scope['path'])}")
-        body = await request.body()
         query = scope["query_string"]
         target = (scope["raw_path"] + (b"?" + query if query else b"")).decode("latin-1")
         passage = await off_loop(len(body), predictions.check, request.method, target, body)
