@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 Turn = dict[str, Any]
+Arguments = str | dict[str, str]
 # Renders turns by the template, or returns None where the template refuses them.
 Render = Callable[[Sequence[Mapping[str, Any]]], str | None]
 
@@ -27,8 +28,6 @@ _QUESTION = "The text of a question."
 _ANSWER = "The text of an answer."
 _RESULT = "The result of a call."
 _MORE = "The text of one more question."
-_ARGUMENTS = {"place": "here"}
-_PYTHONS = repr(_ARGUMENTS)
 
 
 @dataclass(frozen=True)
@@ -43,8 +42,6 @@ class TemplateTraits:
     assistant_first: bool = True
     user_behind_tool: bool = True  # without an answer between them
     long_call_ids: bool = True  # not only those of nine letters and digits
-    argument_objects: bool = True  # arguments of calls as objects
-    argument_texts: bool = True  # arguments of calls as texts
 
 
 def probe(render: Render) -> TemplateTraits:
@@ -61,16 +58,11 @@ def probe(render: Render) -> TemplateTraits:
     more = _turn("user", _MORE)
     if not keeps([question], _QUESTION):
         return TemplateTraits()  # it needs what only a real request has
-    called = _called("abcdefgh1", _ARGUMENTS)
-    called_by_text = _called("abcdefgh1", json.dumps(_ARGUMENTS))
-    by_object = render([question, *called, answer])
-    # Some templates write an object as Python does, which is no JSON.
-    takes_objects = by_object is not None and _RESULT in by_object and _PYTHONS not in by_object
-    takes_texts = keeps([question, *called_by_text, answer], _RESULT)
-    takes_calls = takes_objects or takes_texts
-    if not takes_objects:
-        called = called_by_text
-    arguments = called[0]["tool_calls"][0]["function"]["arguments"]
+    arguments: Arguments = {"place": "here"}
+    if not keeps([question, *_called("abcdefgh1", arguments), answer], _RESULT):
+        arguments = json.dumps(arguments)
+    called = _called("abcdefgh1", arguments)
+    takes_calls = keeps([question, *called, answer], _RESULT)
     long_id = _called("call_0123456789abcdef", arguments)
     return TemplateTraits(
         system_turn=keeps([system, question], _SYSTEM),
@@ -85,8 +77,6 @@ def probe(render: Render) -> TemplateTraits:
         # A template that takes no calls at all shows nothing about them.
         user_behind_tool=not takes_calls or keeps([question, *called, more], _RESULT, _MORE),
         long_call_ids=not takes_calls or keeps([question, *long_id, answer], _RESULT),
-        argument_objects=not takes_calls or takes_objects,
-        argument_texts=not takes_calls or takes_texts,
     )
 
 
@@ -94,7 +84,7 @@ def _turn(role: str, content: str) -> Turn:
     return {"role": role, "content": content}
 
 
-def _called(identifier: str, arguments: str | dict[str, str]) -> list[Turn]:
+def _called(identifier: str, arguments: Arguments) -> list[Turn]:
     """Return an assistant's call of a tool, and its result."""
     function = {"name": "look", "arguments": arguments}
     call = {"id": identifier, "type": "function", "function": function}
@@ -126,10 +116,6 @@ def fitted(turns: Sequence[Mapping[str, Any]], traits: TemplateTraits) -> list[T
         result = _beginning_with_user(result)
     if not traits.long_call_ids:
         result = [_with_short_ids(turn) for turn in result]
-    if not traits.argument_objects:
-        result = [_with_calls(turn, _with_text) for turn in result]
-    elif not traits.argument_texts:
-        result = [_with_calls(turn, _with_object) for turn in result]
     return result
 
 
@@ -234,49 +220,16 @@ def _with_short_ids(turn: Mapping[str, Any]) -> Turn:
     copy = dict(turn)
     if isinstance(copy.get("tool_call_id"), str):
         copy["tool_call_id"] = _short_id(copy["tool_call_id"])
-    return _with_calls(copy, _with_short_id)
-
-
-def _with_calls(turn: Mapping[str, Any], change: Callable[[Mapping[str, Any]], Any]) -> Turn:
-    """Return a turn whose calls are changed; what is no object is left to the template."""
-    copy = dict(turn)
     calls = copy.get("tool_calls")
     if isinstance(calls, list):
-        copy["tool_calls"] = [change(call) if isinstance(call, Mapping) else call for call in calls]
+        copy["tool_calls"] = [_with_short_id(call) for call in calls]
     return copy
 
 
-def _with_short_id(call: Mapping[str, Any]) -> Mapping[str, Any]:
-    if isinstance(call.get("id"), str):
+def _with_short_id(call: Any) -> Any:
+    if isinstance(call, Mapping) and isinstance(call.get("id"), str):
         return {**call, "id": _short_id(call["id"])}
     return call
-
-
-def _with_text(call: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a call whose arguments are the text of an object."""
-    arguments = _arguments(call)
-    return _with_arguments(call, arguments if isinstance(arguments, str) else json.dumps(arguments))
-
-
-def _with_object(call: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a call whose arguments are an object; a text that is not one becomes a value of it."""
-    arguments = _arguments(call)
-    return _with_arguments(
-        call, arguments if isinstance(arguments, Mapping) else {"arguments": arguments}
-    )
-
-
-def _arguments(call: Mapping[str, Any]) -> Any:
-    function = call.get("function")
-    arguments = function.get("arguments") if isinstance(function, Mapping) else None
-    return {} if arguments is None else arguments
-
-
-def _with_arguments(call: Mapping[str, Any], arguments: Any) -> Mapping[str, Any]:
-    function = call.get("function")
-    if not isinstance(function, Mapping):
-        return call
-    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _short_id(identifier: str) -> str:

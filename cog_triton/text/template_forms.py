@@ -40,6 +40,7 @@ class TemplateForms:
     user: ContentForms
     assistant: ContentForms
     arguments_as_text: bool = False  # of calls; not as objects
+    arguments_as_object: bool = False  # of calls; not as texts
 
     def of_role(self, role: str) -> ContentForms:
         forms = {"system": self.system, "developer": self.system, "assistant": self.assistant}
@@ -59,6 +60,7 @@ def probe(render: Render) -> TemplateForms:
             render, lambda content: [question, _turn("assistant", content), question]
         ),
         arguments_as_text=_reads_arguments_as_text(render, question),
+        arguments_as_object=_reads_arguments_as_object(render, question),
     )
 
 
@@ -84,10 +86,8 @@ def _reads_arguments_as_text(render: Render, question: Turn) -> bool:
     """Return whether a call's arguments come out as JSON only if the template gets them as a text."""
 
     def keeps(arguments: Any) -> bool:
-        function = {"name": _NAME, "arguments": arguments}
-        call = {"id": "abcdefgh1", "type": "function", "function": function}
-        prompt = render([question, {**_turn("assistant", ""), "tool_calls": [call]}])
-        if prompt is None or _NAME not in prompt or _VALUE not in prompt:
+        prompt = _with_call(render, question, arguments)
+        if prompt is None or _VALUE not in prompt:
             return False
         printed_object = f"{{'{_ARGUMENT}': '{_VALUE}'}}" in prompt
         quoted_text = f'{{\\"{_ARGUMENT}\\"' in prompt
@@ -97,12 +97,30 @@ def _reads_arguments_as_text(render: Render, question: Turn) -> bool:
     return not keeps(arguments) and keeps(json.dumps(arguments))
 
 
+def _reads_arguments_as_object(render: Render, question: Turn) -> bool:
+    """Return whether a template fails where a call's arguments are a text."""
+    arguments = {_ARGUMENT: _VALUE}
+    return (
+        _with_call(render, question, arguments) is not None
+        and _with_call(render, question, json.dumps(arguments)) is None
+    )
+
+
+def _with_call(render: Render, question: Turn, arguments: Any) -> str | None:
+    """Return the prompt with a call; None where the template refuses it."""
+    function = {"name": _NAME, "arguments": arguments}
+    call = {"id": "abcdefgh1", "type": "function", "function": function}
+    return render([question, {**_turn("assistant", ""), "tool_calls": [call]}])
+
+
 def in_its_forms(turn: Mapping[str, Any], forms: TemplateForms) -> Turn:
     """Return a turn with its content and its calls in forms that the template reads."""
     result = {**turn, "content": _content(turn["content"], forms.of_role(turn["role"]))}
     calls = turn.get("tool_calls")
     if isinstance(calls, list) and forms.arguments_as_text:
         result["tool_calls"] = [_with_text(call) for call in calls]
+    elif isinstance(calls, list) and forms.arguments_as_object:
+        result["tool_calls"] = [_with_object(call) for call in calls]
     return result
 
 
@@ -125,8 +143,26 @@ def _content(content: Any, forms: ContentForms) -> Any:
 
 
 def _with_text(call: Any) -> Any:
+    """Return a call whose arguments are a text; without any, that of an empty object."""
     match call:
-        case {"function": {"arguments": dict() as arguments} as function}:
-            text = json.dumps(arguments, ensure_ascii=False)
+        case {"function": {"arguments": str()}}:
+            return call
+        case {"function": dict() as function}:
+            text = json.dumps(function.get("arguments") or {}, ensure_ascii=False)
             return {**call, "function": {**function, "arguments": text}}
+    return call
+
+
+def _with_object(call: Any) -> Any:
+    """Return a call whose arguments are an object; a text that is none becomes a value of it.
+
+    Agents send back what a model wrote, also where it was cut off.
+    """
+    match call:
+        case {"function": {"arguments": dict()}}:
+            return call
+        case {"function": dict() as function}:
+            arguments = function.get("arguments")
+            value = {} if arguments is None else {"arguments": arguments}
+            return {**call, "function": {**function, "arguments": value}}
     return call

@@ -229,6 +229,40 @@ def test_arguments_come_in_the_form_that_the_template_reads(
     assert f'{expected}{{"city": "Łódź"}}' in prompt
 
 
+OBJECTS = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "{% for name, value in c.function.arguments|items %}[{{ name }}={{ value }}]{% endfor %}"
+    "{% endfor %}{% endfor %}"
+)
+# As DeepSeek's, which puts texts together.
+TEXTS = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "{{ '[' + c.function.arguments + ']' }}{% endfor %}{% endfor %}"
+)
+PYTHONS = TEXTS.replace("{{ '[' + c.function.arguments + ']' }}", "[{{ c.function.arguments }}]")
+
+
+@pytest.mark.parametrize(
+    ("template", "arguments", "written"),
+    [
+        pytest.param(OBJECTS, {"a": 1}, "[a=1]", id="objects"),
+        pytest.param(OBJECTS, '{"a": ', '[arguments={"a": ]', id="objects, a text cut off"),
+        pytest.param(OBJECTS, "null", "[arguments=null]", id="objects, a text that is no object"),
+        pytest.param(OBJECTS, None, "", id="objects, none"),
+        pytest.param(TEXTS, {"a": 1}, '[{"a": 1}]', id="texts"),
+        pytest.param(TEXTS, '{"a": ', '[{"a": ]', id="texts, a text cut off"),
+        pytest.param(TEXTS, None, "[{}]", id="texts, none"),
+        pytest.param(PYTHONS, {"a": 1}, '[{"a": 1}]', id="a template that would write Python"),
+    ],
+)
+def test_arguments_that_are_no_object_have_the_form_that_the_template_needs(
+    tokenizer: Any, template: str, arguments: Any, written: str
+) -> None:
+    call = {"id": "a", "function": {"name": "look", "arguments": arguments}}
+    messages = [USER, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    assert render(tokenizer, template, messages) == f"<user>Hi<assistant>{written}"
+
+
 def model_with(directory: Path, demo_model: Path, **files: str) -> Any:
     """The demo model's tokenizer without its chat template, and with other files."""
     shutil.copytree(demo_model, directory, ignore=lambda *_: ["chat_template.jinja"])

@@ -173,40 +173,6 @@ def test_ids_of_another_server_are_shortened_alike_in_calls_and_results() -> Non
     assert call["tool_calls"][0]["id"] == result["tool_call_id"] == "abcdefgh1"
 
 
-OBJECTS = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}"
-    "{% for name, value in c.function.arguments|items %}[{{ name }}={{ value }}]{% endfor %}"
-    "{% endfor %}{% endfor %}"
-)
-# As DeepSeek's, which puts texts together.
-TEXTS = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}"
-    "{{ '[' + c.function.arguments + ']' }}{% endfor %}{% endfor %}"
-)
-PYTHONS = TEXTS.replace("{{ '[' + c.function.arguments + ']' }}", "[{{ c.function.arguments }}]")
-
-
-@pytest.mark.parametrize(
-    ("template", "arguments", "written"),
-    [
-        pytest.param(OBJECTS, {"a": 1}, "[a=1]", id="objects"),
-        pytest.param(OBJECTS, '{"a": ', '[arguments={"a": ]', id="objects, a text cut off"),
-        pytest.param(OBJECTS, "null", "[arguments=null]", id="objects, a text that is no object"),
-        pytest.param(OBJECTS, None, "", id="objects, none"),
-        pytest.param(TEXTS, {"a": 1}, '[{"a": 1}]', id="texts"),
-        pytest.param(TEXTS, '{"a": ', '[{"a": ]', id="texts, a text cut off"),
-        pytest.param(TEXTS, None, "[{}]", id="texts, none"),
-        pytest.param(PYTHONS, {"a": 1}, '[{"a": 1}]', id="a template that would write Python"),
-    ],
-)
-def test_arguments_have_the_form_that_the_template_needs(
-    template: str, arguments: Any, written: str
-) -> None:
-    call = {"id": "a", "function": {"name": "look", "arguments": arguments}}
-    turns = [user("x"), {"role": "assistant", "content": "", "tool_calls": [call]}]
-    assert rendered(template, turns) == f"<user>x<assistant>{written}"
-
-
 @pytest.mark.parametrize("calls", [[], None], ids=["empty", "null"])
 def test_no_calls_are_no_field(calls: Any) -> None:
     turn = {**assistant("a"), "tool_calls": calls}
