@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from cog_triton.deployment.preparation import Values, merge, resolve_engine, template_values
+from cog_triton.deployment.running import STARVED
+from cog_triton.errors import TritonStartError
 from cog_triton.repository.fill import fill_repository
 from cog_triton.server.command import Launch
 from cog_triton.server.tritonserver import TritonServer
@@ -40,10 +42,23 @@ def make_server(
     return TritonServer(repository, directory, settings, temporary, launch or Launch())
 
 
+def start(server: TritonServer) -> None:
+    """Starts a server; as a deployment does, again where the machine is too busy for Triton's patience."""
+    for _ in range(4):
+        try:
+            server.start()
+            return
+        except TritonStartError as error:
+            if not STARVED.search(str(error)):
+                raise
+            server.stop()
+    server.start()
+
+
 @contextmanager
 def running(server: TritonServer) -> Iterator[TritonServer]:
     """The server, started, and stopped at the end."""
-    server.start()
+    start(server)
     try:
         yield server
     finally:

@@ -20,7 +20,7 @@ import tritonclient.grpc
 from cog_triton.errors import TritonStartError
 from cog_triton.server.command import Launch
 from cog_triton.server.tritonserver import TritonServer
-from tests.integration.conftest import ANY_PORTS, make_server, running, settings_for
+from tests.integration.conftest import ANY_PORTS, make_server, running, settings_for, start
 from tests.integration.test_recovery import part
 from tests.support import (
     SHARED_MEMORY,
@@ -103,7 +103,7 @@ def test_a_stop_is_quick_leaves_nothing_and_may_be_repeated(
 ) -> None:
     server = make_server(settings_for(demo_model, ENGINE="simulated"), tmp_path)
     server.stop()
-    server.start()
+    start(server)
     assert server.is_ready()
     assert regions(server)
     with caplog.at_level(logging.DEBUG, "tritonserver"):
@@ -122,7 +122,7 @@ def test_a_stop_lets_requests_end_and_does_not_wait_for_clients_that_are_gone(
     """The requests of those run on in Triton, which would wait for minutes of tokens."""
     slowly = {"SIMULATED_INTER_TOKEN_MS": "20", "TRITON_STOP_TIMEOUT": "100"}
     server = make_server(settings_for(demo_model, ENGINE="simulated", **slowly), tmp_path)
-    server.start()
+    start(server)
     for _ in range(8):
         with stream(server, tokens=5000) as response:
             next(response.iter_lines())
