@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import logging
-import re
 import secrets
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -27,6 +26,7 @@ from cog_triton.generation import Chunk
 from cog_triton.request.request import Request
 from cog_triton.text.tokenizer import Tokenizer
 from cog_triton.web import bodies
+from cog_triton.web.origin import is_json
 from cog_triton.wire import TokenLogProb
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,6 @@ LARGE_BODY = bodies.LARGE_BYTES
 MOST_VALUES_ON_LOOP = 2000  # of a whole response that is made without a thread
 TOKEN_TEXTS = 1 << 16  # that are kept
 ERRORS, MESSAGE_ERRORS, STREAMED = TABLES["responses"]  # of routes, in /openapi.json
-_JSON_TYPE = re.compile(r"application/([\w.+-]+\+)?json[ \t]*(;|$)", re.IGNORECASE)
 _NEEDS_OBJECT = "the body must be a JSON object, sent with Content-Type: application/json"
 _T = TypeVar("_T")
 _B = TypeVar("_B", bound=Body)
@@ -57,7 +56,7 @@ class BodyRoute(APIRoute):
                 return Response(status_code=CLIENT_GONE)  # for the log; nobody reads it
             if not (kind := request.headers.get("content-type")):
                 raise invalid(_NEEDS_OBJECT)
-            if not _JSON_TYPE.match(kind):
+            if not is_json(kind):
                 text = f"the body must have Content-Type: application/json, not {shown(kind)}"
                 raise ApiError(415, text, code="unsupported_content_type")
             current().large = len(raw) >= LARGE_BODY

@@ -11,7 +11,6 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter
 from pydantic import Discriminator, Field, Tag
 
-from cog_triton.errors import shown
 from cog_triton.faces.openai import exchange, turns
 from cog_triton.faces.openai.errors import MESSAGES_PATH, TABLES, ApiError, invalid
 from cog_triton.faces.openai.fields import Asking, Body, Bounded, ChatBody, Name, Texts
@@ -25,7 +24,6 @@ MESSAGE, BLOCKS = TABLES["message"], TABLES["message_blocks"]
 # the engine from sharing the prefix of the prompts of a session.
 BILLING_LINE = "x-anthropic-billing-header:"
 ANTHROPIC_MODELS = "claude-"  # begins the names of Anthropic's models
-LEFT_OUT = "[{kind} left out: this model reads text only]"
 
 
 class ContentBlock(Body):
@@ -280,7 +278,7 @@ def _block_text(body: CountBody, block: ContentBlock) -> str:
     if block.type == "search_result" and isinstance(block.content, list):
         return "\n".join([block.title or "", *(_block_text(body, part) for part in block.content)])
     _leave_out(body, f"content of type {block.type}")
-    return LEFT_OUT.format(kind=shown(block.type))
+    return turns.left_out_text(block.type)
 
 
 class MessageWriter:

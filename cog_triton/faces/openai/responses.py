@@ -94,7 +94,6 @@ _FOREIGN_ENDINGS = ("_call", "_call_output", "_output", "_list_tools")
 _FOREIGN_BEGINNING = "mcp_"
 _CALLS = frozenset({"function_call", "custom_tool_call", "local_shell_call"})
 _OUTPUTS = frozenset({"function_call_output", "custom_tool_call_output", "local_shell_call_output"})
-_LEFT_OUT = "[{kind} left out: this model reads text only]"
 
 
 def chat_body(body: ResponsesBody) -> fields.ChatBody:
@@ -200,7 +199,7 @@ def _output_text(item: InputItem, body: ResponsesBody) -> str:
             texts.append(part.text or part.refusal or "")
         else:
             body.leave_out(f"content of type {part.type}")
-            texts.append(_LEFT_OUT.format(kind=shown(part.type)))
+            texts.append(turns.left_out_text(part.type))
     return "\n".join(texts)
 
 

@@ -193,6 +193,11 @@ def joined_text(content: Any, kinds: Collection[str], place: str, param: str | N
     return "\n".join(part.text or getattr(part, "refusal", None) or "" for part in content)
 
 
+def left_out_text(kind: str) -> str:
+    """Return the words that stand for a part of a content which a model of text cannot read."""
+    return f"[{shown(kind)} left out: this model reads text only]"
+
+
 def function(**values: Any) -> dict[str, Any]:
     """Return a function as chats have it: that of a tool, of a choice, or of a call."""
     return {"type": "function", "function": values}
