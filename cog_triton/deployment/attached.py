@@ -69,7 +69,7 @@ async def attach(
         f"the Triton at {address}",
         context_length=context,
         end_tokens=announcement.texts_of(end_tokens, tokenizer),
-        template=announcement.template_of(tokenizer, settings.chat_template),
+        template=announcement.template_of(settings, tokenizer),
     )
     if announce:
         announcement.logger.info("%s", described.line())

@@ -20,7 +20,7 @@ from cog_triton.generation import Chunk, generate
 from cog_triton.request.admission import STOPPING, Admission, Outcome, Tenant
 from cog_triton.request.request import Request, request_parameters
 from cog_triton.settings import Settings
-from cog_triton.text.chat import has_chat_template, set_chat_template
+from cog_triton.text.chat import set_chat_template
 from cog_triton.text.end_tokens import EndTokens, tokenizer_end_id
 from cog_triton.text.tokenizer import Tokenizer, load_tokenizer, text_limits, without_torch
 
@@ -59,14 +59,8 @@ class Deployment:
 
     @property
     def chat_template_for_prompts(self) -> bool:
-        """Whether a prompt becomes a user's message, unless a request has a template of its own.
-
-        The demo model was trained on questions as they are, too, and the pages show its answers to these.
-        """
-        if self.settings.prompt_template is not None:
-            return False
-        demo = Path(self.settings.tokenizer_dir, "demo.json").is_file()
-        return has_chat_template(self.tokenizer) and not demo
+        """Whether a prompt becomes a user's message, unless a request has a template of its own."""
+        return announcement.uses_chat_template_for_prompts(self.settings, self.tokenizer)
 
     @classmethod
     async def start(cls, settings: Settings) -> "Deployment":
@@ -98,7 +92,7 @@ class Deployment:
             described = announcement.served(
                 *(name, engine, llm, tokenizer, end_tokens),
                 context_length=context_length,
-                chat_template=settings.chat_template,
+                template=announcement.template_of(settings, tokenizer),
             )
             announcement.logger.info("%s", described.line())
             streams = ResumingClient(

@@ -67,7 +67,7 @@ def _convert_in_process(file: Path, directory: Path) -> None:
             f"{file} is a GGUF file, which takes the packages torch, transformers and gguf to read: "
             f"{' and '.join(missing)} cannot be imported (pip install 'cog-triton[local]')"
         )
-    logger.info("converting %s to safetensors, once; this may take minutes", file)
+    logger.info("converting %s, once, which may take minutes", file.name)
     command = [sys.executable, "-m", "cog_triton.weights.gguf", str(file), str(directory)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:

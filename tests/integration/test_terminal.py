@@ -177,7 +177,7 @@ def test_serve_on_a_terminal_from_its_start_to_ctrl_c(demo_model: Path, tmp_path
         shown = re.sub(r"\x1b\[\d*[mK]", "", terminal.text).splitlines()
         own = [line for line in shown[:-2] if "removing what a server left" not in line]
         (what,) = [line for line in own if line.startswith("serving ")]
-        assert what.endswith("; chat template of the tokenizer")
+        assert what.endswith("; chat template of the tokenizer for messages, prompts as they are")
         own.remove(what)
         assert [re.sub(r"\d+\.\d s", "N s", line) for line in sorted(own)] == [
             "model in place in N s",
@@ -296,7 +296,7 @@ def test_predict_in_a_pipe_prints_the_answer_alone(demo_model: Path) -> None:
     what, seed, figures = done.stderr.splitlines()
     assert re.fullmatch(
         r"serving \S+ \(llama, \d+K parameters\) on transformers, cpu, float32; "
-        r"context 2,048; ends at </s>; chat template of the tokenizer",
+        r"context 2,048; ends at </s>; chat template of the tokenizer for messages, prompts as they are",
         what,
     )
     assert seed == "Random seed used: 0"

@@ -59,11 +59,13 @@ async def _serve(
     listener: socket.socket,
 ) -> int:
     server: InProcess | Workers
+    chat = False
     async with contextlib.AsyncExitStack() as stack:
         if endpoint is None:
             deployment = await Deployment.start(with_fixed_port(settings))
             stack.push_async_callback(deployment.stop)
             server = server_of(deployment, names, listener)
+            chat = deployment.chat_template_for_prompts
         else:
             address, limit = address_of(endpoint), settings.max_sequence_length
             length = context_length({"model": settings.tokenizer_dir, "max_seq_len": limit})
@@ -73,7 +75,7 @@ async def _serve(
                 attached = await attach(settings, address, triton_model, length)
                 stack.push_async_callback(attached.stop)
                 server = InProcess(Served(attached, names), listener)
-        text = invitation(settings, names[0], url_of(listener))
+        text = invitation(settings, names[0], url_of(listener), chat=chat)
         return await run_until_signal(server, listener, lambda: print(text, flush=True))
 
 
@@ -306,13 +308,23 @@ def url_of(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def invitation(settings: Settings, model: str, url: str) -> str:
-    """Return the text of a server that is ready: the page's address, and a command to try."""
+def invitation(settings: Settings, model: str, url: str, *, chat: bool) -> str:
+    """Return the text of a server that is ready: the page's address, and a command to try.
+
+    Args:
+        chat: whether the model wants its chat template around a question.
+    """
     page = f", with a page to chat at {url}/" if settings.chat_page else ""
     key = ' -H "Authorization: Bearer $OPENAI_API_KEY"' if configured_keys(settings) else ""
-    body = json.dumps({"model": model, "prompt": "What is a KV cache?", "max_tokens": 64})
+    question = "What is a KV cache?"
+    body: dict[str, object] = {"model": model, "prompt": question, "max_tokens": 64}
+    path = "completions"
+    if chat:
+        messages = [{"role": "user", "content": question}]
+        body = {"model": model, "messages": messages, "max_tokens": 64}
+        path = "chat/completions"
     return (
         f"ready: {url}{page} (Ctrl-C stops it); try\n"
-        f"  curl -s {url}/v1/completions -H 'Content-Type: application/json'{key} "
-        f"-d {shlex.quote(body)}"
+        f"  curl -s {url}/v1/{path} -H 'Content-Type: application/json'{key} "
+        f"-d {shlex.quote(json.dumps(body))}"
     )

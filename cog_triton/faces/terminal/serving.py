@@ -68,8 +68,10 @@ class LogReader:
         return line
 
 
-# The logger of the line that says what is served; other lines of a start pass.
+# The loggers of the line that says what is served, and of the one that says why a start takes minutes;
+# other lines of a start pass.
 ANNOUNCEMENT = "cog_triton.deployment.announcement"
+CONVERSION = "cog_triton.weights.gguf"
 
 
 class Report(logging.Handler):
@@ -109,7 +111,7 @@ class Report(logging.Handler):
             elif not _REPEATED.search(text):
                 brief = _OF_TRITON.fullmatch(text)
                 self.write(self._labelled(level, brief[2] if brief else text))
-        elif name == ANNOUNCEMENT:
+        elif name in (ANNOUNCEMENT, CONVERSION):
             self.write(text)
         elif name.partition(".")[0] == "cog_triton":
             self.show(text) if self._passing else self.write(self.paint(DIM, text))

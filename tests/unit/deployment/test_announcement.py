@@ -18,10 +18,13 @@ from cog_triton.deployment.announcement import (
     read_checkpoint,
     rounded,
     served,
+    template_of,
 )
-from cog_triton.faces.terminal.serving import ANNOUNCEMENT, Report
+from cog_triton.faces.terminal.serving import ANNOUNCEMENT, CONVERSION, Report
+from cog_triton.settings import read_settings
 from cog_triton.text.end_tokens import EndTokens
 from cog_triton.text.tokenizer import load_tokenizer
+from cog_triton.weights import gguf
 
 
 @pytest.fixture(autouse=True)
@@ -41,10 +44,12 @@ def line_of(
 ) -> str:
     tokenizer = load_tokenizer(str(demo))
     ends = EndTokens((tokenizer.eos_token_id, 0))
+    given = {} if template is None else {"CHAT_TEMPLATE": template}
+    settings = read_settings({"TOKENIZER": "instruct", **given})
     described = served(
         *("SmolLM2", engine, variables, tokenizer, ends),
         context_length=8192,
-        chat_template=template,
+        template=template_of(settings, tokenizer),
     )
     return described.line()
 
@@ -101,6 +106,45 @@ def test_an_engine_directory_and_a_template_of_the_setting(
         "serving SmolLM2 (LlamaForCausalLM, quantized by FP8) on tensorrtllm, cuda, float16; "
     )
     assert line.endswith("; chat template of CHAT_TEMPLATE")
+
+
+@pytest.mark.parametrize(
+    ("template", "environment", "text"),
+    [
+        ("{{ messages }}", {}, "chat template of the tokenizer"),
+        (
+            "{{ messages }}",
+            {"PROMPT_TEMPLATE": "{prompt}"},
+            "chat template of the tokenizer for messages, prompts as they are",
+        ),
+        (
+            "{{ messages }}",
+            {"PROMPT_TEMPLATE": "Q: {prompt}"},
+            "chat template of the tokenizer for messages, PROMPT_TEMPLATE for prompts",
+        ),
+        (None, {}, "no chat template, prompts as they are"),
+        (None, {"PROMPT_TEMPLATE": "{prompt}"}, "no chat template, prompts as they are"),
+        (
+            None,
+            {"PROMPT_TEMPLATE": "Q: {prompt}"},
+            "no chat template for messages, PROMPT_TEMPLATE for prompts",
+        ),
+        ({"tool_use": "{{ tools }}"}, {}, "no chat template, prompts as they are"),
+        ("{{ messages }}", {"CHAT_TEMPLATE": "{{ messages }}"}, "chat template of CHAT_TEMPLATE"),
+    ],
+)
+def test_what_is_made_of_prompts(
+    template: object, environment: dict[str, str], text: str, demo_model: Path
+) -> None:
+    tokenizer: Any = load_tokenizer(str(demo_model))
+    tokenizer.chat_template = template
+    settings = read_settings({"TOKENIZER": "instruct", **environment})
+    assert template_of(settings, tokenizer) == text
+    # The demo model was trained on questions as they are.
+    demo = read_settings({"TOKENIZER": str(demo_model), **environment})
+    assert template_of(demo, tokenizer).endswith(" prompts as they are") is (
+        environment.get("PROMPT_TEMPLATE") != "Q: {prompt}"
+    )
 
 
 def test_the_simulated_engine_runs_no_model(demo_model: Path) -> None:
@@ -172,8 +216,9 @@ def test_parameters_as_people_say_them(number: int, text: str) -> None:
 
 def test_the_line_stays_where_others_pass(capsys: pytest.CaptureFixture[str]) -> None:
     report = Report(sys.stderr, {}, passing=True)
-    for name in ("cog_triton.deployment", announcement.logger.name):
+    for name in ("cog_triton.deployment", announcement.logger.name, gguf.logger.name):
         record = logging.LogRecord(name, logging.INFO, "", 0, f"by {name}", None, None)
         report.emit(record)
     assert announcement.logger.name == ANNOUNCEMENT
-    assert capsys.readouterr().err == f"by {ANNOUNCEMENT}\n"
+    assert gguf.logger.name == CONVERSION
+    assert capsys.readouterr().err == f"by {ANNOUNCEMENT}\nby {CONVERSION}\n"

@@ -108,10 +108,20 @@ def test_without_its_packages_there_are_no_spans(
 
 def test_the_ready_line_asks_for_a_key_where_one_is_needed() -> None:
     def text(**environment: str) -> str:
-        return invitation(read_settings(environment), "m", "http://x:1")
+        return invitation(read_settings(environment), "m", "http://x:1", chat=False)
 
     assert "page to chat at http://x:1/" in text()
     assert "Bearer" not in text()
     assert "page" not in text(CHAT_PAGE="false")
     assert '-H "Authorization: Bearer $OPENAI_API_KEY" -d ' in text(OPENAI_API_KEYS="secret")
     assert "secret" not in text(OPENAI_API_KEYS="secret")
+
+
+def test_the_ready_line_asks_an_instruct_model_in_its_own_form() -> None:
+    settings = read_settings({})
+    completion = invitation(settings, "m", "http://x:1", chat=False)
+    assert "/v1/completions " in completion
+    assert '"prompt": "What is a KV cache?"' in completion
+    chat = invitation(settings, "m", "http://x:1", chat=True)
+    assert "/v1/chat/completions " in chat
+    assert '"messages": [{"role": "user", "content": "What is a KV cache?"}]' in chat
