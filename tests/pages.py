@@ -21,7 +21,13 @@ from tests.support import ROOT
 
 PAGES = [
     page
-    for pattern in ("[A-Z]*.md", "docs/*.md", "deploy/**/*.md", "examples/**/*.md", "tests/**/*.md")
+    for pattern in (
+        "[A-Z]*.md",
+        "docs/**/*.md",
+        "deploy/**/*.md",
+        "examples/**/*.md",
+        "tests/**/*.md",
+    )
     for page in sorted(ROOT.glob(pattern))
 ]
 NOT_RUN = {"network", "gpu", "cluster", "minutes"}
