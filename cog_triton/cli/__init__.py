@@ -1,108 +1,92 @@
-"""``cog-triton COMMAND``: the commands of the package, a file each, and in a checkout those of scripts/.
+"""``cog-triton COMMAND``: the commands of the package, a module each, and in a checkout those of tools/.
 
-commands.yaml, here and in scripts/, has of each the function that it calls, its help and its options.
+    registry.py    the names of the commands and their modules
+    parser.py      argparse, with suggestions for misspelt options
+    options.py     options that several commands have
+
+The module of a command declares its options and imports what takes time in the functions that need it, so
+that ``--help`` and a wrong option are answered at once. ARCHITECTURE.md says why this is argparse.
 May import everything. After a change: pytest tests/unit/test_cli.py tests/unit/test_pages.py
 """
 
-import functools
-import importlib.util
 import signal
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from cog_triton import ROOT
+from cog_triton.cli.options import set_variables
+from cog_triton.cli.parser import CommandParser, similar
+from cog_triton.cli.registry import Command, load_commands
 
-SCRIPTS = ROOT / "scripts"
+__all__ = ["Command", "load_commands", "main", "parse", "parser_of"]
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "") -> int:
     """Run a command, ``prog`` in its usage; return its status: 2 if there is none, 130 after Ctrl-C."""
-    handler = signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback of an import
-    from cog_triton.errors import CogTritonError, ConfigurationError
-
+    # Ctrl-C during an import ends the process without a traceback.
+    handler = signal.signal(signal.SIGINT, signal.SIG_DFL)
     name, *arguments = (sys.argv[1:] if argv is None else argv) or ["--help"]
     commands = load_commands()
+    if name == "help" and arguments and arguments[0] in commands:
+        name, arguments = arguments[0], ["--help"]
     if name in ("-h", "--help", "help"):
-        lines = [f"  {name:14}  {summary(command)}" for name, command in commands.items()]
-        print("usage: cog-triton COMMAND [OPTION …]", "", *lines, sep="\n")
-        print("\ncog-triton COMMAND --help says more.")
+        print(help_text(commands))
+        return 0
+    if name in ("-V", "--version"):
+        print(version_text())
         return 0
     if name not in commands:
-        known = ", ".join(commands)
-        print(f"cog-triton: no command {name!r}; it is one of {known}", file=sys.stderr)
+        print(unknown_command(name, commands), file=sys.stderr)
         return 2
-    command, prog = commands[name], prog or f"cog-triton {name}"
-    options: Any = arguments
-    if "options" in command:
-        options = parse(name, arguments, prog)
-    else:  # it reads its command line itself
-        sys.argv[0] = prog
-    module, _, function = command["call"].partition(":")
+    from cog_triton.errors import CogTritonError
+
+    command = commands[name]
     try:
-        for package, problem in command.get("needs", {}).items():
-            if importlib.util.find_spec(package) is None:
-                raise ConfigurationError(problem)
-        call = getattr(importlib.import_module(module), function)
+        options = parse(name, arguments, prog or None)
         signal.signal(signal.SIGINT, handler)
-        return call(options) or 0
+        return command.load().run(options) or 0
     except (CogTritonError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return int(command.get("failed", 1))
+        return command.failure_status
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
 
 
-@functools.cache
-def load_commands() -> dict[str, Any]:
-    """Return the entry of each command, by its name."""
-    import yaml
-
-    commands: dict[str, Any] = {}
-    for directory in (Path(__file__).parent, SCRIPTS):
-        if (file := directory / "commands.yaml").is_file():
-            commands |= yaml.load(file.read_bytes(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    # Where predict.py is, and the modules of scripts.
-    sys.path[:0] = [place for place in map(str, (ROOT, SCRIPTS)) if place not in sys.path]
-    return {name: command for name, command in commands.items() if not name.startswith(".")}
+def help_text(commands: dict[str, Command]) -> str:
+    lines = ["usage: cog-triton COMMAND [OPTION …]", "       cog-triton --version", ""]
+    lines += [f"  {command.name:14}  {command.summary}" for command in commands.values()]
+    lines += ["", "cog-triton COMMAND --help says more."]
+    return "\n".join(lines)
 
 
-def summary(command: dict[str, Any]) -> str:
-    return str(command["help"]).partition("\n")[0].rstrip(".")
+def version_text() -> str:
+    from cog_triton import __version__
+
+    return f"cog-triton {__version__}"
+
+
+def unknown_command(name: str, commands: dict[str, Command]) -> str:
+    suggestion = similar(name, commands)
+    if suggestion is not None:
+        advice = f"did you mean {suggestion!r}?"
+    else:
+        advice = f"the commands are {', '.join(commands)}"
+    return f"cog-triton: error: there is no command {name!r}; {advice}"
+
+
+def parser_of(command: Command, prog: str | None = None) -> CommandParser:
+    """Return the parser of a command's options."""
+    module = command.load()
+    description = f"{command.summary}.\n\n{module.DESCRIPTION.strip()}\n"
+    parser = CommandParser(prog or f"cog-triton {command.name}", description)
+    module.add_options(parser)
+    return parser
 
 
 def parse(name: str, arguments: Sequence[str], prog: str | None = None) -> Any:
-    """Return a command's options; those with ``sets`` are set in the environment, where settings are."""
-    import argparse
-    import os
-
+    """Return a command's ``Options``, and set the environment variables that they set."""
     command = load_commands()[name]
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog, description=command["help"], formatter_class=form)
-    variables = {}
-    for flags, given in command["options"].items():
-        option = {"help": argparse.SUPPRESS, **(given or {})}
-        if value := os.environ.get(option.pop("environ", "")):
-            option["default"] = value
-        if kind := option.get("type"):
-            option["type"] = {"int": int, "float": float, "path": Path, "count": count}[kind]
-        variable = option.pop("sets", "")
-        variables[parser.add_argument(*flags.split(), **option).dest] = variable
-    parsed = parser.parse_args(arguments)
-    for option_name, variable in variables.items():
-        value = getattr(parsed, option_name)
-        if not variable or value is None:
-            continue
-        os.environ[variable] = ",".join(value) if isinstance(value, list) else str(value)
-        if variable == "MODEL":
-            # It would go before the model that the command line names.
-            os.environ.pop("COG_WEIGHTS", None)
-    return parsed
-
-
-def count(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise ValueError
-    return value
+    options = parser_of(command, prog).parse_args(arguments, command.load().Options())
+    set_variables(command.variables(options))
+    return options

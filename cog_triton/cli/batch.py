@@ -1,4 +1,9 @@
-"""A file of requests, answered by a server: its lines go up, and their answers come down."""
+"""``cog-triton batch``: a file of requests, answered by a server.
+
+Its lines go up as a batch of OpenAI's API, and their answers come down.
+"""
+
+from __future__ import annotations
 
 import argparse
 import contextlib
@@ -10,10 +15,22 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import httpx
-from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
+from cog_triton.cli.options import (
+    Variables,
+    add_model,
+    add_served_model_names,
+    add_verbose,
+    environment_default,
+    model_variables,
+    served_model_variables,
+    verbose_variables,
+)
+
+if TYPE_CHECKING:
+    import httpx
 
 LOOK_SECONDS = 0.5
 ENDS = ("completed", "failed", "expired", "cancelled")
@@ -25,10 +42,68 @@ main(["openai", "--port", "0", "--no-page"])
 """
 
 
-def batch(options: argparse.Namespace) -> int:
+DESCRIPTION = """
+The files are those of OpenAI's batches and of vLLM's run-batch.
+
+    cog-triton batch requests.jsonl --output answers.jsonl --url http://localhost:3000
+    cog-triton batch -i requests.jsonl -o answers.jsonl --model /path/to/model
+
+Answers come in the order of the requests, errors among them. Ctrl-C leaves the batch to the server. The
+exit status is 1 if the server refused the file, or ended the batch before its end.
+"""
+
+
+class Options(argparse.Namespace):
+    input: Path | None
+    input_file: Path | None
+    output: Path
+    url: str | None
+    api_key: str
+    model: str | None
+    served_model_name: list[str] | None
+    verbose: bool
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("input", nargs="?", type=Path, metavar="FILE", help="requests, one a line")
+    parser.add_argument("-i", "--input-file", type=Path, metavar="FILE", help="the same")
+    parser.add_argument(
+        "-o",
+        "--output",
+        "--output-file",
+        type=Path,
+        required=True,
+        dest="output",
+        metavar="FILE",
+        help="file of the answers",
+    )
+    parser.add_argument("--url", help="a running server; without it, one is started for this batch")
+    parser.add_argument(
+        "--api-key",
+        default=environment_default("OPENAI_API_KEY", "none"),
+        metavar="KEY",
+        help="default: OPENAI_API_KEY",
+    )
+    add_model(parser)
+    add_served_model_names(parser)
+    add_verbose(parser)
+
+
+def variables(options: Options) -> Variables:
+    return {
+        **model_variables(options.model),
+        **served_model_variables(options.served_model_name),
+        **verbose_variables(options.verbose),
+    }
+
+
+def run(options: Options) -> int:
     """Write an answer for each line, in their order; return 1 if a batch was ended before."""
-    if (file := options.input_file or options.input) is None:
-        raise OSError("a file of requests must be given")
+    import httpx
+
+    file = options.input_file or options.input
+    if file is None:
+        raise OSError("name a file of requests: cog-triton batch FILE --output FILE")
     groups: dict[str, list[bytes]] = {}  # a batch asks one endpoint, a file may ask several
     order = []
     for number, line in enumerate(filter(bytes.strip, file.read_bytes().splitlines()), 1):
@@ -56,6 +131,8 @@ def batch(options: argparse.Namespace) -> int:
 
 
 def ask(client: httpx.Client, method: str, path: str, **options: Any) -> httpx.Response:
+    import httpx
+
     try:
         reply = client.request(method, path, **options)
     except httpx.TransportError as error:
@@ -74,6 +151,8 @@ def begin(client: httpx.Client, endpoint: str, lines: bytes) -> str:
 
 def wait(client: httpx.Client, names: list[str], count: int) -> list[dict[str, Any]]:
     """Show the progress until all have ended, and return them."""
+    from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
+
     with tqdm(total=count, unit=" requests", disable=None) as bar:
         while True:
             batches = [ask(client, "GET", f"/v1/batches/{name}").json() for name in names]

@@ -1,4 +1,4 @@
-"""The variables of one config.pbtxt, by the command line of NVIDIA's fill_template.py."""
+"""``cog-triton fill-template``: the variables of one config.pbtxt, by NVIDIA's command line."""
 
 import argparse
 import logging
@@ -7,13 +7,47 @@ import sys
 from pathlib import Path
 
 from cog_triton.errors import ConfigurationError, TemplateError
-from cog_triton.processes import write_whole
-from cog_triton.repository.fill import fill_model, read_template
-from cog_triton.repository.variables import VARIABLES
+
+DESCRIPTION = r"""
+It has the command line of NVIDIA's fill_template.py.
+
+    cog-triton fill-template triton_model_repo/ensemble/config.pbtxt triton_max_batch_size:64
+    cog-triton fill-template -i my_repo/preprocessing/config.pbtxt \
+        tokenizer_dir:/models/llama,triton_max_batch_size:64,preprocessing_instance_count:1
+    cog-triton fill-template -i my_repo/tensorrt_llm/config.pbtxt \
+        'triton_backend:tensorrtllm,engine_dir:/models/engine,gpu_device_ids:0\,1'
+
+A value ends at the next comma; write \, for a comma in it and \\ for a backslash before one. The
+first colon ends the variable's name, so further ones need no backslash. An empty value is none. Of
+a variable given twice the last value counts. Variables that are not given have their defaults, listed
+in triton_model_repo/README.md. Work on a copy of triton_model_repo: the predictor fills that one
+into a directory of its own at every start.
+"""
 
 
-def fill_template(options: argparse.Namespace) -> None:
+class Options(argparse.Namespace):
+    file: Path
+    substitutions: list[str]
+    in_place: bool
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "-i",
+        "--in-place",
+        "--in_place",
+        action="store_true",
+        help="write the file, and print nothing",
+    )
+    parser.add_argument("file", type=Path, help="a config.pbtxt with variables in it")
+    parser.add_argument("substitutions", nargs="+", metavar="name:value,…", help="the values")
+
+
+def run(options: Options) -> None:
     """Fill a template, and print it or write it to its file."""
+    from cog_triton.processes import write_whole
+    from cog_triton.repository.fill import fill_model, read_template
+
     logging.basicConfig(format="%(levelname)s: %(message)s", stream=sys.stderr)
     values = parse_substitutions(options.substitutions)
     template = read_template(options.file)
@@ -38,7 +72,8 @@ def parse_substitutions(arguments: list[str]) -> dict[str, str]:
         for part in re.findall(r"(?:\\.|[^,])+", text, re.DOTALL):
             if not part.strip():
                 continue
-            if not (found := re.fullmatch(r"((?:\\.|[^:\\])*):(.*)", part, re.DOTALL)):
+            found = re.fullmatch(r"((?:\\.|[^:\\])*):(.*)", part, re.DOTALL)
+            if found is None:
                 raise ConfigurationError(f"expected name:value, got {part.strip()!r}")
             values[found[1].strip()] = re.sub(r"\\([,:\\])", r"\1", found[2].strip())
     return values
@@ -46,9 +81,13 @@ def parse_substitutions(arguments: list[str]) -> dict[str, str]:
 
 def model_of(template: str, path: Path) -> str:
     """Return the model that a template belongs to: its ``name``, else the directory that it is in."""
+    from cog_triton.repository.variables import VARIABLES
+
     candidates = re.findall(r'^name\s*:\s*"([^"]*)"', template, re.MULTILINE)[:1]
     candidates.append(path.resolve().parent.name)
-    if found := [name for name in candidates if name in VARIABLES]:
-        return str(found[0])
-    known, names = ", ".join(sorted(VARIABLES)), " or ".join(candidates)
+    for name in candidates:
+        if name in VARIABLES:
+            return str(name)
+    names = " or ".join(candidates)
+    known = ", ".join(sorted(VARIABLES))
     raise TemplateError(f"{path}: no model is called {names}; known are {known}")

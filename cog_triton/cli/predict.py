@@ -1,4 +1,4 @@
-"""One answer of predict.py:Predictor, streamed to the terminal."""
+"""``cog-triton predict``: one answer of predict.py:Predictor, streamed to the terminal."""
 
 import argparse
 import asyncio
@@ -11,12 +11,46 @@ import sys
 import typing
 from typing import Any
 
+from cog_triton.cli.options import Variables, add_model, model_variables
 from cog_triton.errors import CogTritonError
 from cog_triton.faces.terminal import end_at_once_on_signals
 from cog_triton.faces.terminal.serving import DIM, Report
 
+DESCRIPTION = """
+    cog-triton predict "What is machine learning?"
+    cog-triton predict -i max_tokens=20 -i temperature=0 "What is a KV cache?"
 
-def predict(options: argparse.Namespace) -> int:
+The answer goes to standard output and nothing else does: the progress of the start, the seed, the figures
+and Triton's warnings go to standard error.
+"""
+
+
+class Options(argparse.Namespace):
+    prompt: str | None
+    model: str | None
+    input: list[str]
+    verbose: bool
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("prompt", nargs="?", help="default: What is machine learning?")
+    add_model(parser)
+    parser.add_argument(
+        "-i",
+        "--input",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="another input of the predictor, such as max_tokens; may be repeated",
+    )
+    parser.add_argument("-v", "--verbose", action="store_true", help="show Triton's whole log")
+
+
+def variables(options: Options) -> Variables:
+    return model_variables(options.model)
+
+
+def run(options: Options) -> int:
     progress = Report(sys.stderr, os.environ, passing=True)
     # What is imported next takes its time.
     end_at_once_on_signals(lambda: "" if progress.clear() else "\n")
@@ -31,7 +65,7 @@ def predict(options: argparse.Namespace) -> int:
     return 0
 
 
-async def answer(options: argparse.Namespace, progress: Report) -> None:
+async def answer(options: Options, progress: Report) -> None:
     """Set the predictor up, print its answer while it is made, stop everything, and print the figures."""
     from predict import Predictor
 
@@ -60,7 +94,7 @@ async def answer(options: argparse.Namespace, progress: Report) -> None:
     print(progress.paint(DIM, notes), file=sys.stderr)
 
 
-def inputs_of(function: Any, options: argparse.Namespace) -> dict[str, Any]:
+def inputs_of(function: Any, options: Options) -> dict[str, Any]:
     """Return the inputs of ``predict``: its defaults, the prompt, and NAME=VALUE with the input's type."""
     parameters = inspect.signature(function).parameters.values()
     values = {p.name: p.default.default for p in parameters if hasattr(p.default, "default")}

@@ -1,4 +1,4 @@
-"""Cog's HTTP server with the predictor, and OpenAI's API on any Triton."""
+"""``cog-triton serve``: Cog's HTTP server with the predictor."""
 
 import argparse
 import asyncio
@@ -10,12 +10,57 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from cog_triton import ROOT
+from cog_triton.cli.options import (
+    Variables,
+    add_host,
+    add_model,
+    add_port,
+    add_served_model_names,
+    add_verbose,
+    model_variables,
+    port_of,
+    served_model_variables,
+    verbose_variables,
+)
 from cog_triton.faces.terminal import end_at_once_on_signals
 
 SCHEMA = Path(".cog", "openapi_schema.json")  # where Cog's server reads it, in its directory
 
+DESCRIPTION = """
+    cog-triton serve
+    cog-triton serve --port 5001 --host 0.0.0.0 --model /path/to/model --verbose
 
-def serve(options: argparse.Namespace) -> int:
+The first Ctrl-C, or SIGTERM, lets running predictions end, for at most DRAIN_SECONDS, and stops everything
+that was started; the second stops at once. The schema that Cog's server reads is written to .cog in this
+directory.
+"""
+
+
+class Options(argparse.Namespace):
+    host: str
+    port: int | None
+    model: str | None
+    served_model_name: list[str] | None
+    verbose: bool
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_host(parser)
+    add_port(parser, 5000)
+    add_model(parser)
+    add_served_model_names(parser)
+    add_verbose(parser)
+
+
+def variables(options: Options) -> Variables:
+    return {
+        **model_variables(options.model),
+        **served_model_variables(options.served_model_name),
+        **verbose_variables(options.verbose),
+    }
+
+
+def run(options: Options) -> int:
     """Serve until a signal comes; return the exit status, 130 after Ctrl-C."""
     end_at_once_on_signals()  # what is imported next takes its time
     from cog_triton.errors import ConfigurationError
@@ -23,9 +68,10 @@ def serve(options: argparse.Namespace) -> int:
     from cog_triton.processes import write_whole
     from cog_triton.settings import read_settings
 
-    port, problem = os.environ.get("PORT") or "5000", ""
+    port = 0
     try:
         settings = read_settings()
+        port = port_of(options.port, 5000)
         problem = why_not_free(options.host, port)
     except ConfigurationError as error:
         settings, problem = read_settings({}), str(error)
@@ -43,7 +89,7 @@ def serve(options: argparse.Namespace) -> int:
     url = f"http://{options.host.replace('0.0.0.0', '127.0.0.1')}:{port}"
     command = [sys.executable, "-m", "cog_triton.faces.cog.server", "--host", options.host]
     serving = Serving(report, url, settings.stop_timeout)
-    return asyncio.run(serving.run(command, environment(os.environ)))
+    return asyncio.run(serving.run(command, environment({**os.environ, "PORT": str(port)})))
 
 
 def environment(given: Mapping[str, str]) -> dict[str, str]:
@@ -63,24 +109,14 @@ def environment(given: Mapping[str, str]) -> dict[str, str]:
     return {**defaults, **given, "PATH": path, "LOG_FORMAT": "json"}
 
 
-def why_not_free(host: str, port: str) -> str:
+def why_not_free(host: str, port: int) -> str:
     """Return the reason why nothing can listen on a port; empty if something can."""
-    if not port.isdecimal() or not 0 < int(port) < 65536:
-        return f"PORT={port} is not a port"
+    if port == 0:
+        return "Cog's server needs a port that is named: --port 1 to 65535"
     try:
-        socket.create_server((host, int(port))).close()
+        socket.create_server((host, port)).close()
     except OSError as error:
-        in_use = error.errno == errno.EADDRINUSE
-        return f"port {port} is in use" if in_use else f"{host}, port {port}: {error.strerror}"
+        if error.errno == errno.EADDRINUSE:
+            return f"port {port} is in use"
+        return f"{host}, port {port}: {error.strerror}"
     return ""
-
-
-def openai(options: argparse.Namespace) -> int:
-    """Serve until a signal comes; return the exit status, 130 after Ctrl-C."""
-    end_at_once_on_signals()
-    # Else gRPC says of each process that is started that it cannot prepare for it.
-    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
-    from cog_triton.faces.openai.server import run
-
-    triton = options.triton_endpoint, options.triton_model
-    return run(options.host, options.port, *triton)

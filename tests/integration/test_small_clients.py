@@ -156,4 +156,4 @@ def test_run_streams_on_the_engine_of_the_settings(
 def test_run_says_what_it_cannot_do(flags: list[str], status: int, reason: str) -> None:
     done = script("run.py", "--max_output_len=3", *flags)
     assert done.returncode == status
-    assert reason in done.stderr.splitlines()[-1]
+    assert reason in done.stderr

@@ -11,6 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from cog_triton.cli.registry import PACKAGE
 from tests.integration.conftest import ANY_PORTS
 from tests.openai_server import ANSWER, MESSAGES, QUESTION
 from tests.support import ROOT, START_TIMEOUT, Server, free_port
@@ -83,7 +84,7 @@ def test_it_has_no_package_but_its_own(installed: Path, empty: Path) -> None:
     assert output_of(installed / "python", "-c", program, directory=empty) == "None None None\n"
     help_text = output_of(installed / "cog-triton", directory=empty)
     listed = [line.split()[0] for line in help_text.splitlines() if line.startswith("  ")]
-    assert " ".join(listed) == "predict serve openai batch worker scale fill-template launch"
+    assert listed == [command.name for command in PACKAGE]
 
 
 def test_predict(installed: Path, empty: Path) -> None:

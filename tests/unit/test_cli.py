@@ -1,19 +1,24 @@
-"""The command cog-triton and the files of scripts/, in processes of their own."""
+"""The command cog-triton and the files of scripts/."""
 
+import argparse
 import os
 import re
 import subprocess
 import sys
+import typing
 from pathlib import Path
 
 import pytest
 
-from cog_triton.cli import SCRIPTS, load_commands, parse, summary
+from cog_triton import __version__
+from cog_triton.cli import load_commands, main, parse, parser_of
+from cog_triton.cli.registry import PACKAGE
 from cog_triton.deployment.preparation import served_names
 from cog_triton.settings import VARIABLES, read_settings
 from tests.support import ROOT
 
 PROGRAM = "import sys; from cog_triton.cli import main; sys.exit(main())"
+SCRIPTS = ROOT / "scripts"
 FOR_DEVELOPERS = {"image_requirements.py", "make_docs.py"}
 COMMANDS = load_commands()
 
@@ -23,45 +28,124 @@ def cog_triton(*arguments: str, program: str = PROGRAM) -> subprocess.CompletedP
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
 
 
-def test_help_has_a_line_for_each_command() -> None:
-    done = cog_triton("--help")
-    assert done.returncode == 0
-    assert cog_triton().stdout == done.stdout
+def test_help_has_a_line_for_each_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert main([]) == main(["help"]) == 0
+    assert capsys.readouterr().out == text * 2
     for name, command in COMMANDS.items():
-        assert f"\n  {name:14}  {summary(command)}\n" in done.stdout
+        assert f"\n  {name:14}  {command.summary}\n" in text
 
 
 def test_help_imports_nothing_that_takes_time() -> None:
-    program = "import sys; from cog_triton.cli import main; main(['--help']); print(*sys.modules)"
-    modules = cog_triton(program=program).stdout.splitlines()[-1].split()
-    assert not {"numpy", "grpc", "transformers", "torch", "pydantic"} & {*modules}
-
-
-def test_an_unknown_command_is_one_line_that_names_the_others() -> None:
-    done = cog_triton("nothing")
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
-    assert line == f"cog-triton: no command 'nothing'; it is one of {', '.join(COMMANDS)}"
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_a_command_has_a_help(command: str) -> None:
-    done = cog_triton(command, "--help")
+    heavy = {"numpy", "grpc", "httpx", "transformers", "torch", "pydantic"}
+    program = f"""
+import sys
+from cog_triton.cli import load_commands, main, parser_of
+main(["--help"])
+for command in load_commands().values():
+    parser_of(command)
+    found = sorted({heavy} & set(sys.modules))
+    assert not found, (command.name, found)
+"""
+    done = cog_triton(program=program)
     assert done.returncode == 0, done.stderr
-    assert "usage: " in done.stdout
-    if "options" in COMMANDS[command]:
-        assert done.stdout.startswith(f"usage: cog-triton {command} ")
-        assert summary(COMMANDS[command]) in done.stdout
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    done = cog_triton("--version")
+    assert (done.returncode, done.stdout) == (0, f"cog-triton {__version__}\n")
+
+
+@pytest.mark.parametrize(
+    ("word", "advice"),
+    [
+        ("predcit", "did you mean 'predict'?"),
+        ("lanch", "did you mean 'launch'?"),
+        ("Serve", "did you mean 'serve'?"),
+        ("fill_template", "did you mean 'fill-template'?"),
+        ("nothing-like-it", f"the commands are {', '.join(COMMANDS)}"),
+    ],
+)
+def test_an_unknown_command_is_one_line_with_advice(
+    word: str, advice: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([word]) == 2
+    assert capsys.readouterr().err == (
+        f"cog-triton: error: there is no command {word!r}; {advice}\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "advice"),
+    [
+        (["serve", "--prot", "80"], "  --prot is no option; did you mean --port?"),
+        (["openai", "--served-model=a"], None),  # argparse takes the beginning of an option
+        (
+            ["openai", "--model-name=a"],
+            "  --model-name is no option; did you mean --served-model-name?",
+        ),
+        (["launch", "--model-repo=/r"], "  --model-repo is no option; did you mean --model_repo?"),
+        (["adapter", "lst"], "  did you mean list?"),
+        (["predict", "a prompt", "--tempreature", "1"], None),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_misspelt_option_gets_a_suggestion(
+    arguments: list[str],
+    advice: str | None,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "environ", {**os.environ})
+    if arguments[1] == "--served-model=a":
+        assert parse("openai", arguments[1:]).served_model_name == ["a"]
+        return
+    with pytest.raises(SystemExit) as ended:
+        parse(arguments[0], arguments[1:])
+    assert ended.value.code == 2
+    first, *others = capsys.readouterr().err.splitlines()
+    assert first.startswith(f"cog-triton {arguments[0]}: error: ")
+    assert others == [
+        *([] if advice is None else [advice]),
+        f"cog-triton {arguments[0]} --help lists the options.",
+    ]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_has_a_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([name, "--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    assert text.startswith(f"usage: cog-triton {name} ")
+    assert f"{COMMANDS[name].summary}.\n" in text
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_types_of_options_are_declared(name: str) -> None:
+    parser = parser_of(COMMANDS[name])
+    declared = typing.get_type_hints(COMMANDS[name].load().Options)
+    shown = {
+        action.dest
+        for action in parser._actions
+        if action.help != argparse.SUPPRESS and action.dest != "help"
+    }
+    assert declared.keys() == shown
+
+
+@pytest.mark.parametrize("name", [command.name for command in PACKAGE])
+def test_a_wheels_help_names_no_page(name: str) -> None:
+    """The pages are in a checkout alone, but for the one beside the templates."""
+    pages = re.findall(r"\b[\w/]+\.md\b", parser_of(COMMANDS[name]).format_help())
+    assert {*pages} <= {"triton_model_repo/README.md"}
 
 
 @pytest.mark.parametrize("script", sorted(file.name for file in SCRIPTS.glob("[a-z]*.py")))
 def test_each_script_is_a_command(script: str) -> None:
-    text, module = (SCRIPTS / script).read_text(), script.removesuffix(".py")
-    calls = {command["call"].partition(":")[0] for command in COMMANDS.values()}
-    # It names its command, has its function, or calls the tool that the command calls.
+    text = (SCRIPTS / script).read_text()
     named = {*re.findall(r'^(?:    )?_checkout\.run\("([\w-]+)"\)$', text, re.MULTILINE)}
-    tools = {*re.findall(r"^from (tools[\w.]+) import main$", text, re.MULTILINE)}
-    assert bool(named & {*COMMANDS} or {module, *tools} & calls) is (script not in FOR_DEVELOPERS)
+    assert bool(named & {*COMMANDS}) is (script not in FOR_DEVELOPERS)
 
 
 def test_a_python_without_the_packages_is_told_what_to_do() -> None:

@@ -1,6 +1,5 @@
 """One comparison: both sides' answers, their figures, and whether these are good enough."""
 
-import argparse
 import asyncio
 import json
 import os
@@ -19,6 +18,7 @@ from cog_triton.errors import ConfigurationError
 from cog_triton.settings import read_settings
 from cog_triton.text.tokenizer import load_tokenizer
 from tools.accuracy.sides import Answer, Reference, engine_answers
+from tools.accuracy.summarize_command import Options
 from tools.accuracy.texts import TASKS, examples
 from tools.benchmark.report import circumstances
 from tools.benchmark.servers import triton_server
@@ -29,7 +29,7 @@ ROUGE = ("rouge1", "rouge2", "rougeL", "rougeLsum")
 ENGINE, HUGGING_FACE = "engine", "hugging_face"
 
 
-def main(options: argparse.Namespace) -> int:
+def main(options: Options) -> int:
     """Print a comparison, for a person and as JSON; return 1 if the engine is not accurate enough."""
     begin()
     report = compare(options)
@@ -40,7 +40,7 @@ def main(options: argparse.Namespace) -> int:
     return 1 if report["failures"] else 0
 
 
-def compare(options: argparse.Namespace) -> dict[str, Any]:
+def compare(options: Options) -> dict[str, Any]:
     """Run a comparison and return the report."""
     _check(options)
     ours = {k: v for k, v in os.environ.items() if k not in ("COG_WEIGHTS", "ENGINE_DIR")}
@@ -57,7 +57,7 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
     if options.test_trt_llm or not options.test_hf:
         # It ends before the other side is loaded: both may not fit on one machine at once.
         with nullcontext() if options.grpc_url else triton_server(settings) as triton:
-            address = triton.grpc if triton else options.grpc_url
+            address = triton.grpc if triton else options.grpc_url or ""
             made = engine_answers(address, prompts, tokenizer, batch, options.output_len)
             sides[ENGINE] = asyncio.run(made)
     if options.test_hf or not options.test_trt_llm:
@@ -84,7 +84,7 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _check(options: argparse.Namespace) -> None:
+def _check(options: Options) -> None:
     if options.grpc_url and (options.engine_dir or options.settings):
         raise ConfigurationError("--engine_dir and --settings start an engine; --grpc-url has one")
     if options.check_accuracy and options.test_hf and not options.test_trt_llm:
@@ -131,7 +131,7 @@ def agreement(first: Sequence[Answer], second: Sequence[Answer]) -> dict[str, An
     }
 
 
-def failures(options: argparse.Namespace, engine: Any, agreed: Any) -> list[str]:
+def failures(options: Options, engine: Any, agreed: Any) -> list[str]:
     """Return the reasons why the engine is not good enough; empty if it is."""
     found = []
     least, share = options.tensorrt_llm_rouge1_threshold, options.leading_threshold

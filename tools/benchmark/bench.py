@@ -4,7 +4,6 @@ The suite's figures are of the machine that it runs on, load generator included;
 cores that nothing else uses. Where a promise is a ratio, both sides are measured here.
 """
 
-import argparse
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,7 @@ from statistics import median
 from cog_triton.server.installation import PACKAGE_ROOT
 from cog_triton.settings import read_settings
 from tools.benchmark import servers
+from tools.benchmark.bench_command import Options
 from tools.benchmark.load import WORDS, Load, loads_of
 from tools.benchmark.measuring import Result, measure, run_loads
 from tools.benchmark.processes import LOAD_GENERATOR, TABLES
@@ -40,7 +40,7 @@ SETUP: str = TABLES["setup"]  # a program that prints the seconds of it
 Found = Iterator[Result | Check]
 
 
-def main(options: argparse.Namespace) -> int:
+def main(options: Options) -> int:
     """Measure what the options ask for and publish it; return 1 if a promise was missed."""
     begin()
     given = environment(options.settings)
@@ -53,7 +53,7 @@ def main(options: argparse.Namespace) -> int:
     return int(not report.met)
 
 
-def run_targets(options: argparse.Namespace, given: Environment) -> Found:
+def run_targets(options: Options, given: Environment) -> Found:
     def start(kind: str) -> AbstractContextManager[Endpoints]:
         if not options.url:
             return started(kind, given, options.artifact_dir)

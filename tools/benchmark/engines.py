@@ -5,7 +5,6 @@ depends on its shape. Each token is one word of its tokenizer, so that a prompt 
 every token can be shown as soon as it is there.
 """
 
-import argparse
 import json
 import os
 import sys
@@ -21,6 +20,7 @@ import yaml  # type: ignore[import-untyped, unused-ignore]
 
 from cog_triton.errors import ConfigurationError
 from tools.benchmark import targets as ways
+from tools.benchmark.engines_command import Options
 from tools.benchmark.load import loads_of
 from tools.benchmark.measuring import Result, run_loads
 from tools.benchmark.processes import TABLES, free_port
@@ -125,7 +125,7 @@ def vllm_command(arguments: Mapping[str, Any], port: int) -> list[str]:
     return command
 
 
-def main(options: argparse.Namespace) -> int:
+def main(options: Options) -> int:
     """Return 1 if a request failed, or with ``check`` if a promise was missed."""
     begin()
     known = CONTESTANTS.keys() if options.engine == "vllm" else {"engine", "stack"}
@@ -140,7 +140,7 @@ def main(options: argparse.Namespace) -> int:
     return int(failed or (options.check and not report.met))
 
 
-def compare(options: argparse.Namespace, directory: Path) -> Report:
+def compare(options: Options, directory: Path) -> Report:
     """Make the model and let the contestants take turns at every load."""
     # tritonserver has a working directory of its own.
     model = (options.model_directory or directory / "model").absolute()
@@ -163,7 +163,7 @@ def compare(options: argparse.Namespace, directory: Path) -> Report:
     return report_of(title, settings, results, promises(results, options.device))
 
 
-def environment(options: argparse.Namespace, model: Path, directory: Path) -> dict[str, str]:
+def environment(options: Options, model: Path, directory: Path) -> dict[str, str]:
     """Return the settings of the engine and the stack, and write their configuration file."""
     most = max(options.streams)
     context = -(-(options.input_tokens + options.output_tokens + 1) // PAGE) * PAGE
@@ -205,7 +205,7 @@ def promises(results: Sequence[Result], device: str) -> list[Check]:
     return checks
 
 
-def make_model(directory: Path, options: argparse.Namespace) -> None:
+def make_model(directory: Path, options: Options) -> None:
     """Write a Llama model of a shape and its tokenizer, unless they are there.
 
     Greedy decoding never ends early: the end token's logit is 0, and some other's is always greater.

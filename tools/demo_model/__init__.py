@@ -8,7 +8,6 @@ anything else that it does not know it.
     train.py     the model; imported only here, as PyTorch takes seconds to import
 """
 
-import argparse
 import hashlib
 import json
 import os
@@ -29,14 +28,14 @@ class DemoModelError(RuntimeError):
     """The demo model could not be trained to know its answers."""
 
 
-def main(options: argparse.Namespace) -> int:
+def main(output: Path | None) -> int:
     """Train the demo model on this machine; return 1 if it does not know its answers."""
     begin()  # the training removes its temporary directory
     # Every x86-64 processor has these kernels, so that machines differ as little as they can.
     os.environ.setdefault("ATEN_CPU_CAPABILITY", "default")
     os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "SSE41")
     os.environ.setdefault("MKL_CBWR", "COMPATIBLE")
-    output = options.output or DIRECTORY
+    output = output or DIRECTORY
     try:
         make_demo_model(output)
     except DemoModelError as error:

@@ -11,7 +11,6 @@ The tokenizer has a directory of its own because both have a config.json: the en
 without which transformers does not know some tokenizers' class.
 """
 
-import argparse
 import os
 import platform
 import shlex
@@ -38,6 +37,7 @@ from cog_triton.redaction import shown_words, without_secrets
 from cog_triton.server.command import guarded
 from cog_triton.weights.cache import fetch
 from tools.command_line import begin
+from tools.engine_builder.command import Options
 from tools.engine_builder.config import EngineConfig, load_config
 from tools.engine_builder.toolchain import (
     Step,
@@ -59,7 +59,7 @@ TOKENIZER_FILES: dict[str, list[str]] = yaml.safe_load(
 Member = tuple[str, Path]  # a name in the tar, and the file
 
 
-def main(options: argparse.Namespace) -> int:
+def main(options: Options) -> int:
     """Build, or with ``dry_run`` print the commands; return 1 when a step failed."""
     begin()
     config, toolchain = load_config(options.config), find_toolchain()

@@ -1,6 +1,5 @@
 """The run that a command line asks for: servers, kills, what is promised, and the report."""
 
-import argparse
 import asyncio
 import json
 import re
@@ -25,6 +24,7 @@ from tools.benchmark.servers import face
 from tools.benchmark.targets import Endpoints
 from tools.command_line import begin, environment, progress
 from tools.server_sent_events import CUT
+from tools.soak.command import Options
 from tools.soak.load import RETRYABLE, SILENCE_SECONDS, Streams, Targets, pool
 from tools.soak.report import report_of
 from tools.soak.watch import FACE, GUARD, Phase
@@ -49,7 +49,7 @@ IDLE_SECONDS = 30.0  # for which the engine may go on with what nobody waits for
 _ACTIVE = re.compile(r"^cog_triton_engine_active_requests(?:{.*})? (\S+)$", re.MULTILINE)
 
 
-def main(options: argparse.Namespace) -> int:
+def main(options: Options) -> int:
     """Soak what the options name and write the report; return 1 when a promise was missed."""
     begin()
     options.chaos = options.chaos or options.kills is not None
@@ -89,9 +89,7 @@ def phases(
     ]
 
 
-def run_phase(
-    phase: Phase, options: argparse.Namespace, settings: Mapping[str, str], log: Path
-) -> None:
+def run_phase(phase: Phase, options: Options, settings: Mapping[str, str], log: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="cog-triton-soak-") as temporary:
         given = {**settings, **KINDS[phase.kind], "ENGINE": phase.engine, "TMPDIR": temporary}
         given["STORE"] = f"{log.resolve().with_suffix('')}/journal.db"
@@ -106,9 +104,7 @@ def run_phase(
         phase.left = phase.watch.leftovers(Path(temporary))
 
 
-async def _load(
-    phase: Phase, endpoints: Endpoints, openai_port: int, options: argparse.Namespace
-) -> None:
+async def _load(phase: Phase, endpoints: Endpoints, openai_port: int, options: Options) -> None:
     async with _targets(phase.kind, endpoints, openai_port) as targets:
         cases = pool(POOL, options.seed, guided=phase.engine != "simulated")
         streams = Streams(targets, cases, options.seed)

@@ -1,6 +1,5 @@
 """Dynamo's frontend and workers on one machine, each in a process of its own; one that ends is replaced."""
 
-import argparse
 import asyncio
 import contextlib
 import json
@@ -32,7 +31,7 @@ _MIGRATIONS = ("--migration-limit", "3")  # of one request, to other workers
 _ANY_PORTS = {"TRITON_HTTP_PORT": "0", "TRITON_GRPC_PORT": "0", "TRITON_METRICS_PORT": "0"}
 
 
-def run(options: argparse.Namespace) -> int:
+def run(host: str, port: int, workers: int) -> int:
     """Serve; return 0, 130 after Ctrl-C, 1 if a process could not start; or raise ConfigurationError."""
     settings = read_settings()
     log_to(settings.log_level)
@@ -43,7 +42,7 @@ def run(options: argparse.Namespace) -> int:
         # until the client acknowledges them, 40 ms on Linux.
         own["DYN_HTTP_PRE_COMMIT_ERROR_PEEK_MS"] = "10000"
         processes = Processes({**_ANY_PORTS, **own, **os.environ}, settings, directory)
-        return asyncio.run(processes.run(options.host, options.port, options.workers))
+        return asyncio.run(processes.run(host, port, workers))
 
 
 class Processes:

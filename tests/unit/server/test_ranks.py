@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cog_triton import cli
-from cog_triton.cli import launch as script
+from cog_triton.cli import launching as script
 from cog_triton.errors import ConfigurationError
 from cog_triton.server.command import Endpoints, Launch, command, guarded
 from cog_triton.settings import read_settings

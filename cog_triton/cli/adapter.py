@@ -1,0 +1,58 @@
+"""``cog-triton adapter``: LoRA adapters in LORA_DIR, also while a server runs."""
+
+import argparse
+
+from cog_triton.cli.options import Variables
+from cog_triton.errors import ConfigurationError
+
+DESCRIPTION = """
+    cog-triton adapter add sql org/llama-sql-lora
+    cog-triton adapter add sql https://example.com/sql.tar
+    cog-triton adapter add sql ./my-adapter
+    cog-triton adapter list
+    cog-triton adapter remove sql
+
+A server that has LORA_DIR finds an adapter with the next request that names it. One of the same name is
+replaced. A source is what COG_WEIGHTS may be: a directory, a tar file, its URL, or a Hugging Face id with a
+revision or without. HF_TOKEN and WEIGHTS_CACHE count here as well.
+"""
+
+
+class Options(argparse.Namespace):
+    action: str
+    name: str | None
+    source: str | None
+    lora_dir: str | None
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "action", choices=["add", "list", "remove"], help="add NAME SOURCE, list, or remove NAME"
+    )
+    parser.add_argument("name", nargs="?", help="name of the adapter")
+    parser.add_argument("source", nargs="?", help="directory, tar file, URL or Hugging Face id")
+    parser.add_argument("--lora-dir", help="directory of adapters; default: LORA_DIR")
+
+
+def variables(options: Options) -> Variables:
+    return {"LORA_DIR": options.lora_dir}
+
+
+def run(options: Options) -> None:
+    from cog_triton.adapters.directory import adapter_names, place_adapter, remove_adapter
+    from cog_triton.deployment.preparation import fetched
+    from cog_triton.settings import read_settings
+
+    settings = read_settings()
+    if settings.lora_dir is None:
+        raise ConfigurationError("set LORA_DIR, or give --lora-dir")
+    match options.action, options.name, options.source:
+        case "add", str(name), str(source):
+            place_adapter(name, fetched(settings, source), settings.lora_dir)
+        case "remove", str(name), None:
+            remove_adapter(name, settings.lora_dir)
+        case "list", None, None:
+            for name in adapter_names(settings.lora_dir):
+                print(name)
+        case _:
+            raise ConfigurationError("write add NAME SOURCE, list, or remove NAME")

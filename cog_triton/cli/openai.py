@@ -1,0 +1,108 @@
+"""``cog-triton openai``: OpenAI's and Anthropic's API on any Triton."""
+
+import argparse
+import os
+from pathlib import Path
+
+from cog_triton.cli.options import (
+    Variables,
+    add_host,
+    add_model,
+    add_port,
+    add_served_model_names,
+    add_verbose,
+    model_variables,
+    port_of,
+    served_model_variables,
+    verbose_variables,
+)
+from cog_triton.faces.terminal import end_at_once_on_signals
+
+DESCRIPTION = """
+    cog-triton openai --port 3000
+    cog-triton openai --model /path/to/model --served-model-name assistant
+    cog-triton openai --host 0.0.0.0 --port 3000 --triton-endpoint http://localhost:8001
+
+The first Ctrl-C lets running requests end, for at most DRAIN_SECONDS; the second stops at once.
+"""
+
+
+class Options(argparse.Namespace):
+    host: str
+    port: int | None
+    model: str | None
+    served_model_name: list[str] | None
+    triton_endpoint: str | None
+    triton_model: str
+    tokenizer: str | None
+    workers: int | None
+    no_page: bool
+    api_keys_file: Path | None
+    allowed_origins: str | None
+    verbose: bool
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_host(parser, short="-H")
+    add_port(parser, 3000)
+    add_model(parser)
+    add_served_model_names(parser)
+    parser.add_argument(
+        "-t",
+        "--triton-endpoint",
+        metavar="URL",
+        help="gRPC endpoint of a running Triton; without it, one is started",
+    )
+    parser.add_argument(
+        "--triton-model",
+        default="ensemble",
+        help="the running Triton's model, where it has no ensemble_ids; default: %(default)s",
+    )
+    parser.add_argument(
+        "--tokenizer",
+        help="directory or id of the tokenizer; default: TOKENIZER, or the model's",
+    )
+    parser.add_argument(
+        "--workers",
+        type=int,
+        help="processes that answer, if one core is not enough; default: OPENAI_WORKERS, or 1",
+    )
+    parser.add_argument(
+        "--no-page", action="store_true", help="no chat page at /, as CHAT_PAGE=false"
+    )
+    parser.add_argument(
+        "--api-keys-file",
+        type=Path,
+        help="file of API keys, one a line; default: OPENAI_API_KEYS_FILE",
+    )
+    parser.add_argument(
+        "--allowed-origins",
+        metavar="ORIGIN,…",
+        help="origins of web pages that may use the API (CORS); default: OPENAI_ALLOWED_ORIGINS",
+    )
+    add_verbose(parser)
+
+
+def variables(options: Options) -> Variables:
+    keys_file = options.api_keys_file
+    return {
+        **model_variables(options.model),
+        **served_model_variables(options.served_model_name),
+        **verbose_variables(options.verbose),
+        "TOKENIZER": options.tokenizer,
+        "OPENAI_WORKERS": None if options.workers is None else str(options.workers),
+        "CHAT_PAGE": "false" if options.no_page else None,
+        "OPENAI_API_KEYS_FILE": None if keys_file is None else str(keys_file),
+        "OPENAI_ALLOWED_ORIGINS": options.allowed_origins,
+    }
+
+
+def run(options: Options) -> int:
+    """Serve until a signal comes; return the exit status, 130 after Ctrl-C."""
+    end_at_once_on_signals()
+    # Else gRPC says of each process that is started that it cannot prepare for it.
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+    port = port_of(options.port, 3000)
+    from cog_triton.faces.openai.server import run as serve
+
+    return serve(options.host, port, options.triton_endpoint, options.triton_model)

@@ -1,0 +1,110 @@
+"""``cog-triton worker``: a deployment as a worker of NVIDIA Dynamo."""
+
+import argparse
+import importlib.util
+
+from cog_triton.cli.options import (
+    Variables,
+    add_model,
+    add_served_model_names,
+    add_verbose,
+    environment_default,
+    model_variables,
+    served_model_variables,
+    verbose_variables,
+)
+from cog_triton.errors import ConfigurationError
+
+DESCRIPTION = """
+Dynamo's frontend has the API and routes to many workers.
+
+    cog-triton worker --discovery-backend file
+    cog-triton worker --triton localhost:8001
+
+SIGTERM and Ctrl-C let running requests end, for at most DRAIN_SECONDS. Dynamo's documentation has its
+variables (DYN_…).
+"""
+
+
+class Options(argparse.Namespace):
+    triton: str | None
+    model: str | None
+    served_model_name: list[str] | None
+    namespace: str
+    component: str
+    discovery_backend: str
+    request_plane: str
+    event_plane: str
+    tool_call_parser: str | None
+    reasoning_parser: str | None
+    verbose: bool
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "-t",
+        "--triton",
+        metavar="HOST:PORT",
+        help="gRPC port of a running Triton; without it, one is started",
+    )
+    add_model(parser)
+    add_served_model_names(parser)
+    parser.add_argument(
+        "--namespace",
+        default=environment_default("DYN_NAMESPACE", "dynamo"),
+        help="default: DYN_NAMESPACE, or dynamo",
+    )
+    parser.add_argument("--component", default="backend", help="default: %(default)s")
+    parser.add_argument(
+        "--discovery-backend",
+        default=environment_default("DYN_DISCOVERY_BACKEND", "etcd"),
+        help="etcd, file or kubernetes; default: DYN_DISCOVERY_BACKEND, or etcd",
+    )
+    parser.add_argument(
+        "--request-plane",
+        default=environment_default("DYN_REQUEST_PLANE", "tcp"),
+        help="default: DYN_REQUEST_PLANE, or tcp",
+    )
+    parser.add_argument(
+        "--event-plane",
+        default=environment_default("DYN_EVENT_PLANE", "zmq"),
+        help="default: DYN_EVENT_PLANE, or zmq",
+    )
+    parser.add_argument(
+        "--tool-call-parser",
+        default=environment_default("DYN_TOOL_CALL_PARSER", "") or None,
+        metavar="NAME",
+        help="a parser of Dynamo's, such as hermes; default: DYN_TOOL_CALL_PARSER",
+    )
+    parser.add_argument(
+        "--reasoning-parser",
+        default=environment_default("DYN_REASONING_PARSER", "") or None,
+        metavar="NAME",
+        help="a parser of Dynamo's, such as qwen3; default: DYN_REASONING_PARSER",
+    )
+    add_verbose(parser)
+
+
+def variables(options: Options) -> Variables:
+    return {
+        **model_variables(options.model),
+        **served_model_variables(options.served_model_name),
+        **verbose_variables(options.verbose),
+    }
+
+
+def check_dynamo() -> None:
+    """Raise ConfigurationError if NVIDIA Dynamo is not installed."""
+    if importlib.util.find_spec("dynamo") is None:
+        raise ConfigurationError(
+            "NVIDIA Dynamo is not installed: pip install 'cog-triton[dynamo]' "
+            "--extra-index-url https://pypi.nvidia.com"
+        )
+
+
+def run(options: Options) -> int:
+    """Serve until SIGTERM or Ctrl-C."""
+    check_dynamo()
+    from cog_triton.faces.dynamo.worker import run as serve
+
+    return serve(options)

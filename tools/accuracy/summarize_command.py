@@ -1,0 +1,159 @@
+"""``cog-triton summarize``: an engine's output beside that of Hugging Face's generate()."""
+
+import argparse
+from pathlib import Path
+
+from cog_triton.cli.options import Variables, positive_integer
+
+DESCRIPTION = """
+It does what summarize.py of the TensorRT-LLM guides does.
+
+    cog-triton summarize --hf_model_dir cog_triton/demo --eval_task question_answering \\
+        --dataset_dir examples/summarize/demo.jsonl --batch_size 8 --check_accuracy
+    cog-triton summarize --engine_dir ./phi-engine --hf_model_dir ./Phi-3-mini-4k-instruct \\
+        --batch_size 1 --test_trt_llm --test_hf --data_type fp16 --check_accuracy \\
+        --tensorrt_llm_rouge1_threshold=20
+
+It compares ROUGE, token ids and log probabilities; see docs/measuring.md. The exit status is 0, 1 when the
+engine is not accurate enough, and 2 when nothing could be compared. The last line on standard output is the
+report as JSON.
+"""
+
+
+class Options(argparse.Namespace):
+    hf_model_dir: str
+    tokenizer_dir: str | None
+    test_trt_llm: bool
+    test_hf: bool
+    engine_dir: str | None
+    settings: list[str]
+    grpc_url: str | None
+    data_type: str
+    batch_size: int
+    output_len: int
+    eval_task: str
+    dataset_dir: Path | None
+    max_ite: int
+    max_input_length: int
+    check_accuracy: bool
+    tensorrt_llm_rouge1_threshold: float
+    leading_threshold: float | None
+    output_dir: Path | None
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--hf_model_dir",
+        required=True,
+        metavar="MODEL",
+        help="directory or Hugging Face id of the model",
+    )
+    parser.add_argument(
+        "--tokenizer_dir", metavar="DIRECTORY", help="the tokenizer, if not the model's"
+    )
+    parser.add_argument(
+        "--test_trt_llm",
+        action="store_true",
+        help="test the engine; both sides are, when neither flag is given",
+    )
+    parser.add_argument(
+        "--test_hf", action="store_true", help="complete the texts by Hugging Face as well"
+    )
+    parser.add_argument(
+        "--engine_dir",
+        metavar="DIRECTORY",
+        help="a TensorRT-LLM engine to start; default: ENGINE_DIR",
+    )
+    parser.add_argument(
+        "--settings",
+        nargs="+",
+        default=[],
+        metavar="KEY=VALUE",
+        help="environment of an engine that is started, such as ENGINE=transformers",
+    )
+    parser.add_argument(
+        "--grpc-url",
+        metavar="HOST:PORT",
+        help="a running Triton's gRPC endpoint, which may be a Cog server's Triton",
+    )
+    parser.add_argument(
+        "--data_type",
+        default="auto",
+        choices=["auto", "fp32", "fp16", "bf16", "float32", "float16", "bfloat16"],
+        help="data type of Hugging Face's side; default: as saved; the engine has its own",
+    )
+    parser.add_argument(
+        "--batch_size",
+        type=positive_integer,
+        default=1,
+        metavar="N",
+        help="texts at once; default: %(default)s",
+    )
+    parser.add_argument(
+        "--output_len",
+        type=positive_integer,
+        default=100,
+        metavar="N",
+        help="maximum number of output tokens; default: %(default)s",
+    )
+    parser.add_argument(
+        "--eval_task",
+        default="summarize",
+        choices=["summarize", "code_completion", "question_answering"],
+        help="default: %(default)s",
+    )
+    parser.add_argument(
+        "--dataset_dir",
+        type=Path,
+        metavar="FILE",
+        help="a JSONL or Parquet file, or a directory of them; default: the task's data on the hub",
+    )
+    parser.add_argument(
+        "--max_ite",
+        type=positive_integer,
+        default=20,
+        metavar="N",
+        help="maximum number of batches; default: %(default)s",
+    )
+    parser.add_argument(
+        "--max_input_length",
+        type=positive_integer,
+        default=923,
+        metavar="N",
+        help="tokens that a prompt is cut to; default: %(default)s",
+    )
+    parser.add_argument(
+        "--check_accuracy", action="store_true", help="exit with 1 if ROUGE-1 is too low"
+    )
+    parser.add_argument(
+        "--tensorrt_llm_rouge1_threshold",
+        type=float,
+        default=15.0,
+        metavar="R",
+        help="the engine's ROUGE-1 must be greater; default: 15",
+    )
+    parser.add_argument(
+        "--leading_threshold",
+        type=float,
+        metavar="SHARE",
+        help="exit with 1 if a smaller share of the tokens agrees with Hugging Face's, 0 to 1",
+    )
+    parser.add_argument(
+        "--output_dir",
+        type=Path,
+        help="directory of outputs.jsonl: each prompt, reference and output",
+    )
+
+
+def variables(options: Options) -> Variables:
+    return {
+        "MODEL": options.hf_model_dir,
+        "TOKENIZER": options.tokenizer_dir,
+        "ENGINE_DIR": options.engine_dir,
+    }
+
+
+def run(options: Options) -> int:
+    from tools.accuracy.compare import main
+
+    return main(options)
