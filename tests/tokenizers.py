@@ -2,7 +2,7 @@
 
 import io
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tokenizers import (
@@ -131,6 +131,14 @@ def word_piece() -> AnyTokenizer:
     )
     tokenizer.train_from_iterator(TEXT, trainer)
     return _wrapped(tokenizer, unk_token="[UNK]")
+
+
+def words(tokens: Sequence[str]) -> AnyTokenizer:
+    """A tokenizer with these tokens, whose texts are joined as they are."""
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=tokens[0]))
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token=tokens[0])
 
 
 def sentencepiece(directory: Path, *, dummy_prefix: bool) -> AnyTokenizer:

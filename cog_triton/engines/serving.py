@@ -23,6 +23,7 @@ from cog_triton import wire
 from cog_triton.engines.base import Engine, GenerationRequest, Step, TokenLogProb
 from cog_triton.errors import EngineError, EngineUnavailable
 from cog_triton.text.detokenizer import CONTEXT_TOKENS
+from cog_triton.text.stop_words import StopWordSearch
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +40,8 @@ class Output(Step):
     input_tokens: int = field(default=0, compare=False)
     channel: int = field(default=0, compare=False)  # see ``wire.CHANNEL``
     has_end_token: bool = field(default=False, compare=False)  # whether it is the last of ``ids``
+    # Of the last response, those of its text that stand behind the stop word that ended the sequence.
+    characters_behind: int = 0
 
 
 _STOP = Step(finished=True)  # the client's
@@ -62,6 +65,7 @@ class _Sequence:
     prompt: list[int]  # precedes the ids in the only response
     reader: _Reader
     channel: int
+    search: StopWordSearch | None
     steps: deque[Step] = field(default_factory=deque)  # that have come, and are not read
     ids: list[int] = field(default_factory=list)
     sent: int = 0  # of the ids
@@ -123,18 +127,32 @@ class _Sequence:
             len(self.request.input_ids),
             self.channel,
             has_end_token,
+            self.search.characters_behind if self.search is not None and end is not None else 0,
         )
 
     def _cut_behind_stop_word(self, before: int) -> None:
         """End behind the first stop word that ends after the place ``before``."""
-        words = self.stop_words
-        for end in range(before + 1, len(self.ids) + 1) if words else ():
-            for word in words.get(self.ids[end - 1], ()):
-                begin = max(0, end - len(word))
-                if word == tuple(self.ids[begin:end]):
-                    del self.ids[end:], self.log_probs[end - self.sent :]
-                    self.end, self.unsent = _STOP_WORD, True
-                    return
+        if not self.stop_words and self.search is None:
+            return
+        for end in range(before + 1, len(self.ids) + 1):
+            if self._is_stop_word_complete(end):
+                del self.ids[end:]
+                del self.log_probs[end - self.sent :]
+                self.end = _STOP_WORD
+                self.unsent = True
+                return
+
+    def _is_stop_word_complete(self, end: int) -> bool:
+        """Return whether the id before the place ``end`` completes a stop word; asked for each id once."""
+        token = self.ids[end - 1]
+        by_text = False
+        if self.search is not None and token not in self.request.end_ids:
+            by_text = self.search.feed(token)
+        by_ids = any(
+            word == tuple(self.ids[max(0, end - len(word)) : end])
+            for word in self.stop_words.get(token, ())
+        )
+        return by_text or by_ids
 
 
 class Serving:
@@ -162,6 +180,7 @@ class Serving:
         streaming: bool,
         prompt_in_output: bool = False,
         channel: str = "",
+        search: StopWordSearch | None = None,
     ) -> Callable[[], None]:
         """Start one sequence; return the function that stops it, or raise EngineError.
 
@@ -172,6 +191,7 @@ class Serving:
             streaming: send tokens as they are made, not all in one output at the end.
             prompt_in_output: begin that one output with the prompt's ids. A stream never does.
             channel: as ``wire.CHANNEL``; without one, the sequence's outputs leave alone.
+            search: of stop words in the output's text, beside those that the request has by their ids.
         """
         length, limit = len(request.input_ids), self.engine.context_length
         if not length:
@@ -187,7 +207,7 @@ class Serving:
         prompt = request.input_ids if prompt_in_output and not streaming else []
         name, number = wire.reader_and_number(channel) if channel else ("", 0)
         reader = self._readers.setdefault(name, _Reader()) if name else _Reader()
-        sequence = _Sequence(request, request_id, send, streaming, prompt, reader, number)
+        sequence = _Sequence(request, request_id, send, streaming, prompt, reader, number, search)
         self._running[key] = sequence
         try:
             self.engine.submit(request, partial(self._on_step, sequence))

@@ -18,7 +18,7 @@ from cog_triton import wire
 from cog_triton.errors import InvalidParameter, TritonUnknownError
 from cog_triton.models import stub
 from cog_triton.models.stub import Array, Client, Contexts, Inputs, Tensors, flag
-from cog_triton.models.tensors import NAMES
+from cog_triton.models.tensors import NAMES, STOP_WORDS_TEXT
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +42,7 @@ class TritonPythonModel:
                 raise ValueError(f"{name}: {what} is not supported")
         self._llm = parameters.get("tensorrt_llm_model_name", wire.ENGINE)
         self._end_ids = stub.end_ids(parameters)
+        self._finds_texts = parameters.get("decoding_context") == "true"
         self._accumulates = parameters.get("accumulate_tokens") == "true"
         self._decoupled = config["model_transaction_policy"]["decoupled"]
         self._starting = threading.BoundedSemaphore(STARTING_AT_ONCE)
@@ -96,6 +97,8 @@ class TritonPythonModel:
         queries = _renamed(inputs, NAMES["bls_to_preprocessing"])
         tokenized = _outputs(self._call("preprocessing", request_id, queries, parameters))
         prompts = _renamed(tokenized, NAMES["preprocessing_to_llm"])
+        if not self._finds_texts:  # TensorRT-LLM's C++ backend has no input for them
+            prompts.pop(STOP_WORDS_TEXT, None)
         for name in inputs.keys() - NAMES["bls_to_preprocessing"].keys() - set(_DRAFTING):
             prompts[NAMES["bls_to_llm"].get(name, name)] = inputs[name]
         streams, unfinished = flag(inputs, "stream"), _sequences(inputs)

@@ -1,12 +1,14 @@
 """The tensorrt_llm model with an embedded engine: tensors in, one call per sequence, tensors out."""
 
 import gc
+import logging
 import os
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,10 +20,20 @@ from cog_triton.engines.base import create_engine
 from cog_triton.engines.serving import Output, Serving
 from cog_triton.errors import InvalidParameter
 from cog_triton.models import stub
-from cog_triton.models.stub import Array, Client, flag
-from cog_triton.models.tensors import generation_requests, placeholders, response_tensors
+from cog_triton.models.stub import Array, Client, Inputs, flag
+from cog_triton.models.tensors import (
+    STOP_WORDS_TEXT,
+    generation_requests,
+    placeholders,
+    response_tensors,
+    stop_words_in_text,
+)
 from cog_triton.text.end_tokens import declared_end_ids
+from cog_triton.text.stop_words import StopWordSearch
+from cog_triton.text.tokenizer import Tokenizer, load_tokenizer
 from cog_triton.wire import CHANNEL, COUNTED_IDS, ENGINE
+
+logger = logging.getLogger(__name__)
 
 # Asking Triton is a round trip: per token it halves the throughput. So is the change of a metric.
 CANCELLATION_CHECK_SECONDS = 1.0
@@ -62,6 +74,41 @@ class Peers:
         return f"\0{self._path}stop{index}"  # without a file
 
 
+class TextStops:
+    """Makes the searches for stop words in the texts of outputs.
+
+    They take the tokenizer, which the first request that has stop words loads.
+    """
+
+    def __init__(self, parameters: Mapping[str, str]) -> None:
+        self._parameters = parameters
+        self._tokenizer: Tokenizer | None = None
+        self.loaded = False
+
+    def load(self) -> None:
+        """Load the tokenizer, or log that words are found by their token ids alone."""
+        if self.loaded:
+            return
+        name = self._parameters.get("tokenizer_dir") or self._parameters.get("model", "")
+        try:
+            if "torch" in sys.modules:  # an engine runs on it
+                trusted = self._parameters.get("trust_remote_code") == "true"
+                self._tokenizer = load_tokenizer(name, trust_remote_code=trusted)
+            else:
+                self._tokenizer = stub.tokenizer({**self._parameters, "tokenizer_dir": name})
+        except Exception as error:
+            logger.warning("stop words are found by their token ids alone: %s", error)
+        self.loaded = True
+
+    def searches(self, inputs: Inputs) -> list[StopWordSearch | None]:
+        """Return the search for each sequence of a batch; None for one without words."""
+        tokenizer = self._tokenizer
+        return [
+            None if tokenizer is None or not any(words) else StopWordSearch(tokenizer, words)
+            for words in stop_words_in_text(inputs)
+        ]
+
+
 class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         config, parameters = stub.begin(args)
@@ -69,6 +116,8 @@ class TritonPythonModel:
         self._decoupled = config["model_transaction_policy"]["decoupled"]
         self._placeholders = placeholders(config)
         self._end_ids = engine_end_ids(parameters)
+        self._text_stops = TextStops(parameters)
+        self._loading = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
         self._prompt_in_output = parameters.get("exclude_input_in_output") == "false"
         self._peers = Peers(args, config)
         if self._peers.parameters:
@@ -101,6 +150,7 @@ class TritonPythonModel:
     def finalize(self) -> None:
         self._closed.set()
         self._metrics.join()
+        self._loading.shutdown()
         self._serving.close()
         del self._serving
         stub.forget_requests()
@@ -108,7 +158,29 @@ class TritonPythonModel:
     def _start(self, request: Any, client: Client) -> None:
         inputs, names, request_id, parameters = stub.received(request)
         if flag(inputs, "stop"):
-            return self._stop(request_id, client)
+            self._stop(request_id, client)
+            return
+        if STOP_WORDS_TEXT in inputs and not self._text_stops.loaded:
+            load = partial(self._load_and_generate, client, inputs, names, request_id, parameters)
+            self._loading.submit(load)
+        else:
+            self._generate(client, inputs, names, request_id, parameters)
+
+    def _load_and_generate(self, client: Client, *request: Any) -> None:
+        try:
+            self._text_stops.load()
+            self._generate(client, *request)
+        except Exception as error:
+            client.fail(ENGINE, error)
+
+    def _generate(
+        self,
+        client: Client,
+        inputs: dict[str, Array],
+        names: frozenset[str],
+        request_id: str,
+        parameters: dict[str, Any],
+    ) -> None:
         features = self._serving.engine.features
         generations = generation_requests(inputs, parameters, features, self._end_ids)
         streaming = flag(inputs, "streaming")
@@ -125,9 +197,11 @@ class TritonPythonModel:
         zeros = {} if counted else self._placeholders
         responses = Responses(client, inputs, names, len(generations), form, zeros)
         try:
-            for index, generation in enumerate(generations):
+            searches = self._text_stops.searches(inputs)
+            for index, (generation, search) in enumerate(zip(generations, searches, strict=True)):
                 send = partial(responses.send, index)
-                responses.stops.append(self._serving.start(request_id, generation, send, **how))
+                stop = self._serving.start(request_id, generation, send, search=search, **how)
+                responses.stops.append(stop)
         except Exception:
             responses.abandoned = True  # the error is the only response to the whole batch
             responses.stop()

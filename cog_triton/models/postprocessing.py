@@ -19,7 +19,7 @@ def decoded(tokenizer: Tokenizer, inputs: Inputs, *, skip_special_tokens: bool =
 
     Args:
         inputs: TOKENS_BATCH [batch, beams, n], SEQUENCE_LENGTH [batch, beams], and optionally
-            CONTEXT_IDS [batch, n] and IS_FINAL [batch, 1].
+            CONTEXT_IDS [batch, n], IS_FINAL [batch, 1] and CUT_CHARACTERS [batch, 1].
     """
     ids, lengths = inputs["TOKENS_BATCH"], inputs["SEQUENCE_LENGTH"]
     if lengths.shape != ids.shape[:2]:
@@ -27,19 +27,23 @@ def decoded(tokenizer: Tokenizer, inputs: Inputs, *, skip_special_tokens: bool =
         raise InvalidParameter(f"SEQUENCE_LENGTH must be of shape {shapes}")
     if (lengths < 0).any():
         raise InvalidParameter(f"SEQUENCE_LENGTH must be at least 0, not {lengths.min()}")
-    context, final = inputs.get("CONTEXT_IDS"), inputs.get("IS_FINAL")
+    context = inputs.get("CONTEXT_IDS")
+    final = inputs.get("IS_FINAL")
+    cut = inputs.get("CUT_CHARACTERS")
+    texts: list[bytes] = []
     try:
-        texts = [
-            decode_delta(
-                tokenizer,
-                [] if context is None else context[i].tolist(),
-                beam[:length].tolist(),
-                final=True if final is None else bool(final[i].any()),
-                skip_special_tokens=skip_special_tokens,
-            ).encode()
-            for i, beams in enumerate(ids)
-            for beam, length in zip(beams, lengths[i], strict=True)
-        ]
+        for i, beams in enumerate(ids):
+            for beam, length in zip(beams, lengths[i], strict=True):
+                text = decode_delta(
+                    tokenizer,
+                    [] if context is None else context[i].tolist(),
+                    beam[:length].tolist(),
+                    final=True if final is None else bool(final[i].any()),
+                    skip_special_tokens=skip_special_tokens,
+                )
+                if cut is not None:
+                    text = text[: max(0, len(text) - max(0, int(cut[i].max())))]
+                texts.append(text.encode())
     except OverflowError:  # found by the tokenizer: looking at each would cost time
         raise InvalidParameter("token ids must be at least 0") from None
     return np.array(texts, np.object_)

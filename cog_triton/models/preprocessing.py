@@ -13,7 +13,7 @@ from cog_triton import wire
 from cog_triton.errors import InvalidParameter
 from cog_triton.models import stub
 from cog_triton.models.stub import Array, Client, Inputs, Tensors
-from cog_triton.request.limits import UNKNOWN_TOKENS, WORD_IDS, WORDS, WORDS_BYTES
+from cog_triton.request.limits import UNKNOWN_TOKENS, WORD_IDS
 from cog_triton.request.request import Request
 from cog_triton.text.end_tokens import end_ids
 from cog_triton.text.tokenizer import Tokenizer, text_limits, vocabulary_size
@@ -33,6 +33,7 @@ class Preprocessor:
         self._adds_special_tokens = given.get("add_special_tokens", "true") == "true"
         after_space = given.get("words_after_space", "true") == "true"
         self._words = WordTokenizer(tokenizer, after_space=after_space)
+        self._hands_texts_on = after_space  # else words match the ids that NVIDIA's models make
         self._vocab_size = int(given.get("vocab_size", 0))
         self._directory = str(given.get("tokenizer_dir", ""))
         context_length = int(given.get("max_seq_len", 0)) or None
@@ -73,6 +74,7 @@ class Preprocessor:
                 _ids_of_words(inputs.get("BAD_WORDS_DICT"), batch, self._words.bad_spellings)
             ),
             "STOP_WORDS_IDS": self._stop_words(inputs, batch),
+            "STOP_WORDS_TEXT": self._stop_words_text(inputs),
             "EMBEDDING_BIAS": self._embedding_bias(inputs, parameters),
             "OUT_SEED": _either(inputs, "SEED", "RANDOM_SEED"),
             "OUT_MIN_TOKENS": _either(inputs, "MIN_TOKENS", "MIN_LENGTH"),
@@ -100,7 +102,7 @@ class Preprocessor:
         most, texts = self._limits.characters, []
         for query in queries.flat:
             # A character has at most four bytes, and a text of too many is not even decoded.
-            text = "" if (too_long := len(query) > 4 * most) else _text(query)
+            text = "" if (too_long := len(query) > 4 * most) else stub.text(query)
             if too_long or len(text) > most:
                 length = f"{len(query)} bytes" if too_long else f"{len(text)} characters"
                 text = f"Prompt length ({length}) exceeds maximum input length ({most} characters"
@@ -120,13 +122,20 @@ class Preprocessor:
         rows = _ids_of_words(words, batch, self._words.stop_spellings, room)
         return _lists([[*others, *row] for row in rows])
 
+    def _stop_words_text(self, inputs: Inputs) -> Array | None:
+        """Return the stop words for an engine that finds them in the text; None without one."""
+        words = inputs.get("STOP_WORDS_DICT")
+        if words is None or not self._hands_texts_on or not any(words.flat):
+            return None
+        return words.reshape(len(words), -1)
+
     def _embedding_bias(self, inputs: Inputs, parameters: wire.Parameters) -> Array | None:
         """Return the bias of the logits, shape [batch, vocabulary]; None for none."""
         batch = len(inputs["QUERY"])
         logit_bias = dict(wire.parse_logit_bias(parameters.get(wire.LOGIT_BIAS)))
         if logit_bias:  # a Request knows its bounds
             Request(" ", 0, logit_bias=tuple(logit_bias.items()))
-        words = _words(inputs.get("EMBEDDING_BIAS_WORDS", np.empty((batch, 0), np.object_)))
+        words = stub.words(inputs.get("EMBEDDING_BIAS_WORDS", np.empty((batch, 0), np.object_)))
         weights = inputs.get("EMBEDDING_BIAS_WEIGHTS", np.empty(0))
         if not any(map(any, words)):
             words, weights = [[]] * batch, np.empty(0)
@@ -159,7 +168,7 @@ def _ids_of_words(
     """Return the spellings of each row's words, of at most ``room`` ids in all."""
     if words is None:
         return [[] for _ in range(batch)]
-    return [_within_limit(spellings(row), room) for row in _words(words)]
+    return [_within_limit(spellings(row), room) for row in stub.words(words)]
 
 
 def _lists(rows: Sequence[Sequence[Sequence[int]]]) -> Array | None:
@@ -196,24 +205,6 @@ def word_lists(batch: Sequence[Sequence[Sequence[int]]]) -> Array:
     ids = _padded([[*chain.from_iterable(words)] for words in batch], 0)
     ends = _padded([[*accumulate(map(len, words))] for words in batch], -1, ids.shape[1])
     return np.stack([ids, ends], axis=1)
-
-
-def _words(words: Array) -> list[list[str]]:
-    # Lists that would take long to tokenize are refused before any is decoded.
-    words = words.reshape(len(words), -1)
-    if words.shape[1] > WORDS:
-        raise InvalidParameter(f"the words of a list must be at most {WORDS}, not {words.shape[1]}")
-    if (size := sum(map(len, words.flat))) > WORDS_BYTES:
-        text = f"the words of a list must be at most {WORDS_BYTES} bytes, not {size}"
-        raise InvalidParameter(text)
-    return [[_text(word) for word in row] for row in words]
-
-
-def _text(value: Any) -> str:
-    try:
-        return value.decode() if isinstance(value, bytes) else str(value)
-    except UnicodeDecodeError:
-        raise InvalidParameter("a text input is not valid UTF-8") from None
 
 
 def _padded(rows: Sequence[Sequence[int]], pad_id: int, width: int = 0) -> Array:

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from cog_triton import errors
 from cog_triton.errors import CogTritonError, InvalidParameter, shortened
 from cog_triton.processes import end_with_parent
+from cog_triton.request.limits import WORDS, WORDS_BYTES
 from cog_triton.text.detokenizer import CONTEXT_TOKENS
 from cog_triton.text.tokenizer import Tokenizer, load_tokenizer, without_torch
 
@@ -70,7 +71,7 @@ def begin(args: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
     print_any_text()
     config = json.loads(args["model_config"])
     given = (config.get("parameters") or {}).items()
-    return config, {name: text for name, value in given if (text := value["string_value"])}
+    return config, {name: string for name, value in given if (string := value["string_value"])}
 
 
 def print_any_text() -> None:
@@ -114,6 +115,28 @@ def received(request: Any) -> tuple[dict[str, Array], frozenset[str], str, dict[
     names = frozenset(request.requested_output_names())
     request_id = _text("the request's id", request.request_id)
     return arrays(request.inputs()), names, request_id, request_parameters(request)
+
+
+def words(array: Array) -> list[list[str]]:
+    """Return the words of each sequence of a batch, or raise InvalidParameter for too many."""
+    # Lists that would take long to tokenize are refused before any is decoded.
+    array = array.reshape(len(array), -1)
+    if array.shape[1] > WORDS:
+        raise InvalidParameter(f"the words of a list must be at most {WORDS}, not {array.shape[1]}")
+    size = sum(map(len, array.flat))
+    if size > WORDS_BYTES:
+        raise InvalidParameter(
+            f"the words of a list must be at most {WORDS_BYTES} bytes, not {size}"
+        )
+    return [[text(word) for word in row] for row in array]
+
+
+def text(value: Any) -> str:
+    """Return the text of one element of an input, or raise InvalidParameter."""
+    try:
+        return value.decode() if isinstance(value, bytes) else str(value)
+    except UnicodeDecodeError:
+        raise InvalidParameter("a text input is not valid UTF-8") from None
 
 
 def flag(inputs: Mapping[str, Array], name: str) -> bool:
@@ -228,13 +251,14 @@ def response(values: Mapping[str, Array], names: Collection[str]) -> Any:
 
 def failure(model: str, cause: Exception) -> Any:
     """Return the error response for an exception: HTTP's 400 for a refusal; else 500, its trace logged."""
-    text, code = cause.message if isinstance(cause, CogTritonError) else str(cause), []
+    message = cause.message if isinstance(cause, CogTritonError) else str(cause)
+    code = []
     if not isinstance(cause, CogTritonError | errors.EngineError):
         logger.error("model %s failed", model, exc_info=cause)
-        text = f"model '{model}' failed: {type(cause).__name__}; the server's log has more"
+        message = f"model '{model}' failed: {type(cause).__name__}; the server's log has more"
     elif not isinstance(
         cause, errors.ServerError | errors.EngineFailure | errors.EngineUnavailable
     ):
         code = [pb_utils.TritonError.INVALID_ARG]
-    error = pb_utils.TritonError(shortened(text, errors.LONGEST), *code)
+    error = pb_utils.TritonError(shortened(message, errors.LONGEST), *code)
     return pb_utils.InferenceResponse(error=error)

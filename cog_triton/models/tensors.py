@@ -16,10 +16,11 @@ from cog_triton import wire
 from cog_triton.engines.base import GenerationRequest, SamplingParams
 from cog_triton.engines.serving import Output
 from cog_triton.errors import InvalidParameter, shown
-from cog_triton.models.stub import Array, Inputs, flag, indices
+from cog_triton.models.stub import Array, Inputs, flag, indices, words
 from cog_triton.request import limits
 from cog_triton.request.request import Guide, GuideKind, Request, engine_guide
 
+STOP_WORDS_TEXT = "stop_words_text"
 NAMES: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_bytes())
 # Each a feature of that name.
 _PARAMETERS = (wire.MIN_P, wire.TOP_LOG_PROBS, wire.PROMPT_LOG_PROBS, wire.ALLOWED_IDS)
@@ -138,6 +139,14 @@ def _words(inputs: Inputs, name: str, i: int) -> tuple[tuple[int, ...], ...]:
     return words_from_list(inputs[name][i])
 
 
+def stop_words_in_text(inputs: Inputs) -> list[list[str]]:
+    """Return the stop words of each sequence of the batch that are to be found in its text."""
+    array = inputs.get(STOP_WORDS_TEXT)
+    if array is None:
+        return [[] for _ in range(len(inputs["input_ids"]))]
+    return words(array)
+
+
 def words_from_list(word_list: Array) -> tuple[tuple[int, ...], ...]:
     """Return the words of a TensorRT-LLM word list, [2, N]: ids, and the words' ends padded with -1."""
     ids, ends = word_list.tolist()
@@ -207,6 +216,8 @@ def response_tensors(
             "context_ids": np.array(output.context_ids, np.int32).reshape(1, -1),
             "is_final": np.array([[output.finished]], np.bool_),
         }
+        if output.characters_behind:
+            tensors["cut_characters"] = np.array([[output.characters_behind]], np.int32)
         if flag(inputs, "return_perf_metrics"):
             tensors |= _perf_metrics(output)
         if flag(inputs, "return_num_input_tokens"):

@@ -77,6 +77,12 @@ class IncrementalDetokenizer:
             self._window, self._delivered, self._held = [], 0, 0
         return delta
 
+    def pending(self) -> str:
+        """Return what `flush` would return now, and leave the text open."""
+        if not self._run and not self._held:
+            return ""
+        return self._decoder.text(self._window + self._run)[self._delivered :]
+
     def flush(self) -> str:
         """Return the rest of the text. The next `decode` begins another text."""
         return self.decode((), final=True)

@@ -89,6 +89,20 @@ def test_what_ends_an_output_or_does_not_occur(triton: TritonServer, tokenizer: 
         assert "building" not in ask(bad_words=bad)["text_output"]
 
 
+@pytest.mark.parametrize("model", ["ensemble", BLS])
+@pytest.mark.parametrize("streams", [False, True], ids=["whole", "stream"])
+def test_stop_words_are_found_in_the_text(triton: TritonServer, model: str, streams: bool) -> None:
+    """Wherever tokens begin and end: every part of the answer stops it, as its first place has it."""
+    for start, end in [(0, 1), (3, 6), (7, 22), (10, 11), (30, 37), (len(ANSWER) - 1, len(ANSWER))]:
+        word = ANSWER[start:end]
+        body = {"text_input": QUESTION, "max_tokens": 500, "stop_words": ["never", word]}
+        if streams:
+            text = "".join(texts(generate_stream(triton, model, **body)))
+        else:
+            text = generate(triton, model, **body)["text_output"]
+        assert text == ANSWER[: ANSWER.index(word) + len(word)]
+
+
 def test_parameters_may_be_nested(triton: TritonServer) -> None:
     """As the Phi-3 guide sends them."""
     parameters = {"max_tokens": 256, "bad_words": [""], "stop_words": [""]}

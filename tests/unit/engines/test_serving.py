@@ -8,7 +8,9 @@ import pytest
 from cog_triton.engines.base import Engine, EngineError, GenerationRequest, Sink, Step, TokenLogProb
 from cog_triton.engines.serving import Output, Serving
 from cog_triton.text.detokenizer import CONTEXT_TOKENS
+from cog_triton.text.stop_words import StopWordSearch
 from tests.support import load_cases
+from tests.tokenizers import words as word_tokenizer
 
 TIMEOUT = 60
 
@@ -80,8 +82,10 @@ class Bench:
     ) -> Client:
         """Start a sequence, on a channel if it has a ``number``."""
         client, number = Client(), values.pop("number", None)
+        search = values.pop("search", None)
         request = GenerationRequest("", **{"input_ids": [1, 2, 3], "max_tokens": 50, **values})
         how: Any = {"channel": f"{'0' * 32}/{number}" if number else "", "streaming": streaming}
+        how["search"] = search
         client.stop = self.serving.start(name, request, client, prompt_in_output=with_prompt, **how)
         return client
 
@@ -291,6 +295,35 @@ def test_what_are_no_stop_words(bench: Bench, words: tuple[tuple[int, ...], ...]
     client = bench.start(stop_words=words)  # of the output: the prompt does not count
     bench.make(11, 12)
     assert (client.next().finished, bench.engine.aborted) == (False, [])
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+@pytest.mark.parametrize(
+    ("written", "text", "behind"),
+    [
+        (["a", "\n\n", "b"], "a\n", 1),
+        (["a", "\n", "b"], "a\n", 0),
+        (["a", "b", "End!"], "abEnd", 1),
+        (["a", "xE", "ndy", "b"], "axEnd", 1),
+    ],
+    ids=["within a token", "a token", "with a neighbour", "over two tokens"],
+)
+def test_stop_words_in_the_text(
+    bench: Bench, written: list[str], text: str, behind: int, streaming: bool
+) -> None:
+    tokens = ["<pad>", "a", "b", "\n", "\n\n", "End!", "xE", "ndy"]
+    search = StopWordSearch(word_tokenizer(tokens), ["\n", "End"])
+    client = bench.start(streaming=streaming, search=search)
+    ids = [tokens.index(token) for token in written]
+    bench.make(*ids[:1], to=0)
+    bench.make(*ids[1:], to=0)
+    bench.drain()
+    outputs = client.rest()
+    kept = "".join(tokens[token] for output in outputs for token in output.ids)
+    assert kept[: len(kept) - behind] == text
+    assert [output.characters_behind for output in outputs][-1] == behind
+    assert not any(output.characters_behind for output in outputs[:-1])
+    assert bench.engine.aborted == [bench.engine.requests[0].key]
 
 
 # Failures, counters and the end

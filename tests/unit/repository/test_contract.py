@@ -25,6 +25,7 @@ ADDED = load_cases(__file__, "additions.yaml")
 # NVIDIA's template says BOOL up to TensorRT-LLM 1.2; the C++ backend reads an int32.
 READ_AS = {"early_stopping": "INT32"}
 DECODING_CONTEXT = {"context_ids", "is_final", "CONTEXT_IDS", "IS_FINAL"}
+STOP_WORDS = {"stop_words_text", "cut_characters", "STOP_WORDS_TEXT", "CUT_CHARACTERS"}
 EXAMPLES: dict[str, object] = {
     "integer": 1,
     "float": 0.5,
@@ -87,7 +88,9 @@ def wanted(model: str, kind: str, backend: str) -> list[dict[str, Any]]:
             added["reshape"] = shapes[0]
         tensors.append({**added, "optional": True} if kind == "input" else added)
     if (model, backend) == ("tensorrt_llm", "tensorrtllm"):
-        tensors = [tensor for tensor in tensors if tensor["name"] not in DECODING_CONTEXT]
+        tensors = [
+            tensor for tensor in tensors if tensor["name"] not in DECODING_CONTEXT | STOP_WORDS
+        ]
     return tensors
 
 
@@ -153,6 +156,7 @@ def test_steps(backend: str, configs: dict[str, Any]) -> None:
             assert wanted.items() <= dict(mapped).items()
     context = {key for step in steps for key in (*step.input_map, *step.output_map)}
     assert context >= DECODING_CONTEXT
+    assert context & STOP_WORDS == (STOP_WORDS if backend == "python" else set())
 
 
 def test_what_postprocessing_reads_is_no_output(configs: dict[str, Any]) -> None:
