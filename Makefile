@@ -32,7 +32,7 @@ VLLM_ANSWERS := $(addprefix tests/integration/test_generation.py::, \
 		test_a_seed_is_drawn_logged_and_gives_the_same_text_again)
 
 .PHONY: setup setup-dev predict serve openai scale test test-all test-unit test-clients test-vllm \
-	test-dynamo demo-model bench bench-gpu soak lint fix docs lock audit clean
+	test-dynamo demo-model bench bench-gpu soak lint fix docs site lock audit clean
 
 setup: $(STAMP)
 
@@ -160,6 +160,7 @@ lint: $(DEVELOPED)
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/hadolint Dockerfile deploy/dynamo.Dockerfile
+	$(BIN)/python -m tools.site
 
 fix: $(DEVELOPED)
 	$(BIN)/ruff check --fix .
@@ -168,6 +169,10 @@ fix: $(DEVELOPED)
 docs: $(DEVELOPED)
 	$(BIN)/python scripts/make_docs.py
 	$(BIN)/python scripts/make_schema.py --output $(SCHEMA)
+
+# The docs as a site, in artifacts/site/html; a dead link fails it.
+site: $(DEVELOPED)
+	$(BIN)/python -m tools.site
 
 # Keeps the versions of the lock that fit; `make lock UPGRADE=--upgrade` takes the newest.
 lock: $(DEVELOPED)

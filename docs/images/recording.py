@@ -31,7 +31,7 @@ DIRECTORY = Path(__file__).parent / "recovery"
 PICTURE = Path(__file__).parent / "recovery.svg"
 
 MODEL = "smollm2"
-INPUTS = {"prompt": "How do vaccines work?", "max_tokens": 66, "seed": 5}
+INPUTS = {"prompt": "How do vaccines work?", "max_tokens": 63, "seed": 5}
 PIECES_BEFORE_THE_KILL = 25
 COLUMNS = 88
 
