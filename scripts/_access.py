@@ -10,7 +10,7 @@ from starlette.routing import Route
 
 from cog_triton.faces.cog.front import Front
 from cog_triton.faces.cog.replicate import FILES_PATH, Replicate
-from cog_triton.faces.openai import app, batches, completions, messages, store
+from cog_triton.faces.openai import app, batches, completions, messages, pages, store
 from cog_triton.faces.openai.server import FORM_BYTES
 from cog_triton.web.origin import SAFE_METHODS
 
@@ -25,8 +25,8 @@ PASSED_ON = (
 )
 LISTS = ("GET /v1/predictions", f"GET {FILES_PATH}")
 ROUTERS = (completions.router, store.router, batches.router, app.router, messages.router)
-# FastAPI's, and the page.
-OPENAI_PAGES = ("/", "/docs", "/docs/oauth2-redirect", "/openapi.json")
+# The pages, and FastAPI's description of the API.
+OPENAI_PAGES = ("/", pages.DOCS_PATH, pages.SCRIPT_PATH, pages.STYLE_PATH, "/openapi.json")
 ANYBODY = "anyone who can reach the port"
 WITH_KEY = "anyone with an API key; anyone at all if no keys are configured"
 WITH_LIST_TOKEN = "anyone with `REPLICATE_LIST_TOKEN`; nobody if it is not set"

@@ -51,10 +51,14 @@ class Tab:
     complaints: list[str] = field(default_factory=list)  # errors, and what the policy refused
 
     def open(self, url: str) -> None:
+        self.watch()
+        self.goto(url)
+
+    def watch(self) -> None:
+        """Notes from now on what the page asks for, and what is wrong with it."""
         self.page.on("request", lambda request: self._note(request))
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
         self.page.on("console", lambda message: self._hear(message))
-        self.goto(url)
 
     def goto(self, url: str) -> None:
         self.page.goto(url)

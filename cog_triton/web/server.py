@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import logging
 import socket
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -19,8 +20,10 @@ from cog_triton.web.origin import AccessRule
 BACKLOG = 1024
 LINGER_SECONDS = 1.0  # after a refusal: as its connection ends, the client's system may drop it
 _LINE_BYTES = 4  # of a header, beside its name and value
+_LOGGED_CHARACTERS = 300  # of the line of a refusal
 HEAD_END = b"\r\n\r\n"
 Headers = Iterable[tuple[bytes, bytes]]
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -202,6 +205,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if (refusal := self._refusal) is None or self.transport.is_closing():
             return
         self._answered = True
+        self._log(refusal)
         cycle = self.cycle if self._in_body else None
         if cycle is None or not cycle.response_started:
             body = json.dumps(self._refusal_body(refusal, self.url.decode("latin-1"))).encode()
@@ -214,6 +218,17 @@ class LimitedProtocol(HttpToolsProtocol):
             self.transport.write_eof()
         self.flow.resume_reading()
         self.loop.call_later(LINGER_SECONDS, self.transport.close)
+
+    def _log(self, refusal: Refusal) -> None:
+        """Log a line for a request that is refused before an application has it."""
+        method = path = "-"
+        if self.url:  # else its first line could not be read
+            method = self.parser.get_method().decode("latin-1")
+            path = self.url.decode("latin-1").partition("?")[0]
+        line = f"{method} {path[:_LOGGED_CHARACTERS]} {refusal.status} refused: {refusal.detail}"
+        # A client wrote parts of it, which may have any characters.
+        printable = (c if c.isprintable() else ascii(c)[1:-1] for c in line[:_LOGGED_CHARACTERS])
+        logger.info("%s", "".join(printable))
 
     def _set_timer(self, seconds: float | None) -> None:
         if self._timer is not None:

@@ -329,6 +329,25 @@ def test_the_browser_refuses_what_a_page_must_not_do(
         }
 
 
+# The reference at /docs
+
+
+def test_the_reference_works_without_a_network(browser: Browser, server: OpenAIServer) -> None:
+    with browser.new_page() as page:
+        page.set_default_timeout(BROWSER_MS)
+        tab = Tab(page)
+        tab.watch()
+        page.goto(f"{server.url}/docs")
+        page.locator("#operations-default-models_v1_models_get").get_by_role("button").first.click()
+        page.get_by_role("button", name="Try it out").click()
+        page.get_by_role("button", name="Execute").click()
+        shown = page.locator(".live-responses-table .highlight-code").first
+        shown.wait_for()
+        assert '"owned_by": "cog-triton"' in shown.inner_text()
+        assert all(url.startswith((server.url, "data:")) for url in tab.urls)
+        assert tab.complaints == []
+
+
 # How it looks
 
 

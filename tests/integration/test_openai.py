@@ -248,3 +248,13 @@ def test_a_port_that_is_taken_is_one_line(tmp_path: Path) -> None:
         with pytest.raises(AssertionError, match=r"error: .*Address already in use"), server:
             pass
     assert len((tmp_path / "log").read_text().splitlines()) == 1
+
+
+def test_the_command_of_the_ready_line_gives_an_answer(server: OpenAIServer) -> None:
+    lines = server.log.read_text().splitlines()
+    ready = next(place for place, line in enumerate(lines) if line.startswith("ready: http"))
+    command = lines[ready + 1]
+    assert "/v1/chat/completions" in command  # the demo model has a chat template
+    run = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+    (choice,) = json.loads(run.stdout)["choices"]
+    assert choice["message"]["content"]

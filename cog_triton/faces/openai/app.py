@@ -1,18 +1,16 @@
 """The application: its routes, its middleware, and answers that need no engine."""
 
-import base64
-import hashlib
 import logging
 import re
 import secrets
+from collections.abc import Mapping
 from datetime import datetime, timezone
-from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import HTMLResponse, JSONResponse
+from fastapi.responses import JSONResponse
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -22,19 +20,32 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import cog_triton
 from cog_triton.errors import CogTritonError, shown
-from cog_triton.faces.openai import batches, completions, messages, store
+from cog_triton.faces.openai import batches, completions, messages, pages, store
 from cog_triton.faces.openai.errors import MESSAGES_PATH, ApiError, invalid, no_embeddings
 from cog_triton.faces.openai.exchange import ERRORS, MESSAGE_ERRORS, client_error, error_response
 from cog_triton.faces.openai.journal import Journal, Share
 from cog_triton.faces.openai.keys import Key, Keys
-from cog_triton.faces.openai.served import BATCH_CALL, CURRENT, Call, FromApp, Served, begin_span
+from cog_triton.faces.openai.paging import page_limit
+from cog_triton.faces.openai.served import (
+    BATCH_CALL,
+    CURRENT,
+    Call,
+    FromApp,
+    Served,
+    begin_span,
+    current,
+)
 from cog_triton.web.origin import cors_options, origins_of
 
 router = APIRouter()
 logger = logging.getLogger("cog_triton.faces.openai.operation")  # as docs/openai.md shows its lines
 _USABLE_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
-# Paths that need no key: a page without any content of the model's, and what orchestrators ask.
-OPEN = frozenset({"/", "/ping", "/health", "/health/live", "/health/ready"})
+# Pages of this package, which have no content of the model's. They ask for a key themselves.
+_PAGES = frozenset({"/", pages.DOCS_PATH, pages.SCRIPT_PATH, pages.STYLE_PATH})
+# Paths that need no key: the pages, and what orchestrators ask.
+OPEN = _PAGES | {"/ping", "/health", "/health/live", "/health/ready"}
+MODELS_PATH, ANTHROPIC_VERSION = "/v1/models", "anthropic-version"
+MOST_MODELS = 1000  # in a page of Anthropic's form
 METRICS, LOADS = "/metrics", "/v1/loads"
 _QUIET = OPEN | {METRICS, LOADS}  # asked every few seconds; logged for debugging only
 _NO_KEY = "You did not provide an API key: send it in the header Authorization, as Bearer YOUR_KEY"
@@ -47,6 +58,7 @@ def create_app(served: Served) -> FastAPI:
     app = FastAPI(
         title="cog-triton",
         version=cog_triton.__version__,
+        docs_url=None,  # FastAPI's pages load their scripts from elsewhere: see pages.py
         redoc_url=None,
         redirect_slashes=False,  # it would name an address that clients behind a proxy cannot reach
     )
@@ -64,7 +76,8 @@ def create_app(served: Served) -> FastAPI:
         app.include_router(own, responses=ERRORS)
     app.include_router(messages.router, responses=MESSAGE_ERRORS)
     if served.settings.chat_page:
-        app.add_api_route("/", chat_page, include_in_schema=False)
+        app.add_api_route("/", pages.chat_page, include_in_schema=False)
+    pages.add_docs(app)
     app.add_middleware(Calls, served=served)
     origins = origins_of(settings.allowed_origins)
     if origins:
@@ -104,26 +117,36 @@ def _invalid_parameter(error: RequestValidationError) -> ApiError:
 @router.get("/v1/models")
 async def models(request: Request, served: FromApp) -> dict[str, Any]:
     """The names of the model, and those of its LoRA adapters; in Anthropic's form for its clients."""
-    if _asks_anthropics_api(request):
-        data = [_anthropic_card(served, name) for name in served.names]
-        return {
-            "data": data,
-            "has_more": False,
-            "first_id": data[0]["id"],
-            "last_id": data[-1]["id"],
-        }
+    if current().anthropic:
+        return _anthropic_page(served, request.query_params)
     return {"object": "list", "data": [_card(served, name) for name in served.names]}
 
 
 @router.get("/v1/models/{name:path}")
-async def model(name: str, request: Request, served: FromApp) -> dict[str, Any]:
+async def model(name: str, served: FromApp) -> dict[str, Any]:
     """One of them."""
     served.adapter(name)
-    return _anthropic_card(served, name) if _asks_anthropics_api(request) else _card(served, name)
+    return _anthropic_card(served, name) if current().anthropic else _card(served, name)
 
 
-def _asks_anthropics_api(request: Request) -> bool:
-    return "anthropic-version" in request.headers
+def _anthropic_page(served: Served, query: Mapping[str, str]) -> dict[str, Any]:
+    """Return the models that a query asks for, in Anthropic's form, or raise ApiError."""
+    limit = page_limit(query, MOST_MODELS, MOST_MODELS)
+    names = served.names
+    for cursor in ("after_id", "before_id"):
+        if query.get(cursor, names[0]) not in names:
+            raise invalid(f"{cursor}: there is no model {shown(query[cursor])}", cursor)
+    first = names.index(query["after_id"]) + 1 if "after_id" in query else 0
+    end = names.index(query["before_id"]) if "before_id" in query else len(names)
+    there = names[first:end]
+    goes_back = "before_id" in query and "after_id" not in query
+    page = there[-limit:] if goes_back else there[:limit]
+    return {
+        "data": [_anthropic_card(served, name) for name in page],
+        "has_more": len(page) < len(there),
+        "first_id": page[0] if page else None,
+        "last_id": page[-1] if page else None,
+    }
 
 
 def _anthropic_card(served: Served, name: str) -> dict[str, Any]:
@@ -215,31 +238,6 @@ async def version() -> dict[str, str]:
     return {"version": cog_triton.__version__}
 
 
-def page_policy(page: str) -> str:
-    """Return the policy that lets a page run its own script and style, and ask its own server."""
-    rules = ["default-src 'none'", "connect-src 'self'", "img-src data:"]
-    for tag in ("script", "style"):
-        (content,) = re.findall(f"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
-        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
-        rules.append(f"{tag}-src 'sha256-{digest}'")
-    rules += ["base-uri 'none'", "form-action 'none'", "frame-ancestors 'none'"]
-    # No text becomes HTML: what could make it so is refused.
-    return "; ".join([*rules, "require-trusted-types-for 'script'", "trusted-types 'none'"])
-
-
-PAGE = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
-PAGE_HEADERS = {
-    "Content-Security-Policy": page_policy(PAGE),
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-cache",
-}
-
-
-async def chat_page() -> HTMLResponse:
-    return HTMLResponse(PAGE, headers=PAGE_HEADERS)
-
-
 class Calls:
     """Give each request an id and a ``Call``, let in those with a key, and report each at its end."""
 
@@ -255,7 +253,8 @@ class Calls:
         limited = scope["method"] == "POST" and scope["path"] not in self._open and not batched
         if scope["method"] == "HEAD":  # uvicorn, which has the scope itself, sends no body
             scope = {**scope, "method": "GET"}
-        call = batched or Call(name, scope["path"], gap=served.figures.gap)
+        call = batched or Call(name, scope["path"], gap=served.figures.gap, method=scope["method"])
+        call.anthropic = call.path.startswith(MODELS_PATH) and ANTHROPIC_VERSION in headers
 
         async def send_noted(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -304,10 +303,12 @@ def _key(keys: Keys, headers: Headers) -> Key:
 
 
 def log_call(call: Call) -> None:
-    """Log a line for a request, without anything of its text."""
+    """Log a line for a request, without anything of its text; of one that was refused, the reason."""
     level = logging.DEBUG if call.path in _QUIET or call.batch else logging.INFO
     tokens = f"{call.input_tokens}+{call.output_tokens}"
     names = f"key={call.key.name or '-'} model={call.model or '-'} tokens={tokens}"
     took, error = f"{call.seconds() * 1000:.0f} ms", call.error and f" {call.error}"
+    if call.reason:
+        error += f" {shown(call.method)} {call.reason}"
     path = shown(quote(call.path))
     logger.log(level, "%s %s %d %s %s%s", call.id, path, call.status, names, took, error)

@@ -24,7 +24,7 @@ from cog_triton.faces.openai import exchange, fields
 from cog_triton.faces.openai.errors import CLIENT_GONE, ApiError, invalid, no_embeddings, table
 from cog_triton.faces.openai.journal import MOST_DELETED, Counted, Journal, NoRoom
 from cog_triton.faces.openai.pacing import ThreadPace
-from cog_triton.faces.openai.paging import page_limit
+from cog_triton.faces.openai.paging import page_limit, page_order, unknown_cursor
 from cog_triton.faces.openai.served import FromApp, Served, current
 from cog_triton.faces.openai.storable import no_room, stored
 from cog_triton.web.bodies import BadBody
@@ -133,7 +133,7 @@ async def rows_of(
     journal: Journal, kind: str, name: str | None, query: Mapping[str, str] = {}, limit: int = 1
 ) -> list[Any]:
     """Return the key's files or batches as a query asks for them, or the one of a name, or raise 404."""
-    asked = query.get("after"), query.get("purpose"), name, limit
+    asked = query.get("after") or None, query.get("purpose"), name, limit
     values = current().key.name, *asked, journal.now()
     way = ("ASC", ">") if query.get("order") == "asc" else ("DESC", "<")
     rows: list[Any] = await journal.read(SQL["kinds"][kind]["list"].format(*way), *values)
@@ -148,6 +148,13 @@ async def page_of(
     """Return the objects of the key that a query asks for."""
     default, most = SQL["kinds"][kind]["limits"]
     limit = page_limit(request.query_params, default, most)
+    page_order(request.query_params)
+    after = request.query_params.get("after")
+    if after:
+        try:
+            await rows_of(journal, kind, after)
+        except ApiError:
+            raise unknown_cursor(after) from None
     rows = await rows_of(journal, kind, None, request.query_params, limit + 1)
 
     def page() -> bytes:

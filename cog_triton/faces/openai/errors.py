@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from cog_triton.errors import CogTritonError
+from cog_triton.errors import CogTritonError, shortened, shown
 
 
 def table(name: str) -> Any:
@@ -21,6 +21,10 @@ INVALID = "invalid_request_error"
 RETRY_SECONDS = 5  # of those who ask while there is no server to answer
 CLIENT_GONE = 499
 MESSAGES_PATH = "/v1/messages"  # begins the routes of Anthropic's API, whose errors have its form
+LOGGED_CHARACTERS = 300  # of an error's text
+# What an error's text quotes of a request. A name of a model or a field is not of a prompt.
+_QUOTED = re.compile(r"(?P<quote>[\"'`])(?P<text>.*?)(?P=quote)", re.DOTALL)
+_NAME_LIKE = re.compile(r"[\w.:/@+,-]{0,64}", re.ASCII)
 _NAMES = re.compile(r"(?:^|does not support )([a-z_]+)")
 _GUIDE = re.compile(r"\bguide\b|guided_decoding|^a JSON schema|^choice must")
 
@@ -35,11 +39,23 @@ class ApiError(Exception):
     param: str | None = None  # the field of the request that is at fault
     code: str | None = None
     headers: dict[str, str] = field(default_factory=dict)
+    log_message: str | None = None  # in place of the message in the log
 
     def __post_init__(self) -> None:
         # They may have some of the request in them, which may not be Unicode.
         self.message = self.message.encode(errors="replace").decode()
         self.param = self.param and self.param.encode(errors="replace").decode()
+
+    def log_text(self) -> str:
+        """Return the code, the field and the message as a line of the log has them.
+
+        It is one line, it is not long, and it has nothing of a prompt's text.
+        """
+        message = self.message if self.log_message is None else self.log_message
+        message = _QUOTED.sub(_logged_quotation, message)
+        names = f"code={self.code or '-'} param={shown(self.param or '-')}"
+        line = f"{names}: {shortened(message, LOGGED_CHARACTERS)}"
+        return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
 
     def body(self, path: str = "", request_id: str | None = None) -> dict[str, Any]:
         """Return it in the form of the API that has a path; errors in a stream have no id."""
@@ -49,6 +65,10 @@ class ApiError(Exception):
         kind = TABLES["message_errors"].get(self.status, "api_error")
         body = {"type": "error", "error": {"type": kind, "message": self.message}}
         return body if request_id is None else {**body, "request_id": request_id}
+
+
+def _logged_quotation(found: re.Match[str]) -> str:
+    return found[0] if _NAME_LIKE.fullmatch(found["text"]) else f"{found['quote']}…{found['quote']}"
 
 
 def api_error(error: CogTritonError, names: Mapping[str, str] = {}) -> ApiError:
@@ -67,8 +87,13 @@ def api_error(error: CogTritonError, names: Mapping[str, str] = {}) -> ApiError:
     return ApiError(status, error.message, kind, param, code or error.code, headers)
 
 
-def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    return ApiError(400, message, param=param, code=code)
+def invalid(
+    message: str,
+    param: str | None = None,
+    code: str | None = None,
+    log_message: str | None = None,
+) -> ApiError:
+    return ApiError(400, message, param=param, code=code, log_message=log_message)
 
 
 def no_embeddings() -> ApiError:

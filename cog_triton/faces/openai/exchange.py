@@ -19,7 +19,14 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from cog_triton.errors import CogTritonError, shown
-from cog_triton.faces.openai.errors import CLIENT_GONE, TABLES, ApiError, api_error, invalid
+from cog_triton.faces.openai.errors import (
+    CLIENT_GONE,
+    MESSAGES_PATH,
+    TABLES,
+    ApiError,
+    api_error,
+    invalid,
+)
 from cog_triton.faces.openai.fields import Asking, Body
 from cog_triton.faces.openai.served import Chunks, Served, current
 from cog_triton.generation import Chunk
@@ -121,7 +128,8 @@ def body_error(error: ValidationError, value: Any) -> ApiError:
         return invalid(f"{where} must have at most {most} items", where, code)
     kinds: dict[type, str] = {dict: "an object", list: "a list"}
     kind = kinds.get(type(given)) or shown(given)
-    return invalid(f"{where}: {problem['msg']}, not {kind}", where, code)
+    text = f"{where}: {problem['msg']}"
+    return invalid(f"{text}, not {kind}", where, code, log_message=text)
 
 
 def _place(problem: Any, value: Any) -> list[Any]:
@@ -299,7 +307,13 @@ def token_text(tokenizer: Tokenizer, token: int) -> str:
 
 
 def client_error(error: Exception) -> ApiError:
-    """Return an error as the client reads it, and log one that nobody foresaw."""
+    """Return an error as the client reads it; note it for the request's line of the log."""
+    told = _client_error(error)
+    current().reason = told.log_text()
+    return told
+
+
+def _client_error(error: Exception) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, CogTritonError):
@@ -311,4 +325,5 @@ def client_error(error: Exception) -> ApiError:
 def error_response(error: ApiError) -> Response:
     """Return an error in the form of the API whose route is asked."""
     call = current()
-    return JSONResponse(error.body(call.path, call.id), error.status, error.headers)
+    path = MESSAGES_PATH if call.anthropic else call.path
+    return JSONResponse(error.body(path, call.id), error.status, error.headers)

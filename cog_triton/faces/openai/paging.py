@@ -1,11 +1,30 @@
-"""The ``limit`` of a list's page."""
+"""The parameters of a query for a page of a list."""
 
 import re
 from collections.abc import Mapping
 
-from cog_triton.faces.openai.errors import invalid
+from cog_triton.errors import shown
+from cog_triton.faces.openai.errors import ApiError, invalid
 
 _NUMBER = re.compile(r"0*([0-9]{1,9})")  # of ASCII digits; int() takes those of other scripts
+
+
+_ORDERS = ("asc", "desc")
+
+
+def page_order(query: Mapping[str, str]) -> str:
+    """Return the order that a query asks for, or raise OpenAI's 400; the newest objects come first."""
+    order = query.get("order", "desc")
+    if order not in _ORDERS:
+        raise invalid("order must be asc or desc", "order", "invalid_value")
+    return order
+
+
+def unknown_cursor(after: str) -> ApiError:
+    """Return the refusal of an ``after`` that names no object of the list."""
+    return invalid(
+        f"after: there is no object {shown(after)} in this list", "after", "invalid_value"
+    )
 
 
 def page_limit(query: Mapping[str, str], default: int, most: int) -> int:

@@ -64,6 +64,9 @@ class Call:
     large: bool = False  # its body is prepared in a thread
     names: Mapping[str, str] = field(default_factory=dict)  # see ``Body.names``
     batch: bool = False  # it is a line of one
+    method: str = ""
+    anthropic: bool = False  # its client reads Anthropic's forms, at a path that both APIs have
+    reason: str = ""  # of its refusal, as the log has it
 
     def seconds(self) -> float:
         return time.monotonic() - self.began

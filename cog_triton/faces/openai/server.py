@@ -19,6 +19,7 @@ from prometheus_client.multiprocess import mark_process_dead
 
 from cog_triton.deployment import Deployment
 from cog_triton.deployment.attached import address_of, attach
+from cog_triton.deployment.deployment import tokenizer_of
 from cog_triton.deployment.preparation import context_length, served_names
 from cog_triton.errors import ConfigurationError
 from cog_triton.faces.openai.app import create_app
@@ -31,6 +32,7 @@ from cog_triton.processes import temporary_directory
 from cog_triton.server.command import choose_ports
 from cog_triton.server.log import log_to
 from cog_triton.settings import Settings, read_settings
+from cog_triton.text.chat import has_chat_template
 from cog_triton.web import Refusal
 from cog_triton.web import server as web
 from cog_triton.web.origin import access_rule
@@ -59,22 +61,24 @@ async def _serve(
     listener: socket.socket,
 ) -> int:
     server: InProcess | Workers
-    chat = False
     async with contextlib.AsyncExitStack() as stack:
         if endpoint is None:
             deployment = await Deployment.start(with_fixed_port(settings))
             stack.push_async_callback(deployment.stop)
             server = server_of(deployment, names, listener)
-            chat = deployment.chat_template_for_prompts
+            tokenizer = deployment.tokenizer
         else:
             address, limit = address_of(endpoint), settings.max_sequence_length
             length = context_length({"model": settings.tokenizer_dir, "max_seq_len": limit})
             if settings.openai_workers > 1:
+                tokenizer = await asyncio.to_thread(tokenizer_of, settings)
                 server = Workers(settings, listener, address, triton_model, length, *names)
             else:
                 attached = await attach(settings, address, triton_model, length)
                 stack.push_async_callback(attached.stop)
+                tokenizer = attached.tokenizer
                 server = InProcess(Served(attached, names), listener)
+        chat = has_chat_template(tokenizer)
         text = invitation(settings, names[0], url_of(listener), chat=chat)
         return await run_until_signal(server, listener, lambda: print(text, flush=True))
 
@@ -312,7 +316,7 @@ def invitation(settings: Settings, model: str, url: str, *, chat: bool) -> str:
     """Return the text of a server that is ready: the page's address, and a command to try.
 
     Args:
-        chat: whether the model wants its chat template around a question.
+        chat: whether the model has a chat template, which a question wants around it.
     """
     page = f", with a page to chat at {url}/" if settings.chat_page else ""
     key = ' -H "Authorization: Bearer $OPENAI_API_KEY"' if configured_keys(settings) else ""

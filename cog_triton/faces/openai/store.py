@@ -30,7 +30,7 @@ from cog_triton.faces.openai import responses as forms
 from cog_triton.faces.openai.errors import TABLES, ApiError, invalid, table
 from cog_triton.faces.openai.journal import Counted, Jobs, NoRoom
 from cog_triton.faces.openai.keys import ANYBODY
-from cog_triton.faces.openai.paging import page_limit
+from cog_triton.faces.openai.paging import page_limit, page_order, unknown_cursor
 from cog_triton.faces.openai.responses import ResponsesBody, ResponseWriter
 from cog_triton.faces.openai.served import CURRENT, Call, Served, current
 from cog_triton.faces.openai.storable import no_room, stored
@@ -469,19 +469,22 @@ async def cancel(id: str, store: FromApp) -> Response:
 
 
 @router.get("/v1/responses/{id}/input_items")
-async def list_input(
-    id: str, store: FromApp, request: HttpRequest, order: str = "desc", after: str = ""
-) -> Response:
+async def list_input(id: str, store: FromApp, request: HttpRequest) -> Response:
     """The items of its input, those of the responses before among them; ``limit`` is of a page."""
     limit = page_limit(request.query_params, 20, MOST_ITEMS)
+    order = page_order(request.query_params)
+    after = request.query_params.get("after")
     row = await store.found(id)
 
     def page_of_items() -> bytes:
         items = json.loads(row.input)
         if order != "asc":
             items.reverse()
-        places = [place for place, item in enumerate(items, 1) if item["id"] == after]
-        items = items[places[0] if places else 0 :]
+        if after:
+            ids = [item["id"] for item in items]
+            if after not in ids:
+                raise unknown_cursor(after)
+            items = items[ids.index(after) + 1 :]
         page = items[:limit]
         return exchange.dumps(
             {

@@ -1,10 +1,12 @@
 """The limits of requests, for any split of a connection's bytes."""
 
 import asyncio
+import logging
 from itertools import pairwise
 from typing import Any
 from unittest.mock import Mock
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from starlette.requests import Request
@@ -80,3 +82,29 @@ def test_nothing_passes_behind_a_refusal_which_knows_its_target() -> None:
     assert len(connection.requests) == 1
     assert connection.statuses == [200, 413]
     assert connection.answers.endswith(b'"target": "/x"}')
+
+
+@pytest.mark.parametrize(
+    ("request_", "line"),
+    [
+        pytest.param(
+            b"POST /a?secret HTTP/1.1\r\ncontent-length: 101\r\n\r\n",
+            "POST /a 413 refused: the body is over 100 bytes",
+            id="a body",
+        ),
+        pytest.param(
+            b"POST /a HTTP/1.1\r\nhost: x\r\norigin: http://evil.example\r\n\r\n",
+            "POST /a 403 refused: a web page of http://evil.example may not send this request",
+            id="a page",
+        ),
+        pytest.param(b"\x00\r\n\r\n", "- - 400 refused: this is not a valid", id="no HTTP"),
+    ],
+)
+def test_a_refusal_is_logged_with_its_reason(
+    request_: bytes, line: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "cog_triton.web.server")
+    Connection(request_)
+    (logged,) = caplog.messages
+    assert logged.startswith(line)
+    assert logged.isprintable()

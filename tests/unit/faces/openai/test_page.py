@@ -1,11 +1,13 @@
 """The chat page's bytes and headers; tests/integration/test_chat_page.py has it in a browser."""
 
+import re
+
 import pytest
 
 from cog_triton import cli
 from cog_triton.cli import serve
 from cog_triton.faces.openai import server
-from cog_triton.faces.openai.app import PAGE, PAGE_HEADERS
+from cog_triton.faces.openai.pages import DOCS_PATH, PAGE, PAGE_HEADERS, SCRIPT_PATH, STYLE_PATH
 from cog_triton.settings import read_settings
 from tests.unit.faces.openai.support import Backend, ask
 
@@ -18,6 +20,20 @@ def test_it_is_the_root() -> None:
     assert "frame-ancestors 'none'" in reply.headers["content-security-policy"]
     assert PAGE_HEADERS.keys() <= {name.title() for name in reply.headers}
     assert ask(Backend(CHAT_PAGE="false"), "GET", "/").status_code == 404
+
+
+def test_the_reference_loads_its_own_files_alone() -> None:
+    with_key = Backend(OPENAI_API_KEYS="sk-a")
+    page = ask(with_key, "GET", DOCS_PATH)
+    assert page.status_code == 200
+    assert "script-src 'self' 'sha256-" in page.headers["content-security-policy"]
+    addresses = re.findall(r'(?:src|href)="([^"]+)"', page.text)
+    assert set(addresses) == {"data:,", SCRIPT_PATH[1:], STYLE_PATH[1:]}
+    for path, kind in ((SCRIPT_PATH, "text/javascript"), (STYLE_PATH, "text/css")):
+        reply = ask(with_key, "GET", path)
+        assert reply.status_code == 200
+        assert reply.headers["content-type"].startswith(kind)
+        assert len(reply.content) > 100_000
 
 
 def test_the_commands_flag_turns_it_off(monkeypatch: pytest.MonkeyPatch) -> None:

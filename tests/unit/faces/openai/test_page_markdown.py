@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cog_triton.faces.openai.app import PAGE
+from cog_triton.faces.openai.pages import PAGE
 from tests.browser import HOSTILE, chromium
 from tests.support import load_cases
 
