@@ -22,7 +22,9 @@ CLIENTS_STAMP := .venv-clients/.installed
 RAY_STAMP := .venv-ray/.installed
 CLIENTS := "guidellm>=0.8,<0.9" "smg>=1.13,<1.14"
 AGENTS_STAMP := .venv-clients/agents/.installed
-AGENTS := @anthropic-ai/claude-code@2 @openai/codex@0.171
+# Several need a newer Node than that of the machine.
+AGENTS := node@24 @anthropic-ai/claude-code@2 @openai/codex@0 opencode-ai@1 @qwen-code/qwen-code@0 \
+	@continuedev/cli@1 cline@3 "ai@6 @ai-sdk/openai@3 @ai-sdk/anthropic@3 @ai-sdk/openai-compatible@2 zod@4"
 # Tests of whole answers, which hold with any engine.
 VLLM_ANSWERS := $(addprefix tests/integration/test_generation.py::, \
 		test_the_last_chunk_counts_and_says_why_it_ended test_max_tokens_is_cut_to_the_context \
@@ -61,11 +63,14 @@ $(CLIENTS_STAMP): $(DEVELOPED)
 	$(BIN)/uv pip install -q --python .venv-clients/bin/python $(CLIENTS)
 	@touch $@
 
-# Agents come from npm; without it, their tests are skipped.
+# Agents come from npm, one after the other: one that cannot be installed would take the others with it.
+# The tests of what is not installed are skipped.
 $(AGENTS_STAMP): $(CLIENTS_STAMP)
 	mkdir -p $(@D)
-	npm install --silent --no-audit --no-fund --prefix $(@D) $(AGENTS) || \
-		echo "npm cannot install the agents: their tests are skipped"
+	PATH="$(abspath $(@D))/node_modules/.bin:$$PATH"; for agent in $(AGENTS); do \
+		npm install --silent --no-audit --no-fund --prefix $(@D) $$agent || \
+		echo "npm cannot install $$agent: its tests are skipped"; \
+	done
 	@touch $@
 
 $(RAY_STAMP): pyproject.toml

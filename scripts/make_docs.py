@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Literal, get_args, get_origin
 
 import _access
+import _clients
 import yaml
 from _checkout import ROOT
 
@@ -17,6 +18,7 @@ from cog_triton.settings import Settings
 HEADER = ("Variable", "Type", "Default", "Description")
 PAGES = (
     ROOT / "docs" / "configuration.md",
+    ROOT / "docs" / "openai.md",
     ROOT / "docs" / "operations.md",
     ROOT / "triton_model_repo" / "README.md",
 )
@@ -24,7 +26,13 @@ PAGES = (
 
 def filled(page: str) -> str:
     """Return the page with each table between its markers as the code has it now."""
-    tables = {"settings": settings, "variables": variables, "old-names": old, "access": access}
+    tables = {
+        "settings": settings,
+        "variables": variables,
+        "old-names": old,
+        "access": access,
+        "clients": clients,
+    }
     marked = re.compile(r"(<!-- ([\w-]+):begin -->\n).*(<!-- \2:end -->)", re.DOTALL)
     return marked.sub(lambda found: found[1] + tables[found[2]]() + found[3], page)
 
@@ -41,6 +49,10 @@ def settings() -> str:
 
 def access() -> str:
     return table(_access.HEADER, _access.table_rows())
+
+
+def clients() -> str:
+    return table(_clients.HEADER, _clients.table_rows())
 
 
 def kind_of(annotation: Any) -> str:

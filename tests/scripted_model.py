@@ -1,5 +1,6 @@
 """The API server with a model whose answers are written beforehand, for agents that run whole tasks."""
 
+import asyncio
 import contextlib
 import json
 import threading
@@ -29,13 +30,25 @@ class ScriptedModel(Backend):
 
     Attributes:
         conversations: the messages of each request that was offered tools, as the chat template got them.
+        tools: the names of the tools that the last of these requests offered.
+        stalls: whether the last answer stops in the middle and waits for its cancel.
+        stalled: set when an answer waits.
+        cancelled: set when an answer that waited was cancelled.
     """
 
-    def __init__(self, steps: Sequence[Step], end: str) -> None:
+    def __init__(self, steps: Sequence[Step], end: str, *, stalls: bool = False) -> None:
         super().__init__(template="tools <tool_call>")
         self.context_length = 1_000_000
         self.conversations: list[list[dict[str, Any]]] = []
+        self.tools: list[str] = []
+        self.stalls = stalls
+        self.stalled = threading.Event()
+        self.cancelled = threading.Event()
         self._steps, self._end = steps, end
+
+    def results(self) -> list[str]:
+        """Return what the tools said, as the model read it in the last turn."""
+        return [turn["content"] for turn in self.conversations[-1] if turn["role"] == "tool"]
 
     async def generate(
         self, request: Request, request_id: str | None = None, *tenant: Any
@@ -44,17 +57,32 @@ class ScriptedModel(Backend):
         self.tenants += tenant
         messages = list(self.tokenizer.messages)
         text = "A title"  # agents also ask for titles and summaries, without tools
-        if self.tokenizer.tools:
+        in_task = bool(self.tokenizer.tools)
+        if in_task:
+            self.tools = [tool["function"]["name"] for tool in self.tokenizer.tools]
             self.conversations.append(messages)
-            results = [message for message in messages if message["role"] == "tool"]
-            text = self._end
-            if len(results) < len(self._steps):
-                step = self._steps[len(results)]
-                call = {"name": step.tool, "arguments": step.arguments}
-                text = f"<tool_call>{json.dumps(call)}</tool_call>"
+            text = self._answer(messages)
+        prompt_tokens = len(request.prompt) // 4
         for number, letter in enumerate(text, 1):
-            yield Chunk(letter, number, 10)
-        yield Chunk("", len(text), 10, "stop")
+            yield Chunk(letter, number, prompt_tokens)
+            if in_task and self.stalls:
+                await self._wait_for_cancel()
+        yield Chunk("", len(text), prompt_tokens, "stop")
+
+    def _answer(self, messages: Sequence[dict[str, Any]]) -> str:
+        results = [message for message in messages if message["role"] == "tool"]
+        if len(results) >= len(self._steps):
+            return self._end
+        step = self._steps[len(results)]
+        call = {"name": step.tool, "arguments": step.arguments}
+        return f"<tool_call>{json.dumps(call)}</tool_call>"
+
+    async def _wait_for_cancel(self) -> None:
+        self.stalled.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.cancelled.set()
 
 
 @contextlib.contextmanager

@@ -1,0 +1,50 @@
+"""Each cell of the table of clients in docs/openai.md names a test that exists."""
+
+import ast
+import subprocess
+import sys
+
+import _clients  # type: ignore[import-not-found, unused-ignore]
+import pytest
+
+from tests.support import ROOT
+
+CLIENTS: dict[str, dict[str, str]] = _clients.load()
+EVIDENCE = sorted(
+    {
+        evidence
+        for columns in CLIENTS.values()
+        for evidence in columns.values()
+        if evidence not in _clients.SHOWN
+    }
+)
+
+
+@pytest.mark.parametrize("columns", CLIENTS.values(), ids=CLIENTS)
+def test_a_client_has_every_column(columns: dict[str, str]) -> None:
+    assert tuple(columns) == _clients.COLUMNS
+
+
+@pytest.fixture(scope="module")
+def collected() -> set[str]:
+    """The ids of the tests in the files that the table names."""
+    files = sorted({evidence.partition("::")[0] for evidence in EVIDENCE})
+    listed = subprocess.run(
+        [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *files],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    return set(listed.stdout.splitlines())
+
+
+@pytest.mark.parametrize("evidence", EVIDENCE)
+def test_the_test_behind_a_cell_exists(evidence: str, collected: set[str]) -> None:
+    file, _, test = evidence.partition("::")
+    if any(name.startswith(f"{file}::") for name in collected):
+        assert evidence in collected
+        return
+    # The file needs a package that is not installed, and so has no cases here.
+    tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+    functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    assert test.partition("[")[0] in functions
