@@ -359,12 +359,18 @@ def with_end_tokens(
     """Return the template variables with the end tokens for the models that read them."""
     if not end_tokens.ids or not own_preprocessing(settings):
         return values
+    if engine == "tensorrtllm" and len(end_tokens.ids) > 1:
+        others = ", ".join(map(str, end_tokens.ids[1:]))
+        logger.info(
+            "TensorRT-LLM's C++ backend knows one end token, %d: it takes the others (%s) for stop words, "
+            "which end an output before min_tokens too",
+            end_tokens.ids[0],
+            others,
+        )
     variable: dict[str, object] = {"end_ids": list(end_tokens.ids)}
     added: Values = {"preprocessing": variable}
     if engine != "tensorrtllm":
         added["tensorrt_llm"] = variable
-    if "tensorrt_llm_bls" in values:
-        added["tensorrt_llm_bls"] = variable
     return merge(values, added)
 
 

@@ -14,6 +14,8 @@ from collections.abc import Generator, Mapping
 from contextlib import closing
 from typing import Any
 
+import numpy as np
+
 from cog_triton import wire
 from cog_triton.errors import InvalidParameter, TritonUnknownError
 from cog_triton.models import stub
@@ -41,7 +43,6 @@ class TritonPythonModel:
             if name in parameters:
                 raise ValueError(f"{name}: {what} is not supported")
         self._llm = parameters.get("tensorrt_llm_model_name", wire.ENGINE)
-        self._end_ids = stub.end_ids(parameters)
         self._finds_texts = parameters.get("decoding_context") == "true"
         self._accumulates = parameters.get("accumulate_tokens") == "true"
         self._decoupled = config["model_transaction_policy"]["decoupled"]
@@ -102,7 +103,8 @@ class TritonPythonModel:
         for name in inputs.keys() - NAMES["bls_to_preprocessing"].keys() - set(_DRAFTING):
             prompts[NAMES["bls_to_llm"].get(name, name)] = inputs[name]
         streams, unfinished = flag(inputs, "stream"), _sequences(inputs)
-        end_ids = stub.end_stop_words(prompts, self._end_ids)
+        other_end_ids = tokenized.get("OUT_OTHER_END_IDS", np.empty(0, np.int32))
+        end_ids = frozenset(other_end_ids.reshape(-1).tolist())
         contexts, texts = Contexts(streaming=streams), dict[tuple[int, int], Array]()
         try:
             with self._starting:

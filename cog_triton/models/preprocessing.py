@@ -75,6 +75,7 @@ class Preprocessor:
             ),
             "STOP_WORDS_IDS": self._stop_words(inputs, batch),
             "STOP_WORDS_TEXT": self._stop_words_text(inputs),
+            "OUT_OTHER_END_IDS": self._end_ids_among_stop_words(inputs, batch),
             "EMBEDDING_BIAS": self._embedding_bias(inputs, parameters),
             "OUT_SEED": _either(inputs, "SEED", "RANDOM_SEED"),
             "OUT_MIN_TOKENS": _either(inputs, "MIN_TOKENS", "MIN_LENGTH"),
@@ -117,10 +118,19 @@ class Preprocessor:
     def _stop_words(self, inputs: Inputs, batch: int) -> Array | None:
         """Return the lists of stop words and, unless a request has an end_id, of the other end tokens."""
         words = inputs.get("STOP_WORDS_DICT")
-        others = [] if "END_ID" in inputs else [[token] for token in self._other_end_ids]
+        others = [[token] for token in self._others(inputs)]
         room = WORD_IDS - len(others)
         rows = _ids_of_words(words, batch, self._words.stop_spellings, room)
         return _lists([[*others, *row] for row in rows])
+
+    def _others(self, inputs: Inputs) -> tuple[int, ...]:
+        """Return the end tokens beside the one in OUT_END_ID."""
+        return () if "END_ID" in inputs else self._other_end_ids
+
+    def _end_ids_among_stop_words(self, inputs: Inputs, batch: int) -> Array | None:
+        """Return the other end tokens for BLS, which leaves them out of outputs; None without one."""
+        others = self._others(inputs)
+        return np.array([others] * batch, np.int32) if others else None
 
     def _stop_words_text(self, inputs: Inputs) -> Array | None:
         """Return the stop words for an engine that finds them in the text; None without one."""

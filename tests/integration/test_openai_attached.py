@@ -17,6 +17,7 @@ from google.protobuf import text_format
 
 from cog_triton.repository.fill import read_config
 from cog_triton.server.tritonserver import TritonServer
+from cog_triton.text.tokenizer import Tokenizer
 from cog_triton.wire import IDS_ENSEMBLE
 from tests.integration.conftest import make_server, running, settings_for
 from tests.openai_server import ANSWER, OpenAIServer, contents
@@ -53,6 +54,18 @@ def test_a_triton_that_runs_already(triton: TritonServer, demo_model: Path, tmp_
         assert server.get("/health/ready").status_code == 200
         assert server.stop() == 0
     assert alive(triton._process.pid)  # type: ignore[union-attr]
+
+
+def test_several_end_tokens_on_a_triton_that_runs_already(
+    triton: TritonServer, demo_model: Path, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """The server's preprocessing has others: requests name the first, and the others are cut off here."""
+    stop = tokenizer.convert_tokens_to_ids(".")
+    with attached(triton, demo_model, tmp_path / "log", END_ID=f"2,{stop}") as server:
+        (choice,) = server.chat(**CHAT | {"max_tokens": 500}).json()["choices"]
+        assert choice["finish_reason"] == "stop"
+        assert choice["message"]["content"].startswith(ANSWER)
+        assert "." not in choice["message"]["content"]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ with ``ignore_eos``.
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from cog_triton.errors import InvalidParameter, PromptTooLong
@@ -116,12 +116,24 @@ def guide_of(guided: Body) -> Guide | None:
     return None
 
 
-def chunk_of(chunk: Chunk) -> dict[str, Any]:
-    """Return a chunk as Dynamo's."""
-    made: dict[str, Any] = {"token_ids": list(chunk.ids), "index": 0}
-    if chunk.log_probs:
-        made["log_probs"] = [token.log_prob for token in chunk.log_probs]
-        made["top_logprobs"] = [alternatives(token) for token in chunk.log_probs]
+def unknown_end_ids(body: Body, end_tokens: EndTokens) -> frozenset[int]:
+    """Return the end tokens that the frontend does not find in the model's files, such as END_ID's."""
+    hidden = given(body, "stop_conditions").get("stop_token_ids_hidden", [])
+    return frozenset(end_tokens.ids) - {*hidden, *(body.get("eos_token_ids") or [])}
+
+
+def chunk_of(chunk: Chunk, unknown: Collection[int] = ()) -> dict[str, Any]:
+    """Return a chunk as Dynamo's, without one of the ``unknown`` end tokens, whose text would be shown."""
+    ids = list(chunk.ids)
+    log_probs = chunk.log_probs
+    by_end_token = chunk.finish_reason == "stop" and chunk.stop_token is None
+    if by_end_token and ids and ids[-1] in unknown:
+        del ids[-1]
+        log_probs = log_probs[: len(ids)]
+    made: dict[str, Any] = {"token_ids": ids, "index": 0}
+    if log_probs:
+        made["log_probs"] = [token.log_prob for token in log_probs]
+        made["top_logprobs"] = [alternatives(token) for token in log_probs]
     if chunk.prompt_log_probs:
         tops = ({own.id: own.log_prob, **dict(own.top)} for own in chunk.prompt_log_probs[1:])
         rows = ({str(i): {"logprob": value} for i, value in top.items()} for top in tops)

@@ -31,7 +31,7 @@ from cog_triton.client.tracing import go_below
 from cog_triton.deployment import Deployment
 from cog_triton.deployment.attached import address_of, attach
 from cog_triton.deployment.preparation import KV_EVENTS, context_length, served_names
-from cog_triton.faces.dynamo.convert import Body, chunk_of, given, request_of
+from cog_triton.faces.dynamo.convert import Body, chunk_of, given, request_of, unknown_end_ids
 from cog_triton.processes import temporary_directory
 from cog_triton.server.log import log_to
 from cog_triton.settings import Settings, read_settings
@@ -204,11 +204,12 @@ class Engine(LLMEngine):
             return
         # Of an adapter, as Dynamo has it or in place of the model's.
         name = given(body, "routing").get("lora_name") or body.get("model", self._name)
+        end_tokens = self.deployment.end_tokens or EndTokens()
         request = request_of(
             body,
             request_id,
             prompt_tokens=prompt,
-            end_tokens=self.deployment.end_tokens or EndTokens(),
+            end_tokens=end_tokens,
             context_length=self.deployment.context_length,
             adapter="" if name == self._name else name,
             seeded=self.deployment.draws_seeds,
@@ -216,9 +217,10 @@ class Engine(LLMEngine):
         )
         if request.presence_penalty or request.frequency_penalty or request.prompt_log_probs:
             await self._marks.tell(request_id, prompt)
+        unknown = unknown_end_ids(body, end_tokens)
         async with contextlib.aclosing(self.deployment.generate(request)) as answer:
             async for chunk in answer:
-                yield chunk_of(chunk)
+                yield chunk_of(chunk, unknown)
 
     async def cleanup(self) -> None:
         if self.deployment is None:

@@ -17,11 +17,25 @@ from cog_triton.deployment.preparation import (
     check_files,
     context_length,
     template_values,
+    with_end_tokens,
     with_files,
 )
 from cog_triton.errors import ConfigurationError
 from cog_triton.settings import read_settings
+from cog_triton.text.end_tokens import EndTokens
 from tests.support import load_cases
+
+
+@pytest.mark.parametrize("engine", ["tensorrtllm", "vllm"])
+def test_the_models_that_read_end_tokens_get_them(
+    engine: EngineName, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    found = with_end_tokens(read_settings({}), {}, engine, EndTokens((2, 6)))
+    models = {"preprocessing"} if engine == "tensorrtllm" else {"preprocessing", "tensorrt_llm"}
+    assert found == {model: {"end_ids": [2, 6]} for model in models}
+    # Its further end tokens are stop words.
+    assert ("which end an output before min_tokens too" in caplog.text) is (engine == "tensorrtllm")
 
 
 def test_the_configuration_file_overrides_the_settings(tmp_path: Path) -> None:

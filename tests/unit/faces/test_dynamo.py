@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from cog_triton.errors import InvalidParameter, PromptTooLong
-from cog_triton.faces.dynamo.convert import chunk_of, request_of
+from cog_triton.faces.dynamo.convert import chunk_of, request_of, unknown_end_ids
 from cog_triton.generation import Chunk
 from cog_triton.request.request import Guide, GuideKind, Request
 from cog_triton.text.end_tokens import EndTokens
@@ -83,6 +83,30 @@ def test_the_last_chunk_counts_the_whole_output() -> None:
         "completion_usage": {"prompt_tokens": 4, "completion_tokens": 13, "total_tokens": 17},
         "stop_reason": 9,
     }
+
+
+@pytest.mark.parametrize(
+    ("stop_conditions", "eos_token_ids", "ids"),
+    [({}, [2], [7]), ({}, None, [7]), ({"stop_token_ids_hidden": [106]}, [2], [7, 106])],
+)
+def test_an_end_token_that_the_frontend_does_not_know_is_left_out(
+    stop_conditions: dict[str, Any], eos_token_ids: list[int] | None, ids: list[int]
+) -> None:
+    """It would show the token's text."""
+    body = {"stop_conditions": stop_conditions, "eos_token_ids": eos_token_ids}
+    unknown = unknown_end_ids(body, EndTokens((1, 106)))
+    log_probs = (TokenLogProb(7, -1.0), TokenLogProb(106, -2.0))
+    made = chunk_of(Chunk("x", 2, 4, "stop", ids=(7, 106), log_probs=log_probs), unknown)
+    assert made["token_ids"] == ids
+    assert made["log_probs"] == [-1.0, -2.0][: len(ids)]
+    assert made["completion_usage"]["completion_tokens"] == 2
+
+
+def test_an_end_token_that_did_not_end_the_output_is_kept() -> None:
+    assert chunk_of(Chunk("x", 2, 4, ids=(7, 106)), {106})["token_ids"] == [7, 106]
+    assert chunk_of(Chunk("x", 2, 4, "length", ids=(7, 106)), {106})["token_ids"] == [7, 106]
+    by_request = Chunk("x", 2, 4, "stop", ids=(7, 106), stop_token=106)
+    assert chunk_of(by_request, {106})["token_ids"] == [7, 106]
 
 
 def test_log_probabilities_have_ranks_and_the_chosen_token() -> None:

@@ -28,6 +28,8 @@ class Triton(PbUtils):
     def __init__(self) -> None:
         self.replies: Iterable[Tensors | Error] = ()
         self.failure: Error | None = None
+        self.tokenized: dict[str, Array] = {}  # of preprocessing, beside the prompt
+        self.asked: list[tuple[str, dict[str, Array]]] = []  # models and their inputs
         self.parameters: list[dict[str, Any]] = []  # of each call
         self.stopped: list[str] = []
 
@@ -35,12 +37,13 @@ class Triton(PbUtils):
         self, model_name: str, request_id: str, inputs: list[Tensor], parameters: Any, **_: object
     ) -> Any:
         self.parameters.append(parameters)
+        self.asked.append((model_name, {tensor.name(): tensor.as_numpy() for tensor in inputs}))
         stops = "stop" in {tensor.name() for tensor in inputs}
         return SimpleNamespace(exec=lambda **_: self._answer(model_name, request_id, stops))
 
     def _answer(self, model: str, request_id: str, stops: bool) -> Any:
         if model == "preprocessing":
-            return made({"INPUT_ID": np.ones((1, 3), np.int32)})
+            return made({"INPUT_ID": np.ones((1, 3), np.int32), **self.tokenized})
         if model == "postprocessing":
             return made(self.failure or {"OUTPUT": np.array([b"text"], object)})
         if stops:
@@ -71,9 +74,12 @@ def new_model(triton: Triton) -> Iterator[NewModel]:
     models: list[TritonPythonModel] = []
     assert not triton.parameters
 
-    def new(*, decoupled: bool = True) -> TritonPythonModel:
+    def new(*, decoupled: bool = True, **parameters: str) -> TritonPythonModel:
         model = TritonPythonModel()
-        config = {"model_transaction_policy": {"decoupled": decoupled}}
+        config = {
+            "model_transaction_policy": {"decoupled": decoupled},
+            "parameters": {name: {"string_value": value} for name, value in parameters.items()},
+        }
         model.initialize({"model_config": json.dumps(config)})
         models.append(model)
         return model
@@ -158,6 +164,41 @@ def test_an_error_of_one_sequence_ends_the_others(
     assert (error.message(), triton.stopped) == ("no", stopped)
     # Parameters are handed down, but for those about ids.
     assert triton.parameters[:2] == [{"min_p": "0.1"}] * 2
+
+
+def asked_of(triton: Triton, model: str) -> list[dict[str, Array]]:
+    return [inputs for name, inputs in triton.asked if name == model]
+
+
+def test_the_other_end_tokens_of_preprocessing_are_in_no_text(
+    triton: Triton, new_model: NewModel
+) -> None:
+    """TensorRT-LLM's C++ backend takes them for stop words, and leaves them in."""
+    triton.tokenized = {
+        "STOP_WORDS_IDS": np.array([[[6], [1]]], np.int32),
+        "OUT_OTHER_END_IDS": np.array([[6]], np.int32),
+    }
+    triton.replies = [reply(5), reply(6, final=True)]
+    sender = begin(new_model(), request())
+    while not sender.sent.get(timeout=60)[1]:
+        pass
+    decoded = [inputs["TOKENS_BATCH"].tolist() for inputs in asked_of(triton, "postprocessing")]
+    assert decoded == [[[[5]]], [[[]]]]
+    assert "OUT_OTHER_END_IDS" not in asked_of(triton, "tensorrt_llm")[0]
+
+
+@pytest.mark.parametrize("takes_texts", [True, False])
+def test_stop_words_go_as_texts_to_engines_that_take_them(
+    triton: Triton, new_model: NewModel, takes_texts: bool
+) -> None:
+    triton.tokenized = {"STOP_WORDS_TEXT": np.array([[b"end"]], object)}
+    triton.replies = [{**reply(5, final=True), "cut_characters": np.array([[2]], np.int32)}]
+    parameters = {"decoding_context": "true"} if takes_texts else {}
+    sender = begin(new_model(**parameters), request())
+    while not sender.sent.get(timeout=60)[1]:
+        pass
+    assert ("stop_words_text" in asked_of(triton, "tensorrt_llm")[0]) is takes_texts
+    assert asked_of(triton, "postprocessing")[0]["CUT_CHARACTERS"].tolist() == [[2]]
 
 
 def test_what_fails_behind_the_engine_stops_it(

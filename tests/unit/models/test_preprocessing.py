@@ -96,6 +96,18 @@ def test_ids_that_the_tokenizer_does_not_name(eos: Any, pad: Any, end_id: int, p
     assert outputs["OUT_PAD_ID"].tolist() == [[pad_id]]
 
 
+@pytest.mark.parametrize(("after_space", "handed_on"), [("true", True), ("false", False)])
+def test_stop_words_are_handed_on_as_texts(
+    tokenizer: Tokenizer, after_space: str, handed_on: bool
+) -> None:
+    preprocessor = Preprocessor(tokenizer, {"words_after_space": after_space})
+    outputs = preprocessor(inputs("x", STOP_WORDS_DICT=texts(["is", ""])))
+    assert ("STOP_WORDS_TEXT" in outputs) is handed_on
+    if handed_on:
+        assert outputs["STOP_WORDS_TEXT"].tolist() == [[b"is", b""]]
+    assert "STOP_WORDS_TEXT" not in preprocessor(inputs("x", STOP_WORDS_DICT=texts("")))
+
+
 # End tokens
 
 
@@ -109,6 +121,7 @@ def test_end_tokens_but_the_first_are_stop_words(tokenizer: Tokenizer) -> None:
     outputs = preprocessor(inputs("x"))
     assert outputs["OUT_END_ID"].tolist() == [[2]]
     assert stop_words(outputs) == [[6, 20], [1, 2]]
+    assert outputs["OUT_OTHER_END_IDS"].tolist() == [[6, 20]]
     given = preprocessor(inputs("x", STOP_WORDS_DICT=texts("is")))
     words = words_from_list(given["STOP_WORDS_IDS"][0])
     assert words[:2] == ((6,), (20,))
@@ -121,6 +134,7 @@ def test_a_request_with_an_end_of_its_own_has_no_others(tokenizer: Tokenizer, en
     outputs = preprocessor(inputs("x", END_ID=np.array([[end_id]], np.int32)))
     assert outputs["OUT_END_ID"].tolist() == [[end_id]]
     assert stop_words(outputs) == []
+    assert "OUT_OTHER_END_IDS" not in outputs
 
 
 def test_every_prompt_of_a_batch_has_the_end_tokens(tokenizer: Tokenizer) -> None:
