@@ -4,6 +4,7 @@ A field is set by the environment variable of its name in capitals, or its alias
 settings.yaml describes them.
 """
 
+import difflib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -155,6 +156,43 @@ def _absolute_if_directory(name: str) -> str:
 
 
 VARIABLES = tuple(str(field.alias) for field in Settings.model_fields.values())
+
+
+# Variables of other software whose names are nearly those of settings.
+_OF_OTHERS = frozenset(("OPENAI_API_KEY",))
+_ALIKE = 0.9  # of difflib's ratio: one letter of a short name, two of a long one
+
+
+def misspelt_variables(environ: Mapping[str, str] | None = None) -> list[str]:
+    """Return a warning for each variable whose name is nearly that of a setting.
+
+    It is a warning and not an error, because the variable may belong to other software. The plural of a
+    single word is not reported (``MODELS``), nor a name that differs in more than a letter or two.
+    """
+    environ = os.environ if environ is None else environ
+    known = frozenset(VARIABLES)
+    warnings = []
+    for name in sorted(environ.keys() - known - _OF_OTHERS):
+        meant = _misspelt(name, known)
+        if meant is not None:
+            warnings.append(f"the environment variable {name} has no effect; did you mean {meant}?")
+    return warnings
+
+
+def _misspelt(name: str, known: frozenset[str]) -> str | None:
+    """Return the setting that a variable's name may have been meant for."""
+    upper = name.upper().replace("-", "_")
+    if name != upper and "_" in upper and upper in known:
+        return upper
+    plural_of_a_word = "_" not in name and name.removesuffix("S") in known
+    if upper != name or plural_of_a_word:
+        return None
+    for setting in known:
+        swapped = len(setting) == len(name) and sorted(setting) == sorted(name)
+        if swapped and sum(a != b for a, b in zip(setting, name, strict=True)) == 2:
+            return setting
+    found = difflib.get_close_matches(name, known, n=1, cutoff=_ALIKE)
+    return found[0] if found else None
 
 
 def read_settings(environ: Mapping[str, str] | None = None) -> Settings:

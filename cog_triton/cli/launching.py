@@ -21,7 +21,7 @@ from cog_triton.server.command import Endpoints, Launch, choose_ports, command, 
 from cog_triton.server.guard import read
 from cog_triton.server.installation import locate
 from cog_triton.server.tritonserver import TritonServer
-from cog_triton.settings import Settings, read_settings
+from cog_triton.settings import Settings, misspelt_variables, read_settings
 
 CPP_BACKEND = "tensorrtllm"
 PORTS = ("http_port", "grpc_port", "metrics_port")
@@ -37,6 +37,8 @@ def launch(options: Options) -> int:
     form = "%(asctime)s %(levelname)s %(message)s"
     logging.basicConfig(format=form, level=logging.INFO, handlers=handlers)
     settings = settings_of(options, os.environ)
+    for warning in misspelt_variables():
+        logging.warning("%s", warning)
     models = read_models(options.model_repo)
     backends = {model.backend for model in models.values()}
     start = launch_of(options, os.environ, len([*Path("/dev").glob("nvidia[0-9]*")]), backends)

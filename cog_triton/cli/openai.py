@@ -11,6 +11,7 @@ from cog_triton.cli.options import (
     add_port,
     add_served_model_names,
     add_verbose,
+    check_device,
     model_variables,
     port_of,
     served_model_variables,
@@ -103,6 +104,8 @@ def run(options: Options) -> int:
     # Else gRPC says of each process that is started that it cannot prepare for it.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     port = port_of(options.port, 3000)
+    if options.triton_endpoint is None:
+        check_device()
     from cog_triton.faces.openai.server import run as serve
 
     return serve(options.host, port, options.triton_endpoint, options.triton_model)

@@ -105,3 +105,14 @@ def set_variables(variables: Variables) -> None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
+
+
+def check_device() -> None:
+    """Raise ConfigurationError at once if DEVICE cannot be used here: a start would take long to notice."""
+    from cog_triton.errors import ConfigurationError
+    from cog_triton.server.devices import early_problem
+    from cog_triton.settings import read_settings
+
+    problem = early_problem(read_settings())
+    if problem is not None:
+        raise ConfigurationError(problem)

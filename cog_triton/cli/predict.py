@@ -3,15 +3,14 @@
 import argparse
 import asyncio
 import contextlib
-import inspect
 import io
 import logging
 import os
 import sys
-import typing
 from typing import Any
 
-from cog_triton.cli.options import Variables, add_model, model_variables
+from cog_triton.cli.inputs import assignment, inputs_of
+from cog_triton.cli.options import Variables, add_model, check_device, model_variables
 from cog_triton.errors import CogTritonError
 from cog_triton.faces.terminal import end_at_once_on_signals
 from cog_triton.faces.terminal.serving import DIM, Report
@@ -28,7 +27,7 @@ and Triton's warnings go to standard error.
 class Options(argparse.Namespace):
     prompt: str | None
     model: str | None
-    input: list[str]
+    input: list[tuple[str, str]]
     verbose: bool
 
 
@@ -38,6 +37,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-i",
         "--input",
+        type=assignment,
         action="append",
         default=[],
         metavar="NAME=VALUE",
@@ -58,6 +58,7 @@ def run(options: Options) -> int:
     progress.setLevel(logging.DEBUG if options.verbose else logging.INFO)
     logging.basicConfig(level=logging.INFO, handlers=[progress])
     try:
+        check_device()
         asyncio.run(answer(options, progress))
     except (CogTritonError, OSError) as error:
         progress.say(str(error), "ERROR")
@@ -72,7 +73,7 @@ async def answer(options: Options, progress: Report) -> None:
     predictor = Predictor()
     metrics: dict[str, Any] = {}
     predictor.record_metric = metrics.__setitem__
-    inputs = inputs_of(Predictor.predict, options)
+    inputs = inputs_of(Predictor.predict, options.prompt, options.input)
     await predictor.setup()
     stdout, printed = sys.stdout, io.StringIO()  # such as its seed
 
@@ -92,21 +93,3 @@ async def answer(options: Options, progress: Report) -> None:
     figures = f"first after {first * 1000:.0f} ms, {rate:.0f} tokens/s"
     notes = f"{printed.getvalue()}{metrics['output_token_count']} tokens, {figures}"
     print(progress.paint(DIM, notes), file=sys.stderr)
-
-
-def inputs_of(function: Any, options: Options) -> dict[str, Any]:
-    """Return the inputs of ``predict``: its defaults, the prompt, and NAME=VALUE with the input's type."""
-    parameters = inspect.signature(function).parameters.values()
-    values = {p.name: p.default.default for p in parameters if hasattr(p.default, "default")}
-    values["prompt"] = options.prompt or None
-    hints = typing.get_type_hints(function)
-    for item in options.input:
-        name, _, text = item.partition("=")
-        if name not in hints:
-            raise SystemExit(f"unknown input {name!r}")
-        kinds = [kind for kind in typing.get_args(hints[name]) if kind is not type(None)]
-        kind = kinds[0] if kinds else hints[name]
-        values[name] = text.lower() in ("1", "true", "yes") if kind is bool else kind(text)
-    if values["prompt"] is None and values["messages"] is None:
-        values["prompt"] = "What is machine learning?"
-    return values

@@ -98,6 +98,11 @@ PACKAGE = (
         summary="Run tritonserver on a filled model repository",
         failure_status=2,
     ),
+    Command(
+        name="completion",
+        module="cog_triton.cli.completion",
+        summary="Print a script that completes commands and options in a shell",
+    ),
 )
 
 

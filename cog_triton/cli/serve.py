@@ -17,6 +17,7 @@ from cog_triton.cli.options import (
     add_port,
     add_served_model_names,
     add_verbose,
+    check_device,
     model_variables,
     port_of,
     served_model_variables,
@@ -72,6 +73,7 @@ def run(options: Options) -> int:
     try:
         settings = read_settings()
         port = port_of(options.port, 5000)
+        check_device()
         problem = why_not_free(options.host, port)
     except ConfigurationError as error:
         settings, problem = read_settings({}), str(error)

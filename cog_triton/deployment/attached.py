@@ -32,7 +32,7 @@ from cog_triton.generation import Chunk, FinishReason, StopSequences
 from cog_triton.redaction import shown_url
 from cog_triton.request.admission import Admission, Tenant
 from cog_triton.request.request import Request, request_parameters, triton_inputs
-from cog_triton.settings import Settings
+from cog_triton.settings import Settings, misspelt_variables
 from cog_triton.text.end_tokens import EndTokens, end_ids
 from cog_triton.text.tokenizer import Tokenizer
 
@@ -47,6 +47,9 @@ async def attach(
     settings: Settings, address: str, model: str, context: int | None, *, announce: bool = True
 ) -> Deployment:
     """Wait for the Triton at ``address``, and run requests on its ensemble, ours or ``model``."""
+    if announce:
+        for warning in misspelt_variables():
+            announcement.logger.warning("%s", warning)
     tokenizer = await asyncio.to_thread(tokenizer_of, settings)
     triton = RunningTriton(settings, address)
     await triton.wait(settings.start_timeout)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
@@ -19,13 +20,15 @@ from cog_triton.errors import ConfigurationError, InvalidParameter
 from cog_triton.generation import Chunk, generate
 from cog_triton.request.admission import STOPPING, Admission, Outcome, Tenant
 from cog_triton.request.request import Request, request_parameters
-from cog_triton.settings import Settings
+from cog_triton.settings import Settings, misspelt_variables
 from cog_triton.text.chat import set_chat_template
 from cog_triton.text.end_tokens import EndTokens, tokenizer_end_id
 from cog_triton.text.tokenizer import Tokenizer, load_tokenizer, text_limits, without_torch
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
+
+logger = logging.getLogger("cog_triton.deployment")
 
 # Upper bounds of the classes of waiting times; the first holds those that did not wait.
 QUEUE_SECONDS = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80)
@@ -65,6 +68,8 @@ class Deployment:
     @classmethod
     async def start(cls, settings: Settings) -> "Deployment":
         """Start everything, or raise ConfigurationError and leave nothing."""
+        for warning in misspelt_variables():
+            logger.warning("%s", warning)
         preparation.read_overrides(settings)  # its problems come before a download
         name = preparation.model_name(settings)
         with timed("model in place"):

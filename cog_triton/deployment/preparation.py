@@ -25,6 +25,7 @@ from cog_triton.engines.library import read_arguments
 from cog_triton.errors import ConfigurationError
 from cog_triton.redaction import name_of_url, shown_url, without_archive_suffix
 from cog_triton.repository.variables import load_overrides
+from cog_triton.server.devices import problem_here
 from cog_triton.server.installation import locate
 from cog_triton.server.log import GPU
 from cog_triton.settings import Settings
@@ -118,6 +119,10 @@ def engine_problems(engine: EngineName, settings: Settings, runtimes: Runtimes) 
         yield f"LORA_DIR has no effect with ENGINE={engine}: {', '.join(ADAPTERS)} have adapters"
     if adapters is not None and not adapters.is_dir():
         yield f"LORA_DIR={adapters} is not a directory"
+    if engine == "transformers":
+        device = problem_here(settings)
+        if device is not None:
+            yield device
     if engine == "tensorrtllm":
         yield from backend_problems(settings, runtimes)
 

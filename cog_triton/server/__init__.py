@@ -3,6 +3,7 @@
     tritonserver.py   TritonServer: start, stop, health
     command.py        the command line of a server and of ranks under mpirun; ports
     installation.py   the server and its backends on this machine; its environment, without secrets
+    devices.py        the GPUs of this machine, and the build of PyTorch
     guard.py          a program of its own: runs a server, ends it with its starter, and clears up
     log.py            levels, ranks, and the reason of an end
 

@@ -207,3 +207,35 @@ def test_served_model_names_are_labels(command: str, monkeypatch: pytest.MonkeyP
 def test_a_model_of_an_attached_triton_has_its_name_there() -> None:
     assert served_names(read_settings({}), otherwise="ensemble") == ("ensemble",)
     assert served_names(read_settings({"SERVED_MODEL_NAME": "a, b,"}), "ensemble") == ("a", "b")
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish", "tcsh"])
+def test_completion_has_every_command(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", shell]) == 0
+    text = capsys.readouterr().out
+    assert [name for name in COMMANDS if name not in text] == []
+    assert "served-model-name" in text
+
+
+def test_bash_completes_commands_options_and_files(tmp_path: Path) -> None:
+    done = cog_triton("completion", "bash")
+    (tmp_path / "repository").mkdir()
+    program = f"""
+complete_words() {{
+    COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); COMPREPLY=()
+    _shtab_cog_triton
+    echo "${{COMPREPLY[@]}}"
+}}
+{done.stdout}
+complete_words cog-triton pre
+complete_words cog-triton serve --po
+complete_words cog-triton adapter li
+complete_words cog-triton launch --model_repo {tmp_path}/rep
+"""
+    completed = subprocess.run(["bash", "-c", program], capture_output=True, text=True)
+    assert completed.stdout.splitlines() == [
+        "predict",
+        "--port",
+        "list",
+        f"{tmp_path}/repository",
+    ]

@@ -118,7 +118,7 @@ def test_what_is_named_beside_the_blocks_exists() -> None:
             for path in named.findall(code):
                 if not any((base / path).exists() for base in (ROOT, page.parent)):
                     missing.append(f"{page.name}: {path}")
-            command = re.match(r"cog-triton ([\w-]+)", code)
+            command = re.match(r"cog-triton ([a-z][\w-]+)", code)
             if command and command[1] not in load_commands():
                 missing.append(f"{page.name}: {code}")
     assert missing == []

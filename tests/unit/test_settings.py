@@ -5,7 +5,7 @@ import pytest
 import yaml
 
 from cog_triton.errors import ConfigurationError
-from cog_triton.settings import VARIABLES, read_settings
+from cog_triton.settings import VARIABLES, misspelt_variables, read_settings
 from tests.support import ROOT
 
 
@@ -54,3 +54,43 @@ def test_every_setting_is_described_and_nothing_else_reads_the_environment() -> 
         if re.search(reads, file.read_text()) and file.parent.name != "cli"
     ]
     assert readers == ["cog_triton/faces/cog/live_stream.py"]  # a descriptor's number
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("MAX_RUNING", "MAX_RUNNING"),
+        ("MAX_RUNNIG", "MAX_RUNNING"),
+        ("MAX_WATING", "MAX_WAITING"),
+        ("QUEUE_TIMOUT", "QUEUE_TIMEOUT"),
+        ("TRITON_GRCP_PORT", "TRITON_GRPC_PORT"),
+        ("SERVED_MODEL_NAMES", "SERVED_MODEL_NAME"),
+        ("MODLE", "MODEL"),
+        ("ENGIN", "ENGINE"),
+        ("DEVCIE", "DEVICE"),
+        ("OPENAI_API_KEY_FILE", "OPENAI_API_KEYS_FILE"),
+        ("max_running", "MAX_RUNNING"),
+        ("Engine_Dir", "ENGINE_DIR"),
+    ],
+)
+def test_a_misspelt_variable_is_reported(name: str, meant: str) -> None:
+    assert misspelt_variables({name: "1"}) == [
+        f"the environment variable {name} has no effect; did you mean {meant}?"
+    ]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *VARIABLES,
+        *("OPENAI_API_KEY", "OPENAI_BASE_URL", "OPENAI_ORG_ID", "HF_HOME", "HF_HUB_OFFLINE"),
+        *("MODE", "MODELS", "STORES", "SCORE", "DEVICES", "ENGINES", "ENGINE_ID", "HOST", "PORT"),
+        *("TOKENIZERS_PARALLELISM", "TRITON_CACHE_DIR", "TRITON_INTERPRET", "XDG_RUNTIME_DIR"),
+        *("LOCAL_WORLD_SIZE", "COG_MAX_CONCURRENCY", "COG_PREDICT_TYPE_STUB", "COG_LOG_LEVEL"),
+        *("OTEL_SERVICE_NAME", "OTEL_EXPORTER_OTLP_HEADERS", "VLLM_ENGINE", "DYN_NAMESPACE"),
+        *("model", "store", "transport", "http_proxy", "PATH", "HOME", "LANG", "SHELL"),
+        *("MODEL_PORT", "STORE_SERVICE_HOST", "NVIDIA_TRITON_SERVER_VERSION", "CUDA_VERSION"),
+    ],
+)
+def test_variables_of_others_are_left_alone(name: str) -> None:
+    assert misspelt_variables({name: "1"}) == []
