@@ -1,7 +1,7 @@
 """The forms of /v1/responses, OpenAI's newer API, on the same chats; store.py has its routes."""
 
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -131,7 +131,7 @@ def _tool_choice(body: ResponsesBody) -> Any:
 
 
 def chat_messages(body: ResponsesBody) -> list[dict[str, Any]]:
-    """Return the messages of a chat. Thoughts, a text and calls that follow one another are one."""
+    """Return the messages of a chat; items of one answer, which follow one another, are one message."""
     messages: list[dict[str, Any]] = []
     if body.instructions:
         messages.append({"role": "system", "content": body.instructions})
@@ -141,17 +141,33 @@ def chat_messages(body: ResponsesBody) -> list[dict[str, Any]]:
         message = _message(item, f"input[{place}]", body)
         if message is None:
             continue
-        last = messages[-1] if messages else {}
-        # Both are of one answer if nothing in the second stands before what the first has.
-        both = last.get("role") == message["role"] == "assistant"
-        empty = "tool_calls" not in last and not last.get("content")
-        if not both or not (message.get("tool_calls") or (empty and message["content"])):
+        if messages and _are_of_one_answer(messages[-1], message):
+            _join(messages[-1], message)
+        else:
             messages.append(message)
-            continue
-        calls = [*last.get("tool_calls", ()), *message.get("tool_calls", ())]
-        last |= {name: value for name, value in message.items() if value}
-        last |= {"tool_calls": calls} if calls else {}
     return messages
+
+
+def _are_of_one_answer(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
+    """Return whether two messages are parts of one answer.
+
+    An answer has its thoughts, its text and its calls in any order: some clients send the text behind the
+    calls. Before the results of calls come, there can be nothing of another answer.
+    """
+    if first["role"] != "assistant" or second["role"] != "assistant":
+        return False
+    if first.get("tool_calls") or second.get("tool_calls"):
+        return True
+    return not first["content"]
+
+
+def _join(answer: dict[str, Any], part: Mapping[str, Any]) -> None:
+    """Add a part to an answer."""
+    for name in ("content", "reasoning_content"):
+        if part.get(name):
+            answer[name] = f"{answer[name]}\n{part[name]}" if answer.get(name) else part[name]
+    if part.get("tool_calls"):
+        answer["tool_calls"] = [*answer.get("tool_calls", ()), *part["tool_calls"]]
 
 
 def _message(item: InputItem, place: str, body: ResponsesBody) -> dict[str, Any] | None:

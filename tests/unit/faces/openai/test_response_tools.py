@@ -154,3 +154,79 @@ def test_items_of_earlier_turns_are_calls_and_results() -> None:
 def test_what_may_be_included_and_is_not_known_is_named() -> None:
     reply = post(answering("Hello"), RESPONSES, include=["web_search_call.action.sources"])
     assert "include web_search_call.action.sources" in reply.headers["warning"]
+
+
+def function_call(call_id: str) -> dict[str, Any]:
+    return {"type": "function_call", "name": "run", "arguments": "{}", "call_id": call_id}
+
+
+def output(call_id: str) -> dict[str, Any]:
+    return {"type": "function_call_output", "call_id": call_id, "output": "done"}
+
+
+def thought(text: str) -> dict[str, Any]:
+    return {"type": "reasoning", "summary": [{"type": "summary_text", "text": text}]}
+
+
+SAID = {"role": "assistant", "content": "I look."}
+THEN = {"role": "assistant", "content": "Then I act."}
+
+
+@pytest.mark.parametrize(
+    ("items", "content", "thoughts", "calls"),
+    [
+        pytest.param([SAID, function_call("1")], "I look.", None, ["1"], id="text before its call"),
+        pytest.param([function_call("1"), SAID], "I look.", None, ["1"], id="text behind its call"),
+        pytest.param(
+            [function_call("1"), SAID, function_call("2")],
+            "I look.",
+            None,
+            ["1", "2"],
+            id="text between calls",
+        ),
+        pytest.param(
+            [SAID, function_call("1"), THEN],
+            "I look.\nThen I act.",
+            None,
+            ["1"],
+            id="texts on both sides",
+        ),
+        pytest.param(
+            [thought("One."), function_call("1"), thought("Two."), function_call("2")],
+            "",
+            "One.\nTwo.",
+            ["1", "2"],
+            id="thoughts between calls",
+        ),
+        pytest.param(
+            [thought("One."), thought("Two."), SAID, function_call("1")],
+            "I look.",
+            "One.\nTwo.",
+            ["1"],
+            id="several thoughts",
+        ),
+    ],
+)
+def test_the_items_of_one_answer_are_one_turn(
+    items: list[dict[str, Any]], content: str, thoughts: str | None, calls: list[str]
+) -> None:
+    """So that the results stand behind the turn that has their calls, as chat templates need it."""
+    backend = answering("Hello")
+    results = [output(call_id) for call_id in calls]
+    reply = post(backend, RESPONSES, tools=[RUN], input=[HI, *items, *results])
+    assert reply.status_code == 200, reply.text
+    _, answer, *told = backend.tokenizer.messages
+    assert answer["content"] == content
+    assert answer.get("reasoning_content") == thoughts
+    assert [call["id"] for call in answer["tool_calls"]] == calls
+    assert [(turn["role"], turn["tool_call_id"]) for turn in told] == [
+        ("tool", call_id) for call_id in calls
+    ]
+
+
+def test_two_answers_are_two_turns() -> None:
+    backend = answering("Hello")
+    assert post(backend, RESPONSES, input=[HI, SAID, thought("One."), THEN]).status_code == 200
+    _, first, second = backend.tokenizer.messages
+    assert first["content"] == "I look."
+    assert (second["reasoning_content"], second["content"]) == ("One.", "Then I act.")
