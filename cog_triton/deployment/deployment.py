@@ -80,6 +80,11 @@ class Deployment:
         swapped = preparation.has_swapped_sampling_params(engine, tensorrt_llm)
         values = preparation.template_values(settings, engine, num_return_sequences=not swapped)
         preparation.check_files(values["tensorrt_llm"])
+        if preparation.is_limited_by_preprocessing(values["tensorrt_llm"]) and not own:
+            raise ConfigurationError(
+                "MAX_SEQUENCE_LENGTH needs this project's preprocessing, and TRITON_MODEL_REPO has "
+                "another; build the engine with a smaller max_seq_len instead"
+            )
         # The tokenizer takes as long to load as Triton takes to start: do both at once.
         loading = asyncio.create_task(asyncio.to_thread(tokenizer_of, settings))
         end_tokens = await _end_tokens(settings, values, engine, loading)

@@ -299,7 +299,13 @@ def template_values(
     if (adapters := adapter_tensors(settings, engine)) is not None:
         inputs["lora_weights_data_type"] = TRITON_DTYPES[adapters.dtype]
     # The predictor returns only the output; for others the default is NVIDIA's, with the prompt.
-    llm: dict[str, object] = {**tokenizer, **inputs, "exclude_input_in_output": True}
+    llm: dict[str, object] = {
+        **tokenizer,
+        **inputs,
+        "exclude_input_in_output": True,
+    }
+    if settings.max_sequence_length is not None:
+        llm["max_seq_len"] = settings.max_sequence_length
     if engine == "tensorrtllm":
         llm["triton_backend"] = engine
         llm["engine_dir"] = None if directory is None else str(directory.resolve())
@@ -308,7 +314,6 @@ def template_values(
         llm |= settings.model_dump(include={"device", "dtype", *names}) | {
             "engine": engine,
             "model": settings.model_dir,
-            "max_seq_len": settings.max_sequence_length,
         }
         if settings.lora_dir is not None:
             llm["lora_prefetch_dir"] = str(settings.lora_dir.resolve())
@@ -330,6 +335,7 @@ def template_values(
             "max_seq_len": limit,
             "vocab_size": vocabulary_size(str(model)),
             **instances,
+            **({"ends_at_max_seq_len": True} if is_limited_by_preprocessing(used) else {}),
         },
         "postprocessing": tokenizer,
         "tensorrt_llm": llm,
@@ -437,6 +443,16 @@ def check_files(llm: Mapping[str, object]) -> None:
     engine = str(llm.get("engine") or "")
     model = str(llm.get("model") or "")
     directory = Path(model)
+    if llm.get("triton_backend") == "tensorrtllm":
+        check_engines_length(llm)
+        return
+    if (
+        engine == "llmapi"
+        and not llm.get("llm_api_config")
+        and (directory / "config.json").is_file()
+    ):
+        check_context_length(llm, read_json(directory / "config.json"))
+        return
     if engine not in ("transformers", "vllm") or not model or not directory.is_dir():
         return
     if engine == "vllm" and "load_format" in vllm_file(llm):
@@ -450,6 +466,22 @@ def check_files(llm: Mapping[str, object]) -> None:
         for problem in transformers_problems(directory, config, names):
             raise ConfigurationError(problem)
     check_context_length(llm, config)
+
+
+def check_engines_length(llm: Mapping[str, object]) -> None:
+    """Refuse a MAX_SEQUENCE_LENGTH for which a TensorRT-LLM engine was not built."""
+    asked = llm.get("max_seq_len")
+    built = context_length({**llm, "max_seq_len": None})
+    if asked and built is not None and int(str(asked)) > built:
+        raise ConfigurationError(
+            f"MAX_SEQUENCE_LENGTH={asked} (max_seq_len) is more than the {built} tokens that the engine in "
+            f"{llm.get('engine_dir')} was built for; build it with a max_seq_len as great"
+        )
+
+
+def is_limited_by_preprocessing(llm: Mapping[str, object]) -> bool:
+    """Return whether preprocessing has to limit the length, which the C++ backend is not told."""
+    return llm.get("triton_backend") == "tensorrtllm" and bool(llm.get("max_seq_len"))
 
 
 def check_context_length(llm: Mapping[str, object], config: Mapping[str, Any]) -> None:

@@ -39,6 +39,8 @@ class Preprocessor:
         context_length = int(given.get("max_seq_len", 0)) or None
         self._longest = context_length or UNKNOWN_TOKENS
         self._limits = text_limits(tokenizer, context_length)
+        # Where the engine takes more, which TensorRT-LLM's C++ backend may.
+        self._ends_at = context_length if given.get("ends_at_max_seq_len") == "true" else None
         # The first one is the default of end_id; all backends understand the others as stop words.
         ends = model_end_ids(tokenizer, given)
         self._end_id = ends[0] if ends else -1
@@ -63,7 +65,7 @@ class Preprocessor:
         outputs = {
             "INPUT_ID": _padded(prompts, pad_id),
             "REQUEST_INPUT_LEN": np.array([[len(ids)] for ids in prompts], np.int32),
-            "REQUEST_OUTPUT_LEN": inputs["REQUEST_OUTPUT_LEN"].reshape(batch, -1),
+            "REQUEST_OUTPUT_LEN": self._output_lengths(inputs, prompts),
             "OUT_PAD_ID": pad_ids,
             "OUT_END_ID": inputs.get("END_ID", np.full((batch, 1), self._end_id, np.int32)),
             "DECODER_INPUT_ID": _padded(decoder, pad_id),
@@ -98,6 +100,19 @@ class Preprocessor:
             text = f"Prompt length ({length}) exceeds maximum input length ({self._longest})."
             raise InvalidParameter(text)
         return [prompt_ids]
+
+    def _output_lengths(self, inputs: Inputs, prompts: Sequence[Sequence[int]]) -> Array:
+        """Return the most tokens of each output, as far as the context has room for them."""
+        lengths = inputs["REQUEST_OUTPUT_LEN"].reshape(len(prompts), -1)
+        if self._ends_at is None:
+            return lengths
+        rooms = np.array([[self._ends_at - len(prompt)] for prompt in prompts], lengths.dtype)
+        if rooms.min() < 1:
+            longest = max(map(len, prompts))
+            raise InvalidParameter(
+                f"Prompt length ({longest}) exceeds maximum input length ({self._ends_at - 1})."
+            )
+        return np.minimum(lengths, rooms)
 
     def _texts(self, queries: Array) -> list[str]:
         most, texts = self._limits.characters, []

@@ -100,7 +100,8 @@ class Engine(LLMEngine):
                 self.deployment = await Deployment.start(self.settings)
             else:
                 model, limit = self.settings.tokenizer_dir, self.settings.max_sequence_length
-                length = context_length({"model": model, "max_seq_len": limit})
+                # The setting counts: the server may stretch the model's context.
+                length = limit or context_length({"model": model})
                 address = address_of(self._triton)
                 self.deployment = await attach(self.settings, address, "ensemble", length)
         except errors.CogTritonError as error:

@@ -69,7 +69,8 @@ async def _serve(
             tokenizer = deployment.tokenizer
         else:
             address, limit = address_of(endpoint), settings.max_sequence_length
-            length = context_length({"model": settings.tokenizer_dir, "max_seq_len": limit})
+            # The setting counts: the server may stretch the model's context.
+            length = limit or context_length({"model": settings.tokenizer_dir})
             if settings.openai_workers > 1:
                 tokenizer = await asyncio.to_thread(tokenizer_of, settings)
                 server = Workers(settings, listener, address, triton_model, length, *names)

@@ -38,6 +38,44 @@ def test_the_models_that_read_end_tokens_get_them(
     assert ("which end an output before min_tokens too" in caplog.text) is (engine == "tensorrtllm")
 
 
+def engine_directory(directory: Path) -> Path:
+    config = {"build_config": {"max_seq_len": 200}, "pretrained_config": {"vocab_size": 9}}
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+@pytest.mark.parametrize(("asked", "limit"), [("", 200), ("100", 100), ("200", 200)])
+def test_preprocessing_sees_to_the_length_of_an_engine(
+    tmp_path: Path, asked: str, limit: int
+) -> None:
+    """TensorRT-LLM's C++ backend takes what the engine was built for."""
+    directory = engine_directory(tmp_path)
+    settings = read_settings({"ENGINE_DIR": str(directory), "MAX_SEQUENCE_LENGTH": asked})
+    values = template_values(settings, "tensorrtllm")
+    check_files(values["tensorrt_llm"])
+    assert context_length(values["tensorrt_llm"]) == limit
+    assert values["preprocessing"]["max_seq_len"] == limit
+    assert ("ends_at_max_seq_len" in values["preprocessing"]) is bool(asked)
+
+
+def test_an_engine_is_not_built_for_more(tmp_path: Path) -> None:
+    directory = engine_directory(tmp_path)
+    settings = read_settings({"ENGINE_DIR": str(directory), "MAX_SEQUENCE_LENGTH": "201"})
+    values = template_values(settings, "tensorrtllm")
+    with pytest.raises(ConfigurationError, match=r"MAX_SEQUENCE_LENGTH=201 .* the 200 tokens"):
+        check_files(values["tensorrt_llm"])
+
+
+def test_the_llm_api_is_asked_for_no_more_than_the_model_has(tmp_path: Path) -> None:
+    """It would take less, with a warning in its log."""
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 128}')
+    llm = {"engine": "llmapi", "model": str(tmp_path)}
+    check_files({**llm, "max_seq_len": 128})
+    check_files({**llm, "max_seq_len": 129, "llm_api_config": "more.yaml"})
+    with pytest.raises(ConfigurationError, match=r"MAX_SEQUENCE_LENGTH=129 .* the 128 tokens"):
+        check_files({**llm, "max_seq_len": 129})
+
+
 def test_the_configuration_file_overrides_the_settings(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text("server:\n  tensorrt_llm:\n    args: {engine: simulated, max_seq_len: 99}\n")

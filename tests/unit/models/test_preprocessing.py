@@ -108,6 +108,27 @@ def test_stop_words_are_handed_on_as_texts(
     assert "STOP_WORDS_TEXT" not in preprocessor(inputs("x", STOP_WORDS_DICT=texts("")))
 
 
+def test_outputs_end_at_the_length_that_the_engine_is_not_told() -> None:
+    class Tokenizer:
+        eos_token_id = pad_token_id = 0
+
+        def __call__(self, text: str, **_: object) -> Any:
+            return SimpleNamespace(input_ids=[5] * len(text))
+
+        def get_vocab(self) -> dict[str, int]:
+            return {"x" * 10: 5}
+
+    limited = Preprocessor(Tokenizer(), {"max_seq_len": "8", "ends_at_max_seq_len": "true"})
+    free = Preprocessor(Tokenizer(), {"max_seq_len": "8"})
+    long = np.array([[100], [2]], np.int32)
+    batch = inputs("xxx", "xxxxx", REQUEST_OUTPUT_LEN=long)
+    assert limited(batch)["REQUEST_OUTPUT_LEN"].tolist() == [[5], [2]]
+    assert free(batch)["REQUEST_OUTPUT_LEN"].tolist() == [[100], [2]]
+    assert limited(inputs("x" * 7))["REQUEST_OUTPUT_LEN"].tolist() == [[1]]
+    with pytest.raises(InvalidParameter, match=r"Prompt length \(8\) .* input length \(7\)"):
+        limited(inputs("x" * 8))
+
+
 # End tokens
 
 
