@@ -4,6 +4,7 @@ A signed URL has its signature in the query, other URLs have a password before t
 fragment. Whatever is printed, logged, measured or traced shows a URL by ``shown_url`` only.
 """
 
+import logging
 import re
 from collections.abc import Sequence
 from pathlib import PurePosixPath
@@ -76,6 +77,12 @@ def name_of_url(url: str) -> str:
 def without_archive_suffix(name: str) -> str:
     """Return a file's name without .tar, .tar.gz, .tgz and the like."""
     return _ARCHIVE.sub("", name)
+
+
+def keep_urls_out_of_logs() -> None:
+    """Silence the libraries that log whole URLs, redirects to signed ones included, and headers."""
+    for name in ("httpx", "httpcore"):
+        logging.getLogger(name).setLevel(logging.WARNING)
 
 
 def without_secrets(text: str) -> str:

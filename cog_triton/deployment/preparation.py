@@ -32,7 +32,7 @@ from cog_triton.settings import Settings
 from cog_triton.text.end_tokens import EndTokens, end_ids
 from cog_triton.text.sampling_defaults import sampling_defaults
 from cog_triton.text.tokenizer import vocabulary_size
-from cog_triton.weights import gguf
+from cog_triton.weights import gguf, hub
 from cog_triton.weights.managed import Managed, Role, declares_weights, engine_in, managed_weights
 
 logger = logging.getLogger("cog_triton.deployment")
@@ -198,7 +198,10 @@ def with_files(settings: Settings) -> Settings:
     source = settings.weights
     if source is None and settings.engine_dir is None and not Path(settings.model).is_dir():
         source = settings.model
-        looks_like_path = source.startswith((".", "/", "models/")) or source.count("/") > 1
+        in_hub = hub.HUB_ID.fullmatch(source) is not None
+        looks_like_path = source.startswith((".", "/", "models/")) or (
+            source.count("/") > 1 and not in_hub
+        )
         if looks_like_path and "://" not in source and not Path(source).expanduser().exists():
             raise ConfigurationError(f"MODEL={shown_url(source)} does not exist")
     model_file = local_gguf(settings, source)
@@ -207,18 +210,16 @@ def with_files(settings: Settings) -> Settings:
     elif source is not None:
         directory = fetched(settings, source, settings.weights_checksum)
         model_file = gguf.gguf_file(directory)
-        if model_file is not None:  # in a tar file
-            directory = gguf.converted(model_file, settings.weights_cache)
+        if model_file is not None:
+            directory = gguf.converted(model_file, settings.weights_cache, settings.dtype)
         engine = engine_in(directory)
         placed = {"model": str(directory)} if engine is None else {"engine_dir": engine}
         settings = settings.model_copy(update=placed)
-    if not Path(name := settings.tokenizer_dir).is_dir():
-        from cog_triton.weights import download
-
-        if download.HUB_ID.fullmatch(name):
-            # Triton's models load the tokenizer as well, and get no token to download it.
-            directory = download.fetch_from_hub(name, settings.hub_token, download.WEIGHTS)
-            settings = settings.model_copy(update={"tokenizer": str(directory)})
+    name = settings.tokenizer_dir
+    if not Path(name).is_dir() and hub.HUB_ID.fullmatch(name):
+        # Triton's models load the tokenizer as well, and get no token to download it.
+        directory = hub.fetch_from_hub(name, settings.hub_token, hub.WEIGHTS)
+        settings = settings.model_copy(update={"tokenizer": str(directory)})
     return settings
 
 
@@ -275,11 +276,12 @@ def with_converted_gguf(settings: Settings, file: Path) -> Settings:
     """Return the settings with the directory that a GGUF file is converted to as the model."""
     if settings.weights_checksum is not None:
         raise ConfigurationError(f"WEIGHTS_SHA256 is for tar files, and {file} is a GGUF file")
-    return settings.model_copy(update={"model": str(gguf.converted(file, settings.weights_cache))})
+    directory = gguf.converted(file, settings.weights_cache, settings.dtype)
+    return settings.model_copy(update={"model": str(directory)})
 
 
 def fetched(settings: Settings, source: str, checksum: str | None = None) -> Path:
-    """Return the local directory of a source; see ``cog_triton.weights.cache.fetch``."""
+    """Return the local directory or GGUF file of a source; see ``cog_triton.weights.cache.fetch``."""
     from cog_triton.weights.cache import fetch  # brings httpx and more, which few setups need
 
     cache = settings.weights_cache.expanduser()

@@ -33,8 +33,10 @@ from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 
 from cog_triton.errors import ConfigurationError
 from cog_triton.processes import locked, write_whole
-from cog_triton.redaction import shown_url
-from cog_triton.weights.download import Download, Unreachable, Version, fetch_from_hub
+from cog_triton.redaction import name_of_url, shown_url
+from cog_triton.weights import gguf
+from cog_triton.weights.download import Download, Unreachable, Version
+from cog_triton.weights.hub import fetch_from_hub
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +46,7 @@ ZSTD = "is compressed with zstd, which Python reads from 3.14 on; give a plain .
 _LIBRARIES = (EOFError, zlib.error, lzma.LZMAError)
 _PYTHON = (ValueError, LookupError, OverflowError, RecursionError)
 DEEPEST_MODEL = 4  # directories above a tar file's model
+LONGEST_NAME = 200  # characters of a file's name, its suffix left out
 _BLOCK = 512  # bytes of a header; the archive ends with a block of zeros
 
 
@@ -63,13 +66,15 @@ def fetch(
 ) -> Path:
     """Return a local directory with the files that ``source`` names, or raise ConfigurationError.
 
+    From a repository of GGUF files, the path of one is returned instead.
+
     A tar file (plain, or compressed with gzip, bzip2 or xz) is unpacked into the cache, and the
     directory of the model in it is returned (see ``model_directory``). It is not fetched again while
     its server says that it is the same, or cannot be reached, or if the checksum is that of the copy.
 
     Args:
         source: a local directory or tar file, by path or file:// URL; the http(s):// URL of a tar
-            file; or a Hugging Face id, org/name or org/name@revision. Paths that exist come first.
+            or GGUF file; or a Hugging Face id, see ``hub.fetch_from_hub``. Paths that exist come first.
         cache: where tar files are unpacked; made if need be.
         checksum: SHA-256 of the tar file in hexadecimal, "sha256:" before it or not.
         token: access token for Hugging Face; the one that ``hf auth login`` keeps when None.
@@ -90,6 +95,8 @@ def fetch(
             advice = "for Hugging Face, pin a commit with org/name@commit"
             raise ConfigurationError(f"{text}; {advice}")
         directory = path if path.exists() else fetch_from_hub(source, token)
+        if directory.is_file():  # in a repository of GGUF files
+            return directory
         if not directory.is_dir():
             raise ConfigurationError(f"{directory} is neither a file nor a directory")
         if not any(directory.iterdir()):
@@ -129,6 +136,7 @@ def _fetch_tar(
 ) -> Path:
     if shown.lower().endswith((".tar.zst", ".tzst")) and "zst" not in tarfile.TarFile.OPEN_METH:
         raise ConfigurationError(f"{shown} {ZSTD}")  # before the download
+    gguf.refuse_split(shown, [_gguf_name(shown)])
     entry = cache.expanduser().absolute() / hashlib.sha256(source.encode()).hexdigest()
     entry.mkdir(parents=True, exist_ok=True)
     with locked(entry, lambda: logger.info("waiting for another process to fetch %s", shown)):
@@ -212,7 +220,10 @@ def _publish(tar: Path, version: Version, entry: Path, shown: str, expected: str
         if expected and (found := digest.hexdigest()) != expected:
             text = f"not {expected}; the file or the checksum is wrong"
             raise ConfigurationError(f"{shown} has the SHA-256 {found}, {text}")
-        unpack(tar, tree, shown)
+        if gguf.has_magic(tar):
+            _copy(tar, tree / _gguf_name(shown))
+        else:
+            unpack(tar, tree, shown)
         files, size = _tally(tree)
         if not files:
             raise ConfigurationError(f"{shown} holds no files; check how it was made")
@@ -226,6 +237,20 @@ def _publish(tar: Path, version: Version, entry: Path, shown: str, expected: str
     write_whole(entry / "fetched.json", fetched.model_dump_json(indent=2))
     _remove(entry, _LEFTOVERS + _DOWNLOAD, but=fetched)
     return fetched
+
+
+def _gguf_name(shown: str) -> str:
+    """Return a name for the GGUF file of a URL: the last part of its path, with the suffix."""
+    name = re.sub(r"[^\w.+-]", "_", name_of_url(shown))[:LONGEST_NAME]
+    return name if name.lower().endswith(gguf.SUFFIX) else f"{name}{gguf.SUFFIX}"
+
+
+def _copy(file: Path, copy: Path) -> None:
+    """Copy a file, without taking its place on the disk again where links can be made."""
+    try:
+        os.link(file, copy)
+    except OSError:  # another file system, or one without links
+        shutil.copyfile(file, copy)
 
 
 def _read_fetched(entry: Path) -> Fetched | None:
@@ -308,4 +333,4 @@ def _not_a_tar(archive: Path) -> str:
         return ZSTD
     if head.lstrip().startswith(b"<"):
         return "is a web page instead of a tar file; check the URL"
-    return "is not a tar file, or cut short; check its contents"
+    return "is neither a tar file nor a GGUF file, or cut short; check its contents"

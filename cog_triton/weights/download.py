@@ -1,9 +1,8 @@
-"""The file of a URL, by httpx or by pget where it is installed; and repositories of Hugging Face."""
+"""The file of a URL, by httpx or by pget where it is installed."""
 
 import contextlib
 import errno
 import logging
-import re
 import shutil
 import subprocess
 import sys
@@ -13,12 +12,11 @@ from pathlib import Path, PurePosixPath
 from urllib.parse import unquote
 
 import httpx
-import yaml  # type: ignore[import-untyped, unused-ignore]
 from pydantic import BaseModel
 from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 
 from cog_triton.errors import ConfigurationError
-from cog_triton.redaction import shown_url
+from cog_triton.redaction import keep_urls_out_of_logs
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +70,7 @@ class Download:
 
         Unreachable stands for a server that does not answer, and ENOSPC comes before the disk is full.
         """
-        _keep_urls_out_of_logs()
+        keep_urls_out_of_logs()
         failures, counted_from, problem = 0, self._size, ""
         with httpx.Client(follow_redirects=True, timeout=TIMEOUT, headers=_HEADERS) as client:
             while failures < TRIES:
@@ -178,51 +176,3 @@ class Download:
             raise httpx.RequestError(f"pget ended with status {status} and is left out")
         self._size = target.stat().st_size
         target.replace(self.path)
-
-
-def _keep_urls_out_of_logs() -> None:
-    """Silence the libraries that log whole URLs, redirects to signed ones included, and headers."""
-    for name in ("httpx", "httpcore"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-
-
-# Hugging Face
-
-# Second copies of the weights that repositories on Hugging Face hold for programs other than ours.
-UNUSED_FORMATS = ("original/*", "*.gguf", "*.h5", "*.msgpack", "*.onnx")
-WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")  # files that a tokenizer does not need
-HUB_ID = re.compile(r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>\S+))?", re.ASCII)
-_HUB_PROBLEMS: dict[str, str] = yaml.safe_load(Path(__file__).with_name("hub.yaml").read_bytes())
-
-
-def fetch_from_hub(source: str, token: str | None, without: tuple[str, ...] = ()) -> Path:
-    """Return the local directory of a repository, less the files that match ``without``."""
-    if (match := HUB_ID.fullmatch(source)) is None:
-        text = "a local file or directory, a URL, or a Hugging Face id"
-        raise ConfigurationError(
-            f"{shown_url(source)!r} is not {text} (org/name or org/name@revision)"
-        )
-    # Imported here, because it takes a while and most deployments have their files in place.
-    from huggingface_hub import errors, snapshot_download
-
-    _keep_urls_out_of_logs()
-    name, revision, unused = match["name"], match["revision"], [*UNUSED_FORMATS, *without]
-    # The bases are those of its HTTP library: requests, httpx and httpx2, by its release.
-    foreseen: tuple[type[Exception], ...] = (OSError, ValueError, *errors.HfHubHTTPError.__bases__)
-    try:
-        return Path(snapshot_download(name, revision=revision, token=token, ignore_patterns=unused))
-    except foreseen as error:
-        kinds = [kind.__name__ for kind in type(error).__mro__]  # its text may hold the token
-        # Before version 1 that of an offline cache is an HfHubHTTPError too, though nothing answered.
-        if known := next((_HUB_PROBLEMS[kind] for kind in kinds if kind in _HUB_PROBLEMS), None):
-            problem = f"{source} {known}"
-        elif isinstance(error, errors.HfHubHTTPError):
-            status = error.response.status_code if error.response is not None else "?"
-            advice = "check the token (HF_TOKEN)" if status in (401, 403) else "try again later"
-            problem = f"Hugging Face answered HTTP {status} for {source}; {advice}"
-        elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            place = f"for {source} in the Hugging Face cache"
-            problem = f"no space left {place}; free some, or set HF_HOME"
-        else:
-            problem = f"{source} could not be fetched from Hugging Face: {kinds[0]}; try again"
-        raise ConfigurationError(problem) from None

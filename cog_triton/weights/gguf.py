@@ -6,11 +6,14 @@ The conversion runs in a process of its own, since it loads PyTorch and the mode
 import hashlib
 import importlib.util
 import logging
+import re
 import shutil
 import subprocess
 import sys
 import uuid
-from pathlib import Path
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path, PurePosixPath
 
 from cog_triton.errors import ConfigurationError
 from cog_triton.processes import locked
@@ -18,31 +21,79 @@ from cog_triton.processes import locked
 logger = logging.getLogger(__name__)
 
 SUFFIX = ".gguf"
-_MAGIC = b"GGUF"
+MAGIC = b"GGUF"
 _CONVERTED, _UNFINISHED = "model", "unfinished-"
+# Beside a model, files of the same form: what makes tokens of images, and statistics of a quantization.
+_NO_MODEL = re.compile(r"(^|[-._])(mmproj|imatrix)([-._]|$)", re.IGNORECASE)
+_PART = re.compile(r"-\d{5}-of-(?P<count>\d{5})\.gguf$", re.IGNORECASE)
+_OTHER_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
 
 
 def gguf_file(path: Path) -> Path | None:
-    """Return the GGUF file that a path is, or that is the only model in it; None if there is none."""
+    """Return the GGUF file that a path is, or that is the only model in it; None if there is none.
+
+    A file of another name is one by its first bytes: those that Ollama keeps are named after their hashes.
+    """
     if path.is_file():
-        return path if path.suffix.lower() == SUFFIX else None
-    if not path.is_dir() or (path / "config.json").exists():
+        if path.suffix.lower() != SUFFIX and not has_magic(path):
+            return None
+        refuse_split(str(path), [path.name])
+        return path
+    if not path.is_dir() or any(any(path.glob(pattern)) for pattern in _OTHER_WEIGHTS):
         return None
-    files = sorted(file for file in path.iterdir() if file.suffix.lower() == SUFFIX)
+    files = sorted(
+        file for file in path.iterdir() if file.suffix.lower() == SUFFIX and is_model(file.name)
+    )
+    names = [file.name for file in files]
+    refuse_split(str(path), names)
     if len(files) > 1:
-        names = ", ".join(file.name for file in files)
-        raise ConfigurationError(f"{path} holds several GGUF files ({names}); name one of them")
+        raise ConfigurationError(
+            f"{path} holds several GGUF files ({', '.join(names)}); name one of them"
+        )
     return files[0] if files else None
 
 
-def converted(file: Path, cache: Path) -> Path:
-    """Return the directory that a GGUF file is converted to, or raise ConfigurationError."""
-    file = file.resolve()
-    with file.open("rb") as opened:
-        if opened.read(len(_MAGIC)) != _MAGIC:
-            raise ConfigurationError(f"{file} is not a GGUF file")
-    status = file.stat()
-    identity = f"gguf {file} {status.st_size} {status.st_mtime_ns}"
+def has_magic(file: Path) -> bool:
+    """Return whether a file can be read and begins as GGUF files do."""
+    with suppress(OSError), file.open("rb") as opened:
+        return opened.read(len(MAGIC)) == MAGIC
+    return False
+
+
+def is_model(name: str) -> bool:
+    """Return whether a GGUF file is a model's, by its name."""
+    return not _NO_MODEL.search(PurePosixPath(name).name)
+
+
+def is_split(name: str) -> bool:
+    """Return whether a GGUF file is one of several parts of a model, by its name."""
+    part = _PART.search(name)
+    return part is not None and int(part["count"]) > 1
+
+
+def refuse_split(source: str, names: Sequence[str]) -> None:
+    """Raise ConfigurationError if one of the files is a part of a model; transformers reads whole ones."""
+    for name in names:
+        if is_split(name):
+            raise ConfigurationError(
+                f"{source}: {name} is one of several parts of a model, and GGUF files are read whole; "
+                "join them by `llama-gguf-split --merge` of llama.cpp"
+            )
+
+
+def converted(file: Path, cache: Path, dtype: str = "auto") -> Path:
+    """Return the directory that a GGUF file is converted to, or raise ConfigurationError.
+
+    Args:
+        dtype: of the numbers; "auto" are those that transformers makes of the file's.
+    """
+    if not has_magic(file):
+        raise ConfigurationError(f"{file} is not a GGUF file, or cannot be read")
+    original = file.resolve()  # in the cache of Hugging Face, a file of no name
+    status = original.stat()
+    identity = f"gguf {original} {status.st_size} {status.st_mtime_ns}"
+    if dtype != "auto":
+        identity += f" {dtype}"
     entry = cache.expanduser().absolute() / hashlib.sha256(identity.encode()).hexdigest()
     entry.mkdir(parents=True, exist_ok=True)
     with locked(entry, lambda: logger.info("waiting for another process to convert %s", file)):
@@ -50,17 +101,21 @@ def converted(file: Path, cache: Path) -> Path:
         if model.is_dir():
             return model
         for left in entry.glob(f"{_UNFINISHED}*"):
-            shutil.rmtree(left, ignore_errors=True)
+            if left.is_symlink():
+                left.unlink()
+            else:
+                shutil.rmtree(left, ignore_errors=True)
         unfinished = entry / f"{_UNFINISHED}{uuid.uuid4().hex[:12]}"
         try:
-            _convert_in_process(file, unfinished)
+            _convert_in_process(file, unfinished, dtype)
             unfinished.rename(model)
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.with_name(f"{unfinished.name}{SUFFIX}").unlink(missing_ok=True)
         return model
 
 
-def _convert_in_process(file: Path, directory: Path) -> None:
+def _convert_in_process(file: Path, directory: Path, dtype: str) -> None:
     missing = [name for name in ("torch", "gguf") if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigurationError(
@@ -68,19 +123,23 @@ def _convert_in_process(file: Path, directory: Path) -> None:
             f"{' and '.join(missing)} cannot be imported (pip install 'cog-triton[local]')"
         )
     logger.info("converting %s, once, which may take minutes", file.name)
-    command = [sys.executable, "-m", "cog_triton.weights.gguf", str(file), str(directory)]
+    command = [sys.executable, "-m", "cog_triton.weights.gguf", str(file), str(directory), dtype]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
         raise ConfigurationError(f"{file} could not be converted by transformers: {lines[-1]}")
 
 
-def convert(file: Path, directory: Path) -> None:
+def convert(file: Path, directory: Path, dtype: str) -> None:
     """Write a GGUF file's model as safetensors, with its tokenizer and chat template."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    check_whole(file)
+    from transformers import AutoModelForCausalLM, AutoTokenizer  # takes seconds
 
-    where = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
-    model = AutoModelForCausalLM.from_pretrained(**where, dtype="auto")
+    # transformers knows the file by its suffix.
+    link = directory.with_name(f"{directory.name}{SUFFIX}")
+    link.symlink_to(file.resolve())
+    where = {"pretrained_model_name_or_path": str(link.parent), "gguf_file": link.name}
+    model = AutoModelForCausalLM.from_pretrained(**where, dtype=dtype)
     # The weights are plain numbers now.
     model.hf_quantizer = None
     model.is_quantized = False
@@ -90,5 +149,15 @@ def convert(file: Path, directory: Path) -> None:
     AutoTokenizer.from_pretrained(**where).save_pretrained(directory)
 
 
+def check_whole(file: Path) -> None:
+    """Exit with the reason if a file is cut short or damaged."""
+    import gguf
+
+    try:
+        gguf.GGUFReader(file)  # looks at the place of every tensor
+    except (ValueError, LookupError, OverflowError, MemoryError) as error:
+        sys.exit(f"it is cut short or damaged ({error})")
+
+
 if __name__ == "__main__":
-    convert(Path(sys.argv[1]), Path(sys.argv[2]))
+    convert(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])

@@ -19,7 +19,7 @@ from cog_triton.redaction import (
 )
 from cog_triton.server.installation import Installation, environment
 from cog_triton.settings import read_settings
-from cog_triton.weights.download import fetch_from_hub
+from cog_triton.weights.hub import fetch_from_hub
 from tools.benchmark.report import report_of
 
 SIGNED = [

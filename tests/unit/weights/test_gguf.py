@@ -1,5 +1,6 @@
 """A GGUF file as the model: found, converted once, and then a directory as any other."""
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from cog_triton.deployment.announcement import count_numbers
 from cog_triton.deployment.preparation import check_files, with_files
 from cog_triton.errors import ConfigurationError
 from cog_triton.settings import Settings, read_settings
 from cog_triton.weights import gguf
+from tests.unit.weights.support import Site
 
 SIZE, INNER, HEADS, KEY_VALUE_HEADS, LAYERS = 64, 96, 4, 2, 2
 TOKENS = ["<s>", "</s>", *(chr(code) for code in range(33, 127)), "Ġ", "Ċ", "ab"]
@@ -114,8 +117,73 @@ def test_what_is_no_gguf_file(tmp_path: Path) -> None:
     (tmp_path / "other.GGUF").touch()
     with pytest.raises(ConfigurationError, match=r"several GGUF files \(model.gguf, other.GGUF\)"):
         with_files(read_settings({"MODEL": str(tmp_path)}))
-    (tmp_path / "config.json").touch()  # of a model in its usual form, which comes first
+    (tmp_path / "mmproj-model-f16.gguf").touch()  # of images
+    (tmp_path / "other.GGUF").unlink()
+    (tmp_path / "config.json").touch()  # which repositories of GGUF files have, too
+    assert gguf.gguf_file(tmp_path) == text
+    (tmp_path / "model.safetensors").touch()  # the model in its usual form comes first
     assert gguf.gguf_file(tmp_path) is None
+
+
+def test_a_model_in_parts_is_refused(tmp_path: Path) -> None:
+    names = [f"m-Q4_K_M-0000{number}-of-00002.gguf" for number in (1, 2)]
+    for name in names:
+        (tmp_path / name).write_bytes(b"GGUF")
+    problem = (
+        "m-Q4_K_M-00001-of-00002.gguf is one of several parts of a model, .* `llama-gguf-split"
+    )
+    sources = [tmp_path, tmp_path / names[0], f"https://127.0.0.1:9/{names[0]}"]
+    for source in sources:
+        with pytest.raises(ConfigurationError, match=problem):
+            with_files(read_settings({"MODEL": str(source)}))
+    single = tmp_path / "single" / "m-00001-of-00001.gguf"
+    single.parent.mkdir()
+    single.touch()
+    assert gguf.gguf_file(single.parent) == single
+
+
+def test_a_file_is_known_by_its_first_bytes_and_converted_to_the_type_of_the_settings(
+    model_file: Path, tmp_path: Path
+) -> None:
+    """Ollama keeps files under their hashes."""
+    blob = tmp_path / "sha256-1234"
+    blob.write_bytes(model_file.read_bytes())
+    cache = str(tmp_path / "cache")
+    given = {"MODEL": str(blob), "WEIGHTS_CACHE": cache, "DTYPE": "bfloat16"}
+    directory = Path(with_files(read_settings(given)).model)
+    check_files({"engine": "transformers", "model": str(directory)})
+    assert json.loads((directory / "config.json").read_text())["dtype"] == "bfloat16"
+    assert list(count_numbers(directory)) == ["BF16"]
+    assert [path.name for path in directory.parent.iterdir() if "unfinished" in path.name] == []
+
+
+def test_a_file_of_a_url_is_converted(
+    model_file: Path, site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a name of the URL, or by its first bytes; it is asked for again at each start."""
+    names: list[str] = []
+
+    def convert(file: Path, cache: Path, _dtype: str) -> Path:
+        names.append(file.name)
+        return cache
+
+    monkeypatch.setattr(gguf, "converted", convert)
+    content = model_file.read_bytes()
+    digest = hashlib.sha256(content).hexdigest()
+    for path in ("tiny.gguf", "tiny.gguf?download=true", "api/files/7"):
+        site.serve(content, f"/{path.partition('?')[0]}")
+        environment = {"MODEL": f"{site.url}/{path}", "WEIGHTS_CACHE": str(site.cache)}
+        with_files(read_settings({**environment, "WEIGHTS_SHA256": digest}))
+    assert names == ["tiny.gguf", "tiny.gguf", "7.gguf"]
+
+
+def test_a_file_that_is_cut_short_is_refused(model_file: Path, tmp_path: Path) -> None:
+    content = model_file.read_bytes()
+    for length in (len(content) // 2, 200):
+        short = tmp_path / f"{length}.gguf"
+        short.write_bytes(content[:length])
+        with pytest.raises(ConfigurationError, match=r"\d+\.gguf .*it is cut short or damaged"):
+            gguf.converted(short, tmp_path / "cache")
 
 
 def test_a_conversion_that_fails_leaves_nothing(tmp_path: Path) -> None:

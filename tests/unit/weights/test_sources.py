@@ -19,7 +19,7 @@ from huggingface_hub import errors as hub_errors
 
 from cog_triton.errors import ConfigurationError
 from cog_triton.weights.cache import display_url, fetch, local_path
-from cog_triton.weights.download import UNUSED_FORMATS
+from cog_triton.weights.hub import UNUSED_FORMATS
 from tests.support import load_cases
 from tests.unit.weights.support import FILES, OTHER, contents, refused, tar
 

@@ -19,11 +19,11 @@ from tests.unit.weights.support import Site, contents, entry, refused, tar, tar_
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        (b"", "is not a tar file, or cut short"),
-        (b"some text" * 1000, "is not a tar file, or cut short"),
+        (b"", "is neither a tar file nor a GGUF file, or cut short"),
+        (b"some text" * 1000, "is neither a tar file nor a GGUF file, or cut short"),
         (b" \n<!DOCTYPE html><p>Please log in", "is a web page"),
         (b"\x28\xb5\x2f\xfd" + bytes(2000), "compressed with zstd"),
-        (tar()[:100], "is not a tar file, or cut short"),
+        (tar()[:100], "is neither a tar file nor a GGUF file, or cut short"),
         (tar()[:1024], "cut short or damaged"),  # where the second header should be
         (tar()[:1024] + b"x" * 512 + tar()[1536:], "cut short or damaged"),
         (gzip.compress(tar())[:-9], "cut short or damaged"),
