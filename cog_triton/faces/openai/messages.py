@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter
 from pydantic import Discriminator, Field, Tag
 
-from cog_triton.faces.openai import exchange, turns
+from cog_triton.faces.openai import contents, exchange, turns
 from cog_triton.faces.openai.errors import MESSAGES_PATH, TABLES, ApiError, invalid
 from cog_triton.faces.openai.fields import Asking, Body, Bounded, ChatBody, Name, Texts
 from cog_triton.faces.openai.parsing import Block
@@ -278,7 +278,7 @@ def _block_text(body: CountBody, block: ContentBlock) -> str:
     if block.type == "search_result" and isinstance(block.content, list):
         return "\n".join([block.title or "", *(_block_text(body, part) for part in block.content)])
     _leave_out(body, f"content of type {block.type}")
-    return turns.left_out_text(block.type)
+    return contents.left_out_text(block.type)
 
 
 class MessageWriter:

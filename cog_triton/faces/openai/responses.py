@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from cog_triton.errors import shown
-from cog_triton.faces.openai import exchange, fields, response_tools, turns
+from cog_triton.faces.openai import contents, exchange, fields, response_tools, turns
 from cog_triton.faces.openai.errors import TABLES, ApiError, invalid
 from cog_triton.faces.openai.parsing import Block, Parser
 from cog_triton.faces.openai.response_tools import ClientTool, FlatNamedTool
@@ -138,7 +138,8 @@ def chat_messages(body: ResponsesBody) -> list[dict[str, Any]]:
     if isinstance(body.input, str):
         return [*messages, {"role": "user", "content": body.input}]
     for place, item in enumerate(body.input):
-        message = _message(item, f"input[{place}]", body)
+        newest = place == len(body.input) - 1
+        message = _message(item, f"input[{place}]", body, newest=newest)
         if message is None:
             continue
         if messages and _are_of_one_answer(messages[-1], message):
@@ -170,12 +171,13 @@ def _join(answer: dict[str, Any], part: Mapping[str, Any]) -> None:
         answer["tool_calls"] = [*answer.get("tool_calls", ()), *part["tool_calls"]]
 
 
-def _message(item: InputItem, place: str, body: ResponsesBody) -> dict[str, Any] | None:
+def _message(
+    item: InputItem, place: str, body: ResponsesBody, *, newest: bool
+) -> dict[str, Any] | None:
     """Return the message that an item is; None for one that is left out, and noted."""
     kind = item.type or ("message" if item.role else "")
     if kind == "message" and item.role:
-        text = turns.joined_text(item.content, _PARTS, place, "input")
-        return {"role": item.role, "content": text}
+        return {"role": item.role, "content": _message_text(item, place, body, newest=newest)}
     if kind == "reasoning":
         text = turns.joined_text(item.content or item.summary, _PARTS, place, "input")
         return {"role": "assistant", "content": "", "reasoning_content": text}
@@ -191,6 +193,16 @@ def _message(item: InputItem, place: str, body: ResponsesBody) -> dict[str, Any]
         body.leave_out(f"input of type {kind}")
         return None
     raise invalid(f"{place} of type {shown(kind)} is not supported", "input")
+
+
+def _message_text(item: InputItem, place: str, body: ResponsesBody, *, newest: bool) -> str:
+    """Return the text of a message; only the newest is refused for parts that have none."""
+    if newest or not isinstance(item.content, list):
+        return turns.joined_text(item.content, _PARTS, place, "input")
+    for part in item.content:
+        if part.type not in _PARTS and part.type not in contents.UNREADABLE:
+            raise contents.refusal(part.type, place, "input")
+    return "\n".join(_part_text(part, body) for part in item.content)
 
 
 def _call(item: InputItem, kind: str) -> dict[str, Any]:
@@ -209,14 +221,13 @@ def _output_text(item: InputItem, body: ResponsesBody) -> str:
     """Return the text of a call's output; in place of a part that has none, words that say so."""
     if not isinstance(item.output, list):
         return item.output or ""
-    texts = []
-    for part in item.output:
-        if part.type in _PARTS:
-            texts.append(part.text or part.refusal or "")
-        else:
-            body.leave_out(f"content of type {part.type}")
-            texts.append(turns.left_out_text(part.type))
-    return "\n".join(texts)
+    return "\n".join(_part_text(part, body) for part in item.output)
+
+
+def _part_text(part: Part, body: ResponsesBody) -> str:
+    if part.type in _PARTS:
+        return part.text or part.refusal or ""
+    return contents.left_out(part.type, body)
 
 
 def input_items(body: ResponsesBody) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cog_triton.errors import is_unicode, shown
-from cog_triton.faces.openai import fields, parsing
+from cog_triton.faces.openai import contents, fields, parsing
 from cog_triton.faces.openai.errors import invalid
 from cog_triton.faces.openai.served import Served
 from cog_triton.request.limits import UNKNOWN_TOKENS
@@ -101,7 +101,7 @@ def chat_prompt(body: fields.ChatBody | fields.TokenizeBody, served: Served) -> 
         options = effort_switches(body.reasoning_effort, template) | options
     return render_chat(
         served.backend.tokenizer,
-        [_plain(own, f"messages[{n}]", template) for n, own in enumerate(body.messages or [])],
+        _plain_messages(body, template),
         tools=[tool.model_dump(exclude_none=True) for tool in tools],
         add_generation_prompt=body.add_generation_prompt is not False,
         continue_final_message=bool(body.continue_final_message),
@@ -154,6 +154,34 @@ def effort_switches(effort: str | None, template: str) -> dict[str, Any]:
     return {}
 
 
+def _plain_messages(
+    body: fields.ChatBody | fields.TokenizeBody, template: str
+) -> list[dict[str, Any]]:
+    """Return the messages as templates know them, and without what a model of text cannot read."""
+    plain = []
+    messages = body.messages or []
+    for number, message in enumerate(messages):
+        place = f"messages[{number}]"
+        turn = _plain(message, place, template)
+        newest = number == len(messages) - 1 and message.role != "tool"
+        if isinstance(turn.get("content"), list):
+            turn["content"] = [
+                _readable_part(part, f"{place}.content", body, newest=newest)
+                for part in turn["content"]
+            ]
+        plain.append(turn)
+    return plain
+
+
+def _readable_part(part: Any, place: str, body: fields.Body, *, newest: bool) -> Any:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if not isinstance(kind, str) or kind not in contents.UNREADABLE:
+        return part  # the template's side refuses what it does not know
+    if newest:
+        raise contents.refusal(kind, place, place)
+    return {"type": "text", "text": contents.left_out(kind, body)}
+
+
 def _plain(message: fields.Message, place: str, template: str) -> dict[str, Any]:
     """Return a message as templates know it: a refusal is text."""
     role = message.role
@@ -189,13 +217,8 @@ def joined_text(content: Any, kinds: Collection[str], place: str, param: str | N
         return content or ""
     for part in content:
         if part.type not in kinds:
-            raise invalid(f"{place}: content of type {shown(part.type)} is not supported", param)
+            raise contents.refusal(part.type, place, param)
     return "\n".join(part.text or getattr(part, "refusal", None) or "" for part in content)
-
-
-def left_out_text(kind: str) -> str:
-    """Return the words that stand for a part of a content which a model of text cannot read."""
-    return f"[{shown(kind)} left out: this model reads text only]"
 
 
 def function(**values: Any) -> dict[str, Any]:
