@@ -1,4 +1,4 @@
-"""The Cog face: inputs → request, chunks → output.
+"""The Cog predictor: inputs to a request, chunks to the output.
 
 ``cog build`` reads this file without running it, so decorators, types and defaults are literals.
 """
@@ -81,49 +81,55 @@ class Predictor(BaseRunner):
     async def predict(
         self,
         prompt: Optional[str] = Input(
-            description="Prompt to send to the model; this or messages is required.", default=None
+            description="Prompt to send to the model. Either this or messages is required.",
+            default=None,
         ),
         system_prompt: str = Input(
-            description="System prompt, for its place in the template or before the messages.",
+            description="System prompt, put where the template has it or before the messages.",
             default="",
         ),
         max_tokens: int = Input(
-            description="Most tokens to generate; a word is mostly 2 or 3.", ge=1, default=512
+            description="Maximum number of tokens to generate; a word is usually 2 or 3.",
+            ge=1,
+            default=512,
         ),
         min_tokens: Optional[int] = Input(
-            description="Fewest tokens to generate; -1 for no minimum.", ge=-1, default=None
+            description="Minimum number of tokens to generate; -1 for none.", ge=-1, default=None
         ),
         temperature: float = Input(
-            description="Randomness: 0 always takes the likeliest token.", ge=0, le=5, default=0.7
+            description="Randomness; 0 always takes the most likely token.", ge=0, le=5, default=0.7
         ),
         top_p: float = Input(
-            description="Sample from the top tokens of this probability.", ge=0, le=1, default=0.95
+            description="Sample from the most likely tokens that add up to this probability.",
+            ge=0,
+            le=1,
+            default=0.95,
         ),
         top_k: int = Input(
-            description="Sample from so many most likely tokens; 0 or -1 for all.", ge=-1, default=0
+            description="Sample from the k most likely tokens; 0 or -1 for all.", ge=-1, default=0
         ),
         stop_sequences: Optional[str] = Input(
-            description="Comma-separated texts at which the output ends; \\, is a comma in one.",
+            description="Comma-separated texts that end the output; \\, stands for a comma.",
             default=None,
         ),
         length_penalty: float = Input(
             description="Above 1 favours longer outputs in beam search.", ge=0, le=5, default=1.0
         ),
         presence_penalty: float = Input(
-            description="Above 0 makes tokens of the output less likely.", default=0.0
+            description="Above 0 makes tokens already in the output less likely.", default=0.0
         ),
         seed: Optional[int] = Input(
-            description="Same seed, same output, but for rounding; random if unset or -1.",
+            description="Same seed, same output, except for rounding; random if unset or -1.",
             ge=-1,
             le=18446744073709551615,
             default=None,
         ),
         prompt_template: Optional[str] = Input(
-            description="Model's prompt, with {prompt} and {system_prompt}; unset: a chat template.",
+            description="Template with {prompt} and {system_prompt}, instead of a chat template.",
             default=None,
         ),
         log_performance_metrics: bool = Input(
-            description="Log token counts and times of this prediction.", default=False
+            description="Log token counts and timings of this prediction.", default=False
         ),
         max_new_tokens: Optional[int] = Input(
             description="Old name of max_tokens.", ge=1, default=None
@@ -132,47 +138,51 @@ class Predictor(BaseRunner):
             description="Old name of min_tokens.", ge=-1, default=None
         ),
         messages: Optional[str] = Input(
-            description="Chat in place of prompt: a JSON list of objects with role and content.",
+            description="Chat instead of prompt: a JSON list of objects with role and content.",
             default=None,
         ),
         tools: Optional[str] = Input(
-            description="Functions that the model may call: a JSON list as at OpenAI.", default=None
+            description="Functions the model may call: a JSON list in OpenAI's format.",
+            default=None,
         ),
         chat_template_kwargs: Optional[str] = Input(
-            description="Switches of the chat template: a JSON object.", default=None
+            description="Variables for the chat template: a JSON object.", default=None
         ),
         repetition_penalty: float = Input(
-            description="Above 1 makes tokens of prompt and output less likely.", default=1.0
+            description="Above 1 makes tokens of the prompt and output less likely.", default=1.0
         ),
         frequency_penalty: float = Input(
-            description="Above 0 makes tokens less likely with each use.", default=0.0
+            description="Above 0 makes tokens less likely each time they occur.", default=0.0
         ),
         min_p: float = Input(
-            description="Least probability, as a share of the likeliest's.", ge=0, le=1, default=0.0
+            description="Minimum probability, as a share of the most likely token's.",
+            ge=0,
+            le=1,
+            default=0.0,
         ),
         bad_words: Optional[str] = Input(
-            description="Comma-separated texts to avoid; \\, is a comma in one.", default=None
+            description="Comma-separated texts to avoid; \\, stands for a comma.", default=None
         ),
         logit_bias: Optional[str] = Input(
-            description="A JSON object: token ids and what to add to their logits.", default=None
+            description="A JSON object of token ids and what to add to their logits.", default=None
         ),
         ignore_eos: bool = Input(
             description="Continue after the end token, up to max_tokens.", default=False
         ),
         json_schema: Optional[str] = Input(
-            description="JSON schema that the output has to follow.", default=None
+            description="JSON schema that the output must follow.", default=None
         ),
         regex: Optional[str] = Input(
-            description="Regular expression that the output has to match.", default=None
+            description="Regular expression that the output must match.", default=None
         ),
         grammar: Optional[str] = Input(
-            description="EBNF grammar that the output has to follow.", default=None
+            description="EBNF grammar that the output must follow.", default=None
         ),
         choice: Optional[str] = Input(
-            description="A JSON list of texts, one of which the output has to be.", default=None
+            description="A JSON list of texts; the output is one of them.", default=None
         ),
         lora: str = Input(
-            description="Name of the LoRA adapter to answer with; empty for the model itself.",
+            description="Name of the LoRA adapter to use; empty for the model itself.",
             default="",
         ),
     ) -> ConcatenateIterator[str]:

@@ -23,10 +23,10 @@ class TrainingOutput(BaseModel):  # type: ignore[misc, unused-ignore]
 
 def train(
     config: Path = Input(  # noqa: B008
-        description="YAML file, or its URL, that says what to build; see examples/engines."
+        description="YAML file that describes the engine, or its URL; see examples/engines."
     ),
     hf_token: Optional[Secret] = Input(  # noqa: B008, UP045
-        description="Hugging Face token, for models that need one. It is not stored.",
+        description="Hugging Face token, for gated models. It is not stored.",
         default=None,
     ),
 ) -> TrainingOutput:

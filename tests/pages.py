@@ -4,6 +4,7 @@ A comment on the line before a block says what that is:
 
     <!-- needs: server -->     the one that the page started last, or else `make serve`
     <!-- needs: dry run -->    make, which changes or takes too much: it only says what it would run
+    <!-- needs: smollm2 -->    run where SmolLM2 can be had: a wheel of the package index
     <!-- needs: network -->    not run: a download, an image, a tool or a model that is not here
     <!-- needs: gpu -->        not run: a GPU, or TensorRT-LLM
     <!-- needs: cluster -->    not run: Slurm
@@ -31,7 +32,7 @@ PAGES = [
     for page in sorted(ROOT.glob(pattern))
 ]
 NOT_RUN = {"network", "gpu", "cluster", "minutes"}
-NEEDS = NOT_RUN | {"server", "dry run"}
+NEEDS = NOT_RUN | {"server", "dry run", "smollm2"}
 
 
 @dataclass(frozen=True)

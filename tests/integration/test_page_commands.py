@@ -17,8 +17,11 @@ from pathlib import Path
 
 import pytest
 
+from cog_triton.settings import read_settings
+from cog_triton.weights.gguf import converted
 from tests.pages import PAGES, Block, blocks
 from tests.support import ROOT, START_TIMEOUT, free_port, wait_until
+from tools import smollm2
 
 pytestmark = pytest.mark.rare
 
@@ -151,6 +154,8 @@ class Terminal:
         return "\n".join([f". {self._state}", "set -eo pipefail", *map(self._with_ports, commands)])
 
     def _with_ports(self, command: str) -> str:
+        # Its port is the Makefile's, whatever the environment says.
+        command = re.sub(r"\bmake openai\b(?!.*PORT=)", "make openai PORT=3000", command)
         for name, usual in PORTS.items():
             command = re.sub(rf"\b{usual}\b", self._environment[name], command)
         return command
@@ -174,10 +179,22 @@ def opened(checkout: Path, directory: Path) -> Iterator[Terminal]:
     ids=lambda page: str(page.relative_to(ROOT)),
 )
 def test_the_commands_of_a_page_run_as_printed(page: Path, checkout: Path, tmp_path: Path) -> None:
+    typed = [block for block in blocks(page) if block.runs]
+    if any("smollm2" in block.needs for block in typed):
+        provide_smollm2(checkout)
     with opened(checkout, tmp_path) as terminal:
-        for block in blocks(page):
-            if block.runs:
-                terminal.type(block)
+        for block in typed:
+            terminal.type(block)
+
+
+def provide_smollm2(checkout: Path) -> None:
+    """Put the model into a checkout, converted already: `make` then finds it instead of fetching it."""
+    try:
+        converted(smollm2.gguf_file(), read_settings().weights_cache)
+    except smollm2.CannotBeFetched as error:
+        pytest.skip(str(error))
+    (checkout / "artifacts").mkdir(exist_ok=True)
+    (checkout / "artifacts" / "smollm2").symlink_to(smollm2.DIRECTORY)
 
 
 @pytest.mark.parametrize("text", ["$ false | cat", "$ curl -s localhost:8000/v2/nothing"])

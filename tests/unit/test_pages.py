@@ -156,6 +156,21 @@ def test_the_worked_examples_are_read(tmp_path: Path) -> None:
     fill_repository(ROOT / "triton_model_repo", tmp_path / "filled", overrides)
 
 
+TUTORIALS = [page for page in PAGES if page.parent.name == "tutorials"]
+
+
+@pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
+def test_the_configurations_in_a_tutorial_are_read(page: Path, tmp_path: Path) -> None:
+    for text in re.findall(r"^```yaml\n(server:.*?)^```$", page.read_text(), re.DOTALL | re.M):
+        file = tmp_path / "config.yaml"
+        file.write_text(text)
+        overrides = load_overrides(file)
+        for model in ("preprocessing", "postprocessing"):
+            overrides.setdefault(model, {})["tokenizer_dir"] = "/models/llama"
+        overrides["tensorrt_llm"] |= {"engine": "vllm", "model": "/models/llama"}
+        fill_repository(ROOT / "triton_model_repo", tmp_path / "filled", overrides)
+
+
 def test_the_message_on_the_page_is_the_one_that_comes(tmp_path: Path) -> None:
     overrides: dict[str, dict[str, object]] = {
         "preprocessing": {"tokenizer_dirr": "/models/llama"},
