@@ -189,3 +189,45 @@ def test_openais_javascript_client(server: OpenAIServer, tmp_path: Path) -> None
     done = subprocess.run([node, script, server.url], **options)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == {"checks": 4}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        pytest.param({}, id="a text"),
+        pytest.param({"system": [{"type": "text", "text": "Be brief."}] * 2}, id="a system list"),
+        pytest.param(
+            {
+                "tools": ANTHROPIC_TOOLS,
+                "thinking": {"type": "enabled", "budget_tokens": 1024},
+                "messages": [
+                    *MESSAGES,
+                    {
+                        "role": "assistant",
+                        "content": [
+                            {"type": "thinking", "thinking": "Hm.", "signature": "s"},
+                            {
+                                "type": "tool_use",
+                                "id": "t1",
+                                "name": "light",
+                                "input": {"on": True},
+                            },
+                        ],
+                    },
+                    {
+                        "role": "user",
+                        "content": [
+                            {"type": "tool_result", "tool_use_id": "t1", "content": "done"},
+                            {"type": "text", "text": "And now?"},
+                        ],
+                    },
+                ],
+            },
+            id="tools, thoughts and results",
+        ),
+    ],
+)
+def test_a_count_is_that_of_the_usage(claude: anthropic.Anthropic, fields: dict[str, Any]) -> None:
+    body: Any = {**MESSAGE, **fields}
+    counted = claude.messages.count_tokens(**body)
+    assert counted.input_tokens == claude.messages.create(**body, max_tokens=1).usage.input_tokens

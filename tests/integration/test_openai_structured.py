@@ -114,3 +114,22 @@ def test_a_token_of_the_request_ends_the_answer(server: OpenAIServer) -> None:
     assert choice["text"] == "".join(whole["logprobs"]["tokens"][:cut])
     assert reply["usage"]["completion_tokens"] == cut + 1
     wait_until(lambda: server.engine["stopped"] > stopped, 60, "the end of the request")
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_tools_beside_a_form_give_calls_or_that_form(client: openai.OpenAI, seed: int) -> None:
+    answer = client.chat.completions.parse(
+        model="demo",
+        messages=MESSAGES,
+        tools=[openai.pydantic_function_tool(Verdict, name="light")],
+        response_format=Verdict,
+        parallel_tool_calls=False,  # the demo model would call until max_tokens
+        max_tokens=300,
+        seed=seed,
+    )
+    (choice,) = answer.choices
+    if choice.message.tool_calls:
+        assert isinstance(choice.message.tool_calls[0].function.parsed_arguments, Verdict)
+        assert choice.finish_reason == "tool_calls"
+    else:
+        assert isinstance(choice.message.parsed, Verdict)

@@ -4,16 +4,25 @@ What Anthropic's API accepts and this server cannot do is passed over and named 
 an error would end the session of an agent, which sends the same conversation again with each request.
 """
 
+import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from fastapi import APIRouter
 from pydantic import Discriminator, Field, Tag
 
 from cog_triton.faces.openai import contents, exchange, turns
 from cog_triton.faces.openai.errors import MESSAGES_PATH, TABLES, ApiError, invalid
-from cog_triton.faces.openai.fields import Asking, Body, Bounded, ChatBody, Name, Texts
+from cog_triton.faces.openai.fields import (
+    Asking,
+    Body,
+    Bounded,
+    ChatBody,
+    Effort,
+    Name,
+    Texts,
+)
 from cog_triton.faces.openai.parsing import Block
 from cog_triton.faces.openai.served import FromApp, Served
 from cog_triton.generation import Chunk
@@ -23,6 +32,7 @@ MESSAGE, BLOCKS = TABLES["message"], TABLES["message_blocks"]
 # Claude Code's first system block. It changes between requests, says nothing to the model, and would keep
 # the engine from sharing the prefix of the prompts of a session.
 BILLING_LINE = "x-anthropic-billing-header:"
+THINKING_TYPES = ("enabled", "disabled", "adaptive")
 ANTHROPIC_MODELS = "claude-"  # begins the names of Anthropic's models
 
 
@@ -80,16 +90,22 @@ class CustomToolChoice(Body):
 
 
 class Thinking(Body):
-    type: Literal["enabled", "disabled", "adaptive"]
+    type: str
+    budget_tokens: int | None = None
 
 
 class OutputFormat(Body):
-    type: Literal["json_schema"]
-    schema_: dict[str, Any] = Field(alias="schema")
+    type: str
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
 
 
 class OutputConfig(Body):
     format: OutputFormat | None = None
+    effort: str | None = None
+
+
+class ContextManagement(Body):
+    edits: list[Any] | None = None
 
 
 class CountBody(Body):
@@ -100,6 +116,8 @@ class CountBody(Body):
     tool_choice: CustomToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None  # as the beta of structured outputs has it
+    context_management: ContextManagement | None = None
     # Beyond Anthropic's:
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -143,12 +161,12 @@ def chat_body(body: CountBody, served: Served | None = None) -> ChatBody:
     if continued and (messages[-1].get("tool_calls") or not messages[-1]["content"].strip()):
         text = "messages: the last one has no text that an answer could continue"
         raise invalid(text, "messages")
-    switches = body.chat_template_kwargs or {}
-    if body.thinking:
-        switches = {turns.THINKING_SWITCH: body.thinking.type != "disabled"} | switches
+    if body.context_management and body.context_management.edits:
+        _leave_out(body, "context_management")
     chat = body.model_dump(include={*Asking.model_fields, "max_tokens"})
     chat |= {"messages": messages, "continue_final_message": continued}
-    chat["chat_template_kwargs"] = switches
+    chat["chat_template_kwargs"] = _thinking_switches(body) | (body.chat_template_kwargs or {})
+    chat["reasoning_effort"] = _effort(body, served)
     chat["tools"] = _functions(body)
     if chat["tools"] and served is not None and not turns.takes_tools(served):
         _leave_out(body, "tools, since the chat template has no place for them")
@@ -159,11 +177,47 @@ def chat_body(body: CountBody, served: Served | None = None) -> ChatBody:
         names = {"any": "required", "tool": turns.function(name=choice.name or "")}
         chat["tool_choice"] = names.get(choice.type, choice.type)
         chat["parallel_tool_calls"] = not choice.disable_parallel_tool_use
-    if body.output_config and (format := body.output_config.format):
-        chat["response_format"] = {"type": "json_schema", "json_schema": {"schema": format.schema_}}
+    chat["response_format"] = _response_format(body)
     if isinstance(body, MessagesBody):
         chat["stop"] = body.stop_sequences
     return exchange.valid(ChatBody, chat)
+
+
+def _thinking_switches(body: CountBody) -> dict[str, Any]:
+    """Return what the chat template takes for the wish to think, or not to."""
+    thinking = body.thinking
+    if thinking is None:
+        return {}
+    if thinking.budget_tokens is not None:
+        _leave_out(body, "thinking.budget_tokens")
+    if thinking.type not in THINKING_TYPES:
+        _leave_out(body, f"thinking of type {thinking.type}")
+        return {}
+    return {turns.THINKING_SWITCH: thinking.type != "disabled"}
+
+
+def _effort(body: CountBody, served: Served | None) -> str | None:
+    """Return the effort of reasoning, if the chat template takes one."""
+    effort = body.output_config.effort if body.output_config else None
+    if effort is None or served is None:
+        return None
+    template = turns.template_text(served.backend.tokenizer)
+    if effort in get_args(Effort) and turns.effort_switches(effort, template):
+        return effort
+    _leave_out(body, "output_config.effort")
+    return None
+
+
+def _response_format(body: CountBody) -> dict[str, Any] | None:
+    """Return the form of the answer, as a chat asks for it."""
+    wanted = body.output_config.format if body.output_config else None
+    wanted = wanted or body.output_format
+    if wanted is None:
+        return None
+    if wanted.type != "json_schema" or wanted.schema_ is None:
+        _leave_out(body, f"output format of type {wanted.type}")
+        return None
+    return {"type": "json_schema", "json_schema": {"schema": wanted.schema_}}
 
 
 def _functions(body: CountBody) -> list[dict[str, Any]]:
@@ -328,6 +382,9 @@ class MessageWriter:
     def _end(self) -> Iterator[bytes]:
         if (block := self._block) is None:
             return
+        if block.kind == "thoughts":
+            delta = {"type": "signature_delta", "signature": signature(block.text)}
+            yield self._about_block("content_block_delta", delta=delta)
         yield self._about_block("content_block_stop")
         whole = {**BLOCKS[block.kind]["begins"]}
         if block.broken:
@@ -336,6 +393,8 @@ class MessageWriter:
             whole |= {"id": block.id, "name": block.name, "input": call_input(block.text)}
         else:
             whole[whole["type"]] = block.text
+        if block.kind == "thoughts":
+            whole["signature"] = signature(block.text)
         self._content.append(whole)
 
     def _reason(self, chunk: Chunk) -> str:
@@ -344,6 +403,11 @@ class MessageWriter:
         if self._parser.ends_with_calls or (self._enforced and not self._parser.broken_text()):
             return "tool_use"
         return "end_turn" if chunk.stop_sequence is None else "stop_sequence"
+
+
+def signature(thoughts: str) -> str:
+    """Return a signature of thoughts; clients send no thoughts back that have none."""
+    return hashlib.blake2b(thoughts.encode(errors="replace"), digest_size=16).hexdigest()
 
 
 def call_input(text: str) -> dict[str, Any]:

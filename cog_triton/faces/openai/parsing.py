@@ -11,7 +11,7 @@ import re
 import secrets
 import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from pydantic import TypeAdapter
@@ -24,6 +24,7 @@ from cog_triton.generation import Chunk
 Kind = Literal["text", "thoughts", "call"]
 OPENING, CLOSING = "<think>", "</think>"  # of thoughts
 NO_TOOLS: Schemas = {}
+LISTED_CALLS = '[{"name":'  # begins calls in JSON, without white space
 
 
 @dataclass(eq=False)
@@ -236,14 +237,19 @@ class Format:
         prompt: str | None = None,
         *,
         guided: bool = False,
+        guided_either: bool = False,
         schemas: Schemas = NO_TOOLS,
     ) -> Parser:
         """Return the parser of one answer.
 
         Args:
             guided: a guide allows nothing but calls in JSON.
+            guided_either: a guide allows nothing but a list of calls in JSON, or an answer in JSON.
             schemas: of the parameters of the tools that are offered, by their names.
         """
+        if guided_either:
+            listed = replace(self, starts=(LISTED_CALLS,), named=False)
+            return ListedCallParser(prompt, new_id, listed, guided=False, schemas=schemas)
         if self.harmony and not guided:
             return HarmonyParser(new_id)
         if self.python and not guided:
@@ -633,6 +639,15 @@ class CallParser(MarkedCallParser):
             if copier.complete or self._ended:
                 return
             yield None
+
+
+class ListedCallParser(CallParser):
+    """Reads an answer in JSON that is a list of calls of offered tools, or else is text."""
+
+    def _read(self) -> Pieces:
+        if (yield from self._is_all_calls()):
+            yield from self._read_calls(marked=False)
+        yield from Parser._read(self)
 
 
 def _is_json(text: str) -> bool:

@@ -23,6 +23,20 @@ class FlatNamedTool(fields.Body):
     namespace: str | None = None
 
 
+class HostedToolChoice(fields.Body):
+    """The choice of a tool that OpenAI's servers run; there may be further fields."""
+
+    type: str
+
+
+def choice_kind(choice: Any) -> str:
+    """Return which class a tool_choice that is an object has."""
+    kind = choice.get("type") if isinstance(choice, Mapping) else getattr(choice, "type", None)
+    if kind in ("function", "custom"):
+        return "named"
+    return "allowed" if kind == "allowed_tools" else "hosted"
+
+
 class FlatTool(fields.Function):
     type: Literal["function"]
 

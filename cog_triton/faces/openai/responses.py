@@ -4,13 +4,18 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from cog_triton.errors import shown
 from cog_triton.faces.openai import contents, exchange, fields, response_tools, turns
 from cog_triton.faces.openai.errors import TABLES, ApiError, invalid
 from cog_triton.faces.openai.parsing import Block, Parser
-from cog_triton.faces.openai.response_tools import ClientTool, FlatNamedTool
+from cog_triton.faces.openai.response_tools import (
+    ClientTool,
+    FlatNamedTool,
+    HostedToolChoice,
+    choice_kind,
+)
 from cog_triton.generation import Chunk
 from cog_triton.request.request import Request
 from cog_triton.text.tokenizer import Tokenizer
@@ -68,11 +73,17 @@ class ResponsesBody(fields.Asking):
     tools: response_tools.Tools | None = None
     tool_choice: (
         Literal["none", "auto", "required"]
-        | Annotated[FlatNamedTool | FlatAllowedTools, Field(discriminator="type")]
+        | Annotated[
+            Annotated[FlatNamedTool, Tag("named")]
+            | Annotated[FlatAllowedTools, Tag("allowed")]
+            | Annotated[HostedToolChoice, Tag("hosted")],
+            Discriminator(choice_kind),
+        ]
         | None
     ) = None
     parallel_tool_calls: bool | None = None
     metadata: fields.Metadata | None = None
+    truncation: Literal["auto", "disabled"] | None = None
     user: str | None = None
     store: bool | None = None
     background: bool | None = None
@@ -109,7 +120,9 @@ def chat_body(body: ResponsesBody) -> fields.ChatBody:
     chat["logprobs"] = LOG_PROBS in included or bool(body.top_logprobs)
     chat["reasoning_effort"] = body.reasoning.effort if body.reasoning else None
     chat["tools"] = response_tools.functions(body.tools or [], body)
-    chat["tool_choice"] = _tool_choice(body)
+    chat["tool_choice"] = _tool_choice(body, offers_tools=bool(chat["tools"]))
+    if body.truncation == "auto":  # a conversation that is too long is refused
+        body.leave_out("truncation auto")
     if body.text and (format := body.text.format):
         if format.type == "json_schema" and format.schema_ is None:
             raise invalid("text.format must have a schema", "text")
@@ -117,8 +130,14 @@ def chat_body(body: ResponsesBody) -> fields.ChatBody:
     return exchange.valid(fields.ChatBody, chat)
 
 
-def _tool_choice(body: ResponsesBody) -> Any:
+def _tool_choice(body: ResponsesBody, *, offers_tools: bool) -> Any:
     choice = body.tool_choice
+    if isinstance(choice, HostedToolChoice):
+        body.leave_out(f"tool_choice {choice.type}")
+        return None
+    if choice == "required" and body.tools and not offers_tools:
+        body.leave_out("tool_choice required")  # all tools were left out
+        return None
     if isinstance(choice, FlatNamedTool):
         return response_tools.chosen(choice)
     if isinstance(choice, FlatAllowedTools):

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +18,8 @@ from cog_triton.text.tokenizer import Tokenizer
 
 # OpenAI's; a template may name others.
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
+# Of a response_format, the types that ask for JSON.
+_JSON_FORMS = frozenset({"json_schema", "json", "json_object"})
 THINKING_SWITCH = "enable_thinking"  # in most templates
 
 
@@ -43,6 +45,7 @@ class Turn:
     use: ToolUse
     known: parsing.Format | None  # of the model's calls; None if the answer can have none
     thinks: bool  # the answer may begin with thoughts
+    guided_either: bool = False  # a guide allows calls in JSON, and an answer in JSON
 
     def parser(self, prefix: str = "call_", draw: Callable[[], str] = str) -> parsing.Parser:
         """Return the parser of one answer, whose calls have ids of a prefix, and of letters if drawn."""
@@ -54,6 +57,7 @@ class Turn:
             lambda: known.new_id(prefix, draw()),
             prompt,
             guided=self.use.enforced,
+            guided_either=self.guided_either,
             schemas=self.use.schemas,
         )
 
@@ -75,6 +79,11 @@ def chat_turn(body: fields.ChatBody, served: Served) -> Turn:
         for name in fields.guides(body):
             raise invalid(f"tool_choice and {name} contradict", "tool_choice")
         values["guide"] = call_guide(use, known, parallel=body.parallel_tool_calls is not False)
+    guided_either = known is not None and bool(use.offered) and _allows_either(use, body)
+    if known and guided_either:
+        values["guide"] = either_guide(
+            use, known, values["guide"], parallel=body.parallel_tool_calls is not False
+        )
     context = served.backend.context_length or fields.UNKNOWN_CONTEXT
     most = (body.max_completion_tokens, body.max_tokens, context)
     request = Request(
@@ -84,9 +93,16 @@ def chat_turn(body: fields.ChatBody, served: Served) -> Turn:
         shown_tokens=known.marks if known else (),
         **values,
     )
-    if request.guide is not None and not use.enforced:
+    if request.guide is not None and not use.enforced and not guided_either:
         known = None  # the guide is of a text, in which there is no call
-    return Turn(request, use, known, parsing.CLOSING in template and request.guide is None)
+    thinks = parsing.CLOSING in template and request.guide is None
+    return Turn(request, use, known, thinks, guided_either)
+
+
+def _allows_either(use: ToolUse, body: fields.ChatBody) -> bool:
+    """Return whether the answer may be calls, or else a text of a JSON form, as OpenAI's API has it."""
+    form = body.response_format
+    return not use.enforced and form is not None and form.type in _JSON_FORMS
 
 
 def chat_prompt(body: fields.ChatBody | fields.TokenizeBody, served: Served) -> str:
@@ -250,33 +266,73 @@ def tool_use(body: fields.ChatBody) -> ToolUse:
 
 def call_guide(use: ToolUse, known: parsing.Format, *, parallel: bool) -> Guide:
     """Return the JSON schema of the calls: a list of them, or one call of a named tool."""
-    tools, definitions = [use.named] if use.named else use.offered, dict[str, Any]()
-    calls = [_call_schema(tool, known.arguments, definitions) for tool in tools]
-    schema = calls[0] if len(calls) == 1 else {"anyOf": calls}
-    if not use.named:
-        most = {} if parallel else {"maxItems": 1}
-        schema = {"type": "array", "items": schema, "minItems": 1, **most}
+    definitions: dict[str, Any] = {}
+    if use.named:
+        schema = _call_schema(use.named, known.arguments, definitions)
+    else:
+        schema = _calls_schema(use.offered, known.arguments, definitions, parallel=parallel)
+    return _schema_guide(schema, definitions)
+
+
+def either_guide(use: ToolUse, known: parsing.Format, answer: Guide, *, parallel: bool) -> Guide:
+    """Return the JSON schema of a list of calls, or else of the answer that a guide asks for."""
+    definitions: dict[str, Any] = {}
+    calls = _calls_schema(use.offered, known.arguments, definitions, parallel=parallel)
+    answers = {"type": "object"}
+    if answer.kind is GuideKind.JSON_SCHEMA:
+        try:
+            answers = json.loads(answer.text)
+        except ValueError:
+            return answer  # the engine says what is wrong with it
+        if not isinstance(answers, dict):
+            return answer
+    return _schema_guide({"anyOf": [_moved(answers, "answer", definitions), calls]}, definitions)
+
+
+def _schema_guide(schema: dict[str, Any], definitions: dict[str, Any]) -> Guide:
     text = json.dumps({**schema, "$defs": definitions} if definitions else schema)
     return Guide(GuideKind.JSON_SCHEMA, text)
 
 
+def _calls_schema(
+    tools: Sequence[fields.Tool], arguments: str, definitions: dict[str, Any], *, parallel: bool
+) -> dict[str, Any]:
+    calls = [_call_schema(tool, arguments, definitions) for tool in tools]
+    schema = {
+        "type": "array",
+        "items": calls[0] if len(calls) == 1 else {"anyOf": calls},
+        "minItems": 1,
+    }
+    if not parallel:
+        schema["maxItems"] = 1
+    return schema
+
+
 def _call_schema(tool: fields.Tool, arguments: str, definitions: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema of a tool's call; one whose parts refer to each other moves to ``definitions``."""
     parameters = tool.function.parameters or {"type": "object", "properties": {}}
-    name = f"tool{len(definitions)}"
-
-    def rebased(schema: dict[str, Any]) -> dict[str, Any]:
-        place = schema.get("$ref")
-        if isinstance(place, str) and place[:2] in ("#", "#/"):
-            schema["$ref"] = f"#/$defs/{name}{place[1:]}"
-        return schema
-
-    moved = json.loads(json.dumps(parameters), object_hook=rebased)
-    if moved != parameters:
-        definitions[name], parameters = moved, {"$ref": f"#/$defs/{name}"}
+    parameters = _moved(parameters, f"tool{len(definitions)}", definitions)
     return {
         "type": "object",
         "properties": {"name": {"const": tool.function.name}, arguments: parameters},
         "required": ["name", arguments],
         "additionalProperties": False,
     }
+
+
+def _moved(schema: dict[str, Any], name: str, definitions: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema that can be a part of another one.
+
+    One whose parts refer to each other moves to ``definitions``, under a name.
+    """
+
+    def rebased(part: dict[str, Any]) -> dict[str, Any]:
+        place = part.get("$ref")
+        if isinstance(place, str) and place[:2] in ("#", "#/"):
+            part["$ref"] = f"#/$defs/{name}{place[1:]}"
+        return part
+
+    moved = json.loads(json.dumps(schema), object_hook=rebased)
+    if moved == schema:
+        return schema
+    definitions[name] = moved
+    return {"$ref": f"#/$defs/{name}"}

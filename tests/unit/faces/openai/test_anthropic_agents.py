@@ -1,5 +1,6 @@
 """What agents that were written for Anthropic's API send, and what becomes of it here."""
 
+import json
 from typing import Any
 
 import httpx
@@ -154,3 +155,141 @@ def test_models_as_anthropics_clients_read_them() -> None:
     assert (models["has_more"], models["first_id"], models["last_id"]) == (False, "m", "other")
     assert ask(Backend(), "GET", "/v1/models/m", headers=headers).json() == card
     assert ask(Backend(), "GET", "/v1/models/m").json()["object"] == "model"
+
+
+# What agents send beside the conversation
+
+
+TOOL = {"name": "f", "description": "Does f.", "input_schema": {"type": "object"}}
+THOUGHTFUL = {
+    "role": "assistant",
+    "content": [
+        {"type": "thinking", "thinking": "Hm.", "signature": "s"},
+        {"type": "redacted_thinking", "data": "x"},
+        {"type": "text", "text": "I look."},
+        {"type": "tool_use", "id": "t1", "name": "f", "input": {"a": 1}},
+    ],
+}
+CACHED = {"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}
+SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
+COUNTED: dict[str, dict[str, Any]] = {
+    "a text": {},
+    "tools": {"tools": [TOOL]},
+    "a choice of tools": {"tools": [TOOL], "tool_choice": {"type": "any"}},
+    "no tool to be called": {"tools": [TOOL], "tool_choice": {"type": "none"}},
+    "a system list": {"system": [CACHED, text("Answer in French.")]},
+    "results of tools": {"messages": [HI, CALL, user(result([text("sun"), IMAGE]), text("So?"))]},
+    "thoughts": {"messages": [HI, THOUGHTFUL, user(result("sun"))]},
+    "thinking": {"thinking": {"type": "enabled", "budget_tokens": 1024}},
+    "a turn of the system": {"messages": [HI, {"role": "system", "content": "Two helpers."}, HI]},
+    "an answer that is begun": {"messages": [HI, {"role": "assistant", "content": "Well,"}]},
+    "a model of Anthropic's": {"model": "claude-sonnet-4-5", "system": "Be brief."},
+}
+
+
+@pytest.mark.parametrize("fields", COUNTED.values(), ids=COUNTED)
+def test_a_count_is_that_of_the_prompt_of_the_same_request(fields: dict[str, Any]) -> None:
+    backend = talkative(*CHUNKS)
+    reply = post(backend, ANTHROPIC, **fields)
+    assert reply.status_code == 200, reply.text
+    ((request, _),) = backend.asked
+    counted = post(backend, f"{ANTHROPIC}/count_tokens", **{"messages": MESSAGES, **fields})
+    assert counted.json() == {"input_tokens": len(request.prompt)}  # a character is a token here
+    assert request.add_special_tokens is False
+
+
+THINKS = "tools <tool_call> </think> {% if enable_thinking is defined %}"
+EFFORT = "tools <tool_call> reasoning_effort"
+
+
+@pytest.mark.parametrize(
+    ("thinking", "switches", "warning"),
+    [
+        ({"type": "enabled", "budget_tokens": 1024}, True, "thinking.budget_tokens"),
+        ({"type": "adaptive"}, True, None),
+        ({"type": "disabled"}, False, None),
+        ({"type": "interleaved"}, None, "thinking of type interleaved"),
+        (None, None, None),
+    ],
+)
+def test_thinking_is_the_switch_of_the_template(
+    thinking: Any, switches: bool | None, warning: str | None
+) -> None:
+    backend = Backend(*CHUNKS, template=THINKS)
+    reply = post(backend, ANTHROPIC, thinking=thinking)
+    assert reply.status_code == 200, reply.text
+    wanted = {} if switches is None else {"enable_thinking": switches}
+    assert backend.tokenizer.switches == wanted
+    assert reply.headers.get("warning") == (warning and f'199 cog-triton "left out: {warning}"')
+
+
+@pytest.mark.parametrize(
+    ("template", "effort", "switches", "warned"),
+    [
+        (EFFORT, "low", {"reasoning_effort": "low"}, False),
+        (THINKS, "medium", {"enable_thinking": True}, False),
+        (EFFORT, "utmost", {}, True),
+        ("tools", "low", {}, True),
+    ],
+)
+def test_an_effort_is_what_the_template_takes(
+    template: str, effort: str, switches: dict[str, Any], warned: bool
+) -> None:
+    backend = Backend(*CHUNKS, template=template)
+    reply = post(backend, ANTHROPIC, output_config={"effort": effort})
+    assert reply.status_code == 200, reply.text
+    assert backend.tokenizer.switches == switches
+    assert ("output_config.effort" in reply.headers.get("warning", "")) is warned
+
+
+@pytest.mark.parametrize("place", ["output_config", "output_format"])
+def test_an_output_format_is_a_guide(place: str) -> None:
+    form = {"type": "json_schema", "schema": SCHEMA}
+    backend = talkative(*CHUNKS)
+    post(backend, ANTHROPIC, **{place: {"format": form} if place == "output_config" else form})
+    ((request, _),) = backend.asked
+    assert request.guide is not None
+    assert json.loads(request.guide.text) == SCHEMA
+
+
+def test_an_output_format_that_is_not_known_is_named() -> None:
+    reply, _ = asked(output_config={"format": {"type": "xml"}})
+    assert reply.headers["warning"] == '199 cog-triton "left out: output format of type xml"'
+
+
+@pytest.mark.parametrize(
+    ("fields", "warning"),
+    [
+        ({"metadata": {"user_id": "u"}}, None),
+        ({"service_tier": "auto"}, None),
+        ({"cache_control": {"type": "ephemeral"}}, None),
+        ({"context_management": {"edits": []}}, None),
+        (
+            {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
+            "left out: context_management",
+        ),
+        ({"mcp_servers": [{"type": "url", "url": "http://x", "name": "x"}]}, "mcp_servers"),
+        ({"container": {"skills": []}}, "container"),
+    ],
+)
+def test_no_field_of_an_agent_ends_its_session(fields: dict[str, Any], warning: str | None) -> None:
+    reply, _ = asked(**fields)
+    if warning is None:
+        assert "warning" not in reply.headers
+    else:
+        assert warning in reply.headers["warning"]
+    counted = post(talkative(), f"{ANTHROPIC}/count_tokens", messages=MESSAGES, **fields)
+    assert counted.status_code == 200, counted.text
+
+
+@pytest.mark.parametrize("path", [ANTHROPIC, f"{ANTHROPIC}/count_tokens"])
+def test_any_beta_is_passed_over(path: str) -> None:
+    body = {"model": "m", "messages": MESSAGES, "max_tokens": 9}
+    headers = {
+        "anthropic-version": "2023-06-01",
+        "anthropic-beta": "context-1m-2025-08-07,interleaved-thinking-2025-05-14,never-heard-of-it",
+        "anthropic-dangerous-direct-browser-access": "true",
+    }
+    reply = ask(talkative(*CHUNKS), "POST", f"{path}?beta=true", json=body, headers=headers)
+    assert reply.status_code == 200, reply.text
+    assert "warning" not in reply.headers
