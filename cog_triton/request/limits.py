@@ -25,6 +25,9 @@ STOP_TEXT_CHARACTERS = STOP_SEQUENCES * (2 * STOP_CHARACTERS + 1)
 # tokenized twice while other prompts wait. As token ids, a byte is one at most.
 WORDS, WORDS_BYTES = 1024, 2**14
 WORD_IDS = 4 * WORDS_BYTES
+# OpenAI takes 300, vLLM any number. A vocabulary has more than a thousand tokens with digits. These are
+# checked in some milliseconds, on the event loop.
+LOGIT_BIASES = 2**12
 MESSAGES = 4096  # in a chat, and tools
 GUIDE_CHARACTERS = 2**17
 NAME_CHARACTERS = 256  # of an adapter's name

@@ -30,6 +30,7 @@ Probability = Annotated[float, Field(ge=0, le=1)]
 TokenId = Annotated[int, Field(ge=0, le=MAX_INT32)]
 Word = Annotated[str, Field(max_length=limits.STOP_CHARACTERS)]
 AtMostWords = Field(max_length=limits.WORDS)
+AtMostBiases = Field(max_length=limits.LOGIT_BIASES)
 OrNone = AfterValidator(lambda number: max(number, 0))  # less than 0 is none, as 0 is
 
 # Inputs that are fields of a request, with the value that changes nothing: each tensor costs time.
@@ -146,7 +147,7 @@ class Request:
     # Of tokens that begin a text, which a rendered chat has. None: as preprocessing is configured.
     add_special_tokens: bool | None = None
     min_p: Probability = 0.0
-    logit_bias: Annotated[tuple[tuple[TokenId, Float32], ...], AtMostWords] = ()
+    logit_bias: Annotated[tuple[tuple[TokenId, Float32], ...], AtMostBiases] = ()
     ignore_eos: bool = False  # no token ends the output, whatever end_id is
     # None for none; k for those of the chosen tokens, and of the k most likely at each place.
     log_probs: Annotated[int, Field(ge=0, le=limits.TOP_LOG_PROBS)] | None = None

@@ -10,7 +10,7 @@ from pydantic_core import PydanticKnownError
 
 from cog_triton.faces.openai.errors import TABLES, invalid
 from cog_triton.faces.openai.served import Served
-from cog_triton.request.limits import MESSAGES, TOP_LOG_PROBS
+from cog_triton.request.limits import LOGIT_BIASES, MESSAGES, TOP_LOG_PROBS
 from cog_triton.request.request import MAX_INT32, Guide, GuideKind, Request, resolve_seed
 
 MOST_ANSWERS = 1024  # of the prompts of one request together
@@ -42,7 +42,7 @@ def few_pairs(most: int) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-Biases = Annotated[dict[TokenId, Bias], few_pairs(1024)]
+Biases = Annotated[dict[TokenId, Bias], few_pairs(LOGIT_BIASES)]
 Metadata = Annotated[dict[str, str], few_pairs(16)]
 
 

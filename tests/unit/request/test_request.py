@@ -67,7 +67,7 @@ def test_what_is_in_range_can_be_sent(values: dict[str, Any]) -> None:
         ({"prompt_ids": (1,) * (2**24 + 1)}, PromptTooLong, "tokens; 16777216 are the most"),
         ({"logit_bias": ((-1, 1.0),)}, InvalidParameter, "logit_bias must be at least 0, not -1"),
         ({"logit_bias": ((1, float("nan")),)}, InvalidParameter, "logit_bias must be between"),
-        ({"logit_bias": ((1, 1.0),) * 1025}, InvalidParameter, "must be at most 1024, not 1025"),
+        ({"logit_bias": ((1, 1.0),) * 4097}, InvalidParameter, "must be at most 4096, not 4097"),
         ({"adapter": "a" * 257}, InvalidParameter, "adapter must be of at most 256 characters"),
         ({"adapter": "a\udfff"}, InvalidParameter, "adapter must be valid Unicode"),
         ({"stop_sequences": ("a",) * 65}, InvalidParameter, "must be at most 64, not 65"),

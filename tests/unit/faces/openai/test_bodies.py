@@ -118,7 +118,7 @@ LARGE: list[tuple[str, dict[str, Any], str, str]] = [
     (CHAT, {"tools": [TOOL] * 4097}, "tools", TOO_MANY),
     (TEXT, {"prompt": ["x"] * 1025}, "prompt", TOO_MANY),
     (TEXT, {"stop": ["x" * 300]}, "stop", "E1103"),
-    (TEXT, {"logit_bias": {str(n): 0 for n in range(1025)}}, "logit_bias", TOO_MANY),
+    (TEXT, {"logit_bias": {str(n): 0 for n in range(4097)}}, "logit_bias", TOO_MANY),
     (RESPONSES, {"input": "x" * 2**21}, "input", TOO_LONG),
     (RESPONSES, {"input": [MESSAGE] * 4097}, "input", TOO_MANY),
 ]
