@@ -324,7 +324,7 @@ def template_values(
     used = {**llm, **overrides.get("tensorrt_llm", {})}
     limit = context_length(used)
     model = used.get("engine_dir" if used.get("triton_backend") == "tensorrtllm" else "model")
-    # A process stands still while it hands over. What more of them bring is in docs/notes.md.
+    # A process stands still while it hands over. What more of them bring is in tools/benchmark/notes.md.
     many = len(os.sched_getaffinity(0)) >= 8
     instances = {"preprocessing_instance_count": 3} if many else {}
     if many and engine == "vllm" and GPU:

@@ -128,7 +128,8 @@ class Engine(ABC):
 class EventLoopEngine(Engine):
     """Runs the ``steps`` of each request on an event loop, which has a thread of its own.
 
-    The libraries that engines run promise to work on one loop only. It is uvloop's: docs/notes.md.
+    The libraries that engines run guarantee to work on one loop only. It is uvloop's; the measurements
+    are in tools/benchmark/notes.md.
     """
 
     def __init__(self, thread: str) -> None:

@@ -5,8 +5,8 @@ variable is unset, its parameter is left out; outside of parameters, the line th
 
 Two models that no template stands for are made of the filled ones. ``ensemble_ids`` is the ensemble without
 its last step, for clients that turn token ids into text: Triton walks through every output of an ensemble
-for every response, whichever a client names (docs/notes.md). ``tensorrt_llm_context`` stands before
-TensorRT-LLM's C++ backend; see ``cog_triton.models.context``.
+for every response, whichever a client names. ``tensorrt_llm_context`` stands before TensorRT-LLM's C++
+backend; see ``cog_triton.models.context``.
 """
 
 import difflib

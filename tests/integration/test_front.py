@@ -1,4 +1,4 @@
-"""The front before Cog's real server, and the faults of that server without it (docs/notes.md)."""
+"""The front before Cog's real server, and the faults of that server without it."""
 
 import http.client
 import json
@@ -162,7 +162,7 @@ def test_a_client_that_sends_no_more_gets_what_is_no_prediction(server: Server) 
         assert text in exchange(server, request("GET", path), half_close=True)
     twice = exchange(server, request("GET", "/health-check") * 2, half_close=True)
     assert twice.count(b"HTTP/1.1 200 OK") == 2
-    # Short: Cog may lose a cancel that comes as the prediction begins (docs/notes.md).
+    # Short: Cog may lose a cancel that comes as the prediction begins (tools/benchmark/notes.md).
     waiting = request("POST", "/predictions", '{"input": {"wait_s": 3}}')
     assert exchange(server, waiting, half_close=True) == b""
     wait_until(server.free_slots, 60, "the cancel, or the end")

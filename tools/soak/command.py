@@ -11,7 +11,7 @@ DESCRIPTION = """
     cog-triton soak --kills 200 --engine simulated
 
 The report is in artifacts/soak: soak.json, and soak.html with the plots. The exit status is 0, 1 when a
-promise was missed (docs/measuring.md lists them), and 2 when a server could not be started.
+goal was missed (docs/measuring.md lists them), and 2 when a server could not be started.
 """
 KINDS = ["cog", "openai", "cog-http"]
 
