@@ -19,6 +19,7 @@ from tests.support import ROOT
 
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 API = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+ERRORS = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
 CONFIGURATION = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
 NAMES: dict[str, Any] = runpy.run_path(str(ROOT / "scripts" / "make_docs.py"))
 
@@ -61,7 +62,7 @@ def test_every_error_is_in_the_table() -> None:
         kinds += kind.__subclasses__()
     never_raised = {errors.CogTritonError, errors.UserError, errors.ServerError}
     expected = {f"| {kind.code} | `{kind.__name__}` |" for kind in {*kinds} - never_raised}
-    assert set(re.findall(r"^\| E\d{4} \| `\w+` \|", API, re.MULTILINE)) == expected
+    assert set(re.findall(r"^\| E\d{4} \| `\w+` \|", ERRORS, re.MULTILINE)) == expected
 
 
 def test_every_input_is_in_the_table() -> None:
