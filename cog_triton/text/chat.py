@@ -20,7 +20,7 @@ from cog_triton.errors import InvalidParameter, PromptRequired, PromptTemplateEr
 from cog_triton.request import limits as bounds
 from cog_triton.request.limits import TextLimits, parse_json
 from cog_triton.text import conversation, template_forms
-from cog_triton.text.conversation import TemplateTraits, fitted
+from cog_triton.text.conversation import TemplateTraits, WriteCall, call_as_json, fitted
 from cog_triton.text.template_forms import (
     TemplateForms,
     in_its_forms,
@@ -48,6 +48,7 @@ def render_chat(
     continue_final_message: bool = False,
     kwargs: Mapping[str, Any] | None = None,
     limits: TextLimits = _LIMITS,
+    write_call: WriteCall = call_as_json,
 ) -> str:
     """Render messages to a prompt, with the tokens that begin a text: the tokenizer must add none.
 
@@ -58,6 +59,7 @@ def render_chat(
         tools: functions that the model may call, objects in OpenAI's form.
         continue_final_message: end within the last message, which the model continues.
         kwargs: the template's own switches.
+        write_call: writes a call as the model does, for a template that shows none.
 
     Raises:
         PromptRequired, PromptTooLong: there are no messages, or too many characters.
@@ -78,7 +80,7 @@ def render_chat(
     if "developer" not in template:
         turns = [t | {"role": "system"} if t["role"] == "developer" else t for t in turns]
     texts = [{**turn, "content": text_of(turn["content"])} for turn in turns]
-    fitting = fitted(texts, _traits(tokenizer, template))
+    fitting = fitted(texts, _traits(tokenizer, template), write_call)
     if fitting != texts:
         turns = fitting  # else contents keep the parts that a client made of them
 

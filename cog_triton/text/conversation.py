@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 Turn = dict[str, Any]
-Arguments = str | dict[str, str]
 # Renders turns by the template, or returns None where the template refuses them.
 Render = Callable[[Sequence[Mapping[str, Any]]], str | None]
+WriteCall = Callable[[str, Any], str]  # takes the name and the arguments of a call
 
 PARAGRAPH = "\n\n"
 _NINE_CHARACTERS = re.compile(r"[a-zA-Z0-9]{9}")
@@ -27,7 +27,23 @@ _LATER = "The text of a later system turn."
 _QUESTION = "The text of a question."
 _ANSWER = "The text of an answer."
 _RESULT = "The result of a call."
+_ARGUMENT = "The argument of a call."
+_FUNCTION = "function_of_a_call"
+_SHORT_ID = "abcdefgh1"
+_OTHER_ID = "abcdefgh2"
+_LONG_ID = "call_0123456789abcdef"
 _MORE = "The text of one more question."
+
+
+@dataclass(frozen=True)
+class CallTraits:
+    """What a chat template makes of calls of tools."""
+
+    turns: bool = True  # it shows an assistant's calls
+    results: bool = True  # and turns of role tool
+    several: bool = True  # and several calls in a turn
+    user_behind: bool = True  # and a user's turn behind a result, without an answer between them
+    long_ids: bool = True  # it takes other ids than those of nine letters and digits
 
 
 @dataclass(frozen=True)
@@ -40,8 +56,7 @@ class TemplateTraits:
     repeated_users: bool = True  # a user's turn behind a user's
     repeated_assistants: bool = True
     assistant_first: bool = True
-    user_behind_tool: bool = True  # without an answer between them
-    long_call_ids: bool = True  # not only those of nine letters and digits
+    calls: CallTraits = CallTraits()
 
 
 def probe(render: Render) -> TemplateTraits:
@@ -58,12 +73,7 @@ def probe(render: Render) -> TemplateTraits:
     more = _turn("user", _MORE)
     if not keeps([question], _QUESTION):
         return TemplateTraits()  # it needs what only a real request has
-    arguments: Arguments = {"place": "here"}
-    if not keeps([question, *_called("abcdefgh1", arguments), answer], _RESULT):
-        arguments = json.dumps(arguments)
-    called = _called("abcdefgh1", arguments)
-    takes_calls = keeps([question, *called, answer], _RESULT)
-    long_id = _called("call_0123456789abcdef", arguments)
+    calls = _call_traits(render, question, answer)
     return TemplateTraits(
         system_turn=keeps([system, question], _SYSTEM),
         several_system_turns=keeps([system, later, question], _SYSTEM, _LATER),
@@ -74,9 +84,34 @@ def probe(render: Render) -> TemplateTraits:
         repeated_users=keeps([question, more], _QUESTION, _MORE),
         repeated_assistants=keeps([question, answer, _turn("assistant", _MORE)], _ANSWER, _MORE),
         assistant_first=keeps([answer, question], _ANSWER),
-        # A template that takes no calls at all shows nothing about them.
-        user_behind_tool=not takes_calls or keeps([question, *called, more], _RESULT, _MORE),
-        long_call_ids=not takes_calls or keeps([question, *long_id, answer], _RESULT),
+        calls=calls,
+    )
+
+
+def _call_traits(render: Render, question: Turn, answer: Turn) -> CallTraits:
+    """Find out what a template makes of calls and their results."""
+
+    def keeps(turns: Sequence[Mapping[str, Any]], *texts: str) -> bool:
+        prompt = render([question, *turns])
+        return prompt is not None and all(text in prompt for text in texts)
+
+    as_text = not keeps([*_called(_SHORT_ID, as_text=False), answer], _RESULT)
+    call, result = _called(_SHORT_ID, as_text=as_text)
+    prompt = render([question, call, result, answer])
+    if prompt is None:
+        return CallTraits(turns=False, results=False)
+    shows_results = _RESULT in prompt
+    shows_arguments = _ARGUMENT in prompt
+    other, other_result = _called(_OTHER_ID, argument=_MORE, as_text=as_text)
+    both = {**call, "tool_calls": [*call["tool_calls"], *other["tool_calls"]]}
+    return CallTraits(
+        turns=shows_arguments or _FUNCTION in prompt,
+        results=shows_results,
+        several=not shows_arguments
+        or keeps([both, result, other_result, answer], _ARGUMENT, _MORE),
+        user_behind=not shows_results
+        or keeps([call, result, _turn("user", _MORE)], _RESULT, _MORE),
+        long_ids=not shows_results or keeps([*_called(_LONG_ID, as_text=as_text), answer], _RESULT),
     )
 
 
@@ -84,29 +119,50 @@ def _turn(role: str, content: str) -> Turn:
     return {"role": role, "content": content}
 
 
-def _called(identifier: str, arguments: Arguments) -> list[Turn]:
+def _called(identifier: str, *, argument: str = _ARGUMENT, as_text: bool) -> list[Turn]:
     """Return an assistant's call of a tool, and its result."""
-    function = {"name": "look", "arguments": arguments}
+    arguments: Any = {"place": argument}
+    if as_text:
+        arguments = json.dumps(arguments)
+    function = {"name": _FUNCTION, "arguments": arguments}
     call = {"id": identifier, "type": "function", "function": function}
     return [
         {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": identifier, "name": "look", "content": _RESULT},
+        {"role": "tool", "tool_call_id": identifier, "name": _FUNCTION, "content": _RESULT},
     ]
 
 
-def fitted(turns: Sequence[Mapping[str, Any]], traits: TemplateTraits) -> list[Turn]:
+def call_as_json(name: str, arguments: Any) -> str:
+    """Return a call as most models write it."""
+    return json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
+
+
+def fitted(
+    turns: Sequence[Mapping[str, Any]],
+    traits: TemplateTraits,
+    write_call: WriteCall = call_as_json,
+) -> list[Turn]:
     """Return a conversation as a template with these traits takes it; no text of it is lost.
 
     Contents must be texts. The turns that come back are new; those that were handed in stay as they are.
+
+    Args:
+        write_call: writes a call as the model does, for a template that shows none.
     """
     result = [_without_empty_calls(turn) for turn in turns]
+    if not traits.calls.turns:
+        result = [_with_calls_in_text(turn, write_call) for turn in result]
+    elif not traits.calls.several:
+        result = _with_single_calls(result)
+    if not traits.calls.results:
+        result = [_with_result_of_user(turn) for turn in result]
     if not traits.several_system_turns:
         result = _with_one_system_turn(result)
     if not traits.later_system_turns:
         result = _without_later_system_turns(result)
     if not traits.system_turn:
         result = without_system_turns(result)
-    if not traits.user_behind_tool:
+    if not traits.calls.user_behind:
         result = _with_texts_in_results(result)
     if not traits.repeated_users:
         result = _joined_turns(result, "user")
@@ -114,7 +170,7 @@ def fitted(turns: Sequence[Mapping[str, Any]], traits: TemplateTraits) -> list[T
         result = _joined_turns(result, "assistant")
     if not traits.assistant_first:
         result = _beginning_with_user(result)
-    if not traits.long_call_ids:
+    if not traits.calls.long_ids:
         result = [_with_short_ids(turn) for turn in result]
     return result
 
@@ -148,6 +204,54 @@ def _without_empty_calls(turn: Mapping[str, Any]) -> Turn:
     if not copy.get("tool_calls"):
         copy.pop("tool_calls", None)
     return copy
+
+
+def _with_calls_in_text(turn: Mapping[str, Any], write_call: WriteCall) -> Turn:
+    """Put the calls of a turn behind its text."""
+    copy = dict(turn)
+    calls = [_function_of(call) for call in copy.pop("tool_calls", ())]
+    texts = [
+        write_call(call["name"], call.get("arguments") or {}) for call in calls if "name" in call
+    ]
+    copy["content"] = "\n".join(text for text in (copy["content"], *texts) if text)
+    return copy
+
+
+def _with_result_of_user(turn: Mapping[str, Any]) -> Turn:
+    """Make a user turn of a tool's result."""
+    return _turn("user", turn["content"]) if turn["role"] in ("tool", "function") else dict(turn)
+
+
+def _function_of(call: Any) -> Mapping[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    return function if isinstance(function, Mapping) else {}
+
+
+def _with_single_calls(turns: Sequence[Mapping[str, Any]]) -> list[Turn]:
+    """Make a turn of each call, with its result behind it."""
+    result: list[Turn] = []
+    waiting = [dict(turn) for turn in turns]
+    while waiting:
+        turn = waiting.pop(0)
+        calls = turn.get("tool_calls", ())
+        if len(calls) < 2:
+            result.append(turn)
+            continue
+        results = list(itertools.takewhile(lambda other: other["role"] == "tool", waiting))
+        del waiting[: len(results)]
+        for place, call in enumerate(calls):
+            content = turn["content"] if place == 0 else ""
+            result.append({**turn, "content": content, "tool_calls": [call]})
+            mine = [other for other in results if _answers(other, call)]
+            result += mine
+            results = [other for other in results if other not in mine]
+        result += results
+    return result
+
+
+def _answers(turn: Mapping[str, Any], call: Any) -> bool:
+    identifier = call.get("id") if isinstance(call, Mapping) else None
+    return identifier is not None and turn.get("tool_call_id") == identifier
 
 
 def _with_one_system_turn(turns: Sequence[Mapping[str, Any]]) -> list[Turn]:

@@ -9,7 +9,8 @@ import pytest
 
 from cog_triton.text.conversation import TemplateTraits, fitted, probe
 
-PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+CALLS = "{% for c in m.tool_calls or [] %}[{{ c.function.name }} {{ c.function.arguments }}]{% endfor %}"
+PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}" + CALLS + "{% endfor %}"
 FIRST_SYSTEM_ONLY = (
     "{% for m in messages %}"
     "{% if m.role == 'system' and not loop.first %}{{ raise_exception('only in front') }}{% endif %}"
@@ -25,7 +26,8 @@ NO_SYSTEM = "{% for m in messages if m.role != 'system' %}<{{ m.role }}>{{ m.con
 ALTERNATES = (
     "{% set ns = namespace(n=0) %}{% for m in messages %}"
     "{% for c in m.tool_calls or [] %}"
-    "{% if c.id|length != 9 %}{{ raise_exception('nine characters') }}{% endif %}[{{ c.id }}]"
+    "{% if c.id|length != 9 %}{{ raise_exception('nine characters') }}{% endif %}"
+    "[{{ c.id }} {{ c.function.name }}]"
     "{% endfor %}"
     "{% if m.role in ('user', 'assistant') and not m.tool_calls %}"
     "{% if (m.role == 'user') != (ns.n % 2 == 0) %}{{ raise_exception('alternate') }}{% endif %}"
@@ -33,7 +35,27 @@ ALTERNATES = (
     "{% if m.role == 'system' and not loop.first %}{{ raise_exception('in front') }}{% endif %}"
     "<{{ m.role }}>{{ m.content }}{% endfor %}"
 )
+# As Llama 3.1's, and, without a word, gpt-oss's.
+ONE_CALL = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if m.tool_calls %}"
+    "{% if m.tool_calls|length > 1 %}{{ raise_exception('one call') }}{% endif %}"
+    "[{{ m.tool_calls[0].function.arguments }}]{% endif %}{% endfor %}"
+)
+FIRST_CALL = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+    "{% if m.tool_calls %}[{{ m.tool_calls[0].function.arguments }}]{% endif %}{% endfor %}"
+)
+# As LFM 2's, which shows the results only, and GLM 4's, which shows neither.
+NO_CALLS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+NO_TOOLS = (
+    "{% for m in messages if m.role in ('user', 'assistant') %}"
+    "<{{ m.role }}>{{ m.content }}{% endfor %}"
+)
 TEMPLATES = {
+    "one_call": ONE_CALL,
+    "first_call": FIRST_CALL,
+    "no_calls": NO_CALLS,
+    "no_tools": NO_TOOLS,
     "plain": PLAIN,
     "first_system_only": FIRST_SYSTEM_ONLY,
     "silent": SILENT,
@@ -82,6 +104,17 @@ def called(identifier: str) -> list[dict[str, Any]]:
     return [
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": identifier, "content": "sun"},
+    ]
+
+
+def two_calls() -> list[dict[str, Any]]:
+    calls = [
+        {"id": f"abcdefgh{n}", "function": {"name": "look", "arguments": {"n": n}}} for n in (1, 2)
+    ]
+    return [
+        {**assistant("b"), "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "abcdefgh1", "content": "one"},
+        {"role": "tool", "tool_call_id": "abcdefgh2", "content": "two"},
     ]
 
 
@@ -150,9 +183,34 @@ def test_a_template_that_takes_everything_gets_everything_as_it_is() -> None:
             id="a greeting",
         ),
         pytest.param(
+            "one_call",
+            [user("a"), *two_calls()],
+            "<user>a<assistant>b[{'n': 1}]<tool>one<assistant>[{'n': 2}]<tool>two",
+            id="calls that a template takes one by one",
+        ),
+        pytest.param(
+            "first_call",
+            [user("a"), *two_calls()],
+            "<user>a<assistant>b[{'n': 1}]<tool>one<assistant>[{'n': 2}]<tool>two",
+            id="a second call that a template drops without a word",
+        ),
+        pytest.param(
+            "no_calls",
+            [user("a"), *two_calls()],
+            '<user>a<assistant>b\n{"name": "look", "arguments": {"n": 1}}\n'
+            '{"name": "look", "arguments": {"n": 2}}<tool>one<tool>two',
+            id="calls that a template does not show",
+        ),
+        pytest.param(
+            "no_tools",
+            [user("a"), *called("abcdefgh1"), user("b")],
+            '<user>a<assistant>{"name": "look", "arguments": {}}<user>sun<user>b',
+            id="calls and results that a template does not show",
+        ),
+        pytest.param(
             "alternates",
             [user("a"), *called("abcdefgh1"), user("b")],
-            "<user>a[abcdefgh1]<assistant><tool>sun\n\nb",
+            "<user>a[abcdefgh1 look]<assistant><tool>sun\n\nb",
             id="a user's text behind a result",
         ),
     ],
@@ -165,7 +223,7 @@ def test_turns_that_a_template_has_no_place_for(
 
 def test_ids_of_another_server_are_shortened_alike_in_calls_and_results() -> None:
     traits = probe(renderer(ALTERNATES))
-    assert not traits.long_call_ids
+    assert not traits.calls.long_ids
     _, call, result = fitted([user("a"), *called("call_0123456789abcdef")], traits)
     assert call["tool_calls"][0]["id"] == result["tool_call_id"]
     assert len(result["tool_call_id"]) == 9
