@@ -12,7 +12,9 @@
     storable.py    JSON as the journal keeps it; paging.py reads the query of a list
     batches.py     /v1/files and /v1/batches; batch_runner.py runs the latter, batches.yaml has their tables
     turns.py       a chat to a request, and the parser of its answer
-    parsing.py     a model's text to blocks: text, thoughts, calls in the formats of models
+    parsing.py     the formats of models' calls, which formats.yaml has, and their parsers:
+                   blocks.py reads text and thoughts, call_parsers.py calls; json_copier.py mends JSON,
+                   written_calls.py reads all other forms
     journal.py     the SQLite file of all that is kept
     keys.py        API keys and their limits
     errors.py      the status and body of each error; apis.yaml has the tables of the APIs

@@ -11,8 +11,8 @@ from starlette.responses import Response
 
 from cog_triton.errors import PromptTooLong
 from cog_triton.faces.openai import exchange, fields, turns
+from cog_triton.faces.openai.blocks import Block
 from cog_triton.faces.openai.errors import ApiError, invalid
-from cog_triton.faces.openai.parsing import Block
 from cog_triton.faces.openai.served import FromApp, Served
 from cog_triton.generation import Chunk
 from cog_triton.request.limits import UNKNOWN_TOKENS
@@ -170,7 +170,7 @@ class ChatChoice(Choice):
     ) -> None:
         super().__init__(index, request, body, served)
         self._echo, self._parser, self._named = echoed(body), turn.parser(), bool(turn.use.named)
-        self._plain = turn.known is None and not turn.thinks and not body.return_token_ids
+        self._plain = turn.known is None and turn.thoughts is None and not body.return_token_ids
 
     def begin(self) -> dict[str, Any]:
         role = self._piece({"role": "assistant", "content": self._echo, "refusal": None})

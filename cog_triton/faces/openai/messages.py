@@ -13,6 +13,7 @@ from fastapi import APIRouter
 from pydantic import Discriminator, Field, Tag
 
 from cog_triton.faces.openai import contents, exchange, turns
+from cog_triton.faces.openai.blocks import Block
 from cog_triton.faces.openai.errors import MESSAGES_PATH, TABLES, ApiError, invalid
 from cog_triton.faces.openai.fields import (
     Asking,
@@ -23,7 +24,6 @@ from cog_triton.faces.openai.fields import (
     Name,
     Texts,
 )
-from cog_triton.faces.openai.parsing import Block
 from cog_triton.faces.openai.served import FromApp, Served
 from cog_triton.generation import Chunk
 

@@ -8,8 +8,8 @@ from pydantic import Discriminator, Field, Tag
 
 from cog_triton.errors import shown
 from cog_triton.faces.openai import contents, exchange, fields, response_tools, turns
+from cog_triton.faces.openai.blocks import Block, Parser
 from cog_triton.faces.openai.errors import TABLES, ApiError, invalid
-from cog_triton.faces.openai.parsing import Block, Parser
 from cog_triton.faces.openai.response_tools import (
     ClientTool,
     FlatNamedTool,

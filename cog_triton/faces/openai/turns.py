@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cog_triton.errors import is_unicode, shown
-from cog_triton.faces.openai import contents, fields, parsing
+from cog_triton.faces.openai import blocks, contents, fields, parsing
 from cog_triton.faces.openai.errors import invalid
 from cog_triton.faces.openai.served import Served
 from cog_triton.request.limits import UNKNOWN_TOKENS
 from cog_triton.request.request import Guide, GuideKind, Request
 from cog_triton.text.chat import render_chat
+from cog_triton.text.conversation import call_as_json
 from cog_triton.text.tokenizer import Tokenizer
 
 # OpenAI's; a template may name others.
@@ -44,14 +45,15 @@ class Turn:
     request: Request  # of the first answer
     use: ToolUse
     known: parsing.Format | None  # of the model's calls; None if the answer can have none
-    thinks: bool  # the answer may begin with thoughts
+    thoughts: blocks.Thoughts | None  # with which the answer may begin
     guided_either: bool = False  # a guide allows calls in JSON, and an answer in JSON
 
-    def parser(self, prefix: str = "call_", draw: Callable[[], str] = str) -> parsing.Parser:
+    def parser(self, prefix: str = "call_", draw: Callable[[], str] = str) -> blocks.Parser:
         """Return the parser of one answer, whose calls have ids of a prefix, and of letters if drawn."""
-        prompt = self.request.prompt if self.thinks else None
+        prompt = None if self.thoughts is None else self.request.prompt
+        thoughts = self.thoughts or blocks.THINK
         if self.known is None:
-            return parsing.Parser(prompt)
+            return blocks.Parser(prompt, thoughts=thoughts)
         known = self.known
         return known.parser(
             lambda: known.new_id(prefix, draw()),
@@ -59,6 +61,7 @@ class Turn:
             guided=self.use.enforced,
             guided_either=self.guided_either,
             schemas=self.use.schemas,
+            thoughts=thoughts,
         )
 
 
@@ -69,7 +72,7 @@ def chat_turn(body: fields.ChatBody, served: Served) -> Turn:
     known = parsing.format_of(template)
     if use.offered and known is None:
         raise invalid("tools: the chat template of this model takes none", "tools")
-    if not use.offered and known is not parsing.HARMONY:  # whose text has channels in any case
+    if known is not None and not use.offered and not known.marks_messages:
         known = None
     values = fields.sampling(body, served)
     if body.top_logprobs and not body.logprobs:
@@ -84,25 +87,37 @@ def chat_turn(body: fields.ChatBody, served: Served) -> Turn:
         values["guide"] = either_guide(
             use, known, values["guide"], parallel=body.parallel_tool_calls is not False
         )
+    # A guide has an answer begin with what it allows.
+    is_guided = values["guide"] is not None
+    thoughts = None if is_guided else blocks.thoughts_of(template)
     context = served.backend.context_length or fields.UNKNOWN_CONTEXT
     most = (body.max_completion_tokens, body.max_tokens, context)
     request = Request(
         prompt=chat_prompt(body, served),
         add_special_tokens=bool(body.add_special_tokens),
         max_tokens=next(tokens for tokens in most if tokens is not None),
-        shown_tokens=known.marks if known else (),
+        shown_tokens=_shown_tokens(known, thoughts),
         **values,
     )
     if request.guide is not None and not use.enforced and not guided_either:
         known = None  # the guide is of a text, in which there is no call
-    thinks = parsing.CLOSING in template and request.guide is None
-    return Turn(request, use, known, thinks, guided_either)
+    return Turn(request, use, known, thoughts, guided_either)
 
 
 def _allows_either(use: ToolUse, body: fields.ChatBody) -> bool:
     """Return whether the answer may be calls, or else a text of a JSON form, as OpenAI's API has it."""
     form = body.response_format
     return not use.enforced and form is not None and form.type in _JSON_FORMS
+
+
+def _shown_tokens(
+    known: parsing.Format | None, thoughts: blocks.Thoughts | None
+) -> tuple[str, ...]:
+    """Return the special tokens that the text has to have for its parser."""
+    tokens = list(known.special_tokens) if known else []
+    if thoughts is not None:
+        tokens += thoughts.special_tokens
+    return tuple(tokens)
 
 
 def chat_prompt(body: fields.ChatBody | fields.TokenizeBody, served: Served) -> str:
@@ -115,6 +130,7 @@ def chat_prompt(body: fields.ChatBody | fields.TokenizeBody, served: Served) -> 
     if isinstance(body, fields.ChatBody):
         tools = tool_use(body).offered
         options = effort_switches(body.reasoning_effort, template) | options
+    known = parsing.format_of(template)
     return render_chat(
         served.backend.tokenizer,
         _plain_messages(body, template),
@@ -123,6 +139,7 @@ def chat_prompt(body: fields.ChatBody | fields.TokenizeBody, served: Served) -> 
         continue_final_message=bool(body.continue_final_message),
         kwargs=options,
         limits=served.backend.limits,
+        write_call=known.written_call if known else call_as_json,
     )
 
 

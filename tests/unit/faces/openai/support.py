@@ -50,7 +50,11 @@ class Tokenizer:
     ) -> str:
         self.messages, self.tools, self.options = messages, tools or [], options
         self.switches = {name: value for name, value in options.items() if name not in ARGUMENTS}
-        return "".join(f"<{m['role']}>{m['content']}" for m in messages)
+        return "".join(map(self._rendered, messages))
+
+    def _rendered(self, message: dict[str, Any]) -> str:
+        calls = "".join(json.dumps(call["function"]) for call in message.get("tool_calls", ()))
+        return f"<{message['role']}>{message['content']}{calls}"
 
     def convert_ids_to_tokens(self, ids: list[int]) -> list[str]:
         return [chr(token) for token in ids]

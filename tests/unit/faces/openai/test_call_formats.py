@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from cog_triton.faces.openai.parsing import DEFAULT_FORMAT, FORMATS, Parser, format_of
+from cog_triton.faces.openai.blocks import _THOUGHTS, Parser, Thoughts, thoughts_of
+from cog_triton.faces.openai.parsing import DEFAULT_FORMAT, FORMATS, format_of
 from cog_triton.faces.openai.written_calls import typed_value
 from cog_triton.generation import Chunk
 
@@ -185,6 +186,204 @@ ANSWERS: list[tuple[str, str, str, str, list[Any]]] = [
         "",
         [PARIS],
     ),
+    (
+        "function_tags",
+        "Qwen3-Coder without the mark before a call",
+        "So.\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n<parameter=days>\n2\n"
+        "</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=time>\n</function>\n</tool_call>",
+        "So.",
+        [PARIS, TIME],
+    ),
+    (
+        "function_tags",
+        "Functionary v3.1",
+        '<function=weather>{"city": "Paris", "days": 2}</function><function=time>{}</function>',
+        "",
+        [PARIS, TIME],
+    ),
+    (
+        "function_tags",
+        "MiniCPM5",
+        '<function name="weather"><param name="city"><![CDATA[Paris]]></param>'
+        '<param name="days">2</param></function>\n<function name="time"></function>',
+        "",
+        [PARIS, TIME],
+    ),
+    (
+        "seed",
+        "Seed-OSS",
+        "<seed:tool_call>\n<function=weather>\n<parameter=city>Paris</parameter>\n"
+        "<parameter=days>2</parameter>\n</function>\n</seed:tool_call>",
+        "",
+        [PARIS],
+    ),
+    (
+        "gemma",
+        "Gemma 4",
+        '<|tool_call>call:weather{city:<|"|>Paris<|"|>,days:2}<tool_call|>'
+        "<|tool_call>call:time{}<tool_call|>",
+        "",
+        [PARIS, TIME],
+    ),
+    (
+        "gemma",
+        "Gemma 4, values in values",
+        '<|tool_call>call:f{a:{b:[<|"|>x, }<|"|>,1,true],<|"|>c<|"|>:null}}<tool_call|>',
+        "",
+        [("f", {"a": {"b": ["x, }", 1, True], "c": None}})],
+    ),
+    (
+        "deepseek",
+        "without the mark before the calls",
+        "<｜tool▁call▁begin｜>weather<｜tool▁sep｜>"
+        '{"city": "Paris", "days": 2}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+        "",
+        [PARIS],
+    ),
+    (
+        "deepseek_v4",
+        "V4",
+        '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="weather">\n'
+        '<｜DSML｜parameter name="city" string="true">Paris</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="days" string="false">2</｜DSML｜parameter>\n'
+        "</｜DSML｜invoke>\n</｜DSML｜tool_calls>",
+        "",
+        [PARIS],
+    ),
+    (
+        "kimi",
+        "without the mark before the calls",
+        '<|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>{"city": "Paris", "days": 2}'
+        "<|tool_call_end|><|tool_calls_section_end|>",
+        "",
+        [PARIS],
+    ),
+    (
+        "solar",
+        "Solar Open",
+        "<|tool_calls|><|tool_call:begin|>abc<|tool_call:name|>weather<|tool_call:args|>"
+        '{"city": "Paris", "days": 2}<|tool_call:end|><|calls|>',
+        "",
+        [PARIS],
+    ),
+    (
+        "step",
+        "Step 3",
+        '<｜tool_calls_begin｜><｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="weather">'
+        '<steptml:parameter name="city">Paris</steptml:parameter><steptml:parameter name="days">2'
+        "</steptml:parameter></steptml:invoke><｜tool_call_end｜><｜tool_calls_end｜>",
+        "",
+        [PARIS],
+    ),
+    (
+        "minimax_m3",
+        "M3",
+        ']<]minimax[>[<tool_call>\n]<]minimax[>[<invoke name="weather">]<]minimax[>[<city>Paris'
+        "]<]minimax[>[</city>]<]minimax[>[<days>2]<]minimax[>[</days>]<]minimax[>[</invoke>\n"
+        "]<]minimax[>[</tool_call>",
+        "",
+        [PARIS],
+    ),
+    (
+        "hunyuan",
+        "Hunyuan 3",
+        "<tool_calls:opensource>\n<tool_call:opensource>weather<tool_sep:opensource>\n"
+        "<arg_key:opensource>city</arg_key:opensource>\n<arg_value:opensource>Paris"
+        "</arg_value:opensource>\n<arg_key:opensource>days</arg_key:opensource>\n"
+        "<arg_value:opensource>2</arg_value:opensource>\n</tool_call:opensource>\n"
+        "<tool_call:opensource>time<tool_sep:opensource>\n</tool_call:opensource>\n"
+        "</tool_calls:opensource>",
+        "",
+        [PARIS, TIME],
+    ),
+    (
+        "apertus",
+        "Apertus",
+        '<|tools_prefix|>[{"weather": {"city": "Paris", "days": 2}}, {"time": {}}]<|tools_suffix|>',
+        "",
+        [PARIS, TIME],
+    ),
+    (
+        "lfm",
+        "LFM 2",
+        "<|tool_call_start|>[weather(city='Paris', days=2), time()]<|tool_call_end|>Done.",
+        "Done.",
+        [PARIS, TIME],
+    ),
+    (
+        "olmo",
+        "OLMo 3",
+        "<function_calls>\nweather(city='Paris', days=2)\ntime()\n</function_calls>",
+        "",
+        [PARIS, TIME],
+    ),
+    (
+        "longcat",
+        "LongCat",
+        '<longcat_tool_call>{"name": "weather", "arguments": {"city": "Paris", "days": 2}}'
+        "</longcat_tool_call>",
+        "",
+        [PARIS],
+    ),
+    (
+        "functools",
+        "Phi-4-mini, by vLLM's template",
+        'functools[{"name": "weather", "arguments": {"city": "Paris", "days": 2}}]',
+        "",
+        [PARIS],
+    ),
+    (
+        "function_call",
+        "Granite 20B",
+        '<function_call> {"name": "weather", "arguments": {"city": "Paris", "days": 2}}\n'
+        '<function_call> {"name": "time", "arguments": {}}',
+        "",
+        [PARIS, TIME],
+    ),
+    (
+        "gigachat",
+        "GigaChat 3.1",
+        '<|function_call|>{"name": "weather", "arguments": {"city": "Paris", "days": 2}}',
+        "",
+        [PARIS],
+    ),
+    (
+        "command_r_plus",
+        "Command R+",
+        'Plan.\nAction:\n```json\n[\n{"tool_name": "weather", '
+        '"parameters": {"city": "Paris", "days": 2}}\n]```',
+        "Plan.",
+        [PARIS],
+    ),
+    (
+        "functionary",
+        "v3.2",
+        '>>>all\nLet me >>> see.>>>weather\n{"city": "Paris", "days": 2}>>>time\n{}',
+        "Let me >>> see.",
+        [PARIS, TIME],
+    ),
+    (
+        "harmony",
+        "gpt-oss, with the recipient first",
+        ' to=functions.weather<|channel|>commentary json<|message|>{"city": "Paris", "days": 2}<|call|>',
+        "",
+        [PARIS],
+    ),
+    (
+        "python",
+        "Llama 4, with a line break and a value without its name",
+        "[weather('Paris', days=2), time()]",
+        "",
+        [PARIS, TIME],
+    ),
+    (
+        "unknown",
+        "xLAM",
+        '[{"name": "weather", "arguments": {"city": "Paris", "days": 2}}, '
+        '{"name": "time", "arguments": {}}]',
+        "",
+        [PARIS, TIME],
+    ),
 ]
 
 
@@ -270,6 +469,16 @@ def test_what_is_no_call_is_text_as_it_was_written(name: str, text: str) -> None
         pytest.param('{"tags": [1, 2,], "days": 2}', {"tags": [1, 2], "days": 2}, id="in a list"),
         pytest.param('{"tags": [1, 2', {"tags": [1, 2]}, id="brackets that are missing"),
         pytest.param('{"city": "\\q"}', {"city": "\\q"}, id="an escape that JSON does not know"),
+        pytest.param(
+            "{'city': 'it\\'s \"x\"', 'now': True}", {"city": 'it\'s "x"', "now": True}, id="Python"
+        ),
+        pytest.param(
+            '{"now": None, "tags": [False]}', {"now": None, "tags": [False]}, id="its names"
+        ),
+        pytest.param('{"city": "\\u12 \\u00e9"}', {"city": "\\u12 é"}, id="half of an escape"),
+        pytest.param(
+            '{"city": "</tool_call> <|im_end|>"}', {"city": "</tool_call> <|im_end|>"}, id="marks"
+        ),
         pytest.param('{"city": "a, ]} b"}', {"city": "a, ]} b"}, id="brackets in a text"),
     ],
 )
@@ -301,6 +510,72 @@ def test_a_call_ends_thoughts_that_were_left_open() -> None:
         parser = parsed("hermes", parts, prompt="<think>\n")
         assert parser.text("thoughts") == "I could write <tool_call> here."
         assert parser.text("text") == "Yes."
+
+
+@pytest.mark.parametrize(
+    ("name", "argument"),
+    [
+        ("function_tags", "<function=weather>\n<parameter=city>\n{}\n</parameter>\n</function>"),
+        ("hermes", "weather\n<arg_key>city</arg_key>\n<arg_value>{}</arg_value>\n"),
+    ],
+)
+def test_marks_within_an_argument_are_text(name: str, argument: str) -> None:
+    value = 'x = "</tool_call><tool_call>"\n\n</function>\n  é'
+    text = "<tool_call>" + argument.format(value) + "</tool_call> So."
+    for parts in cuts(text):
+        parser = parsed(name, parts)
+        assert calls_of(parser) == [("weather", {"city": value})]
+        assert parser.text("text") == "So."
+
+
+def test_an_argument_without_an_end_ends_with_the_call() -> None:
+    text = "<tool_call><function=weather><parameter=city>Paris</function></tool_call> So."
+    for parts in cuts(text):
+        parser = parsed("function_tags", parts)
+        assert calls_of(parser) == [("weather", {"city": "Paris"})]
+        assert parser.text("text") == "So."
+
+
+@pytest.mark.parametrize("known", _THOUGHTS, ids=lambda known: known.opening)
+def test_thoughts_between_the_marks_of_a_family(known: Thoughts) -> None:
+    assert thoughts_of(f"{{{{ x }}}}{known.opening}{known.closing}") is known
+    text = f"{known.opening}\nHm.\n{known.closing}\nYes."
+    for parts in cuts(text):
+        parser = FORMATS["hermes"].parser(str, "", thoughts=known)
+        for part in parts:
+            parser.read(Chunk(part, 0, None))
+        parser.read(Chunk("", 0, None, "stop"))
+        assert parser.text("thoughts") == "Hm."
+        assert parser.text("text") == "Yes."
+
+
+@pytest.mark.parametrize("name", ["hermes", "function_tags", "piped", "lfm", "python", "harmony"])
+def test_the_time_for_a_long_answer_grows_with_its_length(name: str) -> None:
+    """What is held is looked at with each piece, so that little may be."""
+    text = next(row[2] for row in ANSWERS if row[0] == name)
+    held = 0
+    parser = FORMATS[name].parser(str, None, schemas=SCHEMAS)
+    long = "x" * 20_000
+    for part in cuts(text.replace("Paris", long))[2]:
+        parser.read(Chunk(part, 0, None))
+        held = max(held, len(parser._held))
+    parser.read(Chunk("", 0, None, "stop"))
+    assert calls_of(parser)[0] == ("weather", {"city": long, "days": 2})
+    assert held < 1000
+
+
+def test_half_of_a_surrogate_pair_can_be_sent() -> None:
+    text = (
+        "<|tool_calls_section_begin|><|tool_call_begin|>weather:0"
+        '<|tool_call_argument_begin|>{"city": "\\ud83d"}'
+    )
+    (call,) = parsed("kimi", [text]).whole_calls()
+    assert call.text.encode() == b'{"city": "\\ud83d"}'
+
+
+@pytest.mark.parametrize("value", ["NaN", "1e999", "Infinity"])
+def test_numbers_that_json_does_not_have_are_texts(value: str) -> None:
+    assert typed_value(value, {"type": "number"}) == value
 
 
 def test_channels_of_gpt_oss() -> None:
@@ -345,6 +620,6 @@ def test_a_template_is_known_by_a_sign(name: str) -> None:
         assert format_of(f"{{{{ tools }}}} {sign}") is FORMATS[name]
 
 
-def test_a_template_without_a_sign_is_taken_for_hermes() -> None:
-    assert format_of("{{ tools }}") is DEFAULT_FORMAT is FORMATS["hermes"]
+def test_a_template_without_a_sign_is_taken_for_hermes_or_bare_json() -> None:
+    assert format_of("{{ tools }}") is DEFAULT_FORMAT is FORMATS["unknown"]
     assert format_of("{{ messages }}") is None

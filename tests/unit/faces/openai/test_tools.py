@@ -13,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cog_triton.engines.guides import grammar
+from cog_triton.faces.openai.blocks import Block, Parser
 from cog_triton.faces.openai.errors import ApiError
 from cog_triton.faces.openai.fields import ChatBody
-from cog_triton.faces.openai.parsing import FORMATS, Block, Format, Parser, format_of
+from cog_triton.faces.openai.parsing import FORMATS, Format, format_of
 from cog_triton.faces.openai.turns import call_guide, tool_use
 from cog_triton.generation import Chunk
 from cog_triton.request.request import Guide
@@ -89,10 +90,10 @@ def test_pieces_come_as_soon_as_they_are_certain() -> None:
 def test_marks_that_are_special_tokens_are_read(demo_model: Path) -> None:
     """As Mistral's tokenizers have them: what skips special tokens loses them."""
     tokenizer = load_tokenizer(str(demo_model))
-    tokenizer.add_special_tokens({"additional_special_tokens": list(MISTRAL.marks)})
+    tokenizer.add_special_tokens({"additional_special_tokens": list(MISTRAL.special_tokens)})
     text = f"Well.[TOOL_CALLS]weather[ARGS]{WEATHER[2]}[TOOL_CALLS]time[CALL_ID]abc[ARGS]{{}}"
     ids = [*tokenizer(text, add_special_tokens=False).input_ids, tokenizer.eos_token_id]
-    detokenizer = IncrementalDetokenizer(tokenizer, shown=MISTRAL.marks)
+    detokenizer = IncrementalDetokenizer(tokenizer, shown=MISTRAL.special_tokens)
     pieces = [detokenizer.decode([token]) for token in ids] + [detokenizer.flush()]
     assert read(parser(MISTRAL), pieces) == ["Well.", WEATHER, ["abc", "time", "{}"]]
     assert "[ARGS]" not in IncrementalDetokenizer(tokenizer).decode(ids, final=True)

@@ -1,0 +1,135 @@
+"""JSON out of a text that comes in parts, without the mistakes that models make in it. Knows no I/O."""
+
+import json
+import re
+
+_SPACE = re.compile(r"\s*")
+_WORD = re.compile(r"[A-Za-z_]\w*")
+_PLAIN = re.compile(r"[^\"'\\\x00-\x1f]+")  # what a string may have as it is
+_UNICODE_ESCAPE = re.compile(r"\\u[0-9a-fA-F]{4}")
+_UNICODE_ESCAPE_SIZE = 6
+_SIMPLE_ESCAPES = frozenset('"\\/bfnrt')
+_JSON_WORDS = {"True": "true", "False": "false", "None": "null"}  # by Python's names
+_LONGEST_WORD = max(map(len, _JSON_WORDS))
+
+
+class JsonCopier:
+    """Copies one JSON object or list out of a text that comes in parts, and mends what models get wrong.
+
+    Control characters in strings are escaped, and so are backslashes that begin no escape. Python's names
+    and quotes become JSON's. Commas before a closing bracket are left out. Brackets that are missing before
+    a mark, or at the end of an answer that was not cut off, are added.
+    """
+
+    def __init__(self, closing: str) -> None:
+        """Begin with the first bracket; ``closing`` is the mark behind the JSON, if there is one."""
+        self.complete = False
+        self.mended = False  # brackets at the end were missing
+        self._closing = closing
+        self._open: list[str] = []  # the brackets that will close what is open
+        self._quote = ""  # of the string that is open
+
+    def copy(self, text: str, *, ended: bool, cut: bool) -> tuple[int, str]:
+        """Return how many characters are taken of the text, and the JSON that they become."""
+        written: list[str] = []
+        place = 0
+        while place < len(text) and not self.complete:
+            step = self._step(text, place, ended=ended)
+            if step is None:
+                break
+            size, piece = step
+            place += size
+            written.append(piece)
+        if ended and not cut and not self._quote and not self.complete and self._open:
+            place = len(text)
+            written.append(self._close())
+        return place, "".join(written)
+
+    def _step(self, text: str, place: int, *, ended: bool) -> tuple[int, str] | None:
+        """Return the characters that are taken and what they become; None where more must come."""
+        if self._quote:
+            return self._step_in_string(text, place, ended=ended)
+        if self._closing:
+            if text.startswith(self._closing, place):
+                return 0, self._close()
+            if not ended and self._closing.startswith(text[place : place + len(self._closing)]):
+                return None
+        letter = text[place]
+        if letter == ",":
+            return self._step_over_comma(text, place, ended=ended)
+        if letter in "\"'":
+            self._quote = letter
+            return 1, '"'
+        if letter in "{[":
+            self._open.append("}" if letter == "{" else "]")
+        elif letter in "}]":
+            return 1, self._close_to(letter)
+        elif word := _WORD.match(text, place):
+            if word.end() == len(text) and not ended and len(word[0]) < _LONGEST_WORD:
+                return None
+            return len(word[0]), _JSON_WORDS.get(word[0], word[0])
+        return 1, letter
+
+    def _step_over_comma(self, text: str, place: int, *, ended: bool) -> tuple[int, str] | None:
+        space = _SPACE.match(text, place + 1)
+        behind = space.end() if space else place + 1
+        if behind == len(text):
+            return (1, "") if ended else None
+        if text[behind] in "}]":
+            return 1, ""
+        following = text[behind : behind + len(self._closing)]
+        if self._closing and self._closing.startswith(following):
+            return (1, "") if following == self._closing or ended else None
+        return 1, ","
+
+    def _step_in_string(self, text: str, place: int, *, ended: bool) -> tuple[int, str] | None:
+        if plain := _PLAIN.match(text, place):
+            return len(plain[0]), plain[0]
+        letter = text[place]
+        if letter == "\\":
+            return self._step_over_escape(text, place, ended=ended)
+        if letter == self._quote:
+            self._quote = ""
+            return 1, '"'
+        if letter == "'":
+            return 1, letter
+        return 1, json.dumps(letter)[1:-1]  # a control character, or a quote in Python's quotes
+
+    def _step_over_escape(self, text: str, place: int, *, ended: bool) -> tuple[int, str] | None:
+        escape = text[place : place + _UNICODE_ESCAPE_SIZE]
+        if len(escape) == 1:
+            return (1, "") if ended else None
+        if escape[1] in _SIMPLE_ESCAPES:
+            return 2, escape[:2]
+        if escape[1] == "'":
+            return 2, "'"
+        if escape[1] == "u":
+            if _UNICODE_ESCAPE.fullmatch(escape):
+                return len(escape), escape
+            if len(escape) < _UNICODE_ESCAPE_SIZE and not ended:
+                return None
+        return 1, "\\\\"
+
+    def _close_to(self, bracket: str) -> str:
+        """Return a closing bracket, with those before it that are missing; nothing if none is open."""
+        if bracket not in self._open:
+            return ""
+        closers = ""
+        while not closers.endswith(bracket):
+            closers += self._open.pop()
+        self.complete = not self._open
+        return closers
+
+    def _close(self) -> str:
+        closers = "".join(reversed(self._open))
+        self._open.clear()
+        self.complete = True
+        self.mended = True
+        return closers
+
+
+def mended_json(text: str, closing: str = "") -> str | None:
+    """Return one JSON object or list without the mistakes; None if it does not end, or text follows it."""
+    copier = JsonCopier(closing)
+    taken, written = copier.copy(text, ended=True, cut=False)
+    return written if copier.complete and not text[taken:].strip() else None
