@@ -123,6 +123,7 @@ test-unit: $(DEVELOPED)
 # so they have environments of their own.
 test-clients: $(CLIENTS_STAMP) $(AGENTS_STAMP) $(RAY_STAMP)
 	$(BIN)/python -m pytest -q -rs tests/integration/test_openai_clients.py tests/integration/test_agents.py \
+		tests/integration/test_sdk_clients.py \
 		tests/integration/test_openai_schema.py tests/integration/test_guidellm.py \
 		tests/integration/test_routers.py
 

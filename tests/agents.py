@@ -63,13 +63,30 @@ class Agent:
         """Return the arguments that go on with the last task."""
         raise NotImplementedError
 
+    def reads_picture(self, picture: Path) -> Step:
+        """Return the call that reads a picture."""
+        raise NotImplementedError
+
     def add_mcp_server(self) -> None:
         """Add the MCP server to the configuration that has been written."""
         raise NotImplementedError
 
     def run(self, arguments: Sequence[str], environment: dict[str, str]) -> str:
-        """Run the agent to its end; return what it printed."""
-        finished = subprocess.run(
+        """Run the agent to its end, which must be good; return what it printed."""
+        finished = self._finished(arguments, environment)
+        assert finished.returncode == 0, finished.stdout + finished.stderr
+        return finished.stdout
+
+    def fails(self, arguments: Sequence[str], environment: dict[str, str]) -> str:
+        """Run the agent to an end with an error; return what it printed about it."""
+        finished = self._finished(arguments, environment)
+        assert finished.returncode != 0, finished.stdout
+        return finished.stdout + finished.stderr
+
+    def _finished(
+        self, arguments: Sequence[str], environment: dict[str, str]
+    ) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
             [self._path, *arguments],
             cwd=self._directory,
             env=self._environment(environment),
@@ -78,8 +95,6 @@ class Agent:
             text=True,
             timeout=SECONDS,
         )
-        assert finished.returncode == 0, finished.stdout + finished.stderr
-        return finished.stdout
 
     def interrupted(
         self, arguments: Sequence[str], environment: dict[str, str], when: Callable[[], object]
@@ -131,6 +146,9 @@ class ClaudeCode(Agent):
             Step("Bash", {"command": "cat note.txt", "description": "Shows the note"}),
         ]
 
+    def reads_picture(self, picture: Path) -> Step:
+        return Step("Read", {"file_path": str(picture)})
+
     def settings(self, url: str) -> dict[str, str]:
         return {
             "ANTHROPIC_BASE_URL": url,
@@ -169,6 +187,9 @@ class Codex(Agent):
             Step("exec_command", {"cmd": f"cat {note.name}"}),
         ]
 
+    def reads_picture(self, picture: Path) -> Step:
+        return Step("view_image", {"path": str(picture)})
+
     def settings(self, url: str) -> dict[str, str]:
         lines = [
             f'model = "{MODEL}"',
@@ -188,6 +209,9 @@ class Codex(Agent):
 
     def asks(self, prompt: str) -> list[str]:
         return ["exec", *self._options, "--", prompt]
+
+    def asks_about(self, picture: Path, prompt: str) -> list[str]:
+        return ["exec", *self._options, "--image", str(picture), "--", prompt]
 
     def asks_again(self, prompt: str) -> list[str]:
         return ["exec", "resume", "--last", *self._options, "--", prompt]
@@ -209,6 +233,9 @@ class OpenCode(Agent):
             Step("edit", {"filePath": str(note), "oldString": "41", "newString": "42"}),
             Step("bash", {"command": "cat note.txt", "description": "Shows the note"}),
         ]
+
+    def reads_picture(self, picture: Path) -> Step:
+        return Step("read", {"filePath": str(picture)})
 
     def settings(self, url: str) -> dict[str, str]:
         provider = {
@@ -252,6 +279,9 @@ class QwenCode(Agent):
             Step("edit", {"file_path": str(note), "old_string": "41", "new_string": "42"}),
             Step("run_shell_command", shown),
         ]
+
+    def reads_picture(self, picture: Path) -> Step:
+        return Step("read_file", {"file_path": str(picture)})
 
     def settings(self, url: str) -> dict[str, str]:
         return {

@@ -3,11 +3,12 @@
 `make test-clients` installs them; tests/agents.py says how each is set up.
 """
 
+import base64
 from pathlib import Path
 
 import pytest
 
-from tests.agents import AGENTS, SECONDS, Agent
+from tests.agents import AGENTS, SECONDS, Agent, Codex
 from tests.scripted_model import ScriptedModel, Step, serving
 
 pytestmark = pytest.mark.rare
@@ -15,6 +16,7 @@ BEFORE = "the answer is 41\n"
 AFTER = "the answer is 42\n"
 END = "The note is mended."
 TASK = "Mend the note."
+PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 EVERY_AGENT = pytest.mark.parametrize("agent", list(AGENTS), indirect=True)
 
 
@@ -66,6 +68,35 @@ def test_an_interrupt_cancels_the_answer(agent: Agent) -> None:
         environment = agent.settings(url)
         agent.interrupted(agent.asks(TASK), environment, lambda: model.stalled.wait(SECONDS))
         assert model.cancelled.wait(SECONDS)
+
+
+@pytest.fixture
+def picture(tmp_path: Path) -> Path:
+    file = tmp_path / "picture.png"
+    file.write_bytes(base64.b64decode(PIXEL))
+    return file
+
+
+@pytest.mark.parametrize("agent", ["claude-code", "codex", "opencode", "qwen-code"], indirect=True)
+def test_a_picture_that_a_tool_reads_does_not_end_the_session(agent: Agent, picture: Path) -> None:
+    """The server, or the agent itself, tells the model that it cannot read it."""
+    model = ScriptedModel([agent.reads_picture(picture)], END)
+    with serving(model) as url:
+        environment = agent.settings(url)
+        assert END in agent.run(agent.asks(TASK), environment)
+        assert END in agent.run(agent.asks_again("Go on."), environment)
+    assert PIXEL not in str(model.conversations)
+
+
+def test_codex_shows_the_refusal_of_a_picture_and_goes_on(tmp_path: Path, picture: Path) -> None:
+    agent = Codex(tmp_path)
+    model = ScriptedModel([], END)
+    with serving(model) as url:
+        environment = agent.settings(url)
+        shown = agent.fails(agent.asks_about(picture, TASK), environment)
+        assert "input_image is not supported: this model reads text only" in shown
+        assert END in agent.run(agent.asks_again("Go on."), environment)
+    assert "input_image left out" in str(model.conversations[-1])
 
 
 @pytest.mark.parametrize(
