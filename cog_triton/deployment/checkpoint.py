@@ -5,6 +5,7 @@ when the engine loads it, in ``cog_triton.engines.transformers_loading``.
 """
 
 import json
+import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,15 @@ _HEADS = (
     "ForMaskedLM",
     "RewardModel",
 )
+_POINTER = b"version https://git-lfs"
+_PICKLE = b"\x80"
+# The files that transformers looks for; others of a checkpoint are found by an index.
+_ENTRY_FILES = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
 WEIGHT_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 
 
@@ -66,8 +76,45 @@ def check_weight_files(directory: Path) -> set[str]:
             with safetensors.safe_open(file, framework="numpy") as opened:
                 names.update(opened.keys())
         except (OSError, safetensors.SafetensorError) as error:
-            raise ConfigurationError(f"{file} is damaged or incomplete: {error}") from None
+            raise ConfigurationError(
+                f"{file} is damaged or incomplete: {_pointer_problem(file) or error}"
+            ) from None
+    for file in directory.glob("pytorch_model*.bin"):
+        problem = _pickle_problem(file)
+        if problem is not None and not files:
+            raise ConfigurationError(f"{file} is damaged or incomplete: {problem}")
     return names
+
+
+def _pointer_problem(file: Path) -> str | None:
+    """Return what is wrong with a file that Git LFS has left in the place of the real one."""
+    with file.open("rb") as opened:
+        if opened.read(len(_POINTER)) != _POINTER:
+            return None
+    return "it is a pointer of Git LFS, and not the file that this stands for; run `git lfs pull`"
+
+
+def _pickle_problem(file: Path) -> str | None:
+    """Return what is wrong with a file of torch.save(), by its ends: a zip file, or a pickle."""
+    with file.open("rb") as opened:
+        is_pickle = opened.read(1) == _PICKLE
+    if is_pickle or zipfile.is_zipfile(file):
+        return None
+    return _pointer_problem(file) or "it is no file of torch.save(), or its end is missing"
+
+
+def refuse_adapter(directory: Path) -> None:
+    """Refuse the directory of an adapter alone, whose model is somewhere else."""
+    patterns = ("*.safetensors", "*.bin")
+    files = [file for pattern in patterns for file in directory.glob(pattern)]
+    if any(not file.name.startswith("adapter_") for file in files):
+        return
+    base = read_json(directory / "adapter_config.json").get("base_model_name_or_path")
+    of_base = f" of {base}" if base else ""
+    raise ConfigurationError(
+        f"{directory} is an adapter{of_base}, and not a model: set MODEL to the model, and LORA_DIR to a "
+        "directory with the adapter's directory in it, or merge them by PEFT's merge_and_unload()"
+    )
 
 
 def shards(index: Path) -> set[str]:
@@ -117,6 +164,14 @@ def transformers_problems(
     problem = _family_problem(directory, config)
     if problem is not None:
         yield problem
+    if not any((directory / name).is_file() for name in _ENTRY_FILES):
+        files = sorted(
+            file.name for pattern in ("*.safetensors", "*.bin") for file in directory.glob(pattern)
+        )
+        yield (
+            f"{directory} has the weights {first_names(files)} without an index, and transformers looks "
+            f"for {' or '.join(_ENTRY_FILES)}; the download may be incomplete"
+        )
     yield from _quantization_problems(directory, config, names)
 
 

@@ -18,6 +18,7 @@ from cog_triton.deployment.checkpoint import (
     check_weight_files,
     check_weight_names,
     read_json,
+    refuse_adapter,
     transformers_problems,
 )
 from cog_triton.engines import model_config
@@ -460,7 +461,8 @@ def check_files(llm: Mapping[str, object]) -> None:
     if engine == "vllm" and "load_format" in vllm_file(llm):
         return  # vLLM reads the weights in another way, or makes them up
     if (directory / "adapter_config.json").is_file():
-        return  # its model is somewhere else
+        refuse_adapter(directory)
+        return  # transformers loads the model that the adapter's configuration names
     config = read_json(directory / "config.json")
     names = check_weight_files(directory)
     check_weight_names(directory, names)

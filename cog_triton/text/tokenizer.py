@@ -4,11 +4,12 @@ Importing ``transformers`` imports torch when it is installed: 3 s and 200 MB fo
 tokenizes. The processes that never run a model call ``without_torch()`` first.
 """
 
+import codecs
 import json
 import logging
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -131,8 +132,20 @@ def _problem(name: str, error: Exception) -> str:
                 f"protobuf to read: {' '.join(str(problem).split())}. "
                 f"Install them with pip install '{_SENTENCEPIECE}' 'protobuf>=4.25'"
             )
+    marked = [file for file in directory.glob("*.json") if _has_byte_order_mark(file)]
+    if marked:
+        return (
+            f"{marked[0]} begins with a byte order mark, which transformers does not read; "
+            "save it as UTF-8 without one"
+        )
     hint = "" if directory.is_dir() else " (it is not a local directory, so it was taken as an id)"
     return f"no tokenizer could be loaded from {name!r}{hint}: {' '.join(str(error).split())}"
+
+
+def _has_byte_order_mark(file: Path) -> bool:
+    with suppress(OSError), file.open("rb") as opened:
+        return opened.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8
+    return False
 
 
 def remote_code_refusal(error: BaseException, kind: str, name: str) -> str:

@@ -124,3 +124,38 @@ def test_a_context_that_the_model_does_not_have_is_refused(engine: str, tmp_path
     check_files({**llm, "max_seq_len": 128})
     with pytest.raises(ConfigurationError, match=r"MAX_SEQUENCE_LENGTH=129 .* the 128 tokens"):
         check_files({**llm, "max_seq_len": 129})
+
+
+def test_an_adapter_is_no_model(tmp_path: Path) -> None:
+    config = {"base_model_name_or_path": "org/llama"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    save_file({"a": np.zeros(1, np.float32)}, tmp_path / "adapter_model.safetensors")
+    for engine in ("transformers", "vllm"):
+        with pytest.raises(ConfigurationError, match=r"is an adapter of org/llama, .* LORA_DIR"):
+            check_files({"engine": engine, "model": str(tmp_path)})
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("model.safetensors", POINTER, "pointer of Git LFS"),
+        ("pytorch_model.bin", POINTER, "pointer of Git LFS"),
+        ("pytorch_model.bin", b"PK\x03\x04 and no more", "or its end is missing"),
+        ("pytorch_model.bin", b"", "or its end is missing"),
+        ("model-00001-of-00002.safetensors", None, "without an index"),
+        ("consolidated.safetensors", None, "weights consolidated.safetensors without an index"),
+    ],
+)
+def test_files_of_weights_that_are_not_whole(
+    name: str, content: bytes | None, said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    if content is None:
+        save_file({"a": np.zeros(1, np.float32)}, tmp_path / name)
+    else:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigurationError, match=said):
+        check_files({"engine": "transformers", "model": str(tmp_path)})

@@ -215,7 +215,9 @@ def test_a_checkpoint_that_is_left_to_the_loader(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="holds no weights"):
         check_files(llm)
     (tmp_path / "adapter_config.json").write_text("{}")
+    (tmp_path / "model.safetensors").touch()
     check_files(llm)
+    (tmp_path / "model.safetensors").unlink()
     (tmp_path / "adapter_config.json").unlink()
     arguments = tmp_path / "vllm.yaml"
     with_arguments = {**llm, "vllm_config": str(arguments)}
@@ -226,7 +228,7 @@ def test_a_checkpoint_that_is_left_to_the_loader(tmp_path: Path) -> None:
         check_files(with_arguments)
     arguments.write_text("load_format: dummy\n")  # vLLM makes them up
     check_files(with_arguments)
-    (tmp_path / "pytorch_model.bin").touch()
+    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x02")
     check_files(llm)
 
 

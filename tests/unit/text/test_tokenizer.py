@@ -1,8 +1,10 @@
 """Tokenizers that have only a SentencePiece model, and loading without PyTorch."""
 
+import codecs
 import importlib.util
 import io
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -61,6 +63,18 @@ def test_a_damaged_model_is_not_blamed_on_sentencepiece(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="no tokenizer could be loaded") as caught:
         load_tokenizer(str(tmp_path))
     assert "pip install" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_file_with_a_byte_order_mark_is_named(
+    name: str, demo_model: Path, tmp_path: Path
+) -> None:
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(demo_model / file, tmp_path)
+    marked = tmp_path / name
+    marked.write_bytes(codecs.BOM_UTF8 + marked.read_bytes())
+    with pytest.raises(ConfigurationError, match=f"{name} begins with a byte order mark"):
+        load_tokenizer(str(tmp_path))
 
 
 def test_torch_is_hidden_from_transformers_only(demo_model: Path) -> None:
