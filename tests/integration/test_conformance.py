@@ -1,4 +1,4 @@
-"""One prompt and seed by every door to one Triton: one answer; docs/conformance.md has the table."""
+"""The same prompt and seed give the same answer from every API; docs/conformance.md has the table."""
 
 import json
 import re
@@ -24,7 +24,7 @@ NONE = "–"
 
 @dataclass(frozen=True)
 class Case:
-    """A request by each door."""
+    """One request, for each API."""
 
     fields: Mapping[str, Any]  # sampling parameters, whose names are the same everywhere
     is_chat: bool = False  # the question goes through the model's chat template
@@ -41,7 +41,7 @@ CASES = {
 
 @dataclass(frozen=True)
 class Answer:
-    """As much as a door tells."""
+    """What an API returns of an answer."""
 
     text: str
     tokens: int | None = None
@@ -50,8 +50,8 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Doors:
-    """Two faces on one Triton."""
+class Apis:
+    """Cog's server, and OpenAI's API on its Triton."""
 
     cog: CogServer
     openai: OpenAIServer
@@ -69,88 +69,88 @@ class Doors:
 
 
 @pytest.fixture(scope="module")
-def doors(
+def apis(
     cog_server: CogServer,
     demo_model: Path,
     tokenizer: Tokenizer,
     tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[Doors]:
+) -> Iterator[Apis]:
     http, grpc = cog_server.endpoints.http, cog_server.endpoints.grpc
     attached = ("--triton-endpoint", f"http://{grpc}", "--tokenizer", str(demo_model))
-    log = tmp_path_factory.mktemp("doors") / "log"
+    log = tmp_path_factory.mktemp("apis") / "log"
     with OpenAIServer({}, log, *attached, "--served-model-name", "demo") as openai:
-        yield Doors(cog_server, openai, http, grpc, tokenizer)
+        yield Apis(cog_server, openai, http, grpc, tokenizer)
 
 
-def kserve_grpc(doors: Doors, case: Case) -> Answer:
+def kserve_grpc(apis: Apis, case: Case) -> Answer:
     """The ensemble, by NVIDIA's client."""
     inputs = {
         name: np.array([[value]], np.uint64 if name == "seed" else TYPES[type(value)])
-        for name, value in {"text_input": doors.text(case), **case.fields}.items()
+        for name, value in {"text_input": apis.text(case), **case.fields}.items()
     }
-    reply = infer(doors.grpc, inputs, parameters={ADD_SPECIAL_TOKENS: not case.is_chat})[0]
+    reply = infer(apis.grpc, inputs, parameters={ADD_SPECIAL_TOKENS: not case.is_chat})[0]
     ids = tuple(reply["output_ids"].reshape(-1).tolist())
     return Answer(reply["text_output"][0].decode(), len(ids), ids)
 
 
-def generate(doors: Doors, model: str, case: Case) -> dict[str, Any]:
-    body = {"text_input": doors.text(case), **case.fields, ADD_SPECIAL_TOKENS: not case.is_chat}
-    url = f"http://{doors.http}/v2/models/{model}/generate"
+def generate(apis: Apis, model: str, case: Case) -> dict[str, Any]:
+    body = {"text_input": apis.text(case), **case.fields, ADD_SPECIAL_TOKENS: not case.is_chat}
+    url = f"http://{apis.http}/v2/models/{model}/generate"
     reply = httpx.post(url, json=body, trust_env=False, timeout=60)
     assert reply.status_code == 200, reply.text
     return dict(reply.json())
 
 
-def kserve_http(doors: Doors, case: Case) -> Answer:
-    reply = generate(doors, "ensemble", case)
+def kserve_http(apis: Apis, case: Case) -> Answer:
+    reply = generate(apis, "ensemble", case)
     return Answer(reply["text_output"], len(reply["output_ids"]), tuple(reply["output_ids"]))
 
 
-def bls(doors: Doors, case: Case) -> Answer:
-    return Answer(generate(doors, "tensorrt_llm_bls", case)["text_output"])
+def bls(apis: Apis, case: Case) -> Answer:
+    return Answer(generate(apis, "tensorrt_llm_bls", case)["text_output"])
 
 
-def cog(doors: Doors, case: Case) -> Answer:
+def cog(apis: Apis, case: Case) -> Answer:
     question = {"messages": json.dumps(MESSAGES)} if case.is_chat else {"prompt": QUESTION}
-    reply = doors.cog.predict(**question, **case.fields)
+    reply = apis.cog.predict(**question, **case.fields)
     assert reply["status"] == "succeeded", reply
     return Answer("".join(reply["output"]), reply["metrics"]["output_token_count"])
 
 
-def completions(doors: Doors, case: Case) -> Answer:
-    prompt: Any = doors.text(case)
+def completions(apis: Apis, case: Case) -> Answer:
+    prompt: Any = apis.text(case)
     if case.is_chat:
-        prompt = doors.openai.post("/tokenize", {"messages": MESSAGES}).json()["tokens"]
-    body = doors.openai.complete(prompt=prompt, logprobs=0, **case.fields).json()
+        prompt = apis.openai.post("/tokenize", {"messages": MESSAGES}).json()["tokens"]
+    body = apis.openai.complete(prompt=prompt, logprobs=0, **case.fields).json()
     (choice,) = body["choices"]
     pieces = tuple(choice["logprobs"]["tokens"])
     return Answer(choice["text"], body["usage"]["completion_tokens"], pieces=pieces)
 
 
-def chat(doors: Doors, case: Case) -> Answer:
-    body = doors.openai.chat(logprobs=True, **case.fields).json()
+def chat(apis: Apis, case: Case) -> Answer:
+    body = apis.openai.chat(logprobs=True, **case.fields).json()
     (choice,) = body["choices"]
     pieces = tuple(entry["token"] for entry in choice["logprobs"]["content"])
     return Answer(choice["message"]["content"], body["usage"]["completion_tokens"], pieces=pieces)
 
 
-def responses(doors: Doors, case: Case) -> Answer:
+def responses(apis: Apis, case: Case) -> Answer:
     fields = dict(case.fields)
     asked = {"model": "demo", "input": QUESTION, "max_output_tokens": fields.pop("max_tokens")}
     asked |= {"include": ["message.output_text.logprobs"], **fields}
-    body = doors.openai.post("/v1/responses", asked).json()
+    body = apis.openai.post("/v1/responses", asked).json()
     (part,) = body["output"][0]["content"]
     pieces = tuple(entry["token"] for entry in part["logprobs"])
     return Answer(part["text"], body["usage"]["output_tokens"], pieces=pieces)
 
 
-def messages(doors: Doors, case: Case) -> Answer:
+def messages(apis: Apis, case: Case) -> Answer:
     asked = {"model": "demo", "messages": MESSAGES, **case.fields}
-    body = doors.openai.post("/v1/messages", asked).json()
+    body = apis.openai.post("/v1/messages", asked).json()
     return Answer(body["content"][0]["text"], body["usage"]["output_tokens"])
 
 
-FACES: dict[str, tuple[Callable[[Doors, Case], Answer], str]] = {
+APIS: dict[str, tuple[Callable[[Apis, Case], Answer], str]] = {
     "KServe v2 over gRPC, `ensemble`": (kserve_grpc, "both"),
     "KServe v2 over HTTP, `ensemble`": (kserve_http, "both"),
     "KServe v2 over HTTP, `tensorrt_llm_bls`": (bls, "both"),
@@ -162,7 +162,7 @@ FACES: dict[str, tuple[Callable[[Doors, Case], Answer], str]] = {
 }
 
 
-def verdict(doors: Doors, answer: Answer, first: Answer) -> str:
+def verdict(apis: Apis, answer: Answer, first: Answer) -> str:
     """What of an answer is the same as of the first one; an answer that differs is an error."""
     assert first.ids is not None
     assert answer.text == first.text
@@ -172,27 +172,27 @@ def verdict(doors: Doors, answer: Answer, first: Answer) -> str:
         return "ids"
     if answer.pieces is not None:
         assert answer.pieces == tuple(
-            doors.tokenizer.decode([token], skip_special_tokens=False) for token in first.ids
+            apis.tokenizer.decode([token], skip_special_tokens=False) for token in first.ids
         )
         return "text, token by token"
     return "text" if answer.tokens is None else "text, number of tokens"
 
 
-def table(doors: Doors) -> str:
-    """A row for each door, a column for each case: in what they agree."""
-    asked = [kserve_grpc(doors, case) for case in CASES.values()]
-    rows = [["Door", *CASES], ["---"] * (len(CASES) + 1)]
-    for name, (ask, kinds) in FACES.items():
+def table(apis: Apis) -> str:
+    """A row for each API, a column for each case: in what they agree."""
+    asked = [kserve_grpc(apis, case) for case in CASES.values()]
+    rows = [["API", *CASES], ["---"] * (len(CASES) + 1)]
+    for name, (ask, kinds) in APIS.items():
         cells = [
-            verdict(doors, ask(doors, case), first) if kinds == "both" or case.is_chat else NONE
+            verdict(apis, ask(apis, case), first) if kinds == "both" or case.is_chat else NONE
             for case, first in zip(CASES.values(), asked, strict=True)
         ]
         rows.append([name, *cells])
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
-def test_every_door_gives_the_same_answer_and_the_page_says_so(doors: Doors) -> None:
-    made = table(doors)
+def test_every_api_gives_the_same_answer_and_the_page_says_so(apis: Apis) -> None:
+    made = table(apis)
     held = re.search(r"<!-- table:begin -->\n(.*?)<!-- table:end -->", PAGE.read_text(), re.DOTALL)
     assert held is not None
     assert held[1] == made
