@@ -173,6 +173,22 @@ def transformers_problems(
             f"for {' or '.join(_ENTRY_FILES)}; the download may be incomplete"
         )
     yield from _quantization_problems(directory, config, names)
+    yield from _token_problems(directory, config)
+
+
+def _token_problems(directory: Path, config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what transformers cannot read of the ids that the files name, which it says in riddles."""
+    ends = config.get("eos_token_id")
+    listed = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    if not all(type(token) is int for token in listed):
+        yield f"{directory}/config.json: eos_token_id must be a token id or a list of them, not {ends!r}"
+    generation: Mapping[str, Any] = {}
+    if (directory / "generation_config.json").is_file():
+        generation = read_json(directory / "generation_config.json")
+    for name, content in (("config.json", config), ("generation_config.json", generation)):
+        padding = content.get("pad_token_id")
+        if padding is not None and type(padding) is not int:
+            yield f"{directory}/{name}: pad_token_id must be a token id, not {padding!r}"
 
 
 def _family_problem(directory: Path, config: Mapping[str, Any]) -> str | None:

@@ -64,7 +64,7 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Tokenizer:
         if trust_remote_code:  # that code may raise anything
             whose = f"{name!r}, whose own code may be run (TRUST_REMOTE_CODE)"
             text = f"no tokenizer could be loaded from {whose}: {type(error).__name__}: {error}"
-        elif isinstance(error, OSError | ValueError | KeyError):
+        elif isinstance(error, OSError | ValueError | KeyError | TypeError):
             text = remote_code_refusal(error, "tokenizer", name) or _problem(name, error)
         else:
             raise

@@ -55,6 +55,9 @@ def test_names_that_no_model_of_the_configuration_has(
             "names the quantization 'zebra'.*gptq",
         ),
         ({"quantization_config": {"bits": 4}}, "names the quantization None"),
+        ({"eos_token_id": [2, None]}, r"config.json: eos_token_id must be .* not \[2, None\]"),
+        ({"eos_token_id": "2"}, "config.json: eos_token_id must be .* not '2'"),
+        ({"pad_token_id": [0]}, r"config.json: pad_token_id must be a token id, not \[0\]"),
         ({"text_config": {"quantization_config": {"quant_method": "modelopt"}}}, "'modelopt'"),
         ({"compression_config": {"quant_method": "zebra"}}, "'zebra'"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "does not generate text"),
@@ -159,3 +162,22 @@ def test_files_of_weights_that_are_not_whole(
         (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigurationError, match=said):
         check_files({"engine": "transformers", "model": str(tmp_path)})
+
+
+@pytest.mark.parametrize(
+    ("generation", "said"),
+    [
+        ([1], "generation_config.json is not the configuration"),
+        ({"pad_token_id": [0]}, "generation_config.json: pad_token_id must be a token id"),
+        # These are left out with a warning, as an output needs only one end token.
+        ({"eos_token_id": [2, None, "x"], "pad_token_id": None}, ""),
+    ],
+)
+def test_ids_of_a_generation_config(tmp_path: Path, generation: Any, said: str) -> None:
+    llm = make_checkpoint(tmp_path, ["a.weight"], {"eos_token_id": [2, 3], "pad_token_id": 0})
+    (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    if not said:
+        check_files(llm)
+        return
+    with pytest.raises(ConfigurationError, match=said):
+        check_files(llm)

@@ -77,6 +77,14 @@ def test_a_file_with_a_byte_order_mark_is_named(
         load_tokenizer(str(tmp_path))
 
 
+def test_a_special_token_that_is_no_text(demo_model: Path, tmp_path: Path) -> None:
+    shutil.copytree(demo_model, tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "eos_token": 2}))
+    with pytest.raises(ConfigurationError, match="Special token eos_token has to be"):
+        load_tokenizer(str(tmp_path))
+
+
 def test_torch_is_hidden_from_transformers_only(demo_model: Path) -> None:
     program = (
         "import sys\n"
