@@ -10,6 +10,7 @@ from typing import Any
 
 import uvicorn
 
+from cog_triton.errors import PromptTooLong
 from cog_triton.faces.openai.app import create_app
 from cog_triton.generation import Chunk
 from cog_triton.request.request import Request
@@ -34,14 +35,23 @@ class ScriptedModel(Backend):
         stalls: whether the last answer stops in the middle and waits for its cancel.
         stalled: set when an answer waits.
         cancelled: set when an answer that waited was cancelled.
+        refuses_above: tokens of a prompt from which on one request is refused as too long; None for never.
     """
 
-    def __init__(self, steps: Sequence[Step], end: str, *, stalls: bool = False) -> None:
+    def __init__(
+        self,
+        steps: Sequence[Step],
+        end: str,
+        *,
+        stalls: bool = False,
+        refuses_above: int | None = None,
+    ) -> None:
         super().__init__(template="tools <tool_call>")
         self.context_length = 1_000_000
         self.conversations: list[list[dict[str, Any]]] = []
         self.tools: list[str] = []
         self.stalls = stalls
+        self.refuses_above = refuses_above
         self.stalled = threading.Event()
         self.cancelled = threading.Event()
         self._steps, self._end = steps, end
@@ -58,11 +68,15 @@ class ScriptedModel(Backend):
         messages = list(self.tokenizer.messages)
         text = "A title"  # agents also ask for titles and summaries, without tools
         in_task = bool(self.tokenizer.tools)
+        prompt_tokens = len(request.prompt) // 4
+        if in_task and self.refuses_above is not None and prompt_tokens > self.refuses_above:
+            limit = self.refuses_above
+            self.refuses_above = None
+            raise PromptTooLong(f"the prompt has {prompt_tokens} tokens; {limit} are the most")
         if in_task:
             self.tools = [tool["function"]["name"] for tool in self.tokenizer.tools]
             self.conversations.append(messages)
             text = self._answer(messages)
-        prompt_tokens = len(request.prompt) // 4
         for number, letter in enumerate(text, 1):
             yield Chunk(letter, number, prompt_tokens)
             if in_task and self.stalls:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.agents import AGENTS, SECONDS, Agent, Codex
+from tests.agents import AGENTS, SECONDS, Agent, ClaudeCode, Codex
 from tests.scripted_model import ScriptedModel, Step, serving
 
 pytestmark = pytest.mark.rare
@@ -97,6 +97,16 @@ def test_codex_shows_the_refusal_of_a_picture_and_goes_on(tmp_path: Path, pictur
         assert "input_image is not supported: this model reads text only" in shown
         assert END in agent.run(agent.asks_again("Go on."), environment)
     assert "input_image left out" in str(model.conversations[-1])
+
+
+def test_claude_code_shortens_a_session_that_is_too_long(tmp_path: Path) -> None:
+    agent = ClaudeCode(tmp_path)
+    book = tmp_path / "book.txt"
+    book.write_text("One more line of a long book.\n" * 1500)
+    model = ScriptedModel([Step("Read", {"file_path": str(book)})], END, refuses_above=9000)
+    with serving(model) as url:
+        assert END in agent.run(agent.asks("Read the book."), agent.settings(url))
+    assert model.refuses_above is None  # it was refused once
 
 
 @pytest.mark.parametrize(

@@ -21,9 +21,14 @@ INVALID = "invalid_request_error"
 RETRY_SECONDS = 5  # of those who ask while there is no server to answer
 CLIENT_GONE = 499
 MESSAGES_PATH = "/v1/messages"  # begins the routes of Anthropic's API, whose errors have its form
+PROMPT_TOO_LONG = "context_length_exceeded"  # OpenAI's code
 LOGGED_CHARACTERS = 300  # of an error's text
 # What an error's text quotes of a request. A name of a model or a field is not of a prompt.
 _QUOTED = re.compile(r"(?P<quote>[\"'`])(?P<text>.*?)(?P=quote)", re.DOTALL)
+# In this server's text, and in TensorRT-LLM's.
+_TOKEN_COUNTS = re.compile(
+    r"(?P<tokens>\d+)(?: tokens; |\) exceeds maximum input length \()(?P<limit>\d+)"
+)
 _NAME_LIKE = re.compile(r"[\w.:/@+,-]{0,64}", re.ASCII)
 _NAMES = re.compile(r"(?:^|does not support )([a-z_]+)")
 _GUIDE = re.compile(r"\bguide\b|guided_decoding|^a JSON schema|^choice must")
@@ -63,8 +68,17 @@ class ApiError(Exception):
             names = ("message", "type", "param", "code")
             return {"error": {name: getattr(self, name) for name in names}}
         kind = TABLES["message_errors"].get(self.status, "api_error")
-        body = {"type": "error", "error": {"type": kind, "message": self.message}}
+        message = self.message if self.code != PROMPT_TOO_LONG else _anthropics_text(self.message)
+        body = {"type": "error", "error": {"type": kind, "message": message}}
         return body if request_id is None else {**body, "request_id": request_id}
+
+
+def _anthropics_text(message: str) -> str:
+    """Return the text by which Anthropic's clients know that they must shorten the conversation."""
+    counts = _TOKEN_COUNTS.search(message)
+    if counts is None:
+        return f"prompt is too long: {message}"
+    return f"prompt is too long: {counts['tokens']} tokens > {counts['limit']} maximum"
 
 
 def _logged_quotation(found: re.Match[str]) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
+from cog_triton.errors import PromptTooLong
 from tests.unit.faces.openai.support import (
     ANTHROPIC,
     CHUNKS,
@@ -293,3 +294,31 @@ def test_any_beta_is_passed_over(path: str) -> None:
     reply = ask(talkative(*CHUNKS), "POST", f"{path}?beta=true", json=body, headers=headers)
     assert reply.status_code == 200, reply.text
     assert "warning" not in reply.headers
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (
+            "the prompt has 70 tokens; 63 are the most",
+            "prompt is too long: 70 tokens > 63 maximum",
+        ),
+        (
+            "Prompt length (70) exceeds maximum input length (63)",
+            "prompt is too long: 70 tokens > 63 maximum",
+        ),
+        (
+            "the chat has 900 characters; 256 are the most",
+            "prompt is too long: the chat has 900 characters; 256 are the most",
+        ),
+    ],
+    ids=["tokens", "tensorrt-llm", "characters"],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_agents_learn_in_anthropics_words_that_a_prompt_is_too_long(
+    text: str, shown: str, stream: bool
+) -> None:
+    """They shorten the conversation then, and know that by these words."""
+    reply = post(talkative(PromptTooLong(text)), ANTHROPIC, stream=stream)
+    assert reply.status_code == 400
+    assert reply.json()["error"] == {"type": "invalid_request_error", "message": shown}
