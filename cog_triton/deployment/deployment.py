@@ -88,6 +88,7 @@ class Deployment:
         # The tokenizer takes as long to load as Triton takes to start: do both at once.
         loading = asyncio.create_task(asyncio.to_thread(tokenizer_of, settings))
         end_tokens = await _end_tokens(settings, values, engine, loading)
+        preparation.warn_of_adapters(settings, end_tokens)
         values = preparation.with_end_tokens(settings, values, engine, end_tokens)
         supervisor = Supervisor(settings, partial(run_server, values=values, loading=loading))
         admission = Admission(settings.max_running, settings.max_waiting, settings.queue_timeout)

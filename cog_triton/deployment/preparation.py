@@ -13,6 +13,7 @@ from typing import Any, Literal
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
+from cog_triton.adapters.directory import adapter_names
 from cog_triton.adapters.tensors import DTYPES, TRITON_DTYPES, AdapterTensors
 from cog_triton.deployment.checkpoint import (
     check_weight_files,
@@ -30,7 +31,7 @@ from cog_triton.server.devices import problem_here
 from cog_triton.server.installation import locate
 from cog_triton.server.log import GPU
 from cog_triton.settings import Settings
-from cog_triton.text.end_tokens import EndTokens, end_ids
+from cog_triton.text.end_tokens import EndTokens, end_ids, tokenizer_end_id
 from cog_triton.text.sampling_defaults import sampling_defaults
 from cog_triton.text.tokenizer import vocabulary_size
 from cog_triton.weights import gguf, hub
@@ -365,6 +366,27 @@ def end_tokens_of(
     ids = end_ids(configured, directories, tokenizers, vocabulary)
     # NVIDIA's preprocessing knows only the tokenizer's.
     return EndTokens(ids, named_in_requests=bool(ids) and not own_preprocessing(settings))
+
+
+def warn_of_adapters(settings: Settings, end_tokens: EndTokens) -> None:
+    """Log the adapters whose tokenizers end a text with a token that does not end an output here.
+
+    The tokenizer and the end tokens are the model's for all adapters.
+    """
+    for name in adapter_names(settings.lora_dir):
+        try:
+            ends_with = tokenizer_end_id(Path(str(settings.lora_dir)) / name)
+        except (LookupError, TypeError, ValueError):
+            continue  # it has no tokenizer, which is usual, or none that says
+        if ends_with is not None and ends_with not in end_tokens.ids:
+            ends = ",".join(map(str, (*end_tokens.ids, ends_with)))
+            logger.warning(
+                "adapter %s: its tokenizer ends texts with the token %d, which does not end outputs of "
+                "this model; END_ID=%s adds it",
+                name,
+                ends_with,
+                ends,
+            )
 
 
 def with_end_tokens(

@@ -17,6 +17,7 @@ from cog_triton.deployment.preparation import (
     check_files,
     context_length,
     template_values,
+    warn_of_adapters,
     with_end_tokens,
     with_files,
 )
@@ -74,6 +75,22 @@ def test_the_llm_api_is_asked_for_no_more_than_the_model_has(tmp_path: Path) -> 
     check_files({**llm, "max_seq_len": 129, "llm_api_config": "more.yaml"})
     with pytest.raises(ConfigurationError, match=r"MAX_SEQUENCE_LENGTH=129 .* the 128 tokens"):
         check_files({**llm, "max_seq_len": 129})
+
+
+@pytest.mark.parametrize(("ends", "warned"), [((2,), True), ((2, 6), False)])
+def test_an_adapter_whose_tokenizer_ends_texts_in_another_way_is_named(
+    tmp_path: Path, ends: tuple[int, ...], warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = {"eos_token": "<|end|>", "added_tokens_decoder": {"6": {"content": "<|end|>"}}}
+    for name, files in {"chat": {"tokenizer_config.json": config}, "plain": {}}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_model.safetensors").touch()
+        for file, content in {"adapter_config.json": {}, **files}.items():
+            (tmp_path / name / file).write_text(json.dumps(content))
+    warn_of_adapters(read_settings({"LORA_DIR": str(tmp_path)}), EndTokens(ends))
+    assert ("adapter chat: its tokenizer ends texts with the token 6" in caplog.text) is warned
+    assert ("END_ID=2,6" in caplog.text) is warned
+    assert "adapter plain" not in caplog.text
 
 
 def test_the_configuration_file_overrides_the_settings(tmp_path: Path) -> None:
