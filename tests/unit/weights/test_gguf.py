@@ -11,12 +11,18 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cog_triton.deployment.announcement import count_numbers
-from cog_triton.deployment.preparation import check_files, with_files
+from cog_triton.deployment.preparation import (
+    EngineName,
+    check_files,
+    template_values,
+    with_files,
+)
 from cog_triton.errors import ConfigurationError
 from cog_triton.settings import Settings, read_settings
 from cog_triton.weights import gguf
 from tests.unit.weights.support import Site
 
+ENGINES: tuple[EngineName, ...] = ("transformers", "vllm", "llmapi")
 SIZE, INNER, HEADS, KEY_VALUE_HEADS, LAYERS = 64, 96, 4, 2, 2
 TOKENS = ["<s>", "</s>", *(chr(code) for code in range(33, 127)), "Ġ", "Ċ", "ab"]
 
@@ -82,7 +88,11 @@ def test_the_converted_model_is_the_one_that_transformers_reads(
     settings: Settings, model_file: Path
 ) -> None:
     directory = Path(settings.model)
-    check_files({"engine": "transformers", "model": settings.model})
+    for engine in ENGINES:
+        values = template_values(settings, engine)
+        assert values["tensorrt_llm"]["model"] == settings.model
+        assert values["preprocessing"]["tokenizer_dir"] == settings.model
+        check_files(values["tensorrt_llm"])
     assert "quantization_config" not in json.loads((directory / "config.json").read_text())
     reference: Any = AutoModelForCausalLM.from_pretrained(
         model_file.parent, gguf_file=model_file.name
