@@ -84,32 +84,76 @@ def render_chat(
     if fitting != texts:
         turns = fitting  # else contents keep the parts that a client made of them
 
-    def rendered(forms: TemplateForms) -> str:
-        prompt: str = tokenizer.apply_chat_template(  # in transformers' sandbox
-            [in_its_forms(turn, forms) for turn in turns],
-            tools=list(tools) or None,
-            chat_template=template,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt and not continue_final_message,
-            continue_final_message=continue_final_message,
-            **switches,
-        )
-        return prompt
-
     forms = _forms(tokenizer, template)
-    try:
-        prompt = rendered(forms)
-    except Exception as error:  # a template can raise whatever Python can
+    ways = [(forms, tools)]
+    if any(turn.get("tool_calls") for turn in turns):
+        ways.append((with_other_arguments(forms), tools))
+    if tools:
+        ways.append((forms, [_described(tool) for tool in tools]))
+    refusals: list[Exception] = []
+    prompt = None
+    for way_forms, way_tools in ways:
         try:
-            if not any(turn.get("tool_calls") for turn in turns):
-                raise error
-            prompt = rendered(with_other_arguments(forms))
-        except Exception:
-            raise errors.ChatTemplateError(_refusal(error)) from None
+            prompt = _rendered(
+                tokenizer,
+                template,
+                [in_its_forms(turn, way_forms) for turn in turns],
+                tools=way_tools,
+                add_generation_prompt=add_generation_prompt and not continue_final_message,
+                continue_final_message=continue_final_message,
+                **switches,
+            )
+            break
+        except Exception as error:  # a template can raise whatever Python can
+            refusals.append(error)
+    if prompt is None:
+        raise errors.ChatTemplateError(_refusal(refusals[0])) from None
     if not prompt:
         raise PromptRequired("the chat template makes an empty prompt of the messages")
     limits.check("the prompt in its chat template", len(prompt))
     return prompt
+
+
+def _rendered(
+    tokenizer: Tokenizer,
+    template: str,
+    turns: Sequence[Message],
+    *,
+    tools: Sequence[Mapping[str, Any]] = (),
+    **options: Any,
+) -> str:
+    """Render turns in transformers' sandbox, or raise whatever the template raises.
+
+    Without tools, templates mostly ask whether there are any, and some go through a list in any case.
+    """
+
+    def render(given: Sequence[Mapping[str, Any]] | None) -> str:
+        prompt: str = tokenizer.apply_chat_template(
+            turns, tools=given, chat_template=template, tokenize=False, **options
+        )
+        return prompt
+
+    if tools:
+        return render(list(tools))
+    try:
+        return render(None)
+    except Exception as error:
+        with suppress(Exception):
+            return render([])
+        raise error
+
+
+def _described(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tool with the descriptions, empty ones, that some templates need."""
+    function = dict(tool.get("function") or {})
+    function.setdefault("description", "")
+    parameters = {"type": "object", **(function.get("parameters") or {})}
+    properties = {
+        name: {"description": "", **schema} if isinstance(schema, Mapping) else schema
+        for name, schema in (parameters.get("properties") or {}).items()
+    }
+    function["parameters"] = {"required": [], **parameters, "properties": properties}
+    return {**tool, "function": function}
 
 
 def _refusal(error: Exception) -> str:
@@ -213,11 +257,7 @@ def _traits(tokenizer: Tokenizer, template: str) -> TemplateTraits:
 
 def _rendered_or_none(tokenizer: Tokenizer, template: str, turns: Sequence[Message]) -> str | None:
     try:
-        return str(
-            tokenizer.apply_chat_template(
-                turns, chat_template=template, tokenize=False, add_generation_prompt=True
-            )
-        )
+        return _rendered(tokenizer, template, turns, add_generation_prompt=True)
     except Exception:  # whatever a template does with what it does not expect
         return None
 

@@ -51,6 +51,7 @@ class TemplateTraits:
     """What a chat template accepts and renders whole."""
 
     system_turn: bool = True  # a system turn at the beginning
+    developer_turn: bool = True  # a developer's at the beginning, and behind a system turn
     several_system_turns: bool = True  # one behind another at the beginning
     later_system_turns: bool = True  # between other turns
     repeated_users: bool = True  # a user's turn behind a user's
@@ -68,6 +69,7 @@ def probe(render: Render) -> TemplateTraits:
 
     system = _turn("system", _SYSTEM)
     later = _turn("system", _LATER)
+    developer = _turn("developer", _LATER)
     question = _turn("user", _QUESTION)
     answer = _turn("assistant", _ANSWER)
     more = _turn("user", _MORE)
@@ -76,6 +78,10 @@ def probe(render: Render) -> TemplateTraits:
     calls = _call_traits(render, question, answer)
     return TemplateTraits(
         system_turn=keeps([system, question], _SYSTEM),
+        developer_turn=(
+            keeps([developer, question], _LATER)
+            and keeps([system, developer, question], _SYSTEM, _LATER)
+        ),
         several_system_turns=keeps([system, later, question], _SYSTEM, _LATER),
         later_system_turns=(
             keeps([system, question, answer, later, more], _SYSTEM, _LATER)
@@ -150,6 +156,8 @@ def fitted(
         write_call: writes a call as the model does, for a template that shows none.
     """
     result = [_without_empty_calls(turn) for turn in turns]
+    if not traits.developer_turn:
+        result = [_with_system_role(turn) for turn in result]
     if not traits.calls.turns:
         result = [_with_calls_in_text(turn, write_call) for turn in result]
     elif not traits.calls.several:
@@ -204,6 +212,10 @@ def _without_empty_calls(turn: Mapping[str, Any]) -> Turn:
     if not copy.get("tool_calls"):
         copy.pop("tool_calls", None)
     return copy
+
+
+def _with_system_role(turn: Mapping[str, Any]) -> Turn:
+    return {**turn, "role": "system"} if turn["role"] == "developer" else dict(turn)
 
 
 def _with_calls_in_text(turn: Mapping[str, Any], write_call: WriteCall) -> Turn:

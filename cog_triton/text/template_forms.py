@@ -98,12 +98,13 @@ def _reads_arguments_as_text(render: Render, question: Turn) -> bool:
 
 
 def _reads_arguments_as_object(render: Render, question: Turn) -> bool:
-    """Return whether a template fails where a call's arguments are a text."""
+    """Return whether a template fails, or loses a call's arguments, where they are a text."""
     arguments = {_ARGUMENT: _VALUE}
-    return (
-        _with_call(render, question, arguments) is not None
-        and _with_call(render, question, json.dumps(arguments)) is None
-    )
+    from_object = _with_call(render, question, arguments)
+    from_text = _with_call(render, question, json.dumps(arguments))
+    if from_object is None:
+        return False
+    return from_text is None or (_VALUE in from_object and _VALUE not in from_text)
 
 
 def _with_call(render: Render, question: Turn, arguments: Any) -> str | None:

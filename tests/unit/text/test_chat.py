@@ -77,6 +77,33 @@ def test_a_model_may_have_another_template_for_tools(tokenizer: Any) -> None:
     assert render(tokenizer, templates, [USER], tools=[tool]).startswith("weather {")
 
 
+@pytest.mark.parametrize(
+    ("template", "tools"),
+    [
+        # As Command R+'s, which joins the texts of what a tool need not have.
+        (
+            "{% for t in tools %}{{ ': ' + t.function.description }}"
+            "{% for p in t.function.parameters.properties.values() %}{{ ': ' + p.description }}"
+            "{% endfor %}{% endfor %}{{ messages[0].content }}",
+            [{"type": "function", "function": {"name": "f"}}],
+        ),
+        (
+            "{% for t in tools %}{% for p in t.function.parameters.properties.values() %}"
+            "{{ ': ' + p.description }}{% endfor %}{% endfor %}{{ messages[0].content }}",
+            [{"function": {"name": "f", "parameters": {"properties": {"a": {"type": "string"}}}}}],
+        ),
+        # As Hermes' for tools, which goes through them in any case.
+        ("{% for t in tools %}{{ t }}{% endfor %}{{ messages[0].content }}", []),
+    ],
+    ids=["a tool without anything", "an argument without a description", "no tools"],
+)
+def test_templates_that_need_more_of_tools(
+    tokenizer: Any, template: str, tools: list[dict[str, Any]]
+) -> None:
+    tokenizer.chat_template = template
+    assert "Hi" in render_chat(tokenizer, [{"role": "user", "content": "Hi"}], tools=tools)
+
+
 def test_the_templates_switches(tokenizer: Any) -> None:
     switch, thinking = TEMPLATES["switch"], {"enable_thinking": True}
     assert render(tokenizer, switch, [USER]) == "Hi"

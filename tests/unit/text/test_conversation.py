@@ -22,6 +22,10 @@ SILENT = (
     "{% for m in messages if m.role != 'system' %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 )
 NO_SYSTEM = "{% for m in messages if m.role != 'system' %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+# As Command R7B's, in which the word stands in another place.
+ONE_DEVELOPER = "{# developer #}" + SILENT.replace(
+    "m.role != 'system'", "m.role in ('user', 'assistant')"
+)
 # As Mistral's: turns alternate, calls and results do not count, and ids have nine characters.
 ALTERNATES = (
     "{% set ns = namespace(n=0) %}{% for m in messages %}"
@@ -52,6 +56,7 @@ NO_TOOLS = (
     "<{{ m.role }}>{{ m.content }}{% endfor %}"
 )
 TEMPLATES = {
+    "one_developer": ONE_DEVELOPER,
     "one_call": ONE_CALL,
     "first_call": FIRST_CALL,
     "no_calls": NO_CALLS,
@@ -169,6 +174,12 @@ def test_a_template_that_takes_everything_gets_everything_as_it_is() -> None:
             [system("a"), system("b"), user("c")],
             "<user>a\n\nb\n\nc",
             id="no system turns at all",
+        ),
+        pytest.param(
+            "one_developer",
+            [system("a"), {"role": "developer", "content": "b"}, user("c")],
+            "<system>a\n\nb<user>c",
+            id="a developer's turn that a template drops without a word",
         ),
         pytest.param(
             "alternates",
