@@ -92,6 +92,7 @@ class Parser:
         """Begin an answer; with a ``prompt``, it may begin with thoughts, which that may have opened."""
         self.blocks: list[Block] = []
         self.calls = 0
+        self.most_calls: int | None = None  # those behind them are left out, as OpenAI's API has it
         self._new_id = new_id
         self._thoughts = thoughts
         self._held = ""
@@ -110,8 +111,13 @@ class Parser:
         for piece in self._pieces:
             if piece is None:
                 break
-            pieces.append(piece)
+            if not self._is_left_out(piece[0]):
+                pieces.append(piece)
         return pieces
+
+    def _is_left_out(self, block: Block) -> bool:
+        is_call = block.kind == "call"
+        return is_call and self.most_calls is not None and block.index >= self.most_calls
 
     def text(self, kind: Kind) -> str:
         """Return the text of all blocks of a kind."""
@@ -119,7 +125,14 @@ class Parser:
 
     def whole_calls(self) -> list[Block]:
         """Return the calls that can be made."""
-        return [block for block in self.blocks if block.kind == "call" and not block.broken]
+        calls = [block for block in self.blocks if block.kind == "call" and not block.broken]
+        return [call for call in calls if not self._is_left_out(call)]
+
+    def answer_text(self) -> str:
+        """Return the text, with what the model wrote of calls that cannot be made in its place."""
+        texts = [block.text if block.kind == "text" else block.written for block in self.blocks]
+        is_shown = [block.kind == "text" or block.broken for block in self.blocks]
+        return "".join(itertools.compress(texts, is_shown))
 
     def broken_text(self) -> str:
         """Return what the model wrote of calls that cannot be made."""

@@ -59,6 +59,7 @@ class Reader:
 
 
 READERS: dict[str, Reader] = {
+    "fenced_json": Reader(written_calls.fenced_json_calls, ("```",)),
     "function_tags": Reader(
         written_calls.function_tag_calls, ("<function",), ("<param", "</param")
     ),
@@ -138,6 +139,8 @@ class JsonCallParser(Parser):
             lead += yield from self._read_separators("[,;")
             if not (yield from self._read_call(lead, marked=marked)):
                 return
+            if self.blocks[-1].broken:
+                return  # what follows is text as it is
             following = yield from self._behind_call()
             if following is None:
                 return
@@ -176,7 +179,7 @@ class JsonCallParser(Parser):
     def _behind_call(self) -> Generator[Piece | None, None, str | None]:
         """Return what stands between a call and the next; None if no call follows."""
         opening, closing = self._format.opening, self._format.closing
-        between = yield from self._read_separators("],;")
+        between = yield from self._read_separators("]},;")  # a brace too many is a common mistake
         while not self._ended and any(
             mark.startswith(self._held) for mark in (opening, closing) if mark
         ):
@@ -283,7 +286,7 @@ def _is_json(text: str) -> bool:
 # --- Calls between marks
 
 # What stands behind a mark that belongs to a call: its name, up to the next mark.
-_CALL_HEAD = re.compile(rf"[\"']?{NAME}[\"']?\s{{0,8}}[<>]")
+_CALL_HEAD = re.compile(rf"[\"']?(?P<name>{NAME})[\"']?\s{{0,8}}[<>]")
 # A text that may become this.
 _CALL_HALF = re.compile(r"[\"']?[\w.:/-]{0,128}[\"']?\s{0,8}")
 _NAME = re.compile(NAME)
@@ -316,8 +319,8 @@ class MarkedCallParser(JsonCallParser):
         if mark not in self._marks:
             return True
         if mark != self._format.opening:
-            if _CALL_HEAD.match(rest):
-                return True
+            if head := _CALL_HEAD.match(rest):
+                return self._is_call_head(mark, head["name"])
             return None if _CALL_HALF.fullmatch(rest) else False
         body = rest.lstrip()
         if not body:
@@ -330,6 +333,11 @@ class MarkedCallParser(JsonCallParser):
         if True in answers:
             return True
         return None if None in answers else False
+
+    def _is_call_head(self, mark: str, name: str) -> bool:
+        """Return whether a mark and a name behind it begin a call; a tag that is no token may be text."""
+        is_token = mark in self._format.special_tokens
+        return is_token or self._is_offered(name, marked=False)
 
     def _begins_with_name(self, body: str) -> bool | None:
         """Return whether a text begins with a tool's name, and its arguments or the end."""

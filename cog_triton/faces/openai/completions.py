@@ -188,7 +188,7 @@ class ChatChoice(Choice):
     def whole(self, chunk: Chunk) -> Piece:
         self._parser.read(chunk)
         # What was to be a call, and was cut off, is text.
-        text = self._echo + self._parser.text("text") + self._parser.broken_text()
+        text = self._echo + self._parser.answer_text()
         calls = [
             {"id": block.id, **turns.function(name=block.name, arguments=block.text)}
             for block in self._parser.whole_calls()

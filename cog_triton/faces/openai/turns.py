@@ -47,6 +47,7 @@ class Turn:
     known: parsing.Format | None  # of the model's calls; None if the answer can have none
     thoughts: blocks.Thoughts | None  # with which the answer may begin
     guided_either: bool = False  # a guide allows calls in JSON, and an answer in JSON
+    parallel: bool = True  # the answer may have several calls
 
     def parser(self, prefix: str = "call_", draw: Callable[[], str] = str) -> blocks.Parser:
         """Return the parser of one answer, whose calls have ids of a prefix, and of letters if drawn."""
@@ -55,7 +56,7 @@ class Turn:
         if self.known is None:
             return blocks.Parser(prompt, thoughts=thoughts)
         known = self.known
-        return known.parser(
+        parser = known.parser(
             lambda: known.new_id(prefix, draw()),
             prompt,
             guided=self.use.enforced,
@@ -63,6 +64,9 @@ class Turn:
             schemas=self.use.schemas,
             thoughts=thoughts,
         )
+        if not self.parallel:
+            parser.most_calls = 1
+        return parser
 
 
 def chat_turn(body: fields.ChatBody, served: Served) -> Turn:
@@ -101,7 +105,8 @@ def chat_turn(body: fields.ChatBody, served: Served) -> Turn:
     )
     if request.guide is not None and not use.enforced and not guided_either:
         known = None  # the guide is of a text, in which there is no call
-    return Turn(request, use, known, thoughts, guided_either)
+    parallel = body.parallel_tool_calls is not False
+    return Turn(request, use, known, thoughts, guided_either, parallel)
 
 
 def _allows_either(use: ToolUse, body: fields.ChatBody) -> bool:

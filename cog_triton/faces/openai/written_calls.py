@@ -64,6 +64,12 @@ def json_calls(text: str, schemas: Schemas) -> list[WrittenCall] | None:
     return calls or None
 
 
+def fenced_json_calls(text: str, schemas: Schemas) -> list[WrittenCall] | None:
+    """Read calls in JSON between the marks of a block of code."""
+    fence = _FENCE.match(text)
+    return json_calls(fence[1], schemas) if fence else None
+
+
 def _json_values(text: str) -> list[Any] | None:
     """Return the JSON values of a text, those of lists one by one."""
     values: list[Any] = []

@@ -491,11 +491,12 @@ def test_small_mistakes_are_mended(written: str, arguments: Any, outer: str) -> 
         assert parser.text("text") == "So."
 
 
-def test_arguments_that_are_no_json_make_no_call() -> None:
-    text = '<tool_call>{"name": "weather", "arguments": {"city": "Paris" "days": 2}}</tool_call>'
+@pytest.mark.parametrize("arguments", ['{"city": "Paris" "days": 2}', '{"city": "say "hi" now"}'])
+def test_arguments_that_are_no_json_make_no_call(arguments: str) -> None:
+    text = f'So: <tool_call>{{"name": "weather", "arguments": {arguments}}}</tool_call>'
     parser = parsed("hermes", [text])
     assert parser.whole_calls() == []
-    assert parser.broken_text() + parser.text("text") == text
+    assert parser.answer_text() == text
     assert not parser.ends_with_calls
 
 
@@ -562,6 +563,41 @@ def test_the_time_for_a_long_answer_grows_with_its_length(name: str) -> None:
     parser.read(Chunk("", 0, None, "stop"))
     assert calls_of(parser)[0] == ("weather", {"city": long, "days": 2})
     assert held < 1000
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        '{"name": "time", "arguments": {}}}',
+        '\n```json\n{"name": "time", "arguments": {}}\n```\n',
+        "{'name': 'time', 'arguments': {}}",
+        '{"arguments": "{}", "name": "time"}',
+    ],
+    ids=["a brace too many", "a block of code", "Python", "arguments as a text"],
+)
+def test_calls_that_are_written_almost_as_they_should_be(written: str) -> None:
+    for parts in cuts(f"<tool_call>{written}</tool_call>"):
+        parser = parsed("hermes", parts)
+        assert calls_of(parser) == [TIME]
+        assert parser.text("text") == ""
+
+
+def test_a_tag_without_a_tools_name_is_text_in_thoughts() -> None:
+    text = "I could write <function=x> or <tool_call>.</think>Yes."
+    for parts in cuts(text):
+        parser = parsed("function_tags", parts, prompt="<think>")
+        assert parser.text("thoughts") == "I could write <function=x> or <tool_call>."
+        assert parser.text("text") == "Yes."
+
+
+def test_calls_behind_the_first_are_left_out_where_only_one_is_asked_for() -> None:
+    parser = FORMATS["hermes"].parser(str, None, schemas=SCHEMAS)
+    parser.most_calls = 1
+    call = '<tool_call>{"name": "time", "arguments": {}}</tool_call>'
+    pieces = parser.read(Chunk(call + call, 0, None, "stop"))
+    assert {block.index for block, _ in pieces} == {0}
+    assert calls_of(parser) == [TIME]
+    assert parser.ends_with_calls
 
 
 def test_half_of_a_surrogate_pair_can_be_sent() -> None:
