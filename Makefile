@@ -19,6 +19,9 @@ SMOLLM2 := artifacts/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 DYNAMO_STAMP := .venv/.dynamo
 VLLM_STAMP := .venv-vllm/.installed
 CLIENTS_STAMP := .venv-clients/.installed
+FRAMEWORKS_STAMP := .venv-frameworks/.installed
+FRAMEWORKS := requirements/frameworks.txt
+AIDER_STAMP := .venv-aider/.installed
 RAY_STAMP := .venv-ray/.installed
 CLIENTS := "guidellm>=0.8,<0.9" "smg>=1.13,<1.14"
 AGENTS_STAMP := .venv-clients/agents/.installed
@@ -73,6 +76,17 @@ $(AGENTS_STAMP): $(CLIENTS_STAMP)
 	done
 	@touch $@
 
+$(FRAMEWORKS_STAMP): $(FRAMEWORKS) | $(DEVELOPED)
+	$(BIN)/uv venv -q --clear --python $(BIN)/python .venv-frameworks
+	$(BIN)/uv pip install -q --python .venv-frameworks/bin/python --requirement $(FRAMEWORKS)
+	@touch $@
+
+# aider pins all that it imports.
+$(AIDER_STAMP): | $(DEVELOPED)
+	$(BIN)/uv venv -q --clear --python $(BIN)/python .venv-aider
+	$(BIN)/uv pip install -q --python .venv-aider/bin/python "aider-chat>=0.86,<0.87"
+	@touch $@
+
 $(RAY_STAMP): pyproject.toml
 	@PYTHON=$(PYTHON) scripts/install.sh .venv-ray --editable .[local,ray]
 	@touch $@
@@ -119,11 +133,12 @@ test-all: test
 test-unit: $(DEVELOPED)
 	$(BIN)/python -m pytest -q -n auto -m "not slow and not rare" tests/unit
 
-# The OpenAI face, and clients and routers that others wrote; GuideLLM's NumPy and Ray's uvicorn are other ones,
-# so they have environments of their own.
-test-clients: $(CLIENTS_STAMP) $(AGENTS_STAMP) $(RAY_STAMP)
+# The OpenAI face, and clients and routers that others wrote; GuideLLM's NumPy, Ray's uvicorn
+# and the frameworks' openai are other ones, so they have environments of their own.
+test-clients: $(CLIENTS_STAMP) $(AGENTS_STAMP) $(FRAMEWORKS_STAMP) $(AIDER_STAMP) $(RAY_STAMP)
 	$(BIN)/python -m pytest -q -rs tests/integration/test_openai_clients.py tests/integration/test_agents.py \
 		tests/integration/test_sdk_clients.py \
+		tests/integration/test_frameworks.py \
 		tests/integration/test_openai_schema.py tests/integration/test_guidellm.py \
 		tests/integration/test_routers.py
 

@@ -7,14 +7,15 @@ from _checkout import ROOT
 
 READ = "read"
 DOES_NOT_APPLY = "-"
-SHOWN = {READ: READ, DOES_NOT_APPLY: "–"}
+NOT_TRIED = "not tried"
+SHOWN = {READ: READ, DOES_NOT_APPLY: "–", NOT_TRIED: NOT_TRIED}
 FILE = ROOT / "docs" / "clients.yaml"
 COLUMNS = ("starts", "streams", "tools", "second turn", "images refused clearly", "cancel")
 HEADER = ("Client", *COLUMNS)
 
 
 def load() -> dict[str, dict[str, str]]:
-    """Return what shows each column of each client: the id of a test, READ or DOES_NOT_APPLY."""
+    """Return what shows each column of each client: the id of a test, or a key of SHOWN."""
     clients: dict[str, dict[str, str]] = yaml.safe_load(FILE.read_text(encoding="utf-8"))
     return clients
 

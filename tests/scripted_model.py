@@ -100,7 +100,7 @@ class ScriptedModel(Backend):
 
 
 @contextlib.contextmanager
-def serving(model: ScriptedModel) -> Iterator[str]:
+def serving(model: Backend) -> Iterator[str]:
     """Serve a model on a free port; yields the URL."""
     port = free_port()
     config = uvicorn.Config(
