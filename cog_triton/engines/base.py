@@ -25,7 +25,7 @@ LEAST_LOG_PROB = -9999.0  # stands for the logarithm of 0, which JSON has no num
 _ENGINES = {  # imported only when chosen: not all of their libraries need be installed
     "llmapi": "cog_triton.engines.llm_api:TensorrtLlmEngine",
     "simulated": "cog_triton.engines.simulated:SimulatedEngine.from_parameters",
-    "transformers": "cog_triton.engines.transformers:create_transformers_engine",
+    "transformers": "cog_triton.engines.transformers_start:create_transformers_engine",
     "vllm": "cog_triton.engines.vllm:VllmEngine",
 }
 

@@ -1,5 +1,11 @@
 """The postprocessing model: token ids to text, one response at a time."""
 
+import logging
+import re
+import threading
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,6 +15,10 @@ from cog_triton.models import stub
 from cog_triton.models.stub import Array, Inputs
 from cog_triton.text.detokenizer import decode_delta
 from cog_triton.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+LATE_SECONDS = 15.0  # after the model is ready
 
 
 def decoded(tokenizer: Tokenizer, inputs: Inputs, *, skip_special_tokens: bool = True) -> Array:
@@ -49,19 +59,69 @@ def decoded(tokenizer: Tokenizer, inputs: Inputs, *, skip_special_tokens: bool =
     return np.array(texts, np.object_)
 
 
+class LateTokenizer:
+    """The tokenizer, loaded for the first response, or after a while.
+
+    Its import takes two seconds of a processor. While a deployment starts, the engine's process needs them
+    more: clients that decode by themselves, as this project's do, never ask for this model.
+    """
+
+    def __init__(self, load: Callable[[], Tokenizer], seconds: float = LATE_SECONDS) -> None:
+        self._load = load
+        self._lock = threading.Lock()
+        self._tokenizer: Tokenizer = None
+        self._timer = threading.Timer(seconds, self._load_quietly)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def get(self) -> Tokenizer:
+        with self._lock:
+            if self._tokenizer is None:
+                self._tokenizer = self._load()
+            return self._tokenizer
+
+    def close(self) -> None:
+        self._timer.cancel()
+
+    def _load_quietly(self) -> None:
+        try:
+            self.get()
+        except Exception:  # the next request tries again, and gets the error
+            logger.exception("the tokenizer of postprocessing could not be loaded")
+
+
+def is_checked_by_preprocessing(model_directory: Path, parameters: Mapping[str, str]) -> bool:
+    """Return whether the model preprocessing, beside this one, fails to load if the tokenizer does."""
+    try:
+        text = (model_directory.parent / "preprocessing" / "config.pbtxt").read_text("utf-8")
+    except OSError:
+        return False
+    found = {}
+    for name in ("tokenizer_dir", "trust_remote_code"):
+        value = re.search(rf'key: "{name}"\s+value:? {{\s*string_value: "([^"]*)"', text)
+        found[name] = "" if value is None else value[1]
+    return all(parameters.get(name, "") == value for name, value in found.items())
+
+
 class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         _, parameters = stub.begin(args)
-        self._tokenizer = stub.tokenizer(parameters)
+        self._tokenizer = LateTokenizer(partial(stub.tokenizer, parameters))
+        if not is_checked_by_preprocessing(Path(args["model_repository"]), parameters):
+            self._tokenizer.get()
         self._skip = parameters.get("skip_special_tokens", "true") == "true"
 
     def execute(self, requests: list[Any]) -> list[Any]:
         return [self._respond(request) for request in requests]
 
+    def finalize(self) -> None:
+        self._tokenizer.close()
+
     def _respond(self, request: Any) -> Any:
         inputs = stub.arrays(request.inputs())
         try:
-            text = decoded(self._tokenizer, inputs, skip_special_tokens=self._skip)
+            tokenizer = self._tokenizer.get()
+            text = decoded(tokenizer, inputs, skip_special_tokens=self._skip)
         except Exception as error:
             return stub.failure("postprocessing", error)
         unchanged = {f"OUT_{name}": value for name, value in inputs.items()}

@@ -17,6 +17,7 @@ from typing import Any
 from cog_triton.errors import ConfigurationError
 from cog_triton.processes import locked
 from cog_triton.request.limits import MOST_CHARACTERS, TextLimits
+from cog_triton.text.transformers_import import list_models_once
 
 _FILES = ("tokenizer*", "vocab*", "*.model", "merges.txt", "tekken.json", "*.tiktoken")
 # 0.1 cannot be imported with protobuf 4 or later, and 0.2.3 needs protobuf 7.
@@ -33,6 +34,7 @@ def without_torch() -> None:
     torch = {"torch": modules["torch"]} if "torch" in modules else {}
     modules["torch"] = None
     try:
+        list_models_once()
         from transformers import AutoTokenizer  # noqa: F401
         from transformers.utils import is_torch_available
 

@@ -1,0 +1,106 @@
+"""Starts the embedded engine without importing what a model on a CPU never uses.
+
+When transformers is imported, it marks functions for torch.compile and looks for torch.distributed. This
+imports PyTorch's compiler and its distributed tensors: 2 of the 7 seconds of processor time that a start of
+the demo model took. The engine compiles nothing and runs in one process, so it goes without them.
+"""
+
+import importlib
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from cog_triton.engines.base import Engine
+from cog_triton.text.transformers_import import list_models_once
+
+COMPILER = "torch._dynamo"
+
+
+def create_transformers_engine(parameters: Mapping[str, str]) -> Engine:
+    """Load the model that the tensorrt_llm model's parameters name, and start an engine on it."""
+    if not may_do_without_compiler(parameters):
+        return _create(parameters)
+    with without_compiler():
+        return _create(parameters)
+
+
+def _create(parameters: Mapping[str, str]) -> Engine:
+    list_models_once()
+    # This imports transformers' models.
+    module = importlib.import_module("cog_triton.engines.transformers")
+    engine: Engine = module.create_transformers_engine(parameters)
+    return engine
+
+
+def may_do_without_compiler(parameters: Mapping[str, str]) -> bool:
+    """Return whether a plain checkpoint runs on the CPU here.
+
+    Libraries of quantizations and of adapters, kernels for GPUs and code that a model brings may use the
+    compiler.
+    """
+    if parameters.get("trust_remote_code") == "true" or parameters.get("lora_prefetch_dir"):
+        return False
+    try:
+        config = json.loads(Path(parameters["model"], "config.json").read_bytes())
+    except (OSError, ValueError):
+        return False
+    if "quantization_config" in config:
+        return False
+    device = parameters.get("device", "auto")
+    if device == "auto":
+        import torch
+
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return device == "cpu"
+
+
+@contextmanager
+def without_compiler() -> Iterator[None]:
+    """Import transformers and load a model without torch.compile and torch.distributed.
+
+    What is imported meanwhile takes no notice of the compiler. Afterwards, it can be imported as ever.
+    """
+    import torch
+
+    if COMPILER in sys.modules:
+        yield
+        return
+    disable = torch.compiler.disable
+    is_available = torch.distributed.is_available
+    stand_in = _compiler_stand_in(Path(torch.__file__).with_name("_dynamo"))
+    patched: Any = torch
+    sys.modules[COMPILER] = stand_in
+    patched.compiler.disable = _as_it_is
+    patched.distributed.is_available = lambda: False  # transformers looks once
+    try:
+        yield
+    finally:
+        patched.compiler.disable = disable
+        patched.distributed.is_available = is_available
+        if sys.modules.get(COMPILER) is stand_in:
+            del sys.modules[COMPILER]
+
+
+def _compiler_stand_in(directory: Path) -> ModuleType:
+    """Return a module in place of torch._dynamo: its modules are the real ones, its marks do nothing."""
+
+    class StandIn(ModuleType):
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            return _as_it_is
+
+    stand_in = StandIn(COMPILER)
+    stand_in.__path__ = [str(directory)]
+    return stand_in
+
+
+def _as_it_is(function: Any = None, *_: Any, **__: Any) -> Any:
+    """Return a function unchanged, as a decorator with options or without."""
+    if function is None:
+        return lambda decorated: decorated
+    return function

@@ -1,0 +1,72 @@
+"""A start on a CPU does without PyTorch's compiler, and leaves it usable."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cog_triton.engines.transformers_start import may_do_without_compiler
+from tests.support import ROOT
+
+PROGRAM = """
+import sys
+from cog_triton.engines.base import create_engine
+
+engine = create_engine({"model": sys.argv[1], "device": "cpu", "tokenizer_dir": sys.argv[1]})
+imported = {"torch._dynamo", "torch._inductor", "torch.distributed.tensor"} & set(sys.modules)
+assert not imported, imported
+engine.close()
+
+import torch
+from transformers.utils.import_utils import define_import_structure
+import transformers.models
+
+assert torch.distributed.is_available()
+doubled = torch.compile(lambda x: 2 * x, backend="eager")
+assert doubled(torch.tensor(2)).item() == 4
+assert "torch._dynamo.symbolic_convert" in sys.modules
+print("done")
+"""
+LISTED_ONCE = """
+from transformers.utils import import_utils
+from cog_triton.text.transformers_import import list_models_once
+import transformers
+
+file = transformers.__file__.replace("__init__", "models/__init__")
+expected = import_utils.define_import_structure(file)
+list_models_once()
+assert import_utils.define_import_structure(file) == expected
+assert import_utils.define_import_structure.lists_once
+other = file.replace("models/", "models/llama/")
+assert import_utils.define_import_structure(other)
+print("done")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", [PROGRAM, LISTED_ONCE], ids=["compiler", "listing"])
+def test_in_a_process_of_its_own(program: str, demo_model: Path) -> None:
+    command = [sys.executable, "-c", program, str(demo_model)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout == "done\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("config", "parameters", "expected"),
+    [
+        ({}, {"device": "cpu"}, True),
+        ({}, {"device": "cuda"}, False),
+        ({"quantization_config": {"quant_method": "fp8"}}, {"device": "cpu"}, False),
+        ({}, {"device": "cpu", "trust_remote_code": "true"}, False),
+        ({}, {"device": "cpu", "lora_prefetch_dir": "/adapters"}, False),
+        (None, {"device": "cpu"}, False),
+    ],
+)
+def test_only_a_plain_checkpoint_on_a_cpu(
+    config: object, parameters: dict[str, str], expected: bool, tmp_path: Path
+) -> None:
+    if config is not None:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    assert may_do_without_compiler({"model": str(tmp_path), **parameters}) is expected
