@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import ClassVar
 
+import psutil  # type: ignore[import-untyped, unused-ignore]
 import pytest
 
 from tests.scripted_model import Step
@@ -70,6 +71,9 @@ class Agent:
     def add_mcp_server(self) -> None:
         """Add the MCP server to the configuration that has been written."""
         raise NotImplementedError
+
+    def close(self) -> None:
+        """End what the agent left running."""
 
     def run(self, arguments: Sequence[str], environment: dict[str, str]) -> str:
         """Run the agent to its end, which must be good; return what it printed."""
@@ -360,6 +364,12 @@ class Cline(Agent):
 
     def asks(self, prompt: str) -> list[str]:
         return ["-P", "openai-compatible", "-m", MODEL, prompt]
+
+    def close(self) -> None:
+        """End its daemon, which outlives the command and has the directory as an argument."""
+        for process in psutil.process_iter(["cmdline"]):
+            if str(self._directory) in (process.info["cmdline"] or ()):
+                process.kill()
 
 
 AGENTS: dict[str, type[Agent]] = {

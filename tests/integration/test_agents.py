@@ -4,6 +4,7 @@
 """
 
 import base64
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,8 +22,10 @@ EVERY_AGENT = pytest.mark.parametrize("agent", list(AGENTS), indirect=True)
 
 
 @pytest.fixture
-def agent(request: pytest.FixtureRequest, tmp_path: Path) -> Agent:
-    return AGENTS[request.param](tmp_path)
+def agent(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Agent]:
+    agent = AGENTS[request.param](tmp_path)
+    yield agent
+    agent.close()
 
 
 @pytest.fixture
