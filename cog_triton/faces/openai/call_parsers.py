@@ -557,8 +557,15 @@ class RecipientParser(Parser):
     def __init__(self, new_id: NewId, prompt: str, schemas: Schemas) -> None:
         super().__init__(None, new_id)
         self._recipients = (self.ALL, *schemas)
-        if prompt.rstrip().endswith(self.MARK):
+        self._unwritten = prompt.rstrip().endswith(self.MARK)  # the mark, by the model
+        if self._unwritten:
             self._held = self.MARK
+
+    def _piece(self, kind: Kind, text: str) -> Piece:
+        if self._unwritten and text.startswith(self.MARK):
+            text = text.removeprefix(self.MARK)
+        self._unwritten = False
+        return super()._piece(kind, text)
 
     def _begins(self, _mark: str, rest: str) -> bool | None:
         answers = [is_begun(rest, recipient + "\n") for recipient in self._recipients]

@@ -377,6 +377,14 @@ ANSWERS: list[tuple[str, str, str, str, list[Any]]] = [
         [PARIS, TIME],
     ),
     (
+        "llama",
+        "Llama 3.1, a list",
+        '[{"name": "weather", "parameters": {"city": "Paris", "days": 2}}, '
+        '{"name": "time", "parameters": {}}]',
+        "",
+        [PARIS, TIME],
+    ),
+    (
         "unknown",
         "xLAM",
         '[{"name": "weather", "arguments": {"city": "Paris", "days": 2}}, '
