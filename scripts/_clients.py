@@ -1,4 +1,4 @@
-"""The table of clients in docs/openai.md, from docs/clients.yaml."""
+"""The table of clients in docs/openai/agents.md, from docs/clients.yaml."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from cog_triton.settings import Settings
 HEADER = ("Variable", "Type", "Default", "Description")
 PAGES = (
     ROOT / "docs" / "configuration.md",
-    ROOT / "docs" / "openai.md",
+    ROOT / "docs" / "openai" / "agents.md",
     ROOT / "docs" / "operations.md",
     ROOT / "triton_model_repo" / "README.md",
 )

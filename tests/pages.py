@@ -52,6 +52,11 @@ class Block:
         return f"{self.page.relative_to(ROOT)}:{self.line}"
 
 
+def pages_of(page: Path) -> list[Path]:
+    """The page, and those in the folder of its name, whose commands continue its own on one server."""
+    return [page, *(other for other in PAGES if other.parent == page.with_suffix(""))]
+
+
 def blocks(page: Path) -> list[Block]:
     """The blocks of commands of a page, in order."""
     text = page.read_text(encoding="utf-8")

@@ -19,7 +19,7 @@ import pytest
 
 from cog_triton.settings import read_settings
 from cog_triton.weights.gguf import converted
-from tests.pages import PAGES, Block, blocks
+from tests.pages import PAGES, Block, blocks, pages_of
 from tests.support import ROOT, START_TIMEOUT, free_port, wait_until
 from tools import smollm2
 
@@ -173,13 +173,20 @@ def opened(checkout: Path, directory: Path) -> Iterator[Terminal]:
         terminal.close()
 
 
+FIRST_PAGES = [page for page in PAGES if not page.parent.with_suffix(".md").exists()]
+
+
+def runs(page: Path) -> bool:
+    return any(block.runs for other in pages_of(page) for block in blocks(other))
+
+
 @pytest.mark.parametrize(
     "page",
-    [page for page in PAGES if any(block.runs for block in blocks(page))],
+    [page for page in FIRST_PAGES if runs(page)],
     ids=lambda page: str(page.relative_to(ROOT)),
 )
 def test_the_commands_of_a_page_run_as_printed(page: Path, checkout: Path, tmp_path: Path) -> None:
-    typed = [block for block in blocks(page) if block.runs]
+    typed = [block for other in pages_of(page) for block in blocks(other) if block.runs]
     if any("smollm2" in block.needs for block in typed):
         provide_smollm2(checkout)
     with opened(checkout, tmp_path) as terminal:

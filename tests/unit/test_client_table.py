@@ -1,4 +1,4 @@
-"""Each cell of the table of clients in docs/openai.md names a test that exists."""
+"""Each cell of the table of clients in docs/openai/agents.md names a test that exists."""
 
 import ast
 import subprocess
