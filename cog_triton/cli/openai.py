@@ -4,6 +4,7 @@ import argparse
 import os
 from pathlib import Path
 
+from cog_triton.cli.logs import set_up_log
 from cog_triton.cli.options import (
     Variables,
     add_host,
@@ -104,6 +105,7 @@ def run(options: Options) -> int:
     # Else gRPC says of each process that is started that it cannot prepare for it.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     port = port_of(options.port, 3000)
+    set_up_log()
     if options.triton_endpoint is None:
         check_device()
     from cog_triton.faces.openai.server import run as serve

@@ -3,6 +3,7 @@
 import argparse
 import importlib.util
 
+from cog_triton.cli.logs import set_up_log
 from cog_triton.cli.options import (
     Variables,
     add_model,
@@ -105,6 +106,7 @@ def check_dynamo() -> None:
 def run(options: Options) -> int:
     """Serve until SIGTERM or Ctrl-C."""
     check_dynamo()
+    set_up_log()
     from cog_triton.faces.dynamo.worker import run as serve
 
     return serve(options)

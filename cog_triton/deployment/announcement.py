@@ -20,6 +20,7 @@ from cog_triton.text.tokenizer import Tokenizer
 # The command line shows this logger's lines for good; see cog_triton/faces/terminal/serving.py.
 logger = logging.getLogger(__name__)
 
+DEMO_MANIFEST = "demo.json"  # of the demo model
 LISTED_END_TOKENS = 8
 RAW_PROMPT = "{prompt}"  # the prompt template that changes nothing
 LONGEST_HEADER = 100_000_000  # bytes, as safetensors itself has it
@@ -51,10 +52,11 @@ class Served:
     context_length: int | None = None
     end_tokens: tuple[str, ...] = ()
     template: str = "no chat template"
+    is_demo: bool = False
 
     def line(self) -> str:
         """Return it as one line."""
-        about = []
+        about = ["toy demo model"] if self.is_demo else []
         if self.checkpoint.family:
             about.append(self.checkpoint.family)
         if self.checkpoint.parameters:
@@ -92,7 +94,8 @@ def served(
         template: what ``template_of`` says.
     """
     directory = variables.get("engine_dir" if engine == "tensorrtllm" else "model")
-    checkpoint = read_checkpoint(Path(str(directory)))
+    checkpoint_directory = Path(str(directory))
+    checkpoint = read_checkpoint(checkpoint_directory)
     if engine == "simulated":  # it has the tokenizer of the model only
         checkpoint = Checkpoint()
     return Served(
@@ -104,7 +107,13 @@ def served(
         context_length=context_length,
         end_tokens=texts_of(end_tokens, tokenizer),
         template=template,
+        is_demo=engine != "simulated" and is_demo_model(checkpoint_directory),
     )
+
+
+def is_demo_model(directory: Path) -> bool:
+    """Return whether a directory holds the demo model that comes with the package."""
+    return (directory / DEMO_MANIFEST).is_file()
 
 
 def device_of(engine: str, variables: Mapping[str, object]) -> str | None:
@@ -162,8 +171,7 @@ def uses_chat_template_for_prompts(settings: Settings, tokenizer: Tokenizer) -> 
     """
     if settings.prompt_template is not None:
         return False
-    demo = Path(settings.tokenizer_dir, "demo.json").is_file()
-    return has_chat_template(tokenizer) and not demo
+    return has_chat_template(tokenizer) and not is_demo_model(Path(settings.tokenizer_dir))
 
 
 def read_checkpoint(directory: Path) -> Checkpoint:

@@ -293,9 +293,12 @@ def test_predict_in_a_pipe_prints_the_answer_alone(demo_model: Path) -> None:
     done = script("run_prediction.py", *inputs, environ=environment)
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{ANSWER}\n"
-    what, seed, figures = done.stderr.splitlines()
+    first, *progress, seed, figures = done.stderr.splitlines()
+    assert first == "starting Triton ..."
+    assert any(line.startswith("tensorrt_llm loaded in ") for line in progress)
+    (what,) = [line for line in progress if line.startswith("serving ")]
     assert re.fullmatch(
-        r"serving \S+ \(llama, \d+K parameters\) on transformers, cpu, float32; "
+        r"serving \S+ \((toy demo model, )?llama, \d+K parameters\) on transformers, cpu, float32; "
         r"context 2,048; ends at </s>; chat template of the tokenizer for messages, prompts as they are",
         what,
     )

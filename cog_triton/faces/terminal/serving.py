@@ -77,7 +77,8 @@ CONVERSION = "cog_triton.weights.gguf"
 class Report(logging.Handler):
     """Lines for a person: warnings, errors, and the progress of this package; all of them at level DEBUG.
 
-    With ``machine`` each is an object of JSON; with ``passing`` the next one replaces a line of progress.
+    With ``machine`` each is an object of JSON; with ``passing`` the next one replaces a line of
+    progress on a terminal.
     Colours are for terminals, but for NO_COLOR (https://no-color.org) and TERM=dumb.
     """
 
@@ -130,8 +131,10 @@ class Report(logging.Handler):
             print(start + text, end=end, file=self._stream, flush=True)
 
     def show(self, text: str) -> None:
-        """Show a line of progress, on a terminal."""
-        if self._terminal:
+        """Show a line of progress; on a terminal, in place of the one before."""
+        if not self._terminal:
+            self.write(text)
+        else:
             self._in_progress = True
             self.write(self.paint(DIM, text[: shutil.get_terminal_size().columns - 1]), end="")
             self._in_progress = True

@@ -1,8 +1,8 @@
 """The line of a start that says what is served."""
 
+import io
 import json
 import logging
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from cog_triton.deployment.announcement import (
     served,
     template_of,
 )
-from cog_triton.faces.terminal.serving import ANNOUNCEMENT, CONVERSION, Report
+from cog_triton.faces.terminal.serving import ANNOUNCEMENT, CLEAR_LINE, CONVERSION, Report
 from cog_triton.settings import read_settings
 from cog_triton.text.end_tokens import EndTokens
 from cog_triton.text.tokenizer import load_tokenizer
@@ -214,11 +214,29 @@ def test_parameters_as_people_say_them(number: int, text: str) -> None:
     assert rounded(number) == text
 
 
-def test_the_line_stays_where_others_pass(capsys: pytest.CaptureFixture[str]) -> None:
-    report = Report(sys.stderr, {}, passing=True)
-    for name in ("cog_triton.deployment", announcement.logger.name, gguf.logger.name):
-        record = logging.LogRecord(name, logging.INFO, "", 0, f"by {name}", None, None)
-        report.emit(record)
+class Screen(io.StringIO):
+    """A terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("stream", "expected"),
+    [
+        (Screen(), f"{CLEAR_LINE}by progress{CLEAR_LINE}by {ANNOUNCEMENT}\nby {CONVERSION}\n"),
+        (io.StringIO(), f"by progress\nby {ANNOUNCEMENT}\nby {CONVERSION}\n"),
+    ],
+    ids=["terminal", "pipe"],
+)
+def test_the_line_stays_where_others_pass(stream: io.StringIO, expected: str) -> None:
+    report = Report(stream, {"TERM": "dumb"}, passing=True)
+    for name, text in (
+        ("cog_triton.deployment", "by progress"),
+        (announcement.logger.name, f"by {ANNOUNCEMENT}"),
+        (gguf.logger.name, f"by {CONVERSION}"),
+    ):
+        report.emit(logging.LogRecord(name, logging.INFO, "", 0, text, None, None))
     assert announcement.logger.name == ANNOUNCEMENT
     assert gguf.logger.name == CONVERSION
-    assert capsys.readouterr().err == f"by {ANNOUNCEMENT}\nby {CONVERSION}\n"
+    assert stream.getvalue() == expected
