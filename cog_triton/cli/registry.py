@@ -99,6 +99,11 @@ PACKAGE = (
         failure_status=2,
     ),
     Command(
+        name="doctor",
+        module="cog_triton.cli.doctor",
+        summary="Say what this machine has for serving, and what is missing",
+    ),
+    Command(
         name="completion",
         module="cog_triton.cli.completion",
         summary="Print a script that completes commands and options in a shell",
