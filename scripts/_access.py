@@ -26,7 +26,14 @@ PASSED_ON = (
 LISTS = ("GET /v1/predictions", f"GET {FILES_PATH}")
 ROUTERS = (completions.router, store.router, batches.router, app.router, messages.router)
 # The pages, and FastAPI's description of the API.
-OPENAI_PAGES = ("/", pages.DOCS_PATH, pages.SCRIPT_PATH, pages.STYLE_PATH, "/openapi.json")
+OPENAI_PAGES = (
+    "/",
+    pages.FORMULAS_PATH,
+    pages.DOCS_PATH,
+    pages.SCRIPT_PATH,
+    pages.STYLE_PATH,
+    "/openapi.json",
+)
 ANYBODY = "anyone who can reach the port"
 WITH_KEY = "anyone with an API key; anyone at all if no keys are configured"
 WITH_LIST_TOKEN = "anyone with `REPLICATE_LIST_TOKEN`; nobody if it is not set"

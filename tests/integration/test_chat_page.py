@@ -181,7 +181,7 @@ def test_thoughts_are_folded_and_calls_are_shown(simulated_tab: Tab, opening: st
     assert thoughts.locator("div").inner_text() == "Hm, <b>hm</b>."
     assert tab.facts()[3] == "tool_calls"
     call = tab.page.locator(".call")
-    assert call.locator("figcaption").inner_text().startswith("call of weather")
+    assert call.locator("figcaption").inner_text().startswith("call to weather")
     assert json.loads(call.locator("code").inner_text()) == {"city": "Paris <b>"}
     # What is written next is the call's result.
     assert tab.page.get_by_placeholder("Result of weather").is_visible()
@@ -267,8 +267,8 @@ def test_a_key_is_asked_for_and_stays_in_the_tab(tab: Tab) -> None:
     tab.page.get_by_role("heading", name="Ask demo").wait_for()
     tab.ask()
     assert tab.text()
-    tab.page.reload()
-    tab.page.get_by_role("heading", name="Ask demo").wait_for()
+    reload(tab)
+    assert tab.page.get_by_label("API key").input_value() == "sk-1"
     assert tab.page.evaluate("[localStorage.length, document.cookie]") == [0, ""]
     assert tab.page.context.cookies() == []
 
@@ -329,6 +329,82 @@ def test_the_browser_refuses_what_a_page_must_not_do(
         }
 
 
+# What the browser keeps
+
+
+def shown(tab: Tab) -> list[str]:
+    """The texts of the turns, and what is said below the answers."""
+    return [*tab.page.locator("#log > *").all_inner_texts(), *tab.facts()]
+
+
+def reload(tab: Tab) -> None:
+    tab.page.reload()
+    tab.ended()
+
+
+def test_a_reload_keeps_the_chat_and_the_settings(tab: Tab) -> None:
+    tab.set(Temperature=0, Max_tokens=3, System_prompt="Be brief.")
+    tab.ask("Hello")
+    tab.ask("Thanks")
+    before = shown(tab)
+    reload(tab)
+    assert shown(tab) == before
+    assert tab.page.get_by_role("button", name="Regenerate").count() == 1
+    tab.page.get_by_role("button", name="Regenerate").click()
+    tab.ended()
+    assert tab.bodies[2] == tab.bodies[1]  # the system prompt and the parameters among it
+    tab.ask("More")
+    roles = [message["role"] for message in tab.bodies[3]["messages"]]
+    assert roles == ["system", "user", "assistant", "user", "assistant", "user"]
+    tab.page.get_by_role("button", name="New chat").click()
+    assert tab.page.evaluate("sessionStorage.getItem('chat')") is None
+    tab.page.reload()
+    tab.page.get_by_role("heading", name="Ask demo").wait_for()
+    assert tab.page.locator("article").count() == 0
+    assert tab.page.get_by_label("System prompt").input_value() == "Be brief."
+    assert tab.page.evaluate("localStorage.length") == 0
+
+
+def test_a_reload_keeps_thoughts_calls_and_their_results(simulated_tab: Tab, opening: str) -> None:
+    tab = simulated_tab
+    tab.set(Further_fields={"tools": TOOLS})
+    tab.ask(opening)
+    before = shown(tab)
+    reload(tab)
+    assert shown(tab) == before
+    assert tab.page.locator("article details summary").inner_text().startswith("Thought for ")
+    assert tab.page.locator(".call figcaption").inner_text().startswith("call to weather")
+    assert tab.page.get_by_placeholder("Result of weather").is_visible()
+    tab.ask("21 degrees")
+    *_, answer, result = tab.bodies[1]["messages"]
+    assert result["tool_call_id"] == answer["tool_calls"][0]["id"]
+    reload(tab)
+    assert "21 degrees" in tab.page.locator(".tool").inner_text()
+
+
+def test_a_reload_keeps_what_came_of_an_answer(simulated_tab: Tab) -> None:
+    tab = simulated_tab
+    tab.set(Max_tokens=900_000, Further_fields={"ignore_eos": True})
+    tab.send("Go")
+    tab.page.locator("article .text > *").first.wait_for()
+    reload(tab)
+    assert tab.facts()[1] == "interrupted"
+    assert tab.text()
+    assert tab.page.get_by_role("button", name="Stop").is_hidden()
+
+
+def test_a_chat_that_has_no_room_is_said_to_have_none(tab: Tab) -> None:
+    tab.set(Temperature=0, Max_tokens=3)
+    full = "() => { Storage.prototype.setItem = () => { throw new DOMException('full'); }; }"
+    tab.page.evaluate(full)
+    tab.ask("Hello")
+    note = tab.page.get_by_role("alert").filter(has_text="too long for the browser")
+    assert note.is_visible()
+    assert tab.text()
+    tab.page.get_by_role("button", name="New chat").click()
+    assert note.is_hidden()
+
+
 # The reference at /docs
 
 
@@ -349,6 +425,113 @@ def test_the_reference_works_without_a_network(browser: Browser, server: OpenAIS
 
 
 # How it looks
+
+
+def test_the_demo_model_is_said_to_be_a_toy(tab: Tab) -> None:
+    note = tab.page.get_by_text("This is the demo model, a toy")
+    assert note.is_visible()
+    cards = {"data": [{"id": "real", "max_model_len": 9}]}
+    tab.page.route("**/v1/models", lambda route: route.fulfill(json=cards))
+    tab.page.reload()
+    tab.page.get_by_role("heading", name="Ask real").wait_for()
+    assert note.is_hidden()
+
+
+FORMULA = r"$$\int_0^1 x^2\,dx$$ and $\frac{a}{b}$ and $\href{javascript:window.hit=1}{x}$"
+
+
+def test_formulas_are_shown_under_the_policy_of_the_page(tab: Tab) -> None:
+    show = "text => showMarkdown($('log').appendChild(element('div', {id: 'here'})), text)"
+    tab.page.evaluate(show, FORMULA)
+    assert tab.page.locator("#here math").count() >= 2
+    assert tab.page.locator("#here math mfrac").count() == 1
+    assert tab.page.locator("#here a").count() == 0
+
+
+DESKTOP = {"viewport": {"width": 1200, "height": 800}}
+PHONE = {"viewport": {"width": 320, "height": 640}, "has_touch": True, "is_mobile": True}
+LONG_NAME = "meta-llama/Llama-3.1-8B-Instruct"
+# Links in a text are as large as its lines; a thing that is not shown has no size.
+SMALL = """() => [...document.querySelectorAll("button, select, input, textarea, summary")]
+    .map((node) => [node.id || node.textContent, node.getBoundingClientRect()])
+    .filter(([, box]) => box.width && (box.width < 44 || box.height < 44)).map(([name]) => name)"""
+
+
+@contextmanager
+def looked_at(browser: Browser, server: OpenAIServer, **look: Any) -> Iterator[Tab]:
+    """A tab on a screen of another kind."""
+    context = browser.new_context(**look)
+    context.set_default_timeout(BROWSER_MS)
+    tab = Tab(context.new_page())
+    try:
+        tab.open(server.url)
+        yield tab
+        assert tab.complaints == []
+    finally:
+        context.close()
+
+
+def states(tab: Tab, opening: str) -> Iterator[str]:
+    """Bring the page into its states, one after the other."""
+    yield "nothing asked"
+    tab.ask(opening)
+    yield "an answer with thoughts, code and a call"
+    tab.page.locator("article details summary").click()
+    yield "thoughts that are open"
+    if tab.page.locator("#settings").is_hidden():
+        tab.page.get_by_role("button", name="Settings").click()
+    tab.set(JSON_schema="{")
+    yield "settings with a mistake"
+
+
+@pytest.mark.parametrize(
+    ("screen", "scheme"),
+    [
+        pytest.param(DESKTOP, "light", id="desktop, light"),
+        pytest.param(DESKTOP, "dark", id="desktop, dark", marks=pytest.mark.rare),
+        pytest.param(PHONE, "light", id="phone, light", marks=pytest.mark.rare),
+        pytest.param(PHONE, "dark", id="phone, dark"),
+    ],
+)
+def test_axe_finds_nothing(
+    browser: Browser, simulated: OpenAIServer, opening: str, screen: Any, scheme: str
+) -> None:
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
+    with looked_at(browser, simulated, color_scheme=scheme, **screen) as tab:
+        for state in states(tab, opening):
+            found = axe.run(tab.page).response
+            assert len(found["passes"]) > 10  # it has looked
+            assert [(state, fault["id"], fault["nodes"]) for fault in found["violations"]] == []
+
+
+def test_a_finger_meets_every_control(
+    browser: Browser, simulated: OpenAIServer, opening: str
+) -> None:
+    with looked_at(browser, simulated, **PHONE) as tab:
+        for state in states(tab, opening):
+            assert tab.page.evaluate(SMALL) == [], state
+            assert tab.page.evaluate("document.documentElement.scrollWidth") <= 320, state
+
+
+def test_the_models_name_is_legible_on_a_small_phone(
+    browser: Browser, simulated: OpenAIServer
+) -> None:
+    with looked_at(browser, simulated, **PHONE) as tab:
+        cards = {"data": [{"id": LONG_NAME, "max_model_len": 9}]}
+        tab.page.route("**/v1/models", lambda route: route.fulfill(json=cards))
+        tab.page.reload()
+        tab.page.get_by_role("heading", name=f"Ask {LONG_NAME}").wait_for()
+        box = tab.page.get_by_label("Model", exact=True).bounding_box()
+        assert box is not None
+        assert box["x"] >= 0
+        assert box["x"] + box["width"] <= 320
+        width = """select => {
+            const context = document.createElement("canvas").getContext("2d");
+            context.font = getComputedStyle(select).font;
+            return context.measureText(select.value).width;
+        }"""
+        needed = tab.page.get_by_label("Model", exact=True).evaluate(width)
+        assert needed + 30 <= box["width"]  # with the arrow
 
 
 @pytest.mark.rare

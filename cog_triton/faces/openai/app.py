@@ -5,6 +5,7 @@ import re
 import secrets
 from collections.abc import Mapping
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -19,6 +20,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import cog_triton
+from cog_triton.deployment.announcement import is_demo_model
 from cog_triton.errors import CogTritonError, shown
 from cog_triton.faces.openai import batches, completions, messages, pages, store
 from cog_triton.faces.openai.errors import MESSAGES_PATH, ApiError, invalid, no_embeddings
@@ -41,7 +43,7 @@ router = APIRouter()
 logger = logging.getLogger("cog_triton.faces.openai.operation")  # as docs/openai.md shows its lines
 _USABLE_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 # Pages of this package, which have no content of the model's. They ask for a key themselves.
-_PAGES = frozenset({"/", pages.DOCS_PATH, pages.SCRIPT_PATH, pages.STYLE_PATH})
+_PAGES = frozenset({"/", pages.FORMULAS_PATH, pages.DOCS_PATH, pages.SCRIPT_PATH, pages.STYLE_PATH})
 # Paths that need no key: the pages, and what orchestrators ask.
 OPEN = _PAGES | {"/ping", "/health", "/health/live", "/health/ready"}
 MODELS_PATH, ANTHROPIC_VERSION = "/v1/models", "anthropic-version"
@@ -76,7 +78,7 @@ def create_app(served: Served) -> FastAPI:
         app.include_router(own, responses=ERRORS)
     app.include_router(messages.router, responses=MESSAGE_ERRORS)
     if served.settings.chat_page:
-        app.add_api_route("/", pages.chat_page, include_in_schema=False)
+        pages.add_chat(app)
     pages.add_docs(app)
     app.add_middleware(Calls, served=served)
     origins = origins_of(settings.allowed_origins)
@@ -161,7 +163,7 @@ def _anthropic_card(served: Served, name: str) -> dict[str, Any]:
 
 def _card(served: Served, name: str) -> dict[str, Any]:
     own = name in served.models
-    return {
+    card = {
         "id": name,
         "object": "model",
         "created": served.created,
@@ -170,6 +172,9 @@ def _card(served: Served, name: str) -> dict[str, Any]:
         "parent": None if own else served.models[0],
         "max_model_len": served.backend.context_length,
     }
+    if is_demo_model(Path(served.settings.tokenizer_dir)):
+        card["toy"] = True  # for the chat page
+    return card
 
 
 @router.post("/v1/embeddings")

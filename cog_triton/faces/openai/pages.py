@@ -13,7 +13,8 @@ from pathlib import Path
 from fastapi import FastAPI, Request
 from fastapi.responses import FileResponse, HTMLResponse
 
-PAGE = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+FORMULAS_FILE = Path(__file__).parent / "vendor" / "temml-0.13.5.min.js"  # LaTeX to MathML
+FORMULAS_PATH = "/page/temml.js"
 _HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
@@ -66,20 +67,32 @@ start();
 """
 
 
+def integrity(content: bytes) -> str:
+    """Return the hash of a script, as a page's policy and the attribute ``integrity`` have it."""
+    return "sha256-" + base64.b64encode(hashlib.sha256(content).digest()).decode()
+
+
+PAGE = (
+    Path(__file__)
+    .with_name("page.html")
+    .read_text(encoding="utf-8")
+    .replace("TEMML_INTEGRITY", integrity(FORMULAS_FILE.read_bytes()))
+)
+
+
 def _source_of_inline(tag: str, page: str) -> str:
     """Return the source, for a policy, of the one element with this tag that has a text."""
     (content,) = re.findall(f"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
-    digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
-    return f"'sha256-{digest}'"
+    return f"'{integrity(content.encode())}'"
 
 
 def page_policy(page: str) -> str:
-    """Return the policy that lets the chat page run its own script and style, and ask its own server."""
+    """Return the policy that lets the chat page run its own scripts and style, and ask its own server."""
     rules = [
         "default-src 'none'",
         "connect-src 'self'",
         "img-src data:",
-        f"script-src {_source_of_inline('script', page)}",
+        f"script-src {_source_of_inline('script', page)} '{integrity(FORMULAS_FILE.read_bytes())}'",
         f"style-src {_source_of_inline('style', page)}",
         *_ISOLATION,
         # No text becomes HTML: what could make it so is refused.
@@ -112,8 +125,17 @@ def add_docs(app: FastAPI) -> None:
     app.add_route(STYLE_PATH, docs_style, include_in_schema=False)
 
 
-async def chat_page() -> HTMLResponse:
+def add_chat(app: FastAPI) -> None:
+    app.add_route("/", chat_page, include_in_schema=False)
+    app.add_route(FORMULAS_PATH, formulas, include_in_schema=False)
+
+
+async def chat_page(_: Request) -> HTMLResponse:
     return HTMLResponse(PAGE, headers=PAGE_HEADERS)
+
+
+async def formulas(_: Request) -> FileResponse:
+    return FileResponse(str(FORMULAS_FILE), media_type="text/javascript", headers=_HEADERS)
 
 
 async def docs_page(_: Request) -> HTMLResponse:

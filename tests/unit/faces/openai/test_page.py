@@ -4,12 +4,22 @@ import re
 
 import pytest
 
-from cog_triton import cli
+from cog_triton import ROOT, cli
 from cog_triton.cli import serve
 from cog_triton.faces.openai import server
-from cog_triton.faces.openai.pages import DOCS_PATH, PAGE, PAGE_HEADERS, SCRIPT_PATH, STYLE_PATH
+from cog_triton.faces.openai.pages import (
+    DOCS_PATH,
+    FORMULAS_PATH,
+    PAGE,
+    PAGE_HEADERS,
+    SCRIPT_PATH,
+    STYLE_PATH,
+    integrity,
+)
 from cog_triton.settings import read_settings
 from tests.unit.faces.openai.support import Backend, ask
+
+DEMO = ROOT / "cog_triton" / "demo"
 
 
 def test_it_is_the_root() -> None:
@@ -34,6 +44,24 @@ def test_the_reference_loads_its_own_files_alone() -> None:
         assert reply.status_code == 200
         assert reply.headers["content-type"].startswith(kind)
         assert len(reply.content) > 100_000
+
+
+def test_the_library_of_formulas_is_the_one_that_the_page_names() -> None:
+    reply = ask(Backend(OPENAI_API_KEYS="sk-a"), "GET", FORMULAS_PATH)
+    assert reply.headers["content-type"].startswith("text/javascript")
+    assert f'integrity="{integrity(reply.content)}"' in PAGE
+    policy = PAGE_HEADERS["Content-Security-Policy"]
+    (scripts,) = re.findall("script-src ([^;]+)", policy)
+    assert f"'{integrity(reply.content)}'" in scripts
+    assert "self" not in scripts
+    assert "unsafe" not in policy
+    assert ask(Backend(CHAT_PAGE="false"), "GET", FORMULAS_PATH).status_code == 404
+
+
+@pytest.mark.parametrize(("directory", "toy"), [(str(DEMO), True), ("/nowhere", None)])
+def test_the_demo_model_is_called_a_toy(directory: str, toy: bool | None) -> None:
+    cards = ask(Backend(TOKENIZER=directory), "GET", "/v1/models").json()["data"]
+    assert [card.get("toy") for card in cards] == [toy] * len(cards)
 
 
 def test_the_commands_flag_turns_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
