@@ -37,7 +37,7 @@ VLLM_ANSWERS := $(addprefix tests/integration/test_generation.py::, \
 		test_a_seed_is_drawn_logged_and_gives_the_same_text_again)
 
 .PHONY: setup setup-dev predict serve openai scale test test-all test-unit test-clients test-vllm \
-	test-dynamo demo-model bench bench-gpu soak lint fix docs site lock audit clean
+	test-dynamo demo-model bench bench-gpu soak lint fix docs site lock audit release clean
 
 setup: $(STAMP)
 
@@ -207,6 +207,16 @@ audit: $(DEVELOPED)
 	$(BIN)/pip-audit --requirement requirements/image.txt --require-hashes --disable-pip \
 		--progress-spinner off $(patsubst %:,--ignore-vuln=%,$(shell grep -oE '^[A-Z]+-[^:]+:' requirements/audit.yaml))
 
+# The wheel and the source archive, checked, in dist/; publishing them is left to a person. See CONTRIBUTING.md.
+release: $(DEVELOPED)
+	rm -rf dist build
+	$(BIN)/python -m build --outdir dist .
+	$(BIN)/twine check --strict dist/*
+	@version=$$($(BIN)/python -c "import cog_triton; print(cog_triton.__version__)"); \
+		echo "dist/ has cog-triton $$version; next:"; \
+		echo "  git tag --annotate v$$version --message 'cog-triton $$version' && git push origin v$$version"; \
+		echo "  $(BIN)/twine upload dist/*"
+
 clean:
-	rm -rf .venv .venv-* .cog artifacts build .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf .venv .venv-* .cog artifacts build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,7 +1,8 @@
-"""A Cog predictor that runs Triton Inference Server with TensorRT-LLM as a subprocess."""
+"""A large language model on NVIDIA Triton, with the APIs of OpenAI, Anthropic, Replicate and Cog."""
 
 from pathlib import Path
 
+# The version of the project, which the wheel and the chart of deploy/helm have as well.
 __version__ = "0.1.0"
 
 _PACKAGE = Path(__file__).resolve().parent

@@ -32,7 +32,7 @@ SHARED_MEMORY_GIB = 1.0  # that the stubs of a busy server may take
 CACHE_GIB = 20.0
 INSTALLATIONS = {
     "tensorrtllm": "run in NVIDIA's image nvcr.io/nvidia/tritonserver:26.07-trtllm-python-py3",
-    "llmapi": "pip install 'cog-triton[gpu]' --extra-index-url https://pypi.nvidia.com",
+    "llmapi": "pip install 'cog-triton[tensorrt-llm]' --extra-index-url https://pypi.nvidia.com",
     "vllm": "pip install 'cog-triton[vllm]'",
     "transformers": (
         "pip install 'cog-triton[local]' --extra-index-url https://download.pytorch.org/whl/cpu"

@@ -23,8 +23,7 @@ BUILD = ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE")
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of the environment's commands."""
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("wheel")
     source = directory / "source"
     source.mkdir()
@@ -32,10 +31,17 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, source / name)
     pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(directory)]
     subprocess.run([*pip, str(source)], check=True, timeout=900)
+    shutil.rmtree(source)
     (wheel,) = directory.glob("*.whl")
+    return wheel
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path) -> Path:
+    """The directory of the environment's commands."""
+    directory = wheel.parent
     script = [f"{ROOT}/scripts/install.sh", f"{directory}/venv", f"{wheel}[local]"]
     subprocess.run(script, env={**os.environ, "PYTHON": sys.executable}, check=True, timeout=900)
-    shutil.rmtree(source)
     return directory / "venv" / "bin"
 
 
@@ -135,3 +141,34 @@ def test_templates_that_are_filled_are_launched(installed: Path, empty: Path) ->
         body = {"text_input": QUESTION, "max_tokens": 10, "exclude_input_in_output": True}
         answer = httpx.post(url, json=body, timeout=60, trust_env=False).json()
         assert answer["text_output"].startswith(ANSWER)
+
+
+@pytest.mark.parametrize("minor", [10, 11, 12, 13])
+def test_a_bare_wheel_in_an_empty_environment(minor: int, wheel: Path, tmp_path: Path) -> None:
+    """Installed as from an index, without an extra: the command works, and says what is missing."""
+    uv = str(Path(sys.executable).with_name("uv"))
+    environment = tmp_path / "venv"
+    made = subprocess.run([uv, "venv", "-q", "--python", f"3.{minor}", environment])
+    if made.returncode:
+        pytest.skip(f"there is no Python 3.{minor}")
+    python = environment / "bin" / "python"
+    subprocess.run([uv, "pip", "install", "-q", "--python", python, wheel], check=True, timeout=900)
+    command = environment / "bin" / "cog-triton"
+    assert output_of(command, "--version", directory=tmp_path).startswith("cog-triton ")
+    assert "doctor" in output_of(command, directory=tmp_path)
+    doctor = subprocess.run([command, "doctor"], cwd=tmp_path, capture_output=True, text=True)
+    assert doctor.returncode == 1, doctor.stderr
+    assert "pip install 'nvidia-pytriton" in doctor.stdout
+    assert "Traceback" not in doctor.stderr
+
+
+@pytest.mark.parametrize("minor", [10, 11, 12, 13])
+@pytest.mark.parametrize("extra", ["local", "vllm"])
+def test_an_extra_resolves(extra: str, minor: int, wheel: Path) -> None:
+    """Nothing of it is installed."""
+    uv = str(Path(sys.executable).with_name("uv"))
+    command = [uv, "pip", "compile", "-q", "--no-header", "--python-version", f"3.{minor}", "-"]
+    requirement = f"cog-triton[{extra}] @ {wheel.as_uri()}"
+    done = subprocess.run(command, input=requirement, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert f"\n{'vllm' if extra == 'vllm' else 'torch'}==" in done.stdout

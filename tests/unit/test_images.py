@@ -101,7 +101,24 @@ def test_compose_publishes_what_the_container_exposes() -> None:
     compose = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text())
     service = compose["services"]["cog-triton"]
     assert [port.split(":")[-1] for port in service["ports"]] == exposed
-    assert read_settings(service["environment"]).openai_port == int(exposed[1])
+    variables = {**service["environment"], "MODEL": ""}
+    assert read_settings(variables).openai_port == int(exposed[1])
+
+
+def test_compose_starts_with_one_command_and_keeps_to_its_schema() -> None:
+    files = [ROOT / "deploy" / name for name in ("compose.yaml", "compose.gpu.yaml")]
+    checker = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec"]
+    checked = subprocess.run([*checker, *map(str, files)], capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stdout
+    # Every variable has a default, so that none must be set.
+    names = re.findall(r"^[^#\n]*\$\{(\w+)(:-)?", files[0].read_text(), re.MULTILINE)
+    assert names
+    assert [name for name, default in names if not default] == []
+    base, gpu = (yaml.safe_load(file.read_text()) for file in files)
+    assert base["services"].keys() == gpu["services"].keys()
+    grace = int(base["services"]["cog-triton"]["stop_grace_period"].removesuffix("s"))
+    settings = read_settings({})
+    assert grace > settings.drain_seconds + settings.stop_timeout
 
 
 # The build context
