@@ -99,7 +99,7 @@ def test_an_error_before_the_first_chunk_has_a_status(stream: bool, case: dict[s
     assert [told["type"], told["code"]] == case["openais"]
     name = replies[1].headers["request-id"]
     assert name == replies[1].headers["x-request-id"]
-    told = {"type": case["anthropics"], "message": "x"}
+    told = {"type": case["anthropics"], "message": case.get("anthropics_text", "x")}
     assert replies[1].json() == {"type": "error", "error": told, "request_id": name}
 
 
