@@ -13,6 +13,7 @@ import pytest
 
 from cog_triton.cli.registry import PACKAGE
 from tests.integration.conftest import ANY_PORTS
+from tests.integration.test_python_versions import interpreter
 from tests.openai_server import ANSWER, MESSAGES, QUESTION
 from tests.support import ROOT, START_TIMEOUT, Server, free_port
 
@@ -148,9 +149,8 @@ def test_a_bare_wheel_in_an_empty_environment(minor: int, wheel: Path, tmp_path:
     """Installed as from an index, without an extra: the command works, and says what is missing."""
     uv = str(Path(sys.executable).with_name("uv"))
     environment = tmp_path / "venv"
-    made = subprocess.run([uv, "venv", "-q", "--python", f"3.{minor}", environment])
-    if made.returncode:
-        pytest.skip(f"there is no Python 3.{minor}")
+    base = interpreter(f"3.{minor}")
+    subprocess.run([uv, "venv", "-q", "--python", base, environment], check=True)
     python = environment / "bin" / "python"
     subprocess.run([uv, "pip", "install", "-q", "--python", python, wheel], check=True, timeout=900)
     command = environment / "bin" / "cog-triton"
