@@ -2,6 +2,7 @@
 
     cache.py       fetch(): directories, tar files, URLs and Hugging Face ids; the cache of tar files
     gguf.py        a GGUF file, converted once to a directory as any other
+    gguf_details.py  what such a file says and transformers does not read
     managed.py     the weights that Cog mounts, by cog.yaml and weights.lock
     download.py    the file of a URL, resumed after a lost connection
     hub.py         repositories of Hugging Face, in its own cache

@@ -11,16 +11,20 @@ import shutil
 import subprocess
 import sys
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from cog_triton.errors import ConfigurationError
 from cog_triton.processes import locked
+from cog_triton.weights.gguf_details import Details, UnreadableDetailError, read_details
 
 logger = logging.getLogger(__name__)
 
 SUFFIX = ".gguf"
+# Of what a conversion makes; another one makes those in the cache anew.
+_REVISION = 2
 MAGIC = b"GGUF"
 _CONVERTED, _UNFINISHED = "model", "unfinished-"
 # Beside a model, files of the same form: what makes tokens of images, and statistics of a quantization.
@@ -91,7 +95,7 @@ def converted(file: Path, cache: Path, dtype: str = "auto") -> Path:
         raise ConfigurationError(f"{file} is not a GGUF file, or cannot be read")
     original = file.resolve()  # in the cache of Hugging Face, a file of no name
     status = original.stat()
-    identity = f"gguf {original} {status.st_size} {status.st_mtime_ns}"
+    identity = f"gguf {_REVISION} {original} {status.st_size} {status.st_mtime_ns}"
     if dtype != "auto":
         identity += f" {dtype}"
     entry = cache.expanduser().absolute() / hashlib.sha256(identity.encode()).hexdigest()
@@ -133,20 +137,58 @@ def _convert_in_process(file: Path, directory: Path, dtype: str) -> None:
 def convert(file: Path, directory: Path, dtype: str) -> None:
     """Write a GGUF file's model as safetensors, with its tokenizer and chat template."""
     check_whole(file)
+    try:
+        details = read_details(file)
+    except UnreadableDetailError as error:
+        sys.exit(
+            f"{error}, which transformers would ignore; take the checkpoint that it was made of"
+        )
     from transformers import AutoModelForCausalLM, AutoTokenizer  # takes seconds
 
     # transformers knows the file by its suffix.
     link = directory.with_name(f"{directory.name}{SUFFIX}")
     link.symlink_to(file.resolve())
     where = {"pretrained_model_name_or_path": str(link.parent), "gguf_file": link.name}
-    model = AutoModelForCausalLM.from_pretrained(**where, dtype=dtype)
+    model, report = AutoModelForCausalLM.from_pretrained(
+        **where, dtype=dtype, output_loading_info=True
+    )
+    _check_weights(model, report, details)
     # The weights are plain numbers now.
     model.hf_quantizer = None
     model.is_quantized = False
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
+    if details.rope is not None:
+        scale_rope(model.config, details.rope)
+    if details.end_tokens:
+        model.generation_config.eos_token_id = list(details.end_tokens)
     model.save_pretrained(directory)
     AutoTokenizer.from_pretrained(**where).save_pretrained(directory)
+
+
+def scale_rope(config: Any, rope: Mapping[str, Any]) -> None:
+    """Have a configuration scale the rotary embedding; the frequencies are not saved with a model."""
+    parameters = dict(config.rope_parameters or {})
+    if "full_attention" in parameters:  # layers with a sliding window have other ones, never scaled
+        parameters["full_attention"] = {**parameters["full_attention"], **rope}
+    else:
+        parameters.update(rope)
+    config.rope_parameters = parameters
+    original = rope.get("original_max_position_embeddings")
+    if original is not None and hasattr(config, "original_max_position_embeddings"):
+        config.original_max_position_embeddings = original
+
+
+def _check_weights(model: Any, report: Mapping[str, Any], details: Details) -> None:
+    """Exit with the reason if the file does not fill the model, or has weights that are ignored."""
+    missing = sorted(report["missing_keys"])
+    if missing:
+        names = ", ".join(missing[:3]) + (", …" if len(missing) > 3 else "")
+        sys.exit(f"it lacks {len(missing)} of the model's weights: {names}")
+    if details.has_biases and not any(name.endswith(".bias") for name in model.state_dict()):
+        sys.exit(
+            f"it has biases, for which transformers has no place in a model of {model.config.model_type}"
+        )
 
 
 def check_whole(file: Path) -> None:

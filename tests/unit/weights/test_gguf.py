@@ -2,7 +2,9 @@
 
 import hashlib
 import json
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,15 +22,32 @@ from cog_triton.deployment.preparation import (
 from cog_triton.errors import ConfigurationError
 from cog_triton.settings import Settings, read_settings
 from cog_triton.weights import gguf
+from cog_triton.weights.gguf_details import UnreadableDetailError, read_details
 from tests.unit.weights.support import Site
 
 ENGINES: tuple[EngineName, ...] = ("transformers", "vllm", "llmapi")
 SIZE, INNER, HEADS, KEY_VALUE_HEADS, LAYERS = 64, 96, 4, 2, 2
-TOKENS = ["<s>", "</s>", *(chr(code) for code in range(33, 127)), "Ġ", "Ċ", "ab"]
+END_OF_TURN = "<|im_end|>"
+TOKENS = ["<s>", "</s>", *(chr(code) for code in range(33, 127)), "Ġ", "Ċ", "ab", END_OF_TURN]
+TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+CHAT_TEMPLATE = f"{TEMPLATE}{END_OF_TURN}"
 
 
-def write_gguf(file: Path) -> Path:
-    """Write a tiny random Llama with a tokenizer of single characters and a chat template."""
+def write_gguf(
+    file: Path,
+    *,
+    template: str = TEMPLATE,
+    without: Sequence[str] = (),
+    tensors: Mapping[str, Sequence[float]] | None = None,
+    change: Callable[[Any], None] | None = None,
+) -> Path:
+    """Write a tiny random Llama with a tokenizer of single characters and a chat template.
+
+    Args:
+        without: tensors to leave out.
+        tensors: further ones.
+        change: adds to the writer's metadata.
+    """
     library: Any = pytest.importorskip("gguf")
     writer = library.GGUFWriter(str(file), "llama")
     writer.add_context_length(512)
@@ -46,7 +65,7 @@ def write_gguf(file: Path) -> Path:
     writer.add_token_merges(["a b"])
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(1)
-    writer.add_chat_template("{% for message in messages %}{{ message.content }}{% endfor %}")
+    writer.add_chat_template(template)
     random = np.random.default_rng(7)
     narrow = SIZE // HEADS * KEY_VALUE_HEADS
     shapes = {"token_embd": (len(TOKENS), SIZE), "output": (len(TOKENS), SIZE)}
@@ -61,7 +80,13 @@ def write_gguf(file: Path) -> Path:
             f"blk.{layer}.ffn_down": (SIZE, INNER),
         }
     for name, shape in shapes.items():
-        writer.add_tensor(f"{name}.weight", random.normal(0, 0.18, shape).astype(np.float32))
+        numbers = random.normal(0, 0.18, shape).astype(np.float32)
+        if name not in without:
+            writer.add_tensor(f"{name}.weight", numbers)
+    for name, values in (tensors or {}).items():
+        writer.add_tensor(name, np.asarray(values, np.float32))
+    if change is not None:
+        change(writer)
     norms = [f"blk.{layer}.{kind}_norm" for layer in range(LAYERS) for kind in ("attn", "ffn")]
     for name in ["output_norm", *norms]:
         writer.add_tensor(f"{name}.weight", np.ones(SIZE, np.float32))
@@ -203,3 +228,122 @@ def test_a_conversion_that_fails_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="could not be converted by transformers"):
         gguf.converted(broken, cache)
     assert [path for path in cache.rglob("*") if path.parent != cache] == []
+
+
+def test_a_file_without_some_weights_is_refused(tmp_path: Path) -> None:
+    """Random numbers would take their place, and be saved as the model's."""
+    file = write_gguf(tmp_path / "lacking.gguf", without=["blk.1.attn_q"])
+    with pytest.raises(SystemExit, match=r"lacks 1 of the model's weights: .*layers\.1.*q_proj"):
+        gguf.convert(file, tmp_path / "model", "auto")
+
+
+def test_biases_that_would_be_ignored_are_refused(tmp_path: Path) -> None:
+    """As those of models that are Llamas but for the biases of their attention."""
+    biases = {f"blk.{layer}.attn_q.bias": [1.0] * SIZE for layer in range(LAYERS)}
+    file = write_gguf(tmp_path / "biased.gguf", tensors=biases)
+    with pytest.raises(SystemExit, match="has biases, for which transformers has no place"):
+        gguf.convert(file, tmp_path / "model", "auto")
+
+
+def test_the_conversion_keeps_what_transformers_does_not_read(tmp_path: Path) -> None:
+    def change(writer: Any) -> None:
+        writer.add_eot_token_id(5)
+        writer.add_add_bos_token(True)
+
+    factors = {"rope_freqs.weight": llama3_factors()}
+    file = write_gguf(tmp_path / "llama3.gguf", tensors=factors, change=change)
+    gguf.convert(file, tmp_path / "model", "auto")
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert model.generation_config.eos_token_id == [1, 5]
+    unscaled = 10000.0 ** -(np.arange(0, 16, 2) / 16)
+    frequencies = model.model.rotary_emb.inv_freq.numpy()
+    assert np.allclose(frequencies, unscaled / np.asarray(llama3_factors()), rtol=1e-4)
+    tokenizer: Any = AutoTokenizer.from_pretrained(tmp_path / "model")
+    assert tokenizer("hi").input_ids[0] == tokenizer.bos_token_id
+    assert tokenizer.decode(tokenizer("hi").input_ids, skip_special_tokens=True) == "hi"
+
+
+def llama3_factors() -> list[float]:
+    """Compute the factors as llama.cpp does when it writes a file of Llama 3.2."""
+    factors = []
+    for place in range(0, 16, 2):
+        wavelength = 2 * np.pi * 10000.0 ** (place / 16)
+        if wavelength < 8192 / 4:
+            factors.append(1.0)
+        elif wavelength > 8192 / 1:
+            factors.append(32.0)
+        else:
+            smooth = (8192 / wavelength - 1) / (4 - 1)
+            factors.append(1 / ((1 - smooth) / 32 + smooth))
+    return factors
+
+
+@pytest.mark.parametrize(
+    ("scaling", "factor", "expected"),
+    [
+        ("yarn", 4.0, {"rope_type": "yarn", "original_max_position_embeddings": 128}),
+        ("linear", 4.0, {"rope_type": "linear"}),
+        ("none", 4.0, None),
+        ("linear", 1.0, None),
+    ],
+)
+def test_a_scaled_rotary_embedding_is_kept(
+    scaling: str, factor: float, expected: dict[str, Any] | None, tmp_path: Path
+) -> None:
+    def change(writer: Any) -> None:
+        writer.add_string("llama.rope.scaling.type", scaling)
+        writer.add_rope_scaling_factor(factor)
+        writer.add_rope_scaling_orig_ctx_len(128)
+
+    rope = read_details(write_gguf(tmp_path / "scaled.gguf", change=change)).rope
+    shared = {"rope_theta": 10000.0, "factor": factor}
+    assert rope == (None if expected is None else {**shared, **expected})
+
+
+def test_the_factors_of_longrope_are_kept(tmp_path: Path) -> None:
+    factors = {
+        "rope_factors_short.weight": [1.0] * 8,
+        "rope_factors_long.weight": [4.0] * 8,
+    }
+
+    def change(writer: Any) -> None:
+        writer.add_rope_scaling_orig_ctx_len(64)
+        writer.add_rope_scaling_attn_factors(1.25)
+
+    file = write_gguf(tmp_path / "longrope.gguf", tensors=factors, change=change)
+    assert read_details(file).rope == {
+        "rope_theta": 10000.0,
+        "rope_type": "longrope",
+        "short_factor": [1.0] * 8,
+        "long_factor": [4.0] * 8,
+        "original_max_position_embeddings": 64,
+        "attention_factor": 1.25,
+    }
+
+
+def test_a_rotary_embedding_that_has_no_name_is_refused(tmp_path: Path) -> None:
+    factors = {"rope_freqs.weight": [1.0, 2, 3, 4, 5, 6, 7, 8]}
+    file = write_gguf(tmp_path / "other.gguf", tensors=factors)
+    with pytest.raises(UnreadableDetailError, match=r"rope_freqs\.weight .* otherwise"):
+        read_details(file)
+
+
+def test_layers_with_a_sliding_window_are_not_scaled() -> None:
+    """Gemma 3 has two rotary embeddings."""
+    sliding = {"rope_type": "default", "rope_theta": 10000.0}
+    config = SimpleNamespace(
+        rope_parameters={
+            "sliding_attention": sliding,
+            "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+        }
+    )
+    rope = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
+    gguf.scale_rope(config, rope)
+    assert config.rope_parameters == {"sliding_attention": sliding, "full_attention": rope}
+
+
+def test_the_ends_of_turns_in_the_chat_template_end_an_answer(tmp_path: Path) -> None:
+    """Files of Phi-3 and Gemma name the end of a document alone."""
+    chat = write_gguf(tmp_path / "chat.gguf", template=CHAT_TEMPLATE)
+    assert read_details(chat).end_tokens == (1, TOKENS.index(END_OF_TURN))
+    assert read_details(write_gguf(tmp_path / "base.gguf")).end_tokens == (1,)
