@@ -172,8 +172,10 @@ def chat_body(body: CountBody, served: Served | None = None) -> ChatBody:
         _leave_out(body, "tools, since the chat template has no place for them")
         chat["tools"] = []
     choice = body.tool_choice
+    if choice and _names_left_out_tool(body, choice):
+        _leave_out(body, f"tool_choice {choice.name}")
     # A choice of tools that were all left out forces nothing.
-    if choice and (chat["tools"] or not body.tools):
+    elif choice and (chat["tools"] or not body.tools):
         names = {"any": "required", "tool": turns.function(name=choice.name or "")}
         chat["tool_choice"] = names.get(choice.type, choice.type)
         chat["parallel_tool_calls"] = not choice.disable_parallel_tool_use
@@ -233,6 +235,12 @@ def _functions(body: CountBody) -> list[dict[str, Any]]:
         else:
             _leave_out(body, f"tool {tool.type}")
     return functions
+
+
+def _names_left_out_tool(body: CountBody, choice: CustomToolChoice) -> bool:
+    """Return whether a choice forces a tool that only Anthropic can run."""
+    hosted = [tool.name for tool in body.tools or [] if isinstance(tool, AnthropicTool)]
+    return choice.type == "tool" and choice.name in hosted
 
 
 def _leave_out(body: CountBody, what: str) -> None:

@@ -37,6 +37,12 @@ def choice_kind(choice: Any) -> str:
     return "allowed" if kind == "allowed_tools" else "hosted"
 
 
+def allowed_kind(tool: Any) -> str:
+    """Return which class one of the tools has that a choice allows."""
+    kind = tool.get("type") if isinstance(tool, Mapping) else getattr(tool, "type", None)
+    return "hosted" if isinstance(kind, str) and kind not in ("function", "custom") else "named"
+
+
 class FlatTool(fields.Function):
     type: Literal["function"]
 

@@ -4,7 +4,7 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag, TypeAdapter
 
 from cog_triton.errors import shown
 from cog_triton.faces.openai import contents, exchange, fields, response_tools, turns
@@ -14,6 +14,7 @@ from cog_triton.faces.openai.response_tools import (
     ClientTool,
     FlatNamedTool,
     HostedToolChoice,
+    allowed_kind,
     choice_kind,
 )
 from cog_triton.generation import Chunk
@@ -24,7 +25,16 @@ from cog_triton.text.tokenizer import Tokenizer
 class FlatAllowedTools(fields.Body):
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: Annotated[list[FlatNamedTool], Field(min_length=1), fields.Bounded]
+    tools: Annotated[
+        list[
+            Annotated[
+                Annotated[FlatNamedTool, Tag("named")] | Annotated[HostedToolChoice, Tag("hosted")],
+                Discriminator(allowed_kind),
+            ]
+        ],
+        Field(min_length=1),
+        fields.Bounded,
+    ]
 
 
 class ReasoningOptions(fields.Body):
@@ -62,8 +72,52 @@ class InputItem(fields.Body):
     output: str | Annotated[list[Part], fields.Bounded] | None = None
 
 
+class ForeignItem(fields.Body):
+    """An item that nothing here can read; it may have any further fields."""
+
+    type: str
+
+
+# Items of work that OpenAI's servers did, or of a form that only they can read. They are left out.
+_FOREIGN_ITEMS = frozenset(
+    {
+        "additional_tools",
+        "compaction",
+        "compaction_summary",
+        "compaction_trigger",
+        "ghost_snapshot",
+        "item_reference",
+        "program",
+    }
+)
+_FOREIGN_ENDINGS = ("_call", "_call_output", "_output", "_list_tools")
+_FOREIGN_BEGINNING = "mcp_"
+_CALLS = frozenset({"function_call", "custom_tool_call", "local_shell_call"})
+_OUTPUTS = frozenset({"function_call_output", "custom_tool_call_output", "local_shell_call_output"})
+
+
+def _item_kind(item: Any) -> str:
+    """Return which class an item of the input has."""
+    kind = item.get("type") if isinstance(item, Mapping) else getattr(item, "type", None)
+    if not isinstance(kind, str) or kind in _CALLS | _OUTPUTS:
+        return "readable"
+    is_foreign = (
+        kind in _FOREIGN_ITEMS
+        or kind.endswith(_FOREIGN_ENDINGS)
+        or kind.startswith(_FOREIGN_BEGINNING)
+    )
+    return "foreign" if is_foreign else "readable"
+
+
+AnyItem = Annotated[
+    Annotated[InputItem, Tag("readable")] | Annotated[ForeignItem, Tag("foreign")],
+    Discriminator(_item_kind),
+]
+ITEMS = TypeAdapter(list[AnyItem])
+
+
 class ResponsesBody(fields.Asking):
-    input: str | Annotated[list[InputItem], fields.Bounded]
+    input: str | Annotated[list[AnyItem], fields.Bounded]
     instructions: str | None = None
     max_output_tokens: fields.OutputTokens | None = None
     reasoning: ReasoningOptions | None = None
@@ -99,12 +153,6 @@ INCLUDED = (LOG_PROBS, "reasoning.encrypted_content")
 _SAME = {"top_logprobs", "parallel_tool_calls", "user", "stop", "chat_template_kwargs"}
 _ECHOED = {"model", "instructions", "max_output_tokens", "user", "previous_response_id"}
 _PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")
-# Items of work that OpenAI's servers did, or of a form that only they can read. They are left out.
-_FOREIGN_ITEMS = frozenset({"item_reference", "compaction", "compaction_summary", "ghost_snapshot"})
-_FOREIGN_ENDINGS = ("_call", "_call_output", "_output", "_list_tools")
-_FOREIGN_BEGINNING = "mcp_"
-_CALLS = frozenset({"function_call", "custom_tool_call", "local_shell_call"})
-_OUTPUTS = frozenset({"function_call_output", "custom_tool_call_output", "local_shell_call_output"})
 
 
 def chat_body(body: ResponsesBody) -> fields.ChatBody:
@@ -141,7 +189,14 @@ def _tool_choice(body: ResponsesBody, *, offers_tools: bool) -> Any:
     if isinstance(choice, FlatNamedTool):
         return response_tools.chosen(choice)
     if isinstance(choice, FlatAllowedTools):
-        tools = [response_tools.chosen(tool) for tool in choice.tools]
+        tools = []
+        for tool in choice.tools:
+            if isinstance(tool, HostedToolChoice):
+                body.leave_out(f"tool_choice {tool.type}")
+            else:
+                tools.append(response_tools.chosen(tool))
+        if not tools:
+            return "none"  # no tool that the client runs is allowed
         return {
             "type": "allowed_tools",
             "allowed_tools": {"mode": choice.mode, "tools": tools},
@@ -157,10 +212,11 @@ def chat_messages(body: ResponsesBody) -> list[dict[str, Any]]:
     if isinstance(body.input, str):
         return [*messages, {"role": "user", "content": body.input}]
     for place, item in enumerate(body.input):
+        if isinstance(item, ForeignItem):
+            body.leave_out(f"input of type {item.type}")
+            continue
         newest = place == len(body.input) - 1
         message = _message(item, f"input[{place}]", body, newest=newest)
-        if message is None:
-            continue
         if messages and _are_of_one_answer(messages[-1], message):
             _join(messages[-1], message)
         else:
@@ -190,10 +246,8 @@ def _join(answer: dict[str, Any], part: Mapping[str, Any]) -> None:
         answer["tool_calls"] = [*answer.get("tool_calls", ()), *part["tool_calls"]]
 
 
-def _message(
-    item: InputItem, place: str, body: ResponsesBody, *, newest: bool
-) -> dict[str, Any] | None:
-    """Return the message that an item is; None for one that is left out, and noted."""
+def _message(item: InputItem, place: str, body: ResponsesBody, *, newest: bool) -> dict[str, Any]:
+    """Return the message that an item is."""
     kind = item.type or ("message" if item.role else "")
     if kind == "message" and item.role:
         return {"role": item.role, "content": _message_text(item, place, body, newest=newest)}
@@ -207,10 +261,6 @@ def _message(
         return {"role": "tool", "tool_call_id": item.call_id, "content": text}
     if kind == "message" or kind in _CALLS | _OUTPUTS:
         raise invalid(f"{place} lacks a field that its type must have", "input")
-    foreign = kind.endswith(_FOREIGN_ENDINGS) or kind.startswith(_FOREIGN_BEGINNING)
-    if kind in _FOREIGN_ITEMS or foreign:
-        body.leave_out(f"input of type {kind}")
-        return None
     raise invalid(f"{place} of type {shown(kind)} is not supported", "input")
 
 

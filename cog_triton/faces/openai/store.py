@@ -504,7 +504,7 @@ def _continued(body: ResponsesBody, row: Any) -> ResponsesBody:
     """Return a body with the conversation of the row before it."""
     earlier = [*json.loads(row.input), *json.loads(row.response)["output"]]
     items = [*earlier, *forms.input_items(body)]
-    return body.model_copy(update={"input": [forms.InputItem.model_validate(i) for i in items]})
+    return body.model_copy(update={"input": forms.ITEMS.validate_python(items)})
 
 
 def _loaded(row: Any) -> dict[str, Any]:

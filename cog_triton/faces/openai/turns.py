@@ -10,6 +10,7 @@ from typing import Any
 from cog_triton.errors import is_unicode, shown
 from cog_triton.faces.openai import blocks, contents, fields, parsing
 from cog_triton.faces.openai.errors import invalid
+from cog_triton.faces.openai.loose_schemas import loosened
 from cog_triton.faces.openai.served import Served
 from cog_triton.request.limits import UNKNOWN_TOKENS
 from cog_triton.request.request import Guide, GuideKind, Request
@@ -21,6 +22,8 @@ from cog_triton.text.tokenizer import Tokenizer
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
 # Of a response_format, the types that ask for JSON.
 _JSON_FORMS = frozenset({"json_schema", "json", "json_object"})
+# Parts of an assistant's content that are thoughts.
+_THOUGHT_PARTS = frozenset({"thinking", "redacted_thinking", "reasoning"})
 THINKING_SWITCH = "enable_thinking"  # in most templates
 
 
@@ -232,10 +235,39 @@ def _plain(message: fields.Message, place: str, template: str) -> dict[str, Any]
     plain = message.model_dump(exclude_none=True, exclude={"refusal"})
     if message.refusal and not plain.get("content"):
         plain["content"] = message.refusal
+    if role == "assistant":
+        _gather_thoughts(plain)
     for part in plain["content"] if isinstance(plain.get("content"), list) else ():
         if isinstance(part, dict) and part.get("type") == "refusal":
             part |= {"type": "text", "text": part.pop("refusal", None)}
     return plain
+
+
+def _gather_thoughts(plain: dict[str, Any]) -> None:
+    """Give an assistant's message its thoughts under the name that chat templates read.
+
+    Some clients return them as ``reasoning``, as vLLM and OpenRouter name them, or as parts of the content.
+    """
+    thoughts = [plain.get("reasoning_content") or plain.get("reasoning") or ""]
+    content = plain.get("content")
+    if isinstance(content, list):
+        thoughts += [_thought_text(part) for part in content if _is_thought(part)]
+        plain["content"] = [part for part in content if not _is_thought(part)]
+    texts = [text for text in thoughts if isinstance(text, str) and text]
+    if texts:
+        plain["reasoning_content"] = "\n".join(texts)
+
+
+def _is_thought(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") in _THOUGHT_PARTS
+
+
+def _thought_text(part: dict[str, Any]) -> str:
+    """Return the text of a part that is a thought; Mistral's has a list of parts in it."""
+    value = part.get("thinking") or part.get("reasoning") or part.get("text")
+    if isinstance(value, list):
+        value = "".join(str(inner.get("text") or "") for inner in value if isinstance(inner, dict))
+    return value if isinstance(value, str) else ""
 
 
 def takes_tools(served: Served) -> bool:
@@ -332,6 +364,8 @@ def _calls_schema(
 
 def _call_schema(tool: fields.Tool, arguments: str, definitions: dict[str, Any]) -> dict[str, Any]:
     parameters = tool.function.parameters or {"type": "object", "properties": {}}
+    if not tool.function.strict:
+        parameters = loosened(parameters)
     parameters = _moved(parameters, f"tool{len(definitions)}", definitions)
     return {
         "type": "object",

@@ -322,3 +322,14 @@ def test_agents_learn_in_anthropics_words_that_a_prompt_is_too_long(
     reply = post(talkative(PromptTooLong(text)), ANTHROPIC, stream=stream)
     assert reply.status_code == 400
     assert reply.json()["error"] == {"type": "invalid_request_error", "message": shown}
+
+
+def test_the_choice_of_a_tool_that_only_anthropic_can_run_is_left_out() -> None:
+    mine = {"name": "f", "input_schema": {"type": "object"}}
+    search = {"type": "web_search_20250305", "name": "web_search"}
+    backend = talkative(*CHUNKS)
+    choice = {"type": "tool", "name": "web_search"}
+    reply = post(backend, ANTHROPIC, tools=[mine, search], tool_choice=choice)
+    assert reply.status_code == 200, reply.text
+    assert "tool_choice web_search" in reply.headers["warning"]
+    assert backend.asked[0][0].guide is None

@@ -8,8 +8,10 @@ from tests.unit.faces.openai.support import (
     ANTHROPIC,
     CHAT,
     CHUNKS,
+    MESSAGES,
     RESPONSES,
     Backend,
+    chat,
     post,
     talkative,
 )
@@ -120,3 +122,36 @@ def test_anthropics_api_leaves_a_new_picture_out() -> None:
     reply = post(backend, ANTHROPIC, messages=[{"role": "user", "content": content}])
     assert reply.status_code == 200, reply.text
     assert "content of type image" in reply.headers["warning"]
+
+
+@pytest.mark.parametrize(
+    ("message", "content"),
+    [
+        pytest.param({"content": "Yes.", "reasoning_content": "So."}, "Yes.", id="DeepSeek's name"),
+        pytest.param({"content": "Yes.", "reasoning": "So."}, "Yes.", id="vLLM's name"),
+        pytest.param({"content": None, "reasoning": "So."}, "", id="nothing else"),
+        pytest.param(
+            {"content": [{"type": "reasoning", "text": "So."}, {"type": "text", "text": "Yes."}]},
+            "Yes.",
+            id="part of type reasoning",
+        ),
+        pytest.param(
+            {
+                "content": [
+                    {"type": "thinking", "thinking": [{"type": "text", "text": "So."}]},
+                    {"type": "redacted_thinking", "data": "x"},
+                    {"type": "text", "text": "Yes."},
+                ]
+            },
+            "Yes.",
+            id="Mistral's and Anthropic's parts",
+        ),
+    ],
+)
+def test_thoughts_of_earlier_answers_reach_the_template(message: Any, content: str) -> None:
+    backend = talkative(*CHUNKS)
+    messages = [*MESSAGES, {"role": "assistant", **message}, *MESSAGES]
+    reply = chat(backend, messages=messages)
+    assert reply.status_code == 200, reply.text
+    _, answer, _ = backend.tokenizer.messages
+    assert (answer["content"], answer["reasoning_content"]) == (content, "So.")

@@ -230,3 +230,61 @@ def test_two_answers_are_two_turns() -> None:
     _, first, second = backend.tokenizer.messages
     assert first["content"] == "I look."
     assert (second["reasoning_content"], second["content"]) == ("One.", "Then I act.")
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        pytest.param(
+            {
+                "type": "shell_call_output",
+                "call_id": "c",
+                "output": [{"stdout": "a", "stderr": ""}],
+            },
+            id="output of a shell",
+        ),
+        pytest.param(
+            {
+                "type": "computer_call_output",
+                "call_id": "c",
+                "output": {"type": "computer_screenshot", "image_url": "data:,"},
+            },
+            id="screenshot",
+        ),
+        pytest.param(
+            {"type": "tool_search_call", "call_id": "c", "arguments": {"goal": "x"}},
+            id="arguments that are an object",
+        ),
+        pytest.param(
+            {"type": "mcp_call", "output": None, "error": {"code": 1}}, id="call that failed"
+        ),
+        pytest.param({"type": "additional_tools", "role": "developer", "tools": []}, id="tools"),
+        pytest.param({"type": "program", "call_id": "c", "code": "x"}, id="program"),
+    ],
+)
+def test_an_item_that_cannot_be_read_is_left_out_whatever_its_fields_are(
+    item: dict[str, Any],
+) -> None:
+    backend = answering("Done")
+    reply = post(backend, RESPONSES, tools=[RUN], input=[HI, item, HI])
+    assert reply.status_code == 200, reply.text
+    assert f"input of type {item['type']}" in reply.headers["warning"]
+    assert [message["role"] for message in backend.tokenizer.messages] == ["user", "user"]
+
+
+@pytest.mark.parametrize(
+    ("allowed", "offered"),
+    [
+        pytest.param([{"type": "function", "name": "run"}, {"type": "web_search"}], 1, id="beside"),
+        pytest.param([{"type": "web_search"}], 0, id="alone"),
+    ],
+)
+def test_tools_that_cannot_run_here_may_be_among_those_that_are_allowed(
+    allowed: list[Any], offered: int
+) -> None:
+    backend = answering("Done")
+    choice = {"type": "allowed_tools", "mode": "auto", "tools": allowed}
+    reply = post(backend, RESPONSES, tools=TOOLS, tool_choice=choice)
+    assert reply.status_code == 200, reply.text
+    assert "tool_choice web_search" in reply.headers["warning"]
+    assert len(backend.tokenizer.tools) == offered
