@@ -106,8 +106,13 @@ def victim(deployment: Deployment, name: str, number: signal.Signals) -> tuple[i
 
 
 def part(prefix: str, name: str) -> int:
-    """The process id of a server's part: its guard, tritonserver, or the stub of a model."""
-    (pid,) = [pid for pid in processes(prefix) if name == part_name(pid)]
+    """The process id of a server's part: its guard, tritonserver, or the stub of a model.
+
+    vLLM's engine core is forked from the stub on a GPU, and its
+    command line may still be the same.
+    """
+    named = [pid for pid in processes(prefix) if name == part_name(pid)]
+    (pid,) = [pid for pid in named if psutil.Process(pid).ppid() not in named]
     return pid
 
 
