@@ -25,6 +25,7 @@ def load_model(parameters: Mapping[str, str]) -> Any:
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     trusted = parameters.get("trust_remote_code") == "true"
+    config: Any = None
     try:
         config = _load_config(name, trusted)
         loader = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
@@ -42,8 +43,23 @@ def load_model(parameters: Mapping[str, str]) -> Any:
         if trusted or not text:
             raise
         raise ValueError(text) from error
+    except KeyError as error:
+        kind = error.args[0] if error.args else None
+        if config is None or kind not in _rope_types(config):
+            raise
+        raise ValueError(
+            f"{name}: the rotary embedding in config.json has the type {kind!r}, which the installed "
+            "transformers does not know; ENGINE=vllm may, or a newer transformers"
+        ) from error
     check_report(name, model, report)
     return model.to(device).eval()
+
+
+def _rope_types(config: Any) -> set[Any]:
+    """Return the types of a configuration's rotary embeddings: of all layers, or by their types."""
+    rope = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    sections = [rope, *(section for section in rope.values() if isinstance(section, Mapping))]
+    return {section["rope_type"] for section in sections if "rope_type" in section}
 
 
 def _load_config(name: str, trusted: bool) -> Any:

@@ -1,5 +1,6 @@
 """Checkpoints that transformers would load, and the model would not be theirs."""
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -65,6 +66,16 @@ def test_a_model_that_its_checkpoint_does_not_fill(
 ) -> None:
     with pytest.raises(ValueError, match=said):
         create_engine(changed(llama, tmp_path / "model", change))
+
+
+def test_an_unknown_rotary_embedding_is_named(llama: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "model"
+    shutil.copytree(llama, directory)
+    config = json.loads((directory / "config.json").read_text())
+    config["rope_parameters"] = {"rope_type": "of_tomorrow", "rope_theta": 10000.0}
+    (directory / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"rotary embedding .* type 'of_tomorrow', which"):
+        load_model({"model": str(directory), "device": "cpu"})
 
 
 def test_tied_weights_and_parts_that_the_model_does_not_use_are_no_fault(tmp_path: Path) -> None:
