@@ -69,3 +69,22 @@ def test_a_stuck_journal_makes_the_server_not_ready(
     reply = ask(backend, "GET", "/health/ready")
     assert reply.status_code == 503
     assert reply.json()["detail"] == "it has committed nothing for 20 s"
+
+
+def test_a_conversation_with_items_that_cannot_be_read_is_continued(tmp_path: Path) -> None:
+    file = str(tmp_path / "journal")
+    items: list[dict[str, Any]] = [
+        {"role": "user", "content": "First"},
+        {"type": "shell_call_output", "call_id": "c1", "output": [{"stdout": "a", "stderr": ""}]},
+    ]
+    first = post(Backend(*CHUNKS, STORE=file), RESPONSES, input=items).json()
+    backend = Backend(*CHUNKS, STORE=file)
+    reply = post(backend, RESPONSES, previous_response_id=first["id"], input="Then")
+    assert reply.status_code == 200, reply.text
+    said = [(message["role"], message["content"]) for message in backend.tokenizer.messages]
+    assert said == [("user", "First"), ("assistant", "ab"), ("user", "Then")]
+    listed = ask(Backend(STORE=file), "GET", f"{RESPONSES}/{first['id']}/input_items").json()[
+        "data"
+    ]
+    outputs = [item["output"] for item in listed if item["type"] == "shell_call_output"]
+    assert outputs == [items[1]["output"]]
