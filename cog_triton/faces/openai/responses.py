@@ -72,6 +72,13 @@ class InputItem(fields.Body):
     output: str | Annotated[list[Part], fields.Bounded] | None = None
 
 
+class AdditionalTools(fields.Body):
+    """Tools that a client adds within the conversation; Codex sends some of its tools so."""
+
+    type: Literal["additional_tools"]
+    tools: response_tools.Tools | None = None
+
+
 class ForeignItem(fields.Body):
     """An item that nothing here can read; it may have any further fields."""
 
@@ -81,7 +88,6 @@ class ForeignItem(fields.Body):
 # Items of work that OpenAI's servers did, or of a form that only they can read. They are left out.
 _FOREIGN_ITEMS = frozenset(
     {
-        "additional_tools",
         "compaction",
         "compaction_summary",
         "compaction_trigger",
@@ -99,6 +105,8 @@ _OUTPUTS = frozenset({"function_call_output", "custom_tool_call_output", "local_
 def _item_kind(item: Any) -> str:
     """Return which class an item of the input has."""
     kind = item.get("type") if isinstance(item, Mapping) else getattr(item, "type", None)
+    if kind == "additional_tools":
+        return "tools"
     if not isinstance(kind, str) or kind in _CALLS | _OUTPUTS:
         return "readable"
     is_foreign = (
@@ -110,7 +118,9 @@ def _item_kind(item: Any) -> str:
 
 
 AnyItem = Annotated[
-    Annotated[InputItem, Tag("readable")] | Annotated[ForeignItem, Tag("foreign")],
+    Annotated[InputItem, Tag("readable")]
+    | Annotated[AdditionalTools, Tag("tools")]
+    | Annotated[ForeignItem, Tag("foreign")],
     Discriminator(_item_kind),
 ]
 ITEMS = TypeAdapter(list[AnyItem])
@@ -167,7 +177,7 @@ def chat_body(body: ResponsesBody) -> fields.ChatBody:
     chat["max_completion_tokens"] = body.max_output_tokens
     chat["logprobs"] = LOG_PROBS in included or bool(body.top_logprobs)
     chat["reasoning_effort"] = body.reasoning.effort if body.reasoning else None
-    chat["tools"] = response_tools.functions(body.tools or [], body)
+    chat["tools"] = response_tools.functions(all_tools(body), body)
     chat["tool_choice"] = _tool_choice(body, offers_tools=bool(chat["tools"]))
     if body.truncation == "auto":  # a conversation that is too long is refused
         body.leave_out("truncation auto")
@@ -178,12 +188,22 @@ def chat_body(body: ResponsesBody) -> fields.ChatBody:
     return exchange.valid(fields.ChatBody, chat)
 
 
+def all_tools(body: ResponsesBody) -> list[Any]:
+    """Return the tools of a body, and those that its input adds."""
+    tools = list(body.tools or [])
+    if isinstance(body.input, list):
+        for item in body.input:
+            if isinstance(item, AdditionalTools):
+                tools += item.tools or []
+    return tools
+
+
 def _tool_choice(body: ResponsesBody, *, offers_tools: bool) -> Any:
     choice = body.tool_choice
     if isinstance(choice, HostedToolChoice):
         body.leave_out(f"tool_choice {choice.type}")
         return None
-    if choice == "required" and body.tools and not offers_tools:
+    if choice == "required" and all_tools(body) and not offers_tools:
         body.leave_out("tool_choice required")  # all tools were left out
         return None
     if isinstance(choice, FlatNamedTool):
@@ -212,6 +232,8 @@ def chat_messages(body: ResponsesBody) -> list[dict[str, Any]]:
     if isinstance(body.input, str):
         return [*messages, {"role": "user", "content": body.input}]
     for place, item in enumerate(body.input):
+        if isinstance(item, AdditionalTools):
+            continue
         if isinstance(item, ForeignItem):
             body.leave_out(f"input of type {item.type}")
             continue
@@ -332,7 +354,7 @@ def response_fields(body: ResponsesBody, request: Request, created: int) -> dict
         "temperature": request.temperature,
         "text": {"format": format.model_dump(by_alias=True, exclude_none=True)},
         "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
-        "tools": [_echoed_tool(tool) for tool in body.tools or []],
+        "tools": [_echoed_tool(tool) for tool in all_tools(body)],
         "top_logprobs": body.top_logprobs or 0,
         "top_p": request.top_p,
         "metadata": body.metadata or {},

@@ -258,7 +258,6 @@ def test_two_answers_are_two_turns() -> None:
         pytest.param(
             {"type": "mcp_call", "output": None, "error": {"code": 1}}, id="call that failed"
         ),
-        pytest.param({"type": "additional_tools", "role": "developer", "tools": []}, id="tools"),
         pytest.param({"type": "program", "call_id": "c", "code": "x"}, id="program"),
     ],
 )
@@ -288,3 +287,19 @@ def test_tools_that_cannot_run_here_may_be_among_those_that_are_allowed(
     assert reply.status_code == 200, reply.text
     assert "tool_choice web_search" in reply.headers["warning"]
     assert len(backend.tokenizer.tools) == offered
+
+
+def test_tools_that_the_input_adds_are_offered_and_called() -> None:
+    added = {
+        "type": "additional_tools",
+        "role": "developer",
+        "tools": [{"type": "namespace", "name": "functions", "tools": [PATCH]}],
+    }
+    backend = answering(call("functions__patch", input="x"))
+    reply = post(backend, RESPONSES, tools=[RUN], input=[added, HI])
+    assert reply.status_code == 200, reply.text
+    names = [tool["function"]["name"] for tool in backend.tokenizer.tools]
+    assert names == ["run", "functions__patch"]
+    (item,) = reply.json()["output"]
+    assert (item["type"], item["namespace"]) == ("custom_tool_call", "functions")
+    assert (item["name"], item["input"]) == ("patch", "x")
