@@ -101,24 +101,26 @@ endif
 $(SMOLLM2): | $(STAMP)
 	@$(BIN)/python -m tools.smollm2 > /dev/null
 
-# Ctrl-C reaches make as well, which ends with status 130 by itself once the command has ended.
+# What make needs to end with its command, at Ctrl-C and at SIGTERM.
+RUN := exec $(BIN)/python scripts/_recipe.py
+
 predict: $(STAMP)
-	@trap : INT; $(BIN)/python scripts/run_prediction.py "$(PROMPT)" || test $$? = 130
+	@$(RUN) $(BIN)/python scripts/run_prediction.py "$(PROMPT)"
 
 # Cog's server would refuse an input that its schema lacks.
 $(SCHEMA): predict.py train.py | $(STAMP)
 	@$(BIN)/python scripts/make_schema.py --output $@ && touch $@
 
 serve: $(STAMP) $(SCHEMA)
-	@trap : INT; PORT=$(PORT) $(BIN)/python scripts/serve.py || test $$? = 130
+	@PORT=$(PORT) $(RUN) $(BIN)/python scripts/serve.py
 
 openai: PORT = 3000
 openai: $(STAMP)
-	@trap : INT; PORT=$(PORT) $(BIN)/python scripts/serve_openai.py || test $$? = 130
+	@PORT=$(PORT) $(RUN) $(BIN)/python scripts/serve_openai.py
 
 scale: PORT = 8080
 scale: $(DYNAMO_STAMP)
-	@trap : INT; PORT=$(PORT) $(BIN)/cog-triton scale || test $$? = 130
+	@PORT=$(PORT) $(RUN) $(BIN)/cog-triton scale
 
 # Tests that share a server stay in one process, which starts it once.
 test: $(DEVELOPED)

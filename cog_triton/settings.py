@@ -202,12 +202,19 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
     try:
         return Settings.model_validate(given)
     except ValidationError as error:
-        found = error.errors(include_url=False)
-        problems = "; ".join(_problem(detail) for detail in found)
-        raise ConfigurationError(f"invalid settings: {problems}") from None
+        problems: dict[str, str] = {}
+        for detail in error.errors(include_url=False):
+            name = str(detail["loc"][0])
+            # Of a list, the first wrong item is enough.
+            problems.setdefault(name, _problem(name, given[name], detail))
+        text = "; ".join(problems.values())
+        raise ConfigurationError(f"invalid settings: {text}") from None
 
 
-def _problem(detail: ErrorDetails) -> str:
-    name, value = str(detail["loc"][0]), detail["input"]
-    shown = shown_value(name, value) if isinstance(value, str) else value
-    return f"{name}={shown!r}: {detail['msg']}"
+def _problem(name: str, value: str, detail: ErrorDetails) -> str:
+    """Return the whole value of a variable, and what is wrong with it or with an item of it."""
+    problem = f"{name}={shown_value(name, value)!r}: "
+    if len(detail["loc"]) > 1:
+        item = str(detail["input"])
+        problem += f"item {item!r}: " if item.strip() else "an empty item: "
+    return problem + detail["msg"]

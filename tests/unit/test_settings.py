@@ -18,9 +18,14 @@ def test_an_empty_variable_counts_as_unset_and_zero_does_not() -> None:
 def test_end_tokens_are_a_list_with_or_without_spaces() -> None:
     assert read_settings({"END_ID": "2"}).end_ids == (2,)
     assert read_settings({"END_ID": " 1, 106 "}).end_ids == (1, 106)
-    for wrong in ("1,x", "-1", "1,,2", "1;2", "4294967296"):
-        with pytest.raises(ConfigurationError, match="END_ID"):
-            read_settings({"END_ID": wrong})
+
+
+@pytest.mark.parametrize("wrong", ["1,x", "-1", "1,,2", ",", "1;2", "4294967296", "x,1,y"])
+def test_a_list_that_is_wrong_is_named_once_and_whole(wrong: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        read_settings({"END_ID": wrong})
+    assert str(caught.value).count("END_ID") == 1
+    assert f"END_ID='{wrong}': " in str(caught.value)
 
 
 def test_all_problems_are_named_at_once() -> None:

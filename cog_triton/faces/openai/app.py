@@ -312,8 +312,11 @@ def log_call(call: Call) -> None:
     level = logging.DEBUG if call.path in _QUIET or call.batch else logging.INFO
     tokens = f"{call.input_tokens}+{call.output_tokens}"
     names = f"key={call.key.name or '-'} model={call.model or '-'} tokens={tokens}"
-    took, error = f"{call.seconds() * 1000:.0f} ms", call.error and f" {call.error}"
+    took = f"{call.seconds() * 1000:.0f} ms"
+    parts = [call.id, shown(quote(call.path)), str(call.status), names, took]
+    # The reason begins with the code that the client reads, which may be the same.
+    if call.error and not call.reason.startswith(f"code={call.error} "):
+        parts.append(call.error)
     if call.reason:
-        error += f" {shown(call.method)} {call.reason}"
-    path = shown(quote(call.path))
-    logger.log(level, "%s %s %d %s %s%s", call.id, path, call.status, names, took, error)
+        parts += [shown(call.method), call.reason]
+    logger.log(level, "%s", " ".join(parts))

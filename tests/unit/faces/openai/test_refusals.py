@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
+from cog_triton.errors import InvalidParameter, PromptTooLong
 from cog_triton.faces.openai.errors import ApiError, invalid
 from tests.unit.faces.openai.support import (
     ANTHROPIC,
@@ -227,6 +228,27 @@ def test_a_line_of_the_log_is_one_short_line(field: str, caplog: pytest.LogCaptu
 def test_what_a_message_quotes_is_logged_if_it_may_be_a_name(message: str, text: str) -> None:
     assert invalid(message, "p", "c").log_text() == f"code=c param=p: {text}"
     assert ApiError(400, message).log_text() == f"code=- param=-: {text}"
+
+
+@pytest.mark.parametrize(
+    ("error", "named"),
+    [
+        pytest.param(
+            InvalidParameter("top_k must be at most 5"),
+            "ms POST code=E1103 param=top_k",
+            id="the same",
+        ),
+        pytest.param(PromptTooLong("long"), "ms E1002 POST code=context_length_exceeded", id="two"),
+    ],
+)
+def test_a_line_names_a_code_of_the_engines_refusal_once(
+    error: Exception, named: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "cog_triton.faces.openai.operation")
+    assert post(Backend(error), CHAT).status_code == 400
+    (line,) = caplog.messages
+    assert named in line
+    assert line.count("E11") + line.count("E10") == 1
 
 
 def test_what_succeeds_has_no_reason(caplog: pytest.LogCaptureFixture) -> None:
