@@ -7,10 +7,17 @@ import io
 import logging
 import os
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 from cog_triton.cli.inputs import assignment, inputs_of
-from cog_triton.cli.options import Variables, add_model, check_device, model_variables
+from cog_triton.cli.options import (
+    Variables,
+    add_model,
+    check_device,
+    model_variables,
+    set_variables,
+)
 from cog_triton.errors import CogTritonError
 from cog_triton.faces.terminal import end_at_once_on_signals
 from cog_triton.faces.terminal.serving import DIM, Report
@@ -20,8 +27,10 @@ DESCRIPTION = """
     cog-triton predict -i max_tokens=20 -i temperature=0 "What is a KV cache?"
 
 The answer goes to standard output and nothing else does: the progress of the start, the seed, the figures
-and Triton's warnings go to standard error.
+and Triton's warnings go to standard error. Triton takes free ports where TRITON_HTTP_PORT and its like name
+none.
 """
+TRITON_PORTS = ("TRITON_HTTP_PORT", "TRITON_GRPC_PORT", "TRITON_METRICS_PORT")
 
 
 class Options(argparse.Namespace):
@@ -57,6 +66,7 @@ def run(options: Options) -> int:
     progress.show("starting Triton ...")
     progress.setLevel(logging.DEBUG if options.verbose else logging.INFO)
     logging.basicConfig(level=logging.INFO, handlers=[progress])
+    set_variables(free_ports(os.environ))
     try:
         check_device()
         asyncio.run(answer(options, progress))
@@ -64,6 +74,14 @@ def run(options: Options) -> int:
         progress.say(str(error), "ERROR")
         return 1
     return 0
+
+
+def free_ports(environ: Mapping[str, str]) -> Variables:
+    """Return the variables that let Triton take free ports, but for those that are set.
+
+    Another server may run here, and nobody but this process asks this Triton.
+    """
+    return {name: "0" for name in TRITON_PORTS if not environ.get(name)}
 
 
 async def answer(options: Options, progress: Report) -> None:

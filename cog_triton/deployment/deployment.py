@@ -20,6 +20,7 @@ from cog_triton.errors import ConfigurationError, InvalidParameter
 from cog_triton.generation import Chunk, generate
 from cog_triton.request.admission import STOPPING, Admission, Outcome, Tenant
 from cog_triton.request.request import Request, request_parameters
+from cog_triton.server.command import choose_ports
 from cog_triton.settings import Settings, misspelt_variables
 from cog_triton.text.chat import set_chat_template
 from cog_triton.text.end_tokens import EndTokens, tokenizer_end_id
@@ -70,7 +71,9 @@ class Deployment:
         """Start everything, or raise ConfigurationError and leave nothing."""
         for warning in misspelt_variables():
             logger.warning("%s", warning)
-        preparation.read_overrides(settings)  # its problems come before a download
+        # Their problems come before a download or a conversion, which may take minutes.
+        preparation.read_overrides(settings)
+        choose_ports(settings)
         name = preparation.model_name(settings)
         with timed("model in place"):
             settings = await asyncio.to_thread(preparation.with_files, settings)

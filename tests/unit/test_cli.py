@@ -12,6 +12,7 @@ import pytest
 
 from cog_triton import __version__
 from cog_triton.cli import load_commands, main, parse, parser_of
+from cog_triton.cli.predict import free_ports
 from cog_triton.cli.registry import PACKAGE
 from cog_triton.deployment.preparation import served_names
 from cog_triton.settings import VARIABLES, read_settings
@@ -190,6 +191,21 @@ def test_the_model_of_a_command_line_is_the_one_that_is_loaded(
     settings = read_settings()
     assert (settings.model, settings.weights) == ("some/model", None)
     assert served_names(settings) == ("some/model",)
+
+
+@pytest.mark.parametrize(
+    ("environ", "ports"),
+    [
+        pytest.param({}, (0, 0, 0), id="free ones"),
+        pytest.param({"TRITON_HTTP_PORT": "8100"}, (8100, 0, 0), id="one that is set"),
+        pytest.param({"TRITON_GRPC_PORT": ""}, (0, 0, 0), id="an empty variable"),
+    ],
+)
+def test_predict_takes_free_ports_unless_they_are_set(
+    environ: dict[str, str], ports: tuple[int, int, int]
+) -> None:
+    settings = read_settings({**environ, **{k: v or "" for k, v in free_ports(environ).items()}})
+    assert (settings.http_port, settings.grpc_port, settings.metrics_port) == ports
 
 
 @pytest.mark.parametrize("command", ["serve", "openai", "batch", "worker"])

@@ -24,6 +24,7 @@ from cog_triton.settings import Settings, read_settings
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.2
+QUESTION = "What is a KV cache?"  # of the command that is printed
 # The machine's own address: Dynamo would take the first that others can reach.
 _HOSTS = ("DYN_TCP_RPC_HOST", "DYN_TCP_RESPONSE_STREAM_HOST", "DYN_EVENT_PLANE_HOST")
 _PLANES = ("--discovery-backend", "file", "--request-plane", "tcp", "--event-plane", "zmq")
@@ -66,11 +67,9 @@ class Processes:
         waiting = asyncio.create_task(self._wait(url, workers))
         await asyncio.wait([waiting, *kept], return_when=asyncio.FIRST_COMPLETED)
         if waiting.done() and not self._stopping.is_set():
-            self._ready, model = True, waiting.result()
-            body = f'{{"model": "{model}", "prompt": "What is a KV cache?", "max_tokens": 64}}'
-            header = "-H 'Content-Type: application/json'"
+            self._ready = True
             print(f"ready: {url} (Ctrl-C stops it); try", flush=True)
-            print(f"  curl -s {url}/v1/completions {header} -d {shlex.quote(body)}", flush=True)
+            print(f"  {waiting.result()}", flush=True)
         await self._stopping.wait()
         await asyncio.gather(*kept)
         waiting.cancel()
@@ -114,7 +113,7 @@ class Processes:
             logger.error("%s ended: another takes its place", name)
 
     async def _wait(self, url: str, workers: int) -> str:
-        """Wait until so many workers are in the frontend's list; return the model's name."""
+        """Wait until so many workers are in the frontend's list; return a command that asks them."""
         async with httpx.AsyncClient(trust_env=False) as client:
             deadline = asyncio.get_running_loop().time() + self._start_timeout
             while True:
@@ -123,10 +122,30 @@ class Processes:
                     serving = [one for one in health["instances"] if one["endpoint"] == "generate"]
                     models = (await client.get(f"{url}/v1/models")).json()["data"]
                     if len(serving) >= workers and models:
-                        return str(models[0]["id"])
+                        return await example(client, url, str(models[0]["id"]))
                 if asyncio.get_running_loop().time() > deadline:
                     raise ConfigurationError(f"not ready in {self._start_timeout:g} s")
                 await asyncio.sleep(POLL_SECONDS)
+
+
+async def example(client: httpx.AsyncClient, url: str, model: str) -> str:
+    """Return a command that asks the model: as a chat, unless it has no template and refuses one."""
+    path = "/v1/chat/completions"
+    body: dict[str, object] = {
+        "model": model,
+        "messages": [{"role": "user", "content": QUESTION}],
+        "max_tokens": 64,
+    }
+    try:
+        answer = await client.post(f"{url}{path}", json={**body, "max_tokens": 1}, timeout=30.0)
+        is_chat = answer.status_code == httpx.codes.OK
+    except httpx.HTTPError:
+        is_chat = False
+    if not is_chat:
+        path = "/v1/completions"
+        body = {"model": model, "prompt": QUESTION, "max_tokens": 64}
+    header = "-H 'Content-Type: application/json'"
+    return f"curl -s {url}{path} {header} -d {shlex.quote(json.dumps(body))}"
 
 
 def forget_dead(environment: Mapping[str, str]) -> None:

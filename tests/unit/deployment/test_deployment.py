@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from cog_triton import errors
+from cog_triton.deployment import preparation
 from cog_triton.deployment.deployment import (
     Deployment,
     check_supported,
@@ -123,3 +124,17 @@ def test_a_port_of_metrics_that_is_taken_is_named() -> None:
         text = f"PREDICTOR_METRICS_PORT={port}: .*in use"
         with pytest.raises(errors.ConfigurationError, match=text):
             asyncio.run(served(port, Admission(1, 0, 1.0)).__aenter__())
+
+
+def test_a_port_in_use_is_noticed_before_the_model_is_fetched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fetch(_: object) -> object:
+        raise AssertionError("the model is fetched first")
+
+    monkeypatch.setattr(preparation, "with_files", fetch)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        settings = read_settings({"TRITON_HTTP_PORT": str(port), "MODEL": "org/model"})
+        with pytest.raises(errors.ConfigurationError, match=f"TRITON_HTTP_PORT={port}: cannot"):
+            asyncio.run(Deployment.start(settings))

@@ -1,11 +1,16 @@
 """Dynamo's requests and chunks as dictionaries; its processes are in tests/integration/test_dynamo.py."""
 
+import asyncio
+import json
+import shlex
 from typing import Any
 
+import httpx
 import pytest
 
 from cog_triton.errors import InvalidParameter, PromptTooLong
 from cog_triton.faces.dynamo.convert import chunk_of, request_of, unknown_end_ids
+from cog_triton.faces.dynamo.scale import example
 from cog_triton.generation import Chunk
 from cog_triton.request.request import Guide, GuideKind, Request
 from cog_triton.text.end_tokens import EndTokens
@@ -49,6 +54,34 @@ def test_a_moved_request_has_its_output_behind_the_prompt() -> None:
     request = asked({"stop_conditions": {"max_tokens": 9, "min_tokens": 2}}, prompt_tokens=3)
     assert (request.prompt_ids, request.continued_ids) == ((5, 6, 7), (8,))
     assert (request.max_tokens, request.min_tokens) == (10, 3)  # Dynamo has counted the rest
+
+
+@pytest.mark.parametrize(
+    ("reply", "path"),
+    [
+        pytest.param(httpx.Response(200, json={}), "/v1/chat/completions", id="a template"),
+        pytest.param(httpx.Response(400, json={}), "/v1/completions", id="no template"),
+        pytest.param(httpx.ReadTimeout("late"), "/v1/completions", id="no answer in time"),
+    ],
+)
+def test_the_command_to_try_is_one_that_the_model_answers(
+    reply: httpx.Response | httpx.HTTPError, path: str
+) -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        assert json.loads(request.content)["messages"]
+        if isinstance(reply, httpx.HTTPError):
+            raise reply
+        return reply
+
+    async def printed() -> str:
+        async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
+            return await example(client, "http://h:1", "it's")
+
+    command = shlex.split(asyncio.run(printed()))
+    assert command[:3] == ["curl", "-s", f"http://h:1{path}"]
+    body = json.loads(command[-1])
+    assert body["model"] == "it's"
+    assert ("messages" in body) == (path == "/v1/chat/completions")
 
 
 @pytest.mark.parametrize("case", CASES["options"])
