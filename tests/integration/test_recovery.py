@@ -108,12 +108,12 @@ def victim(deployment: Deployment, name: str, number: signal.Signals) -> tuple[i
 def part(prefix: str, name: str) -> int:
     """The process id of a server's part: its guard, tritonserver, or the stub of a model.
 
-    vLLM's engine core is forked from the stub on a GPU, and its
-    command line may still be the same.
+    A model may have several stubs on a machine with many cores: then one of them, and of vLLM's the
+    one that started the engine core.
     """
     named = [pid for pid in processes(prefix) if name == part_name(pid)]
-    (pid,) = [pid for pid in named if psutil.Process(pid).ppid() not in named]
-    return pid
+    with_children = [pid for pid in named if psutil.Process(pid).children()]
+    return (with_children or named)[0]
 
 
 def part_name(pid: int) -> str:
