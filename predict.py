@@ -34,12 +34,12 @@ def described_prompts(deployment: Deployment) -> str:
     """Return a line for the log that says what is made of a prompt."""
     if deployment.chat_template_for_prompts:
         return (
-            "prompts go through the model's chat template, as a user's message; "
-            "prompt_template={prompt} sends one as it is"
+            "prompts go through the model's chat template, as a user message; "
+            "prompt_template={prompt} sends a prompt unchanged"
         )
     template = deployment.settings.prompt_template
     if template is None or template == "{prompt}":
-        return "prompts go to the model as they are, without a chat template"
+        return "prompts go to the model unchanged, without a chat template"
     return "prompts go through PROMPT_TEMPLATE, not through a chat template"
 
 
@@ -194,7 +194,7 @@ class Predictor(BaseRunner):
                 _refuse("needs messages", tools=tools, chat_template_kwargs=chat_template_kwargs)
                 text, is_chat = self._prompt(prompt, system, prompt_template)
             else:
-                why = "and messages exclude each other"
+                why = "and messages cannot be combined"
                 own_template = prompt_template != "{prompt}" and prompt_template
                 _refuse(why, prompt=prompt, prompt_template=own_template)
                 text = self._chat(messages, system, tools, chat_template_kwargs)

@@ -95,6 +95,14 @@ class EngineBuildError(CogTritonError, code="E3101"): ...  # a step of an engine
 # fmt: on
 
 
+def prompt_too_long(tokens: int, limit: int) -> PromptTooLong:
+    """Return the error in the words by which OpenAI's clients know that they must shorten a chat."""
+    return PromptTooLong(
+        f"the prompt has {tokens} tokens, but this model's maximum context length is {limit} tokens, "
+        "excluding output"
+    )
+
+
 class EngineError(Exception):
     """A request that an embedded engine refuses, or that failed in it; the text is for the client."""
 
@@ -125,7 +133,9 @@ DRAINS = '"Timeout '  # a count of what it waits for while it stops: connections
 NOT_CACHED = r"LoRA task \d+ not found in cache"  # an adapter that TensorRT-LLM lacks, or evicted
 READ = 20_000  # characters of a text, which may have a whole request in it
 LONGEST = 500  # characters of a cause, which may have some of the request in it
-ENDED = "its process ended without a word, as one does that the kernel kills for want of memory"
+ENDED = (
+    "its process ended without an error message; the kernel may have killed it for lack of memory"
+)
 _GONE = re.compile(r"Stub process '[^']*' is not healthy")
 _TRACEBACK = re.compile(r"\n+At:\n|\n+Traceback \(most recent call last\):|\n+\d+ +0x[0-9a-f]+ ")
 _AROUND = re.compile(

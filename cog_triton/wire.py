@@ -78,7 +78,7 @@ def parse_logit_bias(text: Any) -> tuple[tuple[int, float], ...]:
     except BadBody as error:
         raise InvalidParameter(f"{LOGIT_BIAS} {error}") from None
     except (TypeError, ValueError, AttributeError):
-        message = f"{LOGIT_BIAS} must be as a JSON object of ids and numbers"
+        message = f"{LOGIT_BIAS} must be a JSON object of ids and numbers"
         raise InvalidParameter(message) from None
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import uvicorn
 
-from cog_triton.errors import PromptTooLong
+from cog_triton.errors import prompt_too_long
 from cog_triton.faces.openai.app import create_app
 from cog_triton.generation import Chunk
 from cog_triton.request.request import Request
@@ -72,7 +72,7 @@ class ScriptedModel(Backend):
         if in_task and self.refuses_above is not None and prompt_tokens > self.refuses_above:
             limit = self.refuses_above
             self.refuses_above = None
-            raise PromptTooLong(f"the prompt has {prompt_tokens} tokens; {limit} are the most")
+            raise prompt_too_long(prompt_tokens, limit)
         if in_task:
             self.tools = [tool["function"]["name"] for tool in self.tokenizer.tools]
             self.conversations.append(messages)

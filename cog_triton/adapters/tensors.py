@@ -89,7 +89,7 @@ def read_adapter(directory: Path, dtype: str) -> dict[str, Array]:
         if rows.ndim < 2 or rows.shape[-1] not in (3, 4):
             raise ValueError(f"{CONVERTED[1]} has the shape {rows.shape}")
         if rows[..., 3:].any():  # a column of newer releases
-            raise ValueError("TensorRT-LLM's input has no place for DoRA")
+            raise ValueError("TensorRT-LLM does not support DoRA")
         rows = rows[..., :3].astype(np.int32)
         weights = weights.view(BFLOAT16) if weights.dtype == "V2" else weights
     else:
@@ -127,7 +127,7 @@ def converted(config: Any, tensors: Mapping[str, Array]) -> tuple[Array, Array]:
     ``tensors`` are float32. ValueError names a part that is missing, of a wrong shape, or not supported.
     """
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
-        raise ValueError(f"{CONFIG} is not that of a LoRA adapter")
+        raise ValueError(f"{CONFIG} does not describe a LoRA adapter")
     unsupported = [name for name in _NOT_CONVERTED if config.get(name)]
     if (bias := config.get("bias", "none")) != "none":
         unsupported.append(f"bias {bias}")
@@ -138,7 +138,7 @@ def converted(config: Any, tensors: Mapping[str, Array]) -> tuple[Array, Array]:
     modules: dict[tuple[int, str], dict[str, Array]] = {}
     for name, tensor in tensors.items():
         if (match := _NAME.fullmatch(name)) is None or match[2] not in _KINDS:
-            raise ValueError(f"TensorRT-LLM has no place for its tensor {name}")
+            raise ValueError(f"TensorRT-LLM does not support its tensor {name}")
         modules.setdefault((int(match[1]), match[2]), {})[match[3]] = tensor
     if not modules:
         raise ValueError("it has no weights")

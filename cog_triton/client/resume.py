@@ -20,13 +20,13 @@ from cog_triton.wire import CONTINUED, NO_PARAMETERS, Parameters, ids_parameter
 
 logger = logging.getLogger(__name__)
 
-GUIDED = "TensorRT-LLM cannot go on with a guide where its server ended"
+GUIDED = "TensorRT-LLM cannot resume structured output after its server has crashed"
 _GUIDE = "guided_decoding_guide_type"
 MOST_BLAMELESS = 50  # retries in a row, which take about 45 s
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0  # seconds before a retry
 # Where the preprocessing is not this package's.
-CANNOT = "the server cannot continue an output that it has begun"
-TWO_ENDED = "two servers ended as they began this request, which is not tried again"
+CANNOT = "the server cannot resume an output that has started"
+TWO_ENDED = "two servers crashed as they started this request, so it is not retried"
 
 
 class Clients(Protocol):

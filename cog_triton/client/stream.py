@@ -95,7 +95,7 @@ def decode_response(outputs: Outputs, place: int, top: int | None, final: bool =
 
 
 def lost_after(place: int) -> errors.TritonMalformedEvent:
-    return errors.TritonMalformedEvent(f"Triton's stream lost something after {place} tokens")
+    return errors.TritonMalformedEvent(f"Triton's stream lost data after {place} tokens")
 
 
 class Arrivals(Generic[T]):
@@ -319,7 +319,7 @@ class TritonClient(ABC):
                     return
                 if in_engine and not problem:
                     if not await arrivals.ends_within(STOP_SECONDS):
-                        logger.warning("request %s did not stop: its stream is dropped", request_id)
+                        logger.warning("request %s did not stop; dropping its stream", request_id)
                     return
                 if in_engine:
                     await arrivals.ends_within(pause)

@@ -28,7 +28,7 @@ def tracer(endpoint: str | None) -> Any:
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
-        logger.warning("no traces: %s (pip install cog-triton[otel])", error)
+        logger.warning("tracing is off: %s (pip install cog-triton[otel])", error)
         return None
     provider: Any = trace.get_tracer_provider()
     if isinstance(provider, trace.ProxyTracerProvider):  # Cog's worker has Cog's

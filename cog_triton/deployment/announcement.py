@@ -65,10 +65,10 @@ class Served:
             about.append(f"quantized by {self.checkpoint.quantization}")
         model = f"{self.name} ({', '.join(about)})" if about else self.name
         runs = ", ".join(filter(None, (self.engine, self.device, self.dtype)))
-        context = "context known to the engine only"
+        context = "context length known only to the engine"
         if self.context_length is not None:
             context = f"context {self.context_length:,}"
-        ends = "ends at max_tokens only"
+        ends = "ends only at max_tokens"
         if self.end_tokens:
             ends = f"ends at {', '.join(self.end_tokens[:LISTED_END_TOKENS])}"
             more = len(self.end_tokens) - LISTED_END_TOKENS
@@ -152,16 +152,16 @@ def template_of(settings: Settings, tokenizer: Tokenizer) -> str:
     if not has_chat_template(tokenizer):
         messages = "no chat template"
     elif settings.chat_template is not None:
-        messages = "chat template of CHAT_TEMPLATE"
+        messages = "chat template from CHAT_TEMPLATE"
     else:
-        messages = "chat template of the tokenizer"
+        messages = "chat template from the tokenizer"
     if uses_chat_template_for_prompts(settings, tokenizer):
         return messages
     if settings.prompt_template not in (None, RAW_PROMPT):
         return f"{messages} for messages, PROMPT_TEMPLATE for prompts"
     if has_chat_template(tokenizer):
-        return f"{messages} for messages, prompts as they are"
-    return f"{messages}, prompts as they are"
+        return f"{messages} for messages, prompts unchanged"
+    return f"{messages}, prompts unchanged"
 
 
 def uses_chat_template_for_prompts(settings: Settings, tokenizer: Tokenizer) -> bool:

@@ -209,14 +209,14 @@ class TextDeployment(Deployment):
     def _inputs(self, request: Request) -> Inputs:
         """Return a request's inputs, under the ensemble's names and with the words that it demands."""
         request = without_bos(request, self.tokenizer)  # the ensemble's preprocessing adds it
-        gives = "the ensemble of this Triton gives text"
+        gives = "this Triton's ensemble returns text"
         if request.stop_token_ids:
             raise InvalidParameter(f"stop_token_ids must be empty: {gives}")
         if not request.skip_special_tokens:
             raise InvalidParameter(f"skip_special_tokens must be true: {gives} without them")
         for name in request_parameters(request):
             if name != wire.ADD_SPECIAL_TOKENS:  # which it does
-                raise InvalidParameter(f"{name} is not known to the ensemble of this Triton")
+                raise InvalidParameter(f"{name} is not supported by this Triton's ensemble")
         none = np.array([[b""]], np.object_)
         inputs = {name: none for name in WORDS if not self.known.get(name, True)}
         given = triton_inputs(request)

@@ -68,7 +68,7 @@ def check_weight_files(directory: Path) -> set[str]:
             raise ConfigurationError(f"{index} names files that are missing: {', '.join(missing)}")
     files = sorted(directory.glob("*.safetensors"))
     if not files and not any(directory.glob("*.bin")):
-        raise ConfigurationError(f"{directory} holds no weights (*.safetensors or *.bin)")
+        raise ConfigurationError(f"{directory} contains no weights (*.safetensors or *.bin)")
     names: set[str] = set()
     for file in files:
         try:
@@ -91,7 +91,7 @@ def _pointer_problem(file: Path) -> str | None:
     with file.open("rb") as opened:
         if opened.read(len(_POINTER)) != _POINTER:
             return None
-    return "it is a pointer of Git LFS, and not the file that this stands for; run `git lfs pull`"
+    return "it is a Git LFS pointer, not the file itself; run `git lfs pull`"
 
 
 def _pickle_problem(file: Path) -> str | None:
@@ -100,7 +100,7 @@ def _pickle_problem(file: Path) -> str | None:
         is_pickle = opened.read(1) == _PICKLE
     if is_pickle or zipfile.is_zipfile(file):
         return None
-    return _pointer_problem(file) or "it is no file of torch.save(), or its end is missing"
+    return _pointer_problem(file) or "it was not written by torch.save(), or it is cut short"
 
 
 def refuse_adapter(directory: Path) -> None:

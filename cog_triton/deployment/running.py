@@ -71,7 +71,9 @@ class RunningServer:
         while self.server.alive:
             silence = self.client.silence()
             if not hang and self.hang_timeout and silence > self.hang_timeout:
-                hang = f"Triton hangs: requests run, and none had a response for {silence:.0f} s"
+                hang = (
+                    f"Triton hangs: requests run, but none has had a response for {silence:.0f} s"
+                )
                 logger.error("%s", hang)
                 self.server.kill()
             await asyncio.sleep(CHECK_SECONDS)
@@ -135,7 +137,9 @@ class Supervisor:
         began = clock()
         while (server := self.running) is None or server is failed:
             if server is None and self.failure is not None:
-                raise TritonUnavailable(f"Triton has been given up: {self.failure}")
+                raise TritonUnavailable(
+                    f"Triton failed too often and is not being restarted: {self.failure}"
+                )
             most = timeout if server is None else min(NOTICE_SECONDS, timeout)
             if (left := began + most - clock()) <= 0:
                 if server is not None:
@@ -182,7 +186,7 @@ class Supervisor:
             logger.warning("starting Triton again%s", f" in {pause:g} s" if pause else "")
             await asyncio.sleep(pause)
         self.failure = reason.splitlines()[0]
-        text = "Triton is not started again: it ended %d times within %g s"
+        text = "not restarting Triton: it ended %d times within %g s"
         logger.error(text, len(ends), settings.restart_window)
         if settings.exit_on_failure:  # at once: what watches the process starts another
             progress.critical("exiting: %s (EXIT_ON_FAILURE)", self.failure)

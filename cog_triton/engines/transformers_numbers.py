@@ -66,6 +66,6 @@ class FiniteCache:
             return None
         if self._cache is not None and self._cache.use_prefix_sharing:
             self._cache.use_prefix_sharing = False
-            logger.warning("%s; prompts do not share their beginnings any more", not_finite())
+            logger.warning("%s; prefix caching is now off", not_finite())
         tokens = [] if self._sums is None else (~self._sums.isfinite()).tolist()
         return tokens, (~greatest.isfinite()).tolist()

@@ -165,7 +165,7 @@ class TritonPythonModel:
                     if client.gone():
                         self._stop(request_id)
                 except Exception:
-                    logger.exception("a request could not be looked after")
+                    logger.exception("supervising a request failed")
 
 
 def _outputs(response: Any) -> dict[str, Array]:

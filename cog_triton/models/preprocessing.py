@@ -122,7 +122,7 @@ class Preprocessor:
             if too_long or len(text) > most:
                 length = f"{len(query)} bytes" if too_long else f"{len(text)} characters"
                 text = f"Prompt length ({length}) exceeds maximum input length ({most} characters"
-                raise InvalidParameter(f"{text} are the most{self._limits.source}).")
+                raise InvalidParameter(f"{text}{self._limits.source}).")
             texts.append(text)
         return texts
 
@@ -167,7 +167,7 @@ class Preprocessor:
             if not logit_bias:
                 return None
         if weights.size != sum(map(len, words)):
-            text = "embedding_bias_words and embedding_bias_weights must be as many"
+            text = "embedding_bias_words and embedding_bias_weights must be the same length"
             raise InvalidParameter(text)
         bias = np.zeros((batch, self._vocabulary_size), np.float32)
         for row, names, values in zip(bias, words, weights.reshape(batch, -1), strict=True):

@@ -255,7 +255,7 @@ def failure(model: str, cause: Exception) -> Any:
     code = []
     if not isinstance(cause, CogTritonError | errors.EngineError):
         logger.error("model %s failed", model, exc_info=cause)
-        message = f"model '{model}' failed: {type(cause).__name__}; the server's log has more"
+        message = f"model '{model}' failed: {type(cause).__name__}; see the server's log"
     elif not isinstance(
         cause, errors.ServerError | errors.EngineFailure | errors.EngineUnavailable
     ):

@@ -72,7 +72,7 @@ def _with_new_names(inputs: Inputs) -> Inputs:
             continue
         if new_name in renamed:
             raise InvalidParameter(
-                f"{old_name} is the old name of {new_name}: a request must be with one of the two"
+                f"{old_name} is the old name of {new_name}: a request must have only one of the two"
             )
         renamed[new_name] = renamed.pop(old_name)
     return renamed

@@ -164,14 +164,16 @@ class Admission:
         if not slot.granted.done():
             if self._is_full_for(flow):
                 self._observe("full")
-                raise self._overloaded(f"{self.running} requests run and {self.waiting - 1} wait")
+                raise self._overloaded(
+                    f"{self.running} requests are running and {self.waiting - 1} are waiting"
+                )
             began = self._clock()
             # Not wait_for, which before Python 3.12 continues when it is cancelled as the slot comes.
             await asyncio.wait([slot.granted], timeout=self.timeout)
             slot.waited = self._clock() - began
         self._observe("admitted" if slot.granted.done() else "late", slot.waited)
         if not slot.granted.done():
-            raise self._overloaded(f"no place became free in {self.timeout:g} s (QUEUE_TIMEOUT)")
+            raise self._overloaded(f"no slot became free within {self.timeout:g} s (QUEUE_TIMEOUT)")
 
     def _leave(self, slot: Slot, flow: _Flow | None) -> None:
         self._tasks.pop(slot, None)

@@ -43,13 +43,15 @@ class TextLimits:
     """The most characters of a deployment's prompts, and where that number comes from."""
 
     characters: int = UNKNOWN_CHARACTERS
-    source: str = " without MAX_SEQUENCE_LENGTH, where only the engine knows the model's"
+    source: str = (
+        ", since only the engine knows the model's context length; set MAX_SEQUENCE_LENGTH"
+    )
 
     def check(self, what: str, characters: int) -> None:
         """Refuse a text with more characters than the context's tokens can stand for: PromptTooLong."""
         if characters > self.characters:
-            most = f"{self.characters} are the most{self.source}"
-            raise PromptTooLong(f"{what} has {characters} characters; {most}")
+            limit = f"the limit is {self.characters}{self.source}"
+            raise PromptTooLong(f"{what} has {characters} characters; {limit}")
 
 
 def parse_json(name: str, text: str, kind: type[T]) -> T:

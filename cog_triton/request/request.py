@@ -40,8 +40,8 @@ _INPUTS: dict[str, float | None] = {
     **dict.fromkeys(("presence_penalty", "frequency_penalty", "top_k", "min_tokens"), 0.0),
 }
 _DTYPES = {int: np.int32, float: np.float32, bool: np.bool_, str: np.object_}
-_NOT_UNICODE = "{} must be valid Unicode; half of a surrogate pair is not"
-_TOO_LONG = "{} must be of at most {} characters, not {}"
+_NOT_UNICODE = "{} must be valid Unicode, without lone surrogates"
+_TOO_LONG = "{} must be at most {} characters, not {}"
 _BOUNDS = {"ge": "at least", "le": "at most", "gt": "greater than"}
 # Special in regular expressions of any kind; re.escape knows only Python's.
 _SPECIAL = re.compile(r"[\\^$.|?*+()\[\]{}/]")
@@ -74,7 +74,7 @@ def engine_guide(guide: Guide) -> Guide:
     """Return a guide as engines take it, or raise ValueError: a choice as a regex, and classes as ASCII."""
     kind, text, value = guide.kind, guide.text, None
     if not text and kind is not GuideKind.JSON:
-        raise ValueError(f"a guide of kind {kind.value} must have a text")
+        raise ValueError(f"a guide of kind {kind.value} must not be empty")
     if kind in (GuideKind.JSON_SCHEMA, GuideKind.CHOICE):
         try:
             value = json.loads(text)
@@ -194,7 +194,7 @@ def _explained(error: ValidationError) -> InvalidParameter | errors.PromptTooLon
     if problem["type"] == "too_long":
         count, most = bounds["actual_length"], bounds["max_length"]
         if name == "prompt_ids":
-            return errors.PromptTooLong(f"the prompt has {count} tokens; {most} are the most")
+            return errors.PromptTooLong(f"the prompt has {count} tokens; the limit is {most}")
         return InvalidParameter(f"{name} must be at most {most}, not {count}")
     if problem["type"] == "string_too_long":
         return InvalidParameter(_TOO_LONG.format(name, bounds["max_length"], len(value)))
@@ -228,8 +228,8 @@ def resolve_tokens(which: str, value: int | None, old: int | None) -> int:
     conflict = errors.ConflictingMaxTokens if which == "max" else errors.ConflictingMinTokens
     given = {n for n in (None if value == default else value, old) if n is not None and n != -1}
     if len(given) > 1:
-        text = f"{which}_new_tokens is the old name of {which}_tokens, give one of them"
-        given_both = f"{which}_tokens={shown(value)} and {which}_new_tokens={shown(old)} contradict"
+        text = f"{which}_new_tokens is the old name of {which}_tokens: set only one of them"
+        given_both = f"{which}_tokens={shown(value)} and {which}_new_tokens={shown(old)} differ"
         raise conflict(f"{given_both}; {text}")
     return given.pop() if given else default
 
@@ -238,7 +238,7 @@ def choose_guide(**inputs: str | None) -> Guide | None:
     """Return the guide that is given by its kind: json_schema, regex, grammar or choice."""
     given = {name: text for name, text in inputs.items() if text is not None}
     if len(given) > 1:
-        raise InvalidParameter(f"{' and '.join(given)} exclude each other: give one of them")
+        raise InvalidParameter(f"{' and '.join(given)} cannot be combined: set only one of them")
     return next((Guide(GuideKind[name.upper()], text) for name, text in given.items()), None)
 
 

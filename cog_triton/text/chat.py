@@ -195,7 +195,7 @@ def _find_template(tokenizer: Tokenizer, *, tools: bool) -> str | None:
 def _template(tokenizer: Tokenizer, *, tools: bool) -> str:
     template = _find_template(tokenizer, tools=tools)
     if not template:
-        problem = "the model has no chat template, so it takes no messages"
+        problem = "the model has no chat template, so it does not accept messages"
         text = "send a prompt, or set CHAT_TEMPLATE to a template, or to a file with one"
         raise errors.ChatTemplateError(f"{problem}: {text}")
     return str(template)
@@ -215,13 +215,15 @@ def _turn(name: str, message: Message) -> dict[str, Any]:
         raise InvalidParameter(f"{name} must be an object with a role")
     content = "" if message.get("content") is None else message["content"]
     if not isinstance(content, str | list):
-        raise InvalidParameter(f"{name}.content must be a text or a list of parts")
+        raise InvalidParameter(f"{name}.content must be a string or a list of parts")
     if isinstance(content, list):
         for part in content:
             kind = part.get("type") if isinstance(part, Mapping) else None
             if kind != "text" or not isinstance(part.get("text"), str):
-                text = f"{name}.content must be of parts of type text, which have a text"
-                raise InvalidParameter(f"{text}; {shown(kind)} is not supported")
+                raise InvalidParameter(
+                    f"{name}.content must be a string or a list of text parts; "
+                    f"a part of type {shown(kind)} is not supported"
+                )
     turn = {**message, "content": content}
     if isinstance(calls := message.get("tool_calls"), list):
         turn["tool_calls"] = [_with_object(call) for call in calls]
@@ -285,9 +287,10 @@ def validate_template(template: str) -> Counter[str]:
     """Count the placeholders and literal braces of a template, or raise what is wrong with it."""
     braces = template.count("{") + template.count("}")
     if braces > bounds.TEMPLATE_BRACES or len(template) > bounds.TEMPLATE_CHARACTERS:
-        most = f"{bounds.TEMPLATE_CHARACTERS} and {bounds.TEMPLATE_BRACES} are the most."
-        text = f"The prompt template has {len(template)} characters and {braces} braces; {most}"
-        raise PromptTemplateError(text)
+        raise PromptTemplateError(
+            f"The prompt template has {len(template)} characters and {braces} braces; "
+            f"the limits are {bounds.TEMPLATE_CHARACTERS} and {bounds.TEMPLATE_BRACES}."
+        )
     fields = Counter(match[0] for match in _BRACES.finditer(template))
     unusable = fields.keys() - {"{prompt}", "{system_prompt}", *_LITERALS}
     unknown = [repr(shown(field)) for field in fields if field in unusable and len(field) > 1]
@@ -297,7 +300,7 @@ def validate_template(template: str) -> Counter[str]:
     if single := [repr(brace) for brace in fields if brace in unusable and len(brace) == 1]:
         problems.append("unbalanced braces: " + " and ".join(single))
     if problems:
-        text = "Only {prompt} and {system_prompt} are filled in; to have a brace in the text, double it"
+        text = "Only {prompt} and {system_prompt} are filled in; double any other brace"
         problem = f"The prompt template has {' and '.join(problems)}"
         raise PromptTemplateError(f"{problem}. {text}: {{{{ for {{, }}}} for }}.")
     if "{prompt}" not in fields:

@@ -73,7 +73,7 @@ def end_ids(
             known.append(token)
     if not known:
         logger.warning(
-            "no end token is known, so every output goes on to max_tokens: neither the tokenizer nor the "
+            "no end token is known, so every output runs to max_tokens: neither the tokenizer nor the "
             "model's generation_config.json or config.json names one. Set END_ID to its token id"
         )
     return tuple(known)

@@ -124,7 +124,9 @@ def _problem(name: str, error: Exception) -> str:
     if not directory.is_dir() and name.startswith(("/", ".")):
         return f"no tokenizer could be loaded from {name!r}, which is not a directory"
     if directory.is_dir() and not any(any(directory.glob(pattern)) for pattern in _FILES):
-        return f"{name} holds no tokenizer: there is no tokenizer.json, tokenizer.model or the like"
+        return (
+            f"{name} contains no tokenizer: there is no tokenizer.json, tokenizer.model or the like"
+        )
     if (directory / "tokenizer.model").is_file() and not (directory / "tokenizer.json").exists():
         try:
             from sentencepiece import sentencepiece_model_pb2  # noqa: F401
@@ -189,7 +191,9 @@ def text_limits(tokenizer: Tokenizer, context_length: int | None) -> TextLimits:
     characters = context_length * _longest_token(tokenizer)
     if characters > MOST_CHARACTERS:
         return TextLimits(MOST_CHARACTERS, "")
-    return TextLimits(characters, f" that the model's {context_length} tokens can stand for")
+    return TextLimits(
+        characters, f", as the model's maximum context length is {context_length} tokens"
+    )
 
 
 def vocabulary_size(directory: str) -> int | None:

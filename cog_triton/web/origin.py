@@ -75,10 +75,10 @@ class AccessRule:
     def _origin_text(self, origins: list[str]) -> str:
         page = origins[0][:_SHOWN_CHARACTERS] if origins else "another site"
         if not self.origins_setting:
-            return f"a web page of {page} may not send this request"
+            return f"web pages from {page} may not send this request"
         return (
-            f"a web page of {page} may not send this request: "
-            f"{self.origins_setting} has the origins that may"
+            f"web pages from {page} may not send this request: "
+            f"{self.origins_setting} lists the origins that may"
         )
 
 

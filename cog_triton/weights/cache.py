@@ -160,7 +160,7 @@ def _fetch_tar(
         except Unreachable as problem:
             if fetched is None:
                 raise ConfigurationError(str(problem)) from None
-            logger.warning("%s; using the copy fetched before", problem)
+            logger.warning("%s; using the copy downloaded earlier", problem)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
@@ -226,7 +226,7 @@ def _publish(tar: Path, version: Version, entry: Path, shown: str, expected: str
             unpack(tar, tree, shown)
         files, size = _tally(tree)
         if not files:
-            raise ConfigurationError(f"{shown} holds no files; check how it was made")
+            raise ConfigurationError(f"{shown} contains no files; check how it was made")
     except BaseException as error:
         shutil.rmtree(tree)
         if isinstance(error, ConfigurationError):  # others leave it to be unpacked the next time

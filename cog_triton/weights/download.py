@@ -126,7 +126,9 @@ class Download:
                 self._restart(version)
             elif received.get("Content-Range") != span or version.etag not in (None, etag):
                 self._restart(Version())
-                raise httpx.RequestError(f"HTTP {status} for another part than asked for")
+                raise httpx.RequestError(
+                    f"HTTP {status} with a different byte range than requested"
+                )
             # Room for the file and its contents, which are no smaller, compressed or not.
             needed = 2 * (self.version.size or 0)
             if needed - self._size > shutil.disk_usage(self.path.parent).free:
@@ -173,6 +175,6 @@ class Download:
         status = subprocess.run(command, capture_output=True, check=False).returncode
         if status != 0 or not target.is_file() or target.stat().st_size != self.version.size:
             target.unlink(missing_ok=True)
-            raise httpx.RequestError(f"pget ended with status {status} and is left out")
+            raise httpx.RequestError(f"pget ended with status {status}; downloading without it")
         self._size = target.stat().st_size
         target.replace(self.path)

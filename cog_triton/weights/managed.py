@@ -179,4 +179,4 @@ def _problem(directory: Path, locked: LockedFile) -> str | None:
     if size > DIGEST_BYTES or not locked.digest.startswith("sha256:"):
         return None
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
-    return None if locked.digest == f"sha256:{digest}" else f"{locked.path} has another content"
+    return None if locked.digest == f"sha256:{digest}" else f"{locked.path} has different content"

@@ -72,7 +72,9 @@ def test_so_many_run_so_many_wait_and_the_others_are_told_to_come_again(server: 
     assert Counter(body["status"] for body in bodies) == {"succeeded": 5, "failed": 2}
     for body in bodies:
         if body["status"] == "failed":
-            refused = "E2106 TritonOverloaded: 2 requests run and 3 wait; try again in 1 s"
+            refused = (
+                "E2106 TritonOverloaded: 2 requests are running and 3 are waiting; try again in 1 s"
+            )
             assert refused in body["error"]
     waited = [b["metrics"]["queue_time"] for b in bodies if b["status"] == "succeeded"]
     assert sum(seconds > 0 for seconds in waited) == WAITING

@@ -273,7 +273,7 @@ def test_busy_for_too_long_is_not_ready(server: Server) -> None:
         wait_until(lambda: server.status() == "BUSY", 60, "all slots taken")
         said = wait_until(refused, 60, "the refusal")
         assert said["status"] == "BUSY"
-        assert "nothing comes of it" in said["detail"]
+        assert "without any progress" in said["detail"]
         assert server.client.get("/health/live").status_code == 200
     wait_until(lambda: refused() is None, 60, "the end of the predictions")
 

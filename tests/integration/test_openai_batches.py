@@ -116,7 +116,7 @@ def test_the_command_answers_a_file_of_vllms_run_batch(
     assert codes == [200] * 4 + [404] + [200] * 5
     (tmp_path / "in.jsonl").write_bytes(text_of(lines[0], lines[0]))
     done = subprocess.run([*command, "--url", server.url], **options)
-    assert (done.returncode, "is that of an earlier line" in done.stderr) == (1, True)
+    assert (done.returncode, "is already used by an earlier line" in done.stderr) == (1, True)
 
 
 def runner_of(store: str) -> int:

@@ -87,7 +87,7 @@ def test_keys_are_asked_for_and_read_again(keyed: OpenAIServer, keys_file: Path)
         lambda: keyed.get("/v1/models", **bearer("sk-new")).status_code == 401, 60, "its end"
     )
     log = keyed.log.read_text()
-    assert "API keys were read again: there are 5" in log
+    assert "reloaded the API keys: there are 5 now" in log
     assert not [key for key in ("sk-env", "sk-light", "sk-new") if key in log]
 
 

@@ -69,7 +69,7 @@ def test_a_prediction_from_its_creation_on(client: Any, cog_server: CogServer) -
     assert client_of(cog_server, LIST_TOKEN).predictions.list().results[0].id == created.id
     got.cancel()  # too late
     assert got.status == "succeeded"
-    with pytest.raises(replicate.exceptions.ReplicateError, match="no prediction"):
+    with pytest.raises(replicate.exceptions.ReplicateError, match="does not exist"):
         client.predictions.get("nothing")
     created = client.predictions.create(version="owner/name:abc", input=INPUT)
     assert (created.model, created.version) == ("owner/name", "abc")
@@ -99,7 +99,7 @@ def test_what_does_not_end_within_the_wait_is_starting(paced_cog_server: CogServ
     [
         ({}, "E1001 PromptRequired: prompt or messages is required"),
         ({"prompt": "Hi", "max_tokens": 0}, "input.max_tokens"),
-        ({"prompt": "data:application/octet-stream;base64,/w=="}, "the file must be text"),
+        ({"prompt": "data:application/octet-stream;base64,/w=="}, "the file must be UTF-8 text"),
     ],
 )
 def test_inputs_that_are_refused(client: Any, inputs: dict[str, Any], why: str) -> None:

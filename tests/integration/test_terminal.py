@@ -175,15 +175,15 @@ def test_serve_on_a_terminal_from_its_start_to_ctrl_c(demo_model: Path, tmp_path
         terminal.wait_for("}}'\r\n")
         url = f"http://127.0.0.1:{environment['PORT']}"
         shown = re.sub(r"\x1b\[\d*[mK]", "", terminal.text).splitlines()
-        own = [line for line in shown[:-2] if "removing what a server left" not in line]
+        own = [line for line in shown[:-2] if "removing what a killed server left" not in line]
         (what,) = [line for line in own if line.startswith("serving ")]
-        assert what.endswith("; chat template of the tokenizer for messages, prompts as they are")
+        assert what.endswith("; chat template from the tokenizer for messages, prompts unchanged")
         own.remove(what)
         assert [re.sub(r"\d+\.\d s", "N s", line) for line in sorted(own)] == [
             "model in place in N s",
             "postprocessing loaded in N s",
             "preprocessing loaded in N s",
-            "prompts go to the model as they are, without a chat template",
+            "prompts go to the model unchanged, without a chat template",
             "tensorrt_llm loaded in N s",
             "tokenizer loaded in N s",
             "warmed up in N s",
@@ -299,7 +299,7 @@ def test_predict_in_a_pipe_prints_the_answer_alone(demo_model: Path) -> None:
     (what,) = [line for line in progress if line.startswith("serving ")]
     assert re.fullmatch(
         r"serving \S+ \((toy demo model, )?llama, \d+K parameters\) on transformers, cpu, float32; "
-        r"context 2,048; ends at </s>; chat template of the tokenizer for messages, prompts as they are",
+        r"context 2,048; ends at </s>; chat template from the tokenizer for messages, prompts unchanged",
         what,
     )
     assert seed == "Random seed used: 0"

@@ -91,7 +91,7 @@ def test_a_prompt_of_too_many_characters_goes_nowhere(tokenizer: Any) -> None:
     client = Client(Response([5], 2, True))
     run(tokenizer, client, prompt="x" * limit, context_length=10, min_p=0.25)
     assert client.parameters == {"min_p": "0.25"}
-    with pytest.raises(PromptTooLong, match=f"{limit + 1} characters; {limit} are the most"):
+    with pytest.raises(PromptTooLong, match=f"{limit + 1} characters; the limit is {limit}"):
         run(tokenizer, client, prompt="x" * (limit + 1), context_length=10)
     assert client.asked == 1
 

@@ -136,10 +136,10 @@ def test_a_chat_needs_a_prompt_too(instruct_model: Path, prompt: str | None) -> 
     ("model", "environment", "expected"),
     [
         ("instruct_model", {}, "through the model's chat template"),
-        ("instruct_model", {"PROMPT_TEMPLATE": "{prompt}"}, "as they are"),
+        ("instruct_model", {"PROMPT_TEMPLATE": "{prompt}"}, "to the model unchanged"),
         ("instruct_model", {"PROMPT_TEMPLATE": "Q: {prompt}"}, "through PROMPT_TEMPLATE"),
-        ("base_model", {}, "as they are"),
-        ("demo_model", {}, "as they are"),
+        ("base_model", {}, "to the model unchanged"),
+        ("demo_model", {}, "to the model unchanged"),
     ],
 )
 def test_the_log_says_what_is_made_of_prompts(

@@ -237,7 +237,7 @@ class Front:
         request, predictions = Request(scope, receive), self.predictions
         body = await request.body()  # first, so that its sender is held to the limits of requests
         if is_replicates(scope["path"]):
-            raise Refusal(404, f"there is no route {request.method} {shown(scope['path'])}")
+            raise Refusal(404, f"unknown route: {request.method} {shown(scope['path'])}")
         query = scope["query_string"]
         target = (scope["raw_path"] + (b"?" + query if query else b"")).decode("latin-1")
         passage = await off_loop(len(body), predictions.check, request.method, target, body)
@@ -314,7 +314,7 @@ class Front:
             except asyncio.IncompleteReadError:
                 raise Refusal(502, "Cog's server closed the connection without an answer") from None
             except (asyncio.CancelledError, OSError) as error:
-                stopping = "Cog's server takes no connection: it is stopping"
+                stopping = "Cog's server is stopping and accepts no connections"
                 text = stopping if isinstance(error, OSError) else STOPPED
                 after = max(1, math.ceil(self._settings.drain_seconds))
                 raise Refusal(503, text, retry_after=after) from None
@@ -345,7 +345,7 @@ class Front:
 
     async def _health(self, request: Request) -> JSONResponse:
         status, now = await self._status(), time.monotonic()
-        silent = "Cog's server does not answer"
+        silent = "Cog's server is not responding"
         busy_for = now - max(self._busy_since or now, self.predictions.progress)
         problem = ""
         if request.url.path == "/health/live":
@@ -357,7 +357,7 @@ class Front:
         elif self.predictions.draining:
             problem = "the server is stopping"
         elif status == "BUSY" and busy_for > self._settings.busy_timeout:
-            problem = f"all slots have been taken for {busy_for:.0f} s, and nothing comes of it"
+            problem = f"all slots have been busy for {busy_for:.0f} s without any progress"
         elif status not in ("READY", "BUSY"):
             problem = silent if status is None else "Cog's server is not ready"
         body = {"status": status or "UNKNOWN", **({"detail": problem} if problem else {})}

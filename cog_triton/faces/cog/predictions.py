@@ -85,7 +85,7 @@ class Inputs:
             values = {name: value for name, value in values.items() if name in self.names}
         for name, value in values.items():
             if isinstance(value, dict | list):
-                text = "must be a text, a number or a boolean"
+                text = "must be a string, a number or a boolean"
                 raise invalid(["body", "input", name], text, "type_error")
         if self.limits is not None:
             _check_lengths(values, self.limits)
@@ -103,7 +103,7 @@ def _check_lengths(values: dict[str, Any], limits: TextLimits) -> None:
         limits.check("the system prompt", lengths.get("system_prompt", 0))
         name = max(lengths, key=lengths.__getitem__, default="prompt")
         if total > most:
-            raise PromptTooLong(f"the inputs have {total} characters; {most} are the most")
+            raise PromptTooLong(f"the inputs have {total} characters; the limit is {most}")
     except PromptTooLong as error:
         raise invalid(["body", "input", name], str(error), "value_error") from None
 
@@ -123,7 +123,7 @@ def invalid(place: list[str], text: str, kind: str) -> Refusal:
 
 def _check_identifier(identifier: str, place: list[str]) -> None:
     if not _IDENTIFIER.fullmatch(identifier):  # it could not name a directory of its own
-        rule = "must be 1 to 128 letters, digits, '_', '-' and '.', and no '.' in front"
+        rule = "must be 1 to 128 letters, digits, '_', '-' and '.', and must not start with '.'"
         raise invalid(place, rule, "value_error")
 
 
@@ -131,7 +131,7 @@ def _check_webhook(fields: dict[str, Any]) -> None:
     """Refuse a webhook that cannot be called, or a list of events that Cog's server does not know."""
     address = fields.get("webhook")
     if address is not None and not _is_http_url(address):
-        raise invalid(["body", "webhook"], "must be a URL of http or https", "value_error.url")
+        raise invalid(["body", "webhook"], "must be an http or https URL", "value_error.url")
     events = fields.get("webhook_events_filter")
     if events is None:
         return
@@ -336,7 +336,7 @@ class Predictions:
         count = sum(map(self.runs, self._running))
         left = [f"{count} prediction{'s' * (count > 1)}"] if count else []
         left += ["a webhook"] * (time.monotonic() < self._webhooks_until)
-        return " and ".join(left + ["requests of another face"] * self._others_run)
+        return " and ".join(left + ["requests to another API"] * self._others_run)
 
     def _settle(self, identifier: str, in_predictor: bool = False) -> None:
         if running := self._running.get(identifier):

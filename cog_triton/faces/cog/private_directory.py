@@ -106,9 +106,9 @@ def _check(path: Path, status: os.stat_result, descriptor: int) -> None:
         if status.st_mode & _OTHERS_WRITE:
             os.fchmod(descriptor, stat.S_IMODE(status.st_mode) & ~_OTHERS_WRITE)
     elif status.st_uid != ROOT_USER:
-        raise UnsafeDirectory(f"{path} belongs to another user, whose id is {status.st_uid}")
+        raise UnsafeDirectory(f"{path} belongs to another user (uid {status.st_uid})")
     elif status.st_mode & _OTHERS_WRITE and not status.st_mode & stat.S_ISVTX:
-        raise UnsafeDirectory(f"{path} can be written by other users, and has no sticky bit")
+        raise UnsafeDirectory(f"{path} is writable by other users and has no sticky bit")
 
 
 def _remove_tree(name: str, within: int) -> None:

@@ -188,7 +188,7 @@ class Replicate:
         fields = fields_of(body)
         asked = fields.get("version")
         if asked is not None and not isinstance(asked, str):
-            raise invalid(["body", "version"], "must be a text", "type_error")
+            raise invalid(["body", "version"], "must be a string", "type_error")
         model, _, version = (asked or "").rpartition(":")
         if "owner" in path:
             model = f"{path['owner']}/{path['name']}"
@@ -231,18 +231,18 @@ class Replicate:
     def _find(self, request: Request) -> Prediction:
         identifier = request.path_params["id"]
         if (prediction := self._predictions.get(identifier)) is None:
-            raise Refusal(404, f"there is no prediction {identifier!r}, or not any more")
+            raise Refusal(404, f"prediction {identifier!r} does not exist, or has been deleted")
         return prediction
 
     def _check_list_token(self, request: Request) -> None:
         """Refuse to list what others have sent, unless the request has the token for it."""
         if self._list_token is None:
-            text = "lists are off: set REPLICATE_LIST_TOKEN, and send it as the API token"
+            text = "listing is off: set REPLICATE_LIST_TOKEN, and send it as the API token"
             raise Refusal(403, text)
         _, _, presented = request.headers.get("authorization", "").partition(" ")
         expected = self._list_token.get_secret_value().encode()
         if not hmac.compare_digest(presented.strip().encode(), expected):
-            raise Refusal(403, "the API token is not that of REPLICATE_LIST_TOKEN")
+            raise Refusal(403, "the API token does not match REPLICATE_LIST_TOKEN")
 
     async def _list(self, request: Request) -> Response:
         self._check_list_token(request)
@@ -306,7 +306,7 @@ class Replicate:
     def _find_file(self, request: Request) -> dict[str, Any]:
         identifier = request.path_params["id"]
         if identifier not in self._files:
-            raise Refusal(404, f"there is no file {identifier!r}, or not any more")
+            raise Refusal(404, f"file {identifier!r} does not exist, or has been deleted")
         return self._files[identifier]
 
     async def _list_files(self, request: Request) -> Response:
@@ -395,7 +395,7 @@ def text_of_file(name: str, value: Any) -> Any:
     try:
         return base64.b64decode(value[start.end() :], validate=True).decode()
     except ValueError:
-        text = "the file must be text in UTF-8"
+        text = "the file must be UTF-8 text"
         raise invalid(["body", "input", name], text, "value_error") from None
 
 

@@ -9,7 +9,7 @@ import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from cog_triton.errors import InvalidParameter, PromptTooLong
+from cog_triton.errors import InvalidParameter, prompt_too_long
 from cog_triton.generation import Chunk
 from cog_triton.request.request import Guide, GuideKind, Request
 from cog_triton.text.end_tokens import EndTokens
@@ -57,7 +57,9 @@ def request_of(
     output, ids = given(body, "output_options"), tuple(body["token_ids"])
     for name in ("n", "best_of"):
         if sampling.get(name, 1) != 1:
-            raise InvalidParameter(f"{name} must be 1 here, not {sampling[name]}: ask repeatedly")
+            raise InvalidParameter(
+                f"{name} must be 1 here, not {sampling[name]}: send several requests"
+            )
     if sampling.get("use_beam_search"):
         raise InvalidParameter("use_beam_search is not supported")
     if "max_thinking_tokens" in stops:
@@ -65,7 +67,7 @@ def request_of(
     if body.get("multi_modal_data") or body.get("prompt_embeds"):
         raise InvalidParameter("the prompt must be text")
     if context_length is not None and len(ids) >= context_length:
-        raise PromptTooLong(f"the prompt has {len(ids)} tokens; {context_length - 1} are the most")
+        raise prompt_too_long(len(ids), context_length - 1)
     fields: dict[str, Any] = {name: sampling[name] for name in _SAMPLING if name in sampling}
     seed = hashlib.blake2b(request_id.encode(), digest_size=4).digest()
     # The model's recommended values stand between Dynamo's defaults and what the client gave.
@@ -110,7 +112,7 @@ def guide_of(guided: Body) -> Guide | None:
     if unknown := asked.keys() - _GUIDES:
         raise InvalidParameter(f"guided_decoding: {sorted(unknown)[0]} is not supported")
     if len(asked) > 1:
-        raise InvalidParameter(f"{' and '.join(asked)} exclude each other: give one of them")
+        raise InvalidParameter(f"{' and '.join(asked)} cannot be combined: set only one of them")
     for name, value in asked.items():
         return Guide(_GUIDES[name], value if isinstance(value, str) else json.dumps(value))
     return None

@@ -107,10 +107,10 @@ class Processes:
             forget_dead(self._environment)
             name = shlex.join(command[1:3])
             if not self._ready:
-                logger.error("%s ended before it was ready: all are stopped", name)
+                logger.error("%s ended before it was ready; stopping all of them", name)
                 self._end()
                 return
-            logger.error("%s ended: another takes its place", name)
+            logger.error("%s ended; starting another", name)
 
     async def _wait(self, url: str, workers: int) -> str:
         """Wait until so many workers are in the frontend's list; return a command that asks them."""

@@ -137,7 +137,7 @@ def _anthropic_page(served: Served, query: Mapping[str, str]) -> dict[str, Any]:
     names = served.names
     for cursor in ("after_id", "before_id"):
         if query.get(cursor, names[0]) not in names:
-            raise invalid(f"{cursor}: there is no model {shown(query[cursor])}", cursor)
+            raise invalid(f"{cursor}: the model {shown(query[cursor])} does not exist", cursor)
     first = names.index(query["after_id"]) + 1 if "after_id" in query else 0
     end = names.index(query["before_id"]) if "before_id" in query else len(names)
     there = names[first:end]
@@ -231,7 +231,7 @@ async def ready(served: FromApp) -> JSONResponse:
     if served.draining:
         return JSONResponse({"status": "draining", "detail": "the server is stopping"}, 503)
     if not await served.backend.healthy():
-        return JSONResponse({"status": "unavailable", "detail": "Triton does not answer"}, 503)
+        return JSONResponse({"status": "unavailable", "detail": "Triton is not responding"}, 503)
     if served.journal and (problem := served.journal.problem()):
         return JSONResponse({"status": "unavailable", "detail": problem}, 503)
     return JSONResponse({"status": "ready"})

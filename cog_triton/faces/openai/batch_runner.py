@@ -44,7 +44,7 @@ LONGEST_PAUSE = 30.0
 ERRORS_AT_ONCE = 100  # that are written together, because other writes wait meanwhile
 _STORAGE_ERROR = (
     "storage_limit_exceeded",
-    "The API key of this batch has as much stored as it may. The answers that are there stay.",
+    "The API key of this batch has reached its storage limit. The answers stored so far are kept.",
 )
 JSON = {"content-type": "application/json"}
 
@@ -165,7 +165,7 @@ class Runner(Jobs):
                 await self.journal.write(write)
                 return
             except JournalUnavailable as error:
-                logger.warning("batch %s waits: %s", batch.id, error)
+                logger.warning("batch %s is waiting: %s", batch.id, error)
                 await asyncio.sleep(LONGEST_PAUSE)
 
     async def _end(self, batch: Any, code: str, reason: str) -> None:
@@ -203,7 +203,7 @@ class Runner(Jobs):
             await self._change(batch, "in_progress")
             batch = await self._batch(batch.id)
         if batch.status == "in_progress":
-            logger.info("batch %s runs", batch.id)
+            logger.info("batch %s is running", batch.id)
             with Places(self._shared_places) as places:
                 async with anyio.create_task_group() as lines:
                     async for line, data in self._open_lines(batch):

@@ -122,7 +122,7 @@ class FileForm(fields.Body):
 
 async def _journal(request: HttpRequest) -> Any:
     if (journal := request.app.state.served.journal) is None:
-        raise ApiError(404, "nothing is kept here: STORE=0", code="unknown_url")
+        raise ApiError(404, "this server stores nothing: STORE=0", code="unknown_url")
     return journal
 
 
@@ -332,7 +332,7 @@ async def delete_file(name: str, journal: FromJournal) -> dict[str, Any]:
         AND NOT EXISTS (SELECT 1 FROM batches WHERE input = :name AND active)
     """
     if not await journal.write(gone, name=name):
-        raise ApiError(409, "a batch that has not ended reads this file", param="id")
+        raise ApiError(409, "this file is the input of a batch that has not ended", param="id")
     while await journal.write(_DELETE_LINES, most=MOST_DELETED):
         pass  # its space is free when this returns
     await journal.write(_DELETE_FILES)
@@ -446,11 +446,15 @@ class Checks:
 
     def _check(self, data: bytes) -> None:
         if len(data) > self._served.settings.max_request_bytes:
-            raise invalid("This line has more bytes than a request may.", code="invalid_json_line")
+            raise invalid(
+                "This line is larger than the maximum size of a request.", code="invalid_json_line"
+            )
         found: Any = exchange.validated(data, LineBody, self._served)
         if found.url != self._endpoint:
-            raise invalid(f"url must be the batch's, {self._endpoint}", "url", "url_mismatch")
+            raise invalid(
+                f"url must be the batch's endpoint, {self._endpoint}", "url", "url_mismatch"
+            )
         if found.custom_id in self._seen:
-            text = f"the custom_id {shown(found.custom_id)} is that of an earlier line"
+            text = f"the custom_id {shown(found.custom_id)} is already used by an earlier line"
             raise invalid(text, "custom_id", "duplicate_custom_id")
         self._seen.add(found.custom_id)

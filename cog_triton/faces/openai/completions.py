@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from cog_triton.errors import PromptTooLong
+from cog_triton.errors import prompt_too_long
 from cog_triton.faces.openai import exchange, fields, turns
 from cog_triton.faces.openai.blocks import Block
 from cog_triton.faces.openai.errors import ApiError, invalid
@@ -60,7 +60,7 @@ async def tokenize(body: fields.TokenizeBody, served: FromApp) -> Response:
         if body.return_token_strs:
             most_names = max(served.backend.context_length or 0, DETOKENIZED)
             if len(tokens) > most_names:
-                text = f"return_token_strs is for at most {most_names} tokens, not {len(tokens)}"
+                text = f"return_token_strs supports at most {most_names} tokens, not {len(tokens)}"
                 raise invalid(text, "return_token_strs")
             names = served.backend.tokenizer.convert_ids_to_tokens(tokens)
         most = served.backend.context_length
@@ -127,8 +127,7 @@ def repeated(prompts: Sequence[Request], count: int, served: Served) -> list[Req
     most = served.backend.context_length or UNKNOWN_TOKENS
     for prompt in prompts:
         if len(prompt.prompt_ids) > most:
-            text = f"the prompt has {len(prompt.prompt_ids)} tokens; {most} are the most"
-            raise PromptTooLong(text)
+            raise prompt_too_long(len(prompt.prompt_ids), most - 1)
     return [_nth(prompt, number) for prompt in prompts for number in range(count)]
 
 

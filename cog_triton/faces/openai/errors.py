@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from cog_triton.errors import CogTritonError, shortened, shown
+from cog_triton.errors import CogTritonError, prompt_too_long, shortened, shown
 
 
 def table(name: str) -> Any:
@@ -25,9 +25,11 @@ PROMPT_TOO_LONG = "context_length_exceeded"  # OpenAI's code
 LOGGED_CHARACTERS = 300  # of an error's text
 # What an error's text quotes of a request. A name of a model or a field is not of a prompt.
 _QUOTED = re.compile(r"(?P<quote>[\"'`])(?P<text>.*?)(?P=quote)", re.DOTALL)
-# In this server's text, and in TensorRT-LLM's.
+# In TensorRT-LLM's text, and in that of ``prompt_too_long``.
 _TOKEN_COUNTS = re.compile(
-    r"(?P<tokens>\d+)(?: tokens; |\) exceeds maximum input length \()(?P<limit>\d+)"
+    r"(?P<tokens>\d+)"
+    r"(?:\) exceeds maximum input length \(| tokens, but this model's maximum context length is )"
+    r"(?P<limit>\d+)(?: tokens|\))"
 )
 _NAME_LIKE = re.compile(r"[\w.:/@+,-]{0,64}", re.ASCII)
 _NAMES = re.compile(r"(?:^|does not support )([a-z_]+)")
@@ -93,12 +95,15 @@ def api_error(error: CogTritonError, names: Mapping[str, str] = {}) -> ApiError:
     headers = {"Retry-After": str(retry)} if error.retryable else {}
     # The fields that the text may name, the likeliest first.
     named = [TABLES["renamed"].get(name, name) for name in _NAMES.findall(error.message)]
+    message = error.message
     if about_prompt:
         named = ["prompt"]
+        if counts := _TOKEN_COUNTS.search(message):
+            message = prompt_too_long(int(counts["tokens"]), int(counts["limit"])).message
     elif _GUIDE.search(error.message):
         named.insert(0, "guide")
     param = next((names[name] for name in named if name in names), None) if status == 400 else None
-    return ApiError(status, error.message, kind, param, code or error.code, headers)
+    return ApiError(status, message, kind, param, code or error.code, headers)
 
 
 def invalid(
@@ -112,5 +117,5 @@ def invalid(
 
 def no_embeddings() -> ApiError:
     """Return the refusal of vectors; after a 501, clients would send the request again."""
-    text = "embeddings are not served: the models here generate text, and engines give no vectors"
+    text = "embeddings are not supported: the models on this server only generate text"
     return ApiError(404, text, code="unknown_url")

@@ -319,7 +319,7 @@ def _client_error(error: Exception) -> ApiError:
     if isinstance(error, CogTritonError):
         return api_error(error, current().names)
     logger.error("an answer failed", exc_info=error)
-    return ApiError(500, "an internal error; the server's log has more", "server_error")
+    return ApiError(500, "internal error; see the server's log", "server_error")
 
 
 def error_response(error: ApiError) -> Response:

@@ -310,7 +310,9 @@ def guide(body: Sampling) -> Guide | None:
             raise invalid(f"response_format must have {place}", "response_format")
         found["response_format"] = _guide(kind, value)
     if len(found) > 1:
-        raise invalid(f"{' and '.join(found)} contradict; give one of them", next(iter(found)))
+        raise invalid(
+            f"{' and '.join(found)} cannot be combined; set only one of them", next(iter(found))
+        )
     return next(iter(found.values()), None)
 
 
@@ -321,7 +323,9 @@ def guides(body: Sampling) -> dict[str, Guide]:
         outputs = body.structured_outputs.model_dump(by_alias=True).items()
         wanted = {f"structured_outputs.{kind}": own for kind, own in outputs if own is not False}
         if all(value is None for value in wanted.values()):
-            text = "structured_outputs must say what the output has to be"
+            text = (
+                "structured_outputs must have one of json, regex, choice, grammar and json_object"
+            )
             raise invalid(text, "structured_outputs")
         given |= wanted
     return {name: _guide(name, value) for name, value in given.items() if value is not None}

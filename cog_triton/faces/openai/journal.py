@@ -57,10 +57,10 @@ _TABLES = (
 _LOCKED = "locked"
 # By parts of SQLite's texts.
 _REASONS = {
-    "full": "the disk is full, or STORE_MAX_BYTES reached",
+    "full": "the disk is full, or STORE_MAX_BYTES is reached",
     _LOCKED: f"another process has held its lock for {LOCK_SECONDS:g} s",
-    "malformed": "the file is damaged; move it away, and another is made",
-    "not a database": "the file is not a journal; move it away, and one is made",
+    "malformed": "the file is damaged; move it away, and a new one is created",
+    "not a database": "the file is not a journal; move it away, and one is created",
 }
 # What each key has, kept by triggers.
 _USAGE = """
@@ -264,9 +264,7 @@ class Journal:
         seconds = time.monotonic() - self._waiting_since
         if seconds < STUCK_SECONDS:
             return None
-        return (
-            f"the journal {self.path} has committed nothing for {seconds:.0f} s while writes wait"
-        )
+        return f"the journal {self.path} has committed nothing for {seconds:.0f} s while writes are waiting"
 
     async def keep(self) -> None:
         """Do the housekeeping until cancelled: what is old or too much goes, the disk gets the rest."""
@@ -511,7 +509,7 @@ class Journal:
         try:
             connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
         except sqlite3.Error as error:  # what is committed stays so
-            logger.warning("the write-ahead log of %s could not be cut: %s", self.path, error)
+            logger.warning("the write-ahead log of %s could not be truncated: %s", self.path, error)
         finally:
             connection.execute(f"PRAGMA busy_timeout={LOCK_SECONDS * 1000:.0f}")
 
@@ -537,7 +535,9 @@ class Journal:
             connection.execute(f"PRAGMA {pragma}")
         (version,) = connection.execute("PRAGMA user_version").fetchone()
         if version > VERSION:
-            raise sqlite3.OperationalError(f"a newer version of cog-triton has made it ({version})")
+            raise sqlite3.OperationalError(
+                f"it was created by a newer version of cog-triton ({version})"
+            )
         for table in (*_TABLES, *(table for schema in self._schemas for table in schema["tables"])):
             connection.execute(table)
         if version < VERSION:
@@ -579,9 +579,9 @@ def check_values(values: Iterable[Any]) -> None:
     """Raise InvalidParameter for a value of a request that SQLite cannot have."""
     for value in values:
         if isinstance(value, int) and not -(2**63) <= value < 2**63:
-            raise InvalidParameter("a number of the request has more than 64 bits")
+            raise InvalidParameter("a number in the request has more than 64 bits")
         if isinstance(value, str) and not is_unicode(value):
-            raise InvalidParameter("a text of the request has half of a surrogate pair in it")
+            raise InvalidParameter("a string in the request contains a lone surrogate")
 
 
 @dataclass
@@ -658,7 +658,7 @@ class Jobs(ABC):
             except JournalUnavailable:
                 pass  # which the writer has logged
             except Exception:
-                logger.exception("the look for what is to run failed")
+                logger.exception("looking for work to run failed")
                 await asyncio.sleep(FIRST_PAUSE)
             with anyio.move_on_after(LOOK_SECONDS):
                 await self.wake.wait()
@@ -710,8 +710,8 @@ class Jobs(ABC):
     async def _end_as_failed(self, id: str, failures: Failures) -> None:
         error = failures.error
         reason = f"it failed {failures.count} times, at last with {type(error).__name__}"
-        logger.error("%s is given up: %s: %s", id, reason, error)
-        await self.give_up(id, f"{reason}; the server's log has more")
+        logger.error("giving up on %s: %s: %s", id, reason, error)
+        await self.give_up(id, f"{reason}; see the server's log")
 
     def _ended(self, id: str, task: asyncio.Task[None]) -> None:
         del self.tasks[id], self._owners[id]
@@ -725,5 +725,5 @@ class Jobs(ABC):
             failures = self._failures.setdefault(id, Failures())
             failures.add(error)
             pause = failures.again_at - time.monotonic()
-            text = "is given up" if failures.final else f"is tried again in {pause:.0f} s"
+            text = "is not retried" if failures.final else f"is retried in {pause:.0f} s"
             logger.warning("%s failed and %s", id, text, exc_info=error)

@@ -91,9 +91,9 @@ class Keys:
                 raise ConfigurationError(f"OPENAI_API_KEYS_FILE: {error}") from None
         names = Counter(key.name for key in keys)
         if twice := sorted(name for name, count in names.items() if count > 1):
-            raise ConfigurationError(f"API keys: {', '.join(twice)} is there twice")
+            raise ConfigurationError(f"API keys: {', '.join(twice)} appears twice")
         if not keys:
-            raise ConfigurationError("API keys: there are none, so that nobody could ask")
+            raise ConfigurationError("no API keys configured, so every request would be refused")
         return keys
 
     def _current(self) -> tuple[Key, ...]:
@@ -104,9 +104,9 @@ class Keys:
         try:
             if self._version != before:
                 self._keys = self._read()
-                logger.info("API keys were read again: there are %d", len(self._keys))
+                logger.info("reloaded the API keys: there are %d now", len(self._keys))
         except ConfigurationError as error:
-            logger.error("%s; the keys from before stay", error.message)
+            logger.error("%s; keeping the previous keys", error.message)
         return self._keys
 
 
@@ -159,7 +159,7 @@ class Quotas:
             raise _refusal("requests", f"{most} running requests", 1.0)
         for kind, (size, level) in self._buckets(key).items():
             if level < 1:
-                raise _refusal(kind, f"{size:g} {kind} a minute", (1 - level) * MINUTE / size)
+                raise _refusal(kind, f"{size:g} {kind} per minute", (1 - level) * MINUTE / size)
         self._running[key.name] += 1
         self._take(key, "requests", 1)
 
@@ -201,6 +201,6 @@ class Quotas:
 
 def _refusal(kind: str, limit: str, seconds: float) -> ApiError:
     retry = max(1, math.ceil(seconds))
-    text = f"Rate limit reached for this API key: {limit} are the most; try again in {retry} s"
+    text = f"Rate limit reached for this API key: the limit is {limit}; try again in {retry} s"
     headers = {"Retry-After": str(retry)}
     return ApiError(429, text, kind, code="rate_limit_exceeded", headers=headers)

@@ -169,7 +169,7 @@ def chat_body(body: CountBody, served: Served | None = None) -> ChatBody:
     chat["reasoning_effort"] = _effort(body, served)
     chat["tools"] = _functions(body)
     if chat["tools"] and served is not None and not turns.takes_tools(served):
-        _leave_out(body, "tools, since the chat template has no place for them")
+        _leave_out(body, "tools, since the chat template does not support them")
         chat["tools"] = []
     choice = body.tool_choice
     if choice and _names_left_out_tool(body, choice):

@@ -282,7 +282,7 @@ def _message(item: InputItem, place: str, body: ResponsesBody, *, newest: bool) 
         text = _output_text(item, body)
         return {"role": "tool", "tool_call_id": item.call_id, "content": text}
     if kind == "message" or kind in _CALLS | _OUTPUTS:
-        raise invalid(f"{place} lacks a field that its type must have", "input")
+        raise invalid(f"{place} lacks a field that its type requires", "input")
     raise invalid(f"{place} of type {shown(kind)} is not supported", "input")
 
 
@@ -362,7 +362,7 @@ def response_fields(body: ResponsesBody, request: Request, created: int) -> dict
     try:
         exchange.dumps(response)
     except TypeError as error:  # half of a surrogate pair, or a number of more than 64 bits
-        raise invalid(f"the request has what cannot be given back: {error}") from None
+        raise invalid(f"the request has a value that cannot be returned: {error}") from None
     return response
 
 

@@ -264,7 +264,7 @@ class Served:
         if name in (names := self.names):
             current().model = name
             return "" if name in self.models else name
-        text = f"The model `{shown(name)}` does not exist; there is {', '.join(names)}"
+        text = f"The model `{shown(name)}` does not exist; available: {', '.join(names)}"
         raise ApiError(404, text, param="model", code="model_not_found")
 
     def only_model(self) -> str:

@@ -163,7 +163,7 @@ class InProcess:
 
     def stop(self) -> None:
         """Drain, let requests end for DRAIN_SECONDS, end the others, and make ``run`` return."""
-        logger.info("stopping: %d requests run", self._served.running)
+        logger.info("stopping: %d requests are running", self._served.running)
         self.drain()
         self._stopping = asyncio.create_task(self._stop())
 
@@ -243,10 +243,10 @@ class Workers:
             # Its gauges would be added to the others' otherwise.
             mark_process_dead(process.pid, metrics)  # type: ignore[no-untyped-call]
             if not self._stopping and not started:
-                logger.error("a worker ended before it was ready: all are stopped")
+                logger.error("a worker ended before it was ready; stopping all workers")
                 return
             if not self._stopping:
-                logger.error("a worker ended: another takes its place")
+                logger.error("a worker ended; starting another")
 
 
 def send(number: int, processes: Iterable[Process]) -> None:

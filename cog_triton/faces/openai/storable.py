@@ -24,10 +24,11 @@ def no_room(journal: Journal, size: int = 0) -> ApiError:
     most = journal.most_bytes()
     code = "storage_limit_exceeded"
     if size > most:
-        text = f"the file has {size} bytes; an API key may store {most} here"
+        text = f"the file has {size} bytes; an API key may store at most {most}"
         return ApiError(413, text, param="file", code=code)
-    rows = f" in {journal.share.rows} rows" if journal.share else ""
+    rows = f" or {journal.share.rows} rows" if journal.share else ""
     text = (
-        f"this API key has stored as much as it may, {most} bytes{rows}; delete files or responses"
+        f"this API key has reached its storage limit of {most} bytes{rows}; "
+        "delete files or responses"
     )
     return ApiError(429, text, "insufficient_quota", code=code)

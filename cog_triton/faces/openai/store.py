@@ -275,7 +275,9 @@ class Store(Jobs):
             if body.store:
                 raise no_room(self.journal) from None
             response["store"] = False
-            logger.warning("response %s is not kept: its key has too much", response["id"])
+            logger.warning(
+                "response %s is not kept: its API key has reached its storage limit", response["id"]
+            )
         except JournalUnavailable as error:
             if body.store:
                 raise
@@ -353,10 +355,13 @@ class Store(Jobs):
         count = f"{count} WHERE runner IS NOT NULL"
         every, of_key = connection.execute(count, (row["owner"],)).fetchone()
         if every >= most:
-            return f"{most} background responses wait or run; more may not"
+            return f"{most} background responses are waiting or running, which is the limit"
         most_of_key = most if self.journal.share is None else math.ceil(most / 2)
         if of_key >= most_of_key:
-            return f"{most_of_key} background responses of this key wait or run; more may not"
+            return (
+                f"{most_of_key} background responses of this API key are waiting or running, "
+                "which is the limit"
+            )
         self._make_room(row, connection)
         insert = """
             INSERT INTO responses
@@ -413,7 +418,10 @@ async def create(body: ResponsesBody, store: FromApp) -> Response:
     """An answer, kept unless ``store`` is false; of one in the background, its beginning."""
     served, kept = store.served, body.store is not False and store.journal is not None
     if body.background and not kept:
-        raise invalid("background needs store: not with store false or STORE=0", "background")
+        raise invalid(
+            "background requires store: it cannot be combined with store=false or STORE=0",
+            "background",
+        )
     body = await store.with_earlier(body)
 
     def prepared() -> tuple[turns.Turn, dict[str, Any], bytes]:
@@ -441,7 +449,7 @@ async def retrieve(id: str, store: FromApp, request: HttpRequest) -> Response:
     if last is None and request.query_params.get("stream") != "true":
         return await _response(row)
     if row.request is None:
-        raise invalid("only a background response is streamed again", "stream")
+        raise invalid("only background responses can be streamed again", "stream")
     after = request.query_params.get("starting_after", last) or "-1"
     if not re.fullmatch(r"-1|[0-9]{1,9}", after):
         raise invalid("starting_after must be the number of an event", "starting_after")

@@ -78,7 +78,7 @@ def chat_turn(body: fields.ChatBody, served: Served) -> Turn:
     use = tool_use(body)
     known = parsing.format_of(template)
     if use.offered and known is None:
-        raise invalid("tools: the chat template of this model takes none", "tools")
+        raise invalid("tools: this model's chat template does not support them", "tools")
     if known is not None and not use.offered and not known.marks_messages:
         known = None
     values = fields.sampling(body, served)
@@ -87,7 +87,7 @@ def chat_turn(body: fields.ChatBody, served: Served) -> Turn:
     if known and use.enforced:
         # A response_format is that of a text, of which there will be none.
         for name in fields.guides(body):
-            raise invalid(f"tool_choice and {name} contradict", "tool_choice")
+            raise invalid(f"tool_choice and {name} cannot be combined", "tool_choice")
         values["guide"] = call_guide(use, known, parallel=body.parallel_tool_calls is not False)
     guided_either = known is not None and bool(use.offered) and _allows_either(use, body)
     if known and guided_either:
@@ -131,7 +131,7 @@ def _shown_tokens(
 def chat_prompt(body: fields.ChatBody | fields.TokenizeBody, served: Served) -> str:
     """Render the text that the model sees of a chat."""
     if body.continue_final_message and body.add_generation_prompt:
-        text = "continue_final_message and add_generation_prompt contradict; give one of them"
+        text = "continue_final_message and add_generation_prompt cannot both be true"
         raise invalid(text, "continue_final_message")
     tools, options = body.tools or [], body.chat_template_kwargs or {}
     template = template_text(served.backend.tokenizer)
@@ -154,7 +154,7 @@ def chat_prompt(body: fields.ChatBody | fields.TokenizeBody, served: Served) -> 
 async def token_ids(served: Served, text: str, *, special: bool) -> list[int]:
     """Return the token ids of a text, or refuse it; ``special``: with the tokens that begin a text."""
     if not is_unicode(text):
-        raise invalid("the prompt must be valid Unicode; half of a surrogate pair is not")
+        raise invalid("the prompt must be valid Unicode, without lone surrogates")
     served.backend.limits.check("the prompt", len(text))
     tokenizer = served.backend.tokenizer
     return list((await asyncio.to_thread(tokenizer, text, add_special_tokens=special)).input_ids)
@@ -311,7 +311,7 @@ def tool_use(body: fields.ChatBody) -> ToolUse:
     names = [tool.function.name for tool in allowed]
     for name in names:
         if all(tool.function.name != name for tool in tools):
-            raise invalid(f"tool_choice names no tool: {name}", "tool_choice")
+            raise invalid(f"tool_choice names an unknown tool: {name}", "tool_choice")
     chosen = [tool for tool in tools if tool.function.name in names]
     if isinstance(choice, fields.NamedTool):
         return ToolUse(tools, chosen[0], enforced=True)

@@ -78,12 +78,12 @@ def test_bfloat16_is_rounded_to_the_nearest_and_read_as_it_is(tmp_path: Path) ->
         (dict(list(Q.items())[:1]), {}, "layers.3 q_proj has no lora_B"),
         (WIDE, {}, r"q_proj has lora_A of \(2, 3\) and lora_B of \(4, 5\)"),
         (module("mlp.gate_up_proj", outputs=5), {}, "layers.3 gate_up_proj cannot be halved"),
-        (SCALED, {}, "no place for its tensor .*lora_magnitude_vector"),
-        (module("mlp.experts.0.w1"), {}, "no place for its tensor .*experts"),
+        (SCALED, {}, "does not support its tensor .*lora_magnitude_vector"),
+        (module("mlp.experts.0.w1"), {}, "does not support its tensor .*experts"),
         (Q, {"use_dora": True}, "does not support use_dora"),
         (Q, {"alpha_pattern": {"q_proj": 4}}, "does not support alpha_pattern"),
         (Q, {"bias": "all"}, "does not support bias all"),
-        (Q, {"peft_type": "IA3"}, "is not that of a LoRA adapter"),
+        (Q, {"peft_type": "IA3"}, "does not describe a LoRA adapter"),
         (Q, {"lora_alpha": None}, "has no lora_alpha"),
     ],
 )
@@ -143,7 +143,7 @@ def test_files_of_the_script(tmp_path: Path, dtype: str, view: Any, columns: int
         (HALF.astype(np.float32), np.ones((1, 2, 3)), "are float32, and the engine's are float16"),
         (HALF, np.ones((1, 3, 3)), r"shape \(1, 2, 5\), for 3 modules"),
         (HALF, np.ones((1, 2, 2)), r"has the shape \(1, 2, 2\)"),
-        (HALF, np.ones((1, 2, 4)), "no place for DoRA"),
+        (HALF, np.ones((1, 2, 4)), "does not support DoRA"),
     ],
 )
 def test_files_of_the_script_that_cannot_be_used(

@@ -401,7 +401,7 @@ async def test_only_a_request_whose_tokens_were_lost_with_another_is_to_be_tried
     gone.close()  # with the second token of one of the others on its way
     shared.answer(5, hit.number, len(next_values), *next_values)
     shared.answer(7, spared.number, 3, 2, 9, 51)
-    with pytest.raises(TritonMalformedEvent, match="lost something after 1 tokens") as caught:
+    with pytest.raises(TritonMalformedEvent, match="lost data after 1 tokens") as caught:
         await asyncio.wait_for(hit.take(), 20)
     assert caught.value.blameless
     assert await spared.take() == [[1, 9, 50], [2, 9, 51]]

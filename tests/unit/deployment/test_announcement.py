@@ -63,11 +63,11 @@ def test_the_whole_line() -> None:
         dtype="bfloat16",
         context_length=8192,
         end_tokens=("<|im_end|>", "<|endoftext|>"),
-        template="chat template of the tokenizer",
+        template="chat template from the tokenizer",
     )
     assert described.line() == (
         "serving SmolLM2-135M-Instruct (llama, 135M parameters) on transformers, cpu, bfloat16; "
-        "context 8,192; ends at <|im_end|>, <|endoftext|>; chat template of the tokenizer"
+        "context 8,192; ends at <|im_end|>, <|endoftext|>; chat template from the tokenizer"
     )
 
 
@@ -92,7 +92,7 @@ def test_a_checkpoint_on_each_engine(
     assert line.startswith(
         f"serving SmolLM2 (llama, 135K parameters) on {runs}; context 8,192; ends"
     )
-    assert line.endswith("; chat template of the tokenizer")
+    assert line.endswith("; chat template from the tokenizer")
 
 
 def test_an_engine_directory_and_a_template_of_the_setting(
@@ -105,32 +105,32 @@ def test_an_engine_directory_and_a_template_of_the_setting(
     assert line.startswith(
         "serving SmolLM2 (LlamaForCausalLM, quantized by FP8) on tensorrtllm, cuda, float16; "
     )
-    assert line.endswith("; chat template of CHAT_TEMPLATE")
+    assert line.endswith("; chat template from CHAT_TEMPLATE")
 
 
 @pytest.mark.parametrize(
     ("template", "environment", "text"),
     [
-        ("{{ messages }}", {}, "chat template of the tokenizer"),
+        ("{{ messages }}", {}, "chat template from the tokenizer"),
         (
             "{{ messages }}",
             {"PROMPT_TEMPLATE": "{prompt}"},
-            "chat template of the tokenizer for messages, prompts as they are",
+            "chat template from the tokenizer for messages, prompts unchanged",
         ),
         (
             "{{ messages }}",
             {"PROMPT_TEMPLATE": "Q: {prompt}"},
-            "chat template of the tokenizer for messages, PROMPT_TEMPLATE for prompts",
+            "chat template from the tokenizer for messages, PROMPT_TEMPLATE for prompts",
         ),
-        (None, {}, "no chat template, prompts as they are"),
-        (None, {"PROMPT_TEMPLATE": "{prompt}"}, "no chat template, prompts as they are"),
+        (None, {}, "no chat template, prompts unchanged"),
+        (None, {"PROMPT_TEMPLATE": "{prompt}"}, "no chat template, prompts unchanged"),
         (
             None,
             {"PROMPT_TEMPLATE": "Q: {prompt}"},
             "no chat template for messages, PROMPT_TEMPLATE for prompts",
         ),
-        ({"tool_use": "{{ tools }}"}, {}, "no chat template, prompts as they are"),
-        ("{{ messages }}", {"CHAT_TEMPLATE": "{{ messages }}"}, "chat template of CHAT_TEMPLATE"),
+        ({"tool_use": "{{ tools }}"}, {}, "no chat template, prompts unchanged"),
+        ("{{ messages }}", {"CHAT_TEMPLATE": "{{ messages }}"}, "chat template from CHAT_TEMPLATE"),
     ],
 )
 def test_what_is_made_of_prompts(
@@ -142,7 +142,7 @@ def test_what_is_made_of_prompts(
     assert template_of(settings, tokenizer) == text
     # The demo model was trained on questions as they are.
     demo = read_settings({"TOKENIZER": str(demo_model), **environment})
-    assert template_of(demo, tokenizer).endswith(" prompts as they are") is (
+    assert template_of(demo, tokenizer).endswith(" prompts unchanged") is (
         environment.get("PROMPT_TEMPLATE") != "Q: {prompt}"
     )
 
@@ -190,8 +190,8 @@ def test_files_that_cannot_be_read_say_nothing(tmp_path: Path) -> None:
 def test_what_is_not_known_is_said() -> None:
     line = Served("model ensemble", "the Triton at 10.0.0.1:8001").line()
     assert line == (
-        "serving model ensemble on the Triton at 10.0.0.1:8001; context known to the engine only; "
-        "ends at max_tokens only; no chat template"
+        "serving model ensemble on the Triton at 10.0.0.1:8001; context length known only to the engine; "
+        "ends only at max_tokens; no chat template"
     )
     many = Served("m", "e", end_tokens=tuple("abcdefghij")).line()
     assert "ends at a, b, c, d, e, f, g, h and 2 more;" in many

@@ -144,10 +144,10 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n"
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("model.safetensors", POINTER, "pointer of Git LFS"),
-        ("pytorch_model.bin", POINTER, "pointer of Git LFS"),
-        ("pytorch_model.bin", b"PK\x03\x04 and no more", "or its end is missing"),
-        ("pytorch_model.bin", b"", "or its end is missing"),
+        ("model.safetensors", POINTER, "Git LFS pointer"),
+        ("pytorch_model.bin", POINTER, "Git LFS pointer"),
+        ("pytorch_model.bin", b"PK\x03\x04 and no more", "or it is cut short"),
+        ("pytorch_model.bin", b"", "or it is cut short"),
         ("model-00001-of-00002.safetensors", None, "without an index"),
         ("consolidated.safetensors", None, "weights consolidated.safetensors without an index"),
     ],

@@ -229,7 +229,7 @@ def test_a_checkpoint_that_is_left_to_the_loader(tmp_path: Path) -> None:
     check_files({"engine": "transformers"})
     check_files({**llm, "model": "org/name"})
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ConfigurationError, match="holds no weights"):
+    with pytest.raises(ConfigurationError, match="contains no weights"):
         check_files(llm)
     (tmp_path / "adapter_config.json").write_text("{}")
     (tmp_path / "model.safetensors").touch()
@@ -241,7 +241,7 @@ def test_a_checkpoint_that_is_left_to_the_loader(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="No such file"):
         check_files(with_arguments)
     arguments.write_text("max_model_len: 100\n")
-    with pytest.raises(ConfigurationError, match="holds no weights"):
+    with pytest.raises(ConfigurationError, match="contains no weights"):
         check_files(with_arguments)
     arguments.write_text("load_format: dummy\n")  # vLLM makes them up
     check_files(with_arguments)

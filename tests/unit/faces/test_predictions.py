@@ -136,7 +136,7 @@ TOO_LARGE = {
     "a prompt": (
         {"prompt": "é" * 100_001},
         "prompt",
-        "the prompt has 100001 characters; 100000 are",
+        "the prompt has 100001 characters; the limit is 100000",
     ),
     "a system prompt": (
         {"prompt": "x", "system_prompt": "x" * 100_001},
@@ -147,7 +147,7 @@ TOO_LARGE = {
     "a name": (
         {"prompt": "xx", "lora": "x" * 1_300_000},
         "lora",
-        "the inputs have 1300002 characters; 1248576 are the most",
+        "the inputs have 1300002 characters; the limit is 1248576",
     ),
 }
 

@@ -239,7 +239,7 @@ def test_a_cancelled_request_is_stopped_again_and_again_until_it_has_ended(
     if fails:
         triton.stopped = None  # type: ignore[assignment]
     sender.cancelled = True
-    failures = "could not be looked after"
+    failures = "supervising a request failed"
     wait_until(lambda: len(triton.stopped or ()) + caplog.text.count(failures) > 2, 60, "stopping")
     end.set()
     assert sender.sent.get(timeout=60)[1]

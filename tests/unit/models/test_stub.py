@@ -33,7 +33,7 @@ def test_what_was_not_foreseen_keeps_its_trace_in_the_log(caplog: pytest.LogCapt
         Path("/secret/file").read_text()
     except OSError as cause:
         message = stub.failure("preprocessing", cause).error().message()
-    assert message == "model 'preprocessing' failed: FileNotFoundError; the server's log has more"
+    assert message == "model 'preprocessing' failed: FileNotFoundError; see the server's log"
     assert isinstance(errors.error_from_text(message), errors.TritonTokenizerError)
     assert "/secret/file" in caplog.text
 

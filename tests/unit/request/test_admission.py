@@ -133,7 +133,9 @@ async def test_beyond_the_bound_a_request_learns_when_to_come_again() -> None:
     async def refused() -> TritonOverloaded:
         name = next(names)
         await guests.come(name)
-        with pytest.raises(TritonOverloaded, match="1 requests run and 3 wait") as caught:
+        with pytest.raises(
+            TritonOverloaded, match="1 requests are running and 3 are waiting"
+        ) as caught:
             await guests.tasks[name]
         return caught.value
 
@@ -151,7 +153,7 @@ async def test_beyond_the_bound_a_request_learns_when_to_come_again() -> None:
 async def test_a_wait_has_an_end() -> None:
     guests = Guests(seconds=0.01)
     await guests.come("a", "b")
-    with pytest.raises(TritonOverloaded, match=r"no place became free in 0.01 s.*try again"):
+    with pytest.raises(TritonOverloaded, match=r"no slot became free within 0.01 s.*try again"):
         await guests.tasks["b"]
     await guests.leave("a")
     assert guests.counts == (0, 0)

@@ -64,17 +64,17 @@ def test_what_is_in_range_can_be_sent(values: dict[str, Any]) -> None:
         ({"prompt": ""}, PromptRequired, "^E1001 PromptRequired: a prompt is required"),
         ({"prompt": "half: \ud83d"}, InvalidParameter, "prompt must be valid Unicode"),
         ({"prompt_ids": (5, -1)}, InvalidParameter, "prompt_ids must be at least 0, not -1"),
-        ({"prompt_ids": (1,) * (2**24 + 1)}, PromptTooLong, "tokens; 16777216 are the most"),
+        ({"prompt_ids": (1,) * (2**24 + 1)}, PromptTooLong, "tokens; the limit is 16777216"),
         ({"logit_bias": ((-1, 1.0),)}, InvalidParameter, "logit_bias must be at least 0, not -1"),
         ({"logit_bias": ((1, float("nan")),)}, InvalidParameter, "logit_bias must be between"),
         ({"logit_bias": ((1, 1.0),) * 4097}, InvalidParameter, "must be at most 4096, not 4097"),
-        ({"adapter": "a" * 257}, InvalidParameter, "adapter must be of at most 256 characters"),
+        ({"adapter": "a" * 257}, InvalidParameter, "adapter must be at most 256 characters"),
         ({"adapter": "a\udfff"}, InvalidParameter, "adapter must be valid Unicode"),
         ({"stop_sequences": ("a",) * 65}, InvalidParameter, "must be at most 64, not 65"),
         ({"bad_words": ("a",) * 1025}, InvalidParameter, "bad_words must be at most 1024"),
         ({"bad_words": ("a\udfff",)}, InvalidParameter, "bad_words must be valid Unicode"),
         ({"guide": Guide(REGEX, "a\udfff")}, InvalidParameter, "guide must be valid Unicode"),
-        ({"guide": Guide(REGEX, "a" * 2**18)}, InvalidParameter, "guide must be of at most 131072"),
+        ({"guide": Guide(REGEX, "a" * 2**18)}, InvalidParameter, "guide must be at most 131072"),
         # A value is not echoed whole.
         ({"max_tokens": 2**20_000}, InvalidParameter, "not a number of 20001 bits"),
         ({"temperature": -(10.0**300)}, InvalidParameter, "^.{,200}$"),
@@ -122,7 +122,7 @@ def test_logit_bias_is_a_json_object() -> None:
     with pytest.raises(InvalidParameter, match="logit_bias must have at most 131072 strings"):
         parse_logit_bias(many)
     for text in ("5", '{"a": 1}', '{"1": "x"}', '{"1": [2]}', 5):
-        with pytest.raises(InvalidParameter, match="logit_bias must be as a JSON object"):
+        with pytest.raises(InvalidParameter, match="logit_bias must be a JSON object"):
             parse_logit_bias(text)
 
 
@@ -147,7 +147,7 @@ def test_inputs_that_are_not_the_json_they_should_be(text: str, kind: type, why:
 def test_guides_exclude_each_other() -> None:
     assert choose_guide() is None
     assert choose_guide(grammar="root ::= a", regex=None) == Guide(GuideKind.GRAMMAR, "root ::= a")
-    with pytest.raises(InvalidParameter, match="json_schema and regex exclude each other"):
+    with pytest.raises(InvalidParameter, match="json_schema and regex cannot be combined"):
         choose_guide(json_schema="{}", regex="a+")
 
 
@@ -157,8 +157,8 @@ def test_guides_exclude_each_other() -> None:
 @pytest.mark.parametrize(
     ("context_length", "characters", "why"),
     [
-        (2048, None, "that the model's 2048 tokens can stand for"),
-        (None, UNKNOWN_CHARACTERS, "without MAX_SEQUENCE_LENGTH"),
+        (2048, None, ", as the model's maximum context length is 2048 tokens"),
+        (None, UNKNOWN_CHARACTERS, ", since .*; set MAX_SEQUENCE_LENGTH"),
         (2**31, MOST_CHARACTERS, ""),
     ],
 )
@@ -168,7 +168,7 @@ def test_a_prompt_has_as_many_characters_as_the_context_can_stand_for(
     characters = characters or 2048 * (max(map(len, tokenizer.get_vocab())) + 1)
     limits = text_limits(tokenizer, context_length)
     limits.check("the prompt", characters)
-    with pytest.raises(PromptTooLong, match=f"; {characters} are the most ?{why}"):
+    with pytest.raises(PromptTooLong, match=f"; the limit is {characters} ?{why}"):
         limits.check("the prompt", characters + 1)
 
 

@@ -125,7 +125,7 @@ def test_sizes_are_counted_before_anything_is_rendered_and_after(tokenizer: Any)
         ([{**USER, "name": "x" * 101}], {}),
         ([USER], {"tools": [{"x" * 101: 1}]}),
     ):
-        with pytest.raises(PromptTooLong, match="100 are the most"):
+        with pytest.raises(PromptTooLong, match="the limit is 100"):
             render_chat(tokenizer, messages, limits=limits, **options)  # type: ignore[arg-type]
 
 

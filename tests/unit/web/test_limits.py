@@ -94,7 +94,7 @@ def test_nothing_passes_behind_a_refusal_which_knows_its_target() -> None:
         ),
         pytest.param(
             b"POST /a HTTP/1.1\r\nhost: x\r\norigin: http://evil.example\r\n\r\n",
-            "POST /a 403 refused: a web page of http://evil.example may not send this request",
+            "POST /a 403 refused: web pages from http://evil.example may not send this request",
             id="a page",
         ),
         pytest.param(b"\x00\r\n\r\n", "- - 400 refused: this is not a valid", id="no HTTP"),

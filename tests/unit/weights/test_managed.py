@@ -174,7 +174,7 @@ def test_of_two_models_the_first_is_used_and_the_log_says_so(
     [
         ("missing", "model.safetensors is missing; run `cog weights pull`"),
         ("cut", "model.safetensors has 3 bytes instead of 7"),
-        ("other", "model.safetensors has another content"),
+        ("other", "model.safetensors has different content"),
         ("empty", "config.json is missing, and 2 more"),
         ("unmounted", "the weights llama are not mounted: there is no directory"),
         ("moved", "weights.lock has llama at /elsewhere, and cog.yaml at"),

@@ -130,7 +130,7 @@ def test_tools_for_a_template_without_any_are_left_out(choice: Any) -> None:
     tools = [{"name": "f", "input_schema": {"type": "object"}}]
     reply = post(Backend(*CHUNKS), ANTHROPIC, tools=tools, tool_choice=choice)
     assert reply.status_code == 200, reply.text
-    assert "tools since the chat template has no place" in reply.headers["warning"]
+    assert "tools since the chat template does not support them" in reply.headers["warning"]
 
 
 @pytest.mark.parametrize("field", ["container", "mcp_servers", "something_new"])
@@ -300,7 +300,7 @@ def test_any_beta_is_passed_over(path: str) -> None:
     ("text", "shown"),
     [
         (
-            "the prompt has 70 tokens; 63 are the most",
+            "the prompt has 70 tokens, but this model's maximum context length is 63 tokens",
             "prompt is too long: 70 tokens > 63 maximum",
         ),
         (
@@ -308,8 +308,8 @@ def test_any_beta_is_passed_over(path: str) -> None:
             "prompt is too long: 70 tokens > 63 maximum",
         ),
         (
-            "the chat has 900 characters; 256 are the most",
-            "prompt is too long: the chat has 900 characters; 256 are the most",
+            "the chat has 900 characters; the limit is 256",
+            "prompt is too long: the chat has 900 characters; the limit is 256",
         ),
     ],
     ids=["tokens", "tensorrt-llm", "characters"],

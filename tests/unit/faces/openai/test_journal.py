@@ -180,7 +180,7 @@ def age_backwards(file: Path) -> Any:
         (replace_by_text, "the file is not a journal; move it away"),
         (lock, "another process has held its lock for"),
         (make_directory, "unable to open database file"),
-        (age_backwards, r"a newer version of cog-triton has made it \(99\)"),
+        (age_backwards, r"it was created by a newer version of cog-triton \(99\)"),
     ],
 )
 async def test_a_bad_file_is_a_clear_error_until_it_is_good(
@@ -205,7 +205,7 @@ async def test_a_bad_file_is_a_clear_error_until_it_is_good(
 async def test_a_full_file_refuses_writes_takes_reads_and_recovers(file: Path) -> None:
     async with opened(file, max_bytes=1 << 16) as journal:
         await journal.write(INSERT, 0, "small")
-        with pytest.raises(JournalUnavailable, match="STORE_MAX_BYTES reached"):
+        with pytest.raises(JournalUnavailable, match="STORE_MAX_BYTES is reached"):
             await journal.write(INSERT, 0, "x" * (1 << 17))
         assert await journal.read(TEXTS) == [("small",)]
         await journal.write(INSERT, 0, "small too")

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from cog_triton.errors import InvalidParameter, PromptTooLong
-from cog_triton.faces.openai.errors import ApiError, invalid
+from cog_triton.faces.openai.errors import ApiError, api_error, invalid
 from tests.unit.faces.openai.support import (
     ANTHROPIC,
     CHAT,
@@ -258,3 +258,11 @@ def test_what_succeeds_has_no_reason(caplog: pytest.LogCaptureFixture) -> None:
     ask_in_turn(Backend(*CHUNKS), ("POST", CHAT, {"content": body, "headers": headers}))
     (line,) = caplog.messages
     assert "code=" not in line
+
+
+def test_a_long_prompt_is_refused_in_the_words_that_clients_look_for() -> None:
+    refused = api_error(PromptTooLong("Prompt length (70) exceeds maximum input length (63)."))
+    assert refused.code == "context_length_exceeded"
+    assert refused.message == (
+        "the prompt has 70 tokens, but this model's maximum context length is 63 tokens, excluding output"
+    )

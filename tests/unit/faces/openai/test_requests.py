@@ -103,7 +103,7 @@ def test_an_enforced_call_is_a_guide() -> None:
     # Of a text, of which there is none.
     assert of_chat(**enforced, response_format={"type": "json_object"}).guide == request.guide
     reply = chat(talkative(), **enforced, guided_regex="a")
-    assert "tool_choice and guided_regex contradict" in reply.text
+    assert "tool_choice and guided_regex cannot be combined" in reply.text
 
 
 @pytest.mark.parametrize(("path", "fields", "same"), TABLES["same"])
