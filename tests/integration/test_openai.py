@@ -157,7 +157,7 @@ def test_what_the_engine_refuses(server: OpenAIServer, fields: dict[str, Any], c
 def test_the_command_of_the_ready_line(server: OpenAIServer) -> None:
     ready, command = server.log.read_text().partition("ready: ")[2].splitlines()[:2]
     page = f"{server.url}/"
-    assert ready == f"{server.url}, with a page to chat at {page} (Ctrl-C stops it); try"
+    assert ready == f"{server.url}, with a chat page at {page} (Ctrl-C stops it); try"
     assert "<title>" in httpx.get(page, trust_env=False).text
     answer = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
     assert json.loads(answer.stdout)["choices"][0]["text"]

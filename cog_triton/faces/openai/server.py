@@ -319,7 +319,7 @@ def invitation(settings: Settings, model: str, url: str, *, chat: bool) -> str:
     Args:
         chat: whether the model has a chat template, which a question wants around it.
     """
-    page = f", with a page to chat at {url}/" if settings.chat_page else ""
+    page = f", with a chat page at {url}/" if settings.chat_page else ""
     key = ' -H "Authorization: Bearer $OPENAI_API_KEY"' if configured_keys(settings) else ""
     question = "What is a KV cache?"
     body: dict[str, object] = {"model": model, "prompt": question, "max_tokens": 64}

@@ -110,7 +110,7 @@ def test_the_ready_line_asks_for_a_key_where_one_is_needed() -> None:
     def text(**environment: str) -> str:
         return invitation(read_settings(environment), "m", "http://x:1", chat=False)
 
-    assert "page to chat at http://x:1/" in text()
+    assert "chat page at http://x:1/" in text()
     assert "Bearer" not in text()
     assert "page" not in text(CHAT_PAGE="false")
     assert '-H "Authorization: Bearer $OPENAI_API_KEY" -d ' in text(OPENAI_API_KEYS="secret")
