@@ -35,7 +35,7 @@ def adapter_path(directory: Path, task_id: int) -> Path:
     numbered = [path for path in paths if adapter_task_id(path.name) == task_id]
     names = sorted(path.name for path in numbered if _is_complete(path))
     if len(names) != 1:
-        same = f"the adapters {', '.join(names)} have the same number"
+        same = f"the adapters {', '.join(names)} have the same id; rename one of them"
         raise LookupError(same if names else "no adapter")
     return directory / names[0]
 
@@ -44,7 +44,7 @@ def check_adapter(name: str, directory: Path | None) -> None:
     """Raise InvalidParameter for an adapter that does not exist; without a directory the engine knows."""
     if directory is None or not name or name in (names := adapter_names(directory)):
         return
-    known = f"those of LORA_DIR are {', '.join(names)}" if names else "LORA_DIR has none"
+    known = f"LORA_DIR has {', '.join(names)}" if names else "LORA_DIR has none"
     raise InvalidParameter(f"adapter {name!r} does not exist; {known}")
 
 
@@ -117,7 +117,7 @@ class LoraRequests:
         version = current_version(task_id, self._directory)
         number = adapter_task_id(str(version))
         if (other := self._versions.setdefault(number, version)) != version:
-            raise EngineError(f"{version.path} has the number of {other.path}; copy it anew")
+            raise EngineError(f"{version.path} has the same id as {other.path}; copy it again")
         return kind(f"{version.path.name}:{number}", number, str(version.path))
 
 
@@ -129,7 +129,7 @@ def _is_complete(path: Path) -> bool:
 
 def _check_name(name: str) -> None:
     if not 0 < len(name) <= NAME_CHARACTERS or name.startswith(".") or Path(name).name != name:
-        text = f"a directory's of at most {NAME_CHARACTERS} characters, with no dot before it"
+        text = f"that of a directory, have at most {NAME_CHARACTERS} characters and not start with a dot"
         raise ConfigurationError(f"an adapter's name must be {text}, not {name!r}")
 
 

@@ -163,6 +163,6 @@ def _checked_parts(name: str, parts: Mapping[str, Array]) -> tuple[Array, Array]
         raise ValueError(f"{name} has lora_A of {a.shape} and lora_B of {b.shape}")
     if "gate_up_proj" in name:  # TensorRT-LLM has the two halves the other way round
         if len(b) % 2:
-            raise ValueError(f"{name} cannot be halved, with {len(b)} outputs")
+            raise ValueError(f"{name} cannot be split in half: it has {len(b)} outputs")
         b = np.roll(b, len(b) // 2, axis=0)
     return a, b

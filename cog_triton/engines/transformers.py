@@ -193,7 +193,7 @@ def batching_config(model: Any, context_length: int, parameters: Mapping[str, st
     blocks = None
     if tokens := parameters.get("max_tokens_in_paged_kv_cache"):
         if (blocks := int(tokens) // page) < sequence_blocks:
-            least = f"{context_length} tokens; {sequence_blocks * page} is the least"
+            least = f"{context_length} tokens; the minimum is {sequence_blocks * page}"
             text = f"max_tokens_in_paged_kv_cache={tokens} cannot hold one sequence of {least}"
             raise ValueError(text)
     elif on_cpu:

@@ -212,7 +212,7 @@ def on_device(arguments: library.Arguments, *, cpu: bool) -> library.Arguments:
     elif arguments.get("enable_lora"):
         if arguments.get("dtype") in ("float32", "float"):
             text = "vLLM applies adapters on a GPU in float16 or bfloat16 (auto takes one of them)"
-            problem = "dtype float32 does not go with lora_prefetch_dir"
+            problem = "dtype float32 cannot be combined with lora_prefetch_dir"
             raise ValueError(f"tensorrt_llm: {problem}: {text}")
         return arguments
     if "dtype" not in arguments:

@@ -137,7 +137,7 @@ def unmet_needs(model: str, config: Any) -> list[str]:
                 "%s: with batch_scheduler_policy max_utilization and without enable_chunked_context, "
                 "TensorRT-LLM refuses a streamed request whose prompt and max_tokens less 1 exceed the "
                 "engine's max_input_len: set enable_chunked_context to true, take guaranteed_no_evict, "
-                "or build the engine with max_input_len as great as max_seq_len",
+                "or build the engine with max_input_len equal to max_seq_len",
                 model,
             )
         met = values.keys() & {"gpt_model_path", "encoder_model_path"}
@@ -247,7 +247,7 @@ def _problems_of(model: str, configs: Mapping[str, Any], directory: Path) -> lis
         if inner.max_batch_size < config.max_batch_size:
             problems.append(
                 f"{step.model_name}: triton_max_batch_size: {inner.max_batch_size} is less than the "
-                f"{config.max_batch_size} of {model}, which has it as a step; give both the same"
+                f"{config.max_batch_size} of {model}, which has it as a step; set both to the same value"
             )
         for kind in ("input", "output"):
             there = {tensor.name for tensor in getattr(inner, kind)}

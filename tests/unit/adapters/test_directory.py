@@ -38,7 +38,7 @@ def test_two_of_one_number_are_neither(tmp_path: Path, monkeypatch: pytest.Monke
     save(tmp_path / "poet")
     save(tmp_path / "bard")
     monkeypatch.setattr(adapters, "adapter_task_id", lambda _: 5)
-    with pytest.raises(LookupError, match="the adapters bard, poet have the same number"):
+    with pytest.raises(LookupError, match="the adapters bard, poet have the same id"):
         adapters.adapter_path(tmp_path, 5)
 
 
@@ -50,7 +50,7 @@ def test_an_unknown_name_is_refused_with_those_that_are_there(tmp_path: Path) ->
     adapters.check_adapter("poet", tmp_path)
     adapters.check_adapter("", tmp_path)
     adapters.check_adapter("any", None)
-    with pytest.raises(InvalidParameter, match="those of LORA_DIR are bard, poet"):
+    with pytest.raises(InvalidParameter, match="LORA_DIR has bard, poet"):
         adapters.check_adapter("../bard", tmp_path)
 
 

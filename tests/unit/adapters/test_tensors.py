@@ -77,7 +77,11 @@ def test_bfloat16_is_rounded_to_the_nearest_and_read_as_it_is(tmp_path: Path) ->
         ({}, {}, "it has no weights"),
         (dict(list(Q.items())[:1]), {}, "layers.3 q_proj has no lora_B"),
         (WIDE, {}, r"q_proj has lora_A of \(2, 3\) and lora_B of \(4, 5\)"),
-        (module("mlp.gate_up_proj", outputs=5), {}, "layers.3 gate_up_proj cannot be halved"),
+        (
+            module("mlp.gate_up_proj", outputs=5),
+            {},
+            "layers.3 gate_up_proj cannot be split in half",
+        ),
         (SCALED, {}, "does not support its tensor .*lora_magnitude_vector"),
         (module("mlp.experts.0.w1"), {}, "does not support its tensor .*experts"),
         (Q, {"use_dora": True}, "does not support use_dora"),

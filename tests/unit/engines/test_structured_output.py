@@ -138,7 +138,9 @@ def test_any_end_token_is_allowed_where_the_guide_ends_and_only_there(
 
 
 def test_a_guide_needs_an_end_and_a_tokenizer(ask: Any, demo_model: Path, tmp_path: Path) -> None:
-    assert "does not go with ignore_eos or end_id -1" in refusal(ask(JSON_SCHEMA, end_id=None))
+    assert "cannot be combined with ignore_eos or end_id -1" in refusal(
+        ask(JSON_SCHEMA, end_id=None)
+    )
     with running(ENGINES["transformers"](demo_model), tokenizer_dir=str(tmp_path)) as engine:
         stream = engine.start(guide=JSON_SCHEMA, end_id=2)
         assert "guided_decoding_guide: the model's tokenizer cannot be loaded" in refusal(stream)

@@ -240,7 +240,7 @@ def test_batching(reference: Any) -> None:
     config = batching_config(reference, 512, given)
     assert not config.allow_block_sharing
     assert config.num_blocks == 1000 // CPU_PAGE_TOKENS
-    with pytest.raises(ValueError, match=r"cache=128 .* 256 tokens; 320 is the least"):
+    with pytest.raises(ValueError, match=r"cache=128 .* 256 tokens; the minimum is 320"):
         batching_config(reference, 256, {"max_tokens_in_paged_kv_cache": "128"})
 
 

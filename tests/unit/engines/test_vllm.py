@@ -43,7 +43,7 @@ def test_on_device(tmp_path: Path, case: dict[str, Any]) -> None:
 
 
 def test_adapters_on_a_gpu_in_full_precision_are_refused() -> None:
-    with pytest.raises(ValueError, match="dtype float32 does not go with lora_prefetch_dir"):
+    with pytest.raises(ValueError, match="dtype float32 cannot be combined with lora_prefetch_dir"):
         on_device({"enable_lora": True, "dtype": "float32"}, cpu=False)
 
 

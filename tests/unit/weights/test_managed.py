@@ -118,7 +118,7 @@ def test_a_mounted_model_is_served_without_a_variable(
     settings = with_files(read_settings({}))
     assert (settings.model, settings.tokenizer_dir) == (str(directory), str(directory))
     assert model_name(read_settings({})) == "llama"
-    assert f"the model is that of the weights llama, which Cog mounts at {directory}" in caplog.text
+    assert f"the model comes from the weights llama, which Cog mounts at {directory}" in caplog.text
 
 
 def test_a_mounted_engine_and_a_tokenizer_are_used_together(project: Project) -> None:
@@ -141,7 +141,7 @@ def test_a_variable_comes_before_what_is_mounted(
     settings = read_settings({variable: str(other)})
     assert model_name(settings) == "other"
     assert str(project.mounts / "llama") not in with_files(settings).model_dump_json()
-    assert f"the model is that of {variable}, and not one of the weights that Cog" in caplog.text
+    assert f"the model comes from {variable}, not from the weights that Cog" in caplog.text
     caplog.clear()
     (project.root / "cog.yaml").unlink()
     with_managed_weights(settings, log=True)
