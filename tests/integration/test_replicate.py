@@ -135,7 +135,7 @@ def test_a_file_is_kept_for_a_while(client: Any, cog_server: CogServer) -> None:
         client.files.list()
     assert created in client_of(cog_server, LIST_TOKEN).files.list()
     assert client.files.delete(created.id)
-    with pytest.raises(replicate.exceptions.ReplicateError, match="no file"):
+    with pytest.raises(replicate.exceptions.ReplicateError, match="does not exist"):
         client.files.get(created.id)
 
 

@@ -30,7 +30,7 @@ from tests.unit.weights.support import Site, contents, entry, refused, tar, tar_
         (gzip.compress(tar())[:-8] + bytes(8), r"m\.tar is damaged \(CRC"),
         (bz2.compress(tar())[:-30], "or cut short"),
         (lzma.compress(tar())[:-30], "cut short or damaged"),
-        (tar_of(entry("directory", "m")), "holds no files"),
+        (tar_of(entry("directory", "m")), "contains no files"),
         # tarfile would look for what it links to, which is itself, and so on; or leave it out.
         (tar_of(entry("file", "ok"), entry("symlink", "x" * 300, "x" * 300)), "damaged"),
         (tar_of(entry("file", "ok"), entry("symlink", "x" * 300, "y")), "damaged"),
