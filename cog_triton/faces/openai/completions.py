@@ -10,7 +10,7 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from cog_triton.errors import prompt_too_long
-from cog_triton.faces.openai import exchange, fields, turns
+from cog_triton.faces.openai import custom_tools, exchange, fields, turns
 from cog_triton.faces.openai.blocks import Block
 from cog_triton.faces.openai.errors import ApiError, invalid
 from cog_triton.faces.openai.served import FromApp, Served
@@ -170,6 +170,8 @@ class ChatChoice(Choice):
         super().__init__(index, request, body, served)
         self._echo, self._parser, self._named = echoed(body), turn.parser(), bool(turn.use.named)
         self._plain = turn.known is None and turn.thoughts is None and not body.return_token_ids
+        self._custom = turn.use.custom
+        self._waiting: Block | None = None  # a custom tool's call, whose text is known at its end
 
     def begin(self) -> dict[str, Any]:
         role = self._piece({"role": "assistant", "content": self._echo, "refusal": None})
@@ -178,7 +180,7 @@ class ChatChoice(Choice):
     def pieces(self, chunk: Chunk) -> list[Piece]:
         if self._plain and not chunk.log_probs and chunk.finish_reason is None:  # most tokens
             return [self._piece({"content": chunk.text})] if chunk.text else []
-        pieces = [self._piece(_delta(*piece)) for piece in self._parser.read(chunk)]
+        pieces = [self._piece(delta) for delta in self._deltas(chunk)]
         if about := self._about_tokens(chunk):  # with the first piece: no token is in two
             pieces = pieces or [self._piece({"content": ""})]
             pieces[0] |= about
@@ -188,10 +190,7 @@ class ChatChoice(Choice):
         self._parser.read(chunk)
         # What was to be a call, and was cut off, is text.
         text = self._echo + self._parser.answer_text()
-        calls = [
-            {"id": block.id, **turns.function(name=block.name, arguments=block.text)}
-            for block in self._parser.whole_calls()
-        ]
+        calls = [self._whole_call(block) for block in self._parser.whole_calls()]
         message: Piece = {"role": "assistant", "content": None if calls and not text else text}
         message |= {"refusal": None, "annotations": []}
         if thoughts := self._parser.text("thoughts"):
@@ -199,6 +198,35 @@ class ChatChoice(Choice):
         message |= {"tool_calls": calls} if calls else {}
         about = {"logprobs": None, **self._about_tokens(chunk)}
         return {"index": self._index, "message": message, **about, **self._ended(chunk)}
+
+    def _deltas(self, chunk: Chunk) -> Iterator[dict[str, Any]]:
+        for block, text in self._parser.read(chunk):
+            if block is not self._waiting:
+                yield from self._waited()
+            if block.kind == "call" and block.name in self._custom:
+                self._waiting = block
+            else:
+                yield _delta(block, text)
+        if chunk.finish_reason is not None:
+            yield from self._waited()
+
+    def _waited(self) -> Iterator[dict[str, Any]]:
+        """Yield the call of a custom tool, which has ended; as text where it cannot be made."""
+        block = self._waiting
+        self._waiting = None
+        if block is None:
+            return
+        if block.broken:
+            yield {"content": block.written}
+        else:
+            yield {"tool_calls": [{"index": block.index, **self._whole_call(block)}]}
+
+    def _whole_call(self, block: Block) -> dict[str, Any]:
+        """Return a call in the form of its tool."""
+        if block.name in self._custom:
+            custom = {"name": block.name, "input": custom_tools.text_of(block.text)}
+            return {"id": block.id, "type": "custom", "custom": custom}
+        return {"id": block.id, **turns.function(name=block.name, arguments=block.text)}
 
     def _piece(self, delta: dict[str, Any]) -> Piece:
         return {"index": self._index, "delta": delta, "logprobs": None, "finish_reason": None}

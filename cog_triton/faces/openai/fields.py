@@ -2,10 +2,19 @@
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    PrivateAttr,
+    Tag,
+    model_validator,
+)
 from pydantic_core import PydanticKnownError
 
 from cog_triton.faces.openai.errors import TABLES, invalid
@@ -85,9 +94,60 @@ class Tool(NamedTool):
     function: Function
 
 
+class Custom(NamedFunction):
+    """What a chat's custom tool is; its input is a text, perhaps of a grammar."""
+
+    name: Name
+    description: str | None = None
+    format: dict[str, Any] | None = None
+
+
+class NamedCustomTool(Body):
+    type: Literal["custom"]
+    custom: NamedFunction
+
+
+class CustomTool(NamedCustomTool):
+    custom: Custom
+
+
+class HostedTool(Body):
+    """A tool of another type, or the choice of one: OpenAI's servers run it, and nothing here can."""
+
+    type: str
+
+
+def _tool_kind(tool: Any) -> str:
+    """Return which class a tool has."""
+    kind = tool.get("type") if isinstance(tool, Mapping) else getattr(tool, "type", None)
+    if kind == "custom":
+        return "custom"
+    return "hosted" if isinstance(kind, str) and kind != "function" else "function"
+
+
+def _choice_kind(choice: Any) -> str:
+    """Return which class a tool_choice has that is an object."""
+    kind = choice.get("type") if isinstance(choice, Mapping) else getattr(choice, "type", None)
+    return "allowed" if kind == "allowed_tools" else _tool_kind(choice)
+
+
+AnyTool = Annotated[
+    Annotated[Tool, Tag("function")]
+    | Annotated[CustomTool, Tag("custom")]
+    | Annotated[HostedTool, Tag("hosted")],
+    Discriminator(_tool_kind),
+]
+AnyNamedTool = Annotated[
+    Annotated[NamedTool, Tag("function")]
+    | Annotated[NamedCustomTool, Tag("custom")]
+    | Annotated[HostedTool, Tag("hosted")],
+    Discriminator(_tool_kind),
+]
+
+
 class AllowedToolNames(Body):
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedTool], Field(min_length=1), Bounded]
+    tools: Annotated[list[AnyNamedTool], Field(min_length=1), Bounded]
 
 
 class AllowedTools(Body):
@@ -218,7 +278,7 @@ class Message(Body):
 class Rendering(Body):
     """The fields of a chat that its template takes."""
 
-    tools: Annotated[list[Tool], Bounded] | None = None
+    tools: Annotated[list[AnyTool], Bounded] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -232,7 +292,13 @@ class ChatBody(Rendering, Sampling):
     top_logprobs: int | None = Field(None, ge=0, le=TOP_LOG_PROBS)
     tool_choice: (
         Literal["none", "auto", "required"]
-        | Annotated[NamedTool | AllowedTools, Field(discriminator="type")]
+        | Annotated[
+            Annotated[NamedTool, Tag("function")]
+            | Annotated[NamedCustomTool, Tag("custom")]
+            | Annotated[AllowedTools, Tag("allowed")]
+            | Annotated[HostedTool, Tag("hosted")],
+            Discriminator(_choice_kind),
+        ]
         | None
     ) = None
     parallel_tool_calls: bool | None = None

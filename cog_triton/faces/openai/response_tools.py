@@ -8,13 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-import orjson
 from pydantic import Discriminator, Tag
 
-from cog_triton.faces.openai import fields, turns
+from cog_triton.faces.openai import custom_tools, fields, turns
 
 NAMESPACE_MARK = "__"  # between the name of a namespace and that of its function
-CUSTOM_INPUT = "input"  # the argument that has a custom tool's text
 
 
 class FlatNamedTool(fields.Body):
@@ -144,23 +142,9 @@ def _function(tool: FlatTool | CustomTool, namespace: str | None) -> dict[str, A
         return turns.function(**{**values, "name": name})
     return turns.function(
         name=name,
-        description=_custom_description(tool),
-        parameters={
-            "type": "object",
-            "properties": {CUSTOM_INPUT: {"type": "string"}},
-            "required": [CUSTOM_INPUT],
-        },
+        description=custom_tools.description(tool.description, tool.format),
+        parameters=custom_tools.parameters(),
     )
-
-
-def _custom_description(tool: CustomTool) -> str:
-    """Return a custom tool's description, with the grammar of its input if there is one."""
-    description = tool.description or ""
-    grammar = (tool.format or {}).get("definition")
-    if isinstance(grammar, str):
-        syntax = (tool.format or {}).get("syntax", "grammar")
-        description += f"\n\nThe input must follow this {syntax} grammar:\n{grammar}"
-    return description.strip()
 
 
 def chosen(choice: FlatNamedTool) -> dict[str, Any]:
@@ -184,18 +168,3 @@ def _add(known: dict[str, ClientTool], tool: Mapping[str, Any], namespace: str |
     if tool["type"] in ("function", "custom"):
         client = ClientTool(tool["name"], namespace, custom=tool["type"] == "custom")
         known[flat_name(client.name, namespace)] = client
-
-
-def custom_input(arguments: str) -> str:
-    """Return the text of a custom tool's call; all that the model wrote where it is not of the form."""
-    try:
-        value = orjson.loads(arguments)
-    except ValueError:
-        return arguments
-    text = value.get(CUSTOM_INPUT) if isinstance(value, dict) else None
-    return text if isinstance(text, str) else arguments
-
-
-def custom_arguments(text: str) -> str:
-    """Return the arguments of a function's call that stands for a custom tool's."""
-    return orjson.dumps({CUSTOM_INPUT: text}).decode()

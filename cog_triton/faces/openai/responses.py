@@ -7,7 +7,14 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, TypeAdapter
 
 from cog_triton.errors import shown
-from cog_triton.faces.openai import contents, exchange, fields, response_tools, turns
+from cog_triton.faces.openai import (
+    contents,
+    custom_tools,
+    exchange,
+    fields,
+    response_tools,
+    turns,
+)
 from cog_triton.faces.openai.blocks import Block, Parser
 from cog_triton.faces.openai.errors import TABLES, ApiError, invalid
 from cog_triton.faces.openai.response_tools import (
@@ -304,7 +311,7 @@ def _call(item: InputItem, kind: str) -> dict[str, Any]:
         name = response_tools.flat_name(item.name or "", item.namespace)
         arguments = item.arguments or "{}"
     if kind == "custom_tool_call":
-        arguments = response_tools.custom_arguments(item.input or "")
+        arguments = custom_tools.arguments_of(item.input or "")
     return {"id": item.call_id, **turns.function(name=name, arguments=arguments)}
 
 
@@ -479,7 +486,7 @@ class ResponseWriter:
             return
         self._block, text, done = None, block.text, f"{self._part['type']}.done"
         if self._item["type"] == "custom_tool_call":
-            text = self._item["input"] = response_tools.custom_input(text)
+            text = self._item["input"] = custom_tools.text_of(text)
             yield self._event(f"{self._part['type']}.delta", **self._place, delta=text)
             yield self._event(done, **self._place, input=text)
         elif block.kind == "call":

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cog_triton.errors import is_unicode, shown
-from cog_triton.faces.openai import blocks, contents, fields, parsing
+from cog_triton.faces.openai import blocks, contents, custom_tools, fields, parsing
 from cog_triton.faces.openai.errors import invalid
 from cog_triton.faces.openai.loose_schemas import loosened
 from cog_triton.faces.openai.served import Served
@@ -34,6 +34,7 @@ class ToolUse:
     offered: list[fields.Tool]
     named: fields.Tool | None = None  # the only one that may be called
     enforced: bool = False  # the answer has to be a call
+    custom: frozenset[str] = frozenset()  # the names of those that are custom tools for the client
 
     @property
     def schemas(self) -> dict[str, dict[str, Any]]:
@@ -133,7 +134,8 @@ def chat_prompt(body: fields.ChatBody | fields.TokenizeBody, served: Served) -> 
     if body.continue_final_message and body.add_generation_prompt:
         text = "continue_final_message and add_generation_prompt cannot both be true"
         raise invalid(text, "continue_final_message")
-    tools, options = body.tools or [], body.chat_template_kwargs or {}
+    tools = offered_functions(body)
+    options = body.chat_template_kwargs or {}
     template = template_text(served.backend.tokenizer)
     if isinstance(body, fields.ChatBody):
         tools = tool_use(body).offered
@@ -237,10 +239,24 @@ def _plain(message: fields.Message, place: str, template: str) -> dict[str, Any]
         plain["content"] = message.refusal
     if role == "assistant":
         _gather_thoughts(plain)
+        if isinstance(plain.get("tool_calls"), list):
+            plain["tool_calls"] = [_plain_call(call) for call in plain["tool_calls"]]
     for part in plain["content"] if isinstance(plain.get("content"), list) else ():
         if isinstance(part, dict) and part.get("type") == "refusal":
             part |= {"type": "text", "text": part.pop("refusal", None)}
     return plain
+
+
+def _plain_call(call: Any) -> Any:
+    """Return an earlier call as templates know it; that of a custom tool is one of a function."""
+    custom = call.get("custom") if isinstance(call, dict) else None
+    if not isinstance(custom, dict) or "function" in call:
+        return call
+    name = custom.get("name")
+    text = custom.get("input")
+    arguments = custom_tools.arguments_of(text if isinstance(text, str) else "")
+    kept = {field: value for field, value in call.items() if field not in ("type", "custom")}
+    return {**kept, **function(name=name if isinstance(name, str) else "", arguments=arguments)}
 
 
 def _gather_thoughts(plain: dict[str, Any]) -> None:
@@ -297,25 +313,74 @@ def function(**values: Any) -> dict[str, Any]:
 
 
 def tool_use(body: fields.ChatBody) -> ToolUse:
-    """Return the use of tools that ``tools`` and ``tool_choice`` ask for."""
-    tools, choice = body.tools or [], body.tool_choice
+    """Return the use of tools that ``tools`` and ``tool_choice`` ask for; what cannot run is noted."""
+    tools = offered_functions(body)
+    custom = custom_names(body)
+    choice = body.tool_choice
+    if isinstance(choice, fields.HostedTool):
+        if all(tool.type != choice.type for tool in body.tools or []):
+            text = f"tool_choice names no tool: {shown(choice.type)}"
+            raise invalid(text, "tool_choice", "invalid_value")
+        body.leave_out(f"tool_choice {choice.type}")
+        return ToolUse(tools, custom=custom)
     if choice is None or choice == "auto":
-        return ToolUse(tools)
+        return ToolUse(tools, custom=custom)
     if choice == "none":
         return ToolUse([])
-    if not tools:
+    if not body.tools:
         raise invalid("tool_choice is only allowed when tools are given", "tool_choice")
     if choice == "required":
-        return ToolUse(tools, enforced=True)
+        if not tools:
+            body.leave_out("tool_choice required")  # all tools were left out
+        return ToolUse(tools, enforced=bool(tools), custom=custom)
     allowed = choice.allowed_tools.tools if isinstance(choice, fields.AllowedTools) else [choice]
-    names = [tool.function.name for tool in allowed]
+    names = []
+    for tool in allowed:
+        if isinstance(tool, fields.HostedTool):
+            body.leave_out(f"tool_choice {tool.type}")
+        else:
+            names.append(_name_of(tool))
     for name in names:
         if all(tool.function.name != name for tool in tools):
             raise invalid(f"tool_choice names an unknown tool: {name}", "tool_choice")
     chosen = [tool for tool in tools if tool.function.name in names]
-    if isinstance(choice, fields.NamedTool):
-        return ToolUse(tools, chosen[0], enforced=True)
-    return ToolUse(chosen, enforced=choice.allowed_tools.mode == "required")
+    if not isinstance(choice, fields.AllowedTools):
+        return ToolUse(tools, chosen[0], enforced=True, custom=custom)
+    is_required = choice.allowed_tools.mode == "required" and bool(chosen)
+    return ToolUse(chosen, enforced=is_required, custom=custom)
+
+
+def _name_of(tool: fields.NamedTool | fields.NamedCustomTool) -> str:
+    return tool.function.name if isinstance(tool, fields.NamedTool) else tool.custom.name
+
+
+def offered_functions(body: fields.Rendering) -> list[fields.Tool]:
+    """Return the tools that a model can be offered, as functions; the others are noted."""
+    functions = []
+    for tool in body.tools or []:
+        if isinstance(tool, fields.Tool):
+            functions.append(tool)
+        elif isinstance(tool, fields.CustomTool):
+            functions.append(_function_of_custom(tool.custom))
+        elif isinstance(body, fields.Asking):
+            body.leave_out(f"tool {tool.type}")
+    return functions
+
+
+def _function_of_custom(custom: fields.Custom) -> fields.Tool:
+    """Return the function that stands for a custom tool."""
+    standing = fields.Function(
+        name=custom.name,
+        description=custom_tools.description(custom.description, custom.format),
+        parameters=custom_tools.parameters(),
+    )
+    return fields.Tool(type="function", function=standing)
+
+
+def custom_names(body: fields.Rendering) -> frozenset[str]:
+    """Return the names of the custom tools."""
+    tools = body.tools or []
+    return frozenset(tool.custom.name for tool in tools if isinstance(tool, fields.CustomTool))
 
 
 def call_guide(use: ToolUse, known: parsing.Format, *, parallel: bool) -> Guide:
