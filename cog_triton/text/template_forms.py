@@ -1,7 +1,8 @@
-"""The forms in which a chat template reads contents and the arguments of calls.
+"""The forms in which a chat template reads contents, thoughts and the arguments of calls.
 
 Some templates print a content as a text, others go through its parts, and some do both. Some write the
-arguments of a call as JSON by themselves, others join a text. No template says which, so each is asked by
+arguments of a call as JSON by themselves, others join a text. Each reads earlier thoughts by a name of its
+choice. No template says which, so each is asked by
 small conversations: a form that it reads leaves its text in the prompt.
 """
 
@@ -18,6 +19,12 @@ _TEXT = "The text of a content"
 _NAME = "name_of_a_function"
 _ARGUMENT = "name_of_an_argument"
 _VALUE = "value_of_an_argument"
+_THOUGHT = "The text of a thought"
+_CALL_ID = "abcdefgh1"
+
+THOUGHTS = "reasoning_content"  # the name by which a turn comes with its thoughts
+# Names by which chat templates read thoughts: Qwen's; Solar's; gpt-oss's; Apriel's.
+_THOUGHT_NAMES = (THOUGHTS, "reasoning", "thinking", "thought")
 
 
 @dataclass(frozen=True)
@@ -41,6 +48,8 @@ class TemplateForms:
     assistant: ContentForms
     arguments_as_text: bool = False  # of calls; not as objects
     arguments_as_object: bool = False  # of calls; not as texts
+    thoughts: tuple[str, ...] = ()  # the names by which it reads them; none if it shows no thoughts
+    text_beside_thoughts: bool = True  # it takes a turn with thoughts, a text and calls
 
     def of_role(self, role: str) -> ContentForms:
         forms = {"system": self.system, "developer": self.system, "assistant": self.assistant}
@@ -53,6 +62,7 @@ def probe(render: Render) -> TemplateForms:
     user = _content_forms(render, lambda content: [{"role": "user", "content": content}])
     other = _content("Hello", user)
     question = {"role": "user", "content": other}
+    thoughts = _thought_names(render, question)
     return TemplateForms(
         system=_content_forms(render, lambda content: [_turn("system", content), question]),
         user=user if user.any else ContentForms(),
@@ -61,6 +71,8 @@ def probe(render: Render) -> TemplateForms:
         ),
         arguments_as_text=_reads_arguments_as_text(render, question),
         arguments_as_object=_reads_arguments_as_object(render, question),
+        thoughts=thoughts,
+        text_beside_thoughts=_takes_text_beside_thoughts(render, question, thoughts),
     )
 
 
@@ -110,12 +122,65 @@ def _reads_arguments_as_object(render: Render, question: Turn) -> bool:
 def _with_call(render: Render, question: Turn, arguments: Any) -> str | None:
     """Return the prompt with a call; None where the template refuses it."""
     function = {"name": _NAME, "arguments": arguments}
-    call = {"id": "abcdefgh1", "type": "function", "function": function}
+    call = {"id": _CALL_ID, "type": "function", "function": function}
     return render([question, {**_turn("assistant", ""), "tool_calls": [call]}])
 
 
+def _thought_names(render: Render, question: Turn) -> tuple[str, ...]:
+    """Return the names by which a template reads thoughts; of two for the same turns, the first one."""
+    names: list[str] = []
+    covered: set[int] = set()
+    for name in _THOUGHT_NAMES:
+        shown = _places_with_thoughts(render, question, name)
+        if not shown <= covered:
+            names.append(name)
+            covered |= shown
+    return tuple(names)
+
+
+def _places_with_thoughts(render: Render, question: Turn, name: str) -> set[int]:
+    """Return the numbers of the small conversations in which a template shows thoughts.
+
+    The thoughts are those of a last turn, of an earlier one, and of a call: many templates leave some out.
+    """
+    thoughts = {name: _THOUGHT}
+    answer = {**_turn("assistant", _TEXT), **thoughts}
+    conversations = [[question, answer], [question, answer, question]]
+    for arguments in _argument_forms():
+        conversations.append([question, *_called(arguments, "", thoughts)])
+    prompts = map(render, conversations)
+    return {
+        place for place, prompt in enumerate(prompts) if prompt is not None and _THOUGHT in prompt
+    }
+
+
+def _argument_forms() -> tuple[Any, Any]:
+    arguments = {_ARGUMENT: _VALUE}
+    return arguments, json.dumps(arguments)
+
+
+def _called(arguments: Any, content: str, thoughts: Mapping[str, str]) -> list[Turn]:
+    """Return an assistant's call behind thoughts, and its result."""
+    function = {"name": _NAME, "arguments": arguments}
+    call = {"id": _CALL_ID, "type": "function", "function": function}
+    result = {"role": "tool", "tool_call_id": _CALL_ID, "name": _NAME, "content": "Done"}
+    return [{**_turn("assistant", content), **thoughts, "tool_calls": [call]}, result]
+
+
+def _takes_text_beside_thoughts(render: Render, question: Turn, names: Sequence[str]) -> bool:
+    """Return whether a template takes thoughts in a turn of calls that has a text as well."""
+    thoughts = dict.fromkeys(names, _THOUGHT)
+    for arguments in _argument_forms():
+        alone = render([question, *_called(arguments, "", thoughts)])
+        beside = render([question, *_called(arguments, _TEXT, thoughts)])
+        if alone is not None and beside is None:
+            return False
+    return True
+
+
 def in_its_forms(turn: Mapping[str, Any], forms: TemplateForms) -> Turn:
-    """Return a turn with its content and its calls in forms that the template reads."""
+    """Return a turn with its content, thoughts and calls in forms that the template reads."""
+    turn = _with_named_thoughts(turn, forms)
     result = {**turn, "content": _content(turn["content"], forms.of_role(turn["role"]))}
     calls = turn.get("tool_calls")
     if isinstance(calls, list) and forms.arguments_as_text:
@@ -123,6 +188,21 @@ def in_its_forms(turn: Mapping[str, Any], forms: TemplateForms) -> Turn:
     elif isinstance(calls, list) and forms.arguments_as_object:
         result["tool_calls"] = [_with_object(call) for call in calls]
     return result
+
+
+def _with_named_thoughts(turn: Mapping[str, Any], forms: TemplateForms) -> Mapping[str, Any]:
+    """Return a turn with its thoughts under the names that the template reads.
+
+    A template may refuse a text beside them in a turn of calls, as gpt-oss's does. It then follows them.
+    """
+    thoughts = turn.get(THOUGHTS)
+    if not isinstance(thoughts, str) or not thoughts or not forms.thoughts:
+        return turn
+    content = turn["content"]
+    if turn.get("tool_calls") and not forms.text_beside_thoughts:
+        thoughts = "\n\n".join(text for text in (thoughts, text_of(content)) if text)
+        content = ""
+    return {**turn, "content": content, **dict.fromkeys(forms.thoughts, thoughts)}
 
 
 def with_other_arguments(forms: TemplateForms) -> TemplateForms:

@@ -24,6 +24,8 @@ ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function
 _JSON_FORMS = frozenset({"json_schema", "json", "json_object"})
 # Parts of an assistant's content that are thoughts.
 _THOUGHT_PARTS = frozenset({"thinking", "redacted_thinking", "reasoning"})
+# Fields of a message that may have them.
+_THOUGHT_FIELDS = ("reasoning_content", "reasoning", "thinking")
 THINKING_SWITCH = "enable_thinking"  # in most templates
 
 
@@ -260,11 +262,12 @@ def _plain_call(call: Any) -> Any:
 
 
 def _gather_thoughts(plain: dict[str, Any]) -> None:
-    """Give an assistant's message its thoughts under the name that chat templates read.
+    """Give an assistant's message its thoughts under one name; a template gets them under those it reads.
 
-    Some clients return them as ``reasoning``, as vLLM and OpenRouter name them, or as parts of the content.
+    Some clients return them as ``reasoning``, as vLLM and OpenRouter name them, as ``thinking``, as Ollama
+    does, or as parts of the content.
     """
-    thoughts = [plain.get("reasoning_content") or plain.get("reasoning") or ""]
+    thoughts = [next((plain[name] for name in _THOUGHT_FIELDS if plain.get(name)), "")]
     content = plain.get("content")
     if isinstance(content, list):
         thoughts += [_thought_text(part) for part in content if _is_thought(part)]

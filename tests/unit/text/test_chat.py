@@ -360,3 +360,58 @@ def test_a_template_of_the_settings_or_of_a_file(tokenizer: Any, tmp_path: Path)
     ):
         with pytest.raises(ConfigurationError, match=why):
             set_chat_template(tokenizer, setting)
+
+
+_AS_GPT_OSS = """{%- for m in messages -%}
+{%- if m.tool_calls -%}
+{%- if m.content and m.thinking -%}{{ raise_exception("content or thinking, not both") }}{%- endif -%}
+<think>{{ m.content or m.thinking }}</think>{{ m.tool_calls[0].function.arguments | tojson }}
+{%- else -%}<{{ m.role }}>{{ m.content }}{%- endif -%}
+{%- endfor -%}"""
+_AS_SOLAR = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.reasoning %}({{ m.reasoning }}){% endif %}"
+    "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}{% endfor %}"
+    "{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "content", "thoughts"),
+    [
+        pytest.param(_AS_SOLAR, "I look.", "(I think.)I look.", id="reasoning"),
+        pytest.param(
+            _AS_SOLAR.replace("m.reasoning", "m.thought"),
+            "I look.",
+            "(I think.)I look.",
+            id="thought",
+        ),
+        pytest.param(
+            _AS_SOLAR.replace("m.reasoning", "m.thinking"),
+            "I look.",
+            "(I think.)I look.",
+            id="thinking",
+        ),
+        pytest.param(_AS_GPT_OSS, "", "<think>I think.</think>", id="thinking of a call alone"),
+        pytest.param(
+            _AS_GPT_OSS,
+            "I look.",
+            "<think>I think.\n\nI look.</think>",
+            id="thinking with no text beside it",
+        ),
+    ],
+)
+def test_thoughts_come_under_the_name_that_the_template_reads(
+    tokenizer: Any, template: str, content: str, thoughts: str
+) -> None:
+    function = {"name": "look", "arguments": '{"at": "x"}'}
+    turn = {
+        "role": "assistant",
+        "content": content,
+        "reasoning_content": "I think.",
+        "tool_calls": [{"id": "abcdefgh1", "type": "function", "function": function}],
+    }
+    result = {"role": "tool", "tool_call_id": "abcdefgh1", "content": "Seen"}
+    prompt = render(tokenizer, template, [USER, turn, result])
+    assert f'{thoughts}{{"at": "x"}}' in prompt
+    assert prompt.count("I think.") == 1
+    assert turn["content"] == content
