@@ -5,6 +5,7 @@ when the engine loads it, in ``cog_triton.engines.transformers_loading``.
 """
 
 import json
+import re
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -48,6 +49,17 @@ _HEADS = (
     "ForMaskedLM",
     "RewardModel",
 )
+# The layers of a language model, and not those of an encoder of images or sounds beside it.
+_LAYER = re.compile(r"(?:(?:model|language_model|transformer|gpt_neox)\.)*(?:layers|h)\.(\d+)\.")
+# Numbers of layers that predict further tokens; they stand behind the others in a checkpoint.
+_PREDICTION_COUNTS = (
+    "num_nextn_predict_layers",
+    "num_mtp_layers",
+    "mtp_num_hidden_layers",
+    "num_mtp_modules",
+)
+# Parts that such layers alone have, where the configuration has lost their number.
+_PREDICTION_PARTS = frozenset({"eh_proj", "enorm", "hnorm", "shared_head"})
 _POINTER = b"version https://git-lfs"
 _PICKLE = b"\x80"
 # The files that transformers looks for; others of a checkpoint are found by an index.
@@ -148,6 +160,35 @@ def check_weight_names(directory: Path, names: set[str]) -> None:
 
 def _is_wrapped(name: str) -> bool:
     return name.startswith(_WRAPPER_PREFIXES) or not _WRAPPERS.isdisjoint(name.split("."))
+
+
+def unused_layers(config: Mapping[str, Any], names: set[str]) -> str | None:
+    """Return a warning of layers that a checkpoint has and its configuration does not; None without any.
+
+    Engines pass over them in silence, and the model that is left writes nonsense.
+    """
+    text_config = config.get("text_config") or config
+    named = text_config.get("num_hidden_layers", text_config.get("n_layer"))
+    if type(named) is not int:
+        return None
+    predicting: set[int] = set()
+    layers: set[int] = set()
+    for name in names:
+        found = _LAYER.match(name)
+        if found is None:
+            continue
+        layers.add(int(found[1]))
+        if not _PREDICTION_PARTS.isdisjoint(name.split(".")):
+            predicting.add(int(found[1]))
+    count = max(layers - predicting, default=-1) + 1
+    counts = [text_config.get(field) or config.get(field) for field in _PREDICTION_COUNTS]
+    further = max((number for number in counts if type(number) is int), default=0)
+    if count <= named + further:
+        return None
+    return (
+        f"config.json has num_hidden_layers {named}, and the checkpoint has {count} layers: "
+        f"layers {named} to {count - 1} are not used. If the model writes nonsense, correct config.json"
+    )
 
 
 def transformers_problems(

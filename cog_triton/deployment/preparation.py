@@ -21,6 +21,7 @@ from cog_triton.deployment.checkpoint import (
     read_json,
     refuse_adapter,
     transformers_problems,
+    unused_layers,
 )
 from cog_triton.engines import model_config
 from cog_triton.engines.library import read_arguments
@@ -488,6 +489,9 @@ def check_files(llm: Mapping[str, object]) -> None:
     config = read_json(directory / "config.json")
     names = check_weight_files(directory)
     check_weight_names(directory, names)
+    warning = unused_layers(config, names)
+    if warning is not None:
+        logger.warning("%s: %s", directory, warning)
     if engine == "transformers":
         for problem in transformers_problems(directory, config, names):
             raise ConfigurationError(problem)

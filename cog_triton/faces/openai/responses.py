@@ -434,7 +434,7 @@ class ResponseWriter:
             yield self._event(status, response=self._response)
 
     def failed(self, error: ApiError) -> Iterator[bytes]:
-        yield from self._end("incomplete")
+        yield from self._stop()
         code = "rate_limit_exceeded" if error.status == 429 else "server_error"
         self._response |= {"incomplete_details": None, "usage": None, "status": "failed"}
         self._response["error"] = {"code": code, "message": error.message}
@@ -444,7 +444,7 @@ class ResponseWriter:
         yield self._event("failed", response=self._response)
 
     def cancelled(self) -> Iterator[bytes]:
-        yield from self._end("incomplete")
+        yield from self._stop()
         self._response["status"] = "cancelled"
         yield self._event("incomplete", response=self._response)  # the end that clients know
 
@@ -481,8 +481,37 @@ class ResponseWriter:
             self._item |= {"type": "custom_tool_call", "input": ""}
             self._part["type"] = "custom_tool_call_input"
 
+    def _stop(self) -> Iterator[bytes]:
+        """End the item of an answer that will not go on.
+
+        A call gets no event of its end: some clients make the call at that event, whatever its status is.
+        """
+        if self._block is None or self._block.kind != "call":
+            yield from self._end("incomplete")
+            return
+        self._fill_in_call(self._block, "incomplete")
+        self._block = None
+        self._response["output"].append(self._item)
+
+    def _fill_in_call(self, block: Block, status: str) -> None:
+        is_custom = self._item["type"] == "custom_tool_call"
+        if is_custom:
+            self._item["input"] = custom_tools.text_of(block.text)
+        else:
+            self._item["arguments"] = block.text
+        self._item["status"] = status
+
     def _end(self, status: str) -> Iterator[bytes]:
-        if (block := self._block) is None:
+        block = self._block
+        if block is None:
+            return
+        if block.kind == "call" and block.broken:
+            # Its arguments have no end, so there is no event of that.
+            self._fill_in_call(block, "incomplete")
+            self._block = None
+            index = self._place["output_index"]
+            yield self._event("output_item.done", output_index=index, item=self._item)
+            self._response["output"].append(self._item)
             return
         self._block, text, done = None, block.text, f"{self._part['type']}.done"
         if self._item["type"] == "custom_tool_call":

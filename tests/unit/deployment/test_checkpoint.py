@@ -181,3 +181,48 @@ def test_ids_of_a_generation_config(tmp_path: Path, generation: Any, said: str) 
         return
     with pytest.raises(ConfigurationError, match=said):
         check_files(llm)
+
+
+PREDICTING = ["model.layers.2.eh_proj.weight", "model.layers.2.mlp.up_proj.weight"]
+
+
+@pytest.mark.parametrize(
+    ("config", "names", "warned"),
+    [
+        pytest.param({"num_hidden_layers": 1}, [], "layers 1 to 1 are not used", id="fewer"),
+        pytest.param(
+            {"text_config": {"num_hidden_layers": 1}}, [], "2 layers", id="fewer in a part"
+        ),
+        pytest.param(
+            {"n_layer": 1}, ["transformer.h.3.attn.weight"], "4 layers", id="GPT-2's name"
+        ),
+        pytest.param({"num_hidden_layers": 2}, [], None, id="all"),
+        pytest.param({}, [], None, id="unknown"),
+        pytest.param(
+            {"num_hidden_layers": 2, "num_nextn_predict_layers": 1},
+            ["model.layers.2.mlp.up_proj.weight"],
+            None,
+            id="one that predicts further tokens",
+        ),
+        pytest.param({"num_hidden_layers": 2}, PREDICTING, None, id="its number is lost"),
+        pytest.param(
+            {"num_hidden_layers": 2},
+            ["model.vision_tower.encoder.layers.9.weight", "model.visual.layers.9.weight"],
+            None,
+            id="layers of an encoder of images",
+        ),
+    ],
+)
+def test_layers_that_the_configuration_does_not_name_are_warned_of(
+    config: dict[str, Any],
+    names: list[str],
+    warned: str | None,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    two = [f"model.layers.{number}.mlp.up_proj.weight" for number in range(2)]
+    check_files(make_checkpoint(tmp_path, [*two, *names], config))
+    if warned is None:
+        assert "num_hidden_layers" not in caplog.text
+    else:
+        assert warned in caplog.text

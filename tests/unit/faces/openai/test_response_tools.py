@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from cog_triton.errors import TritonUnavailable
 from cog_triton.generation import Chunk
 from tests.unit.faces.openai.support import RESPONSES, Backend, events, post, talkative
 
@@ -303,3 +304,43 @@ def test_tools_that_the_input_adds_are_offered_and_called() -> None:
     (item,) = reply.json()["output"]
     assert (item["type"], item["namespace"]) == ("custom_tool_call", "functions")
     assert (item["name"], item["input"]) == ("patch", "x")
+
+
+def unfinished(name: str, *end: Chunk | Exception) -> Backend:
+    text = f'<tool_call>{{"name": "{name}", "arguments": {{"input": "*** Beg'
+    pieces = [Chunk(letter, number, 3) for number, letter in enumerate(text, 1)]
+    return talkative(*pieces, *end)
+
+
+@pytest.mark.parametrize("name", ["run", "patch"])
+@pytest.mark.parametrize(
+    ("end", "last"),
+    [
+        pytest.param(Chunk("", 9, 3, "length"), "response.incomplete", id="max_output_tokens"),
+        pytest.param(
+            Chunk("", 9, 3, "stop", stop_sequence="X"), "response.completed", id="stop sequence"
+        ),
+        pytest.param(TritonUnavailable("gone"), "response.failed", id="failure"),
+    ],
+)
+def test_a_call_that_was_cut_off_does_not_look_complete(
+    name: str, end: Chunk | Exception, last: str
+) -> None:
+    backend = unfinished(name, end)
+    streamed = events(post(backend, RESPONSES, tools=TOOLS, input=[HI], stream=True))
+    kinds = [one["type"] for one in streamed]
+    assert "response.function_call_arguments.done" not in kinds
+    assert "response.custom_tool_call_input.done" not in kinds
+    done = [one["item"] for one in streamed if one["type"] == "response.output_item.done"]
+    assert all(item["status"] == "incomplete" for item in done)
+    assert streamed[-1]["type"] == last
+    (item,) = streamed[-1]["response"]["output"]
+    assert (item["type"].removeprefix("custom_").removeprefix("function_"), item["status"]) in (
+        ("tool_call", "incomplete"),
+        ("call", "incomplete"),
+    )
+    if last == "response.failed":
+        assert not done
+    else:
+        whole = post(unfinished(name, end), RESPONSES, tools=TOOLS, input=[HI]).json()
+        assert whole["output"][-1]["status"] == "incomplete"
