@@ -30,9 +30,32 @@ _UNENFORCEABLE = frozenset(
         "uniqueItems",
     }
 )
+_TYPES = ("array", "boolean", "integer", "null", "number", "object", "string")
 _NULLABLE = frozenset({"const", "default"})  # keywords of which null is a value
 # Engines compile patterns to automata, which cannot look around or refer back.
 _UNCOMPILABLE_PATTERN = re.compile(r"\(\?<?[=!]|\\[1-9]|\\k<|\(\?P=")
+
+
+def has_mistake(schema: Any) -> bool:
+    """Return whether a schema has a type or a collection of schemas that JSON Schema does not know."""
+    if not isinstance(schema, dict):
+        return not isinstance(schema, bool)
+    kinds = schema.get("type", [])
+    if isinstance(kinds, str):
+        kinds = [kinds]
+    if kinds is not None and not (isinstance(kinds, list) and all(k in _TYPES for k in kinds)):
+        return True
+    parts: list[Any] = []
+    for keyword, value in schema.items():
+        if value is None or keyword not in _SCHEMAS_BY_NAME | _SCHEMA_LISTS:
+            continue
+        expected = dict if keyword in _SCHEMAS_BY_NAME else list
+        if not isinstance(value, expected):
+            return True
+        parts += value.values() if isinstance(value, dict) else value
+    if isinstance(schema.get("items"), dict):
+        parts.append(schema["items"])
+    return any(map(has_mistake, parts))
 
 
 def loosened(schema: Any) -> Any:

@@ -205,6 +205,20 @@ def all_tools(body: ResponsesBody) -> list[Any]:
     return tools
 
 
+def tool_places(body: ResponsesBody) -> dict[str, str]:
+    """Return where the schemas of tools are in a body, by the names that a model knows."""
+    places = {}
+    for number, tool in enumerate(body.tools or []):
+        if isinstance(tool, response_tools.FlatTool):
+            places[tool.name] = f"tools[{number}].parameters"
+        elif isinstance(tool, response_tools.NamespaceTool):
+            for inner_number, inner in enumerate(tool.tools):
+                if isinstance(inner, response_tools.FlatTool):
+                    name = response_tools.flat_name(inner.name, tool.name)
+                    places[name] = f"tools[{number}].tools[{inner_number}].parameters"
+    return places
+
+
 def _tool_choice(body: ResponsesBody, *, offers_tools: bool) -> Any:
     choice = body.tool_choice
     if isinstance(choice, HostedToolChoice):

@@ -425,7 +425,7 @@ async def create(body: ResponsesBody, store: FromApp) -> Response:
     body = await store.with_earlier(body)
 
     def prepared() -> tuple[turns.Turn, dict[str, Any], bytes]:
-        turn = turns.chat_turn(forms.chat_body(body), served)
+        turn = turns.chat_turn(forms.chat_body(body), served, forms.tool_places(body))
         response = forms.response_fields(body, turn.request, int(time.time())) | {"store": kept}
         # Before the answer is made, which would be lost if the input could not be stored.
         return turn, response, stored(forms.input_items(body)) if kept else b""

@@ -3,15 +3,15 @@
 import asyncio
 import json
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from cog_triton.errors import is_unicode, shown
 from cog_triton.faces.openai import blocks, contents, custom_tools, fields, parsing
 from cog_triton.faces.openai.errors import invalid
-from cog_triton.faces.openai.loose_schemas import loosened
-from cog_triton.faces.openai.served import Served
+from cog_triton.faces.openai.loose_schemas import has_mistake, loosened
+from cog_triton.faces.openai.served import Served, current
 from cog_triton.request.limits import UNKNOWN_TOKENS
 from cog_triton.request.request import Guide, GuideKind, Request
 from cog_triton.text.chat import render_chat
@@ -75,8 +75,15 @@ class Turn:
         return parser
 
 
-def chat_turn(body: fields.ChatBody, served: Served) -> Turn:
-    """Return what a body asks for, or raise ApiError or UserError."""
+def chat_turn(
+    body: fields.ChatBody, served: Served, tool_places: Mapping[str, str] | None = None
+) -> Turn:
+    """Return what a body asks for, or raise ApiError or UserError.
+
+    Args:
+        tool_places: where the schemas of tools are in the client's body, by the names of the tools; if it
+            is None, those of a chat's body.
+    """
     template = template_text(served.backend.tokenizer)
     use = tool_use(body)
     known = parsing.format_of(template)
@@ -92,6 +99,7 @@ def chat_turn(body: fields.ChatBody, served: Served) -> Turn:
         for name in fields.guides(body):
             raise invalid(f"tool_choice and {name} cannot be combined", "tool_choice")
         values["guide"] = call_guide(use, known, parallel=body.parallel_tool_calls is not False)
+        _name_schemas(use, _tool_places(body) if tool_places is None else tool_places)
     guided_either = known is not None and bool(use.offered) and _allows_either(use, body)
     if known and guided_either:
         values["guide"] = either_guide(
@@ -113,6 +121,24 @@ def chat_turn(body: fields.ChatBody, served: Served) -> Turn:
         known = None  # the guide is of a text, in which there is no call
     parallel = body.parallel_tool_calls is not False
     return Turn(request, use, known, thoughts, guided_either, parallel)
+
+
+def _tool_places(body: fields.ChatBody) -> dict[str, str]:
+    places = {}
+    for number, tool in enumerate(body.tools or []):
+        if isinstance(tool, fields.Tool):
+            places[tool.function.name] = f"tools[{number}].function.parameters"
+    return places
+
+
+def _name_schemas(use: ToolUse, places: Mapping[str, str]) -> None:
+    """Have an engine's refusal of the guide name the schema of a tool, and not response_format."""
+    tools = [use.named] if use.named else use.offered
+    wrong = [tool for tool in tools if has_mistake(tool.function.parameters or {})]
+    blamed = wrong[:1] or tools
+    place = places.get(blamed[0].function.name, "tools") if len(blamed) == 1 else "tools"
+    call = current()
+    call.names = {**call.names, "guide": place}
 
 
 def _allows_either(use: ToolUse, body: fields.ChatBody) -> bool:

@@ -69,13 +69,25 @@ def test_braces_are_read_as_str_format_reads_them(pieces: list[str], prompt: str
 @pytest.mark.parametrize(
     ("template", "prompt", "system_prompt", "error", "text"),
     [
-        ("{prompt}", "x" * 1001, "", PromptTooLong, "the prompt has 1001 characters; 1000 are"),
+        (
+            "{prompt}",
+            "x" * 1001,
+            "",
+            PromptTooLong,
+            "the prompt has 1001 characters; the limit is 1000",
+        ),
         ("{prompt}", "x", "x" * 1001, PromptTooLong, "the system prompt has 1001 characters"),
         ("{prompt}" * 20, "x" * 51, "", PromptTooLong, "in its template has 1020 characters"),
         ("{prompt}{system_prompt}", "x" * 501, "x" * 500, PromptTooLong, "has 1001 characters"),
         ("{prompt}" + "{{" * 1000, "x", "", PromptTooLong, "in its template has 1001 characters"),
         ("{prompt}" * 2000, "x" * 1000, "", PromptTooLong, "in its template has 2000000"),
-        ("{prompt}" * 20_000, "x", "", PromptTemplateError, "40000 braces; 262144 and 4096"),
+        (
+            "{prompt}" * 20_000,
+            "x",
+            "",
+            PromptTemplateError,
+            "40000 braces; the limits are 262144 and 4096",
+        ),
         ("x" * 2**18 + "{prompt}", "x", "", PromptTemplateError, "has 262152 characters"),
     ],
     ids=range(8),

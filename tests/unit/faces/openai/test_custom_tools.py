@@ -5,8 +5,18 @@ from typing import Any
 
 import pytest
 
+from cog_triton.errors import InvalidParameter
 from cog_triton.generation import Chunk
-from tests.unit.faces.openai.support import CHAT, MESSAGES, Backend, chat, events, post, talkative
+from tests.unit.faces.openai.support import (
+    CHAT,
+    MESSAGES,
+    RESPONSES,
+    Backend,
+    chat,
+    events,
+    post,
+    talkative,
+)
 
 RUN = {"type": "function", "function": {"name": "run", "parameters": {"type": "object"}}}
 PATCH = {
@@ -141,3 +151,34 @@ def test_a_tool_without_a_name_is_refused_by_its_place() -> None:
     reply = chat(answering(""), tools=[{"type": "custom", "custom": {}}])
     assert reply.status_code == 400
     assert reply.json()["error"]["param"] == "tools[0].custom.name"
+
+
+BAD = {"type": "object", "properties": {"city": {"type": "strin"}}}
+BAD_TOOL = {"type": "function", "function": {"name": "bad", "parameters": BAD}}
+FLAT_BAD = {"type": "function", "name": "bad", "parameters": BAD}
+
+
+@pytest.mark.parametrize(
+    ("path", "tools", "param"),
+    [
+        pytest.param(CHAT, [BAD_TOOL], "tools[0].function.parameters", id="alone"),
+        pytest.param(CHAT, [*TOOLS, BAD_TOOL], "tools[3].function.parameters", id="behind others"),
+        pytest.param(CHAT, [RUN, PATCH], "tools", id="which of several is not known"),
+        pytest.param(
+            RESPONSES, [{"type": "web_search"}, FLAT_BAD], "tools[1].parameters", id="responses"
+        ),
+        pytest.param(
+            RESPONSES,
+            [{"type": "namespace", "name": "n", "tools": [FLAT_BAD]}],
+            "tools[0].tools[0].parameters",
+            id="namespace",
+        ),
+    ],
+)
+def test_a_schema_that_an_engine_refuses_is_named_as_that_of_its_tool(
+    path: str, tools: list[Any], param: str
+) -> None:
+    backend = talkative(InvalidParameter("guided_decoding_guide: Invalid type: strin"))
+    reply = post(backend, path, tools=tools, tool_choice="required")
+    assert reply.status_code == 400, reply.text
+    assert reply.json()["error"]["param"] == param
