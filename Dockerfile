@@ -36,8 +36,8 @@ RUN python3 /tmp/image/image_requirements.py /tmp/image \
         --constraint /tmp/image/constraints.txt --requirement /tmp/image/additions.txt \
     && rm -r /tmp/image
 # Triton's Python stubs ignore PYTHONPATH: so they find cog_triton wherever they are started. And Cog's
-# server has what it lacks (see cog_triton/faces/cog/server.py).
-RUN python3 -c "import pathlib, sysconfig; pathlib.Path(sysconfig.get_path('purelib'), 'cog_triton.pth').write_text('/src\nimport sys; \'cog.server.http\' in sys.orig_argv and __import__(\'cog_triton.faces.cog.server\').faces.cog.server.prepare()')"
+# server has what it lacks (see cog_triton/api/cog/server.py).
+RUN python3 -c "import pathlib, sysconfig; pathlib.Path(sysconfig.get_path('purelib'), 'cog_triton.pth').write_text('/src\nimport sys; \'cog.server.http\' in sys.orig_argv and __import__(\'cog_triton.api.cog.server\').api.cog.server.prepare()')"
 
 # Cog's server on one thread: with more, it refuses requests although slots are free. See docs/replicate.md. What
 # OPENAI_PORT opens can be reached from without, as Cog's port can.

@@ -151,7 +151,7 @@ test-vllm: $(VLLM_STAMP)
 
 # Dynamo's frontend and workers: answers, kills and the drain; of many streams under kills, a thousand.
 test-dynamo: $(DEVELOPED) $(DYNAMO_STAMP)
-	STREAMS=1000 $(BIN)/python -m pytest -q -rs tests/unit/faces/test_dynamo.py tests/unit/engines/test_kv_events.py \
+	STREAMS=1000 $(BIN)/python -m pytest -q -rs tests/unit/api/test_dynamo.py tests/unit/engines/test_kv_events.py \
 		tests/integration/test_dynamo.py tests/integration/test_machines.py
 
 # Trains it anew, in cog_triton/demo.

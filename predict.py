@@ -14,10 +14,10 @@ from typing import Optional
 import cog
 from cog import BaseRunner, ConcatenateIterator, Input
 
+from cog_triton.api.cog import live_stream
+from cog_triton.api.cog.predictions import Inputs
 from cog_triton.deployment import Deployment
 from cog_triton.errors import InvalidParameter
-from cog_triton.faces.cog import live_stream
-from cog_triton.faces.cog.predictions import Inputs
 from cog_triton.processes import end_with_parent
 from cog_triton.request.limits import parse_json, parse_stop_sequences
 from cog_triton.request.request import Request, choose_guide, resolve_seed, resolve_tokens
@@ -56,7 +56,7 @@ class Predictor(BaseRunner):
         end_with_parent()
         beside = None
         if settings.openai_port is not None:
-            from cog_triton.faces.openai.server import Embedded
+            from cog_triton.api.openai.server import Embedded
 
             beside = Embedded(settings, lambda busy: live_stream.tell("busy" if busy else "idle"))
             settings = beside.settings

@@ -8,10 +8,10 @@ from typing import Any, cast
 
 from starlette.routing import Route
 
-from cog_triton.faces.cog.front import Front
-from cog_triton.faces.cog.replicate import FILES_PATH, Replicate
-from cog_triton.faces.openai import app, batches, completions, messages, pages, store
-from cog_triton.faces.openai.server import FORM_BYTES
+from cog_triton.api.cog.front import Front
+from cog_triton.api.cog.replicate import FILES_PATH, Replicate
+from cog_triton.api.openai import app, batches, completions, messages, pages, store
+from cog_triton.api.openai.server import FORM_BYTES
 from cog_triton.web.origin import SAFE_METHODS
 
 HEADER = ("Port", "Routes", "Who may", "Body, and bytes of it", "Time", "Pages of other origins")

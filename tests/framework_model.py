@@ -8,7 +8,7 @@ from typing import Any
 
 from cog_triton.generation import Chunk
 from cog_triton.request.request import Request
-from tests.unit.faces.openai.support import Backend
+from tests.unit.api.openai.support import Backend
 
 BEFORE = "the answer is 41\n"
 AFTER = "the answer is 42\n"

@@ -10,12 +10,12 @@ from typing import Any
 
 import uvicorn
 
+from cog_triton.api.openai.app import create_app
 from cog_triton.errors import prompt_too_long
-from cog_triton.faces.openai.app import create_app
 from cog_triton.generation import Chunk
 from cog_triton.request.request import Request
 from tests.support import free_port, wait_until
-from tests.unit.faces.openai.support import Backend, served
+from tests.unit.api.openai.support import Backend, served
 
 
 @dataclass(frozen=True)

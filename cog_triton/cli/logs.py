@@ -10,8 +10,8 @@ def set_up_log() -> None:
 
     Elsewhere the log stays Python's own, with levels and names, for who reads it by a program already.
     """
-    from cog_triton.faces.terminal.serving import Report
     from cog_triton.settings import read_settings
+    from cog_triton.terminal.serving import Report
 
     settings = read_settings()
     as_json = settings.log_format == "json"

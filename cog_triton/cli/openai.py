@@ -18,7 +18,7 @@ from cog_triton.cli.options import (
     served_model_variables,
     verbose_variables,
 )
-from cog_triton.faces.terminal import end_at_once_on_signals
+from cog_triton.terminal import end_at_once_on_signals
 
 DESCRIPTION = """
     cog-triton openai --port 3000
@@ -108,6 +108,6 @@ def run(options: Options) -> int:
     set_up_log()
     if options.triton_endpoint is None:
         check_device()
-    from cog_triton.faces.openai.server import run as serve
+    from cog_triton.api.openai.server import run as serve
 
     return serve(options.host, port, options.triton_endpoint, options.triton_model)

@@ -19,8 +19,8 @@ from cog_triton.cli.options import (
     set_variables,
 )
 from cog_triton.errors import CogTritonError
-from cog_triton.faces.terminal import end_at_once_on_signals
-from cog_triton.faces.terminal.serving import DIM, Report
+from cog_triton.terminal import end_at_once_on_signals
+from cog_triton.terminal.serving import DIM, Report
 
 DESCRIPTION = """
     cog-triton predict "What is machine learning?"

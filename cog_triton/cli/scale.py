@@ -26,6 +26,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: Options) -> int:
     check_dynamo()
-    from cog_triton.faces.dynamo.scale import run as serve
+    from cog_triton.api.dynamo.scale import run as serve
 
     return serve(options.host, port_of(options.port, 8080), options.workers)

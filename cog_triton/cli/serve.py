@@ -23,7 +23,7 @@ from cog_triton.cli.options import (
     served_model_variables,
     verbose_variables,
 )
-from cog_triton.faces.terminal import end_at_once_on_signals
+from cog_triton.terminal import end_at_once_on_signals
 
 SCHEMA = Path(".cog", "openapi_schema.json")  # where Cog's server reads it, in its directory
 
@@ -65,9 +65,9 @@ def run(options: Options) -> int:
     """Serve until a signal comes; return the exit status, 130 after Ctrl-C."""
     end_at_once_on_signals()  # what is imported next takes its time
     from cog_triton.errors import ConfigurationError
-    from cog_triton.faces.terminal.serving import Report, Serving
     from cog_triton.processes import write_whole
     from cog_triton.settings import read_settings
+    from cog_triton.terminal.serving import Report, Serving
 
     port = 0
     try:
@@ -89,7 +89,7 @@ def run(options: Options) -> int:
     # A second server may be starting, and reading it.
     write_whole(SCHEMA, Path(__file__).with_name(SCHEMA.name).read_text(encoding="utf-8"))
     url = f"http://{options.host.replace('0.0.0.0', '127.0.0.1')}:{port}"
-    command = [sys.executable, "-m", "cog_triton.faces.cog.server", "--host", options.host]
+    command = [sys.executable, "-m", "cog_triton.api.cog.server", "--host", options.host]
     serving = Serving(report, url, settings.stop_timeout)
     return asyncio.run(serving.run(command, environment({**os.environ, "PORT": str(port)})))
 

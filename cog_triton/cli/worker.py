@@ -107,6 +107,6 @@ def run(options: Options) -> int:
     """Serve until SIGTERM or Ctrl-C."""
     check_dynamo()
     set_up_log()
-    from cog_triton.faces.dynamo.worker import run as serve
+    from cog_triton.api.dynamo.worker import run as serve
 
     return serve(options)

@@ -5,7 +5,7 @@
     attached.py       the same on a Triton that runs already, whose ensemble may give text
     preparation.py    the engine to run, files in place, template variables, and their checks
 
-May import everything but ``faces``. After a change: pytest tests/unit/deployment
+May import everything but ``api`` and ``terminal``. After a change: pytest tests/unit/deployment
 tests/integration/test_recovery.py
 """
 

@@ -17,7 +17,7 @@ from cog_triton.text.chat import has_chat_template
 from cog_triton.text.end_tokens import EndTokens
 from cog_triton.text.tokenizer import Tokenizer
 
-# The command line shows this logger's lines for good; see cog_triton/faces/terminal/serving.py.
+# The command line shows this logger's lines for good; see cog_triton/terminal/serving.py.
 logger = logging.getLogger(__name__)
 
 DEMO_MANIFEST = "demo.json"  # of the demo model

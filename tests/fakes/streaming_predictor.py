@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Iterator
 import cog
 from cog import ConcatenateIterator
 
-from cog_triton.faces.cog import live_stream
+from cog_triton.api.cog import live_stream
 
 
 class Predictor(cog.BasePredictor):  # type: ignore[misc, unused-ignore]

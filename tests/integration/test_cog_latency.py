@@ -47,7 +47,7 @@ def listens_on(port: int) -> Callable[[socket.socket], bool]:
 
 
 def test_connections_to_the_served_predictor_send_at_once(cog_server: CogServer) -> None:
-    (cog,) = started_by(cog_server.process.pid, "cog_triton.faces.cog.server")
+    (cog,) = started_by(cog_server.process.pid, "cog_triton.api.cog.server")
     assert nodelay(cog, listens_on(cog_server.port)) == [1]
     with socket.create_connection(("127.0.0.1", cog_server.port)) as client:
         ours = client.getsockname()

@@ -122,7 +122,7 @@ def test_no_arrival_is_refused_while_a_slot_is_free(paced_cog_server: CogServer)
 
     Cog's server takes a race that two of its threads lose for a lack of slots: so it has one.
     """
-    (server,) = started_by(paced_cog_server.process.pid, "cog_triton.faces.cog.server")
+    (server,) = started_by(paced_cog_server.process.pid, "cog_triton.api.cog.server")
     threads = [file.read_text() for file in Path(f"/proc/{server}/task").glob("*/comm")]
     assert threads.count("tokio-rt-worker\n") == 1, threads
 

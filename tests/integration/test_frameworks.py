@@ -18,7 +18,7 @@ from cog_triton.generation import Chunk
 from tests.framework_model import AFTER, BEFORE, BEGINNING, END, RESULTS, WEATHER, FrameworkModel
 from tests.scripted_model import serving
 from tests.support import ROOT
-from tests.unit.faces.openai.support import Backend
+from tests.unit.api.openai.support import Backend
 
 pytestmark = pytest.mark.rare
 FRAMEWORKS = ROOT / ".venv-frameworks" / "bin" / "python"

@@ -18,7 +18,7 @@ import httpx
 import psutil  # type: ignore[import-untyped, unused-ignore]
 import pytest
 
-from cog_triton.faces.cog import predictions
+from cog_triton.api.cog import predictions
 from tests.support import (
     ROOT,
     CogServer,
@@ -40,7 +40,7 @@ class Server(CogServer):
     """Cog's server with the fake predictor, in a directory of its own."""
 
     def __init__(
-        self, directory: Path, module: str = "cog_triton.faces.cog.server", **environment: str
+        self, directory: Path, module: str = "cog_triton.api.cog.server", **environment: str
     ) -> None:
         shutil.copy(FAKE, directory / "predict.py")
         (directory / ".cog").mkdir()

@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from cog_triton.faces.openai.server import FORM_BYTES
+from cog_triton.api.openai.server import FORM_BYTES
 from cog_triton.settings import read_settings
 from tests.integration.conftest import PACE_MS
 from tests.support import (

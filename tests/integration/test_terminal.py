@@ -252,7 +252,7 @@ def test_serve_ends_when_setup_fails_and_says_why_last(tmp_path: Path) -> None:
     ("process", "status", "end"),
     [
         pytest.param(
-            *("cog_triton.faces.cog.server", 1, "Cog's server ended by signal 9 (SIGKILL)"),
+            *("cog_triton.api.cog.server", 1, "Cog's server ended by signal 9 (SIGKILL)"),
             marks=pytest.mark.rare,
         ),
         ("/tensorrt_llm/1/model.py", 1, f"exit status {EXIT_STATUS}: {WITH_IT}"),

@@ -5,13 +5,13 @@ import httpx
 import pytest
 from starlette.routing import Route
 
-from cog_triton.faces.cog.front import Front
-from cog_triton.faces.cog.predictions import VARIABLE
-from cog_triton.faces.openai.app import create_app
+from cog_triton.api.cog.front import Front
+from cog_triton.api.cog.predictions import VARIABLE
+from cog_triton.api.openai.app import create_app
 from cog_triton.settings import read_settings
 from cog_triton.web.origin import SAFE_METHODS, AccessRule
 from cog_triton.web.server import bound
-from tests.unit.faces.openai.support import Backend, ask, served
+from tests.unit.api.openai.support import Backend, ask, served
 
 OPENAI_ROUTES = dict(_access.openai_routes())
 COG_ROUTES = dict(_access.cog_routes())

@@ -20,8 +20,8 @@ from cog_triton import cli
 from cog_triton.request.admission import Admission
 from cog_triton.settings import VARIABLES, read_settings
 from tests.support import ROOT, load_cases
+from tests.unit.api.openai.support import Backend, ask
 from tests.unit.deployment.test_deployment import served
-from tests.unit.faces.openai.support import Backend, ask
 
 pytestmark = pytest.mark.rare
 

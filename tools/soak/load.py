@@ -48,7 +48,7 @@ class Tally:
     counts: Counter[str] = field(default_factory=Counter)
     errors: Counter[str] = field(default_factory=Counter)  # in the end, by code
     retries: Counter[str] = field(default_factory=Counter)  # after which a request was sent again
-    faces: Counter[str] = field(default_factory=Counter)
+    servers: Counter[str] = field(default_factory=Counter)
     notes: list[str] = field(default_factory=list)  # on requests that failed or differ
     rate: Counter[int] = field(default_factory=Counter)  # tokens, by the second in which they came
     last_token: float = 0.0
@@ -150,7 +150,7 @@ class Streams:
         lost, wrong = difference(expected, answer, whole=end == "whole")
         tally.counts.update({"requests": 1, end: 1, "lost": lost, "wrong": wrong})
         tally.counts["tokens"] += answer.tokens
-        tally.faces[target.name] += 1
+        tally.servers[target.name] += 1
         if end == "failed":
             tally.errors[code] += 1
         if end == "failed" or lost or wrong:

@@ -83,7 +83,7 @@ def _phase(phase: Phase) -> dict[str, Any]:
         "kind": phase.kind,
         "seconds": phase.ended - began,
         **{name: tally.counts[name] for name in COUNTS},
-        **{name: dict(getattr(tally, name)) for name in ("errors", "retries", "faces")},
+        **{name: dict(getattr(tally, name)) for name in ("errors", "retries", "servers")},
         "kills": len(phase.recoveries),
         "restarts": len(phase.watch.of(GUARD)) - 1,
         "recoveries": phase.recoveries,

@@ -159,6 +159,6 @@ def role_of_part(command: list[str]) -> str:
     """Return a process's role by its command line: the benchmark's, or a soak's own."""
     if any(argument.endswith("server/guard.py") for argument in command):
         return GUARD
-    if "cog_triton.faces.openai.workers" in command:
+    if "cog_triton.api.openai.workers" in command:
         return FACE
     return role_of(command)

@@ -20,8 +20,8 @@ from cog_triton.deployment.announcement import (
     served,
     template_of,
 )
-from cog_triton.faces.terminal.serving import ANNOUNCEMENT, CLEAR_LINE, CONVERSION, Report
 from cog_triton.settings import read_settings
+from cog_triton.terminal.serving import ANNOUNCEMENT, CLEAR_LINE, CONVERSION, Report
 from cog_triton.text.end_tokens import EndTokens
 from cog_triton.text.tokenizer import load_tokenizer
 from cog_triton.weights import gguf

@@ -1,0 +1,335 @@
+"""The face's servers: in this process or in several, until a signal comes, or inside Cog's predictor."""
+
+import asyncio
+import contextlib
+import gc
+import json
+import logging
+import os
+import shlex
+import signal
+import socket
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import uvloop
+from prometheus_client.multiprocess import mark_process_dead
+
+from cog_triton.api.openai.app import create_app
+from cog_triton.api.openai.batch_runner import Runner
+from cog_triton.api.openai.errors import ApiError
+from cog_triton.api.openai.keys import configured_keys
+from cog_triton.api.openai.served import LAST_SECONDS, Served
+from cog_triton.deployment import Deployment
+from cog_triton.deployment.attached import address_of, attach
+from cog_triton.deployment.deployment import tokenizer_of
+from cog_triton.deployment.preparation import context_length, served_names
+from cog_triton.errors import ConfigurationError
+from cog_triton.processes import temporary_directory
+from cog_triton.server.command import choose_ports
+from cog_triton.server.log import log_to
+from cog_triton.settings import Settings, read_settings
+from cog_triton.terminal import end_at_once_on_signals
+from cog_triton.text.chat import has_chat_template
+from cog_triton.web import Refusal
+from cog_triton.web import server as web
+from cog_triton.web.origin import access_rule
+
+logger = logging.getLogger(__name__)
+FORM_BYTES = 1 << 16  # around an uploaded file
+MARGIN_SECONDS = 3.0  # beyond what a worker may take to end
+_REFUSAL_CODES = {403: "forbidden", 413: "request_too_large", 415: "unsupported_content_encoding"}
+
+
+def run(host: str, port: int, endpoint: str | None, triton_model: str) -> int:
+    """Serve until a signal comes; return the exit status. Without an ``endpoint``, a Triton is started."""
+    settings = read_settings()
+    log_to(settings.log_level)
+    configured_keys(settings)  # what is wrong with them comes before a download
+    # Clients of openai_trtllm know a Triton's model by its name there.
+    names = served_names(settings, otherwise=triton_model if endpoint else None)
+    return uvloop.run(_serve(settings, names, endpoint, triton_model, bind(host, port)))
+
+
+async def _serve(
+    settings: Settings,
+    names: tuple[str, ...],
+    endpoint: str | None,
+    triton_model: str,
+    listener: socket.socket,
+) -> int:
+    server: InProcess | Workers
+    async with contextlib.AsyncExitStack() as stack:
+        if endpoint is None:
+            deployment = await Deployment.start(with_fixed_port(settings))
+            stack.push_async_callback(deployment.stop)
+            server = server_of(deployment, names, listener)
+            tokenizer = deployment.tokenizer
+        else:
+            address, limit = address_of(endpoint), settings.max_sequence_length
+            # The setting counts: the server may stretch the model's context.
+            length = limit or context_length({"model": settings.tokenizer_dir})
+            if settings.openai_workers > 1:
+                tokenizer = await asyncio.to_thread(tokenizer_of, settings)
+                server = Workers(settings, listener, address, triton_model, length, *names)
+            else:
+                attached = await attach(settings, address, triton_model, length)
+                stack.push_async_callback(attached.stop)
+                tokenizer = attached.tokenizer
+                server = InProcess(Served(attached, names), listener)
+        chat = has_chat_template(tokenizer)
+        text = invitation(settings, names[0], url_of(listener), chat=chat)
+        return await run_until_signal(server, listener, lambda: print(text, flush=True))
+
+
+class Embedded:
+    """The face in Cog's predictor: its deployment, queue and event loop, until the process ends."""
+
+    def __init__(self, settings: Settings, busy: Callable[[bool], object]) -> None:
+        """Take OPENAI_PORT before anything slow is begun, or raise ConfigurationError."""
+        configured_keys(settings)
+        self.settings, self._busy = with_fixed_port(settings), busy  # those of its deployment
+        self._listener = bind(settings.openai_host, settings.openai_port or 0, "OPENAI_PORT: ")
+
+    def serve(self, deployment: Deployment) -> None:
+        """Answer from now on, or raise ConfigurationError if the port was taken meanwhile."""
+        listen(self._listener, "OPENAI_PORT: ")
+        names = served_names(self.settings)
+        self._server = server_of(deployment, names, self._listener, self._busy)
+        self._running = asyncio.create_task(self._run())
+        logger.info("OpenAI's API: %s", url_of(self._listener))
+
+    def drain(self) -> None:
+        """Refuse new requests; those that run continue."""
+        self._server.drain()
+
+    async def _run(self) -> None:
+        if isinstance(self._server, Workers):
+            self._busy(True)  # until they have ended, which they do when nothing runs in them
+        await self._server.run(lambda: logger.info("OpenAI's API: its processes are ready"))
+        self._listener.close()
+        self._busy(False)
+
+
+def server_of(
+    deployment: Deployment,
+    models: tuple[str, ...],
+    listener: socket.socket,
+    busy: Callable[[bool], object] = lambda _: None,
+) -> "InProcess | Workers":
+    settings = deployment.settings
+    if settings.openai_workers == 1:
+        return InProcess(Served(deployment, models, busy=busy), listener)
+    address = f"{settings.host.replace('0.0.0.0', '127.0.0.1')}:{settings.grpc_port}"
+    return Workers(settings, listener, address, "ensemble", deployment.context_length, *models)
+
+
+class InProcess:
+    """A server on the event loop of its caller, of a socket that listens by the time of ``run``."""
+
+    def __init__(self, served: Served, listener: socket.socket) -> None:
+        settings = served.settings
+        uploads = {b"/v1/files": settings.max_file_bytes + FORM_BYTES}
+        seconds, app = settings.receive_timeout, create_app(served)
+        limits = web.Limits(settings.max_request_bytes, request_seconds=seconds, uploads=uploads)
+        access = access_rule(
+            listener,
+            hosts=settings.allowed_hosts,
+            origins=settings.allowed_origins,
+            origins_setting="OPENAI_ALLOWED_ORIGINS",
+        )
+        self._server = web.Server(app, limits, access, refusal_body)
+        self._served, self._store, self._listener = served, app.state.store, listener
+        self._batches = Runner(app, served)
+
+    async def run(self, ready: Callable[[], object]) -> None:
+        """Serve until stopped; call ``ready`` once requests can come."""
+        journal = self._served.journal
+        work = [self._served.figures.keep_fresh(), self._store.work(), self._batches.work()]
+        work += [journal.keep()] if journal else []
+        tasks = [asyncio.create_task(own) for own in work]
+        ready()
+        await self._server.serve(sockets=[self._listener])
+        for task in tasks:
+            task.cancel()
+        if journal:
+            await journal.close()
+
+    def drain(self) -> None:
+        self._served.draining = self._store.closed = True
+        self._ending = self._batches.stop()  # the next process goes on
+
+    def stop(self) -> None:
+        """Drain, let requests end for DRAIN_SECONDS, end the others, and make ``run`` return."""
+        logger.info("stopping: %d requests are running", self._served.running)
+        self.drain()
+        self._stopping = asyncio.create_task(self._stop())
+
+    async def _stop(self) -> None:
+        await self._served.drain()
+        await self._ending
+        await self._store.stop()
+        self._server.should_exit = True
+
+
+def refusal_body(refusal: Refusal, target: str) -> dict[str, Any]:
+    """Return the body of the response to a request that never reached the application."""
+    code = _REFUSAL_CODES.get(refusal.status)
+    return ApiError(refusal.status, refusal.detail, code=code).body(target)
+
+
+class Workers:
+    """A server in several processes, which share a socket and a Triton; one that ends is replaced.
+
+    See ``InProcess`` for its methods; ``run`` also ends when a process cannot start.
+    """
+
+    def __init__(self, settings: Settings, listener: socket.socket, *arguments: Any) -> None:
+        """Start nothing yet; the ``arguments`` are those of ``workers.work`` behind the socket."""
+        count, module = settings.openai_workers, "cog_triton.api.openai.workers"
+        self._command = (sys.executable, "-m", module, json.dumps((listener.fileno(), *arguments)))
+        self._listener, self._starting, self._stopping = listener, count, False
+        self._end_seconds = settings.drain_seconds + LAST_SECONDS + MARGIN_SECONDS
+        # Those that may differ from this process's.
+        self._environment = {
+            "MAX_RUNNING": str(-(-settings.max_running // count)),
+            "MAX_WAITING": str(-(-settings.max_waiting // count)),
+            "TOKENIZER": settings.tokenizer_dir,
+        }
+        self._processes: set[Process] = set()
+
+    async def run(self, ready: Callable[[], object]) -> None:
+        with temporary_directory("cog-triton-metrics.") as metrics:
+            running = (self._keep_running(n, metrics, ready) for n in range(self._starting))
+            tasks = list(map(asyncio.create_task, running))
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            self.stop()
+            await asyncio.gather(*tasks)
+
+    def stop(self) -> None:
+        if not self._stopping:  # a second signal would end at once what runs
+            self._stopping = True
+            send(signal.SIGTERM, self._processes)
+            loop = asyncio.get_running_loop()
+            loop.call_later(self._end_seconds, send, signal.SIGKILL, self._processes)
+
+    drain = stop
+
+    async def _keep_running(self, number: int, metrics: str, ready: Callable[[], object]) -> None:
+        """Run a worker, and another after each that ends."""
+        started = False
+        while not self._stopping:
+            process = await asyncio.create_subprocess_exec(
+                *self._command,
+                str(number),
+                stdout=PIPE,  # a byte comes when it is ready
+                pass_fds=(self._listener.fileno(),),
+                env={**os.environ, **self._environment, "PROMETHEUS_MULTIPROC_DIR": metrics},
+                start_new_session=True,  # Ctrl-C reaches only the first process, which passes it on
+            )
+            self._processes.add(process)
+            if self._stopping:  # meanwhile
+                send(signal.SIGTERM, [process])
+            assert process.stdout is not None
+            if await process.stdout.read(1) and not started:
+                started = True
+                self._starting -= 1
+                if not self._starting:
+                    ready()
+            await process.wait()
+            self._processes.discard(process)
+            # Its gauges would be added to the others' otherwise.
+            mark_process_dead(process.pid, metrics)  # type: ignore[no-untyped-call]
+            if not self._stopping and not started:
+                logger.error("a worker ended before it was ready; stopping all workers")
+                return
+            if not self._stopping:
+                logger.error("a worker ended; starting another")
+
+
+def send(number: int, processes: Iterable[Process]) -> None:
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(number)
+
+
+def with_fixed_port(settings: Settings) -> Settings:
+    """Return the settings with a gRPC port that a restarted Triton has again, if there are workers."""
+    if settings.openai_workers == 1 or settings.grpc_port:
+        return settings
+    return settings.model_copy(update={"grpc_port": choose_ports(settings).grpc_port})
+
+
+async def run_until_signal(
+    server: InProcess | Workers, listener: socket.socket, ready: Callable[[], object]
+) -> int:
+    """Run a server until a signal; return 0, 130 after Ctrl-C, 1 if it ended. A second one kills it."""
+    gc.collect()
+    gc.freeze()  # what is alive now stays so: full collections need not go through it
+    loop = asyncio.get_running_loop()
+    received: list[int] = []
+
+    def handle(number: int) -> None:
+        received.append(number)
+        for name in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(name)
+        end_at_once_on_signals()
+        server.stop()
+
+    for name in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(name, handle, name)
+    try:
+        listen(listener)
+        await server.run(ready)
+    finally:
+        end_at_once_on_signals()
+    if not received:
+        return 1
+    return 128 + signal.SIGINT if received[0] == signal.SIGINT else 0
+
+
+def bind(host: str, port: int, setting: str = "") -> socket.socket:
+    """Return a socket that does not listen yet; the text of an error begins with ``setting``."""
+    try:
+        return web.bound(host, port)
+    except OSError as error:
+        raise ConfigurationError(f"{setting}{error.strerror}") from None
+
+
+def listen(listener: socket.socket, setting: str = "") -> None:
+    try:
+        listener.listen(web.BACKLOG)
+    except OSError as error:
+        host, port = listener.getsockname()[:2]
+        raise ConfigurationError(f"{setting}{host}, port {port}: {error.strerror}") from None
+
+
+def url_of(listener: socket.socket) -> str:
+    """Return the URL by which this machine reaches a socket."""
+    host, port = listener.getsockname()[:2]
+    host = host.replace("0.0.0.0", "127.0.0.1")
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def invitation(settings: Settings, model: str, url: str, *, chat: bool) -> str:
+    """Return the text of a server that is ready: the page's address, and a command to try.
+
+    Args:
+        chat: whether the model has a chat template, which a question wants around it.
+    """
+    page = f", with a chat page at {url}/" if settings.chat_page else ""
+    key = ' -H "Authorization: Bearer $OPENAI_API_KEY"' if configured_keys(settings) else ""
+    question = "What is a KV cache?"
+    body: dict[str, object] = {"model": model, "prompt": question, "max_tokens": 64}
+    path = "completions"
+    if chat:
+        messages = [{"role": "user", "content": question}]
+        body = {"model": model, "messages": messages, "max_tokens": 64}
+        path = "chat/completions"
+    return (
+        f"ready: {url}{page} (Ctrl-C stops it); try\n"
+        f"  curl -s {url}/v1/{path} -H 'Content-Type: application/json'{key} "
+        f"-d {shlex.quote(json.dumps(body))}"
+    )

@@ -1,1 +1,0 @@
-"""The faces that users meet; each calls ``generation.generate``."""

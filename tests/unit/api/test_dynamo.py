@@ -1,0 +1,157 @@
+"""Dynamo's requests and chunks as dictionaries; its processes are in tests/integration/test_dynamo.py."""
+
+import asyncio
+import json
+import shlex
+from typing import Any
+
+import httpx
+import pytest
+
+from cog_triton.api.dynamo.convert import chunk_of, request_of, unknown_end_ids
+from cog_triton.api.dynamo.scale import example
+from cog_triton.errors import InvalidParameter, PromptTooLong
+from cog_triton.generation import Chunk
+from cog_triton.request.request import Guide, GuideKind, Request
+from cog_triton.text.end_tokens import EndTokens
+from cog_triton.wire import TokenLogProb
+from tests.support import load_cases
+
+CASES = load_cases(__file__, "dynamo.yaml")
+IDS = [5, 6, 7, 8]
+
+
+def asked(groups: dict[str, Any] | None = None, name: str = "an id", **given: Any) -> Request:
+    body = {"token_ids": IDS, "model": "demo", **(groups or {})}
+    lengths: dict[str, Any] = {"prompt_tokens": 4, "context_length": 100, **given}
+    return request_of(body, name, end_tokens=EndTokens((2, 3)), adapter="", **lengths)
+
+
+def test_what_nobody_set_is_as_at_openais() -> None:
+    unset = {"temperature": None, "seed": None, "n": None, "guided_decoding": None}
+    stops = {"max_tokens": None, "stop": None}
+    request = asked({"sampling_options": unset, "stop_conditions": stops})
+    assert (request.temperature, request.top_p, request.max_tokens) == (1.0, 1.0, 96)
+    assert (request.prompt_ids, request.continued_ids) == (tuple(IDS), ())
+
+
+def test_a_seed_of_the_id_is_the_same_on_every_worker() -> None:
+    assert asked().seed == asked().seed
+    assert asked(name="another").seed != asked().seed
+
+
+def test_recommended_parameters_stand_in_for_those_not_given() -> None:
+    request = asked({"sampling_options": {"top_k": 5}}, defaults={"temperature": 0.6, "top_k": 20})
+    assert (request.temperature, request.top_k, request.top_p) == (0.6, 5, 1.0)
+
+
+def test_no_seed_where_the_engine_does_better_without() -> None:
+    assert asked(seeded=False).seed is None
+    assert asked({"sampling_options": {"seed": 7}}, seeded=False).seed == 7
+
+
+def test_a_moved_request_has_its_output_behind_the_prompt() -> None:
+    request = asked({"stop_conditions": {"max_tokens": 9, "min_tokens": 2}}, prompt_tokens=3)
+    assert (request.prompt_ids, request.continued_ids) == ((5, 6, 7), (8,))
+    assert (request.max_tokens, request.min_tokens) == (10, 3)  # Dynamo has counted the rest
+
+
+@pytest.mark.parametrize(
+    ("reply", "path"),
+    [
+        pytest.param(httpx.Response(200, json={}), "/v1/chat/completions", id="a template"),
+        pytest.param(httpx.Response(400, json={}), "/v1/completions", id="no template"),
+        pytest.param(httpx.ReadTimeout("late"), "/v1/completions", id="no answer in time"),
+    ],
+)
+def test_the_command_to_try_is_one_that_the_model_answers(
+    reply: httpx.Response | httpx.HTTPError, path: str
+) -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        assert json.loads(request.content)["messages"]
+        if isinstance(reply, httpx.HTTPError):
+            raise reply
+        return reply
+
+    async def printed() -> str:
+        async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
+            return await example(client, "http://h:1", "it's")
+
+    command = shlex.split(asyncio.run(printed()))
+    assert command[:3] == ["curl", "-s", f"http://h:1{path}"]
+    body = json.loads(command[-1])
+    assert body["model"] == "it's"
+    assert ("messages" in body) == (path == "/v1/chat/completions")
+
+
+@pytest.mark.parametrize("case", CASES["options"])
+def test_options(case: dict[str, Any]) -> None:
+    request = asked(case["asked"])
+    for name, value in case["fields"].items():
+        assert getattr(request, name) == (tuple(value) if isinstance(value, list) else value)
+
+
+@pytest.mark.parametrize(("given", "kind", "text"), CASES["guides"])
+def test_guides(given: dict[str, Any], kind: str | None, text: str) -> None:
+    found = asked({"sampling_options": {"guided_decoding": given}}).guide
+    assert found == (kind and Guide(GuideKind(kind), text))
+
+
+@pytest.mark.parametrize(("groups", "text"), CASES["refused"])
+def test_what_has_no_effect_is_refused_by_name(groups: dict[str, Any], text: str) -> None:
+    with pytest.raises(InvalidParameter, match=text):
+        asked(groups)
+
+
+def test_a_full_context_is_the_prompts() -> None:
+    with pytest.raises(PromptTooLong):
+        asked(context_length=4)
+
+
+def test_the_last_chunk_counts_the_whole_output() -> None:
+    assert chunk_of(Chunk("x", 13, 4, "stop", ids=(7,), stop_token=9)) == {
+        "token_ids": [7],
+        "index": 0,
+        "finish_reason": "stop",
+        "completion_usage": {"prompt_tokens": 4, "completion_tokens": 13, "total_tokens": 17},
+        "stop_reason": 9,
+    }
+
+
+@pytest.mark.parametrize(
+    ("stop_conditions", "eos_token_ids", "ids"),
+    [({}, [2], [7]), ({}, None, [7]), ({"stop_token_ids_hidden": [106]}, [2], [7, 106])],
+)
+def test_an_end_token_that_the_frontend_does_not_know_is_left_out(
+    stop_conditions: dict[str, Any], eos_token_ids: list[int] | None, ids: list[int]
+) -> None:
+    """It would show the token's text."""
+    body = {"stop_conditions": stop_conditions, "eos_token_ids": eos_token_ids}
+    unknown = unknown_end_ids(body, EndTokens((1, 106)))
+    log_probs = (TokenLogProb(7, -1.0), TokenLogProb(106, -2.0))
+    made = chunk_of(Chunk("x", 2, 4, "stop", ids=(7, 106), log_probs=log_probs), unknown)
+    assert made["token_ids"] == ids
+    assert made["log_probs"] == [-1.0, -2.0][: len(ids)]
+    assert made["completion_usage"]["completion_tokens"] == 2
+
+
+def test_an_end_token_that_did_not_end_the_output_is_kept() -> None:
+    assert chunk_of(Chunk("x", 2, 4, ids=(7, 106)), {106})["token_ids"] == [7, 106]
+    assert chunk_of(Chunk("x", 2, 4, "length", ids=(7, 106)), {106})["token_ids"] == [7, 106]
+    by_request = Chunk("x", 2, 4, "stop", ids=(7, 106), stop_token=106)
+    assert chunk_of(by_request, {106})["token_ids"] == [7, 106]
+
+
+def test_log_probabilities_have_ranks_and_the_chosen_token() -> None:
+    chosen = TokenLogProb(7, -2.0, ((3, -0.5), (4, -1.0)))
+    made = chunk_of(Chunk("x", 1, 4, ids=(7,), log_probs=(chosen,)))
+    assert made["log_probs"] == [-2.0]
+    ranked = [(one["rank"], one["token_id"], one["logprob"]) for one in made["top_logprobs"][0]]
+    assert ranked == [(1, 3, -0.5), (2, 4, -1.0), (3, 7, -2.0)]
+
+
+def test_a_prompts_first_token_has_no_log_probability() -> None:
+    prompt = (TokenLogProb(5, 0.0), TokenLogProb(6, -1.5, ((9, -0.5),)))
+    made = chunk_of(Chunk("x", 1, 2, ids=(7,), prompt_log_probs=prompt))
+    table = [None, {"6": {"logprob": -1.5}, "9": {"logprob": -0.5}}]
+    assert made["engine_data"] == {"prompt_logprobs": table}

@@ -1,0 +1,161 @@
+"""live() by itself; under the real Cog server it is in tests/integration."""
+
+import asyncio
+import contextlib
+import contextvars
+import json
+import socket
+from collections.abc import AsyncGenerator, Generator, Iterator
+from typing import Any
+
+import pytest
+from coglet import CancelationException
+
+from cog_triton.api.cog import live_stream
+from cog_triton.errors import PromptRequired
+
+pytestmark = pytest.mark.anyio
+IDENTIFIER: contextvars.ContextVar[str] = contextvars.ContextVar("_coglet_prediction_id")
+
+
+@pytest.fixture
+def front(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
+    """The front's end of the messages, which has so long for each."""
+    own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    other.settimeout(60)
+    monkeypatch.setattr(live_stream, "_front", own)
+    with own, other:
+        yield other
+
+
+def told(front: socket.socket) -> Iterator[list[str]]:
+    """The messages that have come, but those of texts."""
+    front.setblocking(False)
+    with contextlib.suppress(BlockingIOError):
+        while message := json.loads(front.recv(1000)):
+            if message[0] != "texts":
+                yield message
+
+
+class Source:
+    """Yields numbers when it is let; notes that it ended."""
+
+    def __init__(self) -> None:
+        self.let = asyncio.Semaphore(0)
+        self.ended = asyncio.Event()
+
+    async def texts(self, count: int = 1000) -> AsyncGenerator[str, None]:
+        try:
+            for i in range(count):
+                await self.let.acquire()
+                yield f"{i} "
+        finally:
+            self.ended.set()
+
+
+def started(source: AsyncGenerator[str, None], prediction: str = "") -> Generator[str, None, None]:
+    context = contextvars.copy_context()
+    context.run(IDENTIFIER.set, prediction)
+    return context.run(live_stream.live, source)
+
+
+async def rest(pieces: Generator[str, None, None]) -> list[Any]:
+    """The pieces that are left, and the error if there is one; coglet waits for them on a thread."""
+
+    def wait() -> list[Any]:
+        found: list[Any] = []
+        try:
+            found.extend(pieces)
+        except (Exception, CancelationException) as error:
+            found.append(error)
+        return found
+
+    return await asyncio.to_thread(wait)
+
+
+async def test_pieces_come_as_they_are_made_and_those_that_pile_up_are_one() -> None:
+    source = Source()
+    pieces = started(source.texts(4))
+    source.let.release()
+    assert await asyncio.to_thread(next, pieces) == "0 "
+    for _ in range(3):
+        source.let.release()
+    await source.ended.wait()
+    assert await rest(pieces) == ["1 2 3 "]
+
+
+async def test_the_front_gets_each_text_at_once_and_cog_those_of_a_while_as_one(
+    front: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = Source()
+    pieces = started(source.texts(4), "x")
+    for i in range(4):
+        source.let.release()
+        message = await asyncio.to_thread(front.recv, 1000)
+        assert json.loads(message) == ["texts", ["x", 2 * i, f"{i} "]]
+        if i == 0:
+            assert await asyncio.to_thread(next, pieces) == "0 "
+            monkeypatch.setattr(live_stream, "_COGS_SECONDS", 3600)
+    live_stream._texts.extend([("y", 0, "a" * 900)] * 100)  # more than one message may have
+    live_stream._tell_texts()
+    assert [len(json.loads(front.recv(1 << 17))) for _ in range(2)] == [65, 37]
+    assert await rest(pieces) == ["1 2 3 "]
+
+
+async def test_the_end_is_told_also_where_texts_are_dropped(front: socket.socket) -> None:
+    for _ in range(10_000):
+        live_stream.tell("texts", ["x", 0, "a" * 100], wait=False)
+    ending = asyncio.create_task(rest(started(Source().texts(0), "x")))
+    assert not (await asyncio.wait([ending], timeout=0.5))[0], "it waits for room"
+    while json.loads(await asyncio.to_thread(front.recv, 1000)) != ["ended", "x"]:
+        pass
+    assert await ending == []
+
+
+async def test_an_error_comes_after_the_text_before_it() -> None:
+    async def failing() -> AsyncGenerator[str, None]:
+        yield "text"
+        raise ValueError("oops")
+
+    text, error = await rest(started(failing()))
+    assert (text, repr(error)) == ("text", "ValueError('oops')")
+
+
+@pytest.mark.parametrize("pieces_read", [0, 1])
+async def test_closing_the_generator_ends_the_source(pieces_read: int) -> None:
+    source = Source()
+    pieces = started(source.texts())
+    for _ in range(pieces_read):
+        source.let.release()
+        await asyncio.to_thread(next, pieces)
+    pieces.close()
+    await source.ended.wait()
+
+
+async def test_a_cancel_that_comes_before_its_prediction_is_for_that_one(
+    front: socket.socket,
+) -> None:
+    live_stream.cancel("early")
+    (error,) = await rest(started(Source().texts(), "early"))
+    assert isinstance(error, CancelationException)
+    again = Source()
+    pieces = started(again.texts(1), "early")
+    for _ in range(3):  # in which another cancel would come
+        await asyncio.sleep(0)
+    again.let.release()
+    assert await rest(pieces) == ["0 "]
+    assert [*told(front)] == [["ended", "early"]] * 2
+
+
+async def test_a_refused_prediction_has_ended_and_names_its_error_once(
+    front: socket.socket,
+) -> None:
+    async def refuse() -> AsyncGenerator[str, None]:
+        raise PromptRequired("none")
+        yield
+
+    (error,) = await rest(started(refuse(), "x"))
+    assert (type(error).__qualname__, str(error)) == ("E1001 PromptRequired", "none")
+    assert [*told(front)] == [["ended", "x"]]
+    (error,) = await rest(started(refuse()))  # without Cog, its own
+    assert isinstance(error, PromptRequired)
