@@ -387,3 +387,64 @@ def test_closing_delivers_what_is_ready_and_ends_the_thread() -> None:
     assert bench.engine.closed
     assert [output.ids for output in client.rest()] == [[11], [12]]
     assert set(threading.enumerate()) <= before
+
+
+@pytest.mark.parametrize("cause", ["a broken stream", "steps that cannot be read", "a stop"])
+def test_an_engine_that_cannot_abort_ends_no_delivery(
+    bench: Bench, cause: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def abort(key: str) -> None:
+        raise RuntimeError(f"{key} cannot be aborted")
+
+    monkeypatch.setattr(bench.engine, "abort", abort)
+    failing = bench.start("a")
+    other = bench.start("b")
+    if cause == "a broken stream":
+        failing.failures = 1
+        bench.make(11, to=0)
+    elif cause == "a stop":
+        bench.serving.stop("a")
+    else:
+        bench.engine.sinks[0](Step([11], None))  # type: ignore[arg-type]
+    last = failing.next()
+    assert last.finished
+    assert (last.error is None) == (cause == "a stop")
+    assert "cannot be aborted" in caplog.text
+    bench.make(21, to=1)
+    assert other.next().ids == [21]
+
+
+def test_a_turn_that_fails_ends_its_sequences_and_no_others(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing = bench.start("a", number=5)
+    neighbour = bench.start("a", number=7)
+    other = bench.start("b")
+    send = bench.serving._send
+    broken = [True]
+
+    def send_or_fail(outputs: Any) -> None:
+        if broken and outputs[0][1].channel:
+            broken.clear()
+            raise MemoryError("no room")
+        send(outputs)
+
+    monkeypatch.setattr(bench.serving, "_send", send_or_fail)
+    bench.make(11, to=0, finished=True)
+    text = "the engine failed a request: its outputs could not be sent: MemoryError: no room"
+    assert str(failing.next().error) == text
+    bench.make(12, to=1)
+    bench.make(21, to=2)
+    assert neighbour.next().ids == [12]
+    assert other.next().ids == [21]
+
+
+def test_the_second_half_of_an_answer_that_cannot_be_sent_ends_with_an_error() -> None:
+    bench = Bench(tokens_per_response=2)
+    client = bench.start()
+    readable = [TokenLogProb(token, -1.0) for token in (11, 12)]
+    broken: Any = [*readable, None]
+    bench.engine.sinks[0](Step([11, 12, 13], broken, finished=True))
+    assert client.next().ids == [11, 12]
+    assert "its steps could not be read: AttributeError" in str(client.next().error)
+    bench.serving.close()
