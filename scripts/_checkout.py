@@ -11,7 +11,7 @@ sys.path.insert(0, str(ROOT))
 
 def run(command: str) -> None:
     """Exit with the status of ``cog-triton COMMAND``, which gets this script's arguments."""
-    from cog_triton.cli import main
+    from cog_triton.__main__ import main
 
     sys.exit(main([command, *sys.argv[1:]], Path(sys.argv[0]).name))
 

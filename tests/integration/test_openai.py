@@ -160,7 +160,7 @@ def test_the_command_of_the_ready_line(server: OpenAIServer) -> None:
     assert ready == f"{server.url}, with a chat page at {page} (Ctrl-C stops it); try"
     assert "<title>" in httpx.get(page, trust_env=False).text
     answer = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
-    assert json.loads(answer.stdout)["choices"][0]["text"]
+    assert json.loads(answer.stdout)["choices"][0]["message"]["content"]
 
 
 def test_every_operation_tells_its_errors(server: OpenAIServer) -> None:

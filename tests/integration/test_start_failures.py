@@ -19,7 +19,7 @@ from cog_triton.server.guard import GIVEN_UP
 from tests.integration.conftest import ANY_PORTS, settings_for
 from tests.support import ROOT, free_port, load_cases, script, wait_until
 
-MOST_LINES = 4
+MAX_LINES = 6  # three parts of the start may have loaded before
 
 
 def run(name: str, *arguments: str, **environment: str) -> tuple[int, str]:
@@ -31,7 +31,7 @@ def run(name: str, *arguments: str, **environment: str) -> tuple[int, str]:
 
 def is_told_once(said: str, cause: str) -> bool:
     lines = said.splitlines()
-    return cause in lines[-1] and said.count(cause) == 1 and len(lines) <= MOST_LINES
+    return cause in lines[-1] and said.count(cause) == 1 and len(lines) <= MAX_LINES
 
 
 @pytest.mark.anyio
@@ -47,7 +47,7 @@ async def test_a_stub_that_gets_no_processor_is_started_again(
             with contextlib.suppress(psutil.Error, OSError):
                 if "/postprocessing/" in " ".join(process.cmdline()):
                     process.nice(19)  # it loads no faster than this looks
-                    if "tokenizers" in Path(f"/proc/{process.pid}/maps").read_text():
+                    if "numpy" in Path(f"/proc/{process.pid}/maps").read_text():  # it imports
                         process.suspend()
                         stopped.add(process.pid)
         return bool(stopped)
@@ -95,7 +95,7 @@ ZEBRA = "{model}/config.json has the model type 'zebra', with which the installe
     [
         ("config.json", None, "{model} has no config.json"),
         ("config.json", '{"model_type": ', "{model}/config.json cannot be read: Expecting value"),
-        ("tokenizer*", None, "{model} holds no tokenizer"),
+        ("tokenizer*", None, "{model} contains no tokenizer"),
         ("model.safetensors", "no", "{model}/model.safetensors is damaged or incomplete"),
         ("config.json", {"intermediate_size": 999}, OF_CONFIG),
         ("config.json", {"model_type": "zebra"}, ZEBRA),

@@ -36,9 +36,12 @@ def start(tmp_path: Path, status: int = 0) -> "subprocess.Popen[str]":
     command = f"{sys.executable} command.py {status}"
     recipe = ROOT / "scripts" / "_recipe.py"
     (tmp_path / "Makefile").write_text(f"all:\n\t@exec {sys.executable} {recipe} {command}\n")
+    # Under another make, MAKEFLAGS and MAKELEVEL would have it print its directory first.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
     make = subprocess.Popen(
         ["make"],
         cwd=tmp_path,
+        env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
