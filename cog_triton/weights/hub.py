@@ -7,8 +7,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-import yaml  # type: ignore[import-untyped, unused-ignore]
-
 from cog_triton.errors import ConfigurationError
 from cog_triton.redaction import keep_urls_out_of_logs, shown_url
 from cog_triton.weights import gguf
@@ -30,7 +28,25 @@ HUB_ID = re.compile(
 )
 # The file that llama.cpp and Ollama take where a repository has several and none is named.
 USUAL_QUANTIZATION = "Q4_K_M"
-_PROBLEMS: dict[str, str] = yaml.safe_load(Path(__file__).with_name("hub.yaml").read_bytes())
+_NOT_IN_THE_CACHE = (
+    "is not a local directory and not complete in the Hugging Face cache, and Hugging Face cannot be"
+    " reached or is turned off (HF_HUB_OFFLINE); check the network, or name a local directory"
+)
+# What is wrong with a repository, by the name of huggingface_hub's error.
+_PROBLEMS = {
+    "GatedRepoError": (
+        "is gated: accept its terms on huggingface.co, and set a token (HF_TOKEN) of the account that"
+        " did"
+    ),
+    "RevisionNotFoundError": "has no such revision; check what follows the @",
+    "RepositoryNotFoundError": (
+        "is not a local directory, and Hugging Face has no such repository or shows it only to others;"
+        " check the name, or set a token (HF_TOKEN) that may read it"
+    ),
+    "HFValidationError": "is not a valid Hugging Face id; write org/name@revision",
+    "LocalEntryNotFoundError": _NOT_IN_THE_CACHE,
+    "OfflineModeIsEnabled": _NOT_IN_THE_CACHE,
+}
 
 
 def fetch_from_hub(source: str, token: str | None, without: tuple[str, ...] = ()) -> Path:

@@ -1,6 +1,7 @@
 """OpenAI's HTTP API, and Anthropic's, on a deployment, all in the same ``generate()`` as the Cog face.
 
-    server.py      the lifecycle: in Cog's predictor, this process or several, each of which is workers.py
+    server.py      the lifecycle: in Cog's predictor, this process or several
+    supervisor.py  the worker processes and their configuration; each of them runs workers.py
     app.py         the application, its middleware, models and health
     pages.py       the chat page, page.html, and the API's reference
     served.py      its state; the record of each request, its figures and span

@@ -1,7 +1,7 @@
 """The state of an application: its figures, by the names of vLLM, and the record and span of each request.
 
 The figures are in Prometheus' format. Several processes write theirs to one directory, and any of them
-answers for all: the multiprocess mode of prometheus_client, which ``server.Workers`` turns on.
+answers for all: the multiprocess mode of prometheus_client, which ``supervisor.Workers`` turns on.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from starlette.datastructures import Headers
 
 from cog_triton.adapters.directory import adapter_names
-from cog_triton.api.openai.errors import RETRY_SECONDS, TABLES, ApiError, table
+from cog_triton.api.openai.errors import RETRY_SECONDS, TABLES, ApiError
 from cog_triton.api.openai.journal import Journal
 from cog_triton.api.openai.keys import ANYBODY, Key, Quotas, configured_keys
 from cog_triton.api.openai.pacing import Rounds
@@ -36,7 +36,26 @@ from cog_triton.request.request import Request
 Chunks = AsyncGenerator[Chunk, None]
 EXPECTED_TOKENS = 256  # of an answer that may be longer, before its length is known
 CHARACTERS_PER_TOKEN = 4
-HISTOGRAMS = table("figures.yaml")
+# Upper bounds of the histograms' buckets, by vLLM's names and with its values.
+LATENCY_BUCKETS = (
+    0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960,
+)  # fmt: skip
+TOKEN_BUCKETS = (
+    1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000, 200000, 500000,
+)  # fmt: skip
+HISTOGRAMS: dict[str, tuple[float, ...]] = {
+    "inter_token_latency_seconds": (
+        0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10,
+    ),
+    "time_to_first_token_seconds": (
+        0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40,
+        80, 160,
+    ),
+    "e2e_request_latency_seconds": LATENCY_BUCKETS,
+    "request_queue_time_seconds": LATENCY_BUCKETS,
+    "request_prompt_tokens": TOKEN_BUCKETS,
+    "request_generation_tokens": TOKEN_BUCKETS,
+}  # fmt: skip
 TEXT = "As vLLM's of this name; see docs/openai.md."
 REFRESH_SECONDS = 1.0
 logger = logging.getLogger(__name__)

@@ -1,33 +1,29 @@
-"""The face's servers: in this process or in several, until a signal comes, or inside Cog's predictor."""
+"""The API's servers: in this process or in several, until a signal comes, or inside Cog's predictor."""
 
 import asyncio
 import contextlib
 import gc
 import json
 import logging
-import os
 import shlex
 import signal
 import socket
-import sys
-from asyncio.subprocess import PIPE, Process
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import uvloop
-from prometheus_client.multiprocess import mark_process_dead
 
 from cog_triton.api.openai.app import create_app
 from cog_triton.api.openai.batch_runner import Runner
 from cog_triton.api.openai.errors import ApiError
 from cog_triton.api.openai.keys import configured_keys
-from cog_triton.api.openai.served import LAST_SECONDS, Served
+from cog_triton.api.openai.served import Served
+from cog_triton.api.openai.supervisor import Workers
 from cog_triton.deployment import Deployment
 from cog_triton.deployment.attached import address_of, attach
 from cog_triton.deployment.deployment import tokenizer_of
 from cog_triton.deployment.preparation import context_length, served_names
 from cog_triton.errors import ConfigurationError
-from cog_triton.processes import temporary_directory
 from cog_triton.server.command import choose_ports
 from cog_triton.server.log import log_to
 from cog_triton.settings import Settings, read_settings
@@ -39,7 +35,6 @@ from cog_triton.web.origin import access_rule
 
 logger = logging.getLogger(__name__)
 FORM_BYTES = 1 << 16  # around an uploaded file
-MARGIN_SECONDS = 3.0  # beyond what a worker may take to end
 _REFUSAL_CODES = {403: "forbidden", 413: "request_too_large", 415: "unsupported_content_encoding"}
 
 
@@ -73,7 +68,14 @@ async def _serve(
             length = limit or context_length({"model": settings.tokenizer_dir})
             if settings.openai_workers > 1:
                 tokenizer = await asyncio.to_thread(tokenizer_of, settings)
-                server = Workers(settings, listener, address, triton_model, length, *names)
+                server = Workers(
+                    settings,
+                    listener,
+                    address=address,
+                    triton_model=triton_model,
+                    context_length=length,
+                    models=names,
+                )
             else:
                 attached = await attach(settings, address, triton_model, length)
                 stack.push_async_callback(attached.stop)
@@ -123,7 +125,14 @@ def server_of(
     if settings.openai_workers == 1:
         return InProcess(Served(deployment, models, busy=busy), listener)
     address = f"{settings.host.replace('0.0.0.0', '127.0.0.1')}:{settings.grpc_port}"
-    return Workers(settings, listener, address, "ensemble", deployment.context_length, *models)
+    return Workers(
+        settings,
+        listener,
+        address=address,
+        triton_model="ensemble",
+        context_length=deployment.context_length,
+        models=models,
+    )
 
 
 class InProcess:
@@ -178,81 +187,6 @@ def refusal_body(refusal: Refusal, target: str) -> dict[str, Any]:
     """Return the body of the response to a request that never reached the application."""
     code = _REFUSAL_CODES.get(refusal.status)
     return ApiError(refusal.status, refusal.detail, code=code).body(target)
-
-
-class Workers:
-    """A server in several processes, which share a socket and a Triton; one that ends is replaced.
-
-    See ``InProcess`` for its methods; ``run`` also ends when a process cannot start.
-    """
-
-    def __init__(self, settings: Settings, listener: socket.socket, *arguments: Any) -> None:
-        """Start nothing yet; the ``arguments`` are those of ``workers.work`` behind the socket."""
-        count, module = settings.openai_workers, "cog_triton.api.openai.workers"
-        self._command = (sys.executable, "-m", module, json.dumps((listener.fileno(), *arguments)))
-        self._listener, self._starting, self._stopping = listener, count, False
-        self._end_seconds = settings.drain_seconds + LAST_SECONDS + MARGIN_SECONDS
-        # Those that may differ from this process's.
-        self._environment = {
-            "MAX_RUNNING": str(-(-settings.max_running // count)),
-            "MAX_WAITING": str(-(-settings.max_waiting // count)),
-            "TOKENIZER": settings.tokenizer_dir,
-        }
-        self._processes: set[Process] = set()
-
-    async def run(self, ready: Callable[[], object]) -> None:
-        with temporary_directory("cog-triton-metrics.") as metrics:
-            running = (self._keep_running(n, metrics, ready) for n in range(self._starting))
-            tasks = list(map(asyncio.create_task, running))
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            self.stop()
-            await asyncio.gather(*tasks)
-
-    def stop(self) -> None:
-        if not self._stopping:  # a second signal would end at once what runs
-            self._stopping = True
-            send(signal.SIGTERM, self._processes)
-            loop = asyncio.get_running_loop()
-            loop.call_later(self._end_seconds, send, signal.SIGKILL, self._processes)
-
-    drain = stop
-
-    async def _keep_running(self, number: int, metrics: str, ready: Callable[[], object]) -> None:
-        """Run a worker, and another after each that ends."""
-        started = False
-        while not self._stopping:
-            process = await asyncio.create_subprocess_exec(
-                *self._command,
-                str(number),
-                stdout=PIPE,  # a byte comes when it is ready
-                pass_fds=(self._listener.fileno(),),
-                env={**os.environ, **self._environment, "PROMETHEUS_MULTIPROC_DIR": metrics},
-                start_new_session=True,  # Ctrl-C reaches only the first process, which passes it on
-            )
-            self._processes.add(process)
-            if self._stopping:  # meanwhile
-                send(signal.SIGTERM, [process])
-            assert process.stdout is not None
-            if await process.stdout.read(1) and not started:
-                started = True
-                self._starting -= 1
-                if not self._starting:
-                    ready()
-            await process.wait()
-            self._processes.discard(process)
-            # Its gauges would be added to the others' otherwise.
-            mark_process_dead(process.pid, metrics)  # type: ignore[no-untyped-call]
-            if not self._stopping and not started:
-                logger.error("a worker ended before it was ready; stopping all workers")
-                return
-            if not self._stopping:
-                logger.error("a worker ended; starting another")
-
-
-def send(number: int, processes: Iterable[Process]) -> None:
-    for process in processes:
-        with contextlib.suppress(ProcessLookupError):
-            process.send_signal(number)
 
 
 def with_fixed_port(settings: Settings) -> Settings:

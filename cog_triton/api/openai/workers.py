@@ -1,6 +1,5 @@
-"""One of several processes of the face, by its number, as ``server.Workers`` starts them."""
+"""One of several processes of the API server, as ``supervisor.Workers`` starts them."""
 
-import json
 import os
 import socket
 import sys
@@ -9,6 +8,7 @@ import uvloop
 
 from cog_triton.api.openai.served import Served
 from cog_triton.api.openai.server import InProcess, run_until_signal
+from cog_triton.api.openai.supervisor import WorkerConfig
 from cog_triton.deployment.attached import attach
 from cog_triton.processes import end_with_parent
 from cog_triton.request.admission import Lender
@@ -16,25 +16,30 @@ from cog_triton.server.log import log_to
 from cog_triton.settings import read_settings
 
 
-async def work(
-    number: int, listener: int, address: str, triton_model: str, context: int | None, *models: str
-) -> None:
-    """Serve on a socket that was handed down, by its descriptor, until a signal comes; see ``attach``."""
+async def work(config: WorkerConfig) -> None:
+    """Serve until a signal comes; write a byte to the standard output once requests can come."""
     ready = os.dup(1)
-    os.dup2(2, 1)  # what a library prints does not say that it is ready
-    settings = read_settings()
+    os.dup2(2, 1)  # so that a library's output is not taken for that byte
+    environment_settings = read_settings()
+    settings = config.applied_to(environment_settings)
     log_to(settings.log_level)
     end_with_parent()
-    attached = await attach(settings, address, triton_model, context, announce=False)
-    slots, workers = f"{os.environ['PROMETHEUS_MULTIPROC_DIR']}/slots", settings.openai_workers
-    attached.admission.lender = Lender(slots, number, workers, settings.max_running)
+    deployment = await attach(
+        settings, config.address, config.triton_model, config.context_length, announce=False
+    )
+    deployment.admission.lender = Lender(
+        file=str(config.metrics_directory / "slots"),
+        number=config.number,
+        processes=settings.openai_workers,
+        slots=settings.max_running,
+    )
     try:
-        shared = socket.socket(fileno=listener)
-        server = InProcess(Served(attached, models), shared)
-        await run_until_signal(server, shared, lambda: os.write(ready, b"."))
+        listener = socket.socket(fileno=config.listener)
+        server = InProcess(Served(deployment, config.models), listener)
+        await run_until_signal(server, listener, lambda: os.write(ready, b"."))
     finally:
-        await attached.stop()
+        await deployment.stop()
 
 
 if __name__ == "__main__":
-    uvloop.run(work(int(sys.argv[2]), *json.loads(sys.argv[1])))
+    uvloop.run(work(WorkerConfig.model_validate_json(sys.argv[1])))
