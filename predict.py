@@ -19,13 +19,13 @@ from cog_triton.api.cog.predictions import Inputs
 from cog_triton.deployment import Deployment
 from cog_triton.errors import InvalidParameter
 from cog_triton.processes import end_with_parent
+from cog_triton.protocol.parameters import parse_logit_bias
 from cog_triton.request.limits import parse_json, parse_stop_sequences
 from cog_triton.request.request import Request, choose_guide, resolve_seed, resolve_tokens
 from cog_triton.server.log import log_to
 from cog_triton.settings import read_settings
 from cog_triton.text.chat import format_prompt, render_chat, validate_template
 from cog_triton.web.bodies import off_loop
-from cog_triton.wire import parse_logit_bias
 
 logger = logging.getLogger("cog_triton.predict")
 

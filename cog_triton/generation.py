@@ -11,12 +11,12 @@ import numpy as np
 
 from cog_triton.client.stream import Streams
 from cog_triton.client.tracing import Steps
+from cog_triton.protocol.log_probs import TokenLogProb
 from cog_triton.request.admission import Admission, Slot, Tenant
 from cog_triton.request.request import Request, request_parameters, triton_inputs
 from cog_triton.text.detokenizer import IncrementalDetokenizer
 from cog_triton.text.end_tokens import EndTokens
 from cog_triton.text.tokenizer import Tokenizer, text_limits
-from cog_triton.wire import TokenLogProb
 
 FinishReason = Literal["stop", "length"]
 

@@ -4,6 +4,6 @@
     tensors.py    one as TensorRT-LLM's C++ backend takes it with a request
     layers.py     those in the transformers engine's model
 
-May import ``errors``, ``wire`` and ``request.limits``. After a change:
+May import ``errors``, ``protocol`` and ``request.limits``. After a change:
 pytest tests/unit/adapters tests/unit/engines/test_lora.py
 """

@@ -2,7 +2,8 @@
 
 They are looked up for each request, so that one that appears while the server runs can be used at once.
 Names that begin with a dot are passed over: an adapter is copied and deleted under such a name. A request
-names its adapter to the engine by a number, TensorRT-LLM's ``lora_task_id``; see ``wire.adapter_task_id``.
+names its adapter to the engine by a number, TensorRT-LLM's ``lora_task_id``; see ``adapter_task_id`` in
+``cog_triton.protocol.parameters``.
 """
 
 import shutil
@@ -14,8 +15,8 @@ from typing import Any
 from uuid import uuid4
 
 from cog_triton.errors import ConfigurationError, EngineError, InvalidParameter
+from cog_triton.protocol.parameters import adapter_task_id
 from cog_triton.request.limits import NAME_CHARACTERS
-from cog_triton.wire import adapter_task_id
 
 CONFIG = "adapter_config.json"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")

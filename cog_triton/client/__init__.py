@@ -7,6 +7,6 @@
     tracing.py         spans of an answer and its steps; the tracer
     resume.py          requests that continue on the restarted server
 
-May import ``adapters``, ``errors``, ``wire``, and of ``text`` the end tokens.
+May import ``adapters``, ``errors``, ``protocol``, and of ``text`` the end tokens.
 After a change: pytest tests/unit/client tests/integration/test_generation.py
 """

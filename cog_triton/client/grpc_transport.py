@@ -25,10 +25,19 @@ from h2.exceptions import H2Error, ProtocolError
 from h2.settings import SettingCodes, Settings
 from tritonclient.grpc import service_pb2
 
-from cog_triton import errors, wire
+from cog_triton import errors
 from cog_triton.client.messages import flat_outputs, infer_request, is_final, parse, parts_of, read
 from cog_triton.client.stream import CLOSED, Arrivals, Inputs, Outputs, TritonClient, lost_after
-from cog_triton.wire import NO_PARAMETERS, Parameters
+from cog_triton.protocol.names import (
+    CHANNEL,
+    COUNTED_IDS,
+    IDS_ENSEMBLE,
+    LOG_PROBS,
+    NO_PARAMETERS,
+    OUTPUTS,
+    TRACEPARENT,
+    Parameters,
+)
 
 CONNECT_SECONDS = 10.0
 INFER = "ModelStreamInfer"
@@ -56,7 +65,7 @@ class Stream(Arrivals[Any]):
     """The answer to a request: messages, or the parts of it in any messages."""
 
     request_id = ""  # of a shared one
-    number = 0  # of a shared one, as ``wire.CHANNEL`` says
+    number = 0  # of a shared one, as ``CHANNEL`` says
     closed = False
 
     def __init__(self, call: "_Call") -> None:
@@ -77,7 +86,7 @@ class Stream(Arrivals[Any]):
         return any(is_last_part(part) for part in self.early.values())
 
     def add_part(self, part: list[int]) -> None:
-        """Add one that is as ``wire.COUNTED_IDS`` says; those of two calls may come in any order."""
+        """Add one that is as ``COUNTED_IDS`` says; those of two calls may come in any order."""
         self.early[ids_before(part)] = part
         while (ready := self.early.pop(self.place, None)) is not None:
             self.place = ids_so_far(ready)
@@ -94,7 +103,7 @@ def is_last_part(part: list[int]) -> bool:
 
 
 def ids_so_far(part: list[int]) -> int:
-    """Return the number of a request's ids up to the end of a part, as ``wire.COUNTED_IDS`` has it."""
+    """Return the number of a request's ids up to the end of a part, as ``COUNTED_IDS`` has it."""
     return ~part[0] if is_last_part(part) else part[0]
 
 
@@ -198,7 +207,7 @@ class Connection(asyncio.Protocol):
         if shared:
             stream.request_id = request.id
             stream.number = next(self._numbers) % _LAST_STREAM + 1
-            request.parameters[wire.CHANNEL].string_param = f"{self._reader}/{stream.number}"
+            request.parameters[CHANNEL].string_param = f"{self._reader}/{stream.number}"
             self._sharing[stream.number] = stream
         message = request.SerializeToString()
         call.streams.append(stream)
@@ -217,7 +226,7 @@ class Connection(asyncio.Protocol):
             self._next = None
         headers = {**self._head, ":path": path}
         if trace:
-            headers[wire.TRACEPARENT] = trace
+            headers[TRACEPARENT] = trace
         try:
             if self._transport.is_closing():
                 raise ProtocolError("the connection was lost")
@@ -493,11 +502,11 @@ class GrpcClient(TritonClient):
     async def _send(
         self, model: str, request_id: str, inputs: Inputs, parameters: Parameters = NO_PARAMETERS
     ) -> Stream:
-        outputs = wire.OUTPUTS if model == wire.IDS_ENSEMBLE else ()
-        log_probs = [wire.LOG_PROBS] if "return_log_probs" in inputs else []
+        outputs = OUTPUTS if model == IDS_ENSEMBLE else ()
+        log_probs = [LOG_PROBS] if "return_log_probs" in inputs else []
         request = infer_request(model, request_id, inputs, [*outputs, *log_probs], parameters)
-        shared = wire.COUNTED_IDS in parameters and not log_probs
-        return await self.send(INFER, request, parameters.get(wire.TRACEPARENT), shared=shared)
+        shared = COUNTED_IDS in parameters and not log_probs
+        return await self.send(INFER, request, parameters.get(TRACEPARENT), shared=shared)
 
     def _parse(self, message: Any) -> tuple[Outputs, bool]:
         if isinstance(message, list):

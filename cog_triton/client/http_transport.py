@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from cog_triton import errors
 from cog_triton.client.stream import CLOSED, Arrivals, Inputs, Outputs, TritonClient
-from cog_triton.wire import LOG_PROBS, NO_PARAMETERS, OUTPUTS, TRACEPARENT, Parameters
+from cog_triton.protocol.names import LOG_PROBS, NO_PARAMETERS, OUTPUTS, TRACEPARENT, Parameters
 
 CONNECT_SECONDS = 10.0
 STALL_SECONDS = 20.0  # of silence after a first event: Triton 2.51 may drop the rest of a stream

@@ -8,13 +8,13 @@ from google.protobuf.message import DecodeError
 from tritonclient.grpc import InferResult, service_pb2
 from tritonclient.utils import np_to_triton_dtype, serialize_byte_tensor
 
-from cog_triton import errors, wire
+from cog_triton import errors
 from cog_triton.adapters.tensors import BFLOAT16
 from cog_triton.client.stream import Inputs, Outputs
-from cog_triton.wire import NO_PARAMETERS, Parameters
+from cog_triton.protocol.names import LOG_PROBS, NO_PARAMETERS, OUTPUTS, Parameters
 
 _FORMATS: dict[str, Literal["i", "f"]]  # by which 4 bytes are read
-_FORMATS = {**dict.fromkeys(wire.OUTPUTS, "i"), wire.LOG_PROBS: "f"}
+_FORMATS = {**dict.fromkeys(OUTPUTS, "i"), LOG_PROBS: "f"}
 
 
 def read(message: bytes) -> service_pb2.ModelStreamInferResponse:
@@ -33,7 +33,7 @@ def parse(message: bytes | service_pb2.ModelStreamInferResponse) -> service_pb2.
 
 
 def parts_of(answer: service_pb2.ModelStreamInferResponse) -> list[tuple[int, list[int]]]:
-    """Return the parts that ``wire.CHANNEL`` speaks of, each with its number; none of another message."""
+    """Return the parts that ``CHANNEL`` speaks of, each with its number; none of another message."""
     parts, at, response = [], 0, answer.infer_response
     if len(response.outputs) != 1:  # TensorRT-LLM's C++ backend sends more
         return []

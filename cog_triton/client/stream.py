@@ -13,8 +13,23 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from cog_triton import errors, wire
-from cog_triton.wire import NO_PARAMETERS, Parameters, TokenLogProb
+from cog_triton import errors
+from cog_triton.protocol.log_probs import (
+    TokenLogProb,
+    unpacked_log_probs,
+    unpacked_prompt_log_probs,
+)
+from cog_triton.protocol.names import (
+    CONTINUED,
+    COUNTED_IDS,
+    ENGINE,
+    IDS_ENSEMBLE,
+    LOG_PROBS,
+    NO_PARAMETERS,
+    TOP_LOG_PROBS,
+    Parameters,
+)
+from cog_triton.protocol.parameters import ids_text, stop_inputs
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +78,7 @@ def decode_response(outputs: Outputs, place: int, top: int | None, final: bool =
     """Return the response of one set of outputs; TritonMalformedEvent if one or a token before is missing.
 
     Args:
-        outputs: output_ids of the embedded engines are as ``wire.COUNTED_IDS`` says. TensorRT-LLM's C++
+        outputs: output_ids of the embedded engines are as ``COUNTED_IDS`` says. TensorRT-LLM's C++
             backend sends sequence_length, because its ids may be padded.
         place: the number of ids received before.
         top: alternatives to each log probability; None without log probabilities.
@@ -83,11 +98,11 @@ def decode_response(outputs: Outputs, place: int, top: int | None, final: bool =
         raise errors.TritonMalformedEvent(f"a response of the ensemble lacks {error}") from None
     response = Response(ids, input_tokens, final, embedded)
     if top is not None:
-        values = np.array(outputs.get(wire.LOG_PROBS, ()), np.float32)
+        values = np.array(outputs.get(LOG_PROBS, ()), np.float32)
         try:
-            response.log_probs = wire.unpacked_log_probs(ids, values, top)
+            response.log_probs = unpacked_log_probs(ids, values, top)
             if embedded:
-                response.prompt_log_probs = wire.unpacked_prompt_log_probs(values, len(ids), top)
+                response.prompt_log_probs = unpacked_prompt_log_probs(values, len(ids), top)
         except ValueError:
             text = "a response lacks the log probabilities of its ids"
             raise errors.TritonMalformedEvent(text) from None
@@ -189,18 +204,18 @@ class TritonClient(ABC):
 
         Args:
             continued: ids of the output that an earlier attempt has delivered, to continue from.
-            parameters: sent with the inputs, see ``cog_triton.wire``.
+            parameters: sent with the inputs, see ``cog_triton.protocol``.
 
         Raises:
             CogTritonError: from the iterator; TritonUnavailable also if the client has been closed.
         """
         if self._closed:
             raise errors.TritonUnavailable(CLOSED)
-        parameters = {**parameters, wire.COUNTED_IDS: True}
+        parameters = {**parameters, COUNTED_IDS: True}
         if continued:
-            parameters[wire.CONTINUED] = wire.ids_text(continued)
-        top = int(parameters.get(wire.TOP_LOG_PROBS, 0)) if "return_log_probs" in inputs else None
-        arrivals = await self._send(wire.IDS_ENSEMBLE, request_id, inputs, parameters)
+            parameters[CONTINUED] = ids_text(continued)
+        top = int(parameters.get(TOP_LOG_PROBS, 0)) if "return_log_probs" in inputs else None
+        arrivals = await self._send(IDS_ENSEMBLE, request_id, inputs, parameters)
         del inputs  # they may have the weights of an adapter, and the stream may be long
         place = 0
         with self.receiving(request_id, arrivals):
@@ -337,7 +352,7 @@ class TritonClient(ABC):
         return ""
 
     async def _send_stop(self, request_id: str) -> None:
-        sent = await self._send(wire.ENGINE, request_id, wire.stop_inputs())
+        sent = await self._send(ENGINE, request_id, stop_inputs())
         with contextlib.closing(sent):
             for message in await sent.take():
                 self._parse(message)  # or raise its error

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from cog_triton.wire import TRACEPARENT
+from cog_triton.protocol.names import TRACEPARENT
 
 SERVICE = "cog-triton"
 _tracer: Any = None

@@ -18,7 +18,7 @@ import numpy as np
 from tritonclient.grpc import service_pb2
 from tritonclient.grpc.model_config_pb2 import DataType  # type: ignore[import-untyped, unused-ignore]
 
-from cog_triton import errors, wire
+from cog_triton import errors
 from cog_triton.adapters.tensors import TRITON_DTYPES, AdapterTensors
 from cog_triton.client.grpc_transport import GrpcClient
 from cog_triton.client.messages import infer_request, tensors_of
@@ -29,6 +29,7 @@ from cog_triton.deployment.deployment import Deployment, check_supported, tokeni
 from cog_triton.deployment.preparation import listed_ids
 from cog_triton.errors import ConfigurationError, InvalidParameter, TritonUnavailable
 from cog_triton.generation import Chunk, FinishReason, StopSequences
+from cog_triton.protocol.names import ADD_SPECIAL_TOKENS, ENGINE, IDS_ENSEMBLE
 from cog_triton.redaction import shown_url
 from cog_triton.request.admission import Admission, Tenant
 from cog_triton.request.request import Request, request_parameters, triton_inputs
@@ -56,7 +57,7 @@ async def attach(
     closing = contextlib.AsyncExitStack()
     closing.push_async_callback(lambda: triton.current.aclose())
     options: dict[str, Any] = {"context_length": context, "opened": closing}
-    engine, adapters = await triton.config(wire.ENGINE), None
+    engine, adapters = await triton.config(ENGINE), None
     if engine is not None and "engine" in engine.parameters:
         options["engine"] = engine.parameters["engine"].string_value
     if engine is not None and engine.backend == "tensorrtllm":  # those in Python check requests
@@ -85,10 +86,10 @@ async def attach(
     admission = Admission(settings.max_running, settings.max_waiting, settings.queue_timeout)
     supervisor: Any = triton  # as far as a deployment asks one: for ``running``
     needed = (settings, streams, supervisor, admission, tokenizer)
-    if await triton.config(wire.IDS_ENSEMBLE) is not None:
+    if await triton.config(IDS_ENSEMBLE) is not None:
         return Deployment(*needed, **options)
     if (config := await triton.config(model)) is None:
-        text = f"the Triton at {address} has neither {wire.IDS_ENSEMBLE} nor {model}"
+        text = f"the Triton at {address} has neither {IDS_ENSEMBLE} nor {model}"
         raise ConfigurationError(text)
     known = {tensor.name: tensor.optional for tensor in config.input}
     options |= {"triton": triton, "model": model, "known": known, "adapters": adapters}
@@ -215,7 +216,7 @@ class TextDeployment(Deployment):
         if not request.skip_special_tokens:
             raise InvalidParameter(f"skip_special_tokens must be true: {gives} without them")
         for name in request_parameters(request):
-            if name != wire.ADD_SPECIAL_TOKENS:  # which it does
+            if name != ADD_SPECIAL_TOKENS:  # which it does
                 raise InvalidParameter(f"{name} is not supported by this Triton's ensemble")
         none = np.array([[b""]], np.object_)
         inputs = {name: none for name in WORDS if not self.known.get(name, True)}

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cog_triton import wire
 from cog_triton.adapters.directory import check_adapter
 from cog_triton.client.resume import ResumingClient
 from cog_triton.client.stream import Streams
@@ -18,6 +17,16 @@ from cog_triton.deployment import announcement, preparation
 from cog_triton.deployment.running import Supervisor, run_server, timed
 from cog_triton.errors import ConfigurationError, InvalidParameter
 from cog_triton.generation import Chunk, generate
+from cog_triton.protocol.names import (
+    ADD_SPECIAL_TOKENS,
+    ALLOWED_IDS,
+    CONTINUED,
+    LOGIT_BIAS,
+    MIN_P,
+    PROMPT_IDS,
+    PROMPT_LOG_PROBS,
+    TOP_LOG_PROBS,
+)
 from cog_triton.request.admission import STOPPING, Admission, Outcome, Tenant
 from cog_triton.request.request import Request, request_parameters
 from cog_triton.server.command import choose_ports
@@ -34,8 +43,8 @@ logger = logging.getLogger("cog_triton.deployment")
 # Upper bounds of the classes of waiting times; the first holds those that did not wait.
 QUEUE_SECONDS = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80)
 # Parameters of requests, by the part of this project that reads them.
-_PREPROCESSINGS = (wire.PROMPT_IDS, wire.ADD_SPECIAL_TOKENS, wire.LOGIT_BIAS, wire.CONTINUED)
-_ENGINES = (wire.MIN_P, wire.TOP_LOG_PROBS, wire.PROMPT_LOG_PROBS, wire.ALLOWED_IDS)
+_PREPROCESSINGS = (PROMPT_IDS, ADD_SPECIAL_TOKENS, LOGIT_BIAS, CONTINUED)
+_ENGINES = (MIN_P, TOP_LOG_PROBS, PROMPT_LOG_PROBS, ALLOWED_IDS)
 
 
 @dataclass(eq=False)

@@ -15,8 +15,8 @@ import uvloop
 from cog_triton.errors import LONGEST, file_problem, shortened
 from cog_triton.errors import EngineError as EngineError
 from cog_triton.errors import EngineUnavailable as EngineUnavailable
+from cog_triton.protocol.log_probs import TokenLogProb as TokenLogProb
 from cog_triton.request.request import Guide
-from cog_triton.wire import TokenLogProb as TokenLogProb
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ engine has been started anew. Blocks of adapters' requests are left out: no othe
 import time
 from typing import Any
 
-from cog_triton.wire import KV_BLOCK_TOKENS
+from cog_triton.protocol.names import KV_BLOCK_TOKENS
 
 Event = dict[str, Any]
 

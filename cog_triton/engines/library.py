@@ -17,8 +17,8 @@ import yaml  # type: ignore[import-untyped, unused-ignore]
 from cog_triton.adapters.directory import LoraRequests
 from cog_triton.engines.base import LEAST_LOG_PROB, EventLoopEngine, GenerationRequest, Step, Steps
 from cog_triton.errors import EngineError, EngineUnavailable
+from cog_triton.protocol.log_probs import TokenLogProb
 from cog_triton.text.tokenizer import remote_code_refusal
-from cog_triton.wire import TokenLogProb
 
 logger = logging.getLogger(__name__)
 

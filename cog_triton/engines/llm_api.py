@@ -11,7 +11,7 @@ from packaging.version import Version
 
 from cog_triton.engines import library
 from cog_triton.engines.base import EngineError, GenerationRequest, Steps
-from cog_triton.wire import TokenLogProb
+from cog_triton.protocol.log_probs import TokenLogProb
 
 logger = logging.getLogger(__name__)
 

@@ -26,9 +26,9 @@ from functools import partial
 from typing import NamedTuple
 from weakref import WeakValueDictionary
 
-from cog_triton import wire
 from cog_triton.engines.base import Engine, GenerationRequest, Step, TokenLogProb
 from cog_triton.errors import EngineError, EngineUnavailable
+from cog_triton.protocol.parameters import reader_and_number
 from cog_triton.text.detokenizer import CONTEXT_TOKENS
 from cog_triton.text.stop_words import StopWordSearch
 
@@ -52,7 +52,7 @@ class Output(Step):
     generated: int = 0  # tokens of the sequence so far
     times: Times = field(default=Times(), compare=False)
     input_tokens: int = field(default=0, compare=False)
-    channel: int = field(default=0, compare=False)  # see ``wire.CHANNEL``
+    channel: int = field(default=0, compare=False)  # see ``CHANNEL``
     has_end_token: bool = field(default=False, compare=False)  # whether it is the last of ``ids``
     # In the last response: how many characters of its text stand behind the stop word that ended it.
     characters_behind: int = 0
@@ -236,7 +236,7 @@ class Serving:
             send: gets the outputs in order, on the delivery thread; those of a channel's reader together.
             streaming: send tokens as they are made, not all in one output at the end.
             prompt_in_output: begin that one output with the prompt's ids. A stream never does.
-            channel: as ``wire.CHANNEL``; without one, the sequence's outputs leave alone.
+            channel: as ``CHANNEL``; without one, the sequence's outputs leave alone.
             search: of stop words in the output's text, beside those that the request has by their ids.
         """
         self._check(request)
@@ -246,7 +246,7 @@ class Serving:
         reader = _Reader()
         number = 0
         if channel:
-            name, number = wire.reader_and_number(channel)
+            name, number = reader_and_number(channel)
             reader = self._readers.setdefault(name, reader)
         sequence = _Sequence(
             request=request,

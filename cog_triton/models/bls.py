@@ -16,11 +16,19 @@ from typing import Any
 
 import numpy as np
 
-from cog_triton import wire
 from cog_triton.errors import InvalidParameter, TritonUnknownError
 from cog_triton.models import stub
 from cog_triton.models.stub import Array, Client, Contexts, Inputs, Tensors, flag
 from cog_triton.models.tensors import NAMES, STOP_WORDS_TEXT
+from cog_triton.protocol.names import (
+    ADD_SPECIAL_TOKENS,
+    ENGINE,
+    LOGIT_BIAS,
+    MIN_P,
+    PROMPT_IDS,
+    TOP_LOG_PROBS,
+)
+from cog_triton.protocol.parameters import stop_inputs
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +41,7 @@ STARTING_AT_ONCE = 24
 _DRAFTING = ("num_draft_tokens", "use_draft_logits")
 # Parameters of a request that are handed down, as an ensemble hands down all. Not those by which a client
 # asks for token ids in place of what postprocessing reads.
-PASSED = {wire.PROMPT_IDS, wire.ADD_SPECIAL_TOKENS, wire.LOGIT_BIAS, wire.MIN_P, wire.TOP_LOG_PROBS}
+PASSED = {PROMPT_IDS, ADD_SPECIAL_TOKENS, LOGIT_BIAS, MIN_P, TOP_LOG_PROBS}
 
 
 class TritonPythonModel:
@@ -42,7 +50,7 @@ class TritonPythonModel:
         for name, what in NAMES["bls_variables"].items():
             if name in parameters:
                 raise ValueError(f"{name}: {what} is not supported")
-        self._llm = parameters.get("tensorrt_llm_model_name", wire.ENGINE)
+        self._llm = parameters.get("tensorrt_llm_model_name", ENGINE)
         self._finds_texts = parameters.get("decoding_context") == "true"
         self._accumulates = parameters.get("accumulate_tokens") == "true"
         self._decoupled = config["model_transaction_policy"]["decoupled"]
@@ -152,7 +160,7 @@ class TritonPythonModel:
         return request.exec(**options)
 
     def _stop(self, request_id: str) -> None:
-        for response in self._call(self._llm, request_id, wire.stop_inputs(), decoupled=True):
+        for response in self._call(self._llm, request_id, stop_inputs(), decoupled=True):
             if response.has_error():
                 why = response.error().message()
                 logger.warning("%s: stopping %s: %s", self._llm, request_id, why)

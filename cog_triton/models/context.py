@@ -18,8 +18,8 @@ from cog_triton.client.grpc_transport import GrpcClient
 from cog_triton.client.messages import infer_request, is_final, tensors_of
 from cog_triton.models import stub
 from cog_triton.models.stub import Client, Contexts, flag
+from cog_triton.protocol.names import CONTEXT_MODEL, ENGINE, GRPC_ADDRESS
 from cog_triton.text.end_tokens import declared_end_ids
-from cog_triton.wire import CONTEXT_MODEL, ENGINE, GRPC_ADDRESS
 
 
 class TritonPythonModel:

@@ -28,10 +28,10 @@ from cog_triton.models.tensors import (
     response_tensors,
     stop_words_in_text,
 )
+from cog_triton.protocol.names import CHANNEL, COUNTED_IDS, ENGINE
 from cog_triton.text.end_tokens import declared_end_ids
 from cog_triton.text.stop_words import StopWordSearch
 from cog_triton.text.tokenizer import Tokenizer, load_tokenizer
-from cog_triton.wire import CHANNEL, COUNTED_IDS, ENGINE
 
 logger = logging.getLogger(__name__)
 

@@ -9,10 +9,18 @@ from typing import Any
 
 import numpy as np
 
-from cog_triton import wire
 from cog_triton.errors import InvalidParameter
 from cog_triton.models import stub
 from cog_triton.models.stub import Array, Client, Inputs, Tensors
+from cog_triton.protocol.names import (
+    ADD_SPECIAL_TOKENS,
+    CONTINUED,
+    LOGIT_BIAS,
+    NO_PARAMETERS,
+    PROMPT_IDS,
+    Parameters,
+)
+from cog_triton.protocol.parameters import ids_parameter, parse_logit_bias
 from cog_triton.request.limits import UNKNOWN_TOKENS, WORD_IDS
 from cog_triton.request.request import Request
 from cog_triton.text.end_tokens import end_ids
@@ -28,7 +36,7 @@ _WORDS_INPUTS = ("BAD_WORDS_DICT", "STOP_WORDS_DICT", "EMBEDDING_BIAS_WORDS")
 class Preprocessor:
     """Turns the preprocessing model's inputs into its outputs."""
 
-    def __init__(self, tokenizer: Tokenizer, given: wire.Parameters = wire.NO_PARAMETERS) -> None:
+    def __init__(self, tokenizer: Tokenizer, given: Parameters = NO_PARAMETERS) -> None:
         self._tokenizer = tokenizer
         self._adds_special_tokens = given.get("add_special_tokens", "true") == "true"
         after_space = given.get("words_after_space", "true") == "true"
@@ -48,12 +56,12 @@ class Preprocessor:
         pad_id = tokenizer.pad_token_id
         self._pad_id = self._end_id if pad_id is None else pad_id
 
-    def __call__(self, inputs: Inputs, parameters: wire.Parameters = wire.NO_PARAMETERS) -> Tensors:
+    def __call__(self, inputs: Inputs, parameters: Parameters = NO_PARAMETERS) -> Tensors:
         """Return the outputs for one request, or raise InvalidParameter."""
-        adds = parameters.get(wire.ADD_SPECIAL_TOKENS, self._adds_special_tokens)
+        adds = parameters.get(ADD_SPECIAL_TOKENS, self._adds_special_tokens)
         if not isinstance(adds, bool):
-            raise InvalidParameter(f"{wire.ADD_SPECIAL_TOKENS} must be among true and false")
-        continued = wire.ids_parameter(parameters, wire.CONTINUED)
+            raise InvalidParameter(f"{ADD_SPECIAL_TOKENS} must be among true and false")
+        continued = ids_parameter(parameters, CONTINUED)
         prompts = [[*ids, *continued] for ids in self._prompts(inputs["QUERY"], parameters, adds)]
         batch = len(prompts)
         pad_ids = inputs.get("PAD_ID", np.full((batch, 1), self._pad_id, np.int32))
@@ -89,12 +97,12 @@ class Preprocessor:
         """The number of the model's logits: models pad the tokenizer's vocabulary."""
         return self._vocab_size or vocabulary_size(self._directory) or len(self._tokenizer)
 
-    def _prompts(self, queries: Array, parameters: wire.Parameters, adds: bool) -> list[list[int]]:
-        prompt_ids = wire.ids_parameter(parameters, wire.PROMPT_IDS)
+    def _prompts(self, queries: Array, parameters: Parameters, adds: bool) -> list[list[int]]:
+        prompt_ids = ids_parameter(parameters, PROMPT_IDS)
         if not prompt_ids:
             return [self._ids(text, adds) for text in self._texts(queries)]
         if len(queries) > 1:
-            raise InvalidParameter(f"{wire.PROMPT_IDS} does not support a batch of prompts")
+            raise InvalidParameter(f"{PROMPT_IDS} does not support a batch of prompts")
         if (length := len(prompt_ids)) > self._longest:
             # TensorRT-LLM's wording, which clients know; as below.
             text = f"Prompt length ({length}) exceeds maximum input length ({self._longest})."
@@ -154,10 +162,10 @@ class Preprocessor:
             return None
         return words.reshape(len(words), -1)
 
-    def _embedding_bias(self, inputs: Inputs, parameters: wire.Parameters) -> Array | None:
+    def _embedding_bias(self, inputs: Inputs, parameters: Parameters) -> Array | None:
         """Return the bias of the logits, shape [batch, vocabulary]; None for none."""
         batch = len(inputs["QUERY"])
-        logit_bias = dict(wire.parse_logit_bias(parameters.get(wire.LOGIT_BIAS)))
+        logit_bias = dict(parse_logit_bias(parameters.get(LOGIT_BIAS)))
         if logit_bias:  # a Request knows its bounds
             Request(" ", 0, logit_bias=tuple(logit_bias.items()))
         words = stub.words(inputs.get("EMBEDDING_BIAS_WORDS", np.empty((batch, 0), np.object_)))
@@ -177,7 +185,7 @@ class Preprocessor:
         highest = max(logit_bias, default=0)
         if highest >= self._vocabulary_size:
             raise InvalidParameter(
-                f"the token ids of {wire.LOGIT_BIAS} must be between 0 and "
+                f"the token ids of {LOGIT_BIAS} must be between 0 and "
                 f"{self._vocabulary_size - 1}, not {highest}"
             )
         bias[:, list(logit_bias)] += np.array(list(logit_bias.values()), np.float32)
@@ -216,7 +224,7 @@ def _within_limit(spellings: Sequence[Sequence[Ids]], room: int) -> list[Ids]:
     return kept
 
 
-def model_end_ids(tokenizer: Tokenizer, parameters: wire.Parameters) -> tuple[int, ...]:
+def model_end_ids(tokenizer: Tokenizer, parameters: Parameters) -> tuple[int, ...]:
     """Return the end tokens by the configuration, or else by the files beside the tokenizer's."""
     configured = [int(number) for number in str(parameters.get("end_ids", "")).split(",") if number]
     directory = Path(str(parameters.get("tokenizer_dir", "")))

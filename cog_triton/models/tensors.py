@@ -12,18 +12,29 @@ from typing import Any
 import numpy as np
 import yaml  # type: ignore[import-untyped, unused-ignore]
 
-from cog_triton import wire
 from cog_triton.engines.base import GenerationRequest, SamplingParams
 from cog_triton.engines.serving import Output
 from cog_triton.errors import InvalidParameter, shown
 from cog_triton.models.stub import Array, Inputs, flag, indices, words
+from cog_triton.protocol.log_probs import packed_log_probs
+from cog_triton.protocol.names import (
+    ALLOWED_IDS,
+    CONTINUED,
+    LOG_PROBS,
+    MIN_P,
+    NO_PARAMETERS,
+    PROMPT_LOG_PROBS,
+    TOP_LOG_PROBS,
+    Parameters,
+)
+from cog_triton.protocol.parameters import ids_parameter
 from cog_triton.request import limits
 from cog_triton.request.request import Guide, GuideKind, Request, engine_guide
 
 STOP_WORDS_TEXT = "stop_words_text"
 NAMES: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_bytes())
 # Each a feature of that name.
-_PARAMETERS = (wire.MIN_P, wire.TOP_LOG_PROBS, wire.PROMPT_LOG_PROBS, wire.ALLOWED_IDS)
+_PARAMETERS = (MIN_P, TOP_LOG_PROBS, PROMPT_LOG_PROBS, ALLOWED_IDS)
 _SAMPLED = {each.name: each.name for each in fields(SamplingParams)} | {"top_p": "runtime_top_p"}
 del _SAMPLED["top_k"], _SAMPLED["bad_words"]  # not a Request's, and not a number
 _EMPTY = np.empty(0)
@@ -33,7 +44,7 @@ _OLD_NAMES = {"random_seed": "seed", "min_length": "min_tokens"}
 
 def generation_requests(
     inputs: Inputs,
-    parameters: wire.Parameters = wire.NO_PARAMETERS,
+    parameters: Parameters = NO_PARAMETERS,
     features: Collection[str] = (),
     end_ids: Collection[int] = (),
 ) -> list[GenerationRequest]:
@@ -79,7 +90,7 @@ def _with_new_names(inputs: Inputs) -> Inputs:
 
 
 def _generation_request(
-    inputs: Inputs, i: int, parameters: wire.Parameters, end_ids: Collection[int]
+    inputs: Inputs, i: int, parameters: Parameters, end_ids: Collection[int]
 ) -> GenerationRequest:
     def scalar(name: str, default: Any) -> Any:
         return inputs[name].reshape(-1)[i].item() if name in inputs else default
@@ -91,13 +102,13 @@ def _generation_request(
     if (top_k := scalar("runtime_top_k", 0)) < 0:
         raise InvalidParameter(f"top_k must be at least 0, not {top_k}")
     end_id, log_probs = scalar("end_id", -1), bool(scalar("return_log_probs", False))
-    top, most = parameters.get(wire.TOP_LOG_PROBS, 0), limits.TOP_LOG_PROBS
+    top, most = parameters.get(TOP_LOG_PROBS, 0), limits.TOP_LOG_PROBS
     if type(top) is not int or not 0 <= top <= most:
-        text = f"{wire.TOP_LOG_PROBS} must be between 0 and {most}, not {shown(top)}"
+        text = f"{TOP_LOG_PROBS} must be between 0 and {most}, not {shown(top)}"
         raise InvalidParameter(text)
-    continued = len(wire.ids_parameter(parameters, wire.CONTINUED))
-    wants_prompts = bool(parameters.get(wire.PROMPT_LOG_PROBS))
-    given: dict[str, Any] = {"seed": None, "min_p": parameters.get(wire.MIN_P) or 0.0}
+    continued = len(ids_parameter(parameters, CONTINUED))
+    wants_prompts = bool(parameters.get(PROMPT_LOG_PROBS))
+    given: dict[str, Any] = {"seed": None, "min_p": parameters.get(MIN_P) or 0.0}
     given |= {name: scalar(tensor, 0) for name, tensor in _SAMPLED.items() if tensor in inputs}
     others = {"max_tokens": scalar("request_output_len", 1), "guide": _guide(inputs, i)}
     checked = Request(prompt=" ", **given, **others)  # which knows the bounds of these
@@ -125,7 +136,7 @@ def _generation_request(
         prompt_log_probs=log_probs and not continued and wants_prompts,
         continued=min(continued, length),
         logit_bias=_logit_bias(inputs.get("embedding_bias", _EMPTY), i),
-        allowed_ids=tuple(wire.ids_parameter(parameters, wire.ALLOWED_IDS)),
+        allowed_ids=tuple(ids_parameter(parameters, ALLOWED_IDS)),
         guide=checked.guide and engine_guide(checked.guide),
         lora_task_id=scalar("lora_task_id", 0),
     )
@@ -191,7 +202,7 @@ def response_tensors(
         index: the sequence's place in the request's batch.
         others: of other sequences, with a channel.
         inputs: the request's, which say what else it wants.
-        counted: make only output_ids, as ``wire.COUNTED_IDS`` says, and output_log_probs if wanted.
+        counted: make only output_ids, as ``COUNTED_IDS`` says, and output_log_probs if wanted.
         top: number of the most likely tokens at each place in output_log_probs.
 
     Without ``counted`` the end token is left out, as TensorRT-LLM's C++ backend does, so that no client
@@ -225,15 +236,15 @@ def response_tensors(
         if flag(inputs, "return_num_output_tokens"):
             tensors["num_output_tokens"] = np.array([[generated]], np.int32)
     if not counted or flag(inputs, "return_log_probs"):
-        values = wire.packed_log_probs(output.log_probs, top, output.prompt_log_probs)
+        values = packed_log_probs(output.log_probs, top, output.prompt_log_probs)
         if not output.log_probs:  # as TensorRT-LLM has it where they were not asked for
             values = np.zeros(len(ids), np.float32)
-        tensors[wire.LOG_PROBS] = values.reshape(1, 1, -1)
+        tensors[LOG_PROBS] = values.reshape(1, 1, -1)
     return tensors
 
 
 def counted_ids(output: Output) -> list[int]:
-    """Return the values of ``wire.COUNTED_IDS``, behind those of ``wire.CHANNEL`` if it has one."""
+    """Return the values of ``COUNTED_IDS``, behind those of ``CHANNEL`` if it has one."""
     generated = output.generated
     values = [~generated if output.finished else generated, output.input_tokens, *output.ids]
     return [output.channel, len(values), *values] if output.channel else values
@@ -256,5 +267,5 @@ def placeholders(config: Mapping[str, Any]) -> dict[str, Array]:
     return {
         output["name"]: np.zeros((1, *(1 for _ in output["dims"])), kinds[output["data_type"]])
         for output in config["output"]
-        if output["data_type"] in kinds and output["name"] not in ("cum_log_probs", wire.LOG_PROBS)
+        if output["data_type"] in kinds and output["name"] not in ("cum_log_probs", LOG_PROBS)
     }

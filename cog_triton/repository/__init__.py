@@ -4,5 +4,5 @@
                   models that no template stands for
     variables.py  every variable, its type, default and old names; a YAML file of values
 
-May import ``errors`` and ``wire``. After a change: pytest tests/unit/repository
+May import ``errors`` and ``protocol``. After a change: pytest tests/unit/repository
 """

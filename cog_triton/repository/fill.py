@@ -22,8 +22,8 @@ from google.protobuf import text_encoding, text_format  # type: ignore[attr-defi
 from tritonclient.grpc.model_config_pb2 import ModelConfig, ModelInstanceGroup
 
 from cog_triton.errors import ConfigurationError, TemplateError
+from cog_triton.protocol.names import CONTEXT_MODEL, DIMS, IDS_ENSEMBLE, LOG_PROBS, OUTPUTS
 from cog_triton.repository.variables import TABLES, known
-from cog_triton.wire import CONTEXT_MODEL, DIMS, IDS_ENSEMBLE, LOG_PROBS, OUTPUTS
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,19 @@ import numpy.typing as npt
 from pydantic import AfterValidator, Field, ValidationError, model_validator
 from pydantic.dataclasses import dataclass
 
-from cog_triton import errors, wire
+from cog_triton import errors
 from cog_triton.errors import InvalidParameter, is_unicode, shown
+from cog_triton.protocol.names import (
+    ADD_SPECIAL_TOKENS,
+    ALLOWED_IDS,
+    CONTINUED,
+    LOGIT_BIAS,
+    MIN_P,
+    PROMPT_IDS,
+    PROMPT_LOG_PROBS,
+    TOP_LOG_PROBS,
+)
+from cog_triton.protocol.parameters import adapter_task_id, ids_text
 from cog_triton.request import limits
 
 DEFAULT_MAX_TOKENS = 512
@@ -258,7 +269,7 @@ def triton_inputs(request: Request) -> dict[str, npt.NDArray[Any]]:
     if request.log_probs is not None:
         values["return_log_probs"] = True
     if request.adapter:
-        values["lora_task_id"] = wire.adapter_task_id(request.adapter)
+        values["lora_task_id"] = adapter_task_id(request.adapter)
     if request.guide is not None:
         guide = engine_guide(request.guide)
         values["guided_decoding_guide_type"] = guide.kind.value
@@ -274,15 +285,15 @@ def triton_inputs(request: Request) -> dict[str, npt.NDArray[Any]]:
 
 
 def request_parameters(request: Request) -> dict[str, str | int | bool]:
-    """Make the parameters of a request, of which the ensemble has no input; see ``wire``."""
+    """Make the parameters of a request, of which the ensemble has no input; see ``protocol``."""
     values = {
-        wire.PROMPT_IDS: wire.ids_text(request.prompt_ids) or None,
-        wire.ADD_SPECIAL_TOKENS: request.add_special_tokens,
-        wire.LOGIT_BIAS: json.dumps(dict(request.logit_bias)) if request.logit_bias else None,
-        wire.MIN_P: repr(float(request.min_p)) if request.min_p else None,
-        wire.TOP_LOG_PROBS: request.log_probs or None,
-        wire.PROMPT_LOG_PROBS: request.prompt_log_probs or None,
-        wire.ALLOWED_IDS: wire.ids_text(request.allowed_token_ids) or None,
-        wire.CONTINUED: wire.ids_text(request.continued_ids) or None,
+        PROMPT_IDS: ids_text(request.prompt_ids) or None,
+        ADD_SPECIAL_TOKENS: request.add_special_tokens,
+        LOGIT_BIAS: json.dumps(dict(request.logit_bias)) if request.logit_bias else None,
+        MIN_P: repr(float(request.min_p)) if request.min_p else None,
+        TOP_LOG_PROBS: request.log_probs or None,
+        PROMPT_LOG_PROBS: request.prompt_log_probs or None,
+        ALLOWED_IDS: ids_text(request.allowed_token_ids) or None,
+        CONTINUED: ids_text(request.continued_ids) or None,
     }
     return {name: value for name, value in values.items() if value is not None}

@@ -7,6 +7,6 @@
     guard.py          a program of its own: runs a server, ends it with its starter, and clears up
     log.py            levels, ranks, and the reason of an end
 
-May import ``settings``, ``errors`` and ``wire``. After a change: pytest tests/unit/server
+May import ``settings``, ``errors`` and ``protocol``. After a change: pytest tests/unit/server
 tests/integration/test_process.py tests/integration/test_ranks.py
 """

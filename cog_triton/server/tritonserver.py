@@ -25,12 +25,12 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig
 from cog_triton import errors
 from cog_triton.errors import ANSWERED, DRAINS, ConfigurationError, TritonStartError
 from cog_triton.processes import write_whole
+from cog_triton.protocol.names import CONTEXT_MODEL, GRPC_ADDRESS
 from cog_triton.server import guard
 from cog_triton.server.command import Endpoints, Launch, choose_ports, command, guarded
 from cog_triton.server.installation import PACKAGE_ROOT, assemble, environment, locate
 from cog_triton.server.log import ServerLog
 from cog_triton.settings import Settings
-from cog_triton.wire import CONTEXT_MODEL, GRPC_ADDRESS
 
 logger = logging.getLogger("tritonserver")
 

@@ -11,8 +11,8 @@ import httpx
 import numpy as np
 import pytest
 
+from cog_triton.protocol.names import ADD_SPECIAL_TOKENS
 from cog_triton.text.tokenizer import Tokenizer
-from cog_triton.wire import ADD_SPECIAL_TOKENS
 from tests.integration.test_ensemble import infer
 from tests.openai_server import MESSAGES, QUESTION, OpenAIServer
 from tests.support import ROOT, CogServer

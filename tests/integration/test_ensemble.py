@@ -14,9 +14,9 @@ import pytest
 import tritonclient.grpc.aio as grpcclient
 from tritonclient.utils import np_to_triton_dtype
 
+from cog_triton.protocol.parameters import ids_text
 from cog_triton.server.tritonserver import TritonServer
 from cog_triton.text.tokenizer import Tokenizer
-from cog_triton.wire import ids_text
 from tests.integration.conftest import engine_counters
 from tests.support import metrics, wait_until
 from tools.demo_model.corpus import PAIRS

@@ -15,10 +15,10 @@ import psutil  # type: ignore[import-untyped, unused-ignore]
 import pytest
 from google.protobuf import text_format
 
+from cog_triton.protocol.names import IDS_ENSEMBLE
 from cog_triton.repository.fill import read_config
 from cog_triton.server.tritonserver import TritonServer
 from cog_triton.text.tokenizer import Tokenizer
-from cog_triton.wire import IDS_ENSEMBLE
 from tests.integration.conftest import make_server, running, settings_for
 from tests.openai_server import ANSWER, OpenAIServer, contents
 from tests.support import alive, children, free_port, metrics, started_by, wait_until

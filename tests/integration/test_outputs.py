@@ -20,8 +20,8 @@ from tritonclient.grpc import service_pb2_grpc
 
 from cog_triton.client.messages import infer_request
 from cog_triton.deployment.preparation import Values
+from cog_triton.protocol.names import OUTPUTS
 from cog_triton.server.tritonserver import TritonServer
-from cog_triton.wire import OUTPUTS
 from tests.integration.conftest import make_server, running, settings_for
 from tests.stand_in.servers import environment
 

@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM, LogitsProcessor
 
 from cog_triton.errors import InvalidParameter
 from cog_triton.generation import Chunk
+from cog_triton.protocol.log_probs import TokenLogProb
 from cog_triton.request.request import Guide, GuideKind, Request
 from cog_triton.server.tritonserver import TritonServer
 from cog_triton.text.tokenizer import Tokenizer
-from cog_triton.wire import TokenLogProb
 from tests.integration.test_generation import ask, collect, greedy, text, with_client
 from tools.demo_model.corpus import PAIRS
 

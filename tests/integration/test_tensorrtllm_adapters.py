@@ -17,9 +17,9 @@ import pytest
 from cog_triton.adapters.tensors import read_adapter
 from cog_triton.deployment import Deployment
 from cog_triton.errors import InvalidParameter
+from cog_triton.protocol.names import IDS_ENSEMBLE
 from cog_triton.request.request import Request
 from cog_triton.server.tritonserver import TritonServer
-from cog_triton.wire import IDS_ENSEMBLE
 from tests.adapters import make_adapter
 from tests.integration.conftest import make_server, running, settings_for
 from tests.integration.test_openai_attached import attached

@@ -20,9 +20,9 @@ import pytest
 from cog_triton.deployment import Deployment
 from cog_triton.deployment.preparation import Values
 from cog_triton.errors import CogTritonError
+from cog_triton.protocol.log_probs import TokenLogProb
 from cog_triton.request.request import Guide, GuideKind, Request
 from cog_triton.text.tokenizer import Tokenizer
-from cog_triton.wire import TokenLogProb
 from tests.integration.conftest import make_server, running, settings_for
 from tests.integration.test_generation import ask
 from tests.integration.test_recovery import deployed

@@ -9,10 +9,11 @@ import pytest
 from cog_triton.client.stream import Inputs, Response
 from cog_triton.errors import PromptTooLong
 from cog_triton.generation import Chunk, generate
+from cog_triton.protocol.log_probs import TokenLogProb
+from cog_triton.protocol.names import Parameters
 from cog_triton.request.request import Request
 from cog_triton.text.end_tokens import EndTokens
 from cog_triton.text.tokenizer import text_limits
-from cog_triton.wire import Parameters, TokenLogProb
 from tests.support import load_cases
 
 CASES = load_cases(__file__, "generation.yaml")

@@ -13,9 +13,9 @@ from cog_triton.client.grpc_transport import GrpcClient
 from cog_triton.client.http_transport import HttpClient
 from cog_triton.client.messages import flat_outputs, infer_request
 from cog_triton.client.stream import decode_response
+from cog_triton.protocol.names import ENGINE
 from cog_triton.settings import read_settings
 from cog_triton.text.tokenizer import load_tokenizer, without_torch
-from cog_triton.wire import ENGINE
 from tools.token_clients.options import PromptOptions, SamplingOptions, ServerOptions
 
 Client = GrpcClient | HttpClient

@@ -11,9 +11,9 @@ from typing import Any
 
 from cog_triton.errors import InvalidParameter, prompt_too_long
 from cog_triton.generation import Chunk
+from cog_triton.protocol.log_probs import TokenLogProb
 from cog_triton.request.request import Guide, GuideKind, Request
 from cog_triton.text.end_tokens import EndTokens
-from cog_triton.wire import TokenLogProb
 
 # Fields that a Request has as well.
 _SAMPLING = (

@@ -33,10 +33,10 @@ from cog_triton.deployment import Deployment
 from cog_triton.deployment.attached import address_of, attach
 from cog_triton.deployment.preparation import KV_EVENTS, context_length, served_names
 from cog_triton.processes import temporary_directory
+from cog_triton.protocol.names import KV_BLOCK_TOKENS
 from cog_triton.server.log import log_to
 from cog_triton.settings import Settings, read_settings
 from cog_triton.text.end_tokens import EndTokens
-from cog_triton.wire import KV_BLOCK_TOKENS
 
 logger = logging.getLogger(__name__)
 

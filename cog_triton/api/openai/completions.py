@@ -15,9 +15,9 @@ from cog_triton.api.openai.errors import ApiError, invalid
 from cog_triton.api.openai.served import FromApp, Served
 from cog_triton.errors import prompt_too_long
 from cog_triton.generation import Chunk
+from cog_triton.protocol.log_probs import TokenLogProb
 from cog_triton.request.limits import UNKNOWN_TOKENS
 from cog_triton.request.request import MAX_SEED, Request
-from cog_triton.wire import TokenLogProb
 
 router = APIRouter(route_class=exchange.BodyRoute)
 DEFAULT_MAX_TOKENS = 16

@@ -30,11 +30,11 @@ from cog_triton.api.openai.fields import Asking, Body
 from cog_triton.api.openai.served import Chunks, Served, current
 from cog_triton.errors import CogTritonError, shown
 from cog_triton.generation import Chunk
+from cog_triton.protocol.log_probs import TokenLogProb
 from cog_triton.request.request import Request
 from cog_triton.text.tokenizer import Tokenizer
 from cog_triton.web import bodies
 from cog_triton.web.origin import is_json
-from cog_triton.wire import TokenLogProb
 
 logger = logging.getLogger(__name__)
 LARGE_BODY = bodies.LARGE_BYTES

@@ -35,8 +35,8 @@ from cog_triton.api.openai.served import CURRENT, Call, Served, current
 from cog_triton.api.openai.storable import no_room, stored
 from cog_triton.errors import JournalUnavailable, TritonOverloaded, UserError, shown
 from cog_triton.generation import Chunk
+from cog_triton.protocol.log_probs import TokenLogProb
 from cog_triton.request.request import Request
-from cog_triton.wire import TokenLogProb
 
 logger = logging.getLogger(__name__)
 router = APIRouter(route_class=exchange.BodyRoute)

@@ -7,7 +7,7 @@ import pytest
 from cog_triton.adapters import directory as adapters
 from cog_triton.cli import main
 from cog_triton.errors import ConfigurationError, EngineError, InvalidParameter
-from cog_triton.wire import adapter_task_id
+from cog_triton.protocol.parameters import adapter_task_id
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 

@@ -12,7 +12,7 @@ from safetensors.torch import save_file as save_torch
 
 from cog_triton.adapters.tensors import BFLOAT16, AdapterTensors, Array, converted, read_adapter
 from cog_triton.errors import InvalidParameter
-from cog_triton.wire import adapter_task_id
+from cog_triton.protocol.parameters import adapter_task_id
 
 LAYER = "base_model.model.model.layers.3"
 CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 8}

@@ -12,9 +12,9 @@ from cog_triton.api.dynamo.convert import chunk_of, request_of, unknown_end_ids
 from cog_triton.api.dynamo.scale import example
 from cog_triton.errors import InvalidParameter, PromptTooLong
 from cog_triton.generation import Chunk
+from cog_triton.protocol.log_probs import TokenLogProb
 from cog_triton.request.request import Guide, GuideKind, Request
 from cog_triton.text.end_tokens import EndTokens
-from cog_triton.wire import TokenLogProb
 from tests.support import load_cases
 
 CASES = load_cases(__file__, "dynamo.yaml")

@@ -12,7 +12,8 @@ from cog_triton.client.grpc_transport import GrpcClient
 from cog_triton.client.http_transport import HttpClient
 from cog_triton.client.stream import Arrivals, Outputs, Response, TritonClient
 from cog_triton.client.stream import decode_response as decode
-from cog_triton.wire import ENGINE, LOG_PROBS, TokenLogProb, packed_log_probs
+from cog_triton.protocol.log_probs import TokenLogProb, packed_log_probs
+from cog_triton.protocol.names import ENGINE, LOG_PROBS
 from tests.support import load_cases
 
 pytestmark = pytest.mark.anyio

@@ -19,7 +19,8 @@ from tritonclient.grpc import service_pb2 as messages
 from cog_triton.client import grpc_transport
 from cog_triton.client.grpc_transport import Connection, GrpcClient, Stream
 from cog_triton.errors import TritonMalformedEvent, TritonUnavailable
-from cog_triton.wire import CHANNEL, OUTPUTS, reader_and_number
+from cog_triton.protocol.names import CHANNEL, OUTPUTS
+from cog_triton.protocol.parameters import reader_and_number
 
 pytestmark = pytest.mark.anyio
 SERVICE = "inference.GRPCInferenceService"

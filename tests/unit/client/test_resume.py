@@ -24,8 +24,9 @@ from cog_triton.errors import (
     TritonUnknownError,
     blameless,
 )
+from cog_triton.protocol.names import CONTINUED, NO_PARAMETERS, Parameters
+from cog_triton.protocol.parameters import ids_text
 from cog_triton.text.end_tokens import EndTokens
-from cog_triton.wire import CONTINUED, NO_PARAMETERS, Parameters, ids_text
 
 END, OTHER_END = 9, 8
 Script = list[Response | CogTritonError]

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from cog_triton.engines.base import Engine, GenerationRequest, SamplingParams, Step, create_engine
-from cog_triton.wire import TokenLogProb
+from cog_triton.protocol.log_probs import TokenLogProb
 from tools.demo_model.corpus import PAIRS
 
 TESTS = Path(__file__).resolve().parents[2]

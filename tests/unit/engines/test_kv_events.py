@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cog_triton.engines.transformers import CPU_PAGE_TOKENS
-from cog_triton.wire import KV_BLOCK_TOKENS
+from cog_triton.protocol.names import KV_BLOCK_TOKENS
 from tests.support import wait_until
 from tests.unit.engines.conftest import ENGINES, TIMEOUT, Requests, running
 

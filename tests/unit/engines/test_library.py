@@ -10,7 +10,7 @@ import pytest
 from cog_triton.engines import llm_api, vllm
 from cog_triton.engines.base import LEAST_LOG_PROB, EngineError, GenerationRequest, SamplingParams
 from cog_triton.engines.library import Library, log_probs, table_arguments, with_file
-from cog_triton.wire import TokenLogProb
+from cog_triton.protocol.log_probs import TokenLogProb
 from tests.support import load_cases
 
 CASES = load_cases(__file__, "library.yaml")

@@ -20,8 +20,8 @@ from cog_triton.adapters.layers import Adapters
 from cog_triton.engines.base import EngineError, EngineUnavailable, GenerationRequest
 from cog_triton.engines.transformers import CPU_PAGE_TOKENS
 from cog_triton.engines.transformers_step import Row
+from cog_triton.protocol.parameters import adapter_task_id
 from cog_triton.request.request import Guide, GuideKind
-from cog_triton.wire import adapter_task_id
 from tests.adapters import make_adapter
 from tests.peft_reference import Reference, load
 from tests.support import load_cases

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from cog_triton.engines.base import EngineError, SamplingParams
 from cog_triton.processes import LEAST_PRIORITY
+from cog_triton.protocol.parameters import adapter_task_id
 from cog_triton.request.request import Guide, GuideKind
-from cog_triton.wire import adapter_task_id
 from tests.adapters import make_adapter, merge
 from tests.unit.engines.conftest import ENGINES, NEEDS_VLLM, PROMPT, Requests, running
 

@@ -21,10 +21,11 @@ from cog_triton.models.preprocessing import (
 )
 from cog_triton.models.stub import Array
 from cog_triton.models.tensors import words_from_list
+from cog_triton.protocol.names import ADD_SPECIAL_TOKENS, CONTINUED, LOGIT_BIAS, PROMPT_IDS
+from cog_triton.protocol.parameters import ids_text
 from cog_triton.request.limits import WORD_IDS
 from cog_triton.text.tokenizer import Tokenizer
 from cog_triton.text.words import WordTokenizer
-from cog_triton.wire import ADD_SPECIAL_TOKENS, CONTINUED, LOGIT_BIAS, PROMPT_IDS, ids_text
 from tests.support import load_cases
 from tests.unit.models.support import PbUtils, Sender
 from tests.unit.models.support import request as stub_request

@@ -11,8 +11,10 @@ from cog_triton.models import engine
 from cog_triton.models import tensors as module
 from cog_triton.models.stub import Array
 from cog_triton.models.tensors import NAMES, generation_requests, response_tensors, words_from_list
+from cog_triton.protocol.log_probs import TokenLogProb
+from cog_triton.protocol.names import CONTINUED
+from cog_triton.protocol.parameters import ids_text
 from cog_triton.request.request import Guide, GuideKind
-from cog_triton.wire import CONTINUED, TokenLogProb, ids_text
 from tests.support import load_cases
 from tests.unit.models.support import CONTRACT, DTYPES
 

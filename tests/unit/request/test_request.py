@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from cog_triton.errors import ConflictingMaxTokens, InvalidParameter, PromptRequired, PromptTooLong
+from cog_triton.protocol.parameters import adapter_task_id, ids_text, parse_logit_bias
 from cog_triton.request.limits import MOST_CHARACTERS, UNKNOWN_CHARACTERS, parse_json
 from cog_triton.request.request import (
     ANY_SEED,
@@ -21,7 +22,6 @@ from cog_triton.request.request import (
     triton_inputs,
 )
 from cog_triton.text.tokenizer import Tokenizer, text_limits
-from cog_triton.wire import adapter_task_id, ids_text, parse_logit_bias
 from tests.support import load_cases
 from tests.unit.models.support import CONTRACT, DTYPES
 

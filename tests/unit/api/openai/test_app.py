@@ -7,7 +7,7 @@ import pytest
 from cog_triton import errors
 from cog_triton.api.openai.errors import api_error
 from cog_triton.generation import Chunk
-from cog_triton.wire import TokenLogProb
+from cog_triton.protocol.log_probs import TokenLogProb
 from tests.support import load_cases
 from tests.unit.api.openai.support import (
     ANTHROPIC,

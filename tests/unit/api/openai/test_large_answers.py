@@ -8,7 +8,7 @@ import pytest
 from cog_triton.api.openai import exchange
 from cog_triton.api.openai.completions import DETOKENIZED, ChoiceWriter
 from cog_triton.generation import Chunk
-from cog_triton.wire import TokenLogProb
+from cog_triton.protocol.log_probs import TokenLogProb
 from tests.unit.api.openai.support import TEXT, Backend, Tokenizer, post, talkative
 
 TOP = tuple((97 + place, -1.0) for place in range(20))

@@ -11,7 +11,7 @@ from cog_triton.api.openai import pacing
 from cog_triton.api.openai.app import create_app
 from cog_triton.api.openai.pacing import LoopPace, Rounds, ThreadPace
 from cog_triton.generation import Chunk
-from cog_triton.wire import TokenLogProb
+from cog_triton.protocol.log_probs import TokenLogProb
 from tests.unit.api.openai.support import TEXT, served, talkative
 
 pytestmark = pytest.mark.anyio
