@@ -3,13 +3,13 @@
 PYTHON ?= python3
 PORT ?= 5000
 PROMPT ?= What is machine learning?
-# Of make soak: minutes of load; CHAOS=1 kills parts of the servers, and so does KILLS, so many times;
-# FACE is one of the servers: cog, cog-http or openai.
+# For make soak: minutes of load; CHAOS=1 kills parts of the servers until then; KILLS=N kills N of them;
+# SERVER is one of the servers: cog, cog-http or openai.
 MINUTES ?= 10
 STREAMS ?= 64
 CHAOS ?=
 KILLS ?=
-FACE ?= all
+SERVER ?= all
 
 BIN := .venv/bin
 STAMP := .venv/.installed
@@ -135,8 +135,8 @@ test-all: test
 test-unit: $(DEVELOPED)
 	$(BIN)/python -m pytest -q -n auto -m "not slow and not rare" tests/unit
 
-# The OpenAI face, and clients and routers that others wrote; GuideLLM's NumPy, Ray's uvicorn
-# and the frameworks' openai are other ones, so they have environments of their own.
+# OpenAI's API with third-party clients and routers. GuideLLM, Ray and the frameworks need other versions of
+# NumPy, uvicorn and openai, so each has a separate environment.
 test-clients: $(CLIENTS_STAMP) $(AGENTS_STAMP) $(FRAMEWORKS_STAMP) $(AIDER_STAMP) $(RAY_STAMP)
 	$(BIN)/python -m pytest -q -rs tests/integration/test_openai_clients.py tests/integration/test_agents.py \
 		tests/integration/test_sdk_clients.py \
@@ -175,7 +175,7 @@ bench-gpu: $(DEVELOPED)
 
 soak: $(DEVELOPED)
 	@$(BIN)/python scripts/soak.py --minutes $(MINUTES) --streams $(STREAMS) \
-		$(if $(filter-out 0,$(CHAOS)),--chaos) $(if $(KILLS),--kills $(KILLS)) $(if $(filter-out all,$(FACE)),--kind $(FACE))
+		$(if $(filter-out 0,$(CHAOS)),--chaos) $(if $(KILLS),--kills $(KILLS)) $(if $(filter-out all,$(SERVER)),--kind $(SERVER))
 
 lint: $(DEVELOPED)
 	$(BIN)/ruff check .

@@ -31,7 +31,7 @@ logger = logging.getLogger("cog_triton.predict")
 
 
 def described_prompts(deployment: Deployment) -> str:
-    """Return a line for the log that says what is made of a prompt."""
+    """Return a log line that says how prompts are formatted."""
     if deployment.chat_template_for_prompts:
         return (
             "prompts go through the model's chat template, as a user message; "
@@ -85,7 +85,7 @@ class Predictor(BaseRunner):
             default=None,
         ),
         system_prompt: str = Input(
-            description="System prompt, put where the template has it or before the messages.",
+            description="System prompt, inserted where the template expects it, or before the messages.",
             default="",
         ),
         max_tokens: int = Input(
@@ -94,80 +94,89 @@ class Predictor(BaseRunner):
             default=512,
         ),
         min_tokens: Optional[int] = Input(
-            description="Minimum number of tokens to generate; -1 for none.", ge=-1, default=None
+            description="Minimum number of tokens to generate; -1 means none.", ge=-1, default=None
         ),
         temperature: float = Input(
-            description="Randomness; 0 always takes the most likely token.", ge=0, le=5, default=0.7
+            description="Sampling temperature; 0 always takes the most likely token.",
+            ge=0,
+            le=5,
+            default=0.7,
         ),
         top_p: float = Input(
-            description="Sample from the most likely tokens that add up to this probability.",
+            description="Sample from the most likely tokens whose probabilities add up to top_p.",
             ge=0,
             le=1,
             default=0.95,
         ),
         top_k: int = Input(
-            description="Sample from the k most likely tokens; 0 or -1 for all.", ge=-1, default=0
+            description="Sample from the k most likely tokens; 0 or -1 means all.", ge=-1, default=0
         ),
         stop_sequences: Optional[str] = Input(
-            description="Comma-separated texts that end the output; \\, stands for a comma.",
+            description="Comma-separated texts that end the output; write \\, for a literal comma.",
             default=None,
         ),
         length_penalty: float = Input(
-            description="Above 1 favours longer outputs in beam search.", ge=0, le=5, default=1.0
+            description="Values above 1 favor longer outputs in beam search.",
+            ge=0,
+            le=5,
+            default=1.0,
         ),
         presence_penalty: float = Input(
-            description="Above 0 makes tokens already in the output less likely.", default=0.0
+            description="Values above 0 make tokens already in the output less likely.", default=0.0
         ),
         seed: Optional[int] = Input(
-            description="Same seed, same output, except for rounding; random if unset or -1.",
+            description="The same seed gives the same output, up to rounding. Unset or -1: random.",
             ge=-1,
             le=18446744073709551615,
             default=None,
         ),
         prompt_template: Optional[str] = Input(
-            description="Template with {prompt} and {system_prompt}, instead of a chat template.",
+            description="Template with {prompt} and {system_prompt}, used instead of the chat template.",
             default=None,
         ),
         log_performance_metrics: bool = Input(
             description="Log token counts and timings of this prediction.", default=False
         ),
         max_new_tokens: Optional[int] = Input(
-            description="Old name of max_tokens.", ge=1, default=None
+            description="Deprecated name of max_tokens.", ge=1, default=None
         ),
         min_new_tokens: Optional[int] = Input(
-            description="Old name of min_tokens.", ge=-1, default=None
+            description="Deprecated name of min_tokens.", ge=-1, default=None
         ),
         messages: Optional[str] = Input(
-            description="Chat instead of prompt: a JSON list of objects with role and content.",
+            description="Chat to use instead of prompt: a JSON list of objects with role and content.",
             default=None,
         ),
         tools: Optional[str] = Input(
-            description="Functions the model may call: a JSON list in OpenAI's format.",
+            description="Functions that the model may call: a JSON list in OpenAI's format.",
             default=None,
         ),
         chat_template_kwargs: Optional[str] = Input(
             description="Variables for the chat template: a JSON object.", default=None
         ),
         repetition_penalty: float = Input(
-            description="Above 1 makes tokens of the prompt and output less likely.", default=1.0
+            description="Values above 1 make tokens of the prompt and output less likely.",
+            default=1.0,
         ),
         frequency_penalty: float = Input(
-            description="Above 0 makes tokens less likely each time they occur.", default=0.0
+            description="Values above 0 make tokens less likely each time they occur.", default=0.0
         ),
         min_p: float = Input(
-            description="Minimum probability, as a share of the most likely token's.",
+            description="Minimum probability of a token, relative to the most likely token's.",
             ge=0,
             le=1,
             default=0.0,
         ),
         bad_words: Optional[str] = Input(
-            description="Comma-separated texts to avoid; \\, stands for a comma.", default=None
+            description="Comma-separated texts to avoid; write \\, for a literal comma.",
+            default=None,
         ),
         logit_bias: Optional[str] = Input(
-            description="A JSON object of token ids and what to add to their logits.", default=None
+            description="JSON object that maps token ids to values added to their logits.",
+            default=None,
         ),
         ignore_eos: bool = Input(
-            description="Continue after the end token, up to max_tokens.", default=False
+            description="Ignore the end token and continue up to max_tokens.", default=False
         ),
         json_schema: Optional[str] = Input(
             description="JSON schema that the output must follow.", default=None
@@ -179,10 +188,10 @@ class Predictor(BaseRunner):
             description="EBNF grammar that the output must follow.", default=None
         ),
         choice: Optional[str] = Input(
-            description="A JSON list of texts; the output is one of them.", default=None
+            description="JSON list of texts, one of which is the output.", default=None
         ),
         lora: str = Input(
-            description="Name of the LoRA adapter to use; empty for the model itself.",
+            description="Name of the LoRA adapter to use; empty means none.",
             default="",
         ),
     ) -> ConcatenateIterator[str]:
@@ -269,7 +278,7 @@ class Predictor(BaseRunner):
         The request is made of texts with so many characters; of many, beside the event loop.
         """
         request = await off_loop(size, make)
-        seed = "none, the engine draws (set the input seed for one)"
+        seed = "none: the engine draws at random (set the input seed to fix it)"
         print(f"Random seed used: {seed if request.seed is None else request.seed}")
         start, first = time.perf_counter(), 0.0
         try:

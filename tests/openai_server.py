@@ -1,4 +1,4 @@
-"""The OpenAI face as `make openai` runs it, for the tests."""
+"""OpenAI's API as `make openai` runs it, for the tests."""
 
 import json
 import signal

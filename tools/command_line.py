@@ -20,7 +20,7 @@ def begin() -> None:
 def environment(settings: Sequence[str]) -> dict[str, str]:
     """Return the environment with KEY=VALUE settings in it, or raise ConfigurationError."""
     if wrong := [item for item in settings if "=" not in item]:
-        raise ConfigurationError(f"--settings takes KEY=VALUE, and {wrong[0]!r} is none")
+        raise ConfigurationError(f"--settings: {wrong[0]!r} is not of the form KEY=VALUE")
     return {**os.environ, **dict(item.split("=", 1) for item in settings)}
 
 

@@ -11,7 +11,7 @@ COMMANDS = (
     Command(
         name="client",
         module="tools.token_clients.client",
-        summary="Complete one text on a running Triton",
+        summary="Complete a text on a running Triton",
     ),
     Command(
         name="identity-test",
@@ -38,29 +38,29 @@ COMMANDS = (
     Command(
         name="bench",
         module="tools.benchmark.bench_command",
-        summary="Put load on the stack, or on any layer of it",
+        summary="Benchmark the server or any layer of it",
         failure_status=2,
     ),
     Command(
         name="bench-engine",
         module="tools.benchmark.engines_command",
-        summary="Compare an embedded engine with its library, and with vllm serve",
+        summary="Compare an embedded engine with its library and with vllm serve",
         failure_status=2,
     ),
     Command(
         name="soak",
         module="tools.soak.command",
-        summary="Put streams on real servers, kill parts of them, and check every answer",
+        summary="Put load on real servers, kill parts of them, and check every answer",
         failure_status=2,
     ),
     Command(
         name="demo-model",
         module="tools.demo_model.command",
-        summary="Train the demo model anew, in place of the one in cog_triton/demo",
+        summary="Retrain the demo model in cog_triton/demo",
     ),
     Command(
         name="make-schema",
         module="tools.schema.command",
-        summary="Write .cog/openapi_schema.json from predict.py and train.py, as cog build does",
+        summary="Write .cog/openapi_schema.json from predict.py and train.py, like cog build",
     ),
 )

@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "") -> int:
 def help_text(commands: dict[str, Command]) -> str:
     lines = ["usage: cog-triton COMMAND [OPTION …]", "       cog-triton --version", ""]
     lines += [f"  {command.name:14}  {command.summary}" for command in commands.values()]
-    lines += ["", "cog-triton COMMAND --help says more."]
+    lines += ["", "Run `cog-triton COMMAND --help` for the options of a command."]
     return "\n".join(lines)
 
 
@@ -72,7 +72,7 @@ def unknown_command(name: str, commands: dict[str, Command]) -> str:
         advice = f"did you mean {suggestion!r}?"
     else:
         advice = f"the commands are {', '.join(commands)}"
-    return f"cog-triton: error: there is no command {name!r}; {advice}"
+    return f"cog-triton: error: unknown command {name!r}; {advice}"
 
 
 def parser_of(command: Command, prog: str | None = None) -> CommandParser:

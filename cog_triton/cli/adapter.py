@@ -12,9 +12,9 @@ DESCRIPTION = """
     cog-triton adapter list
     cog-triton adapter remove sql
 
-A server that has LORA_DIR finds an adapter with the next request that names it. One of the same name is
-replaced. A source is what COG_WEIGHTS may be: a directory, a tar file, its URL, or a Hugging Face id with a
-revision or without. HF_TOKEN and WEIGHTS_CACHE count here as well.
+A running server with the same LORA_DIR loads an adapter when the first request names it; no restart is
+needed. `add` replaces an adapter of the same name. SOURCE is a directory, a tar file, the URL of a tar
+file, or a Hugging Face id, optionally with a revision. HF_TOKEN and WEIGHTS_CACHE apply.
 """
 
 
@@ -30,8 +30,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "action", choices=["add", "list", "remove"], help="add NAME SOURCE, list, or remove NAME"
     )
     parser.add_argument("name", nargs="?", help="name of the adapter")
-    parser.add_argument("source", nargs="?", help="directory, tar file, URL or Hugging Face id")
-    parser.add_argument("--lora-dir", help="directory of adapters; default: LORA_DIR")
+    parser.add_argument(
+        "source", nargs="?", help="directory, tar file, URL or Hugging Face id of the adapter"
+    )
+    parser.add_argument("--lora-dir", help="directory of the adapters; default: LORA_DIR")
 
 
 def variables(options: Options) -> Variables:
@@ -45,7 +47,7 @@ def run(options: Options) -> None:
 
     settings = read_settings()
     if settings.lora_dir is None:
-        raise ConfigurationError("set LORA_DIR, or give --lora-dir")
+        raise ConfigurationError("no directory of adapters: set LORA_DIR or pass --lora-dir")
     match options.action, options.name, options.source:
         case "add", str(name), str(source):
             place_adapter(name, fetched(settings, source), settings.lora_dir)
@@ -55,4 +57,4 @@ def run(options: Options) -> None:
             for name in adapter_names(settings.lora_dir):
                 print(name)
         case _:
-            raise ConfigurationError("write add NAME SOURCE, list, or remove NAME")
+            raise ConfigurationError("usage: adapter add NAME SOURCE | list | remove NAME")

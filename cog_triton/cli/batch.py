@@ -1,7 +1,4 @@
-"""``cog-triton batch``: a file of requests, answered by a server.
-
-Its lines go up as a batch of OpenAI's API, and their answers come down.
-"""
+"""``cog-triton batch``: send a file of requests to a server as an OpenAI batch, and save the answers."""
 
 from __future__ import annotations
 
@@ -43,13 +40,13 @@ main(["openai", "--port", "0", "--no-page"])
 
 
 DESCRIPTION = """
-The files are those of OpenAI's batches and of vLLM's run-batch.
+The file formats are those of OpenAI's Batch API and vLLM's run-batch.
 
     cog-triton batch requests.jsonl --output answers.jsonl --url http://localhost:3000
     cog-triton batch -i requests.jsonl -o answers.jsonl --model /path/to/model
 
-Answers come in the order of the requests, errors among them. Ctrl-C leaves the batch to the server. The
-exit status is 1 if the server refused the file, or ended the batch before its end.
+The answers, including errors, are in the order of the requests. After Ctrl-C, the server at --url
+continues the batch. The exit status is 1 if the server rejected the file or stopped the batch early.
 """
 
 
@@ -65,8 +62,10 @@ class Options(argparse.Namespace):
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("input", nargs="?", type=Path, metavar="FILE", help="requests, one a line")
-    parser.add_argument("-i", "--input-file", type=Path, metavar="FILE", help="the same")
+    parser.add_argument(
+        "input", nargs="?", type=Path, metavar="FILE", help="file of requests, one per line"
+    )
+    parser.add_argument("-i", "--input-file", type=Path, metavar="FILE", help="the same as FILE")
     parser.add_argument(
         "-o",
         "--output",
@@ -75,14 +74,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         required=True,
         dest="output",
         metavar="FILE",
-        help="file of the answers",
+        help="file to write the answers to",
     )
-    parser.add_argument("--url", help="a running server; without it, one is started for this batch")
+    parser.add_argument(
+        "--url", help="URL of a running server; by default, one is started for this batch"
+    )
     parser.add_argument(
         "--api-key",
         default=environment_default("OPENAI_API_KEY", "none"),
         metavar="KEY",
-        help="default: OPENAI_API_KEY",
+        help="API key; default: OPENAI_API_KEY",
     )
     add_model(parser)
     add_served_model_names(parser)
@@ -103,7 +104,7 @@ def run(options: Options) -> int:
 
     file = options.input_file or options.input
     if file is None:
-        raise OSError("name a file of requests: cog-triton batch FILE --output FILE")
+        raise OSError("no file of requests; usage: cog-triton batch FILE --output FILE")
     groups: dict[str, list[bytes]] = {}  # a batch asks one endpoint, a file may ask several
     order = []
     for number, line in enumerate(filter(bytes.strip, file.read_bytes().splitlines()), 1):
@@ -112,7 +113,9 @@ def run(options: Options) -> int:
             order.append((value["url"], value["custom_id"]))
             groups.setdefault(value["url"], []).append(line)
         except (ValueError, LookupError, TypeError):
-            raise OSError(f"request {number} is not a JSON object with url and custom_id") from None
+            raise OSError(
+                f"request {number} is not a JSON object with the keys url and custom_id"
+            ) from None
     with contextlib.ExitStack() as stack:
         url = options.url or stack.enter_context(own_server())
         client = stack.enter_context(httpx.Client(base_url=url, timeout=600.0))

@@ -19,7 +19,7 @@ class Options(argparse.Namespace):
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("shell", choices=SHELLS, help="the shell that reads the script")
+    parser.add_argument("shell", choices=SHELLS, help="shell that the script is for")
 
 
 def run(options: Options) -> None:

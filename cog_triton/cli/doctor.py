@@ -24,8 +24,8 @@ DESCRIPTION = """
     cog-triton doctor
     cog-triton doctor --model /path/to/model
 
-Nothing is started, downloaded or changed. The exit status is 1 if a deployment with these settings could
-not start.
+It starts, downloads and changes nothing. The exit status is 1 if a deployment with these settings cannot
+start.
 """
 GIB = 1 << 30
 SHARED_MEMORY_GIB = 1.0  # that the stubs of a busy server may take
@@ -96,7 +96,7 @@ def check_settings(_: Settings) -> Iterator[Finding]:
     from cog_triton.settings import VARIABLES, misspelt_variables
 
     names = [name for name in VARIABLES if os.environ.get(name)]
-    yield Finding("settings", ", ".join(names) if names else "all have their defaults")
+    yield Finding("settings", ", ".join(names) if names else "all defaults")
     for warning in misspelt_variables():
         yield Finding("settings", warning, "note")
 
@@ -107,13 +107,13 @@ def check_gpus(_: Settings) -> Iterator[Finding]:
 
     if GPU:
         count = gpu_count()
-        yield Finding("GPU", f"{count} of NVIDIA's" if count else "the NVIDIA driver is there")
+        yield Finding("GPU", f"{count} NVIDIA" if count else "the NVIDIA driver is installed")
     else:
         yield Finding(
             "GPU",
-            "no NVIDIA GPU is visible: models run on the CPU",
+            "no NVIDIA GPU found: models run on the CPU",
             "note",
-            "in a container: docker run --gpus all; else nvidia-smi says whether the driver works",
+            "in a container, use docker run --gpus all; otherwise, check the driver with nvidia-smi",
         )
     torch = installed_torch()
     if torch is None:
@@ -126,12 +126,12 @@ def check_gpus(_: Settings) -> Iterator[Finding]:
     elif torch.for_cpus and GPU:
         yield Finding(
             "PyTorch",
-            f"{torch.version} is a build for CPUs, and there is a GPU",
+            f"{torch.version} is a CPU build, but this machine has a GPU",
             "note",
-            "https://pytorch.org/get-started/locally/ has the command for CUDA",
+            "install a CUDA build: https://pytorch.org/get-started/locally/",
         )
     else:
-        built = f"built for CUDA {torch.cuda}" if torch.cuda else "a build for CPUs"
+        built = f"built for CUDA {torch.cuda}" if torch.cuda else "CPU build"
         yield Finding("PyTorch", f"{torch.version}, {built}")
 
 
@@ -154,13 +154,13 @@ def check_engines(settings: Settings) -> Iterator[Finding]:
     try:
         runtimes = detect_runtimes(settings)
     except ConfigurationError:
-        return  # said of tritonserver
+        return  # check_triton reports it
     engines = {
         "tensorrtllm": str(runtimes.backends) if runtimes.has_backend else None,
         "llmapi": runtimes.tensorrt_llm,
         "vllm": runtimes.vllm,
         "transformers": _version("transformers"),
-        "simulated": "a part of cog-triton",
+        "simulated": "built in",
     }
     for name, found in engines.items():
         if found is not None:
@@ -172,7 +172,7 @@ def check_engines(settings: Settings) -> Iterator[Finding]:
     except ConfigurationError as error:
         yield Finding("ENGINE", error.message, "problem")
         return
-    yield Finding("ENGINE", f"{settings.engine} is {engine} here")
+    yield Finding("ENGINE", f"{settings.engine} selects {engine} on this machine")
 
 
 def _version(package: str) -> str | None:
@@ -189,16 +189,16 @@ def check_model(settings: Settings) -> Iterator[Finding]:
         is_hub_id = name.count("/") == 1 and name[0] not in "/.~"
         if "://" in name or is_hub_id:
             cache = settings.weights_cache.expanduser()
-            yield Finding("MODEL", f"{name} will be downloaded to {cache} if it is not there")
-        else:
             yield Finding(
-                "MODEL", f"{name} does not exist", "problem", "--model, or MODEL, names it"
+                "MODEL", f"{name} will be downloaded to {cache} unless it is already there"
             )
+        else:
+            yield Finding("MODEL", f"{name} does not exist", "problem", "set MODEL or pass --model")
         return
     if directory.is_dir() and not (directory / "config.json").is_file():
         yield Finding("MODEL", f"{name} has no config.json", "problem")
         return
-    what = "toy demo model" if (directory / "demo.json").is_file() else "there"
+    what = "toy demo model" if (directory / "demo.json").is_file() else "found"
     yield Finding("MODEL", f"{name}: {what}")
 
 
@@ -221,7 +221,7 @@ def check_ports(settings: Settings) -> Iterator[Finding]:
             "ports",
             f"{name}={port} is in use on {settings.host}",
             "problem",
-            f"stop what uses it (ss -ltnp 'sport = :{port}'), or set {name}=0 for a free one",
+            f"find what uses it with ss -ltnp 'sport = :{port}', or set {name}=0 for a free port",
         )
 
 
@@ -239,19 +239,19 @@ def check_disks(settings: Settings) -> Iterator[Finding]:
         "WEIGHTS_CACHE": (
             settings.weights_cache.expanduser(),
             CACHE_GIB,
-            "WEIGHTS_CACHE names another directory",
+            "set WEIGHTS_CACHE to a directory on another disk",
         ),
     }
     for name, (directory, wanted, remedy) in places.items():
         existing = next(place for place in (directory, *directory.parents) if place.exists())
         free = shutil.disk_usage(existing).free / GIB
         if free >= wanted:
-            yield Finding("disk", f"{name}: {free:.1f} GiB are free")
+            yield Finding("disk", f"{name}: {free:.1f} GiB free")
         else:
-            text = f"{name}: {free:.1f} GiB are free, which may be too little"
+            text = f"{name}: only {free:.1f} GiB free"
             yield Finding("disk", text, "note", remedy)
         if not os.access(existing, os.W_OK):
-            yield Finding("disk", f"{existing} cannot be written by this user", "problem", remedy)
+            yield Finding("disk", f"this user cannot write to {existing}", "problem", remedy)
 
 
 def guarded(check: Callable[[Settings], Iterator[Finding]]) -> Callable[..., Iterator[Finding]]:

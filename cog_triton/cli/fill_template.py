@@ -17,11 +17,11 @@ It has the command line of NVIDIA's fill_template.py.
     cog-triton fill-template -i my_repo/tensorrt_llm/config.pbtxt \
         'triton_backend:tensorrtllm,engine_dir:/models/engine,gpu_device_ids:0\,1'
 
-A value ends at the next comma; write \, for a comma in it and \\ for a backslash before one. The
-first colon ends the variable's name, so further ones need no backslash. An empty value is none. Of
-a variable given twice the last value counts. Variables that are not given have their defaults, listed
-in triton_model_repo/README.md. Work on a copy of triton_model_repo: the predictor fills that one
-into a directory of its own at every start.
+A comma ends a value; write \, for a literal comma and \\ for a backslash before a comma. The first
+colon ends the variable's name; later colons need no escape. An empty value unsets the variable. If a
+variable appears twice, the last value wins. Variables that you leave out get the defaults listed in
+triton_model_repo/README.md. Work on a copy of triton_model_repo: the predictor fills these templates
+into a separate directory at every start.
 """
 
 
@@ -37,10 +37,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--in-place",
         "--in_place",
         action="store_true",
-        help="write the file, and print nothing",
+        help="change the file instead of printing the result",
     )
-    parser.add_argument("file", type=Path, help="a config.pbtxt with variables in it")
-    parser.add_argument("substitutions", nargs="+", metavar="name:value,…", help="the values")
+    parser.add_argument("file", type=Path, help="config.pbtxt that contains variables")
+    parser.add_argument(
+        "substitutions", nargs="+", metavar="name:value,…", help="values of the variables"
+    )
 
 
 def run(options: Options) -> None:
@@ -52,7 +54,7 @@ def run(options: Options) -> None:
     values = parse_substitutions(options.substitutions)
     template = read_template(options.file)
     if "${" not in template:
-        raise TemplateError(f"{options.file}: no ${{…}} in it, it was filled already")
+        raise TemplateError(f"{options.file}: contains no ${{…}} variables; it was filled already")
     filled = fill_model(model_of(template, options.file), template, values)
     if options.in_place:
         write_whole(options.file.resolve(), filled)
@@ -90,4 +92,4 @@ def model_of(template: str, path: Path) -> str:
             return str(name)
     names = " or ".join(candidates)
     known = ", ".join(sorted(VARIABLES))
-    raise TemplateError(f"{path}: no model is called {names}; known are {known}")
+    raise TemplateError(f"{path}: unknown model {names}; the known models are {known}")

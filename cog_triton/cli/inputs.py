@@ -21,7 +21,9 @@ def assignment(text: str) -> tuple[str, str]:
     """Split NAME=VALUE."""
     name, equals, value = text.partition("=")
     if not equals or not name:
-        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE, such as max_tokens=512")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not of the form NAME=VALUE, such as max_tokens=512"
+        )
     return name, value
 
 
@@ -45,9 +47,11 @@ def inputs_of(
         if name not in fields:
             suggestion = similar(name, fields)
             advice = (
-                f"did you mean {suggestion}?" if suggestion else f"they are {', '.join(fields)}"
+                f"did you mean {suggestion}?"
+                if suggestion
+                else f"the inputs are {', '.join(fields)}"
             )
-            raise ConfigurationError(f"there is no input {name!r}; {advice}")
+            raise ConfigurationError(f"unknown input {name!r}; {advice}")
         values[name] = converted(name, text, hints[name])
         check_bounds(name, text, values[name], fields[name])
     if values["prompt"] is None and values["messages"] is None:

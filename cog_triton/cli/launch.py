@@ -12,15 +12,15 @@ It has the command line of NVIDIA's launch_triton_server.py.
     cog-triton launch --model_repo=repo --http_port 8100 --grpc_port 8101 --metrics_port 8102
     srun --mpi=pmix cog-triton launch --rank-from-slurm --model_repo=repo
 
-It stays in the foreground and prints a line when every model is ready. On SIGTERM, on Ctrl-C, or when it is
-killed, everything that it started stops. Its exit status is tritonserver's. Fill a repository's templates
-with fill-template first. What no option sets comes from the settings: tritonserver binds to TRITON_HOST,
-127.0.0.1 unless that is set.
+It runs in the foreground and prints a line when every model is ready. When it gets SIGTERM or Ctrl-C, or is
+killed, everything that it started stops. It exits with tritonserver's exit status. Fill the repository's
+templates with fill-template first. The environment variables apply where no option is set: tritonserver
+binds to TRITON_HOST, which defaults to 127.0.0.1.
 
-Different from NVIDIA's: a world of one runs without mpirun, unless --multi-model needs it; --log writes
-the log of every rank; --force takes free ports for those that are in use. --oversubscribe is always on.
-With --multi-model, models of the LLM API learn nothing of an mpirun or srun that started them, unless there
-is one of the C++ backend beside them: each spawns its own workers.
+Differences from NVIDIA's script: a world size of 1 runs without mpirun, unless --multi-model needs it;
+--log writes the log of every rank; --force replaces ports that are in use with free ones; --oversubscribe
+is always on. With --multi-model, models on the LLM API do not see the mpirun or srun that started them,
+because each spawns its own workers, unless the repository also has a model on the C++ backend.
 """
 
 
@@ -49,14 +49,14 @@ class Options(argparse.Namespace):
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--model_repo", type=Path, required=True, help="model repository, its templates filled"
+        "--model_repo", type=Path, required=True, help="model repository with filled templates"
     )
     parser.add_argument(
-        "--world_size", type=int, help="GPUs of the engine, a rank each; default: WORLD_SIZE"
+        "--world_size", type=int, help="number of GPUs, one rank each; default: WORLD_SIZE"
     )
     parser.add_argument(
         "--tritonserver",
-        help="the binary; default: TRITONSERVER, the container's or the wheel's",
+        help="tritonserver binary; default: TRITONSERVER, or the container's or wheel's",
     )
     parser.add_argument(
         "--grpc_port", type=int, help="default: TRITON_GRPC_PORT, or 8001; 0 picks a free port"
@@ -70,35 +70,44 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="default: TRITON_METRICS_PORT, or 8002; 0 picks a free port",
     )
     parser.add_argument(
-        "-f", "--force", action="store_true", help="launch beside others, on free ports if need be"
+        "-f",
+        "--force",
+        action="store_true",
+        help="start even if another server runs; replace ports in use with free ones",
     )
-    parser.add_argument("--log", action="store_true", help="log at verbosity 3, to --log-file")
-    parser.add_argument("--log-file", default="triton_log.txt", help="default: %(default)s")
     parser.add_argument(
-        "--no-mpi", action="store_true", help="never use mpirun; for a world of one"
+        "--log", action="store_true", help="write a log of verbosity 3 to --log-file"
+    )
+    parser.add_argument(
+        "--log-file", default="triton_log.txt", help="log file; default: %(default)s"
+    )
+    parser.add_argument(
+        "--no-mpi", action="store_true", help="never use mpirun; requires a world size of 1"
     )
     parser.add_argument(
         "--tensorrt_llm_model_name",
         default="tensorrt_llm",
         metavar="NAME,…",
-        help="models that every rank loads, separated by commas; default: %(default)s",
+        help="comma-separated models that every rank loads; default: %(default)s",
     )
     parser.add_argument(
-        "--multi-model", action="store_true", help="several TensorRT-LLM models in the repository"
+        "--multi-model",
+        action="store_true",
+        help="serve several TensorRT-LLM models from the repository",
     )
     parser.add_argument(
         "--disable-spawn-processes",
         action="store_true",
-        help="with --multi-model: the models share the ranks of --world_size",
+        help="with --multi-model, run all models in the ranks of --world_size",
     )
     parser.add_argument(
         "--multimodal_gpu0_cuda_mem_pool_bytes",
         type=int,
         default=0,
         metavar="BYTES",
-        help="CUDA memory pool of GPU 0, through which multimodal models pass tensors",
+        help="size of GPU 0's CUDA memory pool, which multimodal models use to pass tensors",
     )
-    parser.add_argument("--oversubscribe", action="store_true", help="no effect: always on")
+    parser.add_argument("--oversubscribe", action="store_true", help="ignored: always on")
     parser.add_argument(
         "--trtllm_llmapi_launch",
         action="store_true",
@@ -108,17 +117,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--exit_timeout",
         type=int,
         metavar="SECONDS",
-        help="tritonserver's --exit-timeout-secs; it is killed after twice as long",
+        help="tritonserver's --exit-timeout-secs; it is killed after twice this time",
     )
     parser.add_argument(
         "--rank-from-slurm",
         action="store_true",
-        help="run the one rank of SLURM_PROCID, of SLURM_NTASKS ranks",
+        help="run only rank SLURM_PROCID of SLURM_NTASKS ranks",
     )
+    parser.add_argument("-q", "--quiet", action="store_true", help="print only warnings")
     parser.add_argument(
-        "-q", "--quiet", action="store_true", help="show only warnings, not when it is ready"
+        "--dry-run", action="store_true", help="print the command without running it"
     )
-    parser.add_argument("--dry-run", action="store_true", help="print the command, and run nothing")
 
 
 def variables(options: Options) -> Variables:

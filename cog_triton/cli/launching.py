@@ -44,8 +44,10 @@ def launch(options: Options) -> int:
     start = launch_of(options, os.environ, len([*Path("/dev").glob("nvidia[0-9]*")]), backends)
     missing = [model for model in start.engine_models if model not in models]
     if missing and settings.world_size > 1:
-        text = "which every rank is to load (--tensorrt_llm_model_name)"
-        raise ConfigurationError(f"{options.model_repo}: no {', '.join(missing)} in it, {text}")
+        raise ConfigurationError(
+            f"{options.model_repo}: does not contain {', '.join(missing)}, which every rank must "
+            "load (--tensorrt_llm_model_name)"
+        )
     if options.dry_run:
         found = locate(settings)
         endpoints = Endpoints(settings.host, *(getattr(settings, port) for port in PORTS))
@@ -73,8 +75,10 @@ def settings_of(options: Options, environ: Mapping[str, str]) -> Settings:
     if settings.world_size > 1 and options.no_mpi:
         raise ConfigurationError("--world_size must be 1 with --no-mpi")
     if settings.world_size > 1 and options.multi_model and not options.disable_spawn_processes:
-        text = "the backend starts the ranks of each model; or use --disable-spawn-processes"
-        raise ConfigurationError(f"--world_size must be 1 with --multi-model: {text}")
+        raise ConfigurationError(
+            "--world_size must be 1 with --multi-model, because the backend starts the ranks of each "
+            "model; use --disable-spawn-processes to run all models in the same ranks"
+        )
     return settings
 
 
@@ -115,16 +119,18 @@ def slurm_number(environ: Mapping[str, str], name: str) -> int:
     try:
         return int(environ[name])
     except (KeyError, ValueError):
-        text = f"{name} is {environ.get(name, 'not set')}; start this with srun"
-        raise ConfigurationError(f"--rank-from-slurm: {text}") from None
+        value = environ.get(name, "not set")
+        raise ConfigurationError(
+            f"--rank-from-slurm: {name} is {value}; start this command with srun"
+        ) from None
 
 
 def read_models(repository: Path) -> dict[str, Any]:
     """Return each model's ModelConfig, or raise ConfigurationError: none, unfilled, or unable to load."""
     texts = {file: read_template(file) for file in sorted(repository.glob(f"*/{CONFIG}"))}
     if not texts:
-        raise ConfigurationError(f"{repository}: no <model>/{CONFIG} in it")
-    problems = ["variables without a value; fill them with fill-template:"]
+        raise ConfigurationError(f"{repository}: contains no <model>/{CONFIG}")
+    problems = ["some variables have no value; fill them with fill-template:"]
     for file, text in texts.items():
         without_comments = re.sub(r'("(?:\\.|[^"\\\n])*")|#[^\n]*', r"\1", text)
         if names := sorted(set(re.findall(r"\$\{[^}\n]*\}?", without_comments))):
@@ -132,7 +138,7 @@ def read_models(repository: Path) -> dict[str, Any]:
     if problems[1:]:
         raise ConfigurationError("\n".join(problems))
     models = {file.parent.name: read_config(file) for file in texts}
-    problems = ["models that cannot be loaded as they were filled:"]
+    problems = ["these models cannot be loaded with the values they were filled with:"]
     problems += [f"  {need}" for model in models.items() for need in unmet_needs(*model)]
     if problems[1:]:
         raise ConfigurationError("\n".join(problems))
@@ -149,7 +155,7 @@ def with_usable_ports(settings: Settings, *, force: bool) -> Settings:
         except ConfigurationError as error:
             if not force:
                 raise ConfigurationError(f"{error.message}{running()}") from None
-            logging.warning("taking a free port in place of %s, which is in use", port)
+            logging.warning("%s is in use; using a free port instead", port)
             settings = settings.model_copy(update={port: 0})
     return settings
 
@@ -157,8 +163,12 @@ def with_usable_ports(settings: Settings, *, force: bool) -> Settings:
 def running() -> str:
     """Return a text on this machine's tritonservers, if there are any."""
     pids = [pid for pid in os.listdir("/proc") if read(pid, "comm") == b"tritonserver\n"]
-    advice = "stop what is in the way with `kill`, or launch beside it, on free ports, with --force"
-    return f".\ntritonserver runs already, as process {', '.join(pids)}: {advice}" if pids else ""
+    if not pids:
+        return ""
+    return (
+        f".\ntritonserver is already running (process {', '.join(pids)}): stop it with `kill`, or use "
+        "--force to start another on free ports"
+    )
 
 
 def supervise(repository: Path, settings: Settings, start: Launch, *, quiet: bool) -> int:

@@ -25,7 +25,7 @@ DESCRIPTION = """
     cog-triton openai --model /path/to/model --served-model-name assistant
     cog-triton openai --host 0.0.0.0 --port 3000 --triton-endpoint http://localhost:8001
 
-The first Ctrl-C lets running requests end, for at most DRAIN_SECONDS; the second stops at once.
+After the first Ctrl-C, running requests have DRAIN_SECONDS to finish. A second Ctrl-C stops at once.
 """
 
 
@@ -53,29 +53,31 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "-t",
         "--triton-endpoint",
         metavar="URL",
-        help="gRPC endpoint of a running Triton; without it, one is started",
+        help="gRPC endpoint of a running Triton; by default, one is started",
     )
     parser.add_argument(
         "--triton-model",
         default="ensemble",
-        help="the running Triton's model, where it has no ensemble_ids; default: %(default)s",
+        help="model to use on a running Triton without ensemble_ids; default: %(default)s",
     )
     parser.add_argument(
         "--tokenizer",
-        help="directory or id of the tokenizer; default: TOKENIZER, or the model's",
+        help="tokenizer directory or Hugging Face id; default: TOKENIZER, or the model's",
     )
     parser.add_argument(
         "--workers",
         type=int,
-        help="processes that answer, if one core is not enough; default: OPENAI_WORKERS, or 1",
+        help="number of processes that serve the API; default: OPENAI_WORKERS, or 1",
     )
     parser.add_argument(
-        "--no-page", action="store_true", help="no chat page at /, as CHAT_PAGE=false"
+        "--no-page",
+        action="store_true",
+        help="do not serve the chat page at / (like CHAT_PAGE=false)",
     )
     parser.add_argument(
         "--api-keys-file",
         type=Path,
-        help="file of API keys, one a line; default: OPENAI_API_KEYS_FILE",
+        help="file of API keys, one per line; default: OPENAI_API_KEYS_FILE",
     )
     parser.add_argument(
         "--allowed-origins",
@@ -102,7 +104,7 @@ def variables(options: Options) -> Variables:
 def run(options: Options) -> int:
     """Serve until a signal comes; return the exit status, 130 after Ctrl-C."""
     end_at_once_on_signals()
-    # Else gRPC says of each process that is started that it cannot prepare for it.
+    # Otherwise gRPC logs a warning about fork support for each process that is started.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     port = port_of(options.port, 3000)
     set_up_log()

@@ -18,14 +18,14 @@ def positive_integer(text: str) -> int:
     except ValueError:
         value = 0
     if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not an integer above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
     return value
 
 
 def port_number(text: str) -> int:
     """Return a port; 0 lets the system choose a free one."""
     if not text.isdecimal() or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a port, 0 to 65535")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port from 0 to 65535")
     return int(text)
 
 
@@ -54,7 +54,7 @@ def port_of(option: int | None, default: int) -> int:
     except argparse.ArgumentTypeError:
         from cog_triton.errors import ConfigurationError
 
-        raise ConfigurationError(f"PORT={text} is not a port") from None
+        raise ConfigurationError(f"PORT={text} is not a port from 0 to 65535") from None
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -70,13 +70,13 @@ def add_served_model_names(parser: argparse.ArgumentParser) -> None:
         "--served-model-name",
         action="append",
         metavar="NAME",
-        help="name of the model in OpenAI's API; may be repeated; default: SERVED_MODEL_NAME",
+        help="name of the model in OpenAI's API, may be repeated; default: SERVED_MODEL_NAME",
     )
 
 
 def add_verbose(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "-v", "--verbose", action="store_true", help="log everything, as LOG_LEVEL=debug does"
+        "-v", "--verbose", action="store_true", help="log everything (like LOG_LEVEL=debug)"
     )
 
 

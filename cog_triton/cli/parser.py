@@ -37,7 +37,7 @@ class CommandParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         lines = [f"{self.prog}: error: {message}"]
         lines += self._suggestions(message)
-        lines.append(f"{self.prog} --help lists the options.")
+        lines.append(f"Run `{self.prog} --help` for the options.")
         self.exit(2, "\n".join(lines) + "\n")
 
     def _suggestions(self, message: str) -> list[str]:
@@ -50,7 +50,7 @@ class CommandParser(argparse.ArgumentParser):
                 continue
             known = [name for name in self._option_string_actions if name.startswith("--")]
             if suggestion := similar(option, known):
-                lines.append(f"  {option} is no option; did you mean {suggestion}?")
+                lines.append(f"  unknown option {option}; did you mean {suggestion}?")
         if choice := re.search(r"invalid choice: '?([^' ]+)'? \(choose from (.*)\)", message):
             choices = re.findall(r"[\w.-]+", choice[2])
             if suggestion := similar(choice[1], choices):

@@ -26,9 +26,9 @@ DESCRIPTION = """
     cog-triton predict "What is machine learning?"
     cog-triton predict -i max_tokens=20 -i temperature=0 "What is a KV cache?"
 
-The answer goes to standard output and nothing else does: the progress of the start, the seed, the figures
-and Triton's warnings go to standard error. Triton takes free ports where TRITON_HTTP_PORT and its like name
-none.
+Only the answer goes to standard output. Start-up progress, the seed, timings and Triton's warnings go to
+standard error. Triton uses free ports unless TRITON_HTTP_PORT, TRITON_GRPC_PORT and TRITON_METRICS_PORT are
+set.
 """
 TRITON_PORTS = ("TRITON_HTTP_PORT", "TRITON_GRPC_PORT", "TRITON_METRICS_PORT")
 
@@ -41,7 +41,7 @@ class Options(argparse.Namespace):
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("prompt", nargs="?", help="default: What is machine learning?")
+    parser.add_argument("prompt", nargs="?", help="the prompt; default: What is machine learning?")
     add_model(parser)
     parser.add_argument(
         "-i",
@@ -50,7 +50,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="another input of the predictor, such as max_tokens; may be repeated",
+        help="another input of the predictor, such as max_tokens=20; may be repeated",
     )
     parser.add_argument("-v", "--verbose", action="store_true", help="show Triton's whole log")
 

@@ -64,17 +64,17 @@ PACKAGE = (
     Command(
         name="openai",
         module="cog_triton.cli.openai",
-        summary="Serve OpenAI's and Anthropic's API, on a Triton of its own or a running one",
+        summary="Serve OpenAI's and Anthropic's APIs, with a new Triton or a running one",
     ),
     Command(
         name="batch",
         module="cog_triton.cli.batch",
-        summary="Answer a file of requests, one JSON object a line",
+        summary="Answer a file of requests, one JSON object per line",
     ),
     Command(
         name="worker",
         module="cog_triton.cli.worker",
-        summary="Serve as a worker of NVIDIA Dynamo",
+        summary="Serve the model as an NVIDIA Dynamo worker",
     ),
     Command(
         name="scale",
@@ -84,12 +84,12 @@ PACKAGE = (
     Command(
         name="adapter",
         module="cog_triton.cli.adapter",
-        summary="Add, list and remove LoRA adapters, also while a server runs",
+        summary="Add, list and remove LoRA adapters, even while a server runs",
     ),
     Command(
         name="fill-template",
         module="cog_triton.cli.fill_template",
-        summary="Fill the variables of one config.pbtxt",
+        summary="Fill in the variables of a config.pbtxt",
         failure_status=2,
     ),
     Command(
@@ -101,7 +101,7 @@ PACKAGE = (
     Command(
         name="doctor",
         module="cog_triton.cli.doctor",
-        summary="Say what this machine has for serving, and what is missing",
+        summary="Check this machine for what serving needs, and say how to get what is missing",
     ),
     Command(
         name="completion",

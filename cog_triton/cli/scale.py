@@ -6,7 +6,7 @@ from cog_triton.cli.options import add_host, add_port, port_of, positive_integer
 from cog_triton.cli.worker import check_dynamo
 
 DESCRIPTION = """
-Ctrl-C and SIGTERM stop all of them.
+Ctrl-C or SIGTERM stops all of them.
 
     cog-triton scale --port 8080 --workers 2
 """
@@ -21,7 +21,9 @@ class Options(argparse.Namespace):
 def add_options(parser: argparse.ArgumentParser) -> None:
     add_host(parser, short="-H")
     add_port(parser, 8080)
-    parser.add_argument("--workers", type=positive_integer, default=2, help="default: %(default)s")
+    parser.add_argument(
+        "--workers", type=positive_integer, default=2, help="number of workers; default: 2"
+    )
 
 
 def run(options: Options) -> int:

@@ -31,9 +31,9 @@ DESCRIPTION = """
     cog-triton serve
     cog-triton serve --port 5001 --host 0.0.0.0 --model /path/to/model --verbose
 
-The first Ctrl-C, or SIGTERM, lets running predictions end, for at most DRAIN_SECONDS, and stops everything
-that was started; the second stops at once. The schema that Cog's server reads is written to .cog in this
-directory.
+After SIGTERM or the first Ctrl-C, running predictions have DRAIN_SECONDS to finish; then everything that
+was started stops. A second signal stops at once. The command writes the schema that Cog's server reads to
+.cog in the current directory.
 """
 
 
@@ -114,7 +114,7 @@ def environment(given: Mapping[str, str]) -> dict[str, str]:
 def why_not_free(host: str, port: int) -> str:
     """Return the reason why nothing can listen on a port; empty if something can."""
     if port == 0:
-        return "Cog's server needs a port that is named: --port 1 to 65535"
+        return "Cog's server cannot choose a free port: use --port with 1 to 65535"
     try:
         socket.create_server((host, port)).close()
     except OSError as error:

@@ -17,13 +17,13 @@ from cog_triton.cli.options import (
 from cog_triton.errors import ConfigurationError
 
 DESCRIPTION = """
-Dynamo's frontend has the API and routes to many workers.
+Dynamo's frontend serves the API and routes requests to the workers.
 
     cog-triton worker --discovery-backend file
     cog-triton worker --triton localhost:8001
 
-SIGTERM and Ctrl-C let running requests end, for at most DRAIN_SECONDS. Dynamo's documentation has its
-variables (DYN_…).
+After SIGTERM or Ctrl-C, running requests have DRAIN_SECONDS to finish. Dynamo's documentation describes
+its environment variables (DYN_…).
 """
 
 
@@ -46,16 +46,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "-t",
         "--triton",
         metavar="HOST:PORT",
-        help="gRPC port of a running Triton; without it, one is started",
+        help="gRPC address of a running Triton; by default, one is started",
     )
     add_model(parser)
     add_served_model_names(parser)
     parser.add_argument(
         "--namespace",
         default=environment_default("DYN_NAMESPACE", "dynamo"),
-        help="default: DYN_NAMESPACE, or dynamo",
+        help="Dynamo namespace; default: DYN_NAMESPACE, or dynamo",
     )
-    parser.add_argument("--component", default="backend", help="default: %(default)s")
+    parser.add_argument(
+        "--component", default="backend", help="Dynamo component; default: %(default)s"
+    )
     parser.add_argument(
         "--discovery-backend",
         default=environment_default("DYN_DISCOVERY_BACKEND", "etcd"),
@@ -64,24 +66,24 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--request-plane",
         default=environment_default("DYN_REQUEST_PLANE", "tcp"),
-        help="default: DYN_REQUEST_PLANE, or tcp",
+        help="transport of requests; default: DYN_REQUEST_PLANE, or tcp",
     )
     parser.add_argument(
         "--event-plane",
         default=environment_default("DYN_EVENT_PLANE", "zmq"),
-        help="default: DYN_EVENT_PLANE, or zmq",
+        help="transport of events; default: DYN_EVENT_PLANE, or zmq",
     )
     parser.add_argument(
         "--tool-call-parser",
         default=environment_default("DYN_TOOL_CALL_PARSER", "") or None,
         metavar="NAME",
-        help="a parser of Dynamo's, such as hermes; default: DYN_TOOL_CALL_PARSER",
+        help="Dynamo's parser of tool calls, such as hermes; default: DYN_TOOL_CALL_PARSER",
     )
     parser.add_argument(
         "--reasoning-parser",
         default=environment_default("DYN_REASONING_PARSER", "") or None,
         metavar="NAME",
-        help="a parser of Dynamo's, such as qwen3; default: DYN_REASONING_PARSER",
+        help="Dynamo's parser of reasoning, such as qwen3; default: DYN_REASONING_PARSER",
     )
     add_verbose(parser)
 

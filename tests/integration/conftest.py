@@ -124,7 +124,7 @@ def cog_server(
 def paced_cog_server(
     demo_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[CogServer]:
-    """Cog with the OpenAI face beside it and the simulated engine, at PACE_MS a token."""
+    """Cog with OpenAI's API beside it and the simulated engine, at PACE_MS a token."""
     environment = {
         "MODEL": str(demo_model),
         "ENGINE": "simulated",
@@ -141,7 +141,7 @@ def paced_cog_server(
 def openai_server(
     demo_model: Path, engine_name: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[OpenAIServer]:
-    """The OpenAI face with the demo model."""
+    """OpenAI's API with the demo model."""
     log = tmp_path_factory.mktemp("openai") / "log"
     with OpenAIServer({"MODEL": str(demo_model), "ENGINE": engine_name}, log) as server:
         yield server
@@ -160,7 +160,7 @@ def engine_counters(server: TritonServer) -> EngineCounters:
 
 @pytest.fixture
 def client(server: OpenAIServer) -> Iterator["openai.OpenAI"]:
-    """PyPI's, of the OpenAI face that a module's tests have as their server."""
+    """PyPI's client of the server with OpenAI's API that a module's tests use."""
     import openai  # not in every environment of the tests
 
     http = openai.DefaultHttpxClient(trust_env=False)

@@ -1,4 +1,4 @@
-"""Storms of cancels, by every door of a face: none is lost, and the engine is idle a second later.
+"""Storms of cancels, through every API: none is lost, and the engine is idle a second later.
 
 CANCELS=5000 pytest tests/integration/test_cancels.py
 """
@@ -72,21 +72,21 @@ async def disconnected(name: str, storm: Storm) -> None:
     await asyncio.gather(running, return_exceptions=True)
 
 
-DOORS: dict[str, Callable[[Storm], Awaitable[None]]] = {
+WAYS: dict[str, Callable[[Storm], Awaitable[None]]] = {
     "cancelled by route": cancelled_by_route,
     **{name: partial(disconnected, name) for name in DISCONNECTS},
 }
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("door", DOORS)
-async def test_no_cancel_is_lost(paced_cog_server: CogServer, door: str) -> None:
+@pytest.mark.parametrize("way", WAYS)
+async def test_no_cancel_is_lost(paced_cog_server: CogServer, way: str) -> None:
     """None of the requests runs a second after the last cancel of each wave."""
     storm, lost = Storm(paced_cog_server), 0
     async with storm.client:
         for begun in range(0, CANCELS, TOGETHER):
             count = min(TOGETHER, CANCELS - begun)
-            await asyncio.gather(*(DOORS[door](storm) for _ in range(count)))
+            await asyncio.gather(*(WAYS[way](storm) for _ in range(count)))
             lost += await still_running(paced_cog_server)
     assert lost == 0, f"{lost} of {CANCELS} cancels were lost"
 

@@ -1,4 +1,4 @@
-"""GuideLLM, a benchmark that others wrote, on the OpenAI face; ``make test-clients`` installs it."""
+"""GuideLLM, a third-party benchmark, on OpenAI's API; ``make test-clients`` installs it."""
 
 import json
 import os

@@ -67,8 +67,8 @@ def ports(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
             name: Port(numbers[name], psutil.Process(cog.process.pid))
             for name in ("front", "beside", "metrics")
         }
-        with OpenAIServer(SIMULATED, directory / "workers", *attached, "--workers", "2") as face:
-            ports["workers"] = Port(face.port, psutil.Process(face.process.pid))
+        with OpenAIServer(SIMULATED, directory / "workers", *attached, "--workers", "2") as server:
+            ports["workers"] = Port(server.port, psutil.Process(server.process.pid))
             yield ports
 
 

@@ -81,7 +81,7 @@ class Prometheus(support.Server):
 
 
 class Watched:
-    """Cog's server with the OpenAI face beside it, a Prometheus, and what a collector got."""
+    """Cog's server with OpenAI's API beside it, a Prometheus, and what a collector got."""
 
     def __init__(self, model: Path, directory: Path, stack: ExitStack) -> None:
         own, openai, received = free_port(), free_port(), []
@@ -120,7 +120,7 @@ class Watched:
         self.prometheus = stack.enter_context(Prometheus(targets, directory))
 
     def load(self) -> None:
-        """Answers by both faces, and a refusal; then a scrape."""
+        """Answers through both APIs, and a refusal; then a scrape."""
         for model, status in (("demo", 200), ("none", 404)):
             body = chat_body(max_tokens=TOKENS, model=model)
             assert httpx.post(self.openai, json=body, trust_env=False).status_code == status
@@ -182,11 +182,11 @@ def test_promtool(arguments: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("face", ["cog", "openai"])
-def test_a_trace_goes_from_the_client_to_the_engine(watched: Watched, face: str) -> None:
+@pytest.mark.parametrize("api", ["cog", "openai"])
+def test_a_trace_goes_from_the_client_to_the_engine(watched: Watched, api: str) -> None:
     trace, client = secrets.token_hex(16), secrets.token_hex(8)
     url, body = watched.openai, chat_body(max_tokens=TOKENS)
-    if face == "cog":
+    if api == "cog":
         asked = {"prompt": "Hello", "max_tokens": TOKENS}
         url, body = f"{watched.cog.url}/predictions", {"input": asked}
     headers = {"traceparent": f"00-{trace}-{client}-01"}
@@ -202,8 +202,8 @@ def test_a_trace_goes_from_the_client_to_the_engine(watched: Watched, face: str)
             above = spans[above].get("parentSpanId", "")
         return names if above == client else []
 
-    below = wait_until(partial(path, "generate"), 60, "the face's spans")
-    assert below[1:] == ["chat demo"] if face == "openai" else below[1].startswith("cog.")
+    below = wait_until(partial(path, "generate"), 60, "the API's spans")
+    assert below[1:] == ["chat demo"] if api == "openai" else below[1].startswith("cog.")
     for name in ("admission", "triton"):
         assert wait_until(partial(path, name), 30, name) == [name, *below]
     # Triton sends the span of the stream itself, InferRequest, when it likes.

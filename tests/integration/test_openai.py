@@ -1,4 +1,4 @@
-"""The OpenAI face on a real server: PyPI's client, the prompts and fields of its APIs, and how it ends."""
+"""OpenAI's API on a real server: PyPI's client, the prompts and fields of its APIs, and how it ends."""
 
 import json
 import signal

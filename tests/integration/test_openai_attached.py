@@ -1,4 +1,4 @@
-"""The OpenAI face on a Triton that runs already, on an old ensemble, and in several processes."""
+"""OpenAI's API on a Triton that runs already, on an old ensemble, and in several processes."""
 
 import itertools
 import os
@@ -83,10 +83,10 @@ def test_an_endpoint_that_is_none(
     endpoint: str, more: tuple[str, ...], text: str, tmp_path: Path
 ) -> None:
     arguments = ("--triton-endpoint", endpoint, *more)
-    face = OpenAIServer({"TRITON_START_TIMEOUT": "0.5"}, tmp_path / "log", *arguments)
-    with pytest.raises(AssertionError, match=text), face:
+    server = OpenAIServer({"TRITON_START_TIMEOUT": "0.5"}, tmp_path / "log", *arguments)
+    with pytest.raises(AssertionError, match=text), server:
         pass
-    assert face.process.wait(timeout=60) != 0
+    assert server.process.wait(timeout=60) != 0
 
 
 @pytest.fixture(scope="module")
@@ -154,8 +154,8 @@ def test_a_triton_that_goes_and_comes_back(demo_model: Path, tmp_path: Path) -> 
     for name in ("first", "second"):
         (tmp_path / name).mkdir()
     with running(make_server(settings, tmp_path / "first")) as first:
-        face = attached(first, demo_model, tmp_path / "log", RESUME_TIMEOUT="0.2")
-        with face as server, server.stream(max_tokens=2000, min_tokens=2000) as events:
+        openai = attached(first, demo_model, tmp_path / "log", RESUME_TIMEOUT="0.2")
+        with openai as server, server.stream(max_tokens=2000, min_tokens=2000) as events:
             next(events)
             first.kill()
             *_, failed, done = events

@@ -1,4 +1,4 @@
-"""OPENAI_PORT: both faces on one Triton, in one predictor, to their common end."""
+"""OPENAI_PORT: both APIs on one Triton, in one predictor, to their common end."""
 
 import contextlib
 import signal
@@ -14,7 +14,7 @@ from tests.support import CogServer, alive, children, free_port, wait_until
 
 
 def server_with(model: Path, directory: Path, **environment: str) -> CogServer:
-    """Cog's server, and the other face on a port; 20 ms a token."""
+    """Cog's server, with OpenAI's API on another port; 20 ms a token."""
     simulated = {"ENGINE": "simulated", "SIMULATED_INTER_TOKEN_MS": "20"}
     given = {"MODEL": str(model), "OPENAI_PORT": str(free_port()), **simulated, **environment}
     return CogServer(given, directory / "log")

@@ -1,4 +1,4 @@
-"""LoRA adapters as models of the OpenAI face, on the embedded engine."""
+"""LoRA adapters as models of OpenAI's API, on the embedded engine."""
 
 import shutil
 from collections.abc import Iterator

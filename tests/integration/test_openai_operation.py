@@ -1,4 +1,4 @@
-"""The operator's side of the OpenAI face, on real servers: keys, fairness, figures, spans."""
+"""The operator's side of OpenAI's API, on real servers: keys, fairness, figures, spans."""
 
 import asyncio
 import contextlib
@@ -153,7 +153,7 @@ def test_a_light_key_overtakes_a_hog(keyed: OpenAIServer) -> None:
 
 @pytest.fixture(scope="module")
 def proxy(keyed: OpenAIServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
-    """deploy/openai/nginx.conf before the face."""
+    """deploy/openai/nginx.conf in front of OpenAI's API."""
     changes = {"http://127.0.0.1:3000": keyed.url}
     with nginx("openai/nginx.conf", tmp_path_factory.mktemp("nginx"), changes) as client:
         yield client

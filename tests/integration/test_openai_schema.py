@@ -1,4 +1,4 @@
-"""What the OpenAI face's own schema promises, held to it by schemathesis on a real server."""
+"""Schemathesis checks that a real server keeps to the schema of OpenAI's API."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,7 +31,7 @@ def server(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 def check(server: OpenAIServer, operation: Any) -> None:
     """Sends what the schema allows to one operation, and looks at what comes back."""
-    promises = [
+    chosen = [
         checks.not_a_server_error,
         openapi.status_code_conformance,
         openapi.content_type_conformance,
@@ -49,7 +49,7 @@ def check(server: OpenAIServer, operation: Any) -> None:
     def conforms(case: Any) -> None:
         if isinstance(case.body, dict) and "model" in case.body:
             case.body["model"] = "demo"  # what is behind the name is to be tried
-        case.call_and_validate(base_url=server.url, checks=promises)
+        case.call_and_validate(base_url=server.url, checks=chosen)
 
     conforms()
 

@@ -1,4 +1,4 @@
-"""Structured output, enforced calls and log probabilities by the OpenAI face, on the embedded engine."""
+"""Structured output, enforced calls and log probabilities through OpenAI's API, on the embedded engine."""
 
 import json
 import math

@@ -157,7 +157,7 @@ def test_a_body_that_is_too_large_is_refused(proxy: httpx.Client) -> None:
 def test_a_file_is_uploaded_through_the_proxy_of_the_openai_face_as_it_comes(
     tmp_path: Path,
 ) -> None:
-    """What the face takes, the proxy lets through: MAX_FILE_BYTES here, MAX_REQUEST_BYTES elsewhere."""
+    """The proxy lets through what the API accepts: MAX_FILE_BYTES here, MAX_REQUEST_BYTES elsewhere."""
     defaults = read_settings({})
     began, received = threading.Event(), dict[str, int]()
 

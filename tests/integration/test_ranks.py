@@ -259,7 +259,7 @@ def test_a_single_rank(launch: Callable[..., Launched], repository: Path, tmp_pa
     (running,) = named(str(repository), "tritonserver")
     assert (
         str(running)
-        in refused.log.read_text().partition("tritonserver runs already, as process ")[2]
+        in refused.log.read_text().partition("tritonserver is already running (process ")[2]
     )
 
     beside = launch(f"--http_port={port}", "--force")

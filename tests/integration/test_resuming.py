@@ -99,7 +99,7 @@ class Asked:
         fields = {"max_tokens": TOKENS, "stream": True, "temperature": 1.0, "seed": 1}
         fields |= {"ignore_eos": True, **KINDS[name]}
         headers, path = {}, fields.pop("path", "")
-        if fields.pop("face", "openai") == "cog":
+        if fields.pop("api", "openai") == "cog":
             path, url = "predictions", self.server.url
             stream, webhook = fields.pop("stream"), fields.pop("webhook", False)
             body: dict[str, Any] = {"input": {"prompt": QUESTION, **fields}}
@@ -142,7 +142,7 @@ class Asked:
 
 @contextmanager
 def serving(model: Path, directory: Path, names: list[str], **environment: str) -> Iterator[Asked]:
-    """Cog's server with the OpenAI face, and a receiver of webhooks."""
+    """Cog's server with OpenAI's API, and a receiver of webhooks."""
     template = (model / "chat_template.jinja").read_text()
     template += "{% if enable_thinking %}<think>{% endif %}{# </think> #}"
     given = {"MODEL": str(model), "OPENAI_PORT": str(free_port()), "CHAT_TEMPLATE": template}

@@ -1,4 +1,4 @@
-"""Routers that others wrote in front of OpenAI faces, smg and Ray Serve, and what a killed face costs."""
+"""Third-party routers, smg and Ray Serve, in front of servers of OpenAI's API, one of which is killed."""
 
 import contextlib
 import signal
@@ -29,21 +29,21 @@ ENVIRONMENT = {"ENGINE": "simulated", "SIMULATED_INTER_TOKEN_MS": "10"}
 
 
 class Router(OpenAIServer):
-    """A router, which has the routes of the faces behind it."""
+    """A router, which has the routes of the servers behind it."""
 
-    def healthy_faces(self) -> int:
+    def healthy_servers(self) -> int:
         with contextlib.suppress(httpx.TransportError, ValueError):
             return int(self.get("/readiness").json().get("healthy_workers", 0))
         return 0
 
     def wait_for_line(self, text: str = "") -> None:  # noqa: ARG002
-        """Wait for both faces; of Ray's, a line tells."""
+        """Wait for both servers; Ray's logs a line."""
 
         def both_serve() -> bool:
             assert self.process.poll() is None, self.log.read_text()[-3000:]
-            return self.healthy_faces() == 2 or "is ready at" in self.log.read_text()
+            return self.healthy_servers() == 2 or "is ready at" in self.log.read_text()
 
-        wait_until(both_serve, START_TIMEOUT, "both faces behind the router")
+        wait_until(both_serve, START_TIMEOUT, "both servers behind the router")
 
     def running_requests(self) -> int:
         return sum(load["num_running_reqs"] for load in self.get("/get_loads").json()["loads"])
@@ -73,7 +73,7 @@ class Router(OpenAIServer):
 
 
 @pytest.mark.skipif(not SMG.exists(), reason="smg is not installed: make test-clients")
-def test_faces_behind_smg(demo_model: Path, tmp_path: Path) -> None:
+def test_servers_behind_smg(demo_model: Path, tmp_path: Path) -> None:
     environment = {**ENVIRONMENT, "MODEL": str(demo_model)}
     one, two = (OpenAIServer(environment, tmp_path / name) for name in ("one", "two"))
     router = Router({}, tmp_path / "log")
@@ -85,13 +85,13 @@ def test_faces_behind_smg(demo_model: Path, tmp_path: Path) -> None:
         body = {"model": "demo", "input": "Hello", "max_output_tokens": 4}
         assert router.post("/v1/responses", body).json()["status"] == "incomplete"
         with router.streams() as running:
-            wait_until(lambda: router.running_requests() == STREAMS, 60, "the faces' loads")
+            wait_until(lambda: router.running_requests() == STREAMS, 60, "the servers' loads")
             assert 0 < one.engine["active"] < STREAMS
             one.process.terminate()
         assert {stream.result() for stream in running} == {"whole"}
         assert one.process.wait(60) == 0
         with one:
-            wait_until(lambda: router.healthy_faces() == 2, 60, "the return of a face")
+            wait_until(lambda: router.healthy_servers() == 2, 60, "the return of a server")
             with router.streams() as running:
                 two.process.kill()
             assert {stream.result() for stream in running} == {"whole", "error"}

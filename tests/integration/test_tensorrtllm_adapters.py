@@ -155,11 +155,11 @@ def test_the_openai_face_on_a_triton_that_runs_already(demo_model: Path, tmp_pat
     os.rename(tmp_path / "repository" / IDS_ENSEMBLE, tmp_path / IDS_ENSEMBLE)
     with (
         running(server) as triton,
-        attached(triton, demo_model, tmp_path / "log", LORA_DIR=str(poet.parent)) as face,
+        attached(triton, demo_model, tmp_path / "log", LORA_DIR=str(poet.parent)) as openai,
     ):
         fields = {"prompt": "Hello there", "max_tokens": 8, "seed": 1}
         plain, changed, again = (
-            face.complete(model=model, **fields).json()["choices"][0]["text"]
+            openai.complete(model=model, **fields).json()["choices"][0]["text"]
             for model in ("demo", "poet", "poet")
         )
         assert changed == again != plain

@@ -72,21 +72,22 @@ def test_an_unknown_command_is_one_line_with_advice(
     word: str, advice: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([word]) == 2
-    assert capsys.readouterr().err == (
-        f"cog-triton: error: there is no command {word!r}; {advice}\n"
-    )
+    assert capsys.readouterr().err == (f"cog-triton: error: unknown command {word!r}; {advice}\n")
 
 
 @pytest.mark.parametrize(
     ("arguments", "advice"),
     [
-        (["serve", "--prot", "80"], "  --prot is no option; did you mean --port?"),
+        (["serve", "--prot", "80"], "  unknown option --prot; did you mean --port?"),
         (["openai", "--served-model=a"], None),  # argparse takes the beginning of an option
         (
             ["openai", "--model-name=a"],
-            "  --model-name is no option; did you mean --served-model-name?",
+            "  unknown option --model-name; did you mean --served-model-name?",
         ),
-        (["launch", "--model-repo=/r"], "  --model-repo is no option; did you mean --model_repo?"),
+        (
+            ["launch", "--model-repo=/r"],
+            "  unknown option --model-repo; did you mean --model_repo?",
+        ),
         (["adapter", "lst"], "  did you mean list?"),
         (["predict", "a prompt", "--tempreature", "1"], None),
     ],
@@ -109,7 +110,7 @@ def test_a_misspelt_option_gets_a_suggestion(
     assert first.startswith(f"cog-triton {arguments[0]}: error: ")
     assert others == [
         *([] if advice is None else [advice]),
-        f"cog-triton {arguments[0]} --help lists the options.",
+        f"Run `cog-triton {arguments[0]} --help` for the options.",
     ]
 
 

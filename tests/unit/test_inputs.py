@@ -51,8 +51,8 @@ def test_a_value_has_the_type_of_its_input(text: str, value: object) -> None:
             "seed=18446744073709551616 is too large: the maximum is 18446744073709551615",
         ),
         ("ignore_eos=maybe", "ignore_eos=maybe is not true or false"),
-        ("max_token=5", "there is no input 'max_token'; did you mean max_tokens?"),
-        ("nonsense=5", "there is no input 'nonsense'; they are prompt, system_prompt"),
+        ("max_token=5", "unknown input 'max_token'; did you mean max_tokens?"),
+        ("nonsense=5", "unknown input 'nonsense'; the inputs are prompt, system_prompt"),
     ],
 )
 def test_what_a_server_would_refuse_is_one_line(text: str, problem: str) -> None:
@@ -72,4 +72,7 @@ def test_an_input_without_a_value_is_refused_before_anything_starts(
     with pytest.raises(SystemExit) as ended:
         main(["predict", "-i", "max_tokens", "hello"])
     assert ended.value.code == 2
-    assert "'max_tokens' is not NAME=VALUE, such as max_tokens=512" in capsys.readouterr().err
+    assert (
+        "'max_tokens' is not of the form NAME=VALUE, such as max_tokens=512"
+        in capsys.readouterr().err
+    )

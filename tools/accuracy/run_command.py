@@ -19,9 +19,9 @@ It has the flags of TensorRT-LLM's run.py.
     cog-triton run --engine_dir ./phi-engine --tokenizer_dir ./Phi-3-mini-4k-instruct \\
         --max_output_len 500 --input_text "How do I count to nine in French?"
 
-It starts Triton on free ports with the deployment's settings, asks, prints and stops everything.
---engine_dir is a directory of TensorRT-LLM's engine or of a checkpoint, a tar file of one, or a Hugging
-Face id; without it, MODEL and ENGINE_DIR count, as docs/configuration.md has them.
+It starts Triton on free ports with the deployment's settings, prints the completions and stops Triton.
+--engine_dir is the directory or tar file of a TensorRT-LLM engine or a checkpoint, or a Hugging Face id.
+It defaults to MODEL and ENGINE_DIR, which docs/configuration.md describes.
 """
 
 
@@ -62,13 +62,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[DEFAULT_TEXT],
         metavar="TEXT",
-        help=f"default: {DEFAULT_TEXT}",
+        help=f"prompts; default: {DEFAULT_TEXT}",
     )
     parser.add_argument(
         "--input_file",
         type=Path,
         metavar="FILE",
-        help="a prompt a line, instead of --input_text",
+        help="file of prompts, one per line, to use instead of --input_text",
     )
     parser.add_argument(
         "--max_input_length",
@@ -77,20 +77,24 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="TOKENS",
         help="maximum length of a prompt; default: %(default)s",
     )
-    parser.add_argument("--engine_dir", metavar="DIRECTORY", help="what to run; see above")
+    parser.add_argument(
+        "--engine_dir", metavar="DIRECTORY", help="engine or checkpoint to run; see above"
+    )
     parser.add_argument(
         "--hf_model_dir",
         "--model_dir",
         metavar="DIRECTORY",
-        help="the checkpoint; default: MODEL",
+        help="checkpoint to run; default: MODEL",
     )
     parser.add_argument(
         "--tokenizer_dir", metavar="DIRECTORY", help="default: TOKENIZER, or the checkpoint's"
     )
-    parser.add_argument("--streaming", action="store_true", help="print an output as it is made")
+    parser.add_argument(
+        "--streaming", action="store_true", help="print each output as it is generated"
+    )
     parser.add_argument("--temperature", type=float, default=1.0, help="default: 1")
-    parser.add_argument("--top_k", type=int, default=1, help="default: 1, which is greedy")
-    parser.add_argument("--top_p", type=float, default=0.0, help="default: 0, which is none")
+    parser.add_argument("--top_k", type=int, default=1, help="default: 1 (greedy)")
+    parser.add_argument("--top_p", type=float, default=0.0, help="default: 0 (no limit)")
     parser.add_argument("--length_penalty", type=float, default=1.0, help="default: 1")
     parser.add_argument("--repetition_penalty", type=float, default=1.0, help="default: 1")
     parser.add_argument("--presence_penalty", type=float, default=0.0, help="default: 0")
@@ -98,7 +102,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--random_seed", dest="seed", type=int, default=0, metavar="N", help="default: 0"
     )
-    parser.add_argument("--end_id", type=int, help="ends an output; default: the tokenizer's")
+    parser.add_argument(
+        "--end_id", type=int, help="token id that ends an output; default: the tokenizer's"
+    )
     parser.add_argument(
         "--stop_words",
         dest="stop_sequences",
@@ -106,7 +112,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action="extend",
         default=[],
         metavar="WORD",
-        help="end an output, and are left out of it",
+        help="words that end an output and are removed from it",
     )
     parser.add_argument(
         "--bad_words",
@@ -114,11 +120,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action="extend",
         default=[],
         metavar="WORD",
-        help="never generated",
+        help="words that are never generated",
     )
-    parser.add_argument(
-        "--num_beams", type=int, choices=[1], help="one sequence is streamed for each prompt"
-    )
+    parser.add_argument("--num_beams", type=int, choices=[1], help="only 1 is supported")
     # Flags of run.py that change nothing here.
     parser.add_argument("--log_level", nargs="?", help=argparse.SUPPRESS)
     parser.add_argument("--tokenizer_type", nargs="?", help=argparse.SUPPRESS)

@@ -14,9 +14,9 @@ It does what summarize.py of the TensorRT-LLM guides does.
         --batch_size 1 --test_trt_llm --test_hf --data_type fp16 --check_accuracy \\
         --tensorrt_llm_rouge1_threshold=20
 
-It compares ROUGE, token ids and log probabilities; see docs/measuring.md. The exit status is 0, 1 when the
-engine is not accurate enough, and 2 when nothing could be compared. The last line on standard output is the
-report as JSON.
+It compares ROUGE, token ids and log probabilities; see docs/measuring.md. The exit status is 1 if the
+engine is not accurate enough and 2 if nothing could be compared. The last line on standard output is the
+JSON report.
 """
 
 
@@ -49,45 +49,43 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="directory or Hugging Face id of the model",
     )
     parser.add_argument(
-        "--tokenizer_dir", metavar="DIRECTORY", help="the tokenizer, if not the model's"
+        "--tokenizer_dir", metavar="DIRECTORY", help="tokenizer; default: the model's"
     )
     parser.add_argument(
         "--test_trt_llm",
         action="store_true",
-        help="test the engine; both sides are, when neither flag is given",
+        help="test the engine; with neither --test flag, both sides are tested",
     )
-    parser.add_argument(
-        "--test_hf", action="store_true", help="complete the texts by Hugging Face as well"
-    )
+    parser.add_argument("--test_hf", action="store_true", help="test Hugging Face's generate()")
     parser.add_argument(
         "--engine_dir",
         metavar="DIRECTORY",
-        help="a TensorRT-LLM engine to start; default: ENGINE_DIR",
+        help="TensorRT-LLM engine to start; default: ENGINE_DIR",
     )
     parser.add_argument(
         "--settings",
         nargs="+",
         default=[],
         metavar="KEY=VALUE",
-        help="environment of an engine that is started, such as ENGINE=transformers",
+        help="environment variables of the engine to start, such as ENGINE=transformers",
     )
     parser.add_argument(
         "--grpc-url",
         metavar="HOST:PORT",
-        help="a running Triton's gRPC endpoint, which may be a Cog server's Triton",
+        help="gRPC endpoint of a running Triton, such as a Cog server's",
     )
     parser.add_argument(
         "--data_type",
         default="auto",
         choices=["auto", "fp32", "fp16", "bf16", "float32", "float16", "bfloat16"],
-        help="data type of Hugging Face's side; default: as saved; the engine has its own",
+        help="data type of Hugging Face's model, not the engine's; default: as saved",
     )
     parser.add_argument(
         "--batch_size",
         type=positive_integer,
         default=1,
         metavar="N",
-        help="texts at once; default: %(default)s",
+        help="texts per batch; default: %(default)s",
     )
     parser.add_argument(
         "--output_len",
@@ -106,7 +104,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--dataset_dir",
         type=Path,
         metavar="FILE",
-        help="a JSONL or Parquet file, or a directory of them; default: the task's data on the hub",
+        help="JSONL or Parquet file, or a directory of them; default: the task's data on the hub",
     )
     parser.add_argument(
         "--max_ite",
@@ -120,7 +118,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=positive_integer,
         default=923,
         metavar="N",
-        help="tokens that a prompt is cut to; default: %(default)s",
+        help="length in tokens to cut prompts to; default: %(default)s",
     )
     parser.add_argument(
         "--check_accuracy", action="store_true", help="exit with 1 if ROUGE-1 is too low"
@@ -130,18 +128,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=15.0,
         metavar="R",
-        help="the engine's ROUGE-1 must be greater; default: 15",
+        help="minimum ROUGE-1 of the engine; default: 15",
     )
     parser.add_argument(
         "--leading_threshold",
         type=float,
         metavar="SHARE",
-        help="exit with 1 if a smaller share of the tokens agrees with Hugging Face's, 0 to 1",
+        help="exit with 1 if less than this fraction of tokens (0 to 1) matches Hugging Face's",
     )
     parser.add_argument(
         "--output_dir",
         type=Path,
-        help="directory of outputs.jsonl: each prompt, reference and output",
+        help="directory for outputs.jsonl, which has each prompt, reference and output",
     )
 
 

@@ -2,8 +2,8 @@
 
 - ``targets`` are the ways to ask; ``load`` plans the requests; ``measuring`` puts all loads on all targets
   in turns, from processes of their own, and reads the ``processes`` of the ``servers`` meanwhile.
-- ``report`` makes of the results tables, promises, JSON and the HTML page.
-- ``bench`` and ``engines`` are the commands, each with its promises: of the stack, which is ``make bench``,
+- ``report`` turns results into tables, goals, JSON and the HTML page.
+- ``bench`` and ``engines`` are the commands, each with its goals: of the stack, which is ``make bench``,
   and of an embedded engine beside its library.
 
 It imports ``cog_triton`` and is never imported by it. After a change: ``pytest tests/unit/tools`` and

@@ -1,7 +1,7 @@
-"""The command ``bench``: loads on targets, or with ``--suite`` all that is promised of speed and memory.
+"""The command ``bench``: load on targets, or with ``--suite`` every goal for speed and memory.
 
-The suite's figures are of the machine that it runs on, load generator included; the promises are for two
-cores that nothing else uses. Where a promise is a ratio, both sides are measured here.
+The suite measures the machine that it runs on, including the load generator. The goals assume two
+otherwise idle cores. For a goal that is a ratio, the suite measures both sides.
 """
 
 import subprocess
@@ -41,7 +41,7 @@ Found = Iterator[Result | Check]
 
 
 def main(options: Options) -> int:
-    """Measure what the options ask for and publish it; return 1 if a promise was missed."""
+    """Measure what the options ask for and publish it; return 1 if a goal was missed."""
     begin()
     given = environment(options.settings)
     found = [*(run_suite(given) if options.suite else run_targets(options, given))]
@@ -69,7 +69,7 @@ def run_targets(options: Options, given: Environment) -> Found:
 
 
 def run_suite(given: Environment) -> Found:
-    """Measure all that is promised, which takes some minutes."""
+    """Measure every goal, which takes some minutes."""
     for part in (each_token, pace, whole_answers, long_outputs, long_prompts, start_times):
         progress(f"measuring {part.__name__} ...")
         with tempfile.TemporaryDirectory(prefix="cog-triton-benchmark-") as directory:

@@ -21,8 +21,8 @@ DESCRIPTION = f"""
     cog-triton bench --url http://localhost:5000 --concurrency 16 --request-count 200
 
 Targets: {", ".join(TARGET_NAMES)}. Flags that
-genai-perf has mean the same. The last line on standard output is the path of the report as JSON. The exit
-status is 0, 1 when a promise was missed (--suite), and 2 when something could not be measured.
+genai-perf also has mean the same here. The last line on standard output is the path of the JSON report. The
+exit status is 1 if a goal was missed (--suite) and 2 if something could not be measured.
 """
 
 
@@ -51,37 +51,37 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default=["cog-sse"],
         metavar="TARGET",
         choices=TARGET_NAMES,
-        help="what gets the load; default: cog-sse",
+        help="targets to put load on; default: cog-sse",
     )
     parser.add_argument(
         "--baseline",
         nargs="*",
         metavar="TARGET",
         choices=TARGET_NAMES,
-        help="targets to compare with; default: triton-engine, where the servers are started here",
+        help="targets to compare with; default: triton-engine, unless --url is used",
     )
-    parser.add_argument("--suite", action="store_true", help="measure the promises, and only them")
+    parser.add_argument("--suite", action="store_true", help="measure only the project's goals")
     parser.add_argument(
         "--concurrency",
         type=positive_integer,
         nargs="+",
         default=[1],
         metavar="N",
-        help="numbers of streams, one after another; default: 1",
+        help="numbers of concurrent streams to measure in turn; default: 1",
     )
     parser.add_argument(
         "--request-count",
         dest="requests",
         type=positive_integer,
         metavar="N",
-        help="requests of each load; default: 100, or 4 a stream",
+        help="requests per load; default: 100, or 4 per stream if that is more",
     )
     parser.add_argument(
         "--rounds",
         type=positive_integer,
         default=1,
         metavar="N",
-        help="turns of every target, for medians; default: %(default)s",
+        help="times to measure each target; the report has medians; default: %(default)s",
     )
     parser.add_argument(
         "--warmup-request-count",
@@ -89,7 +89,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=10,
         metavar="N",
-        help="requests before, which are not measured; default: %(default)s",
+        help="unmeasured requests before each load; default: %(default)s",
     )
     parser.add_argument(
         "--synthetic-input-tokens-mean",
@@ -124,17 +124,22 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="default: %(default)s",
     )
     parser.add_argument(
-        "--tokenizer", metavar="DIRECTORY", help="counts tokens; default: the model's"
+        "--tokenizer",
+        metavar="DIRECTORY",
+        help="tokenizer that counts tokens; default: the model's",
     )
     parser.add_argument(
-        "-u", "--url", metavar="URL", help="a running server; for targets of Triton, a Triton"
+        "-u",
+        "--url",
+        metavar="URL",
+        help="URL of a running server, or of a Triton for Triton's targets",
     )
     parser.add_argument(
         "--settings",
         nargs="+",
         default=[],
         metavar="KEY=VALUE",
-        help="environment of the servers that are started, such as ENGINE=simulated",
+        help="environment variables of the servers to start, such as ENGINE=simulated",
     )
     parser.add_argument(
         "--artifact-dir",

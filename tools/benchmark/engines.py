@@ -126,7 +126,7 @@ def vllm_command(arguments: Mapping[str, Any], port: int) -> list[str]:
 
 
 def main(options: Options) -> int:
-    """Return 1 if a request failed, or with ``check`` if a promise was missed."""
+    """Return 1 if a request failed, or with ``check`` if a goal was missed."""
     begin()
     known = CONTESTANTS.keys() if options.engine == "vllm" else {"engine", "stack"}
     options.contestants = options.contestants or [name for name in CONTESTANTS if name in known]
@@ -160,7 +160,7 @@ def compare(options: Options, directory: Path) -> Report:
     targets = [CONTESTANTS[name] for name in options.contestants]
     results = run_loads(targets, targets, loads, start)
     title = f"The engine {options.engine} beside its library"
-    return report_of(title, settings, results, promises(results, options.device))
+    return report_of(title, settings, results, goals(results, options.device))
 
 
 def environment(options: Options, model: Path, directory: Path) -> dict[str, str]:
@@ -188,8 +188,8 @@ def environment(options: Options, model: Path, directory: Path) -> dict[str, str
     }
 
 
-def promises(results: Sequence[Result], device: str) -> list[Check]:
-    """Return the promises of the engine and the stack, as far as they were measured."""
+def goals(results: Sequence[Result], device: str) -> list[Check]:
+    """Return the goals for the engine and the stack that were measured."""
     checks = []
     for one in results:
         at = f"at {one.concurrency} streams"

@@ -13,8 +13,9 @@ DESCRIPTION = """
     cog-triton bench-engine --engine vllm --contestants openai vllm-serve \\
         --vllm-config dummy.yaml --shape 8b --dtype bfloat16 --device cuda --streams 64 256
 
-All run the same requests on the same model, whose weights are random or made up: how fast a model runs
-depends on its shape. The last line is the report as JSON, which is also written to artifacts/engine/.
+All contestants run the same requests on the same model. Its weights are random, since a model's speed
+depends only on its shape. The last line of the output is the JSON report, which is also written to
+artifacts/engine/.
 """
 
 
@@ -47,7 +48,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--vllm-config",
         type=Path,
         metavar="FILE",
-        help="YAML file of vLLM's arguments; with load_format: dummy no weights are written",
+        help="YAML file of vLLM's arguments; with load_format: dummy, no weights are written",
     )
     parser.add_argument(
         "--shape",
@@ -68,7 +69,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[16],
         metavar="N",
-        help="numbers of streams at once, a load each; default: 16",
+        help="numbers of concurrent streams to measure in turn; default: 16",
     )
     parser.add_argument(
         "--input-tokens",
@@ -90,27 +91,27 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=positive_integer,
         default=3,
         metavar="N",
-        help="rounds of each load; default: %(default)s",
+        help="times to measure each load; default: %(default)s",
     )
     parser.add_argument(
         "--contestants",
         nargs="+",
         default=[],
         choices=["vllm", "engine", "stack", "openai", "vllm-serve"],
-        help="stack is generate() on tritonserver; default: all that the engine has",
+        help="stack is generate() on tritonserver; default: all that the engine supports",
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="default: %(default)s")
     parser.add_argument(
         "--threads",
         type=positive_integer,
         metavar="N",
-        help="threads of each contestant on a CPU; default: OMP_NUM_THREADS",
+        help="CPU threads of each contestant; default: OMP_NUM_THREADS",
     )
     parser.add_argument(
         "--model-directory",
         type=Path,
         metavar="DIR",
-        help="directory of the model, which is made if it is not there",
+        help="directory of the model; created if it does not exist",
     )
     parser.add_argument(
         "--artifact-dir",
@@ -120,7 +121,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="default: %(default)s",
     )
     parser.add_argument(
-        "--check", action="store_true", help="exit with status 1 if a promise is missed"
+        "--check", action="store_true", help="exit with status 1 if a goal is missed"
     )
 
 

@@ -1,4 +1,4 @@
-"""A report: promises with their bounds, tables for a terminal, JSON, and an HTML page with plots."""
+"""A report: goals with their bounds, tables for a terminal, JSON, and an HTML page with plots."""
 
 import json
 import math
@@ -37,7 +37,7 @@ Table = tuple[Sequence[str], Sequence[Sequence[str]]]  # a heading, and rows
 
 @dataclass(frozen=True)
 class Check:
-    """A promise: ``value`` is at least or at most ``limit``, both in ``unit``."""
+    """A goal: ``value`` is at least or at most ``limit``, both in ``unit``."""
 
     name: str
     value: float
@@ -51,7 +51,7 @@ class Check:
 
     @property
     def texts(self) -> tuple[str, str, str, str]:
-        """The row of a table: the result, the promise, the measured value, and the bound."""
+        """The row of a table: the result, the goal, the measured value, and the bound."""
         measured, bound = (f"{figure(v)} {self.unit}".rstrip() for v in (self.value, self.limit))
         sign = ">=" if self.least else "<="
         return "met" if self.met else "MISSED", self.name, measured, f"{sign} {bound}"
@@ -63,7 +63,7 @@ class Report:
 
     title: str
     environment: Mapping[str, str]  # of the servers
-    content: Mapping[str, Any]  # the JSON's, besides promises and circumstances
+    content: Mapping[str, Any]  # the JSON's, besides goals and circumstances
     tables: Sequence[Table]
     checks: Sequence[Check]
     plots: Mapping[str, Any]  # Plotly's data and layout, by title
@@ -74,17 +74,17 @@ class Report:
         return all(check.met for check in self.checks)
 
     def publish(self, file: Path) -> dict[str, Any]:
-        """Print the tables and promises, write JSON and a page beside it, and return the JSON."""
+        """Print the tables and goals, write JSON and an HTML page beside it, and return the JSON."""
         command = shlex.join([Path(sys.argv[0]).name, *shown_words(sys.argv[1:])])
         about = {"title": self.title, "command": command, **circumstances(self.environment)}
         checks = [{**asdict(check), "met": check.met} for check in self.checks]
         found: dict[str, Any] = _plain({**about, "checks": checks, **self.content})
-        promises = (("", "promise", "measured", "bound"), [check.texts for check in self.checks])
+        goals = (("", "goal", "measured", "bound"), [check.texts for check in self.checks])
         pages = Environment(loader=PackageLoader("tools.benchmark"), autoescape=True)
         html = pages.get_template("report.html").render(
             about=about,
             tables=self.tables,
-            promises=promises,
+            goals=goals,
             plots=_plain(self.plots),
             notes=self.notes,
             library=Markup(get_plotlyjs()),
@@ -92,12 +92,12 @@ class Report:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(found, indent=1), encoding="utf-8")
         file.with_suffix(".html").write_text(html, encoding="utf-8")
-        for table in [*self.tables, *([promises] if checks else [])]:
+        for table in [*self.tables, *([goals] if checks else [])]:
             print_table(*table)
         print(*self.notes, sep="\n")
         if checks:
             missed = sum(not check.met for check in self.checks)
-            print(f"{missed} of {len(checks)} promises were missed.")
+            print(f"{missed} of {len(checks)} goals missed.")
         return found
 
 
@@ -106,7 +106,9 @@ def report_of(
 ) -> Report:
     """Return the report of results; latencies are in ms, and a * stands for a baseline."""
     content = {"results": [asdict(one) for one in results]}
-    notes = ["Latencies in ms. * is a baseline; /name is the throughput divided by its."]
+    notes = [
+        "Latencies in ms. * marks a baseline; /NAME is the throughput relative to that baseline's."
+    ]
     baselines = list(dict.fromkeys(name for one in results for name in one.ratios))
     rows = []
     for one in results:

@@ -39,12 +39,14 @@ def started(
     """Start a target's ``server``, its log in the directory, or what a target without one needs."""
     progress(f"starting {kind} ...")
     if kind in SCRIPTS:
-        return face(kind, environment, directory / f"{kind}.log")
+        return api_server(kind, environment, directory / f"{kind}.log")
     return triton_server(environment) if kind == "triton" else no_server(environment)
 
 
 @contextmanager
-def face(kind: str, environment: Environment, log: Path, *arguments: str) -> Iterator[Endpoints]:
+def api_server(
+    kind: str, environment: Environment, log: Path, *arguments: str
+) -> Iterator[Endpoints]:
     """Start Cog's server or OpenAI's, as ``make serve`` and ``make openai`` do, with a Triton each."""
     settings = with_files(read_settings(environment))
     ports = {name: str(free_port()) for name in ("PORT", *ANY_PORTS)}

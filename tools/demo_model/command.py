@@ -6,7 +6,7 @@ from pathlib import Path
 DESCRIPTION = """
     cog-triton demo-model --output /tmp/demo
 
-It takes a minute or two on one core of this machine's CPU. Nothing is downloaded.
+Training takes a minute or two on one CPU core and downloads nothing.
 """
 
 
@@ -16,7 +16,7 @@ class Options(argparse.Namespace):
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--output", type=Path, help="directory of the model; default: cog_triton/demo"
+        "--output", type=Path, help="directory to write the model to; default: cog_triton/demo"
     )
 
 

@@ -9,13 +9,12 @@ DESCRIPTION = """
     HF_TOKEN=hf_… cog-triton build-engine examples/engines/llama-2-7b-tp4.yaml \\
         --output llama.tar --workdir /data/llama
 
-Run it where TensorRT-LLM 0.11 to 1.2 is installed, on the kind of GPU that will serve the engine.
-TENSORRT_LLM_EXAMPLES is the examples directory of its repository (default:
-/app/tensorrt_llm/examples or /app/examples), TENSORRT_LLM_PYTHON the Python that has it.
+Run it where TensorRT-LLM 0.11 to 1.2 is installed, on the kind of GPU that will serve the engine. Set
+TENSORRT_LLM_EXAMPLES to the examples directory of its repository (default: /app/tensorrt_llm/examples or
+/app/examples) and TENSORRT_LLM_PYTHON to the Python in which it is installed.
 
-To serve the tar, unpack it and set ENGINE_DIR=<directory>/engine and
-TOKENIZER=<directory>/tokenizer. The exit status is 1 when a step failed, and 2 when the file or the
-machine does not fit.
+To serve the tar, unpack it and set ENGINE_DIR=<directory>/engine and TOKENIZER=<directory>/tokenizer. The
+exit status is 1 if a step failed, and 2 if the file is invalid or this machine cannot build the engine.
 """
 
 
@@ -27,17 +26,21 @@ class Options(argparse.Namespace):
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", type=Path, metavar="CONFIG.yaml", help="what to build")
     parser.add_argument(
-        "--output", type=Path, default=Path("engine.tar"), help="the tar; default: %(default)s"
+        "config", type=Path, metavar="CONFIG.yaml", help="description of the engine"
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path("engine.tar"), help="tar to write; default: %(default)s"
     )
     parser.add_argument(
         "--workdir",
         type=Path,
-        help="keeps downloads, checkpoint, engine and log for the next build; default: none is kept",
+        help="directory that keeps downloads, checkpoint, engine and log; default: nothing is kept",
     )
     parser.add_argument(
-        "--dry-run", action="store_true", help="print the commands, and fetch and run nothing"
+        "--dry-run",
+        action="store_true",
+        help="print the commands without running or downloading anything",
     )
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 DESCRIPTION = """
-Without that file Cog's server answers requests for a stream with 406 and checks no inputs. `cog build`
-writes it into an image, and `cog-triton serve` where it is called.
+Without this file, Cog's server answers requests for a stream with 406 and checks no inputs. `cog build`
+writes it into the image; `cog-triton serve` writes it to the current directory.
 """
 
 

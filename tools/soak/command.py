@@ -1,4 +1,4 @@
-"""``cog-triton soak``: streams on real servers, parts of which are killed, with every answer checked."""
+"""``cog-triton soak``: load on real servers, parts of which are killed; every answer is checked."""
 
 import argparse
 from pathlib import Path
@@ -34,44 +34,44 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=10.0,
         metavar="N",
-        help="minutes of load, in all; default: 10",
+        help="total minutes of load; default: 10",
     )
     parser.add_argument("--chaos", action="store_true", help="kill parts of the servers at random")
     parser.add_argument(
         "--kills",
         type=positive_integer,
         metavar="N",
-        help="go on until N parts were killed, instead of for --minutes",
+        help="kill N parts, then stop; overrides --minutes",
     )
     parser.add_argument(
         "--streams",
         type=positive_integer,
         default=64,
         metavar="N",
-        help="requests in flight; default: %(default)s",
+        help="number of concurrent requests; default: %(default)s",
     )
     parser.add_argument(
         "--engine",
         nargs="+",
         default=["simulated", "transformers"],
-        help="default: simulated transformers",
+        help="engines to test; default: simulated transformers",
     )
     parser.add_argument(
-        "--kind", nargs="+", choices=KINDS, default=KINDS, help="which servers; default: all"
+        "--kind", nargs="+", choices=KINDS, default=KINDS, help="servers to test; default: all"
     )
     parser.add_argument(
         "--seed",
         type=int,
         default=0,
         metavar="N",
-        help="seed of everything that is random; default: %(default)s",
+        help="random seed; default: %(default)s",
     )
     parser.add_argument(
         "--settings",
         nargs="+",
         default=[],
         metavar="KEY=VALUE",
-        help="environment of the servers",
+        help="environment variables of the servers",
     )
     parser.add_argument(
         "--artifact-dir",

@@ -75,7 +75,7 @@ def pool(count: int, seed: int, *, guided: bool = False) -> list[Inputs]:
 
 
 def difference(expected: Answer, came: Answer, *, whole: bool) -> tuple[int, int]:
-    """Count what is lost and what is wrong: of token ids where the face has them, else of the text.
+    """Count the lost and wrong token ids of an answer, or its characters if the API returns no ids.
 
     An answer that is not ``whole`` has to be a beginning of what is expected.
     """

@@ -1,4 +1,4 @@
-"""The report of a soak: its promises, a table, and a plot for each server."""
+"""The report of a soak: its goals, a table, and a plot for each server."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ COLUMNS = ("engine", "kind", "requests", "whole", "left", "broken", "tokens", "k
 
 
 def judge(phases: Sequence[Phase]) -> list[Check]:
-    """Return every promise, and how it was kept."""
+    """Return every goal and whether it was met."""
     counts = sum((phase.tally.counts for phase in phases), Counter())
     errors = sum((phase.tally.errors for phase in phases), Counter())
     retryable = sum(errors[code] for code in RETRYABLE)
@@ -23,24 +23,26 @@ def judge(phases: Sequence[Phase]) -> list[Check]:
     none = {
         "tokens lost": counts["lost"],
         "tokens wrong": counts["wrong"],
-        "lines of batches that were not answered once": counts["unanswered"],
-        "background responses that did not end as the first": counts["changed"],
+        "lines of batches not answered exactly once": counts["unanswered"],
+        "background responses that differ from the first": counts["changed"],
         "requests that failed": errors.total() - retryable,
         "requests that failed with a retryable error, six times in a row": retryable,
-        "requests that broke where nothing was killed": sum(
+        "requests that broke although nothing was killed": sum(
             phase.tally.counts["broken"] for phase in phases if not phase.recoveries
         ),
-        "streams or servers that did not come to an end, or back": sum(
+        "streams that did not end, or servers that did not come back": sum(
             len(phase.unfinished) for phase in phases
         ),
-        "crashes that nobody caused": sum(len(p.watch.crashes(p.ended)) for p in phases),
+        "unexpected crashes": sum(len(p.watch.crashes(p.ended)) for p in phases),
         "left behind: processes, shared memory, files": sum(len(phase.left) for phase in phases),
     }
     growth = max((part.growth(phase.began, phase.ended) for phase, part in parts), default=0.0)
     return [
         Check("whole answers", counts["whole"], 1),  # a soak without any shows nothing
         *(Check(what, count, 0, least=False) for what, count in none.items()),
-        Check("resident memory, most growth of a process", growth, MOST_GROWTH, "%", least=False),
+        Check(
+            "largest growth of a process's resident memory", growth, MOST_GROWTH, "%", least=False
+        ),
     ]
 
 

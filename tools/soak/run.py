@@ -1,4 +1,4 @@
-"""The run that a command line asks for: servers, kills, what is promised, and the report."""
+"""A soak: start the servers, put load on them, kill parts of them, and report."""
 
 import asyncio
 import json
@@ -20,17 +20,17 @@ from cog_triton.cli import batch
 from cog_triton.settings import read_settings
 from tools.benchmark import targets as ways
 from tools.benchmark.processes import free_port
-from tools.benchmark.servers import face
+from tools.benchmark.servers import api_server
 from tools.benchmark.targets import Endpoints
 from tools.command_line import begin, environment, progress
 from tools.server_sent_events import CUT
 from tools.soak.command import Options
 from tools.soak.load import RETRYABLE, SILENCE_SECONDS, Streams, Targets, pool
 from tools.soak.report import report_of
-from tools.soak.watch import FACE, GUARD, Phase
+from tools.soak.watch import GUARD, WORKER, Phase
 
 KINDS: dict[str, dict[str, str]] = {"cog": {}, "openai": {}, "cog-http": {"TRANSPORT": "http"}}
-"""Cog's server with the OpenAI face beside it, or that face in two processes; their settings."""
+"""Cog's server with OpenAI's API beside it, or OpenAI's API in two processes; their settings."""
 # Makes of a chat the tokens of its prompt, so that every target has the same answers.
 CHAT_TEMPLATE = "{{ bos_token }}{{ messages[0]['content'] }}"
 DEFAULTS = {"SIMULATED_INTER_TOKEN_MS": "30", "CHAT_TEMPLATE": CHAT_TEMPLATE}
@@ -50,7 +50,7 @@ _ACTIVE = re.compile(r"^cog_triton_engine_active_requests(?:{.*})? (\S+)$", re.M
 
 
 def main(options: Options) -> int:
-    """Soak what the options name and write the report; return 1 when a promise was missed."""
+    """Run the soak and write its report; return 1 if a goal was missed."""
     begin()
     options.chaos = options.chaos or options.kills is not None
     settings = {**DEFAULTS, **(CHAOS if options.chaos else {}), **environment(options.settings)}
@@ -95,10 +95,10 @@ def run_phase(phase: Phase, options: Options, settings: Mapping[str, str], log: 
         given["STORE"] = f"{log.resolve().with_suffix('')}/journal.db"
         openai_port = free_port()
         if phase.kind == "openai":
-            server = face("openai", given, log, "--workers", "2")
+            server = api_server("openai", given, log, "--workers", "2")
         else:
             given |= {"OPENAI_PORT": str(openai_port), "OPENAI_HOST": "127.0.0.1"}
-            server = face("cog", given, log)
+            server = api_server("cog", given, log)
         with server as endpoints:
             asyncio.run(_load(phase, endpoints, openai_port, options))
         phase.left = phase.watch.leftovers(Path(temporary))
@@ -161,7 +161,7 @@ def _work(url: str, counts: Counter[str], stopping: asyncio.Event) -> None:
             time.sleep(LOOK_SECONDS)
         return own["status"], "".join(item["content"][0]["text"] for item in own["output"])
 
-    # Each request goes to any process of the face, and so the first batches: with its first, one grows.
+    # Without keep-alive, any of the processes gets the next request: each grows with its first batch.
     options: Any = {"headers": {"Connection": "close"}, "timeout": BACK_SECONDS}
     with httpx.Client(base_url=url, trust_env=False, **options) as client:
         path, body = "/v1/completions", {"prompt": "Hello", "max_tokens": 64}
@@ -210,7 +210,7 @@ async def _kill_parts(phase: Phase, seed: int, stopping: asyncio.Event) -> None:
         if not enough and random.random() < HASTY_SHARE:
             await asyncio.sleep(random.random() * HASTE)
             continue
-        role = FACE if victim.kind == FACE else GUARD
+        role = WORKER if victim.kind == WORKER else GUARD
         while not any(  # what comes a moment later is from the next one
             at < part.started < phase.tally.last_token - MOMENT for part in phase.watch.of(role)
         ):

@@ -19,8 +19,8 @@ from tools.soak.load import ID_PREFIX, Tally
 
 COGLET = Path("/tmp/coglet/predictions")  # of every Cog server of the machine, whatever TMPDIR is
 CACHES = ("torchinductor_",)  # PyTorch's, one a user, which its next process uses
-GUARD, FACE, SOAK, STUB = "guard", "face", "soak", "triton_python_backend_stub"
-VICTIMS = ("tritonserver", STUB, GUARD, FACE)
+GUARD, WORKER, SOAK, STUB = "guard", "worker", "soak", "triton_python_backend_stub"
+VICTIMS = ("tritonserver", STUB, GUARD, WORKER)
 GONE_SECONDS = 5.0  # from a server's end until nothing of it is there
 JUDGED_SECONDS = 50.0  # that a process has to run under load for its growth to be judged
 SETTLED_SECONDS = 2.0  # from the start of a process, or of the load, until its memory is sampled
@@ -34,7 +34,7 @@ class Watched:
 
     process: psutil.Process
     started: float  # when it was first seen
-    role: str = ""  # the benchmark's, or guard, or a process of the OpenAI face
+    role: str = ""  # the benchmark's, guard, or worker: a process of OpenAI's API
     kind: str = ""  # the role, but one for all stubs
     rss: list[tuple[float, float]] = field(default_factory=list)  # (time, MB)
     ended: float | None = None  # when it was first missed
@@ -92,14 +92,14 @@ class Watch:
         with contextlib.suppress(psutil.NoSuchProcess):
             victim.process.kill()
         # A server ends with any of its parts, and its guard with it.
-        self.killed.append(victim if victim.kind == FACE else guards[-1])
+        self.killed.append(victim if victim.kind == WORKER else guards[-1])
         return victim
 
     def crashes(self, until: float) -> list[str]:
-        """Return the ends of servers, and of processes of the OpenAI face, that nobody caused."""
+        """Return the servers and the processes of OpenAI's API that ended without being killed."""
         return [
-            f"{part.role} {part.process.pid} ended, of which nothing had been killed"
-            for part in [*self.of(GUARD), *self.of(FACE)]
+            f"{part.role} {part.process.pid} ended although no part of it was killed"
+            for part in [*self.of(GUARD), *self.of(WORKER)]
             if part.ended is not None and part.ended <= until and part not in self.killed
         ]
 
@@ -160,5 +160,5 @@ def role_of_part(command: list[str]) -> str:
     if any(argument.endswith("server/guard.py") for argument in command):
         return GUARD
     if "cog_triton.api.openai.workers" in command:
-        return FACE
+        return WORKER
     return role_of(command)

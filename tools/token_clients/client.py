@@ -17,7 +17,8 @@ It has the flags of the TensorRT-LLM backend's client.py.
         --tokenizer_dir cog_triton/demo --tokenizer_type auto
     cog-triton client -i grpc -u localhost:8001 --tokenizer_dir cog_triton/demo --streaming
 
-It asks the model tensorrt_llm, past the ensemble: it makes ids of the text, and text of the ids, itself.
+It sends token ids to the model tensorrt_llm rather than text to the ensemble, and does the tokenization
+itself.
 """
 
 
@@ -34,10 +35,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--tokenizer_dir",
         required=True,
         metavar="DIRECTORY",
-        help="the tokenizer, or the Hugging Face id of one",
+        help="directory or Hugging Face id of the tokenizer",
     )
-    parser.add_argument("--tokenizer_type", help="no effect: the tokenizer's files say what it is")
-    parser.add_argument("--streaming", action="store_true", help="print the answer as it is made")
+    parser.add_argument("--tokenizer_type", help="ignored: the tokenizer's files determine it")
+    parser.add_argument(
+        "--streaming", action="store_true", help="print the answer as it is generated"
+    )
 
 
 def run(options: ClientOptions) -> None:

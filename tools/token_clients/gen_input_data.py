@@ -15,8 +15,8 @@ It has the flags of the TensorRT-LLM backend's gen_input_data.py.
     perf_analyzer -m tensorrt_llm -b 8 --input-data input_data.json --concurrency-range 1:10:2 \\
         -i grpc --async --streaming -u localhost:8001
 
-The prompts are random ids, and no two are alike. --batch_size has no effect: perf_analyzer makes a batch of
-as many samples as its -b says.
+The prompts are random token ids, all different. --batch_size is ignored: perf_analyzer's -b sets the batch
+size.
 """
 
 

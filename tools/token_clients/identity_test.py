@@ -28,8 +28,8 @@ It has the flags of the TensorRT-LLM backend's identity_test.py.
     cog-triton identity-test --batch_size=8 --start_len=128 --output_len=20
     cog-triton identity-test -i grpc -m async -p 4 -n 3 --tokenizer_dir cog_triton/demo
 
-A run sends the batch --request_parallelism times, one after the other or with -m async together. The
-latency is a run's time divided by that number, the mean of all runs; the throughput follows from it.
+A run sends the batch --request_parallelism times, one after another or, with -m async, all at once. The
+latency is a run's time divided by that number, averaged over all runs; the throughput follows from it.
 """
 
 
@@ -38,7 +38,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_server(parser)
     add_prompts(parser)
     parser.add_argument(
-        "-w", "--warm_up", action="store_true", help="first send two batches that do not count"
+        "-w", "--warm_up", action="store_true", help="send two unmeasured batches first"
     )
     parser.add_argument(
         "-p",
@@ -46,7 +46,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=positive_integer,
         default=10,
         metavar="N",
-        help="batches of a run; default: %(default)s",
+        help="batches per run; default: %(default)s",
     )
     parser.add_argument(
         "-m", "--mode", choices=["sync", "async"], default="sync", help="default: %(default)s"

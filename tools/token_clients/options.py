@@ -57,10 +57,10 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
         help="default: %(default)s",
     )
     parser.add_argument(
-        "-topk", "--topk", type=int, default=1, metavar="K", help="default: 1, which is greedy"
+        "-topk", "--topk", type=int, default=1, metavar="K", help="default: 1 (greedy)"
     )
     parser.add_argument(
-        "-topp", "--topp", type=float, default=0.0, metavar="P", help="default: 0, which is none"
+        "-topp", "--topp", type=float, default=0.0, metavar="P", help="default: 0 (no limit)"
     )
     parser.add_argument(
         "-o",
@@ -77,7 +77,7 @@ def add_server(parser: argparse.ArgumentParser) -> None:
         "-u",
         "--url",
         metavar="HOST:PORT",
-        help="default: localhost, with TRITON_HTTP_PORT or TRITON_GRPC_PORT, or 8000 or 8001",
+        help="default: localhost and TRITON_HTTP_PORT (8000) or TRITON_GRPC_PORT (8001)",
     )
     parser.add_argument(
         "-i",
@@ -90,9 +90,9 @@ def add_server(parser: argparse.ArgumentParser) -> None:
         "-c",
         "--concurrency",
         type=int,
-        help="no effect: one connection carries all requests",
+        help="ignored: one connection carries all requests",
     )
-    parser.add_argument("-v", "--verbose", action="store_true", help="say what is sent, and where")
+    parser.add_argument("-v", "--verbose", action="store_true", help="log every request")
 
 
 def add_prompts(parser: argparse.ArgumentParser) -> None:
@@ -116,7 +116,7 @@ def add_prompts(parser: argparse.ArgumentParser) -> None:
         "--tokenizer_dir",
         "--tokenizer",
         metavar="DIRECTORY",
-        help="take ids of this tokenizer's vocabulary",
+        help="draw ids from this tokenizer's vocabulary",
     )
     # 256 ids are in every vocabulary.
     parser.add_argument(
@@ -124,12 +124,12 @@ def add_prompts(parser: argparse.ArgumentParser) -> None:
         type=positive_integer,
         default=256,
         metavar="N",
-        help="without a tokenizer, take ids below N; default: %(default)s",
+        help="without a tokenizer, draw ids below N; default: %(default)s",
     )
     parser.add_argument(
         "--random_seed",
         type=int,
         default=0,
         metavar="N",
-        help="the same seed draws the same ids; default: %(default)s",
+        help="random seed of the ids; default: %(default)s",
     )

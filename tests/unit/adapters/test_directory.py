@@ -133,7 +133,7 @@ def test_the_command(
     assert f"E3001 ConfigurationError: there is no adapter 'sql' in {directory}" in error
     assert "is not an adapter: it needs " in run("add", "sql", str(tmp_path))[2]
     monkeypatch.delenv("LORA_DIR")
-    assert run("list")[2].endswith("set LORA_DIR, or give --lora-dir\n")
+    assert run("list")[2].endswith("set LORA_DIR or pass --lora-dir\n")
 
 
 def test_an_engine_is_told_which_adapter_it_does_not_have(tmp_path: Path) -> None:

@@ -108,7 +108,7 @@ def test_the_model_is_known_by_its_name_or_its_directory(
     assert known is case["known"]
     out, err = capsys.readouterr()
     assert ("max_batch_size: 4" in out) is known
-    assert ("no model is called" in err and "known are ensemble, " in err) is not known
+    assert ("unknown model" in err and "the known models are ensemble, " in err) is not known
 
 
 def test_a_file_that_is_filled_in_place_keeps_its_mode_and_is_filled_once(
@@ -124,7 +124,7 @@ def test_a_file_that_is_filled_in_place_keeps_its_mode_and_is_filled_once(
     assert parse(file.read_text()).max_batch_size == 4
     assert [path.name for path in file.parent.iterdir() if path.is_file()] == ["config.pbtxt"]
     assert main(["-i", str(file), "triton_max_batch_size:4"]) == 2
-    assert f"{file}: no ${{…}} in it, it was filled already" in capsys.readouterr().err
+    assert f"{file}: contains no ${{…}} variables; it was filled already" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("case", CASES["decoding_context"])

@@ -127,7 +127,7 @@ def test_variables_left_over_are_named(tmp_path: Path, capsys: pytest.CaptureFix
     )
     assert run_launch(f"--model_repo={repository}") == 2
     assert capsys.readouterr().err.splitlines() == [
-        "error: E3001 ConfigurationError: variables without a value; fill them with fill-template:",
+        "error: E3001 ConfigurationError: some variables have no value; fill them with fill-template:",
         f"  {repository}/ensemble/config.pbtxt: ${{a}}",
         f"  {repository}/tensorrt_llm/config.pbtxt: ${{engine_dir}}, ${{size}}",
     ]
@@ -135,11 +135,11 @@ def test_variables_left_over_are_named(tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_a_repository_without_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_launch(f"--model_repo={tmp_path}") == 2
-    assert "no <model>/config.pbtxt in it" in capsys.readouterr().err
+    assert "contains no <model>/config.pbtxt" in capsys.readouterr().err
     repository = make_repository(tmp_path / "r", tensorrt_llm="")
     names = "--tensorrt_llm_model_name=tensorrt_llm,draft"
     assert run_launch(f"--model_repo={repository}", "--world_size=2", names) == 2
-    assert "no draft in it, which every rank is to load" in capsys.readouterr().err
+    assert "does not contain draft, which every rank must load" in capsys.readouterr().err
 
 
 def test_a_dry_run_prints_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -140,7 +140,7 @@ def test_the_guides_command(options: Any) -> None:
         (["--grpc-url=u", "--settings", "A=B"], "--settings start an engine; --grpc-url has one"),
         (["--test_hf", "--check_accuracy"], "give --test_trt_llm as well"),
         (["--test_trt_llm", "--leading_threshold=1"], "--leading_threshold wants both"),
-        (["--settings", "ENGINE"], "--settings takes KEY=VALUE, and 'ENGINE'"),
+        (["--settings", "ENGINE"], "--settings: 'ENGINE' is not of the form KEY=VALUE"),
         ([f"--dataset_dir={DEMO}"], "no column 'article' of text, but answer, question"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The benchmark's figures by hand, its requests, its promises and its page."""
+"""The benchmark's figures by hand, its requests, its goals and its page."""
 
 import json
 import math
@@ -107,7 +107,7 @@ def test_rounds_are_medians_and_ratios_are_those_within_a_round() -> None:
     assert one.ratios == {"engine": pytest.approx(ratios)}
 
 
-def test_a_report_tells_missed_promises_and_needs_no_network(
+def test_a_report_names_missed_goals_and_needs_no_network(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     checks = [
@@ -125,7 +125,7 @@ def test_a_report_tells_missed_promises_and_needs_no_network(
     shown = capsys.readouterr().out
     assert max(map(len, shown.splitlines())) <= 120
     assert re.search(r"MISSED +rate +9.00 tokens/s +>= 10.0 tokens/s", shown)
-    assert "2 of 3 promises were missed." in shown
+    assert "2 of 3 goals missed." in shown
     assert "! engine c=16: 1 x E2101 late" in shown
     page = (tmp_path / "b.html").read_text()
     assert "<b>title</b>" not in page
@@ -145,10 +145,10 @@ def test_the_command_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     assert engines.vllm_command(arguments, 7)[3:5] == ["serve", "m"]
 
 
-def test_the_promises_of_an_engine() -> None:
+def test_the_goals_of_an_engine() -> None:
     one = a_result("generate")
     one.ratios["vllm"] = {"tokens_per_s": 0.93, "ttft_added_ms": 12.0}
-    on_gpu, on_cpu = (engines.promises([one], device) for device in ("cuda", "cpu"))
+    on_gpu, on_cpu = (engines.goals([one], device) for device in ("cuda", "cpu"))
     assert [(check.name, check.met) for check in on_gpu] == [
         ("generate/vllm at 16 streams", False),
         ("generate's TTFT p50 - vllm's at 16 streams", False),

@@ -126,7 +126,7 @@ def test_each_question_is_answered_word_for_word(model: Any, tokenizer: Any, for
     assert completions(model, tokenizer, asked) == [pair.answer for pair in PAIRS]
 
 
-def test_answers_lead_by_the_margins_that_the_training_promises(demo_model: Path) -> None:
+def test_answers_lead_by_the_margins_that_the_training_guarantees(demo_model: Path) -> None:
     """With these kernels, whichever it was trained with."""
     from transformers import AutoTokenizer, LlamaForCausalLM
 

@@ -1,4 +1,4 @@
-"""A soak: streams on scripted answers, promises by hand, the watch on real processes."""
+"""A soak: streams on scripted answers, goals by hand, the watch on real processes."""
 
 import asyncio
 import signal
@@ -88,8 +88,8 @@ def test_an_answer_may_break_only_where_something_was_killed() -> None:
     phase.tally = tally_of(Scripted([PARTS[0], AnswerError("gone", CUT)], PARTS), 2, (CUT,))
     counts = phase.tally.counts
     assert (counts["broken"], counts["lost"], phase.tally.errors) == (1, 0, {})
-    assert missed(phase) == ["requests that broke where nothing was killed"]
-    phase.recoveries = [{"killed": "face", "at": 1.0, "token_s": 1.0}]
+    assert missed(phase) == ["requests that broke although nothing was killed"]
+    phase.recoveries = [{"killed": "worker", "at": 1.0, "token_s": 1.0}]
     assert missed(phase) == []
 
 
@@ -174,7 +174,7 @@ def test_what_is_missed(phase: dict[str, Any], name: str, capsys: Any, tmp_path:
     found = phase_of(**phase)
     assert missed(found) == [name] * bool(name)
     report_of([found], {}).publish(tmp_path / "soak.json")
-    assert f"{len(missed(found))} of 12 promises were missed." in capsys.readouterr().out
+    assert f"{len(missed(found))} of 12 goals missed." in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ ARGUMENTS = ("chat_template", "tokenize", "add_generation_prompt", "continue_fin
 
 
 class Tokenizer:
-    """As much of one as the face uses; a character is a token. It keeps what the last chat had."""
+    """As much of one as OpenAI's API uses; a character is a token. It keeps the last chat's variables."""
 
     bos_token = "<s>"
     all_special_ids = (0,)

@@ -1,4 +1,4 @@
-"""Guides, tools and adapters by the OpenAI face on a GPU, with each engine that is installed.
+"""Structured output, tools and adapters through OpenAI's API on a GPU, with each engine that is installed.
 
 python -m pytest tests/gpu
 """
