@@ -2,11 +2,8 @@
 
 import asyncio
 import contextlib
-import errno
 import logging
-import math
 import os
-import re
 import shutil
 import tempfile
 import time
@@ -19,11 +16,12 @@ from cog_triton import errors
 from cog_triton.client.grpc_transport import GrpcClient
 from cog_triton.client.stream import TritonClient
 from cog_triton.deployment.preparation import Values
+from cog_triton.deployment.restart_policy import RestartPolicy
 from cog_triton.errors import ConfigurationError, TritonUnavailable
 from cog_triton.generation import generate
 from cog_triton.repository.fill import check_streaming, fill_repository
 from cog_triton.request.request import Request
-from cog_triton.server.guard import GIVEN_UP, process_name
+from cog_triton.server.guard import process_name
 from cog_triton.server.tritonserver import TritonServer
 from cog_triton.settings import Settings
 from cog_triton.text.tokenizer import Tokenizer
@@ -35,11 +33,6 @@ WARM_UP = Request(prompt="Hello", seed=0, max_tokens=2, temperature=0.0)
 NOTICE_SECONDS = 2.0  # in which the end of a server is noticed
 CHECK_SECONDS = 0.1
 PROBE_SECONDS = 4.0  # Cog waits five for a health check
-PORT_CHOICES = 3
-STARVED = re.compile(f"interprocess::lock_exception|{GIVEN_UP}")  # of a start on a busy machine
-FIRST_PAUSE = 0.5  # after a start that failed; each further one doubles it
-LONGEST_PAUSE = 30.0
-FULL_DISK_PAUSE = 5.0
 LOG_SECONDS = 2.0  # Cog's server loses what a worker logs right before its end
 EXIT_STATUS = 70  # EX_SOFTWARE of sysexits.h: its tritonserver has been given up
 
@@ -95,6 +88,11 @@ class RunningServer:
             return self.probe.exception() is None
         return time.monotonic() < self._probe_end
 
+    def cancel_probe(self) -> None:
+        """End the request that ``healthy`` may have sent."""
+        if self.probe is not None:
+            self.probe.cancel()
+
     async def _generate(self) -> None:
         async for _ in generate(WARM_UP, self.client, self.tokenizer):
             pass
@@ -102,14 +100,16 @@ class RunningServer:
 
 @dataclass(eq=False)
 class Supervisor:
-    """Keeps a server running from ``start`` to ``stop``. A failed start is an end, but for a full disk."""
+    """Keeps a server running from ``start`` to ``stop``, by the rules of a RestartPolicy."""
 
     settings: Settings
     run_server: Callable[[Settings], contextlib.AbstractAsyncContextManager[RunningServer]]
     running: RunningServer | None = field(default=None, init=False)  # None between two
     restarts: int = field(default=0, init=False)
     failure: str | None = field(default=None, init=False)  # why it has given up
-    longest_start: float = field(default=0.0, init=False)  # seconds
+
+    def __post_init__(self) -> None:
+        self.policy = RestartPolicy(self.settings)
 
     async def start(self) -> None:
         """Start the first server, or raise its error."""
@@ -135,60 +135,71 @@ class Supervisor:
         """Return the next server, or ``failed`` if it turns out to be well, within ``timeout`` seconds."""
         clock = asyncio.get_running_loop().time
         began = clock()
-        while (server := self.running) is None or server is failed:
+        while True:
+            server = self.running
+            if server is not None and server is not failed:
+                return server
             if server is None and self.failure is not None:
                 raise TritonUnavailable(
                     f"Triton failed too often and is not being restarted: {self.failure}"
                 )
-            most = timeout if server is None else min(NOTICE_SECONDS, timeout)
-            if (left := began + most - clock()) <= 0:
+            limit = timeout if server is None else min(NOTICE_SECONDS, timeout)
+            left = began + limit - clock()
+            if left <= 0:
                 if server is not None:
                     return server
                 raise TritonUnavailable(f"Triton was not back after {timeout:g} s")
             # Not wait_for, which before Python 3.12 continues when it is cancelled at the very moment of
             # the change: a request whose client is gone would run on the next server.
             await asyncio.wait([self._changed], timeout=left)
-        return server
 
     async def _supervise(self) -> None:
-        settings, ends, pause, choices = self.settings, list[float](), 0.0, 1
-        while True:
-            began, most = time.monotonic(), max(60.0, 10 * self.longest_start or math.inf)
-            given = settings.model_copy(update={"start_timeout": min(settings.start_timeout, most)})
+        """Run one server after the other until the policy gives up."""
+        policy = self.policy
+        reason = ""
+        while not policy.gives_up:
+            if reason:
+                pause = f" in {policy.pause:g} s" if policy.pause else ""
+                logger.warning("starting Triton again%s", pause)
+                await asyncio.sleep(policy.pause)
             try:
-                async with self.run_server(given) as server:
-                    if self.longest_start:
-                        self.restarts += 1
-                        logger.warning("Triton is back (restart %d)", self.restarts)
-                    self.longest_start = max(self.longest_start, time.monotonic() - began)
-                    self._set(server)
-                    try:
-                        reason, pause, choices, full = await server.ended(), 0.0, 1, False
-                    finally:
-                        self._set(None)
-            except errors.CogTritonError as error:
-                again = isinstance(error, errors.TritonPortTaken) or STARVED.search(str(error))
-                if again and choices < PORT_CHOICES:
-                    choices += 1  # of a fixed port, the error names the setting
+                reason = await self._run_one()
+                policy.on_end()
+            except (
+                Exception
+            ) as error:  # whatever it is: without a next server all requests would wait
+                if policy.repeats_at_once(error):
+                    reason = ""
                     continue
-                if not self.longest_start:
+                if not policy.has_started:
                     raise
-                reason = str(error)
-                logger.error("%s", reason)
-                full = getattr(error.__cause__, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
-                pause = min(2 * pause or FIRST_PAUSE, FULL_DISK_PAUSE if full else LONGEST_PAUSE)
-            now = time.monotonic()
-            ends = [end for end in ends if end >= now - settings.restart_window]
-            if not full:  # which is not the server's fault, and over when there is space
-                ends.append(now)
-            if len(ends) > settings.restarts:
-                break
-            logger.warning("starting Triton again%s", f" in {pause:g} s" if pause else "")
-            await asyncio.sleep(pause)
+                reason = _reason(error)
+                policy.on_failed_start(error)
+        await self._give_up(reason)
+
+    async def _run_one(self) -> str:
+        """Start a server and wait for its end; return why it ended."""
+        began = time.monotonic()
+        limited = {"start_timeout": self.policy.start_timeout()}
+        async with self.run_server(self.settings.model_copy(update=limited)) as server:
+            if self.policy.has_started:
+                self.restarts += 1
+                logger.warning("Triton is back (restart %d)", self.restarts)
+            self.policy.on_started(time.monotonic() - began)
+            self._set(server)
+            try:
+                return await server.ended()
+            finally:
+                self._set(None)
+
+    async def _give_up(self, reason: str) -> None:
+        """Tell those that wait for a server that there will be none; end the process if it is to end."""
         self.failure = reason.splitlines()[0]
-        text = "not restarting Triton: it ended %d times within %g s"
-        logger.error(text, len(ends), settings.restart_window)
-        if settings.exit_on_failure:  # at once: what watches the process starts another
+        logger.error(
+            "not restarting Triton: it ended %d times within %g s",
+            *(self.policy.recent, self.settings.restart_window),
+        )
+        if self.settings.exit_on_failure:  # at once: what watches the process starts another
             progress.critical("exiting: %s (EXIT_ON_FAILURE)", self.failure)
             await asyncio.sleep(LOG_SECONDS)
             logging.shutdown()
@@ -196,9 +207,20 @@ class Supervisor:
         self._set(None)
 
     def _set(self, server: RunningServer | None) -> None:
+        """Set the server that runs, and wake all that wait for a change."""
+        changed = self._changed
         self.running = server
-        changed, self._changed = self._changed, asyncio.get_running_loop().create_future()
+        self._changed = asyncio.get_running_loop().create_future()
         changed.set_result(None)
+
+
+def _reason(error: Exception) -> str:
+    """Return why a start failed, and log it: with a trace, if it is an error that nobody expected."""
+    if isinstance(error, errors.CogTritonError):
+        logger.error("%s", error)
+        return str(error)
+    logger.error("the supervision of tritonserver failed", exc_info=error)
+    return f"{type(error).__name__}: {error}"
 
 
 @contextlib.asynccontextmanager
@@ -206,36 +228,52 @@ async def run_server(
     settings: Settings, values: Values, loading: Awaitable[Tokenizer]
 ) -> AsyncIterator[RunningServer]:
     """Fill a repository, start tritonserver on it, and yield it warm; leave nothing of a failed start."""
-    parent, remove = settings.runtime_directory, partial(shutil.rmtree, ignore_errors=True)
+    async with contextlib.AsyncExitStack() as cleanup:
+        runtime = await cleanup.enter_async_context(_filled_runtime_directory(settings, values))
+        repository = runtime / "repository"
+        check_streaming(repository)
+        is_temporary = settings.runtime_directory is None
+        server = TritonServer(repository, runtime, settings, temporary=is_temporary)
+        cleanup.push_async_callback(asyncio.to_thread, server.stop)
+        _, tokenizer = await asyncio.gather(asyncio.to_thread(server.start), loading)
+        client = create_client(settings, server)
+        cleanup.push_async_callback(client.aclose)
+        running = RunningServer(server, client, tokenizer, settings.hang_timeout)
+        cleanup.callback(running.cancel_probe)
+        try:
+            with timed("warmed up"):
+                await running.warm_up()
+        except TritonUnavailable as error:
+            # The server may have died, and then its end says more than the request that noticed it.
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(asyncio.to_thread(server.wait), NOTICE_SECONDS)
+                raise errors.TritonStartError(server.end) from error
+            raise
+        yield running
+
+
+@contextlib.asynccontextmanager
+async def _filled_runtime_directory(settings: Settings, values: Values) -> AsyncIterator[Path]:
+    """Make a directory with a filled repository in it.
+
+    It is removed at the end; below RUNTIME_DIR only if it could not be filled, since its owner may
+    want to look at it.
+    """
+    parent = settings.runtime_directory
+    remove = partial(shutil.rmtree, ignore_errors=True)
     async with contextlib.AsyncExitStack() as cleanup:
         try:
             if parent is not None:
                 parent.mkdir(parents=True, exist_ok=True)
-            prefix = "run-" if parent else f"cog-triton-{process_name(os.getpid())}-"
+            prefix = f"cog-triton-{process_name(os.getpid())}-" if parent is None else "run-"
             runtime = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
             cleanup.push_async_callback(asyncio.to_thread, remove, runtime)
             fill_repository(settings.model_repository, runtime / "repository", values)
         except OSError as error:
             raise ConfigurationError(errors.file_problem(error)) from error
         if parent is not None:
-            cleanup.pop_all()  # for its owner to look at
-        check_streaming(runtime / "repository")
-        server = TritonServer(runtime / "repository", runtime, settings, temporary=parent is None)
-        cleanup.push_async_callback(asyncio.to_thread, server.stop)
-        _, tokenizer = await asyncio.gather(asyncio.to_thread(server.start), loading)
-        client = create_client(settings, server)
-        cleanup.push_async_callback(client.aclose)
-        running = RunningServer(server, client, tokenizer, settings.hang_timeout)
-        cleanup.callback(lambda: running.probe and running.probe.cancel())
-        try:
-            with timed("warmed up"):
-                await running.warm_up()
-        except TritonUnavailable as error:
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(asyncio.to_thread(server.wait), NOTICE_SECONDS)
-                raise errors.TritonStartError(server.end) from error  # the request only noticed
-            raise
-        yield running
+            cleanup.pop_all()
+        yield runtime
 
 
 def create_client(settings: Settings, server: TritonServer) -> TritonClient:

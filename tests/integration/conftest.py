@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from cog_triton.deployment.preparation import Values, merge, resolve_engine, template_values
-from cog_triton.deployment.running import STARVED
+from cog_triton.deployment.restart_policy import STARVED
 from cog_triton.errors import TritonStartError
 from cog_triton.repository.fill import fill_repository
 from cog_triton.server.command import Launch

@@ -9,9 +9,16 @@ from typing import Any, cast
 
 import pytest
 
+from cog_triton.deployment import restart_policy
 from cog_triton.deployment import running as module
+from cog_triton.deployment.restart_policy import RestartPolicy
 from cog_triton.deployment.running import Supervisor
-from cog_triton.errors import ConfigurationError, TritonStartError, TritonUnavailable
+from cog_triton.errors import (
+    ConfigurationError,
+    TritonPortTaken,
+    TritonStartError,
+    TritonUnavailable,
+)
 from cog_triton.settings import Settings, read_settings
 
 
@@ -68,7 +75,7 @@ def run(
 
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "FIRST_PAUSE", 0.0)
+    monkeypatch.setattr(restart_policy, "FIRST_PAUSE", 0.0)
 
 
 def test_ends_before_the_window_do_not_count() -> None:
@@ -85,7 +92,7 @@ def test_ends_before_the_window_do_not_count() -> None:
 def test_a_first_start_that_tritons_stubs_abort_is_tried_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "STARVED", re.compile("attempt 1"))
+    monkeypatch.setattr(restart_policy, "STARVED", re.compile("attempt 1"))
 
     async def test(starter: Starter, _: Any) -> None:
         assert starter.attempts == 2
@@ -96,7 +103,7 @@ def test_a_first_start_that_tritons_stubs_abort_is_tried_again(
 @pytest.mark.parametrize(("longest", "expected"), [(0.0, 300), (3, 60), (9, 90), (40, 300)])
 def test_a_restart_gets_ten_times_the_longest_start(longest: float, expected: float) -> None:
     async def test(starter: Starter, supervisor: Any) -> None:
-        supervisor.longest_start = longest
+        supervisor.policy.longest_start = longest
         supervisor.running.end.set()
         await supervisor.after(supervisor.running, 10)
         assert starter.timeouts == [300, expected]
@@ -142,7 +149,7 @@ def test_pauses_grow_with_failed_starts_and_a_full_disk_is_waited_for(
         assert await supervisor.after(first, 10) is starter.servers[1]
         monkeypatch.undo()
 
-    monkeypatch.setattr(module, "FIRST_PAUSE", 0.5)
+    monkeypatch.setattr(restart_policy, "FIRST_PAUSE", 0.5)
     failing = range(2, attempts + 1)
     run(lambda: Starter(*failing, cause=cause), test, restarts=1 if cause else attempts)
     assert pauses == expected
@@ -171,3 +178,56 @@ def test_a_waiting_request_can_be_cancelled_at_the_moment_of_a_start(steps: int)
         assert waiting.cancelled()
 
     run(Starter, test)
+
+
+@pytest.mark.parametrize("place", ["its start", "its supervision"])
+def test_an_error_that_nobody_expected_is_a_failed_start(
+    place: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def fails() -> str:
+        raise RuntimeError("can't start new thread")
+
+    class Broken(Starter):
+        @asynccontextmanager
+        async def __call__(self, settings: Settings) -> AsyncIterator[FakeServer]:
+            async with super().__call__(settings) as server:
+                if self.attempts == 2 and place == "its start":
+                    await fails()
+                if self.attempts == 2:
+                    server.ended = fails  # type: ignore[method-assign]
+                yield server
+
+    async def test(starter: Starter, supervisor: Any) -> None:
+        supervisor.running.end.set()
+        while starter.attempts < 3 or supervisor.running is None:
+            await asyncio.sleep(0.01)
+        assert supervisor.running is starter.servers[-1]
+        assert "can't start new thread" in caplog.text
+
+    run(Broken, test)
+
+
+def policy_at(now: list[float], **settings: Any) -> RestartPolicy:
+    given = {"restarts": 2, "restart_window": 60.0, **settings}
+    return RestartPolicy(read_settings({}).model_copy(update=given), lambda: now[0])
+
+
+def test_too_many_ends_within_the_window_are_the_last() -> None:
+    now = [0.0]
+    policy = policy_at(now)
+    for moment in (0, 50, 100):  # the first is forgotten by then
+        now[0] = moment
+        policy.on_end()
+    assert not policy.gives_up
+    policy.on_failed_start(TritonStartError("no"))
+    assert policy.gives_up
+
+
+def test_a_start_without_its_port_is_repeated_at_once_and_not_for_ever() -> None:
+    policy = policy_at([0.0])
+    taken = TritonPortTaken("the port 8001 is in use")
+    assert [policy.repeats_at_once(taken) for _ in range(3)] == [True, True, False]
+    assert not policy.repeats_at_once(TritonStartError("no model"))
+    policy.on_started(3.0)
+    assert policy.repeats_at_once(taken)
+    assert policy.recent == 0
